@@ -1,14 +1,17 @@
-"""The `gateway` command: `serve`, `status`, `events`, `restart-child`."""
+"""The `gateway` command: `serve`, `status`, `events`, `replace`."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+import time
+from copy import copy
 
 import click
 
-from gateway.messages import CONTROL, ChildRestartedMsg, RestartChildMsg
-from gateway.supervisor.settings import DIR, OPTIONS, GatewaySettings, settle
+from gateway.messages import CONTROL, ReplaceMsg, ReplacingMsg
+from gateway.server.settings import DIR, OPTIONS, GatewaySettings, settle
 from plumbing.errors import UnderstudyError, UnreachableError, WaitTimeoutError
 from plumbing.pod.cli import (
     Look,
@@ -27,7 +30,8 @@ from plumbing.service.process import arm_from_environment
 from plumbing.text import to_json
 from plumbing.wire.blocking import BlockingClient
 
-RESTART_TIMEOUT_S = 60.0  # a fresh child needs half a second; this is for a busy machine
+REPLACE_TIMEOUT_S = 70.0  # a successor needs half a second, and gives up after 60
+POLL_S = 0.05
 
 
 @click.group()
@@ -41,18 +45,18 @@ def serve(config: Resolved) -> None:
     """Run the gateway until SIGTERM.
 
     On SIGTERM it accepts no more connections, and exits when all streams have ended, or after
-    --drain-timeout. A second SIGTERM ends it at once. SIGHUP works like `gateway restart-child`.
+    --drain-timeout. A second SIGTERM ends it at once. SIGHUP works like `gateway replace`.
     """
     arm_from_environment()
     log.configure("gateway")
     settings = settle(config)
-    sys.exit(run_async(lambda: _supervise(settings)))
+    sys.exit(run_async(lambda: _serve(settings)))
 
 
-async def _supervise(settings: GatewaySettings) -> int:
-    from gateway.supervisor.supervisor import GatewaySupervisor  # heavy, and only needed here
+async def _serve(settings: GatewaySettings) -> int:
+    from gateway.server.server import GatewayServer  # heavy, and only needed here
 
-    return await GatewaySupervisor(settings).run()
+    return await GatewayServer(settings).run()
 
 
 @main.command()
@@ -74,14 +78,13 @@ def _look(directory: str) -> Look:
     Raises:
         UnreachableError: no gateway was ever there.
     """
-    from gateway.supervisor import text
-    from gateway.supervisor import text as offline
+    from gateway import text
 
     away: UnderstudyError | None = None
     try:
         document = ask_status(gateway_socket(directory), CONTROL)
     except (UnreachableError, WaitTimeoutError) as error:
-        found = offline.look(directory, error)
+        found = text.look(directory, error)
         if found is None:
             raise
         document, away = found.document, found.error
@@ -98,30 +101,46 @@ def events(config: Resolved, as_json: bool, follow: bool) -> None:
     print_events(path, CONTROL, follow=follow, as_json=as_json)
 
 
-@main.command("restart-child")
+@main.command()
 @options((DIR,))
 @json_flag
-def restart_child(config: Resolved, as_json: bool) -> None:
-    """Replace the process that serves, without losing a request.
+def replace(config: Resolved, as_json: bool) -> None:
+    """Replace the gateway by a new process, without losing a request.
 
-    A new process reads the certificate and the API keys again and accepts connections; the present
-    one finishes its streams, then exits.
+    The new process reads the certificate and the API keys again and accepts connections; the old
+    one finishes its requests, then exits.
     """
-    with BlockingClient(gateway_socket(os.path.abspath(config["dir"])), CONTROL) as client:
-        done = client.request(RestartChildMsg(), timeout_s=RESTART_TIMEOUT_S).message
-    assert isinstance(done, ChildRestartedMsg)
-    document = {
-        "schema": 1,
-        "old_pid": done.old_pid or None,
-        "new_pid": done.new_pid,
-        "in_flight": done.in_flight,
-    }
+    path = gateway_socket(os.path.abspath(config["dir"]))
+    with BlockingClient(path, CONTROL) as client:
+        old = client.request(ReplaceMsg()).message
+    assert isinstance(old, ReplacingMsg)
+    new_pid = _wait_for_successor(path, old.pid)
+    document = {"schema": 1, "old_pid": old.pid, "new_pid": new_pid, "in_flight": old.in_flight}
     if as_json:
         click.echo(to_json(document))
         return
-    click.echo(f"pid {done.new_pid} accepts connections")
-    if done.old_pid:
-        click.echo(f"pid {done.old_pid} finishes {done.in_flight} requests, then exits")
+    click.echo(f"pid {new_pid} accepts connections")
+    click.echo(f"pid {old.pid} finishes {old.in_flight} requests, then exits")
+
+
+main.add_command(copy(replace), "restart-child")
+main.commands["restart-child"].hidden = True  # its older name
+
+
+def _wait_for_successor(path: str, old_pid: int) -> int:
+    """The pid of the gateway that accepts in place of `old_pid`."""
+    deadline_s = time.monotonic() + REPLACE_TIMEOUT_S
+    while time.monotonic() < deadline_s:
+        with contextlib.suppress(UnreachableError, WaitTimeoutError):  # between the two
+            found = ask_status(path, CONTROL)
+            if found["accepting"] and found["pid"] != old_pid:
+                return int(found["pid"])
+        time.sleep(POLL_S)
+    raise WaitTimeoutError(
+        "gateway.restart_failed",
+        f"no successor accepts after {REPLACE_TIMEOUT_S:g} s, its log says why; pid {old_pid}"
+        " serves on",
+    )
 
 
 if __name__ == "__main__":

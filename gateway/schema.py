@@ -22,13 +22,6 @@ class GatewayService(Schema):
     tls: Annotated[bool, "clients speak HTTPS"]
 
 
-class GatewayChildFields(Schema):
-    pid: Annotated[int, "the process"]
-    since: Annotated[Time, "when it was started"]
-    for_ms: Annotated[float, "time since then"]
-    in_flight: Annotated[int, "requests in it; 0 before it serves"]
-
-
 class GatewayUpstream(Schema):
     engine: Annotated[str, "its id"]
     token: Annotated[int, "the token of its grant"]
@@ -82,7 +75,7 @@ class GatewayRest(Schema):
     wake: Annotated[str, "who wakes it, `on-request` or `manual`"]
     door: Annotated[str, "`open`; `closing` (before sleep); `shut`: requests wait"]
     quiet_ms: Annotated[float, "time without a request while the engine is awake"]
-    sleeps_total: Annotated[int, "sleeps since the parent started"]
+    sleeps_total: Annotated[int, "sleeps since it started"]
     wakes_total: Annotated[int, "wakes for a request"]
     engine: Annotated[GatewayEngine | None, "the lock holder's own report; null: unreachable"]
     problem: Annotated[str | None, "why it does not report, or its fault"]
@@ -95,7 +88,7 @@ class GatewayModel(Schema):
         str | None, "its requests are sent (`open`), wait (`shut`) or `refused`; null: not known"
     ]
     running: Annotated[str | None, "running requests behind a shut door: `finish`, `park`, `cut`"]
-    obeyed: Annotated[bool, "all processes of the gateway obey this door"]
+    obeyed: Annotated[bool, "the gateway obeys this door"]
     engine: Annotated[str | None, "the engine that serves it"]
     token: Annotated[int | None, "the token of that engine's grant"]
     in_flight: Annotated[int, "requests that an engine has"]
@@ -126,7 +119,7 @@ class GatewayLoad(Schema):
 class GatewayRequest(Schema):
     ending: Annotated[str, "`whole`, `refused`, `broken` (after its first byte), `client_gone`"]
     continuation: Annotated[str, "its class, `exact`, `state`, `retry` or `none`"]
-    count: Annotated[int, "requests that ended so since the parent started"]
+    count: Annotated[int, "requests that ended so since it started"]
 
 
 class GatewayTotal(Schema):
@@ -139,7 +132,6 @@ class GatewayTotal(Schema):
     continuations_lost: Annotated[
         int, "streams that can no longer be continued, for lack of memory"
     ]
-    lost_requests: Annotated[int, "requests in flight in a process of the gateway that died"]
     limits: Annotated[dict[str, int], "how often, by its name"]
 
 
@@ -162,31 +154,23 @@ class GatewayStatus(Schema):
 
     schema: Annotated[int, "1"]
     online: Annotated[bool, "true"]
-    pid: Annotated[int, "the parent process"]
+    pid: Annotated[int, "its process"]
     restarts: Annotated[int, "restarts by the container's init"]
     dir: Annotated[str, "its directory"]
-    accepting: Annotated[bool, "a process accepts connections"]
+    accepting: Annotated[bool, "it accepts connections"]
     problems: Annotated[list[str], "what does not work, for operators"]
     as_of_event_id: Annotated[int, "the newest event that the document includes"]
     last_event: Annotated[EventRecord | None, "the newest event"]
-    since: Annotated[Time, "when the parent process started"]
+    since: Annotated[Time, "when it started"]
     for_ms: Annotated[float, "time since then"]
     stopping: Annotated[bool, "it drains before its end, or every engine was told to end"]
     stop: GatewayStop
-    accepting_since: Annotated[Time | None, "since when the present process accepts"]
+    accepting_since: Annotated[Time | None, "since when it does"]
     service: GatewayService
-    child: Annotated[GatewayChildFields | None, "the process that serves; null if there is none"]
-    spare: Annotated[
-        GatewayChildFields | None, "the process that takes over when `child` ends; null until ready"
+    predecessor: Annotated[
+        int | None, "the gateway that this one has replaced and that still finishes its requests"
     ]
-    starting: Annotated[list[GatewayChildFields], "processes that start"]
-    retiring: Annotated[list[GatewayChildFields], "processes that finish their last requests"]
-    restarts_total: Annotated[
-        int, "processes that died and were replaced, since the parent started"
-    ]
-    upstream: Annotated[
-        GatewayUpstream | None, "the engine as the process that serves sees it; null without one"
-    ]
+    upstream: Annotated[GatewayUpstream | None, "the engine that requests go to; null without one"]
     lock_server: GatewayLockServer
     grant: Annotated[GatewayGrant | None, "the newest grant; null before the first"]
     idle: Annotated[GatewayIdle | None, "no engine is known to serve; null if one is"]
@@ -195,18 +179,22 @@ class GatewayStatus(Schema):
         GatewayPool | None, "the [pool](gateway.md#models-of-a-pool); null without a pool file"
     ]
     load: GatewayLoad
-    memory_bytes_max: Annotated[int, "the limit of that; requests beyond it cannot be continued"]
+    memory_bytes_max: Annotated[
+        int,
+        "the limit of that, half of `--memory-bytes` beside a predecessor; requests beyond it"
+        " cannot be continued",
+    ]
     totals: GatewayTotal
 
 
-class RestartChildDocument(Schema):
-    """The gateway's new process, which reads the certificate and the API keys again.
+class ReplaceDocument(Schema):
+    """The gateway's successor, which reads the certificate and the API keys again.
 
     The old process finishes its requests. Errors: `gateway.restart_failed` (the old one continues),
-    `gateway.restart_busy`, `gateway.stopping`.
+    `gateway.restart_busy`, `gateway.no_init`, `gateway.stopping`.
     """
 
     schema: Annotated[int, "1"]
-    old_pid: Annotated[int | None, "the process that served; null if none did"]
+    old_pid: Annotated[int, "the process that served"]
     new_pid: Annotated[int, "the process that serves now"]
-    in_flight: Annotated[int, "requests that the old one still has to finish"]
+    in_flight: Annotated[int, "requests that the old one had to finish"]

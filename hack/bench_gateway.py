@@ -2,37 +2,43 @@
 
     python -m hack.bench_gateway [--streams 1,64,256,1000] [--events-per-s 20000] [--json] [--quick]
 
-The upstream sends one token and one write for each event. The serving child is the real one, and
-this process plays its parent. The CPU of an event is counted while all streams are under way, that
-of a request by itself. `events_per_s` is what passes through when nothing paces the upstream.
-`cores_lacked` is how long the gateway waited for a CPU that others had. *Added* is the difference
-between the percentiles through the gateway and past it. On one machine a write to a client over TCP
-does the receiver's half of TCP, too, and all of that is counted as the gateway's.
+The upstream sends one token and one write for each event. The gateway is the real one, below its
+init, and this process plays the lock server. The CPU of an event is counted while all streams are
+under way, that of a request by itself. `events_per_s` is what passes through when nothing paces the
+upstream. `cores_lacked` is how long the gateway waited for a CPU that others had. *Added* is the
+difference between the percentiles through the gateway and past it. On one machine a write to a
+client over TCP does the receiver's half of TCP, too, and all of that is counted as the gateway's.
+`restart_ms` is from a SIGKILL of the gateway to the answer to a request sent right behind it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
 import sys
+import time
+from asyncio.subprocess import DEVNULL
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from gateway import messages as msg
-from gateway.core.events import EngineGranted
-from gateway.supervisor.child_processes import COMMAND, ChildLink
 from hack import gateway_load as ends
 from hack import rig
 from hack.gateway_load import Seen, one_by_one, request, stream
 from hack.processes import ServerProcess, Usage
-from plumbing.pod.paths import engine_http_socket
+from lockserver.client import Stage
+from lockserver.messages import CATALOGUE, BorrowMsg, GrantedMsg, ServiceMsg
+from plumbing.pod.paths import engine_http_socket, lockserver_socket
 from plumbing.service import procfs
-from plumbing.service.clock import SystemClock
-from plumbing.service.process import raise_fd_limit
-from plumbing.wire.fds import OwnedFd
+from plumbing.service.process import parent_environment, raise_fd_limit
+from plumbing.wire.connection import Connection, Handler
+from plumbing.wire.fds import OwnedFd, close_all
+from plumbing.wire.messages import Message
+from plumbing.wire.server import Server
 from understudy.pod.ports import free_ports
+from understudy.pod.table import REPLACING_INIT, program
 
 START_S = 60.0
 ROUNDS = 3  # of each way, in turns
@@ -43,85 +49,101 @@ UNPACED_EVENTS = 40_000  # of all streams together
 MEMORY_TOKENS = 100  # that a stream has delivered when its memory is looked at
 HELD_EVENTS_PER_S = 5000  # while memory is looked at
 LOOK_S = 0.05
+KILLS = 20
+SETTLE_S = 0.3  # between two kills
 
 
-class BenchChild:
-    """The serving child, which accepts at `port`."""
+class BenchGateway(Handler):
+    """The gateway below its init, which accepts at `port`; the lock server is here."""
 
     def __init__(self, directory: str) -> None:
-        self._settings = msg.ConfigureGatewayMsg(
-            directory=os.fsencode(directory),
-            hold_ms=10_000,
-            park_timeout_ms=300_000,
-            resumes_max=8,
-            memory_bytes=1 << 30,
-            keepalive_comments_ms=0,
-            access_log=False,
-            tls_cert="",
-            tls_key="",
-        )
-        self._link = ChildLink(1, self, SystemClock())
-        self._beat = asyncio.Event()
         (self.port,) = free_ports(1)
+        self._directory = directory
+        self._listener = socket.create_server(("127.0.0.1", self.port), backlog=ends.BACKLOG)
+        self._server = Server(lockserver_socket(directory), CATALOGUE, self, service="bench")
+        self._init: asyncio.subprocess.Process | None = None
+        self.accepts = asyncio.Event()
 
     @property
     def pid(self) -> int:
-        return self._link.pid
+        assert self._init is not None
+        found = procfs.children(self._init.pid)
+        return found[0] if found else 0
 
     async def start(self) -> None:
-        """Let it accept, and grant the lock to the upstream."""
-        self._link.start(COMMAND, self._settings)
-        await self._next_beat()
-        with socket.create_server(("127.0.0.1", self.port), backlog=ends.BACKLOG) as listener:
-            listener.setblocking(False)
-            fd = OwnedFd(os.dup(listener.fileno()))
-            self._link.send(msg.AcceptMsg("bench"), [fd])
-        self._link.send(msg.NewsMsg(EngineGranted(ends.ENGINE, ends.TOKEN, "0" * 16)))
-        while not (self._link.beat and self._link.beat.upstream and self._link.beat.is_accepting):
-            await self._next_beat()
+        """Wait until it accepts and has greeted the upstream."""
+        await self._server.start()
+        words = [*REPLACING_INIT, *program("gateway"), "serve", "--dir", self._directory]
+        self._init = await asyncio.create_subprocess_exec(
+            *words, "--http-port", "0", env={**os.environ, **parent_environment()}, stderr=DEVNULL
+        )
+        async with asyncio.timeout(START_S):
+            await self.accepts.wait()
 
     def rss_kib(self) -> float:
         return (procfs.rss_bytes(self.pid) or 0) / 1024
 
+    def pss_kib(self) -> dict[str, int]:
+        """Of the init and of the gateway."""
+        assert self._init is not None
+        return {"init": _pss_kib(self._init.pid), "gateway": _pss_kib(self.pid)}
+
     async def close(self) -> None:
-        self._link.kill()
-        assert self._link.process is not None
-        await self._link.process.wait()
+        assert self._init is not None
+        self._init.kill()
+        await self._init.wait()
+        await self._server.close()
+        self._listener.close()
 
-    async def _next_beat(self) -> None:
-        self._beat.clear()
+    def received(
+        self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
+    ) -> None:
+        close_all(fds)
+        if not isinstance(message, BorrowMsg):
+            return
+        if message.stage is Stage.ACCEPTS:
+            self.accepts.set()
+            return
+        incarnation = f"{ends.ENGINE}-{'0' * 16}"
+        conn.send(GrantedMsg(message.lock, ends.ENGINE, incarnation, ends.TOKEN))
+        copy = OwnedFd(os.dup(self._listener.fileno()))
+        conn.send(ServiceMsg(message.lock, "bench"), fds=[copy])
+
+    def closed(self, conn: Connection, reason: str) -> None:
+        self.accepts.clear()
+
+
+def _pss_kib(pid: int) -> int:
+    rollup = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return int(next(each for each in rollup if each.startswith("Pss:")).split()[1])
+
+
+async def restarts(gateway: BenchGateway, count: int) -> rig.Figures:
+    """Kill it so often, each time under a new request."""
+    took_ms, errors = [], 0
+    for _ in range(count):
+        os.kill(gateway.pid, signal.SIGKILL)
+        began_s, seen = time.perf_counter(), Seen()
+        await one_by_one(gateway.port, 1, request(1, 0), seen)
+        took_ms.append((time.perf_counter() - began_s) * 1000)
+        errors += seen.errors
         async with asyncio.timeout(START_S):
-            await self._beat.wait()
-
-    # What `ChildOwner` asks for.
-
-    def beaten(self, link: ChildLink) -> None:
-        self._beat.set()
-
-    def demanded(self, link: ChildLink, demand: msg.ModelDemandMsg) -> None:
-        """There is no pool here."""
-
-    def happened(self, link: ChildLink, event: msg.GatewayEventMsg) -> None:
-        """Nobody wants to know."""
-
-    def ended(self, link: ChildLink) -> None:
-        self._beat.set()
-
-    def read_out(self, link: ChildLink) -> None:
-        """No status was asked for."""
+            await gateway.accepts.wait()
+        await asyncio.sleep(SETTLE_S)
+    return {"restart_ms": rig.spread(took_ms), "errors": errors}
 
 
-async def paced(child: BenchChild, past: int, count: int, rate: float, s: float) -> rig.Figures:
+async def paced(gateway: BenchGateway, past: int, count: int, rate: float, s: float) -> rig.Figures:
     """`count` streams with `rate` events per second in all, for `s` seconds: first alone, for the
     CPU that an event takes, then, through the gateway and past it in turns, while single requests
     are timed."""
     interval_ms = max(1.0, count / rate * 1000)
     what = request(max(2, int(s * 1000 / interval_ms)), interval_ms)
-    through, direct, load, usage = Seen(), Seen(), Seen(), Usage(child.pid)
+    through, direct, load, usage = Seen(), Seen(), Seen(), Usage(gateway.pid)
     for _ in range(ROUNDS):
         begin, end = (partial(usage.add, sign, load) for sign in (-1, 1))
-        await stream(child.port, count, what, load, begin, end)
-        await _beside(child.port, count, what, through)
+        await stream(gateway.port, count, what, load, begin, end)
+        await _beside(gateway.port, count, what, through)
         await _beside(past, count, what, direct)
     return {
         **_added(through, direct),
@@ -154,12 +176,12 @@ def _added(through: Seen, past: Seen) -> rig.Figures:
     return {"added_ttft_ms": more, "ttft_ms": {"gateway": ours, "direct": theirs}}
 
 
-async def alone(child: BenchChild, past: int) -> rig.Figures:
+async def alone(gateway: BenchGateway, past: int) -> rig.Figures:
     """One request at a time."""
-    through, direct, usage = Seen(), Seen(), Usage(child.pid)
+    through, direct, usage = Seen(), Seen(), Usage(gateway.pid)
     for _ in range(ROUNDS):
         usage.add(-1)
-        await one_by_one(child.port, ASKED_ALONE // ROUNDS, request(1, 0), through)
+        await one_by_one(gateway.port, ASKED_ALONE // ROUNDS, request(1, 0), through)
         usage.add(1)
         await one_by_one(past, ASKED_ALONE // ROUNDS, request(1, 0), direct)
     per_request = round(usage.cpu_ms * 1000 / ASKED_ALONE, 1)
@@ -167,24 +189,24 @@ async def alone(child: BenchChild, past: int) -> rig.Figures:
     return {**_added(through, direct), "cpu_us_per_request": per_request, "errors": errors}
 
 
-async def unpaced(child: BenchChild, count: int) -> rig.Figures:
+async def unpaced(gateway: BenchGateway, count: int) -> rig.Figures:
     """The most that passes through: events are merged in each read, so they cost less."""
     seen = Seen()
-    await stream(child.port, count, request(UNPACED_EVENTS // count, 0), seen)
+    await stream(gateway.port, count, request(UNPACED_EVENTS // count, 0), seen)
     rate = round(seen.events / (seen.last_s - seen.first_s))
     return {"events_per_s": rate, "errors_unpaced": seen.errors}
 
 
-async def memory(child: BenchChild, count: int) -> float:
+async def memory(gateway: BenchGateway, count: int) -> float:
     """What one more stream takes, in KiB, once it has delivered `MEMORY_TOKENS` tokens."""
-    seen, before = Seen(), child.rss_kib()
+    seen, before = Seen(), gateway.rss_kib()
     what = request(2 * MEMORY_TOKENS, count / HELD_EVENTS_PER_S * 1000)
-    held = asyncio.create_task(stream(child.port, count, what, seen))
+    held = asyncio.create_task(stream(gateway.port, count, what, seen))
     for _ in range(int(ends.DEADLINE_S / LOOK_S)):
         if seen.events >= MEMORY_TOKENS * count or held.done():
             break
         await asyncio.sleep(LOOK_S)
-    grown = child.rss_kib() - before
+    grown = gateway.rss_kib() - before
     await held
     return round(grown / count, 1)
 
@@ -193,24 +215,31 @@ async def measure(counts: Sequence[int], rate: float, seconds: float, base: Path
     path = engine_http_socket(str(base), ends.ENGINE)
     (past,) = free_ports(1)
     command = [sys.executable, "-m", "hack.gateway_load", path, str(past)]
-    upstream, child = ServerProcess(command, lambda: os.path.exists(path)), BenchChild(str(base))
+    upstream = ServerProcess(command, lambda: os.path.exists(path))
+    gateway = BenchGateway(str(base))
     upstream.start()
     try:
-        await child.start()
-        for port in (child.port, past):
+        await gateway.start()
+        for port in (gateway.port, past):
             await one_by_one(port, WARM_UP, request(8, 0), Seen())
-        found: rig.Figures = {"idle_rss_mib": round(child.rss_kib() / 1024, 1)}
-        found["alone"] = await alone(child, past)
-        found["kib_per_stream"] = await memory(child, max(counts))  # early: freed memory is reused
+        found: rig.Figures = {
+            "idle_rss_mib": round(gateway.rss_kib() / 1024, 1),
+            "idle_pss_kib": gateway.pss_kib(),
+        }
+        found["alone"] = await alone(gateway, past)
+        found["kib_per_stream"] = await memory(
+            gateway, max(counts)
+        )  # early: freed memory is reused
         found["streams"] = {
-            str(count): await paced(child, past, count, rate, seconds) for count in counts
+            str(count): await paced(gateway, past, count, rate, seconds) for count in counts
         }
         for count in counts:
-            found["streams"][str(count)] |= await unpaced(child, count)
+            found["streams"][str(count)] |= await unpaced(gateway, count)
+        found["deaths"] = await restarts(gateway, KILLS)
     finally:
-        await child.close()
+        await gateway.close()
         upstream.kill()
-    groups = [found["alone"], *found["streams"].values()]
+    groups = [found["alone"], found["deaths"], *found["streams"].values()]
     errors = sum(each["errors"] + each.get("errors_unpaced", 0) for each in groups)
     problems = [f"{errors} answers were not whole"] if errors else []
     return rig.document({"events_per_s_asked": rate, **found}, problems)

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping
 
 from engine.core import lifecycle, probes
 from engine.core.events import State
-from gateway.core import children
 from gateway.core import client_request as gateway_states
 from gms.core import kv_state
 from gms.core import state as gms_state
@@ -112,11 +111,6 @@ def request_edges() -> list[Edge]:
     return [(str(source), str(turn), str(target)) for (source, turn), target in found]
 
 
-def child_edges() -> list[Edge]:
-    found = children.TURNS.items()
-    return [(str(source), turn, str(target)) for (source, turn), target in found]
-
-
 def phase_table() -> list[str]:
     """A model's states follow from facts, so there are no transitions to list."""
     return [
@@ -165,14 +159,6 @@ def page() -> str:
         "Something was sent to the client in `streaming`, `relaying`, `parked`, `resuming` and",
         "`replaying`. `waiting`, `asked` and `answering` never follow these, so nothing is sent",
         "twice.",
-        "",
-        "## A process of the gateway",
-        "",
-    ]
-    lines += shown(child_edges())
-    lines += [
-        "It may end in each of them. At most one is `serving`: it accepts connections. A `spare`",
-        "takes its place at once. A `retiring` one finishes its requests.",
         "",
     ]
     lines += ["## A model in a pool", "", *phase_table()]

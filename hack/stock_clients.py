@@ -24,7 +24,7 @@ from hack import rig
 from hack.vllm.pod import make_pod, model_of
 from plumbing.errors import UnderstudyError
 from understudy.drill.clients import Target, clock
-from understudy.drill.records import GATEWAYS, PARTS, Records
+from understudy.drill.records import GATEWAY, PARTS, Records
 from understudy.drill.run import Drill, DrillPlan
 from understudy.drill.verdict import judge
 from understudy.pod.runner import PodRunner
@@ -198,7 +198,7 @@ def fate_of(attempt: Attempt, records: Records) -> str:
         return "wrong" if attempt.detail else "ok"
     if attempt.is_refused:
         return "error"
-    gateways = [kill for kill in records.kills if kill.target in GATEWAYS]
+    gateways = [kill for kill in records.kills if kill.target == GATEWAY]
     if any(attempt.overlaps(kill.killed_ms, kill.gone_ms) for kill in gateways):
         return "lost_in_gateway"
     is_killed = any(attempt.overlaps(kill.killed_ms, None) for kill in records.engine_kills)

@@ -11,6 +11,7 @@ lent the listening socket and told who holds the lock, or why nobody does.
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Annotated
 
 from msgspec import Meta, field
@@ -22,7 +23,6 @@ from plumbing.pod.messages import WatchMsg as WatchMsg
 from plumbing.wire.messages import Catalogue, Message, messages_in
 
 TOKEN_CLAIMED_MAX = 2**62  # leaves room above any claim, so that a bogus one cannot exhaust tokens
-SERVICES_MAX = 8  # listening sockets in one hand-back; the standard pod has one
 LOCKS_MAX = 8  # locks named in one `want`
 REASON_CHARS_MAX = 512
 SWITCHOVER_MS_MAX = 24 * 3_600_000  # a long drain is a matter of hours at most
@@ -40,9 +40,8 @@ class WantMsg(Message, frozen=True, tag="want"):
     """Supervisor → server: what this supervisor is and wants, in full.
 
     `incarnation` and `witness` are None between two launches; what was named before has then been
-    reaped. `tokens`: what it believes it holds. `services` names the locks whose listening
-    sockets are handed back with this message, one fd each, in that order. `continuation`: the id of
-    what this incarnation would continue streams with (`plumbing.gateway_protocol.Hello`); "" if it
+    reaped. `tokens`: what it believes it holds. `continuation`: the id of what this incarnation
+    would continue streams with (`plumbing.gateway_protocol.Hello`); "" if it
     cannot. `over`: by fenced lock, the token under which this incarnation has handed it over in
     place: no process of it accepts or maps KV memory under that token, ever again. Said for the
     rest of its life, also while it waits for the lock anew.
@@ -51,14 +50,12 @@ class WantMsg(Message, frozen=True, tag="want"):
     itself it was not; 0 if there is none.
     """
 
-    FDS = (0, SERVICES_MAX)
     supervisor: Annotated[str, Meta(min_length=16, max_length=16)]
     engine: EngineId
     incarnation: IncarnationId | None
     witness: Annotated[str, Meta(min_length=1, max_length=128)] | None
     locks: Annotated[tuple[str, ...], Meta(max_length=LOCKS_MAX)]
     tokens: dict[str, Annotated[int, Meta(ge=1, le=TOKEN_CLAIMED_MAX)]]
-    services: Annotated[tuple[str, ...], Meta(max_length=SERVICES_MAX)] = ()
     # A counter shared with `beat` that grows with each message. Over TCP it orders messages of
     # several connections, and the sender knows when the message that is answered was sent.
     progress: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
@@ -103,32 +100,48 @@ class StandbyMsg(Message, frozen=True, tag="standby"):
 
 
 class BeatMsg(Message, frozen=True, tag="beat"):
-    """Supervisor or gateway → server, every heartbeat: a counter that grows while it works."""
+    """Supervisor → server, every heartbeat: a counter that grows while it works."""
 
     progress: Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 
-class BorrowMsg(Message, frozen=True, tag="borrow"):
-    """Gateway → server: lend the listening socket of `lock`, and tell who holds it.
+class Stage(StrEnum):
+    """How far a gateway is with the listening descriptor, by its own words."""
 
-    First on its connection, and again at each change of `is_accepting`. `services` as in `want`.
+    ASKS = "asks"  # it has none and is ready to accept
+    ACCEPTS = "accepts"
+    YIELDS = "yields"  # it has let go of it for another gateway, and can take it again
+    ENDS = "ends"  # it accepts nothing any more
+
+
+class BorrowMsg(Message, frozen=True, tag="borrow"):
+    """Gateway → server: how far this gateway is with the listening socket of `lock`, and tell it
+    who holds that lock.
+
+    First on its connection, and again at each change. A gateway that accepts hands a copy of the
+    socket back with its first message: a restarted server may have none.
     """
 
-    FDS = (0, SERVICES_MAX)
+    FDS = (0, 1)
     lock: LockName
     gateway: HexId
-    is_accepting: bool
-    services: Annotated[tuple[str, ...], Meta(max_length=SERVICES_MAX)] = ()
+    stage: Stage
 
 
 class ServiceMsg(Message, frozen=True, tag="service"):
-    """Server → supervisor or gateway: the listening socket of a lock, lent with one fd; without an
-    fd to those that have just handed theirs back. A gateway accepts from it; a supervisor keeps its
-    copy only to hand it back."""
+    """Server → gateway: the listening socket of a lock, lent with one fd: accept from it now.
+    Server → supervisor: the address at which clients of `lock` connect, without an fd."""
 
     FDS = (0, 1)
     lock: LockName
     address: str
+
+
+class YieldMsg(Message, frozen=True, tag="yield"):
+    """Server → gateway: another gateway asks for the listening socket. Stop accepting, close what
+    only one gateway can have, then say `Stage.YIELDS` and finish the requests."""
+
+    lock: LockName
 
 
 class IdleMsg(Message, frozen=True, tag="idle"):

@@ -139,8 +139,12 @@ class LockSupervisor(Schema):
 class LockService(Schema):
     address: Annotated[str, "by lock: the address to which clients send requests"]
     state: Annotated[
-        str, "`lent`, `holding` (the lock server answers 503), `waiting_for_hand_back`"
+        str,
+        "`lent` to a gateway; `waiting` for one, as connections do; `closed`: clients are refused;"
+        " `waiting_for_hand_back`",
     ]
+    since: Annotated[Time, "since when a gateway has the listening socket, or none has"]
+    for_ms: Annotated[float, "time since then"]
     problem: Annotated[str | None, "the process that occupies the port; null if the port is ours"]
 
 
@@ -151,12 +155,16 @@ class LockAccepting(Schema):
 
 class LockGateway(Schema):
     gateway: Annotated[str, "its id, new at each start"]
-    lock: Annotated[str, "the lock whose service socket it has borrowed"]
+    lock: Annotated[str, "the lock whose service socket it borrows"]
     pid: Annotated[int, "its process"]
     since: Annotated[Time, "when it connected"]
     for_ms: Annotated[float, "time since then"]
     accepting: Annotated[LockAccepting | None, "null while it does not accept connections"]
-    silent: Annotated[bool, "it sends no heartbeats; its child may serve all the same"]
+    stage: Annotated[
+        str,
+        "`asks` for the socket; `accepts`; `yields`: it finishes its requests beside a successor;"
+        " `ends`: it finishes them and exits",
+    ]
 
 
 class LockLastGrant(Schema):

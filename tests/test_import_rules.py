@@ -49,7 +49,7 @@ LAYERS = {
         *(*CLIENTS, *PLUMBING),
     ),
     "gateway": ("gateway", "pool.client", *POOL_WORDS, "lockserver.client", *PLUMBING),
-    "gateway.supervisor.pool_config": ("gateway.core", "pool.pool_file"),
+    "gateway.server.settings": ("gateway", "pool.pool_file", *PLUMBING),
     "understudy": (
         *("understudy", "engine", "gateway", "pool", *CLIENTS, *PLUMBING),
         *("lockserver.schema", "gms.schema"),
@@ -391,11 +391,11 @@ def test_the_package_alone_brings_what_it_imports_and_reads():
 
 # Lines of each package, at most; lowered after each step towards the budgets of `hack/volume.py`.
 LINES_MAX = {
-    "plumbing": 6_752,
+    "plumbing": 6_812,
     "lockserver": 8_280,
     "gms": 11_535,
     "engine": 21_100,
-    "gateway": 10_965,
+    "gateway": 9_662,
     "pool": 9_185,
     "understudy": 11_515,
     "hack": 6_390,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from engine.schema import DrainDocument, EngineDocument
-from gateway.schema import GatewayStatus, OfflineGateway, RestartChildDocument
+from gateway.schema import GatewayStatus, OfflineGateway, ReplaceDocument
 from gms.schema import (
     DeviceStatus,
     DropDocument,
@@ -154,7 +154,7 @@ DOCUMENTS: dict[str, type[Schema]] = {
     "lockserver switchover": SwitchoverDocument,
     "gateway status, /status of the gateway": GatewayStatus,
     "gateway status without a gateway": OfflineGateway,
-    "gateway restart-child": RestartChildDocument,
+    "gateway replace": ReplaceDocument,
     "pool status, /status of the pool": PoolStatus,
     "pool status without a pool": OfflinePool,
     "pool explain": ExplainDocument,

@@ -117,7 +117,9 @@ class Attempts:
     def held(self, attempt: Attempt, size_bytes: int) -> None:
         """So many more bytes are held of an answer: within the limits, or pass it on."""
         request = attempt.owner
-        is_too_much = self.requests.memory_bytes + size_bytes > self.requests.rules.memory_bytes_max
+        is_too_much = (
+            self.requests.memory_bytes + size_bytes > self.requests.shared.memory_bytes_max
+        )
         if is_too_much or request.held_bytes + size_bytes > ANSWER_BYTES_MAX:
             self._pass_on(attempt)
             return

@@ -1,6 +1,6 @@
 """The gateway's events and effects: plain values, no behaviour.
 
-The child process (`gateway/server`) is the shell: it hands in events with `Gateway.handle` and
+`gateway/server` is the shell: it hands in events with `Gateway.handle` and
 performs effects in order. The bytes of answers do not travel as events: they go through the methods
 of an `Attempt`, which return what to send to the client now (`hot_path.py`).
 
@@ -172,18 +172,17 @@ class DeathExpected(GatewayEvent, frozen=True, tag="expect_death"):
 
 
 class GatewayDoor(StrEnum):
-    """What children may do with requests."""
+    """What may be done with requests."""
 
     OPEN = "open"  # send them to the engine
-    CLOSING = "closing"  # send nothing for a moment: the parent looks whether all is quiet
+    CLOSING = "closing"  # send nothing for a moment: is all quiet?
     SHUT = "shut"  # let them wait: the engine sleeps, or is on its way there
 
 
 class DoorSet(GatewayEvent, frozen=True, tag="door"):
-    """What the parent lets its children do while `token` is that of the grant; a child's beat says
-    the `number` that it obeys. What is sent behind a shut door would be lost, and the engine must
-    be greeted anew when the door opens. `does_open`: without an operator, so requests wait as long
-    as that takes. `reason`: why it is shut."""
+    """What the rule of sleep allows while `token` is that of the grant. What is sent behind a shut
+    door would be lost, and the engine must be greeted anew when the door opens. `does_open`:
+    without an operator, so requests wait as long as that takes. `reason`: why it is shut."""
 
     number: int
     token: int
@@ -230,11 +229,11 @@ class GreetEngine(GatewayEffect, frozen=True):
 
 
 class WantEngine(GatewayEffect, frozen=True):
-    """A request waits behind a door that is not open: tell the parent now. Once for each door."""
+    """A request waits behind a door that is not open. Once for each door."""
 
 
 class DemandChanged(GatewayEffect, frozen=True):
-    """`Lanes.demand` of a model is another one: tell the parent."""
+    """`Lanes.demand` of a model is another one."""
 
 
 class SendRequest(GatewayEffect, frozen=True):

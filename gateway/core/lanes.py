@@ -57,6 +57,9 @@ from pool.core.states import PooledRules
 
 # Without a pool an engine that rests may be woken by hand. Each greeting tries for 0.2 s.
 GREET_UNHEARD_MS = 1_000.0
+TICKETS_MAX = 512  # of one model in one message, as many as the largest queue has,
+TICKETS_IN_ALL = 2048  # and of all: a parked stream has one too, and a frame is 256 KiB
+ORDER_MS = 60_000.0  # by a priority, in the pool's order, whose last are beyond the limit
 NO_ROOM = "pool.no_room"  # as refused in `pool.core.doors`
 BEGUN = (RequestState.STREAMING, RequestState.RESUMING, RequestState.REPLAYING)
 UNANSWERED = (RequestState.SENT, RequestState.ANSWERING)
@@ -329,14 +332,14 @@ class Lanes:
     def __init__(
         self, rules: GatewayRules, models: Mapping[str, LaneRules], queue_max: int = QUEUE_MAX
     ) -> None:
-        self._shared = Shared()
+        self.shared = Shared(rules.memory_bytes_max)
         self._queue_max = queue_max
         self.by_model = {
             model: Lane(
                 model,
                 rules,
                 lane_rules,
-                shared=self._shared,
+                shared=self.shared,
                 place=place,
                 step=len(models),
                 is_full=self._is_full,
@@ -354,15 +357,15 @@ class Lanes:
     @property
     def outbox(self) -> Sequence[GatewayEffect]:
         """What is to be performed; the same object at all times."""
-        return self._shared.outbox
+        return self.shared.outbox
 
     def attempt(self, number: int) -> Attempt:
         return self._lane_of(number).attempt(number)
 
     def take(self) -> Sequence[GatewayEffect]:
         """The effects in the outbox, which is empty then."""
-        found = self._shared.outbox.copy()
-        self._shared.outbox.clear()
+        found = self.shared.outbox.copy()
+        self.shared.outbox.clear()
         return found
 
     def handle(self, event: GatewayEvent, now_ms: float) -> Sequence[GatewayEffect]:
@@ -403,8 +406,15 @@ class Lanes:
         return False
 
     def demand(self, now_ms: float) -> dict[str, ModelDemand]:
-        """All that the pool needs to know, by model."""
-        return {model: lane.demand(now_ms) for model, lane in self.by_model.items()}
+        """All that the pool needs to know, by model: at most so many tickets as one message can
+        carry."""
+        whole = {model: lane.demand(now_ms) for model, lane in self.by_model.items()}
+        busy = sum(bool(each.tickets) for each in whole.values())
+        most = min(TICKETS_MAX, TICKETS_IN_ALL // max(1, busy))
+        return {
+            model: replace(each, tickets=first_of(each.tickets, most))
+            for model, each in whole.items()
+        }
 
     def stats(self, now_ms: float) -> Stats:
         """What there is now in all lanes; no engine is named."""
@@ -414,7 +424,7 @@ class Lanes:
             by_state.update(each.by_state)
         return Stats(
             by_state=dict(by_state),
-            memory_bytes=self._shared.memory_bytes,
+            memory_bytes=self.shared.memory_bytes,
             suspects=sum(each.suspects for each in found),
             oldest_paused_ms=max((each.oldest_paused_ms for each in found), default=0.0),
             engine="",
@@ -438,3 +448,11 @@ class Lanes:
         for lane in lanes:
             effects += lane.handle(event, now_ms)
         return effects
+
+
+def first_of(tickets: tuple[Ticket, ...], most: int) -> tuple[Ticket, ...]:
+    """Those that are first in the order of the policy, in the order of their ids."""
+    if len(tickets) <= most:
+        return tickets
+    found = sorted(tickets, key=lambda each: each.since_ms + each.priority * ORDER_MS)
+    return tuple(sorted(found[:most], key=lambda each: each.id))

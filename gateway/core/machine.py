@@ -9,7 +9,7 @@ and how large a body it takes. A newer grant ends every attempt of the older one
 these connections still have to say, and every request that the old engine had scheduled when it
 died is charged with that death (`queue.py`). Tokens compare within an era only.
 
-While the engine rests, the parent shuts the door: requests wait, and the parent is told of the
+While the engine rests, the shell shuts the door: requests wait, and the shell is told of the
 first one. An engine that wakes under the same grant is greeted anew.
 """
 
@@ -34,14 +34,15 @@ GREET_AGAIN_MS = 50.0  # an engine that is granted answers within milliseconds o
 
 
 class Gateway:
-    """All requests of one child process; in a pool, those for one model (`lanes.py`)."""
+    """All requests of one gateway; in a pool, those for one model (`lanes.py`)."""
 
     def __init__(
         self, rules: GatewayRules, shared: Shared | None = None, lane: int = 0, step: int = 1
     ) -> None:
         self.rules = rules
+        self.shared = shared or Shared(rules.memory_bytes_max)
         self.hello: Hello | None = None  # of the engine that is granted now
-        self._requests = Requests(rules, self._look, shared or Shared())
+        self._requests = Requests(rules, self._look, self.shared)
         self._attempts = Attempts(self._requests, Numbers(lane, step))
         self._grant: ev.EngineGranted | None = None  # the newest
         self._is_granted = False  # nobody has lost it since
@@ -52,7 +53,7 @@ class Gateway:
         self._greet_ms: float | None = None  # when to greet again,
         self._no_hello = ""  # and why
         self._door = ev.DoorSet(0, 0)
-        self._is_wanted = False  # the parent knows that a request waits behind this door
+        self._is_wanted = False  # the shell knows that a request waits behind this door
         self._now_ms = self._ticked_ms = 0.0
         self._is_busy = False
 
@@ -198,7 +199,7 @@ class Gateway:
         self._is_busy = False
 
     def _may_send(self) -> bool:
-        """Whether the door is open. The parent is told of the first request behind it."""
+        """Whether the door is open. The shell is told of the first request behind it."""
         if not self._door.is_open and not self._is_wanted:
             self._is_wanted = True
             self._requests.outbox.append(ev.WantEngine())

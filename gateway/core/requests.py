@@ -58,7 +58,7 @@ class Requests:
             now_ms=now_ms,
         )
         weight = self.shared.memory_bytes + REQUEST_BYTES + came.body_bytes
-        request.is_lean = weight > self.rules.memory_bytes_max
+        request.is_lean = weight > self.shared.memory_bytes_max
         self.shared.memory_bytes += request.weigh()
         self.all[request.number] = request
         self.queue.add(request)
@@ -137,7 +137,7 @@ class Requests:
         self.shared.memory_bytes += request.weigh()
         if len(request.tokens) > JOURNAL_TOKENS_MAX:
             self._give_journal_up(request, "tokens")
-        while self.shared.memory_bytes > self.rules.memory_bytes_max:
+        while self.shared.memory_bytes > self.shared.memory_bytes_max:
             streams = [
                 each
                 for requests in self.shared.requests

@@ -1,4 +1,4 @@
-"""What all lanes of one gateway process share: one memory with one cap, and one outbox.
+"""What all lanes of one gateway share: one memory with one cap, and one outbox.
 
 A lane is one model's `Gateway`; without a pool there is one, which has all of this for itself. The
 outbox is one list at all times, so that the reader of bytes need not know whose they are.
@@ -15,9 +15,10 @@ from gateway.core.events import GatewayEffect
 class Shared:
     """Its lanes' desks count their memory here."""
 
-    def __init__(self) -> None:
+    def __init__(self, memory_bytes_max: int) -> None:
         self.outbox: list[GatewayEffect] = []
         self.memory_bytes = 0
+        self.memory_bytes_max = memory_bytes_max
         self.requests: list[dict[int, ClientRequest]] = []  # of each lane
 
 

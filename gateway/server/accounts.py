@@ -1,4 +1,4 @@
-"""What the child has counted, and what is told of it: totals for beats, events, the access log.
+"""What the gateway has counted since its start, and what is told of it: events, the access log.
 
 Owns no decision. Users' text never comes here. Pauses and resumes of many streams at once are one
 event a second, because a failover under a thousand streams is one thing that happened.
@@ -7,9 +7,14 @@ event a second, because a failover under a thousand streams is one thing that ha
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from enum import StrEnum
+from typing import Any, TypeAlias
 from urllib.parse import quote
+
+from msgspec import Struct, field
 
 from gateway.core.events import (
     ContinuationLost,
@@ -19,17 +24,6 @@ from gateway.core.events import (
     StreamPaused,
     StreamResumed,
     SuspectFound,
-)
-from gateway.messages import (
-    ADDED_BUCKETS_S,
-    LIMITS,
-    PAUSE_BUCKETS_S,
-    POOL_LIMITS,
-    GatewayEventMsg,
-    GatewayTotals,
-    HistogramTally,
-    ModelTotal,
-    PoolOutcome,
 )
 from gateway.schema import GatewayRequest
 from gateway.server.open_request import OpenRequest
@@ -43,19 +37,96 @@ EXPIRED = ("pool.not_awake", "pool.busy", "gateway.park_timeout")
 CUT = "pool.cut"
 
 
+# Told of what happens, for the event log: its type, a sentence, its severity, data. No bodies, no
+# tokens, no keys.
+Tell: TypeAlias = Callable[[str, str, str, Mapping[str, Any]], object]
+
+# The refusals that a larger limit would have spared; the others are the client's own.
+LIMITS = (
+    *("headers_too_large", "request_too_large", "request_timeout", "too_many_pipelined"),
+    "overloaded",
+)
+# What a pool answers where there is no room or no time for a request; counted as limits.
+POOL_LIMITS = ("pool.queue_full", "pool.not_awake", "pool.busy", "pool.cut")
+
+# The upper bounds of the buckets of the two histograms; a last one has what is above all bounds.
+# A pause is 20 ms with the reference engine, some hundred with vLLM, and a relaunch takes minutes.
+PAUSE_BUCKETS_S = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
+ADDED_BUCKETS_S = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.2, 1.0)
+
+
+class Distribution(Struct, frozen=True):
+    """The counts of a histogram: one for each bound, and one for all values above."""
+
+    counts: tuple[int, ...]
+    sum_s: float = 0.0
+
+
+class HistogramTally:
+    """A `Distribution` that grows."""
+
+    def __init__(self, bounds_s: tuple[float, ...]) -> None:
+        self._bounds_s = bounds_s
+        self._counts = [0] * (len(bounds_s) + 1)
+        self._sum_s = 0.0
+
+    def observe(self, seconds: float) -> None:
+        self._counts[bisect_left(self._bounds_s, seconds)] += 1
+        self._sum_s += seconds
+
+    def so_far(self) -> Distribution:
+        return Distribution(tuple(self._counts), self._sum_s)
+
+
+class PoolOutcome(StrEnum):
+    """What becomes of a request for a model of a pool. All but `REQUEUED` are its end."""
+
+    ANSWERED = "answered"
+    EXPIRED = "expired"  # its deadline passed while it waited
+    CANCELLED = "cancelled"  # its client left
+    REFUSED = "refused"  # at once: the queue is full, the model does not fit or has failed
+    REQUEUED = "requeued"  # its model yielded before anything was answered
+    CUT = "cut"  # its model yielded, and the answer could not be parked
+    LOST = "lost"  # its answer broke off
+
+
+class ModelTotal(Struct, frozen=True):
+    """How many requests for one model of a pool have come to one outcome."""
+
+    model: str
+    outcome: PoolOutcome
+    count: int
+
+
+class GatewayTotals(Struct, frozen=True):
+    """The counts since the start; they only grow."""
+
+    requests: tuple[GatewayRequest, ...] = ()
+    tokens: int = 0  # delivered, each once
+    replayed_tokens: int = 0  # at resumes; neither delivered nor counted again
+    pauses: int = 0  # of streams
+    resumes: int = 0
+    continuations_lost: int = 0  # streams that could be continued at first, and no longer
+    pause_s: Distribution = Distribution((0,) * (len(PAUSE_BUCKETS_S) + 1))
+    # From a whole request to its first byte towards an engine that was free to take it.
+    added_s: Distribution = Distribution((0,) * (len(ADDED_BUCKETS_S) + 1))
+    limits: Mapping[str, int] = field(default_factory=dict)  # how often each was reached, by name
+    models: tuple[ModelTotal, ...] = ()  # of a pool
+
+
 class Accounts:
     """`note` is told of every record of the core, `refused` of what never came there."""
 
     def __init__(
         self,
-        happened: Callable[[GatewayEventMsg], None],
+        tell: Tell,
         *,
         has_access_log: bool,
         spans: RequestSpans | None = None,
     ) -> None:
         self.added = HistogramTally(ADDED_BUCKETS_S)
         self.limits: Counter[str] = Counter()
-        self._happened = happened
+        self._tell_of = tell
         self._has_access_log = has_access_log
         self._spans = spans
         self._pauses = HistogramTally(PAUSE_BUCKETS_S)
@@ -193,7 +264,7 @@ class Accounts:
         self._lost.clear()
 
     def _tell(self, kind: str, message: str, severity: str = "info", **data: object) -> None:
-        self._happened(GatewayEventMsg(kind, message, severity, data))
+        self._tell_of(kind, message, severity, data)
 
 
 def outcome_of(record: RequestEnded) -> PoolOutcome:

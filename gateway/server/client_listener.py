@@ -1,4 +1,4 @@
-"""The serving child's listener for clients: it accepts them, and runs the gateway around the core.
+"""The gateway's listener for clients: it accepts them, and runs the gateway around the core.
 
 `ClientListener` owns the clients' connections and the sweep once a second. `gateway.core` decides
 what happens to a request, and `HttpExchange` performs it.
@@ -14,28 +14,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import resource
 import select
 import socket
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from gateway.core import events as ev
 from gateway.core.answers import Failure
 from gateway.core.lanes import Lanes
 from gateway.core.machine import Gateway
-from gateway.messages import (
-    ConfigureGatewayMsg,
-    GatewayBeatMsg,
-    GatewayEventMsg,
-    ModelDemandMsg,
-    ModelDoorsMsg,
-)
 from gateway.schema import GatewayLoad, GatewayUpstream
-from gateway.server.accounts import Accounts
+from gateway.server.accounts import Accounts, Tell
 from gateway.server.client import WRITE_BUFFER_BYTES, ClientConnection
 from gateway.server.connections import take_over
 from gateway.server.endpoints import Endpoints, ModelService, OwnAnswer
@@ -43,11 +35,14 @@ from gateway.server.exchange import HttpExchange
 from gateway.server.files import open_api_keys, open_certificate
 from gateway.server.request_reader import BodyMemory
 from gateway.server.requests import BODY_BYTES_MAX, NOT_PASSED_ON, Headers, HttpRequest
+from gateway.server.settings import GatewaySettings
 from gateway.server.tracing import open_spans
 from plumbing.errors import explain_shortage, is_shortage
 from plumbing.wire.fds import OwnedFd
+from pool.core.events import ModelDemand
+from pool.messages import PooledModel
 
-PROBLEM_CHARS_MAX = 4096  # a beat is one frame, and an engine says what it likes
+PROBLEM_CHARS_MAX = 4096  # an engine says what it likes
 BODIES_SHARE = 0.75  # of the memory, which bodies that are being sent may keep
 FLUSH_S = 0.5  # for the errors of requests that are cut at the end
 SWEEP_S = 1.0  # a deadline is noticed this much late at most
@@ -56,41 +51,36 @@ WAITING = "waiting"
 PARKED = ("parked", "resuming")
 
 
-class Parent(Protocol):
-    """The reports of a child to its parent."""
-
-    def happened(self, event: GatewayEventMsg) -> None:
-        """For the event log: rare things."""
-
-    def beat_now(self) -> None:
-        """Beat soon, since `is_accepting` or `problem` has changed, or an engine is wanted."""
-
-    def demand_changed(self) -> None:
-        """Tell it soon."""
-
-
 class ClientListener:
-    """All clients' connections, and what the parent says and hears. Nothing here blocks."""
+    """All clients' connections, and what is known of engines. Nothing here blocks."""
 
-    def __init__(self, settings: ConfigureGatewayMsg, parent: Parent) -> None:
-        """Raises:
-        UsageError: `gateway.bad_tls` or `gateway.bad_api_keys`, files that cannot be used;
-            `gateway.no_tracing`.
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        tell: Tell,
+        *,
+        want: Callable[[], object] = lambda: None,
+        demand_changed: Callable[[], object] = lambda: None,
+    ) -> None:
+        """`want`: a request waits for an engine that sleeps; `demand_changed`: that of a pool's
+        models may be another one.
+
+        Raises:
+            UsageError: `gateway.bad_tls` or `gateway.bad_api_keys`, files that cannot be used;
+                `gateway.no_tracing`.
         """
         self._is_stopping = False
         self.body_memory = BodyMemory(settings.memory_bytes)
+        self.memory_bytes_max = settings.memory_bytes
         self._settings = settings
-        self._parent = parent
         self._loop = asyncio.get_running_loop()
         self.keys = open_api_keys(settings.api_keys)
         # A key is the gateway's where it checks keys.
         ours = frozenset() if self.keys is None else frozenset({b"authorization"})
         self.stripped = NOT_PASSED_ON | ours  # headers that no engine gets
         self.certificate = open_certificate(settings.tls_cert, settings.tls_key)
-        self._accounts = Accounts(
-            parent.happened,
-            has_access_log=settings.access_log,
-            spans=open_spans(settings.tracing),
+        self.accounts = Accounts(
+            tell, has_access_log=settings.access_log, spans=open_spans(settings.tracing)
         )
         rules = ev.GatewayRules(
             hold_ms=settings.hold_ms,
@@ -99,42 +89,60 @@ class ClientListener:
             memory_bytes_max=settings.memory_bytes,
         )
         self._core: Gateway | Lanes
-        self._models: ModelService | None = None
-        if settings.lanes:
-            self._core = Lanes(rules, settings.lanes, settings.queue_max)
-            self._models = ModelService(self._core, settings.aliases)
+        self.models: ModelService | None = None
+        pool = settings.pool
+        if pool.lanes:
+            self._core = Lanes(rules, pool.lanes, pool.queue_max)
+            self.models = ModelService(self._core, pool.aliases)
         else:
             self._core = Gateway(rules)
         self._idle = asyncio.Event()
-        directory = os.fsdecode(settings.directory)
         self.exchange = HttpExchange(
-            *(self._core, directory, self._accounts, self._idle.set, parent.beat_now),
-            demand=parent.demand_changed,
+            *(self._core, settings.directory, self.accounts, self._idle.set, want),
+            demand=demand_changed,
         )
         self._endpoints = Endpoints(
-            *(self._core, self._models, directory, settings.hold_ms, lambda: self.is_stopping)
+            *(self._core, self.models, settings.directory, settings.hold_ms),
+            lambda: self.is_stopping,
         )
         self._listener: ServiceListener | None = None
         self.clients: set[ClientConnection] = set()
         self._idle_clients: dict[ClientConnection, None] = {}  # longest idle first
         self._granted = ("", 0)
-        self._door_number = 0
-        self._last_problem: str | None = None
         self._sweeping = self._loop.call_later(SWEEP_S, self._sweep)
 
-    # ------------------------------------------------------------------ for the parent
+    # ------------------------------------------------------------------ for the gateway around it
 
-    def accept(self, listening: OwnedFd, address: str) -> None:
+    @property
+    def is_accepting(self) -> bool:
+        return self._listener is not None and self._listener.is_accepting
+
+    def accept(self, listening: OwnedFd) -> None:
         """Take this socket and accept from now on, in place of an earlier one. It is shared with
         other processes: it is closed, never shut down."""
-        self.exchange.serve()
+        self._is_stopping = False
         if self._listener is not None:
             self._listener.stop()
         tls = self.certificate.context if self.certificate is not None else None
         self._listener = ServiceListener(listening, self._make_client, self, tls)
 
+    def release(self) -> None:
+        """Accept no more, close our copy of the socket, and no request follows on connections that
+        are open."""
+        self._is_stopping = True
+        if self._listener is not None:
+            self._listener.stop()
+        for client in tuple(self._idle_clients):
+            client.close_idle()
+
+    def limit_memory(self, memory_bytes: int) -> None:
+        """From now on its requests may have so much; those that have more lose nothing."""
+        self.memory_bytes_max = max(memory_bytes, self.load().memory_bytes)
+        self.body_memory.bytes_max = self.memory_bytes_max
+        self._core.shared.memory_bytes_max = self.memory_bytes_max
+
     def told(self, event: ev.GatewayEvent) -> None:
-        """What is known of engines, or a door; the next beat has the door's number."""
+        """What is known of engines, or a door."""
         match event:
             case ev.EngineGranted():
                 self._granted = ("", 0) if event.model else (event.engine, event.token)
@@ -143,25 +151,29 @@ class ClientListener:
                 self._granted, self.exchange.is_final = ("", 0), event.is_final
                 if event.is_final and self._listener is not None:
                     self._listener.resume()
-            case ev.DoorSet():
-                self._door_number = event.number
         self._endpoints.told(event)
         self.exchange.told(event)
 
-    def set_model_doors(self, doors: ModelDoorsMsg) -> None:
-        if self._models is not None:
-            for event in self._models.set_doors(doors.models):
+    def set_model_doors(self, models: Mapping[str, PooledModel]) -> None:
+        """What the pool says of each model."""
+        if self.models is not None:
+            for event in self.models.set_doors(models):
                 self.told(event)
 
-    def demand(self) -> ModelDemandMsg | None:
-        if self._models is None:
-            return None
-        return ModelDemandMsg(self._models.lanes.demand(self.exchange.now_ms()))
+    def forget_door_numbers(self) -> None:
+        """The pool is gone: another one counts its doors anew. The doors themselves hold."""
+        if self.models is not None:
+            for lane in self.models.lanes.by_model.values():
+                lane.door_number = 0
+
+    def demand(self) -> dict[str, ModelDemand]:
+        """What there is for each model of a pool."""
+        return {} if self.models is None else self.models.lanes.demand(self.exchange.now_ms())
 
     async def stop(self, budget_ms: float) -> None:
         """Close idle connections, and return once every request has ended; after `budget_ms` those
         that are left get an error. Called again, the shorter budget counts. New connections wait
-        for another process, or are refused if every engine was told to end."""
+        for another gateway, or are refused if every engine was told to end."""
         self._is_stopping = True
         if self._listener is not None and not self.exchange.is_final:
             self._listener.pause()
@@ -170,25 +182,17 @@ class ClientListener:
         if not await self._until_idle(budget_ms / 1000):
             self.exchange.handle(ev.GatewayEnds())
             await self._until_idle(FLUSH_S)
+        self.close()
+
+    def close(self) -> None:
+        """End all connections now."""
         if self._listener is not None:
             self._listener.stop()
         for client in tuple(self.clients):
             client.abort()
         self.exchange.idle_connections.close()
-        self._accounts.tell()
+        self.accounts.tell()
         self._sweeping.cancel()
-
-    def beat(self, progress: int) -> GatewayBeatMsg:
-        return GatewayBeatMsg(
-            progress,
-            is_accepting=self._listener is not None and self._listener.is_accepting,
-            load=self._load(),
-            totals=self._accounts.totals(),
-            upstream=self._upstream(),
-            problem=self.problem,
-            door=self._door_number,
-            quiet_ms=self.exchange.quiet_ms,
-        )
 
     @property
     def problem(self) -> str | None:
@@ -198,6 +202,33 @@ class ClientListener:
         if self._listener is not None:
             found.insert(0, self._listener.problem)
         return "; ".join(each for each in found if each)[:PROBLEM_CHARS_MAX] or None
+
+    def load(self) -> GatewayLoad:
+        stats = self._core.stats(self.exchange.now_ms())
+        by_state = stats.by_state
+        return GatewayLoad(
+            connections=len(self.clients),
+            in_flight=len(self.exchange.requests),
+            waiting=by_state.get(WAITING, 0),
+            parked=sum(by_state.get(state, 0) for state in PARKED),
+            parked_oldest_ms=stats.oldest_paused_ms,
+            replaying=by_state.get("replaying", 0),
+            suspects=stats.suspects,
+            memory_bytes=stats.memory_bytes,
+        )
+
+    def upstream(self) -> GatewayUpstream | None:
+        """The engine that requests go to."""
+        engine, token = self._granted
+        if not engine:
+            return None
+        hello, stats = self._core.hello, self._core.stats(self.exchange.now_ms())
+        if hello is None:
+            return GatewayUpstream(engine, token, False, "", None, stats.waits_for or None)
+        problem = hello.problem and hello.problem[:PROBLEM_CHARS_MAX]
+        return GatewayUpstream(
+            engine, token, True, hello.continuation_id, hello.continuation, problem
+        )
 
     # ------------------------------------------------------------------ for clients' connections
 
@@ -225,7 +256,7 @@ class ClientListener:
             self.exchange.came(client, request, wishes)
 
     def refused(self, refused: Failure | OwnAnswer, request_id: bytes) -> None:
-        self._accounts.refused(refused.code, refused.status, request_id)
+        self.accounts.refused(refused.code, refused.status, request_id)
 
     def left(self, client: ClientConnection) -> None:
         self.exchange.left(client)
@@ -265,7 +296,7 @@ class ClientListener:
         return False
 
     def limit_hit(self, name: str) -> None:
-        self._accounts.limits[name] += 1
+        self.accounts.limits[name] += 1
 
     # ------------------------------------------------------------------ inside
 
@@ -298,13 +329,10 @@ class ClientListener:
         self._refuse_largest_bodies()
         self._cut_slowest()
         self.exchange.sweep(self._settings.keepalive_comments_ms)
-        self._accounts.tell()
+        self.accounts.tell()
         for watched in (self.keys, self.certificate):
             if watched is not None:
                 watched.file.look()
-        if self.problem != self._last_problem:
-            self._last_problem = self.problem
-            self._parent.beat_now()
 
     def _refuse_largest_bodies(self) -> None:
         """A body may be sent slowly, so a few that are large could hold all memory for hours, and
@@ -322,39 +350,13 @@ class ClientListener:
         waiting = {each: each.unsent_bytes for each in self.clients}
         stats = self._core.stats(self.exchange.now_ms())
         held_bytes = stats.memory_bytes + self.body_memory.bytes
-        excess_bytes = held_bytes + sum(waiting.values()) - self._settings.memory_bytes
+        excess_bytes = held_bytes + sum(waiting.values()) - self.memory_bytes_max
         for client in sorted(waiting, key=waiting.__getitem__, reverse=True):
             if excess_bytes <= 0 or waiting[client] <= WRITE_BUFFER_BYTES:
                 return
             excess_bytes -= waiting[client]
-            self._accounts.limits["unread_answers"] += 1
+            self.accounts.limits["unread_answers"] += 1
             client.abort()
-
-    def _load(self) -> GatewayLoad:
-        stats = self._core.stats(self.exchange.now_ms())
-        by_state = stats.by_state
-        return GatewayLoad(
-            connections=len(self.clients),
-            in_flight=len(self.exchange.requests),
-            waiting=by_state.get(WAITING, 0),
-            parked=sum(by_state.get(state, 0) for state in PARKED),
-            parked_oldest_ms=stats.oldest_paused_ms,
-            replaying=by_state.get("replaying", 0),
-            suspects=stats.suspects,
-            memory_bytes=stats.memory_bytes,
-        )
-
-    def _upstream(self) -> GatewayUpstream | None:
-        engine, token = self._granted
-        if not engine:
-            return None
-        hello, stats = self._core.hello, self._core.stats(self.exchange.now_ms())
-        if hello is None:
-            return GatewayUpstream(engine, token, False, "", None, stats.waits_for or None)
-        problem = hello.problem and hello.problem[:PROBLEM_CHARS_MAX]
-        return GatewayUpstream(
-            engine, token, True, hello.continuation_id, hello.continuation, problem
-        )
 
 
 logger = logging.getLogger(__name__)

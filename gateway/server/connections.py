@@ -121,7 +121,7 @@ class IdleConnection(asyncio.Protocol):
 
 
 class IdleConnections:
-    """Those of one child, each for requests to one engine under one grant, by id and token."""
+    """Those of one gateway, each for requests to one engine under one grant, by id and token."""
 
     def __init__(self) -> None:
         self._idle: dict[IdleConnection, None] = {}  # longest idle first

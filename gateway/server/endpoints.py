@@ -2,9 +2,8 @@
 
 `/health`, `/ping`, `/version` and `/metrics` are as in vLLM; a pool adds `/v1/models`, `/running`
 and `/m/<model>/status`. No engine is woken for them, and they count as no requests. `Endpoints`
-keeps what the lock server and the parent have said of engines, `ModelService` what the pool has
-said of each model and which model a request is for; `gateway.core.lanes` decides what may be done
-with it.
+keeps what was heard of engines, `ModelService` what the pool has said of each model and which model
+a request is for; `gateway.core.lanes` decides what may be done with it.
 
 An engine's own page of `/metrics` goes through. Requests that wait in the gateway are added to its
 `vllm:num_requests_waiting`, and the three gauges that endpoint pickers read are written here if the
@@ -241,7 +240,7 @@ class OwnAnswer(NamedTuple):
 
 
 class ModelService:
-    """All models of one child."""
+    """All models of one gateway."""
 
     def __init__(self, lanes: Lanes, aliases: Mapping[str, Sequence[str]]) -> None:
         self.lanes = lanes

@@ -36,13 +36,11 @@ from plumbing.pod.queue_page import QueueReader, attempt_name
 
 HEAD_MS = 10_000.0  # from the first byte of a response's head to its end
 QUOTED_CHARS_MAX = 300  # of what is wrong with a hello, which may quote it
-# An engine that has just woken answers first those who have clients waiting.
-SPARE_GREETS_AFTER_S = 0.1
 KEEPALIVE_COMMENT = b": keepalive\n\n"
 
 
 class HttpExchange:
-    """All requests of one child. `idle` is called when the last one has ended, `want` when one
+    """All requests of the gateway. `idle` is called when the last one has ended, `want` when one
     waits for an engine that rests, `demand` when that of a pool's models may have changed."""
 
     def __init__(
@@ -51,8 +49,8 @@ class HttpExchange:
         directory: str,
         accounts: Accounts,
         idle: Callable[[], None],
-        want: Callable[[], None],
-        demand: Callable[[], None] = lambda: None,
+        want: Callable[[], object],
+        demand: Callable[[], object] = lambda: None,
     ) -> None:
         self.core = core
         self._demand = demand
@@ -61,7 +59,7 @@ class HttpExchange:
         self._accounts = accounts
         self._idle = idle
         self._want = want
-        self._quiet_since_ms = 0.0  # long ago: a fresh child keeps no engine awake
+        self._quiet_since_ms = 0.0  # long ago: a fresh gateway keeps no engine awake
         self.upstreams: dict[int, Upstream] = {}  # by the number of their attempt
         self.idle_connections = IdleConnections()
         self.replays = ReplayTurns()
@@ -74,7 +72,6 @@ class HttpExchange:
         self._tick: asyncio.TimerHandle | None = None
         self._last_number = 0
         self._queues = EngineQueues(directory)
-        self._serves = asyncio.Event()  # else nobody's requests come here yet
         self.is_final = False  # no engine takes requests any more
 
     # ------------------------------------------------------------------ for clients' connections
@@ -215,14 +212,7 @@ class HttpExchange:
         if idle is None or not upstream.reuse(idle):
             self.connect(upstream)
 
-    def serve(self) -> None:
-        """Clients come here from now on: an engine that is waited for is greeted at once."""
-        self._serves.set()
-
     async def _greet(self, effect: ev.GreetEngine) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(SPARE_GREETS_AFTER_S):
-                await self._serves.wait()
         try:
             hello = await greet(engine_http_socket(self._directory, effect.engine))
         except (OSError, ValueError) as error:

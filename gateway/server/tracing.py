@@ -34,7 +34,7 @@ Event = tuple[str, dict[str, Any], int]
 
 
 class RequestSpans:
-    """The requests of one child; `of_all`: also of those that never paused."""
+    """The requests of one gateway; `of_all`: also of those that never paused."""
 
     def __init__(self, provider: Any, *, of_all: bool) -> None:
         """`provider`: of OpenTelemetry's SDK."""
@@ -141,7 +141,7 @@ def _exporter_name() -> str:
 
 
 def _exporter() -> Any:
-    from importlib.metadata import entry_points  # all of `email`: 40 ms of a child's start
+    from importlib.metadata import entry_points  # all of `email`: 40 ms of a start
 
     found = entry_points(group="opentelemetry_traces_exporter", name=_exporter_name())
     return next(iter(found), None)

@@ -9,7 +9,7 @@ collects, and everything happens after it.
 
 A replay takes a microsecond or more for each token, and a failover starts many long ones at once.
 So they are read in slices, in turns, `TURN_S` in each turn of the loop: clients, other streams and
-the beat to the parent wait no longer for them.
+the watchdog's beat wait no longer for them.
 
 `GroupCutter` cuts a marked stream behind the hop's comments and does not look into events. A dying
 engine may write an error event that no comment follows, and keep its connection. Such an event is a

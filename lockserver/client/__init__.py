@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from lockserver import messages, serving, witness
 
 if TYPE_CHECKING:
-    from lockserver.client.borrower import Borrower, BorrowerCallbacks
+    from lockserver.client.borrower import Borrower, BorrowerCallbacks, Stage
     from lockserver.client.client import LockCallbacks, LockClient
     from lockserver.client.reconnect import HEARTBEAT_MS
 
@@ -22,6 +22,7 @@ __all__ = [
     "BorrowerCallbacks",
     "LockCallbacks",
     "LockClient",
+    "Stage",
     "messages",
     "serving",
     "witness",
@@ -33,6 +34,7 @@ _MODULES = {
     "HEARTBEAT_MS": "reconnect",
     "LockCallbacks": "client",
     "LockClient": "client",
+    "Stage": "borrower",
 }
 
 

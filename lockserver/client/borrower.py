@@ -1,9 +1,8 @@
 """What the gateway needs of the lock server: the listening socket, and who holds the lock.
 
-A borrower asks for no lock and has no token. It keeps a copy of the socket, tells the server
-whether it accepts from it, and hands it back when a restarted server has none: while any copy
-lives, connections wait in its backlog and none is refused. It sends heartbeats, because a process
-that is stopped keeps its connection and goes on accepting, as far as the server knows.
+A borrower asks for no lock and has no token. While it accepts it keeps a copy of the socket and
+hands it back to a server that has just connected: a restarted one has none, and while any copy
+lives, connections wait in its backlog and none is refused.
 
 The surprising things: a lost connection says nothing about the engines, so what was heard before
 counts until something newer is; and a grant with an older token of the same era is never reported.
@@ -16,8 +15,9 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from lockserver.client.reconnect import HEARTBEAT_MS, NewestGrants, keep_connected
-from lockserver.messages import CATALOGUE, BeatMsg, BorrowMsg, GrantedMsg, IdleMsg, ServiceMsg
+from lockserver.client.reconnect import NewestGrants, keep_connected
+from lockserver.messages import CATALOGUE, BorrowMsg, GrantedMsg, IdleMsg, ServiceMsg, YieldMsg
+from lockserver.messages import Stage as Stage
 from plumbing.errors import RemoteError, UnderstudyError
 from plumbing.pod.models import kind_of, model_of
 from plumbing.wire.connection import Connection, connect
@@ -40,8 +40,8 @@ class BorrowerCallbacks:
     """What a `Borrower` calls, on its loop; none may block.
 
     - `on_service(fd, address)`: a copy of the listening socket, which the callee owns and must
-      never `shutdown()`. Once, unless the server had to bind the address anew: then the new socket
-      replaces the old one.
+      never `shutdown()`: accept from it, in place of an earlier one, and set `Stage.ACCEPTS`.
+    - `on_yield()`: another gateway asks for the socket: accept no more, then set `Stage.YIELDS`.
     - `on_granted(engine, token, era)`: `engine` holds the lock. The same grant may arrive again.
     - `on_idle(reason, is_final)`: no engine is known to serve, and a sentence that says why. It
       proves nothing about the last holder: only a newer grant does. `is_final`: every engine was
@@ -54,6 +54,7 @@ class BorrowerCallbacks:
     """
 
     on_service: Callable[[OwnedFd, str], object] = _close
+    on_yield: Callable[[], object] = _ignore
     on_granted: Callable[[str, int, str], object] = _ignore
     on_idle: Callable[[str, bool], object] = _ignore
     on_model_granted: Callable[[str, str, int, str], object] = _ignore
@@ -74,7 +75,7 @@ class Borrower:
         lock: str = "active",
         gateway: str | None = None,
     ) -> None:
-        """Connect later, in `run`.
+        """Connect later, in `run`, and ask for the socket.
 
         Args:
             path: the lock server's Unix socket.
@@ -84,53 +85,45 @@ class Borrower:
         self.gateway = gateway or secrets.token_hex(8)
         self.problem: str | None = None  # why there is no connection, or why it is of no use
         self._callbacks = callbacks
-        self._is_accepting = False
+        self.stage = Stage.ASKS
         self._service: OwnedFd | None = None
         self._grants = NewestGrants()
         self._conn: Connection | None = None
         self._ended = asyncio.Event()
-        self._progress = 0
 
     @property
     def is_connected(self) -> bool:
         return self._conn is not None
 
-    def set_accepting(self, is_accepting: bool) -> None:
-        """Tell the server whether anybody accepts: while nobody does, it answers by itself."""
-        if is_accepting != self._is_accepting:
-            self._is_accepting = is_accepting
-            if self._conn is not None:
-                self._conn.send(self._message())
+    def set_stage(self, stage: Stage) -> None:
+        """Tell the server how far this gateway is with the socket. What no longer accepts keeps no
+        copy of it."""
+        self.stage = stage
+        if stage is not Stage.ACCEPTS:
+            self._drop()
+        if self._conn is not None:
+            self._conn.send(BorrowMsg(self.lock, self.gateway, stage))
 
     async def run(self) -> None:
         """Stay connected until cancelled."""
         try:
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._beat())
-                await keep_connected(self._connect, self._ended, self._failed)
+            await keep_connected(self._connect, self._ended, self._failed)
         finally:
             if self._conn is not None:
                 self._conn.close("the gateway is ending")
                 self._conn = None
-            if self._service is not None:
-                self._service.close()
-                self._service = None
+            self._drop()
 
-    async def _beat(self) -> None:
-        while True:
-            await asyncio.sleep(HEARTBEAT_MS / 1000)
-            if self._conn is not None:
-                self._progress += 1
-                self._conn.send(BeatMsg(self._progress))
+    def _drop(self) -> None:
+        if self._service is not None:
+            self._service.close()
+            self._service = None
 
     async def _connect(self) -> None:
         await connect(self.path, CATALOGUE, self, CONNECT_DEADLINE_S)
 
     def _failed(self, why: str) -> None:
         self.problem = why
-
-    def _message(self, services: tuple[str, ...] = ()) -> BorrowMsg:
-        return BorrowMsg(self.lock, self.gateway, self._is_accepting, services)
 
     # ------------------------------------------------------------------ as the wire's handler
 
@@ -142,7 +135,7 @@ class Borrower:
         """
         copies = [] if self._service is None else [self._service.duplicate()]
         self._conn = conn
-        conn.send(self._message((self.lock,) if copies else ()), fds=copies)
+        conn.send(BorrowMsg(self.lock, self.gateway, self.stage), fds=copies)
         self._callbacks.on_connected()
 
     def received(
@@ -160,6 +153,8 @@ class Borrower:
                 self._callbacks.on_model_idle(model, message.reason, message.is_final)
             case ServiceMsg():
                 self._lent(message, fds)
+            case YieldMsg():
+                self._callbacks.on_yield()
             case FaultMsg():
                 self._refused(RemoteError(message.code, message.message, **message.details))
 
@@ -197,7 +192,6 @@ class Borrower:
                 self._failed(no_descriptors("copy the listening socket", error).message)
                 self._conn.close("out of descriptors; borrowing again")  # … is lent again
                 return
-            if self._service is not None:
-                self._service.close()
+            self._drop()
             self._service = fd
             self._callbacks.on_service(copy, message.address)

@@ -11,7 +11,6 @@ or none states that the last one is gone, and over TCP ends the watch over it.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -62,8 +61,7 @@ class LockCallbacks:
     - `on_leaving(lock, token)`: the holder of `lock`, another engine, was told to end.
     - `on_standby(news)`: whether another engine could be granted a lock that this one holds, and
       continue its streams; what was said before counts until the connection is lost.
-    - `on_service(lock, address)`: where clients of `lock` connect. A copy of its listening socket
-      was lent, which is kept here to hand it back after a restart of the server.
+    - `on_service(lock, address)`: where clients of `lock` connect.
     - `on_refused(error)`: the server refuses this want (`lock.stale_claim`: the lock is lost, kill
       the tree; `lock.engine_id_taken`, …), or cannot be believed (`lock.old_token`). The same want
       is retried with back-off.
@@ -123,8 +121,7 @@ class LockClient:
         self._heartbeat_ms = heartbeat_ms
         self._want = WantMsg(
             self.supervisor, engine, None, None, (), {}
-        )  # without `services` and `progress`, which belong to one sending
-        self._services: dict[str, OwnedFd] = {}
+        )  # without `progress`, which belongs to one sending
         self._grants = NewestGrants()
         self._conn: Connection | None = None
         self._ended = asyncio.Event()
@@ -197,8 +194,6 @@ class LockClient:
                 self._conn = None
             if self._lease is not None:
                 self._lease.close()
-            close_all(self._services.values())
-            self._services.clear()
 
     def _unreached(self, why: str) -> None:
         self.unreachable = why
@@ -234,30 +229,23 @@ class LockClient:
             self._lease.sent(self._progress)
         return self._progress
 
-    def _message(self, services: tuple[str, ...] = ()) -> WantMsg:
+    def _message(self) -> WantMsg:
         self._must_repeat = False
-        return replace(self._want, services=services, progress=self._next_progress())
+        return replace(self._want, progress=self._next_progress())
 
     # ------------------------------------------------------------------ as the wire's handler
 
     def opened(self, conn: Connection) -> None:
-        """As `Handler`'s.
-
-        Raises:
-            OSError: there is no descriptor for what must be handed back; nothing has changed.
-        """
-        with contextlib.ExitStack() as undo:
-            copies = [undo.enter_context(fd.duplicate()) for fd in self._services.values()]
-            undo.pop_all()
         self._conn, self.unreachable = conn, None
         if self._lease is not None:
             self._lease.heard()
-        conn.send(self._message(tuple(self._services)), fds=copies)
+        conn.send(self._message())
         self._callbacks.on_connected()
 
     def received(
         self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
     ) -> None:
+        close_all(fds)
         if self._lease is not None:
             self._lease.heard()
         if isinstance(message, GrantedMsg):
@@ -268,7 +256,7 @@ class LockClient:
         elif isinstance(message, RenewedMsg) and self._lease is not None:
             self._lease.renewed(message)
         elif isinstance(message, ServiceMsg):
-            self._borrow(message, fds)
+            self._callbacks.on_service(message.lock, message.address)
         elif isinstance(message, HandOverMsg):
             self._callbacks.on_hand_over(
                 message.lock, message.incarnation, message.to, message.resume
@@ -304,11 +292,3 @@ class LockClient:
         self._callbacks.on_granted(message.lock, message.incarnation, message.token)
         if message.is_leaving and not is_own:
             self._callbacks.on_leaving(message.lock, message.token)
-
-    def _borrow(self, message: ServiceMsg, fds: list[OwnedFd]) -> None:
-        for fd in fds:
-            known = self._services.pop(message.lock, None)
-            if known is not None:
-                known.close()
-            self._services[message.lock] = fd
-        self._callbacks.on_service(message.lock, message.address)

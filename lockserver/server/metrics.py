@@ -26,9 +26,8 @@ GAUGES = {
     "lock_lease_remaining_seconds": (
         "Over TCP: time until the holder's lease expires, unless renewed."
     ),
-    "lock_gateways": "Gateways that have borrowed the lock's service socket.",
-    "lock_gateways_accepting": "Gateways that have borrowed it and accept connections.",
-    "lock_gateways_silent": "Gateways that have borrowed it and send no heartbeats.",
+    "lock_gateways": "Gateways that are connected for the lock's service socket.",
+    "lock_gateways_accepting": "Gateways that accept connections from it.",
 }
 # The events that end a switchover, or report it overdue, and how they are counted.
 SWITCHOVER_RESULTS = {
@@ -110,7 +109,6 @@ class LockMetrics:
                 "lock_lease_remaining_seconds": left_ms / 1000,
                 "lock_gateways": len(borrowers),
                 "lock_gateways_accepting": sum(each.is_accepting for each in borrowers),
-                "lock_gateways_silent": sum(each.is_silent for each in borrowers),
             }
             for name, value in values.items():
                 self._gauges[name].labels(lock=lock.name).set(value)

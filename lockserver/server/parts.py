@@ -37,7 +37,6 @@ from lockserver.server.gateways import GatewayDesk
 from lockserver.server.metrics import LockMetrics
 from lockserver.server.prober import Prober, WitnessDesk
 from lockserver.server.remote import Remote
-from lockserver.server.service_socket import ServiceDesk
 from lockserver.server.settings import LockSettings
 from lockserver.state_file import LockStateFile, directory_identity
 from lockserver.status.reasons import Undone
@@ -207,7 +206,6 @@ class Shortage:
     def __init__(
         self,
         machine: LockMachine,
-        services: ServiceDesk,
         gateways: GatewayDesk,
         witnesses: WitnessDesk,
         reserves: Sequence[Reserve],
@@ -215,7 +213,7 @@ class Shortage:
     ) -> None:
         self.problem: str | None = None
         self.since_ms = self._last_ms = 0.0
-        self._machine, self._services, self._witnesses = machine, services, witnesses
+        self._machine, self._witnesses = machine, witnesses
         self._gateways = gateways
         self._reserves, self._events = reserves, events
 
@@ -238,17 +236,15 @@ class Shortage:
         if errors:
             return no_descriptors("keep descriptors in reserve", errors[0]).message
         is_behind = self._witnesses.is_behind or any(
-            map(self._services.unlent, self._services.sockets)
+            map(self._gateways.unlent, self._gateways.sockets)
         )
         return NO_MEMORY if is_behind else None
 
     def undone(self) -> Undone | None:
         """What is not done yet, for the status; None if nothing."""
-        gateways = self._gateways.gateways.values()
         unlent = {}
-        for lock in self._services.sockets:  # engines need no copy to serve
-            conns = self._services.unlent(lock)
-            if who := [f"gateway {each.id}" for each in gateways if each.conn.id in conns]:
+        for lock in self._gateways.sockets:
+            if who := [f"gateway {each.id}" for each in self._gateways.unlent(lock)]:
                 unlent[lock] = who
         unseen = [(want.msg.engine, want.msg.incarnation) for want in self._witnesses.unseen]
         if not unlent and not unseen:
@@ -275,7 +271,6 @@ class Parts:
     outbox: EventOutbox
     remote: Remote
     reserve: Reserve
-    services: ServiceDesk
     witnesses: WitnessDesk
     shortage: Shortage
     processes: ProcessWatch
@@ -325,9 +320,8 @@ class Parts:
         outbox = EventOutbox(events, clock)
         reserve = Reserve(SPARE_FDS)
         witnesses = WitnessDesk(path, reserve)
-        services = ServiceDesk(settings.services, settings.hold_ms, reserve)
-        gateways = GatewayDesk(machine, services, clock, outbox.add, settings)
-        services.open(is_first_start=state.loaded.is_first)
+        gateways = GatewayDesk(machine, reserve, clock, outbox.add, settings)
+        gateways.open(is_first_start=state.loaded.is_first)
         reserve.refill()
         return cls(
             settings=settings,
@@ -342,11 +336,8 @@ class Parts:
             outbox=outbox,
             remote=Remote(settings, machine.leases, conns, clock, feed),
             reserve=reserve,
-            services=services,
             witnesses=witnesses,
-            shortage=Shortage(
-                machine, services, gateways, witnesses, (reserve, wire.reserve), events
-            ),
+            shortage=Shortage(machine, gateways, witnesses, (reserve, wire.reserve), events),
             processes=ProcessWatch(lambda supervisor: feed(ev.ProcessGone(supervisor))),
             switchovers=SwitchoverDesk(machine, partial(is_alive, witnesses, machine.leases)),
             gateways=gateways,
@@ -357,20 +348,10 @@ class Parts:
         """The connection of a supervisor's record, if it has one here."""
         return self.conns.get(supervisor.conn) if supervisor.conn is not None else None
 
-    def lend_to_all(self, name: str, but: int | None = None) -> None:
-        """A service socket is here now: every gateway and connected supervisor gets a copy."""
-        for gateway in self.gateways.gateways.values():
-            if gateway.lock == name and gateway.conn.id != but:
-                self.services.lend(name, gateway.conn)
-        for supervisor in self.machine.supervisors.values():
-            conn = self.conn_of(supervisor)
-            if conn is not None and conn.id != but:
-                self.services.lend(name, conn)
-
     def close(self) -> None:
         """Stop watching and close the files; connections are closed by their own servers."""
         self.outbox.flush()
         self.processes.close()
-        self.services.close()
+        self.gateways.close()
         self.state.close()
         self.reserve.close()

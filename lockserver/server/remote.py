@@ -95,7 +95,7 @@ class Remote:
     def received(
         self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
     ) -> None:
-        if isinstance(message, WantMsg) and not message.services:
+        if isinstance(message, WantMsg):
             self._since_ms.pop(conn.id, None)
             self._feed(ev.Wanted(conn.id, message, process=LEASE))
         elif isinstance(message, BeatMsg):

@@ -49,11 +49,10 @@ class LockReport:
             machine,
             clock,
             parts.settings.directory,
-            away=parts.services.away(),
+            away=parts.gateways.away(),
             unreachable=directory.unreachable,
             undone=parts.shortage.undone(),
             no_gateway=parts.gateways.missing,
-            silent_gateways=parts.gateways.silent(),
         )
         sources = (machine.ledger, directory, parts.remote, parts.shortage, parts.gateways)
         problems = (*(each.problem for each in sources), http_problem)
@@ -79,7 +78,7 @@ class LockReport:
                 for each in islice(machine.supervisors.values(), SUPERVISORS_NAMED_MAX)
             ],
             supervisors_total=len(machine.supervisors),
-            service=convert(parts.services.documents(), dict[str, schema.LockService]),
+            service=convert(parts.gateways.services(), dict[str, schema.LockService]),
             gateways=convert(parts.gateways.documents(), list[schema.LockGateway]),
             last_grants=list(self._last_grants),
         )
@@ -91,8 +90,8 @@ class LockReport:
             kept = f"; moved to {state.loaded.aside}" if state.loaded.aside else ""
             message = f"{state.path}: {state.loaded.problem}{kept}"
             events.record("lock.state_lost", message, "error", {"aside": state.loaded.aside})
-        for lock, (address, problem) in self._parts.services.away().items():
-            message = f"waiting for an engine to hand {address} back: {problem}"
+        for lock, (address, problem) in self._parts.gateways.away().items():
+            message = f"waiting for a gateway to hand {address} back: {problem}"
             events.record("lock.service_away", message, "warning", {"lock": lock})
 
     def _keep_grant(self, event: Event) -> None:

@@ -32,6 +32,7 @@ from lockserver.messages import (
     GrantedMsg,
     HandOverMsg,
     RenewedMsg,
+    ServiceMsg,
     StandbyMsg,
     StatusMsg,
     StatusReplyMsg,
@@ -154,12 +155,9 @@ class LockServer:
     ) -> None:
         match message:
             case WantMsg():
-                self._want(conn, message, fds)
+                self._want(conn, message)
             case BorrowMsg():
-                self._take_back(conn, f"gateway {message.gateway}", message.services, fds)
-                self.parts.gateways.borrow(conn, message)
-            case BeatMsg() if conn.id in self.parts.gateways.gateways:
-                self.parts.gateways.beaten(conn, message.progress)
+                self.parts.gateways.borrow(conn, message, fds)
             case BeatMsg():
                 self.feed(ev.Beaten(conn.id, message.progress))
             case SwitchOverMsg():
@@ -178,7 +176,6 @@ class LockServer:
         parts = self.parts
         parts.conns.pop(conn.id, None)
         self._observers.leave(conn)
-        parts.services.left(conn.id)
         parts.witnesses.forget(conn.id)
         parts.switchovers.left(conn)
         parts.gateways.left(conn, reason)
@@ -186,29 +183,18 @@ class LockServer:
             parts.processes.look(conn.state)
         self.feed(ev.ConnectionClosed(conn.id))
 
-    def _want(self, conn: Connection, want: WantMsg, fds: list[OwnedFd]) -> None:
+    def _want(self, conn: Connection, want: WantMsg) -> None:
         parts = self.parts
         if conn.id in parts.gateways.gateways:
-            close_all(fds)
             raise ProtocolError(
                 "lock.identity_changed", "a gateway needs no lock; an engine needs its connection"
             )
-        self._take_back(conn, want.engine, want.services, fds)
         self.feed(parts.witnesses.wanted(conn, want))
         known = parts.machine.supervisors.get(want.supervisor)
         if known is not None and known.conn == conn.id:
             conn.state = want.supervisor
             parts.processes.watch(want.supervisor, conn.peer)
         parts.gateways.look_for_end(self.clock.now_ms())
-
-    def _take_back(
-        self, conn: Connection, who: str, services: Sequence[str], fds: list[OwnedFd]
-    ) -> None:
-        """After a restart: the listening sockets that the borrowers have kept."""
-        for name in self.parts.services.take(conn.id, services, fds):
-            message = f"{who} returned the service socket of the {name} lock"
-            self.parts.outbox.add(ev.Happened("lock.service_back", message, data={"lock": name}))
-            self.parts.lend_to_all(name, but=conn.id)
 
     # ------------------------------------------------------------------ time
 
@@ -226,10 +212,8 @@ class LockServer:
         parts.remote.tick(now_ms)
         parts.shortage.tick(now_ms)
         parts.gateways.tick(now_ms)
-        for name in parts.services.watch(parts.gateways.is_accepting, now_ms):
-            parts.lend_to_all(name)
-        for service in parts.services.sockets.values():
-            self.metrics.service(service.lock, service.state)
+        for service in parts.gateways.sockets.values():
+            self.metrics.service(service.lock, parts.gateways.state(service.lock))
             if service.is_taken and not parts.machine.may_have_engines(now_ms):
                 self._fail(service.in_use())
 
@@ -275,7 +259,8 @@ class LockPerformer:
                 parts.witnesses.forget(effect.conn)
                 end_connection(parts.conns.get(effect.conn), effect)
             case ev.Lend():
-                parts.services.lend_missing(parts.services.sockets, parts.conns[effect.conn])
+                for name, service in parts.gateways.sockets.items():
+                    parts.conns[effect.conn].send(ServiceMsg(name, service.address))
             case ev.LookAgain():
                 parts.witnesses.look_again(effect.want)
             case ev.Announce():

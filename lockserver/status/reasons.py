@@ -67,14 +67,10 @@ TEXTS: Mapping[str, tuple[str, str]] = {
     "queue": ("{engine} is waiting, first of {count}", "{end}"),
     "no_descriptors": ("the lock server is out of descriptors or memory, so {what}", RETRIES),
     "address_away": (
-        "waiting for {address}: the gateway or engine that has it hands it back when it connects",
+        "waiting for {address}: the gateway that has it hands it back when it connects",
         "nothing if it is part of this pod; otherwise stop that process, or change --service",
     ),
     "no_gateway": ("no gateway accepts connections on {address}", "{end} --dir {directory}"),
-    "gateway_silent": (
-        "{gateway} is silent: its child may serve, but does not learn of a takeover",
-        "{end}",
-    ),
     "unreachable": (
         "engines that are not connected cannot request the lock",
         "{end}; the server retries on its own",
@@ -82,7 +78,7 @@ TEXTS: Mapping[str, tuple[str, str]] = {
     "no_server": ("{what}", "{end}"),
 }
 # Shown beside a lock: they are no lock's own problem.
-ELSEWHERE = frozenset({"address_away", "no_gateway", "gateway_silent", "unreachable"})
+ELSEWHERE = frozenset({"address_away", "no_gateway", "unreachable"})
 
 Process = Mapping[str, Any]  # {"pid", "name", "halted"}
 Who = tuple[str | None, str | None, int | None, int | None]  # engine, incarnation, token, pid
@@ -167,19 +163,6 @@ class MissingGateway:
 
 
 @dataclass(frozen=True, slots=True)
-class SilentGateway:
-    """One that sends no heartbeats since `heard_ms`; `is_late`: nor does its child accept;
-    `halted`: what keeps its process from running."""
-
-    name: str
-    lock: str
-    pid: int
-    heard_ms: float
-    is_late: bool
-    halted: str | None
-
-
-@dataclass(frozen=True, slots=True)
 class Here:
     """Where the facts are: the machine and what is around it."""
 
@@ -190,7 +173,6 @@ class Here:
     unreachable: tuple[str, float, bool] | None  # why no engine can connect, since when; no fds?
     undone: Undone | None
     no_gateway: Mapping[str, MissingGateway]  # by lock
-    silent_gateways: Sequence[SilentGateway]
 
 
 # ---------------------------------------------------------------------- one lock's waits
@@ -425,8 +407,7 @@ def _server_waits(lock: Lock, here: Here) -> Iterator[LockWait]:
         started_ms = here.machine.started_ms
         yield wait("address_away", started_ms, (problem or "it is in use",), address=address)
     missing = [each for name, each in here.no_gateway.items() if name == service]
-    silent = [each for each in here.silent_gateways if each.lock == service]
-    yield from gateway_waits(missing, silent, here.directory)
+    yield from gateway_waits(missing, here.directory)
     if here.unreachable is not None and lock.is_fenced:  # told once for the whole document
         problem, since, is_short = here.unreachable
         end = f"remove the file that replaced it (ls -la {here.directory})"
@@ -435,24 +416,13 @@ def _server_waits(lock: Lock, here: Here) -> Iterator[LockWait]:
         yield wait("unreachable", since, (problem,), end=end)
 
 
-def gateway_waits(
-    missing: Iterable[MissingGateway], silent: Iterable[SilentGateway], directory: str
-) -> Iterator[LockWait]:
+def gateway_waits(missing: Iterable[MissingGateway], directory: str) -> Iterator[LockWait]:
     """What requests wait for. Engines are granted their locks all the same."""
     for each in missing:
         evidence = tuple(each.connected) or ("no gateway is connected",)
         end = "see why: gateway status" if each.connected else "start one: gateway serve"
         words: dict[str, Any] = {"address": each.address, "end": end, "directory": directory}
         yield wait("no_gateway", each.since_ms, evidence, is_fault=each.is_overdue, **words)
-    for one in silent:
-        process = "not stopped, as far as is visible" if one.halted is None else one.halted
-        served = "connections wait" if one.is_late else "no connection waits for it"
-        end = "restart its container; connections wait meanwhile"
-        if one.pid:
-            kill = "if it stays so, kill it: kill -9 {pid}; its child ends with it"
-            end = RESUME.get(one.halted or "", kill).format(pid=one.pid)
-        evidence = (f"its process is {process}", served)
-        yield wait("gateway_silent", one.heard_ms, evidence, gateway=one.name, end=end)
 
 
 # ---------------------------------------------------------------------- words that several share

@@ -18,8 +18,14 @@ COLUMNS_MIN = 60  # narrower, there would be no room beside the labels
 INDENT, LABEL = 9, 12
 SERVICE = {
     "lent": "for gateways to accept connections",
-    "holding": "no gateway accepts; the lock server answers 503",
-    "waiting_for_hand_back": "waiting for a gateway or an engine to hand the socket back",
+    "waiting": "no gateway has the socket; connections wait",
+    "closed": "no gateway has asked for the socket; clients are refused",
+    "waiting_for_hand_back": "waiting for a gateway to hand the socket back",
+}
+STAGES = {  # of a gateway that does not accept
+    "asks": "waits for the socket",
+    "yields": "finishes its requests beside its successor",
+    "ends": "finishes its requests and exits",
 }
 TOGETHER = "\u00a0"  # a space at which no line is broken
 
@@ -83,9 +89,8 @@ def _who(lock: Document) -> str:
 def _gateway(gateway: Document) -> str:
     pid = f"pid {gateway['pid']}  " if gateway["pid"] else ""
     accepting = gateway["accepting"]
-    does = "does not accept" if accepting is None else f"accepts  {_since(accepting)}"
-    mark = "  silent" if gateway["silent"] else ""
-    return f"{gateway['gateway']}  {pid}{does}{mark}"
+    does = f"accepts  {_since(accepting)}" if accepting else STAGES[gateway["stage"]]
+    return f"{gateway['gateway']}  {pid}{does}"
 
 
 def _tcp(tcp: Document) -> Iterator[tuple[str, str]]:

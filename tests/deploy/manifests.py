@@ -31,7 +31,7 @@ IN_MANY_CONTAINERS = tuple(name for name in OVERLAYS if name != "no-dra")
 LOCK_POD = f"{NODES}:understudy-lockserver"
 PODS = (*OVERLAYS, LOCK_POD)  # each pod that is made; an overlay's own is that of the engines
 KUBECTL_MIN = (1, 28)
-INIT = "understudy-init"
+INIT, REPLACEABLE = "understudy-init", "--replaceable"
 POD_INDEX = "apps.kubernetes.io/pod-index"
 
 Document = dict[str, Any]
@@ -101,6 +101,8 @@ def every_container(pod: str) -> list[Document]:
     found = [*spec.get("initContainers", []), *spec["containers"]]
     for each in found:
         if each["command"][:1] == [INIT]:
+            del each["command"][0]
+        if each["command"][:1] == [REPLACEABLE]:
             del each["command"][0]
     return found
 

@@ -82,9 +82,9 @@ def test_lease_outlasts_a_lock_server_that_starts_again():
     (container,) = containers(LOCK_POD)
     restarter = init.Restarter()
     for _ in range(10):
-        restarter.started()
-        restarter.told(b"READY=1", now_s=0.0)
-        assert restarter.ended(-signal.SIGKILL, now_s=0.0) == 0.0
+        program = init.Program()
+        program.told(b"READY=1", now_s=0.0)
+        assert restarter.ended(-signal.SIGKILL, program, now_s=0.0) == 0.0
     away_s = init.TICK_S * init.SILENT_TICKS
     lease_s = settings(LOCK_POD, container)["lease_ms"] / 1000
     assert 0.6 * lease_s > away_s + START_AGAIN_S

@@ -26,7 +26,7 @@ import understudy.cli.main
 from engine.core import probes
 from engine.core.events import State
 from engine.supervisor import settings as engine_settings
-from gateway.supervisor.settings import OPTIONS as GATEWAY_OPTIONS
+from gateway.server.settings import OPTIONS as GATEWAY_OPTIONS
 from plumbing.service import init
 from plumbing.service.config import resolve, size_bytes
 from tests.deploy.manifests import (

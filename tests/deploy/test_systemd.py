@@ -31,6 +31,12 @@ def values(unit: str, key: str) -> list[str]:
     return re.findall(rf"^{re.escape(key)}=(.*)$", text, re.MULTILINE)
 
 
+def words(line: str) -> list[str]:
+    """A command, without the init above it."""
+    found = line.split()
+    return found[2:] if found[0].endswith("/understudy-init") else found
+
+
 def value(unit: str, key: str) -> str:
     (found,) = values(unit, key)
     return found
@@ -46,9 +52,10 @@ def root(tmp_path: Path) -> Path:
     shutil.copytree("/lib/systemd/system", tmp_path / "usr/lib/systemd/system", symlinks=True)
     (tmp_path / "lib").symlink_to("usr/lib")
     for unit in SERVICES:
-        program = tmp_path / value(unit, "ExecStart").split()[0].removeprefix("/")
-        program.parent.mkdir(parents=True, exist_ok=True)
-        program.touch(mode=0o755)
+        for line in values(unit, "ExecStart") + values(unit, "ExecReload"):
+            program = tmp_path / line.split()[0].removeprefix("/")
+            program.parent.mkdir(parents=True, exist_ok=True)
+            program.touch(mode=0o755)
     return tmp_path
 
 
@@ -90,7 +97,7 @@ def test_units_are_confined(unit: str):
 
 @pytest.mark.parametrize("unit", [*SERVICES, ENGINES_OF_A_POOL])
 def test_command_is_one_of_ours(unit: str):
-    path, verb, *rest = values(unit, "ExecStart")[-1].split()
+    path, verb, *rest = words(values(unit, "ExecStart")[-1])
     assert path.startswith("/opt/understudy/bin/")
     ours = rest[: rest.index("--")] if "--" in rest else rest
     PROGRAMS[path.rpartition("/")[2]].commands[verb].make_context(verb, ours)
@@ -100,7 +107,7 @@ def test_every_variable_is_read_by_somebody():
     """A typing error in a name would be a default, in silence."""
     known = {"BACKEND_ARGS"}
     for unit in SERVICES:
-        path, verb, *_ = value(unit, "ExecStart").split()
+        path, verb, *_ = words(value(unit, "ExecStart"))
         for option in PROGRAMS[path.rpartition("/")[2]].commands[verb].params:
             known.update(re.findall(r"[A-Z][A-Z_]+", getattr(option, "help", "") or ""))
     said = re.findall(r"^#?([A-Z_]+)=(.*)$", (SYSTEMD / "understudy.env").read_text(), re.MULTILINE)

@@ -23,7 +23,17 @@ from tests.deploy.manifests import (
     words,
 )
 from understudy.pod.ports import ENGINE_PORT, POOL_PORT, Ports
-from understudy.pod.table import INIT, Container, HttpProbe, LocalPod, PoolModels, starts, stops
+from understudy.pod.table import (
+    GATEWAY,
+    INIT,
+    REPLACING_INIT,
+    Container,
+    HttpProbe,
+    LocalPod,
+    PoolModels,
+    starts,
+    stops,
+)
 
 SHARED = "/run/shared/understudy"
 PODS = ("single-gpu", "tp2", "two-shadows", "cpu", *POOLS)
@@ -93,7 +103,7 @@ def on_one_machine(container: Container) -> Said:
     name = Path(container.command[0]).name
     env = {key: text for key, text in container.env.items() if key not in OF_ONE_MACHINE}
     port = int(env.pop("UNDERSTUDY_HTTP_PORT"))
-    assert container.init == INIT
+    assert container.init == (REPLACING_INIT if container.name == GATEWAY else INIT)
 
     def of(probe: HttpProbe | None) -> tuple[Any, ...]:
         assert probe is not None

@@ -268,6 +268,7 @@ def every_command() -> list[tuple[str, click.Command]]:
         (f"{program} {name}", command)
         for program, group in PROGRAMS.items()
         for name, command in group.commands.items()
+        if not command.hidden  # an older name of another one
     ]
 
 

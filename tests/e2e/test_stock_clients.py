@@ -17,7 +17,7 @@ from understudy.drill.records import PARTS, TARGETS
 # much progress between, is ended as the cause of it, and a busy machine makes little progress.
 ORDER = (
     *("backend-http", "lockserver", "gms", "backend-model"),
-    *("gms-supervisor", "gateway", "gateway-child", "supervisor"),
+    *("gms-supervisor", "gateway", "supervisor"),
 )
 KINDS = 12  # of requests, streamed and not
 

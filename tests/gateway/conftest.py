@@ -29,8 +29,7 @@ def lasting(lock_server: LockServer) -> Iterator[GatewayProcess]:
 
 @pytest.fixture
 def gateway(lasting: GatewayProcess) -> GatewayProcess:
-    """One that accepts, with a spare. A test may do anything to it: it heals, or is started
-    again."""
+    """One that accepts. A test may do anything to it: it heals, or is started again."""
     return lasting.start()
 
 

@@ -1,68 +1,34 @@
-"""A gateway in its own process, by default with `stub_child` in place of its doors."""
+"""A gateway in its own process below an init, a lock server, and a stand-in for an engine."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+import zlib
+from contextlib import AsyncExitStack
 from typing import Any
 
 from gateway.messages import CONTROL
+from lockserver.messages import CATALOGUE as LOCK
 from plumbing.errors import UnderstudyError
 from plumbing.pod.cli import ask_status
-from plumbing.pod.paths import gateway_socket
+from plumbing.pod.paths import engine_http_socket, gateway_socket, lockserver_socket
 from plumbing.service import procfs
-from tests.helpers import free_port, until
+from plumbing.service.init import FIRST_START_ENV
+from tests.gateway.stub_engine import StubEngine
+from tests.helpers import auntil, free_port, until
+from tests.lockserver.engines import Engine
 from tests.lockserver.processes import ServerProcess
+from understudy.pod.table import REPLACING_INIT
 
-STUB = "tests.gateway.stub_gateway"
 READ_S = 60.0
 HOLD_MS = 600_000
-
-
-class Stream:
-    """A request that has been sent; `pid` of the child that answers it."""
-
-    def __init__(self, port: int, path: str = "/") -> None:
-        """Connect, which must work at any moment, and ask."""
-        self._sock = socket.create_connection(("127.0.0.1", port), timeout=READ_S)
-        self._sock.sendall(f"GET {path} HTTP/1.1\r\nHost: pod\r\n\r\n".encode())
-        self._file = self._sock.makefile("rb")
-
-    def pid(self) -> int:
-        """Whose answer it is, once it has begun."""
-        while self._file.readline().strip():
-            pass
-        return int(self._file.readline())
-
-    def rest(self) -> bytes:
-        """What is left of the answer; "" if its child is gone."""
-        try:
-            return self._file.read()
-        except ConnectionError:
-            return b""
-        finally:
-            self.close()
-
-    def close(self) -> None:
-        self._file.close()
-        self._sock.close()
-
-
-def who(port: int) -> int:
-    """The pid of the child that answers there now."""
-    stream = Stream(port)
-    try:
-        return stream.pid()
-    finally:
-        stream.close()
+FINAL = {FIRST_START_ENV: "final"}  # an exit before it is ready ends its init, too
 
 
 class LockServer(ServerProcess):
@@ -76,20 +42,21 @@ class LockServer(ServerProcess):
 
 
 class GatewayProcess:
-    """`gateway serve` beside `lock_server`; `start` after its end is a restart. `port`: of the
-    service address."""
+    """`gateway serve` beside `lock_server`, below an init unless `has_init` is False; `start` after
+    its end is a restart. `port`: of the service address."""
 
-    def __init__(self, lock_server: LockServer, *flags: str, module: str = STUB) -> None:
+    def __init__(self, lock_server: LockServer, *flags: str, has_init: bool = True) -> None:
         self.directory, self.port = lock_server.directory, lock_server.port
-        self.flags, self.module = flags, module
+        self.flags, self.has_init = flags, has_init
         self.http_port = free_port()
         self.environ: dict[str, str] = {}
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | None = None  # the init, if it has one
         self.log_path = os.path.join(self.directory, "gateway.txt")
 
     def spawn(self) -> int:
         with open(self.log_path, "ab") as log:
-            words = [sys.executable, "-m", self.module, "serve", "--dir", self.directory]
+            words = [*(REPLACING_INIT if self.has_init else ()), sys.executable, "-m"]
+            words += ["gateway.cli", "serve", "--dir", self.directory]
             self.process = subprocess.Popen(
                 [*words, "--http-port", str(self.http_port), *self.flags],
                 stderr=log,
@@ -99,34 +66,37 @@ class GatewayProcess:
         return self.process.pid
 
     def start(self) -> GatewayProcess:
-        """Start it unless it runs; a child accepts and a spare is ready."""
+        """Start it unless it runs; it accepts."""
         if self.process is None or self.process.poll() is not None:
             self.spawn()
-        until(self.has_spare, "the gateway to accept, with a spare")
+        until(self.accepts, "the gateway to accept")
         return self
 
     @property
     def pid(self) -> int:
-        assert self.process is not None
-        return self.process.pid
+        """The gateway's own, of the newest one that answers."""
+        return int(self.status()["pid"])
 
     def status(self) -> dict[str, Any]:
         assert self.process is not None
         assert self.process.poll() is None, self.log()
         return ask_status(gateway_socket(self.directory), CONTROL)
 
-    def has_spare(self) -> bool:
+    def accepts(self, but: int = 0) -> bool:
+        """Whether a gateway accepts, and is not the process `but`."""
         try:
             found = self.status()
         except UnderstudyError:
             return False
-        return bool(found["accepting"] and found["spare"])
+        return bool(found["accepting"] and found["pid"] != but)
 
-    def child(self) -> int:
-        return int(self.status()["child"]["pid"])
-
-    def spare(self) -> int:
-        return int(self.status()["spare"]["pid"])
+    def is_alone(self) -> bool:
+        """Whether it accepts, and the one that it has replaced is gone."""
+        try:
+            found = self.status()
+        except UnderstudyError:
+            return False
+        return bool(found["accepting"] and found["predecessor"] is None)
 
     def get(self, path: str) -> tuple[int, Any]:
         """The status and the JSON of an answer of its HTTP port; the text of `/metrics`."""
@@ -182,13 +152,41 @@ def ended(pid: int) -> bool:
     return not procfs.is_alive(pid)
 
 
-@contextlib.contextmanager
-def refusing(directory: str) -> Iterator[None]:
-    """Within this block, children of the stub refuse their settings."""
-    path = os.path.join(directory, "refuse")
-    with open(path, "w"):
-        pass
-    try:
-        yield
-    finally:
-        os.unlink(path)
+class StandInEngine:
+    """An engine on the loop of the test: it takes a lock, and a stub serves while it is awake."""
+
+    def __init__(self, directory: str, name: str = "engine-0", lock: str = "active") -> None:
+        self.directory, self.name, self.lock, self.token = directory, name, lock, 0
+        self.http = StubEngine(engine_http_socket(directory, name), name)
+        # The same supervisor in each test: its process, the test's, lives on.
+        self.engine = Engine(directory, name, f"{zlib.crc32(name.encode()):016x}")
+        self.engine.on_granted = self._granted
+
+    def _granted(self, lock: str, incarnation: str, token: int) -> None:
+        if incarnation == self.engine.incarnation:  # else another engine's
+            self.token = self.http.token = token
+
+    async def enter(self, stack: AsyncExitStack) -> None:
+        """It holds its lock; call `awake` next."""
+        await stack.enter_async_context(self.engine)
+        stack.push_async_callback(self._leave)
+        stack.callback(self.http.die)
+        self.engine.launch()
+        self.engine.want(self.lock)
+        await auntil(lambda: self.token, "the grant")
+
+    async def _leave(self) -> None:
+        """Its death would not be seen."""
+        self.engine.reap()
+        self.engine.relent()
+        await auntil(self._is_free, "the lock to be free")
+
+    def _is_free(self) -> bool:
+        path = lockserver_socket(self.directory)
+        return bool(ask_status(path, LOCK)["locks"][self.lock]["state"] == "free")
+
+    async def awake(self) -> None:
+        await self.http.start()
+
+    def rest(self) -> None:
+        self.http.die()

@@ -1,5 +1,5 @@
-"""Goal: a gateway of a pool obeys its doors through the parent, says what there is, and serves on
-while the pool or one of its own processes is gone.
+"""Goal: a gateway of a pool obeys its doors, says what there is, and serves on while the pool is
+gone.
 
 Method: a real gateway and lock server with two models; engines and the pool are stand-ins on the
 loop of the test, which says what the pool would.
@@ -18,20 +18,19 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import pytest
 
 from gateway.schema import GatewayStatus
-from gateway.supervisor.text import render
+from gateway.text import render
 from plumbing.errors import UnderstudyError, UsageError
-from plumbing.pod.paths import engine_http_socket, pool_socket
+from plumbing.pod.paths import pool_socket
 from plumbing.wire.connection import Connection, Handler
 from plumbing.wire.server import Server
 from pool.core.events import Door, ModelDemand, OpenDoor, Running, ShutDoor
 from pool.core.states import ModelState
 from pool.messages import CATALOGUE, DemandMsg, DoorsMsg, PooledModel
 from tests.documents import mismatches
-from tests.gateway.gateways import GatewayProcess, LockServer
+from tests.gateway.gateways import GatewayProcess, LockServer, StandInEngine
 from tests.gateway.server.harness import CHAT, Answer, Client
-from tests.gateway.stub_engine import StubEngine, text_of
+from tests.gateway.stub_engine import text_of
 from tests.helpers import auntil
-from tests.lockserver.engines import Engine
 
 MODELS = ("chat", "coder")
 FILE = """
@@ -49,6 +48,7 @@ class StandInPool(Handler):
 
     def __init__(self, directory: str) -> None:
         self.demand: DemandMsg | None = None
+        self.first_door: int | None = None  # that the first word on a connection obeys
         self.number = FIRST_DOOR
         self.models = {
             model: PooledModel(FIRST_DOOR, shut(Running.FINISH), ModelState.WARM)
@@ -81,32 +81,12 @@ class StandInPool(Handler):
         assert isinstance(message, DemandMsg)
         if conn not in self._conns:
             self._conns.add(conn)
+            self.first_door = message.models["chat"].door
             conn.send(DoorsMsg(dict(self.models)))
         self.demand = message
 
     def closed(self, conn: Connection, reason: str) -> None:
         self._conns.discard(conn)
-
-
-class StandInModel:
-    """One model's engine: the lock of its model, and a stub that serves while it is awake."""
-
-    def __init__(self, directory: str, model: str) -> None:
-        self.model, self.name = model, f"{model}-0"
-        self.token = 0
-        self.http = StubEngine(engine_http_socket(directory, self.name), self.name)
-        self.engine = Engine(directory, self.name)
-        self.engine.on_granted = self._granted
-
-    def _granted(self, lock: str, incarnation: str, token: int) -> None:
-        if incarnation == self.engine.incarnation:  # else of the other model
-            self.token = self.http.token = token
-
-    async def awake(self) -> None:
-        await self.http.start()
-
-    def rest(self) -> None:
-        self.http.die()
 
 
 class World:
@@ -118,20 +98,18 @@ class World:
         file = os.path.join(directory, "pool.yaml")
         with open(file, "w", encoding="utf-8") as stream:
             stream.write(FILE)
-        self.gateway = GatewayProcess(self.lock_server, "--pool", file, module="gateway.cli")
+        self.gateway = GatewayProcess(self.lock_server, "--pool", file)
         self.pool = StandInPool(directory)
-        self.models = {model: StandInModel(directory, model) for model in MODELS}
+        self.models = {
+            model: StandInEngine(directory, f"{model}-0", f"active:{model}") for model in MODELS
+        }
         self.clients: list[Client] = []
 
     async def start(self, stack: AsyncExitStack, *, has_pool: bool = True) -> None:
         await asyncio.to_thread(self.lock_server.start)
         stack.callback(self.lock_server.close)
         for model in self.models.values():
-            await stack.enter_async_context(model.engine)
-            stack.callback(model.http.die)
-            model.engine.launch()
-            model.engine.want(f"active:{model.model}")
-            await auntil(lambda model=model: model.token, "the grant")
+            await model.enter(stack)
         await self.models["chat"].awake()
         if has_pool:
             await self.pool.start()
@@ -205,7 +183,7 @@ def run(scenario: Callable[[World], Awaitable[None]], *, has_pool: bool = True) 
 
 
 def test_a_switch_under_streams_costs_a_pause():
-    """Goal: the whole way from the pool to a child and back. Method: a stream is parked in the
+    """Goal: the whole way from the pool to requests and back. Method: a stream is parked in the
     middle, the other model has its turn, the stream goes on; status has every key of the page."""
 
     async def scenario(made: World) -> None:
@@ -231,33 +209,40 @@ def test_a_switch_under_streams_costs_a_pause():
     run(scenario)
 
 
-def test_the_last_doors_hold_without_the_pool_and_for_a_fresh_child():
-    """Goal: nobody waits for the pool. Method: it ends, the serving child is killed, its spare
-    serves by the last doors; a new pool hears all that there is."""
+def test_the_last_doors_hold_without_the_pool_and_another_pool_hears_all():
+    """Goal: nobody waits for the pool. Method: it ends; an awake model is served, and a request for
+    the other one waits; a new pool, whose doors have the same numbers, hears all that there is."""
 
     async def scenario(made: World) -> None:
         await made.pool.close()
         client, document = await made.ask("chat")
         check(await client.answer(), document)
         waiting, asked = await made.ask("coder")
-        await made.has_waiting("coder")  # in the child, not in the backlog
-        child = await asyncio.to_thread(made.gateway.child)
-        os.kill(child, signal.SIGKILL)
-        assert await waiting.rest() == b""  # what was in the child is lost with it
-        lost = 'understudy_pool_requests_total{model="coder",outcome="lost"}'
-        await auntil(lambda: made.gateway.counts(lost, 1), "the child's death to be noticed")
-        await asyncio.to_thread(made.gateway.start)
+        await made.has_waiting("coder")
         connected = "understudy_gateway_pool_connected"
         assert await asyncio.to_thread(made.gateway.metric, connected) == 0
-        client, document = await made.ask("chat")
-        check(await client.answer(), document)
-        waiting, asked = await made.ask("coder")
         made.pool.demand = None
         await made.pool.start()
+        await auntil(lambda: made.pool.demand, "the first word to the new pool")
+        assert made.pool.first_door == 0  # an old number is no obedience to the new one
         await made.waits("coder", 1)
         assert await asyncio.to_thread(made.gateway.metric, connected) == 1
         await made.turn("chat", "coder")
         check(await waiting.answer(), asked)
+
+    run(scenario)
+
+
+def test_a_fresh_gateway_serves_awake_models_without_the_pool():
+    """Goal: the pool and the gateway may be gone together. Method: the pool ends, the gateway is
+    killed; its successor has heard of no door, and the engine that answers a greeting serves."""
+
+    async def scenario(made: World) -> None:
+        await made.pool.close()
+        pid = await asyncio.to_thread(lambda: made.gateway.pid)
+        os.kill(pid, signal.SIGKILL)
+        client, document = await made.ask("chat")
+        check(await client.answer(), document)
 
     run(scenario)
 

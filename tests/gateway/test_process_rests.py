@@ -37,11 +37,10 @@ def engine(lock_server: LockServer) -> Iterator[RestingEngineProcess]:
 
 @pytest.fixture
 def started(make_gateway):
-    """`started(*flags)`: a gateway without stubs."""
+    """`started(*flags)`: a gateway that accepts."""
 
     def start(*flags: str) -> GatewayProcess:
-        gateway = make_gateway(*flags)
-        gateway.module = "gateway.cli"
+        gateway: GatewayProcess = make_gateway(*flags)
         return gateway.start()
 
     return start
@@ -107,7 +106,7 @@ def test_with_manual_wakes_a_request_is_told_how_to_wake_the_engine(
     assert engine.shall().goal is Tier.WARM
     engine.shall(Tier.AWAKE)
     until(lambda: gateway.get("ready")[1]["reason"] == "engine_active", "the wake")
-    # Its child is told last, and holds nobody for longer than 200 ms.
+    # The door opens with the engine's next word, and requests are held for no longer than 200 ms.
     until(lambda: post(gateway.port)[0] == 200, "an answer")
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.supervisor.settings import OPTIONS, settle
+from gateway.server.settings import OPTIONS, settle
 from plumbing.errors import UsageError
 from plumbing.service.config import resolve
 from tests.plumbing.wire.certificates import Authority
@@ -24,19 +24,19 @@ def settled(directory: str, **flags: str):
 
 
 def test_relative_paths_are_those_of_the_working_directory(directory: str, monkeypatch, tmp_path):
-    """Goal: a child finds the same files; method: names without a directory."""
+    """Goal: a successor finds the same files; method: names without a directory."""
     monkeypatch.chdir(tmp_path)
     pair = Authority(tmp_path).issue("pod")
     (tmp_path / "keys").write_text("sk-1\n")
-    child = settled(directory, tls_cert="pod.pem", tls_key="pod.key", api_keys="keys").child
-    assert (child.tls_cert, child.tls_key) == (pair.cert, pair.key)
-    assert child.api_keys == str(tmp_path / "keys")
+    found = settled(directory, tls_cert="pod.pem", tls_key="pod.key", api_keys="keys")
+    assert (found.tls_cert, found.tls_key) == (pair.cert, pair.key)
+    assert found.api_keys == str(tmp_path / "keys")
 
 
 def refusal(directory: str, **flags: str) -> tuple[str, str]:
     """Its code and sentence."""
     with pytest.raises(UsageError) as caught:
-        settled(directory, **flags)
+        settled(directory, **flags).check_files()
     return caught.value.code, caught.value.message
 
 

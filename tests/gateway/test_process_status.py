@@ -1,7 +1,6 @@
 """Goal: status, probes and metrics say what is true, and the page on their JSON is complete.
 
-Method: a real gateway whose children answer with their pid, beside a lock server and stand-ins for
-engines.
+Method: a real gateway beside a lock server and stand-ins for engines.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from gateway.schema import GatewayStatus, OfflineGateway, RestartChildDocument
+from gateway.schema import GatewayStatus, OfflineGateway, ReplaceDocument
 from tests.documents import mismatches
-from tests.gateway.gateways import GatewayProcess, LockServer, Stream
+from tests.gateway.gateways import GatewayProcess, LockServer
 from tests.gateway.resting_engine import RestingEngineProcess
 from tests.helpers import until
 from tests.lockserver.engines import EngineProcess
@@ -53,7 +52,7 @@ def reason(gateway: GatewayProcess) -> tuple[int, str]:
 
 def test_ready_and_status_follow_the_engine(gateway: GatewayProcess):
     """Goal: ready means that a request would be answered. Method: no engine, one, its death with
-    another that takes over, and a fresh child, which must be told who serves."""
+    another that takes over, and a successor, which must be told who serves."""
     assert reason(gateway) == (503, "no_engine")
     assert "engine   none for" in text_of(gateway)
     assert gateway.get("startup")[0] == 200
@@ -64,9 +63,8 @@ def test_ready_and_status_follow_the_engine(gateway: GatewayProcess):
         expected = {"engine": "engine-0", "token": token}
         assert expected.items() <= gateway.get("ready")[1].items()
         assert f"engine   engine-0  token {token}" in text_of(gateway)
-        until(lambda: gateway.status()["upstream"] is not None, "the child to say so")
-        assert command(gateway.directory, "restart-child").returncode == 0
-        until(lambda: gateway.status()["upstream"] is not None, "the fresh child to say so")
+        assert command(gateway.directory, "replace").returncode == 0
+        until(lambda: gateway.status()["upstream"] is not None, "the successor to hear of it")
         assert expected.items() <= gateway.status()["upstream"].items()
     finally:
         first.close()
@@ -80,38 +78,24 @@ def test_ready_and_status_follow_the_engine(gateway: GatewayProcess):
         second.close()
 
 
-def test_documents_have_the_keys_and_types_of_the_page(gateway: GatewayProcess, tmp_path: Path):
-    """Goal: scripts can rely on the page. Method: status during a stream, behind a restart, from
-    the command, the port and a directory without a gateway."""
+def test_documents_have_the_keys_and_types_of_the_page(gateway: GatewayProcess):
+    """Goal: scripts can rely on the page. Method: status with an engine, behind a replacement,
+    without an engine, from the command, the port and a directory without a gateway."""
     documents: list[dict[str, Any]] = []
-
-    def document_with(key: str) -> dict[str, Any] | None:
-        found = gateway.status()
-        return found if found[key] else None
-
     engine = RestingEngineProcess(gateway.directory, "engine-0")
-    stream = Stream(gateway.port, f"/stream?{tmp_path}/end")
     try:
         until(lambda: gateway.status()["rest"]["engine"], "the engine to be heard")
-        stream.pid()
-        until(lambda: gateway.status()["load"]["in_flight"] == 1, "the stream to be counted")
-        until(lambda: gateway.status()["upstream"], "the child to know of the engine")
-        words = [sys.executable, "-m", "gateway.cli", "restart-child", "--json"]
-        with subprocess.Popen(
-            [*words, "--dir", gateway.directory], stdout=subprocess.PIPE
-        ) as restarting:
-            documents.append(until(lambda: document_with("starting"), "the fresh child to start"))
-            restarted = json.loads(restarting.communicate()[0])
-        documents.append(until(lambda: document_with("retiring"), "the old one to finish"))
-        until(gateway.has_spare, "a spare")
-        until(lambda: gateway.status()["upstream"], "the fresh child to know of the engine")
+        until(gateway.is_alone, "one gateway")
+        done = command(gateway.directory, "replace", "--json")
+        assert done.returncode == 0, done.stderr
+        restarted = json.loads(done.stdout)
+        documents.append(gateway.status())
+        until(lambda: gateway.status()["rest"]["engine"], "the engine to be heard again")
         done = command(gateway.directory, "status", "--json")
         assert done.returncode == 0, done.stderr
         documents += [json.loads(done.stdout), gateway.get("status")[1]]
     finally:
         engine.kill()
-        (tmp_path / "end").touch()
-        stream.rest()
     until(lambda: gateway.status()["idle"] is not None, "the engine to be missed")
     documents.append(gateway.status())
     assert gateway.ends(signal.SIGTERM) == 0
@@ -119,7 +103,7 @@ def test_documents_have_the_keys_and_types_of_the_page(gateway: GatewayProcess, 
     assert offline.returncode == UNREACHABLE
     assert [mismatches(each, GatewayStatus) for each in documents] == [[]] * len(documents)
     assert mismatches(json.loads(offline.stdout), OfflineGateway) == []
-    assert mismatches(restarted, RestartChildDocument) == []
+    assert mismatches(restarted, ReplaceDocument) == []
 
 
 def test_commands_without_a_gateway_say_what_follows(gateway: GatewayProcess, tmp_path: Path):
@@ -128,36 +112,34 @@ def test_commands_without_a_gateway_say_what_follows(gateway: GatewayProcess, tm
     assert gateway.ends(signal.SIGTERM) == 0
     done = command(gateway.directory, "status")
     assert done.returncode == UNREACHABLE
-    assert "no connection is refused: new ones wait" in done.stdout
+    assert "gateway.offline" in done.stderr
     assert f"start it: gateway serve --dir {gateway.directory}" in done.stderr
-    for words in (["status"], ["events"], ["restart-child"]):
+    for words in (["status"], ["events"], ["replace"]):
         assert command(str(tmp_path), *words).returncode == UNREACHABLE
 
 
 @pytest.mark.slow
-def test_a_stopped_gateway_is_named_while_its_child_serves(gateway: GatewayProcess):
-    """Goal: status finds the process to resume. Method: SIGSTOP of the parent; requests are
-    answered meanwhile."""
-    serving = gateway.child()
-    os.kill(gateway.pid, signal.SIGSTOP)
+def test_a_stopped_gateway_is_named(make_gateway, lasting: GatewayProcess):
+    """Goal: status finds the process to resume. Method: SIGSTOP of one that no init replaces."""
+    lasting.close()
+    gateway = make_gateway()
+    gateway.has_init = False
+    pid = gateway.start().pid
+    os.kill(pid, signal.SIGSTOP)
     try:
-        stream = Stream(gateway.port)
-        assert stream.pid() == serving
-        stream.close()
         done = command(gateway.directory, "status")
         assert done.returncode == UNREACHABLE
-        assert f"pid {gateway.pid}" in done.stdout
-        assert f"resume it: kill -CONT {gateway.pid}" in done.stdout
+        assert f"resume it: kill -CONT {pid}" in done.stdout
     finally:
-        os.kill(gateway.pid, signal.SIGCONT)
-    until(lambda: gateway.child() == serving, "the parent to go on, and to blame nobody")
+        os.kill(pid, signal.SIGCONT)
+    assert gateway.pid == pid
 
 
 def test_events_tell_the_story(gateway: GatewayProcess):
     """Goal: one line for each thing that happened. Method: the command, as text and as JSON."""
     done = command(gateway.directory, "events", "--json")
     kinds = [json.loads(line)["type"] for line in done.stdout.splitlines()]
-    assert kinds[:1] == ["gateway.started"]
+    assert kinds[:1] == ["gateway.started"], kinds
     assert {"gateway.lock_server", "gateway.socket_lent", "gateway.accepting"} <= set(kinds)
     assert "accepts connections on 127.0.0.1" in command(gateway.directory, "events").stdout
 
@@ -173,7 +155,6 @@ def test_a_gateway_beside_a_lock_server_without_an_address_says_which_flag_to_se
         stack.callback(gateway.close)
         gateway.spawn()
         until(lambda: "gateway.refused" in gateway.events(), "the refusal")
-        until(lambda: bool(gateway.status()["spare"]), "a spare, for when it changes")
         assert "start it with --service active=HOST:PORT" in gateway.status()["problems"][0]
         assert reason(gateway) == (503, "not_accepting")
         assert gateway.events().count("gateway.refused") == 1

@@ -1,173 +1,74 @@
-"""Goal: whatever happens to a process of the gateway, no client is refused, nothing is forgotten.
+"""Goal: whatever happens to the gateway's process, no client is refused, and a planned replacement
+loses nothing.
 
-Method: real processes, killed, stopped, and out of descriptors; children that only answer with
-their pid.
+Method: real processes below a real init, killed, stopped and replaced under clients' connections;
+the engine is a stand-in on the loop of the test.
 """
 
 from __future__ import annotations
 
-import functools
+import asyncio
 import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 
 import pytest
 
-from gateway.messages import CONTROL, StatusMsg, StatusReplyMsg
-from plumbing.errors import GivenUpError
-from plumbing.pod.paths import gateway_socket
-from plumbing.wire.blocking import BlockingClient
-from tests.gateway.gateways import READ_S, GatewayProcess, LockServer, Stream, ended, refusing, who
-from tests.gateway.stub_child import FAULT_ENV
-from tests.helpers import descriptors_below, until
-from tests.lockserver.processes import settled_fds
+from tests.gateway.gateways import FINAL, GatewayProcess, LockServer, StandInEngine, ended
+from tests.gateway.server.harness import CHAT, Answer, Client
+from tests.gateway.stub_engine import text_of
+from tests.helpers import auntil, until
 
-LOST = "understudy_gateway_lost_requests_total"
-RESTARTS = "understudy_gateway_child_restarts_total"
-WHOLE = 'understudy_gateway_requests_total{continuation="exact",outcome="whole"}'
-PAUSES = "understudy_gateway_pause_seconds_count"
+DOCUMENT = {"model": "chat", "stream": True, "max_tokens": 12}
+STREAMS, CONNECTIONS = 8, 20
+SAID = text_of(json.dumps(DOCUMENT).encode(), 12)
 
 
-def test_a_killed_child_is_replaced_by_the_spare_and_counters_do_not_fall(gateway: GatewayProcess):
-    """Goal: a death costs its own streams alone. Method: SIGKILL, twice, with a stream in each
-    victim and a request at once behind it. No descriptor is left of them."""
-    before = {name: gateway.metric(name) for name in (LOST, RESTARTS, WHOLE, PAUSES)}
-    open_before = settled_fds(gateway.pid)
-    for count in (1, 2):
-        until(gateway.has_spare, "a spare")
-        victim, spare = gateway.child(), gateway.spare()
-        cut = Stream(gateway.port, "/stream?/nowhere")
-        assert cut.pid() == victim
-        until(lambda: gateway.status()["load"]["in_flight"] == 1, "the stream to be counted")
-        os.kill(victim, signal.SIGKILL)
-        answered = Stream(gateway.port)
-        assert answered.pid() == spare
-        assert answered.rest() == b"end\n"
-        assert cut.rest() == b""
-        whole = before[WHOLE] + count
-        until(functools.partial(gateway.counts, WHOLE, whole), "the answer to be counted")
-    for name, value in before.items():
-        assert gateway.metric(name) == value + 2
-    until(gateway.has_spare, "a spare")
-    assert settled_fds(gateway.pid) == open_before
-    assert gateway.metric('understudy_gateway_pause_seconds_bucket{le="0.02"}') == 0
-    assert gateway.metric('understudy_gateway_pause_seconds_bucket{le="0.05"}') > 0
+class World:
+    """The gateway, an engine, and clients that stay until the end of the test."""
+
+    def __init__(self, gateway: GatewayProcess, engine: StandInEngine) -> None:
+        self.gateway, self.engine = gateway, engine
+        self.clients: list[Client] = []
+
+    async def ask(self) -> Client:
+        """A stream on a connection of its own; a refusal fails the test."""
+        client = Client(*await asyncio.open_connection("127.0.0.1", self.gateway.port))
+        self.clients.append(client)
+        client.ask(CHAT, DOCUMENT)
+        return client
+
+    async def begun(self, count: int) -> list[Client]:
+        """So many streams that have begun, and wait for `release`."""
+        self.engine.http.released.clear()
+        self.engine.http.hold_after_groups = 4
+        streams = [await self.ask() for _ in range(count)]
+        for each in streams:
+            await each.head()
+            await each.chunk()
+        return streams
+
+    def release(self) -> None:
+        self.engine.http.hold_after_groups = None
+        self.engine.http.released.set()
+
+    async def pid(self) -> int:
+        return await asyncio.to_thread(lambda: self.gateway.pid)
+
+    async def accepts(self, but: int) -> int:
+        """Wait for a gateway that is not this one; its pid."""
+        await auntil(lambda: self.gateway.accepts(but), "another gateway to accept")
+        return await self.pid()
+
+    async def command(self, *words: str) -> subprocess.CompletedProcess[str]:
+        return await asyncio.to_thread(command, self.gateway, *words)
 
 
-@pytest.mark.slow
-def test_a_stopped_child_is_killed_and_its_newcomers_are_answered(gateway: GatewayProcess):
-    """Goal: a hang is no worse than a death. Method: SIGSTOP; the limit is 3 s."""
-    before = gateway.status()
-    victim = before["child"]["pid"]
-    os.kill(victim, signal.SIGSTOP)
-    waiting = Stream(gateway.port)
-    assert waiting.pid() == before["spare"]["pid"]
-    until(lambda: ended(victim), "the stopped child to be reaped")
-    assert "gateway.child_silent" in gateway.events()
-    assert "(stopped); it is killed" in gateway.log()
-    waiting.close()
-
-
-def test_children_die_with_a_killed_parent_and_connections_wait_for_the_next(
-    gateway: GatewayProcess,
-):
-    """Goal: nothing runs unwatched, and the port refuses nobody. Method: SIGKILL of the parent,
-    requests while there is none, then another parent."""
-    pids = [gateway.child(), gateway.spare()]
-    gateway.ends(signal.SIGKILL)
-    until(lambda: all(ended(pid) for pid in pids), "the children to be gone")
-    waiting = [Stream(gateway.port) for _ in range(3)]
-    gateway.start()
-    assert {each.pid() for each in waiting} == {gateway.child()}
-    for each in waiting:
-        each.close()
-
-
-def test_without_descriptors_the_spare_still_accepts_and_status_says_what_to_raise(
-    gateway: GatewayProcess,
-):
-    """Goal: a shortage stops no takeover, is shown, and ends by itself. Method: the parent may open
-    nothing more while its child is killed; the one who asks was connected before."""
-    before = gateway.status()
-    with BlockingClient(gateway_socket(gateway.directory), CONTROL) as client:
-
-        def problems() -> list[str]:
-            reply = client.request(StatusMsg(), timeout_s=READ_S).message
-            assert isinstance(reply, StatusReplyMsg)
-            return list(reply.document["problems"])
-
-        assert problems() == []
-        with descriptors_below(3, gateway.pid):
-            os.kill(before["child"]["pid"], signal.SIGKILL)
-            assert who(gateway.port) == before["spare"]["pid"]
-            shown = "no process of the gateway can be started: this process is at its limit of 3 op"
-            until(lambda: any(each.startswith(shown) for each in problems()), "the problem")
-            shown = "the socket cannot be copied for the next process that accepts"
-            until(lambda: any(each.startswith(shown) for each in problems()), "the other one")
-        until(gateway.has_spare, "another spare")
-        until(lambda: problems() == [], "the problems to be over")
-
-
-def test_a_second_gateway_is_refused_and_the_first_serves_on(
-    gateway: GatewayProcess, make_gateway: Callable[..., GatewayProcess]
-):
-    """Goal: two never share a directory. Method: start another."""
-    second = make_gateway()
-    second.log_path += ".second"
-    second.spawn()
-    assert second.wait() == 1
-    assert f"pid {gateway.pid} holds" in second.log()
-    assert who(gateway.port) == gateway.child()
-
-
-@pytest.fixture
-def end(tmp_path: Path) -> Path:
-    """A stream ends once this file is there."""
-    return tmp_path / "end"
-
-
-def test_sigterm_accepts_no_more_and_ends_once_the_streams_have(gateway: GatewayProcess, end: Path):
-    """Goal: a drain. Method: SIGTERM during a stream; a newcomer waits in the backlog meanwhile and
-    is answered by the next gateway."""
-    stream = Stream(gateway.port, f"/stream?{end}")
-    assert stream.pid() == gateway.child()
-    assert gateway.process is not None
-    gateway.process.send_signal(signal.SIGTERM)
-    until(lambda: gateway.status()["stopping"], "the stop to begin")
-    until(lambda: not gateway.status()["accepting"], "the child to accept no more")
-    assert gateway.get("ready") == (503, {"ok": False, "reason": "stopping"})
-    assert gateway.get("live")[0] == 200
-    newcomer = Stream(gateway.port)
-    end.touch()
-    assert stream.rest() == b"end\n"
-    assert gateway.wait() == 0
-    gateway.start()
-    assert newcomer.pid() == gateway.child()
-    newcomer.close()
-
-
-def test_sighup_replaces_the_child_and_loses_no_stream(gateway: GatewayProcess, end: Path):
-    """Goal: a restart that nobody sees. Method: SIGHUP during a stream; the fresh child answers
-    newcomers while the old one finishes."""
-    old, restarts = gateway.child(), gateway.status()["restarts_total"]
-    stream = Stream(gateway.port, f"/stream?{end}")
-    assert stream.pid() == old
-    until(lambda: gateway.status()["load"]["in_flight"] == 1, "the stream to be counted")
-    assert gateway.process is not None
-    gateway.process.send_signal(signal.SIGHUP)
-    until(lambda: gateway.has_spare() and gateway.child() != old, "a fresh child")
-    (retiring,) = gateway.status()["retiring"]
-    assert (retiring["pid"], retiring["in_flight"]) == (old, 1)
-    assert who(gateway.port) == gateway.child()
-    end.touch()
-    assert stream.rest() == b"end\n"
-    until(lambda: ended(old), "the old child to exit")
-    until(lambda: gateway.status()["retiring"] == [], "its end to be seen")
-    assert gateway.status()["restarts_total"] == restarts
+Scenario = Callable[[World], Awaitable[None]]
 
 
 def command(gateway: GatewayProcess, *words: str) -> subprocess.CompletedProcess[str]:
@@ -175,53 +76,246 @@ def command(gateway: GatewayProcess, *words: str) -> subprocess.CompletedProcess
         [sys.executable, "-m", "gateway.cli", *words, "--dir", gateway.directory],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=100,
         check=False,
     )
 
 
-def test_restart_child_answers_once_the_fresh_one_accepts_or_says_why_it_cannot(
-    gateway: GatewayProcess,
-):
-    """Goal: a command that tells the truth. Method: once with settings that work, once with a file
-    that the fresh child refuses; the one that serves goes on."""
-    old = gateway.child()
-    done = command(gateway, "restart-child", "--json")
-    assert done.returncode == 0, done.stderr
-    document = json.loads(done.stdout)
-    assert (document["old_pid"], document["new_pid"]) == (old, gateway.child())
-    with refusing(gateway.directory):
-        failed = command(gateway, "restart-child")
-    assert failed.returncode == 1
-    assert "the stub refuses its settings" in failed.stderr
-    assert f"pid {document['new_pid']}" in failed.stderr
-    assert gateway.child() == document["new_pid"]
+def run(gateway: GatewayProcess, scenario: Scenario) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(110), AsyncExitStack() as stack:
+            engine = StandInEngine(gateway.directory)
+            await engine.enter(stack)
+            await engine.awake()
+            await auntil(lambda: gateway.status()["upstream"], "the engine to be known")
+            world = World(gateway, engine)
+            try:
+                await scenario(world)
+            finally:
+                for client in world.clients:
+                    client.close()
+
+    asyncio.run(main())
 
 
-Make = Callable[..., GatewayProcess]
+def whole(answer: Answer) -> bool:
+    return answer.is_whole and answer.text() == SAID
+
+
+async def rest_is_whole(stream: Client) -> bool:
+    body, is_whole = await stream._chunks()
+    return is_whole and b"[DONE]" in body
+
+
+# ------------------------------------------------------------------ deaths
+
+
+def test_killed_gateway_refuses_nobody_and_the_next_one_answers_who_waits(gateway: GatewayProcess):
+    """Goal: its death costs what is in it. Method: SIGKILL five times with a stream in it; at once
+    new connections, of which each is answered by the next one."""
+
+    async def scenario(world: World) -> None:
+        for _ in range(5):
+            victim = await world.pid()
+            (cut,) = await world.begun(1)
+            os.kill(victim, signal.SIGKILL)
+            waiting = [await world.ask() for _ in range(CONNECTIONS)]
+            world.release()
+            assert all([whole(await each.answer()) for each in waiting])
+            assert not await rest_is_whole(cut)
+            await world.accepts(but=victim)
+        restarts = (await asyncio.to_thread(gateway.status))["restarts"]
+        assert restarts >= 5
+
+    run(gateway, scenario)
 
 
 @pytest.mark.slow
-def test_children_that_die_at_their_start_end_the_gateway_for_good(
-    make_gateway: Make, lasting: GatewayProcess
+def test_stopped_gateway_is_replaced_by_its_init_and_newcomers_are_answered(
+    gateway: GatewayProcess,
 ):
-    """Goal: a reason instead of a loop. Method: a child that exits with 7 before it says a word;
-    an init does not start the gateway again."""
+    """Goal: a hang is a death of three seconds. Method: SIGSTOP."""
+
+    async def scenario(world: World) -> None:
+        victim = await world.pid()
+        os.kill(victim, signal.SIGSTOP)
+        waiting = [await world.ask() for _ in range(CONNECTIONS)]
+        assert all([whole(await each.answer()) for each in waiting])
+        await auntil(lambda: ended(victim), "the stopped one to be killed")
+
+    run(gateway, scenario)
+
+
+def test_lock_server_that_is_killed_gets_the_socket_back(
+    gateway: GatewayProcess, lock_server: LockServer
+):
+    """Goal: both may die, one after the other. Method: kill the lock server, connect, start it, and
+    kill the gateway, whose successor only the restarted server can lend the socket to."""
+
+    async def scenario(world: World) -> None:
+        await asyncio.to_thread(lock_server.kill)
+        early = await world.ask()
+        assert whole(await early.answer())
+        await asyncio.to_thread(lock_server.start)
+        state = lambda: lock_server.status()["service"]["active"]["state"]  # noqa: E731
+        await auntil(lambda: state() == "lent", "the hand-back")
+        victim = await world.pid()
+        os.kill(victim, signal.SIGKILL)
+        late = await world.ask()
+        assert whole(await late.answer())
+
+    run(gateway, scenario)
+
+
+# ------------------------------------------------------------------ replacements
+
+
+@pytest.mark.parametrize("by", ["command", "signal"])
+def test_replacement_loses_no_stream_and_refuses_no_connection(gateway: GatewayProcess, by: str):
+    """Goal: nobody sees it. Method: replace it under streams that have begun, with new connections
+    all the while; the old process finishes its streams, then exits, and its memory is shared."""
+
+    async def scenario(world: World) -> None:
+        await auntil(gateway.is_alone, "one gateway")
+        old, before = await world.pid(), await asyncio.to_thread(gateway.status)
+        streams = await world.begun(STREAMS)
+        if by == "signal":
+            assert gateway.process is not None
+            gateway.process.send_signal(signal.SIGHUP)
+        else:
+            done = await world.command("replace", "--json")
+            assert done.returncode == 0, done.stderr
+            document = json.loads(done.stdout)
+            assert (document["old_pid"], document["in_flight"]) == (old, STREAMS)
+        newcomers = []
+        while not await asyncio.to_thread(gateway.accepts, old):
+            newcomers.append(await world.ask())
+        newcomers += [await world.ask() for _ in range(CONNECTIONS)]
+        both = await asyncio.to_thread(gateway.status)
+        assert both["predecessor"] == old
+        assert both["memory_bytes_max"] == before["memory_bytes_max"] // 2
+        busy = await world.command("replace")
+        assert "gateway.restart_busy" in busy.stderr
+        world.release()
+        assert all([whole(await each.answer()) for each in newcomers])
+        assert all([await rest_is_whole(each) for each in streams])
+        await auntil(lambda: ended(old), "the old one to exit")
+        await auntil(gateway.is_alone, "its end to be seen")
+        after = await asyncio.to_thread(gateway.status)
+        assert after["memory_bytes_max"] == before["memory_bytes_max"]
+        assert after["restarts"] == before["restarts"]
+
+    run(gateway, scenario)
+
+
+def test_successor_that_dies_costs_no_stream_of_the_old_one(gateway: GatewayProcess):
+    """Goal: the newest gateway that lives accepts. Method: replace it under a stream, and kill the
+    successor once it accepts; a newcomer is answered, and the stream is whole."""
+
+    async def scenario(world: World) -> None:
+        await auntil(gateway.is_alone, "one gateway")
+        old = await world.pid()
+        (stream,) = await world.begun(1)
+        assert (await world.command("replace")).returncode == 0
+        os.kill(await world.pid(), signal.SIGKILL)
+        newcomer = await world.ask()
+        world.release()
+        assert whole(await newcomer.answer())
+        assert await rest_is_whole(stream)
+        await auntil(lambda: ended(old), "the old one to exit")
+        await auntil(gateway.is_alone, "one gateway")
+
+    run(gateway, scenario)
+
+
+def test_replacement_that_cannot_work_is_refused_and_the_gateway_serves_on(
+    make_gateway: Callable[..., GatewayProcess], lasting: GatewayProcess, tmp_path
+):
+    """Goal: a command that tells the truth. Method: a file of keys that has none any more; and a
+    gateway without an init."""
     lasting.close()
-    gateway = make_gateway()
-    gateway.environ[FAULT_ENV] = "exit"
+    keys = tmp_path / "keys"
+    keys.write_text("sk-1\n")
+    gateway = make_gateway("--api-keys", str(keys)).start()
+    pid = gateway.pid
+    keys.write_text("\n")
+    failed = command(gateway, "restart-child")  # its older name
+    assert failed.returncode == 1
+    assert "gateway.restart_failed" in failed.stderr
+    assert f"pid {pid} serves on" in failed.stderr
+    assert gateway.pid == pid
+    gateway.close()
+    alone = make_gateway()
+    alone.has_init = False
+    alone.start()
+    assert "gateway.no_init" in command(alone, "replace").stderr
+
+
+# ------------------------------------------------------------------ ends
+
+
+def test_a_second_gateway_is_refused_and_the_first_serves_on(
+    gateway: GatewayProcess, make_gateway: Callable[..., GatewayProcess]
+):
+    """Goal: two never share a directory by accident. Method: start another below its own init."""
+    pid = gateway.pid
+    second = make_gateway()
+    second.environ |= FINAL
+    second.log_path += ".second"
+    second.spawn()
+    assert second.wait() == 1
+    assert f"pid {pid} holds" in second.log()
+    assert gateway.pid == pid
+
+
+def test_sigterm_accepts_no_more_and_ends_once_the_streams_have(gateway: GatewayProcess):
+    """Goal: a drain. Method: SIGTERM during a stream; a newcomer waits in the backlog meanwhile and
+    is answered by the next gateway."""
+
+    async def scenario(world: World) -> None:
+        (stream,) = await world.begun(1)
+        assert gateway.process is not None
+        gateway.process.send_signal(signal.SIGTERM)
+        await auntil(lambda: gateway.status()["stopping"], "the stop to begin")
+        await auntil(lambda: not gateway.status()["accepting"], "it to accept no more")
+        ready = await asyncio.to_thread(gateway.get, "ready")
+        assert ready == (503, {"ok": False, "reason": "stopping"})
+        newcomer = await world.ask()
+        world.release()
+        assert await rest_is_whole(stream)
+        assert await asyncio.to_thread(gateway.wait) == 0
+        await asyncio.to_thread(gateway.start)
+        assert whole(await newcomer.answer())
+
+    run(gateway, scenario)
+
+
+def test_settings_that_cannot_work_end_the_gateway_at_once(
+    make_gateway: Callable[..., GatewayProcess], lasting: GatewayProcess
+):
+    """Goal: one sentence, exit code 2, and no init that tries again."""
+    lasting.close()
+    gateway = make_gateway("--api-keys", "/nowhere")
     gateway.spawn()
-    assert gateway.wait() == GivenUpError.exit_code
-    assert "giving up after 5 attempts in a row" in gateway.log()
+    assert gateway.wait() == 2
+    assert "gateway.bad_api_keys" in gateway.log()
 
 
-def test_settings_that_a_child_refuses_end_the_gateway_at_once(
-    make_gateway: Make, lock_server: LockServer, lasting: GatewayProcess
-):
-    """Goal: one sentence, exit code 2. Method: a child that refuses its settings."""
-    lasting.close()
-    gateway = make_gateway()
-    with refusing(lock_server.directory):
-        gateway.spawn()
-        assert gateway.wait() == 2
-    assert "ended with code 2: the stub refuses its settings; giving up" in gateway.log()
+def test_replaced_gateway_that_is_told_to_end_obeys(gateway: GatewayProcess):
+    """Goal: the pod's end does not wait for an hour. Method: replace it under a stream, then
+    SIGTERM to the init: twice, since streams have longer than this test."""
+
+    async def scenario(world: World) -> None:
+        await auntil(gateway.is_alone, "one gateway")
+        old = await world.pid()
+        await world.begun(1)
+        assert (await world.command("replace")).returncode == 0
+        assert gateway.process is not None
+        gateway.process.send_signal(signal.SIGTERM)
+        await auntil(lambda: not gateway.accepts(), "the new one to end")
+        await asyncio.sleep(1.1)  # a second signal at once is the first one again
+        gateway.process.send_signal(signal.SIGTERM)
+        await asyncio.to_thread(gateway.wait)
+        until(lambda: ended(old), "the old one to be gone")
+
+    run(gateway, scenario)

@@ -1,8 +1,4 @@
-"""A stand-in for the gateway: a real borrower, and the sockets that it is lent.
-
-As a process (`python -m tests.lockserver.gateways DIRECTORY`) it says that it accepts, and accepts
-nothing.
-"""
+"""A stand-in for the gateway: a real borrower, and the sockets that it is lent."""
 
 from __future__ import annotations
 
@@ -10,9 +6,8 @@ import asyncio
 import contextlib
 import os
 import socket
-import sys
 
-from lockserver.client import Borrower, BorrowerCallbacks
+from lockserver.client import Borrower, BorrowerCallbacks, Stage
 from plumbing.errors import UnderstudyError
 from plumbing.wire.fds import OwnedFd
 from tests.helpers import auntil
@@ -25,11 +20,12 @@ class Gateway:
         self.heard: list[tuple[str, int, str] | str] = []
         self.refused: list[str] = []
         self.listeners: list[socket.socket] = []
-        self.connects = 0
+        self.connects = self.yields = 0  # how often it connected, and was to yield
         self.borrower = Borrower(
             os.path.join(directory, "lockserver.sock"),
             BorrowerCallbacks(
                 on_service=self._lent,
+                on_yield=self._to_yield,
                 on_granted=lambda *grant: self.heard.append(grant),
                 on_idle=lambda reason, is_final: self.heard.append(reason),
                 on_connected=self._connected,
@@ -43,6 +39,9 @@ class Gateway:
         listener = socket.socket(fileno=fd.detach())
         listener.setblocking(False)  # asyncio's debug mode asks for it
         self.listeners.append(listener)
+
+    def _to_yield(self) -> None:
+        self.yields += 1
 
     def _connected(self) -> None:
         self.connects += 1
@@ -62,6 +61,11 @@ class Gateway:
         await auntil(lambda: self.listeners, "the socket to be lent to the gateway")
         return self.listeners[-1]
 
+    async def accepts(self) -> None:
+        """Once it is lent the socket it says that it accepts."""
+        await self.lent()
+        self.borrower.set_stage(Stage.ACCEPTS)
+
     async def accept(self) -> socket.socket:
         """The next connection; blocks the loop no longer than it takes to come."""
         listener = await self.lent()
@@ -79,13 +83,3 @@ class Gateway:
             await self._task
         for listener in self.listeners:
             listener.close()
-
-
-async def borrow_for_ever(directory: str) -> None:
-    async with Gateway(directory) as gateway:
-        gateway.borrower.set_accepting(True)
-        await asyncio.Event().wait()
-
-
-if __name__ == "__main__":
-    asyncio.run(borrow_for_ever(sys.argv[1]))

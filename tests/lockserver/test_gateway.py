@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from lockserver.client import Stage
 from lockserver.messages import BorrowMsg, IdleMsg, ServiceMsg
 from plumbing.errors import RemoteError
 from plumbing.wire.fds import close_all
@@ -13,7 +14,7 @@ from tests.helpers import auntil, free_port, until
 from tests.lockserver.by_hand import Hand
 from tests.lockserver.engines import Engine
 from tests.lockserver.gateways import Gateway
-from tests.lockserver.test_service_socket import REQUEST, caller, read_all
+from tests.lockserver.test_service_socket import REQUEST, caller
 from tests.lockserver.test_shortage import NOTHING, document, heard, may_open, undone
 
 GATEWAY = "00112233445566aa"
@@ -71,12 +72,11 @@ def test_gateway_hands_the_socket_back_to_a_restarted_server_and_no_connection_i
 
     async def scenario() -> None:
         async with Gateway(pod_dir) as gateway, Engine(pod_dir, "engine-0") as holder:
-            listener = await gateway.lent()
-            gateway.borrower.set_accepting(True)
+            await gateway.accepts()
+            listener = gateway.listeners[0]
             token = await holder.hold()
             await auntil(lambda: gateway.grants, "the grant to be told")
             era = server.status()["era"]
-            await holder.disconnect()  # nobody else hands it back
             server.kill()
             waiting = caller(port)
             server.start()
@@ -101,30 +101,56 @@ def test_gateway_hands_the_socket_back_to_a_restarted_server_and_no_connection_i
     asyncio.run(scenario())
 
 
-def test_server_answers_503_only_while_no_gateway_accepts(pod_dir, start_server, port):
-    """Goal: no client hangs without an answer, and none is answered in a gateway's place. Method:
-    with an active engine throughout: without a gateway, with one that does not accept, with one
-    that does, and after it has gone."""
-    address = f"active=127.0.0.1:{port}"
-    server = start_server("--service", address, "--hold-ms", "100")
+def test_connections_wait_for_a_gateway_and_are_refused_once_none_came_for_the_hold(
+    pod_dir, start_server, port
+):
+    """Goal: no client waits for nobody. Method: connect before the hold is over and after it; then
+    a gateway asks, and the address is there again."""
+    server = start_server("--service", f"active=127.0.0.1:{port}", "--hold-ms", "500")
 
     def state() -> str:
         return str(server.status()["service"]["active"]["state"])
 
     async def scenario() -> None:
-        async with Engine(pod_dir, "engine-0") as holder:
-            await holder.hold()
-            assert b"HTTP/1.1 503 " in await read_all(caller(port))
-            async with Gateway(pod_dir) as gateway:
-                await gateway.lent()
-                assert b"HTTP/1.1 503 " in await read_all(caller(port))
-                gateway.borrower.set_accepting(True)
-                await auntil(lambda: state() == "lent", "the server to leave it to the gateway")
-                client = caller(port)
-                (await gateway.accept()).close()
-                client.close()
-            await auntil(lambda: state() == "holding", "the server to answer again")
-            assert b"HTTP/1.1 503 " in await read_all(caller(port))
+        early = caller(port)
+        await auntil(lambda: state() == "closed", "the hold to be over")
+        with pytest.raises(ConnectionError):
+            caller(port)
+        with pytest.raises(ConnectionError):
+            await asyncio.get_running_loop().sock_recv(early, 4096)
+        early.close()
+        async with Gateway(pod_dir) as gateway:
+            await gateway.accepts()
+            assert state() == "lent"
+            client = caller(port)
+            (await gateway.accept()).close()
+            client.close()
+        await auntil(lambda: state() == "waiting", "its end to be seen")
+
+    asyncio.run(scenario())
+
+
+def test_successor_is_lent_the_socket_once_the_first_has_yielded_and_gives_it_back_by_its_end(
+    pod_dir, server, port
+):
+    """Goal: one gateway accepts at a time, the newest that lives. Method: two; the second asks, the
+    first yields, the second ends; then one that does not yield."""
+
+    async def scenario() -> None:
+        async with Gateway(pod_dir) as first:
+            await first.accepts()
+            async with Gateway(pod_dir) as second:
+                await auntil(lambda: first.yields, "the first to be told")
+                assert not second.listeners
+                first.borrower.set_stage(Stage.YIELDS)
+                await second.accepts()
+                stages = [each["stage"] for each in server.status()["gateways"]]
+                assert stages == ["yields", "accepts"]
+            await auntil(lambda: len(first.listeners) == 2, "the first to be lent it again")
+            first.borrower.set_stage(Stage.ACCEPTS)
+            async with Gateway(pod_dir) as third:
+                await third.lent()  # after two seconds, since the first one hangs
+                assert first.yields == 2
 
     asyncio.run(scenario())
 
@@ -158,23 +184,25 @@ def test_gateway_cannot_be_a_supervisor_and_is_one_of_a_handful(pod_dir, server)
 
     with Hand(pod_dir, "engine-0") as hand:
         with hand.connect() as client:
-            client.notify(BorrowMsg("active", GATEWAY, False))
+            client.notify(BorrowMsg("active", GATEWAY, Stage.ASKS))
             assert code_of(client, hand.want()) == "lock.identity_changed"
         with hand.connect() as client:
             client.notify(hand.want())
-            assert code_of(client, BorrowMsg("active", GATEWAY, False)) == "lock.identity_changed"
+            assert (
+                code_of(client, BorrowMsg("active", GATEWAY, Stage.ASKS)) == "lock.identity_changed"
+            )
         with hand.connect() as client:
-            client.notify(BorrowMsg("active", GATEWAY, False))
-            other = BorrowMsg("active", "f" * 16, False)
+            client.notify(BorrowMsg("active", GATEWAY, Stage.ASKS))
+            other = BorrowMsg("active", "f" * 16, Stage.ASKS)
             assert code_of(client, other) == "lock.identity_changed"
         clients = [hand.connect() for _ in range(9)]
         for number, client in enumerate(clients[:8]):
-            client.notify(BorrowMsg("active", f"{number:016x}", False))
-            close_all(client.receive(30.0).fds)  # the socket
-        full = BorrowMsg("active", f"{8:016x}", False)
+            client.notify(BorrowMsg("active", f"{number:016x}", Stage.ASKS))
+            close_all(client.receive(30.0).fds)
+        full = BorrowMsg("active", f"{8:016x}", Stage.ASKS)
         assert code_of(clients[8], full) == "lock.too_many_gateways"
         with hand.connect() as again:
-            again.notify(BorrowMsg("active", f"{0:016x}", True))
+            again.notify(BorrowMsg("active", f"{0:016x}", Stage.ACCEPTS))
             close_all(again.receive(30.0).fds)
             gateways = server.status()["gateways"]
             assert len(gateways) == 8
@@ -190,7 +218,7 @@ def test_gateway_that_borrows_without_a_descriptor_left_is_named_and_lent_to_lat
         document(client)
         document(other)
         may_open(server, NOTHING)
-        client.notify(BorrowMsg("active", GATEWAY, False))
+        client.notify(BorrowMsg("active", GATEWAY, Stage.ASKS))
         assert "free" in heard(client, IdleMsg).reason
         other.notify(hand.want(incarnation=None, witness=None, locks=()))
         until(lambda: document(client)["problem"], "the shortage to be reported")

@@ -8,15 +8,13 @@ import errno
 import os
 import resource
 import signal
-import socket
 from types import SimpleNamespace
 
 import pytest
 
-from lockserver import witness
 from lockserver.core import events as ev
-from lockserver.core.names import WitnessFile, WitnessState
-from lockserver.messages import GrantedMsg, ServiceMsg, StatusMsg
+from lockserver.core.names import WitnessFile
+from lockserver.messages import GrantedMsg, StatusMsg
 from lockserver.server.prober import WitnessDesk
 from lockserver.server.server import LockPerformer
 from lockserver.server.service_socket import ServiceSocket
@@ -74,14 +72,13 @@ def with_service() -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("died_meanwhile", [False, True], ids=["holder lives", "holder dies"])
-def test_standby_that_asks_without_a_descriptor_left_is_queued_and_lent_to_later(
+def test_standby_that_asks_without_a_descriptor_left_is_queued_later(
     pod_dir, start_server, start_engine, died_meanwhile
 ):
     """Goal: a shortage costs a healthy standby nothing but time, and no kill during or after it is
     more than a normal failover. Method: a connected standby asks when the server can open nothing:
     it hears who is active, is neither refused nor queued, and status says why and that no failover
-    is possible; when there is room, it is lent the socket, queued and, if the holder is gone,
-    granted."""
+    is possible; when there is room, it is queued and, if the holder is gone, granted."""
     server = start_server(*with_service())
     whole = spares(server)
     holder = start_engine("engine-0")
@@ -110,7 +107,6 @@ def test_standby_that_asks_without_a_descriptor_left_is_queued_and_lent_to_later
             assert "witness_lost" not in {each["reason"] for each in releasing["waits"]}
         may_open(server, 1024)
         if not died_meanwhile:
-            assert heard(client, ServiceMsg).lock == "active"
             until(lambda: document(watch)["locks"]["active"]["waiters"], "it to be queued")
             holder.signal(signal.SIGKILL, tree=True)
         assert hand.granted(client) == 2
@@ -178,15 +174,13 @@ def test_effect_that_fails_unforeseen_ends_the_process_and_is_not_logged_away():
     """Goal: what a shortage cannot explain is our own fault, and never half an answer. Method: an
     effect whose system call fails, with another one behind it."""
 
-    def fail(names: object, conn: object) -> None:
+    def fail(supervisor: object) -> None:
         raise OSError(errno.EBADF, "Bad file descriptor")
 
-    parts = SimpleNamespace(
-        conns={1: object()}, services=SimpleNamespace(lend_missing=fail, sockets={})
-    )
+    parts = SimpleNamespace(processes=SimpleNamespace(forget=fail))
     performer = LockPerformer(parts, None, lambda event: None)
-    with pytest.raises(InvariantError, match="Lend failed"):
-        performer.perform([ev.Lend(1), ev.Forget("0" * 16)])
+    with pytest.raises(InvariantError, match="Forget failed"):
+        performer.perform([ev.Forget("0" * 16), ev.Forget("1" * 16)])
 
 
 def test_service_address_that_cannot_be_bound_for_now_is_retried_and_taken_from_nobody():
@@ -194,77 +188,15 @@ def test_service_address_that_cannot_be_bound_for_now_is_retried_and_taken_from_
     Method: bind with no descriptor left, in time and at the start, then with one."""
 
     async def scenario() -> None:
-        service = ServiceSocket("active", f"127.0.0.1:{free_port()}", 1e9)
+        service = ServiceSocket("active", f"127.0.0.1:{free_port()}")
         with room_for(0):
-            service.watch(is_accepted=False, now_ms=0)
+            service.watch(now_ms=0)
             assert "open files" in str(service.problem)
         assert service.is_away
         assert not service.is_taken
-        service.watch(is_accepted=False, now_ms=1000)
+        service.watch(now_ms=1000)
         assert not service.is_away
         assert service.problem is None
         service.close()
 
     asyncio.run(scenario())
-
-
-def test_service_without_a_descriptor_for_a_caller_does_not_spin_and_answers_it_later():
-    """Goal: while nobody is active and descriptors are used up, callers wait in the backlog and
-    cost the server nothing. Method: a caller, and a full table; then room, and the next tick."""
-
-    async def scenario() -> None:
-        service = ServiceSocket("active", f"127.0.0.1:{free_port()}", 0)
-        service.bind()
-        sock = socket.create_connection(service._sockaddr)
-        sock.sendall(b"GET / HTTP/1.1\r\n\r\n")
-        sock.setblocking(False)
-        with room_for(0):
-            service.watch(is_accepted=False, now_ms=0)
-            assert service.state == "holding"
-            await auntil(lambda: service.state == "lent", "it to stop accepting")
-        service.watch(is_accepted=False, now_ms=100)
-        answer = await asyncio.get_running_loop().sock_recv(sock, 4096)
-        assert b"503" in answer
-        sock.close()
-        service.close()
-
-    asyncio.run(scenario())
-
-
-# ------------------------------------------------------------------ one look
-
-
-def test_look_without_descriptor_or_memory_is_unseen_and_counts_as_held(tmp_path, monkeypatch):
-    """Goal: what could not be looked at is neither free nor gone. Method: every look at a free
-    witness without a descriptor, without memory for a flock, and without memory for anything."""
-    path = free_witness(str(tmp_path), "engine-0-00112233445566aa")
-    found = os.stat(path)
-    ids = found.st_dev, found.st_ino
-    name = os.path.basename(path)
-    with room_for(0):
-        assert witness.identify(path) == (WitnessFile(name, *ids), WitnessState.UNSEEN)
-        assert witness.probe(path, *ids) is WitnessState.UNSEEN
-        assert witness.discard(path, *ids) is False
-    with room_for(1):  # for the directory, and not for the file while that is read
-        assert witness.scan(str(tmp_path)) == set()
-    for module, function, number in (
-        ("fcntl", "flock", errno.ENOLCK),
-        ("os", "open", errno.EMFILE),
-        ("os", "open", errno.ENOMEM),
-    ):
-        with monkeypatch.context() as patch:
-
-            def fail(*_: object, number: int = number, **flags: object) -> None:
-                raise OSError(number, os.strerror(number))
-
-            patch.setattr(f"lockserver.witness.{module}.{function}", fail)
-            if number == errno.ENOMEM:  # then the name cannot be looked up either
-                patch.setattr("lockserver.witness.os.lstat", fail)
-                patch.setattr("lockserver.witness.os.stat", fail)
-            assert witness.identify(path)[1] is WitnessState.UNSEEN
-            assert witness.probe(path, *ids) is WitnessState.UNSEEN
-            assert witness.scan(str(tmp_path)) == {name}
-            assert witness.scan(str(tmp_path), seal=True) == {name}
-            assert witness.discard(path, *ids) is False
-    assert os.path.getsize(path) == 0  # and nothing was sealed
-    assert witness.probe(path, *ids) is WitnessState.FREE

@@ -63,7 +63,6 @@ STATES = (
     surroundings.socket_of_a_stranger,
     surroundings.gateway_that_does_not_accept,
     surroundings.gateway_that_is_gone,
-    surroundings.gateway_that_is_stopped,
     over_tcp.cut_over_tcp,
     over_tcp.leases_on_file,
     over_tcp.leases_of_strangers,
@@ -191,8 +190,7 @@ def test_status_of_a_healthy_pod_takes_at_most_15_lines(pod_dir, start_server, s
 
     async def scenario() -> None:
         async with Gateway(pod_dir) as gateway:
-            await gateway.lent()
-            gateway.borrower.set_accepting(True)
+            await gateway.accepts()
             await auntil(lambda: server.status()["gateways"][0]["accepting"], "it to accept")
             await auntil(lambda: server.lock()["waiters"], "the standby to be in line")
             document = await ask(pod_dir)

@@ -188,7 +188,7 @@ def gateway(facts: PodFacts) -> Finding:
     if found is None and not needs_gateway(lockserver):
         return skipped("the lock server has no service address, or is down")
     if found is None:
-        faults = ["no gateway answers, so requests get a 503"]
+        faults = ["no gateway answers, so requests wait and are refused after 10 s"]
     else:
         faults = gateway_faults(found, lockserver, has_pool=facts.view.get("pool") is not None)
     if not is_up:

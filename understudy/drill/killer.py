@@ -29,13 +29,12 @@ from plumbing.pod.observers import Answered, ask
 from plumbing.pod.paths import KV, WEIGHTS, engine_sockets, gateway_socket, gms_socket
 from plumbing.service import init
 from plumbing.service.clock import SystemClock
-from plumbing.service.procfs import children, descendants, inner_pid, parent
+from plumbing.service.procfs import descendants, parent
 from plumbing.text import duration
 from plumbing.wire.peer import is_gone
 from understudy.drill.observer import Observer, OldTree
 from understudy.drill.records import (
     GATEWAY,
-    GATEWAY_CHILD,
     GMS,
     GMS_COPY,
     GMS_KEEPER,
@@ -299,7 +298,6 @@ class Scene:
     """Where a part is looked for. `model`: whose memory server, in a pool."""
 
     pids: Pids
-    gateway: Document
     model: str = ""
 
     @property
@@ -307,21 +305,15 @@ class Scene:
         servers = list(self.pids.gms.values())
         return parent(servers[0]) if servers else None
 
-    @property
-    def child(self) -> int | None:
-        """The gateway's serving child, by the pid that the gateway knows."""
-        return (self.gateway.get("child") or {}).get("pid")
-
 
 @dataclass(frozen=True, slots=True)
 class HeldPart:
-    """A part that can be killed: the pidfds of its processes, its own first. `child`: of a gateway;
-    `memory`: the devices' documents, as they must be again, `pid`: the killed server's own in them;
-    `models`: whose servers must answer again."""
+    """A part that can be killed: the pidfds of its processes, its own first. `memory`: the devices'
+    documents, as they must be again, `pid`: the killed server's own in them; `models`: whose
+    servers must answer again."""
 
     target: str
     pidfds: tuple[int, ...]
-    child: int | None = None
     device: str = ""
     memory: tuple[Document, ...] = ()
     pid: int = 0
@@ -353,7 +345,7 @@ async def find_part(
         UnderstudyError: `drill.no_memory`, nothing is committed; `drill.not_here`.
     """
     view, pids = await gather(directory), await pids_of(directory)
-    scene, found = Scene(pids, view["gateway"] or {}, model), committed_devices(view)
+    scene, found = Scene(pids, model), committed_devices(view)
     memory: tuple[Document, ...] = ()
     if target == GMS and not models:
         if not found:
@@ -370,7 +362,7 @@ async def find_part(
             memory, model = () if models else tuple(found.values()), ""
     held = [stack.enter_context(hold(each, what)) for each in (pid, *descendants(pid or 0))]
     whose = (models if target == GMS_SUPERVISOR else (model,)) if models else ()
-    return HeldPart(target, tuple(held), scene.child, device, memory, own, whose)
+    return HeldPart(target, tuple(held), device, memory, own, whose)
 
 
 async def kill_part(victim: HeldPart, kill: Kill) -> None:
@@ -409,15 +401,8 @@ async def wait_back(
     kill.back_ms = clock.now_ms()
 
 
-def _gateway_child(scene: Scene) -> int | None:
-    below = children(scene.pids.gateway or 0)
-    return next((pid for pid in below if inner_pid(pid) == scene.child), None)
-
-
 async def _no_gateway(directory: Path, victim: HeldPart) -> str | None:
     gateway = await status_of(gateway_part(directory))
-    if victim.target == GATEWAY_CHILD and Scene(NOBODY, gateway).child == victim.child:
-        return "its child is the same"
     return None if gateway.get("accepting") else str(gateway.get("error") or "it does not accept")
 
 
@@ -481,7 +466,7 @@ async def _no_memory(directory: Path, victim: HeldPart) -> str | None:
         return "no memory server answers"
     for model in victim.models:
         target = GMS if victim.target == GMS_SUPERVISOR else victim.target
-        pid = KINDS[target].find(Scene(pids, {}, model))
+        pid = KINDS[target].find(Scene(pids, model))
         if pid is None:
             return f"the {target} server of {model} does not run"
         if target != GMS_KEEPER:  # it has no socket
@@ -510,12 +495,10 @@ async def _memory_status(directory: Path, place: str, tag: str) -> Document:
     return await status_of(PodPart(place, path, gms_messages.CATALOGUE))
 
 
-NOBODY = Pids(None, {}, {})
 KINDS: Mapping[str, KillableKind] = {
     LOCKSERVER: KillableKind(lambda scene: scene.pids.lockserver, _no_lockserver),
     POOL: KillableKind(lambda scene: scene.pids.pool, _no_pool),
     GATEWAY: KillableKind(lambda scene: scene.pids.gateway, _no_gateway),
-    GATEWAY_CHILD: KillableKind(_gateway_child, _no_gateway),
     GMS_SUPERVISOR: KillableKind(lambda scene: scene.memory_supervisor, _no_memory),
     **{target: KillableKind(_server(target), _no_memory) for target in VERBS},
 }

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from understudy.drill.records import (
-    GATEWAYS,
+    GATEWAY,
     MODEL,
     PHASES,
     End,
@@ -61,9 +61,9 @@ def outcome_of(exchange: Exchange, records: Records) -> Outcome:
 
 
 def _was_inside(exchange: Exchange, kill: Kill) -> bool:
-    """Whether the request was in a gateway's process when that was killed."""
+    """Whether the request was in the gateway when that was killed."""
     return (
-        kill.target in GATEWAYS
+        kill.target == GATEWAY
         and exchange.sent_ms <= (kill.gone_ms or kill.killed_ms)
         and exchange.ended_ms >= kill.killed_ms
     )

@@ -21,10 +21,8 @@ SUPERVISOR = "supervisor"
 LOCKSERVER = "lockserver"
 GMS = "gms"  # a device's memory server; in a pool, that of a model's weights
 GMS_SUPERVISOR = "gms-supervisor"  # its servers die with it
-GATEWAY = "gateway"  # its children die with it
-GATEWAY_CHILD = "gateway-child"  # the one that has the clients' connections
-GATEWAYS = (GATEWAY, GATEWAY_CHILD)  # streams in them are lost with them
-PARTS = (LOCKSERVER, GMS, GMS_SUPERVISOR, *GATEWAYS)
+GATEWAY = "gateway"  # requests in it are lost with it
+PARTS = (LOCKSERVER, GMS, GMS_SUPERVISOR, GATEWAY)
 
 # Parts of a pool only.
 POOL = "pool"
@@ -126,7 +124,7 @@ class Outcome(StrEnum):
     OK = "ok"
     LOST = "lost_in_flight"  # without an answer
     BROKEN = "broken"  # a stream that began, and ended without its end marker or with an error
-    LOST_IN_GATEWAY = "lost_in_gateway"  # either, with the gateway's own process
+    LOST_IN_GATEWAY = "lost_in_gateway"  # either, with the gateway
     REFUSED = "refused"
     WRONG = "wrong"
     HUNG = "hung"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from plumbing.text import duration, size
-from understudy.drill.records import GATEWAYS
+from understudy.drill.records import GATEWAY
 from understudy.drill.verdict import IN_POOL, DrillReport
 from understudy.host import ResourceUsage, machine
 
@@ -80,7 +80,7 @@ def _interrupted(report: DrillReport) -> str:
     """What became of the requests that ran when something was killed."""
     figures = report.values
     lost = f", lost with the gateway {figures['lost_in_gateway']}"
-    lost = lost if any(figures["killed"].get(target) for target in GATEWAYS) else ""
+    lost = lost if figures["killed"].get(GATEWAY) else ""
     parked = f"streams parked {figures['parked']}, " if report.mode == IN_POOL else ""
     return f"{parked}streams resumed {figures['resumed']}{lost}"
 

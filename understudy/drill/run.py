@@ -67,7 +67,6 @@ from understudy.drill.prompts import (
 from understudy.drill.records import (
     ALL_PARTS,
     GATEWAY,
-    GATEWAY_CHILD,
     GMS,
     GMS_COPY,
     GMS_KEEPER,
@@ -200,8 +199,8 @@ def pool_targets(backend: str | None, *, has_shadow: bool, has_copies: bool) -> 
     hangs = (f"{STOP}{model}", f"{STOP}{SUPERVISOR}") if has_shadow else ("", "")
     copies = (GMS_COPY, GMS_KEEPER) if has_copies else ("", "")
     found = (
-        *(POOL, model, GATEWAY_CHILD, SUPERVISOR, LOCKSERVER, shadows[0], GMS, front, GMS_KV),
-        *(hangs[0], GATEWAY, copies[0], shadows[1], GMS_SUPERVISOR, hangs[1], copies[1]),
+        *(POOL, model, GATEWAY, SUPERVISOR, LOCKSERVER, shadows[0], GMS, front, GMS_KV),
+        *(hangs[0], copies[0], shadows[1], GMS_SUPERVISOR, hangs[1], copies[1]),
     )
     return tuple(each for each in found if each)
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from plumbing.errors import UnderstudyError, UsageError, WaitTimeoutError
+from plumbing.service import init
 from plumbing.service.init import FIRST_START_ENV, RESTARTS_ENV
 from plumbing.service.process import parent_environment
 from plumbing.service.procfs import children, environment_of, is_alive
@@ -72,13 +73,17 @@ class RunningContainer:
     @property
     def pid(self) -> int | None:
         """The container's program, while it lives: the first process, or init's eldest child. Init
-        has no other child when it starts the program; orphans come later."""
+        has no other child when it starts the program; orphans come later. Of a program that is
+        being replaced, which has no orphans, the youngest."""
         process = self._process
         if process is None or process.returncode is not None:
             return None
         if not self.container.init:
             return process.pid
-        return next((pid for pid in children(process.pid) if is_alive(pid)), None)
+        found = [pid for pid in children(process.pid) if is_alive(pid)]
+        if not found:
+            return None
+        return found[-1 if init.REPLACEABLE in self.container.init else 0]
 
     @property
     def restarts(self) -> int:

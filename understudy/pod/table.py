@@ -27,6 +27,7 @@ HOST_PREFIX = "HOST-"  # of a device in host memory
 GATEWAY_MEMORY = "512MiB"  # what it may hold of requests, so that a failover does not lose them
 RESTART_BACKOFF_MAX_S = 30.0
 INIT = (sys.executable, "-I", "-S", init.__file__)  # what `understudy-init` executes
+REPLACING_INIT = (*INIT, init.REPLACEABLE)  # starts a successor on SIGHUP
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +125,7 @@ class LocalPod:
         table = [
             self._server("lockserver", ports.lockserver, [service, *models], startup="live"),
             self._server("gms", ports.gms, [*self._memory(), *models], startup_s=120),
-            self._server(GATEWAY, ports.gateway, [buffers], env=file),
+            self._server(GATEWAY, ports.gateway, [buffers], env=file, by=REPLACING_INIT),
             self._server(POOL, ports.pool, env=file),
             *self._engines(file),
             *([self._page()] if ports.ui else []),
@@ -140,6 +141,7 @@ class LocalPod:
         startup: str = "startup",
         startup_s: int = 60,
         env: Mapping[str, str] | None = None,
+        by: tuple[str, ...] = INIT,
     ) -> Container:
         """A row whose program has the container's name. `startup`: the page of its startup probe;
         `startup_s`: for how many seconds that may fail."""
@@ -149,7 +151,7 @@ class LocalPod:
             self._environment(port, env),
             startup=HttpProbe(self._url(port, startup), 1, startup_s),
             liveness=HttpProbe(self._url(port, "live"), 10, 3, timeout_s=5, grace_s=2),
-            init=INIT,
+            init=by,
             backoff_max_s=self.backoff_max_s,
         )
 

@@ -57,13 +57,6 @@ def rest_line(gateway: Document | None) -> list[str]:
     return [f"rest   for {duration(rest.get('for_ms') or 0)}{by}   {how}"]
 
 
-def served_in_silence(lockserver: Document) -> bool:
-    """Whether a gateway that is stopped has a child that accepts, as far as the lock server can
-    tell: then requests are answered, and only a takeover would not reach it."""
-    borrowers = lockserver.get("gateways") or ()
-    return any(each.get("silent") and each.get("accepting") for each in borrowers)
-
-
 def gateway_lines(gateway: Document | None) -> list[str]:
     """One line, or none without a gateway."""
     if gateway is None:
@@ -73,12 +66,12 @@ def gateway_lines(gateway: Document | None) -> list[str]:
     found = load_of(gateway)
     oldest_ms = found.get("parked_oldest_ms")
     oldest = f" (oldest {duration(oldest_ms)})" if found.get("parked") and oldest_ms else ""
-    restarts = gateway.get("restarts_total")
+    restarts = gateway.get("restarts")
     return [
         f"gateway {'accepting' if is_open(gateway) else 'not accepting'}   "
         f"{found.get('in_flight', 0)} in flight   {found.get('parked', 0)} parked{oldest}   "
         f"{found.get('replaying', 0)} replaying   "
-        f"{f'child restarts {restarts}   ' if restarts else ''}pid {gateway.get('pid', '-')}"
+        f"{f'restarts {restarts}   ' if restarts else ''}pid {gateway.get('pid', '-')}"
     ]
 
 
@@ -89,10 +82,7 @@ def gateway_faults(
     if gateway is None:
         return []
     if "error" in gateway:
-        then = "requests wait, and get a 503 after 10 s"
-        if served_in_silence(lockserver):
-            then = "its child serves and does not learn of a takeover: see `lockserver status`"
-        return [f"gateway: {gateway['error']}; {then}"]
+        return [f"gateway: {gateway['error']}; requests wait, and are refused after 10 s"]
     faults = [str(each) for each in gateway.get("problems") or ()]
     if not is_open(gateway) and not faults:
         faults.append("the gateway does not accept connections")

@@ -359,8 +359,7 @@ def requests(gateway: Document | None) -> list[str]:
     return [
         f"{GAP.join(now)}{GAP}holds {held} of {limit}",
         f"{pauses} pauses{mean}{GAP}{totals.get('resumes', 0)} resumed{GAP}"
-        f"{totals.get('replayed_tokens', 0)} tokens replayed{GAP}"
-        f"{totals.get('lost_requests', 0)} lost with a process of the gateway",
+        f"{totals.get('replayed_tokens', 0)} tokens replayed",
         f"ended: {', '.join(ends) or 'none'}",
     ]
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from unittest import mock
 
 import pytest
 
 from gateway.core import events as ev
-from gateway.core.events import LaneDoorSet, LaneRules
-from gateway.core.lanes import Lanes
+from gateway.core.events import GatewayRules, LaneDoorSet, LaneRules
+from gateway.core.lanes import TICKETS_MAX, Lane, Lanes, first_of
 from plumbing.gateway_protocol import Continuation
-from pool.core.events import OpenDoor, Running, ShutDoor, TicketKind
+from pool.core.events import ModelDemand, OpenDoor, Running, ShutDoor, Ticket, TicketKind
 from pool.core.states import PooledRules
+from pool.messages import CATALOGUE, FRAME_BYTES_MAX, DemandMsg
 from tests.gateway.core.lanes_pod import FINISH, PARK, LanesPod, error, refused, switching
 
 # ------------------------------------------------------------------ turns
@@ -392,3 +394,22 @@ def test_what_is_about_an_unknown_model_is_ignored():
     lanes = Lanes(ev.GatewayRules(), {"a": LaneRules()})
     assert lanes.handle(ev.EngineGranted("e", 1, "era", "other"), 0.0) == []
     assert lanes.handle(LaneDoorSet("other", 1, FINISH), 0.0) == []
+
+
+def test_what_one_message_cannot_carry_is_the_last_in_order():
+    tickets = [Ticket(number, 1_000.0 - number) for number in range(1, TICKETS_MAX + 10)]
+    tickets.append(Ticket(TICKETS_MAX + 10, 2_000.0, priority=-1))
+    found = [each.id for each in first_of(tuple(tickets), TICKETS_MAX)]
+    assert found == list(range(11, TICKETS_MAX + 11))
+
+
+def test_all_tickets_together_fit_into_one_message():
+    """Goal: thousands of parked streams of many models are no message that cannot be sent."""
+    models = {f"a-model-of-a-longer-name{number}": LaneRules() for number in range(100)}
+    lanes = Lanes(GatewayRules(), models)
+    many = tuple(Ticket(number, 1e9, 5, 1e9, TicketKind.PARKED) for number in range(1, 400))
+    whole = ModelDemand(many, 500, 500, 1e9, 1e9, 2**40)
+    with mock.patch.object(Lane, "demand", return_value=whole):
+        demand = lanes.demand(0.0)
+    assert len(CATALOGUE.encode(DemandMsg("0" * 16, demand))) < FRAME_BYTES_MAX
+    assert {len(each.tickets) for each in demand.values()} == {20}

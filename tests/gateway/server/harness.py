@@ -5,20 +5,19 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-import os
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import uvloop
 
 from gateway.core.events import EngineGranted
-from gateway.messages import ConfigureGatewayMsg, GatewayEventMsg
 from gateway.server import client_listener
 from gateway.server.client_listener import ClientListener
+from gateway.server.settings import GatewaySettings, LaneSettings
 from plumbing.pod.paths import engine_http_socket
 from plumbing.wire.fds import OwnedFd
 from tests.gateway.stub_engine import StubEngine
@@ -27,6 +26,7 @@ from tests.helpers import auntil, open_fds
 CHAT = "/v1/chat/completions"
 DEADLINE_S = 110.0  # of a scenario; what hangs is to fail
 ERA = "0123456789abcdef"
+POOL_FILE = ("lanes", "aliases", "queue_max")
 
 
 @dataclass
@@ -125,6 +125,15 @@ class Client:
         self.writer.transport.abort()
 
 
+class Happening(NamedTuple):
+    """What was told for the event log."""
+
+    kind: str
+    message: str
+    severity: str
+    data: Mapping[str, Any]
+
+
 @dataclass
 class Bench:
     """The listener, and what belongs to a test."""
@@ -132,7 +141,7 @@ class Bench:
     directory: str
     listener: ClientListener
     port: int
-    happenings: list[GatewayEventMsg] = field(default_factory=list)
+    happenings: list[Happening] = field(default_factory=list)
     engines: list[StubEngine] = field(default_factory=list)
     clients: list[Client] = field(default_factory=list)
 
@@ -149,7 +158,7 @@ class Bench:
         await auntil(self._is_greeted, "the engine's hello")
 
     def _is_greeted(self) -> bool:
-        upstream = self.listener.beat(1).upstream
+        upstream = self.listener.upstream()
         return upstream is not None and upstream.is_connected
 
     async def active(self, **how: Any) -> StubEngine:
@@ -174,48 +183,34 @@ class Bench:
 
     @property
     def load(self) -> Any:
-        return self.listener.beat(1).load
+        return self.listener.load()
 
     def endings(self) -> dict[str, int]:
         """How many requests have ended in which way."""
         found: dict[str, int] = {}
-        for each in self.listener.beat(1).totals.requests:
+        for each in self.listener.accounts.totals().requests:
             found[each.ending] = found.get(each.ending, 0) + each.count
         return found
 
-    # ------------------------------------------------------------------ as the listener's parent
-
-    def happened(self, event: GatewayEventMsg) -> None:
-        self.happenings.append(event)
-
-    def beat_now(self) -> None:
-        pass
-
-    def demand_changed(self) -> None:
-        pass
+    def happened(self, *event: Any) -> None:
+        self.happenings.append(Happening(*event))
 
 
-def configured(directory: str, **settings: Any) -> ConfigureGatewayMsg:
-    values: dict[str, Any] = {
-        "directory": os.fsencode(directory),
-        "hold_ms": 10_000,
-        "park_timeout_ms": 30_000,
-        "resumes_max": 4,
-        "memory_bytes": 1 << 30,
-        "keepalive_comments_ms": 0,
-        "access_log": False,
-    }
-    return ConfigureGatewayMsg(**(values | settings))
+def configured(directory: str, **settings: Any) -> GatewaySettings:
+    """`lanes`, `aliases` and `queue_max` are those of a pool file."""
+    pool = {name: settings.pop(name) for name in POOL_FILE if name in settings}
+    values: dict[str, Any] = {"park_timeout_ms": 30_000, "resumes_max": 4}
+    return GatewaySettings(directory, pool=LaneSettings(**pool), **(values | settings))
 
 
 @asynccontextmanager
 async def bench(directory: str, **settings: Any) -> AsyncIterator[Bench]:
     """Doors with these settings; afterwards no descriptor is left."""
     made = Bench(directory, None, 0)  # type: ignore[arg-type] # made in the next line
-    made.listener = ClientListener(configured(directory, **settings), made)
+    made.listener = ClientListener(configured(directory, **settings), made.happened)
     sock = socket.create_server(("127.0.0.1", 0), backlog=4096)
     made.port = sock.getsockname()[1]
-    made.listener.accept(OwnedFd(sock.detach()), f"127.0.0.1:{made.port}")
+    made.listener.accept(OwnedFd(sock.detach()))
     try:
         yield made
     finally:
@@ -231,7 +226,7 @@ async def bench(directory: str, **settings: Any) -> AsyncIterator[Bench]:
 
 
 def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """`test` on a loop as the child's; its own faults fail the test, also those in callbacks."""
+    """`test` on a loop as the gateway's; its own faults fail the test, also those in callbacks."""
     faults: list[BaseException] = []
     task: Any = None
 

@@ -125,7 +125,7 @@ async def test_a_slow_client_holds_up_its_own_engine_connection_only(bench, is_r
     if is_resumed:
         engine.die()
         await bench.grant(await bench.engine("e1", 2, routes={"/v1/completions": endless}))
-        await auntil(lambda: bench.listener.beat(1).totals.resumes, "the replay to end")
+        await auntil(lambda: bench.listener.accounts.totals().resumes, "the replay to end")
     for _ in range(50):
         assert content(await bench.once(CHAT, ASKED)) == wanted(ASKED)
     assert connection.unsent_bytes < 1 << 20
@@ -164,7 +164,7 @@ async def test_stopping_finishes_what_is_in_flight(bench):
     await busy.head()
     stopping = asyncio.ensure_future(bench.listener.stop(60_000))
     assert await idle.rest() == b""
-    assert not bench.listener.beat(1).is_accepting
+    assert not bench.listener.is_accepting
     assert not stopping.done()
     engine.released.set()
     while await busy.chunk():
@@ -307,7 +307,7 @@ async def test_answers_that_wait_for_slow_readers_count_as_memory_and_the_larges
     quick.ask(CHAT, ASKED)
     assert len((await quick.answer()).body) == smaller
     await auntil(lambda: bench.load.connections == 1, "the other one to be cut")
-    assert bench.listener.beat(1).totals.limits["unread_answers"] == 1
+    assert bench.listener.accounts.totals().limits["unread_answers"] == 1
     assert len(await slow.rest()) < larger
 
 

@@ -286,15 +286,15 @@ def test_engine_that_makes_its_socket_after_its_grant_is_greeted_at_once(
     ids=["problem", "class", "id", "models"],
 )
 @scene()
-async def test_a_hello_of_any_size_fits_into_a_beat(bench, monkeypatch, changes, is_greeted):
-    """Goal: what an engine says of itself never ends this process, nor its successors, which would
-    hear the same. Method: fields of 300 KB; the beat is sent as it is."""
+async def test_a_hello_of_any_size_fits_into_the_status(bench, monkeypatch, changes, is_greeted):
+    """Goal: what an engine says of itself fits into one frame of the control socket. Method: fields
+    of 300 KB."""
     said = stub_engine.hop_json
     monkeypatch.setattr(stub_engine, "hop_json", lambda hello: said(hello) | changes)
     engine = await bench.engine()
     bench.listener.told(EngineGranted(engine.name, engine.token, ERA))
     sign = "xxx" if is_greeted else "gave no hello"
-    await auntil(lambda: sign in bench.listener.beat(1).upstream.problem, "its hello to be seen")
-    beat = bench.listener.beat(1)
-    assert beat.upstream.is_connected == is_greeted
-    assert len(msgspec.msgpack.encode(beat)) < FRAME_BYTES_MAX
+    await auntil(lambda: sign in bench.listener.upstream().problem, "its hello to be seen")
+    upstream = bench.listener.upstream()
+    assert upstream.is_connected == is_greeted
+    assert len(msgspec.msgpack.encode(upstream)) < FRAME_BYTES_MAX

@@ -87,7 +87,7 @@ async def test_accepting_without_descriptors_waits_and_retries(bench):
         late.ask("/v1/models")
         await auntil(lambda: bench.listener.problem, "the shortage to be shown")
         assert "open files" in bench.listener.problem
-        assert bench.listener.beat(1).totals.limits["descriptors"]
+        assert bench.listener.accounts.totals().limits["descriptors"]
         for fd in filler:
             os.close(fd)
     assert (await late.answer()).status == 200

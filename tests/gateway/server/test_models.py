@@ -14,7 +14,6 @@ from collections.abc import Callable
 from typing import Any
 
 from gateway.core.events import EngineGranted, LaneRules
-from gateway.messages import ModelDoorsMsg
 from plumbing.gateway_protocol import Continuation
 from plumbing.pod.messages import Tier
 from pool.core.events import Door, ModelDemand, OpenDoor, RefusedDoor, Running, ShutDoor
@@ -54,16 +53,14 @@ class TwoModels:
         self.said[model] = PooledModel(
             self.number, door, state, now_ms, "because", Tier.WARM, {"HOST-0": 7}
         )
-        self.bench.listener.set_model_doors(ModelDoorsMsg(dict(self.said)))
+        self.bench.listener.set_model_doors(dict(self.said))
 
     def open(self, model: str) -> None:
         engine = self.engines[model]
         self.set(model, OpenDoor(engine.name, engine.token), ModelState.AWAKE)
 
     def demand(self, model: str) -> ModelDemand:
-        found = self.bench.listener.demand()
-        assert found is not None
-        return found.models[model]
+        return self.bench.listener.demand()[model]
 
     async def turn(self, old: str, new: str) -> None:
         """`old` yields, and when it is quiet `new` is awake."""
@@ -201,7 +198,7 @@ async def test_what_becomes_of_each_request_is_counted_by_model(models):
     chat, bench = models.engines["chat"], models.bench
 
     def counted() -> dict[tuple[str, str], int]:
-        totals = bench.listener.beat(1).totals.models
+        totals = bench.listener.accounts.totals().models
         return {(each.model, each.outcome.value): each.count for each in totals}
 
     async def silence(request: object, reply: object) -> None:

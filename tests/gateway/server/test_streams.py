@@ -251,6 +251,6 @@ async def test_an_engine_of_another_release_is_served_and_status_says_that_its_s
     assert answer.is_whole
     assert answer.text() == " t1"
     assert answer.headers["x-understudy-continuation"] == "none"
-    upstream = bench.listener.beat(1).upstream
+    upstream = bench.listener.upstream()
     assert upstream.continuation is Continuation.NONE
     assert "version 2" in upstream.problem

@@ -8,12 +8,11 @@ import os
 import resource
 import signal
 import socket
-import sys
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
-from typing import Any
 
+from lockserver.client import Stage
 from lockserver.messages import StatusMsg
 from tests.helpers import auntil, free_port
 from tests.lockserver.by_hand import Hand
@@ -21,8 +20,6 @@ from tests.lockserver.engines import Engine
 from tests.lockserver.gateways import Gateway
 from tests.lockserver.processes import ServerProcess
 from tests.lockserver.wait_scenes.scene import Scene, Told, lives
-
-SILENT_MS = 1200  # a borrower beats every 500 ms
 
 
 @asynccontextmanager
@@ -123,10 +120,9 @@ async def without_gateway(scene: Scene, *, is_connected: bool) -> AsyncIterator[
     server = scene.server("--service", f"active={address}", "--hold-ms", "10")
     async with Gateway(scene.directory) as gateway:
         who = gateway.borrower.gateway
-        await gateway.lent()
-        gateway.borrower.set_accepting(True)  # one that never was here may still come
+        await gateway.accepts()  # one that never was here may still come
         await auntil(lambda: server.status()["gateways"][0]["accepting"], "it to accept")
-        gateway.borrower.set_accepting(False)
+        gateway.borrower.set_stage(Stage.ENDS)
         if is_connected:
             await auntil(lambda: "no gateway accepts" in str(server.status()["problem"]), "it")
             yield Told("no_gateway", None, (who, "does not accept"), ("gateway status --dir",))
@@ -144,27 +140,3 @@ def gateway_that_does_not_accept(scene: Scene) -> AbstractAsyncContextManager[To
 
 def gateway_that_is_gone(scene: Scene) -> AbstractAsyncContextManager[Told]:
     return without_gateway(scene, is_connected=False)
-
-
-@asynccontextmanager
-async def gateway_that_is_stopped(scene: Scene) -> AsyncIterator[Told]:
-    """It has said that it accepts."""
-    address = f"127.0.0.1:{free_port()}"
-    server = scene.server("--service", f"active={address}", "--silent-ms", str(SILENT_MS))
-    command = (sys.executable, "-m", "tests.lockserver.gateways", scene.directory)
-    gateway = await asyncio.create_subprocess_exec(*command)
-    try:
-        await auntil(lambda: any(each["accepting"] for each in gateways(server)), "it to accept")
-        gateway.send_signal(signal.SIGSTOP)
-        await auntil(lambda: any(each["silent"] for each in gateways(server)), "its silence")
-        assert gateways(server)[0]["accepting"]  # as long as no connection waits
-        assert f"kill -CONT {gateway.pid}" in server.status()["problem"]
-        evidence = ("its process is stopped", "no connection waits")
-        yield Told("gateway_silent", None, evidence, (f"kill -CONT {gateway.pid}",))
-    finally:
-        gateway.kill()
-        await gateway.wait()
-
-
-def gateways(server: ServerProcess) -> list[dict[str, Any]]:
-    return list(server.status()["gateways"])

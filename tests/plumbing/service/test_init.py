@@ -30,13 +30,15 @@ def can_unshare() -> bool:
 class Run:
     """One init and its program, which notes each of its lives in a file."""
 
-    def __init__(self, folder: Path, words: tuple[str, ...], before: tuple[str, ...]) -> None:
+    def __init__(
+        self, folder: Path, words: tuple[str, ...], before: tuple[str, ...], flags: tuple[str, ...]
+    ) -> None:
         self.path = folder / "lives"
         self.errors = folder / "errors"
         environ = {**os.environ, "PYTHONPATH": ROOT, "PYTHONDEVMODE": "", "PYTHONWARNINGS": ""}
         with open(self.errors, "ab") as stderr:
             self.process = subprocess.Popen(
-                [*before, *INIT, sys.executable, PROGRAM, str(self.path), *words],
+                [*before, *INIT, *flags, sys.executable, PROGRAM, str(self.path), *words],
                 env=environ,
                 stderr=stderr,
             )
@@ -50,7 +52,11 @@ class Run:
     def lives(self) -> list[tuple[int, int]]:
         """The pid, as the program knows it, and the restarts of every life that began."""
         lines = self.path.read_text().splitlines() if self.path.exists() else []
-        return [(int(pid), int(count)) for pid, count in map(str.split, lines)]
+        return [(int(pid), int(count)) for pid, count, _ in map(str.split, lines)]
+
+    def replaced(self) -> list[str]:
+        """Whom each life replaces."""
+        return [line.split()[2] for line in self.path.read_text().splitlines()]
 
     def life(self, count: int) -> int:
         """Wait for the program's life after `count` restarts; its pid as this process knows it."""
@@ -64,8 +70,10 @@ class Run:
 
 
 @contextmanager
-def running(folder: Path, *words: str, before: tuple[str, ...] = ()) -> Iterator[Run]:
-    run = Run(folder, words, before)
+def running(
+    folder: Path, *words: str, before: tuple[str, ...] = (), flags: tuple[str, ...] = ()
+) -> Iterator[Run]:
+    run = Run(folder, words, before, flags)
     try:
         yield run
     finally:
@@ -195,6 +203,67 @@ def test_other_signals_are_forwarded(tmp_path):
         run.life(0)
         os.kill(run.pid, signal.SIGUSR1)  # whose default action ends the program
         run.life(1)
+
+
+REPLACEABLE = (init.REPLACEABLE,)
+
+
+def test_sighup_starts_a_successor_and_the_first_one_ends_by_itself(tmp_path, before):
+    """Goal: replacing costs no life. Method: SIGHUP; both run; a second SIGHUP starts no third; the
+    first one ends; then the successor is what init restarts."""
+    with running(tmp_path, "ready", before=before, flags=REPLACEABLE) as run:
+        first = run.life(0)
+        os.kill(run.pid, signal.SIGHUP)
+        until(lambda: len(run.lives()) == 2, "the successor")
+        assert run.replaced() == ["-", str(run.lives()[0][0])]
+        os.kill(run.pid, signal.SIGHUP)
+        until(lambda: "no replacement is started" in run.errors.read_text(), "the refusal")
+        (second,) = set(procfs.children(run.pid)) - {first}
+        os.kill(first, signal.SIGTERM)
+        until(lambda: procfs.children(run.pid) == [second], "the first one's end")
+        os.kill(second, signal.SIGKILL)
+        until(lambda: len(run.lives()) == 3, "its restart")
+        assert run.lives()[2][1] == 1
+        assert run.end() == 0
+
+
+def test_restart_of_a_successor_leaves_alone_what_finishes_beside_it(tmp_path, before):
+    """Goal: the death of the new one cuts no request of the old one. Method: kill the successor;
+    the next one replaces the old one, which still runs; SIGTERM ends all."""
+    with running(tmp_path, "ready", before=before, flags=REPLACEABLE) as run:
+        first = run.life(0)
+        os.kill(run.pid, signal.SIGHUP)
+        until(lambda: len(run.lives()) == 2, "the successor")
+        (second,) = set(procfs.children(run.pid)) - {first}
+        os.kill(second, signal.SIGKILL)
+        until(lambda: len(run.lives()) == 3, "the next successor")
+        assert procfs.is_alive(first)
+        assert run.replaced()[2] == str(run.lives()[0][0])
+        assert run.end() == 0
+
+
+def test_successor_that_fails_changes_nothing(tmp_path):
+    """Goal: a replacement that cannot start is no outage. Method: one that exits with 2."""
+    with running(tmp_path, "ready", "bad-successor", flags=REPLACEABLE) as run:
+        first = run.life(0)
+        for count in (1, 2):
+            os.kill(run.pid, signal.SIGHUP)
+            until(lambda c=count: run.errors.read_text().count("code 2") == c, "its failure")
+        assert procfs.children(run.pid) == [first]
+        assert run.end() == 0
+
+
+def test_successor_takes_the_place_of_a_first_one_that_dies_before_it_is_ready(tmp_path):
+    """Goal: no third process is started for a death that a successor covers. Method: one that
+    never says that it is ready."""
+    with running(tmp_path, flags=REPLACEABLE) as run:
+        first = run.life(0)
+        os.kill(run.pid, signal.SIGHUP)
+        until(lambda: len(run.lives()) == 2, "the successor")
+        os.kill(first, signal.SIGKILL)
+        until(lambda: first not in procfs.children(run.pid), "its end")
+        assert len(procfs.children(run.pid)) == len(run.lives()) - 1 == 1
+        assert run.end() == 0
 
 
 def test_program_dies_with_an_init_that_is_killed(tmp_path):

@@ -42,7 +42,6 @@ from understudy.drill.outcomes import (
 from understudy.drill.page import page_data
 from understudy.drill.records import (
     GATEWAY,
-    GATEWAY_CHILD,
     LOCKSERVER,
     TARGETS,
     End,
@@ -273,7 +272,6 @@ def test_each_end_of_an_exchange_counts_as_one_outcome(changed, outcome):
     ("target", "outcome"),
     [
         (GATEWAY, Outcome.LOST_IN_GATEWAY),
-        (GATEWAY_CHILD, Outcome.LOST_IN_GATEWAY),
         (LOCKSERVER, Outcome.BROKEN),
     ],
 )

@@ -1,8 +1,7 @@
 """The status document, the probes, the gauges and the metrics of a gateway. It only reads.
 
-Metrics are made at each scrape from what the children have counted. prometheus_client's counters
-cannot take over what another process has counted, so these are families of a collector. Every known
-label is exported as zero from the first scrape.
+Metrics are made at each scrape from what `Accounts` has counted, so the hot path pays for no label.
+Every known label is exported as zero from the first scrape.
 """
 
 from __future__ import annotations
@@ -19,23 +18,19 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from gateway import schema as doc
-from gateway.core.children import Place
 from gateway.core.events import Ending
-from gateway.messages import (
+from gateway.server.accounts import (
     ADDED_BUCKETS_S,
     LIMITS,
-    NO_LOAD,
     PAUSE_BUCKETS_S,
     POOL_LIMITS,
     Distribution,
     GatewayTotals,
     PoolOutcome,
 )
-from gateway.supervisor.child_processes import ChildLink, ChildProcesses
-from gateway.supervisor.engine_side import WAKE_BUCKETS_S, GatewayEngineSide
-from gateway.supervisor.lock_side import GatewayLockSide
-from gateway.supervisor.pool_side import GatewayPoolSide
-from gateway.supervisor.settings import MANUAL, ON_REQUEST, GatewaySettings
+from gateway.server.client_listener import ClientListener
+from gateway.server.links import WAKE_BUCKETS_S, GatewayEngineLink, GatewayLockLink, GatewayPoolLink
+from gateway.server.settings import MANUAL, ON_REQUEST, GatewaySettings
 from plumbing.gateway_protocol import Continuation
 from plumbing.pod.messages import Tier
 from plumbing.service.clock import Clock, moment
@@ -49,22 +44,26 @@ from pool.core.events import ModelDemand, ShutDoor, TicketKind
 
 @dataclass
 class GatewayParts:
-    """`troubles`: what the servers of the parent itself cannot do now."""
+    """One gateway, as its status sees it. `accepting_ms`: since when; `predecessor`: the pid of the
+    gateway that this one replaces, while that lives; `troubles`: what its own servers cannot do."""
 
     settings: GatewaySettings
     clock: Clock
     log: EventLog
-    children: ChildProcesses
-    lock: GatewayLockSide
-    engine: GatewayEngineSide
-    pool: GatewayPoolSide
-    started_ms: float
+    listener: ClientListener
+    lock: GatewayLockLink
+    engine: GatewayEngineLink
+    pool: GatewayPoolLink
     is_stopping: bool = False
+    accepting_ms: float = 0.0
+    predecessor: int | None = None
     troubles: list[Callable[[], str | None]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.started_ms = self.clock.now_ms()
 
 
 SCHEMA = 1
-OLDEST = "parked_oldest_ms"  # of the load: no sum, but a maximum
 UNHEARD_MS = 5_000.0  # a supervisor that is restarted listens again in less
 
 
@@ -75,18 +74,15 @@ def document(gateway: GatewayParts) -> dict[str, Any]:
 
 
 def status(gateway: GatewayParts) -> doc.GatewayStatus:
-    children, lock, settings = gateway.children, gateway.lock, gateway.settings
-    serving = children.serving
-    beat = serving.beat if serving is not None else None
-    upstream = beat.upstream if beat is not None else None
-    accepting_ms = serving.accepting_since_ms if serving is not None else None
+    listener, lock, settings = gateway.listener, gateway.lock, gateway.settings
+    upstream = listener.upstream()
     return doc.GatewayStatus(
         schema=SCHEMA,
         online=True,
         pid=os.getpid(),
         restarts=restarts(),
         dir=settings.directory,
-        accepting=children.is_accepting,
+        accepting=listener.is_accepting,
         problems=problems(gateway),
         **gateway.log.newest(),
         **moment(gateway.started_ms, gateway.clock),
@@ -94,15 +90,9 @@ def status(gateway: GatewayParts) -> doc.GatewayStatus:
         stop=doc.GatewayStop(
             settings.drain_ms, None if upstream is None else upstream.continuation
         ),
-        accepting_since=None if accepting_ms is None else _since(gateway, accepting_ms),
-        service=doc.GatewayService(
-            lock.lock, children.address or None, bool(settings.child.tls_cert)
-        ),
-        child=None if serving is None else _child(gateway, serving),
-        spare=next((_child(gateway, each) for each in children.at(Place.SPARE)), None),
-        starting=[_child(gateway, each) for each in children.at(Place.STARTING)],
-        retiring=[_child(gateway, each) for each in children.at(Place.RETIRING)],
-        restarts_total=children.core.restarts.deaths_total,
+        accepting_since=_since(gateway, gateway.accepting_ms) if listener.is_accepting else None,
+        service=doc.GatewayService(lock.lock, lock.address or None, bool(settings.tls_cert)),
+        predecessor=gateway.predecessor,
         upstream=upstream,
         lock_server=doc.GatewayLockServer(
             lock.is_served, _since(gateway, lock.changed_ms), lock.problem
@@ -113,8 +103,8 @@ def status(gateway: GatewayParts) -> doc.GatewayStatus:
         else doc.GatewayIdle(lock.idle, **moment(lock.idle_ms, gateway.clock)),
         rest=_rest(gateway),
         pool=_pool(gateway),
-        load=load(gateway),
-        memory_bytes_max=settings.child.memory_bytes,
+        load=listener.load(),
+        memory_bytes_max=listener.memory_bytes_max,
         totals=_totals(gateway),
     )
 
@@ -125,38 +115,22 @@ def _since(gateway: GatewayParts, at_ms: float) -> str:
 
 def problems(gateway: GatewayParts) -> list[str]:
     """One sentence for each thing that does not work now."""
-    children, lock = gateway.children, gateway.lock
-    serving = children.serving
-    found = [children.socket_problem, children.core.problem]
+    lock = gateway.lock
+    found: list[str | None] = []
     if lock.problem is not None:
         meanwhile = "requests are served, a takeover waits" if lock.grant else "nothing is served"
         found.append(f"{lock.problem}; {meanwhile}")
-    elif children.service is None:
+    elif not lock.address:
         found.append("the lock server has lent no socket yet; see `lockserver status`")
-    if serving is not None and serving.beat is not None:
-        found.append(serving.beat.problem)
+    found.append(gateway.listener.problem)
     found.append(gateway.pool.problem)
     found += [_unheard(gateway), *(look() for look in gateway.troubles)]
     return [each for each in found if each]
 
 
-def load(gateway: GatewayParts) -> doc.GatewayLoad:
-    """The load of all children together."""
-    links = gateway.children.links.values()
-    loads = [link.beat.load for link in links if link.beat is not None]
-    sums = {
-        name: sum(getattr(each, name) for each in loads)
-        for name in doc.GatewayLoad.__struct_fields__
-        if name != OLDEST
-    }
-    return doc.GatewayLoad(
-        **sums, parked_oldest_ms=max((each.parked_oldest_ms for each in loads), default=0.0)
-    )
-
-
 def gauges(gateway: GatewayParts) -> dict[str, float]:
     """By the names of `GAUGES`."""
-    found = load(gateway)
+    found = gateway.listener.load()
     return {
         "in_flight_requests": found.in_flight,
         "waiting_requests": found.waiting,
@@ -166,10 +140,9 @@ def gauges(gateway: GatewayParts) -> dict[str, float]:
         "suspect_requests": found.suspects,
         "connections": found.connections,
         "held_bytes": found.memory_bytes,
-        "held_bytes_max": gateway.settings.child.memory_bytes,
-        "accepting": gateway.children.is_accepting,
+        "held_bytes_max": gateway.listener.memory_bytes_max,
+        "accepting": gateway.listener.is_accepting,
         "ready": ready(gateway).ok,
-        "spare_ready": gateway.children.core.spare is not None,
         "lock_server_connected": gateway.lock.is_served,
         "engine_resting": gateway.engine.core.door.is_shut,
     }
@@ -177,7 +150,7 @@ def gauges(gateway: GatewayParts) -> dict[str, float]:
 
 def by_model(gateway: GatewayParts) -> dict[str, dict[str, int]]:
     """How many requests there are for each model of a pool, and how far they are."""
-    demand = gateway.pool.demand()
+    demand = gateway.listener.demand()
     return {model: _counts(each) for model, each in demand.items()}
 
 
@@ -193,16 +166,9 @@ def _counts(demand: ModelDemand) -> dict[str, int]:
 def probes(gateway: GatewayParts) -> Mapping[str, Callable[[], Probe]]:
     return {
         "live": lambda: Probe(True, "running"),
-        "startup": lambda: startup(gateway),
+        "startup": lambda: Probe(True, "started"),
         "ready": lambda: ready(gateway),
     }
-
-
-def startup(gateway: GatewayParts) -> Probe:
-    """A process could accept. Engines start after this one, so none is needed."""
-    if gateway.children.has_started:
-        return Probe(True, "started")
-    return Probe(False, "starting", {"problems": problems(gateway)})
 
 
 def ready(gateway: GatewayParts) -> Probe:
@@ -211,7 +177,7 @@ def ready(gateway: GatewayParts) -> Probe:
     lock = gateway.lock
     if gateway.is_stopping or lock.is_final:
         return Probe(False, "stopping")
-    if not gateway.children.is_accepting:
+    if not gateway.listener.is_accepting:
         return Probe(False, "not_accepting", {"problems": problems(gateway)})
     if gateway.pool.models:
         return _pool_ready(gateway)
@@ -224,7 +190,7 @@ def ready(gateway: GatewayParts) -> Probe:
     if lock.idle is None:
         return Probe(True, "engine_active", details)
     idle_ms = gateway.clock.now_ms() - lock.idle_ms
-    if idle_ms < gateway.settings.child.hold_ms:
+    if idle_ms < gateway.settings.hold_ms:
         return Probe(True, "takeover", {"why": lock.idle})
     return Probe(False, "no_engine", {"why": lock.idle, "for": duration(idle_ms)})
 
@@ -286,7 +252,7 @@ def _pool(gateway: GatewayParts) -> doc.GatewayPool | None:
     side = gateway.pool
     if not side.models:
         return None
-    demand = side.demand()
+    demand = gateway.listener.demand()
     return doc.GatewayPool(
         connected=side.is_connected,
         **moment(side.changed_ms, gateway.clock),
@@ -297,7 +263,8 @@ def _pool(gateway: GatewayParts) -> doc.GatewayPool | None:
 
 def _model(gateway: GatewayParts, model: str, demand: ModelDemand) -> doc.GatewayModel:
     said, grant = gateway.pool.said.get(model), gateway.lock.model_grants.get(model)
-    door = None if said is None else said.door
+    models = gateway.listener.models
+    door = None if models is None else models.lanes.by_model[model].door
     return doc.GatewayModel(
         state=None if said is None else said.state,
         reason="" if said is None else said.reason,
@@ -325,14 +292,8 @@ def _unheard(gateway: GatewayParts) -> str | None:
     )
 
 
-def _child(gateway: GatewayParts, link: ChildLink) -> doc.GatewayChildFields:
-    found = NO_LOAD if link.beat is None else link.beat.load
-    since = moment(link.started_ms, gateway.clock)
-    return doc.GatewayChildFields(pid=link.pid, **since, in_flight=found.in_flight)
-
-
 def _totals(gateway: GatewayParts) -> doc.GatewayTotal:
-    totals = gateway.children.counted()
+    totals = gateway.listener.accounts.totals()
     return doc.GatewayTotal(
         requests=list(totals.requests),
         tokens=totals.tokens,
@@ -341,7 +302,6 @@ def _totals(gateway: GatewayParts) -> doc.GatewayTotal:
         pause_ms=round(totals.pause_s.sum_s * 1000, 1),
         resumes=totals.resumes,
         continuations_lost=totals.continuations_lost,
-        lost_requests=gateway.children.lost_requests,
         limits=dict(totals.limits),
     )
 
@@ -352,8 +312,6 @@ COUNTERS = {
     "pauses": "Streams that were interrupted and waited for an engine.",
     "resumes": "Streams that were resumed after an interruption.",
     "continuations_lost": "Streams that can no longer be continued, for lack of memory.",
-    "lost_requests": "Requests in flight in a process of the gateway that died.",
-    "child_restarts": "Processes of the gateway that died and were replaced.",
     "sleeps": "Times that the gateway put an engine to sleep because no request came.",
     "wakes": "Times that the gateway woke an engine for a request.",
 }
@@ -369,7 +327,6 @@ GAUGES = {
     "held_bytes_max": "Limit of that memory; requests above it cannot be continued.",
     "accepting": "1 while connections are accepted.",
     "ready": "1 while /ready is 200.",
-    "spare_ready": "1 while a process is ready to take over.",
     "lock_server_connected": "1 while the lock server is connected.",
     "engine_resting": "1 while requests wait because the engine that holds the lock sleeps.",
 }
@@ -387,16 +344,13 @@ class _Collected(Collector):
         self._gateway = gateway
 
     def collect(self) -> Iterator[Metric]:
-        children = self._gateway.children
-        totals = children.counted()
+        totals = self._gateway.listener.accounts.totals()
         counts = {
             "delivered_tokens": totals.tokens,
             "replayed_tokens": totals.replayed_tokens,
             "pauses": totals.pauses,
             "resumes": totals.resumes,
             "continuations_lost": totals.continuations_lost,
-            "lost_requests": children.lost_requests,
-            "child_restarts": children.core.restarts.deaths_total,
             "sleeps": self._gateway.engine.goals[Tier.WARM],
             "wakes": self._gateway.engine.goals[Tier.AWAKE],
         }
@@ -450,8 +404,7 @@ def _pool_metrics(gateway: GatewayParts, totals: GatewayTotals) -> Iterator[Metr
         labels=["model", "outcome"],
     )
     for (model, outcome), count in counts.items():
-        lost = side.lost[model] if outcome is PoolOutcome.LOST else 0
-        family.add_metric([model, outcome.value], count + lost)
+        family.add_metric([model, outcome.value], count)
     yield family
     text = "1 while the gateway is connected to the pool; without it nothing switches."
     yield GaugeMetricFamily(_name("pool_connected"), text, value=side.problem is None)

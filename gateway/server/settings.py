@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-from gateway.core.events import QUEUE_MAX
+from gateway.core.events import MAX_IN_FLIGHT, QUEUE_MAX, LaneRules
 from gateway.core.sleep import SleepRules
-from gateway.messages import ConfigureGatewayMsg
 from gateway.server.files import open_api_keys, open_certificate
 from gateway.server.tracing import MODES, OFF, check_tracing
-from gateway.supervisor.pool_config import LaneSettings, read_lanes
 from plumbing.errors import UsageError
 from plumbing.pod.paths import DIRECTORY, runtime_dir
 from plumbing.pod.supervision import DRAIN_MS
@@ -24,7 +23,7 @@ MEMORY_BYTES = 1 << 30  # a few thousand streams of long contexts, or a dozen of
 RESUMES_MAX = 32  # at once: more prefills than that delay each other and every new request
 PARK_S = 300  # a relaunch of a large model; clients give up after ten minutes or so
 DRAIN_S = DRAIN_MS // 1000  # as an engine's
-# Each rest costs the KV cache and the next client a wake, and children beat twice a second.
+# Each rest costs the KV cache and the next client a wake.
 SLEEP_AFTER_S_MIN = 1
 ON_REQUEST, MANUAL = "on-request", "manual"  # --wake
 
@@ -145,75 +144,111 @@ OPTIONS = (
 
 
 @dataclass(frozen=True)
+class LaneSettings:
+    """What a gateway needs of the pool file: its models, in order, and how long requests queue."""
+
+    lanes: Mapping[str, LaneRules] = field(default_factory=dict)  # by model
+    aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    queue_max: int = QUEUE_MAX  # requests that wait for any model
+
+
+@dataclass(frozen=True)
 class GatewaySettings:
-    """One gateway's: `child` is what its serving process is told."""
+    """One gateway's, but for the defaults, which tests use."""
 
     directory: str
-    lock: str
-    http_host: str
-    http_port: int
-    allowed_hosts: tuple[str, ...]
-    drain_ms: int
-    rest: SleepRules
-    child: ConfigureGatewayMsg
+    lock: str = "active"
+    http_host: str = "127.0.0.1"
+    http_port: int = 0
+    allowed_hosts: tuple[str, ...] = ()
+    drain_ms: int = DRAIN_MS
+    rest: SleepRules = field(default_factory=SleepRules)
+    hold_ms: int = 10_000  # a request of which nothing was sent waits this long for an engine
+    park_timeout_ms: int = PARK_S * 1000  # a stream waits this long to be resumed
+    resumes_max: int = RESUMES_MAX
+    memory_bytes: int = MEMORY_BYTES
+    keepalive_comments_ms: int = 0  # a comment this often in a paused stream; 0: none
+    access_log: bool = False
+    tls_cert: str = ""
+    tls_key: str = ""
+    api_keys: str = ""
+    tracing: str = OFF
+    pool_file: str = ""
+    pool: LaneSettings = LaneSettings()
+
+    def check_files(self) -> None:
+        """Whether a gateway that starts now could use the files that users renew.
+
+        Raises:
+            UsageError: `gateway.bad_tls`, `gateway.bad_api_keys`, or of the pool file.
+        """
+        open_certificate(self.tls_cert, self.tls_key)
+        open_api_keys(self.api_keys)
+        if self.pool_file:
+            read_lanes(self.pool_file)
 
 
 def settle(config: Resolved) -> GatewaySettings:
     """The settings in `config`.
 
     Raises:
-        UsageError: the directory, a certificate, its key or the file of keys cannot be used; or
-            what `--tracing` needs is not installed.
+        UsageError: the directory or the pool file cannot be used; `--sleep-after` is given with a
+            pool file; or what `--tracing` needs is not installed.
     """
-    directory = runtime_dir(config["dir"])
-    cert, key = (_absolute(config[name]) for name in ("tls_cert", "tls_key"))
-    keys = _absolute(config["api_keys"])
-    open_certificate(cert, key)
-    open_api_keys(keys)
-    check_tracing(config["tracing"])
-    pool = _lanes(config)
-    return GatewaySettings(
-        directory=directory,
+    pool_file = _absolute(config["pool"])
+    if pool_file and config["sleep_after"]:
+        raise UsageError(
+            "gateway.pool_decides",
+            "the pool decides when engines sleep; remove --sleep-after, and set keep_alive in the"
+            " pool file",
+        )
+    settings = GatewaySettings(
+        directory=runtime_dir(config["dir"]),
         lock=config["service"],
         http_host=config["http_host"],
         http_port=config["http_port"],
         allowed_hosts=config["http_allowed_host"],
         drain_ms=round(config["drain_timeout"] * 1000),
         rest=SleepRules(config["sleep_after"] * 1000, config["wake"] == ON_REQUEST),
-        child=ConfigureGatewayMsg(
-            directory=os.fsencode(directory),
-            hold_ms=round(config["hold_ms"]),
-            park_timeout_ms=round(config["park_timeout"] * 1000),
-            resumes_max=config["resumes_max"],
-            memory_bytes=config["memory_bytes"],
-            keepalive_comments_ms=round(config["keepalive_comments"] * 1000),
-            access_log=config["access_log"],
-            tls_cert=cert,
-            tls_key=key,
-            api_keys=keys,
-            tracing=config["tracing"],
-            lanes=pool.lanes,
-            aliases=pool.aliases,
-            queue_max=pool.queue_max,
-        ),
+        hold_ms=round(config["hold_ms"]),
+        park_timeout_ms=round(config["park_timeout"] * 1000),
+        resumes_max=config["resumes_max"],
+        memory_bytes=config["memory_bytes"],
+        keepalive_comments_ms=round(config["keepalive_comments"] * 1000),
+        access_log=config["access_log"],
+        tls_cert=_absolute(config["tls_cert"]),
+        tls_key=_absolute(config["tls_key"]),
+        api_keys=_absolute(config["api_keys"]),
+        tracing=config["tracing"],
+        pool_file=pool_file,
+        pool=read_lanes(pool_file) if pool_file else LaneSettings(),
     )
+    check_tracing(settings.tracing)
+    return settings
 
 
-def _lanes(config: Resolved) -> LaneSettings:
-    """Of the pool file; none without one.
-
-    Raises:
-        UsageError: the file cannot be used, or `--sleep-after` is given as well.
+def read_lanes(path: str) -> LaneSettings:
     """
-    if not config["pool"]:
-        return LaneSettings({}, {}, QUEUE_MAX)
-    if config["sleep_after"]:
-        raise UsageError(
-            "gateway.pool_decides",
-            "the pool decides when engines sleep; remove --sleep-after, and set keep_alive in the"
-            " pool file",
+    Raises:
+        UsageError: the file cannot be read, or a setting in it is wrong.
+    """
+    from pool.pool_file import read_pool_file  # YAML, which only a pod with a pool needs
+
+    pool = read_pool_file(path)
+    lanes = {
+        name: LaneRules(
+            max_in_flight=model.max_in_flight or MAX_IN_FLIGHT,
+            queue_max=pool.queue.per_model,
+            wait_ms=pool.queue.wait * 1000,
+            starve_after_ms=pool.starve_after * 1000,
+            keep_alive_ms=model.keep_alive * 1000,
+            priority=model.priority,
+            client_priority=model.client_priority,
         )
-    return read_lanes(config["pool"])
+        for name, model in pool.models.items()
+    }
+    aliases = {name: tuple(model.aliases) for name, model in pool.models.items()}
+    return LaneSettings(lanes, aliases, pool.queue.max)
 
 
 def _absolute(path: str | None) -> str:

@@ -35,10 +35,8 @@ def _lines(document: Document) -> Iterator[tuple[str, str]]:
     now = datetime.now(UTC)
     yield "gateway", f"pid {document['pid']}  since {document['since']}  {document['dir']}"
     yield "service", _service(document, now)
-    yield "child", _children(document)
-    for child in document["retiring"]:
-        age = duration(child["for_ms"])
-        yield "", f"pid {child['pid']} finishes {child['in_flight']} requests, started {age} ago"
+    if document["predecessor"] is not None:
+        yield "", f"pid {document['predecessor']}, which it replaced, finishes its requests"
     if document["pool"] is None:
         yield "engine", _engine(document)
     else:
@@ -60,19 +58,6 @@ def _service(document: Document, now: datetime) -> str:
     if document["stopping"]:
         return f"stopping: does not accept on {address}"
     return f"does not accept on {address}" if address else "no socket yet"
-
-
-def _children(document: Document) -> str:
-    serving, spare, starting = document["child"], document["spare"], document["starting"]
-    text = "none serves" if serving is None else f"pid {serving['pid']} serves"
-    if spare is not None:
-        text += f"; pid {spare['pid']} is ready to take over"
-    elif starting:
-        text += f"; pid {starting[0]['pid']} is starting"
-    elif not document["stopping"]:
-        text += "; no spare"
-    restarts = document["restarts_total"]
-    return f"{text}; {restarts} restarts" if restarts else text
 
 
 def _engine(document: Document) -> str:
@@ -136,8 +121,6 @@ def _totals(document: Document) -> str:
         f"{totals['resumes']} resumed",
         f"{totals['replayed_tokens']} tokens replayed",
     ]
-    if totals["lost_requests"]:
-        parts.append(f"{totals['lost_requests']} lost with a child")
     return ", ".join(parts)
 
 
@@ -162,9 +145,7 @@ def _problems(document: Document) -> Iterator[tuple[str, str]]:
         yield "problem", f"and {len(problems) - PROBLEMS_MAX} more"
 
 
-MEANWHILE = (
-    "no connection is refused: new ones wait, and the lock server answers 503 after --hold-ms"
-)
+MEANWHILE = "new connections wait for 10 s (--hold-ms of the lock server), then they are refused"
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +174,7 @@ def look(directory: str, error: UnderstudyError) -> OfflineView | None:
         state = f", {halted}" if halted else ""
         why = (
             f"the gateway, pid {pid} ({procfs.name(pid)}{state}), is running but not responding;"
-            " its child still serves connections"
+            " connections wait, and an init replaces it after 3 s"
         )
         fix = {"stopped": f"resume it: kill -CONT {pid}"}.get(
             halted or "", f"if it does not recover, kill it: kill -9 {pid}; then start another"

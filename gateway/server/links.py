@@ -1,0 +1,427 @@
+"""What the gateway hears from the lock server, the active engine and the pool, and tells them.
+
+Each link stays connected to its server and hands what it hears to the `ClientListener`. None of
+them decides about requests. A server may be away for as long as it likes: what it said last counts,
+and requests are served.
+
+`GatewayLockLink` has the listening socket lent and hears who holds the lock. `GatewayEngineLink`
+carries out what `gateway.core.sleep` decides: an engine that cannot be heard opens the door, so
+requests are sent to it as if it were awake, and those that fail are retried. `GatewayPoolLink`
+hears each model's door and says what there is for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from gateway.core import sleep as ev
+from gateway.core.events import DoorSet, EngineGranted, GatewayDoor, NobodyGranted
+from gateway.core.sleep import SleepPolicy
+from gateway.server.accounts import HistogramTally
+from gateway.server.client_listener import ClientListener
+from gateway.server.settings import GatewaySettings
+from lockserver.client import Borrower, BorrowerCallbacks, Stage
+from plumbing.errors import UnderstudyError
+from plumbing.pod.messages import GOAL_CATALOGUE, EngineReportMsg, SetGoalMsg, Tier
+from plumbing.pod.paths import engine_socket, lockserver_socket
+from plumbing.service.clock import Clock
+from plumbing.service.events import EventLog
+from plumbing.text import duration
+from plumbing.wire.connection import Connection, Handler, connect
+from plumbing.wire.fds import OwnedFd, close_all
+from plumbing.wire.messages import FaultMsg, Message
+from pool.client.link import PoolCallbacks, PoolLink
+from pool.core.events import RefusedDoor
+from pool.core.states import ModelState
+from pool.messages import DoorsMsg, PooledModel
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """The newest one that was heard of."""
+
+    engine: str
+    token: int
+    era: str
+    since_ms: float
+
+
+class GatewayLockLink:
+    """One gateway's connection to the lock server."""
+
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        listener: ClientListener,
+        clock: Clock,
+        log: EventLog,
+        *,
+        on_lent: Callable[[OwnedFd, str], None],
+        on_yield: Callable[[], None],
+        on_granted: Callable[[str, int], None],
+    ) -> None:
+        """`on_granted(engine, token)` is called after the listener is told."""
+        self.lock = settings.lock
+        self.grant: Grant | None = None
+        self.model_grants: dict[str, Grant] = {}  # of a pool's models
+        self.idle: str | None = None  # why no engine is known to serve, if so
+        self.is_final = False  # and that none will: every engine was told to end
+        self.changed_ms = clock.now_ms()  # connected, or lost
+        self.idle_ms = clock.now_ms()  # since when it is idle, if it is
+        self.is_served = False  # connected, and not refused
+        self.refusal: str | None = None
+        self.address = ""  # that it has lent last
+        self._listener, self._clock, self._log = listener, clock, log
+        self._on_lent, self._on_granted = on_lent, on_granted
+        self._borrower = Borrower(
+            lockserver_socket(settings.directory),
+            BorrowerCallbacks(
+                on_service=self._lent,
+                on_yield=on_yield,
+                on_granted=self._granted,
+                on_idle=self._is_idle,
+                on_lost=self._lost,
+                on_refused=self._refused,
+                on_model_granted=self._model_granted,
+                on_model_idle=self._model_idle,
+            ),
+            lock=settings.lock,
+        )
+
+    @property
+    def stage(self) -> Stage:
+        """How far this gateway is with the listening socket."""
+        return self._borrower.stage
+
+    def set_stage(self, stage: Stage) -> None:
+        self._borrower.set_stage(stage)
+
+    @property
+    def problem(self) -> str | None:
+        """Why the lock server is of no use now."""
+        if self.refusal is not None:
+            return f"the lock server refuses this gateway: {self.refusal}"
+        if self.is_served:
+            return self._borrower.problem
+        return f"no lock server: {self._borrower.problem or 'not connected yet'}"
+
+    async def run(self) -> None:
+        await self._borrower.run()
+
+    def _lent(self, fd: OwnedFd, address: str) -> None:
+        self._heard()
+        message = f"the lock server has lent {address}"
+        self._log.record("gateway.socket_lent", message, data={"lock": self.lock})
+        self.address = address
+        self._on_lent(fd, address)
+
+    def _granted(self, engine: str, token: int, era: str) -> None:
+        self._heard()
+        is_new = self.grant is None or (self.grant.token, self.grant.era) != (token, era)
+        if is_new:
+            self.grant = Grant(engine, token, era, self._clock.now_ms())
+            data = {"engine_id": engine, "token": token}
+            message = f"requests go to {engine} (token {token})"
+            self._log.record("gateway.engine", message, data=data)
+        self.idle, self.is_final = None, False
+        self._listener.told(EngineGranted(engine, token, era))
+        self._on_granted(engine, token)
+
+    def _model_granted(self, model: str, engine: str, token: int, era: str) -> None:
+        """Of a model of a pool. Whether it is awake, the pool knows."""
+        self._heard()
+        old = self.model_grants.get(model)
+        if old is None or (old.token, old.era) != (token, era):
+            self.model_grants[model] = Grant(engine, token, era, self._clock.now_ms())
+            data = {"model": model, "engine_id": engine, "token": token}
+            message = f"{engine} now serves {model} (token {token})"
+            self._log.record("gateway.engine", message, data=data)
+        self.is_final = False
+        self._listener.told(EngineGranted(engine, token, era, model))
+
+    def _model_idle(self, model: str, reason: str, is_final: bool) -> None:
+        self._heard()
+        self.is_final = is_final
+        self._listener.told(NobodyGranted(reason, model, is_final))
+
+    def _is_idle(self, reason: str, is_final: bool) -> None:
+        self._heard()
+        if self.idle is None:
+            self.idle_ms = self._clock.now_ms()
+            message = f"no engine is known to serve: {reason}"
+            self._log.record("gateway.no_engine", message, "info" if is_final else "warning")
+        self.idle, self.is_final = reason, is_final
+        self._listener.told(NobodyGranted(reason, is_final=is_final))
+
+    def _heard(self) -> None:
+        """The server takes this gateway: a connection alone may be refused, and again and again."""
+        if not self.is_served:
+            self.is_served, self.refusal = True, None
+            self.changed_ms = self._clock.now_ms()
+            self._log.record("gateway.lock_server", "connected to the lock server")
+
+    def _lost(self, reason: str) -> None:
+        if self.is_served:
+            self.is_served, self.changed_ms = False, self._clock.now_ms()
+            message = (
+                f"lost the lock server ({reason}); requests are served, a takeover waits for it"
+            )
+            self._log.record("gateway.lock_server_lost", message, "warning")
+
+    def _refused(self, error: UnderstudyError) -> None:
+        if self.refusal != error.message:  # it is repeated at every attempt
+            self.refusal = error.message
+            message = f"the lock server refuses this gateway: {error.message}"
+            self._log.record("gateway.refused", message, "error", {"error_code": error.code})
+
+
+BY = "gateway"  # who wants it, in the engine's status and events
+# A supervisor answers within a millisecond, and is never blocked by its backend. While the engine
+# sleeps it is polled this often, because requests wait for what it says.
+ANSWER_MS = 3_000.0
+LOOK_MS = 1_000.0
+RETRY_S = 0.05  # a restarted supervisor takes some 200 ms to listen again; doubled
+RETRY_S_MAX = 5.0  # up to this: one of an older release refuses every time
+# The upper bounds of the buckets of the wake: 10 ms with the reference engine, a relaunch from cold
+# takes minutes.
+WAKE_BUCKETS_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+SELF, PREDECESSOR = 0, 1  # to the policy
+
+
+class GatewayEngineLink(Handler):
+    """One gateway's connection to the engine that requests go to."""
+
+    def __init__(
+        self, settings: GatewaySettings, listener: ClientListener, clock: Clock, log: EventLog
+    ) -> None:
+        self.core = SleepPolicy(settings.rest)
+        self.said: EngineReportMsg | None = None  # the engine's last word, while it is connected
+        self.said_ms = 0.0
+        self.problem: str | None = None  # why it cannot be heard, or does not do what it should
+        self.unheard_ms: float | None = None  # since when
+        self.goals: Counter[Tier] = Counter()  # sent
+        self.wakes = HistogramTally(WAKE_BUCKETS_S)
+        self._directory = settings.directory
+        self._listener, self._clock, self._log = listener, clock, log
+        self._conn: Connection | None = None
+        self._changed = asyncio.Event()  # there is another engine, or no connection
+        self._retry_s = RETRY_S
+        self._last_request = 0
+        self._asked_ms: float | None = None  # since when an answer is due
+
+    # ------------------------------------------------------------------ what happens outside
+
+    def granted(self, engine: str, token: int) -> None:
+        """The lock server names the holder; the listener knows already."""
+        is_another = engine != self.core.engine
+        self._feed(ev.HolderIs(engine, token))
+        if is_another:
+            self._retry_s = RETRY_S
+            self._close("another engine holds the lock")
+            self._changed.set()
+        elif self.said is not None:
+            self._heard(self.said, is_answer=False)  # it may have spoken under this token before
+
+    def count(self) -> None:
+        """Tell the policy what there is: every 500 ms or so, and when a request wants an engine."""
+        load, quiet_ms = self._listener.load(), self._listener.exchange.quiet_ms
+        wanting = load.waiting + load.parked
+        number = self.core.door.number  # a door is obeyed as soon as it is set
+        self._feed(ev.ChildSaid(SELF, number, load.in_flight, wanting, quiet_ms))
+
+    def set_predecessor(self, is_here: bool) -> None:
+        """The gateway that this one has replaced has requests in the engine, or is gone."""
+        if is_here:
+            self._feed(ev.ChildSaid(PREDECESSOR, 0, 1, 0, 0.0))
+        else:
+            self._feed(ev.ChildGone(PREDECESSOR))
+
+    def look(self) -> None:
+        """Call this every 100 ms or so."""
+        now_ms = self._clock.now_ms()
+        if self._asked_ms is not None and now_ms - self._asked_ms > ANSWER_MS:
+            silent = duration(now_ms - self._asked_ms)
+            self._close(f"its supervisor has not answered for {silent}")
+        is_due = self._asked_ms is None and now_ms - self.said_ms > LOOK_MS
+        if is_due and self.core.door.door is GatewayDoor.SHUT:
+            self._ask(SetGoalMsg())
+        self._feed(ev.SleepTick())
+
+    async def run(self) -> None:
+        """Stay connected to the engine that holds the lock, until cancelled."""
+        while True:
+            self._changed.clear()
+            engine = self.core.engine
+            if engine and self._conn is None:
+                try:
+                    await connect(engine_socket(self._directory, engine), GOAL_CATALOGUE, self)
+                except UnderstudyError as error:
+                    self._fail(error.message)
+            if engine != self.core.engine:
+                self._close("another engine holds the lock")
+            await self._changed.wait()
+
+    def _fail(self, why: str) -> None:
+        """There is no connection: try again, less and less often."""
+        self.problem = why
+        self.unheard_ms = self.unheard_ms or self._clock.now_ms()
+        asyncio.get_running_loop().call_later(self._retry_s, self._changed.set)
+        self._retry_s = min(2 * self._retry_s, RETRY_S_MAX)
+
+    # ------------------------------------------------------------------ as the wire's handler
+
+    def opened(self, conn: Connection) -> None:
+        self._conn = conn
+        self._ask(SetGoalMsg())
+
+    def received(
+        self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
+    ) -> None:
+        close_all(fds)
+        if conn is not self._conn:
+            return
+        is_answer = request_id == self._last_request
+        if is_answer:
+            self._asked_ms = None
+        match message:
+            case EngineReportMsg():
+                self._heard(message, is_answer=is_answer)
+            case FaultMsg():
+                self.problem = message.message
+                if is_answer and self.core.pending_goal is not None:
+                    self._feed(ev.GoalRefused(message.message))
+
+    def closed(self, conn: Connection, reason: str) -> None:
+        if conn is self._conn:
+            self._lost(reason)
+
+    # ------------------------------------------------------------------ inside
+
+    def _heard(self, said: EngineReportMsg, *, is_answer: bool) -> None:
+        self.said, self.said_ms = said, self._clock.now_ms()
+        self.unheard_ms, self._retry_s = None, RETRY_S
+        self.problem = said.fault or None
+        self._feed(
+            ev.HolderSaid(
+                said.token, said.state, said.goal, said.can_rest, said.since_ms, is_answer
+            )
+        )
+
+    def _close(self, reason: str) -> None:
+        if self._conn is not None:
+            self._conn.close(reason)
+            self._lost(reason)
+
+    def _lost(self, reason: str) -> None:
+        self._conn = self.said = self._asked_ms = None
+        self._fail(reason)
+        self._feed(ev.HolderLost())
+
+    def _ask(self, question: SetGoalMsg) -> None:
+        if self._conn is not None:
+            self._last_request += 1
+            if self._asked_ms is None:
+                self._asked_ms = self._clock.now_ms()
+            self._conn.send(question, self._last_request)
+
+    def _feed(self, event: ev.SleepEvent) -> None:
+        for effect in self.core.handle(event, self._clock.now_ms()):
+            self._perform(effect)
+
+    def _perform(self, effect: ev.SleepEffect | DoorSet) -> None:
+        match effect:
+            case DoorSet():
+                self._listener.told(effect)
+            case ev.SendGoal():
+                self.goals[effect.goal] += 1
+                self._ask(SetGoalMsg(effect.goal, BY))
+            case ev.HolderWoke():
+                self.wakes.observe(effect.ms / 1000)
+                message = f"{self.core.engine} is awake after {duration(effect.ms)}"
+                data = {"engine_id": self.core.engine, "duration_ms": round(effect.ms, 1)}
+                self._log.record("gateway.woken", message, data=data)
+            case ev.SleepTold():
+                data = {"engine_id": self.core.engine, "token": self.core.token}
+                self._log.record(f"gateway.{effect.kind}", effect.message, effect.severity, data)
+
+
+class GatewayPoolLink:
+    """One gateway's connection to the pool of its directory. Without a pool file: no models."""
+
+    def __init__(
+        self, settings: GatewaySettings, listener: ClientListener, clock: Clock, log: EventLog
+    ) -> None:
+        self.models = tuple(settings.pool.lanes)
+        self.said: dict[str, PooledModel] = {}  # of each
+        self.changed_ms = clock.now_ms()  # connected, or lost
+        self.refusal: str | None = None
+        self._listener, self._clock, self._log = listener, clock, log
+        self._strangers: frozenset[str] = frozenset()
+        self._link = PoolLink(
+            settings.directory,
+            listener.demand,
+            PoolCallbacks(
+                on_doors=self._doors_came,
+                on_connected=self._connected,
+                on_lost=self._lost,
+                on_refused=self._refused,
+            ),
+        )
+
+    @property
+    def is_connected(self) -> bool:
+        return self._link.is_connected
+
+    @property
+    def problem(self) -> str | None:
+        """Why the pool is of no use now."""
+        if not self.models or (self.is_connected and self.refusal is None and self.said):
+            return None
+        why = self.refusal or self._link.problem or "it has sent nothing yet"
+        return f"no pool: {why}; awake models are still served, but no model switches"
+
+    def changed(self) -> None:
+        """The demand may be another one."""
+        self._link.changed()
+
+    async def run(self) -> None:
+        """Stay connected until cancelled."""
+        await self._link.run()
+
+    # ------------------------------------------------------------------ what the pool says
+
+    def _doors_came(self, doors: DoorsMsg) -> None:
+        self.refusal = None
+        self.said = {model: doors.models.get(model) or _unknown(model) for model in self.models}
+        self._listener.set_model_doors(self.said)
+        strangers = frozenset(doors.models) - frozenset(self.models)
+        if strangers - self._strangers:
+            names = ", ".join(sorted(strangers))
+            message = f"the pool has models unknown to this gateway: {names}; restart the gateway"
+            self._log.record("gateway.pool_differs", message, "warning")
+        self._strangers = strangers
+        self._link.changed()
+
+    def _connected(self) -> None:
+        self.changed_ms = self._clock.now_ms()
+        self._log.record("gateway.pool", "connected to the pool")
+
+    def _lost(self, reason: str) -> None:
+        self._listener.forget_door_numbers()
+        self.changed_ms = self._clock.now_ms()
+        message = f"lost the pool ({reason}); awake models are still served, but no model switches"
+        self._log.record("gateway.pool_lost", message, "warning")
+
+    def _refused(self, error: UnderstudyError) -> None:
+        if self.refusal != error.message:  # it is repeated at every attempt
+            self.refusal = error.message
+            message = f"the pool refuses this gateway: {error.message}"
+            self._log.record("gateway.pool_refused", message, "error", {"error_code": error.code})
+
+
+def _unknown(model: str) -> PooledModel:
+    sentence = f"the pool does not know {model}: its file has changed; restart the gateway"
+    return PooledModel(0, RefusedDoor("model_not_found", sentence, None), ModelState.COLD)

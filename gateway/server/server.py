@@ -1,0 +1,378 @@
+"""`gateway serve`: the process that accepts clients, and its control socket.
+
+It owns no lock and nothing on disk. The lock server lends it the listening socket, engines get its
+requests, and a pool, if there is one, opens and closes the doors of models. When it dies its
+requests are lost, connections wait in the backlog of the socket, and its init starts another one.
+
+A *successor* is a gateway that the init starts beside this one, on SIGHUP. It prepares everything
+and asks the lock server for the socket. The lock server has the old gateway yield: it accepts no
+more, closes its control socket and its HTTP port, which only one can have, and finishes its
+requests. If the successor is lost before it has the socket, or afterwards, the old one gets it
+again. Of two gateways each uses half of `--memory-bytes`.
+
+Users ask the control socket for status, events and a successor; a drill announces there whom it
+kills.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+import signal
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from gateway import messages as msg
+from gateway.core.events import DeathExpected
+from gateway.server import report
+from gateway.server.client_listener import ClientListener
+from gateway.server.links import GatewayEngineLink, GatewayLockLink, GatewayPoolLink
+from gateway.server.report import GatewayParts
+from gateway.server.settings import GatewaySettings
+from lockserver.client import Stage
+from plumbing.errors import ProtocolError, UnderstudyError, UsageError, WaitTimeoutError
+from plumbing.pod.observers import Observers
+from plumbing.pod.paths import gateway_socket
+from plumbing.service.clock import Clock, SystemClock
+from plumbing.service.events import EventLog
+from plumbing.service.http import HttpServer
+from plumbing.service.init import SUCCEEDS_ENV
+from plumbing.service.signals import SignalInbox
+from plumbing.wire.connection import Connection, Handler
+from plumbing.wire.fds import OwnedFd, close_all
+from plumbing.wire.messages import Message
+from plumbing.wire.server import Server
+
+TICK_S = 0.1  # silence of an engine is measured in seconds
+COUNT_TICKS = 5  # between two looks of the rule of sleep at what there is
+CLOSED_MS = 500.0  # a socket that is asked for comes within milliseconds; a longer wait is told
+SAME_ORDER_MS = 1_000.0  # a second signal sooner than this is the first one again
+FINISH_MS = 3_600_000.0  # a replaced gateway: a stream of an hour is rare, an endless one exists
+SUCCEED_S = 60.0  # a successor waits this long for the socket; the old gateway serves meanwhile
+OPEN_AGAIN_S = 0.02  # the old one closes its port in milliseconds, unless it hangs
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+class GatewayServer:
+    """One gateway; see the head of this file."""
+
+    def __init__(self, settings: GatewaySettings, *, clock: Clock | None = None) -> None:
+        """Raises:
+        UsageError: a certificate, its key or the file of keys cannot be used.
+        """
+        self.clock = clock or SystemClock()
+        self.log = EventLog("gateway", self.clock)
+        self._loop = asyncio.get_running_loop()
+        self.listener = listener = ClientListener(
+            settings,
+            self.log.record,
+            want=lambda: self._loop.call_soon(self.engine.count),
+            demand_changed=lambda: self.pool.changed(),
+        )
+        self.pool = GatewayPoolLink(settings, listener, self.clock, self.log)
+        self.engine = GatewayEngineLink(settings, listener, self.clock, self.log)
+        self.lock = GatewayLockLink(
+            settings,
+            listener,
+            self.clock,
+            self.log,
+            on_lent=lambda fd, address: self._turns.put_nowait(lambda: self._accept(fd, address)),
+            on_yield=lambda: self._turns.put_nowait(self._yield),
+            on_granted=self.engine.granted,
+        )
+        self.parts = parts = GatewayParts(
+            settings, self.clock, self.log, listener, self.lock, self.engine, self.pool
+        )
+        self.http = HttpServer(
+            settings.http_host,
+            settings.http_port,
+            probes=report.probes(parts),
+            status=lambda: report.document(parts),
+            metrics=report.metrics_of(parts),
+            events=self.log,
+            allowed_hosts=settings.allowed_hosts,
+        )
+        self.control = GatewayControl(gateway_socket(settings.directory), self)
+        parts.troubles = [lambda: self.http.problem, lambda: self.control.server.problem]
+        self._turns: asyncio.Queue[Callable[[], Coroutine[Any, Any, None]]] = asyncio.Queue()
+        self._is_open = False  # it has the control socket and the HTTP port
+        self._draining: asyncio.Task[None] | None = None
+        self._stopping_ms = 0.0
+        self._closed_ms: float | None = self.clock.now_ms()  # since when it does not accept
+        self._exit_code: asyncio.Future[int] = self._loop.create_future()
+        # Set by an init that can replace this gateway; the pid of the one that it replaces.
+        succeeds = os.environ.pop(SUCCEEDS_ENV, None)
+        self.is_replaceable = succeeds is not None
+        self._is_successor = bool(succeeds)
+        self._watch_predecessor(int(succeeds or 0))
+
+    async def run(self) -> int:
+        """Serve until SIGTERM or SIGINT, or until a successor has taken over; 0.
+
+        Raises:
+            UnderstudyError: another gateway has the directory; the port is in use.
+            WaitTimeoutError: `gateway.no_socket`: a successor that got no socket.
+        """
+        inbox = SignalInbox(SIGNALS)
+        tasks: list[asyncio.Task[None]] = []
+        try:
+            if not self._is_successor:
+                await self._open()
+            coroutines = [self.lock.run(), self.engine.run(), self._tick(), self._obey(inbox)]
+            coroutines += [self._take_turns()] + ([self.pool.run()] if self.pool.models else [])
+            if self._is_successor:
+                self._loop.call_later(SUCCEED_S, self._give_up)
+            tasks = [self._loop.create_task(each) for each in coroutines]
+            for task in tasks:
+                task.add_done_callback(self._failed)
+            gc.collect()
+            gc.freeze()  # what is imported stays: no later collection scans it while streams wait
+            return await self._exit_code
+        finally:
+            tasks += [self._draining] if self._draining is not None else []
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self.listener.close()
+            await self._close()
+            inbox.close()
+
+    # ------------------------------------------------------------------ the socket, turn by turn
+
+    async def _take_turns(self) -> None:
+        """One turn of the socket after the other: each has its waits."""
+        while True:
+            turn = await self._turns.get()
+            await turn()
+
+    async def _accept(self, fd: OwnedFd, address: str) -> None:
+        """The lock server has lent the socket: accept from now on."""
+        if self.parts.is_stopping:
+            fd.close()
+            return
+        if self._draining is not None:
+            self._draining.cancel()
+            self._draining = None
+        self.listener.accept(fd)
+        self.lock.set_stage(Stage.ACCEPTS)
+        self._closed_ms = None
+        self.parts.accepting_ms = self.clock.now_ms()
+        self._share_memory(self.parts.predecessor is not None)
+        self.log.record("gateway.accepting", f"accepts connections on {address}")
+        said = ""
+        while not self._is_open:
+            try:
+                await self._open()
+            except UnderstudyError as error:
+                if error.message != said:  # the old gateway hangs: its init kills it
+                    said = error.message
+                    self.log.record("gateway.not_open", said, "warning")
+                await asyncio.sleep(OPEN_AGAIN_S)
+
+    async def _yield(self) -> None:
+        """A successor asks for the socket: let go of all that only one can have, and finish."""
+        if self.lock.stage is not Stage.ACCEPTS:
+            return
+        self.listener.release()
+        await self._close()
+        self.lock.set_stage(Stage.YIELDS)
+        self._share_memory(True)
+        in_flight = self.listener.load().in_flight
+        message = f"a successor takes over; finishing {in_flight} requests"
+        self.log.record("gateway.replaced", message, data={"in_flight": in_flight})
+        self._drain(FINISH_MS)
+
+    async def _open(self) -> None:
+        """Take the control socket and the HTTP port.
+
+        Raises:
+            UnderstudyError: another gateway has one of them.
+        """
+        await self.control.server.start()  # first: it guards the directory
+        try:
+            await self.http.start()
+        except BaseException:
+            await self.control.server.close()
+            raise
+        self._is_open = True
+        where = f"probes on {self.http.host}:{self.http.port}"
+        message = f"started in {self.parts.settings.directory}, {where}"
+        self.log.record("gateway.started", message, data={"http_port": self.http.port})
+
+    async def _close(self) -> None:
+        self._is_open = False
+        await self.control.server.close()
+        await self.http.stop()
+
+    def _drain(self, budget_ms: float) -> None:
+        """Exit once all requests have ended; called again, the shorter budget counts."""
+        before, self._draining = self._draining, self._loop.create_task(self._finish(budget_ms))
+        self._draining.add_done_callback(self._failed)
+        if before is not None:
+            before.cancel()
+
+    async def _finish(self, budget_ms: float) -> None:
+        await self.listener.stop(budget_ms)
+        self._end(0)
+
+    # ------------------------------------------------------------------ its predecessor
+
+    def _watch_predecessor(self, pid: int) -> None:
+        """Share memory with the gateway that this one replaces until that has ended."""
+        try:
+            pidfd = os.pidfd_open(pid) if pid else -1
+        except OSError:
+            return  # it has ended already
+        if pid:
+            self.parts.predecessor = pid
+            self.engine.set_predecessor(True)
+            self._loop.add_reader(pidfd, self._predecessor_gone, pidfd)
+
+    def _predecessor_gone(self, pidfd: int) -> None:
+        self._loop.remove_reader(pidfd)
+        os.close(pidfd)
+        message = f"pid {self.parts.predecessor}, which this gateway has replaced, has ended"
+        self.log.record("gateway.predecessor_ended", message)
+        self.parts.predecessor = None
+        self.engine.set_predecessor(False)
+        self._share_memory(self.lock.stage is not Stage.ACCEPTS)
+
+    def _share_memory(self, is_shared: bool) -> None:
+        whole_bytes = self.parts.settings.memory_bytes
+        self.listener.limit_memory(whole_bytes // 2 if is_shared else whole_bytes)
+
+    def _give_up(self) -> None:
+        if self.lock.stage is Stage.ASKS and not self._exit_code.done():
+            why = f"the lock server lent no socket for {SUCCEED_S:g} s: {self.lock.problem}"
+            self._exit_code.set_exception(WaitTimeoutError("gateway.no_socket", why))
+
+    # ------------------------------------------------------------------ for users
+
+    def replace(self) -> int:
+        """Have the init start a successor; the number of requests that are left to finish.
+
+        Raises:
+            UnderstudyError: it cannot; this gateway serves on.
+        """
+        serves_on = f"pid {os.getpid()} serves on"
+        if not self.is_replaceable:
+            raise UnderstudyError(
+                "gateway.no_init",
+                "only an init can start a successor, and this gateway has none: start it with"
+                f" `understudy-init --replaceable gateway serve`; {serves_on}",
+            )
+        if self.parts.is_stopping:
+            raise UnderstudyError("gateway.stopping", "the gateway is stopping")
+        if self.parts.predecessor is not None:
+            raise UnderstudyError(
+                "gateway.restart_busy",
+                f"pid {self.parts.predecessor} still finishes requests of the last replacement;"
+                " wait for it, or kill it",
+            )
+        try:
+            self.parts.settings.check_files()
+        except UsageError as error:
+            raise UnderstudyError(
+                "gateway.restart_failed", f"{error.message}; {serves_on}"
+            ) from error
+        self.log.record("gateway.restarting", "the init starts a successor, as requested")
+        os.kill(os.getppid(), signal.SIGHUP)
+        return self.listener.load().in_flight
+
+    def stop(self) -> None:
+        """Accept no more, end when all requests have; again: end at once."""
+        budget_ms = 0 if self.parts.is_stopping else self.parts.settings.drain_ms
+        self.parts.is_stopping = True
+        self._drain(budget_ms)
+        self.lock.set_stage(Stage.ENDS)
+
+    # ------------------------------------------------------------------ inside
+
+    async def _tick(self) -> None:
+        ticks = 0
+        while True:
+            ticks += 1
+            self.engine.look()
+            if ticks % COUNT_TICKS == 0:
+                self.engine.count()
+            self.control.server.reserve.refill()
+            self._tell_closed()
+            await asyncio.sleep(TICK_S)
+
+    async def _obey(self, inbox: SignalInbox) -> None:
+        while True:
+            signum = signal.Signals(await inbox.get())
+            if signum is signal.SIGHUP:
+                with contextlib.suppress(UnderstudyError):
+                    self.replace()
+                continue
+            now_ms = self.clock.now_ms()
+            if self.parts.is_stopping and now_ms - self._stopping_ms < SAME_ORDER_MS:
+                continue  # from a host that signals every process, and from what it signalled
+            then = "ending at once" if self.parts.is_stopping else "finishing what is in flight"
+            self.log.record("gateway.stopping", f"{signum.name}: {then}")
+            self._stopping_ms = now_ms
+            self.stop()
+
+    def _tell_closed(self) -> None:
+        if self._closed_ms is None or self.clock.now_ms() - self._closed_ms < CLOSED_MS:
+            return
+        self._closed_ms = None
+        self.log.record("gateway.not_accepting", "has no socket to accept from", "warning")
+
+    def _end(self, exit_code: int) -> None:
+        if not self._exit_code.done():
+            self._exit_code.set_result(exit_code)
+
+    def _failed(self, task: asyncio.Task[None]) -> None:
+        """A task that ends by itself is a bug, and ends the gateway."""
+        if not task.cancelled() and not self._exit_code.done():
+            error = task.exception() or RuntimeError("a task of the gateway has ended")
+            self._exit_code.set_exception(error)
+
+
+SPARE_FDS = 4  # so that at the limit two more may connect, and ask what is wrong
+
+
+class GatewayControl(Handler):
+    """Serves the control socket at `path`."""
+
+    def __init__(self, path: str, gateway: GatewayServer) -> None:
+        self._gateway = gateway
+        self._observers = Observers(gateway.log, lambda: report.document(gateway.parts))
+        self.server = Server(path, msg.CONTROL, self, service="gateway", spare_fds=SPARE_FDS)
+
+    def closed(self, conn: Connection, reason: str) -> None:
+        self._observers.leave(conn)
+
+    def received(
+        self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
+    ) -> None:
+        close_all(fds)
+        match message:
+            case msg.StatusMsg():
+                conn.send(msg.StatusReplyMsg(report.document(self._gateway.parts)), request_id)
+            case msg.WatchMsg():
+                self._observers.join(conn, message.since, request_id)
+            case msg.ReplaceMsg():
+                try:
+                    in_flight = self._gateway.replace()
+                except UnderstudyError as error:
+                    conn.fault(error, request_id, close=False)
+                else:
+                    conn.send(msg.ReplacingMsg(os.getpid(), in_flight), request_id)
+            case msg.ExpectDeathMsg():
+                self._expect(message)
+                conn.send(message, request_id)
+            case _:
+                raise ProtocolError(
+                    "gateway.not_a_request", f"{message.TYPE} is not a request to a gateway"
+                )
+
+    def _expect(self, message: msg.ExpectDeathMsg) -> None:
+        what = f"{message.engine} (token {message.token}) is about to be killed on purpose"
+        data = {"engine_id": message.engine, "token": message.token}
+        self._gateway.log.record("gateway.death_expected", what, data=data)
+        self._gateway.listener.told(DeathExpected(message.engine, message.token, message.model))
