@@ -391,14 +391,14 @@ def test_the_package_alone_brings_what_it_imports_and_reads():
 
 # Lines of each package, at most; lowered after each step towards the budgets of `hack/volume.py`.
 LINES_MAX = {
-    "plumbing": 6_812,
-    "lockserver": 8_280,
+    "plumbing": 6_805,
+    "lockserver": 8_157,
     "gms": 11_535,
     "engine": 21_100,
     "gateway": 9_662,
     "pool": 9_185,
     "understudy": 11_515,
-    "hack": 6_390,
+    "hack": 6_402,  # the gateway bench measures deaths
     "tests": 85_400,
 }
 
