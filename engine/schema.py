@@ -156,19 +156,19 @@ class EngineLastFailover(Schema):
     token: Annotated[int, "token of the grant"]
     is_contended: Annotated[bool, "another engine held the lock before"]
     granted_mono_ms: Annotated[float, "when the lock was granted"]
-    woken_mono_ms: Annotated[float | None, "when the backend had woken; null before that"]
-    canary_mono_ms: Annotated[float | None, "when the canary had passed; null before that"]
-    active_mono_ms: Annotated[float | None, "when the engine was active; null before that"]
+    woken_mono_ms: Annotated[float | None, "when the backend had woken; null before that"] = None
+    canary_mono_ms: Annotated[float | None, "when the canary had passed; null before that"] = None
+    active_mono_ms: Annotated[float | None, "when the engine was active; null before that"] = None
 
 
 class EngineMemory(Schema):
-    was_standby: Annotated[bool, "saved for the next supervisor: as `engine.was_standby`"]
-    was_cold: Annotated[bool, "it was cold on purpose in this pod"]
-    number: Annotated[int, "saved for the next supervisor: number of launches so far"]
-    goal: Annotated[str, "saved for the next supervisor: as `goal.goal`"]
-    generation: Annotated[str, 'likewise: as `goal.generation`, "" without one']
-    failover_attempts: Annotated[int, "number of contended grants"]
-    failover_successes: Annotated[int, "contended grants after which it became active"]
+    was_standby: Annotated[bool, "saved for the next supervisor: as `engine.was_standby`"] = False
+    was_cold: Annotated[bool, "it was cold on purpose in this pod"] = False
+    number: Annotated[int, "saved for the next supervisor: number of launches so far"] = 0
+    goal: Annotated[str, "saved for the next supervisor: as `goal.goal`"] = "awake"
+    generation: Annotated[str, 'likewise: as `goal.generation`, "" without one'] = ""
+    failover_attempts: Annotated[int, "number of contended grants"] = 0
+    failover_successes: Annotated[int, "contended grants after which it became active"] = 0
 
 
 class EngineDocument(Schema, kw_only=True):

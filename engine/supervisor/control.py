@@ -12,14 +12,14 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from engine import messages as msg
 from engine.core.events import Shall, State, Terminate
 from engine.core.lifecycle import HOLDING, tier_of
-from engine.messages import PreparedMsg
 from engine.supervisor.engine import Engine
+from engine.supervisor.history import is_meant
 from engine.supervisor.incarnation import Incarnation
 from engine.supervisor.tree import MAIN
 from plumbing.errors import ProtocolError, UnderstudyError
@@ -181,22 +181,29 @@ class Control(Handler):
         os._exit(KILLED)
 
 
-WHAT_COUNTS = ("state", "tier", "goal", "can_rest", "fault", "incarnation", "pool")  # of an `am`
+WHAT_COUNTS = ("state", "tier", "goal", "can_rest", "fault", "incarnation", "pool")  # of a report
 FAULT_CHARS_MAX = 4096
+HOST_PREFIX = "HOST-"
 
 
 class Goals:
-    """Answers `shall`."""
+    """Answers `shall`, and reports what the engine is to all who have asked.
+
+    To a pool, in a pod with models, also sizes: weights and KV memory in equal shards on the ranks'
+    devices, and what the processes take beside them, measured once when the backend is prepared. On
+    a GPU the kernel shows nothing of that, so it stays unknown here.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._seen = 0
         self._watchers: set[Connection] = set()
         self._told: tuple[object, ...] = ()
-        self._pool = PoolWords(engine)
+        self._measured: tuple[str, dict[str, int]] = ("", {})  # of which incarnation
         # Before it is written down: a pool waits for it.
-        engine.changes.listeners.insert(0, self._changed)
-        engine.history.on_idle = self._idle  # a pool that heard of requests waits for their end
+        engine.listeners.insert(0, self._changed)
+        # A pool that heard of requests waits for their end.
+        engine.history.on_idle = lambda: self._tell(self.report())
 
     def shall(self, conn: Connection, message: SetGoalMsg, request_id: int) -> None:
         """Take a goal, if there is one, and tell `conn` of every change from now on.
@@ -210,27 +217,21 @@ class Goals:
         if message.goal is not None:
             self._check(message.goal)
             self._seen += 1
-            self._engine.post(
-                Shall(
-                    message.goal,
-                    message.by or "an unnamed client",
-                    pool.generation if pool is not None else None,
-                    pool is not None and pool.is_kill,
-                )
-            )
+            by = message.by or "an unnamed client"
+            generation, is_kill = (pool.generation, pool.is_kill) if pool else (None, False)
+            self._engine.post(Shall(message.goal, by, generation, is_kill))
         self._watchers.discard(conn)
         self._changed()  # for the others; this one hears it once, as the answer
-        conn.send(self.am(), request_id)
+        conn.send(self.report(), request_id)
         self._watchers.add(conn)
 
     def leave(self, conn: Connection) -> None:
         self._watchers.discard(conn)
 
-    def am(self) -> EngineReportMsg:
+    def report(self) -> EngineReportMsg:
         """What the engine is now."""
-        engine, now = self._engine, self._engine.lifecycle.now
-        incarnation = engine.incarnation
-        woken = incarnation.residency.woken if incarnation is not None else None
+        engine, now, running = self._engine, self._engine.lifecycle.now, self._engine.incarnation
+        woken = running.session.woken if running is not None else None
         return EngineReportMsg(
             engine=engine.settings.engine,
             incarnation=now.incarnation or "",
@@ -242,26 +243,22 @@ class Goals:
             goal_seen=self._seen,
             since_ms=round(engine.history.spent_ms),
             kv_bytes=woken.kv_bytes if woken is not None else 0,
-            in_flight=engine.history.in_flight,
-            can_rest=now.can_rest and self._objection() is None,
+            in_flight=engine.history.heard.in_flight,
+            can_rest=now.can_rest and not self._cannot_rest(),
             fault=self._fault()[:FAULT_CHARS_MAX],
-            pool=self._pool.word(),
+            pool=self._pool_word() if engine.settings.model else None,
         )
 
     def _changed(self) -> None:
-        am = self.am()
-        said = tuple(getattr(am, name) for name in WHAT_COUNTS)
-        if said == self._told:
-            return
-        self._told = said
-        self._tell(am)
+        report = self.report()
+        said = tuple(getattr(report, name) for name in WHAT_COUNTS)
+        if said != self._told:
+            self._told = said
+            self._tell(report)
 
-    def _idle(self) -> None:
-        self._tell(self.am())
-
-    def _tell(self, am: EngineReportMsg) -> None:
+    def _tell(self, report: EngineReportMsg) -> None:
         for conn in tuple(self._watchers):
-            conn.send(am)
+            conn.send(report)
 
     def _check_model(self, model: str) -> None:
         settings = self._engine.settings
@@ -274,96 +271,68 @@ class Goals:
             )
 
     def _check(self, goal: Tier) -> None:
+        """Whether this engine can obey, as far as is known yet."""
         if goal is Tier.AWAKE:
             return
-        objection = self._hindrance() if goal is Tier.COLD else self._objection()
-        if objection is not None:
-            raise UnderstudyError("engine.cannot_rest", objection)
-        who, prepared = self._engine.settings.engine, self._prepared
+        running, who = self._engine.incarnation, self._engine.settings.engine
+        why = self._is_remote() if goal is Tier.COLD else self._cannot_rest()
+        if why:
+            raise UnderstudyError("engine.cannot_rest", why)
+        prepared = running.prepared if running is not None else None
         if goal is Tier.OFFLOADED and prepared is not None and not prepared.can_offload:
             reason = prepared.cannot_offload or "its backend cannot release its weights"
             why = f"{who} can be `warm` or `awake`: {reason}"
             raise UnderstudyError("engine.no_such_tier", why)
 
-    @property
-    def _prepared(self) -> PreparedMsg | None:
-        incarnation = self._engine.incarnation
-        return incarnation.prepared if incarnation is not None else None
+    def _cannot_rest(self) -> str:
+        """Why this engine cannot rest, as far as is known yet, or nothing."""
+        settings, running = self._engine.settings, self._engine.incarnation
+        if running is None or running.prepared is None or running.can_rest:
+            return self._is_remote()
+        return self._is_remote() or (
+            f"{settings.engine} cannot sleep: its {settings.backend} backend does not support it"
+        )
 
-    def _objection(self) -> str | None:
-        """Why this engine cannot rest, as far as is known yet."""
-        who, incarnation = self._engine.settings.engine, self._engine.incarnation
-        is_known = incarnation is not None and incarnation.prepared is not None
-        if incarnation is not None and is_known and not incarnation.can_rest:
-            backend = self._engine.settings.backend
-            return self._hindrance() or (
-                f"{who} cannot sleep: its {backend} backend does not support it"
-            )
-        return self._hindrance()
-
-    def _hindrance(self) -> str | None:
-        """Why no engine could rest here, nor be cold."""
+    def _is_remote(self) -> str:
+        """Why no engine could rest here, nor be cold, or nothing."""
         settings = self._engine.settings
-        if settings.is_remote:
-            return f"{settings.engine} cannot sleep, because it reaches its lock server over TCP"
-        return None
+        why = f"{settings.engine} cannot sleep, because it reaches its lock server over TCP"
+        return why if settings.is_remote else ""
 
     def _fault(self) -> str:
         """Why it is not at its goal; "" while it is, or is on its way."""
-        now = self._engine.lifecycle.now
+        now, running = self._engine.lifecycle.now, self._engine.incarnation
         if now.state is State.DEAD:
-            is_meant = now.is_leaving or now.is_handed_over or now.shall.goal is Tier.COLD
-            return "" if is_meant else now.reason
+            return "" if is_meant(now) else now.reason
+        note = running.session.note if running is not None else ""
         if now.shall.goal is not Tier.AWAKE and now.state in HOLDING:
-            return self._objection() or self._note()
-        return self._note()
+            return self._cannot_rest() or note
+        return note
 
-    def _note(self) -> str:
-        """What keeps the weights from being offloaded."""
-        incarnation = self._engine.incarnation
-        return incarnation.placing.note if incarnation is not None else ""
-
-
-class PoolWords:
-    """What a supervisor reports of its engine to a pool, in a pod with models.
-
-    Owns the sizes: weights and KV memory in equal shards on the ranks' devices, and what the
-    processes take beside them, measured once when the backend is prepared. On a GPU the kernel
-    shows nothing of that, so it stays unknown here.
-    """
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._measured: tuple[str, dict[str, int]] = ("", {})  # of which incarnation
-
-    def word(self) -> PoolWord | None:
-        """None in a pod without models."""
-        settings, now, running = (
-            self._engine.settings,
-            self._engine.lifecycle.now,
-            self._engine.incarnation,
-        )
-        if not settings.model:
-            return None
+    def _pool_word(self) -> PoolWord:
+        engine, now, running = self._engine, self._engine.lifecycle.now, self._engine.incarnation
         prepared = running.prepared if running is not None else None
         places = running.loading.places if running is not None else ()
+        witness = None
+        if running is not None and running.witness_path is not None:
+            witness = WitnessRef(os.path.basename(running.witness_path), *running.witness_id)
         return PoolWord(
-            model=settings.model,
+            model=engine.settings.model,
             generation=now.generation,
-            witness=_witness_of(running) if running is not None else None,
+            witness=witness,
             base_bytes=self._base_bytes(running, places) if running and prepared else {},
             weights_bytes=shards(prepared.weights_bytes, places) if prepared else {},
             kv_bytes=shards(prepared.kv_bytes, places) if prepared else {},
             can_resume=prepared is not None and prepared.continuation != "",
             is_permanent=now.exit_code is not None,
             is_leaving=now.is_leaving,
-            is_machine=bool(self._engine.machine_fault),
+            is_machine=bool(engine.machine_fault),
         )
 
     def _base_bytes(self, running: Incarnation, places: Sequence[str]) -> dict[str, int]:
         if self._measured[0] != running.id:
-            private = sum(_private_bytes(running.tree.everyone()))
-            hosts = places and all(place.startswith("HOST-") for place in places)
+            private = sum(procfs.private_bytes(pid) or 0 for pid in running.tree.everyone())
+            hosts = places and all(place.startswith(HOST_PREFIX) for place in places)
             self._measured = running.id, shards(private, places) if hosts else {}
         return self._measured[1]
 
@@ -375,13 +344,3 @@ def shards(total_bytes: int, places: Sequence[str]) -> dict[str, int]:
     for device in map(device_of, places):
         found[device] = found.get(device, 0) + part
     return found
-
-
-def _private_bytes(pids: Iterable[int]) -> Iterable[int]:
-    return (procfs.private_bytes(pid) or 0 for pid in pids)
-
-
-def _witness_of(running: Incarnation) -> WitnessRef | None:
-    if running.witness_path is None:
-        return None
-    return WitnessRef(os.path.basename(running.witness_path), *running.witness_id)

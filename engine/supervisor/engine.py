@@ -1,90 +1,87 @@
-"""One engine: an inbox of events, the lifecycle that judges them, and its effects performed.
+"""One engine: the lifecycle that judges its events, the effects performed, when it is launched
+again, and whether it is healthy.
 
-Must not decide what follows from what: that is `engine/core`. Every callback (a pidfd, the channel,
-the lock, a signal, a timer) only posts an event; events are handled one after the other, and
-effects that cause further events post them too.
+Must not decide what follows from what: that is `engine/core`.
 
 The surprising thing: `dead` has two halves. Until the tree is reaped nothing is sent to the lock
 server, whatever happens; only then is the incarnation no longer named, and the lock free.
-
-`Changes` reports the engine's state once for all that changes together, and after its effects,
-because writing a status takes longer than they do.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Callable
 
 from engine.core import events as ev
 from engine.core.events import EngineEvent, Failed, State, WakingStep
-from engine.core.health import Signs
+from engine.core.health import Action, GenerationHealth, Patience, Signs, Unhealthy
 from engine.core.lifecycle import PARKED, IllegalEvent, Lifecycle
-from engine.core.relaunch import Death
+from engine.core.relaunch import Death, Relaunch
 from engine.messages import FaultReportMsg, HealthyMsg
+from engine.schema import EngineRelaunch
 from engine.supervisor import lock_side, state_file
 from engine.supervisor.cpu_share import CpuShare
-from engine.supervisor.history import EngineMetrics, History
+from engine.supervisor.history import EngineMetrics, History, is_meant
+from engine.supervisor.hub import EngineHub
 from engine.supervisor.incarnation import Incarnation
-from engine.supervisor.kv_layout import layout_of
-from engine.supervisor.leftovers import Leftovers, path_of
+from engine.supervisor.kv_layout import KvLayout
+from engine.supervisor.leftovers import Leftovers
 from engine.supervisor.lock_side import LISTENER_RETRY_MS, LockSide
 from engine.supervisor.settings import EngineSettings
 from engine.supervisor.state_file import serving_engine
-from engine.supervisor.timers import HealthWatch, Relauncher, Timers
 from lockserver.client import witness
 from plumbing.errors import InvariantError
 from plumbing.pod.messages import Tier
 from plumbing.pod.paths import engine_state
 from plumbing.service.clock import Clock
-from plumbing.service.events import EventLog
 from plumbing.service.procfs import CpuPressure
+from plumbing.text import duration
 
 # How often new processes are looked for, and orphans reaped.
 TICK_MS = 1_000.0
+# How often a dead engine checks whether another one has become active: often enough that loading
+# starts soon after, seldom enough not to disturb the takeover that it waits for.
+RELAUNCH_POLL_MS = 50.0
 
-# Who wakes an engine for which no gateway would let requests wait.
 
-
-class Engine:
+class Engine(EngineHub):
     """One engine, from its first launch until `exit` is set."""
 
     def __init__(self, settings: EngineSettings, clock: Clock) -> None:
-        self.settings = settings
-        self.clock = clock
-        self.log = EventLog(settings.engine, clock)
-        path = engine_state(settings.directory, settings.engine)
-        saved, self._saved_problem = state_file.load(path, Tier(settings.config["goal"]))
+        super().__init__(settings, clock)
+        directory, engine, config = settings.directory, settings.engine, settings.config
+        path = engine_state(directory, engine)
+        saved, self._saved_problem = state_file.load(path, Tier(config["goal"]))
         self.history = History(saved, self.log, clock)
-        self.metrics = EngineMetrics(settings.engine, settings.role, saved)
+        self.metrics = EngineMetrics(engine, settings.role, saved)
         self.log.subscribe(self.metrics.observe)
-        self.lifecycle = Lifecycle(saved.number, Tier(saved.goal), saved.newest)
+        newest = state_file.from_text(saved.generation)
+        self.lifecycle = Lifecycle(saved.number, Tier(saved.goal), newest)
         self.incarnation: Incarnation | None = None
         self.predecessor: str | None = None  # an earlier tree that holds up the first launch
         self.last_fault: FaultReportMsg | None = None
         self.machine_fault = ""  # what the last incarnation ended of, until one is prepared
+        self.verdict: str | None = None  # why there will be no relaunch
+        self.plan: EngineRelaunch | None = None  # what the next launch waits for
         self.exit: asyncio.Future[ev.Exit] = asyncio.get_running_loop().create_future()
-        self.changes = Changes()
+        self.listeners: list[Callable[[], object]] = []  # of `note`
         self.on_tick: Callable[[], object] = lambda: None
-        self.leftovers = Leftovers(path_of(settings.directory, settings.engine), self.log)
-        self.layout = layout_of(settings)
+        self.leftovers = Leftovers(directory, engine, self.log)
+        may_change = config["kv_change"]
+        self.layout = KvLayout(directory, engine, may_change=may_change, model=settings.model)
         self.pressure = CpuPressure()
         self.watch: HealthWatch | None = None  # while active
-        self._timers = Timers()
-        self._inbox: deque[EngineEvent] = deque()
-        self._is_handling = self._is_started = False
-        self.lock = LockSide(
-            settings,
-            self.log,
-            post=self.post,
-            on_loader=self._loader_granted,
-            after=self._timers.after,
-        )
+        self._is_started = False
+        self._noting: asyncio.Handle | None = None
+        self.lock = LockSide(self, self._loader_granted)
         if settings.is_remote:
             self.metrics.watch_lease(lambda: self.lock.client.lease)
-        self.relauncher = Relauncher(
-            settings, self.lock, self._timers, self.log, clock, self._launch
+        self._relaunch = Relaunch(
+            backoff_first_ms=config["backoff_first_ms"],
+            backoff_max_ms=config["backoff_max_ms"],
+            deaths_max=config["deaths_max"],
+            window_ms=config["deaths_window_ms"],
+            yield_ms=config["yield_ms"],
         )
 
     def start(self) -> None:
@@ -108,14 +105,16 @@ class Engine:
             return
         if before is None:
             self.log.record("engine.relaunch", self.predecessor, "warning")
-        self._timers.after("predecessor", lock_side.POLL_MS, self._launch_first)
+        self.after("predecessor", lock_side.POLL_MS, self._launch_first)
 
     def close(self) -> None:
         """End timers; a tree that still lives (only after a bug of ours) is killed."""
-        self.changes.close()
+        if self._noting is not None:
+            self._noting.cancel()
+            self._noted()
         if self.incarnation is not None:
             self.incarnation.tree.kill()
-        self._timers.close()
+        super().close()
         self.lock.listener.remove()
         self.layout.close()
         self.pressure.close()
@@ -127,26 +126,26 @@ class Engine:
             self.incarnation.cpus.tick(is_loading=is_loading, serving=self._serving)
         self.pressure.sample(self.clock.now_ms())
         self.on_tick()
-        self._timers.after("tick", TICK_MS, self._tick)
+        self.after("tick", TICK_MS, self._tick)
 
     def _serving(self) -> str | None:
         return serving_engine(self.settings.directory, self.settings.engine)
 
-    # ------------------------------------------------------------------ inbox and effects
+    def note(self) -> None:
+        """Something has changed: tell `listeners`, in their order, in the next turn of the event
+        loop. So they are told once of all that changes together, and after its effects, because
+        writing a status takes longer than they do."""
+        if self._noting is None:
+            self._noting = asyncio.get_running_loop().call_soon(self._noted)
 
-    def post(self, event: EngineEvent) -> None:
-        """Handle `event` after those posted before it."""
-        self._inbox.append(event)
-        if self._is_handling:
-            return
-        self._is_handling = True
-        try:
-            while self._inbox:
-                self._handle(self._inbox.popleft())
-        finally:
-            self._is_handling = False
+    def _noted(self) -> None:
+        self._noting = None
+        for listener in self.listeners:
+            listener()
 
-    def _handle(self, event: EngineEvent) -> None:
+    # ------------------------------------------------------------------ effects
+
+    def handle(self, event: EngineEvent) -> None:
         try:
             effects = self.lifecycle.handle(event)
         except IllegalEvent as error:
@@ -172,7 +171,7 @@ class Engine:
                 self._record(effect)
             case ev.KeepGoal():
                 self.history.asked_to_be(effect.goal, effect.by, effect.generation)
-                self.changes.note()
+                self.note()
             case ev.StartTree():
                 self._start_tree(effect)
             case ev.TellLockServer():
@@ -180,24 +179,29 @@ class Engine:
                     self.history.wanted()
                 named = self.incarnation if effect.names_incarnation else None
                 self.lock.tell(named, wants_active=effect.wants_active)
+            case ev.Ask(WakingStep.WAKE):
+                token = self.lifecycle.now.token
+                self.history.waking(token, is_other_known=self.lock.other is not None)
+                self._wake()
             case ev.Ask():
-                self._ask(effect.step)
+                self.history.asked(effect.step)
+                self._running.session.ask(effect.step)
             case ev.DrainBackend():
                 self.lock.listener.remove()
-                budget_ms = self.settings.budgets_ms[State.DRAINING]
-                self._running.drain(budget_ms, resume=effect.resume)
+                self._running.session.drain(resume=effect.resume)
             case ev.RestBackend():
-                budget_ms = self.settings.budgets_ms[State.RELEASING]
-                self._running.residency.rest(budget_ms, keep_kv=effect.keep_kv)
+                self._running.session.rest(keep_kv=effect.keep_kv)
             case ev.PlaceWeights():
-                self._running.place(is_away=effect.is_away)
+                self._running.session.place(is_away=effect.is_away)
             case ev.ShowTier():
-                self.changes.note()
+                self.note()
             case ev.Claim():
                 self.history.granted(effect.token)
                 self.lock.hold(effect.token)
-            case ev.Leave() | ev.Linger():
-                self.lock.succession.perform(effect)
+            case ev.Leave():
+                self.lock.leave(asks=effect.asks)
+            case ev.Linger():
+                self.lock.linger()
             case ev.HandBack():
                 self.history.wanted()
                 self.lock.hand_back(effect.token)
@@ -205,12 +209,12 @@ class Engine:
                 self.lock.listener.remove()
                 self._running.tree.kill()
             case ev.ScheduleRelaunch() if self._is_started:
-                self.relauncher.schedule()
+                self._launch_when_due()
             case ev.StayCold():
-                self.relauncher.cancel()
+                self._cancel_launch()
             case ev.Exit():
-                self.relauncher.cancel()
-                self._timers.cancel("predecessor")
+                self._cancel_launch()
+                self.cancel("predecessor")
                 if not self.exit.done():
                     self.exit.set_result(effect)
 
@@ -224,26 +228,18 @@ class Engine:
         """A transition: the one record of it, its budget, and the health checks of `active`."""
         budget_ms = self.settings.budgets_ms.get(record.target)
         self.history.moved(record, self.lifecycle.now, budget_ms)
-        self._timers.cancel("budget")
+        self.cancel("budget")
         if budget_ms is not None:
-            self._timers.after("budget", budget_ms, self._budget_spent)
+            self.after("budget", budget_ms, self._budget_spent)
         if self.watch is not None:
             self.watch.close()
             self.watch = None
         if record.target is State.ACTIVE:
-            self.watch = HealthWatch(
-                self.settings,
-                self._running,
-                self._timers,
-                self.clock,
-                look=self.signs,
-                on_answer=self._answered,
-                on_unhealthy=lambda reason: self.post(Failed("unhealthy", reason)),
-            )
+            self.watch = HealthWatch(self, self._running, self.signs, self._answered)
         if record.target is State.STANDBY:
             self._running.cpus.lift("prepared")
             self.machine_fault = ""
-        self.changes.note()
+        self.note()
 
     def _budget_spent(self) -> None:
         self.post(ev.BudgetSpent(self.history.budget_spent(self.lifecycle.state)))
@@ -253,14 +249,40 @@ class Engine:
     def _launch(self) -> None:
         self.post(ev.Launch(witness.new_incarnation(self.settings.engine)))
 
+    def _launch_when_due(self) -> None:
+        """Launch now or later."""
+        now_ms = self.clock.now_ms()
+        due = self._relaunch.due(now_ms, is_other_active=self._is_other_active())
+        rest_ms = due.at_ms - now_ms
+        if rest_ms <= 0:
+            self.plan = None
+            self._launch()
+            return
+        if self.plan is None or self.plan.reason != due.reason:
+            self.plan = EngineRelaunch(round(rest_ms), due.reason)
+            text = f"relaunch in at most {duration(rest_ms)}: {due.reason}"
+            data = {"in_ms": self.plan.in_ms, "reason": due.reason}
+            self.log.record("engine.relaunch", text, data=data)
+        self.after("relaunch", min(rest_ms, RELAUNCH_POLL_MS), self._launch_when_due)
+
+    def _cancel_launch(self) -> None:
+        self.cancel("relaunch")
+        self.plan = None
+
+    def _is_other_active(self) -> bool:
+        """A grant is not enough: the other engine has yet to wake. Its state file says when it has;
+        where that cannot be read, the pause simply lasts its full time."""
+        other = self.lock.other
+        return other is not None and state_file.is_active(
+            self.settings.directory, other.engine, other.token
+        )
+
     def _start_tree(self, effect: ev.StartTree) -> None:
         self.history.launched(effect.number)
         self.last_fault = None
         self.incarnation = Incarnation(
-            self.settings,
+            self,
             effect.incarnation,
-            post=self.post,
-            log=self.log,
             leftovers=self.leftovers,
             layout=self.layout,
             cpus=CpuShare(self.log, self._serving()),
@@ -273,38 +295,31 @@ class Engine:
         """The last process is reaped and the last message read."""
         gone, now, history = self._running, self.lifecycle.now, self.history
         self.incarnation, self.last_fault, self.machine_fault = None, gone.fault, gone.machine_fault
-        self._timers.cancel("budget")
+        self.cancel("budget")
         if not now.is_leaving:
-            is_meant = now.is_handed_over or now.shall.goal is Tier.COLD
             is_outside = gone.rehearsed_ms is not None or history.cause in ev.FROM_OUTSIDE
-            is_planned, is_machine = is_meant or is_outside, bool(gone.machine_fault)
+            is_planned, is_machine = is_meant(now) or is_outside, bool(gone.machine_fault)
             death = (now.reason, now.reached_standby, is_planned, is_machine)
-            self.relauncher.died(Death(self.clock.now_ms(), *death))
+            self._relaunch.died(Death(self.clock.now_ms(), *death))
+            self.verdict = self._relaunch.verdict()
         history.reaped(now, gone.rehearsed_ms)
-        self.post(ev.Reaped(self.relauncher.verdict))
-        self.changes.note()
+        self.post(ev.Reaped(self.verdict))
+        self.note()
 
     # ------------------------------------------------------------------ the lock, waking, health
-
-    def _ask(self, step: WakingStep) -> None:
-        if step is WakingStep.WAKE:
-            token = self.lifecycle.now.token
-            self.history.waking(token, is_other_known=self.lock.other is not None)
-            self._wake()
-        else:
-            self.history.asked(step)
-            self._running.ask(step)
 
     def _wake(self) -> None:
         """Ask for the wake once there are both a grant and the listening socket."""
         now, waking = self.lifecycle.now, self.incarnation
-        if now.step is WakingStep.WAKE and waking and not waking.residency.is_wake_asked:
-            listening, path = self.lock.listener.listen(), self.lock.listener.path
-            if listening is not None:
-                waking.wake(now.token, self.lock.era_of(now.token), listening, path)
-                self.metrics.woken(is_behind_gateway=path is not None)
-            else:
-                self._timers.after("listener", LISTENER_RETRY_MS, self._wake)
+        if now.step is not WakingStep.WAKE or waking is None or waking.session.is_wake_asked:
+            return
+        listening, path = self.lock.listener.listen(), self.lock.listener.path
+        if listening is None:
+            self.after("listener", LISTENER_RETRY_MS, self._wake)
+            return
+        era = self.lock.era_of(now.token)
+        waking.session.wake(now.token, era, listening, path, proven=waking.can_rest)
+        self.metrics.woken(is_behind_gateway=path is not None)
 
     def _loader_granted(self, incarnation: str, token: int) -> None:
         if self.incarnation is not None and self.incarnation.id == incarnation:
@@ -321,25 +336,77 @@ class Engine:
         self.metrics.healthy(healthy)
 
 
-class Changes:
-    """Tells `listeners`, in their order, in the next turn of the event loop."""
+def patience_of(settings: EngineSettings) -> Patience:
+    return Patience(settings.config["hang_ms"], settings.config["hang_alone_ms"])
 
-    def __init__(self) -> None:
-        self.listeners: list[Callable[[], object]] = []
-        self._due: asyncio.Handle | None = None
 
-    def note(self) -> None:
-        """Something has changed."""
-        if self._due is None:
-            self._due = asyncio.get_running_loop().call_soon(self._tell)
+class HealthWatch:
+    """One active period of one incarnation, until `close`: performs `core/health`.
+
+    It asks the backend, and reads what needs no answer: the counter of the progress page, the CPU
+    pressure, and whether another engine stands by (`look`).
+    """
+
+    def __init__(
+        self,
+        hub: EngineHub,
+        incarnation: Incarnation,
+        look: Callable[[], Signs],
+        on_answer: Callable[[HealthyMsg], None],
+    ) -> None:
+        config, self._clock = hub.settings.config, hub.clock
+        self._health = GenerationHealth(
+            self._clock.now_ms(),
+            patience=patience_of(hub.settings),
+            answer_ms=config["answer_ms"],
+            idle_canary_ms=config["idle_canary_ms"],
+        )
+        self._hub, self._session = hub, incarnation.session
+        self._look, self._on_answer = look, on_answer
+        self._is_over = False
+        self._tick()
 
     def close(self) -> None:
-        """Tell now what is due."""
-        if self._due is not None:
-            self._due.cancel()
-            self._tell()
+        """Ignore answers that still arrive."""
+        self._is_over = True
+        self._session.canaries.stop()
+        self._hub.cancel("health")
 
-    def _tell(self) -> None:
-        self._due = None
-        for listener in self.listeners:
-            listener()
+    @property
+    def late_ms(self) -> float:
+        """How late the backend's answer is; 0 while it is on time."""
+        return self._health.late_ms(self._clock.now_ms())
+
+    def _tick(self) -> None:
+        actions = self._health.tick(self._clock.now_ms(), self._look())
+        if isinstance(actions, Unhealthy):
+            self._fail(actions)
+            return
+        for action in actions:
+            if action is Action.ASK:
+                self._session.ask_health(self._answered)
+            else:
+                self._session.canaries.check(self._canary_done)
+        self._hub.after("health", self._health.next_ms() - self._clock.now_ms(), self._tick)
+
+    def _answered(self, healthy: HealthyMsg) -> None:
+        if not self._is_over:
+            self._on_answer(healthy)
+            now_ms = self._clock.now_ms()
+            self._go_on(self._health.answered(now_ms, healthy.in_flight, healthy.progress))
+
+    def _canary_done(self, ok: bool, detail: str) -> None:
+        if not self._is_over:
+            self._go_on(self._health.canary_done(self._clock.now_ms(), ok=ok, detail=detail))
+
+    def _go_on(self, verdict: Unhealthy | None) -> None:
+        if verdict is not None:
+            self._fail(verdict)
+        else:
+            self._tick()
+
+    def _fail(self, verdict: Unhealthy) -> None:
+        problem = self._session.canaries.problem
+        self.close()
+        reason = f"{verdict.reason}; {problem}" if problem else verdict.reason
+        self._hub.post(Failed("unhealthy", reason))

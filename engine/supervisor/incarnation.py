@@ -8,7 +8,6 @@ after its death has been seen.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
 import os
@@ -19,19 +18,18 @@ from engine import messages
 from engine.backends import process
 from engine.backends.process import MODEL_ENV, PROGRESS_ENV, ProgressPage
 from engine.core import events as ev
-from engine.core.events import EngineEvent, Failed, State, WakingStep
+from engine.core.events import EngineEvent, Failed
 from engine.core.health import ParkedHealth
 from engine.core.loading import Loading, LoadPermit
 from engine.supervisor.channel import BackendChannel
 from engine.supervisor.cpu_share import CpuShare
+from engine.supervisor.hub import EngineHub
 from engine.supervisor.kv_layout import KvLayout
 from engine.supervisor.leftovers import Leftovers
-from engine.supervisor.serving_session import Canaries, Placing, Residency
-from engine.supervisor.settings import EngineSettings
+from engine.supervisor.serving_session import ServingSession
 from engine.supervisor.tree import ProcessDeath, Tree
 from lockserver.client import witness
 from plumbing.errors import UnderstudyError, is_disk_fault
-from plumbing.service.events import EventLog
 from plumbing.service.process import parent_environment
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.messages import Message
@@ -41,7 +39,7 @@ LoadReply = Callable[[messages.LoadMsg], None]
 
 # How soon to check a prepared backend again. Another supervisor's writing takes 0.1 ms, a shortage
 # of descriptors longer.
-JUDGE_RETRY_S = 0.05
+JUDGE_RETRY_MS = 50.0
 
 # Asks glibc to back malloc with huge pages (madvise, which the kernel's usual setting allows; "The
 # GNU C Library", Memory Allocation Tunables; another libc ignores it). The fence waits for the
@@ -67,11 +65,9 @@ class Incarnation:
 
     def __init__(
         self,
-        settings: EngineSettings,
+        hub: EngineHub,
         incarnation_id: str,
         *,
-        post: Callable[[EngineEvent], None],
-        log: EventLog,
         leftovers: Leftovers,
         layout: KvLayout,
         cpus: CpuShare,
@@ -81,7 +77,8 @@ class Incarnation:
         """`on_loader` is called when the loader lock is wanted or no longer wanted."""
         self.id = incarnation_id
         self.witness_path: str | None = None
-        self.loading = Loading(settings.role)
+        self.witness_id = (0, 0)
+        self.loading = Loading(hub.settings.role)
         self.prepared: messages.PreparedMsg | None = None
         self.fault: messages.FaultReportMsg | None = None
         self.rehearsed_ms: float | None = None
@@ -89,28 +86,19 @@ class Incarnation:
         self.machine_fault = ""  # why it ends, if that is not its own fault
         self.cpus = cpus
         self.waiting: str | None = None  # what it waits for although the backend is prepared
-        self._settings = settings
-        self._post = post
-        self._log = log
-        self._leftovers = leftovers
-        self._layout = layout
-        self._on_gone = on_gone
-        self._on_loader = on_loader
-        self._is_over = False
-        self.witness_id = (0, 0)
-        self._loads: dict[int, LoadReply] = {}
         self.progress = ProgressPage()
+        self._hub, self._settings = hub, hub.settings
+        self._leftovers, self._layout = leftovers, layout
+        self._on_gone, self._on_loader = on_gone, on_loader
+        self._is_over = False
+        self._loads: dict[int, LoadReply] = {}
         self.tree = Tree(self._dying, self._died, self._settle)
         self.channel = BackendChannel(
             on_message=self._received,
             on_fault=functools.partial(self._fail, "backend_fault"),
             on_closed=self._channel_closed,
         )
-        self.canaries = Canaries(self.channel, log)
-        self.residency = Residency(
-            incarnation_id, self.channel, self.tree, self.canaries, post=post, log=log
-        )
-        self.placing = Placing(self.channel, post=post, log=log)
+        self.session = ServingSession(hub, incarnation_id, self.channel, self.tree)
         self._parked = ParkedHealth()
 
     # ------------------------------------------------------------------ its life
@@ -121,7 +109,7 @@ class Incarnation:
         try:
             self._start()
         except UnderstudyError as error:
-            self._post(Failed("cannot_start", error.message, error.exit_code))
+            self._hub.post(Failed("cannot_start", error.message, error.exit_code))
         except OSError as error:
             what = f"launch the backend with {self._settings.directory}"
             self._fail("cannot_start", no_descriptors(what, error).message, is_disk_fault(error))
@@ -140,7 +128,7 @@ class Incarnation:
                     lent[PROGRESS_ENV] = progress_end.fileno()
                 environ = self._environment(lent)
                 if not settings.is_remote:  # only a lock server on this host can try it
-                    environ |= self.residency.create(settings.directory)
+                    environ |= self.session.create(settings.directory)
                 with self.cpus.inherited():
                     self.tree.start(settings.command, environ, held, [*lent.values()])
 
@@ -164,36 +152,35 @@ class Incarnation:
     def tick(self, *, is_parked: bool) -> None:
         """Once a second: look for new processes, for what they hold, and whether they run."""
         self.tree.scan()
-        is_prepared = self.prepared is not None
-        self._leftovers.tick(self.tree.everyone(), is_prepared=is_prepared)
+        self._leftovers.tick(self.tree.everyone(), is_prepared=self.prepared is not None)
         verdict = self._parked.looked(self.tree.stopped() if is_parked else ())
         if verdict is not None:
-            self._post(Failed("stopped", verdict.reason))
+            self._hub.post(Failed("stopped", verdict.reason))
 
     def _dying(self, what: str) -> None:
-        self._post(Failed("child_exit", what))
+        self._hub.post(Failed("child_exit", what))
 
     def _died(self, death: ProcessDeath) -> None:
-        self.exit = death.describe()
-        self._log.record(
+        self.exit, is_rehearsed = death.describe(), self.rehearsed_ms is not None
+        self._hub.log.record(
             "engine.child_exit",
             self.exit,
-            "info" if self.rehearsed_ms is not None else "warning",
+            "info" if is_rehearsed else "warning",
             {
                 "child_pid": death.pid,
                 "name": death.name,
                 "signal": death.signal,
                 "exit_code": death.exit_code,
                 "incarnation": self.id,
-                "is_rehearsed": self.rehearsed_ms is not None,
+                "is_rehearsed": is_rehearsed,
             },
         )
         if self.fault is None:  # a fault report explains it better
-            self._post(Failed("child_exit", self.exit))
+            self._hub.post(Failed("child_exit", self.exit))
 
     def _channel_closed(self, reason: str) -> None:
         text = f"the channel to the backend was closed: {reason}"
-        self._log.record("engine.channel", text, "debug", {"incarnation": self.id})
+        self._hub.log.record("engine.channel", text, "debug", {"incarnation": self.id})
         self._settle()
 
     def _settle(self) -> None:
@@ -203,13 +190,14 @@ class Incarnation:
             if self._settings.is_remote and self.witness_path is not None:
                 with contextlib.suppress(OSError):  # then the next supervisor does
                     witness.discard(self.witness_path, *self.witness_id)  # no server here will
-            self.placing.stop()
+            self._hub.cancel("prepared")
+            self.session.stop()
             self._on_gone()
             self.progress.close()
 
     def _fail(self, cause: str, text: str, is_machine: bool) -> None:
         self.machine_fault = text if is_machine else self.machine_fault
-        self._post(Failed(ev.MACHINE_FAULT if is_machine else cause, text))
+        self._hub.post(Failed(ev.MACHINE_FAULT if is_machine else cause, text))
 
     # ------------------------------------------------------------------ what the backend reports
 
@@ -222,32 +210,34 @@ class Incarnation:
                 self.broken(message)
             case _:
                 text = f"the backend sent {message.TYPE} without a request"
-                self._post(Failed("backend_fault", text))
+                self._hub.post(Failed("backend_fault", text))
 
     def broken(self, fault: messages.FaultReportMsg) -> None:
         """A process of the backend reports why it ends. The first report counts: those that follow,
         from its parents, are about losing it."""
         if self.fault is None:
-            self._post(self._failed("backend_fault", fault))
+            self._hub.post(self._failed("backend_fault", fault))
 
     def _failed(self, cause: str, fault: messages.FaultReportMsg) -> Failed:
         self.fault = fault
         data = {"error_code": fault.code, "permanent": fault.permanent}
-        self._log.record("engine.fault", fault.message, "error", data)
+        self._hub.log.record("engine.fault", fault.message, "error", data)
         if fault.is_machine:
             cause, self.machine_fault = ev.MACHINE_FAULT, fault.message
         return Failed(cause, fault.message, fault.exit_code if fault.permanent else None)
 
+    @property
+    def can_rest(self) -> bool:
+        """Whether it can give its KV memory back and be woken again, which must be provable."""
+        return self.prepared is not None and self.prepared.can_rest and self.session.is_provable
+
     def _judge(self) -> None:
-        if self._is_over:
-            return
         verdict = self._judge_prepared()
+        self.waiting = verdict if isinstance(verdict, str) else None
         if isinstance(verdict, str):
-            self.waiting = verdict
-            asyncio.get_running_loop().call_later(JUDGE_RETRY_S, self._judge)
+            self._hub.after("prepared", JUDGE_RETRY_MS, self._judge)
         else:
-            self.waiting = None
-            self._post(verdict)
+            self._hub.post(verdict)
 
     def _judge_prepared(self) -> EngineEvent | str:
         """Whether it may stand by: every rank has its weights, every process holds the witness, and
@@ -269,67 +259,27 @@ class Incarnation:
         except UnderstudyError as error:
             return self._failed("kv_differs", process.fault_report(error))
         if self._layout.note not in (None, before):
-            self._log.record("engine.kv_layout", self._layout.note or "", "warning")
+            self._hub.log.record("engine.kv_layout", self._layout.note or "", "warning")
         can_offload = self.can_rest and self.prepared.can_offload
         return ev.Prepared(self.can_rest, can_offload) if is_agreed else self._layout.waits_for
-
-    # ------------------------------------------------------------------ what it is asked
-
-    @property
-    def can_rest(self) -> bool:
-        """Whether it can give its KV memory back and be woken again, which must be provable."""
-        return self.prepared is not None and self.prepared.can_rest and self.residency.is_provable
-
-    def wake(self, token: int, era: str, listener: OwnedFd, private_path: str | None) -> None:
-        """As `Residency`'s; `era` is that of `token`."""
-        wake = messages.WakeMsg(token, self._settings.engine, era)
-        self.placing.stop()
-        self.residency.wake(wake, listener, private_path, proven=self.can_rest)
-
-    def ask(self, step: WakingStep) -> None:
-        if step is WakingStep.CANARY:
-            self.canaries.gate(self._gate)
-        elif step is WakingStep.SERVE:
-            serve = messages.ServeMsg()
-            self.channel.ask(serve, messages.ServingMsg, lambda reply: self._post(ev.Serving()))
-
-    def _gate(self, ok: bool, detail: str) -> None:
-        if ok:
-            self._post(ev.CanaryPassed())
-        else:
-            self._post(Failed("canary_failed", f"the canary failed: {detail or 'wrong tokens'}"))
-
-    def ask_health(self, on_reply: Callable[[messages.HealthyMsg], None]) -> None:
-        self.channel.ask(messages.HealthMsg(), messages.HealthyMsg, on_reply)
-
-    def place(self, *, is_away: bool) -> None:
-        """As `Placing`'s; it maps what a wake would map."""
-        self.placing.place(self._settings.budgets_ms[State.WAKING], is_away=is_away)
-
-    def drain(self, budget_ms: int, *, resume: bool) -> None:
-        drain = messages.DrainMsg(budget_ms, resume)
-        self.channel.ask(drain, messages.DrainedMsg, lambda reply: self._post(ev.Drained()))
 
     # ------------------------------------------------------------------ access to the weights
 
     def may_load(self, rank: int, ranks: int, reply: LoadReply) -> None:
         """Call `reply` once `rank` may load its weights."""
         self._loads[rank] = reply
-        permits = self.loading.asked(rank, ranks)
-        self._on_loader()
-        self._permit(permits)
+        self._permit(self.loading.asked(rank, ranks))
 
     def loader_granted(self, token: int) -> None:
-        permits = self.loading.granted(token)
-        self._on_loader()
-        self._permit(permits)
+        self._permit(self.loading.granted(token))
 
     def attached(self, rank: int, identity: dict[str, Any], place: str = "") -> None:
         objection = self.loading.attached(rank, identity, place)
         if objection is not None:
-            self._post(Failed("identity_mismatch", objection))
+            self._hub.post(Failed("identity_mismatch", objection))
         self._on_loader()
 
     def _permit(self, permits: list[LoadPermit]) -> None:
+        self._on_loader()
         for permit in permits:
             self._loads.pop(permit.rank)(messages.LoadMsg(permit.mode, permit.token))

@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
-from dataclasses import asdict, dataclass
 
-from engine.supervisor.settings import EngineSettings
+import msgspec
+
 from plumbing.errors import UsageError, is_shortage
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.sockets import no_descriptors
@@ -25,8 +24,7 @@ NAME = "kv_layout.json"
 RECORD_BYTES_MAX = 4096  # an engine's id is short: a longer file is not ours
 
 
-@dataclass(frozen=True, slots=True)
-class KvRecord:
+class KvRecord(msgspec.Struct, frozen=True):
     """`engine` prepared a KV cache of `kv_bytes`, over all its `ranks`."""
 
     kv_bytes: int
@@ -113,15 +111,6 @@ class KvLayout:
             _write(self._fd, mine)
 
 
-def layout_of(settings: EngineSettings) -> KvLayout:
-    return KvLayout(
-        settings.directory,
-        settings.engine,
-        may_change=settings.config["kv_change"],
-        model=settings.model,
-    )
-
-
 def _differs(mine: KvRecord, agreed: KvRecord) -> UsageError:
     return UsageError(
         "engine.kv_differs",
@@ -129,8 +118,8 @@ def _differs(mine: KvRecord, agreed: KvRecord) -> UsageError:
         f" {agreed}, set by {agreed.engine}: give every engine the same size"
         " (--kv-cache-memory-bytes of vLLM; --kv-bytes, --slots and --max-context of the reference"
         " backend), or pass --kv-change to `engine run` for an upgrade",
-        mine=asdict(mine),
-        theirs=asdict(agreed),
+        mine=msgspec.structs.asdict(mine),
+        theirs=msgspec.structs.asdict(agreed),
     )
 
 
@@ -145,9 +134,8 @@ def _lock(fd: OwnedFd, kind: int) -> bool:
 def _read(fd: OwnedFd) -> KvRecord | None:
     """The record; None where it is not valid."""
     try:
-        found = json.loads(os.pread(fd.fileno(), RECORD_BYTES_MAX, 0))
-        return KvRecord(int(found["kv_bytes"]), int(found["ranks"]), str(found["engine"]))
-    except (ValueError, TypeError, KeyError):
+        return msgspec.json.decode(os.pread(fd.fileno(), RECORD_BYTES_MAX, 0), type=KvRecord)
+    except msgspec.MsgspecError:
         return None
 
 
@@ -155,4 +143,4 @@ def _write(fd: OwnedFd, record: KvRecord) -> None:
     """In place, since the flocks are on this very file. A write that fails leaves an empty file,
     which binds no one, rather than another engine's record."""
     os.ftruncate(fd.fileno(), 0)
-    os.pwrite(fd.fileno(), json.dumps(asdict(record)).encode() + b"\n", 0)
+    os.pwrite(fd.fileno(), msgspec.json.encode(record) + b"\n", 0)

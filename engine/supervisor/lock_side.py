@@ -12,9 +12,9 @@ is told to end, no engine confirms.
 
 *Sockets.* The backend gets a private socket, bound anew for each wake. Its copy is the only one, so
 its death breaks every connection that it has not accepted, at once; `remove` then unlinks the file.
-With a TCP lock server there is no gateway: the supervisor binds the engine's own address when the
-engine wakes and closes it once it is reaped, so clients of an inactive engine are refused, not kept
-waiting. Over TCP the supervisor also looks for what an earlier supervisor of it left behind.
+With a TCP lock server there is no gateway, and the socket is at the engine's own address: clients
+of an inactive engine are refused, not kept waiting. Over TCP the supervisor also looks for what an
+earlier supervisor of the engine left behind.
 """
 
 from __future__ import annotations
@@ -24,26 +24,16 @@ import os
 import re
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
 
-from engine.core.events import (
-    EngineEvent,
-    Failed,
-    Granted,
-    HandOver,
-    Leave,
-    Linger,
-    OtherGranted,
-    Succession,
-)
+from engine.core.events import Failed, Granted, HandOver, OtherGranted, Succession
+from engine.schema import EngineOther
+from engine.supervisor.hub import EngineHub
 from engine.supervisor.incarnation import Incarnation
-from engine.supervisor.settings import EngineSettings
 from lockserver.client import LockCallbacks, LockClient, witness
 from lockserver.client import messages as lock_messages
 from plumbing.errors import UnderstudyError, is_shortage
 from plumbing.pod.models import ACTIVE
 from plumbing.service import procfs
-from plumbing.service.events import EventLog
 from plumbing.text import duration
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.sockets import no_descriptors
@@ -56,56 +46,38 @@ FATAL_REFUSALS = {
     "lock.witness_unproven": "witness_unproven",
     "lock.bad_want": "hand_over_refused",  # nothing else that this side sends can be refused so
 }
-
-
 # How soon to try again to get the listening socket: the last engine may hold the service address
 # for a moment, or there is no descriptor left.
 LISTENER_RETRY_MS = 50.0
-
-_Want = tuple[str | None, tuple[str, ...], dict[str, int], str, dict[str, int]]
-
-
-@dataclass(frozen=True, slots=True)
-class Other:
-    """The last known grant of `active` to another engine."""
-
-    engine: str
-    token: int
+# A host tells all processes of a pod to end within milliseconds of each other; on a busy machine a
+# process needs more to notice. The streams run on meanwhile.
+SETTLE_MS = 200.0
+# For the answer: `SETTLE_MS` and the time of a busy machine. Without one streams are finished.
+ANSWER_MS = 1_000.0
+# A gateway asks an engine within some 100 ms of its grant for the streams that wait for it.
+LINGER_MS = 1_000.0
 
 
 class LockSide:
-    """Reports through `post` (events of the lifecycle) and two plain callbacks."""
+    """Posts what the lock server reports."""
 
-    def __init__(
-        self,
-        settings: EngineSettings,
-        events: EventLog,
-        *,
-        post: Callable[[EngineEvent], None],
-        on_loader: Callable[[str, int], None],
-        after: Callable[[str, float, Callable[[], None]], None],
-    ) -> None:
-        self.other: Other | None = None
+    def __init__(self, hub: EngineHub, on_loader: Callable[[str, int], None]) -> None:
+        """`on_loader` gets the grants of the loader lock: incarnation and token."""
+        settings = hub.settings
+        self.other: EngineOther | None = None  # the last known grant to another engine
         self.has_standby = False  # as far as is known: another engine could be granted `active`
-        self._continues = False  # … and the next one can continue this one's streams
-        self.succession = SuccessionSide(post, after, self.repeat)
-        self.listener: PrivateSocket | OwnListener = PrivateSocket(settings.private_path)
-        self.address: str | None = None  # where clients connect
-        if settings.is_remote:
-            assert settings.service_address is not None  # or `settle` had refused
-            self.listener = OwnListener(settings.service_address)
-            self.address = self.listener.name
+        self.is_continued = False  # … and could continue this one's streams in a drain
+        path = None if settings.is_remote else settings.private_path
+        self.listener = BackendListener(path, settings.service_address)
+        self.address = self.listener.name  # where clients connect
+        self._hub, self._on_loader = hub, on_loader
         self._refusal: str | None = None
-        self._engine = settings.engine
         self._active, self._loader = settings.active_lock, settings.loader_lock
-        self._events = events
-        self._post = post
-        self._on_loader = on_loader
-        self._sent: tuple[_Want, bool, int] | None = None
-        self._incarnation: Incarnation | None = None
-        self._wants_active = False
+        self._named: Incarnation | None = None
+        self._wants_active = self._is_leaving = False
         self._token = 0
         self._over = 0  # the last token that this incarnation has handed over in place
+        self._succeeds = 0  # the token of the holder that this engine vouches for
         self.client = LockClient(
             settings.lockserver_socket,
             LockCallbacks(
@@ -128,11 +100,6 @@ class LockSide:
         """What keeps this engine from getting the lock, or from serving under it."""
         return self._refusal or self.client.unreachable or self.listener.problem
 
-    @property
-    def is_continued(self) -> bool:
-        """Whether a drain may leave streams to the next engine."""
-        return self._continues
-
     def era_of(self, token: int) -> str:
         """The era of a token under which `active` was granted."""
         return self.client.era_of(self._active, token)
@@ -141,10 +108,10 @@ class LockSide:
 
     def tell(self, incarnation: Incarnation | None, *, wants_active: bool) -> None:
         """`incarnation` is what runs now, None once it is reaped."""
-        if incarnation is not self._incarnation:
+        if incarnation is not self._named:
             self._over = 0
-        self._incarnation, self._wants_active, self._token = incarnation, wants_active, 0
-        self.has_standby = self._continues = False
+        self._named, self._wants_active, self._token = incarnation, wants_active, 0
+        self.has_standby = self.is_continued = False
         if incarnation is None:
             self.listener.remove()
         self.repeat()
@@ -158,33 +125,51 @@ class LockSide:
         """This incarnation will never serve under `token` again, and waits for the lock anew. It
         is said for the rest of its life."""
         self._over = token
-        self.tell(self._incarnation, wants_active=True)
+        self.tell(self._named, wants_active=True)
 
     def repeat(self) -> None:
-        """Send the want if it differs from the last one."""
-        named = self._incarnation
+        """Say what is wanted now; the client sends it if it is new."""
+        named, leaving = self._named, (self._is_leaving, self._succeeds)
         if named is None:
-            want: _Want = (None, (), {}, "", {})
-        else:
-            wanted = {self._active: self._wants_active, self._loader: named.loading.wants_loader}
-            tokens = {self._active: self._token, self._loader: named.loading.token}
-            if self.succession.is_leaving:  # it keeps what it has, and waits for nothing
-                wanted = {lock: wanted[lock] and tokens[lock] > 0 for lock in wanted}
-            want = (
-                named.id,
-                tuple(lock for lock, is_wanted in wanted.items() if is_wanted),
-                {lock: token for lock, token in tokens.items() if token},
-                named.prepared.continuation if named.prepared is not None else "",
-                {self._active: self._over} if self._over else {},
-            )
-        leaving, succeeds = self.succession.is_leaving, self.succession.succeeds
-        if (want, leaving, succeeds) != self._sent:
-            self._sent = want, leaving, succeeds
-            incarnation, locks, held, continuation, over = want
-            witness = named.witness_path if named else None
-            self.client.set_want(
-                *(incarnation, witness, locks, held, continuation, over), leaving, succeeds
-            )
+            self.client.set_want(None, None, (), {}, "", {}, *leaving)
+            return
+        wanted = {self._active: self._wants_active, self._loader: named.loading.wants_loader}
+        tokens = {self._active: self._token, self._loader: named.loading.token}
+        held = {lock: token for lock, token in tokens.items() if token}
+        # One that leaves keeps what it has, and waits for nothing.
+        locks = [lock for lock in wanted if wanted[lock] and (lock in held or not leaving[0])]
+        continuation = named.prepared.continuation if named.prepared is not None else ""
+        over = {self._active: self._over} if self._over else {}
+        self.client.set_want(
+            *(named.id, named.witness_path, locks, held, continuation, over), *leaving
+        )
+
+    # ------------------------------------------------------------------ succession
+
+    def leave(self, *, asks: bool) -> None:
+        """Say that this engine was told to end; `asks`: `Succession` follows."""
+        self._is_leaving, self._succeeds = True, 0
+        if asks:
+            self._hub.after("succession", ANSWER_MS, lambda: self._settled(resume=False))
+        self.repeat()
+
+    def linger(self) -> None:
+        """Wait for streams that wait for this engine."""
+        self._hub.after("succession", LINGER_MS, lambda: self._settled(resume=False))
+
+    def _settled(self, *, resume: bool) -> None:
+        """There is an answer: whether a successor stays. Ignored where none is waited for."""
+        self._hub.post(Succession(resume))
+
+    def _leaving(self, lock: str, token: int) -> None:
+        """The holder under `token` was told to end: was this engine, too?"""
+        if lock == self._active and not self._is_leaving and token != self._succeeds:
+            self._hub.after("vouch", SETTLE_MS, lambda: self._vouch(token))
+
+    def _vouch(self, token: int) -> None:
+        if not self._is_leaving:
+            self._succeeds = token
+            self.repeat()
 
     # ------------------------------------------------------------------ what the server reports
 
@@ -192,25 +177,21 @@ class LockSide:
         engine = incarnation.rpartition("-")[0]
         if lock == self._loader:
             self._on_loader(incarnation, token)
-        elif lock == self._active and engine == self._engine:
-            self._post(Granted(incarnation, token))
+        elif lock == self._active and engine == self._hub.settings.engine:
+            self._hub.post(Granted(incarnation, token))
         elif lock == self._active:
-            self.other = Other(engine, token)
-            self._post(OtherGranted(engine, token))
-
-    def _leaving(self, lock: str, token: int) -> None:
-        if lock == self._active:
-            self.succession.may_succeed(token)
+            self.other = EngineOther(engine, token)
+            self._hub.post(OtherGranted(engine, token))
 
     def _standby(self, news: lock_messages.StandbyMsg) -> None:
         if news.lock == self._active:
-            self.has_standby, self._continues = news.is_ready, news.continues
+            self.has_standby, self.is_continued = news.is_ready, news.continues
             if news.is_settled:
-                self.succession.settled(resume=self.is_continued)
+                self._settled(resume=self.is_continued)
 
     def _hand_over(self, lock: str, incarnation: str, to: str, resume: bool) -> None:
         if lock == self._active:
-            self._post(HandOver(incarnation, to, resume))
+            self._hub.post(HandOver(incarnation, to, resume))
 
     def _lent(self, lock: str, address: str) -> None:
         if lock == ACTIVE:
@@ -218,205 +199,111 @@ class LockSide:
 
     def _connected(self) -> None:
         self._refusal = None
-        self._events.record("engine.lock", "connected to the lock server", data={"connected": True})
+        text = "connected to the lock server"
+        self._hub.log.record("engine.lock", text, data={"connected": True})
 
     def _lost(self, reason: str) -> None:
         # No engine is granted a lock by a server that is away.
-        self.has_standby = self._continues = False
-        self.succession.settled(resume=False)
+        self.has_standby = self.is_continued = False
+        self._settled(resume=False)
         lease = self.client.lease
         how_long = "continuing"
         if lease is not None and lease["is_held"]:
             how_long = f"continuing for {duration(lease['valid_for_ms'])} under the lease"
-        self._events.record(
-            "engine.lock",
-            f"lost the lock server ({reason}); {how_long} and reconnecting",
-            "warning",
-            {"connected": False},
-        )
+        text = f"lost the lock server ({reason}); {how_long} and reconnecting"
+        self._hub.log.record("engine.lock", text, "warning", {"connected": False})
 
     def _refused(self, error: UnderstudyError) -> None:
         self._refusal = error.message
         data = {"error_code": error.code}
-        self._events.record("engine.lock", f"refused: {error.message}", "error", data)
+        self._hub.log.record("engine.lock", f"refused: {error.message}", "error", data)
         cause = FATAL_REFUSALS.get(error.code)
         if cause is not None and self._wants_active:
             self._end(cause, error.message)
 
     def _end(self, cause: str, reason: str) -> None:
-        if self._incarnation is not None:
-            self._post(Failed(cause, reason))
+        if self._named is not None:
+            self._hub.post(Failed(cause, reason))
 
 
-# A host tells all processes of a pod to end within milliseconds of each other; on a busy machine a
-# process needs more to notice. The streams run on meanwhile.
-SETTLE_MS = 200.0
-# For the answer: `SETTLE_MS` and the time of a busy machine. Without one streams are finished.
-ANSWER_MS = 1_000.0
-# A gateway asks an engine within some 100 ms of its grant for the streams that wait for it.
-LINGER_MS = 1_000.0
+BACKLOG = 4096  # as the lock server's: net.core.somaxconn's default
 
 
-class SuccessionSide:
-    """One supervisor's part in it; it posts `Succession`."""
+class BackendListener:
+    """The socket that the backend accepts from, bound anew for each wake. `problem` is why it could
+    not be bound at the last attempt."""
 
-    def __init__(
-        self,
-        post: Callable[[EngineEvent], None],
-        after: Callable[[str, float, Callable[[], None]], None],
-        on_change: Callable[[], None],
-    ) -> None:
-        """`after(name, ms, callback)` starts a timer; `on_change`: the want has changed."""
-        self.is_leaving = False
-        self.succeeds = 0  # the token of the holder that it vouches for
-        self._post, self._after, self._on_change = post, after, on_change
-
-    def perform(self, effect: Leave | Linger) -> None:
-        """Say that this engine leaves, or wait for streams that wait for it."""
-        if isinstance(effect, Linger):
-            self._after("succession", LINGER_MS, lambda: self.settled(resume=False))
-            return
-        self.is_leaving, self.succeeds = True, 0
-        if effect.asks:
-            self._after("succession", ANSWER_MS, lambda: self.settled(resume=False))
-        self._on_change()
-
-    def settled(self, *, resume: bool) -> None:
-        """There is an answer: whether a successor stays. Ignored where none is waited for."""
-        self._post(Succession(resume))
-
-    def may_succeed(self, token: int) -> None:
-        """The holder under `token` was told to end: was this engine, too?"""
-        if not self.is_leaving and token != self.succeeds:
-            self._after("vouch", SETTLE_MS, lambda: self._vouch(token))
-
-    def _vouch(self, token: int) -> None:
-        if not self.is_leaving:
-            self.succeeds = token
-            self._on_change()
-
-
-class PrivateSocket:
-    """Where the backend answers the gateway. `problem` is why it could not be bound at the last
-    attempt."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
+    def __init__(self, path: str | None, address: TcpAddress | None = None) -> None:
+        """`path`: of the private socket, for a gateway. Else `address`, for clients, with a numeric
+        host."""
+        self.path, self._address = path, address
+        self.name = str(address).partition("://")[2] if address is not None else None  # HOST:PORT
         self.problem: str | None = None
         self._is_ours = False
 
     def listen(self) -> OwnedFd | None:
-        """A fresh listening socket at `path`, in place of any other; None if there cannot be one
-        for now: ask again."""
+        """The only copy of a fresh listening socket, in place of any other at `path`; None if there
+        cannot be one for now: ask again."""
         self.remove_leftover()
         try:
-            listening = _listen(self.path)
+            listening = self._bind()
         except OSError as error:
-            self.problem = self._why(error)
+            if self.path is not None or self.problem is None:  # who holds a port is seen slowly
+                self.problem = self._why(error)
             return None
-        self._is_ours = True
+        self.problem, self._is_ours = None, True
         return listening
 
     def remove(self) -> None:
         """Let nobody connect any more. Harmless to repeat. What we have not bound stays: a second
         supervisor of this engine, which is refused, must not take the first one's away."""
+        self.problem = None
         if self._is_ours:
             self.remove_leftover()
 
     def remove_leftover(self) -> None:
         """Unlink what is at `path`, whoever bound it: only for the engine's one supervisor."""
-        self.problem, self._is_ours = None, False
-        with contextlib.suppress(OSError):  # then `listen` fails, with the reason
-            os.unlink(self.path)
+        self._is_ours = False
+        if self.path is not None:
+            with contextlib.suppress(OSError):  # then `listen` fails, with the reason
+                os.unlink(self.path)
 
-    def _why(self, error: OSError) -> str:
-        if is_shortage(error):
-            return no_descriptors("open the private socket", error).message
-        return (
-            f"cannot listen on {self.path}: {error.strerror}; retrying until the waking budget is"
-            " spent; make the directory writable, and remove whatever else has that name"
-        )
-
-
-def _listen(path: str) -> OwnedFd:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as sock:
-        umask = os.umask(0o177)  # 0600 from the moment it exists
-        try:
-            sock.bind(path)
-        finally:
-            os.umask(umask)
-        sock.listen(BACKLOG)
-        return OwnedFd(sock.detach())
-
-
-BACKLOG = 4096  # as the lock server's: net.core.somaxconn's default
-POLL_MS = 100.0  # between two looks at witnesses; holders usually end in milliseconds, or never
-
-
-class OwnListener:
-    """Where the backend answers clients, with a lock over TCP; as `PrivateSocket`."""
-
-    path = None
-
-    def __init__(self, address: TcpAddress) -> None:
-        """`address` has a numeric host."""
-        self.problem: str | None = None
-        self._address = address
-        self._sock: socket.socket | None = None
-
-    @property
-    def name(self) -> str:
-        """HOST:PORT, for display."""
-        return str(self._address).partition("://")[2]
-
-    def listen(self) -> OwnedFd | None:
-        """A copy of the listening socket, which is bound now if it is not yet; None if it cannot
-        be for now: ask again."""
-        try:
-            if self._sock is None:
-                self._sock = self._bind()
-            copy = OwnedFd(os.dup(self._sock.fileno()))
-        except OSError as error:
-            if self.problem is None:  # finding who holds the port takes a while
-                self.problem = self._why(error)
-            return None
-        self.problem = None
-        return copy
-
-    def remove_leftover(self) -> None:
-        """A port leaves nothing behind."""
-
-    def remove(self) -> None:
-        """Refuse new clients at once: no other engine accepts here. Harmless to repeat."""
-        if self._sock is not None:
-            self._sock.close()
-            self._sock = None
-        self.problem = None
-
-    def _bind(self) -> socket.socket:
-        name = (self._address.host, self._address.port)  # a numeric host: nothing is resolved
-        family = socket.AF_INET6 if ":" in self._address.host else socket.AF_INET
-        sock = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            # Connections of the last engine may still be in TIME_WAIT; a second listener is refused
-            # all the same.
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind(name)
+    def _bind(self) -> OwnedFd:
+        family, place = socket.AF_UNIX, self.path or ""
+        if self._address is not None:
+            place = (self._address.host, self._address.port)  # numeric: nothing is resolved
+            family = socket.AF_INET6 if ":" in self._address.host else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as sock:
+            if self._address is not None:
+                # Connections of the last engine may still be in TIME_WAIT; a second listener is
+                # refused all the same.
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            umask = os.umask(0o177)  # 0600 from the moment it exists
+            try:
+                sock.bind(place)
+            finally:
+                os.umask(umask)
             sock.listen(BACKLOG)
-        except BaseException:
-            sock.close()
-            raise
-        return sock
+            return OwnedFd(sock.detach())
 
     def _why(self, error: OSError) -> str:
         if is_shortage(error):
             return no_descriptors("open the listening socket", error).message
+        retries = "retrying until the waking budget is spent;"
+        if self._address is None:
+            return (
+                f"cannot listen on {self.path}: {error.strerror}; {retries} make the directory"
+                " writable, and remove whatever else has that name"
+            )
         pid = procfs.listener_pid(self._address.port)
         who = f"; pid {pid} ({procfs.name(pid)}) listens on that port" if pid else ""
         return (
-            f"cannot listen on {self.name}: {error.strerror}{who}; retrying until the waking budget"
-            " is spent; stop that process, or choose another --service-address"
+            f"cannot listen on {self.name}: {error.strerror}{who}; {retries} stop that process, or"
+            " choose another --service-address"
         )
+
+
+POLL_MS = 100.0  # between two looks at witnesses; holders usually end in milliseconds, or never
 
 
 def predecessor(directory: str, engine: str) -> str | None:

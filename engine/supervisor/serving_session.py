@@ -1,5 +1,5 @@
-"""What one incarnation holds while it is awake: KV memory, a socket, and the proof of both; the
-canaries that test it; and where its weights are.
+"""What a supervisor asks of one incarnation's backend, and what must be true of the answers: the
+wake, the canaries, the rest, and where the weights are.
 
 Owns the serving file and what must be true of it (docs/lock.md, H15 and H18): between waking and
 serving every process of the backend holds it, and after a sleep none does. Does not know the
@@ -24,59 +24,57 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable
-from typing import Any
 
 import msgspec
 
 from engine import messages
 from engine.backends import process
 from engine.core import events as ev
-from engine.core.events import EngineEvent, Failed
+from engine.core.events import Failed, State, WakingStep
 from engine.messages import CanaryMsg, RunCanaryMsg
+from engine.schema import EngineLastCanary
 from engine.supervisor.channel import BackendChannel
+from engine.supervisor.hub import EngineHub
 from engine.supervisor.tree import Tree
 from lockserver.client import serving
 from plumbing import gateway_protocol as hop
 from plumbing.errors import is_shortage
 from plumbing.service import procfs
-from plumbing.service.clock import SystemClock, rfc3339
+from plumbing.service.clock import rfc3339
 from plumbing.service.events import EventLog
 from plumbing.text import size
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.sockets import no_descriptors
 
 # How soon to look at the serving file again: a fork until its exec takes a few milliseconds.
-LOOK_AGAIN_S = 0.01
+LOOK_AGAIN_MS = 10.0
 NOTHING_OVER = 0  # look at the serving file without sealing it: only the lock server does that
+# A copy of the weights is made within seconds of the first load. Later, what is in the way may stay
+# for hours, and vLLM's workers spin for a second after every question.
+AGAIN_MS_MIN = 1_000.0
+AGAIN_MS_MAX = 16_000.0
 
 
-class Residency:
-    """Of the incarnation `id`, from its launch until it is reaped; posts `Woken`, `Rested` and what
-    failed."""
+class ServingSession:
+    """Of the incarnation `id`, from its launch until it is reaped; posts what its backend did and
+    what failed."""
 
     def __init__(
-        self,
-        incarnation: str,
-        channel: BackendChannel,
-        tree: Tree,
-        canaries: Canaries,
-        *,
-        post: Callable[[EngineEvent], None],
-        log: EventLog,
+        self, hub: EngineHub, incarnation: str, channel: BackendChannel, tree: Tree
     ) -> None:
         self.woken: messages.WokenMsg | None = None
         self.is_wake_asked = False
         self.problem: str | None = None  # why what the backend reported does not count yet
-        self._incarnation = incarnation
-        self._channel = channel
-        self._tree = tree
-        self._canaries = canaries
-        self._post = post
-        self._log = log
+        self.note = ""  # why the weights are not away, or their memory is not free
+        self.canaries = Canaries(channel, hub.log)
+        self._hub, self._incarnation = hub, incarnation
+        self._channel, self._tree = channel, tree
         self._path: str | None = None
         self._file: serving.ServingFile | None = None
-        self._clock = SystemClock()
         self._asked_ms = 0.0
+        self._wants_away = False
+        self._again_ms = AGAIN_MS_MIN
+        self._placings = 0  # requests so far; only the last one's answer counts
 
     def create(self, directory: str) -> dict[str, str]:
         """Make the serving file; the environment that tells the backend of it.
@@ -95,29 +93,36 @@ class Residency:
         """Whether the end of serving can be proven while the processes live."""
         return self._file is not None
 
-    @property
-    def private_path(self) -> str | None:
-        """Since the wake, and behind a gateway: where the backend serves."""
-        return self._canaries.private_path
+    def stop(self) -> None:
+        """The backend is gone."""
+        self._hub.cancel("serving file")
+        self._stop_placing()
 
-    # ------------------------------------------------------------------ waking
+    def _budget_ms(self, state: State) -> int:
+        return self._hub.settings.budgets_ms[state]
+
+    # ------------------------------------------------------------------ waking and serving
 
     def wake(
-        self, wake: messages.WakeMsg, listener: OwnedFd, private_path: str | None, *, proven: bool
+        self, token: int, era: str, listener: OwnedFd, private_path: str | None, *, proven: bool
     ) -> None:
         """Takes `listener`, the socket that the backend will accept from; behind a gateway it is
-        the private one, at `private_path`. `proven`: all its processes must join the file."""
-        self.is_wake_asked = True
-        self._canaries.private_path = private_path
+        the private one, at `private_path`. `era` is that of `token`. `proven`: all its processes
+        must join the file."""
+        self._stop_placing()
+        self.is_wake_asked, self.canaries.private_path = True, private_path
+        wake = messages.WakeMsg(token, self._hub.settings.engine, era)
         self._channel.ask(
-            wake, messages.WokenMsg, lambda reply: self._woke(reply, proven=proven), [listener]
+            wake, messages.WokenMsg, lambda woken: self._woke(woken, proven=proven), [listener]
         )
 
     def _woke(self, woken: messages.WokenMsg, *, proven: bool) -> None:
         self.woken = woken
-        self._log.record("engine.kv_begun", *_begun(woken))
+        data = {"memory": woken.kv_memory, "adopted_blocks": woken.adopted_blocks}
+        text = _begun(woken)
+        self._hub.log.record("engine.kv_begun", text, data={**data, "note": woken.kv_note or None})
         if woken.torn_blocks:
-            self._log.record(
+            self._hub.log.record(
                 "engine.kv_torn",
                 f"{woken.torn_blocks} KV blocks were not adopted: their bytes are not what was"
                 " published",
@@ -127,23 +132,18 @@ class Residency:
         if proven:
             self._judge_woken()
         else:
-            self._post(ev.Woken())
+            self._hub.post(ev.Woken())
 
     def _judge_woken(self) -> None:
         """H15: a process without the file could serve on after a hand-over, unseen."""
-        if self._tree.is_gone:
-            return
         try:
             missing = self._without_file()
         except OSError as error:
             self.problem = no_descriptors("check who holds the serving file", error).message
-            asyncio.get_running_loop().call_later(LOOK_AGAIN_S, self._judge_woken)
+            self._hub.after("serving file", LOOK_AGAIN_MS, self._judge_woken)
             return
         self.problem = None
-        if missing is None:
-            self._post(ev.Woken())
-        else:
-            self._post(Failed("serving_file_missing", missing))
+        self._hub.post(ev.Woken() if missing is None else Failed("serving_file_missing", missing))
 
     def _without_file(self) -> str | None:
         assert self._file is not None
@@ -155,37 +155,55 @@ class Residency:
                 )
         return None
 
+    def ask(self, step: WakingStep) -> None:
+        """The step after the wake."""
+        if step is WakingStep.CANARY:
+            self.canaries.gate(self._gate)
+        elif step is WakingStep.SERVE:
+            serve, post = messages.ServeMsg(), self._hub.post
+            self._channel.ask(serve, messages.ServingMsg, lambda _: post(ev.Serving()))
+
+    def _gate(self, ok: bool, detail: str) -> None:
+        failed = Failed("canary_failed", f"the canary failed: {detail or 'wrong tokens'}")
+        self._hub.post(ev.CanaryPassed() if ok else failed)
+
+    def ask_health(self, on_reply: Callable[[messages.HealthyMsg], None]) -> None:
+        self._channel.ask(messages.HealthMsg(), messages.HealthyMsg, on_reply)
+
     # ------------------------------------------------------------------ resting
 
-    def rest(self, budget_ms: int, *, keep_kv: bool) -> None:
+    def drain(self, *, resume: bool) -> None:
+        drain, post = messages.DrainMsg(self._budget_ms(State.DRAINING), resume), self._hub.post
+        self._channel.ask(drain, messages.DrainedMsg, lambda _: post(ev.Drained()))
+
+    def rest(self, *, keep_kv: bool) -> None:
         """Ask for all KV memory back; `Rested` comes once no process holds the file."""
-        self._asked_ms = self._clock.now_ms()
-        rest = messages.RestMsg(keep_kv, budget_ms)
+        self._asked_ms = self._hub.clock.now_ms()
+        rest = messages.RestMsg(keep_kv, self._budget_ms(State.RELEASING))
         self._channel.ask(rest, messages.RestedMsg, lambda reply: self._did(reply, keep_kv))
 
     def _did(self, rested: messages.RestedMsg, keep_kv: bool) -> None:
         if rested.kv_bytes_resident:
             left = size(rested.kv_bytes_resident)
-            self._post(Failed("kv_resident", f"the backend sleeps, but still maps {left} of KV"))
+            self._hub.post(
+                Failed("kv_resident", f"the backend sleeps, but still maps {left} of KV")
+            )
         else:
             self._judge_rested(keep_kv)
 
     def _judge_rested(self, keep_kv: bool) -> None:
-        if self._tree.is_gone:
-            return
         self.problem = self._holders()
         if self.problem is not None:
-            loop = asyncio.get_running_loop()
-            loop.call_later(LOOK_AGAIN_S, self._judge_rested, keep_kv)
+            self._hub.after("serving file", LOOK_AGAIN_MS, lambda: self._judge_rested(keep_kv))
             return
-        self.is_wake_asked, self.woken, self._canaries.private_path = False, None, None
-        took_ms = round(self._clock.now_ms() - self._asked_ms, 3)
-        self._log.record(
+        self.is_wake_asked, self.woken, self.canaries.private_path = False, None, None
+        took_ms = round(self._hub.clock.now_ms() - self._asked_ms, 3)
+        self._hub.log.record(
             "engine.rested",
             f"all KV memory was freed after {took_ms:.1f} ms",
             data={"incarnation": self._incarnation, "ms": took_ms, "keep_kv": keep_kv},
         )
-        self._post(ev.Rested())
+        self._hub.post(ev.Rested())
 
     def _holders(self) -> str | None:
         """Why it is not certain that no process holds the file; None if none does."""
@@ -204,35 +222,72 @@ class Residency:
             case _:
                 return f"{name} is missing or was replaced: nothing proves the end of serving"
 
+    # ------------------------------------------------------------------ where the weights are
 
-def _begun(woken: messages.WokenMsg) -> tuple[str, str, dict[str, Any]]:
-    """Message, severity and data of the event that says with what an engine's cache begins."""
-    data = {"memory": woken.kv_memory, "adopted_blocks": woken.adopted_blocks}
+    def place(self, *, is_away: bool) -> None:
+        """Ask for it, and ask again until the memory is free or something else is wanted. It maps
+        what a wake would map, so it has the same budget."""
+        self._wants_away, self._again_ms = is_away, AGAIN_MS_MIN
+        self._ask_to_place()
+
+    def _stop_placing(self) -> None:
+        """The backend is woken or gone: it is asked no more."""
+        self._wants_away, self.note = False, ""
+        self._placings += 1
+        self._hub.cancel("placing")
+
+    def _ask_to_place(self) -> None:
+        self._placings += 1
+        number, budget_ms = self._placings, self._budget_ms(State.WAKING)
+        message = messages.PlaceWeightsMsg(self._wants_away, budget_ms)
+        reply = messages.WeightsPlacedMsg
+        self._channel.ask(message, reply, lambda placed: self._placed(number, placed))
+        verb = "released" if self._wants_away else "mapped again"
+        spent = Failed(
+            "weights_not_placed", f"the weights were not {verb} within {budget_ms / 1000:g} s"
+        )
+        self._hub.after("placing", budget_ms, lambda: self._hub.post(spent))
+
+    def _placed(self, number: int, placed: messages.WeightsPlacedMsg) -> None:
+        if number == self._placings:
+            self._hub.cancel("placing")
+            self.note = placed.note if self._wants_away else ""
+        self._hub.post(ev.WeightsPlaced(placed.is_away))  # which shows the note, too
+        if number != self._placings:
+            return
+        if placed.freed_bytes:
+            self._hub.log.record(
+                "engine.offloaded",
+                f"{size(placed.freed_bytes)} of weights are offloaded to host memory",
+                data={"freed_bytes": placed.freed_bytes},
+            )
+        if self.note:
+            self._hub.after("placing", self._again_ms, self._ask_to_place)
+            self._again_ms = min(2 * self._again_ms, AGAIN_MS_MAX)
+
+
+def _begun(woken: messages.WokenMsg) -> str:
+    """With what an engine's cache begins."""
     what = f"with {woken.adopted_blocks} blocks of an earlier engine"
     text = f"the KV cache begins {what if woken.adopted_blocks else 'empty'}"
     if woken.kv_memory == "private":
         text += " in private memory, which ends with this engine"
-    why = f": {woken.kv_note}" if woken.kv_note else ""
-    return text + why, "info", {**data, "note": woken.kv_note or None}
+    return f"{text}: {woken.kv_note}" if woken.kv_note else text
 
 
 Done = Callable[[bool, str], object]
+RETRY_S = 0.1
 
 
 class Canaries:
     """One at a time."""
 
     def __init__(self, channel: BackendChannel, log: EventLog) -> None:
-        self.private_path: str | None = None  # where the backend serves, behind a gateway
-        self.last: dict[str, Any] | None = None
-        self._channel = channel
-        self._log = log
-        self._by_http: HttpCanary | None = None  # while it is on its way
-
-    @property
-    def problem(self) -> str | None:
-        """Why the one that is on its way has no answer yet."""
-        return self._by_http.problem if self._by_http is not None else None
+        self.private_path: str | None = None  # where the backend serves, since it was woken
+        self.last: EngineLastCanary | None = None
+        self.problem: str | None = None  # why the one that is on its way has no answer yet
+        self._channel, self._log = channel, log
+        self._by_http: asyncio.Task[None] | None = None  # while it is on its way
 
     def gate(self, on_done: Done) -> None:
         """The one before the backend serves: call `on_done` with its verdict."""
@@ -243,28 +298,38 @@ class Canaries:
         if self.private_path is None:
             self._ask_channel(on_done, is_idle=True)
             return
-        self._by_http = HttpCanary(
-            self.private_path,
-            on_verdict=lambda ok, detail: self._done(on_done, ok, detail, is_idle=True),
-            on_no_way=lambda: self._ask_channel(on_done, is_idle=True),
-        )
+        asking = self._ask_by_http(self.private_path, on_done)
+        self._by_http = asyncio.get_running_loop().create_task(asking)
+        self._by_http.add_done_callback(_check)
 
     def stop(self) -> None:
         """Nobody waits for the one that is on its way any more."""
         if self._by_http is not None:
-            self._by_http.close()
-            self._by_http = None
+            self._by_http.cancel()
+        self._by_http = self.problem = None
 
     def _ask_channel(self, on_done: Done, *, is_idle: bool) -> None:
-        self._by_http = None
-
         def answered(reply: CanaryMsg) -> None:
             self._done(on_done, reply.ok, reply.detail, is_idle=is_idle)
 
         self._channel.ask(RunCanaryMsg(), CanaryMsg, answered)
 
+    async def _ask_by_http(self, path: str, on_done: Done) -> None:
+        while True:
+            try:
+                verdict = await ask_by_http(path)
+            except Unanswered as error:
+                self.problem = str(error)
+                await asyncio.sleep(RETRY_S)
+                continue
+            self._by_http = self.problem = None
+            if verdict is None:
+                self._ask_channel(on_done, is_idle=True)
+            else:
+                self._done(on_done, verdict.ok, verdict.detail, is_idle=True)
+            return
+
     def _done(self, on_done: Done, ok: bool, detail: str, *, is_idle: bool) -> None:
-        self._by_http = None
         verdict = "passed" if ok else "failed"
         event = self._log.record(
             "engine.canary",
@@ -272,14 +337,17 @@ class Canaries:
             "info" if ok else "error",
             {"ok": ok, "detail": detail, "is_idle": is_idle},
         )
-        self.last = {"ok": ok, "at": rfc3339(event.ts)}
+        self.last = EngineLastCanary(ok, rfc3339(event.ts))
         on_done(ok, detail)
 
 
-ANSWER_BYTES_MAX = 65_536  # a verdict has a sentence
-RETRY_S = 0.1
-NO_SUCH_PATH = frozenset({404, 405, 501})
+def _check(task: asyncio.Task[None]) -> None:
+    if not task.cancelled():
+        task.result()  # raises what only a bug of ours can raise
 
+
+ANSWER_BYTES_MAX = 65_536  # a verdict has a sentence
+NO_SUCH_PATH = frozenset({404, 405, 501})
 REQUEST = (
     f"POST {hop.CANARY_PATH} HTTP/1.1\r\nHost: engine\r\n{hop.GATEWAY}: {hop.VERSION}\r\n"
     "Content-Length: 0\r\nConnection: close\r\n\r\n"
@@ -297,48 +365,7 @@ class Unanswered(Exception):
     """No verdict, and why not."""
 
 
-class HttpCanary:
-    """One canary, from its construction until `on_verdict`, `on_no_way` or `close`."""
-
-    def __init__(
-        self,
-        path: str,
-        *,
-        on_verdict: Callable[[bool, str], object],
-        on_no_way: Callable[[], object],
-    ) -> None:
-        self.problem: str | None = None  # why the last attempt had no answer
-        self._path = path
-        self._on_verdict = on_verdict
-        self._on_no_way = on_no_way
-        self._task = asyncio.get_running_loop().create_task(self._run())
-        self._task.add_done_callback(_check)
-
-    def close(self) -> None:
-        """Ask no more. Harmless to repeat."""
-        self._task.cancel()
-
-    async def _run(self) -> None:
-        while True:
-            try:
-                verdict = await _ask(self._path)
-            except Unanswered as error:
-                self.problem = str(error)
-                await asyncio.sleep(RETRY_S)
-                continue
-            if verdict is None:
-                self._on_no_way()
-            else:
-                self._on_verdict(verdict.ok, verdict.detail)
-            return
-
-
-def _check(task: asyncio.Task[None]) -> None:
-    if not task.cancelled():
-        task.result()  # raises what only a bug of ours can raise
-
-
-async def _ask(path: str) -> Verdict | None:
+async def ask_by_http(path: str) -> Verdict | None:
     """One attempt; None where this way cannot be taken at all.
 
     Raises:
@@ -379,84 +406,14 @@ async def _answer(reader: asyncio.StreamReader) -> tuple[int, bytes]:
         first, *lines = head.split("\r\n")
         fields = (line.partition(":") for line in lines)
         sizes = [int(value) for name, _, value in fields if name.lower() == "content-length"]
-        size = sizes[0] if sizes else 0
-        if size > ANSWER_BYTES_MAX:
-            raise Unanswered(f"the answer to the canary has {size} bytes")
+        body_bytes = sizes[0] if sizes else 0
+        if body_bytes > ANSWER_BYTES_MAX:
+            raise Unanswered(f"the answer to the canary has {body_bytes} bytes")
         version, code, *_ = first.split(" ")
         if not version.startswith("HTTP/1."):
             raise ValueError(version)
-        return int(code), await reader.readexactly(size)
+        return int(code), await reader.readexactly(body_bytes)
     except asyncio.IncompleteReadError as error:
         raise Unanswered("the backend closed the connection without an answer") from error
     except (asyncio.LimitOverrunError, ValueError) as error:
         raise Unanswered("what the backend answers is not HTTP") from error
-
-
-# A copy of the weights is made within seconds of the first load. Later, what is in the way may stay
-# for hours, and vLLM's workers spin for a second after every question.
-AGAIN_S_MIN = 1.0
-AGAIN_S_MAX = 16.0
-
-
-class Placing:
-    """Of one incarnation; posts `WeightsPlaced`, and `Failed` when a budget is spent."""
-
-    def __init__(
-        self, channel: BackendChannel, *, post: Callable[[EngineEvent], None], log: EventLog
-    ) -> None:
-        self.note = ""  # why the weights are not away, or their memory is not free
-        self._channel, self._post, self._log = channel, post, log
-        self._is_away = False  # what is wanted
-        self._budget_ms = 0
-        self._again_s = AGAIN_S_MIN
-        self._timer: asyncio.TimerHandle | None = None
-        self._asked = 0  # which request the answer is awaited of
-
-    def place(self, budget_ms: int, *, is_away: bool) -> None:
-        """Ask, and ask again until the memory is free or something else is wanted."""
-        self._budget_ms, self._is_away = budget_ms, is_away
-        self._again_s = AGAIN_S_MIN
-        self._ask()
-
-    def stop(self) -> None:
-        """The backend is woken or gone: it is asked no more."""
-        self._is_away, self.note = False, ""
-        self._asked += 1
-        self._cancel()
-
-    def _ask(self) -> None:
-        self._cancel()
-        self._asked += 1
-        number = self._asked
-        message = messages.PlaceWeightsMsg(self._is_away, self._budget_ms)
-        reply = messages.WeightsPlacedMsg
-        self._channel.ask(message, reply, lambda placed: self._placed(number, placed))
-        loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(self._budget_ms / 1000, self._spent)
-
-    def _placed(self, number: int, placed: messages.WeightsPlacedMsg) -> None:
-        if number == self._asked:
-            self._cancel()
-            self.note = placed.note if self._is_away else ""
-        self._post(ev.WeightsPlaced(placed.is_away))  # which shows the note, too
-        if number != self._asked:
-            return
-        if placed.freed_bytes:
-            self._log.record(
-                "engine.offloaded",
-                f"{size(placed.freed_bytes)} of weights are offloaded to host memory",
-                data={"freed_bytes": placed.freed_bytes},
-            )
-        if self.note:
-            self._timer = asyncio.get_running_loop().call_later(self._again_s, self._ask)
-            self._again_s = min(2 * self._again_s, AGAIN_S_MAX)
-
-    def _spent(self) -> None:
-        verb = "released" if self._is_away else "mapped again"
-        why = f"the weights were not {verb} within {self._budget_ms / 1000:g} s"
-        self._post(Failed("weights_not_placed", why))
-
-    def _cancel(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None

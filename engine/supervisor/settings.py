@@ -38,9 +38,42 @@ RELEASE_MS = 30_000
 REAP_MS = 10_000  # SIGKILL to gone; 243 GB of pinned memory took 26 s, such machines raise this
 
 
-def duration(name: str, default_ms: int, text: str) -> Option:
-    return Option(name, int, default_ms, text, minimum=1)
-
+# Milliseconds, at least 1: the default, and what it limits.
+DURATIONS: Mapping[str, tuple[int, str]] = {
+    "init_ms": (INIT_MS, "Time limit from launch to standby."),
+    "waking_ms": (WAKING_MS, "Time limit from the grant to active."),
+    "drain_ms": (
+        DRAIN_MS,
+        "Time limit for requests in flight when the engine drains: 2 s less than the host's grace.",
+    ),
+    "release_ms": (RELEASE_MS, "Time limit for freeing KV memory before sleep or a hand-over."),
+    "reap_ms": (REAP_MS, "Time limit for killed processes to exit."),
+    "answer_ms": (
+        health.ANSWER_MS,
+        "Time limit for an answer to a health check while active. A backend counts as hung if it "
+        "also makes no token within --hang-ms.",
+    ),
+    "hang_ms": (
+        health.HANG_MS,
+        "Longest time without a new token while requests are in flight; CPU pressure stretches it,"
+        f" up to {health.STRETCH_MAX:g} times.",
+    ),
+    "hang_alone_ms": (
+        health.HANG_ALONE_MS,
+        "The same while no standby is ready, unless --hang-ms is longer.",
+    ),
+    "idle_canary_ms": (
+        health.IDLE_CANARY_MS,
+        "Interval of canary requests while active and idle.",
+    ),
+    "backoff_first_ms": (relaunch.BACKOFF_FIRST_MS, "Shortest wait after a failed launch."),
+    "backoff_max_ms": (relaunch.BACKOFF_MAX_MS, "Longest wait after a failed launch."),
+    "yield_ms": (relaunch.YIELD_MS, "Longest wait for another engine to take over."),
+    "deaths_window_ms": (
+        relaunch.DEATHS_WINDOW_MS,
+        "The time in which --deaths-max deaths count as a crash loop.",
+    ),
+}
 
 OPTIONS = (
     Option("backend", str, "reference", "The inference backend to run."),
@@ -141,53 +174,13 @@ OPTIONS = (
         False,
         "Allow a KV cache of another size than that of the pod's other engines, for an upgrade.",
     ),
-    duration("init_ms", INIT_MS, "Time limit from launch to standby."),
-    duration("waking_ms", WAKING_MS, "Time limit from the grant to active."),
-    duration(
-        "drain_ms",
-        DRAIN_MS,
-        "Time limit for requests in flight when the engine drains: 2 s less than the host's grace.",
-    ),
-    duration(
-        "release_ms", RELEASE_MS, "Time limit for freeing KV memory before sleep or a hand-over."
-    ),
-    duration("reap_ms", REAP_MS, "Time limit for killed processes to exit."),
-    duration(
-        "answer_ms",
-        health.ANSWER_MS,
-        "Time limit for an answer to a health check while active. A backend counts as hung if it "
-        "also makes no token within --hang-ms.",
-    ),
-    duration(
-        "hang_ms",
-        health.HANG_MS,
-        "Longest time without a new token while requests are in flight; CPU pressure stretches it,"
-        f" up to {health.STRETCH_MAX:g} times.",
-    ),
-    duration(
-        "hang_alone_ms",
-        health.HANG_ALONE_MS,
-        "The same while no standby is ready, unless --hang-ms is longer.",
-    ),
-    duration(
-        "idle_canary_ms",
-        health.IDLE_CANARY_MS,
-        "Interval of canary requests while active and idle.",
-    ),
-    duration("backoff_first_ms", relaunch.BACKOFF_FIRST_MS, "Shortest wait after a failed launch."),
-    duration("backoff_max_ms", relaunch.BACKOFF_MAX_MS, "Longest wait after a failed launch."),
-    duration("yield_ms", relaunch.YIELD_MS, "Longest wait for another engine to take over."),
+    *(Option(name, int, *row, minimum=1) for name, row in DURATIONS.items()),
     Option(
         "deaths_max",
         int,
         relaunch.DEATHS_MAX,
         "Number of deaths within --deaths-window-ms that count as a crash loop.",
         minimum=1,
-    ),
-    duration(
-        "deaths_window_ms",
-        relaunch.DEATHS_WINDOW_MS,
-        "The time in which --deaths-max deaths count as a crash loop.",
     ),
 )
 

@@ -9,24 +9,24 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Any
 
+import msgspec
+
+from engine import schema
 from engine.core import probes
 from engine.core.events import Shall, State
 from engine.core.health import stretch
 from engine.core.lifecycle import tier_of
 from engine.supervisor.cpu_share import cpu_list
-from engine.supervisor.engine import Engine
+from engine.supervisor.engine import Engine, patience_of
 from engine.supervisor.state_file import EngineStateFile, to_text
-from engine.supervisor.timers import patience_of
 from plumbing.pod.messages import Tier
 from plumbing.service.http import Probe
 from plumbing.service.notify import restarts
 from plumbing.text import duration
 from plumbing.wire.server import Server
 
-SCHEMA = 1
 SERVING = frozenset({State.WAKING, State.ACTIVE})
 
 
@@ -38,140 +38,148 @@ class EngineStatus:
         self._state_file = state_file
         self.http_problem: Callable[[], str | None] = lambda: None
         self.server: Server | None = None  # the control socket's, whose problem is reported
-        engine.changes.listeners.append(lambda: state_file.write(self.document()))
+        engine.listeners.append(lambda: state_file.write(self.document()))
 
     def document(self) -> dict[str, Any]:
         """The status document."""
-        engine, settings, history = self._engine, self._engine.settings, self._engine.history
-        now, last = engine.lifecycle.now, history.last_takeover
-        return {
-            "schema": SCHEMA,
-            **engine.log.newest(),
-            "engine": {
-                "id": settings.engine,
-                "role": settings.role.value,
-                "state": now.state.value,
-                "step": now.step.value if now.step else None,
-                "since": history.since,
-                "reason": self._reason(),
-                "incarnation": now.incarnation,
-                "number": now.number,
-                "model": settings.model or None,
-                "pid": os.getpid(),
-                "restarts": restarts(),
-                "is_healthy": history.is_healthy,
-                "was_standby": history.saved.was_standby,
-            },
-            "goal": {
-                "tier": tier_of(now.state, is_away=now.is_away).value,
-                "goal": now.shall.goal.value,
-                "by": now.shall.by or None,
-                "can_rest": now.can_rest,
-                "generation": to_text(now.generation) or None,
-            },
-            "lock": self._lock(),
-            "backend": self._backend(),
-            "cpus": self._cpus(),
-            "inflight": history.in_flight,
-            "budget": {
-                "ms": history.budget_ms,
-                "spent_ms": round(history.spent_ms, 3),
-                "is_spent": history.is_budget_spent,
-            },
-            "stop": {
-                "is_told": now.is_leaving,
-                "drain_ms": engine.settings.budgets_ms[State.DRAINING],
-                "streams": "hand_over" if engine.lock.is_continued else "finish",
-            },
-            "health": self._health(),
-            "deaths": list(history.deaths),
-            "relaunch": engine.relauncher.plan,
-            "last_failover": asdict(last) if last else None,
-            "problems": self._problems(),
-            "memory": asdict(history.saved),
-        }
+        engine, history = self._engine, self._engine.history
+        now, newest = engine.lifecycle.now, engine.log.newest()
+        found = schema.EngineDocument(
+            schema=1,
+            **newest,
+            engine=self._about(),
+            goal=schema.EngineGoal(
+                tier=tier_of(now.state, is_away=now.is_away).value,
+                goal=now.shall.goal.value,
+                by=now.shall.by or None,
+                generation=to_text(now.generation) or None,
+                can_rest=now.can_rest,
+            ),
+            lock=self._lock(),
+            backend=self._backend(),
+            cpus=self._cpus(),
+            inflight=history.heard.in_flight,
+            budget=schema.EngineBudget(
+                history.budget_ms, round(history.spent_ms, 3), history.is_budget_spent
+            ),
+            stop=schema.EngineStop(
+                is_told=now.is_leaving,
+                drain_ms=engine.settings.budgets_ms[State.DRAINING],
+                streams="hand_over" if engine.lock.is_continued else "finish",
+            ),
+            health=self._health(),
+            deaths=list(history.deaths),
+            relaunch=engine.plan,
+            last_failover=history.last_takeover,
+            problems=self._problems(),
+            memory=history.saved,
+        )
+        document: dict[str, Any] = msgspec.to_builtins(found)
+        return document
 
-    def _lock(self) -> dict[str, Any]:
+    def _about(self) -> schema.EngineEngine:
+        now, settings, history = (
+            self._engine.lifecycle.now,
+            self._engine.settings,
+            self._engine.history,
+        )
+        return schema.EngineEngine(
+            id=settings.engine,
+            role=settings.role.value,
+            state=now.state.value,
+            step=now.step.value if now.step else None,
+            since=history.since,
+            reason=self._reason(),
+            incarnation=now.incarnation,
+            number=now.number,
+            model=settings.model or None,
+            pid=os.getpid(),
+            restarts=restarts(),
+            is_healthy=history.is_healthy,
+            was_standby=history.saved.was_standby,
+        )
+
+    def _lock(self) -> schema.EngineLock:
         now, lock = self._engine.lifecycle.now, self._engine.lock
-        wanted_since = self._engine.history.wanted_since
-        return {
-            "server": self._engine.settings.lockserver_socket,
-            "connected": lock.client.is_connected,
-            "token": now.token,
-            "waiting_since": wanted_since if now.state is State.STANDBY else None,
-            "other": asdict(lock.other) if lock.other else None,
-            "address": lock.address,
-            "is_behind_gateway": lock.listener.path is not None,
-            "problem": lock.problem,
-            "lease": lock.client.lease,
-        }
+        wanted_since, lease = self._engine.history.wanted_since, lock.client.lease
+        return schema.EngineLock(
+            server=self._engine.settings.lockserver_socket,
+            connected=lock.client.is_connected,
+            token=now.token,
+            waiting_since=wanted_since if now.state is State.STANDBY else None,
+            other=lock.other,
+            address=lock.address,
+            is_behind_gateway=lock.listener.path is not None,
+            problem=lock.problem,
+            lease=schema.EngineLease(**lease) if lease is not None else None,
+        )
 
-    def _backend(self) -> dict[str, Any]:
+    def _backend(self) -> schema.EngineBackend:
         incarnation = self._engine.incarnation
         prepared = incarnation.prepared if incarnation else None
-        return {
-            "name": self._engine.settings.backend,
-            "pids": incarnation.tree.pids() if incarnation else {},
-            "started_at": self._engine.history.launched_at,
-            "exit": incarnation.exit if incarnation else None,
-            "weights_bytes": prepared.weights_bytes if prepared else None,
-            "kv_bytes": prepared.kv_bytes if prepared else None,
-            "kv": self._kv(),
-            "epoch": prepared.epoch if prepared else None,
-            "serves_on": self._serves_on(),
-            "last_canary": incarnation.canaries.last if incarnation else None,
-        }
+        return schema.EngineBackend(
+            name=self._engine.settings.backend,
+            pids=incarnation.tree.pids() if incarnation else {},
+            started_at=self._engine.history.launched_at,
+            exit=incarnation.exit if incarnation else None,
+            weights_bytes=prepared.weights_bytes if prepared else None,
+            kv_bytes=prepared.kv_bytes if prepared else None,
+            kv=self._kv(),
+            epoch=prepared.epoch if prepared else None,
+            serves_on=self._serves_on(),
+            last_canary=incarnation.session.canaries.last if incarnation else None,
+        )
 
-    def _kv(self) -> dict[str, Any] | None:
+    def _kv(self) -> schema.EngineKv | None:
         """Since the wake: whose memory the KV cache is in, and what it began with."""
-        incarnation = self._engine.incarnation
-        woken = incarnation.residency.woken if incarnation else None
+        incarnation, heard = self._engine.incarnation, self._engine.history.heard
+        woken = incarnation.session.woken if incarnation else None
         if woken is None:
             return None
-        return {
-            "memory": woken.kv_memory,
-            "adopted_blocks": woken.adopted_blocks,
-            "published_blocks": self._engine.history.published_blocks,
-            "torn_blocks": woken.torn_blocks,
-            "kept_blocks": self._engine.history.kept_blocks,
-            "note": woken.kv_note or None,
-        }
+        return schema.EngineKv(
+            memory=woken.kv_memory,
+            adopted_blocks=woken.adopted_blocks,
+            published_blocks=heard.published_blocks,
+            torn_blocks=woken.torn_blocks,
+            kept_blocks=heard.kept_blocks,
+            note=woken.kv_note or None,
+        )
 
     def _serves_on(self) -> str | None:
         """Where the backend accepts, or will once it is awake; None while it is not to."""
         incarnation, state = self._engine.incarnation, self._engine.lifecycle.state
-        if incarnation is None or state not in SERVING or not incarnation.residency.is_wake_asked:
+        if incarnation is None or state not in SERVING or not incarnation.session.is_wake_asked:
             return None
-        return incarnation.residency.private_path or self._engine.lock.address
+        return incarnation.session.canaries.private_path or self._engine.lock.address
 
-    def _health(self) -> dict[str, Any]:
-        engine, pressure = self._engine, self._engine.pressure
+    def _health(self) -> schema.EngineHealth:
+        engine, watch = self._engine, self._engine.watch
         signs, patience = engine.signs(), patience_of(engine.settings)
-        watch = engine.watch
-        return {
-            "cpu_pressure": round(signs.pressure, 3) if signs.pressure is not None else None,
-            "cpu_pressure_file": pressure.path,
-            "stretch": round(stretch(signs.pressure), 2),
-            "has_standby": signs.has_standby if watch is not None else None,
-            "is_continued": engine.lock.is_continued if watch is not None else None,
-            "hang_budget_ms": round(patience.budget_ms(signs)) if watch is not None else None,
-            "hang_budget": patience.explain(signs) if watch is not None else None,
-            "answer_late_ms": round(watch.late_ms) if watch is not None else None,
-        }
+        is_known = watch is not None
+        return schema.EngineHealth(
+            cpu_pressure=round(signs.pressure, 3) if signs.pressure is not None else None,
+            cpu_pressure_file=engine.pressure.path,
+            stretch=round(stretch(signs.pressure), 2),
+            has_standby=signs.has_standby if is_known else None,
+            is_continued=engine.lock.is_continued if is_known else None,
+            hang_budget_ms=round(patience.budget_ms(signs)) if is_known else None,
+            hang_budget=patience.explain(signs) if is_known else None,
+            answer_late_ms=round(watch.late_ms) if watch is not None else None,
+        )
 
-    def _cpus(self) -> dict[str, Any]:
+    def _cpus(self) -> schema.EngineCpu:
         incarnation = self._engine.incarnation
         limit = incarnation.cpus.limit if incarnation else None
-        return {
-            "available": cpu_list(os.sched_getaffinity(0)),
-            "limit": cpu_list(limit) if limit is not None else None,
-        }
+        return schema.EngineCpu(
+            available=cpu_list(os.sched_getaffinity(0)),
+            limit=cpu_list(limit) if limit is not None else None,
+        )
 
     def _problems(self) -> list[str]:
-        engine = self._engine
+        engine, running, fault = self._engine, self._engine.incarnation, self._engine.machine_fault
         problems = [
             self._state_file.problem,
-            self._machine_fault(),
+            fault and f"{fault}; it is the machine's fault, and tried again each second",
             engine.predecessor,
             engine.lock.problem,
             engine.layout.note,
@@ -179,17 +187,11 @@ class EngineStatus:
             engine.leftovers.problem,
             self.server.problem if self.server is not None else None,
         ]
-        if engine.incarnation is not None:
-            problems.append(engine.incarnation.tree.problem)
-            problems.append(engine.incarnation.canaries.problem)
-            problems.append(engine.incarnation.residency.problem)
-            if engine.incarnation.prepared is not None:
-                problems += engine.incarnation.prepared.warnings
+        if running is not None:
+            problems += [running.tree.problem, running.session.canaries.problem]
+            problems += [running.session.problem]
+            problems += running.prepared.warnings if running.prepared is not None else ()
         return [problem for problem in problems if problem]
-
-    def _machine_fault(self) -> str | None:
-        fault = self._engine.machine_fault
-        return f"{fault}; it is the machine's fault, and tried again each second" if fault else None
 
     def _reason(self) -> str:
         """Why the engine is in its state, and what it waits for."""
@@ -236,7 +238,7 @@ class EngineStatus:
             was_started=history.saved.was_standby or history.saved.was_cold,
             is_budget_spent=history.is_budget_spent,
             is_healthy=history.is_healthy,
-            is_crash_loop=engine.relauncher.verdict is not None,
+            is_crash_loop=engine.verdict is not None,
             is_cold=engine.lifecycle.now.shall.goal is Tier.COLD,
         )
         answer = probes.answer(endpoint, view)

@@ -23,7 +23,6 @@ from engine.supervisor.settings import TERMINATION_LOG, TERMINATION_LOG_BYTES_MA
 from engine.supervisor.state_file import EngineStateFile
 from engine.supervisor.status import EngineStatus
 from plumbing.errors import GivenUpError, UsageError
-from plumbing.pod.paths import engine_state
 from plumbing.service.clock import Clock, SystemClock
 from plumbing.service.http import HttpServer
 from plumbing.service.process import become_subreaper
@@ -43,8 +42,7 @@ class EngineSupervisor:
     def __init__(self, settings: EngineSettings, clock: Clock | None = None) -> None:
         self._settings = settings
         self._engine = engine = Engine(settings, clock or SystemClock())
-        path = engine_state(settings.directory, settings.engine)
-        self._state_file = EngineStateFile(path, engine.log)
+        self._state_file = EngineStateFile(engine)
         status = EngineStatus(engine, self._state_file)
         self._control = Control(engine, status.document)
         status.server = self._control.server
@@ -91,7 +89,7 @@ class EngineSupervisor:
             await self._control.server.close()
             await self._state_file.close()
             await engine.leftovers.close()
-        is_loop = engine.relauncher.verdict is not None
+        is_loop = engine.verdict is not None
         _depart(self._settings, ending, engine.last_fault, is_loop=is_loop)
 
     async def _heed(self, signals: SignalInbox) -> None:

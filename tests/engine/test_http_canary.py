@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.supervisor.serving_session import ANSWER_BYTES_MAX, HttpCanary
+from engine.supervisor.serving_session import ANSWER_BYTES_MAX, Canaries
+from plumbing.service.clock import SystemClock
+from plumbing.service.events import EventLog
 from tests.helpers import auntil, room_for
 
 OK = b'HTTP/1.1 200 OK\r\nContent-Length: 11\r\n\r\n{"ok":true}'
@@ -43,17 +45,19 @@ async def serving(path: Path, *answers: bytes) -> AsyncIterator[list[bytes]]:
 
 
 class Asked:
-    """A canary, and what came of it."""
+    """A canary, and what came of it. As a channel: whether that way was taken."""
 
     def __init__(self, path: Path) -> None:
         self.verdict: tuple[bool, str] | None = None
         self.has_no_way = False
-        self.canary = HttpCanary(str(path), on_verdict=self._found, on_no_way=self._gave_up)
+        self.canaries = Canaries(self, EventLog("e-0", SystemClock()))
+        self.canaries.private_path = str(path)
+        self.canaries.check(self._found)
 
     def _found(self, ok: bool, detail: str) -> None:
         self.verdict = ok, detail
 
-    def _gave_up(self) -> None:
+    def ask(self, *question: object) -> None:
         self.has_no_way = True
 
 
@@ -98,8 +102,8 @@ def test_anything_else_is_asked_again(path, answer, words):
     async def scenario() -> None:
         async with serving(path, answer, OK) as asked:
             found = Asked(path)
-            await auntil(lambda: found.canary.problem, "the problem")
-            assert words in found.canary.problem
+            await auntil(lambda: found.canaries.problem, "the problem")
+            assert words in found.canaries.problem
             assert found.verdict is None
             await auntil(lambda: found.verdict, "the verdict")
             assert len(asked) == 2
@@ -112,8 +116,8 @@ def test_nobody_listens_then_somebody_does(path):
 
     async def scenario() -> None:
         found = Asked(path)
-        await auntil(lambda: found.canary.problem, "the problem")
-        assert "cannot connect" in found.canary.problem
+        await auntil(lambda: found.canaries.problem, "the problem")
+        assert "cannot connect" in found.canaries.problem
         async with serving(path, OK):
             await auntil(lambda: found.verdict, "the verdict")
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from engine.supervisor.lock_side import PrivateSocket
+from engine.supervisor.lock_side import BackendListener
 from tests.helpers import open_fds, room_for
 
 
 @pytest.fixture
-def private(directory: Path) -> PrivateSocket:
-    return PrivateSocket(str(directory / "engine_e-0.http.sock"))
+def private(directory: Path) -> BackendListener:
+    return BackendListener(str(directory / "engine_e-0.http.sock"))
 
 
 def connect(path: str) -> socket.socket:
@@ -56,7 +56,7 @@ def test_stale_socket_is_replaced(private):
 def test_what_another_supervisor_has_bound_stays(private):
     """Goal: a second supervisor of the same engine, which is refused, takes nothing away. Method:
     its end, while the first one listens; then a start, which removes what a dead one left."""
-    second = PrivateSocket(private.path)
+    second = BackendListener(private.path)
     with private.listen():
         second.remove()
         connect(private.path).close()

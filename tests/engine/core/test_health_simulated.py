@@ -19,9 +19,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.core.events import EngineEvent, Failed
 from engine.core.health import ANSWER_MS, HANG_ALONE_MS, HANG_MS, IDLE_CANARY_MS, INTERVAL_MS, Signs
 from engine.messages import HealthyMsg
-from engine.supervisor.timers import HealthWatch
+from engine.supervisor.engine import HealthWatch
 
 LAG_MS = 60  # the longest way of an answer; also how late a timer is
 LOOK_MS = INTERVAL_MS + 2 * LAG_MS
@@ -206,23 +207,22 @@ class Simulation:
         }
         self._timer = 0
         self.canaries = SimpleNamespace(check=self._run_canary, stop=lambda: None, problem=None)
+        self.settings, self.clock = SimpleNamespace(config=config), self.world
         HealthWatch(
-            SimpleNamespace(config=config),
             self,
-            self,
-            self.world,
-            look=lambda: Signs(self.engine.progress if self.shows_progress else 0),
-            on_answer=lambda healthy: None,
-            on_unhealthy=self._judged,
+            SimpleNamespace(session=self),
+            lambda: Signs(self.engine.progress if self.shows_progress else 0),
+            lambda healthy: None,
         )
 
     def run(self, until_ms: float) -> None:
         self.world.run(until_ms, lambda: self.verdict is not None)
 
-    def _judged(self, reason: str) -> None:
-        self.verdict = (self.world.now, reason)
+    # ------------------------------------------------------------------ as hub, and as session
 
-    # ------------------------------------------------------------------ timers, and the launch
+    def post(self, event: EngineEvent) -> None:
+        assert isinstance(event, Failed)
+        self.verdict = (self.world.now, event.message)
 
     def after(self, name: str, delay_ms: float, call: Callable[[], None]) -> None:
         self._timer += 1
