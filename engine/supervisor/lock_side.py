@@ -269,7 +269,8 @@ class BackendListener:
                 os.unlink(self.path)
 
     def _bind(self) -> OwnedFd:
-        family, place = socket.AF_UNIX, self.path or ""
+        family = socket.AF_UNIX
+        place: str | tuple[str, int] = self.path or ""
         if self._address is not None:
             place = (self._address.host, self._address.port)  # numeric: nothing is resolved
             family = socket.AF_INET6 if ":" in self._address.host else socket.AF_INET
@@ -288,7 +289,8 @@ class BackendListener:
 
     def _why(self, error: OSError) -> str:
         if is_shortage(error):
-            return no_descriptors("open the listening socket", error).message
+            kind = "private" if self.path is not None else "listening"
+            return no_descriptors(f"open the {kind} socket", error).message
         retries = "retrying until the waking budget is spent;"
         if self._address is None:
             return (

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.supervisor import state_file
 from plumbing.errors import RemoteError
 from plumbing.pod.messages import EngineReportMsg, GoalGeneration, PoolGoal, SetGoalMsg, Tier
 from plumbing.wire.blocking import BlockingClient
@@ -120,6 +121,8 @@ def test_first_load_of_an_engine_that_was_cold_is_not_taken_for_a_hang(pod, lock
         told(client, Tier.WARM, 1)
     engine.until("init")
     assert engine.get("/startup")[0] == engine.get("/live")[0] == 200
+    on_file = str(pod.directory / "engine_chat-0.json")
+    until(lambda: state_file.load(on_file)[0].was_cold, "the state on file")
     engine.stop()
     engine = pod.engine("chat-0", *hangs, flags=(*QUICK, *MODEL))
     engine.until("init")
