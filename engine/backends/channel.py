@@ -20,6 +20,7 @@ import os
 import socket
 import struct
 import termios
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from enum import StrEnum
 from typing import Any, NoReturn, Protocol, runtime_checkable
@@ -196,6 +197,38 @@ class Channel(Handler):
             conn.fault(fault, request_id, close=False)
         finally:
             close_all(fds)
+
+
+class ChannelThread:
+    """A channel on a thread of its own, whose methods may be called from any other thread: where
+    the backend's loop is blocked for minutes while it prepares, the supervisor's exit must be
+    noticed and failures reported. Requests run on the backend's loop, but for `health`."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._is_made = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(sock,), name="channel", daemon=True)
+        self._thread.start()
+        self._is_made.wait()
+
+    def prepared(self, backend: Offloads, prepared: msg.PreparedMsg) -> None:
+        """Report `prepared` and accept requests for `backend`; call this on the backend's loop."""
+        theirs = asyncio.get_running_loop()
+        self._loop.call_soon_threadsafe(self._channel.prepared, backend, prepared, theirs)
+
+    def end(self, report: msg.FaultReportMsg) -> NoReturn:
+        """Send `report`, and end this process."""
+        self._loop.call_soon_threadsafe(self._channel.end, report)
+        self._thread.join()
+        raise AssertionError("the process ends on that thread")
+
+    def _run(self, sock: socket.socket) -> None:
+        async def make() -> None:
+            self._channel = Channel(sock)
+            self._is_made.set()
+
+        self._loop.run_until_complete(make())
+        self._loop.run_forever()
 
 
 def is_private(listening: OwnedFd) -> bool:

@@ -25,9 +25,9 @@ async def prove(model: str, faults: list[str]) -> dict[str, Any]:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
 
-    from engine.backends.vllm.api.continuation import Hooks
+    from engine.backends.vllm.api.features import Features
     from engine.backends.vllm.api.self_test import SelfTest
-    from engine.backends.vllm.resume.llm import Abilities
+    from engine.backends.vllm.resume.answer import Continuing
     from plumbing.gateway_protocol import Continuation
 
     usage = UsageContext.OPENAI_API_SERVER
@@ -43,9 +43,9 @@ async def prove(model: str, faults: list[str]) -> dict[str, Any]:
         distributed_executor_backend=EXECUTOR,
     ).create_engine_config(usage_context=usage)
     began = time.monotonic()
-    hooks = Hooks.install(config, "")
-    engine = hooks.engine_class().from_vllm_config(config, usage_context=usage)
-    engine.abilities = Abilities(Continuation.STATE)
+    kind = Features(keep_kv="not asked").install(config)
+    engine = kind.from_vllm_config(config, usage_context=usage)
+    engine.continuing = Continuing(Continuation.STATE)
     report: dict[str, Any] = {"start_s": time.monotonic() - began}
     report["runner"] = "v2" if config.use_v2_model_runner else "v1"
 

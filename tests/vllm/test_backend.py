@@ -22,8 +22,8 @@ with warnings.catch_warnings():
     from engine.backends.vllm.api import backend as backend_module
     from engine.backends.vllm.api import kept_memory
     from engine.backends.vllm.api.backend import StepCounter, VllmBackend
-    from engine.backends.vllm.api.continuation import Continuing
     from engine.backends.vllm.api.kept_memory import KeptMemory, KvChoice
+    from engine.backends.vllm.resume.answer import Continuing
     from tests.vllm.fake_engine import FINE, POOL, STATUS, FakeEngine, FakeFront
 
 
@@ -59,14 +59,13 @@ def test_without_a_proof_nothing_is_continued_published_or_put_to_sleep(engine, 
     async def prove(run):
         return why
 
-    engine.abilities = "all"
-    backend = _backend(engine, lambda ranks: found, kept, seat, prove=prove)
+    backend = _backend(engine, None, kept, seat, lambda identity: found, prove)
     prepared = asyncio.run(backend.prepare())
     assert prepared.continuation == ("" if why else "an id")
     assert prepared.can_rest == (not why)
     assert [why in each for each in prepared.warnings] == ([True, True] if why else [])
     assert kept.problem == why
-    assert (engine.abilities == "all") == (not why)
+    assert engine.continuing == (Continuing() if why else found)
 
 
 def test_a_parked_engine_that_falls_silent_is_reported_dead(engine, monkeypatch):

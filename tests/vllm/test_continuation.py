@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from engine.backends.vllm import contracts
+from engine.backends.vllm.kv import INSTALL_ENV as KEEP_ENV
 from engine.backends.vllm.resume import INSTALL_ENV
 from plumbing.gateway_protocol import Continuation
 
@@ -23,21 +24,28 @@ with warnings.catch_warnings():
     from vllm import SamplingParams
     from vllm.exceptions import MaxQueuedTokensError, QueueOverflowError
     from vllm.sampling_params import RequestOutputKind
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from engine.backends.vllm.api import continuation
-    from engine.backends.vllm.api.continuation import Hooks, problem_with
+    from engine.backends.vllm.api import features
+    from engine.backends.vllm.api.continuation import continuing
+    from engine.backends.vllm.api.features import KEEP_KV, RESUME, Features
+    from engine.backends.vllm.kv.scheduler import Keeping
     from engine.backends.vllm.resume import llm
-    from engine.backends.vllm.resume.llm import Abilities, ContinuingLLM
+    from engine.backends.vllm.resume.answer import Continuing
+    from engine.backends.vllm.resume.llm import ContinuingLLM
+    from engine.backends.vllm.resume.scheduler import ResumingAsyncScheduler, ResumingScheduler
 
 IDENTITY = {"models": {"target": {"shards": "a"}}, "torch": "2.13"}
-FINE = [{"rank": 0, "cannot_resume": "", "identity": IDENTITY}]
+NO_OTHERS = {"keep_kv": "not asked", "sleep": "not asked", "offload": "not asked"}
 
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(INSTALL_ENV, "")  # so that it is removed afterwards, whoever sets it
-    monkeypatch.delenv(INSTALL_ENV)
+    for variable in (INSTALL_ENV, KEEP_ENV):
+        monkeypatch.setenv(variable, "")  # so that it is removed afterwards, whoever sets it
+        monkeypatch.delenv(variable)
     monkeypatch.delenv("VLLM_BATCH_INVARIANT", raising=False)
 
 
@@ -61,24 +69,29 @@ def flags(**more: Any) -> argparse.Namespace:
     return argparse.Namespace(**given)
 
 
+def cannot_resume(config: Any, sources: Any) -> str:
+    return Features.find(config, sources, **NO_OTHERS).why_not[RESUME]
+
+
 @pytest.mark.parametrize("is_async", [False, True])
-def test_hooks_stand_for_what_vllm_would_choose(is_async: bool):
-    """Nothing is in the way: our scheduler of the same kind, in all of vLLM's processes."""
+@pytest.mark.parametrize("missing", [(), (KEEP_KV,), (RESUME,), (RESUME, KEEP_KV)])
+def test_hooks_stand_for_what_vllm_would_choose(is_async: bool, missing: tuple[str, ...]):
+    """Our scheduler of the same kind, in all of vLLM's processes, with what nothing is in the way
+    of; stock vLLM where all is missing."""
     config = configured(is_async=is_async)
-    hooks = Hooks.install(config, "")
-    assert ("Async" in config.scheduler_config.scheduler_cls) == is_async
-    assert os.environ[INSTALL_ENV]
-    assert hooks.engine_class() is ContinuingLLM
-
-
-def test_an_engine_that_cannot_resume_is_stock_and_says_why():
-    """Stock vLLM, class none, and the reason."""
-    hooks = Hooks.install(configured(), "something is in the way")
-    found = hooks.find(engine(), flags(), FINE)
-    assert (found.best, found.id) == (Continuation.NONE, "")
-    assert found.problem == "something is in the way"
-    assert hooks.engine_class() is AsyncLLM
-    assert INSTALL_ENV not in os.environ
+    found = Features(**dict.fromkeys(missing, "something is in the way"))
+    kind = found.install(config)
+    scheduler = config.scheduler_config.scheduler_cls
+    assert kind is (AsyncLLM if RESUME in missing else ContinuingLLM)
+    assert (INSTALL_ENV in os.environ) == (RESUME not in missing)
+    assert (KEEP_ENV in os.environ) == (KEEP_KV not in missing)
+    if len(missing) == 2:
+        assert scheduler is None
+        return
+    made = resolve_obj_by_qualname(scheduler)
+    assert issubclass(made, AsyncScheduler) == is_async
+    assert issubclass(made, ResumingScheduler | ResumingAsyncScheduler) == (RESUME not in missing)
+    assert issubclass(made, Keeping) == (KEEP_KV not in missing)
 
 
 @pytest.mark.parametrize("v2", [False, True], ids=["v1", "v2"])
@@ -86,10 +99,10 @@ def test_each_runner_can_resume_unless_a_contract_or_a_scheduler_is_in_the_way(v
     """The installed vLLM, with the user's own scheduler, and with a file that both runners need
     taken away."""
     sources = contracts.installed()
-    assert problem_with(configured(v2=v2), sources) == ""
-    assert "--scheduler-cls" in problem_with(configured(v2=v2, scheduler="own.One"), sources)
+    assert cannot_resume(configured(v2=v2), sources) == ""
+    assert "--scheduler-cls" in cannot_resume(configured(v2=v2, scheduler="own.One"), sources)
     sources._parsed["v1/core/sched/scheduler.py"] = None
-    assert "Scheduler can be imported" in problem_with(configured(v2=v2), sources)
+    assert "Scheduler can be imported" in cannot_resume(configured(v2=v2), sources)
 
 
 def test_v2_does_not_tell_logits_processors_what_was_made(monkeypatch: pytest.MonkeyPatch):
@@ -98,18 +111,18 @@ def test_v2_does_not_tell_logits_processors_what_was_made(monkeypatch: pytest.Mo
     v1, v2 = configured(), configured(v2=True)
     for each in (v1, v2):
         each.model_config.logits_processors = ["own.One"]
-    assert problem_with(v1, sources) == ""
-    assert "logits processors" in problem_with(v2, sources)
+    assert cannot_resume(v1, sources) == ""
+    assert "logits processors" in cannot_resume(v2, sources)
     v2.model_config.logits_processors = None
-    monkeypatch.setattr(continuation, "entry_points", lambda group: [group])
-    assert "logits processors" in problem_with(v2, sources)
+    monkeypatch.setattr(features, "entry_points", lambda group: [group])
+    assert "logits processors" in cannot_resume(v2, sources)
 
 
 @pytest.mark.parametrize("v2", [False, True], ids=["v1", "v2"])
 def test_what_nobody_has_resumed_with_v2_ends_with_its_engine(v2: bool):
     """A thinking budget, a trace, a seed beside drafts, watermarks."""
     engine = ContinuingLLM.__new__(ContinuingLLM)
-    engine.abilities = Abilities(Continuation.STATE)
+    engine.continuing = Continuing(Continuation.STATE)
     engine.vllm_config = SimpleNamespace(use_v2_model_runner=v2, speculative_config=object())
 
     def class_of(**sampling: Any) -> Continuation:
@@ -149,8 +162,9 @@ def test_a_resumed_stream_waits_for_its_place_in_vllms_queue(monkeypatch: pytest
 
 
 def test_a_worker_that_could_not_install_its_hook_is_named():
-    found = Hooks("").find(engine(), flags(), [*FINE, {"rank": 1, "cannot_resume": "no batch"}])
-    assert (found.best, found.problem) == (Continuation.NONE, "rank 1: no batch")
+    found = Features()
+    found.learn([{"rank": 0, "cannot_resume": ""}, {"rank": 1, "cannot_resume": "no batch"}])
+    assert found.why_not[RESUME] == "rank 1: no batch"
 
 
 def test_the_id_stands_for_what_shapes_an_answer(tmp_path, monkeypatch):
@@ -158,25 +172,23 @@ def test_the_id_stands_for_what_shapes_an_answer(tmp_path, monkeypatch):
     torch, unless answers are promised bit by bit. The variable for the runner changes nothing."""
     file = tmp_path / "template"
     file.write_text("{{ other }}")
-    same = Hooks("").find(engine(), flags(), FINE)
-    assert Hooks("").find(engine(), flags(), FINE) == same
+    same = continuing(engine(), flags(), IDENTITY)
+    assert continuing(engine(), flags(), IDENTITY) == same
     assert same.best is Continuation.STATE
-    other_model = [{**FINE[0], "identity": {**IDENTITY, "models": {"target": {"shards": "b"}}}}]
-    other_torch = [{**FINE[0], "identity": {**IDENTITY, "torch": "2.14"}}]
-    assert Hooks("").find(engine(), flags(), other_torch).id == same.id
+    other_model = {**IDENTITY, "models": {"target": {"shards": "b"}}}
+    other_torch = {**IDENTITY, "torch": "2.14"}
+    assert continuing(engine(), flags(), other_torch).id == same.id
     others = [
-        Hooks("").find(engine("{{ else }}"), flags(), FINE),
-        Hooks("").find(engine(), flags(chat_template=str(file)), FINE),
-        Hooks("").find(engine(), flags(reasoning_parser="deepseek_r1"), FINE),
-        Hooks("").find(engine(), flags(), other_model),
-    ]
-    others += [
-        Hooks("").find(engine(v2=True), flags(), FINE),
-        Hooks("").find(engine(v2=True), flags(use_fp64_gumbel=True), FINE),
+        continuing(engine("{{ else }}"), flags(), IDENTITY),
+        continuing(engine(), flags(chat_template=str(file)), IDENTITY),
+        continuing(engine(), flags(reasoning_parser="deepseek_r1"), IDENTITY),
+        continuing(engine(), flags(), other_model),
+        continuing(engine(v2=True), flags(), IDENTITY),
+        continuing(engine(v2=True), flags(use_fp64_gumbel=True), IDENTITY),
     ]
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    assert Hooks("").find(engine(), flags(), FINE) == same
+    assert continuing(engine(), flags(), IDENTITY) == same
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    exact = [Hooks("").find(engine(), flags(), each) for each in (FINE, other_torch)]
+    exact = [continuing(engine(), flags(), each) for each in (IDENTITY, other_torch)]
     assert exact[0].best is Continuation.EXACT
     assert len({each.id for each in (same, *others, *exact)}) == 9

@@ -20,8 +20,9 @@ from plumbing.wire.fds import OwnedFd
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what torch and vLLM say of themselves as they are imported
-    from engine.backends.vllm.api import resting
+    from engine.backends.vllm import contracts
     from engine.backends.vllm.api.backend import StepCounter, VllmBackend
+    from engine.backends.vllm.api.features import Features
     from engine.backends.vllm.api.kept_memory import KeptMemory, KvChoice
     from tests.vllm.fake_engine import FakeEngine, FakeFront
 
@@ -162,13 +163,15 @@ def test_an_engine_that_cannot_rest_says_why(monkeypatch: pytest.MonkeyPatch, wo
     """One contract is broken: `prepared` does not promise it, and the warning has the contract."""
     broken = SimpleNamespace(__str__=lambda: "x")
     config = SimpleNamespace(kv_transfer_config=None, use_v2_model_runner=False)
-    sources = resting.contracts.installed()
-    assert resting.offload_problem(config, sources) == ""
-    assert resting.problem_with(config, sources) == ""
-    monkeypatch.setattr(resting.contracts, "broken", lambda *asked: ["a pause ends", broken])
-    why = resting.problem_with(config, sources)
+    others = {"resume": "not asked", "keep_kv": "not asked"}
+    sources = contracts.installed()
+    found = Features.find(config, sources, **others)
+    assert (found.has("sleep"), found.has("offload")) == (True, True)
+    monkeypatch.setattr(contracts, "broken", lambda *asked: ["a pause ends", broken])
+    found = Features.find(config, sources, **others)
+    why = found.why_not["sleep"]
     assert why.endswith("a pause ends, and 1 more")
-    connected = SimpleNamespace(kv_transfer_config=object())
-    assert "connector" in resting.problem_with(connected, sources)
-    world.backend._cannot_rest = why
+    config.kv_transfer_config = object()
+    assert "connector" in Features.find(config, sources, **others).why_not["sleep"]
+    world.backend._features = Features(sleep=why)
     assert world.backend._warnings() == (f"it hands over by a relaunch and never sleeps: {why}",)

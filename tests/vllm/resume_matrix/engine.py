@@ -72,7 +72,8 @@ async def serve(model: str, path: str, flags: list[str]) -> None:
     made = make_engine(parsed, steps)
     process_tuning.resume_collector()
     front = await Front.start(made.engine, args, private)
-    backend = VllmBackend(made.engine, front, steps, made.find_continuing)
+    found = made.find_continuing
+    backend = VllmBackend(made.engine, front, steps, made.features, find_continuing=found)
     prepared = await backend.prepare()
     if not prepared.continuation:
         raise SystemExit("; ".join(prepared.warnings))

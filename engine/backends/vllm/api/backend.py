@@ -28,12 +28,20 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from engine.backends import process_memory
 from engine.backends.channel import Phases, is_private
 from engine.backends.process import ProgressPage
-from engine.backends.vllm.api.continuation import Continuing, continue_nothing
+from engine.backends.vllm.api.features import (
+    KEEP_KV,
+    OFFLOAD,
+    PROVEN,
+    RESUME,
+    SLEEP,
+    Features,
+)
 from engine.backends.vllm.api.gateway_endpoints import Door
 from engine.backends.vllm.api.http import TRIAL_PROMPT, Front
 from engine.backends.vllm.api.kept_memory import OWN_MEMORY, KeptMemory
 from engine.backends.vllm.api.resting import Offloading, Resting, ask_core
 from engine.backends.vllm.api.self_test import Prove
+from engine.backends.vllm.resume.answer import Continuing
 from engine.backends.vllm.versions import vllm_version
 from engine.messages import (
     NO_ERA,
@@ -78,27 +86,25 @@ class VllmBackend:
         engine: AsyncLLM,
         front: Front,
         steps: StepCounter,
-        find_continuing: Callable[[Sequence[dict[str, Any]]], Continuing] = lambda ranks: (
-            Continuing()
-        ),
+        features: Features | None = None,
         kv: KeptMemory | None = None,
         seat: serving.ServingSeat | None = None,
-        cannot_rest: str = "",
-        cannot_offload: str = "",
+        find_continuing: Callable[[dict[str, Any]], Continuing] = lambda identity: Continuing(),
         prove: Prove | None = None,
     ) -> None:
-        """`find_continuing` tells from the status of all ranks who may continue its streams.
-        `cannot_rest`: why it cannot rest, or nothing; `cannot_offload`: not without its weights.
-        `prove` says why nothing of this is proved here, and may run the test that it is given."""
+        """`find_continuing` tells from the identity of the weights who may continue its streams.
+        `prove` says why none of its features is proved here, and may run the test that it is
+        given."""
         self.phases = Phases()
         self._engine = engine
         self._front = front
         self._steps = steps
+        self._features = features or Features()
         self._find_continuing = find_continuing
         self._continuing = Continuing()
         self._kv = kv or KeptMemory(OWN_MEMORY)
-        self._seat, self._cannot_rest = None if cannot_rest else seat, cannot_rest
-        self._offloading = Offloading(self._ask_ranks, cannot_offload)
+        self._seat = seat if self._features.has(SLEEP) else None
+        self._offloading = Offloading(self._ask_ranks)
         self._prove = prove
         self._listening: OwnedFd | None = None
         self._canaries = 0
@@ -118,14 +124,19 @@ class VllmBackend:
         if found is not None and current_platform.is_cpu():
             raise UnderstudyError("vllm.trial_failed", f"the trial canary failed: {found}")
         statuses = await self._park()
-        self._continuing = self._find_continuing(statuses)
-        self._kv.prepared(statuses)
+        features, first = self._features, statuses[0]
+        features.learn(statuses)
+        self._continue_streams(first["identity"])
         if self._prove is not None and (why := await self._prove(self._self_test)):
-            self._do_without(why)
+            logger.warning("%s", why)
+            for feature in PROVEN:
+                features.lacks(feature, why)
+            self._continue_streams(first["identity"])
+        self._kv.problem = self._kv.problem or features.why_not[KEEP_KV]
+        if not features.has(SLEEP):
+            self._seat = None
         await self._into_huge_pages()
         self.phases.step("ready")
-        first = statuses[0]
-        cannot_offload = self._offloading.problem_with(statuses)
         return PreparedMsg(
             weights_bytes=sum(status["weights_bytes"] for status in statuses),
             kv_bytes=sum(status["kv_bytes"] for status in statuses),
@@ -134,8 +145,8 @@ class VllmBackend:
             continuation=self._continuing.id,
             warnings=self._warnings(),
             can_rest=self._seat is not None,
-            can_offload=self._seat is not None and not cannot_offload,
-            cannot_offload=cannot_offload,
+            can_offload=self._seat is not None and features.has(OFFLOAD),
+            cannot_offload=features.why_not[OFFLOAD],
         )
 
     async def _park(self) -> Sequence[dict[str, Any]]:
@@ -148,12 +159,11 @@ class VllmBackend:
         take = partial(self._ask_ranks, "understudy_scratch", STATUS_WAIT_S)
         return await SelfTest(self._engine, self._park, take).run()
 
-    def _do_without(self, why: str) -> None:
-        """Continue no stream, publish no block and never rest."""
-        logger.warning("%s", why)
-        self._continuing = continue_nothing(self._engine, self._continuing.problem or why)
-        self._kv.problem = self._kv.problem or why
-        self._seat, self._cannot_rest = None, self._cannot_rest or why
+    def _continue_streams(self, identity: dict[str, Any]) -> None:
+        """Or none, if it cannot resume."""
+        can_resume = self._features.has(RESUME)
+        self._continuing = self._find_continuing(identity) if can_resume else Continuing()
+        self._engine.continuing = self._continuing
 
     async def _into_huge_pages(self) -> None:
         """So that they die sooner (`process_memory.py`)."""
@@ -274,7 +284,7 @@ class VllmBackend:
         )
 
     def _warnings(self) -> tuple[str, ...]:
-        problem, why = self._continuing.problem, self._cannot_rest
+        problem, why = self._features.why_not[RESUME], self._features.why_not[SLEEP]
         found = [f"streams end with this engine: {problem}"] if problem else []
         if why:
             found.append(f"it hands over by a relaunch and never sleeps: {why}")
@@ -289,7 +299,7 @@ class VllmBackend:
             continuation=can.best,
             body_bytes_max=front.body_max,
             models=front.models,
-            problem=can.problem or None,
+            problem=self._features.why_not[RESUME] or None,
             version=hop.VERSION,
             backend_version=vllm_version(),
         )

@@ -13,29 +13,18 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import logging
 import os
-from collections.abc import Sequence
-from importlib.metadata import entry_points
 from typing import Any
 
-from msgspec import Struct
 from vllm import envs
-from vllm.v1.engine.async_llm import AsyncLLM
 
-from engine.backends.vllm import contracts, versions
-from engine.backends.vllm.contracts import Sources
-from engine.backends.vllm.resume import INSTALL_ENV
+from engine.backends.vllm import versions
+from engine.backends.vllm.resume.answer import Continuing
 from engine.backends.vllm.worker.identity import files_of
 from plumbing import gateway_protocol as hop
 from plumbing.gateway_protocol import Continuation
 
-logger = logging.getLogger(__name__)
-
-SCHEDULERS = "engine.backends.vllm.resume.scheduler"
-RESUME_FILES = ("resume/", "api/continuation.py")
 ID_CHARACTERS = 32
-PROCESSORS = "vllm.logits_processors"  # entry points of packages that are installed
 
 # vLLM's flags that shape an answer, by the names that any supported version gives them.
 FLAGS = (
@@ -74,87 +63,8 @@ FLAGS = (
 )
 
 
-class Continuing(Struct, frozen=True):
-    """The best class of this engine's streams, the id of engines that may continue them, and why
-    there are none."""
-
-    best: Continuation = Continuation.NONE
-    id: str = ""
-    problem: str = ""
-    adapters: frozenset[str] = frozenset()
-
-
-class Hooks:
-    """Those by which requests are taken up, if nothing is in the way."""
-
-    def __init__(self, problem: str) -> None:
-        self.problem = problem
-
-    @classmethod
-    def install(cls, config: Any, problem: str) -> Hooks:
-        """Before the engine starts: its processes read the configuration and the environment."""
-        os.environ.pop(INSTALL_ENV, None)
-        if not problem:
-            os.environ[INSTALL_ENV] = "1"
-            config.scheduler_config.scheduler_cls = scheduler_of(config)
-        return cls(problem)
-
-    def engine_class(self) -> Any:
-        if self.problem:
-            return AsyncLLM
-        from engine.backends.vllm.resume.llm import ContinuingLLM
-
-        return ContinuingLLM
-
-    def find(
-        self, engine: Any, args: argparse.Namespace, ranks: Sequence[dict[str, Any]]
-    ) -> Continuing:
-        """Once its workers have answered with their status."""
-        for rank in ranks:
-            if not self.problem and rank["cannot_resume"]:
-                self.problem = f"rank {rank['rank']}: {rank['cannot_resume']}"
-        if self.problem:
-            logger.warning("streams end with this engine: %s", self.problem)
-            return Continuing(problem=self.problem)
-        found = continuing(engine, args, ranks[0]["identity"])
-        from engine.backends.vllm.resume.llm import Abilities
-
-        engine.abilities = Abilities(found.best, found.adapters)
-        return found
-
-
-def continue_nothing(engine: Any, problem: str) -> Continuing:
-    """For an engine that was about to continue streams."""
-    if hasattr(engine, "abilities"):
-        from engine.backends.vllm.resume.llm import Abilities
-
-        engine.abilities = Abilities()
-    return Continuing(problem=problem)
-
-
-def problem_with(config: Any, sources: Sources) -> str:
-    """Why an engine with this `VllmConfig` cannot take up a request, or nothing. Reads vLLM's
-    `sources`."""
-    if config.scheduler_config.scheduler_cls is not None:
-        return "it has a scheduler of its own (--scheduler-cls)"
-    if versions.in_use(config) == versions.V2 and (
-        config.model_config.logits_processors or entry_points(group=PROCESSORS)
-    ):
-        return (
-            "it has logits processors of its own, and vLLM's model runner V2 does not give them "
-            "the tokens already generated"
-        )
-    return contracts.changed(sources, RESUME_FILES, versions.in_use(config))
-
-
-def scheduler_of(config: Any) -> str:
-    """Our scheduler that stands for vLLM's choice."""
-    is_async = bool(config.scheduler_config.async_scheduling)
-    return f"{SCHEDULERS}.{'ResumingAsyncScheduler' if is_async else 'ResumingScheduler'}"
-
-
 def continuing(engine: Any, args: argparse.Namespace, identity: dict[str, Any]) -> Continuing:
-    """For an engine whose hooks are in place."""
+    """For an engine that can resume, with this identity of its weights."""
     is_exact = bool(envs.VLLM_BATCH_INVARIANT)
     modules = args.lora_modules or ()
     document = {

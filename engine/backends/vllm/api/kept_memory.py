@@ -19,7 +19,6 @@ from msgspec import Struct, structs
 
 from engine.backends.memory_session import SOCKET_DIR_ENV, host_device
 from engine.backends.process import INCARNATION_ENV
-from engine.backends.vllm.kv import INSTALL_ENV
 from engine.backends.vllm.worker.kv_loan import Lending
 from gms.client import pool_service_answers
 from plumbing.errors import UnderstudyError
@@ -29,7 +28,6 @@ logger = logging.getLogger(__name__)
 GMS: Literal["gms"] = "gms"
 OWN: Literal["private"] = "private"
 AUTO = "auto"
-SCHEDULERS = "engine.backends.vllm.kv"
 # Its workers have borrowed the same pools a moment ago, so that the core waits for nothing.
 BEGIN_WAIT_S = 10.0
 # A memory service that has died is back in half a second; until then nobody serves.
@@ -78,26 +76,10 @@ class KeptMemory:
         self._is_lent = choice.is_shared
         self._note = ""
 
-    @classmethod
-    def install(cls, choice: KvChoice, config: Any, problem: str, *, resumes: bool) -> KeptMemory:
-        """Before the engine starts; `problem` is what `kv.eligible` has found. `resumes`: it takes
-        up requests, too."""
-        os.environ.pop(INSTALL_ENV, None)
-        if choice.is_shared and not problem:
-            os.environ[INSTALL_ENV] = "1"
-            config.scheduler_config.scheduler_cls = scheduler_of(config, resumes=resumes)
-        return cls(choice, problem)
-
     @property
     def memory(self) -> Literal["gms", "private"]:
         """Known from the wake on."""
         return GMS if self._is_lent else OWN
-
-    def prepared(self, ranks: Sequence[Answer]) -> None:
-        """Once the workers have answered with their status."""
-        for rank in ranks:
-            if not self.problem and rank.get("cannot_keep_kv"):
-                self.problem = f"rank {rank['rank']}: {rank['cannot_keep_kv']}"
 
     async def take(
         self, take: AskRanks, engine: str, token: int, era: str, ranks: int
@@ -143,7 +125,14 @@ class KeptMemory:
             return KvBeginning(note=self._note)
         answer: Answer = {"problem": self.problem}
         if not self.problem:
-            answer = await self._begin_kept([rank["pool"] for rank in taken], engine)
+            asked = {
+                "directory": os.environ[SOCKET_DIR_ENV],
+                "deadline_s": BEGIN_WAIT_S,
+                "may_adopt": self.choice.may_adopt,
+                "has_audit": self.choice.has_audit,
+                "ranks": [rank["pool"] for rank in taken],
+            }
+            answer = await _ask_core(engine, "understudy_begin_kv", asked, 2 * BEGIN_WAIT_S)
         if answer["problem"]:
             await ask("understudy_forget_kv", BEGIN_WAIT_S)
             logger.warning("no KV block is published: %s", answer["problem"])
@@ -159,11 +148,9 @@ class KeptMemory:
         """The canary has passed, or `why` the content is not to be trusted. Never raises."""
         if not self._is_kept:
             return
-        try:
-            async with asyncio.timeout(JUDGE_WAIT_S):
-                await engine.engine_core.call_utility_async("understudy_judge_kv", why)
-        except Exception as error:
-            logger.warning("the verdict on the KV blocks was not recorded: %s", error)
+        problem = (await _ask_core(engine, "understudy_judge_kv", why, JUDGE_WAIT_S))["problem"]
+        if problem:
+            logger.warning("the verdict on the KV blocks was not recorded: %s", problem)
 
     async def follow(self, engine: Any) -> None:
         """Keep `published` and `kept` current, until the core gives the index up or fails."""
@@ -188,12 +175,7 @@ class KeptMemory:
         if not self._is_kept:
             return
         await self.judge(engine)  # an adoption that is not judged counts as one that has failed
-        try:
-            async with asyncio.timeout(CLOSE_WAIT_S):
-                answer = await engine.engine_core.call_utility_async("understudy_close_kv", "")
-            problem = answer["problem"]
-        except Exception as error:  # vLLM says whatever went wrong in the core as it likes
-            problem = f"{type(error).__name__}: {error}"
+        problem = (await _ask_core(engine, "understudy_close_kv", "", CLOSE_WAIT_S))["problem"]
         if problem:
             logger.warning("the next engine finds no KV block of this one: %s", problem)
 
@@ -203,27 +185,13 @@ class KeptMemory:
         self._is_lent, self._note = self.choice.is_shared, ""
         self.published = self.kept = 0
 
-    async def _begin_kept(self, pools: Sequence[Answer], engine: Any) -> Answer:
-        asked = {
-            "directory": os.environ[SOCKET_DIR_ENV],
-            "deadline_s": BEGIN_WAIT_S,
-            "may_adopt": self.choice.may_adopt,
-            "has_audit": self.choice.has_audit,
-            "ranks": pools,
-        }
-        try:
-            async with asyncio.timeout(2 * BEGIN_WAIT_S):
-                answer: Answer = await engine.engine_core.call_utility_async(
-                    "understudy_begin_kv", asked
-                )
-        except Exception as error:  # vLLM says whatever went wrong in the core as it likes
-            return {"problem": f"{type(error).__name__}: {error}"}
-        return answer
 
-
-def scheduler_of(config: Any, *, resumes: bool) -> str:
-    """Our scheduler that stands for vLLM's choice."""
-    is_async = "Async" if config.scheduler_config.async_scheduling else ""
-    if resumes:
-        return f"{SCHEDULERS}.scheduler_resuming.KeepingResuming{is_async}Scheduler"
-    return f"{SCHEDULERS}.scheduler.Keeping{is_async}Scheduler"
+async def _ask_core(engine: Any, method: str, asked: Any, wait_s: float) -> Answer:
+    """Call `method` (`kv/scheduler.py`) in the engine core. Never raises: vLLM says whatever went
+    wrong there as it likes."""
+    try:
+        async with asyncio.timeout(wait_s):
+            answer: Answer = await engine.engine_core.call_utility_async(method, asked)
+    except Exception as error:
+        return {"problem": f"{type(error).__name__}: {error}"}
+    return answer

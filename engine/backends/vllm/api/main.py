@@ -17,7 +17,7 @@ import asyncio
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from multiprocessing import resource_tracker
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -35,8 +35,9 @@ from plumbing.service.process import raise_fd_limit
 from plumbing.service.signals import blocked_in_children
 
 if TYPE_CHECKING:
+    from engine.backends.channel import ChannelThread
     from engine.backends.vllm.api.arguments import ServeArguments
-    from engine.backends.vllm.api.channel_thread import ChannelThread
+    from engine.backends.vllm.api.features import Features
     from lockserver.client import serving
 
     Seat = serving.ServingSeat | None
@@ -70,7 +71,7 @@ def main() -> int:
     except UnderstudyError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code
-    from engine.backends.vllm.api.channel_thread import ChannelThread
+    from engine.backends.channel import ChannelThread
 
     channel = ChannelThread(sock)
     try:
@@ -117,6 +118,7 @@ async def _run(
 ) -> None:
     from engine.backends.vllm.api.backend import StepCounter, VllmBackend
     from engine.backends.vllm.api.http import Front, bind
+    from engine.backends.vllm.api.kept_memory import KeptMemory
     from engine.backends.vllm.api.self_test import Proof
 
     args, steps = parsed.vllm, StepCounter(page)
@@ -128,34 +130,26 @@ async def _run(
     if made.tested is not None:
         directory = os.environ[DIRECTORY_ENV]
         prove = Proof(directory, made.tested, forced=parsed.self_test).obtain
+    kept = KeptMemory(parsed.kv)
     backend = VllmBackend(
-        made.engine,
-        front,
-        steps,
-        made.find_continuing,
-        made.kv,
-        seat,
-        made.cannot_rest,
-        made.cannot_offload,
-        prove,
+        made.engine, front, steps, made.features, kept, seat, made.find_continuing, prove
     )
     prepared = await backend.prepare()
+    for warning in prepared.warnings:
+        logger.warning("%s", warning)
     warnings = (*made.warnings, *prepared.warnings)
     channel.prepared(backend, structs.replace(prepared, warnings=warnings))
     await backend.watch(lambda error: channel.end(process.fault_report(error)))
 
 
 class _Made(NamedTuple):
-    """The engine, warnings for the operator, how to find out who may continue its streams, why it
-    cannot rest, or not without its weights, and on what the result of its self-test depends, if it
-    needs one."""
+    """The engine, warnings for the operator, what it can do, how to find out who may continue its
+    streams, and on what the result of its self-test depends, if it needs one."""
 
     engine: Any
     warnings: tuple[str, ...]
-    find_continuing: Callable[[Sequence[dict[str, Any]]], Any]
-    kv: Any
-    cannot_rest: str
-    cannot_offload: str
+    features: Features
+    find_continuing: Callable[[dict[str, Any]], Any]
     tested: dict[str, Any] | None
 
 
@@ -169,9 +163,7 @@ def make_engine(parsed: ServeArguments, steps: Any) -> _Made:
     from vllm.usage.usage_lib import UsageContext
 
     from engine.backends.vllm import contracts, kv_size
-    from engine.backends.vllm.api import continuation, resting, self_test
-    from engine.backends.vllm.api.kept_memory import KeptMemory
-    from engine.backends.vllm.kv import eligible
+    from engine.backends.vllm.api import continuation, features, self_test
 
     args, usage = parsed.vllm, UsageContext.OPENAI_API_SERVER
     engine_args = AsyncEngineArgs.from_cli_args(args)
@@ -186,15 +178,14 @@ def make_engine(parsed: ServeArguments, steps: Any) -> _Made:
     warnings = tuple(kv_size.warnings(config))
     for warning in warnings:
         logger.warning("%s", warning)
-    sources = contracts.installed()
-    cannot_keep = eligible.problem_with(config, sources) if parsed.kv.is_shared else ""
-    cannot_rest = parsed.no_sleep or resting.problem_with(config, sources)
-    cannot_offload = resting.offload_problem(config, sources)
-    cannot_resume = parsed.no_resume or continuation.problem_with(config, sources)
-    del sources  # parsed, it takes memory
-    hooks = continuation.Hooks.install(config, cannot_resume)
-    kv = KeptMemory.install(parsed.kv, config, cannot_keep, resumes=not cannot_resume)
-    engine = hooks.engine_class().from_vllm_config(
+    can = features.Features.find(
+        config,
+        contracts.installed(),
+        resume=parsed.no_resume,
+        sleep=parsed.no_sleep,
+        keep_kv="" if parsed.kv.is_shared else "its KV memory is private",
+    )
+    engine = can.install(config).from_vllm_config(
         config,
         usage_context=usage,
         stat_loggers=[steps.factory],
@@ -202,16 +193,15 @@ def make_engine(parsed: ServeArguments, steps: Any) -> _Made:
         aggregate_engine_logging=engine_args.aggregate_engine_logging,
     )
     engine.progressed = steps.record
-    has_no_use = cannot_resume and cannot_rest and (cannot_keep or not parsed.kv.is_shared)
-    must_prove = parsed.self_test or (self_test.is_needed() and not has_no_use)
+    has_use = any(can.has(feature) for feature in features.PROVEN)
     return _Made(
         engine,
         warnings,
-        lambda ranks: hooks.find(engine, args, ranks),
-        kv,
-        cannot_rest,
-        cannot_offload,
-        self_test.about(config) if must_prove else None,
+        can,
+        lambda identity: continuation.continuing(engine, args, identity),
+        self_test.about(config)
+        if parsed.self_test or (has_use and self_test.is_needed())
+        else None,
     )
 
 

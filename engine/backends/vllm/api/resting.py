@@ -1,8 +1,7 @@
 """Sleep in place: a drained engine gives its KV memory back and stays ready to be woken; its
 weights may be released, too.
 
-Owns the order, and whether this vLLM can do it at all. No failed step is undone: the incarnation
-ends, and another is launched.
+Owns the order. No failed step is undone: the incarnation ends, and another is launched.
 
 - A `sleep` that waits for requests is overtaken by one that aborts them, and never given up: it
   would come back, and take the memory from an engine that was woken meanwhile.
@@ -23,35 +22,19 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from engine.backends.vllm import contracts, versions
 from engine.backends.vllm.api.http import Front
 from engine.backends.vllm.api.kept_memory import KeptMemory
-from engine.backends.vllm.contracts import Sources
 from engine.messages import WeightsPlacedMsg
 from plumbing.errors import UnderstudyError
 
 logger = logging.getLogger(__name__)
 
-REST_FILES = ("api/resting.py", "core_serving.py")
-OFFLOAD_FILES = ("worker/offloading.py",)
 ABORT_S = 10.0  # for the step that is running
 REST_ASK_S = 15.0  # a rank that does not answer this is hung
 CORE_ASK_S = 15.0
 COUNT_POLL_S = 0.001
 
 AskRanks = Callable[..., Awaitable[Sequence[dict[str, Any]]]]
-
-
-def problem_with(config: Any, sources: Sources) -> str:
-    """Why an engine with this `VllmConfig` cannot rest, or nothing. Reads vLLM's `sources`."""
-    if config.kv_transfer_config is not None:
-        return "a KV connector has the addresses of its KV cache, too"
-    return contracts.changed(sources, REST_FILES, versions.in_use(config))
-
-
-def offload_problem(config: Any, sources: Sources) -> str:
-    """Why it cannot rest without its weights, or nothing."""
-    return contracts.changed(sources, OFFLOAD_FILES, versions.in_use(config))
 
 
 async def ask_core(engine: Any, method: str, *asked: Any) -> None:
@@ -152,15 +135,10 @@ NOTE_CHARS_MAX = 4096
 class Offloading:
     """Of one engine. `lock` is held while its ranks let their weights go or map them again."""
 
-    def __init__(self, ask_ranks: AskRanks, problem: str = "") -> None:
-        """`problem`: why no rank can be without its weights, or nothing."""
+    def __init__(self, ask_ranks: AskRanks) -> None:
         self.lock = asyncio.Lock()
-        self._ask_ranks, self._problem = ask_ranks, problem
+        self._ask_ranks = ask_ranks
         self._may_be_away = False
-
-    def problem_with(self, ranks: Sequence[dict[str, Any]]) -> str:
-        """Why its weights cannot be released, from the status of all ranks; or nothing."""
-        return next((why for each in ranks if (why := each["cannot_offload"])), self._problem)
 
     async def place(
         self, budget_s: float, *, is_away: bool, is_parked: Callable[[], bool]

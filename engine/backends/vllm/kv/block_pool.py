@@ -30,6 +30,7 @@ from vllm.v1.core.kv_cache_utils import (
     get_group_id,
     make_block_hash_with_group_id,
 )
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
 from engine.kv.adopter import Checksums
 from engine.kv.layout import IndexRecord
@@ -224,3 +225,25 @@ class KeptBlockPool(BlockPool):
     def touch(self, blocks: Sequence[Any]) -> None:
         self.kept.touched(block.block_id for block in blocks)
         super().touch(blocks)
+
+
+def problem_with_groups(groups: Any, hash_block_tokens: int) -> str:
+    """Why blocks of these `KVCacheGroupSpec`s are not published, or nothing: only models with one
+    group of full attention are."""
+    if len(groups) != 1:
+        return f"this model's KV cache has {len(groups)} groups of layers, and only one can be kept"
+    group = groups[0]
+    spec = group.kv_cache_spec
+    if type(spec) not in (FullAttentionSpec, MLAAttentionSpec):
+        return f"this model's KV cache is of {type(spec).__name__}, and only full attention is kept"
+    if spec.sliding_window is not None or spec.attention_chunk_size is not None:
+        return "this model's attention does not reach back to the first token"
+    if getattr(spec, "non_causal", False):
+        return "this model's attention reaches forward, so a block depends on what follows it"
+    if getattr(group, "is_eagle_group", False):
+        return "a draft model writes to the KV cache, too"
+    if spec.block_size != hash_block_tokens:
+        return (
+            f"blocks of {spec.block_size} tokens are hashed in parts of {hash_block_tokens} tokens"
+        )
+    return ""

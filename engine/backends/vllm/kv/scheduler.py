@@ -28,8 +28,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 
 from engine.backends.vllm.kv import facts
-from engine.backends.vllm.kv.block_pool import KeptBlockPool, KeptIndex
-from engine.backends.vllm.kv.eligible import problem_with_groups
+from engine.backends.vllm.kv.block_pool import KeptBlockPool, KeptIndex, problem_with_groups
 from engine.kv.adopter import Adoption, Checksums, adoptable, audited
 from engine.kv.layout import IndexHeader, IndexPage
 from engine.kv.writer import IndexWriter

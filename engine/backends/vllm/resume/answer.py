@@ -21,12 +21,23 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextvars import ContextVar
 from typing import Any
 
+from msgspec import Struct
+
 from plumbing.gateway_protocol import Continuation, Journal
 
 CURRENT: ContextVar[Answer | None] = ContextVar("understudy_answer", default=None)
 
 # An output that ended so is not the end that the model made.
 BROKEN_OFF = ("abort", "error")
+
+
+class Continuing(Struct, frozen=True):
+    """Which streams of this engine another one can continue: the best class of them, the id that
+    both engines have, and the adapters that both have."""
+
+    best: Continuation = Continuation.NONE
+    id: str = ""
+    adapters: frozenset[str] = frozenset()
 
 
 class Answer:

@@ -19,7 +19,6 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Seque
 from typing import Any
 
 import numpy as np
-from msgspec import Struct
 from vllm import SamplingParams
 from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 from vllm.sampling_params import RequestOutputKind, SamplingType
@@ -30,7 +29,7 @@ from vllm.v1.engine.output_processor import RequestOutputCollector
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import Request
 
-from engine.backends.vllm.resume.answer import CURRENT, made_by, with_made
+from engine.backends.vllm.resume.answer import CURRENT, Continuing, made_by, with_made
 from plumbing.gateway_protocol import Continuation
 
 # For a place in vLLM's queue (`--max-num-queued-reqs`, `--max-num-queued-tokens`): other resumed
@@ -38,16 +37,8 @@ from plumbing.gateway_protocol import Continuation
 ADMIT_S, ADMIT_POLL_S = 10.0, 0.05
 
 
-class Abilities(Struct, frozen=True):
-    """What this engine can continue: `best` of its classes, and the adapters that its successor
-    has, too."""
-
-    best: Continuation = Continuation.NONE
-    adapters: frozenset[str] = frozenset()
-
-
 class ContinuingLLM(AsyncLLM):
-    abilities = Abilities()
+    continuing = Continuing()
     progressed: Callable[[], None] = staticmethod(lambda: None)
 
     def generate(
@@ -124,13 +115,13 @@ class ContinuingLLM(AsyncLLM):
             and isinstance(prompt, dict)
             and "prompt_embeds" not in prompt
         )
-        is_known = lora_request is None or lora_request.lora_name in self.abilities.adapters
+        is_known = lora_request is None or lora_request.lora_name in self.continuing.adapters
         if not is_one_text or not is_known or self._is_untried(params):
             return Continuation.NONE
         is_random = params.sampling_type == SamplingType.RANDOM
-        if self.abilities.best is Continuation.EXACT and is_random:
+        if self.continuing.best is Continuation.EXACT and is_random:
             return Continuation.STATE
-        return self.abilities.best
+        return self.continuing.best
 
     def _is_untried(self, params: Any) -> bool:
         """Nobody has resumed such a request with model runner V2: it finds thinking budgets by

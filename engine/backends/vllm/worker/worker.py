@@ -12,13 +12,14 @@ core from the one that wakes in its place.
 
 from __future__ import annotations
 
-import functools
 import logging
+import mmap
 import os
 import time
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
+import msgspec
 import torch
 from msgspec import structs
 from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
@@ -33,9 +34,11 @@ from engine.backends.vllm.membership import Answer, answering, reporting
 from engine.backends.vllm.resume import INSTALL_ENV, hook
 from engine.backends.vllm.worker import kv_cuda, weights
 from engine.backends.vllm.worker.kv_arena import AddressRange, Backing, KVArena
-from engine.backends.vllm.worker.kv_loan import Lending, RankLease, lending_of
+from engine.backends.vllm.worker.kv_loan import Lending
 from engine.backends.vllm.worker.offloading import OffloadingWorker
-from plumbing.errors import UnderstudyError, UsageError
+from engine.kv.layout import IndexPage
+from gms.client import BEGUN, KvLease, borrow_pool
+from plumbing.errors import InvariantError, UnderstudyError, UsageError
 
 logger = logging.getLogger(__name__)
 
@@ -56,10 +59,7 @@ class ParkingWorker(OffloadingWorker):
     _kv_facts: Answer | None = None  # of the blocks, if the engine core is to keep their index
     _cannot_keep = ""  # what is in the way
     _not_parked = ""  # why the last `sleep` has failed
-
-    @functools.cached_property
-    def _lease(self) -> RankLease:
-        return RankLease()
+    _lease: KvLease | None = None  # of the device's KV memory, from the wake on
 
     # ------------------------------------------------------------------ what differs
 
@@ -251,24 +251,38 @@ class ParkingWorker(OffloadingWorker):
         weights.of_this_process().is_awake = True  # no digests from now on
         pool: Answer = {}
         if self.arena is not None and lending is None:
-            if self._lease.is_held:  # another rank could not borrow
+            if self._lease is not None:  # another rank could not borrow
                 self._park()
-                self._lease.close()
+                self._give_back(keep_kv=True)
                 weights.of_this_process().is_awake = True
             self.arena.take(deadline_s)
         elif self.arena is not None:
-            pool = self._borrow(lending_of(lending), self.arena, deadline_s)
+            pool = self._borrow(msgspec.convert(lending, Lending), self.arena, deadline_s)
         ms = (time.monotonic() - began) * 1000
         kv_bytes = self.arena.kv_bytes if self.arena else 0
         return {"kv_bytes": kv_bytes, "ms": round(ms, 3), "pool": pool}
 
     def _borrow(self, lending: Lending, arena: KVArena, deadline_s: float) -> Answer:
-        """What the engine core needs, to keep the index of this rank's pool."""
+        """What the engine core needs, to keep the index of this rank's pool. The first holder of a
+        new region on a GPU zeroes it before it is used.
+
+        Raises:
+            UnderstudyError: as `gms.client.borrow_pool`.
+        """
         device = weights.device_of(self.rank)
         claim = lending.claim(arena.pool_bytes, self._blocks, self.rank)
-        lease = self._lease.borrow(lending, device, claim, deadline_s)
-        arena.borrow(lease.slabs, is_new=lease.is_fresh)
-        self._lease.begin()
+        if self._lease is None:
+            self._lease = borrow_pool(
+                lending.directory,
+                device,
+                claim,
+                deadline_s,
+                away_s=lending.away_s,
+                on_wait=logger.info,
+                on_change=logger.warning,
+            )
+        arena.borrow(self._lease.slabs, is_new=self._lease.is_fresh)
+        self._lease.mark(BEGUN)  # the memory is zero or a predecessor's; from here on it is written
         return {"device": device, "claim": structs.asdict(claim), "facts": self._all_kv_facts()}
 
     def _all_kv_facts(self) -> Answer | None:
@@ -296,18 +310,34 @@ class ParkingWorker(OffloadingWorker):
             state = "parked" if is_parked else "still mapped"
             why = self._not_parked or f"it is {state}, with {resident_bytes} bytes resident"
             raise _not_given_back(why)
-        if keep_kv:
-            self._lease.close()
-        else:
-            self._lease.give_up(GIVE_UP_S)
+        self._give_back(keep_kv=keep_kv)
         membership.leave_serving()
         stop_spinning()
         return {"kv_resident_bytes": resident_bytes}
 
+    def _give_back(self, *, keep_kv: bool) -> None:
+        """After everything is unmapped: leave the content to the next holder, or return when the
+        service has freed the memory.
+
+        Raises:
+            UnderstudyError: as `KvLease.give_up`.
+        """
+        lease, self._lease = self._lease, None
+        if lease is not None and keep_kv:
+            lease.close()
+        elif lease is not None:
+            lease.give_up(GIVE_UP_S)
+
     @answering
     def understudy_forget_kv(self) -> Answer:
-        """Nobody keeps the index of this rank's pool, so nobody may believe it."""
-        self._lease.forget()
+        """Nobody keeps the index of this rank's pool, so nobody may believe it, until a writer
+        begins it anew."""
+        if self._lease is None:
+            raise InvariantError("there is no lease")
+        with mmap.mmap(self._lease.index.fileno(), self._lease.index_bytes) as memory:
+            page = IndexPage.over(memoryview(memory))
+            page.invalidate_header()
+            page.release()
         return {}
 
     @answering
