@@ -48,7 +48,8 @@ class Features:
         command line."""
         found, runner = cls(**refused), versions.in_use(config)
         for feature, files in FILES.items():
-            found.lacks(feature, _problem_with(feature, config))
+            if found.has(feature):
+                found.lacks(feature, _problem_with(feature, config))
             if found.has(feature):
                 found.lacks(feature, contracts.changed(sources, files, runner))
         return found
