@@ -394,7 +394,7 @@ LINES_MAX = {
     "plumbing": 6_805,
     "lockserver": 8_157,
     "gms": 11_535,
-    "engine": 21_100,
+    "engine": 20_511,
     "gateway": 9_662,
     "pool": 9_185,
     "understudy": 11_515,
