@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
 
 from engine.core import lifecycle, probes
 from engine.core.events import State
@@ -16,6 +14,8 @@ from gateway.core import client_request as gateway_states
 from gms.core import kv_state
 from gms.core import state as gms_state
 from lockserver.core import lock
+from plumbing.transitions import Edge
+from plumbing.transitions import page as page_of
 from pool.core import model
 
 PAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "docs/states.md")
@@ -25,36 +25,6 @@ HEAD = """# States
 Generated from the transition tables by `make docs`; `.ci/run` fails if this page is stale.
 An event that is not named for the current state is refused and changes nothing.
 """
-
-Edge = tuple[str, str, str]  # from, event, to
-
-
-def diagram(edges: Iterable[Edge]) -> list[str]:
-    """A Mermaid state diagram: one arrow for each pair of states, events joined."""
-    arrows: Mapping[tuple[str, str], list[str]] = defaultdict(list)
-    for source, event, target in edges:
-        if source != target:
-            arrows[source, target].append(event)
-    lines = ["```mermaid", "stateDiagram-v2"]
-    for (source, target), events in arrows.items():
-        lines.append(f"    {source} --> {target}: {', '.join(events)}")
-    return [*lines, "```", ""]
-
-
-def stays(edges: Iterable[Edge]) -> list[str]:
-    """One line: what is taken in each state and leaves it as it is."""
-    events: Mapping[str, list[str]] = defaultdict(list)
-    for source, event, target in edges:
-        if source == target:
-            events[source].append(event)
-    if not events:
-        return []
-    listed = "; ".join(f"{state}: {', '.join(names)}" for state, names in events.items())
-    return [f"No change: {listed}.", ""]
-
-
-def shown(edges: list[Edge]) -> list[str]:
-    return diagram(edges) + stays(edges)
 
 
 def engine_edges() -> list[Edge]:
@@ -73,11 +43,6 @@ def ignored_by_engines() -> list[str]:
         for state, events in lifecycle.IGNORED.items()
     ]
     return [f"Ignored, as is every event about another incarnation: {'; '.join(lines)}.", ""]
-
-
-def lock_edges() -> list[Edge]:
-    found = lock.TRANSITIONS.items()
-    return [(str(source), str(signal), str(target)) for (source, signal), target in found]
 
 
 def session_edges() -> list[Edge]:
@@ -135,7 +100,7 @@ def probe_table() -> list[str]:
 def page() -> str:
     """The whole page."""
     lines = [HEAD, "## An engine", ""]
-    lines += shown(engine_edges()) + ignored_by_engines()
+    lines += page_of(engine_edges()) + ignored_by_engines()
     lines += ["### Probes of an engine", "", *probe_table()]
     lines += [
         "*First* means that no incarnation of this engine has reached standby in this pod yet.",
@@ -143,18 +108,18 @@ def page() -> str:
         "## A lock",
         "",
     ]
-    lines += shown(lock_edges())
+    lines += page_of(lock.TABLE.edges())
     lines += [
         "No engine is granted a lock in `releasing` or `recovering`, however long that lasts.",
         "",
     ]
     lines += ["## A session with the GPU memory service", ""]
-    lines += shown(session_edges())
-    lines += ["## An epoch of weights", "", *shown(epoch_edges())]
+    lines += page_of(session_edges())
+    lines += ["## An epoch of weights", "", *page_of(epoch_edges())]
     lines += ["## A process that borrows KV memory", ""]
-    lines += shown(borrower_edges())
-    lines += ["## A pool of KV memory", "", *shown(pool_edges())]
-    lines += ["## A request at the gateway", "", *shown(request_edges())]
+    lines += page_of(borrower_edges())
+    lines += ["## A pool of KV memory", "", *page_of(pool_edges())]
+    lines += ["## A request at the gateway", "", *page_of(request_edges())]
     lines += [
         "Something was sent to the client in `streaming`, `relaying`, `parked`, `resuming` and",
         "`replaying`. `waiting`, `asked` and `answering` never follow these, so nothing is sent",

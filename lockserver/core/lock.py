@@ -30,6 +30,7 @@ from enum import StrEnum
 from lockserver.core.events import Holder, LockRecord
 from plumbing.errors import InvariantError
 from plumbing.pod.models import ACTIVE, LOADER, kind_of, lock_of
+from plumbing.transitions import Table
 
 KINDS: Mapping[str, bool] = {ACTIVE: True, LOADER: False}  # name → is it fenced
 
@@ -95,26 +96,28 @@ class Signal(StrEnum):
     EVIDENCE_GONE = "evidence_gone"
 
 
-TRANSITIONS: Mapping[tuple[LockState, Signal], LockState] = {
-    (LockState.FREE, Signal.GRANTED): LockState.HELD,
-    (LockState.HELD, Signal.CONFIRMED): LockState.HELD,
-    (LockState.HELD, Signal.NOT_WANTED): LockState.RELEASING,
-    (LockState.HELD, Signal.HANDED_OVER): LockState.RELEASING,
-    (LockState.HELD, Signal.PROCESS_GONE): LockState.RELEASING,
-    (LockState.HELD, Signal.CONNECTION_CLOSED): LockState.RELEASING,
-    (LockState.HELD, Signal.EVIDENCE_GONE): LockState.FREE,
-    (LockState.RELEASING, Signal.CONFIRMED): LockState.HELD,
-    (LockState.RELEASING, Signal.NOT_WANTED): LockState.RELEASING,
-    (LockState.RELEASING, Signal.HANDED_OVER): LockState.RELEASING,
-    (LockState.RELEASING, Signal.PROCESS_GONE): LockState.RELEASING,
-    (LockState.RELEASING, Signal.CONNECTION_CLOSED): LockState.RELEASING,
-    (LockState.RELEASING, Signal.EVIDENCE_GONE): LockState.FREE,
-    (LockState.RECOVERING, Signal.CONFIRMED): LockState.HELD,
-    (LockState.RECOVERING, Signal.CLAIMED): LockState.HELD,
-    (LockState.RECOVERING, Signal.NOT_WANTED): LockState.RELEASING,
-    (LockState.RECOVERING, Signal.HANDED_OVER): LockState.RELEASING,
-    (LockState.RECOVERING, Signal.EVIDENCE_GONE): LockState.FREE,
-}
+LOST = (
+    Signal.NOT_WANTED,
+    Signal.HANDED_OVER,
+    Signal.PROCESS_GONE,
+    Signal.CONNECTION_CLOSED,
+)
+TABLE = Table(
+    {
+        (LockState.FREE, Signal.GRANTED): LockState.HELD,
+        **{(LockState.HELD, signal): LockState.RELEASING for signal in LOST},
+        (LockState.HELD, Signal.EVIDENCE_GONE): LockState.FREE,
+        (LockState.RELEASING, Signal.CONFIRMED): LockState.HELD,
+        (LockState.RELEASING, Signal.EVIDENCE_GONE): LockState.FREE,
+        (LockState.RECOVERING, Signal.CONFIRMED): LockState.HELD,
+        (LockState.RECOVERING, Signal.CLAIMED): LockState.HELD,
+        (LockState.RECOVERING, Signal.NOT_WANTED): LockState.RELEASING,
+        (LockState.RECOVERING, Signal.HANDED_OVER): LockState.RELEASING,
+        (LockState.RECOVERING, Signal.EVIDENCE_GONE): LockState.FREE,
+    },
+    stays={LockState.HELD: (Signal.CONFIRMED,), LockState.RELEASING: LOST},
+    start=(LockState.FREE, LockState.RECOVERING),
+)
 
 
 class IllegalLockTransition(InvariantError):
@@ -177,7 +180,7 @@ class Lock:
         Raises:
             IllegalLockTransition: nothing has changed.
         """
-        target = TRANSITIONS.get((self.state, signal))
+        target = TABLE.target(self.state, signal)
         names_holder = signal in (Signal.GRANTED, Signal.CLAIMED)
         is_lawful = names_holder == (holder is not None)
         if signal in (Signal.CONFIRMED, Signal.HANDED_OVER):
