@@ -1,12 +1,13 @@
-"""A member's lease, as the member itself may count on it, and the kernel timer that enforces it.
+"""An engine's lease, as its supervisor may count on it, and the kernel timer that enforces it.
 
     sent(p, t) ──→ server ──→ renewed(p)        valid until  t + lease
                                                 stop at      t + 60 % of it: the engine ends itself
                                                 kill at      t + 80 % of it: the kernel ends it
 
-The server counts a lease, and a margin, from when it *received* what it answers; the member from
-when it *sent* that. Sending comes first, so a member always gives up before the server does,
-however long either direction takes. Clocks only have to run at the same rate to within the margin.
+The server counts a lease, and a margin, from when it *received* what it answers; the supervisor
+from when it *sent* that. Sending comes first, so the supervisor always gives up before the server
+does, however long either direction takes. Clocks only have to run at the same rate to within the
+margin.
 
 The surprising things about the lease:
 
@@ -18,16 +19,14 @@ The surprising things about the lease:
   buffer while the server granted the lock to another. The want is sent again instead, and the
   server repeats what is true by then.
 
-The member's own loop stops it in time, unless it is stopped, swapped out or stuck; then a POSIX
+The supervisor's own loop stops it in time, unless it is stopped, swapped out or stuck; then a POSIX
 timer (timer_create(2)) does, which the kernel runs without us: SIGKILL also ends a process that is
 stopped. The surprising things about the timer:
 
 - The clock is CLOCK_BOOTTIME, which continues while the machine sleeps, and the time is absolute: a
   process that is preempted between reading a clock and setting the timer loses nothing.
-- PID 1 of a PID namespace, which a supervisor is in its container, ignores a SIGKILL from inside,
-  and a timer counts as inside (tried). A signal with a handler reaches it, and SIGCONT wakes it
-  from a SIGSTOP. So there one timer's signal is handled by the C library's `_exit`, which needs
-  neither Python nor its lock, and a second timer sends SIGCONT.
+- PID 1 of a PID namespace ignores a SIGKILL from inside, and a timer counts as inside (tried). A
+  container's PID 1 is `understudy-init`, so a supervisor that finds itself there is refused.
 - Timers are neither inherited by a fork nor kept by an exec, and they belong to the process, not
   the thread. Processes that must end with this one have PDEATHSIG, or are in its PID namespace.
 """
@@ -52,7 +51,6 @@ from plumbing.text import duration
 CLOCK_BOOTTIME = time.CLOCK_BOOTTIME
 TIMER_ABSTIME = 1  # linux/time.h
 SIGEV_SIGNAL = 0  # asm-generic/siginfo.h
-EXIT_SIGNAL = signal.SIGRTMAX  # for PID 1: no library and no shell uses it
 NS_PER_S = 10**9
 
 
@@ -70,22 +68,22 @@ class DeadMan:
     """Ends this process at the time it is armed for, unless it is armed again or disarmed."""
 
     def __init__(self) -> None:
-        """Create the timers.
+        """Create the timer.
 
         Raises:
             UnderstudyError: `lock.no_dead_man`, the kernel refuses.
         """
         self.at_ms: float | None = None
-        self._timers: list[ctypes.c_void_p] = []
+        if os.getpid() == 1:
+            raise UnderstudyError(
+                "lock.no_dead_man",
+                "this process is PID 1 of its container, which no timer of its own can end, so it"
+                " must not hold a lock over TCP; start it under understudy-init",
+            )
         try:
             self._libc = ctypes.CDLL(None, use_errno=True)
-            if os.getpid() == 1:
-                self._exit_on_signal()
-                self._timers = [self._create(EXIT_SIGNAL), self._create(signal.SIGCONT)]
-            else:
-                self._timers = [self._create(signal.SIGKILL)]
+            self._timer = self._create()
         except (AttributeError, OSError) as error:  # a C library without them, or a limit
-            self.close()
             reason = error.strerror if isinstance(error, OSError) else str(error)
             raise UnderstudyError(
                 "lock.no_dead_man",
@@ -98,40 +96,25 @@ class DeadMan:
         """End this process at `at_ms` (of `now_ms()`), and no longer at a time set before."""
         self.at_ms = at_ms
         # 0 would disarm; and the machine may have booted less than a lease ago.
-        at_ns = max(1, int(at_ms * 1e6))
-        for later, timer in enumerate(self._timers):  # woken only once the end is set
-            self._set(timer, at_ns + later * NS_PER_S // 1000)
+        self._set(max(1, int(at_ms * 1e6)))
 
     def disarm(self) -> None:
         self.at_ms = None
-        for timer in self._timers:
-            self._set(timer, 0)
+        self._set(0)
 
-    def close(self) -> None:
-        """Delete the timers."""
-        self.at_ms = None
-        for timer in self._timers:
-            self._libc.timer_delete(timer)
-        self._timers.clear()
-
-    def _create(self, signum: int) -> ctypes.c_void_p:
+    def _create(self) -> ctypes.c_void_p:
         timer = ctypes.c_void_p()
-        event = SIGEVENT.pack(0, signum, SIGEV_SIGNAL)
+        event = SIGEVENT.pack(0, signal.SIGKILL, SIGEV_SIGNAL)
         if self._libc.timer_create(CLOCK_BOOTTIME, event, ctypes.byref(timer)) != 0:
             number = ctypes.get_errno()
             raise OSError(number, f"timer_create: {os.strerror(number)}")
         return timer
 
-    def _set(self, timer: ctypes.c_void_p, at_ns: int) -> None:
+    def _set(self, at_ns: int) -> None:
         value = ITIMERSPEC.pack(0, 0, *divmod(at_ns, NS_PER_S))
-        if self._libc.timer_settime(timer, TIMER_ABSTIME, value, None) != 0:
+        if self._libc.timer_settime(self._timer, TIMER_ABSTIME, value, None) != 0:
             number = ctypes.get_errno()
             raise InvariantError(f"timer_settime: {os.strerror(number)}")
-
-    def _exit_on_signal(self) -> None:
-        self._libc.signal.restype = ctypes.c_void_p
-        leave = ctypes.cast(self._libc._exit, ctypes.c_void_p)
-        self._libc.signal(ctypes.c_int(EXIT_SIGNAL), leave)
 
 
 STOP_FRACTION = 0.6  # from here to 80 % the engine kills and reaps its tree by itself
@@ -149,7 +132,7 @@ FIRST_BEAT_MS = 100.0
 
 @dataclass(frozen=True, slots=True)
 class RenewedLease:
-    """A lease as it was last renewed; times in milliseconds of the member's own clock."""
+    """A lease as it was last renewed; times in milliseconds of the supervisor's own clock."""
 
     sent_ms: float
     lease_ms: int

@@ -133,40 +133,16 @@ def test_children_have_no_timer_by_fork_or_exec(start):
             os.kill(pid, signal.SIGKILL)
 
 
-@pytest.mark.slow
 @may_unshare
-@pytest.mark.parametrize("is_stopped", [False, True])
-def test_pid_1_of_a_container_is_killed_too(start, is_stopped):
-    """Goal: PID 1 of a namespace, which ignores SIGKILL from a timer, is killed as well, stopped or
-    not, with everything in the namespace. Method: arm PID 1 of a namespace that has a child; stop
-    it from outside."""
+def test_pid_1_of_a_container_is_refused(start):
+    """Goal: who could not be killed holds no lock. Method: PID 1 of a namespace."""
     program = start(
-        "child = subprocess.Popen(['sleep', '60'])\n"
-        "DeadMan().arm(now_ms() + 1500)\n"
-        "print(os.getpid(), flush=True)\n"
-        "signal.pause()",
+        "from plumbing.errors import UnderstudyError\n"
+        "try: DeadMan()\n"
+        "except UnderstudyError as error: print(error, flush=True)",
         *NAMESPACE,
     )
-    assert program.line() == "1"
-    inside = procfs.descendants(program.process.pid)
-    assert len(inside) == 2
-    if is_stopped:
-        os.kill(inside[0], signal.SIGSTOP)  # numbers of processes begin anew at some time
-    program.ended()
-    until(lambda: not any(procfs.is_alive(pid) for pid in inside), "the namespace to be empty")
-
-
-@may_unshare
-def test_disarmed_pid_1_stays_alive(start):
-    """Goal: both of its timers are disarmed. Method: arm, disarm, and outlive the time."""
-    program = start(
-        "timer = DeadMan(); begun = now_ms(); timer.arm(begun + 600); timer.disarm()\n"
-        "while now_ms() < begun + 700: pass\n"
-        "print('outlived', flush=True)",
-        *NAMESPACE,
-    )
-    assert program.line() == "outlived"
-    assert program.ended() == 0
+    assert re.search(r"understudy-init.*\[lock\.no_dead_man\]", program.line())
 
 
 def test_missing_timer_is_a_clear_error(start):
