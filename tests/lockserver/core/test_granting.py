@@ -6,7 +6,6 @@ import pytest
 
 from lockserver.core import events as ev
 from lockserver.core.ledger import ENDED_MAX
-from lockserver.core.lock import LockState
 from lockserver.core.machine import LockMachine
 from lockserver.core.names import WitnessFile, WitnessState
 from plumbing.errors import InvariantError
@@ -59,19 +58,6 @@ def test_new_supervisor_is_sent_the_holder():
     shell = Shell()
     shell.feed(want(1, A, "active"))
     assert sent(shell.feed(want(2, B, "active"))) == [(2, A, 1)]
-
-
-def test_older_connection_read_late_changes_nothing():
-    """Goal: a reconnect may overtake earlier messages. Method: read connection 2 first; then what
-    the same supervisor had sent on connection 1, before it had launched anything."""
-    shell = Shell()
-    shell.feed(want(2, A, "active"))
-    effects = shell.feed(want(1, None, engine="engine-0"))
-    assert [e.conn for e in effects if isinstance(e, ev.Close)] == [1]
-    assert shell.active.state is LockState.HELD
-    shell.feed(ev.ConnectionClosed(1))
-    assert shell.active.state is LockState.HELD
-    assert sent(shell.feed(want(2, A, "active", tokens={"active": 1}))) == [(2, A, 1)]
 
 
 def test_event_of_no_kind_is_an_invariant():

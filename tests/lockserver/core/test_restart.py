@@ -8,7 +8,7 @@ from lockserver.core import events as ev
 from lockserver.core import recovery
 from lockserver.core.lock import LockState
 from lockserver.core.machine import WINDOW_MS
-from lockserver.core.names import WitnessState, name_of
+from lockserver.core.names import name_of
 from tests.lockserver.core.shell import (
     A2,
     A,
@@ -88,13 +88,6 @@ def test_unknown_file_claim_with_a_held_witness_is_believed_and_filed():
     shell.feed(want(2, B, "active"))
     shell.feed(want(1, None, engine="engine-0"))
     assert (2, B, 14) in sent(shell.feed(ev.WitnessFree("active", A)))
-
-
-def test_unknown_file_claim_of_a_free_witness_is_refused():
-    """Goal: a token does not prove life. Method: claim with a witness that no process holds."""
-    shell = Shell(LOST)
-    claim = want(1, A, "active", tokens={"active": 12}, witness_state=WitnessState.FREE)
-    assert refused(shell.feed(claim)) == ["lock.stale_claim"]
 
 
 def test_unknown_file_stays_unknown_on_disk_while_another_lock_is_granted():
