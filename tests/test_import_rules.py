@@ -101,8 +101,9 @@ PURE = (
         "gms.names",
         "engine.messages",
     ),
-    *("plumbing.errors", "plumbing.gateway_protocol", "plumbing.text", "plumbing.pod.models"),
-    *("plumbing.pod.supervision", "plumbing.pod.supervision", "plumbing.pod.messages"),
+    *("plumbing.errors", "plumbing.gateway_protocol", "plumbing.text", "plumbing.transitions"),
+    "plumbing.pod.models",
+    *("plumbing.pod.supervision", "plumbing.pod.messages"),
     *("plumbing.wire.messages", "plumbing.wire.limits"),
 )
 NOT_IN_A_CORE = (
