@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from tests.helpers import auntil, free_port
+from tests.helpers import free_port
 from tests.lockserver.leased import Leased
 from tests.lockserver.processes import ServerProcess
 from tests.lockserver.wait_scenes.scene import Scene, Told
@@ -28,35 +27,6 @@ async def held_over_tcp(scene: Scene) -> AsyncIterator[tuple[ServerProcess, Leas
     async with Leased(server.flags[1], shared()) as engine:
         await engine.join("active")
         yield server, engine, await engine.granted()
-
-
-@asynccontextmanager
-async def leases_on_file(scene: Scene) -> AsyncIterator[Told]:
-    """A restarted server that waits for the lease of a holder that does not reconnect."""
-    async with held_over_tcp(scene) as (server, _, token):
-        server.kill()
-        server.flags = (*server.flags, *HOUR)
-        await asyncio.to_thread(server.start)
-        evidence = ("its lease expires in 59m", "has not connected")
-        yield Told("recovering", "engine-0", evidence, ("reconnect on their own",), token=token)
-
-
-@asynccontextmanager
-async def cut_over_tcp(scene: Scene) -> AsyncIterator[Told]:
-    """The holder's connection is lost while its lease is valid."""
-    async with held_over_tcp(scene) as (server, engine, token):
-        server.kill()
-        server.flags = (*server.flags, *HOUR)
-        await asyncio.to_thread(server.start)
-        await engine.connect()
-        engine.want()
-        await auntil(lambda: server.lock()["state"] == "held", "the holder to be back")
-        assert engine.conn is not None
-        engine.conn.close("cut")
-        await auntil(lambda: server.lock()["state"] == "releasing", "the cut to be seen")
-        evidence = ("its lease expires in 59m", "not connected", "ago")
-        fix = ("its lease expires in", "kill its container or host")
-        yield Told("releasing", "engine-0", evidence, fix, token=token, pid=None)
 
 
 @asynccontextmanager

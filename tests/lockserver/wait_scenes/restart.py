@@ -8,7 +8,6 @@ import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from tests.helpers import auntil
 from tests.lockserver.engines import EngineProcess
 from tests.lockserver.processes import ServerProcess
 from tests.lockserver.wait_scenes.scene import QUICK, Scene, Told, backends_of, kills, with_names
@@ -26,24 +25,6 @@ async def restarted(
         os.unlink(os.path.join(scene.directory, "lockserver.json"))
     await asyncio.to_thread(server.start)
     yield server, holder
-
-
-@asynccontextmanager
-async def recovering_in_the_window(scene: Scene) -> AsyncIterator[Told]:
-    async with restarted(scene, "--window-ms", "3600000", "--silent-ms", "300") as (_, holder):
-        evidence = (*with_names(backends_of(holder)), "has not connected to this server")
-        yield Told(
-            "recovering", "engine-0", evidence, ("nothing yet", "reconnect on their own"), token=1
-        )
-
-
-@asynccontextmanager
-async def recovering_after_the_window(scene: Scene) -> AsyncIterator[Told]:
-    async with restarted(scene, *QUICK) as (server, holder):
-        await auntil(lambda: server.lock()["holder"]["unresponsive"], "the window to end")
-        pids = backends_of(holder)
-        evidence = (*with_names(pids), "has not connected to this server")
-        yield Told("unresponsive", "engine-0", evidence, (kills(*pids),), token=1)
 
 
 @asynccontextmanager

@@ -4,14 +4,12 @@ which evidence and fixes name processes."""
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from plumbing.wire.blocking import BlockingClient
-from tests.helpers import auntil
-from tests.lockserver.engines import Engine, EngineProcess
+from tests.lockserver.engines import EngineProcess
 from tests.lockserver.processes import ServerProcess
 
 QUICK = ("--silent-ms", "300", "--window-ms", "50")
@@ -32,23 +30,6 @@ class Scene:
         holder = self.engine("engine-0", **options)
         holder.granted()
         return server, holder
-
-    async def contested(self, *flags: str) -> tuple[ServerProcess, EngineProcess, EngineProcess]:
-        """`held`, and engine-1 in line for it."""
-        server, holder = self.held(*flags)
-        waiter = self.engine("engine-1")
-        await auntil(lambda: server.lock()["waiters"], "the waiter to be in line")
-        return server, holder, waiter
-
-    @asynccontextmanager
-    async def held_from_here(
-        self, lock: str = "active"
-    ) -> AsyncIterator[tuple[ServerProcess, Engine]]:
-        """A server, and engine-0, whose supervisor is this process, which holds `lock`."""
-        server = self.server()
-        async with Engine(self.directory, "engine-0") as holder:
-            await holder.hold(lock)
-            yield server, holder
 
     def witness(self) -> str:
         """The name of engine-0's only witness."""
