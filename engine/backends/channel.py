@@ -21,13 +21,12 @@ import socket
 import struct
 import termios
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from enum import StrEnum
 from typing import Any, NoReturn, Protocol, runtime_checkable
 
 from engine import messages as msg
 from plumbing.errors import ProtocolError, UnderstudyError, explain_shortage
-from plumbing.transitions import Table
 from plumbing.wire.connection import Connection, Handler, UnixConnection
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.messages import Message
@@ -45,24 +44,19 @@ class Phase(StrEnum):
 
 
 # What may be requested in which phase, and the phase after it.
-TABLE = Table(
-    {
-        (Phase.PREPARING, "ready"): Phase.PREPARED,
-        (Phase.PREPARED, "wake"): Phase.AWAKE,
-        (Phase.PREPARED, "drain"): Phase.DRAINING,
-        (Phase.AWAKE, "serve"): Phase.SERVING,
-        (Phase.AWAKE, "drain"): Phase.DRAINING,
-        (Phase.SERVING, "drain"): Phase.DRAINING,
-        (Phase.DRAINING, "rest"): Phase.RESTING,
-        (Phase.RESTING, "rested"): Phase.PREPARED,
-    },
-    stays={
-        Phase.PREPARED: ("place_weights",),
-        Phase.AWAKE: ("run_canary",),
-        Phase.SERVING: ("run_canary",),
-    },
-    start=(Phase.PREPARING,),
-)
+TRANSITIONS: Mapping[tuple[Phase, str], Phase] = {
+    (Phase.PREPARING, "ready"): Phase.PREPARED,
+    (Phase.PREPARED, "wake"): Phase.AWAKE,
+    (Phase.PREPARED, "place_weights"): Phase.PREPARED,
+    (Phase.PREPARED, "drain"): Phase.DRAINING,
+    (Phase.AWAKE, "run_canary"): Phase.AWAKE,
+    (Phase.AWAKE, "serve"): Phase.SERVING,
+    (Phase.AWAKE, "drain"): Phase.DRAINING,
+    (Phase.SERVING, "run_canary"): Phase.SERVING,
+    (Phase.SERVING, "drain"): Phase.DRAINING,
+    (Phase.DRAINING, "rest"): Phase.RESTING,
+    (Phase.RESTING, "rested"): Phase.PREPARED,
+}
 
 
 class Phases:
@@ -82,7 +76,7 @@ class Phases:
         Raises:
             ProtocolError: `engine.backend_phase`; nothing has changed.
         """
-        target = TABLE.target(self.now, request)
+        target = TRANSITIONS.get((self.now, request))
         if target is None:
             raise ProtocolError(
                 "engine.backend_phase",
