@@ -11,8 +11,9 @@ TORCH_INDEX ?=
 ARGS ?=
 SEED ?= 1
 RUNS ?= 10000
-# Parallel test processes; 0 runs the tests in one process, for a debugger.
-WORKERS ?= auto
+# Parallel test processes, three for two cores: tests of processes wait a good part of their time.
+# 0 runs the tests in one process, for a debugger.
+WORKERS ?= $(shell echo $$(($$(nproc) * 3 / 2)))
 # Tests and drills start thousands of Python processes: keep the compiled sources.
 export PYTHONDONTWRITEBYTECODE :=
 
@@ -79,10 +80,10 @@ test-core: setup ## the pure cores only: tables, properties, simulations; second
 	$(PY) -m pytest tests/lockserver/core tests/gms/core tests/engine/core tests/gateway/core tests/pool/core tests/sim $(ARGS)
 
 test-vllm: setup-vllm ## the vLLM backend on the CPU, on vLLM's runner V2 and a part on V1: kills, resumed requests, contracts
-	$(VLLM_PY) -m pytest tests/vllm -n $(WORKERS) --dist loadfile --no-loadscope-reorder -o faulthandler_timeout=300 $(ARGS)
+	$(VLLM_PY) -m pytest tests/vllm -n auto --dist loadfile --no-loadscope-reorder -o faulthandler_timeout=300 $(ARGS)
 
 test-vllm-full: test-vllm ## all tests on V1, too, and all kinds of requests, cuts and kills on both runners (an hour)
-	MODEL_RUNNER=v1 $(VLLM_PY) -m pytest tests/vllm -n $(WORKERS) --dist loadfile --no-loadscope-reorder -o faulthandler_timeout=300
+	MODEL_RUNNER=v1 $(VLLM_PY) -m pytest tests/vllm -n auto --dist loadfile --no-loadscope-reorder -o faulthandler_timeout=300
 	$(VLLM_PY) -m tests.vllm.full $(ARGS)
 
 fuzz: setup ## random input for the decoder, the sessions and real servers; keeps failing inputs

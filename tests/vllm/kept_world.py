@@ -74,6 +74,23 @@ def config_of(model: Path, *, is_async: bool, by_priority: bool) -> Any:
     return config
 
 
+def scheduler_of(config: Any, kinds: tuple[Any, Any]) -> Any:
+    """vLLM's scheduler, of the second kind if steps overlap."""
+    spec = FullAttentionSpec(
+        block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=8, dtype=torch.float32
+    )
+    groups = [KVCacheGroupSpec(["layer"], spec)]
+    return kinds[config.scheduler_config.async_scheduling](
+        vllm_config=config,
+        kv_cache_config=KVCacheConfig(
+            num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups
+        ),
+        structured_output_manager=StructuredOutputManager(config),
+        block_size=BLOCK_TOKENS,
+        hash_block_size=BLOCK_TOKENS,
+    )
+
+
 class Device:
     """KV memory that outlives schedulers, and its index."""
 
@@ -107,23 +124,7 @@ class Engine:
     def __init__(self, config: Any, device: Device, rng: random.Random, name: str) -> None:
         self.device, self._rng, self._name = device, rng, name
         self.depth = 2 if config.scheduler_config.async_scheduling else 1
-        spec = FullAttentionSpec(
-            block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=8, dtype=torch.float32
-        )
-        kind = (
-            KeepingAsyncScheduler if config.scheduler_config.async_scheduling else KeepingScheduler
-        )
-        self.scheduler: Any = kind(
-            vllm_config=config,
-            kv_cache_config=KVCacheConfig(
-                num_blocks=BLOCKS,
-                kv_cache_tensors=[],
-                kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
-            ),
-            structured_output_manager=StructuredOutputManager(config),
-            block_size=BLOCK_TOKENS,
-            hash_block_size=BLOCK_TOKENS,
-        )
+        self.scheduler = scheduler_of(config, (KeepingScheduler, KeepingAsyncScheduler))
         self._requests = self._wakes = 0
         self._sent: deque[tuple[Any, Iterator[None], dict[str, list[int]]]] = deque()
         self.wake()

@@ -11,20 +11,17 @@ import pytest
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what torch and vLLM say of themselves as they are imported
-    import torch
     from vllm import SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
     from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
     from vllm.v1.request import Request
-    from vllm.v1.structured_output import StructuredOutputManager
 
     from engine.backends.vllm.kv.scheduler_resuming import (
         KeepingResumingAsyncScheduler,
         KeepingResumingScheduler,
     )
     from engine.backends.vllm.resume.answer import attempt_of, made_by, with_made
-    from tests.vllm.kept_world import BLOCK_TOKENS, BLOCKS, HASHER, config_of
+    from tests.vllm.kept_world import HASHER, config_of, scheduler_of
 
 from engine.backends.process import ENGINE_ID_ENV
 from plumbing.pod.paths import engine_queue
@@ -37,20 +34,9 @@ class Queue:
     """A scheduler of vLLM, and its page as the gateway reads it."""
 
     def __init__(self, model: Path, directory: Path, *, is_async: bool) -> None:
-        config = config_of(model, is_async=is_async, by_priority=False)
-        spec = FullAttentionSpec(
-            block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=8, dtype=torch.float32
-        )
-        groups = [KVCacheGroupSpec(["layer"], spec)]
-        kind = KeepingResumingAsyncScheduler if is_async else KeepingResumingScheduler
-        self.scheduler: Any = kind(
-            vllm_config=config,
-            kv_cache_config=KVCacheConfig(
-                num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups
-            ),
-            structured_output_manager=StructuredOutputManager(config),
-            block_size=BLOCK_TOKENS,
-            hash_block_size=BLOCK_TOKENS,
+        self.scheduler = scheduler_of(
+            config_of(model, is_async=is_async, by_priority=False),
+            (KeepingResumingScheduler, KeepingResumingAsyncScheduler),
         )
         self.reader = QueueReader(engine_queue(str(directory), "e-0"))
 
