@@ -48,7 +48,7 @@ MADE = 8  # tokens of an answer whose first one is timed
 # and the third one begins empty. No block is completed.
 PROOF_PROMPT, PROOF_MADE, PROOFS = 97, 28, 3
 KINDS = ("warm", "adopted", "recomputed")
-TARGET = {"reference": "http", "vllm": "api"}  # killed: nobody accepts until another engine serves
+TARGET = {"reference": "model", "vllm": "api"}  # killed: nobody accepts until another engine serves
 HOST_BYTES = "8GiB"
 SERVED_S = 90.0  # a takeover, and a prefill of the longest prompt
 

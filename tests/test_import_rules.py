@@ -395,7 +395,7 @@ LINES_MAX = {
     "plumbing": 6_880,  # with the tables of transitions
     "lockserver": 8_145,
     "gms": 11_535,
-    "engine": 20_511,
+    "engine": 20_450,
     "gateway": 9_662,
     "pool": 9_185,
     "understudy": 11_515,

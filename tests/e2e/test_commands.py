@@ -25,7 +25,6 @@ from tests.e2e.pods import AS_USERS_RUN_IT
 from tests.e2e.processes import Processes
 from tests.helpers import until
 from understudy.cli.settings import UP_OPTIONS, ports_of
-from understudy.drill.records import TARGETS
 from understudy.drill.schema import DrillDocument
 from understudy.pod.ports import check_ports
 
@@ -33,8 +32,8 @@ UNDERSTUDY = str(Path(sys.executable).parent / "understudy")
 ENVIRONMENT = {**os.environ, **AS_USERS_RUN_IT}
 LEFT_BY_A_POOL = ("pool.sock", "engine_chat-0.sock", "gms_HOST-0.chat_weights.sock")
 # Below `up`: an init for each of six containers; the page; a lock server; a memory service and a
-# device's two servers; a gateway, its child and the spare; two engines of three processes.
-PROCESSES = 6 + 1 + 1 + 3 + 3 + 2 * 3
+# device's two servers; a gateway; two engines of two processes.
+PROCESSES = 6 + 1 + 1 + 3 + 1 + 2 * 2
 
 
 def understudy(*words: str, deadline_s: float = 30.0) -> subprocess.CompletedProcess[str]:
@@ -68,7 +67,7 @@ def killed_engines(output: str) -> list[str]:
 def test_drill_passes_and_leaves_nothing_behind(
     tmp_path_factory: pytest.TempPathFactory,
 ):
-    """Goal: the first command that a new user runs. Method: run it, each target once; check its
+    """Goal: the first command that a new user runs. Method: run it, each target; check its
     JSON, its exit code, its temporary directory."""
     temporary = tmp_path_factory.mktemp("t")  # short: a socket's path has 107 bytes
     done = subprocess.run(
@@ -82,7 +81,7 @@ def test_drill_passes_and_leaves_nothing_behind(
     report = json.loads(done.stdout)
     assert mismatches(report, DrillDocument) == []
     assert (report["passed"], report["problems"]) == (True, [])
-    assert report["killed"] == dict.fromkeys(TARGETS, 1)
+    assert report["killed"] == {"backend-model": 2, "supervisor": 1}
     # What one engine has computed, the next one has: nobody evicts anything in so short a time.
     assert report["published_blocks"] >= report["adopted_blocks"] > 0
     first, second, third = killed_engines(done.stderr)
@@ -93,13 +92,13 @@ def test_drill_passes_and_leaves_nothing_behind(
 @pytest.mark.slow
 def test_drill_on_a_busy_machine_kills_nobody_else(tmp_path_factory: pytest.TempPathFactory):
     """Goal: a healthy engine is never taken for a hung one, and a hung one is. Method: one busy
-    loop per CPU, a kill, a SIGSTOP to either process, and the page."""
+    loop per CPU, a kill, a SIGSTOP, and the page."""
     temporary = tmp_path_factory.mktemp("t")
     page = temporary / "drill.html"
-    targets = ("backend-http", "stop:backend-http", "stop:backend-model")
+    targets = ("backend-model", "stop:backend-model")
     flags = [f"--target={target}" for target in targets]
     done = subprocess.run(
-        [UNDERSTUDY, "drill", "--kills=3", "--burn=1", f"--report={page}", "--json", *flags],
+        [UNDERSTUDY, "drill", "--kills=2", "--burn=1", f"--report={page}", "--json", *flags],
         capture_output=True,
         text=True,
         check=False,
@@ -173,7 +172,7 @@ def test_up_takes_over_a_used_directory_dies_and_stops_in_reverse_order(
         other = understudy("up", f"--dir={base / 'other'}", *flags)
         assert (other.returncode, "[pod.port_in_use]" in other.stderr) == (1, True)
         assert not (base / "other" / "random-model").exists()
-        until(lambda: len(descendants(up.pid)) == PROCESSES, "the gateway's spare process")
+        until(lambda: len(descendants(up.pid)) == PROCESSES, "every process of the pod")
         with Processes([up.pid, *descendants(up.pid)]) as processes:
             assert len(processes.alive()) == 1 + PROCESSES
             up.kill()

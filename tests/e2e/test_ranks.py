@@ -49,7 +49,7 @@ def drill(temporary: Path, *flags: str) -> dict[str, Any]:
 def test_drill_kills_every_rank_in_turn(tmp_path_factory: pytest.TempPathFactory):
     """Goal: a dead rank is a dead engine, and the next engine gives the same answers. Method: the
     command, each process of the active engine once."""
-    report = drill(tmp_path_factory.mktemp("t"), "--kills=4")
+    report = drill(tmp_path_factory.mktemp("t"), "--kills=3")
     assert report["killed"] == {**dict.fromkeys(TARGETS, 1), "backend-model-1": 1}
     assert report["failover_ms"]["max"] > 0
     assert "gms" not in report
@@ -61,7 +61,7 @@ def test_drill_of_the_memory_service_costs_nothing(
 ):
     """Goal: a crash without loss. Method: the command, two kills of each device's server; it checks
     requests, incarnations and physical memory itself."""
-    report = drill(tmp_path_factory.mktemp("t"), "--target=gms", "--kills=4")
+    report = drill(tmp_path_factory.mktemp("t"), "--target=gms", "--kills=3")
     assert report["killed"] == {**dict.fromkeys(TARGETS, 0), "gms": 4}
     assert report["lost_in_flight"] == 0
     assert report["gms"]["recovery_ms"]["max"] > 0

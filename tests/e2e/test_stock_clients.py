@@ -16,7 +16,7 @@ from understudy.drill.records import PARTS, TARGETS
 # The gateway dies between the engines: a request that is in three of them as they die, without
 # much progress between, is ended as the cause of it, and a busy machine makes little progress.
 ORDER = (
-    *("backend-http", "lockserver", "gms", "backend-model"),
+    *("backend-model", "lockserver", "gms"),
     *("gms-supervisor", "gateway", "supervisor"),
 )
 KINDS = 12  # of requests, streamed and not

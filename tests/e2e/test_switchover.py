@@ -177,13 +177,7 @@ def test_lock_server_killed_in_the_middle_forgets_it_and_the_holder_hands_over(h
     home.run(scenario)
 
 
-STEPS = [
-    ("draining", "model"),
-    ("releasing", "http"),
-    ("releasing", "model"),
-    ("resting", "http"),
-    ("waking", "model"),
-]
+STEPS = ["draining", "releasing", "resting", "waking"]
 
 
 class Killer:
@@ -231,10 +225,10 @@ def test_process_killed_at_each_step_of_a_rest_and_a_wake_loses_no_request(home:
 
     async def scenario(pod: Pod) -> None:
         async with pod.load() as load:
-            for state, victim in STEPS:
+            for state in STEPS:
                 before = await pod.whole()
                 await load.answers(3)
-                pid = (await pod.engine(before.engine))["backend"]["pids"][victim]
+                pid = (await pod.engine(before.engine))["backend"]["pids"]["model"]
                 with Processes(await pod.engine_tree(before.engine)) as old:
                     async with (
                         pod.grants(old) as grants,

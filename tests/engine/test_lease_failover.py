@@ -172,7 +172,7 @@ def test_a_dead_supervisor_is_replaced_when_its_lease_has_run_out(pair):
     assert before[0] == "engine-0"
     until(lambda: first.status()["health"]["has_standby"], "the active engine to know of the other")
     old = procfs.descendants(first.process.pid)
-    assert len(old) >= 2
+    assert old
     first.kill("supervisor")
     granted = host.grant_of("engine-1")
     assert all(map(is_over, old))
@@ -233,5 +233,5 @@ def test_a_partitioned_holder_has_stopped_before_another_is_granted(host, proxy)
     assert first.process.poll() is None
     proxy.reconnect()
     first.until("standby", number=2)
-    second.kill("backend-http")
+    second.kill("backend-model")
     first.until("active")

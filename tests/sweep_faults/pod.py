@@ -55,8 +55,7 @@ PROGRAMS = {
 }
 ENGINE_PROGRAMS = {
     "supervisor": ("bin/engine run",),
-    "http": ("backends.reference.main",),
-    "model": ("backends.reference.model_process",),
+    "model": ("backends.reference.main",),
 }
 ROLES = (
     *PROGRAMS,

@@ -65,7 +65,7 @@ class Case:
         """What a sweep fails once, in the first phase that gets there. A backend's processes start
         alike in both engines; supervisors differ by what they do for the active one."""
         program = self.role.partition("-")[2]
-        return program if program in ("http", "model") else self.role, self.kind, self.site
+        return program if program == "model" else self.role, self.kind, self.site
 
     def nearer(self) -> Case:
         """The same call from wherever its two innermost functions of ours were called: the way to

@@ -41,7 +41,8 @@ GONE = "gone"  # the state of an unreachable part
 MOMENTS_MAX = 100_000  # some ten per kill; the oldest are dropped
 
 # The targets in an engine of one rank, by backend; vLLM's have no prefix.
-TARGETS = ("backend-http", "backend-model", SUPERVISOR)
+TARGETS = ("backend-model", SUPERVISOR)
+OLD_TARGETS = {"backend-http": "backend-model"}  # until November 2026 a process of its own
 VLLM_TARGETS = ("api", "core", "worker", SUPERVISOR)
 BACKEND = "backend-"  # prefix of all backend processes in an engine's own names
 STOP = "stop:"  # SIGSTOP to a process of an engine: a simulated hang
@@ -60,6 +61,8 @@ def check_target(text: str) -> str:
             if process in ALL_PARTS or process.startswith((prefix, SHADOW)):
                 raise ValueError(f"{prefix} is for processes of an engine: {process} is not one")
             return prefix + process
+    if text in OLD_TARGETS:
+        return OLD_TARGETS[text]
     if text in (*TARGETS, *ALL_PARTS) or re.fullmatch(r"backend-model-[1-9]\d?", text):
         return text
     plain = text.removeprefix(BACKEND)

@@ -192,8 +192,9 @@ STATES = (
 
 def pool_targets(backend: str | None, *, has_shadow: bool, has_copies: bool) -> tuple[str, ...]:
     """Every part and every process, so that those of one kind are not neighbours."""
-    names = base_targets(backend)
-    front, model = names[0], names[1]
+    *names, _ = base_targets(backend)
+    # The reference backend has one process, vLLM its API server in front of others.
+    front, model = ("", names[0]) if len(names) == 1 else names[:2]
     shadows = (f"{SHADOW}{model}", f"{SHADOW}{SUPERVISOR}") if has_shadow else ("", "")
     # Without a shadow no engine takes over for half a minute, which is how long a hang may last.
     hangs = (f"{STOP}{model}", f"{STOP}{SUPERVISOR}") if has_shadow else ("", "")

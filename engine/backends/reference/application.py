@@ -20,8 +20,8 @@ import os
 import secrets
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from importlib import metadata
 from typing import TypeVar
@@ -29,7 +29,6 @@ from typing import TypeVar
 import msgspec
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
-from msgspec.structs import replace
 
 from engine.backends.reference.completions import (
     DONE,
@@ -37,7 +36,6 @@ from engine.backends.reference.completions import (
     ApiError,
     ChatBody,
     OpenAiReply,
-    TokenUsage,
     bad_value,
     from_understudy,
     parse_chat,
@@ -45,8 +43,9 @@ from engine.backends.reference.completions import (
     parse_json,
     sse,
 )
-from engine.backends.reference.link import PROMPT_TOKENS_MAX, ReadyMsg, SubmitMsg
-from engine.backends.reference.model_link import Generation, ModelLink
+from engine.backends.reference.generation import TokenRequest
+from engine.backends.reference.model import ModelThread
+from engine.backends.reference.ranks import ReadyMsg
 from engine.backends.reference.text import AnswerText, Piece, Tokenizer, replay
 from engine.backends.shards import read_file
 from plumbing import __version__
@@ -58,7 +57,7 @@ logger = logging.getLogger(__name__)
 # 128 Ki tokens are about half a MiB of text, or one MiB as an array of ids.
 BODY_BYTES_MAX = 4 << 20
 # Behind a gateway there may be a journal in addition, of as many chunks as tokens at most.
-JOURNAL_BYTES_MAX = 2 * hop.ITEM_BYTES * PROMPT_TOKENS_MAX
+JOURNAL_BYTES_MAX = 2 * hop.ITEM_BYTES * hop.JOURNAL_TOKENS_MAX
 # Tokenising so many characters or replaying so many tokens takes about a millisecond; more is done
 # one request at a time, on a thread.
 INLINE_CHARS_MAX = 4096
@@ -96,9 +95,6 @@ def continuation_id(directory: str, model_name: str, ready: ReadyMsg) -> str:
     return f"reference-{found.hexdigest()}"
 
 
-# ---------------------------------------------------------------------- streams
-
-
 class MarkedStream:
     """A gateway's stream, which another engine can continue: what a drain needs to leave it."""
 
@@ -119,60 +115,6 @@ class MarkedStream:
         asyncio.get_running_loop().call_later(LEAVE_S, self._transport.abort)
 
 
-async def pieces_of(
-    replayed: Piece | None, generation: Generation | None, answer: AnswerText
-) -> AsyncIterator[Piece]:
-    """The whole answer: what existed before, then what the model makes, up to and including the
-    piece with the finish reason. `generation` may be None if `replayed` has that."""
-    piece = replayed
-    if piece is not None:
-        yield piece
-    while piece is None or piece.finish_reason is None:
-        assert generation is not None
-        piece = answer.push(await generation.next())
-        yield piece
-
-
-async def send_stream(
-    request: web.Request,
-    pieces: AsyncIterator[Piece],
-    usage: TokenUsage,
-    reply: OpenAiReply,
-    marked: MarkedStream | None,
-) -> web.StreamResponse:
-    """`usage` is that of the newest piece. `marked`: it is for a gateway.
-
-    The headers leave with the first token. An engine that dies before has sent nothing, and the
-    client sees a connection error, not a broken answer.
-    """
-    response = web.StreamResponse(headers=SSE_HEADERS)
-    if marked is not None:
-        response.headers[hop.CONTINUATION] = hop.Continuation.EXACT
-    async for piece in pieces:
-        events, reason = b"", piece.finish_reason
-        if not response.prepared:
-            await response.prepare(request)
-            if opening := reply.opening():
-                events += sse(opening)
-        if piece.text:
-            events += sse(reply.chunk(piece.text, usage))
-        if reason is not None:
-            events += sse(reply.last_chunk(reason, usage))
-        if marked is not None:
-            events += hop.group_end(piece.tokens, (len(piece.tokens),))
-            marked.has_begun, marked.has_ended = True, reason is not None
-        if reason is not None:
-            events += sse(reply.usage_chunk(usage)) if reply.wants_usage else b""
-            events += DONE if marked is None else DONE + hop.END
-        if events:
-            await response.write(events)
-    await response.write_eof()
-    return response
-
-
-# ---------------------------------------------------------------------- routes
-
-
 @dataclass(eq=False)
 class ServedModel:
     """The model with its routes, and the state of its engine, which the backend keeps up to date.
@@ -183,7 +125,7 @@ class ServedModel:
 
     names: tuple[str, ...]
     tokenizer: Tokenizer
-    link: ModelLink
+    model: ModelThread
     engine: str = ""
     token: int = 0
     is_behind_gateway: bool = False
@@ -202,19 +144,6 @@ class ServedModel:
     def limits(self) -> ReadyMsg:
         assert self.ready is not None  # connections are accepted only afterwards
         return self.ready
-
-    def check_model(self, name: str | None) -> None:
-        """Raises ApiError 404."""
-        if name is not None and name not in self.names:
-            what = f"The model {name[:64]!r} does not exist; this engine serves {self.names[0]!r}."
-            raise ApiError(404, what, code="model_not_found", param="model")
-
-    def is_marked(self, request: web.Request) -> bool:
-        """Whether the request is from a gateway of this release, which can continue the answer. Not
-        where the body is compressed: a journal behind it would be taken for a part of it."""
-        is_plain = "Content-Encoding" not in request.headers
-        is_gateways = request.headers.get(hop.GATEWAY) == str(hop.VERSION)
-        return self.is_behind_gateway and is_gateways and is_plain
 
     # ------------------------------------------------------------------ around every request
 
@@ -258,18 +187,18 @@ class ServedModel:
             self.rejected += 1
         return web.json_response(refusal.body(), status=refusal.status, headers=refusal.headers())
 
-    # ------------------------------------------------------------------ models, metrics
+    # ------------------------------------------------------------------ models, metrics, gateway
 
-    async def models(self, request: web.Request) -> web.StreamResponse:
-        return web.json_response({"object": "list", "data": [self._card()]})
+    def check_model(self, name: str | None) -> None:
+        """Raises ApiError 404."""
+        if name is not None and name not in self.names:
+            what = f"The model {name[:64]!r} does not exist; this engine serves {self.names[0]!r}."
+            raise ApiError(404, what, code="model_not_found", param="model")
 
-    async def model(self, request: web.Request) -> web.StreamResponse:
-        self.check_model(request.match_info["model"])
-        return web.json_response(self._card())
-
-    def _card(self) -> dict[str, object]:
-        """OpenAI's keys, vLLM's `max_model_len`, llama-swap's `status`."""
-        return {
+    async def list_models(self, request: web.Request) -> web.StreamResponse:
+        """The model, or a list of it; OpenAI's keys, vLLM's `max_model_len`, llama-swap's
+        `status`."""
+        card = {
             "id": self.names[0],
             "object": "model",
             "created": self.created,
@@ -278,25 +207,25 @@ class ServedModel:
             "status": {"value": "loaded"},
             "meta": {"understudy": {"engine": self.engine, "token": self.token}},
         }
+        name = request.match_info.get("model")
+        self.check_model(name)
+        return web.json_response({"object": "list", "data": [card]} if name is None else card)
 
     async def metrics(self, request: web.Request) -> web.StreamResponse:
         """vLLM's gauges. Each request that runs has a slot of the KV cache."""
-        link = self.link
-        running = min(link.in_flight, link.slots)
-        values = {
-            "num_requests_running": running,
-            "num_requests_waiting": link.in_flight - running,
-            "kv_cache_usage_perc": running / link.slots,
-        }
+        in_flight, slots = self.model.in_flight, self.model.slots
+        running = min(in_flight, slots)
         labels = f'engine="0",model_name={json.dumps(self.names[0])}'
         lines = [
             f"# HELP vllm:{name} As vLLM's.\n"
             f"# TYPE vllm:{name} gauge\nvllm:{name}{{{labels}}} {value}\n"
-            for name, value in values.items()
+            for name, value in (
+                ("num_requests_running", running),
+                ("num_requests_waiting", in_flight - running),
+                ("kv_cache_usage_perc", running / slots),
+            )
         ]
         return web.Response(text="".join(lines))
-
-    # ------------------------------------------------------------------ the gateway's
 
     async def hello(self, request: web.Request) -> web.StreamResponse:
         self._check_gateway()
@@ -314,13 +243,20 @@ class ServedModel:
 
     async def canary(self, request: web.Request) -> web.StreamResponse:
         self._check_gateway()
-        checked = await self.link.check()
+        checked = await self.model.check()
         document = {"ok": checked.ok, "detail": checked.detail}
         return web.json_response(document, status=200 if checked.ok else 503)
 
     def _check_gateway(self) -> None:
         if not self.is_behind_gateway:
             raise web.HTTPNotFound
+
+    def is_marked(self, request: web.Request) -> bool:
+        """Whether the request is from a gateway of this release, which can continue the answer. Not
+        where the body is compressed: a journal behind it would be taken for a part of it."""
+        is_plain = "Content-Encoding" not in request.headers
+        is_gateways = request.headers.get(hop.GATEWAY) == str(hop.VERSION)
+        return self.is_behind_gateway and is_gateways and is_plain
 
     # ------------------------------------------------------------------ completions
 
@@ -332,55 +268,73 @@ class ServedModel:
         document, journal = await self._body(request)
         return await self._answer(request, parse_chat(document), journal)
 
-    async def _answer(
-        self, request: web.Request, body: AnyBody, journal: hop.Journal | None
-    ) -> web.StreamResponse:
-        self.check_model(body.model)
-        is_marked = self.is_marked(request)
-        given_id = request.headers.get(REQUEST_ID, "")[:REQUEST_ID_CHARS_MAX] if is_marked else ""
-        wanted = await self._model_request(body, given_id)
-        if is_marked:
-            attempt = hop.read_attempt(request.headers.get(hop.ATTEMPT, ""))
-            wanted = replace(wanted, attempt=attempt)
-        reply = self._reply(body, given_id or uuid.uuid4().hex)
-        least = wanted.sampling.min_tokens
-        answer = AnswerText(self.tokenizer, body.stops, len(wanted.prompt), least)
-        replayed = None
-        if journal is not None and (tokens := journal.tokens):
-            vocab_size, is_large = self.limits.vocab_size, len(tokens) > INLINE_TOKENS_MAX
-            replayed = await self._apart(
-                is_large, lambda: replay(tokens, wanted, answer, vocab_size)
-            )
-        with (
-            self._mark(request) if is_marked and body.stream else nullcontext() as marked,
-            self._generate(wanted, replayed) as generation,
-        ):
-            pieces = pieces_of(replayed, generation, answer)
-            if body.stream:
-                return await send_stream(request, pieces, answer.usage, reply, marked)
-            whole = [piece async for piece in pieces]
-        text = "".join(piece.text for piece in whole)
-        return web.json_response(reply.whole(text, whole[-1].finish_reason, answer.usage))
-
-    async def _body(self, request: web.Request) -> tuple[dict[str, object], hop.Journal | None]:
-        """The client's document and, of a request that is resumed, the answer so far."""
+    async def _body(self, request: web.Request) -> tuple[dict[str, object], Sequence[int]]:
+        """The client's document and, of a request that is resumed, the tokens so far."""
         header = request.headers.get(hop.JOURNAL) if self.is_marked(request) else None
         if header is not None:
             request = request.clone(client_max_size=BODY_BYTES_MAX + JOURNAL_BYTES_MAX)
         try:
-            body, journal = await request.read(), None
+            body = await request.read()
         except (web.RequestPayloadError, HttpProcessingError) as error:
             what = f"The request's body cannot be read: {error}"
             raise ApiError(400, what, code="bad_body") from error
-        if header is not None:
-            try:
-                body, journal = hop.without_journal(body, header)
-            except ValueError as error:
-                what = f"The journal of this request cannot be read: {error}."
-                raise ApiError(400, what, code="resume.bad_journal") from None
-        return parse_json(body), journal
+        if header is None:
+            return parse_json(body), ()
+        try:
+            body, journal = hop.without_journal(body, header)
+        except ValueError as error:
+            what = f"The journal of this request cannot be read: {error}."
+            raise ApiError(400, what, code="resume.bad_journal") from None
+        return parse_json(body), journal.tokens
 
-    async def _model_request(self, body: AnyBody, request_id: str) -> SubmitMsg:
+    async def _answer(
+        self, request: web.Request, body: AnyBody, journal: Sequence[int]
+    ) -> web.StreamResponse:
+        """`journal`: the tokens of the answer that another engine has made."""
+        self.check_model(body.model)
+        is_marked = self.is_marked(request)
+        headers = request.headers
+        given_id = headers.get(REQUEST_ID, "")[:REQUEST_ID_CHARS_MAX] if is_marked else ""
+        attempt = hop.read_attempt(headers.get(hop.ATTEMPT, "")) if is_marked else b""
+        wanted = await self._model_request(body, given_id, attempt, tuple(journal))
+        least = wanted.sampling.min_tokens
+        answer = AnswerText(self.tokenizer, body.stops, len(wanted.prompt), least)
+        replayed = None
+        if journal:
+            vocab_size, is_large = self.limits.vocab_size, len(journal) > INLINE_TOKENS_MAX
+            replayed = await self._apart(is_large, lambda: replay(wanted, answer, vocab_size))
+        reply = OpenAiReply.to(body, self.names[0], given_id or uuid.uuid4().hex)
+        marking = self._mark(request) if is_marked and body.stream else nullcontext()
+        with marking as marked:
+            async with aclosing(self._pieces(wanted, replayed, answer)) as pieces:
+                if body.stream:
+                    return await send_stream(request, pieces, answer, reply, marked)
+                whole = [piece async for piece in pieces]
+        text = "".join(piece.text for piece in whole)
+        return web.json_response(reply.whole(text, whole[-1].finish_reason, answer.usage))
+
+    async def _pieces(
+        self, wanted: TokenRequest, replayed: Piece | None, answer: AnswerText
+    ) -> AsyncGenerator[Piece, None]:
+        """The whole answer: what existed before, then what the model makes, up to and including the
+        piece with the finish reason. The model is not asked if what was replayed has that."""
+        if replayed is not None:
+            if replayed.finish_reason is not None:
+                yield replayed
+                return
+            self.replayed += len(wanted.made)
+        with self.model.generate(wanted) as generation:
+            piece = replayed
+            if piece is not None:
+                yield piece
+            while piece is None or piece.finish_reason is None:
+                made = await generation.next()
+                piece = answer.push(made.token, made.finish_reason)
+                yield piece
+
+    async def _model_request(
+        self, body: AnyBody, request_id: str, attempt: bytes, made: tuple[int, ...]
+    ) -> TokenRequest:
         """Checks `body` against the model's limits. Raises ApiError, UnderstudyError."""
         limits = self.limits
         prompt = await self._prompt_tokens(body)
@@ -394,13 +348,22 @@ class ServedModel:
             raise bad_value("stop_token_ids", what)
         sampling = body.sampling(_seed_of(request_id), limits.vocab_size)
         ends = () if body.ignore_eos else limits.stop_token_ids
-        stop_token_ids = tuple(dict.fromkeys((*ends, *body.stop_token_ids)))
-        return SubmitMsg(0, tuple(prompt), max_tokens, sampling, stop_token_ids)
+        stops = tuple(dict.fromkeys((*ends, *body.stop_token_ids)))
+        return TokenRequest(0, tuple(prompt), max_tokens, sampling, stops, made, attempt)
 
     async def _prompt_tokens(self, body: AnyBody) -> Sequence[int]:
-        limits = self.limits
-        param = "messages" if isinstance(body, ChatBody) else "prompt"
-        tokens = await self._encode(body)
+        """The prompt, if it and the answer fit. Raises ApiError, UnderstudyError."""
+        limits, tokenizer, is_chat = self.limits, self.tokenizer, isinstance(body, ChatBody)
+        param = "messages" if is_chat else "prompt"
+        # The chat template writes its own special tokens.
+        given = tokenizer.render_chat(body.messages) if isinstance(body, ChatBody) else body.prompt
+        if isinstance(given, str):
+            text, is_large = given, len(given) > INLINE_CHARS_MAX
+            tokens = await self._apart(
+                is_large, lambda: tokenizer.encode(text, special=not is_chat)
+            )
+        else:
+            tokens = given
         count, wanted = len(tokens), body.max_tokens or 0
         if count + max(1, wanted) > limits.max_context:
             needed = f"{count} prompt tokens" + (f" and {wanted} completion tokens" * bool(wanted))
@@ -419,36 +382,12 @@ class ServedModel:
             raise bad_value(param, what)
         return tokens
 
-    async def _encode(self, body: AnyBody) -> Sequence[int]:
-        tokenizer, is_chat = self.tokenizer, isinstance(body, ChatBody)
-        if isinstance(body, ChatBody):  # the template writes its own special tokens
-            text = tokenizer.render_chat(body.messages)
-        elif isinstance(body.prompt, str):
-            text = body.prompt
-        else:
-            return body.prompt
-        is_large = len(text) > INLINE_CHARS_MAX
-        return await self._apart(is_large, lambda: tokenizer.encode(text, special=not is_chat))
-
     async def _apart(self, is_large: bool, work: Callable[[], T]) -> T:
         """Do large work on a thread, so that probes and streams go on meanwhile."""
         if not is_large:
             return work()
         async with self._large:
             return await asyncio.to_thread(work)
-
-    def _generate(
-        self, wanted: SubmitMsg, replayed: Piece | None
-    ) -> AbstractContextManager[Generation | None]:
-        """Ask the model, unless what was replayed is the whole answer."""
-        if replayed is None:
-            return self.link.generate(wanted)
-        if replayed.finish_reason is not None:
-            return nullcontext()
-        made = tuple(replayed.tokens)
-        generation = self.link.generate(replace(wanted, made=made))
-        self.replayed += len(made)
-        return generation
 
     @contextmanager
     def _mark(self, request: web.Request) -> Iterator[MarkedStream]:
@@ -465,17 +404,42 @@ class ServedModel:
         finally:
             self.streams.discard(marked)
 
-    def _reply(self, body: AnyBody, request_id: str) -> OpenAiReply:
-        is_chat, options = isinstance(body, ChatBody), body.stream_options
-        wants_usage = body.stream and bool(options.include_usage)
-        return OpenAiReply(
-            is_chat=is_chat,
-            id=f"{'chatcmpl' if is_chat else 'cmpl'}-{request_id}",
-            model=self.names[0],
-            created=int(time.time()),
-            wants_usage=wants_usage,
-            has_usage=wants_usage and bool(options.continuous_usage_stats),
-        )
+
+async def send_stream(
+    request: web.Request,
+    pieces: AsyncIterator[Piece],
+    answer: AnswerText,
+    reply: OpenAiReply,
+    marked: MarkedStream | None,
+) -> web.StreamResponse:
+    """`answer` made the newest piece. `marked`: it is for a gateway.
+
+    The headers leave with the first token. An engine that dies before has sent nothing, and the
+    client sees a connection error, not a broken answer.
+    """
+    response, usage = web.StreamResponse(headers=SSE_HEADERS), answer.usage
+    if marked is not None:
+        response.headers[hop.CONTINUATION] = hop.Continuation.EXACT
+    async for piece in pieces:
+        events, reason = b"", piece.finish_reason
+        if not response.prepared:
+            await response.prepare(request)
+            if opening := reply.opening():
+                events += sse(opening)
+        if piece.text:
+            events += sse(reply.chunk(piece.text, usage))
+        if reason is not None:
+            events += sse(reply.chunk("", usage, reason))
+        if marked is not None:
+            events += hop.group_end(piece.tokens, (len(piece.tokens),))
+            marked.has_begun, marked.has_ended = True, reason is not None
+        if reason is not None:
+            events += sse(reply.usage_chunk(usage)) if reply.wants_usage else b""
+            events += DONE if marked is None else DONE + hop.END
+        if events:
+            await response.write(events)
+    await response.write_eof()
+    return response
 
 
 def _seed_of(request_id: str) -> int:
@@ -488,8 +452,8 @@ def _seed_of(request_id: str) -> int:
 
 def make_app(served: ServedModel) -> web.Application:
     app = web.Application(client_max_size=BODY_BYTES_MAX, middlewares=[served.errors_as_json])
-    app.router.add_get("/v1/models", served.models)
-    app.router.add_get("/v1/models/{model:.+}", served.model)
+    app.router.add_get("/v1/models", served.list_models)
+    app.router.add_get("/v1/models/{model:.+}", served.list_models)
     app.router.add_post("/v1/completions", served.completions)
     app.router.add_post("/v1/chat/completions", served.chat_completions)
     app.router.add_get("/metrics", served.metrics)

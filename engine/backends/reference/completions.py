@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
@@ -19,7 +20,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from engine.backends.reference.link import SamplingParams
+from engine.backends.reference.generation import SamplingParams
 from plumbing.errors import UnderstudyError, UsageError
 
 ERROR_CHARS_MAX = 300  # it quotes what the client has sent
@@ -28,7 +29,7 @@ DONE = b"data: [DONE]\n\n"
 # time, and another engine takes over in less.
 RETRY_AFTER_S = 1
 
-# A request's lists travel to the model process with every request in the queue.
+# Of a request's lists.
 BIASES_MAX = 1024
 STOP_TOKENS_MAX = 128
 
@@ -90,7 +91,7 @@ def bad_value(param: str, message: str) -> ApiError:
 
 
 def from_understudy(error: UnderstudyError) -> ApiError:
-    """A refusal by the link or the tokenizer, as the client's fault or ours."""
+    """A refusal by the model or the tokenizer, as the client's fault or ours."""
     if error.code == "engine.queue_full":
         return ApiError(429, error.message, code="queue_full", kind="rate_limit_error")
     if isinstance(error, UsageError):
@@ -275,22 +276,28 @@ class OpenAiReply:
     wants_usage: bool = False  # then every other chunk of the stream says `"usage": null`
     has_usage: bool = False  # or the usage so far, in every one with text
 
-    def opening(self) -> dict[str, Any] | None:
-        """The chunk before any text; a completion has none."""
-        return self._chunk({"role": "assistant", "content": ""}) if self.is_chat else None
-
-    def chunk(self, text: str, so_far: TokenUsage) -> dict[str, Any]:
-        return self._chunk({"content": text}, text, usage=so_far)
-
-    def last_chunk(self, reason: str, so_far: TokenUsage) -> dict[str, Any]:
-        return self._chunk({}, "", reason, so_far)
-
-    def usage_chunk(self, usage: TokenUsage) -> dict[str, Any]:
-        return {**self._chunk({}), "choices": [], "usage": usage.body()}
+    @classmethod
+    def to(cls, body: AnyBody, model: str, request_id: str) -> OpenAiReply:
+        is_chat, options = isinstance(body, ChatBody), body.stream_options
+        wants_usage = body.stream and bool(options.include_usage)
+        has_usage = wants_usage and bool(options.continuous_usage_stats)
+        name = f"{'chatcmpl' if is_chat else 'cmpl'}-{request_id}"
+        return cls(is_chat, name, model, int(time.time()), wants_usage, has_usage)
 
     def whole(self, text: str, reason: str | None, usage: TokenUsage) -> dict[str, Any]:
         message = {"message": {"role": "assistant", "content": text, "refusal": None}}
         return {**self._envelope("", message, text, reason), "usage": usage.body()}
+
+    def opening(self) -> dict[str, Any] | None:
+        """The chunk before any text; a completion has none."""
+        return self._chunk({"role": "assistant", "content": ""}) if self.is_chat else None
+
+    def chunk(self, text: str, so_far: TokenUsage, reason: str | None = None) -> dict[str, Any]:
+        """Some text, or none with the reason why the answer ends."""
+        return self._chunk({"content": text} if text else {}, text, reason, so_far)
+
+    def usage_chunk(self, usage: TokenUsage) -> dict[str, Any]:
+        return {**self._chunk({}), "choices": [], "usage": usage.body()}
 
     def _chunk(
         self,
@@ -300,7 +307,7 @@ class OpenAiReply:
         usage: TokenUsage | None = None,
     ) -> dict[str, Any]:
         envelope = self._envelope(".chunk", {"delta": delta}, text, reason)
-        if self.wants_usage or self.has_usage:
+        if self.wants_usage:
             envelope["usage"] = usage.body() if usage is not None and self.has_usage else None
         return envelope
 

@@ -1,4 +1,5 @@
-"""The meaning of a checkpoint's `config.json`, and whether the decoder supports it.
+"""What one engine runs: the command line's settings, and the meaning of a checkpoint's
+`config.json`.
 
 Owns every key that changes the numbers of a Llama. Knows no tensors and no numpy. The surprising
 thing: a key that is *not understood* must stop the load. A decoder that skips an unknown rope type
@@ -18,6 +19,8 @@ from msgspec import Meta, Struct
 from msgspec.structs import replace
 
 from engine.backends.shards import read_json
+from engine.messages import RANKS_MAX, KvMemoryKind
+from engine.messages import Rank as RankNumber
 from plumbing.errors import UsageError
 
 ARCHITECTURE = "LlamaForCausalLM"
@@ -53,6 +56,23 @@ CHAT_SPECIALS = (BOS, "<|system|>", "<|user|>", ASSISTANT_TURN, END_OF_TURN)
 Count = Annotated[int, Meta(gt=0, lt=1 << 31)]
 Positive = Annotated[float, Meta(gt=0, lt=1e30)]
 TokenId = Annotated[int, Meta(ge=0)]
+
+
+class Settings(Struct, frozen=True):
+    """The command line's, for one rank. `max_context` None: what fits; `cache_tokens` None: as many
+    as the slots hold."""
+
+    directory: str
+    slots: int
+    max_context: int | None = None
+    kv_bytes: int | None = None
+    cache_tokens: int | None = None
+    kv_memory: KvMemoryKind = "gms"
+    may_adopt: bool = True
+    has_audit: bool = False
+    rank: RankNumber = 0
+    ranks: Annotated[int, Meta(ge=1, le=RANKS_MAX)] = 1
+    token_interval_ms: int = 0
 
 
 class Rope(

@@ -1,8 +1,8 @@
 """The forward pass of a Llama on numpy, in float32, one sequence at a time.
 
-Owns the arithmetic, the layout of the KV cache, and the exchange between ranks while they compute.
-Knows no files, no requests and no sampling: weights and KV memory are given to it, and it copies
-neither. Read it against `modeling_llama.py` of transformers, whose tokens it must repeat.
+Owns the arithmetic and the layout of the KV cache. Knows no files, no requests and no sampling:
+weights and KV memory are given to it, and it copies neither. Read it against `modeling_llama.py` of
+transformers, whose tokens it must repeat.
 
 The surprising thing: sequences are never stacked into one product. A stacked product is faster,
 but its sums are cut differently for every number of rows, and then a sequence's logits depend on
@@ -18,13 +18,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from engine.backends.reference.config import LlamaConfig, Rope
-from engine.backends.reference.link import FloatsMsg, ForwardMsg, M, Pipe
-from plumbing.wire.messages import Message
-
-Array = NDArray[np.float32]
+from engine.backends.reference.ranks import Array, ForwardMsg, Peers
 
 # Tokens per prefill unit and per block: large enough that a matrix product is efficient, small
 # enough that a 1 B model on one core shows progress well within the 3 s after which generation
@@ -208,60 +204,3 @@ def rope_frequencies(rope: Rope, head_dim: int) -> Array:
     blend: Array = np.clip((waves_per_context - low) / (high - low), 0, 1)
     blended: Array = (np.float32(1) - blend) * stretched + blend * plain
     return blended
-
-
-# ---------------------------------------------------------------------- ranks
-
-
-class Peers:
-    """The other ranks of this model, as one rank sees them.
-
-    Rank 0 leads: it has a pipe to each of ranks 1, 2, …, in this order, tells them what to do, and
-    adds up their parts. Another rank has one pipe, to rank 0. With one rank there are none.
-    """
-
-    def __init__(self, pipes: Sequence[Pipe] = (), *, rank: int = 0) -> None:
-        self.leader = pipes[0] if rank else None
-        self._followers = () if rank else tuple(pipes)
-
-    @property
-    def has_followers(self) -> bool:
-        return bool(self._followers)
-
-    def tell(self, message: Message) -> None:
-        """Have the other ranks do it, too; on a rank above 0, rank 0 has told them."""
-        for pipe in self._followers:
-            pipe.send(message)
-
-    def answers(self, kind: type[M]) -> list[M]:
-        """The answer of every other rank, in order."""
-        return [pipe.receive_as(kind) for pipe in self._followers]
-
-    def sum(self, partial: Array) -> Array:
-        """The sum over all ranks, in their order, the same bits on each."""
-        if self.leader is not None:
-            self.leader.send(_floats(partial))
-            return _array(self.leader.receive_as(FloatsMsg)).reshape(partial.shape)
-        if not self._followers:
-            return partial
-        total = partial
-        for answer in self.answers(FloatsMsg):
-            total = total + _array(answer).reshape(partial.shape)
-        self.tell(_floats(total))
-        return total
-
-    def gather(self, part: Array) -> Array:
-        """The logits, on rank 0."""
-        if self.leader is not None:
-            self.leader.send(_floats(part))
-        if not self._followers:
-            return part
-        return np.concatenate([part, *map(_array, self.answers(FloatsMsg))])
-
-
-def _floats(array: Array) -> FloatsMsg:
-    return FloatsMsg(array.tobytes())
-
-
-def _array(message: FloatsMsg) -> Array:
-    return np.frombuffer(message.data, np.float32)

@@ -1,7 +1,7 @@
 """From requests to tokens: the choice of a token, whose turn it is, and one step of the decoder.
 
-Pure but for the decoder: no sockets, no threads. The model process asks for a step, sends the
-result, and reads its messages between steps. Running sequences take turns, so a long prompt never
+Pure but for the decoder: no sockets, no threads. The model's thread asks for a step, hands the
+result on, and takes its calls between steps. Running sequences take turns, so a long prompt never
 delays the others by more than one chunk.
 
 Two things make an answer depend on its request alone, also after a failover. Work is cut by
@@ -13,19 +13,19 @@ they were made. And there is no generator with a state: a hash of (seed, n) draw
 from __future__ import annotations
 
 import hashlib
-import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
-from engine.backends.reference.decoder import PREFILL_CHUNK, Array, Decoder, KVCache
+from engine.backends.reference.decoder import PREFILL_CHUNK, Decoder, KVCache
 from engine.backends.reference.kv_blocks import PrefixCache
-from engine.backends.reference.link import SamplingParams, SubmitMsg, TokenMsg, finish_reason
+from engine.backends.reference.ranks import Array
 from plumbing.errors import InvariantError, UnderstudyError
 from plumbing.pod.queue_page import QueuePage
 
@@ -33,6 +33,60 @@ CANARY_FAILED = "engine.canary_failed"
 CANARY_PROMPT_TOKENS = 8  # enough that attention has something to look back at
 CANARY_NEW_TOKENS = 2  # one from prefill, one from a decode step: both paths are run
 NO = np.float32(-np.inf)
+
+
+FinishReason = Literal["stop", "length"]
+
+
+class SamplingParams(Struct, frozen=True):
+    """How to choose a token. `temperature` 0 is greedy; the same seed gives the same tokens.
+
+    All but the first three depend on what was generated so far: `constrained`.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    seed: int = 0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    min_tokens: int = 0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+
+
+class TokenRequest(Struct, frozen=True):
+    """What the model is asked for.
+
+    `made` are tokens of the answer that exist already, which did not end it: the request is resumed
+    behind them. They count as generated in every respect, and none of them is made again.
+    `attempt` is its name for the gateway.
+    """
+
+    number: int
+    prompt: tuple[int, ...]
+    max_tokens: int
+    sampling: SamplingParams = SamplingParams()
+    stop_token_ids: tuple[int, ...] = ()
+    made: tuple[int, ...] = ()
+    attempt: bytes = b""
+
+
+class NewToken(NamedTuple):
+    """One token of `request`. `finish_reason` "stop": it is the stop token, which counts and has no
+    text."""
+
+    request: int
+    token: int
+    finish_reason: FinishReason | None = None
+
+
+def finish_reason(
+    token: int, made: int, max_tokens: int, stop_token_ids: Sequence[int]
+) -> FinishReason | None:
+    """Why an answer ends with `token`, its `made`-th one; None: it continues."""
+    if token in stop_token_ids:
+        return "stop"
+    return "length" if made >= max_tokens else None
 
 
 # ---------------------------------------------------------------------- sampler
@@ -79,7 +133,9 @@ def uniform(seed: int, index: int) -> float:
     return bits / (1 << 53)
 
 
-def constrained(logits: Array, request: SubmitMsg, answer: list[int]) -> tuple[NDArray[Any], Array]:
+def constrained(
+    logits: Array, request: TokenRequest, answer: list[int]
+) -> tuple[NDArray[Any], Array]:
     """The tokens that may come next, in ascending order, at least one, and their logits.
 
     All of it depends on the tokens of `answer` alone, not on when they were made. The order is
@@ -111,10 +167,11 @@ def constrained(logits: Array, request: SubmitMsg, answer: list[int]) -> tuple[N
 
 @dataclass(slots=True, eq=False)
 class _Sequence:
-    request: SubmitMsg
+    request: TokenRequest
     slot: int
     answer: list[int]
     position: int = 0  # tokens of this sequence that are in the KV cache
+    has_run: bool = False
     due_s: float = 0.0  # no token before
 
     def unit(self) -> tuple[tuple[int, ...], bool]:
@@ -149,49 +206,57 @@ class Generator:
         self._decoder, self._cache, self._prefixes = decoder, cache, prefixes
         self._queue, self._interval_s, self._now_s = queue, interval_s, now_s
         self._free = list(range(cache.slots))[::-1]
-        self._waiting: dict[int, SubmitMsg] = {}  # in order of arrival
+        self._waiting: dict[int, TokenRequest] = {}  # in order of arrival
         self._running: deque[_Sequence] = deque()  # the next one first
-        self.progress = 0  # as in `TokenMsg`
+        self.progress = 0
+        """Units of work, also of what is only computed again: what "not hung" means."""
 
     @property
     def has_work(self) -> bool:
         return bool(self._running)
 
-    def submit(self, request: SubmitMsg) -> None:
-        """Start a request, or queue it. The HTTP process has checked it and limits their number."""
-        number, total = request.request, len(request.prompt) + len(request.made)
+    def submit(self, request: TokenRequest) -> None:
+        """Start a request, or queue it. The application has checked it and limits their number."""
+        number, total = request.number, len(request.prompt) + len(request.made)
         fits = len(request.prompt) > 0 and total < self._cache.max_context
-        known = [*self._waiting, *(each.request.request for each in self._running)]
-        if not fits or request.max_tokens <= len(request.made) or request.request in known:
+        known = [*self._waiting, *(each.request.number for each in self._running)]
+        if not fits or request.max_tokens <= len(request.made) or request.number in known:
             raise InvariantError(
-                f"request {request.request} is a duplicate or does not fit the context"
+                f"request {request.number} is a duplicate or does not fit the context"
             )
         self._waiting[number] = request
         if self._queue is not None:
             self._queue.add(request.attempt)
         self._start_waiting()
 
+    def unused_slot(self) -> int | None:
+        """One that nothing uses and nothing that is known is in."""
+        if self._prefixes is None:
+            return self._free[-1] if self._free else None
+        return self._prefixes.unused(self._free)
+
     def cancel(self, number: int) -> None:
         """Drop a request, if it is unfinished; its slot is free when this returns."""
         self._waiting.pop(number, None)
-        sequence = next((each for each in self._running if each.request.request == number), None)
+        sequence = next((each for each in self._running if each.request.number == number), None)
         if sequence is not None:
             self._end(sequence)
 
-    def step(self) -> TokenMsg | None:
+    def step(self) -> NewToken | None:
         """One unit for one sequence; None after a prefill chunk, or with nothing to do now."""
         sequence = self._next()
         if sequence is None:
             return None
         request, prefixes = sequence.request, self._prefixes
-        if not sequence.position:
-            self._begin(sequence)
+        if self._queue is not None and not sequence.has_run:
+            self._queue.remove(request.attempt)
+        sequence.has_run = True
         tokens, samples = sequence.unit()
         logits = self._decoder.forward(self._cache, sequence.slot, tokens, sequence.position)
         sequence.position += len(tokens)
         self.progress += 1
         if prefixes is not None:
-            prefixes.computed(request.request, tokens)
+            prefixes.computed(request.number, tokens)
         if not samples:
             return None
         token = _choose(sequence, logits)
@@ -202,14 +267,14 @@ class Generator:
             self._end(sequence)
         elif self._interval_s:
             sequence.due_s = self._now_s() + self._interval_s
-        return TokenMsg(request.request, token, self.progress, reason)
+        return NewToken(request.number, token, reason)
 
-    def idle_ms(self) -> int:
+    def idle_s(self) -> float:
         """For how long no running request may make a step."""
         if not self._interval_s:
-            return 0
+            return 0.0
         due_s = [each.due_s if each.unit()[1] else 0.0 for each in self._running]
-        return max(0, math.ceil(1000 * (min(due_s, default=0.0) - self._now_s())))
+        return max(0.0, min(due_s, default=0.0) - self._now_s())
 
     def _next(self) -> _Sequence | None:
         """The sequence whose turn it is."""
@@ -221,28 +286,24 @@ class Generator:
                 return sequence
         return None
 
-    def _begin(self, sequence: _Sequence) -> None:
-        """It runs for the first time: what the prefix cache knows of it is not computed again."""
-        request = sequence.request
-        if self._queue is not None:
-            self._queue.remove(request.attempt)
-        if self._prefixes is not None:
-            known = self._prefixes.begin(
-                request.request, request.prompt, request.made, sequence.slot
-            )
-            sequence.position = known
-
     def _end(self, sequence: _Sequence) -> None:
         self._running.remove(sequence)
         self._free.append(sequence.slot)
         if self._prefixes is not None:
-            self._prefixes.end(sequence.request.request)
+            self._prefixes.end(sequence.request.number)
         self._start_waiting()
 
     def _start_waiting(self) -> None:
+        """Give free slots away; what the prefix cache knows of a request is not computed again."""
         while self._free and self._waiting:
             request = self._waiting.pop(next(iter(self._waiting)))
-            self._running.append(_Sequence(request, self._free.pop(), list(request.made)))
+            slot, position = self._free[-1], 0
+            if self._prefixes is not None:
+                slot, position = self._prefixes.begin(
+                    request.number, request.prompt, request.made, self._free
+                )
+            self._free.remove(slot)
+            self._running.append(_Sequence(request, slot, list(request.made), position))
 
 
 def _choose(sequence: _Sequence, logits: Array) -> int:
@@ -255,8 +316,8 @@ def _choose(sequence: _Sequence, logits: Array) -> int:
     return int(tokens[choose(changed, sampling, index)])
 
 
-def canary(decoder: Decoder, cache: KVCache) -> tuple[int, ...]:
-    """One tiny real inference over slot 0 of an idle cache: its greedy tokens.
+def canary(decoder: Decoder, cache: KVCache, slot: int = 0) -> tuple[int, ...]:
+    """One tiny real inference over an unused slot: its greedy tokens.
 
     The same weights give the same tokens, so the results before parking and after waking must be
     equal. It also initialises BLAS before the first request.
@@ -268,7 +329,7 @@ def canary(decoder: Decoder, cache: KVCache) -> tuple[int, ...]:
     tokens = [1 + index * 7 % (vocab_size - 1) for index in range(CANARY_PROMPT_TOKENS)]
     position, made = 0, list[int]()
     for _ in range(CANARY_NEW_TOKENS):
-        logits = decoder.forward(cache, 0, tokens, position)
+        logits = decoder.forward(cache, slot, tokens, position)
         if not np.isfinite(logits).all():
             raise UnderstudyError(
                 CANARY_FAILED,

@@ -27,14 +27,20 @@ from hashlib import sha256
 from typing import Any, NamedTuple
 
 import numpy as np
-from msgspec import structs
 
 from engine.backends import process_memory
 from engine.backends.memory_session import SOCKET_DIR_ENV, host_device
 from engine.backends.process import BackendProcess
-from engine.backends.reference.config import LlamaConfig
-from engine.backends.reference.decoder import PREFILL_CHUNK, Array, KVCache, Peers
-from engine.backends.reference.link import BlockMsg, DoneMsg, Settings, TakeMemoryMsg, digest_of
+from engine.backends.reference.config import LlamaConfig, Settings
+from engine.backends.reference.decoder import PREFILL_CHUNK, KVCache
+from engine.backends.reference.ranks import (
+    Array,
+    BlockMsg,
+    DoneMsg,
+    Peers,
+    TakeMemoryMsg,
+    digest_of,
+)
 from engine.kv.adopter import Adoption, adoptable, audited, joined
 from engine.kv.layout import IndexHeader, IndexPage, IndexRecord, index_bytes
 from engine.kv.writer import IndexWriter
@@ -152,7 +158,13 @@ class BlockStore:
 
 # ---------------------------------------------------------------------- prefix cache
 
-HASH_ALGORITHM = "sha256 of parent, chunked tokens, tokens; 1"
+HASH_ALGORITHM = "sha256 of parent, chunked tokens, tokens; 2"
+
+
+def records_of(blocks: int, slots: int) -> int:
+    """Records of the index: one for each block, and one for each position of the chunk in which a
+    slot's sequence ends. Without blocks there is no index."""
+    return blocks + slots * PREFILL_CHUNK if blocks else 0
 
 
 @dataclass(slots=True)
@@ -164,6 +176,21 @@ class _Chain:
     hashes: list[bytes] = field(default_factory=list)
     rest: tuple[int, ...] = ()
 
+    @property
+    def start(self) -> int:
+        """The first position of the block that is not complete."""
+        return len(self.hashes) * PREFILL_CHUNK
+
+    @property
+    def chunked(self) -> int:
+        """How many tokens of that block are the prompt's, which run as one chunk."""
+        return min(max(self.prompt_tokens - self.start, 0), PREFILL_CHUNK)
+
+    def hash_with(self, tokens: Sequence[int]) -> bytes:
+        """Of that block, if `tokens` are its first ones."""
+        parent = self.hashes[-1] if self.hashes else b""
+        return block_hash(parent, tokens, min(self.chunked, len(tokens)))
+
 
 def block_hash(parent: bytes, tokens: Sequence[int], chunked: int) -> bytes:
     """Of a block behind `parent`, whose first `chunked` tokens were run as one chunk."""
@@ -171,7 +198,12 @@ def block_hash(parent: bytes, tokens: Sequence[int], chunked: int) -> bytes:
 
 
 class PrefixCache:
-    """The least recently used block is evicted, and of one sequence its last block first."""
+    """What is known of sequences that are to run: complete blocks, and the *tails* of the slots.
+
+    The least recently used block is evicted, and of one sequence its last block first. A tail is
+    what a slot holds of its sequence behind the last complete block. It is used in its own slot
+    only, and only by a request that is resumed: any other would cut its prompt elsewhere.
+    """
 
     def __init__(
         self,
@@ -184,47 +216,67 @@ class PrefixCache:
     ) -> None:
         """`adopted`: what the index has already, the least recently used first. `has_audit`:
         publish a checksum of every block's bytes."""
-        self._store = store
-        self._index = index
+        self._store, self._blocks, self._index = store, blocks, index
         self._has_audit = has_audit
-        self._block_of = OrderedDict((record.block_hash, record.block) for record in adopted)
+        self._block_of = OrderedDict[bytes, int]()
+        self._tail_of = dict[bytes, int]()  # the number of its record
+        self._tails = dict[int, bytes]()  # the same, by record
+        for record in adopted:
+            if record.block < blocks:
+                self._block_of[record.block_hash] = record.block
+            else:
+                self._tail_of[record.block_hash] = record.block
+                self._tails[record.block] = record.block_hash
         used = set(self._block_of.values())
         self._free = [block for block in reversed(range(blocks)) if block not in used]
         self._running: dict[int, _Chain] = {}
         self.reused = 0
-        """Positions that were copied instead of computed."""
+        """Positions that were adopted or copied instead of computed."""
 
     def begin(
-        self, request_id: int, prompt: tuple[int, ...], made: tuple[int, ...], slot: int
-    ) -> int:
-        """Fill `slot` with what is known of the sequence; the first position to compute.
+        self, request_id: int, prompt: tuple[int, ...], made: tuple[int, ...], free: Sequence[int]
+    ) -> tuple[int, int]:
+        """Choose one of the `free` slots for a sequence and fill it with what is known; the slot,
+        and the first position to compute.
 
         At least one unit is left, whose logits choose a token.
         """
-        chain = self._running[request_id] = _Chain(len(prompt), slot)
-        tokens = prompt + made
+        chain = self._running[request_id] = _Chain(len(prompt), -1)
+        tokens, found = prompt + made, list[int]()
         for start in range(0, len(tokens) - PREFILL_CHUNK, PREFILL_CHUNK):
-            hashed = _next_hash(chain, tokens[start : start + PREFILL_CHUNK])
+            hashed = chain.hash_with(tokens[start : start + PREFILL_CHUNK])
             block = self._block_of.get(hashed)
             if block is None:
                 break
-            if self._index is not None:
-                self._index.rely_on([block])
-            self._store.do(BlockMsg("load", slot, start, block))
+            found.append(block)
             chain.hashes.append(hashed)
+        tail = self._known_tail(chain, tokens, free)
+        if tail is None:
+            chain.slot = unused if (unused := self.unused(free)) is not None else free[0]
+        else:
+            chain.slot, chain.rest = tail
+        if self._index is not None:
+            at = self._record(chain.slot, len(chain.rest))
+            self._index.rely_on([*found, at] if chain.rest else found)
+        self._forget_tail(chain.slot)
+        if chain.rest:
+            self._publish_tail(chain, chain.hash_with(chain.rest))
+        for number, block in enumerate(found):
+            self._store.do(BlockMsg("load", chain.slot, number * PREFILL_CHUNK, block))
         self._touch(chain)
-        position = len(chain.hashes) * PREFILL_CHUNK
+        position = chain.start + len(chain.rest)
         self.reused += position
-        return position
+        return chain.slot, position
 
     def computed(self, request_id: int, tokens: Sequence[int]) -> None:
         """The next `tokens` of a sequence are in its slot. They do not go beyond a block's end."""
         chain = self._running[request_id]
         chain.rest += tuple(tokens)
+        hashed = chain.hash_with(chain.rest)
         if len(chain.rest) < PREFILL_CHUNK:
+            self._publish_tail(chain, hashed)
             return
-        hashed = _next_hash(chain, chain.rest)
-        start = len(chain.hashes) * PREFILL_CHUNK
+        start = chain.start
         chain.hashes.append(hashed)
         chain.rest = ()
         if hashed not in self._block_of:
@@ -252,43 +304,76 @@ class PrefixCache:
             if hashed in self._block_of:  # else evicted by a sequence beside it
                 self._block_of.move_to_end(hashed)
 
+    # ------------------------------------------------------------------ tails
 
-def _next_hash(chain: _Chain, tokens: Sequence[int]) -> bytes:
-    start = len(chain.hashes) * PREFILL_CHUNK
-    chunked = min(max(chain.prompt_tokens - start, 0), PREFILL_CHUNK)
-    return block_hash(chain.hashes[-1] if chain.hashes else b"", tokens, chunked)
+    def unused(self, slots: Sequence[int]) -> int | None:
+        """One of the `slots` that has no tail."""
+        with_tails = {self._slot_of(record) for record in self._tails}
+        return next((each for each in slots if each not in with_tails), None)
+
+    def _record(self, slot: int, count: int) -> int:
+        """The number of the record of the first `count` tokens of a slot's last block."""
+        return self._blocks + slot * PREFILL_CHUNK + count
+
+    def _slot_of(self, record: int) -> int:
+        return (record - self._blocks) // PREFILL_CHUNK
+
+    def _known_tail(
+        self, chain: _Chain, tokens: Sequence[int], free: Sequence[int]
+    ) -> tuple[int, tuple[int, ...]] | None:
+        """The slot that has the most of what follows, and these tokens. A dead engine had often
+        made a token more than the journal has, so any beginning of its tail is good, too."""
+        rest = tuple(tokens[chain.start :])
+        for count in range(min(len(rest), PREFILL_CHUNK) - 1, max(chain.chunked, 1) - 1, -1):
+            record = self._tail_of.get(chain.hash_with(rest[:count]))
+            if record is not None and self._slot_of(record) in free:
+                return self._slot_of(record), rest[:count]
+        return None
+
+    def _publish_tail(self, chain: _Chain, hashed: bytes) -> None:
+        """Nothing is copied: the record is true until the slot has another sequence."""
+        if self._index is None:
+            return
+        record = self._record(chain.slot, len(chain.rest))
+        self._tail_of.pop(self._tails.get(record, b""), None)
+        self._tails[record], self._tail_of[hashed] = hashed, record
+        end = chain.start + len(chain.rest)
+        self._index.publish(record, self._index.use(record), hashed, 0, end)
+
+    def _forget_tail(self, slot: int) -> None:
+        """Before another sequence writes to the slot."""
+        for count in range(PREFILL_CHUNK):
+            hashed = self._tails.pop(record := self._record(slot, count), None)
+            if hashed is not None and self._index is not None:
+                self._tail_of.pop(hashed, None)
+                self._index.invalidate(record)
 
 
 # ---------------------------------------------------------------------- the index in the pools
 
 
-def header_of(config: LlamaConfig, size: KvSize, slots: int, ranks: int) -> IndexHeader:
-    """The facts that are the same on every rank, as rank 0's. `config` is one rank's share."""
-    layout = [config.layers, config.kv_heads, config.head_dim, slots, *size]
-    return IndexHeader(
-        pool="",
-        weights_epoch="",
-        identity_digest="",
-        blocks=size.blocks,
-        block_tokens=PREFILL_CHUNK,
-        layout_digest=digest_of(layout),
-        dtype="float32",
-        attention_backend="reference",
-        rank=0,
-        ranks=ranks,
-        hash_algorithm=HASH_ALGORITHM,
-        engine_version=f"understudy {__version__}, numpy {np.__version__}",
-    )
-
-
 def headers_of(
-    common: IndexHeader, pools: Sequence[str], weights: Iterable[tuple[str, str]]
+    config: LlamaConfig, size: KvSize, slots: int, ranks: Sequence[tuple[str, str, str]]
 ) -> list[IndexHeader]:
-    """Every rank's header, from its pool and the epoch and identity digest of its weights."""
-    ranks = zip(pools, weights, strict=True)
+    """Every rank's header, from its pool and the epoch and identity digest of its weights. `config`
+    is one rank's share."""
+    layout = [config.layers, config.kv_heads, config.head_dim, slots, *size]
     return [
-        structs.replace(common, pool=pool, weights_epoch=epoch, identity_digest=identity, rank=rank)
-        for rank, (pool, (epoch, identity)) in enumerate(ranks)
+        IndexHeader(
+            pool=pool,
+            weights_epoch=epoch,
+            identity_digest=identity,
+            blocks=records_of(size.blocks, slots),
+            block_tokens=PREFILL_CHUNK,
+            layout_digest=digest_of(layout),
+            dtype="float32",
+            attention_backend="reference",
+            rank=rank,
+            ranks=len(ranks),
+            hash_algorithm=HASH_ALGORITHM,
+            engine_version=f"understudy {__version__}, numpy {np.__version__}",
+        )
+        for rank, (pool, epoch, identity) in enumerate(ranks)
     ]
 
 
@@ -301,10 +386,12 @@ class KeptBlocks:
         pages: Sequence[IndexPage],
         headers: Sequence[IndexHeader],
         *,
+        blocks: int,
         may_adopt: bool,
         checksum: Callable[[int], int],
     ) -> None:
-        """Adopt or begin empty, before the first step. `checksum` is that of a block's bytes."""
+        """Adopt or begin empty, before the first step. The first `blocks` records are those of
+        blocks, and `checksum` is that of a block's bytes."""
         incarnation = leases[0].claim.incarnation
         adoption = Adoption(why_empty="--no-kv-adoption")
         if may_adopt:
@@ -316,11 +403,14 @@ class KeptBlocks:
                 logger.error("blocks %s are not what was published", sorted(adoption.torn))
         self._pages = pages
         self.adopted = adoption.records
+        self.adopted_blocks = sum(record.block < blocks for record in adoption.records)
         self.why_empty = adoption.why_empty
         self.torn = len(adoption.torn)
         self._leases = leases
         self._mark(ADOPTING)
-        self.writer = IndexWriter(pages, headers, incarnation, secrets.token_hex(16), adoption)
+        self.writer = IndexWriter(
+            pages, headers, incarnation, secrets.token_hex(16), adoption, counted=blocks
+        )
 
     def canary_passed(self) -> None:
         self._mark(ADOPTED)
@@ -421,61 +511,58 @@ KvMemory = LentMemory | PrivateMemory
 """`view` is writable."""
 
 
-class KvSource:
-    """Borrows the pools of an engine's devices: this rank's to map it, any rank's for its index."""
+def borrow(
+    member: BackendProcess, take: TakeMemoryMsg, size: KvSize, settings: Settings, rank: int
+) -> KvLease:
+    """The pool of `rank`'s device; waits longest for another engine that still maps it.
 
-    def __init__(self, member: BackendProcess, kv_bytes: int, blocks: int) -> None:
-        self._member = member
-        self._kv_bytes = kv_bytes
-        self._blocks = blocks
-        self._directory = os.environ.get(SOCKET_DIR_ENV, "")
+    Raises:
+        UnderstudyError: `gms.kv_busy`, `gms.kv_stale_token`, …; UnreachableError.
+    """
+    claim = KvClaim(
+        *(member.engine, member.incarnation, take.token, take.era),
+        *(size.kv_bytes, index_bytes(records_of(size.blocks, settings.slots))),
+    )
+    attempt = partial(
+        borrow_pool,
+        os.environ.get(SOCKET_DIR_ENV, ""),
+        host_device(rank),
+        claim,
+        on_wait=lambda reason: logger.info("waiting for KV memory: %s", reason),
+        on_change=logger.warning,
+    )
+    try:
+        return attempt(AWAY_S)
+    except UnderstudyError as error:
+        if error.code != "gms.kv_busy":
+            raise
+        return attempt(DEADLINE_S - AWAY_S)
 
-    def memory(self, take: TakeMemoryMsg, rank: int, ranks: int, *, is_lent: bool) -> KvMemory:
-        """This rank's KV memory; `is_lent`: from the memory service, if it lends any.
 
-        Raises:
-            UnderstudyError: `gms.kv_busy`, `gms.kv_stale_token`, …; `engine.kv_memory_busy`.
-        """
-        why = "--kv-memory private"
-        if is_lent:
-            device = host_device(rank)
-            why = f"the memory service lends no KV memory for {device}"
-            if has_pool_service(self._directory, device):
-                try:
-                    note = "" if self._blocks else NO_BLOCKS
-                    return LentMemory(self.borrow(take, rank), device, self._kv_bytes, note)
-                except UnreachableError as error:
-                    why = f"no memory service: {error.message}"
-                except UnderstudyError as error:
-                    if error.code != NO_POOL_FILE:
-                        raise
-                    why = error.message
-                logger.warning("%s; this engine takes private KV memory", why)
-        process_memory.wait_for_room(self._kv_bytes * ranks)
-        return PrivateMemory(self._kv_bytes, why)
+def kv_memory(
+    member: BackendProcess, take: TakeMemoryMsg, size: KvSize, settings: Settings
+) -> KvMemory:
+    """This rank's KV memory: from the memory service, if it lends any and `settings` allow it.
 
-    def borrow(self, take: TakeMemoryMsg, rank: int) -> KvLease:
-        """The pool of `rank`'s device; waits longest for another engine that still maps it.
-
-        Raises:
-            UnderstudyError: as `memory`; UnreachableError.
-        """
-        member = self._member
-        sizes = self._kv_bytes, index_bytes(self._blocks)
-        borrow = partial(
-            borrow_pool,
-            self._directory,
-            host_device(rank),
-            KvClaim(member.engine, member.incarnation, take.token, take.era, *sizes),
-            on_wait=lambda reason: logger.info("waiting for KV memory: %s", reason),
-            on_change=logger.warning,
-        )
-        try:
-            return borrow(AWAY_S)
-        except UnderstudyError as error:
-            if error.code != "gms.kv_busy":
-                raise
-            return borrow(DEADLINE_S - AWAY_S)
+    Raises:
+        UnderstudyError: as `borrow`; `engine.kv_memory_busy`.
+    """
+    why, device = "--kv-memory private", host_device(settings.rank)
+    if settings.kv_memory == "gms":
+        why = f"the memory service lends no KV memory for {device}"
+        if has_pool_service(os.environ.get(SOCKET_DIR_ENV, ""), device):
+            try:
+                lease = borrow(member, take, size, settings, settings.rank)
+                return LentMemory(lease, device, size.kv_bytes, "" if size.blocks else NO_BLOCKS)
+            except UnreachableError as error:
+                why = f"no memory service: {error.message}"
+            except UnderstudyError as error:
+                if error.code != NO_POOL_FILE:
+                    raise
+                why = error.message
+            logger.warning("%s; this engine takes private KV memory", why)
+    process_memory.wait_for_room(size.kv_bytes * settings.ranks)
+    return PrivateMemory(size.kv_bytes, why)
 
 
 def page_of(lease: KvLease) -> IndexPage:

@@ -1,15 +1,12 @@
-"""The backend's main process: HTTP in front, the model process behind, the supervisor above.
+"""The backend's process: HTTP on its main thread, the model on another, the supervisor above.
 
     python -m engine.backends.reference.main --model DIR [--max-context N] [--slots N]
         [--kv-bytes SIZE] [--cache-tokens N] [--kv-memory gms|private] [--no-kv-adoption]
         [--kv-audit] [--tensor-parallel N] [--token-interval-ms N]
         [--served-model-name NAME …]
 
-Started by `engine run --backend reference -- …`. Owns the start: the witness first, then the model
-processes, one per tensor-parallel rank, and only then the slow imports, which so run while the
-weights load. A model process inherits the witness on descriptor 0 and its sockets: rank 0's to this
-process, and those between rank 0 and the others, of which no copy stays here, so that a rank
-notices the end of another. Knows neither numpy nor weights.
+Started by `engine run --backend reference -- …`. Owns the start: the witness first, then the
+processes of the other tensor-parallel ranks, and only then the slow imports.
 """
 
 from __future__ import annotations
@@ -20,23 +17,13 @@ import gc
 import logging
 import os
 import socket
-import subprocess
 import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-import msgspec
-from msgspec.structs import replace
-
 from engine.backends import process
 from engine.backends.process import ProgressPage
-from engine.backends.reference.link import (
-    LINK_ENV,
-    PEERS_ENV,
-    PROMPT_TOKENS_MAX,
-    TOKEN_INTERVAL_MS_MAX,
-    Settings,
-)
+from engine.backends.reference.config import Settings
 from engine.backends.registry import HELP
 from engine.messages import CHANNEL, RANKS_MAX
 from plumbing.errors import UnderstudyError, UsageError
@@ -48,8 +35,10 @@ from plumbing.wire.blocking import BlockingClient
 logger = logging.getLogger(__name__)
 
 DEFAULT_SLOTS = 4
+CONTEXT_MAX = 1 << 20  # the longest of any Llama today
 CACHE_TOKENS_MAX = 1 << 27  # the index of the blocks is then 256 MiB
-MODEL_MODULE = "engine.backends.reference.model_process"
+# Far below the three seconds without progress after which generation counts as hung.
+TOKEN_INTERVAL_MS_MAX = 1000
 # Sums of floats depend on how many threads share them, and one thread starts faster than many.
 # Set here because numpy reads them when it is imported.
 THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
@@ -79,7 +68,7 @@ def parse(argv: list[str]) -> tuple[Settings, tuple[str, ...]]:
     add("--model", required=True, help="Directory of a Hugging Face checkpoint.")
     add("--served-model-name", nargs="+", metavar="NAME", help=_NAMES)
     for name, least, most, default, text in (
-        ("--max-context", 2, PROMPT_TOKENS_MAX, None, _CONTEXT),
+        ("--max-context", 2, CONTEXT_MAX, None, _CONTEXT),
         ("--slots", 1, 1024, DEFAULT_SLOTS, _SLOTS),
         ("--cache-tokens", 0, CACHE_TOKENS_MAX, None, _CACHE),
         ("--tensor-parallel", 1, RANKS_MAX, 1, _RANKS),
@@ -119,7 +108,7 @@ def _whole(least: int, most: int) -> Callable[[str], int]:
 
 
 def main() -> int:
-    configure("backend-http")
+    configure("backend-model")
     try:
         if HELP.intersection(sys.argv):
             parse(sys.argv[1:])
@@ -129,55 +118,30 @@ def main() -> int:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code
     try:
-        member = process.enter("http")
+        member = process.enter("model")
         settings, names = parse(sys.argv[1:])
         raise_fd_limit()
-        link, children = spawn(settings)
     except UnderstudyError as error:
         logger.error("%s", error)
         _report(sock, error)
         return error.exit_code
+    os.environ |= dict.fromkeys(THREAD_VARIABLES, "1")
     # When imported, aiohttp reads all certificates that a client might need: 30 ms for nothing.
     os.environ["SSL_CERT_FILE"] = os.devnull
     # What is imported lives as long as the process: to look for garbage meanwhile takes a tenth of
     # the time, and later collections need not visit it.
     gc.disable()
+    from engine.backends.reference.ranks import start_ranks
+
+    peers, children = start_ranks(settings)
     import uvloop
 
     from engine.backends.reference.service import serve
 
     gc.freeze()
     gc.enable()
-    uvloop.run(serve(settings, names, sock, link, children, page, member.seat))
+    uvloop.run(serve(settings, names, sock, member, peers, children, page))
     raise AssertionError("the backend stopped serving by itself")
-
-
-def spawn(settings: Settings) -> tuple[socket.socket, list[subprocess.Popen[bytes]]]:
-    """Start the process of every rank, in order; also returns our end of the pipe to rank 0.
-
-    Call it on the main thread: a child dies when the thread that started it ends. It inherits
-    descriptor 0, the witness, so it counts as alive from its first instruction on.
-    """
-    ours, theirs = socket.socketpair()
-    pairs = [socket.socketpair() for _ in range(1, settings.ranks)]
-    peers = [[leads for leads, _ in pairs], *([follows] for _, follows in pairs)]
-    children = []
-    with contextlib.ExitStack() as stack:
-        for each in (theirs, *(sock for pair in pairs for sock in pair)):
-            stack.enter_context(each)
-        for rank, sockets in enumerate(peers):
-            inherited = [theirs, *sockets] if rank == 0 else sockets
-            environment = {
-                **dict.fromkeys(THREAD_VARIABLES, "1"),
-                **process.child_environment(),
-                LINK_ENV: str(theirs.fileno()),
-                PEERS_ENV: ",".join(str(each.fileno()) for each in sockets),
-            }
-            about = msgspec.json.encode(replace(settings, rank=rank)).decode()
-            command = [sys.executable, "-m", MODEL_MODULE, about]
-            descriptors = [each.fileno() for each in inherited]
-            children.append(subprocess.Popen(command, env=environment, pass_fds=descriptors))
-    return ours, children
 
 
 def _report(sock: socket.socket, error: UnderstudyError) -> None:

@@ -42,11 +42,11 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 PRINTABLE = range(0x20, 0x7F)
-# What is there if writing was interrupted: config.json comes last.
-UNFINISHED = {
-    *("model.safetensors", "tokenizer.json"),
-    *("tokenizer_config.json", "generation_config.json"),
-}
+# In the order in which they are written: without the last one there is no checkpoint.
+FILES = (
+    *("model.safetensors", "tokenizer.json", "tokenizer_config.json", "generation_config.json"),
+    "config.json",
+)
 
 # Standard deviation of a projection's output per unit of input. At 1 the residual stream keeps its
 # past; above, attention and MLP outweigh it and the next token depends on the whole prompt.
@@ -66,17 +66,18 @@ def write_random_model(
     intermediate: int = 192,
     max_position: int = 2048,
 ) -> None:
-    """Write config.json, model.safetensors (bfloat16), tokenizer files and generation_config.json.
+    """Write FILES, with weights as bfloat16.
 
     Raises:
         UsageError: `model.exists` when the directory has other files than an interrupted call's.
     """
     os.makedirs(directory, exist_ok=True)
-    if set(os.listdir(directory)) - UNFINISHED:
+    if set(os.listdir(directory)) - {*FILES[:-1]}:
         raise UsageError(
             "model.exists", f"{directory} is not empty; name a new directory for the model."
         )
     tokenizer = byte_tokenizer()
+    bos, eos, end_of_turn = (tokenizer.token_to_id(name) for name in (BOS, EOS, END_OF_TURN))
     document = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -95,12 +96,11 @@ def write_random_model(
         "tie_word_embeddings": False,
         "attention_bias": False,
         "mlp_bias": False,
-        "bos_token_id": tokenizer.token_to_id(BOS),
-        "eos_token_id": tokenizer.token_to_id(EOS),
+        "bos_token_id": bos,
+        "eos_token_id": eos,
     }
-    stops = [tokenizer.token_to_id(name) for name in (EOS, END_OF_TURN)]
-    generation = {"bos_token_id": document["bos_token_id"], "eos_token_id": stops}
-    settings = {
+    generation = {"bos_token_id": bos, "eos_token_id": [eos, end_of_turn]}
+    for_tokenizer = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": BOS,
         "eos_token": EOS,
@@ -108,15 +108,12 @@ def write_random_model(
         "model_max_length": max_position,
         "clean_up_tokenization_spaces": False,
     }
-    config = parse_config(document, generation, os.path.join(directory, "config.json"))
-    save_bfloat16(os.path.join(directory, "model.safetensors"), random_weights(config, seed))
-    tokenizer.save(os.path.join(directory, "tokenizer.json"))
-    for name, content in (
-        ("tokenizer_config.json", settings),
-        ("generation_config.json", generation),
-        ("config.json", document),  # last: without it there is no checkpoint
-    ):
-        with open(os.path.join(directory, name), "w", encoding="utf-8") as file:
+    paths = [os.path.join(directory, name) for name in FILES]
+    config = parse_config(document, generation, paths[-1])
+    save_bfloat16(paths[0], random_weights(config, seed))
+    tokenizer.save(paths[1])
+    for path, content in zip(paths[2:], (for_tokenizer, generation, document), strict=True):
+        with open(path, "w", encoding="utf-8") as file:
             file.write(json.dumps(content, indent=2) + "\n")
 
 
@@ -182,20 +179,15 @@ def main(arguments: list[str] | None = None) -> int:
         epilog="--hidden 4096 --layers 6 makes a file of 0.6 GiB.",
     )
     parser.add_argument("directory", help="new or empty")
-    for name, default in (
-        ("seed", 0),
-        ("hidden", 64),
-        ("layers", 2),
-        ("heads", 4),
-        ("kv-heads", 2),
-    ):
+    defaults = {"seed": 0, "hidden": 64, "layers": 2, "heads": 4, "kv-heads": 2}
+    for name, default in defaults.items():
         parser.add_argument(f"--{name}", type=int, default=default, help="default: %(default)s")
     parser.add_argument("--head-dim", type=int, help="default: hidden / heads")
     text = "succeed without a change if the directory has a model"
     parser.add_argument("--if-missing", action="store_true", help=text)
     options = vars(parser.parse_args(arguments))
     directory, if_missing = options.pop("directory"), options.pop("if_missing")
-    if if_missing and os.path.exists(os.path.join(directory, "config.json")):
+    if if_missing and os.path.exists(os.path.join(directory, FILES[-1])):
         return 0
     try:
         write_random_model(directory, **options)

@@ -1,7 +1,6 @@
-"""The HTTP process on its event loop: prepared, awake, serving, draining, as the supervisor asks.
+"""The backend on its event loop: prepared, awake, serving, draining, as the supervisor asks.
 
-Owns the lent listening socket and the HTTP server behind it. Imported late, since aiohttp and the
-tokenizer are the slow imports: by then the model processes are at work.
+Owns the lent listening socket and the HTTP server behind it.
 
 The surprising thing: aiohttp's own sites are not used, as other processes hold the listening socket
 too. `create_server(sock=…)` calls `listen` again with a backlog of its own (its length holds for
@@ -23,17 +22,21 @@ from aiohttp import http_exceptions, web
 
 from engine.backends import process
 from engine.backends.channel import POLL_S, Channel, Phases, is_private, until_done
-from engine.backends.process import ProgressPage
+from engine.backends.process import BackendProcess, ProgressPage
 from engine.backends.reference.application import ServedModel, continuation_id, make_app
-from engine.backends.reference.link import ReadyMsg, Settings
-from engine.backends.reference.model_link import ModelLink
+from engine.backends.reference.config import Settings
+from engine.backends.reference.model import ModelThread
+from engine.backends.reference.rank import Rank
+from engine.backends.reference.ranks import Peers, ReadyMsg, TakeMemoryMsg
 from engine.backends.reference.text import Tokenizer
 from engine.messages import (
     NO_ERA,
     CanaryMsg,
     HealthyMsg,
+    PlaceWeightsMsg,
     PreparedMsg,
     RestedMsg,
+    RestMsg,
     WeightsPlacedMsg,
     WokenMsg,
 )
@@ -114,18 +117,19 @@ async def serve(
     settings: Settings,
     names: tuple[str, ...],
     sock: socket.socket,
-    link: socket.socket,
+    member: BackendProcess,
+    peers: Peers,
     children: Sequence[subprocess.Popen[bytes]],
     page: ProgressPage,
-    seat: serving.ServingSeat | None,
 ) -> None:
     """Serve for the supervisor at the other end of `sock`, which decides when this process ends.
-    `link` is the socket to rank 0, `children` are the processes of all ranks."""
+    `children` are the processes of ranks 1, 2, …."""
     channel = Channel(sock)
-    model = ModelLink(link, children, settings.slots, channel.end, page)
+    model = ModelThread(lambda: Rank(settings, member, peers), settings.slots, channel.end, page)
+    model.watch(children)
     try:
         served = ServedModel(names, Tokenizer.load(settings.directory), model)
-        backend = ReferenceBackend(served, seat)
+        backend = ReferenceBackend(served, member.seat)
         ready = await backend.prepare()
         served.continuation_id = continuation_id(settings.directory, names[0], ready)
     except UnderstudyError as error:
@@ -136,7 +140,7 @@ async def serve(
         ready.epoch,
         ready.identity,
         continuation=served.continuation_id,
-        can_rest=seat is not None,
+        can_rest=member.seat is not None,
         can_offload=True,
     )
     channel.prepared(backend, prepared)
@@ -148,12 +152,8 @@ class ReferenceBackend:
 
     def __init__(self, served: ServedModel, seat: serving.ServingSeat | None) -> None:
         """`seat`: this process's; without one it cannot sleep."""
-        self._seat = seat
-        self._phases = Phases()
-        # While a request about memory is under way. The phase alone does not order two of them: a
-        # wake may come before the ranks have been sent the offload that was begun before it.
-        self._memory = asyncio.Lock()
-        self._served = served
+        self._phases, self._seat = Phases(), seat
+        self._served, self._model = served, served.model
         self._listener: SharedListener | None = None
         logging.getLogger("aiohttp.server").addFilter(is_our_fault)
         self._runner = web.AppRunner(
@@ -168,7 +168,7 @@ class ReferenceBackend:
     async def prepare(self) -> ReadyMsg:
         """Build the HTTP server while the model loads, so that waking need not; wait for both."""
         await self._runner.setup()
-        ready = self._served.ready = await self._served.link.ready()
+        ready = self._served.ready = await self._model.ready()
         self._phases.step("ready")
         return ready
 
@@ -188,12 +188,14 @@ class ReferenceBackend:
             self._served.engine, self._served.token = engine, token
             self._served.is_behind_gateway = is_private(listening)
             self._listener = SharedListener(listening.duplicate(), self._server)
-        async with self._memory:
-            return await self._served.link.take_memory(token, era)
+        take = TakeMemoryMsg(token, era)
+        woken = await self._model.call(lambda rank: rank.take_memory(take))
+        self._model.kept = woken.adopted_blocks
+        return woken
 
     async def run_canary(self) -> CanaryMsg:
         self._phases.step("run_canary")
-        return await self._served.link.check()
+        return await self._model.check()
 
     async def serve(self) -> None:
         self._phases.step("serve")
@@ -201,15 +203,15 @@ class ReferenceBackend:
         self._listener.start()
 
     def health(self) -> HealthyMsg:
-        served, link = self._served, self._served.link
+        served, model = self._served, self._model
         return HealthyMsg(
-            in_flight=link.in_flight,
-            progress=link.progress,
+            in_flight=model.in_flight,
+            progress=model.progress,
             accepting=self._listener is not None and self._listener.is_accepting,
             rejected=served.rejected,
             replayed=served.replayed,
-            published_blocks=link.published,
-            kept_blocks=link.kept,
+            published_blocks=model.published,
+            kept_blocks=model.kept,
         )
 
     async def drain(self, budget_s: float, *, resume: bool = False) -> None:
@@ -236,7 +238,7 @@ class ReferenceBackend:
         await server.shutdown(FLUSH_S)
 
     async def rest(self, budget_s: float, *, keep_kv: bool) -> RestedMsg:
-        """After a drain: give the KV memory back on every rank, and leave the serving file.
+        """After a drain: give the KV memory back on every rank, which leaves the serving file.
 
         Raises:
             UnderstudyError: `engine.in_flight`, requests that the drain has cut have not ended.
@@ -244,7 +246,7 @@ class ReferenceBackend:
         self._phases.step("rest")
         loop, served = asyncio.get_running_loop(), self._served
         end = loop.time() + budget_s
-        while not self._is_idle() or served.link.in_flight:
+        while not self._is_idle() or self._model.in_flight:
             if loop.time() >= end:
                 raise UnderstudyError(
                     "engine.in_flight",
@@ -254,20 +256,17 @@ class ReferenceBackend:
             await asyncio.sleep(POLL_S)
         self._listener = None
         served.is_draining = served.is_continued = False
-        wait_s = max(0.0, end - loop.time())
-        resident_bytes = await served.link.give_memory(wait_s, is_kept=keep_kv)
-        if self._seat is not None:
-            self._seat.leave()
+        give = RestMsg(keep_kv, round(1000 * max(0.0, end - loop.time())))
+        rested = await self._model.call(lambda rank: rank.give_memory(give))
+        self._model.published = self._model.kept = 0
         self._phases.step("rested")
-        return RestedMsg(resident_bytes)
+        return rested
 
     async def place_weights(self, budget_s: float, *, is_away: bool) -> WeightsPlacedMsg:
         """Release the weights on every rank, or map them again."""
         self._phases.step("place_weights")
-        async with self._memory:
-            if not self._phases.is_parked:  # woken meanwhile, which has mapped them
-                return WeightsPlacedMsg(False)
-            return await self._served.link.place(budget_s, is_away=is_away)
+        place = PlaceWeightsMsg(is_away, round(1000 * budget_s))
+        return await self._model.call(lambda rank: rank.place(place))
 
     @property
     def _server(self) -> web.Server:

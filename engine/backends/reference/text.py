@@ -1,6 +1,6 @@
 """The text of prompts and answers: tokenizer, chat template, and an answer's text token by token.
 
-Imports no numpy: it runs in the HTTP process. The surprising thing: one token is not one piece of
+The surprising thing: one token is not one piece of
 text. A character may be spread over several tokens, so text is held back until no later token can
 change it.
 """
@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import tokenizers
 
 from engine.backends.reference.completions import ApiError, ChatMessage, TokenUsage
 from engine.backends.reference.config import ASSISTANT_TURN, BOS, CHAT_SPECIALS, END_OF_TURN
-from engine.backends.reference.link import SubmitMsg, TokenMsg, finish_reason
+from engine.backends.reference.generation import FinishReason, TokenRequest, finish_reason
 from engine.backends.shards import read_file, read_json
 from plumbing.errors import UsageError
 
@@ -119,19 +119,16 @@ class StopStrings:
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = sorted((stop for stop in stops if stop), key=len, reverse=True)
+        self._stops = [stop for stop in stops if stop]
         self._held = ""
 
     def push(self, text: str) -> tuple[str, bool]:
         """(text that may be sent, whether a stop string was met); after that, push no more."""
-        if not self._stops:
-            return text, False
         text, self._held = self._held + text, ""
         found = [(text.index(stop) + len(stop), -len(stop)) for stop in self._stops if stop in text]
         if found:
-            end, minus_length = min(found)
-            return text[: end + minus_length], True
-        keep = max(_overlap(text, stop) for stop in self._stops)
+            return text[: sum(min(found))], True
+        keep = max((_overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], False
 
@@ -147,8 +144,7 @@ def _overlap(text: str, stop: str) -> int:
     return next((length for length in lengths if text.endswith(stop[:length])), 0)
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """Text that may be sent, why the answer ends with it (None: it does not), and the tokens that
     it is made of, of one output of the model or of a journal."""
 
@@ -176,24 +172,23 @@ class AnswerText:
         self._min_tokens = min_tokens
         self.usage = TokenUsage(prompt_tokens)
 
-    def push(self, token: TokenMsg) -> Piece:
+    def push(self, token: int, reason: FinishReason | None) -> Piece:
+        """`reason` "stop": it is a stop token, which has no text."""
         self.usage.completion_tokens += 1
-        reason, tokens = token.finish_reason, (token.token,)
-        text = "" if reason == "stop" else self._stream.push(token.token)
+        text = "" if reason == "stop" else self._stream.push(token)
         if reason is not None:
             text += self._stream.finish()
-        if self.usage.completion_tokens <= self._min_tokens:
-            return Piece(text, reason, tokens)
-        text, is_stopped = self._stops.push(text)
-        if is_stopped:
-            return Piece(text, "stop", tokens)
-        if reason is not None:
-            text += self._stops.finish()
-        return Piece(text, reason, tokens)
+        if self.usage.completion_tokens > self._min_tokens:
+            text, is_stopped = self._stops.push(text)
+            if is_stopped:
+                return Piece(text, "stop", (token,))
+            if reason is not None:
+                text += self._stops.finish()
+        return Piece(text, reason, (token,))
 
 
-def replay(tokens: Sequence[int], request: SubmitMsg, answer: AnswerText, vocab_size: int) -> Piece:
-    """The journal of a request that is resumed, as one piece; `answer` continues behind it.
+def replay(request: TokenRequest, answer: AnswerText, vocab_size: int) -> Piece:
+    """What was made of a request that is resumed, as one piece; `answer` continues behind it.
 
     Another engine made these tokens, so they must be tokens that this request could have had: an
     answer joined from two requests would look whole. The text layer gets them one by one, as when
@@ -202,6 +197,7 @@ def replay(tokens: Sequence[int], request: SubmitMsg, answer: AnswerText, vocab_
     Raises:
         ApiError: 400 `resume.bad_journal`.
     """
+    tokens = request.made
     if len(tokens) > request.max_tokens:
         raise _bad(f"it has {len(tokens)} tokens, and the answer ends with {request.max_tokens}")
     texts: list[str] = []
@@ -214,7 +210,7 @@ def replay(tokens: Sequence[int], request: SubmitMsg, answer: AnswerText, vocab_
         reason = finish_reason(token, made, request.max_tokens, request.stop_token_ids)
         if reason == "stop" and made <= request.sampling.min_tokens:
             raise _bad(f"it ends with {made} tokens, and min_tokens asks for more")
-        piece = answer.push(TokenMsg(0, token, 0, reason))
+        piece = answer.push(token, reason)
         texts.append(piece.text)
     return Piece("".join(texts), piece.finish_reason, tokens)
 

@@ -15,8 +15,8 @@ from aiohttp.test_utils import TestClient, TestServer
 from msgspec.structs import replace
 
 from engine.backends.reference.application import ServedModel, make_app
-from engine.backends.reference.generation import Generator
-from engine.backends.reference.link import ReadyMsg, SubmitMsg, TokenMsg
+from engine.backends.reference.generation import Generator, NewToken, TokenRequest
+from engine.backends.reference.ranks import ReadyMsg
 from engine.backends.reference.text import Tokenizer
 from plumbing import gateway_protocol as hop
 from tests.engine.reference.support import cache_for, decoder_of
@@ -25,26 +25,26 @@ MAX_CONTEXT = 160
 REQUEST_ID = "the-request"
 
 
-class Link:
-    """In place of `ModelLink`: the model's steps are done when a token is asked for."""
+class StubModel:
+    """In place of `ModelThread`: the model's steps are done when a token is asked for."""
 
     def __init__(self, directory: str) -> None:
         decoder = decoder_of(directory)
         self.generator = Generator(decoder, cache_for(decoder, 2, MAX_CONTEXT))
         self.started = 0
 
-    def generate(self, wanted: SubmitMsg) -> Link:
+    def generate(self, wanted: TokenRequest) -> StubModel:
         self.started += 1
-        self.generator.submit(replace(wanted, request=self.started))
+        self.generator.submit(replace(wanted, number=self.started))
         return self
 
-    async def next(self) -> TokenMsg:
+    async def next(self) -> NewToken:
         while True:
             made = self.generator.step()
             if made is not None:
                 return made
 
-    def __enter__(self) -> Link:
+    def __enter__(self) -> StubModel:
         return self
 
     def __exit__(
@@ -124,7 +124,7 @@ def _event(data: bytes) -> Any:
 class Pod:
     """An engine behind a gateway; every request is resumed at the same one, with nothing kept."""
 
-    def __init__(self, served: ServedModel, link: Link, client: TestClient[Any, Any]) -> None:
+    def __init__(self, served: ServedModel, link: StubModel, client: TestClient[Any, Any]) -> None:
         self.served = served
         self.link = link
         self.client = client
@@ -154,8 +154,8 @@ class Pod:
 async def pod(directory: Path) -> AsyncIterator[Pod]:
     tokenizer = Tokenizer.load(str(directory))
     ends = (257, 261)
-    link = Link(str(directory))
-    served = ServedModel(("tiny",), tokenizer, link)  # type: ignore[arg-type]  # a stand-in for the link
+    link = StubModel(str(directory))
+    served = ServedModel(("tiny",), tokenizer, link)  # type: ignore[arg-type]  # a stand-in for the model
     served.ready = ReadyMsg(1, 1, MAX_CONTEXT, 262, ends, "epoch", {})
     served.is_behind_gateway = True
     served.engine, served.token = "engine-0", 7

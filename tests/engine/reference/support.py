@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from engine.backends.reference.checkpoint import Checkpoint, open_checkpoint
-from engine.backends.reference.decoder import Array, Decoder, KVCache, Peers, weights_from
-from engine.backends.reference.generation import Generator
-from engine.backends.reference.link import SamplingParams, SubmitMsg, TokenMsg
+from engine.backends.reference.decoder import Decoder, KVCache, weights_from
+from engine.backends.reference.generation import Generator, NewToken, SamplingParams, TokenRequest
+from engine.backends.reference.ranks import Array, Peers
 
 GOLDEN = os.path.join(os.path.dirname(__file__), "golden")
 GOLDEN_NAMES = sorted(os.listdir(GOLDEN))
@@ -77,11 +77,11 @@ def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
     return tuple(source.randrange(3, 128) for _ in range(length))
 
 
-def run(generator: Generator, requests: Iterable[SubmitMsg] = ()) -> dict[int, list[TokenMsg]]:
+def run(generator: Generator, requests: Iterable[TokenRequest] = ()) -> dict[int, list[NewToken]]:
     """Submit, step until nothing is left, and collect by request."""
     for request in requests:
         generator.submit(request)
-    made: dict[int, list[TokenMsg]] = {}
+    made: dict[int, list[NewToken]] = {}
     while generator.has_work:
         produced = generator.step()
         if produced is not None:
@@ -89,7 +89,7 @@ def run(generator: Generator, requests: Iterable[SubmitMsg] = ()) -> dict[int, l
     return made
 
 
-def tokens_of(made: list[TokenMsg]) -> list[int]:
+def tokens_of(made: list[NewToken]) -> list[int]:
     return [produced.token for produced in made]
 
 

@@ -23,7 +23,7 @@ from engine.backends.reference.completions import (
     parse_json,
     sse,
 )
-from engine.backends.reference.link import SamplingParams
+from engine.backends.reference.generation import SamplingParams
 from engine.backends.reference.random_model import write_random_model
 from engine.backends.reference.service import is_our_fault
 from plumbing.errors import UnderstudyError, UsageError
@@ -222,7 +222,7 @@ def test_answers_whole_and_in_chunks_are_openais_to_the_letter(is_chat: bool):
         "usage": USAGE_BODY,
     }
     assert made.whole("text", "stop", USAGE) == whole
-    opening, chunk, last = made.opening(), made.chunk("a", USAGE), made.last_chunk("stop", USAGE)
+    opening, chunk, last = made.opening(), made.chunk("a", USAGE), made.chunk("", USAGE, "stop")
     if is_chat:
         assert opening is not None
         assert opening["choices"][0]["delta"] == {"role": "assistant", "content": ""}

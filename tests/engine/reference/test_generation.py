@@ -13,8 +13,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from engine.backends.reference.decoder import Decoder, KVCache
-from engine.backends.reference.generation import PREFILL_CHUNK, Generator, canary
-from engine.backends.reference.link import SamplingParams, SubmitMsg
+from engine.backends.reference.generation import (
+    PREFILL_CHUNK,
+    Generator,
+    SamplingParams,
+    TokenRequest,
+    canary,
+)
 from plumbing.errors import InvariantError, UnderstudyError
 from tests.engine.reference.support import (
     GOLDEN_NAMES,
@@ -43,7 +48,7 @@ def test_decoder_golden_prompts_gives_the_tokens_and_logits_of_transformers(name
         cases = json.load(file)["cases"]
     decoder = decoder_of(golden(name))
     requests = [
-        SubmitMsg(number, tuple(case["prompt"]), len(case["tokens"]), GREEDY)
+        TokenRequest(number, tuple(case["prompt"]), len(case["tokens"]), GREEDY)
         for number, case in enumerate(cases)
     ]
     made = run(Generator(decoder, cache_for(decoder)), requests)
@@ -65,17 +70,17 @@ def test_golden_cases_cover_what_the_decoder_claims():
 
 def test_step_logits_do_not_depend_on_the_batch(decoder: Decoder):
     """Bit for bit: spy on the logits of a request alone and between others that come and go."""
-    watched = SubmitMsg(1, prompt(45), 20, SEEDED)
+    watched = TokenRequest(1, prompt(45), 20, SEEDED)
     alone, company = Spy(decoder, slot=0), Spy(decoder, slot=2)
     expected = run(Generator(alone, cache_for(decoder)), [watched])[1]
     generator = Generator(company, cache_for(decoder))
     for number in (8, 9):
-        generator.submit(SubmitMsg(number, prompt(number), 50, GREEDY))
+        generator.submit(TokenRequest(number, prompt(number), 50, GREEDY))
     generator.submit(watched)
     made = []
     for step in range(200):
         if step % 7 == 0 and len(generator._running) < 4:
-            generator.submit(SubmitMsg(100 + step, prompt(step % 70 + 1), step % 9 + 1, SEEDED))
+            generator.submit(TokenRequest(100 + step, prompt(step % 70 + 1), step % 9 + 1, SEEDED))
         if step == 30:
             generator.cancel(8)
         produced = generator.step()
@@ -91,11 +96,11 @@ def test_step_logits_do_not_depend_on_the_batch(decoder: Decoder):
 def test_step_logits_of_a_resumed_request_are_those_of_an_uninterrupted_one(name: str):
     """Bit for bit, at every token: a journal is run as when it was made, not as a longer prompt."""
     whole = Spy(decoder_of(golden(name)))
-    made = tokens_of(run(Generator(whole, cache_for(whole)), [SubmitMsg(1, prompt(45), 12)])[1])
+    made = tokens_of(run(Generator(whole, cache_for(whole)), [TokenRequest(1, prompt(45), 12)])[1])
     for count in range(1, len(made)):
         resumed = Spy(whole)
         generator = Generator(resumed, cache_for(whole))
-        asked = SubmitMsg(1, prompt(45), 12, made=tuple(made[:count]))
+        asked = TokenRequest(1, prompt(45), 12, made=tuple(made[:count]))
         assert tokens_of(run(generator, [asked])[1]) == made[count:]
         assert resumed.seen == whole.seen  # also those of the tokens that exist already
         assert generator.progress == len(whole.seen)
@@ -157,9 +162,11 @@ def told(decoder: Told, **more: Any) -> Generator:
     return Generator(decoder, Slots(), **more)  # type: ignore[arg-type]  # stand-ins for arithmetic
 
 
-def request(number: int, prompt: int = 3, max_tokens: int = 4, made: int = 0) -> SubmitMsg:
+def request(number: int, prompt: int = 3, max_tokens: int = 4, made: int = 0) -> TokenRequest:
     end = max_tokens + made
-    return SubmitMsg(number, (1,) * prompt, end, GREEDY, stop_token_ids=(STOP,), made=(2,) * made)
+    return TokenRequest(
+        number, (1,) * prompt, end, GREEDY, stop_token_ids=(STOP,), made=(2,) * made
+    )
 
 
 class TurnsMachine(RuleBasedStateMachine):
@@ -170,7 +177,7 @@ class TurnsMachine(RuleBasedStateMachine):
         self.decoder = Told()
         self.generator = told(self.decoder)
         self.next_id = 0
-        self.unfinished: dict[int, SubmitMsg] = {}
+        self.unfinished: dict[int, TokenRequest] = {}
         self.slot_of: dict[int, int] = {}
         self.position: dict[int, int] = {}
         self.made: dict[int, int] = {}
@@ -186,8 +193,8 @@ class TurnsMachine(RuleBasedStateMachine):
         self.next_id += 1
         wanted = request(self.next_id, prompt, max_tokens, min(made, CONTEXT - 1 - prompt))
         self.generator.submit(wanted)
-        self.unfinished[wanted.request] = wanted
-        self.made[wanted.request] = len(wanted.made)
+        self.unfinished[wanted.number] = wanted
+        self.made[wanted.number] = len(wanted.made)
 
     @precondition(lambda self: self.unfinished)
     @rule(choice=st.integers(0, 100))
@@ -202,7 +209,7 @@ class TurnsMachine(RuleBasedStateMachine):
         if not self.unfinished:
             assert self.generator.step() is None
             return
-        number = self.generator._running[0].request.request
+        number = self.generator._running[0].request.number
         wanted, self.decoder.token = self.unfinished[number], token
         produced = self.generator.step()
         total = (*wanted.prompt, *wanted.made)
@@ -218,7 +225,7 @@ class TurnsMachine(RuleBasedStateMachine):
         if produced.finish_reason is not None:
             self.forget(number)
 
-    def check_place(self, number: int, wanted: SubmitMsg) -> int:
+    def check_place(self, number: int, wanted: TokenRequest) -> int:
         """The position behind the unit that was run."""
         slot, tokens, start = self.decoder.work
         # The same slot throughout, and no other request's.
@@ -258,11 +265,13 @@ TestTurnsMachine.settings = settings(max_examples=60, stateful_step_count=60, de
 @pytest.mark.parametrize(
     "bad",
     [
-        *(SubmitMsg(1, (), 4), request(1, prompt=CONTEXT), request(1, max_tokens=0)),
+        *(TokenRequest(1, (), 4), request(1, prompt=CONTEXT), request(1, max_tokens=0)),
         *(request(1, max_tokens=0, made=4), request(1, prompt=CONTEXT - 4, made=4)),
     ],
 )
-def test_submit_request_that_the_http_process_should_have_refused_is_our_own_fault(bad: SubmitMsg):
+def test_submit_request_that_the_http_process_should_have_refused_is_our_own_fault(
+    bad: TokenRequest,
+):
     """Checks are the HTTP process's; what does not fit must still not reach the cache."""
     generator = told(Told())
     with pytest.raises(InvariantError):
@@ -281,10 +290,10 @@ def test_interval_slows_each_request_and_neither_prompts_nor_journals():
     made = [generator.step() for _ in range(4)]
     assert [None if each is None else each.request for each in made] == [1, None, None, 2]
     assert generator.step() is None
-    assert generator.idle_ms() == 200
+    assert generator.idle_s() == pytest.approx(0.2)
     now_s[0] += 0.1
     generator.submit(request(3, prompt=40))
-    assert generator.idle_ms() == 0
+    assert generator.idle_s() == 0
     assert generator.step() is None
     assert decoder.work[1] == (1,) * PREFILL_CHUNK
     now_s[0] += 0.1

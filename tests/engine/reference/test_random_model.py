@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from engine.backends.reference.checkpoint import identity
-from engine.backends.reference.generation import Generator
-from engine.backends.reference.link import SubmitMsg
+from engine.backends.reference.generation import Generator, TokenRequest
 from engine.backends.reference.random_model import main, write_random_model
 from engine.backends.reference.text import Tokenizer
 from plumbing.errors import UsageError
@@ -45,7 +44,7 @@ def test_write_random_model_answers_tell_prompts_apart(model: str):
     made = run(
         generator,
         (
-            SubmitMsg(
+            TokenRequest(
                 number, tuple(tokenizer.encode(text)), 64, GREEDY, decoder.config.eos_token_ids
             )
             for number, text in enumerate(PROMPTS)

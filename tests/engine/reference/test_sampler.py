@@ -10,8 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from engine.backends.reference.generation import choose, constrained, uniform
-from engine.backends.reference.link import SamplingParams, SubmitMsg
+from engine.backends.reference.generation import (
+    SamplingParams,
+    TokenRequest,
+    choose,
+    constrained,
+    uniform,
+)
 from plumbing.errors import UnderstudyError
 
 LOGITS = arrays.arrays(np.float32, st.integers(1, 40), elements=st.floats(-1000, 1000, width=32))
@@ -84,7 +89,9 @@ CONSTRAINTS = st.builds(
 STOPS = st.sampled_from([(0, 3, 99), tuple(range(VOCABULARY))])
 
 
-def defined(logits: list[float], request: SubmitMsg, answer: list[int], token: int) -> float | None:
+def defined(
+    logits: list[float], request: TokenRequest, answer: list[int], token: int
+) -> float | None:
     """The logit of one token as OpenAI and vLLM define it; None: it must not come."""
     asked, logit = request.sampling, logits[token]
     logit += sum(bias for biased, bias in asked.logit_bias if biased == token)
@@ -114,7 +121,7 @@ def test_logits_are_those_of_the_definition(
 ):
     """Goal: the parameters mean what their names mean elsewhere. Method: random state, each
     token by its definition."""
-    request = SubmitMsg(1, tuple(prompt), 20, asked, stops)
+    request = TokenRequest(1, tuple(prompt), 20, asked, stops)
     tokens, changed = constrained(np.array(logits, np.float32), request, answer)
     expected = {
         token: value

@@ -18,18 +18,11 @@ from engine.backends.reference.checkpoint import (
     same_on_every_rank,
 )
 from engine.backends.reference.config import read_config
-from engine.backends.reference.decoder import (
-    PREFILL_CHUNK,
-    Array,
-    Decoder,
-    KVCache,
-    Peers,
-    weights_from,
-)
-from engine.backends.reference.generation import Generator, canary
+from engine.backends.reference.decoder import PREFILL_CHUNK, Decoder, KVCache, weights_from
+from engine.backends.reference.generation import Generator, TokenRequest, canary
 from engine.backends.reference.kv_blocks import BlockStore, PrefixCache
-from engine.backends.reference.link import BlockMsg, DoneMsg, ForwardMsg, Pipe, SubmitMsg
 from engine.backends.reference.random_model import write_random_model
+from engine.backends.reference.ranks import Array, BlockMsg, DoneMsg, ForwardMsg, Peers, Pipe
 from plumbing.errors import UnderstudyError, UsageError
 from tests.engine.reference.support import (
     GREEDY,
@@ -113,7 +106,7 @@ def test_two_ranks_give_the_logits_and_tokens_of_one(name: str):
             np.testing.assert_allclose(
                 logits_of(cut, case["prompt"]), logits_of(plain, case["prompt"]), atol=2e-4
             )
-            request = SubmitMsg(number, tuple(case["prompt"]), len(case["tokens"]), GREEDY)
+            request = TokenRequest(number, tuple(case["prompt"]), len(case["tokens"]), GREEDY)
             assert tokens_of(run(generator, [request])[number]) == case["tokens"]
 
 
@@ -121,7 +114,7 @@ def test_every_rank_has_its_part_of_a_block():
     """Goal: what one rank copies all do. Method: two ranks, a prompt repeated with the cache and
     without, and the checksum of a block, which is over both parts."""
     prompt = tuple(range(3, 75))
-    first, again = SubmitMsg(1, prompt, 30, GREEDY), SubmitMsg(2, prompt, 30, GREEDY)
+    first, again = TokenRequest(1, prompt, 30, GREEDY), TokenRequest(2, prompt, 30, GREEDY)
     with parallel(golden(CUT[0]), 2) as cut:
         expected = tokens_of(run(Generator(cut, cache_for(cut)), [first])[1])
     with parallel(golden(CUT[0]), 2) as cut:

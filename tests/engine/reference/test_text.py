@@ -9,7 +9,6 @@ from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models
 
 from engine.backends.reference.completions import ChatMessage
-from engine.backends.reference.link import TokenMsg
 from engine.backends.reference.random_model import SPECIALS, byte_tokenizer, write_random_model
 from engine.backends.reference.text import AnswerText, Piece, StopStrings, TextStream, Tokenizer
 from plumbing.errors import UsageError
@@ -114,7 +113,7 @@ def answer(text: bytes, *, stop: tuple[str, ...] = (), finish: str = "length") -
     pieces: list[Piece] = []
     for index, byte in enumerate(text):
         reason = finish if index == len(text) - 1 else None
-        pieces.append(answering.push(TokenMsg(1, byte, 0, reason)))
+        pieces.append(answering.push(byte, reason))
         if pieces[-1].finish_reason:
             break
     assert answering.usage.completion_tokens == len(pieces)
@@ -180,11 +179,11 @@ def test_stop_string_counts_behind_min_tokens_only():
     but not one that begins before."""
     for text, seen in (("abXabX", "abXab"), ("aXbXcd", "aXb"), ("XXXXcX", "XXX")):
         answer = AnswerText(BYTES, ["X"], min_tokens=3)
-        pieces = [answer.push(TokenMsg(1, ord(letter), 1)) for letter in text[:3]]
+        pieces = [answer.push(ord(letter), None) for letter in text[:3]]
         assert [piece.finish_reason for piece in pieces] == [None] * 3
         rest = iter(text[3:])
         while pieces[-1].finish_reason is None:
-            pieces.append(answer.push(TokenMsg(1, ord(next(rest)), 1)))
+            pieces.append(answer.push(ord(next(rest)), None))
         assert "".join(piece.text for piece in pieces) == seen
     answer = AnswerText(BYTES, ["bc"], min_tokens=2)
-    assert [answer.push(TokenMsg(1, ord(letter), 1)).text for letter in "abcd"] == [*"abcd"]
+    assert [answer.push(ord(letter), None).text for letter in "abcd"] == [*"abcd"]

@@ -65,7 +65,7 @@ def test_two_ranks_share_their_devices_with_a_second_engine(tmp_path: Path, mode
                 supervisor(tmp_path, *arguments) as first,
             ):
                 prepared = await activate(first, sock, 1)
-                assert set(first.registered) == {"http", "model", "model-1"}
+                assert set(first.registered) == {"model", "model-1"}
                 witness = os.stat(first.witness_path)
                 for pid in first.registered.values():
                     assert procfs.flock_held(pid, 0, witness.st_dev, witness.st_ino)
@@ -89,9 +89,9 @@ def test_two_ranks_share_their_devices_with_a_second_engine(tmp_path: Path, mode
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", ["http", "model", "model-1"])
+@pytest.mark.parametrize("victim", ["model", "model-1"])
 def test_death_of_any_rank_ends_all(tmp_path: Path, model: Path, victim: str):
-    """Goal: no part of a model lingers. Method: SIGKILL one process, wait for all three."""
+    """Goal: no part of a model lingers. Method: SIGKILL one process, wait for both."""
 
     async def main() -> None:
         async with (
@@ -101,7 +101,7 @@ def test_death_of_any_rank_ends_all(tmp_path: Path, model: Path, victim: str):
             await stub.prepared()
             os.kill(stub.registered[victim], signal.SIGKILL)
             status = await stub.ended()
-            if victim != "http":
+            if victim != "model":
                 assert status == 1
                 report = await stub.fault_report()
                 assert report.code in ("engine.model_died", "engine.rank_lost")

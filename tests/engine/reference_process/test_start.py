@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.backends.reference.config import read_config
+from engine.backends.reference.config import Settings, read_config
 from engine.backends.reference.decoder import KVCache
 from engine.backends.reference.kv_blocks import DEFAULT_CONTEXT, size_kv
-from engine.backends.reference.link import Settings
 from engine.backends.reference.main import parse
 from plumbing.errors import UsageError
 from tests.engine.reference_process.rig import COMMAND, DEADLINE_S

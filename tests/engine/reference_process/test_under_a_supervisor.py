@@ -73,7 +73,7 @@ def test_whole_life_from_prepared_to_drained(tmp_path: Path, model: Path):
                 aiohttp.ClientSession() as client,
             ):
                 prepared = await stub.prepared()
-                assert set(stub.registered) == {"http", "model"}
+                assert set(stub.registered) == {"model"}
                 witness_file = os.stat(stub.witness_path)
                 for pid in stub.registered.values():
                     where = (pid, 0, witness_file.st_dev, witness_file.st_ino)

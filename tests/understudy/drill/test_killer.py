@@ -311,11 +311,11 @@ def test_without_committed_weights_there_is_no_server_to_kill(tmp_path: Path):
     ("backend", "processes", "found"),
     [
         (None, (), TARGETS),
-        ("reference", ("http", "model"), TARGETS),
+        ("reference", ("model",), TARGETS),
         (
             "reference",
-            ("model-2", "http", "model", "model-1"),
-            (*TARGETS[:2], "backend-model-1", "backend-model-2", SUPERVISOR),
+            ("model-2", "model", "model-1"),
+            (TARGETS[0], "backend-model-1", "backend-model-2", SUPERVISOR),
         ),
         ("vllm", ("core", "api", "worker"), VLLM_TARGETS),
         (
@@ -333,7 +333,7 @@ def test_targets_of_an_engine_are_all_its_ranks_in_order(backend, processes, fou
 @pytest.mark.parametrize(
     ("text", "target", "message", "is_only"),
     [
-        ("backend-http", "backend-http", KillMsg("backend-http"), False),
+        ("backend-http", "backend-model", None, False),
         ("backend-model-1", "backend-model-1", KillMsg("backend-model-1"), False),
         ("supervisor", "supervisor", KillMsg("supervisor"), False),
         ("backend-api", "api", KillMsg("backend-api"), False),

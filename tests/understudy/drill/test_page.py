@@ -302,7 +302,7 @@ def test_the_command_writes_the_page_of_a_real_drill(tmp_path_factory: pytest.Te
     found = data_in(target.read_text())
     assert found["report"] == json.loads(done.stdout)
     (kill,) = found["kills"]
-    assert len(kill["deaths_ms"]) == 3  # the supervisor and both processes of its backend
+    assert len(kill["deaths_ms"]) == 2  # the supervisor and its backend
     assert None not in kill["deaths_ms"].values()
     states = {part: [each[2] for each in lane] for part, lane in kill["lanes"].items()}
     assert states[kill["engine"]][:2] == ["active", GONE]

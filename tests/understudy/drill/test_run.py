@@ -291,8 +291,8 @@ def invoke(*arguments: str):
     ("arguments", "words"),
     [
         (["drill", "--kills", "0"], "the minimum is 1"),
-        (["drill", "--target", "nobody"], "must be one of backend-http"),
-        (["drill", "--target", "backend-model-0"], "must be one of backend-http"),
+        (["drill", "--target", "nobody"], "must be one of backend-model"),
+        (["drill", "--target", "backend-model-0"], "must be one of backend-model"),
         (["up", "--tensor-parallel", "0"], "the minimum is 1"),
         (["drill", "--model", "/no/such/model"], "is not a directory"),
         (["drill", "--attach", "--yes", "--tensor-parallel", "2"], "--tensor-parallel cannot be"),

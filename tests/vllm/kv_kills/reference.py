@@ -6,17 +6,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from engine.backends.reference.checkpoint import open_checkpoint
-from engine.backends.reference.decoder import PREFILL_CHUNK, Decoder, KVCache, Peers, weights_from
-from engine.backends.reference.generation import Generator
+from engine.backends.reference.decoder import PREFILL_CHUNK, Decoder, KVCache, weights_from
+from engine.backends.reference.generation import Generator, SamplingParams, TokenRequest
 from engine.backends.reference.kv_blocks import (
     BlockStore,
     KeptBlocks,
     KvSize,
     PrefixCache,
-    header_of,
+    headers_of,
     page_of,
+    records_of,
 )
-from engine.backends.reference.link import SamplingParams, SubmitMsg
+from engine.backends.reference.ranks import Peers
 from engine.kv.layout import index_bytes
 from gms.client import BEGUN, KvClaim, borrow_pool, memory_for
 from gms.kv_messages import NO_ERA
@@ -24,6 +25,7 @@ from gms.kv_messages import NO_ERA
 DEVICE = "HOST-0"
 DEADLINE_S = 30.0
 SLOTS, CONTEXT, BLOCKS = 4, 256, 24
+RECORDS = records_of(BLOCKS, SLOTS)
 ANSWER_TOKENS = 40
 
 
@@ -56,7 +58,7 @@ class ParkedReference:
             self._generator = Generator(self._decoder, cache)
             return {}
         claim = KvClaim(
-            self._engine, f"i-{token}", token, NO_ERA, size.kv_bytes, index_bytes(BLOCKS)
+            self._engine, f"i-{token}", token, NO_ERA, size.kv_bytes, index_bytes(RECORDS)
         )
         lease = borrow_pool(self._directory, DEVICE, claim, DEADLINE_S)
         mapped = memory_for(DEVICE).reserve(sum(lease.slab_sizes))
@@ -69,14 +71,15 @@ class ParkedReference:
         kept = self._kept = KeptBlocks(
             [lease],
             [page_of(lease)],
-            [header_of(config, size, SLOTS, 1)],
+            headers_of(config, size, SLOTS, [("", "", "")]),
+            blocks=BLOCKS,
             may_adopt=True,
             checksum=store.checksum,
         )
         prefixes = PrefixCache(store, BLOCKS, kept.writer, kept.adopted, has_audit=True)
         self._generator = Generator(self._decoder, cache, prefixes)
         kept.canary_passed()
-        return {"adopted": len(kept.adopted), "torn": kept.torn, "why_empty": kept.why_empty}
+        return {"adopted": kept.adopted_blocks, "torn": kept.torn, "why_empty": kept.why_empty}
 
     def ask(self, prompts: Sequence[list[int]]) -> list[list[int]]:
         generator = self._generator
@@ -84,7 +87,7 @@ class ParkedReference:
         made: list[list[int]] = [[] for _ in prompts]
         for number, prompt in enumerate(prompts):
             sampling = SamplingParams(temperature=0)
-            generator.submit(SubmitMsg(number, tuple(prompt), ANSWER_TOKENS, sampling))
+            generator.submit(TokenRequest(number, tuple(prompt), ANSWER_TOKENS, sampling))
         while generator.has_work:
             produced = generator.step()
             if self._kept is not None:

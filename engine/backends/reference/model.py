@@ -1,0 +1,248 @@
+"""The model as the event loop sees it: rank 0 on a thread of its own, in the same process.
+
+Owns that thread, the numbers of requests, and what is unfinished. The thread computes one unit,
+then takes the calls that have arrived, and waits for one when there is no work; so a cancelled
+request costs one unit at most. Knows no HTTP and no text.
+
+The surprising thing: two threads share one interpreter, and the loop is not late. numpy lets the
+other thread run in every matrix product, some ten times per token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import queue
+import subprocess
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, TypeVar
+
+from msgspec.structs import replace
+
+from engine.backends.process import ProgressPage, fault_report
+from engine.backends.reference.generation import NewToken, TokenRequest
+from engine.backends.reference.rank import Rank
+from engine.backends.reference.ranks import ReadyMsg
+from engine.messages import CanaryMsg, FaultReportMsg
+from plumbing.errors import UnderstudyError
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# Requests that wait for a slot; further clients are asked to retry instead of waiting for minutes.
+QUEUE_MAX = 256
+# Of all unfinished requests together, in prompts and journals: some 80 MB.
+TOKENS_UNFINISHED_MAX = 1 << 21
+# A request that is resumed takes thousands of small steps. Far below the seconds after which
+# generation counts as hung.
+PROGRESS_EVERY_S = 0.05
+
+
+class ModelThread:
+    """Made on the loop."""
+
+    def __init__(
+        self,
+        prepare: Callable[[], Rank],
+        slots: int,
+        on_failed: Callable[[FaultReportMsg], None],
+        page: ProgressPage | None = None,
+    ) -> None:
+        """`prepare` makes rank 0, on its thread. `on_failed` is called once the model has failed,
+        or another rank has ended; why, that one has told the supervisor itself if it could."""
+        self.slots = slots  # requests that are generated at once
+        self.page = ProgressPage() if page is None else page
+        self.published = 0  # blocks that the next engine was told of
+        self.kept = 0  # blocks that it would find now
+        self._on_failed = on_failed
+        self._loop = asyncio.get_running_loop()
+        self._ready: asyncio.Future[ReadyMsg] = self._loop.create_future()
+        self._checking: asyncio.Future[CanaryMsg] | None = None
+        self._numbers = itertools.count(1)
+        self._unfinished: dict[int, Generation] = {}
+        self._tokens_unfinished = 0
+        # Between the threads: calls one way, news the other.
+        self._calls: queue.SimpleQueue[Callable[[Rank], None]] = queue.SimpleQueue()
+        self._made: deque[NewToken] = deque()
+        self._news = (0, 0, 0)  # progress, published, kept
+        self._is_delivering = False
+        self._next_news_s = 0.0
+        threading.Thread(target=self._run, args=(prepare,), name="model", daemon=True).start()
+
+    def watch(self, children: Sequence[subprocess.Popen[bytes]]) -> None:
+        """Watch the processes of ranks 1, 2, …."""
+        for rank, child in enumerate(children, 1):
+            pidfd = os.pidfd_open(child.pid)  # until this process ends
+            self._loop.add_reader(pidfd, self._child_ended, pidfd, rank, child)
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that the model has not finished."""
+        return len(self._unfinished)
+
+    @property
+    def progress(self) -> int:
+        """Tokens made, and steps of prefill."""
+        return self.page.count
+
+    async def ready(self) -> ReadyMsg:
+        """Wait until every rank is ready."""
+        return await asyncio.shield(self._ready)
+
+    async def call(self, work: Callable[[Rank], T]) -> T:
+        """Have rank 0 do `work` between two units. An error in it ends the engine."""
+        done: asyncio.Future[T] = self._loop.create_future()
+
+        def run(rank: Rank) -> None:
+            self._loop.call_soon_threadsafe(_settle, done, work(rank))
+
+        self._calls.put(run)
+        return await done
+
+    async def check(self) -> CanaryMsg:
+        """Run one canary; calls while one runs share its result."""
+        if self._checking is None or self._checking.done():
+            self._checking = asyncio.ensure_future(self.call(lambda rank: rank.check()))
+        return await asyncio.shield(self._checking)
+
+    # ------------------------------------------------------------------ requests
+
+    def generate(self, wanted: TokenRequest) -> Generation:
+        """Ask for tokens, under a number of our own; use the result in a `with` block, which
+        cancels an unfinished request.
+
+        Raises:
+            UnderstudyError: `engine.queue_full`.
+        """
+        size, known = len(wanted.prompt) + len(wanted.made), self._tokens_unfinished
+        is_full = len(self._unfinished) >= self.slots + QUEUE_MAX
+        if is_full or (known and known + size > TOKENS_UNFINISHED_MAX):
+            raise UnderstudyError(
+                "engine.queue_full",
+                f"this engine is full: {len(self._unfinished)} requests with {known} tokens of"
+                " prompt are in progress; try again shortly",
+            )
+        request = replace(wanted, number=next(self._numbers))
+        generation = self._unfinished[request.number] = Generation(self, request.number, size)
+        self._tokens_unfinished += size
+        self._calls.put(lambda rank: _generator(rank).submit(request))
+        return generation
+
+    def cancel(self, number: int) -> None:
+        """Drop a request that the model has not finished; any other number is ignored."""
+        if self._forget(number) is not None:
+            self._calls.put(lambda rank: _generator(rank).cancel(number))
+
+    def _forget(self, number: int) -> Generation | None:
+        generation = self._unfinished.pop(number, None)
+        if generation is not None:
+            self._tokens_unfinished -= generation.size
+        return generation
+
+    def _deliver(self) -> None:
+        self._is_delivering = False
+        self.page.count, self.published, self.kept = self._news
+        while self._made:
+            made = self._made.popleft()
+            is_last = made.finish_reason is not None
+            generation = (self._forget if is_last else self._unfinished.get)(made.request)
+            if generation is not None:  # else it was cancelled while this was on its way
+                generation.tokens.put_nowait(made)
+
+    def _child_ended(self, pidfd: int, rank: int, child: subprocess.Popen[bytes]) -> None:
+        self._loop.remove_reader(pidfd)
+        self._on_failed(
+            FaultReportMsg(
+                "engine.model_died",
+                f"the model process of rank {rank} ended with exit status {child.poll()} without"
+                " giving a reason; it was probably killed",
+                permanent=False,
+            )
+        )
+
+    # ------------------------------------------------------------------ on the model's thread
+
+    def _run(self, prepare: Callable[[], Rank]) -> None:
+        try:
+            self._serve(prepare())
+        except UnderstudyError as error:
+            report = fault_report(error)
+        except Exception as error:
+            logger.exception("the model failed")
+            report = FaultReportMsg("engine.model_died", repr(error)[:4096], permanent=False)
+        self._loop.call_soon_threadsafe(self._on_failed, report)
+
+    def _serve(self, rank: Rank) -> NoReturn:
+        self._loop.call_soon_threadsafe(_settle, self._ready, rank.ready)
+        while True:
+            self._take_calls(rank)
+            if rank.generator is not None and rank.generator.has_work:
+                self._step(rank)
+
+    def _take_calls(self, rank: Rank) -> None:
+        """Do what was asked; wait for it as long as there is nothing else to do. Nothing here may
+        hold the generator, whose memory a call gives back."""
+        wait_s = rank.generator.idle_s() if rank.generator is not None else None
+        if rank.generator is not None and not rank.generator.has_work:
+            wait_s = None
+        try:
+            call = self._calls.get(wait_s is None or wait_s > 0, wait_s)
+            while True:
+                call(rank)
+                call = self._calls.get_nowait()
+        except queue.Empty:
+            pass
+
+    def _step(self, rank: Rank) -> None:
+        generator, kept = _generator(rank), rank.kept
+        made, published, kept_blocks = generator.step(), 0, 0
+        if kept is not None:
+            kept.writer.stepped()
+            published, kept_blocks = kept.writer.published, kept.writer.kept
+        if made is not None:
+            self._made.append(made)
+        elif published == self._news[1]:
+            now_s = time.monotonic()
+            if now_s < self._next_news_s:
+                return
+            self._next_news_s = now_s + PROGRESS_EVERY_S
+        self._news = generator.progress, published, kept_blocks
+        if not self._is_delivering:
+            self._is_delivering = True
+            self._loop.call_soon_threadsafe(self._deliver)
+
+
+def _generator(rank: Rank) -> Any:
+    assert rank.generator is not None  # requests come while it is awake
+    return rank.generator
+
+
+def _settle(future: asyncio.Future[T], result: T) -> None:
+    if not future.done():
+        future.set_result(result)
+
+
+class Generation:
+    """The tokens of one request, as they arrive; `size` counts those of its prompt and journal."""
+
+    def __init__(self, model: ModelThread, number: int, size: int) -> None:
+        self.number = number
+        self.size = size
+        self.tokens: asyncio.Queue[NewToken] = asyncio.Queue()
+        self._model = model
+
+    async def next(self) -> NewToken:
+        """The next token; after one with a `finish_reason` there is none."""
+        return await self.tokens.get()
+
+    def __enter__(self) -> Generation:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._model.cancel(self.number)

@@ -1,0 +1,331 @@
+"""One rank of the model: its weights, the decoder over them, and its KV memory from wake to sleep.
+
+Rank 0 is a thread of the backend's process (`model.py`) and has the requests; every other rank is a
+process: `python -m engine.backends.reference.rank SETTINGS`. On rank 0 each method has the other
+ranks do the same, and joins their answers. Knows token ids, never text.
+
+The surprising thing: the death of the memory service does not matter. The weights stay mapped, and
+the keeper's thread (`gms.client`) attaches to the next service.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import time
+from typing import NoReturn
+
+import msgspec
+from msgspec.structs import replace
+
+from engine.backends import process
+from engine.backends.memory_session import KeptWeights
+from engine.backends.process import BackendProcess
+from engine.backends.reference.checkpoint import map_weights, open_checkpoint
+from engine.backends.reference.config import Settings
+from engine.backends.reference.decoder import Decoder, KVCache, weights_from
+from engine.backends.reference.generation import CANARY_FAILED, Generator, canary
+from engine.backends.reference.kv_blocks import (
+    BlockStore,
+    KeptBlocks,
+    KvMemory,
+    PrefixCache,
+    borrow,
+    headers_of,
+    kv_memory,
+    page_of,
+    size_kv,
+)
+from engine.backends.reference.ranks import (
+    RANK_LOST,
+    BlockMsg,
+    DistrustMsg,
+    DoneMsg,
+    ForwardMsg,
+    Peers,
+    ReadyMsg,
+    TakeMemoryMsg,
+    digest_of,
+    leader_pipe,
+)
+from engine.messages import (
+    CanaryMsg,
+    KvMemoryKind,
+    PlaceWeightsMsg,
+    RestedMsg,
+    RestMsg,
+    WeightsPlacedMsg,
+    WokenMsg,
+)
+from plumbing.errors import InvariantError, UnderstudyError
+from plumbing.service.log import configure
+from plumbing.wire.messages import Message
+
+logger = logging.getLogger(__name__)
+
+SCRATCH_CONTEXT = 64  # for canaries while the real cache is busy or not allocated
+SCRATCH, SERVING = 0, 1  # the numbers of the two caches
+# A process that distrusts its weights is about to exit, and its report with it: a memory service
+# that has just died is back within a second, and no engine serves meanwhile.
+REPORT_WAIT_S = 2.0
+RESTAGE_S = 60.0  # as long as a wake may take: weights come back at some 2 GB a second
+
+
+class Rank:
+    """One rank, prepared: everything is in place but KV memory.
+
+    Rank 0 alone has a generator, since its wake, and `kept` if its memory is lent.
+    """
+
+    def __init__(self, settings: Settings, member: BackendProcess, peers: Peers) -> None:
+        """Load or map the weights.
+
+        Raises:
+            UnderstudyError: with the reason, from the supervisor, the service or the checkpoint.
+        """
+        checkpoint = open_checkpoint(settings.directory, settings.rank, settings.ranks)
+        config = checkpoint.config
+        self._peers, self._settings = peers, settings
+        self._size = size_kv(config, settings)
+        self._blocks: BlockStore | None = None
+        self._memory: KvMemory | None = None
+        self.generator: Generator | None = None
+        self.kept: KeptBlocks | None = None
+        self._queue = process.queue_page()
+        self._progress = 0  # before the last sleep: it only ever grows
+        reader, identity = map_weights(checkpoint, member)
+        self._member, self._seat = member, member.seat
+        self._decoder = Decoder(config, weights_from(config, reader.view), peers)
+        scratch_bytes = KVCache.bytes_needed(config, 1, SCRATCH_CONTEXT)
+        scratch = KVCache(config, bytearray(scratch_bytes), 1, SCRATCH_CONTEXT, SCRATCH)
+        self._caches = {SCRATCH: scratch}
+        self._weights = KeptWeights(reader, may_digest=lambda: SERVING not in self._caches)
+        mine = ReadyMsg(
+            checkpoint.weights_bytes,
+            self._size.kv_bytes,
+            self._size.context,
+            config.vocab_size,
+            config.eos_token_ids,
+            reader.epoch,
+            identity,
+        )
+        everyone = [mine, *peers.answers(ReadyMsg)]  # each other rank says so once it is
+        self._mapped = [(each.epoch, digest_of(each.identity)) for each in everyone]
+        self.ready = replace(
+            mine,
+            weights_bytes=sum(each.weights_bytes for each in everyone),
+            kv_bytes=sum(each.kv_bytes for each in everyone),
+            epoch=",".join(each.epoch for each in everyone),
+        )
+        self._canary_tokens = () if settings.rank else self._canary(SCRATCH, 0)
+
+    def follow(self) -> NoReturn:
+        """On a rank above 0: do what rank 0 does, at the same time. Ends with the UnderstudyError
+        that says why."""
+        leader = self._peers.leader
+        assert leader is not None
+        leader.send(self.ready)
+        while True:
+            match message := leader.receive():
+                case ForwardMsg():
+                    self._forward(message)
+                case _:
+                    leader.send(self._answer(message))
+
+    def _forward(self, step: ForwardMsg) -> None:
+        self._decoder.forward(self._cache(step.cache), step.slot, step.tokens, step.start)
+
+    def _answer(self, message: Message) -> Message:
+        match message:
+            case TakeMemoryMsg():
+                return self.take_memory(message)
+            case RestMsg():
+                return self.give_memory(message)
+            case PlaceWeightsMsg():
+                return self.place(message)
+            case BlockMsg() if self._blocks is not None:
+                return DoneMsg(self._blocks.run(message))
+            case DistrustMsg():
+                self._distrust()
+                return DoneMsg()
+        raise InvariantError(f"rank {self._settings.rank} cannot do {message.TYPE} now")
+
+    def _cache(self, number: int) -> KVCache:
+        found = self._caches.get(number)
+        if found is None:
+            raise InvariantError(f"rank {self._settings.rank} has no KV cache {number}")
+        return found
+
+    # ------------------------------------------------------------------ memory
+
+    def take_memory(self, take: TakeMemoryMsg) -> WokenMsg:
+        """Take KV memory once it is really free, rank 0 last; repeated calls do nothing more."""
+        self._peers.tell(take)
+        others = self._peers.answers(WokenMsg)
+        settings, size = self._settings, self._size
+        self._weights.bring_back(RESTAGE_S)
+        if self._memory is None:
+            if self._seat is not None and settings.rank:  # rank 0's process has joined already
+                self._seat.join(take.token)
+            memory = kv_memory(self._member, take, size, settings)
+            config, slots = self._decoder.config, settings.slots
+            cache = KVCache(config, memory.view, slots, size.context, SERVING)
+            if size.blocks:
+                blocks = memory.view[size.slots_bytes :]
+                self._blocks = BlockStore(config, blocks, size.blocks, cache, self._peers)
+            self._caches[SERVING], self._memory = cache, memory
+            if settings.rank == 0:
+                prefixes = self._prefixes(take, memory)
+                interval_s = settings.token_interval_ms / 1000
+                self.generator = Generator(self._decoder, cache, prefixes, self._queue, interval_s)
+                self.generator.progress = self._progress
+        kind: KvMemoryKind = "gms" if self._memory.lease is not None else "private"
+        if any(each.kv_memory != kind for each in others):
+            raise UnderstudyError(
+                "engine.kv_mixed",
+                "the memory service lends KV memory to some ranks of this engine and not to others,"
+                " so it cannot be kept; it was probably restarted just now",
+            )
+        kv_bytes, kept = size.kv_bytes + sum(each.kv_bytes for each in others), self.kept
+        if kept is None:
+            return WokenMsg(kv_bytes, kind, kv_note=self._memory.note)
+        return WokenMsg(kv_bytes, kind, kept.adopted_blocks, kept.why_empty, kept.torn)
+
+    def _prefixes(self, take: TakeMemoryMsg, memory: KvMemory) -> PrefixCache | None:
+        """The prefix cache, with what an earlier engine has left in the pools.
+
+        An error here ends the engine: what the pools' index says must not stay as it is.
+        """
+        settings, size, store = self._settings, self._size, self._blocks
+        if store is None or memory.lease is None:
+            if memory.lease is not None:
+                page_of(memory.lease).invalidate_header()
+            return None if store is None else PrefixCache(store, size.blocks)
+        others = range(1, settings.ranks)
+        leases = [borrow(self._member, take, size, settings, rank) for rank in others]
+        leases.insert(0, memory.lease)
+        mapped = zip(leases, self._mapped, strict=True)
+        ranks = [(lease.pool, *weights) for lease, weights in mapped]
+        kept = self.kept = KeptBlocks(
+            leases,
+            [page_of(each) for each in leases],
+            headers_of(self._decoder.config, size, settings.slots, ranks),
+            blocks=size.blocks,
+            may_adopt=settings.may_adopt,
+            checksum=store.checksum,
+        )
+        audit = settings.has_audit
+        return PrefixCache(store, size.blocks, kept.writer, kept.adopted, has_audit=audit)
+
+    def give_memory(self, give: RestMsg) -> RestedMsg:
+        """Undo `take_memory`, when nothing runs. Rank 0 is first, since it uses the others' pools;
+        there the index is closed before, so that what is in it stays true.
+
+        Raises:
+            UnderstudyError: as `KvLease.give_up`.
+        """
+        memory, kept, resident_bytes = self._memory, self.kept, 0
+        if self.generator is not None:
+            if self.generator.has_work:
+                raise InvariantError("asked for its KV memory while requests use it")
+            self._progress = self.generator.progress
+        self._memory = self.kept = self._blocks = self.generator = None
+        self._caches.pop(SERVING, None)
+        if kept is not None:
+            kept.close()
+            del kept
+        if memory is not None:
+            resident_bytes = memory.give_back(give.budget_ms / 1000, is_kept=give.keep_kv)
+        if self._seat is not None:
+            self._seat.leave()
+        self._peers.tell(give)
+        others = self._peers.answers(RestedMsg)
+        return RestedMsg(resident_bytes + sum(each.kv_bytes_resident for each in others))
+
+    def place(self, place: PlaceWeightsMsg) -> WeightsPlacedMsg:
+        """Release the weights, or map them again; see `PlaceWeightsMsg`. A wake that overtook the
+        request has mapped them, and then they stay.
+
+        Raises:
+            UnderstudyError: they cannot be mapped again.
+        """
+        self._peers.tell(place)
+        freed_bytes, note = 0, ""
+        if not place.is_away:
+            self._weights.bring_back(place.budget_ms / 1000)
+        elif self._memory is None:
+            freed_bytes, note = self._weights.let_go()
+        others = self._peers.answers(WeightsPlacedMsg)
+        notes = [note, *(each.note for each in others)]
+        return WeightsPlacedMsg(
+            self._weights.is_away and all(each.is_away for each in others),
+            freed_bytes + sum(each.freed_bytes for each in others),
+            next((each[:4096] for each in notes if each), ""),
+        )
+
+    # ------------------------------------------------------------------ canary
+
+    def check(self) -> CanaryMsg:
+        """One real inference, over the real cache if a slot of that has nothing to lose."""
+        slot = self.generator.unused_slot() if self.generator is not None else None
+        try:
+            made = self._canary(SCRATCH, 0) if slot is None else self._canary(SERVING, slot)
+        except UnderstudyError as error:
+            if error.code != CANARY_FAILED:
+                raise
+            return CanaryMsg(False, error.message)
+        if made != self._canary_tokens:
+            self._distrust()
+            expected = f"{self._canary_tokens} when it was prepared"
+            return CanaryMsg(False, f"the canary made {made}, and {expected}")
+        if self.kept is not None:
+            self.kept.canary_passed()
+        return CanaryMsg(True, "the same tokens as when it was prepared")
+
+    def _canary(self, cache: int, slot: int) -> tuple[int, ...]:
+        """The canary's tokens; a failure is reported to the memory service before it is raised."""
+        try:
+            return canary(self._decoder, self._cache(cache), slot)
+        except UnderstudyError as error:
+            if error.code == CANARY_FAILED:
+                self._distrust()
+            raise
+
+    def _distrust(self) -> None:
+        """Report that a canary failed: the weights may be damaged.
+
+        After the report of a second incarnation they are taken out of service and loaded again, on
+        every rank, because the damage may be on any of them.
+        """
+        end = time.monotonic() + REPORT_WAIT_S
+        if self.kept is not None:
+            self.kept.discard("a canary failed")
+        keeper = self._weights.keeper
+        keeper.report_canary_failure(f"rank {self._settings.rank}: a canary failed")
+        try:
+            self._peers.tell(DistrustMsg())
+            self._peers.answers(DoneMsg)
+        except UnderstudyError as error:
+            logger.warning("a failed canary was not reported on every rank: %s", error.message)
+        if not keeper.wait_until_reported(max(0.0, end - time.monotonic())):
+            logger.warning("a failed canary was not reported: no memory service is running")
+
+
+def main() -> int:
+    configure("backend-model")
+    settings = msgspec.json.decode(sys.argv[1], type=Settings)
+    pipe, member = leader_pipe(), None
+    try:
+        member = process.enter(f"model-{settings.rank}")
+        Rank(settings, member, Peers([pipe], rank=settings.rank)).follow()
+    except UnderstudyError as error:
+        logger.error("%s", error)
+        if member is not None and error.code != RANK_LOST:
+            with contextlib.suppress(UnderstudyError):  # the supervisor is gone
+                member.report(error)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

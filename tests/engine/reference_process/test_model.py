@@ -1,0 +1,207 @@
+"""The model's thread as the event loop sees it: refusals, limits, clients that leave, its end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp.test_utils import TestServer
+
+from engine.backends.reference.application import ServedModel, make_app
+from engine.backends.reference.generation import NewToken, TokenRequest
+from engine.backends.reference.model import QUEUE_MAX, TOKENS_UNFINISHED_MAX, ModelThread
+from engine.backends.reference.ranks import ReadyMsg
+from engine.backends.reference.text import Tokenizer
+from engine.messages import CanaryMsg, FaultReportMsg
+from plumbing.errors import UnderstudyError
+from tests.helpers import auntil
+
+READY = ReadyMsg(1, 1, 64, 512, (0,), "epoch", {})
+SLOTS = 4
+
+
+class StubRank:
+    """A rank that makes the tokens that a test has put into `due`, and no others."""
+
+    ready = READY
+    kept = None
+
+    def __init__(self) -> None:
+        self.generator = self
+        self.progress = 0
+        self.numbers: list[int] = []
+        self.cancelled: list[int] = []
+        self.due: list[NewToken | Exception] = []
+        self.checks = 0
+        self.go_on = threading.Event()
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.due)
+
+    def idle_s(self) -> float:
+        return 0.0
+
+    def submit(self, request: TokenRequest) -> None:
+        self.numbers.append(request.number)
+
+    def cancel(self, number: int) -> None:
+        self.cancelled.append(number)
+
+    def step(self) -> NewToken:
+        self.progress += 1
+        made = self.due.pop(0)
+        if isinstance(made, Exception):
+            raise made
+        return made
+
+    def check(self) -> CanaryMsg:
+        self.go_on.wait(30)
+        self.checks += 1
+        return CanaryMsg(True)
+
+
+Scenario = Callable[[ModelThread, StubRank, list[FaultReportMsg]], Any]
+
+
+def threads_of_models() -> list[str]:
+    return [each.name for each in threading.enumerate() if each.name == "model"]
+
+
+def run(scenario: Scenario) -> None:
+    async def main() -> None:
+        failures: list[FaultReportMsg] = []
+        rank = StubRank()
+        model = ModelThread(lambda: rank, SLOTS, failures.append)  # type: ignore[arg-type, return-value]
+        await model.ready()
+        try:
+            await scenario(model, rank, failures)
+        finally:
+            rank.go_on.set()
+            rank.due.append(UnderstudyError("test.over", "the test is over"))
+            model.cancel(model.generate(TokenRequest(0, (1,), 4)).number)
+            await auntil(lambda: not threads_of_models(), "the end of the thread")
+
+    asyncio.run(main())
+
+
+def generate(model: ModelThread, prompt: Any = (1, 2)) -> Any:
+    return model.generate(TokenRequest(0, tuple(prompt), 4))
+
+
+def test_tokens_reach_their_own_request_and_count_as_progress():
+    """Goal: answers are matched by number; a token of a cancelled request reaches no other. Method:
+    two requests, tokens out of order; a third that is cancelled before its token."""
+
+    async def scenario(model: ModelThread, rank: StubRank, failures: list[FaultReportMsg]) -> None:
+        with generate(model) as first, generate(model) as second:
+            with generate(model) as gone:
+                rank.due += [
+                    NewToken(gone.number, 6),
+                    NewToken(second.number, 7),
+                    NewToken(first.number, 8, "length"),
+                ]
+            assert (await first.next()).token == 8
+            assert (await second.next()).token == 7
+            assert gone.tokens.empty()
+            assert (model.progress, model.in_flight) == (3, 1)
+        await auntil(lambda: len(rank.cancelled) == 2, "the unfinished ones to be cancelled")
+        assert rank.cancelled == [gone.number, second.number]
+        assert rank.numbers == [first.number, second.number, gone.number]
+        assert (model.in_flight, failures) == (0, [])
+
+    run(scenario)
+
+
+def test_more_than_the_model_may_queue_is_refused():
+    """Goal: no client can use up memory. Method: prompts up to each limit."""
+
+    async def scenario(model: ModelThread, rank: StubRank, failures: list[FaultReportMsg]) -> None:
+        with generate(model, [1] * TOKENS_UNFINISHED_MAX):
+            with pytest.raises(UnderstudyError, match="tokens of prompt") as caught:
+                generate(model)
+            assert caught.value.code == "engine.queue_full"
+        small = [generate(model) for _ in range(SLOTS + QUEUE_MAX)]
+        with pytest.raises(UnderstudyError):
+            generate(model)
+        assert model.in_flight == len(small)
+        model.cancel(small[0].number)
+
+    run(scenario)
+
+
+def test_two_calls_for_a_canary_share_one():
+    """Goal: one inference answers both. Method: ask twice before the answer."""
+
+    async def scenario(model: ModelThread, rank: StubRank, failures: list[FaultReportMsg]) -> None:
+        both = asyncio.gather(model.check(), model.check())
+        await asyncio.sleep(0)
+        rank.go_on.set()
+        assert [checked.ok for checked in await both] == [True, True]
+        assert rank.checks == 1
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (UnderstudyError("engine.rank_lost", "x"), "engine.rank_lost"),
+        (KeyError(), "engine.model_died"),
+    ],
+)
+def test_model_that_fails_is_reported(error: Exception, code: str):
+    """Goal: an error on the model's thread ends the engine, which may be relaunched."""
+
+    async def scenario(model: ModelThread, rank: StubRank, failures: list[FaultReportMsg]) -> None:
+        rank.due.append(error)
+        generate(model)
+        await auntil(lambda: failures, "the failure")
+        assert (failures[0].code, failures[0].permanent) == (code, False)
+
+    run(scenario)
+
+
+def test_rank_that_vanishes_is_reported():
+    """Goal: a silent death of any rank ends the engine. Method: kill the process of rank 2."""
+
+    async def scenario(model: ModelThread, rank: StubRank, failures: list[FaultReportMsg]) -> None:
+        children = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]  # noqa: ASYNC220 - to die
+        model.watch(children)
+        children[1].kill()
+        await auntil(lambda: failures, "the failure")
+        assert failures[0].code == "engine.model_died"
+        assert "rank 2 ended with exit status -9" in failures[0].message
+        children[0].kill()
+        await auntil(lambda: len(failures) == 2, "both deaths")
+
+    run(scenario)
+
+
+def test_full_engine_refuses_a_stream_with_a_status(model: Path):
+    """Goal: no 200 for what is not going to be answered. Method: a stream with a full queue."""
+
+    async def scenario(made: ModelThread, rank: StubRank, failures: list[FaultReportMsg]) -> None:
+        served = ServedModel(
+            ("tiny",), Tokenizer.load(str(model)), made, "engine-0", 5, ready=READY
+        )
+        async with TestServer(make_app(served)) as server, aiohttp.ClientSession() as client:
+            unfinished = [generate(made) for _ in range(SLOTS + QUEUE_MAX)]
+            body = json.dumps({"prompt": "x", "stream": True})
+            async with client.post(server.make_url("/v1/completions"), data=body) as response:
+                assert response.status == 429
+                assert response.headers["Retry-After"] == "1"
+                assert response.headers["X-Understudy-Token"] == "5"
+                error = (await response.json())["error"]
+                assert (error["code"], error["type"]) == ("queue_full", "rate_limit_error")
+            assert served.rejected == 1
+            made.cancel(unfinished[0].number)
+
+    run(scenario)
