@@ -174,6 +174,8 @@ class MemorySide:
 
 
 LOOK_S = 0.002  # after an event; those of one change come together
+# Where nobody waits for memory to leave: as while a model wakes, which needs the CPU itself.
+CALM_LOOK_S = 0.05
 RESTLESS_S, RESTLESS_S_MAX = 0.01, 0.5  # while memory is on its way out, or is to be freed
 RETRY_S = 0.2  # after a refusal
 
@@ -212,12 +214,13 @@ class PlaceLink(KeptLink):
         self._freeing: asyncio.Task[None] | None = None
         self._restless_s = RESTLESS_S
         self._question = 0  # the newest one
+        self._is_awaited = False  # somebody waits for this memory to be free
         self._asked: tuple[int, int] = (0, 0)  # the newest request, and the question before it
         self.answered = 0  # the newest question that a look after it has answered
 
     def ask(self, number: int) -> None:
         """Look anew; `answered` is `number` then. Asked again on every connection until it is."""
-        self._question = number
+        self._question, self._is_awaited = number, True
         self.look()
 
     def free(self, *, keeps_copy: bool = False) -> None:
@@ -229,7 +232,7 @@ class PlaceLink(KeptLink):
 
     def keep(self) -> None:
         """It is needed again."""
-        self.is_to_free = False
+        self.is_to_free = self._is_awaited = False
 
     async def run(self) -> None:
         """Stay connected until cancelled."""
@@ -274,7 +277,8 @@ class PlaceLink(KeptLink):
                 self.problem = None
                 self._look_at(message.document, is_newest=request_id == self._asked[0])
             case EventMsg():
-                self.look_soon(LOOK_S)
+                is_calm = self.held_bytes is not None and not (self._is_awaited or self.is_to_free)
+                self.look_soon(CALM_LOOK_S if is_calm else LOOK_S)
 
     def _look_at(self, document: dict[str, Any], *, is_newest: bool) -> None:
         state = document["state"]
@@ -293,6 +297,7 @@ class PlaceLink(KeptLink):
             has_some = bool(document["committed_bytes"]) or is_to_forget
             is_used = self._is_used(document["sessions"]) or not has_some
         is_news, self.held_bytes = held != self.held_bytes, held
+        self._is_awaited &= held > 0
         if is_newest and self.answered != self._asked[1]:
             self.answered, is_news = self._asked[1], True
         sample = _sample(document)
