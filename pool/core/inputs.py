@@ -14,7 +14,6 @@ from pool.core.states import REST, RISING, GoalGeneration, ModelRules, ModelStat
 
 # States in which an engine that has rested under our last goal cannot be awake again.
 ASLEEP = frozenset({ModelState.COLD, *REST, ModelState.PENDING, ModelState.FAILED})
-LEASES_MAX = 64  # each is a file with a witness that the shell watches
 
 
 def hear(facts: Facts, event: ev.PoolEvent) -> None:
@@ -260,10 +259,6 @@ def _lease(facts: Facts, event: ev.LeaseAsked) -> None:
         raise WrongMessage(f"a lease of {event.bytes} bytes")
     lease = facts.leases.get(event.lease)
     if lease is None:
-        if len(facts.leases) >= LEASES_MAX:
-            why = f"{LEASES_MAX} leases are granted or waiting, which is the limit"
-            facts.say(ev.RefuseLease(event.lease, "pool.too_many_leases", why))
-            return
         facts.leases[event.lease] = a_lease(event)
         facts.is_plan_old = True
     elif lease.goal is Tier.AWAKE:

@@ -262,6 +262,21 @@ def next_of(facts: Facts, model: Model) -> str:
 
 # -------------------------------------------------------------------------------- of the plan
 
+# Of a model that has tickets and is on its way down, or loads for nobody.
+MOVING: Mapping[ModelState, str] = {
+    S.LOADING: "{name} is loading",
+    S.DRAINING: "{name} makes room for another model first, and then waits for its turn",
+}
+# Why a model that a head needs cannot be asked yet.
+OBSTACLES: Mapping[Obstacle, str] = {
+    Obstacle.QUIET: "{name} has no requests, and makes room once it has had none for {quiet}",
+    Obstacle.PROTECTED: "{name} has work and is protected for the first {turn} of its turn",
+    Obstacle.YOUNG: "{name} has work, and only a request that has waited for {wait} interrupts it",
+    Obstacle.BETTER: "{name} has requests of a better priority",
+    Obstacle.RAISED: "{name} is {state}, because requests wait for it",
+    Obstacle.NONE: "{name} can be evicted",
+}
+WORKS = "{name} has work, and a request waits up to {within} for it to end"
 _HARD_TO_MOVE = frozenset({ModelState.UNLOADING, ModelState.RELEASING, ModelState.FAILED})
 NAMED_MAX = 4  # holders in one sentence: it is read by people
 
@@ -315,7 +330,7 @@ def waiting(
     """Somebody who is needed cannot be asked yet. `spared`: who would be unloaded otherwise."""
     names = {victim.model for victim in chosen if not victim.is_shadow}
     parts = [
-        _works(each.model)
+        WORKS.format(name=each.model.name, within=duration(IDLE_MS_MAX))
         if spared and has_work(each.model)
         else _obstacle(each, head.model, rules)
         for each in found
@@ -363,14 +378,11 @@ def behind(model: Model, before: Model) -> str:
 
 
 def moving(model: Model) -> str:
-    """It was asked to make room, or rests, and cannot turn round any more."""
-    match model.state:
-        case ModelState.LOADING:
-            return f"{model.name} is loading"
-        case ModelState.DRAINING:
-            return f"{model.name} makes room for another model first, and then waits for its turn"
-        case _:
-            return f"the memory of {model.name} is being released; after that it waits for its turn"
+    """It was asked to make room, or sleeps, and cannot turn round any more."""
+    text = MOVING.get(
+        model.state, "the memory of {name} is being released; after that it waits for its turn"
+    )
+    return text.format(name=model.name)
 
 
 def _wants(head: Head, free: Mapping[str, int]) -> str:
@@ -384,29 +396,15 @@ def _wants(head: Head, free: Mapping[str, int]) -> str:
     )
 
 
-def _works(model: Model) -> str:
-    within = duration(IDLE_MS_MAX)
-    return f"{model.name} has work, and a request waits up to {within} for it to end"
-
-
 def _obstacle(each: Candidate, head: Model, rules: PoolRules) -> str:
-    name = each.model.name
-    match each.obstacle:
-        case Obstacle.QUIET:
-            after = duration(idle_after_ms(each.model))
-            return f"{name} has no requests, and makes room once it has had none for {after}"
-        case Obstacle.PROTECTED:
-            turn = duration(protection_ms(each.model, rules))
-            return f"{name} has work and is protected for the first {turn} of its turn"
-        case Obstacle.YOUNG:
-            after = duration(head.rules.max_wait_ms)
-            return f"{name} has work, and only a request that has waited for {after} interrupts it"
-        case Obstacle.BETTER:
-            return f"{name} has requests of a better priority"
-        case Obstacle.RAISED:
-            return f"{name} is {each.model.state.value}, because requests wait for it"
-        case Obstacle.NONE:
-            return f"{name} can be evicted"
+    model = each.model
+    return OBSTACLES[each.obstacle].format(
+        name=model.name,
+        state=model.state.value,
+        quiet=duration(idle_after_ms(model)),
+        turn=duration(protection_ms(model, rules)),
+        wait=duration(head.rules.max_wait_ms),
+    )
 
 
 def _where(device: str) -> str:

@@ -19,7 +19,8 @@ raised on its devices.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from typing import Any
 from zlib import crc32
 
 from msgspec import Struct
@@ -29,13 +30,14 @@ from plumbing.pod.messages import Tier
 from pool.core import events as ev
 from pool.core.admission import door_key
 from pool.core.events import LeaseAsked, OpenDoor, Running
-from pool.core.facts import Facts, ModelSetup, PoolSetup
+from pool.core.facts import Facts, PoolSetup
 from pool.core.ledger import PoolLedger
-from pool.core.model import SETTLED, Costs, Leaving, Model, ModelEngine, a_lease, grant, lower
+from pool.core.model import SETTLED, Leaving, Model, ModelEngine, a_lease, grant, lower
 from pool.core.states import EngineSizes, GoalGeneration, ModelState
 
 TEXT_MAX = 100  # characters of a reason or a fault on file
 
+COSTS = ("load_ms", "wake_ms", "release_ms")
 MORE_COSTS = ("restage_ms", "resume_ms", "turn_ms", "drain_ms")
 
 Sizes = tuple[tuple[int, ...], ...]  # base, weights and KV, each by device
@@ -47,9 +49,9 @@ SAVED_AS_IT_IS = (
     *("pinned", "load_ordered_ms", "is_unload_ordered", "leaving", "last_request_ms"),
     "door_number",
 )
+SAVED_TIMES = ("awake_since_ms", "drained_ms")
 KEPT_ANEW = (
-    *("pinned", "load_ms", "wake_ms", "release_ms", "more_costs", "sizes", "is_estimated"),
-    *("last_request_ms", "door_number"),
+    *("pinned", *COSTS, "more_costs", "sizes", "is_estimated", "last_request_ms", "door_number"),
 )
 
 
@@ -150,53 +152,36 @@ def shape_of(model: Model) -> int:
     return crc32("\n".join(names).encode())
 
 
-def sizes_on(model: Model, saved_sizes: Sizes, *, is_estimated: bool) -> EngineSizes:
-    """What was saved, by device again."""
-    base, weights, kv = (
-        dict(zip(model.rules.devices, each, strict=True)) if each else {} for each in saved_sizes
-    )
-    return EngineSizes(base, weights, kv, is_estimated)
-
-
-def _saved_sizes(model: Model) -> Sizes | None:
-    if model.sizes is None:
-        return None
-    parts = (model.sizes.base, model.sizes.weights, model.sizes.kv)
-    devices = model.rules.devices
-    return tuple(tuple(each.get(name, 0) for name in devices) if each else () for each in parts)
-
-
 def _saved_model(facts: Facts, model: Model) -> SavedModel:
-    costs, entries = model.costs, facts.ledger.entries
-    found = SavedModel(
+    entries, sizes, devices = facts.ledger.entries, model.sizes, model.rules.devices
+    kept: dict[str, Any] = {name: getattr(model, name) for name in SAVED_AS_IT_IS}
+    kept |= {name: _rounded(getattr(model, name)) for name in SAVED_TIMES}
+    kept |= {name: _rounded(getattr(model.costs, name)) for name in COSTS}
+    if sizes is not None:
+        kept["sizes"] = tuple(
+            tuple(each.get(name, 0) for name in devices) if each else ()
+            for each in (sizes.base, sizes.weights, sizes.kv)
+        )
+    return SavedModel(
         shape_of(model),
+        **{**kept, "floor": model.held},
+        more_costs=tuple(_rounded(getattr(model.costs, name)) for name in MORE_COSTS),
         fault=model.fault[:TEXT_MAX],
         reason=model.reason[:TEXT_MAX],
-        load_ms=_rounded(costs.load_ms),
-        wake_ms=_rounded(costs.wake_ms),
-        release_ms=_rounded(costs.release_ms),
-        sizes=_saved_sizes(model),
-        is_estimated=model.sizes is not None and model.sizes.is_estimated,
+        is_estimated=sizes is not None and sizes.is_estimated,
         booked=tuple(entries.get(key) for key in model.keys),
         door=model.door if isinstance(model.door, OpenDoor) else None,
-        engines=tuple(_saved_engines(facts, model)),
-        more_costs=tuple(_rounded(getattr(costs, name)) for name in MORE_COSTS),
-        awake_since_ms=_rounded(model.awake_since_ms),
-        drained_ms=_rounded(model.drained_ms),
-        **{name: getattr(model, name) for name in SAVED_AS_IT_IS},
+        engines=tuple(_saved_engine(facts, each) for each in model.engines),
     )
-    return replace(found, floor=model.held)
 
 
 def _rounded(spent_ms: float | None) -> float | None:
     return None if spent_ms is None else round(spent_ms, 1)
 
 
-def _saved_engines(facts: Facts, model: Model) -> Iterator[SavedEngine]:
-    engine: ModelEngine
-    for engine in model.engines:
-        told = engine.generation or GoalGeneration(facts.era, 0, 0)
-        yield SavedEngine(engine.goal, told.start, told.number, engine.cap, engine.is_gone)
+def _saved_engine(facts: Facts, engine: ModelEngine) -> SavedEngine:
+    told = engine.generation or GoalGeneration(facts.era, 0, 0)
+    return SavedEngine(engine.goal, told.start, told.number, engine.cap, engine.is_gone)
 
 
 def begin(setup: PoolSetup, now_ms: float, era: str, snapshot: PoolSnapshot | None) -> Facts:
@@ -204,19 +189,13 @@ def begin(setup: PoolSetup, now_ms: float, era: str, snapshot: PoolSnapshot | No
     ledger = PoolLedger(setup.rules.margin_bytes, setup.devices)
     facts = Facts(setup.rules, models={}, engines={}, ledger=ledger, era=era, now_ms=now_ms)
     for name, each in setup.models.items():
-        model = _new_model(name, each, now_ms)
-        facts.models[name] = model
-        facts.engines |= {engine.name: engine for engine in model.engines}
+        engines = tuple(ModelEngine(engine, name) for engine in each.engines)
+        facts.models[name] = model = Model(name, each.rules, engines, each.sizes)
+        facts.engines |= {engine.name: engine for engine in engines}
+        model.since_ms = model.stage_since_ms = model.last_request_ms = now_ms
     if snapshot is not None:
         _restore(facts, snapshot)
     return facts
-
-
-def _new_model(name: str, setup: ModelSetup, now_ms: float) -> Model:
-    engines = tuple(ModelEngine(engine, name) for engine in setup.engines)
-    model = Model(name, setup.rules, engines, setup.sizes)
-    model.since_ms = model.stage_since_ms = model.last_request_ms = now_ms
-    return model
 
 
 def _restore(facts: Facts, snapshot: PoolSnapshot) -> None:
@@ -231,41 +210,39 @@ def _restore(facts: Facts, snapshot: PoolSnapshot) -> None:
         saved = snapshot.models.get(name)
         if saved is not None and saved.shape == shape_of(model):
             _restore_model(facts, model, saved)
-            for engine, told in zip(model.engines, saved.engines, strict=True):
-                _restore_engine(engine, told, snapshot.era)
-
-
-def _restore_engine(engine: ModelEngine, saved: SavedEngine, era: str) -> None:
-    engine.goal, engine.cap, engine.is_gone = saved.goal, saved.cap, saved.is_gone
-    if saved.goal is not None:
-        engine.generation = GoalGeneration(era, saved.start, saved.number)
 
 
 def _restore_model(facts: Facts, model: Model, saved: SavedModel) -> None:
-    now_ms = facts.now_ms
+    now_ms, devices = facts.now_ms, model.rules.devices
     for key, size_bytes in zip(model.keys, saved.booked, strict=True):
         if size_bytes is not None:
             facts.ledger.settle(key, size_bytes)
+    for engine, told in zip(model.engines, saved.engines, strict=True):
+        engine.goal, engine.cap, engine.is_gone = told.goal, told.cap, told.is_gone
+        if told.goal is not None:
+            engine.generation = GoalGeneration(facts.era, told.start, told.number)
     for name in (*SAVED_AS_IT_IS, "fault", "reason"):
         setattr(model, name, getattr(saved, name))
     model.faults_ms = tuple(ms for ms in saved.faults_ms if ms <= now_ms)
     model.last_request_ms = min(saved.last_request_ms, now_ms)
-    model.since_ms = model.stage_since_ms = now_ms
     model.is_unknown = False
     _restore_goal(model, saved.goal)
-    model.costs = Costs(saved.load_ms, saved.wake_ms, release_ms=saved.release_ms)
+    for cost in COSTS:
+        setattr(model.costs, cost, getattr(saved, cost))
     for cost, spent_ms in zip(MORE_COSTS, saved.more_costs, strict=False):
         setattr(model.costs, cost, spent_ms)
     if saved.sizes is not None:
-        model.sizes = sizes_on(model, saved.sizes, is_estimated=saved.is_estimated)
+        base, weights, kv = (dict(zip(devices, each, strict=False)) for each in saved.sizes)
+        model.sizes = EngineSizes(base, weights, kv, saved.is_estimated)
     if saved.door is not None:
         model.door, model.door_key = saved.door, door_key(model, saved.door)
     # A pool that is restarted again and again must not let one turn, or its drain, last for ever.
-    model.drained_ms = _not_after(now_ms, saved.drained_ms)
+    # The clock begins anew with the machine.
+    model.drained_ms = None if saved.drained_ms is None else min(saved.drained_ms, now_ms)
     if model.state is ModelState.DRAINING and model.running is Running.FINISH:
         model.stage_since_ms = model.drained_ms or now_ms
     if model.state in (ModelState.AWAKE, ModelState.DRAINING):
-        model.awake_since_ms = awake_ms = _not_after(now_ms, saved.awake_since_ms) or now_ms
+        model.awake_since_ms = awake_ms = min(saved.awake_since_ms or now_ms, now_ms)
         model.turn_since_ms = min(awake_ms + (model.costs.resume_ms or 0.0), now_ms)
     else:
         model.asleep_since_ms = now_ms
@@ -286,11 +263,6 @@ def _restore_goal(model: Model, goal: Tier) -> None:
             model.goal, model.frees = model.floor, model.state
         case _:
             model.goal, model.has_failed = model.floor, model.state is ModelState.FAILED
-
-
-def _not_after(now_ms: float, saved_ms: float | None) -> float | None:
-    """The clock begins anew with the machine."""
-    return None if saved_ms is None else min(saved_ms, now_ms)
 
 
 def say_again(facts: Facts) -> None:
