@@ -392,7 +392,7 @@ def test_the_package_alone_brings_what_it_imports_and_reads():
 
 # Lines of each package, at most; lowered after each step towards the budgets of `hack/volume.py`.
 LINES_MAX = {
-    "plumbing": 6_880,  # with the tables of transitions
+    "plumbing": 6_875,  # with the tables of transitions
     "lockserver": 8_145,
     "gms": 11_535,
     "engine": 20_450,

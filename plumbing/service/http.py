@@ -13,9 +13,7 @@ first line and `Host`: a whole HTTP library would cost each process 0.1 s of its
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
-import os
 import re
 import socket
 from collections.abc import Callable, Iterable, Mapping
@@ -25,7 +23,7 @@ from http import HTTPStatus
 from typing import Any, cast
 from urllib.parse import parse_qs
 
-from plumbing.errors import UnderstudyError
+from plumbing.errors import UnderstudyError, explain_shortage, is_shortage
 from plumbing.service import notify
 from plumbing.service.events import EventLog
 from plumbing.service.hosts import KnownHosts, bind
@@ -43,7 +41,6 @@ RETRY_S = 0.05  # out of descriptors: until some are closed
 PROBLEM_S = 10.0  # how long a problem is shown after it was last met
 STOP_LOOKS, STOP_LOOK_S = 50, 0.01  # for answers in progress, which take milliseconds
 DIGITS_MAX = 19  # of an event's id; int() refuses more than some thousand digits
-EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _LINE = re.compile(r"([A-Z]+) (?:http://[^/?#\s]*)?([/*][^?#\s]*)(?:\?(\S*))? HTTP/1\.[01]")
 _HOST = re.compile(r"^host:[ \t]*(.*?)[ \t]*$", re.IGNORECASE | re.MULTILINE)
 
@@ -122,8 +119,8 @@ class HttpServer:
         try:
             connection, _ = sock.accept()
         except OSError as error:
-            if error.errno in EXHAUSTED:
-                self._exhausted(sock, os.strerror(error.errno))
+            if is_shortage(error):
+                self._pause(sock, error)
             return  # otherwise the peer has left
         if len(self._open) + len(self._arrivals) >= self.connections_max:
             self._limit_hits.inc()
@@ -151,18 +148,16 @@ class HttpServer:
             oldest.abort()
         return oldest is not None
 
-    def _exhausted(self, sock: socket.socket, why: str) -> None:
+    def _pause(self, sock: socket.socket, error: OSError) -> None:
         """Connections wait in the backlog meanwhile."""
-        self._note(f"cannot accept HTTP connections: {why}; raise the nofile limit")
-        if self._close_oldest():
-            return
+        self._note(f"cannot accept HTTP connections: {explain_shortage(error.errno or 0)}")
+        if not self._close_oldest():
+            self._loop.remove_reader(sock.fileno())
+            self._loop.call_later(RETRY_S, self._resume, sock)
 
-        def resume() -> None:
-            if sock in self._socks:
-                self._loop.add_reader(sock.fileno(), self._accept, sock)
-
-        self._loop.remove_reader(sock.fileno())
-        self._loop.call_later(RETRY_S, resume)
+    def _resume(self, sock: socket.socket) -> None:
+        if sock in self._socks:
+            self._loop.add_reader(sock.fileno(), self._accept, sock)
 
     def _note(self, problem: str) -> None:
         self._problem = (self._loop.time(), problem)
