@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from engine.backends.vllm.api.features import Features
     from lockserver.client import serving
 
-    Seat = serving.ServingSeat | None
-
 logger = logging.getLogger(__name__)
 
 NAME = "api"
