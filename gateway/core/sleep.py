@@ -1,4 +1,4 @@
-"""When the engine that holds the lock sleeps, and when it wakes; the gateway's parent decides.
+"""When the engine that holds the lock sleeps, and when it wakes.
 
 Two rules, and the door that both need:
 
@@ -10,11 +10,12 @@ Two rules, and the door that both need:
            ▲ ◀────── a request, or late ──┘                                            │
            └──────────── it wakes; it is lost, or another engine holds the lock ───────┘
 
-The door makes sleep safe for requests: children stop sending *before* the goal is sent, so no
-request is on its way to an engine that stops accepting. A goal from the command line has no door:
-the engine drains then, and the door follows what the engine reports. When in doubt, the door opens:
-if the engine cannot be heard, children send requests as usual and retry those that fail. Events and
-effects are plain values; the module is pure.
+*Children* are this gateway, and the one that it has replaced, which has requests in the engine as
+long as it lives. The door makes sleep safe for requests: sending stops *before* the goal is sent,
+so no request is on its way to an engine that stops accepting. A goal from the command line has no
+door: the engine drains then, and the door follows what the engine reports. When in doubt, the door
+opens: if the engine cannot be heard, requests are sent as usual, and those that fail are retried.
+Events and effects are plain values; the module is pure.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class GoalRefused(SleepEvent, frozen=True):
 
 
 class ChildSaid(SleepEvent, frozen=True):
-    """A beat. `door`: the number of the last `DoorSet` that this child has obeyed."""
+    """What there is. `door`: the number of the last `DoorSet` that this child has obeyed."""
 
     child: int
     door: int

@@ -242,7 +242,7 @@ def engines(facts: PodFacts) -> Finding:
 
 
 def tls_files(facts: PodFacts) -> Finding:
-    """The gateway reads them when a child starts, so a bad one is found at the worst moment."""
+    """The gateway reads them when it starts, so a bad one is found at the worst moment."""
     if not facts.tls_files:
         return skipped("this environment names no certificate")
     bad = [f"{what}: {problem}" for what, problem in facts.tls_files.items() if problem]
