@@ -28,11 +28,10 @@ import lockserver.cli
 import understudy.cli.main
 from tests.documents import mismatches
 from tests.e2e.pods import AS_USERS_RUN_IT, Pod, PodHome
+from tests.gateway.gateways import GatewayProcess, LockServer
 from tests.gms.bench import GmsProcess, kept
 from tests.gms.kv.kv_bench import KvProcess
 from tests.gms.test_gms_offload import Copies, digested
-from tests.helpers import free_port
-from tests.lockserver.processes import ServerProcess
 from understudy.http_get import get
 from understudy.schema import DOCUMENTS
 
@@ -192,15 +191,17 @@ async def remains(found: Printed, directory: Path, copy: Path) -> None:
 
 
 def no_engine_active(found: Printed, directory: Path) -> None:
-    """A lock server alone answers for its gateway."""
-    address = f"127.0.0.1:{free_port()}"
-    server = ServerProcess(str(directory), "--service", f"active={address}", "--hold-ms", "0")
+    """A gateway beside a lock server that no engine has asked for a lock."""
+    server = LockServer(str(directory))
     server.start()
+    gateway = GatewayProcess(server, "--hold-ms", "0")
     try:
+        gateway.start()
         with pytest.raises(urllib.error.HTTPError) as refused:
-            urllib.request.urlopen(f"http://{address}/v1/models", timeout=WAIT_S)
+            urllib.request.urlopen(f"http://127.0.0.1:{server.port}/v1/models", timeout=WAIT_S)
         found.add("No active engine", json.load(refused.value))
     finally:
+        gateway.close()
         server.close()
 
 
