@@ -13,9 +13,8 @@ Two rules, and the door that both need:
 *Children* are this gateway, and the one that it has replaced, which has requests in the engine as
 long as it lives. The door makes sleep safe for requests: sending stops *before* the goal is sent,
 so no request is on its way to an engine that stops accepting. A goal from the command line has no
-door: the engine drains then, and the door follows what the engine reports. When in doubt, the door
-opens: if the engine cannot be heard, requests are sent as usual, and those that fail are retried.
-Events and effects are plain values; the module is pure.
+door: the engine drains then, and the door follows what it reports. When in doubt, the door opens:
+if the engine cannot be heard, requests are sent as usual, and those that fail are retried. Pure.
 """
 
 from __future__ import annotations
