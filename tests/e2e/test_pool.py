@@ -32,7 +32,7 @@ from understudy.pod.table import program
 from understudy.up.models import make_random_model
 
 # Two engines at rest and one KV cache fit; two KV caches do not. An engine of the reference backend
-# has some 55 MiB beside them.
+# has some 37 MiB beside them.
 DEVICE_BYTES, CACHE_TOKENS = "600MiB", "600000"
 RULES = "{min_runtime: 200ms, max_wait: 100ms, drain_timeout: {park: 50ms, cut: 60s}}"
 TWO = f"""
@@ -104,13 +104,13 @@ models:
     backend: reference
     model: MODEL
     args: [--cache-tokens, 200000]
-    memory: {{weights: 1MiB, kv: 100MiB, base: 64MiB}}
+    memory: {{weights: 1MiB, kv: 100MiB, base: 48MiB}}
     shadow: follows
   b:
     backend: reference
     model: MODEL
     args: [--cache-tokens, 400000]
-    memory: {{weights: 1MiB, kv: 200MiB, base: 64MiB}}
+    memory: {{weights: 1MiB, kv: 200MiB, base: 48MiB}}
 """
 
 
@@ -122,7 +122,7 @@ def test_failover_needs_no_pool_and_a_shadow_gives_its_memory_to_others(
     while it is dead; then another model needs the shadow's memory, and gives it back."""
 
     async def scenario() -> None:
-        async with running_pool(tmp_path, monkeypatch, SHADOW, "340MiB") as pod:
+        async with running_pool(tmp_path, monkeypatch, SHADOW, "300MiB") as pod:
             quiet = await asyncio.to_thread(pod.stream, "a", max_tokens=LONG)
             for silenced in (stopped, dead):
                 await auntil(lambda: pod.in_state("standby", "a"), "the shadow")
