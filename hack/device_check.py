@@ -2,13 +2,12 @@
 
     python -m hack.device_check [--device UUID] [--only PART,…] [--max-gib 80] [--budget-s 480]
 
-Each part runs in its own process with its own limit, and its findings go to
-bench/device/<device>-<date>.json. Then `make device-check` runs the tests of the memory service on
-the real driver. Only plain allocations are made and no setting is changed; 4 GiB of the device stay
-free. Without a GPU
-it prints so and writes nothing. `--stand-in` rehearses everything on the tests' stand-in for the
-driver; the report is marked, and never written to bench/device. The stand-in belongs to the tests,
-which nothing here imports: it is a program that is run (`python -m tests.standin.build`).
+Each part has its own limit, and its findings go to bench/device/<device>-<date>.json. Then
+`make device-check` runs the tests of the memory service on the real driver. Only plain allocations
+are made and no setting is changed; 4 GiB of the device stay free. Without a GPU it prints so and
+writes nothing. `--stand-in` rehearses everything on the tests' stand-in for the driver; the report
+is marked, and never written to bench/device. The stand-in belongs to the tests, which nothing here
+imports: it is a program that is run (`python -m tests.standin.build`).
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ GIB = 1 << 30
 ROOT = Path(__file__).resolve().parent.parent  # hack.rig imports what may be missing
 BENCH = ROOT / "bench" / "device"
 SCHEMA = 1
-GRACE_S = 5.0  # beyond a part's own limit, which it keeps itself
 FIRST = "device"
 PART_S_MIN = 8.0  # no part finds anything in less
 STILL_S = 0.3  # how long memory in use must not change to count
@@ -111,6 +109,7 @@ def _ask(names: list[str], device: str, flags: argparse.Namespace) -> dict[str, 
     """Every part in turn; the last one gets what is left of the budget."""
     from hack.device.parts import PARTS, question
     from hack.rig import commit, machine
+    from plumbing.service.process import raise_fd_limit
 
     began = time.monotonic()
     end = began + flags.budget_s
@@ -122,11 +121,11 @@ def _ask(names: list[str], device: str, flags: argparse.Namespace) -> dict[str, 
         "machine": machine(),
         "parts": {},
     }
+    raise_fd_limit()
     for name in names:
         started = time.monotonic()
-        rest_s = end - started - GRACE_S
         print(f"{name} ...", file=sys.stderr, flush=True)
-        limit_s = min(PARTS[name][1], rest_s)
+        limit_s = min(PARTS[name][1], end - started)
         found = {"question": question(name), **_run_part(name, device, limit_s, flags)}
         report["parts"][name] = {**found, "seconds": round(time.monotonic() - started, 1)}
     report["seconds"] = round(time.monotonic() - began, 1)
@@ -139,47 +138,32 @@ def _ask(names: list[str], device: str, flags: argparse.Namespace) -> dict[str, 
 
 
 def _run_part(name: str, device: str, limit_s: float, flags: argparse.Namespace) -> dict[str, Any]:
-    """One part in its process; however that ends, what it had found by then."""
-    from plumbing.service.process import parent_environment
+    """What one part found, however it ended. It keeps its limit itself, and waits for no peer for
+    longer than a minute."""
+    from hack.device.part import Part, Skipped
+    from hack.device.parts import PARTS
 
     if limit_s < PART_S_MIN:
         return {"status": "skipped", "reason": "out of time"}
-    with (
-        tempfile.TemporaryDirectory(prefix="dc-") as directory,
-        open(f"{directory}/err", "w+b") as err,
-    ):
-        result = Path(directory) / "result.json"
-        asked = {
-            "device": device,
-            "result": str(result),
-            "directory": directory,
-            "limit_s": limit_s,
-            "bytes_max": int(flags.max_gib * GIB),
-            "kills_max": flags.max_kills,
-            "still_s": flags.still_s,
-        }
-        process = subprocess.Popen(
-            [sys.executable, "-m", "hack.device.parts", name, json.dumps(asked)],
-            cwd=ROOT,
-            env={**os.environ, **parent_environment()},
-            stdin=subprocess.DEVNULL,
-            stderr=err,
+    found: dict[str, Any] = {"status": "ok", "reason": None}
+    with tempfile.TemporaryDirectory(prefix="dc-") as directory:
+        part = Part(
+            device=device,
+            directory=directory,
+            limit_s=limit_s,
+            bytes_max=int(flags.max_gib * GIB),
+            kills_max=flags.max_kills,
+            still_s=flags.still_s,
         )
         try:
-            process.wait(limit_s + GRACE_S)
-            ended = f"its process ended with {process.returncode}"
-        except subprocess.TimeoutExpired:
-            process.kill()  # its peers and servers die with it
-            process.wait()
-            ended = f"no end after {limit_s + GRACE_S:.0f} s"
-        err.seek(0)
-        said = err.read().decode(errors="replace")[-1500:]
-        found: dict[str, Any] = json.loads(result.read_text()) if result.exists() else {}
-    if "status" not in found:
-        found |= {"status": "failed", "reason": ended}
-    if found["status"] == "failed":
-        found["output"] = said
-    return found
+            PARTS[name][0](part)
+        except Skipped as error:
+            found = {"status": "skipped", "reason": str(error)}
+        except Exception as error:  # whatever a driver makes of it: the other parts go on
+            found = {"status": "failed", "reason": f"{type(error).__name__}: {error}"}
+        finally:
+            part.close()
+    return {**found, "figures": part.figures, "claims": part.claims}
 
 
 def _is_good(report: dict[str, Any]) -> bool:

@@ -1,14 +1,9 @@
-"""What every part of the device check uses: peers, NVML, limits, and a place for its findings.
-
-Findings are written to the part's result file at once, so that they survive a time limit.
-"""
+"""What every part of the device check uses: peers, NVML, limits, and a place for its findings."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import time
-from pathlib import Path
 from typing import Any
 
 from hack.device.remote import Peer
@@ -34,6 +29,9 @@ class Nvml:
         self.uuid, self._api, self._still_s = uuid, pynvml, still_s
         pynvml.nvmlInit()
         self._device = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+
+    def close(self) -> None:
+        self._api.nvmlShutdown()
 
     def used(self) -> int:
         """Bytes in use by all processes."""
@@ -73,13 +71,13 @@ class Nvml:
 
 
 class Part:
-    """The inputs of a part, and its findings."""
+    """The inputs of a part, and its findings: `figures`, and `claims`, which are what the design
+    relies on and whether it holds here. Close it: its peers and its use of NVML end with it."""
 
     def __init__(
         self,
         *,
         device: str,
-        result: str,
         directory: str,
         limit_s: float,
         bytes_max: int,
@@ -87,12 +85,17 @@ class Part:
         still_s: float,
     ) -> None:
         self.device, self.directory = device, directory
-        self.bytes_max, self.still_s = bytes_max, still_s
-        self.kills_max = kills_max
+        self.bytes_max, self.kills_max, self.still_s = bytes_max, kills_max, still_s
         self.peers = contextlib.ExitStack()
-        self._result, self._end = Path(result), time.monotonic() + limit_s
-        self._found: dict[str, Any] = {"claims": {}, "figures": {}}
+        self.figures: dict[str, Any] = {}
+        self.claims: dict[str, bool] = {}
+        self._end = time.monotonic() + limit_s
         self._nvml: Nvml | None = None
+
+    def close(self) -> None:
+        self.peers.close()
+        if self._nvml is not None:
+            self._nvml.close()  # a part may need the device closed by everybody
 
     @property
     def nvml(self) -> Nvml:
@@ -105,18 +108,11 @@ class Part:
 
     def note(self, **figures: Any) -> None:
         """Add to this part's findings."""
-        self._found["figures"] |= figures
-        self._write()
+        self.figures |= figures
 
     def claim(self, **claims: bool) -> None:
-        """What the design relies on, and whether it holds here."""
-        self._found["claims"] |= claims
-        self._write()
-
-    def finish(self, status: str, reason: str | None = None) -> None:
-        """Set the result: `ok`, or `failed` or `skipped` with a reason."""
-        self._found |= {"status": status, "reason": reason}
-        self._write()
+        """Say what the design relies on, and whether it holds here."""
+        self.claims |= claims
 
     def peer(self, *, context: bool = False, witness: str | None = None) -> Peer:
         """A process with the device open; it ends with this part."""
@@ -128,11 +124,6 @@ class Part:
     def fits(self, size_bytes: int) -> bool:
         """Whether the device can spare that much."""
         return size_bytes <= min(self.bytes_max, self.nvml.free() - SPARE_BYTES)
-
-    def _write(self) -> None:
-        part = self._result.with_suffix(".part")
-        part.write_text(json.dumps(self._found))
-        part.replace(self._result)
 
 
 def mib(size_bytes: int) -> float:

@@ -1,17 +1,11 @@
-"""The parts of the device check, in the order in which they run, and their process.
+"""The parts of the device check, in the order in which they run.
 
-`python -m hack.device.parts NAME JSON` runs one, so that a crash, a hang or a lost context costs
-only its findings. This process does not open CUDA; its peers do, and they die with it.
+The process that runs them does not open CUDA; its peers do, and they die with it.
 """
 
 from __future__ import annotations
 
-import json
-import sys
-
 from hack.device import death, driver, fence, rest, service
-from hack.device.part import Part, Skipped
-from plumbing.service.process import arm_from_environment, raise_fd_limit
 
 # Each with its limit in seconds, the most important first: the budget may not suffice for the last.
 # The first line of a function's docstring is its question.
@@ -33,23 +27,3 @@ PARTS = {
 def question(name: str) -> str:
     """The question of the part called `name`."""
     return (PARTS[name][0].__doc__ or "").partition("\n")[0]
-
-
-def main() -> None:
-    arm_from_environment()
-    raise_fd_limit()
-    part = Part(**json.loads(sys.argv[2]))
-    try:
-        with part.peers:
-            PARTS[sys.argv[1]][0](part)
-    except Skipped as error:
-        part.finish("skipped", str(error))
-    except Exception as error:
-        part.finish("failed", f"{type(error).__name__}: {error}")
-        raise
-    else:
-        part.finish("ok")
-
-
-if __name__ == "__main__":
-    main()
