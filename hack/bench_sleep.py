@@ -22,17 +22,15 @@ from typing import Any
 from engine.core.events import State
 from hack import rig
 from hack.standing_pod import StandingPod
-from hack.vllm.pod import make_pod, model_of
+from hack.vllm.pod import MODEL_SHAPE, make_pod, model_of
 from plumbing.errors import RemoteError
 from plumbing.pod.messages import Tier
 from understudy.drill.clients import clock, send, stream_without_pause
 from understudy.drill.outcomes import classify
 from understudy.drill.records import Exchange, Outcome
 from understudy.drill.run import Drill, DrillPlan
-from understudy.pod.ports import free_pod_ports
 from understudy.pod.runner import PodRunner
-from understudy.pod.table import LocalPod
-from understudy.up.models import ONE_THREAD, VLLM_RANDOM_MODEL, make_random_model
+from understudy.up.models import RandomModel
 
 PHASES = ("told", "wake", "answer")  # to wake; until it is active; until the first byte
 WARM_UP_ROUNDS = 3  # what is done for the first time is slower
@@ -171,21 +169,13 @@ def missed(backend: str, tiers: dict[str, Any]) -> list[str]:
     return found
 
 
-async def make(backend: str, base: Path, model: Path | None) -> LocalPod:
-    if backend == "vllm":
-        found = await model_of(base, str(model) if model else None)
-        return make_pod(base, found, 1, VLLM_RANDOM_MODEL.arguments, host_memory=HOST_MEMORY)
-    directory = base / "pod"
-    directory.mkdir(mode=0o700)
-    found = model or await make_random_model(base / "model")
-    env = {**ONE_THREAD, "UNDERSTUDY_HOST_MEMORY": HOST_MEMORY}
-    return LocalPod(directory, found, free_pod_ports(), env=env)
-
-
 async def run(
     backend: str, rounds: int, model: Path | None, base: Path, *, is_quick: bool
 ) -> rig.Figures:
-    local = await make(backend, base, model)
+    shape = MODEL_SHAPE if backend == "vllm" else ()
+    found_model = await model_of(base, str(model) if model else None, shape)
+    arguments = RandomModel.of(backend).arguments
+    local = make_pod(base, found_model, 1, arguments, host_memory=HOST_MEMORY, backend=backend)
     local = replace(local, env={**local.env, **rig.PATIENT})
     problems: list[str] = []
 

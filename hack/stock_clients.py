@@ -15,7 +15,7 @@ import asyncio
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,8 +28,7 @@ from understudy.drill.records import GATEWAY, PARTS, Records
 from understudy.drill.run import Drill, DrillPlan
 from understudy.drill.verdict import judge
 from understudy.pod.runner import PodRunner
-from understudy.pod.table import LocalPod
-from understudy.up.models import VLLM_RANDOM_MODEL, RandomModel
+from understudy.up.models import RandomModel
 
 if TYPE_CHECKING:
     import openai  # loading it takes two seconds
@@ -287,14 +286,6 @@ async def _answer(client: openai.AsyncOpenAI, model: str, kind: RequestKind) -> 
 # ---------------------------------------------------------------------- the run
 
 
-def pod_of(backend: str, base: Path, model: Path) -> LocalPod:
-    if backend == "vllm":
-        return make_pod(base, model, 1, VLLM_RANDOM_MODEL.arguments)
-    random = RandomModel.of(backend)
-    pod = make_pod(base, model, 1, random.arguments)
-    return replace(pod, backend=backend, env={**random.env})
-
-
 def document(client: OpenaiClients, drill: Drill, kills: int, backend: str) -> rig.Figures:
     """The fates of all requests, and the drill's own report."""
     records = drill.records
@@ -332,7 +323,8 @@ def document(client: OpenaiClients, drill: Drill, kills: int, backend: str) -> r
 
 async def run(flags: Any, base: Path) -> rig.Figures:
     model = await model_of(base, str(flags.model) if flags.model else None)
-    pod = pod_of(flags.backend, base, model)
+    arguments = RandomModel.of(flags.backend).arguments
+    pod = make_pod(base, model, 1, arguments, backend=flags.backend)
     plan = DrillPlan(
         flags.kills,
         tuple(flags.target),

@@ -1,4 +1,4 @@
-"""A pod of two vLLM engines in its own directory, to be measured.
+"""A pod of two engines in its own directory, to be measured.
 
 Owns where its files are. TMPDIR is in that directory, so that leftovers there are the pod's.
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from understudy.pod.ports import free_pod_ports
 from understudy.pod.table import LocalPod
-from understudy.up.models import VLLM_RANDOM_MODEL, make_random_model
+from understudy.up.models import RandomModel, make_random_model
 
 # Weights of 74 MiB in float32: large enough that a copy of them would show in a worker's memory,
 # and small enough that two cores stream some hundred tokens a second.
@@ -22,12 +22,13 @@ def temporary(base: Path) -> Path:
     return base / "t"  # short: vLLM's sockets are in it, and a path has 107 bytes
 
 
-def environment(base: Path) -> dict[str, str]:
+def environment(base: Path, backend: str = "vllm") -> dict[str, str]:
     """The environment of all parts of a pod in `base`; the user's own settings win.
 
     What torch compiles is a cache that all engines share; in TMPDIR it would count as a leftover.
     """
-    wanted = {**VLLM_RANDOM_MODEL.env, "TORCHINDUCTOR_CACHE_DIR": str(base / "compiled")}
+    compiled = {"TORCHINDUCTOR_CACHE_DIR": str(base / "compiled")}
+    wanted = {**RandomModel.of(backend).env, **(compiled if backend == "vllm" else {})}
     chosen = {name: os.environ.get(name, it) for name, it in wanted.items()}
     return {**chosen, "TMPDIR": str(temporary(base))}
 
@@ -46,6 +47,7 @@ def make_pod(
     flags: Sequence[str],
     device_bytes: str | int | tuple[int, ...] | None = None,
     host_memory: str | None = None,
+    backend: str = "vllm",
 ) -> LocalPod:
     """The pod; creates its directory and its empty TMPDIR. `host_memory`: for copies of weights."""
     directory = base / "pod"
@@ -55,9 +57,10 @@ def make_pod(
         directory,
         model,
         free_pod_ports(),
-        backend="vllm",
+        backend=backend,
         backend_args=tuple(flags),
         device_bytes=device_bytes,
         tensor_parallel=ranks,
-        env=environment(base) | ({"UNDERSTUDY_HOST_MEMORY": host_memory} if host_memory else {}),
+        env=environment(base, backend)
+        | ({"UNDERSTUDY_HOST_MEMORY": host_memory} if host_memory else {}),
     )
