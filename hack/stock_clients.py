@@ -24,8 +24,12 @@ from hack import rig
 from hack.vllm.pod import make_pod, model_of
 from plumbing.errors import UnderstudyError
 from understudy.drill.clients import Target, clock
-from understudy.drill.records import GATEWAY, PARTS, Records
+from understudy.drill.records import Records
 from understudy.drill.run import Drill, DrillPlan
+from understudy.drill.targets import (
+    GATEWAY,
+    PARTS,
+)
 from understudy.drill.verdict import judge
 from understudy.pod.runner import PodRunner
 from understudy.up.models import RandomModel

@@ -23,7 +23,9 @@ from tests.e2e.processes import Processes, kill, pod_ports
 from tests.e2e.test_commands import ENVIRONMENT, UNDERSTUDY
 from tests.helpers import POLL_S
 from understudy.drill.killer import wait_whole
-from understudy.drill.records import TARGETS
+from understudy.drill.targets import (
+    TARGETS,
+)
 from understudy.pod.runner import PodRunner
 from understudy.pod.table import LocalPod
 from understudy.status.gather import PodPart, engine_parts, status_of

@@ -30,8 +30,10 @@ from understudy.cli.pods import (
 from understudy.cli.settings import DRILL_OPTIONS, NOT_WITH_POOL, POD_OPTIONS
 from understudy.drill.clients import Target, outside_target
 from understudy.drill.page import check_destination
-from understudy.drill.records import is_only_in_pool
 from understudy.drill.run import LENT_KV, NO_ADOPTION, DrillPlan
+from understudy.drill.targets import (
+    is_only_in_pool,
+)
 from understudy.host import machine
 from understudy.status.gather import require_pod
 from understudy.up import sessions

@@ -33,7 +33,8 @@ from plumbing.service.procfs import descendants, parent
 from plumbing.text import duration
 from plumbing.wire.peer import is_gone
 from understudy.drill.observer import Observer, OldTree
-from understudy.drill.records import (
+from understudy.drill.records import Kill
+from understudy.drill.targets import (
     GATEWAY,
     GMS,
     GMS_COPY,
@@ -44,7 +45,6 @@ from understudy.drill.records import (
     POOL,
     STOP,
     SUPERVISOR,
-    Kill,
     kill_request,
     process_of,
 )

@@ -38,12 +38,14 @@ from understudy.drill.records import (
     GONE,
     LOCK,
     MODEL,
-    POOL,
     EngineDeath,
     Kill,
     Moment,
     Records,
     Switch,
+)
+from understudy.drill.targets import (
+    POOL,
 )
 
 clock = SystemClock()

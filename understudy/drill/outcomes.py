@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from understudy.drill.records import (
-    GATEWAY,
     MODEL,
     PHASES,
     End,
@@ -24,6 +23,9 @@ from understudy.drill.records import (
     Outcome,
     Records,
     Upgrade,
+)
+from understudy.drill.targets import (
+    GATEWAY,
 )
 
 UNAVAILABLE = frozenset({429, 503})  # the server refused for now

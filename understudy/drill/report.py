@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from plumbing.text import duration, size
-from understudy.drill.records import GATEWAY
+from understudy.drill.targets import (
+    GATEWAY,
+)
 from understudy.drill.verdict import IN_POOL, DrillReport
 from understudy.host import ResourceUsage, machine
 

@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import itertools
 import socket
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -65,19 +65,6 @@ from understudy.drill.prompts import (
     read_expected,
 )
 from understudy.drill.records import (
-    ALL_PARTS,
-    GATEWAY,
-    GMS,
-    GMS_COPY,
-    GMS_KEEPER,
-    GMS_KV,
-    GMS_SUPERVISOR,
-    LOCKSERVER,
-    OF_MODEL,
-    POOL,
-    SHADOW,
-    STOP,
-    SUPERVISOR,
     End,
     Exchange,
     Kill,
@@ -86,7 +73,17 @@ from understudy.drill.records import (
     Records,
     StatedBound,
     Upgrade,
+)
+from understudy.drill.targets import (
+    ALL_PARTS,
+    GMS,
+    OF_MODEL,
+    SHADOW,
+    STOP,
+    SUPERVISOR,
     base_targets,
+    kill_order,
+    pool_targets,
     process_of,
     targets_of,
 )
@@ -171,53 +168,6 @@ class DrillPlan:
         """By how much deadlines are longer on the busy machine: busy loops of the same priority
         leave the pod its share."""
         return 1.0 + self.burn
-
-
-# ------------------------------------------------------------------ which kill comes next
-
-# When to kill in a pool: as a model enters one of these states.
-STATES = (
-    ModelState.DRAINING,
-    ModelState.WAKING,
-    ModelState.AWAKE,
-    ModelState.RELEASING,
-    ModelState.PENDING,
-    ModelState.LOADING,
-    ModelState.WARM,
-    ModelState.UNLOADING,
-    ModelState.OFFLOADED,
-    ModelState.COLD,
-)
-
-
-def pool_targets(backend: str | None, *, has_shadow: bool, has_copies: bool) -> tuple[str, ...]:
-    """Every part and every process, so that those of one kind are not neighbours."""
-    *names, _ = base_targets(backend)
-    # The reference backend has one process, vLLM its API server in front of others.
-    front, model = ("", names[0]) if len(names) == 1 else names[:2]
-    shadows = (f"{SHADOW}{model}", f"{SHADOW}{SUPERVISOR}") if has_shadow else ("", "")
-    # Without a shadow no engine takes over for half a minute, which is how long a hang may last.
-    hangs = (f"{STOP}{model}", f"{STOP}{SUPERVISOR}") if has_shadow else ("", "")
-    copies = (GMS_COPY, GMS_KEEPER) if has_copies else ("", "")
-    found = (
-        *(POOL, model, GATEWAY, SUPERVISOR, LOCKSERVER, shadows[0], GMS, front, GMS_KV),
-        *(hangs[0], copies[0], shadows[1], GMS_SUPERVISOR, hangs[1], copies[1]),
-    )
-    return tuple(each for each in found if each)
-
-
-def kill_order(
-    targets: Sequence[str], states: Sequence[ModelState] = STATES
-) -> Iterator[tuple[str, ModelState]]:
-    """Pairs of a target and a state, without end; no pair comes twice before all have come. The
-    first round pairs each target with another state, and each further round shifts the pairs by
-    one. A model that is cold has nothing but supervisors."""
-    for shift in itertools.count():
-        for number, target in enumerate(targets):
-            state = states[(number + shift) % len(states)]
-            is_backend = target not in ALL_PARTS and process_of(target) != SUPERVISOR
-            if not (is_backend and state is ModelState.COLD):
-                yield target, state
 
 
 # ------------------------------------------------------------------ the drill

@@ -29,15 +29,17 @@ from understudy.drill.outcomes import (
     times_away,
 )
 from understudy.drill.records import (
-    GMS,
-    PARTS,
     PHASES,
-    POOL,
     Exchange,
     Kill,
     Outcome,
     Records,
     StatedBound,
+)
+from understudy.drill.targets import (
+    GMS,
+    PARTS,
+    POOL,
 )
 
 ENGINES_MIN = 2  # an active engine and a standby

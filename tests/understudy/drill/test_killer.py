@@ -40,22 +40,24 @@ from understudy.drill.killer import (
 )
 from understudy.drill.observer import OldTree
 from understudy.drill.prompts import pool_prompts
-from understudy.drill.records import (
+from understudy.drill.records import Kill
+from understudy.drill.targets import (
     ALL_PARTS,
     GMS,
     GMS_SUPERVISOR,
     LOCKSERVER,
+    STATES,
     SUPERVISOR,
     TARGETS,
     VLLM_TARGETS,
-    Kill,
     check_target,
     is_only_in_pool,
+    kill_order,
     kill_request,
+    pool_targets,
     process_of,
     targets_of,
 )
-from understudy.drill.run import STATES, kill_order, pool_targets
 
 HOLDS_ITSELF = """
 import os

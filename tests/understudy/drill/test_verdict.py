@@ -41,9 +41,6 @@ from understudy.drill.outcomes import (
 )
 from understudy.drill.page import page_data
 from understudy.drill.records import (
-    GATEWAY,
-    LOCKSERVER,
-    TARGETS,
     End,
     EngineDeath,
     Kill,
@@ -55,6 +52,11 @@ from understudy.drill.records import (
     Upgrade,
 )
 from understudy.drill.report import print_report
+from understudy.drill.targets import (
+    GATEWAY,
+    LOCKSERVER,
+    TARGETS,
+)
 from understudy.drill.verdict import RULES, Bounds, DrillReport, judge, kv_share
 from understudy.up.sessions import DrillResult, compare_adoption
 

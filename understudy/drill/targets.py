@@ -1,0 +1,147 @@
+"""What a drill kills: the names of the targets, which of them a pod has, and their order.
+
+Pure. How each is found and killed is in `killer.py`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Sequence
+
+from engine import messages as engine_messages
+from pool.core.states import ModelState
+
+SUPERVISOR = "supervisor"
+# Parts that are not engines: their deaths must not affect anything else.
+LOCKSERVER = "lockserver"
+GMS = "gms"  # a device's memory server; in a pool, that of a model's weights
+GMS_SUPERVISOR = "gms-supervisor"  # its servers die with it
+GATEWAY = "gateway"  # requests in it are lost with it
+PARTS = (LOCKSERVER, GMS, GMS_SUPERVISOR, GATEWAY)
+
+# Parts of a pool only.
+POOL = "pool"
+GMS_KV = "gms-kv"  # the server of a model's KV memory
+GMS_COPY = "gms-copy"  # the server of the copy of a model's weights in host memory
+GMS_KEEPER = "gms-keeper"  # the process that outlives that server with the copy
+POOL_ONLY = (POOL, GMS_KV, GMS_COPY, GMS_KEEPER)
+OF_MODEL = (GMS, GMS_KV, GMS_COPY, GMS_KEEPER)  # in a pool, each model has its own
+ALL_PARTS = (*PARTS, *POOL_ONLY)
+
+# The targets in an engine of one rank, by backend; vLLM's have no prefix.
+TARGETS = ("backend-model", SUPERVISOR)
+OLD_TARGETS = {"backend-http": "backend-model"}  # until November 2026 a process of its own
+VLLM_TARGETS = ("api", "core", "worker", SUPERVISOR)
+BACKEND = "backend-"  # prefix of all backend processes in an engine's own names
+STOP = "stop:"  # SIGSTOP to a process of an engine: a simulated hang
+SHADOW = "shadow:"  # in a pool: a process of the engine that does not hold its model's lock
+
+
+def check_target(text: str) -> str:
+    """`text`, if it is a valid target. The engine decides whether the rank exists.
+
+    Raises:
+        ValueError: with the valid targets.
+    """
+    for prefix in (SHADOW, STOP):
+        if text.startswith(prefix):
+            process = check_target(text.removeprefix(prefix))
+            if process in ALL_PARTS or process.startswith((prefix, SHADOW)):
+                raise ValueError(f"{prefix} is for processes of an engine: {process} is not one")
+            return prefix + process
+    if text in OLD_TARGETS:
+        return OLD_TARGETS[text]
+    if text in (*TARGETS, *ALL_PARTS) or re.fullmatch(r"backend-model-[1-9]\d?", text):
+        return text
+    plain = text.removeprefix(BACKEND)
+    if re.fullmatch(r"api|core|worker(-[1-9]\d?)?", plain):
+        return plain
+    ranks = "backend-model-1, backend-model-2, … of a tensor-parallel engine"
+    vllm = "api, core, worker, worker-1, … of vLLM"
+    raise ValueError(
+        f"must be one of {', '.join(TARGETS)}, {ranks}, {vllm}, or {', '.join(PARTS)}; {STOP}NAME"
+        " stops a process of an engine, to simulate a hang, instead of killing it; with --pool"
+        f" also {', '.join(POOL_ONLY)}, {SHADOW}PROCESS"
+    )
+
+
+def is_only_in_pool(target: str) -> bool:
+    return target in POOL_ONLY or target.startswith(SHADOW)
+
+
+def process_of(target: str) -> str:
+    """The engine's process in a target: `backend-model` of `shadow:stop:backend-model`."""
+    return re.sub(rf"^({SHADOW}|{STOP})+", "", target)
+
+
+def base_targets(backend: str | None) -> tuple[str, ...]:
+    """The targets in every engine with `backend`, whatever its number of ranks."""
+    return VLLM_TARGETS if backend == "vllm" else TARGETS
+
+
+def targets_of(backend: str | None, processes: Iterable[str]) -> tuple[str, ...]:
+    """The targets to kill in turn in an engine with `processes`: all, rank after rank."""
+    *base, last = base_targets(backend)
+    ranks = sorted(
+        (int(number), name.removeprefix(BACKEND))
+        for name in processes
+        for number in re.findall(r"-(\d+)$", name)
+    )
+    prefix = BACKEND if base[-1].startswith(BACKEND) else ""
+    return (*base, *(f"{prefix}{name}" for _, name in ranks), last)
+
+
+def kill_request(target: str) -> engine_messages.KillMsg:
+    """The message that makes an engine kill or stop `target`."""
+    process = process_of(target)
+    if process != SUPERVISOR:
+        process = BACKEND + process.removeprefix(BACKEND)
+    return engine_messages.KillMsg(process, is_stop=STOP in target)
+
+
+# ------------------------------------------------------------------ which kill comes next in a pool
+
+# When to kill in a pool: as a model enters one of these states.
+STATES = (
+    ModelState.DRAINING,
+    ModelState.WAKING,
+    ModelState.AWAKE,
+    ModelState.RELEASING,
+    ModelState.PENDING,
+    ModelState.LOADING,
+    ModelState.WARM,
+    ModelState.UNLOADING,
+    ModelState.OFFLOADED,
+    ModelState.COLD,
+)
+
+
+def pool_targets(backend: str | None, *, has_shadow: bool, has_copies: bool) -> tuple[str, ...]:
+    """Every part and every process, so that those of one kind are not neighbours."""
+    *names, _ = base_targets(backend)
+    # The reference backend has one process, vLLM its API server in front of others.
+    front, model = ("", names[0]) if len(names) == 1 else names[:2]
+    shadows = (f"{SHADOW}{model}", f"{SHADOW}{SUPERVISOR}") if has_shadow else ("", "")
+    # Without a shadow no engine takes over for half a minute, which is how long a hang may last.
+    hangs = (f"{STOP}{model}", f"{STOP}{SUPERVISOR}") if has_shadow else ("", "")
+    copies = (GMS_COPY, GMS_KEEPER) if has_copies else ("", "")
+    found = (
+        *(POOL, model, GATEWAY, SUPERVISOR, LOCKSERVER, shadows[0], GMS, front, GMS_KV),
+        *(hangs[0], copies[0], shadows[1], GMS_SUPERVISOR, hangs[1], copies[1]),
+    )
+    return tuple(each for each in found if each)
+
+
+def kill_order(
+    targets: Sequence[str], states: Sequence[ModelState] = STATES
+) -> Iterator[tuple[str, ModelState]]:
+    """Pairs of a target and a state, without end; no pair comes twice before all have come. The
+    first round pairs each target with another state, and each further round shifts the pairs by
+    one. A model that is cold has nothing but supervisors."""
+    for shift in itertools.count():
+        for number, target in enumerate(targets):
+            state = states[(number + shift) % len(states)]
+            is_backend = target not in ALL_PARTS and process_of(target) != SUPERVISOR
+            if not (is_backend and state is ModelState.COLD):
+                yield target, state
