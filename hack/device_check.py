@@ -30,6 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent  # hack.rig imports what may be mi
 BENCH = ROOT / "bench" / "device"
 SCHEMA = 1
 FIRST = "device"
+STAND_IN_ENV = "STANDIN_MACHINE"  # is set where the stand-in is
 PART_S_MIN = 8.0  # no part finds anything in less
 STILL_S = 0.3  # how long memory in use must not change to count
 REAL = {"max_gib": 80.0, "max_kills": 100, "still_s": STILL_S}
@@ -57,8 +58,10 @@ def _check(flags: argparse.Namespace) -> int:
     if unknown := set(names) - {*PARTS}:
         print(f"unknown parts: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
         return 2
-    if flags.stand_in:
-        os.environ.update(_stand_in())
+    if flags.stand_in and STAND_IN_ENV not in os.environ:
+        # A process finds libraries by the environment that it begins with.
+        words = [sys.executable, "-m", "hack.device_check", *sys.argv[1:]]
+        os.execve(sys.executable, words, {**os.environ, **_stand_in()})
     device, reason = _device(flags.device)
     if device is None:
         print(f"device check: no GPU can be used here ({reason}); skipped {', '.join(names)}")
