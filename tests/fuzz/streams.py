@@ -8,9 +8,10 @@ merged and flipped anywhere.
 
 from __future__ import annotations
 
+import functools
 import os
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -67,7 +68,8 @@ def value_of(hint: Any) -> Any:
     return plain.get(hint)  # None for X | None
 
 
-def body_of(cls: type[Any]) -> dict[str, Any]:
+@functools.cache  # reading type hints takes longer than all else
+def body_of(cls: type[Any]) -> Mapping[str, Any]:
     hints = typing.get_type_hints(cls, include_extras=True)
     body = {name: value_of(hints[name]) for name in cls.__struct_fields__}
     return {name: WORDS.get(name, value) for name, value in body.items()}

@@ -3,10 +3,7 @@
 import time
 from datetime import UTC, datetime, timedelta, timezone
 
-import pytest
-
 from plumbing.service.clock import SystemClock, rfc3339
-from tests.fake_clock import FakeClock
 
 
 def test_system_clock_is_clock_monotonic_and_utc():
@@ -16,17 +13,6 @@ def test_system_clock_is_clock_monotonic_and_utc():
     after = time.clock_gettime(time.CLOCK_MONOTONIC) * 1000
     assert before <= now <= after
     assert SystemClock().wall().utcoffset() == timedelta(0)
-
-
-def test_fake_clock_moves_both_readings_and_never_back():
-    """Goal: a test owns time; method: advance, then try to go back."""
-    clock = FakeClock(start_ms=5)
-    wall = clock.wall()
-    clock.advance(1500)
-    assert clock.now_ms() == 1505
-    assert clock.wall() - wall == timedelta(seconds=1.5)
-    with pytest.raises(ValueError, match="cannot go back"):
-        clock.advance(-1)
 
 
 def test_rfc3339_of_another_zone_is_utc_with_milliseconds():

@@ -6,16 +6,12 @@ import signal
 import sys
 import textwrap
 
-import pytest
 import uvloop
 
 from plumbing.service.signals import SignalInbox, wait_signals
 
-LOOPS = pytest.mark.parametrize("loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop])
 
-
-@LOOPS
-def test_signals_arrive_in_order_and_none_is_merged(loop_factory):
+def test_signals_arrive_in_order_and_none_is_merged():
     """Goal: a second SIGTERM is a second message; method: three real signals to this process."""
 
     async def main():
@@ -29,13 +25,12 @@ def test_signals_arrive_in_order_and_none_is_merged(loop_factory):
         finally:
             inbox.close()
 
-    with asyncio.Runner(loop_factory=loop_factory) as runner:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         got = runner.run(main())
     assert got == [signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM]
 
 
-@LOOPS
-def test_wait_signals_returns_the_first_and_restores_the_default(loop_factory):
+def test_wait_signals_returns_the_first_and_restores_the_default():
     """Goal: after it a signal kills again; method: read the handler before and after."""
 
     async def main():
@@ -45,7 +40,7 @@ def test_wait_signals_returns_the_first_and_restores_the_default(loop_factory):
         return await waiting
 
     before = signal.getsignal(signal.SIGUSR1)
-    with asyncio.Runner(loop_factory=loop_factory) as runner:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         assert runner.run(main()) == signal.SIGUSR1
     assert signal.getsignal(signal.SIGUSR1) == before
 
