@@ -126,7 +126,7 @@ def test_killed_container_is_gone_before_the_next_is_granted_and_comes_back_as_s
         bystander = await with_bystander(pod, before.engine)
         with Processes(await pod.processes(before.engine)) as old:
             assert {pid, bystander} < old.alive()
-            assert len(old.alive()) == 5  # and the supervisor, and the backend's two
+            assert len(old.alive()) == 4  # and the supervisor, and its backend
             async with home.load() as load, grants_in(pod.directory, old) as grants:
                 await load.answers()
                 kill(pid)
