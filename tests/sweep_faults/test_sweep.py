@@ -171,8 +171,6 @@ def test_nothing_fails_or_is_recorded_at_rest(control: Control) -> None:
 
 # Each of these once took failover away, or an engine, or a part of the pod.
 SAMPLE = (
-    # The lock server could not lend its socket: the engine was ready and could not serve.
-    Case("restart", "lockserver", "descriptor", "lockserver/server/service_socket.py:copy:"),
     # A supervisor could not start its backend: it stayed in `init`, without a process.
     Case("relaunch", "standby-supervisor", "descriptor", "socketpair@"),
     # A backend could not open its checkpoint: it was called broken, and its supervisor ended.
