@@ -49,7 +49,7 @@ models:
 """
 PROMPTS = {"a": "one rainy day", "b": "the other one"}
 TOKENS = 300
-ASKED = 4  # by each client
+ASKED = 2  # by each client
 CLIENTS = 2  # of each model
 LONG = 1000  # tokens of a stream that an engine dies in
 
