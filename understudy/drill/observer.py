@@ -227,26 +227,30 @@ class Observer:
     def _on_lockserver(self, message: Message) -> None:
         wanted = self._kill.lock if self._kill is not None else "active"
         if isinstance(message, lock_messages.GrantedMsg) and message.lock == wanted:
-            self._granted(message.engine, message.token)
+            self._granted(message.engine, message.token, message.incarnation)
         elif isinstance(message, lock_messages.EventMsg):
             record, data = message.record, message.record.get("data") or {}
             if data.get("lock") != wanted:
                 return
             if record.get("type") in LOCK_STATES:
-                state, engine = LOCK_STATES[record["type"]], data.get("engine")
-                self._note(LOCK, state, str(engine or ""), record.get("mono_ms"))
+                state = LOCK_STATES[record["type"]]
+                self._note(LOCK, state, str(data.get("engine") or ""), record.get("mono_ms"))
             if record.get("type") == "lock.granted":
-                self._granted(str(data.get("engine")), int(data.get("token", 0)))
+                engine, token = str(data.get("engine")), int(data.get("token", 0))
+                self._granted(engine, token, data.get("incarnation"))
                 self._note_grant(data)
         elif isinstance(message, lock_messages.StatusReplyMsg):
             lock = (message.document.get("locks") or {}).get(wanted) or {}
             holder = (lock.get("holder") or {}).get("engine")
             self._note(LOCK, str(lock.get("state", "unknown")), str(holder or ""))
 
-    def _granted(self, engine: str, token: int) -> None:
+    def _granted(self, engine: str, token: int, incarnation: str | None) -> None:
         """A newer grant: the old tree must be gone. Reported twice, as message and as event."""
         kill = self._kill
         if kill is None or token <= kill.old_token or kill.new_token is not None:
+            return
+        if incarnation is not None and incarnation == kill.incarnation:
+            kill.old_token = token  # the victim's own grant, from before its death
             return
         kill.new_token, kill.new_engine = token, engine
         alive = self._tree.alive()

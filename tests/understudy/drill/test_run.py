@@ -23,7 +23,7 @@ from understudy.cli.main import main
 from understudy.drill import run as drill_run
 from understudy.drill.killer import wait_whole
 from understudy.drill.observer import Observer, OldTree
-from understudy.drill.records import Records
+from understudy.drill.records import Kill, Records
 from understudy.drill.run import Drill, DrillPlan
 from understudy.drill.verdict import DrillReport, judge
 from understudy.status.gather import gather
@@ -188,6 +188,28 @@ def test_observer_sees_a_model_enter_a_state_and_switches(directory):
     assert [each.length_ms for each in records.switches] == [12]
     states = [each.state for each in records.moments if each.part == "model a"]
     assert states == ["awake", "cold", "awake"]
+
+
+def test_grant_to_the_victim_itself_is_no_second_active_engine(directory):
+    """Goal: an engine that is killed as it wakes. Method: its own grant is heard after its kill;
+    then another engine is granted the lock while a process of it, this one, lives."""
+
+    def granted(engine: str, incarnation: str, token: int) -> EventMsg:
+        data = {"lock": "active", "engine": engine, "incarnation": incarnation, "token": token}
+        return EventMsg({"type": "lock.granted", "mono_ms": 7.0, "data": data})
+
+    async def main():
+        records = Records()
+        observer = Observer(directory, {}, records)
+        kill = Kill("backend-model", "engine-0", incarnation="e-1")
+        observer.expect(kill, OldTree.of([os.getpid()]))
+        observer._on_lockserver(granted("engine-0", "e-1", 2))
+        assert (records.overlaps, records.grants_checked, kill.old_token) == ([], 0, 2)
+        observer._on_lockserver(granted("engine-1", "f-1", 3))
+        assert (len(records.overlaps), records.grants_checked, kill.new_token) == (1, 1, 3)
+        await observer.close()
+
+    asyncio.run(main())
 
 
 def test_wait_whole_names_what_is_missing(directory):
