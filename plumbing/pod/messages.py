@@ -1,7 +1,7 @@
 """Messages that several parts of a pod send: an engine's goal and report, and those of observers.
 
 `SetGoalMsg` and `EngineReportMsg` (`shall` and `am` on the wire) travel on `engine_<id>.sock`. The
-pool sends goals; without a pool the gateway's parent and the command line do. Both messages are
+pool sends goals; without a pool the gateway and the command line do. Both messages are
 level-triggered: each carries all that its sender has to say, and may be repeated. One field of each
 is only a pool's, and is left out of the message where there is no pool. `engine/core` decides what
 follows from a goal.

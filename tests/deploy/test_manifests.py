@@ -298,7 +298,7 @@ def test_pod_to_try_out_writes_its_model_itself(overlay: str, tmp_path: Path):
         assert (tmp_path / "config.json").exists()
 
 
-GATEWAY_IDLE_BYTES = 192 << 20  # a parent, the child that serves and its spare
+GATEWAY_IDLE_BYTES = 192 << 20  # two gateways while one replaces the other, and their init
 HANG_FOUND_S = 4.0  # its backend serves meanwhile
 STALL_S = 30.0  # a machine that does nothing for so long has other problems
 HOLD_S = 10.0
