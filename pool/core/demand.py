@@ -9,8 +9,9 @@ model would get a second turn before others had one.
 
 A gateway that is not connected keeps what it has said: its requests are, as far as anybody knows,
 where they were. That ends when it is heard again, or when its process has ended. Where nobody can
-tell of its end, as after a restart of the pool, one of a new name takes its place: a pod has one
-service address, so a new gateway usually means that the old one is no more.
+tell of its end, as after a restart of the pool, one of a new name takes its place, unless that
+replaces one that is known to have ended: a pod has one service address, so a new gateway usually
+means that the old one is no more.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class Demand:
         self._said: dict[str, Mapping[str, ModelDemand]] = {}
         self._gone: set[str] = set()
         self._watched: set[str] = set()  # of these: somebody tells of their end
+        self._vacant = 0  # how many are known to have ended, and are not replaced yet
         self.is_heard = False  # by any gateway since the start: until then nobody knows who waits
 
     @property
@@ -49,7 +51,9 @@ class Demand:
         before = self._said.get(event.gateway, {})
         changed = {name for name, each in event.models.items() if before.get(name) != each}
         changed.update(name for name in before if name not in event.models)
-        if event.gateway not in self._said:
+        if event.gateway not in self._said and self._vacant:
+            self._vacant -= 1
+        elif event.gateway not in self._said:
             for name in self._gone - self._watched:
                 changed.update(self._said.pop(name))
                 self._gone.discard(name)
@@ -65,7 +69,7 @@ class Demand:
         """It is not connected. `is_dead`: and its requests have ended with it."""
         self._watched.discard(gateway)
         if is_dead:
-            self._said.pop(gateway, None)
+            self._vacant += self._said.pop(gateway, None) is not None
             self._gone.discard(gateway)
         elif gateway in self._said:
             self._gone.add(gateway)

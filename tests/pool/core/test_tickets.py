@@ -1,7 +1,7 @@
 """Goal: who is before whom. Method: tickets of known ages and priorities."""
 
-from pool.core.demand import TicketView, first_ticket, level_of, next_change_ms
-from pool.core.events import LeaseAsked, Ticket, TicketKind
+from pool.core.demand import Demand, TicketView, first_ticket, level_of, next_change_ms
+from pool.core.events import DemandCame, LeaseAsked, Ticket, TicketKind
 from pool.core.model import a_lease, grant
 from pool.core.states import ModelState, PoolRules
 from tests.pool.core.views import GIB
@@ -44,3 +44,18 @@ def test_lease_waits_like_a_model_and_then_stays():
     grant(lease)
     assert (lease.state, lease.is_pinned, lease.ticket) == (ModelState.AWAKE, True, None)
     assert lease.booked == {"0": 20 * GIB}
+
+
+def test_new_gateway_takes_the_place_of_one_that_has_ended_and_else_of_one_that_nobody_watches():
+    """Goal: after a restart of the pool, no gateway that lives is taken for dead. Method: two are
+    on file, and one of them, which was heard since, ends."""
+    demand = Demand()
+    demand.restore(["first", "second"])
+    demand.hear(DemandCame("second", {}))
+    demand.lose("second", is_dead=True, is_watched=False)
+    demand.hear(DemandCame("third", {}))
+    assert demand.gateways == ("first", "third")
+    assert not demand.is_quiet("a", 0)
+    demand.hear(DemandCame("fourth", {}))
+    assert demand.gateways == ("third", "fourth")
+    assert demand.is_quiet("a", 0)
