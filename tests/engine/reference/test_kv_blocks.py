@@ -214,10 +214,10 @@ def test_what_a_slot_has_is_believed_only_while_it_is_true(decoder: Decoder, see
     source = random.Random(seed)
     pool, reused = Pool(decoder, blocks=6), 0
     made: dict[TokenRequest, list[int]] = {}
-    for life in range(12):
-        for number in range(3 * life, 3 * life + source.randrange(3)):
+    for life in range(40):
+        for number in range(3 * life, 3 * life + source.randrange(1, 4)):
             length = source.choice((3, 20, 40, 64))
-            made.setdefault(TokenRequest(number, prompt(length, number), 60, SEEDED), [])
+            made.setdefault(TokenRequest(number, prompt(length, number), 30, SEEDED), [])
         generator, prefixes = pool.generator(decoder, f"engine {life}")
         for request in source.sample(sorted(made, key=hash), len(made)):
             made[request] = made[request][: -source.randrange(4) or None]
@@ -235,6 +235,19 @@ def test_what_a_slot_has_is_believed_only_while_it_is_true(decoder: Decoder, see
                 )
         reused += prefixes.reused % PREFILL_CHUNK
     assert reused > 0
+
+
+def test_canary_is_given_no_slot_whose_sequence_may_resume(decoder: Decoder):
+    """It writes to the first positions of its slot. Method: a successor with one slot left, then
+    none."""
+    pool = Pool(decoder)
+    for number in range(SLOTS):
+        generator, _ = pool.generator(decoder, f"engine {number}")
+        assert generator.unused_slot() is not None
+        generator.submit(TokenRequest(number, prompt(5, number), 9, SEEDED))
+        generator.step()
+        successor, _ = pool.generator(decoder, f"successor {number}")
+        assert (successor.unused_slot() is None) == (number == SLOTS - 1)
 
 
 def test_published_block_has_the_checksum_of_its_bytes_at_every_copy(decoder: Decoder):
