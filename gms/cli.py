@@ -1,7 +1,7 @@
 """The `gms` command: `serve`, `status`, `inspect`, `verify`, `drop`, `drop-kv`, `offload`.
 
-The hidden commands are the processes that `serve` starts: a server for each device's weights and KV
-memory, and the two that keep and make host copies. Options and settings come first.
+The hidden commands are the processes that `serve` starts: a server for each device and one for host
+copies, and the two that keep and make host copies. Options and settings come first.
 """
 
 from __future__ import annotations
@@ -10,17 +10,16 @@ import asyncio
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import click
 
 from gms import names, report
 from gms.server.devices import VISIBLE, devices_to_serve
-from gms.server.kv_server import KvServer
-from gms.server.memory_server import MemoryServer
-from gms.server.server import STALL_MS, DeviceServer
-from gms.shortage import check_room, reported_at_start
+from gms.server.process import DeviceProcess
+from gms.server.server import STALL_MS
+from gms.shortage import FDS_OF_PLACE, FDS_TO_START, check_room, reported_at_start
 from gms.vmm.host import HostMemory
 from gms.vmm.interface import DeviceMemory
 from plumbing.errors import UnreachableError, UsageError
@@ -90,12 +89,12 @@ SERVE_DEVICE = (
     DIRECTORY,
     MEMORY,
     Option("device", str, help="The device's name."),
+    Option("place", str, (), "What of it to serve, HOST-0.MODEL. Repeatable. Default: the device.",
+           many=True),
     DEVICE_BYTES,
     STALL,
     Option("restarts", int, 0, "Number of servers that the device had before this one.", minimum=0),
-)
-
-SERVE_KV = tuple(option for option in SERVE_DEVICE if option is not STALL)
+)  # fmt: skip
 
 
 def sizes_of(devices: Sequence[str], sizes: tuple[int, ...] | None) -> dict[str, int]:
@@ -142,6 +141,7 @@ def serve(config: Resolved) -> None:
     devices = devices_to_serve(gpus) if is_cuda else [f"HOST-{n}" for n in range(config["devices"])]
     write_device_names(directory, devices)
     models = model_names(config["model"]) or ("",)
+    on = {device: [place_of(device, model) for model in models] for device in devices}
     places = [place_of(device, model) for model in models for device in devices]
     device_bytes = sizes_of(devices, config["device_bytes"])
     # The pool's books say how much of host memory each model may have.
@@ -149,96 +149,64 @@ def serve(config: Resolved) -> None:
     if copies_bytes is not None and not config["model"]:
         copies_bytes = max(1, copies_bytes // len(devices))
 
-    def command(device: str, restarts: int, verb: str = "serve-device") -> list[str]:
-        """How the next server of `device` is started."""
-        is_copy = names.is_offload(device)
-        flags = {
-            "--dir": directory,
-            "--memory": "host" if is_copy else config["memory"],
-            "--device": device,
-            "--restarts": restarts,
-        }
-        if verb == "serve-device":
-            flags["--stall-s"] = config["stall_s"]
-        if is_copy:
-            flags["--device-bytes"] = copies_bytes
-        elif device_bytes:
-            flags["--device-bytes"] = device_bytes[device_of(device)]
-        return _words(verb, flags)
+    def command(device: str, restarts: int) -> list[str]:
+        """How the next server of `device`, or of host copies, is started."""
+        is_copies = device == names.COPIES
+        flags: list[object] = [
+            *("--dir", directory, "--device", device, "--restarts", restarts),
+            *("--memory", "host" if is_copies else config["memory"]),
+            *("--stall-s", config["stall_s"]),
+        ]
+        served = [names.offload_device(place) for place in places] if is_copies else on[device]
+        flags += [word for place in served for word in ("--place", place)]
+        if limit_bytes := copies_bytes if is_copies else device_bytes.get(device):
+            flags += ["--device-bytes", limit_bytes]
+        return _words("serve-device", flags)
 
     supervisor = GmsSupervisor(
         directory,
-        places,
+        on,
         command,
         # A server sees its own device and nothing else.
-        environment=lambda place: {VISIBLE: device_of(place)} if is_cuda else {},
+        environment=lambda device: {VISIBLE: device_of(device)} if is_cuda else {},
         http_host=config["http_host"],
         http_port=config["http_port"],
         allowed_hosts=config["http_allowed_host"],
-        kv_command=lambda device, restarts: command(device, restarts, "serve-kv"),
         copy_command=None
         if copies_bytes is None
-        else lambda device: _words("keep-copy", {"--dir": directory, "--device": device}),
+        else lambda device: _words("keep-copy", ["--dir", directory, "--device", device]),
     )
     sys.exit(run_async(supervisor.run))
 
 
-def _words(verb: str, flags: Mapping[str, object]) -> list[str]:
-    words = (str(word) for flag in flags.items() for word in flag)
-    return [sys.executable, "-m", "gms.cli", verb, *words]
+def _words(verb: str, flags: Iterable[object]) -> list[str]:
+    return [sys.executable, "-m", "gms.cli", verb, *map(str, flags)]
 
 
 @main.command("serve-device", hidden=True)
 @options(SERVE_DEVICE)
 def serve_device(config: Resolved) -> None:
-    """One device's server; started by `serve`."""
-
-    def server(directory: str, memory: DeviceMemory, capacity_bytes: int) -> DeviceServer:
-        return DeviceServer(
-            directory,
-            config["device"],
-            memory,
-            capacity_bytes,
-            stall_ms=config["stall_s"] * 1000,
-            restarts_total=config["restarts"],
-            counts_kv=_is_bounded(config),
-        )
-
-    _serve(config, server)
-
-
-@main.command("serve-kv", hidden=True)
-@options(SERVE_KV)
-def serve_kv(config: Resolved) -> None:
-    """The server of one device's KV memory; started by `serve`."""
-
-    def server(directory: str, memory: DeviceMemory, device_bytes: int) -> KvServer:
-        capacity_bytes = device_bytes if _is_bounded(config) else None
-        restarts = config["restarts"]
-        return KvServer(
-            directory, config["device"], memory, capacity_bytes, restarts_total=restarts
-        )
-
-    _serve(config, server)
-
-
-def _is_bounded(config: Resolved) -> bool:
-    """Whether weights and KV memory share one limit. Host memory without a given one has 4 GiB for
-    weights, and for KV memory what the machine has free."""
-    return config["memory"] != "host" or config["device_bytes"] is not None
-
-
-def _serve(config: Resolved, server: Callable[[str, DeviceMemory, int], MemoryServer[Any]]) -> None:
-    """Run the server that `server` makes of the directory, the device's memory, and how much of it
-    may be used."""
+    """The server of one device, or of all host copies; started by `serve`."""
     _as_child(config)
     with reported_at_start():
-        check_room()
+        places = config["place"] or (config["device"],)
+        check_room(FDS_TO_START + FDS_OF_PLACE * len(places))
         # Before any loop runs: a driver may take seconds to initialise.
         memory, capacity_bytes = _memory(config)
 
         async def run() -> None:
-            await _run(server(paths.runtime_dir(config["dir"]), memory, capacity_bytes))
+            process = DeviceProcess(
+                paths.runtime_dir(config["dir"]),
+                places,
+                memory,
+                capacity_bytes,
+                # Host memory without a given limit has 4 GiB for weights, and for KV memory what
+                # the machine has free.
+                is_bounded=config["memory"] != "host" or config["device_bytes"] is not None,
+                stall_ms=config["stall_s"] * 1000,
+                restarts_total=config["restarts"],
+            )
+            await _run(process)
 
         run_async(run)
 
@@ -258,7 +226,7 @@ def _memory(config: Resolved) -> tuple[DeviceMemory, int]:
     return cuda, min(wanted_bytes or cuda.capacity_bytes, cuda.capacity_bytes)
 
 
-async def _run(server: MemoryServer[Any]) -> None:
+async def _run(server: DeviceProcess) -> None:
     asyncio.get_running_loop().set_exception_handler(_crash)
     signals = SignalInbox()  # first: a SIGTERM during the start must not leave a socket behind
     with reported_at_start():  # again: `run_async` ends the process on such an error

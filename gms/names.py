@@ -16,6 +16,7 @@ from plumbing.pod.paths import KV as KV
 from plumbing.pod.paths import WEIGHTS as WEIGHTS
 
 OFFLOAD = "OFFLOAD-"
+COPIES = "OFFLOAD"  # the one server of all host copies
 
 PLACE_PATTERN = rf"[A-Za-z0-9-]+(?:\.{NAME_PATTERN})?"
 # HOST-0, GPU-<uuid>, MIG-<uuid>, HOST-0.chat

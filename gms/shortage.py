@@ -15,6 +15,7 @@ from plumbing.pod.supervision import SHORTAGE_EXIT_CODE, SHORTAGES
 # What a server opens until it serves (14), and a first writer. With less, libuv aborts the process
 # and uvloop raises what nobody can read, so the room is checked before.
 FDS_TO_START = 24
+FDS_OF_PLACE = 8  # sockets, their locks, the journal, the supervisor's connections
 CAUSES_MAX = 8  # that are looked at: an error may even be its own cause
 NO_THREAD = "can't start new thread"  # Python's RuntimeError, which has no errno
 
@@ -51,7 +52,7 @@ def exhausted(error: UnderstudyError) -> UnderstudyError:
     return UnderstudyError("gms.server_exhausted", f"{why}. It failed at: {error.message}")
 
 
-def check_room(fds: int = FDS_TO_START) -> None:
+def check_room(fds: int) -> None:
     """Check that this process may open that many more descriptors.
 
     Raises:

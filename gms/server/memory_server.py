@@ -218,7 +218,13 @@ class MemoryServer(Handler, abc.ABC, Generic[M]):
             for name in self.threads
         }
         self._driver, self._closer = self._threads["driver"], self._threads["closer"]
-        state = self._begin()
+        try:
+            state = self._begin()
+        except BaseException:  # it may be started again
+            await self._server.close()
+            for thread in self._threads.values():
+                thread.close(0)
+            raise
         serving = f"serving the {self.tag} of {self.device}: {state}"
         self.log.record("gms.serving", serving, data={"device_uuid": self.device})
         self._arm()

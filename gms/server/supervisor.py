@@ -1,15 +1,17 @@
-"""`gms serve`: one server process per device, started, watched, and restarted in place.
+"""`gms serve`: one server process per device, and one for host copies, started, watched, and
+restarted in place.
 
 It relays the servers' events, so that one address serves all devices. It holds no memory and
 decides nothing about it. The servers die with it (PDEATHSIG), so none is ever left unwatched. What
 happens to one device's server, even that it cannot be started, disturbs no other's.
 
-`Child` is one device's server: its process, its answers, its last status. A server that hangs is
-killed: its memory lives on in its readers. But only for its own silence: not while it waits for a
-CPU, nor while this process has no descriptor left to ask with.
+`Child` is such a process. Every memory that it serves, the weights or the KV memory of a device (of
+a model, in a pool), has a socket of its own: a `Served` watches it. A process that hangs is killed:
+its memory lives on in its readers. But only for its own silence: not while it waits for a CPU, nor
+while this process has no descriptor left to ask with.
 
 `CopierProcess` keeps a device's host copy (`gms.host_copy`). It has no socket, so the supervisor
-knows only whether it runs. Neither it nor the copy's server is ever given up: weights are served
+knows only whether it runs. Neither it nor the copies' server is ever given up: weights are served
 without a copy.
 """
 
@@ -46,9 +48,8 @@ from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.messages import HelloMsg, Message, WelcomeMsg
 from plumbing.wire.server import PathGuard
 
-# Of a KV server that keeps dying: a start costs a second of one core, and without the server an
-# engine that wakes has no cache, or waits.
-KV_RETRY_S = 10.0
+# Of a server of copies that keeps dying: a start costs a second of one core.
+COPIES_RETRY_S = 10.0
 STOP_S = 5.0  # for a server to exit by itself; it has nothing to save
 
 
@@ -58,7 +59,7 @@ class GmsSupervisor:
     def __init__(
         self,
         directory: str,
-        devices: Sequence[str],
+        devices: Mapping[str, Sequence[str]],
         command: Callable[[str, int], Sequence[str]],
         *,
         http_host: str,
@@ -66,30 +67,26 @@ class GmsSupervisor:
         allowed_hosts: Sequence[str] = (),
         environment: Callable[[str], Mapping[str, str]] = lambda device: {},
         clock: Clock | None = None,
-        kv_command: Callable[[str, int], Sequence[str]] | None = None,
         copy_command: Callable[[str], Sequence[str]] | None = None,
     ) -> None:
-        """`command`: how to start a device's server, given how many it had before; `kv_command`
-        likewise for the server of its KV memory, if it has one; `copy_command` for what keeps its
-        weights' copy in host memory, which then has a server (`command`), too."""
+        """`devices`: the places that each device's server serves; `command`: how that server is
+        started, given how many it had before; `copy_command`: for what keeps the copy of a place's
+        weights in host memory, whose places `command` serves under the name of `names.COPIES`."""
         self.directory = directory
         self.clock = clock or SystemClock()
         self.log = EventLog("gms", self.clock)
-        copied = list(devices) if copy_command is not None else []
-        hosts = [names.offload_device(device) for device in copied]
-        kv_devices = list(devices) if kv_command is not None else []
+        places = [place for served in devices.values() for place in served]
+        copies = [names.offload_device(place) for place in places if copy_command is not None]
         metrics = Metrics()
-        self.metrics = GmsMetrics(metrics, [*devices, *hosts], names.WEIGHTS)
-        self.kv_metrics = KvMetrics(metrics, kv_devices)
+        self.metrics = GmsMetrics(metrics, [*places, *copies], names.WEIGHTS)
+        self.kv_metrics = KvMetrics(metrics, places)
         self.log.subscribe(self.metrics.count)
-        self._commands = {names.WEIGHTS: command, names.KV: kv_command or command}
-        self._environment = environment
-        self.children = [self._child(device) for device in devices]
-        self.host_children = [self._child(host) for host in hosts]
-        self.kv_children = [self._child(device, names.KV) for device in kv_devices]
+        self._command, self._environment = command, environment
+        self.children = [self._child(device, served) for device, served in devices.items()]
+        self.copies = self._child(names.COPIES, copies) if copies else None
         self.copiers = [
-            CopierProcess(device, copy_command, environment, self.log)
-            for device in copied
+            CopierProcess(place, copy_command, environment, self.log)
+            for place in places
             if copy_command is not None
         ]
         self.http = HttpServer(
@@ -101,14 +98,16 @@ class GmsSupervisor:
             events=self.log,
             allowed_hosts=allowed_hosts,
         )
-        for child in self.children:
-            child.on_recovery = self._tell_why
         self._absence: AbsenceFile | None = None
         self._exit_code: asyncio.Future[int] | None = None
 
-    def _child(self, device: str, tag: str = names.WEIGHTS) -> Child:
-        metrics = self.kv_metrics if tag == names.KV else self.metrics
-        return Child(self.directory, device, self.clock, metrics, self.log, tag)
+    def _child(self, device: str, places: Sequence[str]) -> Child:
+        child = Child(device, self.clock, self._tell_why)
+        for place in places:
+            child.add(Served(self.directory, place, names.WEIGHTS, child, self.metrics, self.log))
+            if device != names.COPIES:
+                child.add(Served(self.directory, place, names.KV, child, self.kv_metrics, self.log))
+        return child
 
     async def run(self) -> int:
         """Serve until SIGTERM or SIGINT (0), or until a server keeps dying (its exit code).
@@ -126,7 +125,7 @@ class GmsSupervisor:
             await self.http.start()
             try:
                 async with asyncio.TaskGroup() as tasks:
-                    running = [tasks.create_task(self._keep(child)) for child in self._awaited]
+                    running = [tasks.create_task(self._keep(child)) for child in self.children]
                     running.append(tasks.create_task(self._keep_copies()))
                     signals = tasks.create_task(self._await_signal(inbox))
                     code = await self._exit_code
@@ -140,49 +139,45 @@ class GmsSupervisor:
 
     def status(self) -> dict[str, Any]:
         """`{schema, as_of_event_id, pid, problem, devices: […]}`, as of the last ping."""
+        served = [each for child in self._everybody for each in child.served]
+        kv = {each.place: each.status() for each in served if each.tag == names.KV}
         return {
             "schema": 1,
             "as_of_event_id": self.log.last_id,
             "pid": os.getpid(),
             "restarts": restarts(),
             "problem": self.http.problem,
-            "devices": [self._device(child) for child in (*self.children, *self.host_children)],
+            "devices": [
+                {**each.status(), "kv": kv.get(each.place)}
+                for each in served
+                if each.tag == names.WEIGHTS
+            ],
         }
-
-    def _device(self, child: Child) -> dict[str, Any]:
-        """A device: its weights, and under `kv` its KV memory, if that has a server."""
-        kv = next((each.status() for each in self.kv_children if each.device == child.device), None)
-        return {**child.status(), "kv": kv}
-
-    @property
-    def _awaited(self) -> tuple[Child, ...]:
-        """Those without which no engine starts or wakes."""
-        return (*self.children, *self.kv_children)
 
     @property
     def _everybody(self) -> tuple[Child, ...]:
-        return (*self._awaited, *self.host_children)
+        return (*self.children, *([self.copies] if self.copies is not None else ()))
 
     async def _keep_copies(self) -> None:
         """Start what keeps host copies once the others answer, or have failed: a dozen starts at
         once would share the CPUs, and nobody waits for these."""
-        for child in self._awaited:
+        for child in self.children:
             await child.settled.wait()
         async with asyncio.TaskGroup() as tasks:
-            for child in self.host_children:
-                tasks.create_task(self._keep(child))
+            if self.copies is not None:
+                tasks.create_task(self._keep(self.copies))
             for copier in self.copiers:
                 tasks.create_task(copier.run())
 
     async def _keep(self, child: Child) -> None:
-        """Start a server, wait for its end, restart it, until it keeps dying. Those of KV memory
-        and of host copies are tried for ever: weights are served without them."""
+        """Start a server, wait for its end, restart it, until it keeps dying. That of host copies
+        is tried for ever: weights are served without them."""
         while True:
             verdict = self._start(child) or await self._watch(child)
             if isinstance(verdict, StartAgain):
                 await asyncio.sleep(verdict.delay_ms / 1000)
-            elif child.is_dispensable:
-                await asyncio.sleep(KV_RETRY_S)
+            elif child is self.copies:
+                await asyncio.sleep(COPIES_RETRY_S)
             else:
                 self._end(verdict.exit_code)
                 return
@@ -190,7 +185,7 @@ class GmsSupervisor:
     def _start(self, child: Child) -> StartAgain | GiveUp | None:
         """None: it runs. Else what to do, since no process could be created."""
         more = {**self._environment(child.device), **parent_environment()}
-        words = self._commands[child.tag](child.device, child.restarts.deaths_total)
+        words = self._command(child.device, child.restarts.deaths_total)
         try:
             child.begin(ChildProcess(words, {**os.environ, **more}))
         except OSError as error:
@@ -220,7 +215,8 @@ class GmsSupervisor:
             ended += f" after {duration(lived_ms)}{why}"
         self._note(child, "gms.child_exit", ended, verdict, {"returncode": returncode})
         if isinstance(verdict, StartAgain):
-            child.metrics.restarted(child.device)
+            for each in child.served:
+                each.metrics.restarted(each.place)
         return verdict
 
     def _note(
@@ -237,8 +233,8 @@ class GmsSupervisor:
             then = "restarting it" + (
                 f" in {duration(delay)}" if (delay := verdict.delay_ms) else ""
             )
-        elif child.is_dispensable:
-            then = f"restarting it in {KV_RETRY_S:g} s; weights are still served"
+        elif child is self.copies:
+            then = f"restarting it in {COPIES_RETRY_S:g} s; weights are still served"
         else:
             then = f"giving up after {child.restarts.deaths} attempts in a row"
         is_known = child.restarts.shortages > 1 and child.problem == what
@@ -252,7 +248,8 @@ class GmsSupervisor:
     def _tell_why(self) -> None:
         """To whoever asks a server that is not there."""
         if self._absence is not None:
-            self._absence.write({c.device: c.problem for c in self.children if c.problem})
+            problems = [(each.place, c.problem) for c in self.children for each in c.served]
+            self._absence.write({place: problem for place, problem in problems if problem})
 
     async def _await_signal(self, inbox: SignalInbox) -> None:
         signum = await inbox.get()
@@ -280,13 +277,14 @@ class GmsSupervisor:
             child.end()
 
     def _startup(self) -> Probe:
-        silent = {child.device: child.trouble for child in self.children if not child.is_responsive}
+        """By the weights: an engine that wakes without KV memory has an empty cache."""
+        away = [each for c in self.children for each in c.served if not each.is_responsive]
+        silent = {each.place: each.trouble for each in away if each.tag == names.WEIGHTS}
         if not silent:
-            away = [child.device for child in self.kv_children if not child.is_responsive]
-            details: dict[str, Any] = {"kv_silent": away} if self.kv_children else {}
-            but = f", but the KV server of {', '.join(away)} does not" if away else ""
-            return Probe(True, f"every device's server answers{but}", details)
-        why = (f"{device} ({trouble})" if trouble else device for device, trouble in silent.items())
+            kv = [each.place for each in away]
+            but = f", but the KV memory of {', '.join(kv)} does not" if kv else ""
+            return Probe(True, f"every device's server answers{but}", {"kv_silent": kv})
+        why = (f"{place} ({trouble})" if trouble else place for place, trouble in silent.items())
         details = {"silent": list(silent), "problems": {d: t for d, t in silent.items() if t}}
         return Probe(False, f"no answer from {', '.join(why)}", details)
 
@@ -314,82 +312,49 @@ logger = logging.getLogger(__name__)
 
 
 class Child:
-    """One device's server process and its last status. The handler of its pings."""
+    """The server process of one device, or of host copies, and what it serves."""
 
-    def __init__(
-        self,
-        directory: str,
-        device: str,
-        clock: Clock,
-        metrics: ServerMetrics,
-        log: EventLog,
-        tag: str = names.WEIGHTS,
-    ) -> None:
-        self.device, self.tag = device, tag
-        self.path = gms_socket(directory, names.check_device(device), tag)
+    def __init__(self, device: str, clock: Clock, on_recovery: Callable[[], None]) -> None:
+        """`on_recovery`: `problem` is over."""
+        self.device = device
+        self.served: list[Served] = []
         self.restarts = Restarts()
         self.process: ChildProcess | None = None
-        self.answered_ms: float | None = None  # None: this process has not answered yet
         self.started_ms = 0.0
         self.problem: str | None = None  # why there is no server, until one answers
-        self.on_recovery: Callable[[], None] = lambda: None  # `problem` is over
         self.is_killed_for_silence = False
-        self.settled = asyncio.Event()  # it has answered once, or has failed
-        self._cannot_ask: str | None = None
+        self.settled = asyncio.Event()  # all that it serves has answered once, or it has failed
         self._silence, self._looked_ms = Silence(), 0.0
-        self._document: dict[str, Any] | None = None
-        self._clock, self.metrics, self._log = clock, metrics, log
-        self._conn: Connection | None = None
-        self._relayed_id = 0  # of this process's events: those up to here are in our log
-        self._closed = asyncio.Event()
+        self._clock, self._on_recovery = clock, on_recovery
+
+    def add(self, served: Served) -> None:
+        self.served.append(served)
 
     @property
     def what(self) -> str:
         """`the server of HOST-0`, for sentences."""
-        kind = "server" if self.tag == names.WEIGHTS else "KV server"
-        return f"the {kind} of {self.device}"
-
-    @property
-    def is_dispensable(self) -> bool:
-        """Whether weights are served without it, however often it dies."""
-        return self.tag != names.WEIGHTS or names.is_offload(self.device)
+        return f"the server of {'host copies' if self.device == names.COPIES else self.device}"
 
     @property
     def is_answering(self) -> bool:
-        return self.answered_ms is not None
-
-    @property
-    def is_responsive(self) -> bool:
-        """Whether it has answered lately: a hanging server does not serve newcomers."""
-        return self.answered_ms is not None and self._clock.now_ms() - self.answered_ms < SILENT_MS
-
-    def status(self) -> dict[str, Any]:
-        """The server's own document, or state `down`."""
-        base = {"online": self.is_responsive, "restarts_total": self.restarts.deaths_total}
-        if self._document is None or not self.is_answering:
-            down = {"device_uuid": self.device, "tag": self.tag, "state": "down", **base}
-            return {**down, "problem": self.trouble}
-        problem = self.trouble or self._document.get("problem")
-        return {**self._document, **base, "problem": problem}
-
-    @property
-    def trouble(self) -> str | None:
-        """Why the server does not answer, as far as this process knows."""
-        return self.problem or self._cannot_ask
+        return any(each.answered_ms is not None for each in self.served)
 
     def begin(self, process: ChildProcess) -> None:
         """`process` serves the device from now on."""
         self.process, self.started_ms = process, self._clock.now_ms()
-        self.answered_ms, self._relayed_id = None, 0
         self.is_killed_for_silence = False
         self._silence, self._looked_ms = Silence(), self.started_ms
+        for each in self.served:
+            each.begin(process.pid)
 
     async def ping(self) -> None:
         """Ping the server while it runs; kill it when it hangs."""
         first_s = FIRST_PING_S
         while True:
-            await self._ask()
-            await asyncio.sleep(PING_S if self.is_answering else first_s)
+            for each in self.served:
+                await each.ask()
+            is_up = all(each.answered_ms is not None for each in self.served)
+            await asyncio.sleep(PING_S if is_up else first_s)
             first_s = min(first_s * PING_GROWTH, LOOK_EVERY_MS / 1000)
             self._look()
             if self._silence.ms > HANG_MS and self.process is not None:
@@ -397,22 +362,14 @@ class Child:
                 self.process.kill()
                 return
 
-    async def _ask(self) -> None:
-        try:
-            if self._conn is None or self._conn.is_closed:
-                self._conn = await connect(self.path, msg.CATALOGUE, self, deadline_s=PING_S)
-                self._conn.send(HelloMsg(), 1)  # first: it names the pid
-                self._conn.send(msg.WatchMsg(since=self._relayed_id), 2)
-            elif self.is_answering:
-                self._conn.send(HelloMsg(), 1)
-                self._conn.send(msg.StatusMsg(), 2)
-            self._cannot_ask = None
-        except OSError as error:
-            self._cannot_ask = sockets.no_descriptors(f"ask {self.device}", error).message
-        except UnderstudyError as error:
-            is_ours = error.code == "wire.no_descriptors"
-            self._cannot_ask = error.message if is_ours else None
-            logger.debug("%s does not answer yet: %s", self.device, error)
+    def answered(self) -> None:
+        """Something that it serves has answered."""
+        self._silence.answered()
+        if all(each.answered_ms is not None for each in self.served):
+            self.settled.set()
+        if self.problem is not None:
+            self.problem = None
+            self._on_recovery()
 
     def _look(self) -> None:
         """Count how long the server has been silent, unless it was not asked."""
@@ -421,7 +378,7 @@ class Child:
         if elapsed_ms < LOOK_EVERY_MS or self.process is None:
             return
         self._looked_ms = now_ms
-        if self._cannot_ask is not None:
+        if any(each.cannot_ask is not None for each in self.served):
             return
         found = procfs.cpu_times(self.process.pid)
         self._silence.look(elapsed_ms, None if found is None else CpuTimes(*found))
@@ -430,9 +387,90 @@ class Child:
         """The process is gone; read what it had sent."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FINAL_READ_S):
-                while self._conn is not None and not self._conn.is_closed:
-                    self._closed.clear()
-                    await self._closed.wait()
+                for each in self.served:
+                    await each.read_out()
+
+    def end(self) -> None:
+        """The process is gone: its status is void."""
+        for each in self.served:
+            each.end()
+
+
+class Served:
+    """The weights or the KV memory of one place: its server's answers and last status. The handler
+    of its pings."""
+
+    def __init__(
+        self,
+        directory: str,
+        place: str,
+        tag: str,
+        child: Child,
+        metrics: ServerMetrics,
+        log: EventLog,
+    ) -> None:
+        self.place, self.tag, self.metrics = place, tag, metrics
+        self.path = gms_socket(directory, names.check_device(place), tag)
+        self.answered_ms: float | None = None  # None: this process has not answered yet
+        self.cannot_ask: str | None = None
+        self._child, self._clock, self._log = child, child._clock, log
+        self._document: dict[str, Any] | None = None
+        self._conn: Connection | None = None
+        self._pid = 0
+        self._relayed_id = 0  # of this process's events: those up to here are in our log
+        self._closed = asyncio.Event()
+
+    @property
+    def name(self) -> str:
+        """`HOST-0`, or `the KV memory of HOST-0`, for sentences."""
+        return self.place if self.tag == names.WEIGHTS else f"the KV memory of {self.place}"
+
+    @property
+    def is_responsive(self) -> bool:
+        """Whether it has answered lately: a hanging server does not serve newcomers."""
+        return self.answered_ms is not None and self._clock.now_ms() - self.answered_ms < SILENT_MS
+
+    @property
+    def trouble(self) -> str | None:
+        """Why it does not answer, as far as this process knows."""
+        return self._child.problem or self.cannot_ask
+
+    def status(self) -> dict[str, Any]:
+        """The server's own document, or state `down`."""
+        restarts_total = self._child.restarts.deaths_total
+        base = {"online": self.is_responsive, "restarts_total": restarts_total}
+        if self._document is None or self.answered_ms is None:
+            down = {"device_uuid": self.place, "tag": self.tag, "state": "down", **base}
+            return {**down, "problem": self.trouble}
+        problem = self.trouble or self._document.get("problem")
+        return {**self._document, **base, "problem": problem}
+
+    def begin(self, pid: int) -> None:
+        """The process `pid` serves it from now on."""
+        self._pid, self.answered_ms, self._relayed_id = pid, None, 0
+
+    async def ask(self) -> None:
+        try:
+            if self._conn is None or self._conn.is_closed:
+                self._conn = await connect(self.path, msg.CATALOGUE, self, deadline_s=PING_S)
+                self._conn.send(HelloMsg(), 1)  # first: it names the pid
+                self._conn.send(msg.WatchMsg(since=self._relayed_id), 2)
+            elif self.answered_ms is not None:
+                self._conn.send(HelloMsg(), 1)
+                self._conn.send(msg.StatusMsg(), 2)
+            self.cannot_ask = None
+        except OSError as error:
+            self.cannot_ask = sockets.no_descriptors(f"ask {self.place}", error).message
+        except UnderstudyError as error:
+            is_ours = error.code == "wire.no_descriptors"
+            self.cannot_ask = error.message if is_ours else None
+            logger.debug("%s does not answer yet: %s", self.name, error)
+
+    async def read_out(self) -> None:
+        """Read what is left of a dead server's words."""
+        while self._conn is not None and not self._conn.is_closed:
+            self._closed.clear()
+            await self._closed.wait()
 
     def end(self) -> None:
         """The process is gone: its status is void."""
@@ -447,15 +485,11 @@ class Child:
     ) -> None:
         close_all(fds)
         if isinstance(message, WelcomeMsg):
-            if self.process is None or message.pid != self.process.pid:
+            if message.pid != self._pid:
                 conn.close("the previous server answered, which is exiting")
             else:
                 self.answered_ms = self._clock.now_ms()
-                self.settled.set()
-                self._silence.answered()
-                if self.problem is not None:
-                    self.problem = None
-                    self.on_recovery()
+                self._child.answered()
         elif isinstance(message, msg.StatusReplyMsg):
             self._document = message.document
             self.metrics.update(message.document)
@@ -468,11 +502,11 @@ class Child:
     def _relay(self, record: Mapping[str, Any]) -> None:
         missed = record["id"] - self._relayed_id - 1
         self._relayed_id = record["id"]
-        about = {"device_uuid": self.device}
+        about = {"device_uuid": self.place}
         if self.tag != names.WEIGHTS:
             about["tag"] = self.tag
         if missed:  # our connection was gone for longer than the server keeps events
-            message = f"{missed} events of {self.what} were missed"
+            message = f"{missed} events of {self.name} were missed"
             self._log.record("gms.events_missed", message, "warning", {**about, "missed": missed})
         self._log.relay(record, about)
 

@@ -18,7 +18,7 @@ LOCKSERVER_SOCKET = "lockserver.sock"
 GATEWAY_SOCKET = "gateway.sock"
 POOL_SOCKET = "pool.sock"
 HTTP_SUFFIX = ".http.sock"  # of an engine's private socket; an engine's id has no dot
-WEIGHTS = "weights"  # the tags of a device's two memory servers
+WEIGHTS = "weights"  # what a device's server serves, each on its socket
 KV = "kv"
 # How the memory files of a host device are called, before an id and a number (man 2 memfd_create).
 SLAB_PREFIX = "understudy-"

@@ -208,7 +208,7 @@ def no_engine_active(found: Printed, directory: Path) -> None:
 def no_kv_memory(found: Printed, directory: Path) -> None:
     """A device whose KV memory nobody has asked for."""
     (directory / "gms_HOST-0_weights.json").touch()  # by which a device is known
-    server = KvProcess(str(directory), "HOST-0").start()
+    server = KvProcess(str(directory)).start()
     try:
         words = ["drop-kv", f"--dir={directory}", "--yes", "--json"]
         found.add("gms drop-kv", json.loads(CliRunner().invoke(gms.cli.main, words).stdout))

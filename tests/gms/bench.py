@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Self
 
 from gms import messages as msg
 from gms import names
@@ -44,17 +44,9 @@ class GmsProcess:
         self.device_bytes, self.stall_s = device_bytes, stall_s
         self.process: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> GmsProcess:
-        flags = ["--dir", self.directory, "--device", self.device, "--memory", self.kind]
-        flags += ["--device-bytes", str(self.device_bytes), "--stall-s", str(self.stall_s)]
+    def start(self) -> Self:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "gms.cli", "serve-device", *flags],
-            stderr=subprocess.DEVNULL,
-            env={
-                **os.environ,
-                "UNDERSTUDY_PARENT_PID": str(os.getpid()),
-                **({"CUDA_VISIBLE_DEVICES": self.device} if self.kind == "cuda" else {}),
-            },
+            self.words, stderr=subprocess.DEVNULL, env=self.environment()
         )
         try:
             until(self.is_up, "the server's hello")
@@ -62,6 +54,16 @@ class GmsProcess:
             self.stop()
             raise
         return self
+
+    @property
+    def words(self) -> list[str]:
+        flags = ["--dir", self.directory, "--device", self.device, "--memory", self.kind]
+        flags += ["--device-bytes", str(self.device_bytes), "--stall-s", str(self.stall_s)]
+        return [sys.executable, "-m", "gms.cli", "serve-device", *flags]
+
+    def environment(self) -> dict[str, str]:
+        visible = {"CUDA_VISIBLE_DEVICES": self.device} if self.kind == "cuda" else {}
+        return {**os.environ, "UNDERSTUDY_PARENT_PID": str(os.getpid()), **visible}
 
     @property
     def kind(self) -> str:

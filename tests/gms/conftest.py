@@ -69,7 +69,7 @@ def client(directory: str, device: str) -> Iterator[Callable[..., ClientProcess]
 
 @pytest.fixture
 def kv(directory: str, device: str) -> Iterator[KvProcess]:
-    server = KvProcess(directory, device).start()
+    server = KvProcess(directory, device=device).start()
     yield server
     server.stop()
 

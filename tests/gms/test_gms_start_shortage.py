@@ -80,7 +80,11 @@ def one_device(directory: str, *words: str) -> GmsSupervisor:
     flags = ["--dir", directory, "--device", "HOST-0", "--memory", "host"]
     command = words or (sys.executable, "-m", "gms.cli", "serve-device", *flags)
     return GmsSupervisor(
-        directory, ["HOST-0"], lambda device, restarts: command, http_host="127.0.0.1", http_port=0
+        directory,
+        {"HOST-0": ["HOST-0"]},
+        lambda device, restarts: command,
+        http_host="127.0.0.1",
+        http_port=0,
     )
 
 

@@ -43,10 +43,10 @@ def _has_new(*roles: str) -> Callable[[Standing, Standing], bool]:
 
 def _kills(what: str, *renewed: str) -> Phase:
     """The death of a container or of a server of gms, which is over when those parts are new."""
-    if what in ("gms-server", "kv-server"):
+    if what == "gms-server":
         return Phase(
             f"{what} is killed",
-            lambda pod, _: pod.kill(pod.gms_server(what)),
+            lambda pod, _: pod.kill(pod.gms_server()),
             _has_new(*renewed),
             renewed,
         )
@@ -81,12 +81,11 @@ PHASES: Mapping[str, Phase] = {
         "memory service and both backends are killed: the weights are loaded again",
         _commit,
         _has_new("gms-server", "active", "standby"),
-        ("gms", "gms-server", "kv-server", "active", "standby"),
+        ("gms", "gms-server", "active", "standby"),
     ),
     "reconnect": _kills("lockserver", "lockserver"),
     "gms-reconnect": _kills("gms-server", "gms-server"),
-    "kv-reconnect": _kills("kv-server", "kv-server"),
-    "gms-restart": _kills("gms", "gms-server", "kv-server"),
+    "gms-restart": _kills("gms", "gms-server"),
     "restart": Phase(
         "the active engine's supervisor is killed",
         lambda pod, standing: pod.kill_container(standing.active),

@@ -54,7 +54,6 @@ PROGRAMS = {
     "lockserver": ("- /", "bin/lockserver serve"),
     "gms": ("- /", "bin/gms serve"),
     "gms-server": ("- /", "gms.cli serve-device"),
-    "kv-server": ("- /", "gms.cli serve-kv"),
 }
 ENGINE_PROGRAMS = {
     "supervisor": ("bin/engine run",),
@@ -224,9 +223,9 @@ class SweptPod:
     async def kill(self, pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
-    def gms_server(self, role: str = "gms-server") -> int:
-        """The process of the only device's server, or of that of its KV memory."""
-        _, words = PROGRAMS[role]
+    def gms_server(self) -> int:
+        """The process of the only device's server."""
+        _, words = PROGRAMS["gms-server"]
         found = children(self.runner.pids()["gms"])
         return next(pid for pid in found if words in _command_line(pid))
 

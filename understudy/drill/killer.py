@@ -15,6 +15,7 @@ import signal
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,7 +27,7 @@ from gms.client import messages as gms_messages
 from plumbing.errors import UnderstudyError, UnreachableError, WaitTimeoutError
 from plumbing.pod.models import model_at, model_of
 from plumbing.pod.observers import Answered, ask
-from plumbing.pod.paths import KV, WEIGHTS, engine_sockets, gateway_socket, gms_socket
+from plumbing.pod.paths import WEIGHTS, engine_sockets, gateway_socket, gms_socket
 from plumbing.service import init
 from plumbing.service.clock import SystemClock
 from plumbing.service.procfs import descendants, parent
@@ -39,7 +40,6 @@ from understudy.drill.targets import (
     GMS,
     GMS_COPY,
     GMS_KEEPER,
-    GMS_KV,
     GMS_SUPERVISOR,
     LOCKSERVER,
     POOL,
@@ -71,7 +71,7 @@ BACK_DEADLINE_S = 90.0  # a container restarts within seconds; its runner may ba
 COMMITTED = "committed"
 FIRST = 1  # pid 1 ignores SIGKILL and SIGSTOP from its own namespace
 # The programs of a model's memory servers, and how the devices of host copies are named.
-VERBS = {GMS: "serve-device", GMS_KV: "serve-kv", GMS_COPY: "serve-device", GMS_KEEPER: "keep-copy"}
+VERBS = {GMS: "serve-device", GMS_COPY: "serve-device", GMS_KEEPER: "keep-copy"}
 COPIES = "OFFLOAD-"
 
 clock = SystemClock()
@@ -357,11 +357,12 @@ async def find_part(
         pid, what, own = KINDS[target].find(scene), target, 0
         if pid is None and models:
             return None
-        device = place_served(pid or 0, VERBS[target]) if target in VERBS else ""
+        device = place_served(pid or 0, target, model) if target in VERBS else ""
         if target == GMS_SUPERVISOR:
             memory, model = () if models else tuple(found.values()), ""
     held = [stack.enter_context(hold(each, what)) for each in (pid, *descendants(pid or 0))]
-    whose = (models if target == GMS_SUPERVISOR else (model,)) if models else ()
+    is_of_all = target in (GMS_SUPERVISOR, GMS, GMS_COPY)
+    whose = (models if is_of_all else (model,)) if models else ()
     return HeldPart(target, tuple(held), device, memory, own, whose)
 
 
@@ -421,24 +422,28 @@ async def _no_pool(directory: Path, victim: HeldPart) -> str | None:
 
 
 def _server(target: str) -> Callable[[Scene], int | None]:
-    """Finds a model's server of this kind, on its first device."""
+    """Finds the process of this kind that serves a model, on its first device."""
 
     def find(scene: Scene) -> int | None:
         for pid in descendants(scene.memory_supervisor or 0):
-            place = place_served(pid, VERBS[target])
-            is_kind = target == GMS_KEEPER or place.startswith(COPIES) is (target == GMS_COPY)
-            if place and model_at(place) == scene.model and is_kind:
+            if place_served(pid, target, scene.model):
                 return pid
         return None
 
     return find
 
 
-def place_served(pid: int, verb: str) -> str:
-    """The `--device` of a process of the memory service; empty if it does something else."""
+def place_served(pid: int, target: str, model: str) -> str:
+    """What of `model` a process of the memory service serves, if it is a `target`: `HOST-0.chat`;
+    else empty."""
     words = _words(pid)
-    is_it = verb in words and "--device" in words
-    return words[words.index("--device") + 1] if is_it else ""
+    if VERBS[target] not in words:
+        return ""
+    flag = "--place" if "--place" in words else "--device"
+    places = [value for name, value in pairwise(words) if name == flag]
+    place = next((each for each in places if model_at(each) == model), "")
+    is_kind = target == GMS_KEEPER or place.startswith(COPIES) is (target == GMS_COPY)
+    return place if is_kind else ""
 
 
 def committed_devices(view: Document) -> dict[str, Document]:
@@ -470,8 +475,8 @@ async def _no_memory(directory: Path, victim: HeldPart) -> str | None:
         if pid is None:
             return f"the {target} server of {model} does not run"
         if target != GMS_KEEPER:  # it has no socket
-            place, tag = place_served(pid, VERBS[target]), KV if target == GMS_KV else WEIGHTS
-            document = await _memory_status(directory, place, tag)
+            place = place_served(pid, target, model)
+            document = await _memory_status(directory, place, WEIGHTS)
             if "error" in document:
                 return str(document["error"])
     return None

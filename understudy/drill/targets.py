@@ -15,18 +15,17 @@ from pool.core.states import ModelState
 SUPERVISOR = "supervisor"
 # Parts that are not engines: their deaths must not affect anything else.
 LOCKSERVER = "lockserver"
-GMS = "gms"  # a device's memory server; in a pool, that of a model's weights
+GMS = "gms"  # a device's memory server
 GMS_SUPERVISOR = "gms-supervisor"  # its servers die with it
 GATEWAY = "gateway"  # requests in it are lost with it
 PARTS = (LOCKSERVER, GMS, GMS_SUPERVISOR, GATEWAY)
 
 # Parts of a pool only.
 POOL = "pool"
-GMS_KV = "gms-kv"  # the server of a model's KV memory
-GMS_COPY = "gms-copy"  # the server of the copy of a model's weights in host memory
-GMS_KEEPER = "gms-keeper"  # the process that outlives that server with the copy
-POOL_ONLY = (POOL, GMS_KV, GMS_COPY, GMS_KEEPER)
-OF_MODEL = (GMS, GMS_KV, GMS_COPY, GMS_KEEPER)  # in a pool, each model has its own
+GMS_COPY = "gms-copy"  # the server of the copies of weights in host memory
+GMS_KEEPER = "gms-keeper"  # the process that outlives that server with a model's copy
+POOL_ONLY = (POOL, GMS_COPY, GMS_KEEPER)
+OF_MODEL = (GMS_KEEPER,)  # in a pool, each model has its own
 ALL_PARTS = (*PARTS, *POOL_ONLY)
 
 # The targets in an engine of one rank, by backend; vLLM's have no prefix.
@@ -127,7 +126,7 @@ def pool_targets(backend: str | None, *, has_shadow: bool, has_copies: bool) -> 
     hangs = (f"{STOP}{model}", f"{STOP}{SUPERVISOR}") if has_shadow else ("", "")
     copies = (GMS_COPY, GMS_KEEPER) if has_copies else ("", "")
     found = (
-        *(POOL, model, GATEWAY, SUPERVISOR, LOCKSERVER, shadows[0], GMS, front, GMS_KV),
+        *(POOL, model, GATEWAY, SUPERVISOR, LOCKSERVER, shadows[0], GMS, front),
         *(hangs[0], copies[0], shadows[1], GMS_SUPERVISOR, hangs[1], copies[1]),
     )
     return tuple(each for each in found if each)

@@ -7,17 +7,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from typing import Any
 
 from click.testing import CliRunner
 
 from gms import kv_messages as msg
 from gms import names
 from gms.cli import main as gms_command
-from plumbing.errors import UnderstudyError
 from plumbing.wire.blocking import BlockingClient
-from tests.gms.bench import ClientProcess
-from tests.helpers import until
+from tests.gms.bench import ClientProcess, GmsProcess
 
 MIB = 1 << 20
 SIZE_BYTES = 4 * MIB
@@ -25,54 +22,18 @@ INDEX_BYTES = 4096
 ERA = "e" * 16
 
 
-class KvProcess:
-    """`gms serve-kv` of one device, with room for 64 MiB."""
-
-    def __init__(self, directory: str, device: str, device_bytes: int = 64 * MIB) -> None:
-        self.directory, self.device = directory, device
-        kind = "host" if device.startswith("HOST-") else "cuda"
-        flags = ["--dir", directory, "--device", device, "--memory", kind]
-        self.words = [sys.executable, "-m", "gms.cli", "serve-kv", *flags]
-        self.words += ["--device-bytes", str(device_bytes)]
-        self.environ = {
-            **os.environ,
-            "UNDERSTUDY_PARENT_PID": str(os.getpid()),
-            **({"CUDA_VISIBLE_DEVICES": device} if kind == "cuda" else {}),
-        }
-
-    def start(self) -> KvProcess:
-        self.process = subprocess.Popen(self.words, stderr=subprocess.DEVNULL, env=self.environ)
-        try:
-            until(self._is_up, "the KV server's hello")
-        except BaseException:
-            self.stop()
-            raise
-        return self
+class KvProcess(GmsProcess):
+    """A device's server, asked about its KV memory."""
 
     def client(self) -> BlockingClient:
         return BlockingClient(names.kv_socket_path(self.directory, self.device), msg.CATALOGUE)
 
-    def status(self) -> dict[str, Any]:
-        with self.client() as client:
-            reply = client.request(msg.StatusMsg()).message
-        assert isinstance(reply, msg.StatusReplyMsg)
-        return reply.document
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-    def stop(self) -> None:
-        if self.process.poll() is None:
-            self.process.terminate()
-            self.process.wait()
-
-    def _is_up(self) -> bool:
-        assert self.process.poll() is None, "the KV server ended"
-        try:
-            return bool(self.status()["pid"] == self.process.pid)
-        except UnderstudyError:
-            return False
+    @property
+    def weights(self) -> GmsProcess:
+        """The same process, asked about its weights."""
+        found = GmsProcess(self.directory, device=self.device)
+        found.process = self.process
+        return found
 
 
 class BorrowerProcess(ClientProcess):

@@ -27,7 +27,7 @@ def disk(tmp_path: Path) -> Iterator[SmallDisk]:
 
 @pytest.fixture
 def kv(disk: SmallDisk) -> Iterator[KvProcess]:
-    server = KvProcess(str(disk.path), DEVICE).start()
+    server = KvProcess(str(disk.path)).start()
     yield server
     server.stop()
 
@@ -61,13 +61,10 @@ def test_without_a_free_name_the_disk_is_blamed_until_there_is_room(kv: KvProces
     borrow_pool(kv.directory, DEVICE, claim(1), deadline_s=20).close()
 
 
-@pytest.mark.parametrize("verb", ["serve-device", "serve-kv"])
-def test_server_that_finds_no_room_at_its_start_asks_to_be_started_again(
-    disk: SmallDisk, verb: str
-):
+def test_server_that_finds_no_room_at_its_start_asks_to_be_started_again(disk: SmallDisk):
     disk.fill_names()
-    process = KvProcess(str(disk.path), DEVICE)
-    words = [verb if each == "serve-kv" else each for each in process.words]
-    ran = subprocess.run(words, env=process.environ, capture_output=True, text=True, timeout=60)
+    server = KvProcess(str(disk.path))
+    env = server.environment()
+    ran = subprocess.run(server.words, env=env, capture_output=True, text=True, timeout=60)
     assert (ran.returncode, "Traceback" in ran.stderr) == (SHORTAGE_EXIT_CODE, False), ran.stderr
     assert "No space left on device" in ran.stderr

@@ -7,19 +7,20 @@ import asyncio
 import os
 import signal
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from gms import kv_messages as msg
+from gms import names
 from gms.client import KvClaim, borrow_pool
 from gms.messages import DropMsg
 from gms.server.supervisor import GmsSupervisor
 from plumbing.errors import RemoteError, UnreachableError
-from plumbing.pod import supervision
+from plumbing.pod.paths import KV
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.messages import Message
-from tests.gms.bench import GmsProcess
 from tests.gms.kinds import host_only
 from tests.gms.kv.kv_bench import (
     ERA,
@@ -159,36 +160,30 @@ def refused_for_want_of_room(borrow: Borrow, token: int) -> str:
     return str(refused["message"].partition(": ")[2])
 
 
-def test_memory_that_is_not_there_is_not_promised(
-    directory: str, device: str, kv: KvProcess, borrow: Borrow
-):
+def test_memory_that_is_not_there_is_not_promised(kv: KvProcess, borrow: Borrow):
     """Goal: weights and KV memory share the device. Method: what never fits, what fits only without
-    the weights, whether or not their server answers, and weights that fit only without it."""
-    gms = GmsProcess(directory, device=device).start()
-    try:
-        reader = gms.load(40 * MIB)
-        refused = borrow(1, size_bytes=65 * MIB).expect("refused")
-        assert refused["code"] == "gms.kv_too_large"
-        said = refused_for_want_of_room(borrow, 2)
-        assert "of the 64.0 MiB of" in said
-        waiting = borrow(3, size_bytes=30 * MIB)
-        waiting.waits(saying="of the 64.0 MiB of")
-        reader.close()
-        with gms.client() as client:
-            client.request(DropMsg())
-        waiting.expect("lent")
-        assert kv.status()["full_waits_total"] >= 1
-        with gms.writer() as writer:
-            writer.plan(40 * MIB, 40 * MIB)
-            with pytest.raises(RemoteError, match=r"KV memory 30.0 MiB .`gms drop-kv` frees it"):
-                writer.place("t", 40 * MIB, (40 * MIB,), "uint8")
-        waiting.kill()
-        until(lambda: drop_kv(kv) == (0, "freed"), "the KV memory")
-        with gms.load(40 * MIB):
-            gms.kill()
-            assert refused_for_want_of_room(borrow, 4) == said
-    finally:
-        gms.stop()
+    the weights, and weights that fit only without it."""
+    gms = kv.weights
+    reader = gms.load(40 * MIB)
+    refused = borrow(1, size_bytes=65 * MIB).expect("refused")
+    assert refused["code"] == "gms.kv_too_large"
+    said = refused_for_want_of_room(borrow, 2)
+    assert "of the 64.0 MiB of" in said
+    waiting = borrow(3, size_bytes=30 * MIB)
+    waiting.waits(saying="of the 64.0 MiB of")
+    reader.close()
+    with gms.client() as client:
+        client.request(DropMsg())
+    waiting.expect("lent")
+    assert kv.status()["full_waits_total"] >= 1
+    with gms.writer() as writer:
+        writer.plan(40 * MIB, 40 * MIB)
+        with pytest.raises(RemoteError, match=r"KV memory 30.0 MiB .`gms drop-kv` frees it"):
+            writer.place("t", 40 * MIB, (40 * MIB,), "uint8")
+    waiting.kill()
+    until(lambda: drop_kv(kv) == (0, "freed"), "the KV memory")
+    with gms.load(40 * MIB):
+        assert refused_for_want_of_room(borrow, 4) == said
 
 
 @host_only
@@ -230,36 +225,44 @@ def test_bad_requests_cost_their_connection_only(kv: KvProcess, borrow: Borrow):
     assert kv.status()["holder"]["engine"] == "engine-1"
 
 
-def test_kv_server_that_keeps_dying_does_not_take_the_weights_down(
-    directory: str, monkeypatch: pytest.MonkeyPatch
-):
-    """Goal: KV memory is an addition. Method: a supervisor whose KV server cannot run; the probes
-    say that, and that weights are served."""
-    monkeypatch.setattr(supervision, "BACKOFF_MS", 1.0)
+def test_what_cannot_be_served_of_one_model_stops_no_other(directory: str):
+    """Goal: one process serves a device, and each of its memories stands alone. Method: one model's
+    weights, and another's KV memory, cannot be served; everything else is, and both are once they
+    can be. The probe is of weights."""
+    blocked = [
+        names.socket_path(directory, "HOST-0.a"),
+        names.kv_socket_path(directory, "HOST-0.b"),
+    ]
+    for path in blocked:
+        Path(path).touch()  # no socket, so it is not ours to remove
+    places = ["HOST-0.a", "HOST-0.b"]
     flags = ["--dir", directory, "--device", "HOST-0", "--memory", "host"]
-    weights = (sys.executable, "-m", "gms.cli", "serve-device", *flags)
-    broken = (sys.executable, "-c", "raise SystemExit(3)")
+    flags += [word for place in places for word in ("--place", place)]
+    words = (sys.executable, "-m", "gms.cli", "serve-device", *flags)
     supervisor = GmsSupervisor(
-        directory, ["HOST-0"], lambda *_: weights, http_host="127.0.0.1", http_port=0,
-        kv_command=lambda *_: broken,
-    )  # fmt: skip
+        directory, {"HOST-0": places}, lambda *_: words, http_host="127.0.0.1", http_port=0
+    )
 
     async def scenario() -> int:
         running = asyncio.create_task(supervisor.run())
-        kv = supervisor.kv_children[0]
-        await auntil(lambda: kv.restarts.deaths >= supervision.DEATHS_MAX, "it to be given up")
-        await auntil(lambda: supervisor.children[0].is_answering, "the weights' server")
-        probe = supervisor._startup()
-        assert (probe.ok, probe.details) == (True, {"kv_silent": ["HOST-0"]})
-        (device,) = supervisor.status()["devices"]
-        assert device["kv"]["state"] == "down"
-        assert "code 3" in device["kv"]["problem"]
+        (child,) = supervisor.children
+        answers = {(each.place, each.tag): each for each in child.served}
+        served = [
+            each for (place, tag), each in answers.items() if (tag == KV) is (place[-1] == "a")
+        ]
+        await auntil(lambda: all(each.is_responsive for each in served), "what can be served")
+        assert supervisor._startup().details == {"silent": ["HOST-0.a"], "problems": {}}
+        os.unlink(blocked[0])
+        await auntil(lambda: supervisor._startup().ok, "the weights of the other model")
+        assert supervisor._startup().details == {"kv_silent": ["HOST-0.b"]}
+        assert [each["kv"]["state"] for each in supervisor.status()["devices"]] == ["empty", "down"]
+        os.unlink(blocked[1])
+        await auntil(lambda: all(each.is_responsive for each in child.served), "everything")
+        assert child.restarts.deaths_total == 0
         os.kill(os.getpid(), signal.SIGTERM)
         return await running
 
     assert asyncio.run(scenario()) == 0
-    told = [event.message for event in supervisor.log.kept_since(0)]
-    assert any("restarting it in 10 s" in text for text in told)
 
 
 def test_service_that_does_not_answer_is_waited_for_as_long_as_was_said(

@@ -344,7 +344,7 @@ def test_targets_of_an_engine_are_all_its_ranks_in_order(backend, processes, fou
         ("stop:supervisor", "stop:supervisor", KillMsg("supervisor", is_stop=True), False),
         ("shadow:backend-model", "shadow:backend-model", KillMsg("backend-model"), True),
         ("shadow:stop:api", "shadow:stop:api", KillMsg("backend-api", is_stop=True), True),
-        *((each, each, None, each in ("pool", "gms-kv")) for each in ("pool", "gms-kv", "gms")),
+        *((each, each, None, each != "gms") for each in ("pool", "gms-copy", "gms")),
     ],
 )
 def test_target_names_one_process(text, target, message, is_only):

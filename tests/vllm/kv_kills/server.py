@@ -22,7 +22,7 @@ START_S, POLL_S = 30.0, 0.01
 @contextmanager
 def kv_server(directory: Path) -> Iterator[None]:
     """Raises RuntimeError: it ended, or does not answer."""
-    command = [sys.executable, "-m", "gms.cli", "serve-kv", "--dir", str(directory)]
+    command = [sys.executable, "-m", "gms.cli", "serve-device", "--dir", str(directory)]
     command += ["--device", DEVICE, "--memory", "host", "--device-bytes", str(DEVICE_BYTES)]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     env = {**os.environ, **parent_environment()}
