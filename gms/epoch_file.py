@@ -59,26 +59,14 @@ def join(path: str, placeholder: OwnedFd | None = None) -> OwnedFd:
         return OwnedFd(placeholder.detach())
 
 
-def mark_history(path: str) -> None:
-    """Mark this epoch as out of service, so that a lost or unwritable journal cannot bring it back.
-    The mark is the file's length, which takes no space; a missing file needs none.
-
-    Raises:
-        OSError: it cannot be marked.
-    """
-    with contextlib.suppress(FileNotFoundError):
-        os.truncate(path, 1)
-
-
-def is_history(path: str) -> bool:
-    """Whether the epoch was taken out of service."""
-    return _length(path) > 0
-
-
 def is_held(path: str) -> bool:
     """Whether any process holds the epoch; a missing file is not held."""
     with _exclusive(path) as is_free:
         return not is_free
+
+
+def is_free(path: str) -> bool:
+    return not is_held(path)
 
 
 def remove_if_free(path: str) -> bool:
@@ -134,8 +122,9 @@ def create_region_file(path: str, size_bytes: int) -> None:
         raise
 
 
-def mark_discarded(path: str) -> None:
-    """So that no restarted server lends it again. A missing file needs no mark.
+def mark_retired(path: str) -> None:
+    """Mark the region as out of service, so that no restarted server grants it again, whatever its
+    journal says. A missing file needs no mark.
 
     Raises:
         OSError: it cannot be marked.
@@ -144,7 +133,7 @@ def mark_discarded(path: str) -> None:
         os.truncate(path, os.stat(path).st_size | 1)
 
 
-def is_discarded(path: str) -> bool:
+def is_retired(path: str) -> bool:
     return _length(path) % 2 == 1
 
 

@@ -1,16 +1,23 @@
-"""The messages between the GPU memory service and its clients.
+"""The messages between the GPU memory service and its clients, for weights and for KV memory.
 
 Their meaning only: `plumbing.wire` knows frames, `gms/core` what is legal. One `attach` may be
 answered several times: `waiting` any number of times, then `writing`, or `attached` and the `slabs`
 frames with the remaining descriptors. All repeat its request id. Manifests are bytes, which
 `gms/manifest.py` encodes and decodes.
+
+`borrow_pool` is answered by `waiting` any number of times, then by `granted_pool`: the name of the
+pool's file and no memory. The client holds a shared flock on that file before it asks for the
+memory with `take`, so that no process ever maps a pool without the kernel knowing.
+
+`hand_back` is one message in frames, which nothing answers in between: what does not fit into its
+own frame follows in `more`. `kept` answers it once the server has all of it, and has checked it.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any
 
-from msgspec import Meta
+from msgspec import Meta, Struct
 
 from gms.manifest import SLABS_MAX
 from plumbing.pod.messages import EventMsg as EventMsg
@@ -25,10 +32,29 @@ WAIT_MS_MAX = 7 * 24 * 3600 * 1000  # a week: a longer wait is a mistaken unit
 RANKS_MAX = 1024
 REQUEST_BYTES_MAX = 512 * 1024  # of every frame without a manifest: an identity is half
 DETAIL_LENGTH_MAX = 2048  # a message of a driver or a canary, not a core dump
+MANIFEST_PIECE_BYTES = REQUEST_BYTES_MAX // 4  # of a hand-back, in one frame
+FRAMES_MAX = 256  # of a hand-back: twice what the largest manifest takes
 COPIER = "gms"  # the engine as which the maker and the keeper of a host copy attach
 
 Name = Annotated[str, Meta(min_length=1, max_length=128)]
 Bytes = Annotated[int, Meta(ge=0, le=BYTES_MAX)]
+
+# The index and every slab travel in one frame. In slabs of 2 GiB that is 498 GiB, more than any
+# device has.
+POOL_SLABS_MAX = FDS_PER_FRAME_MAX - 1
+INDEX_BYTES_MAX = 1 << 30  # 64 bytes for each of 16 million blocks
+TOKEN_MAX = 2**63 - 1
+NO_ERA = "0" * 16  # of a lock server that knows no eras: its tokens compare with none
+
+# What a holder reports about the content, in this order.
+BEGUN = "begun"  # the memory is zero, on a GPU by the holder's hand; it is written from here on
+ADOPTING = "adopting"  # blocks of an earlier holder are about to be believed
+ADOPTED = "adopted"  # …and the canary has passed on them
+
+Era = Annotated[str, Meta(min_length=1, max_length=32)]
+Token = Annotated[int, Meta(ge=0, le=TOKEN_MAX)]
+PoolBytes = Annotated[int, Meta(ge=1, le=BYTES_MAX)]
+IndexBytes = Annotated[int, Meta(ge=1, le=INDEX_BYTES_MAX)]
 
 
 class AttachMsg(Message, frozen=True, tag="attach"):
@@ -116,38 +142,55 @@ class CommittedMsg(Message, frozen=True, tag="committed"):
     epoch: str
 
 
-class RejoinMsg(Message, frozen=True, tag="rejoin"):
-    """A session ended with its server: report what this process maps, to be its reader again.
-    `was_committed` is false for a writer whose commit was not answered."""
+class HeldEpoch(Struct, frozen=True, forbid_unknown_fields=True):
+    """Weights that a process maps. `was_committed` is false for a writer whose commit was not
+    answered."""
 
-    engine: Name
-    incarnation: Name
-    epoch: Name
-    slab_sizes: Annotated[tuple[Bytes, ...], Meta(max_length=SLABS_MAX)]
     was_committed: bool
-    rank: Annotated[int, Meta(ge=0, le=RANKS_MAX)] = 0
+    identity: dict[str, Any]
+    layout_hash: Name
 
 
-class RejoinedMsg(Message, frozen=True, tag="rejoined"):
-    """Registered. Another answer to `rejoin` is `wanted`."""
+class HeldPool(Struct, frozen=True, forbid_unknown_fields=True):
+    """KV memory that a process maps, as it was claimed."""
 
-    epoch: str
+    token: Token
+    era: Era
+    size_bytes: PoolBytes
+    index_bytes: IndexBytes
+    mark: Annotated[str, Meta(max_length=32)] = ""  # the last one that this session reported
+    discarded: Annotated[str, Meta(max_length=DETAIL_LENGTH_MAX)] = ""  # why, if it was
 
 
-class WantedMsg(Message, frozen=True, tag="wanted"):
-    """The service has lost this epoch: hand it back with `offer`."""
-
-    epoch: str
-
-
-class OfferMsg(Message, frozen=True, tag="offer"):
-    """The epoch, with the read-only descriptors of its first slabs; more come in `slabs`."""
+class HandBackMsg(Message, frozen=True, tag="hand_back"):
+    """A session ended with its server: report the region that this process maps, an `epoch` or a
+    `pool`, to hold it again. With the descriptors of its first slabs; a pool's index comes first.
+    """
 
     FDS = (0, FDS_PER_FRAME_MAX)
-    epoch: Name
-    identity: dict[str, Any]
-    manifest: bytes
-    layout_hash: Name
+    engine: Name
+    incarnation: Name
+    region: Name
+    slab_sizes: Annotated[tuple[Bytes, ...], Meta(max_length=SLABS_MAX)]
+    rank: Annotated[int, Meta(ge=0, le=RANKS_MAX)] = 0
+    epoch: HeldEpoch | None = None
+    pool: HeldPool | None = None
+    manifest: bytes = b""  # its beginning
+    more: Annotated[int, Meta(ge=0, le=FRAMES_MAX)] = 0  # frames that follow
+
+
+class MoreMsg(Message, frozen=True, tag="more"):
+    """More of the same `hand_back`: descriptors, and a piece of the manifest. The last frame's
+    request id is that of the whole."""
+
+    FDS = (0, FDS_PER_FRAME_MAX)
+    manifest: bytes = b""
+
+
+class KeptMsg(Message, frozen=True, tag="kept"):
+    """Registered: this session holds the region again."""
+
+    region: str
 
 
 class CondemnMsg(Message, frozen=True, tag="condemn"):
@@ -216,6 +259,80 @@ class InspectMsg(Message, frozen=True, tag="inspect"):
 
 class InspectReplyMsg(Message, frozen=True, tag="inspect_reply"):
     document: dict[str, Any]
+
+
+class BorrowPoolMsg(Message, frozen=True, tag="borrow_pool"):
+    """Ask for the device's pool, as the holder of `active` under `token` of `era`. Every process of
+    one incarnation asks with the same token and sizes."""
+
+    engine: Name
+    incarnation: Name
+    token: Token
+    era: Era
+    size_bytes: PoolBytes
+    index_bytes: IndexBytes
+    wait_ms: Annotated[int, Meta(ge=0, le=WAIT_MS_MAX)] = 0
+
+
+class PoolGrantedMsg(Message, frozen=True, tag="granted_pool"):
+    """The pool is this incarnation's: hold a shared flock on `pool_file`, then `take`."""
+
+    pool: str
+    pool_file: str  # a name in the service's directory
+
+
+class TakeMsg(Message, frozen=True, tag="take"):
+    """The flock is held."""
+
+
+class PoolTakenMsg(Message, frozen=True, tag="taken"):
+    """The descriptors, all writable: the index, then every slab in order. `is_fresh`: nothing was
+    ever written; on a GPU its bytes are arbitrary until a holder has zeroed them (`begun`)."""
+
+    FDS = (2, FDS_PER_FRAME_MAX)
+    pool: str
+    slab_sizes: tuple[int, ...]
+    index_bytes: int
+    is_fresh: bool
+
+
+class MarkMsg(Message, frozen=True, tag="mark"):
+    """`begun`, `adopting` or `adopted`. Has no answer: it is read before the end of its sender."""
+
+    mark: Name
+
+
+class DiscardMsg(Message, frozen=True, tag="discard"):
+    """The content cannot be trusted: nobody borrows this pool again, and its memory is freed once
+    no process maps it. Has no answer, as `mark`."""
+
+    why: Annotated[str, Meta(min_length=1, max_length=DETAIL_LENGTH_MAX)]
+
+
+class GiveUpMsg(Message, frozen=True, tag="give_up"):
+    """The engine rests: this process maps nothing any more and has left the pool's file. Free the
+    memory, and answer by `pool_freed` when that is done; it needs the other processes of the
+    engine to leave as well."""
+
+    wait_ms: Annotated[int, Meta(ge=0, le=WAIT_MS_MAX)]
+
+
+class PoolFreedMsg(Message, frozen=True, tag="pool_freed"):
+    """The memory of the pool that was given up is free."""
+
+    pool: str
+    pool_bytes: int
+
+
+class DropPoolMsg(Message, frozen=True, tag="drop_pool"):
+    """An operator wants the memory of a pool that no engine uses. Answered by `pool_dropped`."""
+
+
+class PoolDroppedMsg(Message, frozen=True, tag="pool_dropped"):
+    """Its memory is being freed."""
+
+    pool: str
+    pool_bytes: int
 
 
 CATALOGUE = Catalogue(*messages_in(globals()), frame_bytes_max=MANIFEST_FRAME_BYTES_MAX)

@@ -11,7 +11,7 @@ import re
 
 from plumbing.errors import UsageError
 from plumbing.pod import paths
-from plumbing.pod.models import NAME_PATTERN, device_of
+from plumbing.pod.models import NAME_PATTERN
 from plumbing.pod.paths import KV as KV
 from plumbing.pod.paths import WEIGHTS as WEIGHTS
 
@@ -23,7 +23,6 @@ PLACE_PATTERN = rf"[A-Za-z0-9-]+(?:\.{NAME_PATTERN})?"
 _DEVICE = re.compile(rf"[A-Za-z0-9][A-Za-z0-9-]{{0,63}}(?:\.{NAME_PATTERN})?")
 _POOL_FILE = re.compile(rf"gms_({PLACE_PATTERN})_kv_[0-9a-f]{{32}}\.pool")
 _EPOCH_FILE = re.compile(rf"gms_({PLACE_PATTERN})_[a-z]+_[0-9a-f]{{32}}\.epoch")
-_JOURNAL = re.compile(rf"gms_({PLACE_PATTERN})_{WEIGHTS}\.json")
 
 
 def check_device(device: str) -> str:
@@ -54,14 +53,6 @@ def is_offload(device: str) -> bool:
 def is_host(device: str) -> bool:
     """Whether `device` is host memory, which any process can read."""
     return device.startswith(("HOST-", OFFLOAD))
-
-
-def neighbours(directory: str, place: str) -> set[str]:
-    """The places of other models on the same device that have left a journal or a KV pool."""
-    names = os.listdir(directory)
-    found = (pattern.fullmatch(name) for name in names for pattern in (_JOURNAL, _POOL_FILE))
-    places = {match[1] for match in found if match is not None}
-    return {each for each in places - {place} if device_of(each) == device_of(place)}
 
 
 def socket_path(directory: str, device: str) -> str:

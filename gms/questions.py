@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from gms import kv_messages, messages, names
+from gms import messages, names
 from plumbing.errors import ProtocolError
 from plumbing.pod import paths
 from plumbing.wire.blocking import BlockingClient
 from plumbing.wire.messages import Message
 
 AnswerT = TypeVar("AnswerT", bound=Message)
-
-CATALOGUES = {names.WEIGHTS: messages.CATALOGUE, names.KV: kv_messages.CATALOGUE}
 
 
 def ask(
@@ -30,7 +28,7 @@ def ask(
         ProtocolError: `gms.unexpected_answer`.
     """
     path = paths.gms_socket(directory, names.check_device(device), tag)
-    with BlockingClient(path, CATALOGUES[tag], connect_timeout_s=timeout_s) as client:
+    with BlockingClient(path, messages.CATALOGUE, connect_timeout_s=timeout_s) as client:
         found = client.request(question, timeout_s=timeout_s).message
     if not isinstance(found, answer):
         raise unexpected_answer(found.TYPE, question.TYPE)

@@ -251,7 +251,7 @@ def _waiter(waiter: dict[str, Any]) -> str:
 
 
 def look_at_kv(directory: str, device: str, *, in_full: bool) -> dict[str, Any] | None:
-    """The document of the device's KV server; None if it has never had one."""
+    """The document of the device's KV memory; None if it was never served."""
     if not os.path.exists(names.kv_socket_path(directory, device)):
         return None
     question, kind = INSPECT if in_full else STATUS

@@ -121,7 +121,7 @@ class KvStatus(Schema, kw_only=True):
     driver: Annotated[dict[str, Any], "as for weights"]
     pid: Annotated[int, "its server"]
     since: Annotated[Time, "when that server started"]
-    restarts_total: Annotated[int, "how often the KV server of this device has been restarted"]
+    restarts_total: Annotated[int, "how often the server of this device has been restarted"]
     as_of_event_id: Annotated[int, "the server's newest event"]
     last_event: Annotated[EventRecord | None, "the newest event"]
     state: Annotated[

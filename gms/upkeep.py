@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from gms import kv_messages as kv_msg
 from gms import messages as msg
 from gms import names
 from gms.client import Reader, open_session
@@ -249,7 +248,7 @@ def _drop_pool(directory: str, device: str, timeout_s: float) -> dict[str, Any]:
         return {"result": ALREADY_EMPTY, "pool": None, "pool_bytes": 0}
     pool, pool_bytes = status["pool"], status["pool_bytes"]
     if status["state"] not in ("discarded", "releasing"):  # else it is on its way already
-        drop, kind = kv_msg.DropPoolMsg(), kv_msg.PoolDroppedMsg
+        drop, kind = msg.DropPoolMsg(), msg.PoolDroppedMsg
         answer = ask(directory, device, drop, kind, ANSWER_TIMEOUT_S, names.KV)
         pool, pool_bytes = answer.pool, answer.pool_bytes
     end_s = time.monotonic() + timeout_s

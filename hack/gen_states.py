@@ -11,8 +11,7 @@ import sys
 from engine.core import lifecycle, probes
 from engine.core.events import State
 from gateway.core import client_request as gateway_states
-from gms.core import kv_state
-from gms.core import state as gms_state
+from gms.core import region
 from lockserver.core import lock
 from plumbing.transitions import Edge
 from plumbing.transitions import page as page_of
@@ -46,28 +45,15 @@ def ignored_by_engines() -> list[str]:
 
 
 def session_edges() -> list[Edge]:
-    found = gms_state.SESSION_TRANSITIONS.items()
+    found = region.TRANSITIONS.items()
     return [
         (str(source), event.__name__.removesuffix("Msg"), str(target))
         for (source, event), target in found
     ]
 
 
-def epoch_edges() -> list[Edge]:
-    found = gms_state.EPOCH_TURNS.items()
-    return [(str(source), verb, str(target)) for (source, verb), target in found]
-
-
-def borrower_edges() -> list[Edge]:
-    found = kv_state.BORROWER_TRANSITIONS.items()
-    return [
-        (str(source), event.__name__.removesuffix("Msg"), str(target))
-        for (source, event), target in found
-    ]
-
-
-def pool_edges() -> list[Edge]:
-    found = kv_state.POOL_TURNS.items()
+def region_edges() -> list[Edge]:
+    found = region.TURNS.items()
     return [(str(source), verb, str(target)) for (source, verb), target in found]
 
 
@@ -115,10 +101,13 @@ def page() -> str:
     ]
     lines += ["## A session with the GPU memory service", ""]
     lines += page_of(session_edges())
-    lines += ["## An epoch of weights", "", *page_of(epoch_edges())]
-    lines += ["## A process that borrows KV memory", ""]
-    lines += page_of(borrower_edges())
-    lines += ["## A pool of KV memory", "", *page_of(pool_edges())]
+    lines += ["## A region: an epoch of weights, or a pool of KV memory", ""]
+    lines += page_of(region_edges())
+    lines += [
+        "`gms status` shows an epoch that is `making` as `staging`, `served` as `committed`, and",
+        "`retired` as `superseded` while a session reads it, else as `releasing`.",
+        "",
+    ]
     lines += ["## A request at the gateway", "", *page_of(request_edges())]
     lines += [
         "Something was sent to the client in `streaming`, `relaying`, `parked`, `resuming` and",

@@ -96,7 +96,6 @@ PURE = (
     *(
         "lockserver.messages",
         "gms.messages",
-        "gms.kv_messages",
         "gms.manifest",
         "gms.names",
         "engine.messages",
@@ -394,7 +393,7 @@ def test_the_package_alone_brings_what_it_imports_and_reads():
 LINES_MAX = {
     "plumbing": 6_875,  # with the tables of transitions
     "lockserver": 8_145,
-    "gms": 11_535,
+    "gms": 11_116,
     "engine": 20_439,
     "gateway": 9_662,
     "pool": 9_160,

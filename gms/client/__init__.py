@@ -26,7 +26,7 @@ import contextlib
 from collections.abc import Mapping
 from typing import Any
 
-from gms import kv_messages, messages
+from gms import messages
 from gms.client.device import look_for_mps, memory_for
 from gms.client.fd_keeper import Keeper
 from gms.client.kv_loan import KvClaim, KvLease, borrow_pool, has_pool_service, pool_service_answers
@@ -34,8 +34,8 @@ from gms.client.offloaded import Offloaded, open_copy, release, written_from_cop
 from gms.client.reader import Reader
 from gms.client.sessions import Attachment, OnWait, Opening
 from gms.client.writer import Writer
-from gms.kv_messages import ADOPTED, ADOPTING, BEGUN
 from gms.manifest import TensorRecord
+from gms.messages import ADOPTED, ADOPTING, BEGUN
 from gms.names import offload_device
 from gms.vmm.host import Filling
 from gms.vmm.interface import Allocation, DeviceMemory
@@ -55,7 +55,6 @@ __all__ = [
     "Writer",
     "borrow_pool",
     "has_pool_service",
-    "kv_messages",
     "look_for_mps",
     "memory_for",
     "messages",

@@ -17,7 +17,7 @@ from gms.client.reader import Reader
 from gms.client.session_thread import CLOSE_TIMEOUT_S, OnText, SessionThread
 from plumbing.errors import UnderstudyError
 
-REJOIN_TIMEOUT_S = 90.0  # longer than a server keeps a survivor waiting (gms.core.recovery)
+REJOIN_TIMEOUT_S = 90.0  # longer than a server keeps a survivor waiting (gms.core.weights)
 
 logger = logging.getLogger(__name__)
 

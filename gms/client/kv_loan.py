@@ -27,7 +27,7 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
-from gms import kv_messages as msg
+from gms import messages as msg
 from gms import names
 from gms.client.device import memory_for
 from gms.client.session_thread import (
@@ -40,8 +40,7 @@ from gms.client.session_thread import (
     OnText,
     SessionThread,
 )
-from gms.client.sessions import GRACE_S, duplicates, join_file, placeholder, wait_for_grant
-from gms.messages import DETAIL_LENGTH_MAX
+from gms.client.sessions import GRACE_S, hand_back, join_file, placeholder, wait_for_grant
 from gms.questions import unexpected_answer
 from gms.vmm.interface import Allocation, DeviceMemory, release_all
 from plumbing.errors import RemoteError, UnderstudyError, UnreachableError
@@ -139,7 +138,7 @@ def _borrow(
         if not names.is_pool_file(granted.pool_file):
             raise unexpected_answer(f"the pool's file {granted.pool_file!r}", "borrow")
         flock = stack.enter_context(join_file(os.path.join(directory, granted.pool_file), low))
-        make_fd_room(msg.SLABS_MAX + 1)
+        make_fd_room(msg.POOL_SLABS_MAX + 1)
         reply = client.request(msg.TakeMsg(), timeout_s=GRACE_S)
         fds, taken = reply.fds, reply.message
         try:
@@ -248,7 +247,7 @@ class KvLease(SessionThread):
     def discard(self, why: str) -> None:
         """The content must never be believed again: no engine borrows this pool after this one. Its
         memory is freed when this engine's processes are gone; this lease stays as it is."""
-        self._discarded = why[:DETAIL_LENGTH_MAX] or "no reason given"
+        self._discarded = why[: msg.DETAIL_LENGTH_MAX] or "no reason given"
         self._report()
 
     def close(self) -> None:
@@ -336,12 +335,13 @@ class KvLease(SessionThread):
             self._client = client  # which `close` may interrupt
             if self._is_closing:
                 raise UnreachableError("wire.closed", "this lease was closed")
-            held = (self.pool, self.slab_sizes, self._mark, self._discarded)
-            request = msg.HandBackMsg(*self.claim.fields, *held)
-            fds = duplicates([fd.fileno() for fd in (self.index, *self._fds)])
-            reply = client.request(request, fds, HAND_BACK_TIMEOUT_S)
-            if not isinstance(reply.message, msg.PoolKeptMsg):
-                raise unexpected_answer(reply.message.TYPE, "hand_back")
+            claim, said = self.claim, (self._mark, self._discarded)
+            sizes = claim.size_bytes, claim.index_bytes
+            held = msg.HeldPool(claim.token, claim.era, *sizes, *said)
+            who = claim.engine, claim.incarnation
+            message = msg.HandBackMsg(*who, self.pool, self.slab_sizes, pool=held)
+            fds = [fd.fileno() for fd in (self.index, *self._fds)]
+            hand_back(client, message, fds, b"", HAND_BACK_TIMEOUT_S)
         except BaseException as error:
             client.close()
             if not isinstance(error, RemoteError) or error.code not in FINAL:

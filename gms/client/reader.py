@@ -15,12 +15,10 @@ from msgspec import structs
 
 from gms import messages as msg
 from gms.client.session_thread import ACCEPT_TIMEOUT_S, RECEIVE_TIMEOUT_S
-from gms.client.sessions import Attachment, Opening, WeightsSession, duplicates
+from gms.client.sessions import Attachment, Opening, WeightsSession, hand_back
 from gms.manifest import TensorRecord, WeightsManifest
-from gms.questions import unexpected_answer
 from plumbing.errors import UnderstudyError, UnreachableError
 from plumbing.wire.blocking import BlockingClient, Reply
-from plumbing.wire.limits import FDS_PER_FRAME_MAX
 from plumbing.wire.messages import Message
 
 PIECE_BYTES = 8 << 20  # large: few thread switches; small: soon stopped
@@ -134,8 +132,8 @@ class Reader(WeightsSession):
         was_committed: bool = True,
         may_go_on: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Register as this epoch's reader with a restarted service, and hand the memory back if it
-        asks. The mapping stays as it is throughout.
+        """Hand the memory back to a restarted service, as this epoch's reader. The mapping stays as
+        it is throughout.
 
         `interrupt`, from another thread, ends it once `may_go_on` is false.
 
@@ -150,18 +148,14 @@ class Reader(WeightsSession):
             )
         self._client.close()
         self._coming = client = self._opening.connect(min(deadline_s, ACCEPT_TIMEOUT_S))
-        request = msg.RejoinMsg(
-            engine=self._request.engine,
-            incarnation=self._request.incarnation,
-            epoch=self.epoch,
-            slab_sizes=self.slab_sizes,
-            was_committed=was_committed,
-            rank=self._request.rank,
-        )
+        held = msg.HeldEpoch(was_committed, self.identity, self.layout_hash)
+        who = self._request.engine, self._request.incarnation
+        sizes = tuple(self.slab_sizes)
+        message = msg.HandBackMsg(*who, self.epoch, sizes, self._request.rank, epoch=held)
         try:
             if not may_go_on():  # asked when `interrupt` knows the client: one of the two sees it
                 raise _closed()
-            self._exchange(client, request, deadline_s)
+            hand_back(client, message, self.slab_fds(), self.manifest.encoded, deadline_s)
             self._client = client
             if self.is_closed:  # asked when `close` sees the new client: one of the two closes it
                 raise _closed()
@@ -170,22 +164,6 @@ class Reader(WeightsSession):
             raise
         finally:
             self._coming = None
-
-    def _exchange(self, client: BlockingClient, request: msg.RejoinMsg, timeout_s: float) -> None:
-        """Register again, handing the epoch back if the service asks for it."""
-        answer = client.request(request, timeout_s=timeout_s).message
-        if isinstance(answer, msg.WantedMsg):
-            # The descriptors that do not fit the offer's own frame precede it: with the offer,
-            # everything is there.
-            fds = self.slab_fds()
-            starts = list(range(0, len(fds), FDS_PER_FRAME_MAX)) or [0]
-            for first in starts[:-1]:
-                part = duplicates(fds[first : first + FDS_PER_FRAME_MAX])
-                client.notify(msg.SlabsMsg(self.epoch, first), part)
-            offer = msg.OfferMsg(self.epoch, self.identity, self.manifest.encoded, self.layout_hash)
-            answer = client.request(offer, duplicates(fds[starts[-1] :]), timeout_s).message
-        if not isinstance(answer, msg.RejoinedMsg) or answer.epoch != self.epoch:
-            raise unexpected_answer(answer.TYPE, "rejoin")
 
     def interrupt(self) -> None:
         """End a `rejoin` that is under way on another thread; a session that is there stays."""

@@ -16,6 +16,8 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from msgspec import structs
+
 from gms import epoch_file, names
 from gms import messages as msg
 from gms.manifest import TensorRecord
@@ -32,6 +34,7 @@ from plumbing.service.process import make_fd_room
 from plumbing.wire import sockets
 from plumbing.wire.blocking import BlockingClient, Reply
 from plumbing.wire.fds import OwnedFd, close_all
+from plumbing.wire.limits import FDS_PER_FRAME_MAX
 from plumbing.wire.messages import Message
 
 # The server ends an overdue wait by itself; this is how much longer we wait for that answer.
@@ -249,6 +252,35 @@ def duplicates(fds: Sequence[int]) -> list[OwnedFd]:
             raise sockets.no_descriptors(f"copy {len(fds)} descriptors", error) from error
         stack.pop_all()
         return copies
+
+
+def hand_back(
+    client: BlockingClient,
+    message: msg.HandBackMsg,
+    fds: Sequence[int],
+    manifest: bytes,
+    timeout_s: float,
+) -> None:
+    """Report a region to a service that has not lent it, with copies of its descriptors, in as many
+    frames as it takes.
+
+    Raises:
+        UnreachableError, WaitTimeoutError, RemoteError, ProtocolError: it is not registered.
+    """
+    per, piece = FDS_PER_FRAME_MAX, msg.MANIFEST_PIECE_BYTES
+    last = max(1, -(-len(fds) // per), -(-len(manifest) // piece)) - 1
+    for n in range(last + 1):
+        part = manifest[n * piece : (n + 1) * piece]
+        frame: msg.HandBackMsg | msg.MoreMsg = msg.MoreMsg(part)
+        if n == 0:
+            frame = structs.replace(message, manifest=part, more=last)
+        copies = duplicates(fds[n * per : (n + 1) * per])
+        if n < last:
+            client.notify(frame, copies)
+            continue
+        answer = client.request(frame, copies, timeout_s).message
+        if not isinstance(answer, msg.KeptMsg) or answer.region != message.region:
+            raise unexpected_answer(answer.TYPE, "hand_back")
 
 
 def wait_for_grant(

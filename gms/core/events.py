@@ -1,13 +1,14 @@
-"""The events and effects of the machine of one device's weights: values, no behaviour.
+"""The events and effects of the machines of one place, its weights and its KV memory: values, no
+behaviour.
 
-The shell hands in events and performs the effects in order (`gms/server/server.py`). A `Respond`
-goes to a session, or to a connection that only sent a request; the other effects are calls to the
-driver, whose completions come back as events, and records for the log.
+The shell hands in events and performs the effects in order (`gms/server/memory_server.py`). A
+`Respond` goes to a session, or to a connection that only sent a request; the other effects are
+calls to the driver and the kernel, whose completions come back as events, and records for the log.
 
-Everything that a client asks for arrives as `Received`, with its wire message as it is.
-A session is named by an integer that the shell chooses and never reuses; an epoch by a random hex
-string, never a number: numbers restart with the server and would bring stale memory back to life.
-Events named after a driver call (`EpochOpened`, `SlabCreated`, `Sealed`, `Journalled`) are the
+Everything that a client asks for arrives as `Received`, with its wire message as it is. A session
+is named by an integer that the shell chooses and never reuses; a region (an epoch of weights, a
+pool of KV memory) by a random hex string, never a number: numbers restart with the server and would
+bring stale memory back to life. Events named after a call (`EpochOpened`, `SlabCreated`, …) are the
 completions of the effect of the same kind.
 """
 
@@ -20,43 +21,17 @@ from typing import Any
 from msgspec import Struct, field
 
 from gms.manifest import LayoutHash
+from gms.messages import HandBackMsg
 from plumbing.errors import UnderstudyError
 from plumbing.wire.messages import Message
 
 
 class Mode(StrEnum):
-    """The access that a session asks for. Roles are configuration, unknown here."""
+    """The access to weights that a session asks for. Roles are configuration, unknown here."""
 
     RW = "rw"
     RO = "ro"
     RW_OR_RO = "rw_or_ro"
-
-
-class SessionState(StrEnum):
-    """The states of one attached process."""
-
-    OPEN = "open"  # attached to nothing yet
-    WAITING = "waiting"  # for its grant
-    OPENING = "opening"  # granted RW; the epoch's file is being made
-    WRITING = "writing"
-    ALLOCATING = "allocating"
-    SEALING = "sealing"  # committing: no process may write from here on
-    JOURNALLING = "journalling"  # committing: sealed, being written to disk
-    READING = "reading"
-    REJOINING = "rejoining"  # came back after a server's death; not registered yet
-    OFFERING = "offering"  # was asked to hand its epoch back
-    ADOPTING = "adopting"  # handed it back; the driver checks it
-    CLOSED = "closed"  # gone, or refused and about to go
-
-
-class EpochPhase(StrEnum):
-    """What an epoch's memory is to this server."""
-
-    STAGING = "staging"
-    COMMITTED = "committed"
-    SUPERSEDED = "superseded"  # replaced, and still read
-    RELEASING = "releasing"  # given up here; a process may still map it
-    ORPHANED = "orphaned"  # left by an earlier server; a process may still map it
 
 
 class JournalRecord(Struct, frozen=True):
@@ -72,11 +47,27 @@ class JournalRecord(Struct, frozen=True):
     previous: JournalRecord | None = None
 
 
-class DeviceEvent(Struct, frozen=True):
+class Claimant(Struct, frozen=True):
+    """One incarnation of an engine, as the holder of `active` under `token` of `era`."""
+
+    engine: str
+    incarnation: str
+    token: int
+    era: str
+
+    def __str__(self) -> str:
+        return f"{self.engine} (token {self.token})"
+
+
+class MemoryEvent(Struct, frozen=True):
     """Base of all events."""
 
 
-class SessionEvent(DeviceEvent, frozen=True):
+class DeadlinePassed(MemoryEvent, frozen=True):
+    """`next_deadline_ms` has come."""
+
+
+class SessionEvent(MemoryEvent, frozen=True):
     session: int
 
 
@@ -87,52 +78,10 @@ class Received(SessionEvent, frozen=True):
     message: Message
     pid: int = 0  # of its process; 0 where its PID namespace is not visible
     is_mapped: bool = False  # for `drop`: some process holds the committed epoch's file
-    kv_bytes: int | None = None  # for `attach` and `allocate`: what the device's KV pools take
+    kv_bytes: int | None = None  # for `attach` and `allocate`: what else has of the device
     # For `offload`: what the journal of the host copies says is committed there, if a living
     # process holds it besides its server.
     copy: JournalRecord | None = None
-
-
-class EpochOpened(SessionEvent, frozen=True):
-    """The epoch's file exists."""
-
-
-class SlabCreated(SessionEvent, frozen=True):
-    """The requested slab exists."""
-
-
-class Sealed(SessionEvent, frozen=True):
-    """The manifest is valid and every slab is sealed: no process can write any more."""
-
-    tensors: int
-
-
-class Journalled(SessionEvent, frozen=True):
-    """The record is on disk."""
-
-
-class JournalFailed(SessionEvent, frozen=True):
-    """The record could not be written; the machine retries."""
-
-    why: str
-
-
-class Adopted(SessionEvent, frozen=True):
-    """The offered memory passed its checks, and the driver holds it."""
-
-    tensors: int
-
-
-class DeviceFull(SessionEvent, frozen=True):
-    """The driver has no memory for the requested slab; other processes may release some."""
-
-    error: UnderstudyError
-
-
-class DriverFailed(SessionEvent, frozen=True):
-    """A driver call for this session failed for good."""
-
-    error: UnderstudyError
 
 
 class Closed(SessionEvent, frozen=True):
@@ -141,35 +90,101 @@ class Closed(SessionEvent, frozen=True):
     reason: str = ""
 
 
-class EpochFree(DeviceEvent, frozen=True):
-    """No process holds the file of this epoch any more, and our own copy is freed."""
-
-    epoch: str
-    copy: JournalRecord | None = None  # the host copy, as for `offload`
+class Completed(SessionEvent, frozen=True):
+    """Base of a writer's completions, which may come after it has left: then they are ignored."""
 
 
-class JournalKept(DeviceEvent, frozen=True):
+class EpochOpened(Completed, frozen=True):
+    """The epoch's file exists."""
+
+
+class SlabCreated(Completed, frozen=True):
+    """The requested slab exists."""
+
+
+class DeviceFull(Completed, frozen=True):
+    """The driver has no memory for the requested slab; other processes may release some."""
+
+    error: UnderstudyError
+
+
+class Sealed(Completed, frozen=True):
+    """The manifest is valid and every slab is sealed: no process can write any more."""
+
+    tensors: int
+
+
+class Journalled(Completed, frozen=True):
+    """The record is on disk."""
+
+
+class JournalFailed(Completed, frozen=True):
+    """The record could not be written; the machine retries."""
+
+    why: str
+
+
+class DriverFailed(Completed, frozen=True):
+    """A driver call for this session failed for good."""
+
+    error: UnderstudyError
+
+
+class JournalKept(MemoryEvent, frozen=True):
     """A record that no session waits for is on disk."""
 
 
-class JournalBehind(DeviceEvent, frozen=True):
+class JournalBehind(MemoryEvent, frozen=True):
     """A record that no session waits for could not be written: the journal is out of date."""
 
     why: str
 
 
-class HoldersSeen(DeviceEvent, frozen=True):
-    """The processes that have the file of a releasing or orphaned epoch open, where visible."""
+class RegionEvent(MemoryEvent, frozen=True):
+    region: str
 
-    epoch: str
+
+class RegionFree(RegionEvent, frozen=True):
+    """No process holds its file; where the watch `ends`, the file is removed."""
+
+    copy: JournalRecord | None = None  # the host copy, as for `offload`
+
+
+class HoldersSeen(RegionEvent, frozen=True):
+    """The processes that have the file of a watched region open, where visible."""
+
     pids: tuple[int, ...]
 
 
-class DeadlinePassed(DeviceEvent, frozen=True):
-    """`DeviceMachine.next_deadline_ms` has come."""
+class RegionReleased(RegionEvent, frozen=True):
+    """Its memory is freed, as far as the driver let go."""
 
 
-# The machine's own verdicts on a session: rows of its table, never accepted from a shell.
+class RegionBack(RegionEvent, frozen=True):
+    """What a survivor handed back passed its checks, and the driver holds it."""
+
+    tensors: int = 0
+
+
+class RegionNotBack(RegionEvent, frozen=True):
+    """… it did not; that survivor's session ends with the error."""
+
+    error: UnderstudyError
+
+
+class PoolMade(RegionEvent, frozen=True):
+    """Its file and memory exist."""
+
+    slab_sizes: tuple[int, ...]
+
+
+class PoolNotMade(RegionEvent, frozen=True):
+    """Nothing of it is left; `gms.device_full`: other processes may release some memory."""
+
+    error: UnderstudyError
+
+
+# The machines' own verdicts on a session: rows of the table, never accepted from a shell.
 
 
 class GrantedRead(SessionEvent, frozen=True): ...
@@ -178,20 +193,26 @@ class GrantedRead(SessionEvent, frozen=True): ...
 class GrantedWrite(SessionEvent, frozen=True): ...
 
 
+class PoolLent(SessionEvent, frozen=True): ...
+
+
+class ReaderBack(SessionEvent, frozen=True): ...
+
+
+class BorrowerBack(SessionEvent, frozen=True): ...
+
+
+class PoolFreed(SessionEvent, frozen=True): ...
+
+
 class SessionRefused(SessionEvent, frozen=True): ...
 
 
-class Rejoined(SessionEvent, frozen=True): ...
-
-
-class AskedToOffer(SessionEvent, frozen=True): ...
-
-
-class DeviceEffect(Struct, frozen=True):
+class Effect(Struct, frozen=True):
     """Base of all effects."""
 
 
-class Respond(DeviceEffect, frozen=True):
+class Respond(Effect, frozen=True):
     session: int
     request_id: int
 
@@ -200,6 +221,12 @@ class SendMessage(Respond, frozen=True):
     """Send `message`; with `allocated` goes the descriptor of the slab that was just created."""
 
     message: Message
+
+
+class RefuseRequest(Respond, frozen=True):
+    """Send the error, then close the connection."""
+
+    error: UnderstudyError
 
 
 class GrantWriting(Respond, frozen=True):
@@ -216,59 +243,76 @@ class SendEpoch(Respond, frozen=True):
     epoch: str
 
 
-class RefuseRequest(Respond, frozen=True):
-    """Send the error, then close the connection."""
+class GrantPool(Respond, frozen=True):
+    """Send the name of the pool's file."""
 
-    error: UnderstudyError
+    pool: str
 
 
-class OpenEpoch(DeviceEffect, frozen=True):
+class SendPool(Respond, frozen=True):
+    """Send the descriptors."""
+
+    pool: str
+    is_fresh: bool
+
+
+class RegionEffect(Effect, frozen=True):
+    region: str
+
+
+class Watch(RegionEffect, frozen=True):
+    """Watch its file until it is free, once: `RegionFree`. `ends`: the file is then removed, in one
+    step, so that nobody can hold it any more."""
+
+    ends: bool
+
+
+class Unwatch(RegionEffect, frozen=True):
+    """It need not be known any more whether it is free."""
+
+
+class MarkRetired(RegionEffect, frozen=True):
+    """Mark its file as out of service, so that no restart brings it back; best effort."""
+
+
+class Release(RegionEffect, frozen=True):
+    """Free what we hold of it, after every call that precedes this one; then `RegionReleased`."""
+
+
+class TakeBack(RegionEffect, frozen=True):
+    """Check what `session` handed back and hold it; `RegionBack` or `RegionNotBack`."""
+
+    session: int
+    message: HandBackMsg
+
+
+class MakePool(RegionEffect, frozen=True):
+    """Make file, index and slabs; then `PoolMade` or `PoolNotMade`."""
+
+    size_bytes: int
+    index_bytes: int
+
+
+class WriterEffect(Effect, frozen=True):
     session: int
     epoch: str
 
 
-class CreateSlab(DeviceEffect, frozen=True):
-    session: int
-    epoch: str
+class OpenEpoch(WriterEffect, frozen=True):
+    """Make the epoch's file."""
+
+
+class CreateSlab(WriterEffect, frozen=True):
     size_bytes: int
 
 
-class SealEpoch(DeviceEffect, frozen=True):
+class SealEpoch(WriterEffect, frozen=True):
     """Check the manifest, then seal, which both take a while; then `Sealed` or `DriverFailed`."""
 
-    session: int
-    epoch: str
     manifest: bytes
 
 
-class AdoptEpoch(DeviceEffect, frozen=True):
-    """Check what the session offered and hold it; then `Adopted` or `DriverFailed`."""
-
-    session: int
-    epoch: str
-    slab_sizes: tuple[int, ...]
-    manifest: bytes
-
-
-class DiscardOffer(DeviceEffect, frozen=True):
-    """Release what was adopted of an epoch, or is being adopted: its offer has broken off."""
-
-    epoch: str
-
-
-class Unwatch(DeviceEffect, frozen=True):
-    """Stop watching the epoch's file: a session owns the epoch again."""
-
-    epoch: str
-
-
-class MarkHistory(DeviceEffect, frozen=True):
-    """Mark the epoch's own file as out of service; nothing comes back."""
-
-    epoch: str
-
-
-class WriteJournal(DeviceEffect, frozen=True):
+class WriteJournal(Effect, frozen=True):
     """Put `record` on disk; then `Journalled` or `JournalFailed`, without a session `JournalKept`
     or `JournalBehind`. `offloaded` is the host copy that stands for what was committed here."""
 
@@ -277,19 +321,16 @@ class WriteJournal(DeviceEffect, frozen=True):
     offloaded: JournalRecord | None = None
 
 
-class ReleaseEpoch(DeviceEffect, frozen=True):
-    """Close what we hold of it, then watch its file; `EpochFree` when no process holds that."""
+class KeepTokens(Effect, frozen=True):
+    """Put the newest claim of each era on disk, for a restarted server; best effort."""
 
-    epoch: str
+    newest: tuple[Claimant, ...]
 
 
-class RecordEvent(DeviceEffect, frozen=True):
+class RecordEvent(Effect, frozen=True):
     """One event of a type `gms.*` for the log of events."""
 
     type: str
     message: str
     data: Mapping[str, Any] = field(default_factory=dict)
     severity: str = "info"
-
-
-Effects = list[DeviceEffect]

@@ -15,7 +15,7 @@ not know; the shell says what is committed there and that a living process holds
 - The link is on disk with the epoch's end, and lasts until the next commit is on disk (or is
   dropped): a restage that breaks off at any step leaves it in force.
 - A server that dies before the link is on disk leaves a record whose memory is gone. Its copy then
-  replaces it, too (`recovery.py`): the reader may have unmapped it in order to offload it.
+  replaces it, too (`weights.py`): the reader may have unmapped it in order to offload it.
 - "Offloaded" is answered when the kernel says that the memory is free, not when it was given up.
 """
 
@@ -25,9 +25,8 @@ from msgspec import Struct, field
 
 from gms import messages as msg
 from gms.core import events as ev
-from gms.core.device import Device
-from gms.core.events import Effects, EpochPhase, SessionState
-from gms.core.state import Epoch
+from gms.core.epochs import Epoch, WeightsBooks
+from gms.core.region import RegionPhase, S
 from plumbing.errors import ProtocolError, UnderstudyError, WaitTimeoutError
 
 # One failed canary may be the engine's own fault; the same failure in another process is not.
@@ -52,52 +51,92 @@ class Verification(Struct):
     asked: set[int] = field(default_factory=set)
 
 
-class Upkeep:
-    """Condemn, drop, digest, verify."""
+# Memory that a process may map. That of a superseded epoch is its readers' affair.
+HELD = (RegionPhase.MAKING, RegionPhase.RETIRED, RegionPhase.FREEING, RegionPhase.ORPHANED)
 
-    def __init__(self, device: Device) -> None:
-        self.device = device
+
+class Upkeep:
+    """Condemn, drop, digest, verify, offload."""
+
+    def __init__(self, machine: WeightsBooks) -> None:
+        self.machine = machine
         self._verification: Verification | None = None
         self._last_id = 0
         self._dropped: list[ev.SendMessage] = []  # sent once the drop is on disk
+        self._offloaders: dict[int, int] = {}  # request ids by session: who waits for the proof
+
+    def received(self, event: ev.Received) -> None:
+        match event.message:
+            case msg.CondemnMsg() as message:
+                self._condemn(event, message)
+            case msg.DigestMsg() as message:
+                self._digest(event, message)
+            case msg.DropMsg() as message:
+                self._drop(event, message)
+            case msg.VerifyMsg():
+                self._verify(event)
+            case msg.OffloadMsg():
+                self._offload(event)
+            case message:
+                raise ProtocolError(
+                    "gms.unexpected_message", f"clients do not send {message.TYPE!r}"
+                )
+
+    def left(self, session: int) -> None:
+        """A connection has ended: perhaps an asker's, or that of a reader that was asked."""
+        self._offloaders.pop(session, None)
+        question = self._verification
+        if question is not None and question.asker == session:
+            self._verification = None
+        elif question is not None and question.reader == session:
+            self._ask_next(question)
+
+    def _committed(self) -> Epoch:
+        epoch = self.machine.committed
+        if epoch is None:
+            raise UnderstudyError("gms.nothing_committed", "nothing is committed on this device")
+        return epoch
 
     # ------------------------------------------------------------------ out of service
 
-    def condemn(self, event: ev.Received, message: msg.CondemnMsg, now_ms: float) -> Effects:
+    def _condemn(self, event: ev.Received, message: msg.CondemnMsg) -> None:
         """A reader cannot trust its epoch."""
-        session = self.device.session(event)
+        machine = self.machine
+        session = machine.session(event)
         session.target(msg.CondemnMsg)
         if message.why not in ("device_error", "canary"):
             raise ProtocolError(
                 "gms.bad_reason", f"an epoch is not condemned for {message.why[:40]!r}"
             )
-        session.move(msg.CondemnMsg, now_ms)
-        epoch = self.device.epochs.get(session.epoch or "")
-        if epoch is None or epoch.phase is not EpochPhase.COMMITTED:
-            return []  # out of service already
-        data = {"epoch": epoch.id, "why": message.why, "incarnation": session.request.incarnation}
+        epoch = machine.committed
+        if epoch is None or epoch.id != session.region:
+            return  # out of service already
+        incarnation = session.asked.incarnation
+        data = {"epoch": epoch.id, "why": message.why, "incarnation": incarnation}
         what = (
             f"{session.label} reports a {message.why.replace('_', ' ')} failure: {message.detail}"
         )
         if message.why == "canary":
-            epoch.failed_canaries.add(session.request.incarnation)
+            epoch.failed_canaries.add(incarnation)
             if len(epoch.failed_canaries) < CANARIES_MAX:
-                return [ev.RecordEvent("gms.suspect", what, data, "warning")]
-        self.device.condemnations_total += 1
+                machine.record("gms.suspect", what, "warning", **data)
+                return
+        machine.condemnations_total += 1
         condemned = f"epoch {epoch.id} is condemned; the next writer loads again; {what}"
-        return [
-            ev.RecordEvent("gms.condemned", condemned, data, "error"),
-            *self.device.retire(epoch),
-            *self.device.journal(),
-        ]
+        machine.record("gms.condemned", condemned, "error", **data)
+        machine.retire(epoch)
+        machine.journal()
 
-    def drop(self, event: ev.Received, message: msg.DropMsg) -> Effects:
+    def _drop(self, event: ev.Received, message: msg.DropMsg) -> None:
         """An operator wants the memory back, or another load."""
-        epoch = self.device.committed
-        if epoch is None and self.device.offloaded is not None and message.epoch is None:
-            return self._forget_copy(event, self.device.offloaded)
-        if epoch is None:
-            raise UnderstudyError("gms.nothing_committed", "nothing is committed on this device")
+        machine, copy = self.machine, self.machine.offloaded
+        if machine.committed is None and copy is not None and message.epoch is None:
+            # The host copy no longer stands for this device's weights: the next engine loads.
+            machine.offloaded = None
+            said = f"the offloaded weights (host copy {copy.epoch}) were dropped by an operator"
+            self._dropped_as(event, msg.DroppedMsg(copy.epoch, ()), said)
+            return
+        epoch = self._committed()
         if message.epoch not in (None, epoch.id):
             raise UnderstudyError(
                 "gms.stale_epoch",
@@ -109,230 +148,185 @@ class Upkeep:
                 "stop it first, or use --even-if-mapped: new engines then load again, and the "
                 "memory is freed when its last process exits"
             )
-            _check_unmapped(self.device, epoch, fix, is_mapped=event.is_mapped)
-        dropped = msg.DroppedMsg(epoch.id, tuple(_readers(self.device, epoch)))
-        self._dropped.append(ev.SendMessage(event.session, event.request_id, dropped))
-        return [
-            ev.RecordEvent(
-                "gms.dropped", f"epoch {epoch.id} was dropped by an operator", {"epoch": epoch.id}
-            ),
-            *self.device.retire(epoch),
-            *self.device.journal(),
-        ]
+            self._check_unmapped(epoch, fix, is_mapped=event.is_mapped)
+        dropped = msg.DroppedMsg(epoch.id, tuple(self._readers(epoch)))
+        machine.retire(epoch)
+        self._dropped_as(event, dropped, f"epoch {epoch.id} was dropped by an operator")
 
-    def _forget_copy(self, event: ev.Received, copy: ev.JournalRecord) -> Effects:
-        """The host copy no longer stands for this device's weights: the next engine loads."""
-        self.device.offloaded = None
-        dropped = msg.DroppedMsg(copy.epoch, ())
-        self._dropped.append(ev.SendMessage(event.session, event.request_id, dropped))
-        said = f"the offloaded weights (host copy {copy.epoch}) were dropped by an operator"
-        return [
-            ev.RecordEvent("gms.dropped", said, {"epoch": copy.epoch}),
-            *self.device.journal(),
-        ]
+    def _dropped_as(self, event: ev.Received, answer: msg.DroppedMsg, said: str) -> None:
+        self._dropped.append(ev.SendMessage(event.session, event.request_id, answer))
+        self.machine.record("gms.dropped", said, epoch=answer.epoch)
+        self.machine.journal()
 
-    def journal_is_true(self) -> Effects:
+    def journal_is_true(self) -> None:
         """The journal is up to date: a dropped epoch will not come back with a restart."""
-        dropped, self._dropped = self._dropped, []
-        return list(dropped)
+        for answer in self._dropped:
+            self.machine.do(answer)
+        self._dropped.clear()
+
+    def _readers(self, epoch: Epoch) -> list[str]:
+        return [session.label for session in self.machine.holders(epoch)]
+
+    def _check_unmapped(self, epoch: Epoch, fix: str, *, is_mapped: bool) -> None:
+        readers = self._readers(epoch)
+        if readers or is_mapped:
+            who = ", ".join(readers) or "a process without a session (it may be stopped)"
+            text = f"epoch {epoch.id} is still mapped by {who}; {fix}"
+            raise UnderstudyError("gms.epoch_mapped", text, readers=readers)
 
     # ------------------------------------------------------------------ the bytes
 
-    def verify(self, event: ev.Received, now_ms: float) -> Effects:
+    def _verify(self, event: ev.Received) -> None:
         """Ask a reader for a digest; a server without a device context cannot read by itself."""
-        epoch = self.device.committed
-        if epoch is None:
-            raise UnderstudyError("gms.nothing_committed", "nothing is committed on this device")
+        epoch = self._committed()
         if self._verification is not None:
             raise UnderstudyError(
                 "gms.verifying", "a verification of this device is under way; try again later"
             )
         self._verification = Verification(event.session, event.request_id, epoch.id)
-        return self._ask_next(self._verification, now_ms)
+        self._ask_next(self._verification)
 
-    def digest(self, event: ev.Received, message: msg.DigestMsg, now_ms: float) -> Effects:
+    def _digest(self, event: ev.Received, message: msg.DigestMsg) -> None:
         """A writer's digest of what it has just committed, or the answer to a verification."""
-        session = self.device.session(event)
-        session.move(msg.DigestMsg, now_ms)
+        machine = self.machine
+        session = machine.session(event)
+        session.target(msg.DigestMsg)
         if event.request_id == 0:
-            return self._keep(session.epoch, message.digest)
+            self._keep_digest(session.region, message.digest)
+            return
         question = self._verification
         if question is None or (question.reader, self._last_id) != (session.id, event.request_id):
-            return []  # too late: another reader was asked, or the asker has left
+            return  # too late: another reader was asked, or the asker has left
         if message.digest is None and message.is_coming:
-            question.has_begun, question.deadline_ms = True, now_ms + VERIFY_MS
-            return []
+            question.has_begun, question.deadline_ms = True, machine.now_ms + VERIFY_MS
+            return
         if message.digest is None:
-            return self._ask_next(question, now_ms)
+            self._ask_next(question)
+            return
         self._verification = None
-        epoch = self.device.epochs.get(question.epoch)
+        epoch = machine.regions.get(question.epoch)
         expected = epoch.digest if epoch is not None else None
         verified = msg.VerifiedMsg(question.epoch, expected, message.digest, session.label)
-        answer = ev.SendMessage(question.asker, question.request_id, verified)
-        if expected is None or expected == message.digest:
-            return [answer]
-        altered = f"{session.label} found that the bytes of epoch {question.epoch} have changed"
-        return [answer, ev.RecordEvent("gms.altered", altered, {"epoch": question.epoch}, "error")]
+        machine.do(ev.SendMessage(question.asker, question.request_id, verified))
+        if expected not in (None, message.digest):
+            altered = f"{session.label} found that the bytes of epoch {question.epoch} have changed"
+            machine.record("gms.altered", altered, "error", epoch=question.epoch)
+
+    def _keep_digest(self, epoch_id: str | None, digest: str | None) -> None:
+        epoch = self.machine.regions.get(epoch_id or "")
+        if epoch is not None and digest is not None and epoch.digest is None:
+            epoch.digest = digest
+            if epoch.phase is RegionPhase.SERVED:
+                self.machine.journal()
 
     def next_deadline_ms(self) -> float | None:
         return self._verification.deadline_ms if self._verification is not None else None
 
-    def deadline_passed(self, now_ms: float) -> Effects:
+    def deadline_passed(self) -> None:
         question = self._verification
-        if question is None or now_ms < question.deadline_ms:
-            return []
+        if question is None or self.machine.now_ms < question.deadline_ms:
+            return
         if not question.has_begun:
-            return self._ask_next(question, now_ms)
-        self._verification = None
+            self._ask_next(question)
+            return
         error = WaitTimeoutError(
             "gms.verify_timeout", f"no digest within {VERIFY_MS / 1000:g} s; is the reader stopped?"
         )
-        return [ev.RefuseRequest(question.asker, question.request_id, error)]
+        self._give_up(question, error)
 
-    def left(self, session: int, now_ms: float) -> Effects:
-        """A connection has ended: perhaps the asked reader's, or the asker's."""
-        question = self._verification
-        if question is not None and question.asker == session:
-            self._verification = None
-        elif question is not None and question.reader == session:
-            return self._ask_next(question, now_ms)
-        return []
-
-    def _keep(self, epoch_id: str | None, digest: str | None) -> Effects:
-        epoch = self.device.epochs.get(epoch_id or "")
-        if epoch is None or digest is None or epoch.digest is not None:
-            return []
-        epoch.digest = digest
-        return self.device.journal() if epoch.phase is EpochPhase.COMMITTED else []
-
-    def _ask_next(self, question: Verification, now_ms: float) -> Effects:
-        epoch = self.device.epochs.get(question.epoch)
-        left = sorted((epoch.readers if epoch is not None else set()) - question.asked)
-        for reader in left:
-            if self.device.sessions[reader].state is SessionState.READING:
-                question.reader, question.has_begun = reader, False
-                question.deadline_ms = now_ms + ASK_MS
-                question.asked.add(reader)
-                self._last_id += 1
-                return [ev.SendMessage(reader, self._last_id, msg.DigestWantedMsg(question.epoch))]
-        self._verification = None
+    def _ask_next(self, question: Verification) -> None:
+        epoch = self.machine.regions.get(question.epoch)
+        readers = self.machine.holders(epoch) if epoch is not None else []
+        for reader in sorted(each.id for each in readers if each.state is S.READING):
+            if reader in question.asked:
+                continue
+            question.reader, question.has_begun = reader, False
+            question.deadline_ms = self.machine.now_ms + ASK_MS
+            question.asked.add(reader)
+            self._last_id += 1
+            wanted = msg.DigestWantedMsg(question.epoch)
+            self.machine.do(ev.SendMessage(reader, self._last_id, wanted))
+            return
         error = UnderstudyError(
             "gms.no_verifier",
             "only a standby reads the memory to verify it, and none is attached; start one",
         )
-        return [ev.RefuseRequest(question.asker, question.request_id, error)]
+        self._give_up(question, error)
 
+    def _give_up(self, question: Verification, error: UnderstudyError) -> None:
+        self._verification = None
+        self.machine.do(ev.RefuseRequest(question.asker, question.request_id, error))
 
-# Memory that a process may map. That of a superseded epoch is its readers' affair.
-HELD = (EpochPhase.STAGING, EpochPhase.RELEASING, EpochPhase.ORPHANED)
+    # ------------------------------------------------------------------ offload
 
-
-class Offload:
-    """The requests to offload one device, and their answers."""
-
-    def __init__(self, device: Device) -> None:
-        self.device = device
-        self._askers: dict[int, int] = {}  # request ids by session: who waits for the proof
-
-    def ask(self, event: ev.Received, now_ms: float) -> Effects:
+    def _offload(self, event: ev.Received) -> None:
         """Somebody has no use for the device's copy at present; if it is a reader, it has unmapped
         it. That the kernel knows: what counts is who holds the epoch's file.
 
         Raises:
             UnderstudyError: `gms.epoch_mapped`, `gms.no_copy`, `gms.nothing_committed`, …
         """
-        reader = self.device.sessions.get(event.session)
-        if reader is None:
-            return self._begin(event)
-        reader.move(msg.OffloadMsg, now_ms)
-        left = self.device.drop(reader, "it has unmapped the weights")
+        if event.session not in self.machine.sessions:
+            self._begin(event)
+            return
+        self.machine.leave(event)
         try:
-            return [*left, *self._begin(event)]
+            self._begin(event)
         except UnderstudyError as error:  # it has left all the same
-            return [*left, ev.RefuseRequest(event.session, event.request_id, error)]
+            self.machine.do(ev.RefuseRequest(event.session, event.request_id, error))
 
-    def _begin(self, event: ev.Received) -> Effects:
-        self._check_no_writer()
-        if self.device.offloaded is not None and self.device.committed is None:
-            self._askers[event.session] = event.request_id
-            return []
-        epoch = self.device.committed
-        if epoch is None:
-            raise UnderstudyError("gms.nothing_committed", "nothing is committed on this device")
-        fix = "its memory is freed once every engine has released it and offloads again"
-        _check_unmapped(self.device, epoch, fix, is_mapped=event.is_mapped)
-        copy = _checked(event.copy, epoch)
-        self._askers[event.session] = event.request_id
-        self.device.offloaded = copy
-        self.device.offloads_total += 1
-        epoch.turn("offload")
-        return [
-            # In this order: the driver's thread writes the link before it gives up the memory.
-            *self.device.journal(),
-            ev.MarkHistory(epoch.id),
-            ev.ReleaseEpoch(epoch.id),
-            ev.RecordEvent(
-                "gms.offloaded",
-                f"epoch {epoch.id} is offloaded; its host copy is {copy.epoch}",
-                {"epoch": epoch.id, "copy": copy.epoch, "size_bytes": epoch.size_bytes},
-            ),
-        ]
-
-    def left(self, session: int) -> None:
-        """A connection has ended."""
-        self._askers.pop(session, None)
-
-    def judge(self) -> Effects:
-        """Answer once the memory is free and the link is on disk."""
-        copy = self.device.offloaded
-        if not self._askers:
-            return []
-        if copy is None or self.device.committed is not None:
-            askers, self._askers = self._askers, {}
-            changed = UnderstudyError(
-                "gms.not_offloaded", "the weights were restored or dropped in the meantime"
-            )
-            return [ev.RefuseRequest(*asker, changed) for asker in askers.items()]
-        is_held = any(epoch.phase in HELD for epoch in self.device.epochs.values())
-        if is_held or not self.device.is_journal_true:
-            return []
-        askers, self._askers = self._askers, {}
-        answer = msg.OffloadedMsg(copy.epoch, copy.size_bytes)
-        return [ev.SendMessage(*asker, answer) for asker in askers.items()]
-
-    def _check_no_writer(self) -> None:
-        writer = self.device.writer
-        if writer is not None:
+    def _begin(self, event: ev.Received) -> None:
+        machine = self.machine
+        if machine.writer is not None:
             raise UnderstudyError(
                 "gms.writer",
-                f"{writer.label} is loading weights; offload them once it has committed them",
+                f"{machine.writer.label} is loading weights; offload them once it has committed"
+                " them",
             )
+        if machine.offloaded is None or machine.committed is not None:
+            epoch = self._committed()
+            fix = "its memory is freed once every engine has released it and offloads again"
+            self._check_unmapped(epoch, fix, is_mapped=event.is_mapped)
+            machine.offloaded = copy = checked_copy(event.copy, epoch)
+            machine.offloads_total += 1
+            # In this order: the driver's thread writes the link before it gives up the memory.
+            epoch.turn("retire")
+            machine.journal()
+            machine.do(ev.MarkRetired(epoch.id))
+            machine.record(
+                "gms.offloaded",
+                f"epoch {epoch.id} is offloaded; its host copy is {copy.epoch}",
+                epoch=epoch.id,
+                copy=copy.epoch,
+                size_bytes=epoch.size_bytes,
+            )
+        self._offloaders[event.session] = event.request_id
+
+    def settle(self) -> None:
+        """Answer once the memory is free and the link is on disk."""
+        machine, copy = self.machine, self.machine.offloaded
+        if not self._offloaders:
+            return
+        answer: ev.Effect
+        if copy is not None and machine.committed is None:
+            held = [epoch for epoch in machine.regions.values() if epoch.phase in HELD]
+            if any(not machine.is_superseded(epoch) for epoch in held):
+                return
+            if not machine.is_journal_true:
+                return
+        askers, self._offloaders = self._offloaders, {}
+        for asker in askers.items():
+            if copy is not None and machine.committed is None:
+                answer = ev.SendMessage(*asker, msg.OffloadedMsg(copy.epoch, copy.size_bytes))
+            else:
+                changed = UnderstudyError(
+                    "gms.not_offloaded", "the weights were restored or dropped in the meantime"
+                )
+                answer = ev.RefuseRequest(*asker, changed)
+            machine.do(answer)
 
 
-def _readers(device: Device, epoch: Epoch) -> list[str]:
-    return [device.sessions[reader].label for reader in sorted(epoch.readers)]
-
-
-def _check_unmapped(device: Device, epoch: Epoch, fix: str, *, is_mapped: bool) -> None:
-    readers = _readers(device, epoch)
-    if readers or is_mapped:
-        who = ", ".join(readers) or "a process without a session (it may be stopped)"
-        text = f"epoch {epoch.id} is still mapped by {who}; {fix}"
-        raise UnderstudyError("gms.epoch_mapped", text, readers=readers)
-
-
-def is_copy_of(copy: ev.JournalRecord, epoch: ev.JournalRecord) -> bool:
-    """Whether both have the same layout, identity and bytes; not as long as a digest is unknown."""
-    if copy.digest is None or epoch.digest is None:
-        return False
-    return (copy.layout_hash, copy.identity_hash, copy.digest) == (
-        epoch.layout_hash,
-        epoch.identity_hash,
-        epoch.digest,
-    )
-
-
-def _checked(copy: ev.JournalRecord | None, epoch: Epoch) -> ev.JournalRecord:
+def checked_copy(copy: ev.JournalRecord | None, epoch: Epoch) -> ev.JournalRecord:
     """`copy`, if it is of the same bytes as `epoch`."""
     why = None
     if epoch.digest is None:
@@ -351,3 +345,14 @@ def _checked(copy: ev.JournalRecord | None, epoch: Epoch) -> ev.JournalRecord:
             epoch=epoch.id,
         )
     return copy
+
+
+def is_copy_of(copy: ev.JournalRecord, epoch: ev.JournalRecord) -> bool:
+    """Whether both have the same layout, identity and bytes; not as long as a digest is unknown."""
+    if copy.digest is None or epoch.digest is None:
+        return False
+    return (copy.layout_hash, copy.identity_hash, copy.digest) == (
+        epoch.layout_hash,
+        epoch.identity_hash,
+        epoch.digest,
+    )

@@ -5,15 +5,11 @@ One unreadable slot may have held the newest commit: then the journal is lost
 (`LoadedJournal.is_lost`), and the survivors decide. The file is kept aside, and the new one is lost
 too until a record is written: the next server may die before a survivor rejoins.
 
-`bytes_elsewhere` reads what other models have on the same device, as their servers have filed it:
-each model has servers of its own, and one device has one limit. It connects to no server, so no
-model waits for another. What is still being loaded is in no file yet: in a pool the reservations
-cover that, and a GPU's driver has the last word.
+Beside it, for KV memory, are the newest claims, so that an older token is refused after a restart.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 from typing import Literal
@@ -21,11 +17,11 @@ from typing import Literal
 import msgspec
 
 from gms import epoch_file, names
-from gms.core.events import JournalRecord
-from gms.core.recovery import orphans_of
-from gms.core.state import Epoch
+from gms.core.epochs import Epoch
+from gms.core.events import Claimant, JournalRecord
+from gms.core.weights import orphans_of
 from plumbing.errors import UnderstudyError
-from plumbing.service.files import FILE_BYTES, SlotFile, SlotFormat, put_aside
+from plumbing.service.files import FILE_BYTES, SlotFile, SlotFormat, put_aside, write_atomic
 
 FORMAT = SlotFormat("understudy-gms 1")
 
@@ -106,7 +102,7 @@ def left_behind(directory: str, device: str, record: JournalRecord | None) -> li
     """
     ids = names.epochs_on_disk(directory, device)
     paths = {id_: os.path.join(directory, names.epoch_file(device, id_)) for id_ in ids}
-    history = {id_ for id_, path in paths.items() if epoch_file.is_history(path)}
+    history = {id_ for id_, path in paths.items() if epoch_file.is_retired(path)}
     return orphans_of(ids, record, history)
 
 
@@ -135,13 +131,26 @@ def _unwritable(path: str, error: OSError) -> UnderstudyError:
     )
 
 
-def bytes_elsewhere(directory: str, place: str) -> int:
-    """Weights and KV memory of the other models on the device of `place`."""
-    with contextlib.suppress(OSError):
-        return sum(_bytes_of(directory, each) for each in names.neighbours(directory, place))
-    return 0
+class KeptTokens(msgspec.Struct, frozen=True):
+    newest: tuple[Claimant, ...] = ()
+    schema: int = 1
 
 
-def _bytes_of(directory: str, place: str) -> int:
-    record = peek(names.journal_path(directory, place))
-    return (record.size_bytes if record else 0) + epoch_file.kv_bytes(directory, place)
+def read_tokens(path: str) -> tuple[Claimant, ...]:
+    """Read the newest claims of KV memory that an earlier server wrote; nothing if it cannot."""
+    try:
+        with open(path, "rb") as file:
+            return msgspec.json.decode(file.read(), type=KeptTokens).newest
+    except FileNotFoundError:
+        return ()
+    except (OSError, msgspec.DecodeError) as error:
+        logger.warning("%s cannot be read, so older tokens are not refused: %s", path, error)
+        return ()
+
+
+def write_tokens(path: str, newest: tuple[Claimant, ...]) -> None:
+    """
+    Raises:
+        OSError: no room, no permission.
+    """
+    write_atomic(path, msgspec.json.encode(KeptTokens(newest)), survives_power_cut=False)

@@ -1,11 +1,14 @@
-"""What the two servers of a device have in common: sockets on one side, the machine in the middle,
-the driver behind.
+"""What the servers of a place's weights and of its KV memory have in common: sockets on one side,
+the machine in the middle, the driver behind.
 
 A server decides nothing: messages go to the machine as events, and the server carries out its
 effects. It maps no memory, and all that it holds can be lost with it: the processes that map the
 memory hand it back to the next server.
 
-`MemoryWatch` watches the files of unowned memory until the kernel says that they are free. Nothing
+Driver calls run on one thread, in order. Closes that free memory run on a second one: a dead
+engine's memory delays no newcomer.
+
+`MemoryWatch` watches the files of regions until the kernel says that they are free. Nothing
 announces the release of a flock, so the watch polls: every millisecond for the first second (a
 killed process is usually gone by then), then every ten. A try costs microseconds.
 """
@@ -18,24 +21,30 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
-from gms import epoch_file
+from msgspec import Struct
+from msgspec.structs import replace
+
+from gms import epoch_file, names
 from gms import messages as msg
 from gms.core import events as ev
-from gms.core.events import Effects
+from gms.core.region import Machine
+from gms.manifest import check_size
 from gms.server.driver_thread import DriverThread
+from gms.server.slab_store import SlabStore
 from gms.shortage import open_fds
 from gms.vmm.interface import Allocation, DeviceMemory, release_all
 from plumbing.errors import ProtocolError, UnderstudyError, explain_shortage
 from plumbing.pod.models import device_of, model_at
 from plumbing.pod.observers import Observers
+from plumbing.pod.paths import gms_socket
 from plumbing.service.clock import Clock, SystemClock, rfc3339
 from plumbing.service.events import EventLog
 from plumbing.service.procfs import holders_of
 from plumbing.wire.connection import Connection, Handler
 from plumbing.wire.fds import OwnedFd, close_all
-from plumbing.wire.messages import Catalogue, Message
+from plumbing.wire.messages import Message
 from plumbing.wire.server import Server
 
 FAST_MS, FAST_FOR_MS = 1.0, 1000.0
@@ -47,9 +56,8 @@ logger = logging.getLogger(__name__)
 
 
 class MemoryWatch:
-    """Watches epochs or KV pools by their ids: calls `free(name)` once for each that is free, and
-    `holders(name, pids)` while it waits. `look` says whether a file is free; that of an epoch is
-    then removed, while a KV pool outlives its holders.
+    """Watches regions by their ids: calls `free(name)` once for each whose file is free, and
+    `holders(name, pids)` while it waits. The file of one that `ends` is removed with that.
 
     A file that cannot be opened counts as held: `failed(name, message)` is called once for each
     error, and `problem` holds it while it lasts.
@@ -63,14 +71,13 @@ class MemoryWatch:
         free: Callable[[str], None],
         holders: Callable[[str, tuple[int, ...]], None],
         failed: Callable[[str, str], object],
-        *,
-        what: str = "epoch",
-        blocked: str = "load",
-        look: Callable[[str], bool] = epoch_file.remove_if_free,
+        what: str,
+        blocked: str,
     ) -> None:
         self._clock, self._thread, self._path_of = clock, thread, path_of
         self._free, self._holders, self._failed = free, holders, failed
-        self._what, self._blocked, self._look = what, blocked, look
+        self._what, self._blocked = what, blocked
+        self._ends: dict[str, bool] = {}
         self._since_ms: dict[str, float] = {}
         self._scan_ms: dict[str, float] = {}
         self._problems: dict[str, str] = {}  # by name, of the last try
@@ -82,9 +89,10 @@ class MemoryWatch:
         """Why it is unknown whether one of them is still mapped."""
         return next(iter(self._problems.values()), None)
 
-    def add(self, name: str) -> None:
+    def add(self, name: str, *, ends: bool) -> None:
         """Watch the file of `name` from now on."""
         now_ms = self._clock.now_ms()
+        self._ends[name] = ends
         self._since_ms[name] = now_ms
         self._scan_ms[name] = now_ms + HOLDERS_AFTER_MS
         if self._timer is None:
@@ -93,6 +101,7 @@ class MemoryWatch:
     def discard(self, name: str) -> None:
         """Stop watching the file of `name`."""
         self._since_ms.pop(name, None)
+        self._ends.pop(name, None)
         self._scan_ms.pop(name, None)
         self._problems.pop(name, None)
 
@@ -126,7 +135,8 @@ class MemoryWatch:
     def _is_gone(self, name: str) -> bool:
         path = self._path_of(name)
         try:
-            is_free = self._look(path)
+            look = epoch_file.remove_if_free if self._ends[name] else epoch_file.is_free
+            is_free = look(path)
         except OSError as error:  # out of descriptors, for one: not known is not free
             self._problems[name] = (
                 f"cannot check whether {self._what} {name} is still mapped, so no engine may "
@@ -157,48 +167,72 @@ class MemoryWatch:
 # How long `close` waits for calls under way. Freeing continues in the kernel when we exit.
 CLOSE_TIMEOUT_S = 5.0
 
-
-class Machine(Protocol):
-    def handle(self, event: ev.DeviceEvent, now_ms: float) -> Effects: ...
-
-    def next_deadline_ms(self) -> float | None: ...
+M = TypeVar("M", bound=Machine[Any, Any])
+StoreT = TypeVar("StoreT", bound=SlabStore)
 
 
-M = TypeVar("M", bound=Machine)
+class Arriving(Struct):
+    """A hand-back of which frames are still to come."""
+
+    message: msg.HandBackMsg
+    is_wanted: bool  # else its word is enough, and its memory is not looked at
+    left: int  # frames
+    fds: list[OwnedFd]
+    manifest: bytes = b""
+
+    def add(self, fds: Sequence[OwnedFd], piece: bytes) -> None:
+        """Take one frame's descriptors and piece of the manifest.
+
+        Raises:
+            ProtocolError: `gms.bad_offer`, not as many as there are slabs.
+        """
+        if not self.is_wanted:
+            return
+        self.fds += [OwnedFd(fd.detach()) for fd in fds]
+        self.manifest += piece
+        check_size(self.manifest)
+        wanted = len(self.message.slab_sizes) + (self.message.pool is not None)
+        if len(self.fds) > wanted or (self.left == 0 and len(self.fds) != wanted):
+            raise ProtocolError(
+                "gms.bad_offer",
+                f"{len(self.fds)} descriptors came for a region of"
+                f" {len(self.message.slab_sizes)} slabs",
+            )
 
 
-class MemoryServer(Handler, abc.ABC, Generic[M]):
-    """Serves one kind of memory of one device in `directory` until it is closed.
+class MemoryServer(Handler, abc.ABC, Generic[M, StoreT]):
+    """Serves one kind of memory of one place in `directory` until it is closed.
 
-    Driver calls run on one thread, in order; closes that free memory run on the closer. A subclass
-    sets the members that are declared here, its machine and its watch in `_begin`.
+    A subclass sets the members that are declared here, its store and its machine in `_begin`.
     """
 
     tag: ClassVar[str]
     service: ClassVar[str]  # in answers to `hello`
-    catalogue: ClassVar[Catalogue]
+    what: ClassVar[str]  # what a region is called
+    not_held: ClassVar[str]  # the code for memory that is asked for without the flock
+    bad_id: ClassVar[str]  # the code for an id that is none
+    file_event: ClassVar[str]  # the event of a file that cannot be used
+    blocked: ClassVar[str]  # what no engine may do while it is unknown who maps one
     threads: ClassVar[Sequence[str]]  # in the order in which they are closed
     machine: M
-    _watch: MemoryWatch
+    _store: StoreT
 
     def __init__(
-        self,
-        directory: str,
-        device: str,
-        memory: DeviceMemory,
-        path: str,
-        source: str,
-        restarts_total: int,
+        self, directory: str, device: str, memory: DeviceMemory, restarts_total: int
     ) -> None:
-        """`path` of its socket; `source` names this server in events."""
         self.directory, self.device, self.memory = directory, device, memory
         self.restarts_total = restarts_total  # of this server, as the supervisor counts
         self.clock = SystemClock()
-        self.log = EventLog(source, self.clock)
+        suffix = "" if self.tag == names.WEIGHTS else f"-{self.tag}"
+        self.log = EventLog(f"gms-{device}{suffix}", self.clock)
+        # What else this process serves of the device.
+        self.beside: Sequence[MemoryServer[Any, Any]] = ()
         self._started = self.clock.wall()
-        self._server = Server(path, self.catalogue, self, service=self.service)
+        path = gms_socket(directory, names.check_device(device), self.tag)
+        self._server = Server(path, msg.CATALOGUE, self, service=self.service)
         self._conns: dict[int, Connection] = {}
-        self._offered: dict[int, list[OwnedFd]] = {}  # by session, until they are adopted
+        self._arriving: dict[int, Arriving] = {}  # by session: hand-backs that are not whole yet
+        self._offered: dict[int, list[OwnedFd]] = {}  # by session, until they are checked
         self._observers = Observers(self.log, self.status)
         self._timer: asyncio.TimerHandle | None = None
         self._protocol_errors_total = 0
@@ -218,31 +252,75 @@ class MemoryServer(Handler, abc.ABC, Generic[M]):
             for name in self.threads
         }
         self._driver, self._closer = self._threads["driver"], self._threads["closer"]
+        # Exports of what does not change any more: neither another memory's end nor a writer's
+        # slabs delay a newcomer.
+        self._lender = self._threads.get("lender", self._driver)
+        self._regions = MemoryWatch(
+            self.clock,
+            self._driver,
+            self._path,
+            self._is_free,
+            lambda region, pids: self._handle(ev.HoldersSeen(region, pids)),
+            lambda region, why: self.log.record(
+                self.file_event, why, "warning", {self.what: region}
+            ),
+            self.what,
+            self.blocked,
+        )
         try:
-            state = self._begin()
+            self._begin()
         except BaseException:  # it may be started again
             await self._server.close()
             for thread in self._threads.values():
                 thread.close(0)
             raise
+        self._handle(ev.DeadlinePassed())  # watches what is there
+        state = self._snapshot()["state"]
         serving = f"serving the {self.tag} of {self.device}: {state}"
         self.log.record("gms.serving", serving, data={"device_uuid": self.device})
-        self._arm()
 
     async def close(self) -> None:
         """Stop serving; sessions end, and memory lives on where a process maps it."""
         await self._server.close()
         for thread in self._threads.values():
             await asyncio.to_thread(thread.close, CLOSE_TIMEOUT_S)
-        self._watch.close()
+        self._regions.close()
         if self._timer is not None:
             self._timer.cancel()
         for fds in self._offered.values():
             close_all(fds)
+        self._store.close()
 
     @abc.abstractmethod
-    def _begin(self) -> str:
-        """Set up machine and watch on what an earlier server left; returns the state."""
+    def _begin(self) -> None:
+        """Set up store and machine on what an earlier server left."""
+
+    def _path(self, region: str) -> str:
+        """The file that every process which maps the region holds."""
+        return os.path.join(self.directory, self._file(region))
+
+    @abc.abstractmethod
+    def _file(self, region: str) -> str:
+        """Its name."""
+
+    def _is_free(self, region: str) -> None:
+        self._handle(ev.RegionFree(region))
+
+    @property
+    @abc.abstractmethod
+    def held_bytes(self) -> int:
+        """What the neighbours count as used: neither what is being loaded nor what is on its way
+        out; of those the pool knows, or the driver says."""
+
+    @property
+    def bytes_beside(self) -> int:
+        """What else is used of the device."""
+        mine = device_of(self.device)
+        return sum(
+            each.held_bytes
+            for each in self.beside
+            if each is not self and device_of(each.device) == mine
+        )
 
     def status(self) -> dict[str, Any]:
         """What `gms status` shows of this memory."""
@@ -259,7 +337,7 @@ class MemoryServer(Handler, abc.ABC, Generic[M]):
             "restarts_total": self.restarts_total,
             **self.log.newest(),
             **state,
-            "problem": state.get("problem") or self._watch.problem or self._server.problem,
+            "problem": state.get("problem") or self._regions.problem or self._server.problem,
             "protocol_errors_total": self._protocol_errors_total,
             "open_fds": open_fds(),
         }
@@ -276,6 +354,7 @@ class MemoryServer(Handler, abc.ABC, Generic[M]):
 
     def opened(self, conn: Connection) -> None:
         self._conns[conn.id] = conn
+        conn.limit_frames(msg.REQUEST_BYTES_MAX)
 
     def received(
         self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
@@ -289,8 +368,10 @@ class MemoryServer(Handler, abc.ABC, Generic[M]):
                     conn.send(msg.InspectReplyMsg(document), request_id)
                 case msg.WatchMsg(since):
                     self._observers.join(conn, since, request_id)
+                case msg.HandBackMsg() | msg.MoreMsg():
+                    self._take_frame(conn, message, request_id, fds)
                 case _:
-                    self._feed(conn, message, request_id, fds)
+                    self._feed(conn, ev.Received(conn.id, request_id, message, conn.peer.pid))
         except UnderstudyError as error:  # the wire answers with it and closes the connection
             self._protocol_errors_total += isinstance(error, ProtocolError)
             self._forget_offer(conn.id)
@@ -299,11 +380,8 @@ class MemoryServer(Handler, abc.ABC, Generic[M]):
             close_all(fds)
 
     @abc.abstractmethod
-    def _feed(
-        self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
-    ) -> None:
-        """Check what only the kernel knows, then hand the message to the machine. Descriptors that
-        are kept must be detached from `fds`, which is closed afterwards."""
+    def _feed(self, conn: Connection, event: ev.Received) -> None:
+        """Check what only the kernel knows, then hand the message to the machine."""
 
     def closed(self, conn: Connection, reason: str) -> None:
         if conn.state is not None:
@@ -319,21 +397,71 @@ class MemoryServer(Handler, abc.ABC, Generic[M]):
             conn.state = conn.peer.pidfd.fileno()
             asyncio.get_running_loop().add_reader(conn.state, conn.close, "its process is gone")
 
-    def _take_offered(self, session: int, fds: Sequence[OwnedFd]) -> int:
-        """Keep descriptors that a survivor hands back (taken); returns how many there are now."""
-        kept = self._offered.setdefault(session, [])
-        kept += [OwnedFd(fd.detach()) for fd in fds]
-        return len(kept)
+    def _check_held(self, region: str) -> None:
+        """No memory before the flock: without it, nothing would show that the memory is in use.
+
+        Raises:
+            ProtocolError: `gms.epoch_not_held`, `gms.kv_pool_not_held`.
+            UnderstudyError: `gms.server_exhausted`, the file cannot be opened.
+        """
+        if not is_held(self._path(region)):
+            text = f"hold a shared flock on the {self.what}'s file first"
+            raise ProtocolError(self.not_held, text)
+
+    # ------------------------------------------------------------------ what survivors hand back
+
+    def _begin_hand_back(self, conn: Connection, message: msg.HandBackMsg) -> Arriving:
+        """Check that it may hand the region back. It must hold the region's file, unless that was
+        removed under all its holders.
+
+        Raises:
+            ProtocolError: `gms.bad_epoch`, `gms.epoch_not_held`, …
+        """
+        if not names.is_epoch_id(message.region):
+            raise ProtocolError(self.bad_id, f"{message.region[:64]!r} is not an id")
+        self._watch_process(conn)
+        if os.path.exists(self._path(message.region)):
+            self._check_held(message.region)
+        wanted = self.machine.is_awaited(message.region)
+        self._arriving[conn.id] = Arriving(message, wanted, message.more, [])
+        return self._arriving[conn.id]
+
+    def _take_frame(
+        self,
+        conn: Connection,
+        message: msg.HandBackMsg | msg.MoreMsg,
+        request_id: int,
+        fds: list[OwnedFd],
+    ) -> None:
+        """One frame of a hand-back; the machine hears of it once it is whole."""
+        arriving = self._arriving.get(conn.id)
+        if (arriving is None) is isinstance(message, msg.MoreMsg):
+            raise ProtocolError(
+                "gms.unexpected_message",
+                f"{message.TYPE} is not allowed now: `more` follows one `hand_back`",
+            )
+        if isinstance(message, msg.HandBackMsg):
+            arriving = self._begin_hand_back(conn, message)
+        else:
+            assert arriving is not None
+            arriving.left -= 1
+        arriving.add(fds, message.manifest)
+        if arriving.left == 0:
+            del self._arriving[conn.id]
+            self._offered[conn.id] = arriving.fds
+            whole = replace(arriving.message, manifest=arriving.manifest)
+            self._handle(ev.Received(conn.id, request_id, whole, conn.peer.pid))
 
     def _forget_offer(self, session: int) -> None:
-        """Close what the session has offered: it has ended, or its offer is not needed."""
-        fds = self._offered.pop(session, [])
+        """Close what the session has handed back: it has ended, or it is not needed."""
+        arriving = self._arriving.pop(session, None)
+        fds = self._offered.pop(session, []) + (arriving.fds if arriving else [])
         if fds:
             self._closer.submit(lambda: close_all(fds))
 
     # ------------------------------------------------------------------ the machine
 
-    def _handle(self, event: ev.DeviceEvent) -> None:
+    def _handle(self, event: ev.MemoryEvent) -> None:
         """Carry out every effect of `event`: one that fails costs the session that it answers, and
         never the effects behind it."""
         for effect in self.machine.handle(event, self.clock.now_ms()):
@@ -345,9 +473,6 @@ class MemoryServer(Handler, abc.ABC, Generic[M]):
                 if isinstance(effect, ev.Respond) and effect.session in self._conns:
                     self._conns[effect.session].close(f"it cannot be answered: {error}")
         self._arm()
-
-    @abc.abstractmethod
-    def _perform(self, effect: ev.DeviceEffect) -> None: ...
 
     def _arm(self) -> None:
         if self._timer is not None:
@@ -366,7 +491,45 @@ class MemoryServer(Handler, abc.ABC, Generic[M]):
         ago = timedelta(milliseconds=self.clock.now_ms() - instant_ms)
         return rfc3339(self.clock.wall() - ago)
 
-    # ------------------------------------------------------------------ effects that both have
+    # ------------------------------------------------------------------ effects
+
+    def _perform(self, effect: ev.Effect) -> None:
+        """A subclass carries out the effects of its owner rule."""
+        match effect:
+            case ev.SendMessage(session, _, message):
+                if isinstance(message, msg.KeptMsg):
+                    self._forget_offer(session)  # what it sent was not needed, or is ours by now
+                self._respond(effect, message)
+            case ev.RefuseRequest(_, _, error):
+                self._refuse(effect, error)
+            case ev.Watch(region, ends):
+                self._regions.add(region, ends=ends)
+            case ev.Unwatch(region):
+                self._regions.discard(region)
+            case ev.MarkRetired(region):  # best effort: journal and survivors know it, too
+                self._driver.submit(
+                    lambda: epoch_file.mark_retired(self._path(region)),
+                    failed=self._warn(f"mark {self.what} {region} as out of service"),
+                )
+            case ev.Release(region):
+                self._driver.submit(
+                    lambda: self._store.take(region, self._path(region)),
+                    lambda slabs: self._lender.submit(
+                        lambda: None, lambda _: self._free_slabs(region, slabs)
+                    ),
+                )
+            case ev.TakeBack(region, session, message):
+                fds = self._offered.pop(session, [])
+                self._driver.submit(
+                    lambda: self._store.take_back(region, fds, message),
+                    lambda tensors: self._handle(ev.RegionBack(region, tensors)),
+                    lambda error: self._handle(ev.RegionNotBack(region, error)),
+                )
+            case ev.RecordEvent():
+                data = {"device_uuid": self.device, **effect.data}
+                self.log.record(effect.type, effect.message, effect.severity, data)
+            case _:
+                raise AssertionError(effect)
 
     def _respond(self, to: ev.Respond, message: Message, fds: Sequence[OwnedFd] = ()) -> None:
         """Send `message` with `fds` (taken), if that session is still there. Closing the last
@@ -384,28 +547,23 @@ class MemoryServer(Handler, abc.ABC, Generic[M]):
         if conn is not None:
             conn.fault(error, to.request_id)
 
-    def _record(self, effect: ev.RecordEvent) -> None:
-        data = {"device_uuid": self.device, **effect.data}
-        self.log.record(effect.type, effect.message, effect.severity, data)
-
-    def _close_slabs(
-        self, what: str, name: str, slabs: list[Allocation], then: Callable[[], None]
-    ) -> None:
-        """Free the memory of an `epoch` or `pool` on the closer's thread, then call `then`, also if
-        the driver does not take it back."""
+    def _free_slabs(self, region: str, slabs: list[Allocation]) -> None:
+        """On the closer's thread; it counts as done also if the driver does not take it back."""
 
         def failed(error: UnderstudyError) -> None:
-            message = f"the driver could not free the memory of {what} {name}: {error.message}"
-            self.log.record("gms.release", message, severity="error", data={what: name})
-            then()
+            message = f"the driver could not free {self.what} {region}: {error.message}"
+            self.log.record("gms.release", message, "error", {self.what: region})
+            self._handle(ev.RegionReleased(region))
 
-        self._closer.submit(lambda: release_all(slabs), lambda _: then(), failed)
+        self._closer.submit(
+            lambda: release_all(slabs), lambda _: self._handle(ev.RegionReleased(region)), failed
+        )
 
-    def _warn(self, event_type: str, what: str) -> Callable[[UnderstudyError], None]:
-        """For a call whose failure is only a warning: the journal, or the kernel, knows it too."""
+    def _warn(self, what: str) -> Callable[[UnderstudyError], None]:
+        """For a call whose failure is only a warning."""
 
         def failed(error: UnderstudyError) -> None:
-            self.log.record(event_type, f"could not {what}: {error.message}", "warning")
+            self.log.record(self.file_event, f"could not {what}: {error.message}", "warning")
 
         return failed
 

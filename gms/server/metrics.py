@@ -130,7 +130,7 @@ class GmsMetrics(ServerMetrics):
 class KvMetrics(ServerMetrics):
     """Of the KV memory of `devices`."""
 
-    prefix, what = "gms_kv", "the device's KV server"
+    prefix, what = "gms_kv", "the server of the device's KV memory"
     help: ClassVar[Mapping[str, str]] = KV_HELP
     counted: ClassVar[Collection[str]] = KV_HELP.keys()
 

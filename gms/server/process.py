@@ -13,9 +13,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from gms import names
-from gms.server.kv_server import KvServer
 from gms.server.memory_server import MemoryServer
-from gms.server.server import STALL_MS, DeviceServer
+from gms.server.server import STALL_MS, KvServer, WeightsServer
 from gms.vmm.interface import DeviceMemory
 from plumbing.errors import UnderstudyError
 
@@ -39,10 +38,10 @@ class DeviceProcess:
         restarts_total: int = 0,
     ) -> None:
         """`is_bounded`: `capacity_bytes` is the limit of weights and KV memory together."""
-        self.servers: list[MemoryServer[Any]] = []
+        self.servers: list[MemoryServer[Any, Any]] = []
         for place in places:
             self.servers.append(
-                DeviceServer(
+                WeightsServer(
                     directory,
                     place,
                     memory,
@@ -56,7 +55,9 @@ class DeviceProcess:
                 limit_bytes = capacity_bytes if is_bounded else None
                 kv = KvServer(directory, place, memory, limit_bytes, restarts_total=restarts_total)
                 self.servers.append(kv)
-        self._running: list[MemoryServer[Any]] = []
+        self._running: list[MemoryServer[Any, Any]] = []
+        for server in self.servers:
+            server.beside = self._running
         self._late: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
@@ -65,7 +66,7 @@ class DeviceProcess:
         Raises:
             UnderstudyError, OSError: no weights can.
         """
-        failed: list[tuple[MemoryServer[Any], UnderstudyError | OSError]] = []
+        failed: list[tuple[MemoryServer[Any, Any], UnderstudyError | OSError]] = []
         for server in self.servers:
             try:
                 await self._start(server)
@@ -83,11 +84,13 @@ class DeviceProcess:
         for server in self._running:
             await server.close()
 
-    async def _start(self, server: MemoryServer[Any]) -> None:
+    async def _start(self, server: MemoryServer[Any, Any]) -> None:
         await server.start()
         self._running.append(server)
 
-    async def _retry(self, server: MemoryServer[Any], error: UnderstudyError | OSError) -> None:
+    async def _retry(
+        self, server: MemoryServer[Any, Any], error: UnderstudyError | OSError
+    ) -> None:
         said = ""
         while True:
             if str(error) != said:

@@ -5,7 +5,7 @@ The driver thread uses both stores, so they need no locks and may block. Only `e
 from elsewhere: by another thread, of epochs that no longer change, and by the KV server's loop, of
 host memory. They decide nothing: the machines say what to create, seal, check and give up.
 
-`check_room` compares a KV pool with what the device has left beside its weights. A GPU's driver has
+`KvRoom` compares a KV pool with what the device has left beside its weights. A GPU's driver has
 the last word, but a pool is made on the path of a wake: what cannot fit is better said at once.
 This process's own control group does not matter: memory counts against the group of the process
 that touches it first, which is the engine's (`engine.backends.free_memory.has_room_for`).
@@ -13,18 +13,17 @@ that touches it first, which is the engine's (`engine.backends.free_memory.has_r
 
 from __future__ import annotations
 
-import logging
+import abc
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from gms import epoch_file, names
-from gms.kv_messages import SLABS_MAX
+from msgspec import Struct
+
+from gms import epoch_file
 from gms.manifest import check_manifest
-from gms.questions import status_of
-from gms.server import journal
-from gms.server.journal import bytes_elsewhere
+from gms.messages import POOL_SLABS_MAX, HandBackMsg
 from gms.vmm.host import HostMemory
 from gms.vmm.interface import Allocation, DeviceMemory, export_all, release_all
 from plumbing.errors import UnderstudyError
@@ -33,11 +32,11 @@ from plumbing.text import size
 from plumbing.wire.fds import OwnedFd, close_all
 
 
-class SlabStore:
+class SlabStore(abc.ABC):
     """Memory by epoch, or by KV pool, in the order in which its descriptors are sent."""
 
-    def __init__(self, memory: DeviceMemory, directory: str) -> None:
-        self.memory, self._directory = memory, directory
+    def __init__(self, memory: DeviceMemory) -> None:
+        self.memory = memory
         self._slabs: dict[str, list[Allocation]] = {}
 
     def export(self, name: str, *, writable: bool) -> list[OwnedFd]:
@@ -48,8 +47,20 @@ class SlabStore:
         """
         return export_all(self._slabs.get(name, ()), writable=writable)
 
-    def take(self, name: str) -> list[Allocation]:
-        """Give its memory up: the caller releases it, where that may take long."""
+    @abc.abstractmethod
+    def take_back(self, name: str, fds: Sequence[OwnedFd], message: HandBackMsg) -> int:
+        """Check and hold what a survivor has handed back; takes `fds`; returns the number of
+        tensors.
+
+        Raises:
+            ProtocolError: `gms.bad_manifest`.
+            UnderstudyError: `gms.bad_slab`, one has another size, or is writable though it must
+                not be, or (host memory) is not the one that was created for its place.
+        """
+
+    def take(self, name: str, path: str) -> list[Allocation]:
+        """Give its memory up, with its file: the caller releases it, where that may take long."""
+        epoch_file.remove_if_free(path)
         return self._slabs.pop(name, [])
 
     def close(self) -> None:
@@ -85,18 +96,17 @@ class Part(NamedTuple):
 class WeightsStore(SlabStore):
     """Slabs by epoch."""
 
-    def open_epoch(self, epoch: str, file_name: str) -> None:
+    def open_epoch(self, epoch: str, path: str) -> None:
         """Create the file of a new epoch.
 
         Raises:
             UnderstudyError: `gms.epoch_file`.
         """
         try:
-            epoch_file.create(os.path.join(self._directory, file_name))
+            epoch_file.create(path)
         except OSError as error:
             raise UnderstudyError(
-                "gms.epoch_file",
-                f"cannot create {file_name} in {self._directory}: {error.strerror}; free space",
+                "gms.epoch_file", f"cannot create {path}: {error.strerror}; free space"
             ) from error
         self._slabs[epoch] = []
 
@@ -129,23 +139,15 @@ class WeightsStore(SlabStore):
             slab.seal()
         return tensors
 
-    def adopt(
-        self, epoch: str, fds: Sequence[OwnedFd], sizes: Sequence[int], manifest: bytes
-    ) -> int:
-        """Check and hold a survivor's epoch; takes `fds`; returns the number of tensors.
-
-        Raises:
-            ProtocolError: `gms.bad_manifest`.
-            UnderstudyError: `gms.bad_slab`, one has another size, or is writable, or (host memory)
-                is not the one that was created for its place.
-        """
+    def take_back(self, name: str, fds: Sequence[OwnedFd], message: HandBackMsg) -> int:
+        sizes = message.slab_sizes
         try:
-            tensors = check_manifest(manifest, sizes)
+            tensors = check_manifest(message.manifest, sizes)
         except BaseException:
             close_all(fds)
             raise
-        parts = (Part(self.memory, each, _slab_name(epoch, n)) for n, each in enumerate(sizes))
-        self._adopt(epoch, fds, parts, is_sealed=True)
+        parts = (Part(self.memory, each, _slab_name(name, n)) for n, each in enumerate(sizes))
+        self._adopt(name, fds, parts, is_sealed=True)
         return tensors
 
 
@@ -161,24 +163,14 @@ SLAB_BYTES_MAX = 2 << 30
 class KvStore(SlabStore):
     """By pool: its index, then its slabs, in order."""
 
-    def __init__(
-        self, memory: DeviceMemory, directory: str, device: str, capacity_bytes: int | None
-    ) -> None:
-        """`capacity_bytes`: of the device, for weights and KV together; None: all that the machine
-        has free."""
-        super().__init__(memory, directory)
-        self._device, self._capacity_bytes = device, capacity_bytes
-
     @property
     def exports_at_once(self) -> bool:
         """Whether `export` never blocks, so that no thread is needed for it."""
         return self.memory.kind == HostMemory.kind
 
-    def path(self, pool: str) -> str:
-        """The file that every process which maps the pool holds."""
-        return os.path.join(self._directory, names.pool_file(self._device, pool))
-
-    def make(self, pool: str, size_bytes: int, index_bytes: int) -> tuple[int, ...]:
+    def make(
+        self, pool: str, path: str, size_bytes: int, index_bytes: int, room: KvRoom
+    ) -> tuple[int, ...]:
         """File, index and slabs; the slabs' sizes. All or nothing.
 
         Raises:
@@ -186,8 +178,7 @@ class KvStore(SlabStore):
                 `gms.driver_failed`, …
         """
         sizes = slab_sizes(size_bytes, self.memory.granularity_bytes)
-        check_room(self._directory, self._device, sum(sizes), self._capacity_bytes)
-        path = self.path(pool)
+        room.check(sum(sizes))
         try:
             epoch_file.create_region_file(path, sum(sizes))
         except OSError as error:
@@ -202,26 +193,18 @@ class KvStore(SlabStore):
             release_all(slabs)
             os.unlink(path)
             if isinstance(error, UnderstudyError) and error.code == "gms.device_full":
-                raise beside_weights(error, self._directory, self._device) from error
+                text = f"{error.message}; weights of this service take {size(room.weights_bytes)}"
+                more = {**error.details, "weights_bytes": room.weights_bytes}
+                raise UnderstudyError(error.code, text, **more) from error
             raise
         self._slabs[pool] = slabs
         return sizes
 
-    def take_back(
-        self, pool: str, fds: Sequence[OwnedFd], sizes: Sequence[int], index_bytes: int
-    ) -> None:
-        """Check and hold what a survivor handed back; takes `fds`.
-
-        Raises:
-            UnderstudyError: `gms.bad_slab`, one has another size or (host memory) is not the one
-                that was made for its place.
-        """
-        self._adopt(pool, fds, self._parts(pool, sizes, index_bytes), is_sealed=False)
-
-    def take(self, pool: str) -> list[Allocation]:
-        """Remove the pool's file too."""
-        epoch_file.remove_if_free(self.path(pool))
-        return super().take(pool)
+    def take_back(self, name: str, fds: Sequence[OwnedFd], message: HandBackMsg) -> int:
+        assert message.pool is not None
+        parts = self._parts(name, message.slab_sizes, message.pool.index_bytes)
+        self._adopt(name, fds, parts, is_sealed=False)
+        return 0
 
     def _parts(self, pool: str, sizes: Sequence[int], index_bytes: int) -> Iterator[Part]:
         step, prefix = HostMemory.granularity_bytes, f"{KV_SLAB_PREFIX}{pool[:8]}"
@@ -238,52 +221,54 @@ def slab_sizes(size_bytes: int, granularity_bytes: int) -> tuple[int, ...]:
     """
     whole = -(-size_bytes // granularity_bytes) * granularity_bytes
     largest = SLAB_BYTES_MAX // granularity_bytes * granularity_bytes
-    if whole > SLABS_MAX * largest:
+    if whole > POOL_SLABS_MAX * largest:
         raise UnderstudyError(
             "gms.kv_too_large",
-            f"{size(size_bytes)} of KV memory are more than the {size(SLABS_MAX * largest)} that"
-            " one device can lend",
+            f"{size(size_bytes)} of KV memory are more than the {size(POOL_SLABS_MAX * largest)}"
+            " that one device can lend",
         )
     full, rest = divmod(whole, largest)
     return (*[largest] * full, *[rest][: bool(rest)])
 
 
 RESERVE_BYTES = 64 << 20  # of host memory, left for the rest of the machine
-ASK_S = 1.0  # the weights' server answers in milliseconds
 MEMINFO = "/proc/meminfo"
 
-logger = logging.getLogger(__name__)
 
+class KvRoom(Struct, frozen=True):
+    """What a device has for KV memory beside its weights. `capacity_bytes` is for both; None: all
+    that the machine has free."""
 
-def check_room(directory: str, device: str, needed_bytes: int, capacity_bytes: int | None) -> None:
-    """
-    Raises:
-        UnderstudyError: `gms.kv_too_large`, it never fits; `gms.device_full`, not now.
-    """
-    if capacity_bytes is not None:
-        _check_limit(needed_bytes, capacity_bytes, "this device")
-        weights_bytes = _weights_bytes(directory, device)
-        others_bytes = bytes_elsewhere(directory, device)
-        if needed_bytes + weights_bytes + others_bytes > capacity_bytes:
-            others = f", and {size(others_bytes)} are other models'" if others_bytes else ""
-            raise UnderstudyError(
-                "gms.device_full",
-                f"the KV memory needs {size(needed_bytes)}, and {size(weights_bytes)} of the"
-                f" {size(capacity_bytes)} of {device} hold weights{others}; use less KV memory, a"
-                " smaller model, or a larger --device-bytes",
-                needed_bytes=needed_bytes,
-                weights_bytes=weights_bytes,
-                capacity_bytes=capacity_bytes,
-            )
-    if device.startswith("HOST-"):
-        _check_machine(needed_bytes)
+    device: str
+    capacity_bytes: int | None
+    weights_bytes: int
+    others_bytes: int
 
-
-def beside_weights(error: UnderstudyError, directory: str, device: str) -> UnderstudyError:
-    """The driver's `gms.device_full`, with what the device's weights take."""
-    weights_bytes = _weights_bytes(directory, device)
-    text = f"{error.message}; weights of this service take {size(weights_bytes)}"
-    return UnderstudyError(error.code, text, **error.details, weights_bytes=weights_bytes)
+    def check(self, needed_bytes: int) -> None:
+        """
+        Raises:
+            UnderstudyError: `gms.kv_too_large`, it never fits; `gms.device_full`, not now.
+        """
+        capacity_bytes, weights_bytes = self.capacity_bytes, self.weights_bytes
+        if capacity_bytes is not None:
+            _check_limit(needed_bytes, capacity_bytes, "this device")
+            if needed_bytes + weights_bytes + self.others_bytes > capacity_bytes:
+                others = (
+                    f", and {size(self.others_bytes)} are other models'"
+                    if self.others_bytes
+                    else ""
+                )
+                raise UnderstudyError(
+                    "gms.device_full",
+                    f"the KV memory needs {size(needed_bytes)}, and {size(weights_bytes)} of the"
+                    f" {size(capacity_bytes)} of {self.device} hold weights{others}; use less KV"
+                    " memory, a smaller model, or a larger --device-bytes",
+                    needed_bytes=needed_bytes,
+                    weights_bytes=weights_bytes,
+                    capacity_bytes=capacity_bytes,
+                )
+        if self.device.startswith("HOST-"):
+            _check_machine(needed_bytes)
 
 
 def _check_machine(needed_bytes: int) -> None:
@@ -310,26 +295,6 @@ def _check_limit(needed_bytes: int, limit_bytes: int, of: str) -> None:
             needed_bytes=needed_bytes,
             limit_bytes=limit_bytes,
         )
-
-
-def _weights_bytes(directory: str, device: str) -> int:
-    """The size of the device's weights. While the journalled epoch is the only one with a file that
-    is all there is, and nobody need be asked. If their server does not answer, it is the size of
-    those that were committed last, which the engines that map them keep.
-    """
-    record = journal.peek(names.journal_path(directory, device))
-    size_bytes = record.size_bytes if record is not None else 0
-    if names.epochs_on_disk(directory, device) == ([record.epoch] if record is not None else []):
-        return size_bytes
-    try:
-        document = status_of(directory, device, ASK_S)
-    except UnderstudyError as error:
-        logger.warning(
-            "counting %s of weights, by their journal: %s", size(size_bytes), error.message
-        )
-        return size_bytes
-    phases = ("committed_bytes", "staging_bytes", "superseded_bytes", "releasing_bytes")
-    return sum(int(document[name]) for name in phases)
 
 
 def _meminfo() -> dict[str, int]:

@@ -95,9 +95,7 @@ class ProbeAnswerFields(Schema, kw_only=True):
     reason: Annotated[str, "why; engines and the lock server give a stable word, gms a sentence"]
     engine: Annotated[str | UnsetType, "only when the lock has a holder: its engine"] = UNSET
     token: Annotated[int | UnsetType, "only when the lock has a holder: its token"] = UNSET
-    kv_silent: Annotated[list[str] | UnsetType, "gms: devices whose KV memory is not served"] = (
-        UNSET
-    )
+    kv_silent: Annotated[list[str] | UnsetType, "gms: devices that lack their KV memory"] = UNSET
     silent: Annotated[list[str] | UnsetType, "gms: devices whose server is silent"] = UNSET
     state: Annotated[str | UnsetType, "only when an engine answers: its state"] = UNSET
     message: Annotated[str | UnsetType, "only when an engine answers: for operators"] = UNSET

@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from gms.client import kv_messages as kv
 from gms.client import messages as weights
 from gms.client import offload_device
 from plumbing.errors import UnderstudyError
@@ -202,8 +201,7 @@ class PlaceLink(KeptLink):
     ) -> None:
         """`is_copy`: of weights, in host memory. It has a keeper, which maps it as long as the copy
         is in service."""
-        catalogue = kv.CATALOGUE if tag == KV else weights.CATALOGUE
-        super().__init__(gms_socket(directory, place, tag), catalogue)
+        super().__init__(gms_socket(directory, place, tag), weights.CATALOGUE)
         self.place, self.tag = place, tag
         self._is_copy = is_copy
         self.held_bytes: int | None = None  # None: not known yet
@@ -254,7 +252,7 @@ class PlaceLink(KeptLink):
     async def _free(self) -> None:
         try:
             if self.tag == KV:
-                await ask(self.path, kv.CATALOGUE, kv.DropPoolMsg())
+                await ask(self.path, weights.CATALOGUE, weights.DropPoolMsg())
             elif self.is_copy_to_stay:
                 await ask(self.path, weights.CATALOGUE, weights.OffloadMsg())
             else:

@@ -17,10 +17,11 @@ import msgpack
 
 from gms import messages as msg
 from gms.core import events as ev
-from gms.core.device import epochs_in_full, snapshot
-from gms.core.events import EpochPhase, Mode, SessionState
-from gms.core.machine import DeviceMachine
-from gms.core.state import WRITER_STATES, Epoch, Session
+from gms.core.epochs import Epoch, WeightsClient
+from gms.core.events import Mode
+from gms.core.region import WRITER_STATES, RegionPhase, SessionState
+from gms.core.snapshot import epochs_in_full, weights_snapshot
+from gms.core.weights import WeightsMachine
 from gms.manifest import TensorRecord, encode, identity_hash, layout_hash
 from plumbing.errors import UnderstudyError
 
@@ -29,16 +30,13 @@ CAPACITY = 10 * MIB
 OLD, STRAY, NOWHERE = "a" * 32, "b" * 32, "c" * 32
 IDENTITIES: tuple[Any, ...] = ({"v": 1}, {"v": 2}, None, {"v": b"no plain data"}, {"v": 1})
 MODES = tuple(Mode)
-STATES_WITH_EPOCH = WRITER_STATES | {
-    SessionState.READING, SessionState.OFFERING, SessionState.ADOPTING,
-}  # fmt: skip
+STATES_WITH_EPOCH = WRITER_STATES | {SessionState.READING, SessionState.RETURNING}
 FINAL = (
-    ev.GrantWriting, ev.SendEpoch, msg.AllocatedMsg, msg.CommittedMsg, msg.RejoinedMsg,
+    ev.GrantWriting, ev.SendEpoch, msg.AllocatedMsg, msg.CommittedMsg, msg.KeptMsg,
     msg.DroppedMsg, msg.VerifiedMsg, ev.RefuseRequest,
 )  # fmt: skip
 SPEAKER = {
     **dict.fromkeys((3, 4, 5, 6, 7), SessionState.WRITING),
-    9: SessionState.OFFERING,
     10: SessionState.READING,
 }
 NO_ANSWER = (msg.ProgressMsg, msg.CondemnMsg, msg.DigestMsg)
@@ -53,14 +51,14 @@ class Fuzzed:
 
     def __init__(self, start: int) -> None:
         ids = (f"{n:032x}" for n in itertools.count(1))
-        orphans = [Epoch(STRAY, EpochPhase.ORPHANED)] if start & 1 else []
+        orphans = [Epoch(STRAY, RegionPhase.ORPHANED)] if start & 1 else []
         if start & 2:
             manifest = manifest_for([MIB])
             hashed = layout_hash([MIB], manifest)
             record = ev.JournalRecord(OLD, MIB, hashed, identity_hash({"v": 1}))
             told = None if start & 4 else record  # a journal that is lost tells nothing
-            orphans.append(Epoch(OLD, EpochPhase.ORPHANED, expected=told))
-        self.machine = DeviceMachine(
+            orphans.append(Epoch(OLD, RegionPhase.ORPHANED, expected=told))
+        self.machine = WeightsMachine(
             capacity_bytes=CAPACITY,
             granularity_bytes=4096,
             stall_ms=1000,
@@ -68,13 +66,14 @@ class Fuzzed:
             orphans=orphans,
             is_journal_lost=bool(start & 4),
         )
-        self.device = self.machine.device
+        self.device = self.machine
         self.now_ms = 0.0
-        self.driver: deque[ev.DeviceEffect] = deque()
-        self.watched = {orphan.id for orphan in orphans}
+        self.driver: deque[ev.Effect] = deque()
+        self.watched: set[str] = set()
         self.next_session, self.steps = 1, 0
         self.open: dict[int, set[int]] = {}  # connections that may speak: requests without answer
         self.closing: set[int] = set()  # told no, not yet heard to be closed
+        self.tell(ev.DeadlinePassed())  # watches what is there
 
     # ------------------------------------------------------------------ what happens
 
@@ -94,8 +93,8 @@ class Fuzzed:
             self.leave(who)
         elif kind == 18:
             self.tick(10 ** (how % 7))
-        elif self.device.epochs:
-            epoch = sorted(self.device.epochs)[who % len(self.device.epochs)]
+        elif self.device.regions:
+            epoch = sorted(self.device.regions)[who % len(self.device.regions)]
             self.tell(ev.HoldersSeen(epoch, (how,)))
 
     def say(self, kind: int, who: int, how: int) -> None:
@@ -112,19 +111,19 @@ class Fuzzed:
         session = speakers[(who >> 1) % len(speakers)]
         request = max(self.open[session], default=0) + 1
         event = self.event(kind, session, request, how)
-        before = pickle.dumps((self.device.sessions, self.device.epochs))
+        before = pickle.dumps((self.device.sessions, self.device.regions))
         if not isinstance(event.message, NO_ANSWER):
             self.open[session].add(request)
         try:
             self.tell(event)
         except UnderstudyError:
-            after = pickle.dumps((self.device.sessions, self.device.epochs))
+            after = pickle.dumps((self.device.sessions, self.device.regions))
             assert after == before, "refused, and changed"
             self.hang_up(session)
 
     def event(self, kind: int, session: int, request: int, how: int) -> ev.Received:
         found = self.device.sessions.get(session)
-        epoch = self.device.epochs.get(found.epoch or "") if found else None
+        epoch = self.device.regions.get(found.region or "") if found else None
         sizes = list(epoch.slab_sizes) if epoch else []
         identity = IDENTITIES[how % len(IDENTITIES)]
         wrong = how >= 200
@@ -142,25 +141,24 @@ class Fuzzed:
             case 6 | 7:
                 manifest = b"\x90" if wrong else manifest_for(sizes)
                 hashed = "0" * 64 if how >= 250 else layout_hash(sizes, manifest)
-                told = found.attach.identity if found and found.attach else None
+                told = (
+                    found.wish.identity
+                    if found and isinstance(found.request, msg.AttachMsg)
+                    else None
+                )
                 return ev.Received(
                     session, request, msg.CommitMsg(told or identity or {}, manifest, hashed)
                 )
-            case 8:
-                ids = [OLD, STRAY, NOWHERE, *sorted(self.device.epochs)]
-                size = () if wrong else (MIB,)
+            case 8 | 9:
+                ids = [OLD, STRAY, NOWHERE, *sorted(self.device.regions)]
                 said = ids[how % len(ids)]  # never one that is yet to be drawn: they are random
-                return ev.Received(
-                    session,
-                    request,
-                    msg.RejoinMsg(f"e{session}", f"i{session}", said, size, how % 3 > 0),
-                )
-            case 9:
-                known = found.rejoin.slab_sizes if found and found.rejoin else ()
-                manifest = manifest_for(known)
-                hashed = "0" * 64 if wrong else layout_hash(known, manifest)
-                offer = msg.OfferMsg(OLD, identity or {"v": 1}, manifest, hashed)
-                return ev.Received(session, request, offer)
+                slabs = () if wrong else (MIB,)
+                manifest = manifest_for(slabs)
+                hashed = "0" * 64 if how >= 250 else layout_hash(slabs, manifest)
+                held = msg.HeldEpoch(how % 3 > 0, identity or {"v": 1}, hashed)
+                who = f"e{session}", f"i{session}"
+                message = msg.HandBackMsg(*who, said, slabs, epoch=held, manifest=manifest)
+                return ev.Received(session, request, message)
             case 10:
                 if how & 1:
                     why = ("device_error", "canary", "boredom")[how % 3]
@@ -189,21 +187,21 @@ class Fuzzed:
                 self.tell(ev.DriverFailed(session, error) if failed else ev.SlabCreated(session))
             case ev.SealEpoch(session):
                 self.tell(ev.DriverFailed(session, error) if failed else ev.Sealed(session, 1))
-            case ev.AdoptEpoch(session):
-                self.tell(ev.DriverFailed(session, error) if failed else ev.Adopted(session, 1))
+            case ev.TakeBack(region):
+                self.tell(ev.RegionNotBack(region, error) if failed else ev.RegionBack(region, 1))
             case ev.WriteJournal(None):
                 self.tell(ev.JournalBehind("disk") if failed else ev.JournalKept())
             case ev.WriteJournal(int(session)):
                 self.tell(ev.JournalFailed(session, "disk") if failed else ev.Journalled(session))
-            case ev.ReleaseEpoch(epoch):
-                self.watched.add(epoch)
+            case ev.Release(region):
+                self.tell(ev.RegionReleased(region))
 
     def free(self, who: int) -> None:
         """The kernel says that no process holds a watched file."""
         if self.watched:
             epoch = sorted(self.watched)[who % len(self.watched)]
             self.watched.discard(epoch)
-            self.tell(ev.EpochFree(epoch))
+            self.tell(ev.RegionFree(epoch))
 
     def leave(self, who: int) -> None:
         """A connection is closed: a refused one first."""
@@ -226,7 +224,7 @@ class Fuzzed:
 
     # ------------------------------------------------------------------ what must hold
 
-    def tell(self, event: ev.DeviceEvent) -> None:
+    def tell(self, event: ev.MemoryEvent) -> None:
         committed = self.device.committed
         effects = self.machine.handle(event, self.now_ms)
         for effect in effects:
@@ -235,7 +233,7 @@ class Fuzzed:
         if committed is not None and self.device.committed is not committed:
             self.check_succession(event, committed, effects)
 
-    def perform(self, effect: ev.DeviceEffect) -> None:
+    def perform(self, effect: ev.Effect) -> None:
         if isinstance(effect, ev.Respond):
             unanswered = self.open.get(effect.session)
             if unanswered is None:
@@ -246,59 +244,48 @@ class Fuzzed:
                 unanswered.discard(effect.request_id)
             if isinstance(effect, ev.RefuseRequest):
                 self.hang_up(effect.session)
+        elif isinstance(effect, ev.Watch):
+            self.watched.add(effect.region)
         elif isinstance(effect, ev.Unwatch):
-            self.watched.discard(effect.epoch)
+            self.watched.discard(effect.region)
         elif not isinstance(effect, ev.RecordEvent):
             self.driver.append(effect)
 
     def check(self) -> None:
-        epochs, sessions = self.device.epochs, self.device.sessions
+        epochs, sessions = self.device.regions, self.device.sessions
         phases = [epoch.phase for epoch in epochs.values()]
-        assert phases.count(EpochPhase.COMMITTED) <= 1
-        assert phases.count(EpochPhase.STAGING) <= 1
+        assert phases.count(RegionPhase.SERVED) <= 1
+        assert phases.count(RegionPhase.MAKING) <= 1
         writers = [s for s in sessions.values() if s.state in WRITER_STATES]
-        assert len(writers) == phases.count(EpochPhase.STAGING)
+        assert len(writers) == phases.count(RegionPhase.MAKING)
         for session in sessions.values():
             assert session.state not in (SessionState.OPEN, SessionState.CLOSED)
             assert session.id in self.open or session.id in self.closing
-            assert (session.state in STATES_WITH_EPOCH) == (session.epoch is not None)
-            epoch = epochs.get(session.epoch or "")
-            if session.epoch is not None and not self.is_late_survivor(session, epoch):
-                assert epoch is not None
-                self.check_epoch(epoch, session.id, session.state)
+            assert (session.state in STATES_WITH_EPOCH) == (session.region is not None)
+            self.check_session(session, epochs.get(session.region or ""))
         for epoch in epochs.values():
-            assert epoch.readers <= set(sessions)
-            assert all(sessions[reader].epoch == epoch.id for reader in epoch.readers)
-            if epoch.phase is EpochPhase.SUPERSEDED:
-                assert epoch.readers, "superseded memory that nobody reads was not given up"
+            if epoch.phase is RegionPhase.RETIRED and not self.device.is_held(epoch):
+                assert epoch.id in self.watched, "memory that nobody reads was not given up"
         self.steps += 1
         if self.steps % 8:
             return
-        document = snapshot(self.device, lambda instant_ms: f"{instant_ms:g}")
+        document = weights_snapshot(self.device, lambda instant_ms: f"{instant_ms:g}")
         msgpack.packb({**document, "epochs": epochs_in_full(self.device)})
 
     @staticmethod
-    def is_late_survivor(session: Session, epoch: Epoch | None) -> bool:
-        """A reader that came back after its epoch was given up is still a reader; its
-        flock, not its session, is what keeps the memory from being given to the next writer."""
-        if session.rejoin is None or session.state is not SessionState.READING:
-            return False
-        if epoch is None or epoch.phase is EpochPhase.RELEASING:
-            return True
-        return session.id not in epoch.readers  # given up, and claimed anew by another survivor
+    def check_session(session: WeightsClient, epoch: Epoch | None) -> None:
+        if session.state in WRITER_STATES:
+            assert epoch is not None
+            assert epoch.phase is RegionPhase.MAKING
+        elif session.state is SessionState.READING:
+            # A reader that came back after its epoch was given up is still one: its flock, not its
+            # session, is what keeps the memory from being given to the next writer.
+            came_late = isinstance(session.request, msg.HandBackMsg)
+            assert came_late or (
+                epoch is not None and epoch.phase in (RegionPhase.SERVED, RegionPhase.RETIRED)
+            )
 
-    def check_epoch(self, epoch: Epoch, session: int, state: SessionState) -> None:
-        if state in WRITER_STATES:
-            assert epoch.phase is EpochPhase.STAGING
-        elif state is SessionState.READING:
-            assert epoch.phase in (EpochPhase.COMMITTED, EpochPhase.SUPERSEDED)
-            assert session in epoch.readers
-        else:
-            assert epoch.phase is EpochPhase.ORPHANED
-
-    def check_succession(
-        self, event: ev.DeviceEvent, old: Epoch, effects: list[ev.DeviceEffect]
-    ) -> None:
+    def check_succession(self, event: ev.MemoryEvent, old: Epoch, effects: list[ev.Effect]) -> None:
         """What is committed goes only by a commit, by word of an operator or a reader, or to make
         room for a writer who asked to replace it while nobody reads it."""
         message = event.message if isinstance(event, ev.Received) else None
@@ -306,9 +293,9 @@ class Fuzzed:
             return
         writer = self.device.writer
         assert writer is not None, f"{event} lost what was committed"
-        assert writer.request.replace
-        assert not old.readers
-        assert ev.ReleaseEpoch(old.id) in effects
+        assert writer.may_replace
+        assert not self.device.is_held(old)
+        assert ev.Watch(old.id, ends=True) in effects
 
     def finish(self) -> None:
         """Everybody leaves, every call completes, every file becomes free: nothing remains but
@@ -320,8 +307,8 @@ class Fuzzed:
                 self.complete(0)
             self.free(0)
         assert not self.device.sessions
-        left = [epoch.phase for epoch in self.device.epochs.values()]
-        assert left in ([], [EpochPhase.COMMITTED])
+        left = [epoch.phase for epoch in self.device.regions.values()]
+        assert left in ([], [RegionPhase.SERVED])
 
 
 def run(script: bytes) -> None:

@@ -18,13 +18,14 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from gms import messages as msg
 from gms.client import Keeper, Reader
 from plumbing.errors import UnderstudyError
 from plumbing.wire.fds import OwnedFd, close_all
 from tests.fuzz.streams import EXAMPLES, anything
-from tests.gms.bench import IDENTITY, MIB, GmsProcess
+from tests.gms.bench import IDENTITY, MIB, GmsProcess, hand_back_of
 from tests.helpers import open_fds, until
 
 SLABS = 3
@@ -74,28 +75,21 @@ class Recovering:
         until(lambda: self.gms.status()["unowned"][0]["holders"], "its first look at holders")
         self.fds = len(open_fds(self.gms.pid))
 
-    def offer(self, kinds: list[str], changes: dict[str, Any], in_slabs: int) -> None:
-        """Come back as a survivor and offer descriptors of `kinds`, the first in `slabs` frames."""
+    def offer(self, kinds: list[str], changes: dict[str, Any], in_first: int) -> None:
+        """Come back as a survivor with descriptors of `kinds`, the first in a frame alone."""
         reader = self.reader
-        sizes = changes.pop("slab_sizes", tuple(reader.slab_sizes))
-        rejoin = msg.RejoinMsg("mad", "m-1", reader.epoch, sizes, was_committed=True)
-        offer = {
-            "epoch": reader.epoch,
-            "identity": reader.identity,
-            "manifest": reader.manifest.encoded,
-            "layout_hash": reader.layout_hash,
-            **changes,
-        }
         good = [OwnedFd(os.dup(fd)) for fd in reader.slab_fds()]
         fds = [MAD[k]() if k in MAD else good[i % SLABS].duplicate() for i, k in enumerate(kinds)]
         close_all(good)
-        with self.gms.client() as client:
-            assert isinstance(client.request(rejoin).message, msg.WantedMsg)
-            with contextlib.suppress(UnderstudyError):
-                if fds[:in_slabs]:
-                    client.notify(msg.SlabsMsg(reader.epoch, 0), fds[:in_slabs])
-                client.request(msg.OfferMsg(**offer), fds[in_slabs:])
-                raise AssertionError(f"{kinds} with {sorted(changes)} was taken")
+        message = hand_back_of(reader, engine="mad", incarnation="m-1", **changes)
+        message = structs.replace(message, more=1 if in_first else 0)
+        with self.gms.client() as client, contextlib.suppress(UnderstudyError):
+            if in_first:
+                client.notify(message, fds[:in_first])
+                client.request(msg.MoreMsg(), fds[in_first:])
+            else:
+                client.request(message, fds)
+            raise AssertionError(f"{kinds} with {sorted(changes)} was taken")
 
     def check(self) -> None:
         status = self.gms.status()
@@ -130,7 +124,7 @@ def test_offer_with_one_descriptor_that_is_no_slab_is_refused(
     """Every kind of descriptor that is not the committed memory, in every place."""
     kinds = ["good"] * SLABS
     kinds[place] = kind
-    recovering.offer(kinds, {}, in_slabs=0)
+    recovering.offer(kinds, {}, in_first=0)
     recovering.check()
 
 
@@ -140,7 +134,7 @@ WRONG = st.fixed_dictionaries(
         "identity": st.just({"v": 2}) | st.dictionaries(st.text(max_size=4), anything, min_size=1),
         "manifest": st.binary(max_size=64),
         "layout_hash": st.text(min_size=1, max_size=64),
-        "epoch": st.text(min_size=1, max_size=32),
+        "region": st.text(min_size=1, max_size=32),
         "slab_sizes": st.lists(st.integers(0, 2**40), max_size=5).map(tuple),
     },
 ).filter(bool)
@@ -154,10 +148,10 @@ def test_no_mad_offer_is_taken(recovering: Recovering):
     @given(
         kinds=st.lists(st.sampled_from([*MAD, "good", "good", "good"]), max_size=6),
         changes=WRONG,
-        in_slabs=st.integers(0, 3),
+        in_first=st.integers(0, 3),
     )
-    def run(kinds: list[str], changes: dict[str, Any], in_slabs: int) -> None:
-        recovering.offer(kinds, dict(changes), in_slabs)
+    def run(kinds: list[str], changes: dict[str, Any], in_first: int) -> None:
+        recovering.offer(kinds, dict(changes), in_first)
         recovering.check()
 
     run()

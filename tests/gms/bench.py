@@ -211,12 +211,19 @@ def journalled(gms: GmsProcess) -> str | None:
     return record.epoch if record is not None else None
 
 
-def rejoin_of(reader: Reader, **more: Any) -> msg.RejoinMsg:
+def hand_back_of(reader: Reader, **more: Any) -> msg.HandBackMsg:
+    """What `reader` says to a restarted server, in one frame."""
+    held = msg.HeldEpoch(
+        more.pop("was_committed", True),
+        more.pop("identity", reader.identity),
+        more.pop("layout_hash", reader.layout_hash),
+    )
     fields: dict[str, Any] = {
         "engine": "engine-0",
         "incarnation": "i-0",
-        "epoch": reader.epoch,
+        "region": reader.epoch,
         "slab_sizes": reader.slab_sizes,
-        "was_committed": True,
+        "epoch": held,
+        "manifest": reader.manifest.encoded,
     }
-    return msg.RejoinMsg(**{**fields, **more})
+    return msg.HandBackMsg(**{**fields, **more})

@@ -20,7 +20,7 @@ import threading
 from typing import Any
 
 from gms.cli import _crash
-from gms.server.server import DeviceServer
+from gms.server.server import WeightsServer
 from gms.vmm.host import HostMemory
 from plumbing.errors import UnderstudyError
 from plumbing.service.process import arm_from_environment
@@ -113,7 +113,7 @@ async def main() -> None:
     asyncio.get_running_loop().set_exception_handler(_crash)
     plan = Plan()
     memory = FaultyMemory(plan, int(granularity[0]) if granularity else None)
-    server = DeviceServer(
+    server = WeightsServer(
         directory, DEVICE, memory, int(device_bytes), stall_ms=float(stall_s) * 1000
     )
     await server.start()

@@ -14,7 +14,7 @@ import pytest
 
 from gms import messages as msg
 from gms.server.metrics import GmsMetrics
-from gms.server.supervisor import Child
+from gms.server.supervisor import Child, Served
 from plumbing.errors import UnderstudyError
 from plumbing.pod.observers import KEPT_BYTES_MAX, Observers
 from plumbing.service.events import EventLog
@@ -184,12 +184,13 @@ def test_a_relayed_event_is_counted_once_and_a_gap_is_recorded():
     ours, theirs = EventLog("gms", FakeClock(5)), EventLog("gms-HOST-0", FakeClock(start_ms=9))
     metrics = GmsMetrics(Metrics(), ["HOST-0"], "weights")
     ours.subscribe(metrics.count)
-    child = Child("/nowhere", "HOST-0", FakeClock(), metrics, ours)
+    child = Child("HOST-0", FakeClock(), lambda: None)
+    served = Served("/nowhere", "HOST-0", "weights", child, metrics, ours)
     for kind in ("gms.serving", "gms.recovered", "gms.session", "gms.condemned"):
         theirs.record(kind, "so it is", "warning", {"epoch": "e"})
     for event in theirs.kept_since(0):
         if event.type != "gms.session":
-            child._relay(event.to_dict())
+            served._relay(event.to_dict())
     told = ours.kept_since(0)
     kinds = ["gms.serving", "gms.recovered", "gms.events_missed", "gms.condemned"]
     assert [event.type for event in told] == kinds

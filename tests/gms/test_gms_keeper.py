@@ -18,6 +18,7 @@ from gms import messages as msg
 from gms.client import Reader
 from plumbing.errors import UnderstudyError, UnreachableError
 from plumbing.wire.blocking import BlockingClient
+from plumbing.wire.fds import close_all
 from plumbing.wire.frames import encode_frame
 from plumbing.wire.messages import Message
 from tests.gms.bench import IDENTITY, GmsProcess, is_committed_with, kept
@@ -84,11 +85,12 @@ def take_place(gms: GmsProcess, listener: socket.socket) -> None:
 
 
 def next_peer(listener: socket.socket) -> tuple[socket.socket, BlockingClient, int]:
-    """Whoever comes: its socket, a client over it, and the number of its `rejoin`."""
+    """Whoever comes: its socket, a client over it, and the number of its `hand_back`."""
     sock, _ = listener.accept()
     peer = BlockingClient.from_socket(sock, msg.CATALOGUE)
     reply = peer.receive()
-    assert isinstance(reply.message, msg.RejoinMsg)
+    close_all(reply.fds)
+    assert isinstance(reply.message, msg.HandBackMsg)
     return sock, peer, reply.request_id
 
 
@@ -99,7 +101,7 @@ def frame(message: Message, request_id: int) -> bytes:
 
 @host_only
 def test_question_that_comes_with_the_welcome_is_heard(gms: GmsProcess, listener: socket.socket):
-    """`rejoined` and `digest_wanted` in one piece: read at once, and nothing more to poll for."""
+    """`kept` and `digest_wanted` in one piece: read at once, and nothing more to poll for."""
     with gms.load() as reader:
         take_place(gms, listener)
         with kept(reader):
@@ -107,7 +109,7 @@ def test_question_that_comes_with_the_welcome_is_heard(gms: GmsProcess, listener
             with peer:
                 wanted = msg.DigestWantedMsg(reader.epoch)
                 digest = reader.digest()
-                sock.sendall(frame(msg.RejoinedMsg(reader.epoch), number) + frame(wanted, 77))
+                sock.sendall(frame(msg.KeptMsg(reader.epoch), number) + frame(wanted, 77))
                 replies = (peer.receive() for _ in itertools.count())  # the author's digest too
                 asked = (reply.message for reply in replies if reply.request_id == 77)
                 assert next(asked) == msg.DigestMsg(None, is_coming=True)
@@ -116,7 +118,7 @@ def test_question_that_comes_with_the_welcome_is_heard(gms: GmsProcess, listener
 
 @host_only
 def test_closing_a_keeper_ends_its_wait_for_an_answer(gms: GmsProcess, listener: socket.socket):
-    """A service that never answers `rejoin`: the thread ends, and leaves no session."""
+    """A service that never answers `hand_back`: the thread ends, and leaves no session."""
     with gms.load() as reader:
         take_place(gms, listener)
         before = set(open_fds())
@@ -148,7 +150,7 @@ def test_closed_reader_does_not_become_a_session_again(gms: GmsProcess, listener
     sock, peer, number = next_peer(listener)
     with peer:
         reader.close()
-        sock.sendall(frame(msg.RejoinedMsg(reader.epoch), number))
+        sock.sendall(frame(msg.KeptMsg(reader.epoch), number))
         with pytest.raises(UnreachableError, match=r"wire\.closed"):
             peer.receive()
     thread.join()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from pathlib import Path
 
@@ -9,12 +10,13 @@ import pytest
 
 from gms import epoch_file, names
 from gms.cli import sizes_of
-from gms.core.events import JournalRecord
+from gms.core.epochs import Epoch
+from gms.core.region import RegionPhase
 from gms.report import devices_in
-from gms.server.journal import CommitJournal, bytes_elsewhere
-from gms.server.slab_store import check_room
+from gms.server.process import DeviceProcess
+from gms.vmm.host import HostMemory
 from plumbing.errors import UnderstudyError, UsageError
-from plumbing.pod.paths import gms_sockets
+from plumbing.pod.paths import KV, WEIGHTS, gms_sockets
 from plumbing.service.config import size_list
 
 PLACES = ("HOST-0.chat", "HOST-0.chat-2", "HOST-0.4.5-kv", "HOST-1.chat", "HOST-0")
@@ -24,13 +26,8 @@ MIB = 1 << 20
 
 @pytest.fixture
 def directory(tmp_path):
+    os.chmod(tmp_path, 0o700)
     return str(tmp_path)
-
-
-def commit(directory, place, size_bytes):
-    journal = CommitJournal(names.journal_path(directory, place))
-    journal.write(JournalRecord(EPOCH, size_bytes, "0" * 64, "0" * 64))
-    journal.close()
 
 
 def make_pool(directory, place, size_bytes):
@@ -52,21 +49,30 @@ def test_files_of_one_place_are_no_other_places(directory):
 
 
 def test_models_of_one_device_share_its_limit(directory):
-    """Goal: two models are not each promised a whole device. Method: weights and KV memory of
-    three places on two devices; a pool that fits only beside one of them."""
-    for place, weights, kv in (("HOST-0.a", 5, 0), ("HOST-0.b", 3, 2), ("HOST-1.a", 7, 7)):
-        commit(directory, place, weights * MIB)
-        if kv:
-            make_pool(directory, place, kv * MIB)
-    assert bytes_elsewhere(directory, "HOST-0.a") == 5 * MIB
-    assert bytes_elsewhere(directory, "HOST-0.b") == 5 * MIB
-    assert bytes_elsewhere(directory, "HOST-0.c") == 10 * MIB
-    assert bytes_elsewhere(directory, "HOST-1.a") == 0
-    assert bytes_elsewhere(directory, "HOST-2") == 0
-    check_room(directory, "HOST-0.a", 10 * MIB, 20 * MIB)  # 5 of its own, 5 of the other model
-    with pytest.raises(UnderstudyError, match=r"5\.0 MiB are other models'") as caught:
-        check_room(directory, "HOST-0.a", 11 * MIB, 20 * MIB)
-    assert caught.value.code == "gms.device_full"
+    """Goal: two models are not each promised a whole device. Method: weights and KV memory of two
+    places on one device, and of one on another; a pool that fits only beside one of them."""
+    places = ["HOST-0.a", "HOST-0.b", "HOST-1.a"]
+    process = DeviceProcess(directory, places, HostMemory(), 20 * MIB, is_bounded=True)
+
+    async def scenario():
+        await process.start()
+        found = {(each.device, each.tag): each for each in process.servers}
+        for place, weights, kv in (("HOST-0.a", 5, 0), ("HOST-0.b", 3, 2), ("HOST-1.a", 7, 7)):
+            epoch = Epoch(EPOCH, RegionPhase.SERVED, [weights * MIB])
+            found[place, WEIGHTS].machine.regions[EPOCH] = epoch
+            if kv:
+                make_pool(directory, place, kv * MIB)
+        beside = {place: found[place, WEIGHTS].bytes_beside // MIB for place in places}
+        assert beside == {"HOST-0.a": 5, "HOST-0.b": 7, "HOST-1.a": 7}
+        room = found["HOST-0.a", KV].room()
+        assert (room.weights_bytes, room.others_bytes) == (5 * MIB, 5 * MIB)
+        room.check(10 * MIB)
+        with pytest.raises(UnderstudyError, match=r"5\.0 MiB are other models'") as caught:
+            room.check(11 * MIB)
+        assert caught.value.code == "gms.device_full"
+        await process.close()
+
+    asyncio.run(scenario())
 
 
 def test_devices_have_one_size_or_one_each():

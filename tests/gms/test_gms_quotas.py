@@ -15,7 +15,7 @@ import pytest
 
 from gms import messages as msg
 from gms.core import events as ev
-from gms.core.device import EPOCH_BYTES_MAX, EPOCHS_MAX
+from gms.core.weights import EPOCH_BYTES_MAX, EPOCHS_MAX
 from gms.manifest import (
     IDENTITY_CHARS_MAX,
     MANIFEST_BYTES_MAX,
@@ -79,7 +79,7 @@ def test_epochs_that_are_still_read_are_limited():
     bench = Bench()
     for session in range(1, EPOCHS_MAX + 1):
         bench.load(session, 4096, mode="rw", replace=True)
-    assert len(bench.device.epochs) == EPOCHS_MAX
+    assert len(bench.device.regions) == EPOCHS_MAX
     answer = bench.attach(99, "rw", replace=True)
     assert isinstance(answer, msg.WaitingMsg)
     assert answer.reason == "epochs"
@@ -163,15 +163,16 @@ def test_only_who_owes_a_manifest_may_send_large_frames(host: GmsProcess):
 
 def test_survivor_cannot_claim_more_than_any_device_has(host: GmsProcess):
     """Sizes whose sum no status could carry: refused; what is claimed within reason is shown."""
-    huge = msg.RejoinMsg("e", "i", EPOCH, (2**62,) * 8, was_committed=True)
+    held = msg.HeldEpoch(True, {}, "0")
+    huge = msg.HandBackMsg("e", "i", EPOCH, (2**62,) * 8, epoch=held)
     error = refusal(host, huge)
     assert error.code == "gms.bad_epoch"
     assert error.details["limit"] == EPOCH_BYTES_MAX
     clients = []
     for index in range(20):
         clients.append(host.client())
-        claim = msg.RejoinMsg("e", "i", f"{index:032x}", (EPOCH_BYTES_MAX,), was_committed=True)
-        assert isinstance(clients[-1].request(claim).message, msg.RejoinedMsg)
+        claim = msg.HandBackMsg("e", "i", f"{index:032x}", (EPOCH_BYTES_MAX,), epoch=held)
+        assert isinstance(clients[-1].request(claim).message, msg.KeptMsg)
     assert host.status()["superseded_bytes"] == 20 * EPOCH_BYTES_MAX
     for client in clients:
         client.close()

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from gms import messages as msg
 from gms import names
 from gms.client import Reader
+from gms.messages import MANIFEST_PIECE_BYTES
 from gms.server import journal
 from plumbing.errors import RemoteError, UnreachableError
 from plumbing.wire.fds import OwnedFd
@@ -21,11 +21,11 @@ from tests.gms.bench import (
     OTHER,
     ClientProcess,
     GmsProcess,
+    hand_back_of,
     inodes,
     is_committed_with,
     journalled,
     kept,
-    rejoin_of,
 )
 from tests.gms.kinds import host_only
 from tests.helpers import until
@@ -54,29 +54,33 @@ def replaces(gms: GmsProcess) -> str | None:
     return record.previous.epoch if record is not None and record.previous is not None else None
 
 
-def test_offer_that_breaks_off_is_discarded_and_the_next_survivor_asked(gms: GmsProcess):
-    """The first survivor is asked and leaves without an answer: the second hands back."""
+def copies(reader: Reader) -> list[OwnedFd]:
+    return [OwnedFd(os.dup(fd)) for fd in reader.slab_fds()]
+
+
+@pytest.mark.parametrize("how", ["stops in the middle", "leaves", "is bad"])
+def test_survivor_that_breaks_off_keeps_no_other_waiting(gms: GmsProcess, how: str):
+    """The first survivor sends a part and says no more, or leaves, or what it sends is not sealed:
+    the second hands the epoch back."""
     with gms.load() as reader, gms.reader(engine="engine-1", incarnation="i-1") as second:
         gms.kill()
         gms.start()
         with gms.client() as client:
-            asked = client.request(rejoin_of(reader)).message
-            assert isinstance(asked, msg.WantedMsg)
-            with kept(second):
-                waiting = until(lambda: gms.status()["waiting"], "the second to wait its turn")
-                assert waiting[0]["reason"] == "rejoining"
+            if how == "is bad":
+                with pytest.raises(RemoteError, match=r"gms\.bad_slab"):
+                    client.request(hand_back_of(reader), [memfd(sum(reader.slab_sizes))])
+            else:
+                client.notify(hand_back_of(reader, more=1), copies(reader))
+            if how == "leaves":
                 client.close()
+            with kept(second):
                 until(lambda: is_committed_with(gms, 1), "the second to hand it back")
 
 
-def offer_of(reader: Reader, **more: Any) -> msg.OfferMsg:
-    fields: dict[str, Any] = {
-        "epoch": reader.epoch,
-        "identity": dict(reader.identity),
-        "manifest": reader.manifest.encoded,
-        "layout_hash": reader.layout_hash,
-    }
-    return msg.OfferMsg(**{**fields, **more})
+def memfd(size_bytes: int) -> OwnedFd:
+    fd = OwnedFd(os.memfd_create("no slab of ours"))
+    os.ftruncate(fd.fileno(), size_bytes)
+    return fd
 
 
 @host_only  # a GPU's driver cannot tell one handle from another of the same size
@@ -96,13 +100,28 @@ def test_offer_of_the_right_slabs_in_the_wrong_places_is_refused(
         gms.kill()
         gms.start()
         with gms.client() as client:
-            assert isinstance(client.request(rejoin_of(reader)).message, msg.WantedMsg)
             fds = [OwnedFd(os.dup(reader.slab_fds()[index])) for index in order]
             with pytest.raises(RemoteError, match=r"should be understudy-.*gms\.bad_slab"):
-                client.request(offer_of(reader), fds)
+                client.request(hand_back_of(reader), fds)
         reader.rejoin(10)
         with gms.reader(engine="engine-1", incarnation="i-1") as newcomer:
             assert [newcomer.read(f"t{index}")[0] for index in range(2)] == [0, 1]
+
+
+def test_epoch_of_many_slabs_and_a_large_manifest_comes_back_in_frames(gms: GmsProcess):
+    """More descriptors and more manifest than one frame carries: one message all the same."""
+    writer = gms.writer()
+    writer.plan(300 * 4096, 4096, slab_bytes=writer._grant.granularity_bytes)
+    for index in range(300):
+        writer.place(f"{index:0500}", 4096, (4096,), "uint8")
+    with writer.commit(IDENTITY) as reader:
+        assert len(reader.manifest.encoded) > MANIFEST_PIECE_BYTES
+        gms.kill()
+        gms.start()
+        reader.rejoin(20)
+        assert is_committed_with(gms, 1)
+        with gms.reader(engine="engine-1", incarnation="i-1") as other:
+            assert other.manifest.encoded == reader.manifest.encoded
 
 
 @host_only  # a file is a file

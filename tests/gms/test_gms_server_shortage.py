@@ -18,11 +18,11 @@ import pytest
 from gms import messages as msg
 from gms.client import Keeper, Reader
 from gms.core import events as ev
-from gms.server.server import DeviceServer
+from gms.server.server import WeightsServer
 from gms.vmm.host import HostMemory
 from plumbing.errors import ProtocolError, RemoteError, UnderstudyError, UnreachableError
 from plumbing.wire.blocking import BlockingClient
-from tests.gms.bench import MIB, GmsProcess, is_committed_with, kept, rejoin_of
+from tests.gms.bench import MIB, GmsProcess, hand_back_of, is_committed_with, kept
 from tests.gms.kinds import host_only
 from tests.gms.limits import at_limit, descriptors_left
 from tests.helpers import open_fds, until
@@ -111,7 +111,7 @@ def test_survivor_returns_to_a_server_that_has_room_again(gms: GmsProcess):
             for client in (watching, early):
                 status(client)
             with at_limit(gms.pid), pytest.raises(RemoteError, match=r"gms\.server_exhausted"):
-                early.request(rejoin_of(reader))
+                early.request(hand_back_of(reader))
             with contextlib.ExitStack() as stack:
                 limit = stack.enter_context(contextlib.ExitStack())
                 limit.enter_context(at_limit(gms.pid))
@@ -179,7 +179,7 @@ def test_effect_that_fails_costs_its_session_and_drops_none_behind_it(directory:
     bad, good = Connection(is_broken=True), Connection(is_broken=False)
     answers = [ev.SendMessage(session, 7, msg.WaitingMsg("writer", "so")) for session in (1, 2)]
     effects = [*answers, ev.RecordEvent("gms.session", "the last")]
-    server: Any = DeviceServer(directory, "HOST-0", HostMemory(), MIB)
+    server: Any = WeightsServer(directory, "HOST-0", HostMemory(), MIB)
     server._conns = {1: bad, 2: good}
     server.machine = SimpleNamespace(
         handle=lambda event, now_ms: effects, next_deadline_ms=lambda: None

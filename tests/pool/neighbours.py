@@ -14,7 +14,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-from gms.client import kv_messages
 from gms.client import messages as weights_messages
 from lockserver import witness
 from lockserver.client import messages as lock
@@ -51,7 +50,7 @@ class Memory(Handler):
     """One memory server; `held` bytes."""
 
     def __init__(self, directory, place, tag, capacity_bytes):
-        catalogue = kv_messages.CATALOGUE if tag == KV else weights_messages.CATALOGUE
+        catalogue = weights_messages.CATALOGUE
         self.tag, self.capacity_bytes, self.held, self.drops = tag, capacity_bytes, 0, 0
         self.is_mapped, self.used_bytes = False, None
         self.state, self.sessions = "committed", None
@@ -83,11 +82,11 @@ class Memory(Handler):
             case WatchMsg() | StatusMsg():
                 self.conns.add(conn)
                 conn.send(StatusReplyMsg(self.document()), request_id)
-            case kv_messages.DropPoolMsg() | weights_messages.DropMsg():
+            case weights_messages.DropPoolMsg() | weights_messages.DropMsg():
                 self.drops += 1
                 self.state = "empty"
                 self.set(0, is_mapped=False)
-                reply = kv_messages.PoolDroppedMsg("p", 1)
+                reply = weights_messages.PoolDroppedMsg("p", 1)
                 if self.tag == WEIGHTS:
                     reply = weights_messages.DroppedMsg("e", ())
                 conn.send(reply, request_id)

@@ -15,13 +15,10 @@ import pytest
 
 from engine.core.loading import Role
 from gms import messages as msg
-from gms.core import device as capacity
 from gms.core import events as ev
-from gms.core import grants
-from gms.core.events import EpochPhase
-from gms.core.machine import DeviceMachine
-from gms.core.recovery import HANDING_BACK, Recovery
+from gms.core.region import RegionPhase
 from gms.core.upkeep import Upkeep
+from gms.core.weights import WeightsMachine
 from plumbing.errors import UnderstudyError
 from tests.sim.faults import Hazard
 from tests.sim.gms_device import SimDevice
@@ -30,7 +27,7 @@ from tests.sim.tp_world import World
 CRASHES = Hazard.DEATHS | Hazard.SERVER
 CHANGES = Hazard.DEATHS | Hazard.CHECKPOINT
 
-Unwanted = Callable[[Recovery, msg.RejoinMsg], bool]
+Unwanted = Callable[[WeightsMachine, msg.HandBackMsg], bool]
 
 
 @dataclass(frozen=True)
@@ -58,118 +55,101 @@ def numbers_for_epochs(patch: pytest.MonkeyPatch) -> None:
 
 def a_deadline_ends_recovery(patch: pytest.MonkeyPatch) -> None:
     """A survivor that has not come back by then is given up."""
-    deadline_passed, free = DeviceMachine._deadline_passed, DeviceMachine._epoch_free
+    due, region_event = WeightsMachine._due, WeightsMachine._region_event
 
-    def give_up(self: DeviceMachine, now_ms: float) -> list[ev.DeviceEffect]:
-        due_ms = self._recovery.next_report_ms()
-        if due_ms is not None and due_ms <= now_ms:
-            for orphan in self.device.orphans:
-                del self.device.epochs[orphan.id]
-        return deadline_passed(self, now_ms)
+    def give_up(self: WeightsMachine) -> None:
+        is_reported = self._is_reported
+        due(self)
+        if self._is_reported and not is_reported:
+            for orphan in self.orphans:
+                del self.regions[orphan.id]
 
-    def ignore_strangers(
-        self: DeviceMachine, event: ev.EpochFree, now_ms: float
-    ) -> list[ev.DeviceEffect]:
-        return free(self, event, now_ms) if event.epoch in self.device.epochs else []
+    def ignore_strangers(self: WeightsMachine, event: ev.RegionEvent) -> None:
+        if event.region in self.regions:
+            region_event(self, event)
 
-    patch.setattr(DeviceMachine, "_deadline_passed", give_up)
-    patch.setattr(DeviceMachine, "_epoch_free", ignore_strangers)
+    patch.setattr(WeightsMachine, "_due", give_up)
+    patch.setattr(WeightsMachine, "_region_event", ignore_strangers)
 
 
 def write_beside_an_orphan(patch: pytest.MonkeyPatch) -> None:
     """Memory of the previous server does not block a load."""
-    _forget(patch, EpochPhase.ORPHANED)
+    _forget(patch, "orphans")
 
 
 def write_beside_a_dying_process(patch: pytest.MonkeyPatch) -> None:
     """Memory that was given up is taken for free."""
-    _forget(patch, EpochPhase.RELEASING)
+    _forget(patch, "being_freed")
 
 
-def _forget(patch: pytest.MonkeyPatch, phase: EpochPhase) -> None:
-    real = grants.decide
+def _forget(patch: pytest.MonkeyPatch, what: str) -> None:
+    decide = WeightsMachine.decide
 
-    def hasty(request: Any, epochs: Any, *more: Any) -> grants.Verdict:
-        return real(request, [e for e in epochs if e.phase is not phase], *more)
+    def hasty(self: WeightsMachine, wish: msg.AttachMsg) -> Any:
+        with pytest.MonkeyPatch.context() as hidden:
+            hidden.setattr(WeightsMachine, what, property(lambda self: []))
+            return decide(self, wish)
 
-    patch.setattr(grants, "decide", hasty)
+    patch.setattr(WeightsMachine, "decide", hasty)
 
 
 def refuse_late_survivors(patch: pytest.MonkeyPatch) -> None:
     """Once the epoch is back, who comes after is not taken in."""
-    _refuse(patch, lambda self, rejoin: self.device.committed is not None)
+    _refuse(patch, lambda self, message: self.committed is not None)
 
 
 def refuse_survivors_of_other_epochs(patch: pytest.MonkeyPatch) -> None:
     """Only the journalled epoch's readers are let back."""
 
-    def is_other(self: Recovery, rejoin: msg.RejoinMsg) -> bool:
-        epoch = self.device.epochs.get(rejoin.epoch)
-        return epoch is not None and epoch.phase is EpochPhase.ORPHANED and epoch.expected is None
+    def is_other(self: WeightsMachine, message: msg.HandBackMsg) -> bool:
+        epoch = self.regions.get(message.region)
+        return epoch is not None and epoch.phase is RegionPhase.ORPHANED and epoch.expected is None
 
     _refuse(patch, is_other)
 
 
 def abort_in_doubt(patch: pytest.MonkeyPatch) -> None:
     """A writer whose commit was not answered has lost, whatever the journal says."""
-    _refuse(patch, lambda self, rejoin: not rejoin.was_committed)
+    _refuse(patch, lambda self, message: not (message.epoch and message.epoch.was_committed))
 
 
-def _refuse(
-    patch: pytest.MonkeyPatch, is_unwanted: Callable[[Recovery, msg.RejoinMsg], bool]
-) -> None:
-    judge = Recovery._judge
+def _refuse(patch: pytest.MonkeyPatch, is_unwanted: Unwanted) -> None:
+    judge = WeightsMachine._judge_survivor
 
-    def refuse(
-        self: Recovery, session: Any, rejoin: msg.RejoinMsg, now_ms: float
-    ) -> list[ev.DeviceEffect]:
-        if not is_unwanted(self, rejoin):
-            return judge(self, session, rejoin, now_ms)
-        session.move(ev.SessionRefused, now_ms)
-        error = UnderstudyError("gms.not_committed", "not wanted")
-        dropped = self.device.drop(session, error.message)
-        return [ev.RefuseRequest(session.id, session.request_id, error), *dropped]
+    def refuse(self: WeightsMachine, session: Any, message: msg.HandBackMsg) -> None:
+        if is_unwanted(self, message):
+            self._refuse(session, UnderstudyError("gms.not_committed", "not wanted"))
+        else:
+            judge(self, session, message)
 
-    patch.setattr(Recovery, "_judge", refuse)
+    patch.setattr(WeightsMachine, "_judge_survivor", refuse)
 
 
-def ask_only_one_survivor(patch: pytest.MonkeyPatch) -> None:
-    """An offer that breaks off was the only one."""
-    judge, asked = Recovery._judge, set[tuple[Recovery, str]]()
+def check_only_one_survivor(patch: pytest.MonkeyPatch) -> None:
+    """A hand-back that fails its check was the only one."""
+    take_back, checked = WeightsMachine._take_back, set[tuple[WeightsMachine, str]]()
 
-    def judge_once(
-        self: Recovery, session: Any, rejoin: msg.RejoinMsg, now_ms: float
-    ) -> list[ev.DeviceEffect]:
-        is_broken_off = (self, rejoin.epoch) in asked and self.device.committed is None
-        if is_broken_off and not any(
-            s.state in HANDING_BACK for s in self.device.sessions.values()
-        ):
-            return []
-        effects = judge(self, session, rejoin, now_ms)
-        if any(is_wanted(effect) for effect in effects):
-            asked.add((self, rejoin.epoch))
-        return effects
+    def take_once(self: WeightsMachine, session: Any, region: Any, message: Any) -> None:
+        if (self, region.id) not in checked or region.returning is not None:
+            checked.add((self, region.id))
+            take_back(self, session, region, message)
 
-    patch.setattr(Recovery, "_judge", judge_once)
-
-
-def is_wanted(effect: ev.DeviceEffect) -> bool:
-    return isinstance(effect, ev.SendMessage) and isinstance(effect.message, msg.WantedMsg)
+    patch.setattr(WeightsMachine, "_take_back", take_once)
 
 
 def never_condemn(patch: pytest.MonkeyPatch) -> None:
     """A bad epoch stays in service."""
-    patch.setattr(Upkeep, "condemn", lambda self, event, message, now_ms: [])
+    patch.setattr(Upkeep, "_condemn", lambda self, event, message: None)
 
 
 def never_evict(patch: pytest.MonkeyPatch) -> None:
     """A committed epoch is not freed to make room, even where no process maps it."""
-    fit = capacity.fit
+    fit = WeightsMachine.fit
 
-    def fit_beside(*args: Any, **facts: Any) -> Any:
-        return fit(*args, **{**facts, "may_replace": False})
+    def fit_beside(self: WeightsMachine, size_bytes: int, *, may_replace: bool) -> Any:
+        return fit(self, size_bytes, may_replace=False)
 
-    patch.setattr(capacity, "fit", fit_beside)
+    patch.setattr(WeightsMachine, "fit", fit_beside)
 
 
 def identity_of_structure_only(patch: pytest.MonkeyPatch) -> None:
@@ -191,7 +171,12 @@ RULES = [
         CRASHES | CHANGES,
         f"has its session|{NO_END}",
     ),
-    Rule("next-survivor", ask_only_one_survivor, CRASHES | Hazard.SESSIONS, f"session|{NO_END}"),
+    Rule(
+        "next-survivor",
+        check_only_one_survivor,
+        CRASHES | Hazard.SESSIONS | Hazard.DRIVER,
+        f"session|returning|{NO_END}",
+    ),
     Rule("condemn", never_condemn, Hazard.DEATHS | Hazard.BAD_PAGE, NO_END),
     Rule("evict", never_evict, CHANGES, NO_END, is_tight=True),
     Rule("content-identity", identity_of_structure_only, CHANGES, "mixed weights"),

@@ -53,7 +53,7 @@ def of(world: World) -> list[Move]:
         found += 2 * [("CHECKPOINT changes", lambda: _change_checkpoint(world))]
     if Hazard.BAD_PAGE in world.hazards:
         for device in up:
-            committed = device.machine.device.committed
+            committed = device.machine.committed
             if committed is not None and not any(c.is_bad for c in world.copies(device)):
                 found.append((f"BAD PAGE on {device.name}", lambda d=device: _spoil(d)))
     return found
@@ -101,6 +101,6 @@ def _change_checkpoint(world: World) -> None:
 
 
 def _spoil(device: SimDevice) -> None:
-    committed = device.machine.device.committed
+    committed = device.machine.committed
     assert committed is not None
     device.vault[committed.id].is_bad = True

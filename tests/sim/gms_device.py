@@ -16,11 +16,10 @@ from typing import Any
 
 from gms import messages as msg
 from gms.core import events as ev
-from gms.core.device import snapshot
-from gms.core.events import EpochPhase, SessionState
-from gms.core.machine import DeviceMachine
-from gms.core.recovery import orphans_of
-from gms.core.state import WRITER_STATES, Epoch
+from gms.core.epochs import Epoch
+from gms.core.region import WRITER_STATES, RegionPhase, SessionState
+from gms.core.snapshot import weights_snapshot
+from gms.core.weights import WeightsMachine, orphans_of
 from gms.manifest import TensorRecord, encode, layout_hash
 from plumbing.errors import UnderstudyError
 
@@ -68,7 +67,7 @@ def commit_of(session: int, identity: Mapping[str, Any], slab_sizes: Sequence[in
 class SimDevice:
     """The server of one device and what it runs on."""
 
-    machine_type: type[DeviceMachine] = DeviceMachine
+    machine_type: type[WeightsMachine] = WeightsMachine
 
     def __init__(
         self,
@@ -98,9 +97,10 @@ class SimDevice:
         self.marked: set[str] = set()  # epochs whose files say that they are history
         self.condemning: set[str] = set()  # a crash forgets it, like a message that came too late
         self.was_replaced = False  # on purpose: then there may be two copies
-        self.driver: deque[ev.DeviceEffect] = deque()
+        self.driver: deque[ev.Effect] = deque()
         self.closing: deque[int] = deque()  # sessions whose end the server has not seen yet
-        self.offered: dict[int, Copy] = {}  # by session: descriptors that came with an offer
+        self.offered: dict[int, Copy] = {}  # by session: descriptors that were handed back
+        self.checked: dict[str, Copy | None] = {}  # by epoch: what the driver is to check
         self.vault: dict[str, Copy] = {}
         self.watched: set[str] = set()
         self.boot()
@@ -123,7 +123,7 @@ class SimDevice:
             now_ms=self.now_ms,
         )
         self.is_up = True
-        self.watched = {orphan.id for orphan in orphans}
+        self.tell(ev.DeadlinePassed())  # watches what is there
 
     def crash(self) -> None:
         """The server dies; what it held is gone unless a process maps it."""
@@ -141,6 +141,7 @@ class SimDevice:
         self.is_up = False
         for pending in (self.driver, self.closing, self.offered, self.vault, self.watched):
             pending.clear()
+        self.checked.clear()
         self.condemning.clear()
 
     def crash_after_journal(self) -> None:
@@ -156,8 +157,8 @@ class SimDevice:
 
     # ------------------------------------------------------------------ machine and driver
 
-    def tell(self, event: ev.DeviceEvent) -> None:
-        before = self.machine.device.committed
+    def tell(self, event: ev.MemoryEvent) -> None:
+        before = self.machine.committed
         try:
             effects = self.machine.handle(event, self.now_ms)
         except UnderstudyError as error:  # the shell answers with it and closes the connection
@@ -168,22 +169,26 @@ class SimDevice:
         for effect in effects:
             if isinstance(effect, ev.Respond):
                 self._answer(effect)
+            elif isinstance(effect, ev.Watch):
+                self.watched.add(effect.region)
             elif isinstance(effect, ev.Unwatch):
-                self.watched.discard(effect.epoch)
+                self.watched.discard(effect.region)
             elif not isinstance(effect, ev.RecordEvent):
+                if isinstance(effect, ev.TakeBack):
+                    self.checked[effect.region] = self.offered.pop(effect.session, None)
                 self.driver.append(effect)
         self.check()
 
-    def _notice_retired(self, before: Epoch | None, event: ev.DeviceEvent) -> None:
+    def _notice_retired(self, before: Epoch | None, event: ev.MemoryEvent) -> None:
         """Nothing committed goes but on purpose: condemned, or replaced where two do not fit."""
-        device = self.machine.device
+        device = self.machine
         writer = device.writer
-        if writer is not None and writer.request.replace and before is not None:
+        if writer is not None and writer.may_replace and before is not None:
             self.was_replaced = True
         if before is None or device.committed is not None:
             return
         is_condemned = isinstance(event, ev.Received) and isinstance(event.message, msg.CondemnMsg)
-        is_evicted = writer is not None and writer.request.replace and not before.readers
+        is_evicted = writer is not None and writer.may_replace and not device.is_held(before)
         assert is_condemned or is_evicted, f"epoch {before.id} was lost to {event}"
         if is_condemned:
             self.condemning.add(before.id)
@@ -207,7 +212,7 @@ class SimDevice:
         self.last, self.doubtful, self.older = epoch, None, None
 
     def _register(self, epoch: str) -> None:
-        copy, identity = self.vault[epoch], self.machine.device.epochs[epoch].identity
+        copy, identity = self.vault[epoch], self.machine.regions[epoch].identity
         assert identity is not None
         assert epoch not in self.published, f"two memories under the name {epoch}"
         sizes, contents = tuple(copy.slab_sizes), frozenset(copy.contents)
@@ -229,12 +234,12 @@ class SimDevice:
             case ev.CreateSlab():
                 self.vault[effect.epoch].slab_sizes.append(effect.size_bytes)
                 self.tell(ev.SlabCreated(effect.session))
-            case ev.SealEpoch() | ev.AdoptEpoch() if fails:
+            case ev.SealEpoch() if fails:
                 self._fail(effect.session, "gms.driver_failed")
             case ev.SealEpoch():
                 self.tell(ev.Sealed(effect.session, tensors=1))
-            case ev.AdoptEpoch():
-                self._adopt(effect)
+            case ev.TakeBack():
+                self._check_copy(effect, fails=fails)
             case ev.WriteJournal(None) if fails:
                 self.tell(ev.JournalBehind("a full disk"))
             case ev.WriteJournal() if fails and effect.session is not None:
@@ -245,25 +250,25 @@ class SimDevice:
                     self.tell(ev.Journalled(effect.session))
                 else:
                     self.tell(ev.JournalKept())
-            case ev.MarkHistory():
-                self.marked.add(effect.epoch)
+            case ev.MarkRetired():
+                self.marked.add(effect.region)
                 self.condemned |= self.condemning & self.marked
-            case ev.DiscardOffer():
-                self.vault.pop(effect.epoch, None)
-            case ev.ReleaseEpoch():
-                self.vault.pop(effect.epoch, None)
-                self.watched.add(effect.epoch)
+            case ev.Release():
+                self.files.discard(effect.region)
+                self.vault.pop(effect.region, None)
+                self.tell(ev.RegionReleased(effect.region))
             case _:
                 raise AssertionError(effect)
 
-    def _adopt(self, effect: ev.AdoptEpoch) -> None:
+    def _check_copy(self, effect: ev.TakeBack, *, fails: bool) -> None:
         """The driver looks at what came: is it what it is said to be?"""
-        copy = self.offered.pop(effect.session, None)
-        if copy is None or tuple(copy.slab_sizes) != effect.slab_sizes:
-            self._fail(effect.session, "gms.bad_slab")
+        copy = self.checked.pop(effect.region)
+        if fails or copy is None or tuple(copy.slab_sizes) != effect.message.slab_sizes:
+            error = UnderstudyError("gms.bad_slab", "as the simulation likes")
+            self.tell(ev.RegionNotBack(effect.region, error))
             return
-        self.vault[effect.epoch] = copy
-        self.tell(ev.Adopted(effect.session, tensors=1))
+        self.vault[effect.region] = copy
+        self.tell(ev.RegionBack(effect.region, tensors=1))
 
     def fail_one(self) -> None:
         """The driver's oldest call fails, if it is one that can."""
@@ -298,7 +303,7 @@ class SimDevice:
         """The watch finds a file free."""
         self.watched.discard(epoch)
         self.files.discard(epoch)
-        self.tell(ev.EpochFree(epoch))
+        self.tell(ev.RegionFree(epoch))
 
     def pass_time(self, now_ms: float) -> None:
         self.now_ms = now_ms
@@ -310,23 +315,24 @@ class SimDevice:
 
     def check(self) -> None:
         """The books agree with themselves, and with what was promised."""
-        device = self.machine.device
-        phases = [epoch.phase for epoch in device.epochs.values()]
-        assert phases.count(EpochPhase.STAGING) <= 1
-        assert phases.count(EpochPhase.COMMITTED) <= 1
+        device = self.machine
+        phases = [epoch.phase for epoch in device.regions.values()]
+        assert phases.count(RegionPhase.MAKING) <= 1
+        assert phases.count(RegionPhase.SERVED) <= 1
         writers = [s for s in device.sessions.values() if s.state in WRITER_STATES]
-        assert len(writers) == phases.count(EpochPhase.STAGING), "staging belongs to its writer"
-        for epoch in device.epochs.values():
-            assert epoch.readers <= device.sessions.keys(), "readers are sessions"
-            if epoch.phase is EpochPhase.SUPERSEDED:
-                assert epoch.readers, "superseded without readers is a leak"
+        assert len(writers) == phases.count(RegionPhase.MAKING), "staging belongs to its writer"
+        for epoch in device.regions.values():
+            is_given_up = epoch.phase is RegionPhase.RETIRED and not device.is_held(epoch)
+            assert epoch.watch or not is_given_up, "given up and not watched is a leak"
         for session in device.sessions.values():
-            if session.state is SessionState.READING and session.epoch not in device.epochs:
+            if session.state is SessionState.READING and session.region not in device.regions:
                 # Given up, come back to, and its process died before its connection was seen to.
-                assert session.epoch not in self._holders(), "a reader's epoch is never freed"
-        owned = sum(e.size_bytes for e in device.epochs.values() if e.phase != EpochPhase.ORPHANED)
+                assert session.region not in self._holders(), "a reader's epoch is never freed"
+        owned = sum(
+            e.size_bytes for e in device.regions.values() if e.phase != RegionPhase.ORPHANED
+        )
         assert owned <= self.capacity_bytes
-        snapshot(device, str)
+        weights_snapshot(device, str)
         committed = device.committed
         assert committed is None or committed.id not in self.condemned, "a condemned epoch is back"
         if committed is not None and committed.id == self.doubtful:
@@ -340,7 +346,7 @@ class SimDevice:
         self._check_published()
 
     def _check_published(self) -> None:
-        known = self.machine.device.epochs
+        known = self.machine.regions
         for epoch, kept in self.published.items():
             copy = kept.copy
             is_same = (tuple(copy.slab_sizes), copy.contents) == (kept.slab_sizes, kept.contents)
@@ -350,7 +356,7 @@ class SimDevice:
                 f"{copy} was read from checkpoints {set(kept.contents)} and committed as {named}"
             )
             now = known.get(epoch)
-            if now is not None and now.phase is EpochPhase.COMMITTED:
+            if now is not None and now.phase is RegionPhase.SERVED:
                 assert self.vault.get(epoch) is copy, f"epoch {epoch} has lost its memory"
                 assert tuple(now.slab_sizes) == kept.slab_sizes, f"epoch {epoch} was altered"
                 assert now.identity == kept.identity, f"epoch {epoch} was renamed"
@@ -359,9 +365,9 @@ class SimDevice:
         """What was committed last is committed, or expected back, while a live process maps it."""
         if not self.is_up or self.last not in mapped_alive:
             return
-        epoch = self.machine.device.epochs.get(str(self.last))
+        epoch = self.machine.regions.get(str(self.last))
         phase = epoch.phase if epoch is not None else None
         is_expected = epoch is not None and (epoch.expected or epoch.fallback) is not None
-        is_expected = is_expected or self.machine.device.is_journal_lost  # the first one's word
-        is_safe = phase is EpochPhase.COMMITTED or (phase is EpochPhase.ORPHANED and is_expected)
+        is_expected = is_expected or self.machine.is_journal_lost  # the first one's word
+        is_safe = phase is RegionPhase.SERVED or (phase is RegionPhase.ORPHANED and is_expected)
         assert is_safe, f"epoch {self.last} is mapped by a live engine and lost ({phase})"

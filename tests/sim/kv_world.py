@@ -17,12 +17,11 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from gms import kv_messages as msg
+from gms import messages as msg
 from gms.core import events as ev
-from gms.core import kv_events as kv
-from gms.core.events import Effects
-from gms.core.kv_events import Claimant, PoolPhase
-from gms.core.kv_machine import KvMachine
+from gms.core.events import Claimant
+from gms.core.kv import KvMachine
+from gms.core.region import RegionPhase
 from plumbing.errors import UnderstudyError
 
 SIZES = (64, 64, 64, 128)
@@ -45,7 +44,7 @@ class Process:
     claimant: Claimant
     size: int
     conn: int | None = None
-    inbox: deque[ev.DeviceEffect | tuple[kv.SendPool, Memory]] = field(default_factory=deque)
+    inbox: deque[ev.Effect | tuple[ev.SendPool, Memory]] = field(default_factory=deque)
     has_asked: bool = False  # on this connection
     flock: str | None = None
     memory: Memory | None = None
@@ -143,9 +142,9 @@ class KvWorld:
         """An operator's command. The shell asks the kernel first whether anybody maps it."""
         if self.machine is None:
             return
-        pool = self.machine.pools.current
+        pool = self.machine.current
         users = [p for p in self.processes if pool is not None and p.flock == pool.id]
-        if users and not self.machine.borrowers.holders:
+        if users and not self.machine.all_holders:
             return
         try:
             self.tell(ev.Received(next(self.conn_ids), 1, msg.DropPoolMsg(), 9))
@@ -178,7 +177,7 @@ class KvWorld:
         for pool in sorted(self.watched):
             if not any(p.flock == pool for p in self.processes):
                 self.watched.discard(pool)
-                self.tell(kv.PoolFree(pool))
+                self.tell(ev.RegionFree(pool))
                 return
 
     # ------------------------------------------------------------------ one process
@@ -203,17 +202,12 @@ class KvWorld:
         c = process.claimant
         if process.memory is not None:
             self.offered[process.conn] = process.memory
+            held = msg.HeldPool(
+                c.token, c.era, process.size, INDEX, process.mark, process.discarded
+            )
+            memory = process.memory
             message: msg.BorrowPoolMsg | msg.HandBackMsg = msg.HandBackMsg(
-                c.engine,
-                c.incarnation,
-                c.token,
-                c.era,
-                process.size,
-                INDEX,
-                process.memory.pool,
-                (process.memory.size,),
-                process.mark,
-                process.discarded,
+                c.engine, c.incarnation, memory.pool, (memory.size,), pool=held
             )
         else:
             message = msg.BorrowPoolMsg(
@@ -239,13 +233,13 @@ class KvWorld:
     def read(self, process: Process) -> None:
         got = process.inbox.popleft()
         match got:
-            case kv.GrantPool():
+            case ev.GrantPool():
                 if got.pool not in self.files:
                     self.disconnect(process)
                     return
                 process.flock = got.pool
                 self.send(process, msg.TakeMsg())
-            case (kv.SendPool(), Memory() as memory):
+            case (ev.SendPool(), Memory() as memory):
                 process.memory = memory
                 self.takeovers += bool(memory.written) and memory.written[-1] != process.claimant
             case ev.SendMessage(message=msg.PoolFreedMsg() as said):
@@ -335,39 +329,39 @@ class KvWorld:
             if process.inbox and not process.is_dying:
                 self.read(process)  # what the dead server had sent is still in its socket
 
-    def tell(self, event: ev.DeviceEvent) -> None:
+    def tell(self, event: ev.MemoryEvent) -> None:
         if self.machine is not None:
             for effect in self.machine.handle(event, self.now_ms):
                 self.perform(effect)
 
-    def perform(self, effect: ev.DeviceEffect) -> None:
+    def perform(self, effect: ev.Effect) -> None:
         match effect:
-            case kv.GrantPool(session, _, pool):
+            case ev.GrantPool(session, _, pool):
                 self.granted(session, pool)
                 self.answer(session, effect)
-            case kv.SendPool(session, _, pool, is_fresh):
+            case ev.SendPool(session, _, pool, is_fresh):
                 memory = self.vault[pool]
                 assert not (is_fresh and memory.written), "fresh memory was written before"
                 self.answer(session, (effect, memory))
             case ev.SendMessage(session) | ev.RefuseRequest(session):
                 self.answer(session, effect)
-            case kv.MakePool(pool, size):
+            case ev.MakePool(pool, size):
                 self.calls.append(lambda: self.make(pool, size))
-            case kv.ReleasePool(pool):
+            case ev.Release(pool):
                 self.calls.append(lambda: self.release(pool))
-            case kv.TakePoolBack(pool, session):
+            case ev.TakeBack(pool, session):
                 memory = self.offered.get(session)
-                self.calls.append(lambda: self.take_back(pool, session, memory))
-            case kv.WatchPool(pool):
+                self.calls.append(lambda: self.take_back(pool, memory))
+            case ev.Watch(pool):
                 self.watched.add(pool)
-            case kv.UnwatchPool(pool):
+            case ev.Unwatch(pool):
                 self.watched.discard(pool)
-            case kv.MarkDiscarded(pool):
+            case ev.MarkRetired(pool):
                 self.files[pool] = self.is_marking
-            case kv.KeepTokens(newest):
+            case ev.KeepTokens(newest):
                 self.disk = newest
 
-    def answer(self, conn: int, what: ev.DeviceEffect | tuple[kv.SendPool, Memory]) -> None:
+    def answer(self, conn: int, what: ev.Effect | tuple[ev.SendPool, Memory]) -> None:
         for process in self.processes:
             if process.conn == conn:
                 process.inbox.append(what)
@@ -375,27 +369,27 @@ class KvWorld:
     def make(self, pool: str, size: int) -> None:
         if self.is_full:
             full = UnderstudyError("gms.device_full", "the device is full")
-            self.tell(kv.PoolNotMade(pool, full))
+            self.tell(ev.PoolNotMade(pool, full))
             return
         alive = {id(m) for m in self.memories()}
         assert not alive, "a second pool was made beside one that lives"
         self.files[pool] = False
         self.vault[pool] = Memory(pool, size)
-        self.tell(kv.PoolMade(pool, (size,)))
+        self.tell(ev.PoolMade(pool, (size,)))
 
     def release(self, pool: str) -> None:
         assert not any(p.flock == pool for p in self.processes), "a mapped pool was released"
         self.files.pop(pool, None)
         self.vault.pop(pool, None)
-        self.tell(kv.PoolReleased(pool))
+        self.tell(ev.RegionReleased(pool))
 
-    def take_back(self, pool: str, session: int, memory: Memory | None) -> None:
+    def take_back(self, pool: str, memory: Memory | None) -> None:
         if memory is None or self.rng.random() < 0.1:
             error = UnderstudyError("gms.bad_slab", "the driver refuses it")
-            self.tell(kv.PoolNotTakenBack(pool, session, error))
+            self.tell(ev.RegionNotBack(pool, error))
             return
         self.vault[pool] = memory
-        self.tell(kv.PoolTakenBack(pool))
+        self.tell(ev.RegionBack(pool))
 
     # ------------------------------------------------------------------ what must hold
 
@@ -447,11 +441,8 @@ class KvWorld:
             self.check()
         assert last.memory is not None, "the last engine was never lent the memory"
         assert self.machine is not None
-        phases = {pool.phase for pool in self.machine.pools.by_id.values()}
-        assert phases == {PoolPhase.KEPT}
+        phases = {pool.phase for pool in self.machine.regions.values()}
+        assert phases == {RegionPhase.SERVED}
 
     def note(self, text: str) -> None:
         self.trace.append(text)
-
-
-__all__ = ["Effects", "KvWorld"]

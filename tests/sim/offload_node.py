@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from gms.core import events as ev
-from gms.core.machine import DeviceMachine
-from gms.core.recovery import orphans_of
+from gms.core.weights import WeightsMachine, orphans_of
 from plumbing.errors import UnderstudyError
 from tests.sim.gms_device import MIB
 
@@ -43,7 +42,7 @@ class Actor:
 class Node:
     """One server, and what it runs on."""
 
-    machine_type: type[DeviceMachine] = DeviceMachine
+    machine_type: type[WeightsMachine] = WeightsMachine
 
     def __init__(self, name: str, world: OffloadWorld) -> None:
         self.name, self.world = name, world
@@ -52,8 +51,10 @@ class Node:
         self.record: ev.JournalRecord | None = None
         self.offloaded: ev.JournalRecord | None = None
         self.vault: dict[str, Memory] = {}
-        self.driver: deque[ev.DeviceEffect] = deque()
+        self.driver: deque[ev.Effect] = deque()
         self.sessions: dict[int, Actor] = {}
+        self.watched: set[str] = set()
+        self.checked: dict[str, Memory | None] = {}  # what was handed back, by epoch
         self.boot()
 
     def boot(self) -> None:
@@ -68,11 +69,11 @@ class Node:
             is_journal_behind=self.record is not None and self.record.epoch in self.marked,
             now_ms=self.world.now_ms,
         )
-        self.watched = {orphan.id for orphan in orphans}
+        self.tell(ev.DeadlinePassed())  # watches what is there
 
     def crash(self) -> None:
-        self.vault.clear()
-        self.driver.clear()
+        for each in (self.vault, self.driver, self.watched, self.checked):
+            each.clear()
         if self is self.world.device:  # it forgets what is not on disk, like a report too late
             self.world.condemning.clear()
         for actor in self.sessions.values():
@@ -84,7 +85,7 @@ class Node:
         held = ((a, a.holds[self.name]) for a in self.world.actors)
         return [actor for actor, memory in held if memory is not None and memory.epoch == epoch]
 
-    def tell(self, event: ev.DeviceEvent) -> None:
+    def tell(self, event: ev.MemoryEvent) -> None:
         try:
             effects = self.machine.handle(event, self.world.now_ms)
         except UnderstudyError as error:
@@ -95,9 +96,14 @@ class Node:
                 actor = self.sessions.get(effect.session)
                 if actor is not None:
                     self.world.hear(self, actor, effect)
+            elif isinstance(effect, ev.Watch):
+                self.watched.add(effect.region)
             elif isinstance(effect, ev.Unwatch):
-                self.watched.discard(effect.epoch)
+                self.watched.discard(effect.region)
             elif not isinstance(effect, ev.RecordEvent):
+                if isinstance(effect, ev.TakeBack):
+                    actor = self.sessions.get(effect.session)
+                    self.checked[effect.region] = actor and actor.holds[self.name]
                 self.driver.append(effect)
 
     def complete_one(self) -> None:
@@ -116,23 +122,21 @@ class Node:
                 self.world.journalled(self)
                 done = ev.JournalKept() if effect.session is None else ev.Journalled(effect.session)
                 self.tell(done)
-            case ev.MarkHistory():
-                self.marked.add(effect.epoch)
+            case ev.MarkRetired():
+                self.marked.add(effect.region)
                 self.world.journalled(self)
-            case ev.AdoptEpoch():
-                actor = self.sessions.get(effect.session)
-                memory = actor.holds[self.name] if actor is not None else None
+            case ev.TakeBack():
+                memory = self.checked.pop(effect.region)
                 if memory is None:
                     error = UnderstudyError("gms.bad_slab", "its process is gone")
-                    self.tell(ev.DriverFailed(effect.session, error))
+                    self.tell(ev.RegionNotBack(effect.region, error))
                 else:
-                    self.vault[effect.epoch] = memory
-                    self.tell(ev.Adopted(effect.session, tensors=1))
-            case ev.DiscardOffer():
-                self.vault.pop(effect.epoch, None)
-            case ev.ReleaseEpoch():
-                self.vault.pop(effect.epoch, None)
-                self.watched.add(effect.epoch)
+                    self.vault[effect.region] = memory
+                    self.tell(ev.RegionBack(effect.region, tensors=1))
+            case ev.Release():
+                self.files.discard(effect.region)
+                self.vault.pop(effect.region, None)
+                self.tell(ev.RegionReleased(effect.region))
             case _:
                 raise AssertionError(effect)
 
@@ -142,7 +146,7 @@ class Node:
         copy = self.world.host_copy() if self is self.world.device else None
         if copy is not None and self._is_lost(epoch) and copy.digest == self.digest:
             self.world.standing = copy.epoch
-        self.tell(ev.EpochFree(epoch, copy))
+        self.tell(ev.RegionFree(epoch, copy))
 
     @property
     def digest(self) -> str | None:

@@ -14,8 +14,7 @@ from typing import Any
 
 from gms import messages as msg
 from gms.core import events as ev
-from gms.core.events import EpochPhase
-from gms.core.state import WRITER_STATES
+from gms.core.region import WRITER_STATES, RegionPhase
 from tests.sim.gms_device import MIB, commit_of, manifest_of
 from tests.sim.offload_node import Actor, Memory, Node
 
@@ -91,11 +90,6 @@ class OffloadWorld:
                     assert node.record is not None
                     self.standing = None
                     self.restages += actor.restages_from is not None
-            case msg.WantedMsg(epoch):
-                memory = actor.holds[name]
-                assert memory is not None
-                assert memory.epoch == epoch
-                self._send(node, actor, msg.OfferMsg(epoch, IDENTITY, *manifest_of(SIZES)))
             case msg.OffloadedMsg():
                 self.offloads += 1
                 self._check_free()
@@ -157,7 +151,7 @@ class OffloadWorld:
         return bool(self.host.holders(str(copy)))
 
     def _copy_to_read(self, epoch: str | None) -> Memory | None:
-        committed = self.host.machine.device.committed
+        committed = self.host.machine.committed
         if committed is None or committed.id != epoch:
             return None
         return self.host.vault.get(committed.id)
@@ -170,7 +164,7 @@ class OffloadWorld:
 
     def facts(self) -> dict[str, Any]:
         """What the shell looks up for `offload`."""
-        committed = self.device.machine.device.committed
+        committed = self.device.machine.committed
         is_mapped = committed is not None and bool(self.device.holders(committed.id))
         return {"is_mapped": is_mapped, "copy": self.host_copy()}
 
@@ -184,7 +178,10 @@ class OffloadWorld:
     def _rejoin(self, node: Node, actor: Actor) -> None:
         memory = actor.holds[node.name]
         assert memory is not None
-        message = msg.RejoinMsg(actor.name, f"i-{id(actor)}", memory.epoch, tuple(SIZES), True)
+        manifest, hashed = manifest_of(SIZES)
+        held = msg.HeldEpoch(True, IDENTITY, hashed)
+        who = actor.name, f"i-{id(actor)}"
+        message = msg.HandBackMsg(*who, memory.epoch, tuple(SIZES), epoch=held, manifest=manifest)
         self._send(node, actor, message)
 
     def _digest(self, node: Node, actor: Actor) -> None:
@@ -195,7 +192,7 @@ class OffloadWorld:
 
     def _condemn(self, actor: Actor) -> None:
         memory, session = actor.holds["device"], actor.session["device"]
-        committed = self.device.machine.device.committed
+        committed = self.device.machine.committed
         assert memory is not None
         assert session is not None
         if committed is not None and committed.id == memory.epoch:
@@ -254,7 +251,7 @@ class OffloadWorld:
             return "attaches", lambda: self._come_back(actor)
         if actor.at["host"] == "reading" and self._copy_is_good(actor):
             return "releases", lambda: self._release(actor)
-        if self.host.machine.device.committed is not None and actor.at["host"] == "":
+        if self.host.machine.committed is not None and actor.at["host"] == "":
             return "takes the copy", lambda: self._attach(self.host, actor, "ro")
         if actor.at["host"] == "reading":
             return "lets the copy go", lambda: self._let_go(self.host, actor)
@@ -273,7 +270,7 @@ class OffloadWorld:
         self._drop(actor, node.name)
 
     def _undigested(self, node: Node, actor: Actor) -> bool:
-        committed, memory = node.machine.device.committed, actor.holds[node.name]
+        committed, memory = node.machine.committed, actor.holds[node.name]
         return (
             committed is not None
             and actor.at[node.name] == "reading"
@@ -283,12 +280,12 @@ class OffloadWorld:
         )
 
     def _copy_is_good(self, actor: Actor) -> bool:
-        copy = self.host.machine.device.committed
+        copy = self.host.machine.committed
         held = actor.holds["host"]
         return copy is not None and held is not None and held.epoch == copy.id
 
     def _keeper_move(self, actor: Actor) -> tuple[str, Any] | None:
-        weights, copy = self.device.machine.device.committed, self.host.machine.device.committed
+        weights, copy = self.device.machine.committed, self.host.machine.committed
         if actor.at["device"] == "reading" and actor.at["host"] == "":
             return "makes a copy", lambda: self._attach(self.host, actor, "rw", replace=True)
         if actor.at["device"] == "reading" and actor.at["host"] == "reading":
@@ -297,7 +294,7 @@ class OffloadWorld:
             copy is None or (None not in (copy.digest, weights.digest)
             and copy.digest != weights.digest)
         )  # fmt: skip
-        is_idle = actor.at["device"] == "" and not self.host.machine.device.orphans
+        is_idle = actor.at["device"] == "" and not self.host.machine.orphans
         if is_other and is_idle:
             if actor.at["host"] == "reading":
                 return "lets go", lambda: self._let_go(self.host, actor)
@@ -353,26 +350,26 @@ class OffloadWorld:
     def _check_readable(self, node: Node, epoch: str) -> None:
         memory = node.vault[epoch]
         assert memory.content, "a reader sees what was written"
-        digest = node.machine.device.epochs[epoch].digest
+        digest = node.machine.regions[epoch].digest
         assert digest in (None, digest_of(memory.content)), "its bytes are not those of its digest"
         if node is self.device:
             assert memory.content not in self.condemned, "condemned bytes are back"
 
     def _check_free(self) -> None:
         device = self.device
-        serving = [e.id for e in device.machine.device.epochs.values()
-                   if e.phase is EpochPhase.SUPERSEDED]  # fmt: skip
+        machine = device.machine
+        serving = [e.id for e in machine.regions.values() if machine.is_superseded(e)]
         held = [m.epoch for a in self.actors if (m := a.holds["device"]) is not None]
         left = [epoch for epoch in (*held, *device.vault) if epoch not in serving]
         assert not left, f"offloaded, and the memory of {left} is not free"
 
     def check(self) -> None:
         for node in (self.device, self.host):
-            machine = node.machine.device
-            phases = [epoch.phase for epoch in machine.epochs.values()]
-            assert phases.count(EpochPhase.COMMITTED) <= 1
+            machine = node.machine
+            phases = [epoch.phase for epoch in machine.regions.values()]
+            assert phases.count(RegionPhase.SERVED) <= 1
             writers = [s for s in machine.sessions.values() if s.state in WRITER_STATES]
-            assert len(writers) == phases.count(EpochPhase.STAGING)
+            assert len(writers) == phases.count(RegionPhase.MAKING)
             both = machine.committed is not None and machine.offloaded is not None
             assert not both, "weights are on the device and offloaded"
 

@@ -27,7 +27,7 @@ def run_one(world: World, move: Move) -> None:
 
 
 def committed(world: World) -> list[str | None]:
-    states = [device.machine.device for device in world.devices]
+    states = [device.machine for device in world.devices]
     return [state.committed.id if state.committed else None for state in states]
 
 

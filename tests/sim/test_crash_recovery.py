@@ -13,7 +13,6 @@ import pytest
 from engine.core.loading import Role
 from gms import messages as msg
 from gms.core import events as ev
-from gms.core.recovery import OFFER_MS
 from tests.sim.broken_rules import RULES, Rule, abort_in_doubt
 from tests.sim.faults import Hazard
 from tests.sim.gms_device import SLAB_BYTES, manifest_of
@@ -58,7 +57,7 @@ def test_crash_simulation_loses_nothing_committed_and_every_engine_recovers():
         world = drawn(seed)
         with replayable(seed, lambda w=world: w.trace):
             run(world)
-        recoveries += sum(d.machine.device.recoveries_total for d in world.devices)
+        recoveries += sum(d.machine.recoveries_total for d in world.devices)
     assert recoveries or len(seeds(350)) < 100  # of each device's last server alone
 
 
@@ -152,38 +151,38 @@ def test_a_stopped_survivor_keeps_all_engines_from_loading_until_it_continues():
     assert epochs_loaded(world) == [1, 1]
 
 
-@pytest.mark.parametrize("how", ["dies", "is cut off", "is stopped"])
-def test_an_offer_that_breaks_off_is_forgotten_and_the_next_survivor_asked(how: str):
-    """Goal: a half-made offer costs nothing. Method: the first survivor is asked, and then dies,
-    loses its connection, or sleeps; the other one hands the same memory back."""
+@pytest.mark.parametrize("how", ["dies", "is cut off", "fails"])
+def test_one_survivor_is_checked_and_a_broken_one_costs_only_itself(how: str):
+    """Goal: a hand-back that breaks off costs nothing, and no second load. Method: the first
+    survivor's memory is about to be checked when it dies, loses its connection, or the check fails;
+    the other one waits meanwhile."""
     world = pod(Role.AUTO, Role.AUTO, devices=1)
     both_whole(world)
     before, (device,) = committed(world), world.devices
     world.crash(device)
     device.boot()
-    first = world.engines[0].ranks[0]
-    run_until(world, "the first is asked", lambda: first.is_asked, only="engine-0.")
-    second = world.engines[1].ranks[0]
+    first, second = (engine.ranks[0] for engine in world.engines)
+    run_until(world, "the first is checked", lambda: device.checked, only="engine-0.")
     run_until(world, "the second waits", lambda: second.session, only="engine-1.")
+    assert not second.is_registered
     if how == "dies":
         world.engines[0].fail("killed")
     elif how == "is cut off":
         world.cut_session(first)
     else:
-        quiet(world, "engine-1")
-        world.pass_time(OFFER_MS)
+        device.fail_one()
     world.held_back = {("engine-0", 0)}
     run_until(world, "it is back", lambda: committed(world) == before)
-    assert second.session in device.machine.device.sessions
+    assert second.session in device.machine.sessions
     world.held_back.clear()
     world.settle()
     assert committed(world) == before
     assert device.begun_total == 1
 
 
-def test_a_reader_that_is_not_fully_attached_may_not_offer():
+def test_a_reader_that_is_not_fully_attached_may_not_hand_back():
     """Goal: half an epoch is not taken for it. Method: a survivor hands back one slab of two; it is
-    refused, the other one asked, and nothing is altered."""
+    refused, the other one's is taken, and nothing is altered."""
     world = pod(Role.AUTO, Role.AUTO, devices=1)
     both_whole(world)
     before, (device,) = committed(world), world.devices
@@ -193,13 +192,12 @@ def test_a_reader_that_is_not_fully_attached_may_not_offer():
     run_until(world, "it hears of it", lambda: first.session is None, only="engine-0.")
     first.session = world.open_session(first)
     half = (SLAB_BYTES,)
-    device.tell(
-        ev.Received(
-            first.session, 4, msg.RejoinMsg("engine-0", first.incarnation, first.holds, half, True)
-        )
+    manifest, hashed = manifest_of(half)
+    held = msg.HeldEpoch(True, first.identity, hashed)
+    message = msg.HandBackMsg(
+        "engine-0", first.incarnation, str(first.holds), half, epoch=held, manifest=manifest
     )
-    offer = msg.OfferMsg(first.holds, first.identity, *manifest_of(half))
-    device.tell(ev.Received(first.session, 5, offer))
+    device.tell(ev.Received(first.session, 4, message))
     run_until(world, "it is refused", lambda: "gms.bad_offer" in world.trace[-2], only="engine-0.")
     assert committed(world) == [None]
     world.settle()

@@ -10,10 +10,9 @@ from collections.abc import Callable
 
 import pytest
 
-from gms.core import kv_events as kv
-from gms.core.kv_events import PoolPhase
-from gms.core.kv_machine import KvMachine
-from gms.core.kv_state import Borrowers, Pool, Pools
+from gms.core import events as ev
+from gms.core.kv import KvMachine, Pool
+from gms.core.region import RegionPhase
 from plumbing.errors import UnderstudyError
 from tests.sim.kv_world import KvWorld
 from tests.sim.seeds import replayable, seeds
@@ -42,33 +41,37 @@ def no_look_at_the_file(patch: pytest.MonkeyPatch) -> None:
     """The end of the last session counts as the end of its process."""
     judge = KvMachine._judge
 
-    def judged(self, session, now_ms):
-        for pool in self.pools.by_id.values():
-            pool.is_free = not self.borrowers.holders_of(pool.id)
-        return judge(self, session, now_ms)
+    def judged(self, session):
+        for pool in self.regions.values():
+            pool.is_free = not self.is_held(pool)
+        judge(self, session)
 
     patch.setattr(KvMachine, "_judge", judged)
 
 
 def no_look_at_the_sessions(patch: pytest.MonkeyPatch) -> None:
     """A free file counts, although a session was granted the pool and has not locked it yet."""
-    patch.setattr(Borrowers, "holders", property(lambda self: []))
+    patch.setattr(KvMachine, "holders", lambda self, region: [])
 
 
 def stale_tokens_wait(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Borrowers, "_stale", lambda self, claimant: None)
+    patch.setattr(KvMachine, "stale", lambda self, who: None)
 
 
 def tokens_are_forgotten(patch: pytest.MonkeyPatch) -> None:
-    init = Borrowers.__init__
-    patch.setattr(Borrowers, "__init__", lambda self, newest: init(self, ()))
+    init = KvMachine.__init__
+
+    def without(self, *, newest=(), **more):
+        init(self, **more)
+
+    patch.setattr(KvMachine, "__init__", without)
 
 
 def orphans_are_not_waited_for(patch: pytest.MonkeyPatch) -> None:
     init = KvMachine.__init__
 
-    def without(self, *, new_pool_id, orphans=None, newest=()):
-        init(self, new_pool_id=new_pool_id, newest=newest)
+    def without(self, *, orphans=None, **more):
+        init(self, **more)
 
     patch.setattr(KvMachine, "__init__", without)
 
@@ -80,13 +83,13 @@ def discards_are_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 def unknown_zeroes_are_believed(patch: pytest.MonkeyPatch) -> None:
     """Memory that came back without a mark counts as never written."""
-    taken_back = Pools.taken_back
+    recovered = KvMachine._recovered
 
-    def back(self, pool):
+    def back(self, pool, offer, tensors):
         pool.has_begun, pool.is_certain = pool.is_certain, True
-        return taken_back(self, pool)
+        recovered(self, pool, offer, tensors)
 
-    patch.setattr(Pools, "taken_back", back)
+    patch.setattr(KvMachine, "_recovered", back)
 
 
 def any_size_fits(patch: pytest.MonkeyPatch) -> None:
@@ -95,45 +98,43 @@ def any_size_fits(patch: pytest.MonkeyPatch) -> None:
 
 def stale_tokens_free(patch: pytest.MonkeyPatch) -> None:
     """Whoever was lent the pool may give it up."""
-    leave, check = Borrowers.leave, Borrowers._check_token
+    give_up = KvMachine._give_up
 
-    def left(self, event, message, now_ms):
-        patch.setattr(Borrowers, "_check_token", lambda self, claimant: None)
-        try:
-            return leave(self, event, message, now_ms)
-        finally:
-            patch.setattr(Borrowers, "_check_token", check)
+    def given_up(self, event, message):
+        with pytest.MonkeyPatch.context() as unchecked:
+            unchecked.setattr(KvMachine, "_check_token", lambda self, who: None)
+            give_up(self, event, message)
 
-    patch.setattr(Borrowers, "leave", left)
+    patch.setattr(KvMachine, "_give_up", given_up)
 
 
 def given_up_is_free(patch: pytest.MonkeyPatch) -> None:
     """The word of one process is taken for that of its engine."""
-    give_up = Pools.give_up
+    give_up = KvMachine.give_up
 
     def given_up(self, pool, by):
-        effects = give_up(self, pool, by)
-        if effects:
-            pool.turn("release")
-            effects.append(kv.ReleasePool(pool.id))
-        return effects
+        was = pool.phase
+        give_up(self, pool, by)
+        if pool.phase is not was:
+            pool.turn("free")
+            self.do(ev.Release(pool.id))
 
-    patch.setattr(Pools, "give_up", given_up)
+    patch.setattr(KvMachine, "give_up", given_up)
 
 
 def given_up_is_kept(patch: pytest.MonkeyPatch) -> None:
     """The next engine is lent what was to be freed."""
-    patch.setattr(Pools, "give_up", lambda self, pool, by: [])
+    patch.setattr(KvMachine, "give_up", lambda self, pool, by: None)
 
 
 def drops_are_not_judged(patch: pytest.MonkeyPatch) -> None:
     """An operator's word counts, whoever has the memory."""
 
     def drop(self, event):
-        pool = self.pools.current
-        if pool is None or pool.phase is not PoolPhase.KEPT:
+        pool = self.current
+        if pool is None or pool.phase is not RegionPhase.SERVED:
             raise UnderstudyError("gms.no_kv_pool", "there is none")
-        return self.pools.discard(pool, "an operator dropped it")
+        self.discard(pool, "an operator dropped it")
 
     patch.setattr(KvMachine, "_drop", drop)
 

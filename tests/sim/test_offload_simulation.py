@@ -10,9 +10,8 @@ import pytest
 from msgspec.structs import replace
 
 from gms.core import upkeep
-from gms.core.device import Device
-from gms.core.grants import Writing
-from gms.core.recovery import Recovery
+from gms.core.upkeep import Upkeep
+from gms.core.weights import WeightsMachine
 from tests.sim.offload_world import OffloadWorld
 from tests.sim.seeds import replayable, seeds
 
@@ -38,17 +37,17 @@ def test_no_schedule_loses_offloaded_weights_or_brings_condemned_ones_back():
 
 def any_copy_will_do(patch: pytest.MonkeyPatch) -> None:
     """Whatever is committed in host memory stands for the weights."""
-    real = upkeep._checked
+    real = upkeep.checked_copy
 
     def unchecked(copy: Any, epoch: Any) -> Any:
         return real(copy and epoch.digest and replace(copy, digest=epoch.digest), epoch) and copy
 
-    patch.setattr(upkeep, "_checked", unchecked)
+    patch.setattr(upkeep, "checked_copy", unchecked)
 
 
 def mapped_weights_are_freed(patch: pytest.MonkeyPatch) -> None:
     """A process that maps them need not be waited for."""
-    patch.setattr(upkeep, "_check_unmapped", lambda device, epoch, fix, *, is_mapped: None)
+    patch.setattr(Upkeep, "_check_unmapped", lambda self, epoch, fix, *, is_mapped: None)
     patch.setattr(upkeep, "HELD", ())
 
 
@@ -59,36 +58,37 @@ def given_up_is_free(patch: pytest.MonkeyPatch) -> None:
 
 def the_link_ends_with_the_grant(patch: pytest.MonkeyPatch) -> None:
     """The writer has been told of the copy: that is the end of it."""
-    real = Writing.epoch_opened
+    real = WeightsMachine._epoch_opened
 
-    def opened(self: Writing, event: Any, now_ms: float) -> Any:
-        effects = real(self, event, now_ms)
-        self.device.offloaded = None
-        return effects
+    def opened(self: WeightsMachine, session: Any) -> None:
+        real(self, session)
+        self.offloaded = None
 
-    patch.setattr(Writing, "epoch_opened", opened)
+    patch.setattr(WeightsMachine, "_epoch_opened", opened)
 
 
 def the_link_outlives_the_commit(patch: pytest.MonkeyPatch) -> None:
     """A condemned epoch's copy stands for it again."""
-    real, kept = Device.journal, {}
+    real, kept = WeightsMachine.journal, {}
 
-    def journal(self: Device) -> Any:
+    def journal(self: WeightsMachine) -> None:
         if self.offloaded is not None:
             kept[self] = self.offloaded
         elif self.committed is None:
             self.offloaded = kept.get(self)
-        return real(self)
+        real(self)
 
-    patch.setattr(Device, "journal", journal)
+    patch.setattr(WeightsMachine, "journal", journal)
 
 
 def lost_weights_are_loaded_again(patch: pytest.MonkeyPatch) -> None:
     """A server died while they left: its successor knows of no copy."""
-    real = Recovery.journalled_is_gone
-    patch.setattr(
-        Recovery, "journalled_is_gone", lambda self, record, copy: real(self, record, None)
-    )
+    real = WeightsMachine._journalled_is_gone
+
+    def gone(self: WeightsMachine, record: Any, copy: Any) -> None:
+        real(self, record, None)
+
+    patch.setattr(WeightsMachine, "_journalled_is_gone", gone)
 
 
 @pytest.mark.parametrize(

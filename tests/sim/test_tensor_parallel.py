@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from engine.core.loading import MODE_WRITE, Loading, LoadPermit, Role
-from gms.core import grants
-from gms.core.events import EpochPhase
+from tests.sim.broken_rules import write_beside_a_dying_process
 from tests.sim.gms_device import SimDevice
 from tests.sim.seeds import SEED, replayable, seeds
 from tests.sim.steps import committed, quiet, run_until
@@ -98,7 +97,7 @@ def test_partial_commits_stay_and_only_the_rest_is_loaded_again():
     assert (after[0], after[2]) == (before[0], before[2]), "what was committed stays"
     assert None not in after
     assert shadow.incarnation == first_life, "the shadow waited; it did not start anew"
-    assert [d.machine.device.commits_total for d in world.devices] == [1, 1, 1, 1]
+    assert [d.machine.commits_total for d in world.devices] == [1, 1, 1, 1]
 
 
 def test_an_engine_whose_ranks_hold_different_weights_refuses_to_go_on():
@@ -192,15 +191,8 @@ def test_roles_alone_are_enough_for_a_primary_and_a_shadow():
 
 
 def test_not_waiting_for_a_dying_process_makes_a_second_copy(monkeypatch):
-    """Goal: the simulation sees a doubling. Method: grants forget what is `releasing`."""
-
-    real = grants.decide
-
-    def hasty(request, epochs, writer, offloaded=None):
-        known = [e for e in epochs if e.phase is not EpochPhase.RELEASING]
-        return real(request, known, writer, offloaded)
-
-    monkeypatch.setattr(grants, "decide", hasty)
+    """Goal: the simulation sees a doubling. Method: grants forget what is being freed."""
+    write_beside_a_dying_process(monkeypatch)
     with pytest.raises(AssertionError, match="doubled"):
         planted((Role.AUTO, Role.AUTO), fault_rate=0.05)
 

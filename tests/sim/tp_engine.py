@@ -65,7 +65,7 @@ class Engine:
     @property
     def waiting_sessions(self) -> list[int]:
         """Its sessions that a device keeps waiting."""
-        waiting = {s.id for d in self.world.devices for s in d.machine.device.waiting}
+        waiting = {s.id for d in self.world.devices for s in d.machine.waiting}
         return [r.session for r in self.ranks if r.session in waiting and r.session]
 
     # ------------------------------------------------------------------ what it could do now

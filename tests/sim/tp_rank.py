@@ -1,8 +1,8 @@
 """One process of a backend's tree: it takes its device's weights and keeps them.
 
 What `gms.client` does, one step at a time. A rank dies in two steps: its sockets close at once,
-what it maps goes only when it is reaped. A rank that reads goes on without its session and comes
-back with it (`rejoins`) for as long as it lives.
+what it maps goes only when it is reaped. A rank that reads goes on without its session and hands
+its epoch back for as long as it lives.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from gms import messages as msg
 from gms.core import events as ev
+from gms.core.region import SessionState
 from tests.sim.gms_device import SLAB_BYTES, Copy, SimDevice, commit_of, manifest_of
 
 if TYPE_CHECKING:
@@ -59,7 +60,6 @@ class Rank:
     identity: dict[str, Any] = field(default_factory=dict)  # of the epoch that it maps
     copy: Copy | None = None  # what it maps, with the flock
     is_busy: bool = False  # a request is open
-    is_asked: bool = False  # to hand its epoch back
 
     @property
     def world(self) -> World:
@@ -86,10 +86,8 @@ class Rank:
         if self.inbox:
             what = self.inbox[0][0]
             return f"{self.name} hears {what if what is EOF else type(what).__name__}", self._hear
-        if self.is_asked:
-            return f"{self.name} offers", self._offer
         if self.session is None and self.at in KEEPS:
-            return (f"{self.name} rejoins", self._rejoin) if self.device.is_up else None
+            return (f"{self.name} hands back", self._hand_back) if self.device.is_up else None
         match self.at:
             case At.STARTING:
                 return f"{self.name} asks for leave", self._ask
@@ -144,36 +142,38 @@ class Rank:
 
     # ------------------------------------------------------------------ back to a new server
 
-    def _rejoin(self) -> None:
+    def _hand_back(self) -> None:
         assert self.copy is not None
         self.session = self.world.open_session(self)
+        self.device.offered[self.session] = self.copy
+        manifest, hashed = manifest_of(self.copy.slab_sizes)
+        held = msg.HeldEpoch(self.at is not At.COMMITTING, self.identity, hashed)
+        sizes = tuple(self.copy.slab_sizes)
         self.device.tell(
             ev.Received(
                 self.session,
                 4,
-                msg.RejoinMsg(
+                msg.HandBackMsg(
                     self.engine.name,
                     self.incarnation,
                     self.copy.epoch,
-                    tuple(self.copy.slab_sizes),
-                    was_committed=self.at is not At.COMMITTING,
-                    rank=self.number,
+                    sizes,
+                    self.number,
+                    epoch=held,
+                    manifest=manifest,
                 ),
             )
         )
 
-    def _offer(self) -> None:
-        assert self.session is not None
-        assert self.copy is not None
-        self.is_asked = False
-        self.device.offered[self.session] = self.copy
-        layout = manifest_of(self.copy.slab_sizes)
-        offer = msg.OfferMsg(self.copy.epoch, self.identity, *layout)
-        self.device.tell(ev.Received(self.session, 5, offer))
+    @property
+    def is_registered(self) -> bool:
+        """Whether its server knows it as a reader."""
+        found = self.device.machine.sessions.get(self.session or 0)
+        return found is not None and found.state is not SessionState.RETURNING
 
     def condemn(self) -> None:
         """It has met a bad page; without a session it cannot report it."""
-        if self.session is not None and not self.is_asked and not self.inbox:
+        if self.session is not None and not self.inbox and self.is_registered:
             self.device.tell(
                 ev.Received(self.session, 0, msg.CondemnMsg("device_error", "a bad page"))
             )
@@ -190,11 +190,9 @@ class Rank:
                 self._join(copy, At.READING)
             case msg.AllocatedMsg():
                 self.is_busy = False
-            case msg.CommittedMsg() | msg.RejoinedMsg():
+            case msg.CommittedMsg() | msg.KeptMsg():
                 self.is_busy = False
                 self.at = At.READING if self.at is At.COMMITTING else self.at
-            case msg.WantedMsg():
-                self.is_asked = True
             case ev.RefuseRequest():
                 self._refused(answer.error.code)
             case _ if answer is EOF:
@@ -211,13 +209,13 @@ class Rank:
         self.at = then
 
     def _refused(self, code: str) -> None:
-        self.session, self.is_asked = None, False
+        self.session = None
         self.world.trace.append(f"({self.name} was refused: {code})")
         if self.at not in (At.READING, At.ATTACHED):  # who reads just tries again
             self.engine.fail(f"{self.name} was refused: {code}")
 
     def _ended(self) -> None:
-        self.session, self.is_asked = None, False
+        self.session = None
         if self.at is At.ATTACHING:
             self.at = At.LEFT
         elif self.at is At.WRITING:

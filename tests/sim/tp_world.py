@@ -19,7 +19,7 @@ from typing import Any
 from engine.core.loading import Loading, Role
 from gms import messages as msg
 from gms.core import events as ev
-from gms.core.events import SessionState
+from gms.core.region import SessionState
 from tests.sim import faults
 from tests.sim.faults import Hazard
 from tests.sim.gms_device import MIB, SLAB_BYTES, Copy, Move, SimDevice
@@ -228,14 +228,14 @@ class World:
         """What is left is what is in use."""
         assert self.loader.is_free, "somebody keeps the loader lock"
         for number, device in enumerate(self.devices):
-            state = device.machine.device
+            state = device.machine
             mine = {p.session for p in self.processes if p.number == number}
             assert set(state.sessions) == mine, "every process has its session, and nobody else"
             states = {session.state for session in state.sessions.values()}
             assert states <= {SessionState.READING, SessionState.WAITING}, states
             committed = {state.committed.id} if state.committed else set()
-            read = {epoch.id for epoch in state.epochs.values() if epoch.readers}
-            assert set(state.epochs) == device.files == committed | read
+            read = {epoch.id for epoch in state.regions.values() if state.is_held(epoch)}
+            assert set(state.regions) == device.files == committed | read
             assert committed <= set(device.vault) <= committed | read, "a leak"
             assert (device.journal.epoch if device.journal else None) in (*committed, None)
             if not self.expected_whole:

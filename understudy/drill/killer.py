@@ -434,16 +434,13 @@ def _server(target: str) -> Callable[[Scene], int | None]:
 
 
 def place_served(pid: int, target: str, model: str) -> str:
-    """What of `model` a process of the memory service serves, if it is a `target`: `HOST-0.chat`;
-    else empty."""
+    """What of `model` this process of the memory service serves, if it is a `target`; else ""."""
     words = _words(pid)
-    if VERBS[target] not in words:
-        return ""
     flag = "--place" if "--place" in words else "--device"
     places = [value for name, value in pairwise(words) if name == flag]
     place = next((each for each in places if model_at(each) == model), "")
     is_kind = target == GMS_KEEPER or place.startswith(COPIES) is (target == GMS_COPY)
-    return place if is_kind else ""
+    return place if is_kind and VERBS[target] in words else ""
 
 
 def committed_devices(view: Document) -> dict[str, Document]:

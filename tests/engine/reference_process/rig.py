@@ -29,8 +29,7 @@ from engine.messages import (
     RegisterMsg,
     WokenMsg,
 )
-from gms.server.kv_server import KvServer
-from gms.server.server import DeviceServer
+from gms.server.server import KvServer, WeightsServer
 from gms.vmm.host import HostMemory
 from lockserver.client import serving, witness
 from plumbing.service.process import parent_environment
@@ -166,7 +165,7 @@ class Supervisor:
 async def memory_service(
     directory: Path, capacity_bytes: int = 64 << 20, device: str = "HOST-0"
 ) -> Any:
-    server = DeviceServer(str(directory), device, HostMemory(), capacity_bytes)
+    server = WeightsServer(str(directory), device, HostMemory(), capacity_bytes)
     await server.start()
     try:
         yield server

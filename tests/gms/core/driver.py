@@ -8,8 +8,8 @@ from typing import Any
 
 from gms import messages as msg
 from gms.core import events as ev
-from gms.core.machine import DeviceMachine
-from gms.core.state import Epoch
+from gms.core.epochs import Epoch
+from gms.core.weights import WeightsMachine
 from gms.manifest import TensorRecord, encode, layout_hash
 from plumbing.wire.messages import Message
 
@@ -37,7 +37,7 @@ class Bench:
         offloaded: ev.JournalRecord | None = None,
     ) -> None:
         ids = (f"{n:032x}" for n in itertools.count(1))
-        self.machine = DeviceMachine(
+        self.machine = WeightsMachine(
             capacity_bytes=capacity_bytes,
             granularity_bytes=4096,
             stall_ms=stall_ms,
@@ -46,11 +46,11 @@ class Bench:
             is_journal_lost=is_journal_lost,
             offloaded=offloaded,
         )
-        self.device = self.machine.device
+        self.device = self.machine  # its books
         self.now_ms = 0.0
         self.auto = auto  # complete driver calls at once
         self.mapped: set[str] = set()  # epochs whose file somebody holds
-        self.pending: list[ev.DeviceEffect] = []
+        self.pending: list[ev.Effect] = []
         self.sent: list[ev.Respond] = []
         self.released: list[str] = []
         self.marked: set[str] = set()  # epochs whose files say that they are history
@@ -58,7 +58,7 @@ class Bench:
         self.offloaded = offloaded  # as the journal has it
         self.records: list[ev.RecordEvent] = []
 
-    def tell(self, event: ev.DeviceEvent) -> list[ev.DeviceEffect]:
+    def tell(self, event: ev.MemoryEvent) -> list[ev.Effect]:
         effects = self.machine.handle(event, self.now_ms)
         for effect in effects:
             if isinstance(effect, ev.Respond):
@@ -75,7 +75,7 @@ class Bench:
         while self.pending:
             self.complete(self.pending.pop(0))
 
-    def complete(self, effect: ev.DeviceEffect) -> None:
+    def complete(self, effect: ev.Effect) -> None:
         match effect:
             case ev.OpenEpoch():
                 self.tell(ev.EpochOpened(effect.session))
@@ -89,23 +89,25 @@ class Bench:
                     self.tell(ev.Journalled(effect.session))
                 else:
                     self.tell(ev.JournalKept())
-            case ev.AdoptEpoch():
-                self.tell(ev.Adopted(effect.session, tensors=1))
-            case ev.MarkHistory():
-                self.marked.add(effect.epoch)
-            case ev.Unwatch() | ev.DiscardOffer():
+            case ev.TakeBack():
+                self.tell(ev.RegionBack(effect.region, tensors=1))
+            case ev.MarkRetired():
+                self.marked.add(effect.region)
+            case ev.Unwatch():
                 pass
-            case ev.ReleaseEpoch():
-                self.released.append(effect.epoch)
-                if effect.epoch not in self.mapped:
-                    self.tell(ev.EpochFree(effect.epoch))
+            case ev.Watch():
+                if effect.region not in self.mapped:
+                    self.tell(ev.RegionFree(effect.region))
+            case ev.Release():
+                self.released.append(effect.region)
+                self.tell(ev.RegionReleased(effect.region))
             case _:
                 raise AssertionError(effect)
 
     def unmap(self, epoch: str) -> None:
         """The last process releases `epoch`."""
         self.mapped.discard(epoch)
-        self.tell(ev.EpochFree(epoch))
+        self.tell(ev.RegionFree(epoch))
 
     def attach(self, session: int, mode: str = "rw_or_ro", **more: Any) -> Answer | None:
         """Attach and return the last answer to this session, if any."""
@@ -129,7 +131,7 @@ class Bench:
         identity: dict[str, Any] | None = None,
         restaged_from: str | None = None,
     ) -> Answer | None:
-        sizes = self.device.epochs[str(self.device.sessions[session].epoch)].slab_sizes
+        sizes = self.device.regions[str(self.device.sessions[session].region)].slab_sizes
         manifest = encode([TensorRecord("t", 0, 16, (4,), "float32")] if sizes else [])
         told = identity if identity is not None else IDENTITY
         hashed = layout_hash(sizes, manifest)

@@ -6,12 +6,11 @@ import pytest
 
 from gms import messages as msg
 from gms.core import events as ev
-from gms.core.device import WAITERS_MAX
-from gms.core.events import EpochPhase
-from gms.core.grants import JOURNAL_RETRY_MS
-from gms.core.state import Epoch
+from gms.core.epochs import Epoch
+from gms.core.region import WAITERS_MAX, RegionPhase
+from gms.core.weights import JOURNAL_RETRY_MS
 from plumbing.errors import InvariantError, UnderstudyError
-from tests.gms.core.driver import IDENTITY, MIB, Answer, Bench
+from tests.gms.core.driver import MIB, Answer, Bench
 
 OTHER = {"model": "tiny", "shards": {"a": "2"}}
 
@@ -33,7 +32,7 @@ def test_first_writes_second_waits_then_reads():
     assert isinstance(bench.commit(1), msg.CommittedMsg)
     assert isinstance(bench.last(2), ev.SendEpoch)
     assert bench.device.committed is not None
-    assert bench.device.committed.readers == {1, 2}
+    assert [each.id for each in bench.device.holders(bench.device.committed)] == [1, 2]
 
 
 def test_dead_writer_costs_only_its_staging_and_the_waiter_becomes_the_writer():
@@ -127,13 +126,13 @@ def test_replace_keeps_the_old_epoch_until_its_last_reader_leaves():
     bench = Bench()
     old = bench.load(1)
     new = bench.load(2, mode="rw", replace=True, identity=OTHER)
-    assert bench.device.epochs[old].phase is EpochPhase.SUPERSEDED
+    assert bench.device.regions[old].phase is RegionPhase.RETIRED
     answer = bench.attach(3, "ro", identity=OTHER)
     assert isinstance(answer, ev.SendEpoch)
     assert answer.epoch == new
     bench.close(1)
     assert bench.released == [old]
-    assert set(bench.device.epochs) == {new}
+    assert set(bench.device.regions) == {new}
 
 
 def test_rw_or_ro_with_replace_writes_only_where_the_identity_differs():
@@ -218,7 +217,7 @@ def test_writer_that_dies_while_its_commit_is_journalled_leaves_a_true_journal()
     bench.close(1)
     bench.drain()
     assert bench.journal is None
-    assert bench.device.epochs == {}
+    assert bench.device.regions == {}
 
 
 def test_failed_driver_call_refuses_the_writer_and_loses_its_staging():
@@ -234,20 +233,21 @@ def test_failed_driver_call_refuses_the_writer_and_loses_its_staging():
     assert isinstance(answer, ev.RefuseRequest)
     assert answer.request_id == 3
     bench.drain()
-    assert bench.device.epochs == {}
+    assert bench.device.regions == {}
 
 
 def test_recovering_device_grants_nothing_until_the_old_epoch_is_free():
     """A restarted server with an orphan: RW and RO wait, without a deadline of its own."""
-    orphan = Epoch("a" * 32, EpochPhase.ORPHANED, [MIB], IDENTITY)
+    orphan = Epoch("a" * 32, RegionPhase.ORPHANED, [MIB])
     bench = Bench(orphans=[orphan])
+    bench.mapped.add(orphan.id)
     assert bench.device.state == "recovering"
     for session, mode in ((1, "rw"), (2, "ro"), (3, "rw_or_ro")):
         answer = bench.attach(session, mode)
         assert isinstance(answer, msg.WaitingMsg)
         assert answer.reason == "recovering"
     bench.advance(9_000)
-    bench.tell(ev.EpochFree(orphan.id))
+    bench.unmap(orphan.id)
     assert isinstance(bench.last(1), ev.GrantWriting)
     assert bench.device.state == "staging"
 
@@ -268,7 +268,7 @@ def test_reporting_an_epoch_in_use_as_free_is_our_own_fault():
     bench = Bench()
     epoch = bench.load(1)
     with pytest.raises(InvariantError):
-        bench.tell(ev.EpochFree(epoch))
+        bench.tell(ev.RegionFree(epoch))
 
 
 def test_slab_that_waits_for_memory_in_vain_fails_at_its_deadline():

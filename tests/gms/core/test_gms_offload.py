@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from gms import messages as msg
 from gms.core import events as ev
-from gms.core.recovery import orphans_of
+from gms.core.weights import orphans_of
 from plumbing.errors import UnderstudyError
 from tests.gms.core.driver import IDENTITY, MIB, Bench
 
@@ -82,9 +82,10 @@ def test_offload_waits_for_its_record_on_disk():
     offload(bench, copy_of(bench))
     written, *rest = bench.pending
     assert isinstance(written, ev.WriteJournal), "the link precedes the release of the memory"
-    assert [type(effect) for effect in rest] == [ev.MarkHistory, ev.ReleaseEpoch]
+    assert [type(effect) for effect in rest] == [ev.MarkRetired, ev.Watch]
     bench.tell(ev.JournalBehind("a full disk"))
-    bench.tell(ev.EpochFree(epoch))
+    bench.tell(ev.RegionFree(epoch))
+    bench.tell(ev.RegionReleased(epoch))
     assert bench.last(9) is None
     bench.now_ms += 1000
     bench.pending.clear()
@@ -130,7 +131,7 @@ def test_reader_that_asks_has_left_whether_the_memory_is_freed_or_not():
     answer = bench.last(2)
     assert isinstance(answer, ev.RefuseRequest)
     assert "still mapped by engine-3" in answer.error.message
-    assert bench.device.epochs[epoch].readers == {3}
+    assert [each.id for each in bench.device.holders(bench.device.regions[epoch])] == [3]
     bench.tell(ev.Received(3, 5, msg.OffloadMsg(), copy=copy_of(bench)))
     assert bench.last(3) == msg.OffloadedMsg(COPY, MIB)
     assert not bench.device.sessions
@@ -173,7 +174,7 @@ def test_restage_that_breaks_off_leaves_the_copy_in_force():
     orphans = orphans_of([written.record.epoch], written.record)
     after = Bench(orphans=orphans, offloaded=written.offloaded)
     assert after.device.state == "recovering"
-    after.tell(ev.EpochFree(written.record.epoch))
+    after.tell(ev.RegionFree(written.record.epoch))
     assert after.device.state == "offloaded"
     assert (after.journal, after.offloaded) == (None, written.offloaded)
 

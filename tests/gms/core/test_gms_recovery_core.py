@@ -7,11 +7,11 @@ from msgspec.structs import replace
 
 from gms import messages as msg
 from gms.core import events as ev
-from gms.core.events import EpochPhase
-from gms.core.grants import JOURNAL_RETRY_MS
-from gms.core.recovery import orphans_of
-from gms.core.state import Epoch
+from gms.core.epochs import Epoch
+from gms.core.region import RegionPhase
+from gms.core.weights import JOURNAL_RETRY_MS, orphans_of
 from gms.manifest import encode, identity_hash, layout_hash
+from plumbing.errors import UnderstudyError
 from tests.gms.core.driver import IDENTITY, MIB, Answer, Bench
 
 OTHER = {"model": "tiny", "shards": {"a": "2"}}
@@ -33,23 +33,20 @@ def restarted() -> Bench:
     return bench
 
 
-def rejoin(bench: Bench, session: int, epoch: str) -> Answer | None:
-    bench.tell(
-        ev.Received(
-            session, 1, msg.RejoinMsg(f"engine-{session}", f"i{session}", epoch, (MIB,), True)
-        )
-    )
+def hand_back(
+    bench: Bench, session: int, epoch: str, identity: dict[str, object] | None = None
+) -> Answer | None:
+    """What a survivor sends, and the last answer to it."""
+    identity = identity or (IDENTITY if epoch == OLD else OTHER)
+    held = msg.HeldEpoch(True, identity, layout_hash((MIB,), MANIFEST))
+    who = f"engine-{session}", f"i{session}"
+    message = msg.HandBackMsg(*who, epoch, (MIB,), epoch=held, manifest=MANIFEST)
+    bench.tell(ev.Received(session, 1, message))
     return bench.last(session)
 
 
-def offer(bench: Bench, session: int, identity: dict[str, object]) -> Answer | None:
-    told = layout_hash((MIB,), MANIFEST)
-    bench.tell(ev.Received(session, 2, msg.OfferMsg(NEW, identity, MANIFEST, told)))
-    return bench.last(session)
-
-
-def phases(bench: Bench) -> dict[str, EpochPhase]:
-    return {epoch.id: epoch.phase for epoch in bench.device.epochs.values()}
+def phases(bench: Bench) -> dict[str, RegionPhase]:
+    return {epoch.id: epoch.phase for epoch in bench.device.regions.values()}
 
 
 def test_record_of_a_commit_names_what_it_replaces_until_it_is_answered():
@@ -71,13 +68,12 @@ def test_record_of_a_commit_names_what_it_replaces_until_it_is_answered():
 
 
 def test_lost_commit_does_not_lose_the_epoch_it_replaces():
-    """Its writer died with the server: once the kernel says so, the older epoch is asked for."""
+    """Its writer died with the server: once the kernel says so, the older epoch is served."""
     bench = restarted()
-    assert rejoin(bench, 1, OLD) is None, "not before it is known"
+    assert hand_back(bench, 1, OLD) is None, "not before it is known"
     bench.unmap(NEW)
-    assert isinstance(bench.last(1), msg.WantedMsg)
-    assert isinstance(offer(bench, 1, IDENTITY), msg.RejoinedMsg)
-    assert phases(bench) == {OLD: EpochPhase.COMMITTED}
+    assert bench.last(1) == msg.KeptMsg(OLD)
+    assert phases(bench) == {OLD: RegionPhase.SERVED}
     assert bench.journal is not None
     assert (bench.journal.epoch, bench.journal.previous) == (OLD, None)
 
@@ -85,11 +81,10 @@ def test_lost_commit_does_not_lose_the_epoch_it_replaces():
 def test_commit_that_its_writer_hands_back_makes_the_older_one_history():
     """The writer hands it back: the reader of the older epoch is kept as that."""
     bench = restarted()
-    assert rejoin(bench, 1, OLD) is None
-    assert isinstance(rejoin(bench, 2, NEW), msg.WantedMsg)
-    offer(bench, 2, OTHER)
-    assert phases(bench) == {OLD: EpochPhase.SUPERSEDED, NEW: EpochPhase.COMMITTED}
-    assert isinstance(bench.last(1), msg.RejoinedMsg)
+    assert hand_back(bench, 1, OLD) is None
+    assert hand_back(bench, 2, NEW) == msg.KeptMsg(NEW)
+    assert phases(bench) == {OLD: RegionPhase.RETIRED, NEW: RegionPhase.SERVED}
+    assert bench.last(1) == msg.KeptMsg(OLD)
     assert bench.marked == {OLD}, "also for a server that finds no journal"
     assert bench.journal is not None
     assert (bench.journal.epoch, bench.journal.previous) == (NEW, None)
@@ -105,7 +100,7 @@ def test_retired_epoch_is_journalled_again_until_the_write_succeeds(how: str):
         if how == "condemned"
         else ev.Received(9, 4, msg.DropMsg(None, even_if_mapped=True))
     )
-    assert bench.pending.pop(0) == ev.MarkHistory(str(bench.device.sessions[1].epoch))
+    assert bench.pending.pop(0) == ev.MarkRetired(str(bench.device.sessions[1].region))
     for _ in range(2):
         written = bench.pending.pop(0)
         assert isinstance(written, ev.WriteJournal)
@@ -123,28 +118,39 @@ def test_retired_epoch_is_journalled_again_until_the_write_succeeds(how: str):
 
 
 def test_newcomers_that_wait_do_not_keep_survivors_out():
-    """As many newcomers as may wait for the epoch: its survivor is still asked for it."""
+    """As many newcomers as may wait for the epoch: its survivor hands it back all the same."""
     bench = restarted()
     for session in range(100, 164):
         bench.attach(session, "ro", identity=OTHER)
-    assert isinstance(rejoin(bench, 2, NEW), msg.WantedMsg)
-    offer(bench, 2, OTHER)
+    assert hand_back(bench, 2, NEW) == msg.KeptMsg(NEW)
     assert all(isinstance(bench.last(session), ev.SendEpoch) for session in range(100, 164))
 
 
-def test_survivor_that_failed_to_offer_is_asked_last():
-    """It does not offer and rejoins: survivors that were not asked yet come before it."""
+def test_one_survivor_is_checked_at_a_time_and_a_broken_one_costs_only_itself():
+    """Three hand the epoch back: the first one's memory is bad, the second leaves while its own is
+    checked, and it counts all the same; the third is registered without a look at what it sent."""
     bench = restarted()
-    rejoin(bench, 1, NEW)
-    for silent in (3, 4):
-        rejoin(bench, silent, NEW)
-    bench.close(1)
-    rejoin(bench, 1, NEW)
-    assert isinstance(bench.last(3), msg.WantedMsg)
+    bench.auto = False
+    for session in (1, 3, 4):
+        hand_back(bench, session, NEW)
+    (first,) = [effect for effect in bench.pending if isinstance(effect, ev.TakeBack)]
+    assert first.session == 1
+    bench.tell(ev.RegionNotBack(NEW, UnderstudyError("gms.bad_slab", "no")))
+    assert isinstance(bench.last(1), ev.RefuseRequest)
+    assert [e.session for e in bench.pending if isinstance(e, ev.TakeBack)] == [1, 3]
     bench.close(3)
-    assert isinstance(bench.last(4), msg.WantedMsg)
-    bench.close(4)
-    assert isinstance(bench.last(1), msg.WantedMsg)
+    assert bench.last(4) is None
+    bench.tell(ev.RegionBack(NEW))
+    assert bench.last(4) == msg.KeptMsg(NEW)
+    assert phases(bench)[NEW] is RegionPhase.SERVED
+
+
+def test_memory_that_is_not_what_was_committed_is_refused_and_changes_nothing():
+    bench = restarted()
+    with pytest.raises(UnderstudyError, match=r"gms\.bad_offer"):
+        hand_back(bench, 1, NEW, THIRD)
+    assert not bench.device.sessions
+    assert hand_back(bench, 2, NEW) == msg.KeptMsg(NEW)
 
 
 def test_epoch_whose_file_was_removed_is_taken_back_late():
@@ -153,12 +159,15 @@ def test_epoch_whose_file_was_removed_is_taken_back_late():
     bench.unmap(OLD)
     bench.unmap(NEW)
     assert bench.device.state == "empty"
-    assert isinstance(rejoin(bench, 1, NEW), msg.WantedMsg)
+    bench.auto = False
+    hand_back(bench, 1, NEW)
     bench.close(1)
-    assert bench.device.state == "empty", "an offer that breaks off leaves nothing behind"
-    assert isinstance(rejoin(bench, 2, NEW), msg.WantedMsg)
-    assert isinstance(offer(bench, 2, OTHER), msg.RejoinedMsg)
-    assert phases(bench) == {NEW: EpochPhase.COMMITTED}
+    bench.tell(ev.RegionNotBack(NEW, UnderstudyError("gms.bad_slab", "no")))
+    assert bench.device.state == "empty", "one that breaks off leaves nothing behind"
+    bench.pending.clear()
+    bench.auto = True
+    assert hand_back(bench, 2, NEW) == msg.KeptMsg(NEW)
+    assert phases(bench) == {NEW: RegionPhase.SERVED}
 
 
 def test_epoch_whose_file_was_removed_and_replaced_is_history():
@@ -167,8 +176,8 @@ def test_epoch_whose_file_was_removed_and_replaced_is_history():
     bench.unmap(OLD)
     bench.unmap(NEW)
     bench.attach(5)
-    assert isinstance(rejoin(bench, 2, NEW), msg.RejoinedMsg)
-    assert phases(bench)[NEW] is EpochPhase.SUPERSEDED
+    assert hand_back(bench, 2, NEW) == msg.KeptMsg(NEW)
+    assert phases(bench)[NEW] is RegionPhase.RETIRED
 
 
 def test_epoch_without_readers_is_marked_when_it_is_dropped():
@@ -187,8 +196,7 @@ def removed() -> Bench:
     bench = restarted()
     bench.unmap(OLD)
     bench.unmap(NEW)
-    rejoin(bench, 2, NEW)
-    offer(bench, 2, OTHER)
+    hand_back(bench, 2, NEW)
     return bench
 
 
@@ -197,24 +205,27 @@ def test_epoch_that_came_back_late_does_not_do_so_again_after_it_was_dropped():
     bench = removed()
     bench.tell(ev.Received(9, 4, msg.DropMsg(None, even_if_mapped=True)))
     bench.close(2)
-    assert isinstance(rejoin(bench, 3, NEW), msg.RejoinedMsg)
+    assert hand_back(bench, 3, NEW) == msg.KeptMsg(NEW)
     assert bench.device.committed is None
 
 
 def test_reader_of_an_earlier_life_leaves_while_a_removed_epoch_is_handed_back():
-    """Two processes map an epoch without a file: one leaves while the other is asked for it."""
+    """Two processes map an epoch without a file: one leaves while the other's is checked."""
     bench = restarted()
     bench.unmap(OLD)
     bench.unmap(NEW)
     bench.attach(5, "rw", identity=IDENTITY)
-    assert isinstance(rejoin(bench, 2, NEW), msg.RejoinedMsg), "a writer came first"
+    assert hand_back(bench, 2, NEW) == msg.KeptMsg(NEW), "a writer came first"
     bench.close(5)
     bench.close(2)
-    assert isinstance(rejoin(bench, 3, NEW), msg.WantedMsg)
-    rejoin(bench, 4, NEW)
+    bench.auto = False
+    hand_back(bench, 3, NEW)
+    hand_back(bench, 4, NEW)
     bench.close(4)
-    assert isinstance(offer(bench, 3, OTHER), msg.RejoinedMsg)
-    assert phases(bench) == {NEW: EpochPhase.COMMITTED}
+    bench.auto = True
+    bench.drain()
+    assert bench.last(3) == msg.KeptMsg(NEW)
+    assert phases(bench) == {NEW: RegionPhase.SERVED}
 
 
 def replaced_and_cut(capacity_bytes: int = 100 * MIB) -> tuple[Bench, str]:
@@ -224,8 +235,9 @@ def replaced_and_cut(capacity_bytes: int = 100 * MIB) -> tuple[Bench, str]:
     bench.mapped.add(old)
     bench.load(2, mode="rw", replace=True, identity=OTHER)
     bench.close(1)
-    assert bench.device.epochs[old].phase is EpochPhase.RELEASING
-    assert isinstance(rejoin(bench, 3, old), msg.RejoinedMsg)
+    assert bench.device.phase_shown(bench.device.regions[old]) == "releasing"
+    assert hand_back(bench, 3, old) == msg.KeptMsg(old)
+    assert bench.device.phase_shown(bench.device.regions[old]) == "superseded"
     return bench, old
 
 
@@ -237,7 +249,7 @@ def test_a_reader_that_rejoins_a_given_up_epoch_does_not_block_writers():
     assert isinstance(bench.attach(4, "rw", replace=True, identity=THIRD), ev.GrantWriting)
     bench.close(3)
     bench.unmap(old)
-    assert old not in bench.device.epochs
+    assert old not in bench.device.regions
 
 
 def test_room_that_a_reader_keeps_is_not_on_its_way():
@@ -255,7 +267,7 @@ def test_room_that_a_reader_keeps_is_not_on_its_way():
 def test_a_lost_journal_is_rewritten_when_no_survivor_is_left(others: int):
     """Goal: a lost journal is written anew at the right time. Method: free every orphan, one after
     the other; only the last one's end is written down."""
-    orphans = [Epoch(f"{number:032x}", EpochPhase.ORPHANED) for number in range(1 + others)]
+    orphans = [Epoch(f"{number:032x}", RegionPhase.ORPHANED) for number in range(1 + others)]
     bench = Bench(orphans=orphans, is_journal_lost=True)
     bench.auto = False
     for number, orphan in enumerate(orphans):

@@ -9,67 +9,47 @@ from typing import Any
 
 import pytest
 
-from gms import kv_messages as kv_msg
 from gms import messages as msg
 from gms.core import events as ev
-from gms.core.events import EpochPhase, Mode, SessionState
-from gms.core.kv_events import BorrowerState, PoolPhase
-from gms.core.kv_state import BORROWER_TRANSITIONS, POOL_TURNS, KvBorrower, Pool
-from gms.core.state import (
-    EPOCH_TURNS,
-    SESSION_TRANSITIONS,
+from gms.core.events import Mode
+from gms.core.region import (
+    TRANSITIONS,
+    TURNS,
     WRITER_STATES,
-    Epoch,
+    Input,
+    Region,
+    RegionPhase,
     Session,
-    SessionInput,
+    SessionState,
 )
 from plumbing.errors import InvariantError, ProtocolError, UnderstudyError
 from plumbing.wire.messages import Message
 from tests.gms.core.driver import IDENTITY, Bench
 
-CLAIM = kv_msg.BorrowPoolMsg("e", "i", 1, "era", 1, 1)
 
-
-@pytest.mark.parametrize(
-    ("table", "states", "made"),
-    [
-        (SESSION_TRANSITIONS, SessionState, lambda state: Session(1, state)),
-        (BORROWER_TRANSITIONS, BorrowerState, lambda state: KvBorrower(1, state, CLAIM)),
-    ],
-    ids=["session", "borrower"],
-)
-def test_session_pair_is_in_the_table_or_raises_and_changes_nothing(
-    table: Any, states: Any, made: Any
-):
+def test_session_pair_is_in_the_table_or_raises_and_changes_nothing():
     """Every pair of state and input moves as the table says, or raises: for a message the peer's
     fault, else ours."""
-    for state, kind in itertools.product(states, {kind for _, kind in table}):
-        session, before = made(state), made(state)
-        if (state, kind) in table:
+    for state, kind in itertools.product(SessionState, {kind for _, kind in TRANSITIONS}):
+        session = Session(1, state)
+        if (state, kind) in TRANSITIONS:
             session.move(kind, 1.0)
-            assert session.state is table[state, kind]
+            assert session.state is TRANSITIONS[state, kind]
         else:
             with pytest.raises(ProtocolError if issubclass(kind, Message) else InvariantError):
                 session.move(kind, 1.0)
-            assert session == before
+            assert session == Session(1, state)
 
 
-@pytest.mark.parametrize(
-    ("table", "phases", "kind"),
-    [(EPOCH_TURNS, EpochPhase, Epoch), (POOL_TURNS, PoolPhase, Pool)],
-    ids=["epoch", "pool"],
-)
-def test_memory_turns_as_its_table_says_or_raises_and_changes_nothing(
-    table: Any, phases: Any, kind: Any
-):
-    for phase, verb in itertools.product(phases, {verb for _, verb in table}):
-        memory = kind("e", phase)
-        if (phase, verb) in table:
+def test_memory_turns_as_its_table_says_or_raises_and_changes_nothing():
+    for phase, verb in itertools.product(RegionPhase, {verb for _, verb in TURNS}):
+        memory = Region("e", phase)
+        if (phase, verb) in TURNS:
             memory.turn(verb)
         else:
             with pytest.raises(InvariantError):
                 memory.turn(verb)
-        assert memory == kind("e", table.get((phase, verb), phase))
+        assert memory == Region("e", TURNS.get((phase, verb), phase))
 
 
 def reached(table: Mapping[tuple[Any, Any], Any], start: set[Any]) -> set[Any]:
@@ -81,17 +61,12 @@ def reached(table: Mapping[tuple[Any, Any], Any], start: set[Any]) -> set[Any]:
 
 def test_every_state_is_reachable_and_can_end():
     """Goal: no dead end and no dead row. Method: walk the tables from their beginnings."""
-    assert reached(SESSION_TRANSITIONS, {SessionState.OPEN}) == set(SessionState)
-    assert reached(BORROWER_TRANSITIONS, {BorrowerState.OPEN}) == set(BorrowerState)
-    assert reached(POOL_TURNS, {PoolPhase.MAKING, PoolPhase.ORPHANED}) == set(PoolPhase)
-    for table, states in (
-        (SESSION_TRANSITIONS, SessionState),
-        (BORROWER_TRANSITIONS, BorrowerState),
-    ):
-        for state in set(states) - {states.CLOSED}:
-            assert table[state, ev.Closed] is states.CLOSED
-    for phase in set(PoolPhase) - {PoolPhase.GONE}:
-        assert PoolPhase.GONE in reached(POOL_TURNS, {phase})
+    assert reached(TRANSITIONS, {SessionState.OPEN}) == set(SessionState)
+    assert reached(TURNS, {RegionPhase.MAKING, RegionPhase.ORPHANED}) == set(RegionPhase)
+    for state in set(SessionState) - {SessionState.CLOSED}:
+        assert TRANSITIONS[state, ev.Closed] is SessionState.CLOSED
+    for phase in set(RegionPhase) - {RegionPhase.GONE}:
+        assert RegionPhase.GONE in reached(TURNS, {phase})
 
 
 def at(state: SessionState) -> Bench:
@@ -124,8 +99,9 @@ MESSAGES: dict[type[Message], ev.Received] = {
     msg.AllocateMsg: ev.Received(1, 9, msg.AllocateMsg(4096)),
     msg.ProgressMsg: ev.Received(1, 0, msg.ProgressMsg(5, 10)),
     msg.CommitMsg: ev.Received(1, 9, msg.CommitMsg(IDENTITY, b"", "wrong")),
-    msg.RejoinMsg: ev.Received(1, 9, msg.RejoinMsg("e", "i", "a" * 32, (), True)),
-    msg.OfferMsg: ev.Received(1, 9, msg.OfferMsg("a" * 32, IDENTITY, b"", "wrong")),
+    msg.HandBackMsg: ev.Received(
+        1, 9, msg.HandBackMsg("e", "i", "a" * 32, (), epoch=msg.HeldEpoch(True, {}, "wrong"))
+    ),
     msg.CondemnMsg: ev.Received(1, 0, msg.CondemnMsg("canary", "wrong tokens")),
     msg.DigestMsg: ev.Received(1, 0, msg.DigestMsg("0" * 64)),
 }
@@ -134,16 +110,16 @@ LIVE = sorted(WRITER_STATES | {SessionState.WAITING, SessionState.READING})
 
 @pytest.mark.parametrize("state", LIVE)
 @pytest.mark.parametrize("kind", MESSAGES)
-def test_peer_message_at_the_wrong_moment_changes_nothing(state: SessionState, kind: SessionInput):
+def test_peer_message_at_the_wrong_moment_changes_nothing(state: SessionState, kind: Input):
     """In every live state every message that the table lacks is refused, the machine as before."""
     bench = at(state)
     assert bench.device.sessions[1].state is state
-    if (state, kind) in SESSION_TRANSITIONS:
+    if (state, kind) in TRANSITIONS:
         return
-    before: Any = copy.deepcopy((bench.device.sessions, bench.device.epochs))
+    before: Any = copy.deepcopy((bench.device.sessions, bench.device.regions))
     with pytest.raises(ProtocolError, match=r"gms\.unexpected_message"):
         bench.tell(MESSAGES[kind])
-    assert (bench.device.sessions, bench.device.epochs) == before
+    assert (bench.device.sessions, bench.device.regions) == before
 
 
 @pytest.mark.parametrize("state", LIVE)
@@ -155,15 +131,15 @@ def test_session_that_ends_in_any_state_leaves_no_trace_but_what_is_committed(
     bench.close(1)
     bench.drain()
     assert 1 not in bench.device.sessions
-    committed = {e.id for e in bench.device.epochs.values() if e.phase is EpochPhase.COMMITTED}
-    others = {str(s.epoch) for s in bench.device.sessions.values()}
-    assert set(bench.device.epochs) == committed | others
+    committed = {e.id for e in bench.device.regions.values() if e.phase is RegionPhase.SERVED}
+    others = {str(s.region) for s in bench.device.sessions.values()}
+    assert set(bench.device.regions) == committed | others
     assert bool(committed) == (state is SessionState.READING)
     assert (bench.journal is not None) == bool(committed)
 
 
-@pytest.mark.parametrize("kind", [k for k in MESSAGES if k not in (msg.AttachMsg, msg.RejoinMsg)])
-def test_message_without_a_session_is_refused(kind: SessionInput):
+@pytest.mark.parametrize("kind", [k for k in MESSAGES if k not in (msg.AttachMsg, msg.HandBackMsg)])
+def test_message_without_a_session_is_refused(kind: Input):
     """Say anything but attach first: an error that says so."""
     with pytest.raises(ProtocolError, match=r"gms\.not_attached"):
         Bench().tell(MESSAGES[kind])

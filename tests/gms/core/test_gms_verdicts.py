@@ -8,8 +8,8 @@ import pytest
 
 from gms import messages as msg
 from gms.core import events as ev
-from gms.core.grants import DEVICE_FULL_RETRY_MS, DEVICE_FULL_WAIT_MS
 from gms.core.upkeep import ASK_MS, VERIFY_MS
+from gms.core.weights import DEVICE_FULL_RETRY_MS, DEVICE_FULL_WAIT_MS
 from plumbing.errors import ProtocolError, UnderstudyError
 from tests.gms.core.driver import MIB, Bench, answer_of
 

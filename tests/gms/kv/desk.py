@@ -6,11 +6,10 @@ import itertools
 
 import pytest
 
-from gms import kv_messages as msg
+from gms import messages as msg
 from gms.core import events as ev
-from gms.core import kv_events as kv
 from gms.core.events import DeadlinePassed, Received
-from gms.core.kv_machine import KvMachine
+from gms.core.kv import KvMachine
 from plumbing.errors import UnderstudyError
 
 SIZE, INDEX, WAIT_MS = 4096, 64, 1000
@@ -23,7 +22,7 @@ class Desk:
         ids = itertools.count(1)
         self.machine = KvMachine(new_pool_id=lambda: f"{next(ids):032x}", **arguments)
         self.now_ms = 0.0
-        self.effects: list[ev.DeviceEffect] = []
+        self.effects: list[ev.Effect] = []
         self.tell(DeadlinePassed())
 
     def tell(self, event):
@@ -39,14 +38,16 @@ class Desk:
 
     def make(self, error=None):
         """Complete the making of a pool."""
-        (effect,) = [e for e in self.effects if isinstance(e, kv.MakePool)][-1:]
-        done = kv.PoolNotMade(effect.pool, error) if error else kv.PoolMade(effect.pool, (SIZE,))
+        (effect,) = [e for e in self.effects if isinstance(e, ev.MakePool)][-1:]
+        done = (
+            ev.PoolNotMade(effect.region, error) if error else ev.PoolMade(effect.region, (SIZE,))
+        )
         self.tell(done)
-        return effect.pool
+        return effect.region
 
     def take(self, session):
         """The descriptors' message."""
-        return of(self.tell(Received(session, 2, msg.TakeMsg())), kv.SendPool)
+        return of(self.tell(Received(session, 2, msg.TakeMsg())), ev.SendPool)
 
     def hold(self, session, token=1):
         """A pool, made for and taken by `session`."""
@@ -73,15 +74,14 @@ def of(effects, kind):
     return found
 
 
-def hand_back(pool, token=1, *, mark="", discarded="", size=SIZE):
-    return msg.HandBackMsg(
-        f"engine-{token}", f"i-{token}", token, "e", size, INDEX, pool, (size,), mark, discarded
-    )
+def hand_back(pool, token=1, *, mark="", discarded="", size=SIZE, slabs=(SIZE,)):
+    held = msg.HeldPool(token, "e", size, INDEX, mark, discarded)
+    return msg.HandBackMsg(f"engine-{token}", f"i-{token}", pool, slabs, pool=held)
 
 
 def refused(desk, event):
-    before = desk.machine.borrowers.waiting, desk.machine.borrowers.holders
+    before = desk.machine.waiting, desk.machine.all_holders
     with pytest.raises(UnderstudyError) as caught:
         desk.tell(event)
-    assert (desk.machine.borrowers.waiting, desk.machine.borrowers.holders) == before
+    assert (desk.machine.waiting, desk.machine.all_holders) == before
     return caught.value

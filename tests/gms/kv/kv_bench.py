@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from click.testing import CliRunner
 
-from gms import kv_messages as msg
+from gms import messages as msg
 from gms import names
 from gms.cli import main as gms_command
 from plumbing.wire.blocking import BlockingClient

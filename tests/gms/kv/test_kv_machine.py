@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from gms import kv_messages as msg
-from gms.core import kv_events as kv
-from gms.core.events import Closed, DeadlinePassed, Received
-from gms.core.kv_events import Claimant
-from gms.core.kv_machine import FULL_RETRY_MS, kv_snapshot
+from gms import messages as msg
+from gms.core import events as ev
+from gms.core.events import Claimant, Closed, DeadlinePassed, Received
+from gms.core.kv import FULL_RETRY_MS
+from gms.core.snapshot import kv_snapshot
 from plumbing.errors import UnderstudyError
 from tests.gms.kv.desk import INDEX, SIZE, WAIT_MS, Desk, hand_back, of, refused
 
@@ -23,11 +23,11 @@ def test_processes_of_one_engine_share_one_pool_that_is_made_at_the_first_claim(
     pool = desk.make()
     for session in (1, 2):
         assert desk.last_to(session).pool == pool
-        assert desk.take(session) == kv.SendPool(session, 2, pool, is_fresh=True)
+        assert desk.take(session) == ev.SendPool(session, 2, pool, is_fresh=True)
     desk.mark(1, msg.BEGUN)
     desk.borrow(3)
     assert desk.take(3).is_fresh is False
-    assert [each.TYPE for each in (desk.machine.borrowers.holders[0].claim,)] == ["borrow_pool"]
+    assert [each.TYPE for each in (desk.machine.all_holders[0].request,)] == ["borrow_pool"]
 
 
 def test_next_engine_waits_for_session_and_kernel_and_finds_what_was_written():
@@ -38,11 +38,11 @@ def test_next_engine_waits_for_session_and_kernel_and_finds_what_was_written():
     desk.borrow(2, token=2)
     assert desk.last_to(2).reason == "gms.kv_busy"
     assert "engine-1 (token 1, pid 101)" in desk.last_to(2).message
-    assert of(desk.tell(Closed(1)), kv.WatchPool).pool == pool
-    desk.tell(kv.PoolHoldersSeen(pool, (101,)))
+    assert of(desk.tell(Closed(1)), ev.Watch).region == pool
+    desk.tell(ev.HoldersSeen(pool, (101,)))
     assert "is still mapped by pid 101" in desk.last_to(2).message
-    desk.tell(kv.PoolFree(pool))
-    assert desk.last_to(2) == kv.GrantPool(2, 1, pool)
+    desk.tell(ev.RegionFree(pool))
+    assert desk.last_to(2) == ev.GrantPool(2, 1, pool)
     assert desk.take(2).is_fresh is False
 
 
@@ -77,9 +77,9 @@ def test_older_token_of_an_era_is_refused(known, token, incarnation, is_stale):
         claim = msg.BorrowPoolMsg(f"engine-{known}", incarnation, token, "e", SIZE, INDEX, WAIT_MS)
     if is_stale:
         assert refused(desk, Received(1, 1, claim)).code == "gms.kv_stale_token"
-        assert desk.machine.borrowers.stale_refusals_total == 1
+        assert desk.machine.stale_refusals_total == 1
     else:
-        of(desk.tell(Received(1, 1, claim)), kv.MakePool)
+        of(desk.tell(Received(1, 1, claim)), ev.MakePool)
 
 
 def test_tokens_of_another_era_do_not_compare_and_each_era_is_remembered():
@@ -110,19 +110,19 @@ def test_another_size_discards_the_pool_once_nobody_maps_it():
     desk.borrow(2, token=2, size=2 * SIZE)
     desk.tell(Closed(1))
     assert "was discarded" in desk.last_to(2).message
-    assert of(desk.tell(kv.PoolFree(pool)), kv.ReleasePool).pool == pool
-    assert of(desk.tell(kv.PoolReleased(pool)), kv.MakePool).size_bytes == 2 * SIZE
+    assert of(desk.tell(ev.RegionFree(pool)), ev.Release).region == pool
+    assert of(desk.tell(ev.RegionReleased(pool)), ev.MakePool).size_bytes == 2 * SIZE
 
 
 def test_discarded_pool_is_freed_without_being_asked_for():
     desk = Desk()
     pool = desk.hold(1)
     desk.tell(Received(1, 0, msg.DiscardMsg("device error")))
-    assert kv.MarkDiscarded(pool) in desk.effects
+    assert ev.MarkRetired(pool) in desk.effects
     assert kv_snapshot(desk.machine, str)["discarded"].endswith("device error")
-    of(desk.tell(Closed(1)), kv.WatchPool)
-    of(desk.tell(kv.PoolFree(pool)), kv.ReleasePool)
-    desk.tell(kv.PoolReleased(pool))
+    of(desk.tell(Closed(1)), ev.Watch)
+    of(desk.tell(ev.RegionFree(pool)), ev.Release)
+    desk.tell(ev.RegionReleased(pool))
     assert kv_snapshot(desk.machine, str)["state"] == "empty"
 
 
@@ -134,13 +134,13 @@ def test_content_that_two_engines_died_of_is_discarded():
     desk.mark(1, msg.BEGUN)
     desk.tell(Closed(1))
     for token, marks in ((2, ()), (3, (msg.ADOPTED,)), (4, ()), (5, ())):
-        assert desk.machine.pools.discards_total == 0
+        assert desk.machine.discards_total == 0
         desk.borrow(token, token)
-        desk.tell(kv.PoolFree(pool))
+        desk.tell(ev.RegionFree(pool))
         desk.take(token)
         desk.mark(token, msg.ADOPTING, *marks)
         desk.tell(Closed(token))
-    assert "2 engines in a row" in desk.machine.pools.by_id[pool].discarded
+    assert "2 engines in a row" in desk.machine.regions[pool].discarded
 
 
 def test_full_device_is_tried_again_until_the_deadline():
@@ -151,7 +151,7 @@ def test_full_device_is_tried_again_until_the_deadline():
     assert desk.last_to(1).reason == "gms.device_full"
     desk.now_ms = FULL_RETRY_MS
     assert desk.machine.next_deadline_ms() == FULL_RETRY_MS
-    of(desk.tell(DeadlinePassed()), kv.MakePool)
+    of(desk.tell(DeadlinePassed()), ev.MakePool)
     desk.make(full)
     desk.now_ms = WAIT_MS
     desk.tell(DeadlinePassed())
@@ -166,7 +166,7 @@ def test_driver_that_fails_costs_those_who_wait_and_nothing_else():
     assert desk.last_to(1).code == "gms.driver_failed"
     desk.borrow(2, token=2)
     desk.make()
-    assert isinstance(desk.last_to(2), kv.GrantPool)
+    assert isinstance(desk.last_to(2), ev.GrantPool)
 
 
 def test_survivor_hands_the_pool_back_and_the_next_engine_gets_it_with_its_content():
@@ -175,20 +175,20 @@ def test_survivor_hands_the_pool_back_and_the_next_engine_gets_it_with_its_conte
     desk = Desk(orphans={"p": False})
     desk.borrow(2, token=2)
     assert desk.last_to(2).reason == "gms.kv_recovering"
-    of(desk.tell(Received(1, 1, hand_back("p", mark=msg.BEGUN), 101)), kv.TakePoolBack)
-    desk.tell(kv.PoolTakenBack("p"))
-    assert desk.last_to(1) == msg.PoolKeptMsg("p")
+    of(desk.tell(Received(1, 1, hand_back("p", mark=msg.BEGUN), 101)), ev.TakeBack)
+    desk.tell(ev.RegionBack("p"))
+    assert desk.last_to(1) == msg.KeptMsg("p")
     assert "engine-1" in desk.last_to(2).message
     desk.tell(Closed(1))
-    desk.tell(kv.PoolFree("p"))
-    assert desk.take(2) == kv.SendPool(2, 2, "p", is_fresh=False)
+    desk.tell(ev.RegionFree("p"))
+    assert desk.take(2) == ev.SendPool(2, 2, "p", is_fresh=False)
 
 
 def test_orphan_without_survivors_is_removed_and_a_pool_made():
     desk = Desk(orphans={"p": False})
     desk.borrow(2, token=2)
-    of(desk.tell(kv.PoolFree("p")), kv.ReleasePool)
-    of(desk.tell(kv.PoolReleased("p")), kv.MakePool)
+    of(desk.tell(ev.RegionFree("p")), ev.Release)
+    of(desk.tell(ev.RegionReleased("p")), ev.MakePool)
 
 
 def test_bad_survivor_costs_itself_and_the_next_one_is_asked():
@@ -196,10 +196,10 @@ def test_bad_survivor_costs_itself_and_the_next_one_is_asked():
     desk.tell(Received(1, 1, hand_back("p", mark=msg.BEGUN)))
     desk.tell(Received(2, 1, hand_back("p", mark=msg.BEGUN)))
     bad = UnderstudyError("gms.bad_slab", "no")
-    assert of(desk.tell(kv.PoolNotTakenBack("p", 1, bad)), kv.TakePoolBack).session == 2
+    assert of(desk.tell(ev.RegionNotBack("p", bad)), ev.TakeBack).session == 2
     assert desk.last_to(1) is bad
-    desk.tell(kv.PoolTakenBack("p"))
-    assert desk.last_to(2) == msg.PoolKeptMsg("p")
+    desk.tell(ev.RegionBack("p"))
+    assert desk.last_to(2) == msg.KeptMsg("p")
 
 
 @pytest.mark.parametrize("is_marked", [False, True])
@@ -210,15 +210,14 @@ def test_discard_outlives_the_server(is_marked):
     why = "" if is_marked else "canary"
     desk.tell(Received(1, 1, hand_back("p", mark=msg.BEGUN, discarded=why)))
     desk.tell(Closed(1))  # before the driver has checked it
-    desk.tell(kv.PoolTakenBack("p"))
-    of(desk.tell(kv.PoolFree("p")), kv.ReleasePool)
+    desk.tell(ev.RegionBack("p"))
+    of(desk.tell(ev.RegionFree("p")), ev.Release)
 
 
 def test_survivor_of_an_unknown_pool_or_of_other_sizes_is_refused():
     desk = Desk(orphans={"p": False})
     assert refused(desk, Received(1, 1, hand_back("q"))).code == "gms.kv_pool_gone"
-    odd = hand_back("p", size=SIZE)
-    odd = msg.HandBackMsg(*[getattr(odd, f) for f in odd.__struct_fields__[:7]], (SIZE // 2,))
+    odd = hand_back("p", slabs=(SIZE // 2,))
     assert refused(desk, Received(1, 1, odd)).code == "gms.bad_offer"
 
 
@@ -243,10 +242,10 @@ def test_two_living_engines_hand_the_pool_to_and_fro():
         desk.tell(Closed(session - 1))
         desk.borrow(session, token, incarnation=incarnation)
         assert desk.last_to(session).reason == "gms.kv_busy"  # until the kernel has spoken
-        desk.tell(kv.PoolFree(pool))
-        assert desk.take(session) == kv.SendPool(session, 2, pool, is_fresh=False)
+        desk.tell(ev.RegionFree(pool))
+        assert desk.take(session) == ev.SendPool(session, 2, pool, is_fresh=False)
         desk.mark(session, msg.ADOPTING, msg.ADOPTED)
-    assert desk.machine.pools.by_id[pool].failed_adoptions == 0
+    assert desk.machine.regions[pool].failed_adoptions == 0
     assert (desk.machine.made_total, desk.machine.lent_total) == (1, 3)
 
 
@@ -269,9 +268,9 @@ def test_operator_drops_a_pool_that_no_engine_uses():
     desk.tell(Closed(2))
     desk.tell(drop)
     assert desk.last_to(9) == msg.PoolDroppedMsg(pool, SIZE + INDEX)
-    assert of(desk.tell(kv.PoolFree(pool)), kv.ReleasePool).pool == pool
+    assert of(desk.tell(ev.RegionFree(pool)), ev.Release).region == pool
     assert refused(desk, drop).code == "gms.kv_releasing"
-    desk.tell(kv.PoolReleased(pool))
+    desk.tell(ev.RegionReleased(pool))
     desk.borrow(3, token=3)
     assert desk.make() != pool
 
@@ -296,17 +295,17 @@ def test_engine_that_rests_gives_the_memory_up_and_hears_when_it_is_free():
     desk.borrow(2)
     desk.take(2)
     give_up = msg.GiveUpMsg(WAIT_MS)
-    assert of(desk.tell(Received(1, 5, give_up)), kv.MarkDiscarded).pool == pool
+    assert of(desk.tell(Received(1, 5, give_up)), ev.MarkRetired).region == pool
     desk.borrow(3)
     assert desk.last_to(3).reason == "gms.kv_busy"
-    assert of(desk.tell(Closed(2)), kv.WatchPool).pool == pool
-    assert of(desk.tell(kv.PoolFree(pool)), kv.ReleasePool).pool == pool
+    assert of(desk.tell(Closed(2)), ev.Watch).region == pool
+    assert of(desk.tell(ev.RegionFree(pool)), ev.Release).region == pool
     assert kv_snapshot(desk.machine, str)["sessions"][0]["state"] == "leaving"
-    made = of(desk.tell(kv.PoolReleased(pool)), kv.MakePool).pool
+    made = of(desk.tell(ev.RegionReleased(pool)), ev.MakePool).region
     assert desk.last_to(1) == msg.PoolFreedMsg(pool, SIZE + INDEX)
     assert made != pool
-    assert desk.machine.pools.given_up_total == 1
-    assert desk.machine.pools.discards_total == 0
+    assert desk.machine.given_up_total == 1
+    assert desk.machine.discards_total == 0
 
 
 def test_memory_that_is_not_free_in_time_is_refused_to_whom_gave_it_up():
@@ -322,7 +321,7 @@ def test_memory_that_is_not_free_in_time_is_refused_to_whom_gave_it_up():
     assert desk.machine.next_deadline_ms() is None
     desk.tell(Closed(1))
     desk.tell(Closed(2))
-    of(desk.tell(kv.PoolFree(pool)), kv.ReleasePool)  # it is freed all the same
+    of(desk.tell(ev.RegionFree(pool)), ev.Release)  # it is freed all the same
 
 
 def test_engine_that_lost_the_lock_does_not_free_what_its_successor_waits_for():
@@ -334,5 +333,5 @@ def test_engine_that_lost_the_lock_does_not_free_what_its_successor_waits_for():
     desk.borrow(2, token=2)
     assert refused(desk, Received(1, 5, msg.GiveUpMsg(WAIT_MS))).code == "gms.kv_stale_token"
     desk.tell(Closed(1))
-    desk.tell(kv.PoolFree(pool))
-    assert desk.take(2) == kv.SendPool(2, 2, pool, is_fresh=False)
+    desk.tell(ev.RegionFree(pool))
+    assert desk.take(2) == ev.SendPool(2, 2, pool, is_fresh=False)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from gms.core import kv_events as kv
+from gms.core import events as ev
 from gms.core.events import Closed, Received
-from gms.core.kv_machine import STATES as STATES_SHOWN
-from gms.core.kv_machine import kv_snapshot
-from gms.kv_messages import DiscardMsg
+from gms.core.snapshot import STATES as STATES_SHOWN
+from gms.core.snapshot import kv_snapshot
+from gms.messages import DiscardMsg
 from gms.report import look_at_kv, render_kv
 from gms.server.metrics import KV_STATES, KvMetrics
 from plumbing.service.metrics import Metrics
@@ -43,12 +43,12 @@ def test_status_names_every_state():
     desk.tell(Closed(1))
     look()
     desk.borrow(3, token=3)
-    desk.tell(kv.PoolFree(pool))
+    desk.tell(ev.RegionFree(pool))
     desk.take(3)
     desk.tell(Received(3, 0, DiscardMsg("no")))
     desk.tell(Closed(3))
     look()
-    desk.tell(kv.PoolFree(pool))
+    desk.tell(ev.RegionFree(pool))
     look()
     desk = Desk(orphans={"p": False})
     look()

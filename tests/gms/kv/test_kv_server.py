@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from gms import kv_messages as msg
+from gms import messages as msg
 from gms import names
 from gms.client import KvClaim, borrow_pool
 from gms.messages import DropMsg
@@ -205,7 +205,8 @@ def test_bad_requests_cost_their_connection_only(kv: KvProcess, borrow: Borrow):
 
     def hand_back(pool: str, slabs: int = 1) -> msg.HandBackMsg:
         sizes = (SIZE_BYTES,) * slabs
-        return msg.HandBackMsg("e", "i", 1, ERA, SIZE_BYTES, INDEX_BYTES, pool, sizes)
+        held = msg.HeldPool(1, ERA, SIZE_BYTES, INDEX_BYTES)
+        return msg.HandBackMsg("e", "i", pool, sizes, pool=held)
 
     claim = msg.BorrowPoolMsg("engine-1", "engine-1-1", 1, ERA, SIZE_BYTES, INDEX_BYTES, 1000)
     assert refusal(msg.TakeMsg()) == "gms.not_attached"

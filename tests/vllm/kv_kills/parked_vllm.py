@@ -10,7 +10,7 @@ from msgspec import structs
 from vllm import LLM, SamplingParams
 
 from engine.backends.vllm.worker.kv_loan import Lending
-from gms.kv_messages import NO_ERA
+from gms.messages import NO_ERA
 from tests.vllm.overlapping import keep_async_scheduling
 
 DEADLINE_S = 30.0

@@ -20,7 +20,7 @@ from engine.backends.reference.kv_blocks import (
 from engine.backends.reference.ranks import Peers
 from engine.kv.layout import index_bytes
 from gms.client import BEGUN, KvClaim, borrow_pool, memory_for
-from gms.kv_messages import NO_ERA
+from gms.messages import NO_ERA
 
 DEVICE = "HOST-0"
 DEADLINE_S = 30.0

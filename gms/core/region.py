@@ -1,0 +1,541 @@
+"""Regions of memory, the sessions that hold or want them, and what both kinds have in common.
+
+A region is an epoch of weights or a pool of KV memory. Its phase says what it is to this server;
+who holds it, the sessions and the kernel say. `Machine` leads both through the tables, which
+enforce themselves: `move` and `turn` raise on a pair that is not in them and change nothing
+(`docs/states.md` is generated from them). Who is granted what is the owner rule of a subclass:
+`weights.py` (one writer, a commit, readers) and `kv.py` (one incarnation, by token).
+
+Rules that are easy to break, of both:
+- Memory that is given up ends by evidence: its file, on which every process that maps it has a
+  flock, is free, as the kernel says. A session may end before its process.
+- A survivor of an earlier server hands its region back in one message, with the memory. One is
+  checked at a time; if it is not what it should be, the next one is. Only evidence ends the wait
+  for it, too. If the survivor is gone by then, the memory is here all the same.
+- A completion may arrive after its session has left. The shell performs calls in order, so the
+  release that follows undoes the late call.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterable, Mapping
+from enum import StrEnum
+from typing import Any, ClassVar, Generic, TypeVar
+
+from msgspec import Struct, field
+
+from gms import messages as msg
+from gms.core import events as ev
+from plumbing.errors import InvariantError, ProtocolError, UnderstudyError
+from plumbing.wire.messages import Message, type_of
+
+
+class RegionPhase(StrEnum):
+    """What a region's memory is to this server."""
+
+    MAKING = "making"  # a writer fills it, or the driver makes it
+    SERVED = "served"  # an epoch is committed, a pool is there to be lent
+    RETIRED = "retired"  # never granted again; a process may still map it
+    FREEING = "freeing"  # nobody maps it; what we hold of it is being freed
+    ORPHANED = "orphaned"  # of an earlier server: its holders have it, and we do not
+    GONE = "gone"
+
+
+TURNS: Mapping[tuple[RegionPhase, str], RegionPhase] = {
+    (RegionPhase.MAKING, "serve"): RegionPhase.SERVED,
+    (RegionPhase.MAKING, "retire"): RegionPhase.RETIRED,
+    (RegionPhase.MAKING, "fail"): RegionPhase.GONE,
+    (RegionPhase.SERVED, "retire"): RegionPhase.RETIRED,
+    (RegionPhase.RETIRED, "free"): RegionPhase.FREEING,
+    (RegionPhase.ORPHANED, "recover"): RegionPhase.SERVED,
+    (RegionPhase.ORPHANED, "retire"): RegionPhase.RETIRED,
+    (RegionPhase.ORPHANED, "free"): RegionPhase.FREEING,
+    (RegionPhase.FREEING, "end"): RegionPhase.GONE,
+}
+
+
+class S(StrEnum):
+    """The states of one process's session."""
+
+    OPEN = "open"  # has asked for nothing yet
+    WAITING = "waiting"  # for its grant
+    # A writer of weights.
+    OPENING = "opening"  # granted; the epoch's file is being made
+    WRITING = "writing"
+    ALLOCATING = "allocating"
+    SEALING = "sealing"  # committing: no process may write from here on
+    JOURNALLING = "journalling"  # committing: sealed, being written to disk
+    READING = "reading"
+    # A borrower of KV memory.
+    GRANTED = "granted"  # the pool is its; it has no memory before it holds the flock
+    HOLDING = "holding"  # has the descriptors
+    LEAVING = "leaving"  # maps nothing any more; waits until the memory is free
+    RETURNING = "returning"  # came back after a server's death; not registered yet
+    CLOSED = "closed"  # gone, or refused and about to go
+
+
+SessionState = S
+Input = type[ev.SessionEvent] | type[Message]
+
+WRITER_STATES = frozenset({S.OPENING, S.WRITING, S.ALLOCATING, S.SEALING, S.JOURNALLING})
+# A process in one of these maps its region, or is about to.
+HOLDERS = WRITER_STATES | {S.READING, S.GRANTED, S.HOLDING, S.RETURNING}
+CALLS_DRIVER = (S.OPENING, S.ALLOCATING, S.SEALING)
+REFUSABLE = (S.WAITING, S.WRITING, S.ALLOCATING, S.LEAVING, S.RETURNING)
+
+TRANSITIONS: Mapping[tuple[S, Input], S] = {
+    (S.OPEN, msg.AttachMsg): S.WAITING,
+    (S.WAITING, ev.GrantedRead): S.READING,
+    (S.WAITING, ev.GrantedWrite): S.OPENING,
+    (S.OPENING, ev.EpochOpened): S.WRITING,
+    (S.WRITING, msg.AllocateMsg): S.ALLOCATING,
+    (S.ALLOCATING, ev.SlabCreated): S.WRITING,
+    (S.ALLOCATING, ev.DeviceFull): S.ALLOCATING,
+    (S.WRITING, msg.ProgressMsg): S.WRITING,
+    (S.ALLOCATING, msg.ProgressMsg): S.ALLOCATING,
+    (S.WRITING, msg.CommitMsg): S.SEALING,
+    (S.SEALING, ev.Sealed): S.JOURNALLING,
+    (S.JOURNALLING, ev.JournalFailed): S.JOURNALLING,
+    (S.JOURNALLING, ev.Journalled): S.READING,
+    (S.READING, msg.CondemnMsg): S.READING,
+    (S.READING, msg.DigestMsg): S.READING,
+    (S.READING, msg.OffloadMsg): S.CLOSED,  # it has unmapped: it is no reader any more
+    (S.OPEN, msg.BorrowPoolMsg): S.WAITING,
+    (S.WAITING, ev.PoolLent): S.GRANTED,
+    (S.GRANTED, msg.TakeMsg): S.HOLDING,
+    (S.HOLDING, msg.MarkMsg): S.HOLDING,
+    (S.HOLDING, msg.DiscardMsg): S.HOLDING,
+    (S.HOLDING, msg.GiveUpMsg): S.LEAVING,
+    (S.LEAVING, ev.PoolFreed): S.CLOSED,
+    (S.OPEN, msg.HandBackMsg): S.RETURNING,
+    (S.RETURNING, ev.ReaderBack): S.READING,
+    (S.RETURNING, ev.BorrowerBack): S.HOLDING,
+    **{(state, ev.DriverFailed): S.CLOSED for state in CALLS_DRIVER},
+    **{(state, ev.SessionRefused): S.CLOSED for state in REFUSABLE},
+    **{(state, ev.Closed): S.CLOSED for state in S if state is not S.CLOSED},
+}
+
+
+class Region(Struct):
+    """Memory as far as this server knows it."""
+
+    id: str
+    phase: RegionPhase
+    slab_sizes: list[int] = field(default_factory=list)
+    pids: tuple[int, ...] = ()  # seen with its file open, while no session explains it
+    has_no_file: bool = False  # it was removed under its holders
+    watch: bool | None = None  # whether its file's end is watched for; None: it is not watched
+    returning: int | None = None  # the session whose memory the driver checks
+    offer: msg.HandBackMsg | None = None  # what that session said
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(self.slab_sizes)
+
+    def turn(self, verb: str) -> None:
+        """Move to the next phase, by the table."""
+        target = TURNS.get((self.phase, verb))
+        if target is None:
+            raise InvariantError(f"region {self.id} is {self.phase} and cannot {verb}")
+        self.phase = target
+
+
+Request = msg.AttachMsg | msg.BorrowPoolMsg | msg.HandBackMsg
+
+
+class Session(Struct):
+    """One connection of a process that holds memory, or wants some."""
+
+    id: int
+    state: S = S.OPEN
+    request: Request | None = None  # what opened it
+    pid: int = 0  # of the process; 0 where its PID namespace is not visible
+    request_id: int = 0  # of the request that awaits its answer; 0: none
+    since_ms: float = 0.0
+    deadline_ms: float | None = None  # of the wait, or of the writer's next progress
+    reason: str = ""  # of the wait: a code, for programs
+    reason_message: str = ""  # the same as a sentence
+    region: str | None = None
+
+    def target(self, kind: Input) -> S:
+        """The state that `kind`, a message or an event, leads to.
+
+        Raises:
+            ProtocolError: `gms.unexpected_message`, the client sent it at the wrong moment.
+            InvariantError: our own mistake.
+        """
+        target = TRANSITIONS.get((self.state, kind))
+        if target is not None:
+            return target
+        if issubclass(kind, Message):
+            raise ProtocolError(
+                "gms.unexpected_message",
+                f"{type_of(kind)} is not allowed now: this session is {self.state}",
+                state=str(self.state),
+            )
+        raise InvariantError(f"{kind.__name__} in state {self.state}")
+
+    def move(self, kind: Input, now_ms: float) -> None:
+        """Change state, by the table."""
+        target = self.target(kind)
+        if target is not self.state:
+            self.state, self.since_ms = target, now_ms
+
+    def take_request_id(self) -> int:
+        """The id of the request that is answered now."""
+        request_id, self.request_id = self.request_id, 0
+        return request_id
+
+    @property
+    def asked(self) -> Request:
+        """The request that opened this session; every session past OPEN has one."""
+        if self.request is None:
+            raise InvariantError(f"session {self.id} is {self.state} without a request")
+        return self.request
+
+    @property
+    def label(self) -> str:
+        """Its name in messages: `engine-0 rank 1 (pid 123)`, `engine-0 (token 5, pid 123)`."""
+        request, known = self.asked, [f"pid {self.pid}"] if self.pid else []
+        claim = claimant(request)
+        if claim is not None:
+            known.insert(0, f"token {claim.token}")
+        rank = getattr(request, "rank", 0)
+        return (
+            request.engine
+            + (f" rank {rank}" if rank else "")
+            + (f" ({', '.join(known)})" if known else "")
+        )
+
+
+def claimant(request: Request) -> ev.Claimant | None:
+    """Who borrows KV memory by `request`, or has borrowed it; None: it is about weights."""
+    of = request.pool if isinstance(request, msg.HandBackMsg) else request
+    if of is None or isinstance(of, msg.AttachMsg):
+        return None
+    return ev.Claimant(request.engine, request.incarnation, of.token, of.era)
+
+
+# Newcomers that may wait: eight engines of eight processes; more is a client in a loop.
+WAITERS_MAX = 64
+
+R = TypeVar("R", bound=Region)
+SessionT = TypeVar("SessionT", bound=Session)
+
+
+class Machine(abc.ABC, Generic[R, SessionT]):
+    """Events in, effects out; see the head of this file. A method emits effects by `do`."""
+
+    what: ClassVar[str]  # `weights` or `KV memory`, for sentences
+    back: type[ev.SessionEvent]  # a survivor is registered again
+    session_type: type[SessionT]
+
+    def __init__(self, regions: Iterable[R]) -> None:
+        self.regions: dict[str, R] = {region.id: region for region in regions}
+        self.sessions: dict[int, SessionT] = {}  # in order of arrival
+        self.now_ms = 0.0
+        self._effects: list[ev.Effect] = []
+
+    # ------------------------------------------------------------------ in and out
+
+    def handle(self, event: ev.MemoryEvent, now_ms: float) -> list[ev.Effect]:
+        """Take one event and return what to do.
+
+        Raises:
+            ProtocolError, UnderstudyError: the client's fault; nothing has changed, and the shell
+                answers with the error and closes the connection.
+            InvariantError: ours.
+        """
+        self.now_ms, self._effects = now_ms, []
+        match event:
+            case ev.Received():
+                self._received(event)
+            case ev.Closed():
+                self._closed(event)
+            case ev.DeadlinePassed():
+                self._deadline_passed()
+            case ev.Completed():
+                if event.session in self.sessions:
+                    self._completed(event, self.sessions[event.session])
+            case ev.RegionEvent():
+                self._region_event(event)
+            case _:
+                self._happened(event)
+        self._settle()
+        # Survivors first: newcomers wait for what they hand back.
+        self._judge_survivors()
+        self._judge_waiting()
+        self._watch()
+        return self._effects
+
+    def next_deadline_ms(self) -> float | None:
+        """When to send the next `DeadlinePassed`."""
+        times = [session.deadline_ms for session in self.sessions.values()]
+        return min((t for t in (*times, *self._deadlines()) if t is not None), default=None)
+
+    def is_awaited(self, region_id: str) -> bool:
+        """Whether a survivor's memory is wanted: without it, its word is enough."""
+        region = self.regions.get(region_id)
+        return region is not None and region.phase is RegionPhase.ORPHANED
+
+    def do(self, effect: ev.Effect) -> None:
+        self._effects.append(effect)
+
+    def _send(self, session: Session, message: Message) -> None:
+        """The answer to the session's request."""
+        self.do(ev.SendMessage(session.id, session.take_request_id(), message))
+
+    def record(self, kind: str, message: str, severity: str = "info", **data: Any) -> None:
+        self.do(ev.RecordEvent(kind, message, data, severity))
+
+    # ------------------------------------------------------------------ what an owner rule says
+
+    @abc.abstractmethod
+    def _received(self, event: ev.Received) -> None:
+        """A request."""
+
+    def _completed(self, event: ev.Completed, session: SessionT) -> None:
+        """A driver call for a session that is still there."""
+        raise InvariantError(f"{type(event).__name__} is not an event for this machine")
+
+    def _happened(self, event: ev.MemoryEvent) -> None:
+        """Anything else."""
+        raise InvariantError(f"{type(event).__name__} is not an event for this machine")
+
+    def _settle(self) -> None:
+        """Answer what has become true."""
+
+    @abc.abstractmethod
+    def _judge_waiting(self) -> None:
+        """Judge everybody who waits, in order of arrival."""
+
+    @abc.abstractmethod
+    def _deadlines(self) -> Iterable[float | None]:
+        """When something besides the sessions is due."""
+
+    @abc.abstractmethod
+    def _due(self) -> None:
+        """What is due besides the sessions."""
+
+    @abc.abstractmethod
+    def _too_late(self, session: SessionT) -> UnderstudyError:
+        """The error of a session whose deadline has passed."""
+
+    @abc.abstractmethod
+    def _left(self, session: SessionT, why: str) -> None:
+        """The session is forgotten: give up what it alone kept."""
+
+    @abc.abstractmethod
+    def _check_survivor(self, message: msg.HandBackMsg) -> None:
+        """Raises: it cannot be what it says."""
+
+    @abc.abstractmethod
+    def _judge_survivor(self, session: SessionT, message: msg.HandBackMsg) -> None:
+        """Take its region back, register it, refuse it, or let it wait."""
+
+    @abc.abstractmethod
+    def _recovered(self, region: R, offer: msg.HandBackMsg, tensors: int) -> None:
+        """What a survivor handed back is served again."""
+
+    @abc.abstractmethod
+    def _is_served_watched(self, region: R) -> bool:
+        """Whether it must be known when nobody holds a region that is served and idle."""
+
+    @abc.abstractmethod
+    def _freed(self, region: R, was: RegionPhase, event: ev.RegionFree) -> None:
+        """Nobody holds it any more."""
+
+    @abc.abstractmethod
+    def _ended(self, region: R) -> None:
+        """Its memory is free."""
+
+    # ------------------------------------------------------------------ sessions
+
+    def _in(self, *states: S) -> list[SessionT]:
+        return [session for session in self.sessions.values() if session.state in states]
+
+    @property
+    def waiting(self) -> list[SessionT]:
+        return self._in(S.WAITING)
+
+    def holders(self, region: Region) -> list[SessionT]:
+        """The sessions whose process maps `region`, or is about to."""
+        return [s for s in self._in(*HOLDERS) if s.region == region.id]
+
+    def is_held(self, region: Region) -> bool:
+        return bool(self.holders(region))
+
+    def session(self, event: ev.Received) -> SessionT:
+        """The session of `event`.
+
+        Raises:
+            ProtocolError: `gms.not_attached`.
+        """
+        session = self.sessions.get(event.session)
+        if session is None:
+            what = event.message.TYPE
+            raise ProtocolError("gms.not_attached", f"{what} needs a session: attach first")
+        return session
+
+    def _newcomer(self, event: ev.Received) -> SessionT:
+        """The session that this request would open, which must be able to.
+
+        Raises:
+            ProtocolError: `gms.unexpected_message`; UnderstudyError: `gms.too_many_waiters`.
+        """
+        session = self.sessions.get(event.session) or self.session_type(event.session)
+        session.target(type(event.message))
+        # Survivors are not counted: the others wait for what they bring.
+        if not isinstance(event.message, msg.HandBackMsg) and len(self.waiting) >= WAITERS_MAX:
+            raise UnderstudyError(
+                "gms.too_many_waiters",
+                f"{WAITERS_MAX} sessions wait for the {self.what} of this device already, which is "
+                "the limit; stop some of them and try again",
+            )
+        return session
+
+    def _admit(self, session: SessionT, event: ev.Received, wait_ms: float) -> None:
+        """Open it."""
+        assert isinstance(event.message, Request)
+        session.request, session.pid = event.message, event.pid
+        session.request_id = event.request_id
+        session.move(type(event.message), self.now_ms)
+        session.deadline_ms = self.now_ms + wait_ms
+        self.sessions[session.id] = session
+
+    def _wait(self, session: Session, reason: str, message: str) -> None:
+        """Tell it why it waits, if that is news."""
+        if (session.reason, session.reason_message) != (reason, message):
+            session.reason, session.reason_message = reason, message
+            waiting = msg.WaitingMsg(reason, message)
+            self.do(ev.SendMessage(session.id, session.request_id, waiting))
+
+    def _refuse(self, session: SessionT, error: UnderstudyError) -> None:
+        session.move(ev.SessionRefused, self.now_ms)
+        self.do(ev.RefuseRequest(session.id, session.request_id, error))
+        self._forget(session, error.message)
+
+    def _forget(self, session: SessionT, why: str) -> None:
+        del self.sessions[session.id]
+        self._left(session, why)
+
+    def _closed(self, event: ev.Closed) -> None:
+        session = self.sessions.get(event.session)
+        if session is not None:
+            session.move(ev.Closed, self.now_ms)
+            self._forget(session, event.reason or "the session ended")
+
+    def _deadline_passed(self) -> None:
+        self._due()
+        for session in list(self.sessions.values()):
+            if session.deadline_ms is not None and session.deadline_ms <= self.now_ms:
+                self._refuse(session, self._too_late(session))
+
+    # ------------------------------------------------------------------ regions
+
+    def _in_phase(self, *phases: RegionPhase) -> list[R]:
+        return [region for region in self.regions.values() if region.phase in phases]
+
+    def region_of(self, session: Session) -> R:
+        region = self.regions.get(session.region or "")
+        if region is None:
+            raise InvariantError(f"session {session.id} is {session.state} without a region")
+        return region
+
+    def _region_event(self, event: ev.RegionEvent) -> None:
+        region = self.regions.get(event.region)
+        if region is None and isinstance(event, ev.RegionFree | ev.HoldersSeen):
+            return  # a try that was under way when the watch ended
+        if region is None:
+            raise InvariantError(f"{type(event).__name__} of unknown region {event.region}")
+        match event:
+            case ev.RegionFree():
+                self._free(region, event)
+            case ev.HoldersSeen(_, pids):
+                region.pids = pids
+            case ev.RegionReleased():
+                region.turn("end")
+                del self.regions[region.id]
+                self._ended(region)
+            case ev.RegionBack(_, tensors):
+                offer, region.returning, region.offer = region.offer, None, None
+                if offer is None:
+                    raise InvariantError(f"region {region.id} came back without an offer")
+                region.turn("recover")
+                region.slab_sizes = list(offer.slab_sizes)
+                self._recovered(region, offer, tensors)
+            case ev.RegionNotBack(_, error):
+                session = self.sessions.get(region.returning or 0)
+                region.returning = region.offer = None
+                if session is not None:
+                    self._refuse(session, error)
+                self._not_back(region)
+            case _:
+                self._made(region, event)
+
+    def _not_back(self, region: R) -> None:
+        """What was handed back is not what it should be."""
+
+    def _made(self, region: R, event: ev.RegionEvent) -> None:
+        raise InvariantError(f"{type(event).__name__} is not an event for this machine")
+
+    def _free(self, region: R, event: ev.RegionFree) -> None:
+        """The kernel says that no process holds its file; a session may still be about to."""
+        region.watch, region.pids = None, ()
+        is_coming = region.returning is not None or self.is_held(region)
+        if region.phase is RegionPhase.ORPHANED:
+            is_coming = region.returning is not None
+        if is_coming or region.phase not in (RegionPhase.RETIRED, RegionPhase.ORPHANED):
+            return
+        was = region.phase
+        region.turn("free")
+        self.do(ev.Release(region.id))
+        self._freed(region, was, event)
+
+    def _watch(self) -> None:
+        """Ask the kernel about the files of regions whose end, or next holder, hangs on it."""
+        for region in self.regions.values():
+            match region.phase:
+                case RegionPhase.ORPHANED:
+                    is_unknown = region.returning is not None or region.has_no_file
+                    wanted = None if is_unknown else True
+                case RegionPhase.RETIRED:
+                    wanted = None if self.is_held(region) else True
+                case RegionPhase.SERVED:
+                    wanted = False if self._is_served_watched(region) else None
+                case _:
+                    wanted = None
+            if wanted is not region.watch:
+                region.watch = wanted
+                unwatch = ev.Unwatch(region.id)
+                self.do(unwatch if wanted is None else ev.Watch(region.id, wanted))
+
+    # ------------------------------------------------------------------ survivors
+
+    def _hand_back(self, event: ev.Received, message: msg.HandBackMsg, wait_ms: float) -> None:
+        """A survivor of an earlier server has reconnected: it maps that region, which is a fact and
+        no claim."""
+        session = self._newcomer(event)
+        self._check_survivor(message)
+        self._admit(session, event, wait_ms)
+        session.region = message.region
+        session.reason = "rejoining"
+        session.reason_message = f"region {message.region} is being checked"
+
+    def _judge_survivors(self) -> None:
+        for session in self._in(S.RETURNING):
+            assert isinstance(session.request, msg.HandBackMsg)
+            self._judge_survivor(session, session.request)
+
+    def _take_back(self, session: SessionT, region: R, message: msg.HandBackMsg) -> None:
+        """Have its memory checked, if none is; one at a time: if it fails, the next one's is."""
+        if all(each.returning is None for each in self.regions.values()):
+            region.returning, region.offer = session.id, message
+            self.do(ev.TakeBack(region.id, session.id, message))
+
+    def _register(self, session: SessionT) -> None:
+        """It holds its region again."""
+        session.move(self.back, self.now_ms)
+        session.deadline_ms, session.reason, session.reason_message = None, "", ""
+        self._send(session, msg.KeptMsg(str(session.region)))

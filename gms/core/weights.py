@@ -1,0 +1,749 @@
+"""The machine of one place's weights: one writer, a commit, readers. Everything legal is decided
+here.
+
+The state that operators see (`empty`, `staging`, `committed`, `recovering`, `offloaded`) is derived
+from the epochs, never stored. `decide`, from a request and the epochs to a verdict, is speculative
+(called for every waiter at every change), so it changes nothing. The order of its checks is the
+order of priorities: a committed epoch is never doubled or lost by accident, and no session writes
+while memory without an owner may still be mapped.
+
+Rules that are easy to break:
+- At most one epoch is being written, by the one writer. Losing the writer loses only that; the
+  committed epoch stays until the new one is on disk.
+- Nothing slow is done here. A slab is created when it fits; the driver's thread checks manifests
+  and seals memory.
+- Capacity: every epoch counts until the kernel says that no process maps it. Memory that a dying
+  process still has is not free, whatever our own accounts say.
+
+Crash without loss: a restarted server finds the epochs of earlier servers by their files, and in
+the journal which of them was committed. Only that one is served again, once a survivor has handed
+it back; one of another epoch is its reader again: it may be the active engine, so it is never
+refused. A writer whose commit was not answered comes back, too; the journal says whether it had
+committed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from enum import Enum, auto
+from typing import Any
+
+from gms import messages as msg
+from gms.core import events as ev
+from gms.core.epochs import Epoch, WeightsBooks, WeightsClient
+from gms.core.events import Mode
+from gms.core.region import RegionPhase, S
+from gms.core.upkeep import Upkeep, is_copy_of
+from gms.manifest import (
+    SLABS_MAX,
+    check_identity,
+    check_size,
+    first_mismatch,
+    identity_hash,
+    layout_hash,
+)
+from plumbing.errors import InvariantError, ProtocolError, UnderstudyError, WaitTimeoutError
+from plumbing.text import size as size_of
+
+EPOCHS_MAX = 8  # one is committed, one superseded; each keeps a manifest of up to 15 MiB here
+EPOCH_BYTES_MAX = 1 << 50  # no device has a pebibyte; sums over all sessions stay below 64 bits
+# How long a survivor waits while others are checked before it, one after the other. It keeps
+# serving meanwhile, and tries again.
+RETURN_MS = 60_000.0
+# When the processes that still map memory and have not handed it back are logged.
+REPORT_AFTER_MS = 10_000.0
+# A full device has room again when a dead process has been reaped, which takes seconds if it had
+# pinned memory; the driver does not report that, so the call is retried.
+DEVICE_FULL_RETRY_MS = 250
+DEVICE_FULL_WAIT_MS = 60_000.0
+JOURNAL_RETRY_MS = 1000  # operators fix a full disk; once a second is soon enough
+
+
+class WeightsMachine(WeightsBooks):
+    """Events in, effects out; see the head of this file and `region.py`. `upkeep.py` adds what
+    happens to a committed epoch besides being read."""
+
+    def __init__(self, **books: Any) -> None:
+        """As `WeightsBooks`."""
+        super().__init__(**books)
+        self._upkeep = Upkeep(self)
+
+    # ------------------------------------------------------------------ events
+
+    def _received(self, event: ev.Received) -> None:
+        if event.kv_bytes is not None:
+            self.kv_bytes = event.kv_bytes
+        match event.message:
+            case msg.AttachMsg() as message:
+                self._attach(event, message)
+            case msg.AllocateMsg() as message:
+                self._allocate(event, message)
+            case msg.ProgressMsg() as message:
+                self._progress(event, message)
+            case msg.CommitMsg() as message:
+                self._commit(event, message)
+            case msg.HandBackMsg() as message:
+                self._hand_back(event, message, RETURN_MS)
+            case _:
+                self._upkeep.received(event)
+
+    def _completed(self, event: ev.Completed, session: WeightsClient) -> None:
+        session.move(type(event), self.now_ms)
+        match event:
+            case ev.EpochOpened():
+                self._epoch_opened(session)
+            case ev.SlabCreated():
+                self._slab_created(session)
+            case ev.DeviceFull(_, error):
+                self._device_full(session, error)
+            case ev.Sealed(_, tensors):
+                session.may_be_journalled = True
+                self.region_of(session).tensors = tensors
+                self._journal_commit(session)
+            case ev.Journalled():
+                self._publish(session)
+            case ev.JournalFailed(_, why):
+                session.retry_ms = self.now_ms + JOURNAL_RETRY_MS
+                problem = f"a commit waits for the journal, which cannot be written: {why}"
+                self._note_problem("gms.commit", problem)
+            case ev.DriverFailed(_, error):
+                self.do(ev.RefuseRequest(session.id, session.request_id, error))
+                self._forget(session, error.message)
+
+    def _happened(self, event: ev.MemoryEvent) -> None:
+        match event:
+            case ev.JournalKept():
+                self._journal_writes -= 1
+                if self.is_journal_true:
+                    self.problem = None
+                    self._upkeep.journal_is_true()
+            case ev.JournalBehind(why):
+                # A retired epoch would come back with a restart: retry until it is written.
+                self._journal_writes -= 1
+                self.journal_retry_ms = self.now_ms + JOURNAL_RETRY_MS
+                problem = (
+                    f"the journal cannot be written, so a restart would find an old record: {why}"
+                )
+                self._note_problem("gms.journal", problem)
+            case _:
+                super()._happened(event)
+
+    def _closed(self, event: ev.Closed) -> None:
+        session = self.sessions.get(event.session)
+        if session is not None:
+            why = f": {event.reason}" if event.reason else ""
+            self._tell_of(session, f"left{why}", incarnation=session.asked.incarnation)
+        super()._closed(event)
+        self._upkeep.left(event.session)
+
+    def _settle(self) -> None:
+        self._upkeep.settle()
+
+    def _tell_of(
+        self, session: WeightsClient, what: str, severity: str = "info", **data: Any
+    ) -> None:
+        engine = session.asked.engine
+        self.record("gms.session", f"{session.label} {what}", severity, engine=engine, **data)
+
+    # ------------------------------------------------------------------ grants
+
+    def _attach(self, event: ev.Received, message: msg.AttachMsg) -> None:
+        if message.mode not in list(Mode):
+            known = ", ".join(Mode)
+            raise ProtocolError("gms.bad_mode", f"there is no mode {message.mode!r}; use {known}")
+        session = self._newcomer(event)
+        check_identity(message.identity)
+        self._admit(session, event, message.wait_ms)
+
+    def _judge_waiting(self) -> None:
+        self._judge_allocation()  # first: refusing it may make RW free
+        for session in self.waiting:
+            verdict = self.decide(session.wish)
+            if verdict is GrantVerdict.READ:
+                self._grant_read(session)
+            elif verdict is GrantVerdict.WRITE:
+                self._grant_write(session)
+            elif isinstance(verdict, UnderstudyError):
+                self._refuse(session, verdict)
+        # Reasons last: a session earlier in the queue may now wait for one that was granted above.
+        for session in self.waiting:
+            verdict = self.decide(session.wish)
+            if not isinstance(verdict, tuple):
+                raise InvariantError(f"session {session.id} waits although {verdict}")
+            self._wait(session, *verdict)
+
+    def decide(self, wish: msg.AttachMsg) -> GrantVerdict | UnderstudyError | tuple[str, str]:
+        """The verdict on `wish`: a grant, a refusal, or code and sentence of a wait."""
+        committed, offloaded = self.committed, self.offloaded
+        if committed is None and offloaded is not None and not wish.replace:
+            other = _on_offloaded(wish, offloaded)
+            if other is not None:
+                return other
+        if committed is not None:
+            verdict = _on_committed(wish, committed)
+            if verdict is not None:
+                return verdict
+        if self.orphans:
+            return (
+                "recovering",
+                f"memory of the previous server is still mapped: {_held(self.orphans)}; it is freed"
+                " when they exit",
+            )
+        if self.writer is not None:
+            return "writer", f"{self.writer.label} is loading the weights"
+        if wish.mode == Mode.RO:
+            if offloaded is not None:
+                return (
+                    "offloaded",
+                    "the weights are offloaded to host memory until an engine that may write wakes"
+                    " up",
+                )
+            return "not_committed", "nothing is committed and no engine is loading"
+        if self.being_freed:
+            return (
+                "releasing",
+                f"memory of a session that has ended is not free yet: {_held(self.being_freed)}",
+            )
+        if len(self.regions) >= EPOCHS_MAX:
+            return (
+                "epochs",
+                f"{len(self.regions)} epochs of this device are still read, which is the limit;"
+                " stop the engines that read superseded ones",
+            )
+        return GrantVerdict.WRITE
+
+    def _refuse(self, session: WeightsClient, error: UnderstudyError) -> None:
+        label = session.label
+        super()._refuse(session, error)
+        self.record(
+            "gms.session",
+            f"{label} was refused: {error.message}",
+            "warning",
+            engine=session.asked.engine,
+            error_code=error.code,
+        )
+
+    def _grant_read(self, session: WeightsClient) -> None:
+        epoch = self.committed
+        if epoch is None:
+            raise InvariantError("RO granted with nothing committed")
+        session.move(ev.GrantedRead, self.now_ms)
+        session.region, session.deadline_ms = epoch.id, None
+        self.exports_total += 1
+        self.do(ev.SendEpoch(session.id, session.take_request_id(), epoch.id))
+        self._tell_of(session, f"reads epoch {epoch.id}", epoch=epoch.id)
+
+    def _grant_write(self, session: WeightsClient) -> None:
+        session.move(ev.GrantedWrite, self.now_ms)
+        epoch = Epoch(self._new_epoch_id(), RegionPhase.MAKING)
+        self.regions[epoch.id] = epoch
+        session.region, session.deadline_ms = epoch.id, None
+        self.do(ev.OpenEpoch(session.id, epoch.id))
+        self._tell_of(session, f"writes epoch {epoch.id}", epoch=epoch.id)
+
+    # ------------------------------------------------------------------ a writer's life
+
+    def _allocate(self, event: ev.Received, message: msg.AllocateMsg) -> None:
+        session = self.session(event)
+        session.target(msg.AllocateMsg)
+        if len(self.region_of(session).slab_sizes) >= SLABS_MAX:
+            raise ProtocolError(
+                "gms.too_many_slabs",
+                f"this epoch has {SLABS_MAX} slabs, which is the limit; use larger ones",
+            )
+        session.move(msg.AllocateMsg, self.now_ms)
+        session.request_id = event.request_id
+        session.asked_bytes, session.is_issued = message.size_bytes, False
+        session.deadline_ms = self.now_ms + self.stall_ms  # created as soon as it fits
+
+    def _judge_allocation(self) -> None:
+        """Issue the writer's slab once it fits; make room if the request allows it."""
+        session = self.writer
+        if session is None or session.asked_bytes is None or session.is_issued:
+            return
+        if session.retry_ms is not None:
+            return  # the driver had no room a moment ago
+        granularity = self.granularity_bytes
+        size_bytes = -(-session.asked_bytes // granularity) * granularity
+        fit = self.fit(size_bytes, may_replace=session.wish.replace)
+        if fit is None:
+            self._refuse(session, self._out_of_memory(size_bytes))
+        elif fit is Fit.NOW:
+            session.has_waited = False
+            session.is_issued, session.deadline_ms = True, None
+            # Counted from now on, so that it is promised once.
+            self.region_of(session).slab_sizes.append(size_bytes)
+            self.do(ev.CreateSlab(session.id, str(session.region), size_bytes))
+        else:  # memory that was given up is being freed; the session's deadline is running
+            self.oom_waits_total += not session.has_waited
+            session.has_waited = True
+            self._wait(session, "releasing", self._what_is_freed())
+            if fit is Fit.WITHOUT_COMMITTED and self.committed is not None:
+                self.retire(self.committed)
+                self.journal()
+
+    def fit(self, size_bytes: int, *, may_replace: bool) -> Fit | None:
+        """Whether `size_bytes` more fit, or what would make them fit; None: nothing would."""
+        at_last = self.free_bytes + sum(epoch.size_bytes for epoch in self.being_freed)
+        if size_bytes <= self.free_bytes:
+            return Fit.NOW
+        if size_bytes <= at_last:
+            return Fit.LATER
+        committed = self.committed
+        if not may_replace or committed is None or self.is_held(committed):
+            return None
+        return Fit.WITHOUT_COMMITTED if size_bytes <= at_last + committed.size_bytes else None
+
+    def _progress(self, event: ev.Received, message: msg.ProgressMsg) -> None:
+        session = self.session(event)
+        session.move(msg.ProgressMsg, self.now_ms)
+        if message.done_bytes > session.done_bytes:  # repeating a figure is not progress
+            session.done_bytes = message.done_bytes
+            if session.state is S.WRITING:  # else the writer waits for us
+                session.deadline_ms = self.now_ms + self.stall_ms
+        session.total_bytes = message.total_bytes
+
+    def _commit(self, event: ev.Received, message: msg.CommitMsg) -> None:
+        session = self.session(event)
+        session.target(msg.CommitMsg)
+        epoch = self.region_of(session)
+        check_identity(message.identity)
+        check_size(message.manifest)
+        computed = layout_hash(epoch.slab_sizes, message.manifest)
+        if message.layout_hash != computed:
+            raise ProtocolError(
+                "gms.layout_mismatch",
+                f"the writer's layout hash is {message.layout_hash[:16]} and the server's is "
+                f"{computed[:16]}: they do not describe the same memory",
+            )
+        copy = self.offloaded
+        if message.restaged_from is not None:
+            # It must be the host copy that stands for this device's weights.
+            offered = (message.restaged_from, computed, identity_hash(message.identity))
+            if copy is None or offered != (copy.epoch, copy.layout_hash, copy.identity_hash):
+                raise UnderstudyError(
+                    "gms.stale_copy",
+                    f"the host copy {message.restaged_from} does not match the weights of this "
+                    "device; load them again",
+                )
+        announced = session.wish.identity
+        changed = None if announced is None else first_mismatch(announced, message.identity)
+        if changed is not None:
+            raise UnderstudyError(
+                "gms.identity_changed",
+                f"the checkpoint changed while it was being loaded: {changed}; load it again",
+                field=changed.field,
+            )
+        session.move(msg.CommitMsg, self.now_ms)
+        session.request_id, session.deadline_ms = event.request_id, None
+        epoch.manifest, epoch.layout_hash = message.manifest, computed
+        epoch.identity = dict(message.identity)
+        session.is_restaging = message.restaged_from is not None
+        if session.is_restaging and copy is not None:
+            epoch.digest = copy.digest
+        self.do(ev.SealEpoch(session.id, epoch.id, message.manifest))
+
+    def _epoch_opened(self, session: WeightsClient) -> None:
+        session.deadline_ms = self.now_ms + self.stall_ms
+        copy = self.offloaded  # of the requested identity, or it would not be granted
+        is_wanted = copy is not None and not session.wish.replace
+        offered = copy.epoch if copy is not None and is_wanted else None
+        request_id = session.take_request_id()
+        self.do(ev.GrantWriting(session.id, request_id, str(session.region), offered))
+
+    def _slab_created(self, session: WeightsClient) -> None:
+        session.asked_bytes = session.full = session.full_since_ms = None
+        session.deadline_ms = self.now_ms + self.stall_ms
+        session.reason = session.reason_message = ""
+        sizes = self.region_of(session).slab_sizes
+        self._send(session, msg.AllocatedMsg(len(sizes) - 1, sizes[-1]))
+
+    def _device_full(self, session: WeightsClient, error: UnderstudyError) -> None:
+        """The driver has less memory than we counted: another program uses it. Wait, and say so."""
+        self.region_of(session).slab_sizes.pop()
+        if session.full_since_ms is None:
+            session.full_since_ms = self.now_ms
+            self.oom_waits_total += 1
+        session.is_issued = False
+        session.retry_ms = self.now_ms + DEVICE_FULL_RETRY_MS
+        session.deadline_ms = session.full_since_ms + DEVICE_FULL_WAIT_MS
+        holders, shown = self._who_holds()
+        ours, said = "; ".join(shown) or "nothing", error.details.get("said", error.message)
+        session.full = UnderstudyError(
+            "gms.out_of_memory",
+            f"{said}. Held by this service: {ours}. Stop whatever "
+            "else uses the device, or use a smaller model",
+            **{**error.details, "said": said, "holders": holders},
+        )
+        self._wait(session, "device_full", session.full.message)
+
+    def _publish(self, session: WeightsClient) -> None:
+        """On disk. From here on the old epoch is history and the new one is readable."""
+        epoch, old = self.region_of(session), self.committed
+        # The replaced epoch is history from now on, also after a restart; and the device has its
+        # own weights again, which may be lost or condemned.
+        is_stale = self.is_journal_behind or old is not None or self.offloaded is not None
+        if old is not None:
+            self.retire(old)
+        self.offloaded = self._late = None
+        epoch.turn("serve")
+        epoch.was_published = True
+        session.retry_ms = self.problem = None
+        self.commits_total += 1
+        self.restages_total += session.is_restaging
+        self._send(session, msg.CommittedMsg(epoch.id))
+        how = "restored the weights from host memory as" if session.is_restaging else "committed"
+        self.record(
+            "gms.restaged" if session.is_restaging else "gms.commit",
+            f"{session.label} {how} epoch {epoch.id}",
+            epoch=epoch.id,
+            size_bytes=epoch.size_bytes,
+            tensors=epoch.tensors,
+        )
+        if is_stale:
+            self.journal()
+
+    def _left(self, session: WeightsClient, why: str) -> None:
+        epoch = self.regions.get(session.region or "")
+        if epoch is None:
+            return
+        if epoch.has_no_file and epoch.phase is RegionPhase.ORPHANED and epoch.returning is None:
+            del self.regions[epoch.id]  # there is no file whose watch could end it
+        elif epoch.phase is RegionPhase.MAKING and isinstance(session.request, msg.AttachMsg):
+            self.problem = None
+            epoch.turn("retire")
+            if session.may_be_journalled:  # its record may be on disk: restore the true one
+                self.journal()
+            lost = f"staging epoch {epoch.id} of {session.label} is lost: {why}"
+            self.record("gms.reclaim", lost, "warning", epoch=epoch.id)
+
+    # ------------------------------------------------------------------ time
+
+    def _deadlines(self) -> Iterable[float | None]:
+        yield from (session.retry_ms for session in self.sessions.values())
+        yield None if self._is_reported else self._began_ms + REPORT_AFTER_MS
+        yield self._upkeep.next_deadline_ms()
+        yield self.journal_retry_ms
+
+    def _due(self) -> None:
+        if not self._is_reported and self.now_ms >= self._began_ms + REPORT_AFTER_MS:
+            self._is_reported = True
+            self._report_orphans()
+        self._upkeep.deadline_passed()
+        if self.journal_retry_ms is not None and self.journal_retry_ms <= self.now_ms:
+            self.journal()
+        for session in self.sessions.values():
+            if session.retry_ms is not None and session.retry_ms <= self.now_ms:
+                session.retry_ms = None  # a slab is asked for again
+                if session.state is S.JOURNALLING:
+                    self._journal_commit(session)
+
+    def _too_late(self, session: WeightsClient) -> UnderstudyError:
+        if session.full is not None:
+            return session.full
+        if session.state is S.RETURNING:
+            return WaitTimeoutError("gms.rejoin_timeout", f"{session.reason_message}; try again")
+        if session.state is S.WAITING:
+            return WaitTimeoutError(
+                "gms.wait_timeout",
+                f"waited {session.wish.wait_ms / 1000:g} s for the weights: "
+                f"{session.reason_message}",
+                reason=session.reason,
+            )
+        return WaitTimeoutError(
+            "gms.writer_stalled",
+            f"no progress for {self.stall_ms / 1000:g} s, so this load is given up; a writer must "
+            "report progress while it reads from disk",
+        )
+
+    # ------------------------------------------------------------------ survivors and orphans
+
+    def is_awaited(self, region_id: str) -> bool:
+        epoch = self.regions.get(region_id)
+        if epoch is None:
+            return self._late is not None and self._late.epoch == region_id
+        is_known = epoch.expected is not None or epoch.fallback is not None
+        may_be_it = is_known or (self.is_journal_lost and not epoch.is_history)
+        return may_be_it and super().is_awaited(region_id)
+
+    def _check_survivor(self, message: msg.HandBackMsg) -> None:
+        held, size_bytes = message.epoch, sum(message.slab_sizes)
+        if held is None:
+            raise ProtocolError("gms.bad_offer", "no epoch was handed back")
+        if size_bytes > EPOCH_BYTES_MAX:
+            raise ProtocolError(
+                "gms.bad_epoch",
+                f"the epoch has {size_bytes} bytes, and the limit is {EPOCH_BYTES_MAX}",
+                limit=EPOCH_BYTES_MAX,
+            )
+        epoch = self.regions.get(message.region)
+        if not self.is_awaited(message.region):
+            return  # its word is enough: what came with it was not even kept
+        expected = self._late if epoch is None else epoch.expected or epoch.fallback
+        check_identity(held.identity)
+        check_size(message.manifest)
+        computed = layout_hash(message.slab_sizes, message.manifest)
+        is_it = expected is None or (
+            (expected.layout_hash, expected.identity_hash)
+            == (computed, identity_hash(held.identity))
+        )
+        if held.layout_hash != computed or not is_it:
+            raise ProtocolError(
+                "gms.bad_offer",
+                f"the memory offered as epoch {message.region} is not what was committed under that"
+                " id; the server takes it from another survivor",
+                epoch=message.region,
+            )
+
+    def _judge_survivor(self, session: WeightsClient, message: msg.HandBackMsg) -> None:
+        epoch = self.regions.get(message.region) or self._late_epoch(message)
+        held = message.epoch
+        assert held is not None
+        if epoch is not None and epoch.phase is RegionPhase.MAKING:
+            return  # its old connection has ended, which is about to be reported
+        if epoch is not None and epoch.fallback is not None:
+            return  # until the kernel, or a survivor, settles what became of its successor
+        is_orphan = epoch is not None and epoch.phase is RegionPhase.ORPHANED
+        if epoch is not None and is_orphan and self._may_publish(epoch, held):
+            self._take_back(session, epoch, message)
+            return
+        if not held.was_committed and not (epoch is not None and epoch.was_published):
+            error = UnderstudyError(
+                "gms.not_committed",
+                f"epoch {message.region} was not committed when the service died, so it is lost; "
+                "load the weights again",
+                epoch=message.region,
+            )
+            super()._refuse(session, error)
+            return
+        # An unknown epoch is history like any other: its file may have been removed.
+        if epoch is None:
+            epoch = self.regions[message.region] = Epoch(message.region, RegionPhase.ORPHANED)
+        if epoch.phase is RegionPhase.ORPHANED:
+            epoch.slab_sizes, epoch.was_published = list(message.slab_sizes), True
+            epoch.turn("retire")
+            self.do(ev.MarkRetired(epoch.id))
+        self._register(session)
+        phase = "committed" if epoch.phase is RegionPhase.SERVED else "superseded"
+        self._tell_of(session, f"is back as a reader of {phase} epoch {epoch.id}", epoch=epoch.id)
+
+    def _late_epoch(self, message: msg.HandBackMsg) -> Epoch | None:
+        """The journalled epoch after all, if nothing has replaced it. Its file is gone, so the
+        kernel cannot report its end: it lasts as long as its survivor."""
+        late, held = self._late, message.epoch
+        if late is None or late.epoch != message.region or held is None or not held.was_committed:
+            return None
+        if self.committed is not None or self.staging is not None:
+            return None
+        epoch = Epoch(late.epoch, RegionPhase.ORPHANED, [late.size_bytes], expected=late)
+        epoch.has_no_file = True
+        self.regions[epoch.id] = epoch
+        return epoch
+
+    def _may_publish(self, epoch: Epoch, held: msg.HeldEpoch) -> bool:
+        """Without a journal the first survivor decides which epoch was committed."""
+        if epoch.expected is not None:
+            return True
+        is_lost = self.is_journal_lost and not epoch.is_history
+        return is_lost and held.was_committed and self.committed is None
+
+    def _recovered(self, epoch: Epoch, offer: msg.HandBackMsg, tensors: int) -> None:
+        """The driver holds it: committed again, as if nothing had happened."""
+        held = offer.epoch
+        assert held is not None
+        epoch.identity, epoch.manifest = dict(held.identity), offer.manifest
+        epoch.layout_hash = layout_hash(epoch.slab_sizes, offer.manifest)
+        epoch.tensors, epoch.was_published = tensors, True
+        epoch.digest = epoch.expected.digest if epoch.expected else None
+        self.is_journal_lost, self.offloaded, self._late = False, None, None
+        for orphan in self.orphans:
+            orphan.fallback = None  # it was indeed replaced
+        self.recoveries_total += 1
+        took_ms = round(self.now_ms - self._began_ms)
+        self.record(
+            "gms.recovered",
+            f"epoch {epoch.id} is back from {offer.engine}, {took_ms} ms after the start",
+            epoch=epoch.id,
+            duration_ms=took_ms,
+        )
+        self.journal()  # the record may be lost, or name a predecessor too
+
+    def _is_served_watched(self, region: Epoch) -> bool:
+        return False
+
+    def _free(self, region: Epoch, event: ev.RegionFree) -> None:
+        if region.phase in (RegionPhase.SERVED, RegionPhase.MAKING):
+            raise InvariantError(f"epoch {region.id} was reported as free while it is in use")
+        super()._free(region, event)
+
+    def _not_back(self, region: Epoch) -> None:
+        if region.has_no_file and not self.is_held(region):
+            self.regions.pop(region.id, None)  # there is no file whose watch could end it
+
+    def _freed(self, region: Epoch, was: RegionPhase, event: ev.RegionFree) -> None:
+        # Without orphans no survivor can replace a lost journal any more.
+        is_over = self.is_journal_lost and not self.orphans
+        if is_over or (was is RegionPhase.ORPHANED and region.expected is not None):
+            self.is_journal_lost = False
+            self._journalled_is_gone(region.expected, event.copy)
+
+    def _journalled_is_gone(
+        self, record: ev.JournalRecord | None, copy: ev.JournalRecord | None
+    ) -> None:
+        """The journalled epoch's file is free. If its commit was never answered, the epoch that it
+        was to replace is still the committed one. Otherwise a host copy of its bytes stands for
+        it: its readers may have unmapped it to offload it when the server died."""
+        predecessor = next((orphan for orphan in self.orphans if orphan.fallback), None)
+        if predecessor is not None:
+            predecessor.expected, predecessor.fallback = predecessor.fallback, None
+            return
+        self._late = record
+        if record is not None and copy is not None and is_copy_of(copy, record):
+            self.offloaded = copy
+            said = f"epoch {record.epoch} is lost from the device; using its host copy {copy.epoch}"
+            size_bytes = record.size_bytes
+            self.record(
+                "gms.offloaded", said, epoch=record.epoch, copy=copy.epoch, size_bytes=size_bytes
+            )
+        self.journal()
+
+    def _ended(self, region: Epoch) -> None:
+        self.reclaims_total += 1
+        said = f"the memory of epoch {region.id} is free"
+        self.record("gms.reclaim", said, epoch=region.id, size_bytes=region.size_bytes)
+
+    def _report_orphans(self) -> None:
+        """Log which processes keep an earlier server's memory without handing it back."""
+        if self.orphans:
+            pids = sorted({pid for epoch in self.orphans for pid in epoch.pids})
+            holders = ", ".join(f"pid {pid}" for pid in pids) or "processes not visible here"
+            said = (
+                f"memory of the previous server is mapped and was not handed back: {holders}; no "
+                "engine may load until it is"
+            )
+            self.record("gms.recovering", said, "warning")
+
+    # ------------------------------------------------------------------ what an error says
+
+    def _out_of_memory(self, size_bytes: int) -> UnderstudyError:
+        holders, shown = self._who_holds()
+        free = self.free_bytes
+        return UnderstudyError(
+            "gms.out_of_memory",
+            f"a slab of {size_of(size_bytes)} does not fit: the device has "
+            f"{size_of(self.capacity_bytes)}, {size_of(free)} of it free"
+            + (f"; {'; '.join(shown)}" if shown else "")
+            + ". Use a smaller model, a larger device (--device-bytes), or stop what holds the"
+            " memory",
+            capacity_bytes=self.capacity_bytes,
+            needed_bytes=size_bytes,
+            free_bytes=free,
+            kv_bytes=self.kv_bytes,
+            holders=holders,
+        )
+
+    def _who_holds(self) -> tuple[list[dict[str, Any]], list[str]]:
+        """The holders of each epoch: as data, and, with the KV memory, as phrases."""
+        holders: list[dict[str, Any]] = []
+        shown = []
+        for epoch in self.regions.values():
+            if not epoch.size_bytes:
+                continue
+            users = [s.label for s in self.sessions.values() if s.region == epoch.id]
+            users += [f"pid {pid}" for pid in epoch.pids]
+            phase = self.phase_shown(epoch)
+            known = {"epoch": epoch.id, "phase": phase, "size_bytes": epoch.size_bytes}
+            holders.append({**known, "users": users})
+            by = f" used by {', '.join(users)}" if users else " without users"
+            shown.append(f"{phase} epoch {epoch.id[:8]} {size_of(epoch.size_bytes)}{by}")
+        if self.kv_bytes:
+            how = "`gms drop-kv` frees it if no engine uses it"
+            shown.append(f"KV memory {size_of(self.kv_bytes)} ({how})")
+        return holders, shown
+
+    def _what_is_freed(self) -> str:
+        epochs = [f"epoch {e.id[:8]}" + _pids(e) for e in self.being_freed]
+        kv = f"; KV memory takes {size_of(self.kv_bytes)}" if self.kv_bytes else ""
+        return f"memory is being freed: {'; '.join(epochs) or 'the replaced epoch'}{kv}"
+
+
+class GrantVerdict(Enum):
+    READ = auto()
+    WRITE = auto()
+
+
+class Fit(Enum):
+    NOW = auto()
+    LATER = auto()  # when memory that was given up is free
+    WITHOUT_COMMITTED = auto()  # the committed epoch has no readers and may be replaced
+
+
+def _on_offloaded(wish: msg.AttachMsg, offloaded: ev.JournalRecord) -> UnderstudyError | None:
+    """The verdict where other weights are offloaded than the requested ones; None: the same."""
+    if wish.identity is None or identity_hash(wish.identity) == offloaded.identity_hash:
+        return None
+    return UnderstudyError(
+        "gms.identity_mismatch",
+        f"the weights that are offloaded to host memory as epoch {offloaded.epoch} are not the "
+        "requested ones; start every engine with the same checkpoint and settings, or ask to "
+        "replace the epoch",
+        epoch=offloaded.epoch,
+    )
+
+
+def _on_committed(wish: msg.AttachMsg, committed: Epoch) -> GrantVerdict | UnderstudyError | None:
+    """The verdict where something is committed; None: the request is to replace it."""
+    if wish.mode == Mode.RW:
+        if wish.replace:
+            return None
+        return UnderstudyError(
+            "gms.already_committed",
+            f"epoch {committed.id} is committed on this device; attach with rw_or_ro to use it, or "
+            "ask to replace it",
+            epoch=committed.id,
+        )
+    if wish.identity is None or committed.identity is None:
+        return GrantVerdict.READ
+    mismatch = first_mismatch(committed.identity, wish.identity)
+    if mismatch is None:
+        return GrantVerdict.READ
+    if wish.mode == Mode.RW_OR_RO and wish.replace:
+        return None
+    return UnderstudyError(
+        "gms.identity_mismatch",
+        f"the committed weights are not the requested ones: {mismatch}; start every engine with "
+        "the same checkpoint and settings, or ask to replace the epoch",
+        epoch=committed.id,
+        field=mismatch.field,
+        expected=mismatch.expected,
+        offered=mismatch.offered,
+    )
+
+
+def _pids(epoch: Epoch) -> str:
+    return "".join(f", pid {pid}" for pid in epoch.pids)
+
+
+def _held(epochs: Iterable[Epoch]) -> str:
+    parts = []
+    for epoch in epochs:
+        pids = ", ".join(f"pid {pid}" for pid in epoch.pids)
+        parts.append(f"epoch {epoch.id}" + (f" by {pids}" if pids else ""))
+    return "; ".join(parts)
+
+
+def orphans_of(
+    ids: Iterable[str], record: ev.JournalRecord | None, history: Collection[str] = ()
+) -> list[Epoch]:
+    """The epochs that a server starts with: those that have files, with what the journal knows of
+    them, unless their files are marked as history."""
+    orphans = {id_: Epoch(id_, RegionPhase.ORPHANED, is_history=id_ in history) for id_ in ids}
+    if record is not None and record.epoch not in history:
+        known = orphans.setdefault(record.epoch, Epoch(record.epoch, RegionPhase.ORPHANED))
+        # Its slabs are unknown until it is handed back; it counts as one piece until then.
+        known.slab_sizes, known.expected = [record.size_bytes], record
+        previous = record.previous
+        older = orphans.get(previous.epoch) if previous is not None else None
+        if previous is not None and older is not None and not older.is_history:
+            older.slab_sizes, older.fallback = [previous.size_bytes], previous
+    return list(orphans.values())
