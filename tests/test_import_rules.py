@@ -397,7 +397,7 @@ LINES_MAX = {
     "engine": 20_439,
     "gateway": 9_662,
     "pool": 9_160,
-    "understudy": 11_518,
+    "understudy": 11_519,
     "hack": 6_315,
     "tests": 84_100,
 }

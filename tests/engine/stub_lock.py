@@ -20,7 +20,6 @@ class StubLock:
     auto: tuple[str, ...] = ("loader",)
     token: int = 0
     wants: list[WantMsg] = field(default_factory=list)
-    handed_back: int = 0
 
     def __post_init__(self) -> None:
         self.server = Server(self.path, CATALOGUE, self, service="stub")
@@ -74,7 +73,6 @@ class StubLock:
     def received(
         self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
     ) -> None:
-        self.handed_back += len(fds)
         close_all(fds)
         if isinstance(message, BeatMsg):
             return

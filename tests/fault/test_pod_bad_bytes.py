@@ -161,7 +161,6 @@ def test_forged_messages_affect_only_their_sender(home: PodHome):
             "witness": "witness_" + "_".join(active["incarnation"].rsplit("-", 1)),
             "locks": ("active",),
             "tokens": {"active": before.token},
-            "services": (),
         }
         stranger = {**claim, "engine": "engine-9", "incarnation": "engine-9-" + "0" * 16}
         want, gms = lock_messages.WantMsg, gms_messages
