@@ -232,3 +232,25 @@ def test_malformed_lease_is_refused(held, raw):
     """Goal: a damaged record is not half believed. Method: each way to be malformed."""
     with pytest.raises((KeyError, TypeError, ValueError)):
         replace_lease(held.disk.holders["active"], raw)
+
+
+def test_holder_that_is_cut_for_long_is_reported_with_what_is_left_of_its_lease():
+    """Goal: an operator sees why the lock waits. Method: a lease that outlasts the patience."""
+    timed = Timed(lease_ms=60_000)
+    timed.want(1, A, "active")
+    timed.feed(ev.ConnectionClosed(1))
+    done = timed.pass_ms(30_000)
+    assert happened(done).count("lock.waiting_evidence") == 1
+    leases = timed.machine.leases
+    assert leases.left_ms(A, timed.now_ms) == 61_000 - 30_000
+    assert leases.left_ms(B, timed.now_ms) is None
+
+
+def test_stalled_server_believes_every_lease_anew():
+    """Goal: what arrived while this server could not receive counts. Method: a stall of longer than
+    a lease, after a start at which engines may live that have not connected."""
+    timed = Timed(listens=True)
+    timed.want(1, A, "active")
+    timed.now_ms += 2 * SPAN_MS
+    assert "lock.lease_expired" not in happened(timed.feed(ev.TimePassed()))
+    assert timed.machine.leases.may_have_strangers

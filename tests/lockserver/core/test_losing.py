@@ -17,6 +17,26 @@ from tests.lockserver.core.shell import (
 )
 
 
+def test_closed_connection_alone_frees_nothing_and_starts_no_probe():
+    """Goal: a closed connection proves nothing. Method: cut the holder's."""
+    shell = held_by_a()
+    shell.feed(ev.ConnectionClosed(1))
+    assert shell.active.state is LockState.RELEASING
+    assert shell.due() == []
+    assert shell.feed(ev.WitnessFree("active", A)) == []
+    assert sent(shell.feed(want(5, A, "active", tokens={"active": 1}))) == [(5, A, 1)]
+    assert shell.active.state is LockState.HELD
+
+
+def test_without_pidfd_the_closed_connection_stands_for_the_process():
+    """Goal: older kernels. Method: the holder has no pidfd."""
+    shell = Shell()
+    shell.feed(want(1, A, "active", process="none"))
+    assert shell.due() == []
+    shell.feed(ev.ConnectionClosed(1))
+    assert shell.due() == [A]
+
+
 def test_released_lock_cannot_be_requested_by_the_same_incarnation():
     """Goal: a reaped incarnation stays dead. Method: drop the lock, ask again."""
     shell = held_by_a()
@@ -45,6 +65,13 @@ def test_repeated_progress_is_not_a_sign_of_life():
     assert shell.machine.supervisors[f"{'engine-0':0>16}"].is_silent
 
 
+def test_stopped_server_reports_no_engine_silent():
+    """Goal: our own stall is not blamed on engines. Method: one tick after a minute."""
+    shell = held_by_a()
+    shell.now_ms += 60_000
+    assert "lock.unresponsive" not in happened(shell.feed(ev.TimePassed()))
+
+
 def test_plain_lock_is_free_when_unwanted_or_its_supervisor_is_gone():
     """Goal: the loader lock waits for no witness. Method: both ways to lose it."""
     shell = Shell()
@@ -61,6 +88,16 @@ def test_plain_lock_outlives_a_cut_connection():
     shell.feed(want(1, A, "loader"))
     shell.feed(ev.ConnectionClosed(1))
     assert sent(shell.feed(want(2, A, "loader", tokens={"loader": 1}))) == [(2, A, 1)]
+
+
+def test_silent_holder_whose_witness_is_free_is_dead():
+    """Goal: a hung connection of a dead tree delays nothing. Method: silence, and the witness."""
+    shell = held_by_a(silent_ms=1000)
+    shell.pass_ms(1200)
+    shell.feed(ev.Beaten(2, 1))
+    effects = shell.feed(ev.WitnessFree("active", A))
+    assert "lock.releasing" in happened(effects)
+    assert sent(effects) == [(2, B, 2)]
 
 
 def test_witness_tried_for_another_incarnation_frees_nothing():

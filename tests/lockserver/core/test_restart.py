@@ -8,12 +8,13 @@ from lockserver.core import events as ev
 from lockserver.core import recovery
 from lockserver.core.lock import LockState
 from lockserver.core.machine import WINDOW_MS
-from lockserver.core.names import name_of
+from lockserver.core.names import WitnessState, name_of
 from tests.lockserver.core.shell import (
     A2,
     A,
     B,
     Shell,
+    happened,
     held_by_a,
     refused,
     restarted,
@@ -171,3 +172,16 @@ def test_engines_may_be_running_within_the_window_while_connected_or_while_a_loc
     assert not shell.machine.may_have_engines(WINDOW_MS)
     shell.machine.locks["active"].state = LockState.RECOVERING
     assert shell.machine.may_have_engines(WINDOW_MS)
+
+
+def test_unknown_file_claim_of_a_free_witness_is_refused():
+    """Goal: a token does not prove life. Method: claim with a witness that no process holds."""
+    shell = Shell(LOST)
+    claim = want(1, A, "active", tokens={"active": 12}, witness_state=WitnessState.FREE)
+    assert refused(shell.feed(claim)) == ["lock.stale_claim"]
+
+
+def test_unknown_file_without_evidence_is_reported_once():
+    """Goal: an operator sees what a lock waits for. Method: nobody connects, and no look ends."""
+    shell = Shell(LOST)
+    assert happened(shell.pass_ms(2 * WINDOW_MS)).count("lock.waiting_evidence") == 2  # both locks

@@ -9,6 +9,7 @@ from lockserver.core import events as ev
 from lockserver.core.names import WitnessState
 from tests.lockserver.core.shell import (
     A,
+    B,
     Shell,
     _is,
     happened,
@@ -33,6 +34,22 @@ def looked(wanted: ev.Wanted, state=WitnessState.HELD, **fields) -> ev.Wanted:
 
 def waiting(shell: Shell) -> list[str]:
     return [each.incarnation for each in shell.active.waiters]
+
+
+def test_waiter_that_asks_again_unseen_keeps_its_place_and_is_granted():
+    """Goal: a healthy standby is not evicted. Method: it repeats its want while nothing can be
+    looked at, not even its file's name; then the holder dies."""
+    shell = held_by_a()
+    assert waiting(shell) == [B]
+    asked = replace(want(2, B, "active", **UNSEEN), witness_file=None)
+    effects = shell.feed(asked)
+    assert not refused(effects)
+    assert to_repeat(effects) == [asked]
+    assert waiting(shell) == [B]
+    shell.feed(ev.ProcessGone(f"{'engine-0':0>16}"))
+    effects = shell.feed(ev.WitnessFree("active", A))
+    assert sent(effects)[0] == (2, B, 2)
+    assert shell.active.holder.witness == want(2, B, "active").witness_file
 
 
 def test_new_launch_asked_for_unseen_gives_up_the_place_of_the_old_one():
@@ -65,6 +82,15 @@ def test_claim_on_lost_state_waits_for_a_look_and_frees_nothing():
     shell.feed(ev.DirectoryScanned(frozenset({asked.msg.witness})))
     assert shell.active.is_unknown
     assert sent(shell.feed(looked(asked))) == [(1, A, 5)]
+
+
+def test_stale_claim_is_refused_without_a_look():
+    """Goal: what no look could change is answered at once. Method: a claim on a lock whose holder
+    is on file."""
+    shell = held_by_a()
+    effects = shell.feed(want(2, B, "active", tokens={"active": 3}, **UNSEEN))
+    assert refused(effects) == ["lock.stale_claim"]
+    assert not to_repeat(effects)
 
 
 def test_plain_lock_needs_the_name_of_the_witness_only():
