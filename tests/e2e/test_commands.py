@@ -32,8 +32,8 @@ UNDERSTUDY = str(Path(sys.executable).parent / "understudy")
 ENVIRONMENT = {**os.environ, **AS_USERS_RUN_IT}
 LEFT_BY_A_POOL = ("pool.sock", "engine_chat-0.sock", "gms_HOST-0.chat_weights.sock")
 # Below `up`: an init for each of six containers; the page; a lock server; a memory service and a
-# device's two servers; a gateway; two engines of two processes.
-PROCESSES = 6 + 1 + 1 + 3 + 1 + 2 * 2
+# device's server; a gateway; two engines of two processes.
+PROCESSES = 6 + 1 + 1 + 2 + 1 + 2 * 2
 
 
 def understudy(*words: str, deadline_s: float = 30.0) -> subprocess.CompletedProcess[str]:
