@@ -1,4 +1,4 @@
-"""Engines that span nodes, from the overlay's own manifests: each node's pod on this machine.
+"""Engines of two nodes that share one lock: each node's pod on this machine, from the overlay.
 
 The lock server's Deployment, and the engines' StatefulSet once for each of its pods, with its
 ordinal as the kubelet would set it. Volumes are directories, and ports are free ones.
@@ -33,7 +33,7 @@ from understudy.pod.runner import PodRunner
 from understudy.pod.table import INIT, Container, HttpProbe, program
 from understudy.up.models import make_random_model
 
-START_S = 120.0  # four engines, two memory services and a lease, on a busy machine
+START_S = 120.0  # four engines and two memory services, on a busy machine
 LEASE_MS = 10_000  # of the twenty seconds in the manifest: the first start waits for one
 
 
@@ -52,8 +52,8 @@ class Nodes:
         }
         self.runners = [self._runner("lock", LOCK_POD, 0, {}, {"listen": f"tcp://{lock}"})]
         self.runners += [
-            self._runner(f"node{member}", NODES, member, engines, {})
-            for member in range(workload(NODES)["spec"]["replicas"])
+            self._runner(f"node{node}", NODES, node, engines, {})
+            for node in range(workload(NODES)["spec"]["replicas"])
         ]
 
     def _runner(
@@ -99,7 +99,7 @@ class Nodes:
         return PodRunner(made, directory / "log")
 
     async def start(self) -> None:
-        """All three at once: members wait for one another."""
+        """All three at once: engines retry until the lock server answers."""
         await asyncio.gather(*(runner.start() for runner in self.runners))
 
     async def stop(self) -> None:
@@ -127,21 +127,25 @@ class Nodes:
         return found
 
     def whole(self) -> dict[str, Any]:
-        """The lock once one engine holds it and the other one waits."""
+        """The lock once one engine holds it and the other three wait."""
 
         def found() -> dict[str, Any]:
             lock = self.lock()
-            is_whole = lock.get("state") == "held" and len(lock["waiters"]) == 1
+            is_whole = lock.get("state") == "held" and len(lock["waiters"]) == 3
             return lock if is_whole else {}
 
-        return until(found, "both engines to be there", START_S)
+        return until(found, "all four engines to be there", START_S)
 
-    def backend(self, member: int, engine: str) -> int:
-        """A process of one member's backend."""
-        for pid in descendants(self.runners[1 + member].pids()[engine]):
+    def runner(self, engine: str) -> PodRunner:
+        """That of the node of `engine`, which is called after it."""
+        return self.runners[1 + node_of(engine)]
+
+    def backend(self, engine: str) -> int:
+        """A process of its backend."""
+        for pid in descendants(self.runner(engine).pids()[container_of(engine)]):
             if b"engine.backends.reference.main" in cmdline(pid):
                 return pid
-        raise AssertionError(f"member {member} of {engine} has no backend")
+        raise AssertionError(f"{engine} has no backend")
 
     def answers(self) -> tuple[str, int]:
         """Which engine answers a request, and under which token."""
@@ -158,25 +162,27 @@ def nodes() -> Iterator[Nodes]:
 
 
 @pytest.mark.slow
-def test_death_of_a_second_members_process_is_a_failover(nodes: Nodes):
-    """Goal: the overlay serves over two nodes, and a death on the node without the HTTP server is a
-    failover like any other: no lease has to expire. Method: SIGKILL a process of member 1 of the
-    active engine; check which engine serves then, and that no lease expired."""
+def test_death_of_an_engine_or_of_its_node_is_a_failover(nodes: Nodes):
+    """Goal: four engines on two nodes share one lock, and the loss of a node is a failover. Method:
+    SIGKILL the active engine's backend: another one serves before any lease expires. Then SIGKILL
+    every process of the active engine's node: one of the other node serves once the lease has."""
 
     def scenario() -> None:
-        before = nodes.whole()
-        first, second = before["holder"]["engine"], before["waiters"][0]["engine"]
-        assert {first, second} == {"engine-0", "engine-1"}
-        serving = until(lambda: served(nodes), "the first answer", START_S)
-        assert serving == (first, before["holder"]["token"])
-        os.kill(nodes.backend(1, first), signal.SIGKILL)
-        after = until(lambda: served(nodes, but=first), "the other engine to answer", START_S)
-        assert after[0] == second
-        assert after[1] > serving[1]
-        assert nodes.whole()["waiters"][0]["engine"] == first  # it is the standby now
-        events = nodes.events()
-        assert "lock.member_lost" in events
-        assert "lock.lease_expired" not in events
+        lock = nodes.whole()
+        first = until(lambda: served(nodes), "the first answer", START_S)
+        assert first == (lock["holder"]["engine"], lock["holder"]["token"])
+        os.kill(nodes.backend(first[0]), signal.SIGKILL)
+        second = until(lambda: served(nodes, but=first[0]), "another engine to answer", START_S)
+        assert second[1] > first[1]
+        nodes.whole()
+        assert "lock.lease_expired" not in nodes.events()
+        lost = nodes.runner(second[0])
+        for init in lost.pids().values():
+            os.kill(init, signal.SIGKILL)  # and the kernel what is below it
+        third = until(lambda: served(nodes, but=second[0]), "the other node to answer", START_S)
+        assert third[1] > second[1]
+        assert node_of(third[0]) != node_of(second[0])
+        assert "lock.lease_expired" in nodes.events()
 
     async def main() -> None:
         try:
@@ -186,6 +192,15 @@ def test_death_of_a_second_members_process_is_a_failover(nodes: Nodes):
             await nodes.stop()
 
     asyncio.run(main())
+
+
+def node_of(engine: str) -> int:
+    """The 1 of `understudy-1-engine-0`: the overlay calls an engine after its pod."""
+    return int(engine.split("-")[1])
+
+
+def container_of(engine: str) -> str:
+    return engine.split("-", 2)[2]
 
 
 def cmdline(pid: int) -> list[bytes]:
