@@ -5,12 +5,18 @@ last byte."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from lockserver.messages import CATALOGUE, StatusMsg
+from plumbing.errors import UnderstudyError
+from plumbing.pod.paths import lockserver_socket
+from plumbing.wire.blocking import BlockingClient
 from tests.e2e.pools import WAIT_S, RunningPool, running_pool
 from tests.e2e.test_pool import DEVICE_BYTES, TWO
 from tests.helpers import auntil
@@ -23,6 +29,16 @@ async def answers(pod: RunningPool, *models: str) -> None:
     for model in models:
         status, body = await asyncio.to_thread(pod.ask, model, max_tokens=4)
         assert status == 200, body
+
+
+def has_socket(pod: RunningPool) -> bool:
+    """Whether the lock server keeps the service socket, and a gateway has it."""
+    path = lockserver_socket(str(pod.directory))
+    with contextlib.suppress(UnderstudyError), BlockingClient(path, CATALOGUE) as client:
+        reply: Any = client.request(StatusMsg()).message
+        (service,) = reply.document["service"].values()
+        return bool(service["state"] == "lent")
+    return False
 
 
 def kill_backend(pod: RunningPool, engine: str) -> None:
@@ -48,6 +64,8 @@ def test_disk_without_a_free_byte_stops_no_switch_wake_or_restart(
                         f"{container} to be back",
                         WAIT_S,
                     )
+                    # Only two deaths at the same time may lose the listening socket.
+                    await auntil(lambda: has_socket(pod), "the socket to be lent", WAIT_S)
                 await answers(pod, "a", "b")
 
     asyncio.run(scenario())

@@ -233,5 +233,5 @@ def test_a_partitioned_holder_has_stopped_before_another_is_granted(host, proxy)
     assert first.process.poll() is None
     proxy.reconnect()
     first.until("standby", number=2)
-    second.kill("backend-model")
+    second.kill("backend-http")
     first.until("active")
