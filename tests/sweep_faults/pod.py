@@ -161,7 +161,6 @@ class SweptPod:
             **{str(each["id"]): str(each["incarnation"]) for each in engines},
             **{supervisor_of(each["id"]): str(each["pid"]) for each in engines},
             "gms-server": ",".join(str(part.get("pid")) for part in view["gms"]),
-            "kv-server": ",".join(str(_kv(part).get("pid")) for part in view["gms"]),
         }
 
     async def whole(self, deadline_s: float) -> Standing:
