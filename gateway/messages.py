@@ -28,8 +28,9 @@ class ExpectDeathMsg(Message, frozen=True, tag="expect_death"):
 
 
 class ReplaceMsg(Message, frozen=True, tag="replace"):
-    """Have the init start a successor, with the files as they are now. Answered by `replacing` as
-    soon as the init is told; the successor then takes this socket over. A refusal is an error."""
+    """Have the init start a successor, with the files as they are now. The gateway answers
+    `replacing` once it has signalled its init; the successor then takes this socket over. A refusal
+    is an error."""
 
 
 class ReplacingMsg(Message, frozen=True, tag="replacing"):

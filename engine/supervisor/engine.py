@@ -133,8 +133,8 @@ class Engine(EngineHub):
 
     def note(self) -> None:
         """Something has changed: tell `listeners`, in their order, in the next turn of the event
-        loop. So they are told once of all that changes together, and after its effects, because
-        writing a status takes longer than they do."""
+        loop. Changes of one turn cause one call of each, after their effects: writing a status
+        takes longer than they do."""
         if self._noting is None:
             self._noting = asyncio.get_running_loop().call_soon(self._noted)
 

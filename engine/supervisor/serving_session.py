@@ -231,7 +231,7 @@ class ServingSession:
         self._ask_to_place()
 
     def _stop_placing(self) -> None:
-        """The backend is woken or gone: it is asked no more."""
+        """Stop asking the backend, which is woken or gone."""
         self._wants_away, self.note = False, ""
         self._placings += 1
         self._hub.cancel("placing")

@@ -9,8 +9,8 @@ and how large a body it takes. A newer grant ends every attempt of the older one
 these connections still have to say, and every request that the old engine had scheduled when it
 died is charged with that death (`queue.py`). Tokens compare within an era only.
 
-While the engine rests, the shell shuts the door: requests wait, and the shell is told of the
-first one. An engine that wakes under the same grant is greeted anew.
+While the engine rests, the shell shuts the door: requests wait, and the machine
+reports the first one to the shell. An engine that wakes under the same grant is greeted anew.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ class Gateway:
         self._is_busy = False
 
     def _may_send(self) -> bool:
-        """Whether the door is open. The shell is told of the first request behind it."""
+        """Whether the door is open. `WantEngine` reports the first request behind it."""
         if not self._door.is_open and not self._is_wanted:
             self._is_wanted = True
             self._requests.outbox.append(ev.WantEngine())

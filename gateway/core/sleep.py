@@ -2,15 +2,15 @@
 
 Two rules, and the door that both need:
 
-    idle     nothing was in flight in any child for `sleep_after_ms` → goal `warm`
+    idle     nothing was in flight in any gateway for `sleep_after_ms` → goal `warm`
     demand   a request waits while the goal is below `awake`         → goal `awake`
 
-                  quiet for so long            all children obey, still quiet: goal warm
+                  quiet for so long            both gateways obey, still quiet: goal warm
           open ─────────────────────▶ closing ─────────────────────────────────────▶ shut
            ▲ ◀────── a request, or late ──┘                                            │
            └──────────── it wakes; it is lost, or another engine holds the lock ───────┘
 
-*Children* are this gateway, and the one that it has replaced, which has requests in the engine as
+*Gateways* are this one, and the one that it has replaced, which has requests in the engine as
 long as it lives. The door makes sleep safe for requests: sending stops *before* the goal is sent,
 so no request is on its way to an engine that stops accepting. A goal from the command line has no
 door: the engine drains then, and the door follows what it reports. When in doubt, the door opens:
@@ -70,18 +70,18 @@ class GoalRefused(SleepEvent, frozen=True):
     reason: str
 
 
-class ChildSaid(SleepEvent, frozen=True):
-    """What there is. `door`: the number of the last `DoorSet` that this child has obeyed."""
+class GatewaySaid(SleepEvent, frozen=True):
+    """What there is. `door`: the number of the last `DoorSet` that this gateway has obeyed."""
 
-    child: int
+    gateway: int
     door: int
     in_flight: int  # requests, with those that wait
     wanting: int  # that wait for an engine, or to be resumed
     quiet_ms: float  # since nothing was in flight
 
 
-class ChildGone(SleepEvent, frozen=True):
-    child: int
+class GatewayGone(SleepEvent, frozen=True):
+    gateway: int
 
 
 class SleepTick(SleepEvent, frozen=True):
@@ -92,7 +92,7 @@ class SleepTick(SleepEvent, frozen=True):
 
 
 class SleepEffect(Struct, frozen=True):
-    """What the shell does, in the order given; a `DoorSet` is one too: it tells all children."""
+    """What the shell does, in the order given; a `DoorSet` is one too: it tells all gateways."""
 
 
 class SendGoal(SleepEffect, frozen=True):
@@ -115,15 +115,15 @@ class SleepTold(SleepEffect, frozen=True):
     severity: str = "info"
 
 
-# For all children to obey, which takes a millisecond; one that is stopped is killed after 3 s.
+# For both gateways to obey, which takes a millisecond; one that is stopped is killed after 3 s.
 CLOSING_MS = 1_000.0
 # The states of an engine that holds the lock; first those in which it must get no request.
 WAY_DOWN = frozenset({"draining", "releasing", "resting"})
 HOLDING = WAY_DOWN | {"waking", "active"}
 
 
-class _ChildView(Struct):
-    """One child, as of its last beat."""
+class _GatewayView(Struct):
+    """One gateway, as of its last beat."""
 
     door: int
     in_flight: int
@@ -141,7 +141,7 @@ class SleepPolicy:
         self.said: HolderSaid | None = None  # the last word of this holder
         self.door = DoorSet(0, 0, GatewayDoor.OPEN)
         self.pending_goal: Tier | None = None  # that it has not answered yet
-        self._children: dict[int, _ChildView] = {}
+        self._gateways: dict[int, _GatewayView] = {}
         self._awake_since_ms = 0.0  # or since when it was last found not to be quiet
         self._closing_since_ms = 0.0
         self._woken_ms: float | None = None  # when it was told to wake, until it is awake
@@ -159,14 +159,14 @@ class SleepPolicy:
     @property
     def wanting(self) -> int:
         """Requests that wait behind the present door; older beats say nothing about it."""
-        views = self._children.values()
+        views = self._gateways.values()
         return sum(each.wanting for each in views if each.door == self.door.number)
 
     def quiet_ms(self, now_ms: float) -> float:
-        """For how long nothing was in flight, as far as children have said."""
-        if any(each.in_flight for each in self._children.values()):
+        """For how long nothing was in flight, as far as gateways have said."""
+        if any(each.in_flight for each in self._gateways.values()):
             return 0.0
-        since_ms = [each.quiet_since_ms for each in self._children.values()]
+        since_ms = [each.quiet_since_ms for each in self._gateways.values()]
         return max(0.0, now_ms - max([self._awake_since_ms, *since_ms]))
 
     @property
@@ -192,12 +192,12 @@ class SleepPolicy:
                 self.pending_goal, self._awake_since_ms = None, now_ms
                 message = f"{self.engine} refuses the goal: {event.reason}"
                 self._out.append(SleepTold("goal_refused", message, "warning"))
-            case ChildSaid():
-                self._children[event.child] = _ChildView(
+            case GatewaySaid():
+                self._gateways[event.gateway] = _GatewayView(
                     event.door, event.in_flight, event.wanting, now_ms - event.quiet_ms
                 )
-            case ChildGone():
-                self._children.pop(event.child, None)
+            case GatewayGone():
+                self._gateways.pop(event.gateway, None)
             case SleepTick():
                 pass
             case _:
@@ -251,19 +251,19 @@ class SleepPolicy:
 
     def _is_idle(self, now_ms: float) -> bool:
         said, after_ms = self.said, self.rules.sleep_after_ms
-        if not after_ms or not self._is_heard or said is None or not self._children:
+        if not after_ms or not self._is_heard or said is None or not self._gateways:
             return False
         may_rest = said.can_rest and said.state == "active" and self.pending_goal is None
         return may_rest and self.quiet_ms(now_ms) >= after_ms
 
     def _close(self, now_ms: float) -> None:
-        """The children send nothing now, so nothing can begin: is all quiet?"""
+        """The gateways send nothing now, so nothing can begin: is all quiet?"""
         is_late = now_ms - self._closing_since_ms >= CLOSING_MS
         if is_late or not self._is_idle(now_ms):
             if is_late:
                 self._awake_since_ms = now_ms
             self._set(GatewayDoor.OPEN)
-        elif all(each.door == self.door.number for each in self._children.values()):
+        elif all(each.door == self.door.number for each in self._gateways.values()):
             quiet = duration(self.quiet_ms(now_ms))
             self._out.append(
                 SleepTold("sleep", f"no request for {quiet}: putting {self.engine} to sleep")
@@ -285,7 +285,7 @@ class SleepPolicy:
         self._out.append(SendGoal(goal))
 
     def _set(self, door: GatewayDoor) -> None:
-        """Tell the children if anything about the door has changed."""
+        """Tell the gateways if anything about the door has changed."""
         old = self.door
         does_open = (
             door is not GatewayDoor.SHUT or self.rules.wakes_on_request or self.goal is Tier.AWAKE
@@ -294,7 +294,7 @@ class SleepPolicy:
         new = DoorSet(old.number, self.token, door, does_open, reason)
         if new == old:
             return
-        # A number is what children confirm to have obeyed: only for what changes what they do.
+        # A number is what gateways confirm to have obeyed: only for what changes what they do.
         is_same = (new.door, new.token) == (old.door, old.token)
         number = old.number + (not is_same)
         self.door = DoorSet(number, self.token, door, does_open, reason)

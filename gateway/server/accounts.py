@@ -1,4 +1,4 @@
-"""What the gateway has counted since its start, and what is told of it: events, the access log.
+"""What the gateway has counted since its start, and its reports: events, the access log.
 
 Owns no decision. Users' text never comes here. Pauses and resumes of many streams at once are one
 event a second, because a failover under a thousand streams is one thing that happened.

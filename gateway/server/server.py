@@ -47,7 +47,7 @@ from plumbing.wire.server import Server
 
 TICK_S = 0.1  # silence of an engine is measured in seconds
 COUNT_TICKS = 5  # between two looks of the rule of sleep at what there is
-CLOSED_MS = 500.0  # a socket that is asked for comes within milliseconds; a longer wait is told
+CLOSED_MS = 500.0  # the socket comes within milliseconds; status shows a longer wait
 SAME_ORDER_MS = 1_000.0  # a second signal sooner than this is the first one again
 FINISH_MS = 3_600_000.0  # a replaced gateway: a stream of an hour is rare, an endless one exists
 SUCCEED_S = 60.0  # a successor waits this long for the socket; the old gateway serves meanwhile

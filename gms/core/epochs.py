@@ -92,13 +92,13 @@ class WeightsBooks(Machine[Epoch, WeightsClient], abc.ABC):
     ) -> None:
         """`orphans` are the epochs of earlier servers whose files exist; the journalled one is
         `expected`. `is_journal_behind`: the epoch on disk is out of service, so the journal must be
-        rewritten. `offloaded`: the host copy that stands for what was committed, by the journal."""
+        rewritten. `offloaded`: the host copy of what was committed, by the journal."""
         super().__init__(orphans)
         self.capacity_bytes, self.granularity_bytes = capacity_bytes, granularity_bytes
         self.stall_ms = stall_ms
         self.kv_bytes = 0  # what else has of the capacity, as far as is known
         self.is_journal_lost = is_journal_lost  # survivors say what was committed
-        # The sealed copy in host memory that stands for what was committed, until the next commit.
+        # The sealed copy in host memory of what was committed, until the next commit.
         self.offloaded = offloaded
         self.commits_total = self.offloads_total = self.restages_total = 0
         self.recoveries_total = self.condemnations_total = 0

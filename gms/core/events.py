@@ -314,7 +314,7 @@ class SealEpoch(WriterEffect, frozen=True):
 
 class WriteJournal(Effect, frozen=True):
     """Put `record` on disk; then `Journalled` or `JournalFailed`, without a session `JournalKept`
-    or `JournalBehind`. `offloaded` is the host copy that stands for what was committed here."""
+    or `JournalBehind`. `offloaded` is the host copy of what was committed here."""
 
     session: int | None
     record: JournalRecord | None

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 class LoadedJournal(msgspec.Struct, frozen=True, rename={"record": "committed"}):
     """What a slot of the file holds, as JSON; `is_lost`: an earlier file could not be read, and no
-    record has been written since. `offloaded`: the host copy that stands for what was committed,
+    record has been written since. `offloaded`: the host copy of what was committed,
     unless `record` is still there."""
 
     record: JournalRecord | None = None

@@ -55,7 +55,7 @@ class SamplingParams(Struct, frozen=True):
 
 
 class TokenRequest(Struct, frozen=True):
-    """What the model is asked for.
+    """One request to the model.
 
     `made` are tokens of the answer that exist already, which did not end it: the request is resumed
     behind them. They count as generated in every respect, and none of them is made again.

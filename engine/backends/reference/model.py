@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Requests that wait for a slot; further clients are asked to retry instead of waiting for minutes.
+# Requests that wait for a slot; more would wait for minutes, and are refused.
 QUEUE_MAX = 256
 # Of all unfinished requests together, in prompts and journals: some 80 MB.
 TOKENS_UNFINISHED_MAX = 1 << 21

@@ -1,6 +1,6 @@
 """When the engine rests and wakes: the idle rule, demand, and the door between them.
 
-The tables go through each rule once. The simulation has an engine that obeys, children with
+The tables go through each rule once. The simulation has an engine that obeys, gateways with
 requests, and messages that arrive late: no goal `warm` while a request is on its way, and whoever
 waits is served in the end.
 """
@@ -24,7 +24,7 @@ STATES = ("init", "standby", "waking", "active", "draining", "releasing", "resti
 
 
 class Table:
-    """A policy of e1 under token 7 with one child, which has been quiet since the time 0."""
+    """A policy of e1 under token 7 with one gateway, which has been quiet since the time 0."""
 
     def __init__(self, **rules: object) -> None:
         self.policy = SleepPolicy(SleepRules(**({"sleep_after_ms": AFTER_MS} | rules)))
@@ -41,11 +41,11 @@ class Table:
         told = {"token": 7, "can_rest": True, **more}
         return self.do(ev.HolderSaid(state=state, goal=goal, **told))
 
-    def beat(self, in_flight: int = 0, wanting: int = 0, quiet_ms: float | None = None, child=1):
-        """A beat of a child that has obeyed the present door."""
+    def beat(self, in_flight: int = 0, wanting: int = 0, quiet_ms: float | None = None, gateway=1):
+        """A beat of a gateway that has obeyed the present door."""
         quiet_ms = quiet_ms if quiet_ms is not None else 0.0 if in_flight else self.now_ms
         number = self.policy.door.number
-        return self.do(ev.ChildSaid(child, number, in_flight, wanting, quiet_ms))
+        return self.do(ev.GatewaySaid(gateway, number, in_flight, wanting, quiet_ms))
 
     @property
     def door(self) -> GatewayDoor:
@@ -74,12 +74,12 @@ def test_quiet_for_so_long_closes_the_door_and_then_the_engine_rests():
     (closing,) = table.do(ev.SleepTick(), 1)
     assert (closing.door, closing.token) == (GatewayDoor.CLOSING, 7)
     # A beat from before says nothing about what has begun since.
-    assert table.do(ev.ChildSaid(1, closing.number - 1, 0, 0, AFTER_MS)) == []
+    assert table.do(ev.GatewaySaid(1, closing.number - 1, 0, 0, AFTER_MS)) == []
     told, goal, shut = table.beat()
     assert (told.kind, goal, shut.door) == ("sleep", ev.SendGoal(Tier.WARM), GatewayDoor.SHUT)
     # The engine has not read the goal yet, and a beat is from before the door was shut.
     assert table.said("active", Tier.AWAKE) == []
-    assert table.do(ev.ChildSaid(1, closing.number, 1, 1, 0.0)) == []
+    assert table.do(ev.GatewaySaid(1, closing.number, 1, 1, 0.0)) == []
     assert table.said("draining", Tier.WARM, is_answer=True)[0].reason.startswith("e1 is draining")
     table.said("resting", Tier.WARM)
     assert goals(table.beat()) == []
@@ -88,7 +88,7 @@ def test_quiet_for_so_long_closes_the_door_and_then_the_engine_rests():
 
 DISTURBED = {
     "busy": lambda table: table.beat(in_flight=1),
-    "another child": lambda table: table.beat(in_flight=1, child=2),  # finishes its streams
+    "another gateway": lambda table: table.beat(in_flight=1, gateway=2),  # finishes its streams
     "cannot": lambda table: table.said("active", can_rest=False),
     "waking": lambda table: table.said("waking"),
     "lost": lambda table: table.do(ev.HolderLost()),
@@ -106,7 +106,7 @@ def test_no_rest_while(why: str):
 
 
 def test_quiet_counts_from_the_last_request_and_from_the_wake():
-    """Also a request that came and went before the door closed, and a child that does not obey:
+    """Also a request that came and went before the door closed, and a gateway that does not obey:
     each opens the door, and the time begins anew. Its end lets the engine rest."""
     table = Table()
     table.said("waking")
@@ -116,14 +116,14 @@ def test_quiet_counts_from_the_last_request_and_from_the_wake():
     assert doors(table.do(ev.SleepTick(), 1)) == [GatewayDoor.CLOSING]
     assert doors(table.beat(quiet_ms=20.0)) == [GatewayDoor.OPEN]
     assert table.do(ev.SleepTick(), AFTER_MS - 21) == []
-    table.beat(child=2)
+    table.beat(gateway=2)
     assert doors(table.do(ev.SleepTick(), 1)) == [GatewayDoor.CLOSING]
-    assert table.beat(child=1) == []
+    assert table.beat(gateway=1) == []
     assert doors(table.do(ev.SleepTick(), CLOSING_MS)) == [GatewayDoor.OPEN]
     assert table.do(ev.SleepTick(), AFTER_MS - 1) == []  # not again at once
     assert doors(table.do(ev.SleepTick(), 1)) == [GatewayDoor.CLOSING]
-    table.beat(child=1)
-    assert goals(table.do(ev.ChildGone(2))) == [Tier.WARM]
+    table.beat(gateway=1)
+    assert goals(table.do(ev.GatewayGone(2))) == [Tier.WARM]
 
 
 @pytest.mark.parametrize("state", ["active", "draining", "releasing", "resting"])
@@ -155,7 +155,7 @@ def test_only_an_operator_wakes_it_where_that_is_asked_for():
     assert not table.policy.door.does_open
     assert "understudy wake" in table.policy.door.reason
     assert goals(table.beat(in_flight=1, wanting=1)) == []
-    # Somebody else's goal: children do the same as before, so there is nothing new to obey.
+    # Somebody else's goal: gateways do the same as before, so there is nothing new to obey.
     number = table.policy.door.number
     (door,) = table.said("resting", Tier.AWAKE)
     assert (door.does_open, door.number) == (True, number)
@@ -201,8 +201,8 @@ def test_the_door_is_shut_only_for_the_holder_and_only_below_awake(
 # ------------------------------------------------------------------------------ simulation
 
 
-class SimChild:
-    """A child: its door, and requests that wait, or that the engine has."""
+class SimGateway:
+    """A gateway: its door, and requests that wait, or that the engine has."""
 
     def __init__(self) -> None:
         self.door = DoorSet(0, 7, GatewayDoor.OPEN)
@@ -211,36 +211,36 @@ class SimChild:
 
 
 class SimPod:
-    """A policy, an engine that obeys, two children. Links are in order, and each as slow as it
+    """A policy, an engine that obeys, two gateways. Links are in order, and each as slow as it
     likes."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
         self.now_ms = 0.0
         self.policy = SleepPolicy(SleepRules(sleep_after_ms=50.0))
-        self.children = [SimChild(), SimChild()]
+        self.gateways = [SimGateway(), SimGateway()]
         self.state, self.goal, self.answered = "active", Tier.AWAKE, 0
         self.links: dict[str, deque] = {}
         self.rests = 0
         self.feed(ev.HolderIs("e1", 7))
         self.say()
-        for number in range(len(self.children)):
+        for number in range(len(self.gateways)):
             self.beat(number)
-        while self.deliver():  # a child accepts nothing before its first beat was heard
+        while self.deliver():  # a gateway accepts nothing before its first beat was heard
             pass
 
     def feed(self, event: ev.SleepEvent) -> None:
         for effect in self.policy.handle(event, self.now_ms):
             match effect:
                 case DoorSet():
-                    for number in range(len(self.children)):
+                    for number in range(len(self.gateways)):
                         self.send(f"to {number}", self.obey, number, effect)
                 case ev.SendGoal():
                     if effect.goal is Tier.WARM:
                         self.rests += 1
-                        asked = sum(each.asked for each in self.children)
+                        asked = sum(each.asked for each in self.gateways)
                         assert not asked, "a request is on its way to an engine that is to rest"
-                        doors = {each.door.door for each in self.children}
+                        doors = {each.door.door for each in self.gateways}
                         assert doors == {GatewayDoor.CLOSING}, "another one may begin"
                     self.send("to engine", self.obey_goal, effect.goal, True)
 
@@ -248,20 +248,20 @@ class SimPod:
         self.links.setdefault(link, deque()).append(call)
 
     def obey(self, number: int, door: DoorSet) -> None:
-        child = self.children[number]
-        child.door = door
-        self.ask(child)
+        gateway = self.gateways[number]
+        gateway.door = door
+        self.ask(gateway)
         self.beat(number)
 
-    def ask(self, child: SimChild) -> None:
-        if child.door.door is GatewayDoor.OPEN and self.state == "active":
-            child.asked, child.waiting = child.asked + child.waiting, 0
+    def ask(self, gateway: SimGateway) -> None:
+        if gateway.door.door is GatewayDoor.OPEN and self.state == "active":
+            gateway.asked, gateway.waiting = gateway.asked + gateway.waiting, 0
 
     def beat(self, number: int) -> None:
-        child = self.children[number]
-        in_flight = child.waiting + child.asked
-        quiet_ms = 0.0 if in_flight else self.now_ms - child.quiet_since_ms
-        said = ev.ChildSaid(number, child.door.number, in_flight, child.waiting, quiet_ms)
+        gateway = self.gateways[number]
+        in_flight = gateway.waiting + gateway.asked
+        quiet_ms = 0.0 if in_flight else self.now_ms - gateway.quiet_since_ms
+        said = ev.GatewaySaid(number, gateway.door.number, in_flight, gateway.waiting, quiet_ms)
         self.send(f"from {number}", self.feed, said)
 
     def obey_goal(self, goal: Tier, is_answer: bool) -> None:
@@ -277,7 +277,7 @@ class SimPod:
         self.send("from engine", self.feed, said)
 
     def step_engine(self) -> None:
-        if self.state == "draining" and any(each.asked for each in self.children):
+        if self.state == "draining" and any(each.asked for each in self.gateways):
             return
         below = "resting" if self.goal is not Tier.AWAKE else "waking"
         after = {"draining": "releasing", "releasing": below, "waking": "active"}
@@ -286,17 +286,17 @@ class SimPod:
             self.say()
 
     def come(self, number: int) -> None:
-        child = self.children[number]
-        child.waiting += 1
-        self.ask(child)
-        if child.waiting:
+        gateway = self.gateways[number]
+        gateway.waiting += 1
+        self.ask(gateway)
+        if gateway.waiting:
             self.beat(number)
 
     def finish(self, number: int) -> None:
-        child = self.children[number]
-        if child.asked:
-            child.asked, self.answered = child.asked - 1, self.answered + 1
-            child.quiet_since_ms = self.now_ms
+        gateway = self.gateways[number]
+        if gateway.asked:
+            gateway.asked, self.answered = gateway.asked - 1, self.answered + 1
+            gateway.quiet_since_ms = self.now_ms
 
     def deliver(self) -> bool:
         ready = [link for link in self.links.values() if link]
@@ -311,8 +311,8 @@ class SimPod:
             while self.deliver():
                 pass
             self.step_engine()
-            for number, child in enumerate(self.children):
-                self.ask(child)
+            for number, gateway in enumerate(self.gateways):
+                self.ask(gateway)
                 self.finish(number)
 
 
@@ -338,14 +338,14 @@ def test_no_request_is_on_its_way_at_a_rest_and_whoever_waits_is_served(seed: in
             case 6 if pod.rng.random() < 0.2:
                 pod.obey_goal(pod.rng.choice((Tier.WARM, Tier.AWAKE)), is_answer=False)
             case 7:
-                pod.ask(pod.children[number])
+                pod.ask(pod.gateways[number])
             case 8:
                 pod.feed(ev.SleepTick())
             case _:
                 pod.deliver()
     pod.settle()
     assert pod.answered == came
-    assert not any(each.waiting or each.asked for each in pod.children)
+    assert not any(each.waiting or each.asked for each in pod.gateways)
 
 
 def test_the_simulation_does_let_the_engine_rest():

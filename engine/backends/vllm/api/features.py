@@ -84,7 +84,7 @@ class Features:
         return ContinuingLLM
 
     def _scheduler(self, config: Any) -> str:
-        """Our scheduler that stands for vLLM's choice."""
+        """Our subclass of the scheduler that vLLM would choose."""
         kind = "AsyncScheduler" if config.scheduler_config.async_scheduling else "Scheduler"
         if not self.has(KEEP_KV):
             place = "resume.scheduler.Resuming"
