@@ -28,9 +28,8 @@ class ExpectDeathMsg(Message, frozen=True, tag="expect_death"):
 
 
 class ReplaceMsg(Message, frozen=True, tag="replace"):
-    """Have the init start a successor, with the files as they are now. The gateway answers
-    `replacing` once it has signalled its init; the successor then takes this socket over. A refusal
-    is an error."""
+    """Have the init start a successor, which reads the files anew and takes this socket over. The
+    gateway answers `replacing` once it has signalled its init, or refuses with an error."""
 
 
 class ReplacingMsg(Message, frozen=True, tag="replacing"):

@@ -70,7 +70,7 @@ class GoalRefused(SleepEvent, frozen=True):
     reason: str
 
 
-class GatewaySaid(SleepEvent, frozen=True):
+class LoadSaid(SleepEvent, frozen=True):
     """What there is. `door`: the number of the last `DoorSet` that this gateway has obeyed."""
 
     gateway: int
@@ -80,7 +80,7 @@ class GatewaySaid(SleepEvent, frozen=True):
     quiet_ms: float  # since nothing was in flight
 
 
-class GatewayGone(SleepEvent, frozen=True):
+class GatewayEnded(SleepEvent, frozen=True):
     gateway: int
 
 
@@ -192,11 +192,11 @@ class SleepPolicy:
                 self.pending_goal, self._awake_since_ms = None, now_ms
                 message = f"{self.engine} refuses the goal: {event.reason}"
                 self._out.append(SleepTold("goal_refused", message, "warning"))
-            case GatewaySaid():
+            case LoadSaid():
                 self._gateways[event.gateway] = _GatewayView(
                     event.door, event.in_flight, event.wanting, now_ms - event.quiet_ms
                 )
-            case GatewayGone():
+            case GatewayEnded():
                 self._gateways.pop(event.gateway, None)
             case SleepTick():
                 pass

@@ -230,14 +230,14 @@ class GatewayEngineLink(Handler):
         load, quiet_ms = self._listener.load(), self._listener.exchange.quiet_ms
         wanting = load.waiting + load.parked
         number = self.core.door.number  # a door is obeyed as soon as it is set
-        self._feed(ev.GatewaySaid(SELF, number, load.in_flight, wanting, quiet_ms))
+        self._feed(ev.LoadSaid(SELF, number, load.in_flight, wanting, quiet_ms))
 
     def set_predecessor(self, is_here: bool) -> None:
         """The gateway that this one has replaced has requests in the engine, or is gone."""
         if is_here:
-            self._feed(ev.GatewaySaid(PREDECESSOR, 0, 1, 0, 0.0))
+            self._feed(ev.LoadSaid(PREDECESSOR, 0, 1, 0, 0.0))
         else:
-            self._feed(ev.GatewayGone(PREDECESSOR))
+            self._feed(ev.GatewayEnded(PREDECESSOR))
 
     def look(self) -> None:
         """Call this every 100 ms or so."""

@@ -45,7 +45,7 @@ class Table:
         """A beat of a gateway that has obeyed the present door."""
         quiet_ms = quiet_ms if quiet_ms is not None else 0.0 if in_flight else self.now_ms
         number = self.policy.door.number
-        return self.do(ev.GatewaySaid(gateway, number, in_flight, wanting, quiet_ms))
+        return self.do(ev.LoadSaid(gateway, number, in_flight, wanting, quiet_ms))
 
     @property
     def door(self) -> GatewayDoor:
@@ -74,12 +74,12 @@ def test_quiet_for_so_long_closes_the_door_and_then_the_engine_rests():
     (closing,) = table.do(ev.SleepTick(), 1)
     assert (closing.door, closing.token) == (GatewayDoor.CLOSING, 7)
     # A beat from before says nothing about what has begun since.
-    assert table.do(ev.GatewaySaid(1, closing.number - 1, 0, 0, AFTER_MS)) == []
+    assert table.do(ev.LoadSaid(1, closing.number - 1, 0, 0, AFTER_MS)) == []
     told, goal, shut = table.beat()
     assert (told.kind, goal, shut.door) == ("sleep", ev.SendGoal(Tier.WARM), GatewayDoor.SHUT)
     # The engine has not read the goal yet, and a beat is from before the door was shut.
     assert table.said("active", Tier.AWAKE) == []
-    assert table.do(ev.GatewaySaid(1, closing.number, 1, 1, 0.0)) == []
+    assert table.do(ev.LoadSaid(1, closing.number, 1, 1, 0.0)) == []
     assert table.said("draining", Tier.WARM, is_answer=True)[0].reason.startswith("e1 is draining")
     table.said("resting", Tier.WARM)
     assert goals(table.beat()) == []
@@ -123,7 +123,7 @@ def test_quiet_counts_from_the_last_request_and_from_the_wake():
     assert table.do(ev.SleepTick(), AFTER_MS - 1) == []  # not again at once
     assert doors(table.do(ev.SleepTick(), 1)) == [GatewayDoor.CLOSING]
     table.beat(gateway=1)
-    assert goals(table.do(ev.GatewayGone(2))) == [Tier.WARM]
+    assert goals(table.do(ev.GatewayEnded(2))) == [Tier.WARM]
 
 
 @pytest.mark.parametrize("state", ["active", "draining", "releasing", "resting"])
@@ -261,7 +261,7 @@ class SimPod:
         gateway = self.gateways[number]
         in_flight = gateway.waiting + gateway.asked
         quiet_ms = 0.0 if in_flight else self.now_ms - gateway.quiet_since_ms
-        said = ev.GatewaySaid(number, gateway.door.number, in_flight, gateway.waiting, quiet_ms)
+        said = ev.LoadSaid(number, gateway.door.number, in_flight, gateway.waiting, quiet_ms)
         self.send(f"from {number}", self.feed, said)
 
     def obey_goal(self, goal: Tier, is_answer: bool) -> None:
