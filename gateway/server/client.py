@@ -170,8 +170,13 @@ class ClientConnection(asyncio.Protocol):
 
     # ------------------------------------------------------------------ for the owner
 
+    @property
+    def may_begin(self) -> bool:
+        """Whether nothing has come yet, so that its first request may be on its way."""
+        return self.is_idle and not self._reader.count
+
     def close_idle(self) -> None:
-        if self.is_idle and self._transport is not None:
+        if self.is_idle and not self.may_begin and self._transport is not None:
             self._transport.close()
 
     def abort(self) -> None:

@@ -45,6 +45,7 @@ from pool.messages import PooledModel
 PROBLEM_CHARS_MAX = 4096  # an engine says what it likes
 BODIES_SHARE = 0.75  # of the memory, which bodies that are being sent may keep
 FLUSH_S = 0.5  # for the errors of requests that are cut at the end
+BEGIN_S = 1.0  # after its connect a client sends its first request within milliseconds
 SWEEP_S = 1.0  # a deadline is noticed this much late at most
 # States of the core in which a request waits for an engine, with nothing sent and with something.
 WAITING = "waiting"
@@ -70,6 +71,7 @@ class ClientListener:
                 `gateway.no_tracing`.
         """
         self._is_stopping = False
+        self._begin_by_s = 0.0  # new connections may still send their first request
         self.body_memory = BodyMemory(settings.memory_bytes)
         self.memory_bytes_max = settings.memory_bytes
         self._settings = settings
@@ -129,11 +131,9 @@ class ClientListener:
     def release(self) -> None:
         """Accept no more, close our copy of the socket, and no request follows on connections that
         are open."""
-        self._is_stopping = True
         if self._listener is not None:
             self._listener.stop()
-        for client in tuple(self._idle_clients):
-            client.close_idle()
+        self._close_idle()
 
     def limit_memory(self, memory_bytes: int) -> None:
         """From now on its requests may have so much; those that have more lose nothing."""
@@ -174,11 +174,9 @@ class ClientListener:
         """Close idle connections, and return once every request has ended; after `budget_ms` those
         that are left get an error. Called again, the shorter budget counts. New connections wait
         for another gateway, or are refused if every engine was told to end."""
-        self._is_stopping = True
         if self._listener is not None and not self.exchange.is_final:
             self._listener.pause()
-        for client in tuple(self._idle_clients):
-            client.close_idle()
+        self._close_idle()
         if not await self._until_idle(budget_ms / 1000):
             self.exchange.handle(ev.GatewayEnds())
             await self._until_idle(FLUSH_S)
@@ -307,9 +305,20 @@ class ClientListener:
 
     @property
     def _is_busy(self) -> bool:
-        """Who connects now and sends nothing must not hold up a stop."""
-        is_idle = all(client.is_idle for client in self.clients)
-        return bool(self.exchange.requests) or not is_idle
+        """Who connects now and sends nothing must not hold up a stop for longer than `BEGIN_S`."""
+        may_begin = self.now_s() < self._begin_by_s
+        return bool(self.exchange.requests) or any(
+            not client.is_idle or (may_begin and client.may_begin) for client in self.clients
+        )
+
+    def _close_idle(self) -> None:
+        """No request follows on open connections, but the first one of a new connection, whose
+        bytes may be here already: the kernel resets a connection that is closed with bytes
+        unread."""
+        if not self._is_stopping:
+            self._is_stopping, self._begin_by_s = True, self.now_s() + BEGIN_S
+        for client in tuple(self._idle_clients):
+            client.close_idle()
 
     async def _until_idle(self, budget_s: float) -> bool:
         try:
@@ -326,6 +335,7 @@ class ClientListener:
         now_s = self.now_s()
         for client in [each for each in self.clients if each.deadline_s <= now_s]:
             client.expire()
+        self._idle.set()  # `BEGIN_S` may be over
         self._refuse_largest_bodies()
         self._cut_slowest()
         self.exchange.sweep(self._settings.keepalive_comments_ms)

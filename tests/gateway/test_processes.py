@@ -35,10 +35,14 @@ class World:
         self.gateway, self.engine = gateway, engine
         self.clients: list[Client] = []
 
-    async def ask(self) -> Client:
-        """A stream on a connection of its own; a refusal fails the test."""
+    async def connect(self) -> Client:
         client = Client(*await asyncio.open_connection("127.0.0.1", self.gateway.port))
         self.clients.append(client)
+        return client
+
+    async def ask(self) -> Client:
+        """A stream on a connection of its own; a refusal fails the test."""
+        client = await self.connect()
         client.ask(CHAT, DOCUMENT)
         return client
 
@@ -204,6 +208,29 @@ def test_replacement_loses_no_stream_and_refuses_no_connection(gateway: GatewayP
         after = await asyncio.to_thread(gateway.status)
         assert after["memory_bytes_max"] == before["memory_bytes_max"]
         assert after["restarts"] == before["restarts"]
+
+    run(gateway, scenario)
+
+
+def test_request_on_a_connection_that_the_old_gateway_accepted_is_answered(
+    gateway: GatewayProcess,
+):
+    """Goal: a client that has just connected sees nothing of a replacement. Method: connect,
+    replace the gateway under a stream, and send the request only once the successor accepts."""
+
+    async def scenario(world: World) -> None:
+        await auntil(gateway.is_alone, "one gateway")
+        old = await world.pid()
+        (stream,) = await world.begun(1)
+        late = await world.connect()
+        await auntil(lambda: gateway.status()["load"]["connections"] == 2, "it to be accepted")
+        assert (await world.command("replace")).returncode == 0
+        await world.accepts(but=old)
+        late.ask(CHAT, DOCUMENT)
+        world.release()
+        assert whole(await late.answer())
+        assert await rest_is_whole(stream)
+        await auntil(lambda: ended(old), "the old one to exit")
 
     run(gateway, scenario)
 
