@@ -69,11 +69,9 @@ class GatewayEngine(Schema):
 
 
 class GatewayRest(Schema):
-    sleep_after_ms: Annotated[
-        float, "idle time before the gateway puts the engine to sleep; 0: never"
-    ]
+    sleep_after_ms: Annotated[float, "idle time before the engine is put to sleep; 0: never"]
     wake: Annotated[str, "who wakes it, `on-request` or `manual`"]
-    door: Annotated[str, "`open`; `closing` (before sleep); `shut`: requests wait"]
+    door: Annotated[str, "`open`, or `shut`: requests wait"]
     quiet_ms: Annotated[float, "time without a request while the engine is awake"]
     sleeps_total: Annotated[int, "sleeps since it started"]
     wakes_total: Annotated[int, "wakes for a request"]

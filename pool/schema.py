@@ -180,7 +180,7 @@ class PoolStatus(Schema):
 class ExplainedModel(Schema):
     model: Annotated[str, "its name"]
     state: Annotated[str, "its state"]
-    lines: Annotated[list[str], "why, what it waits for, who holds what, parts of the bound"]
+    lines: Annotated[list[str], "why, what it waits for, who holds what, the bound"]
     expected_ms: Annotated[float | None, "predicted time until it is awake; null: no prediction"]
     bound_ms: Annotated[
         float | None, "longest possible wait, with each phase's budget; null: no bound"

@@ -49,6 +49,7 @@ LAYERS = {
         *(*CLIENTS, *PLUMBING),
     ),
     "gateway": ("gateway", "pool.client", *POOL_WORDS, "lockserver.client", *PLUMBING),
+    "gateway.core.sleep_door": ("gateway", "pool.core.who_sleeps", *PLUMBING),
     "gateway.server.settings": ("gateway", "pool.pool_file", *PLUMBING),
     "understudy": (
         *("understudy", "engine", "gateway", "pool", *CLIENTS, *PLUMBING),

@@ -171,32 +171,16 @@ class DeathExpected(GatewayEvent, frozen=True, tag="expect_death"):
     model: str = ""
 
 
-class GatewayDoor(StrEnum):
-    """What may be done with requests."""
+class DoorSet(GatewayEvent, frozen=True):
+    """What `SleepDoor` allows while `token` is that of the grant. Shut: requests wait, because the
+    engine sleeps or is on its way there. What is sent behind a shut door would be lost, and the
+    engine must be greeted anew when the door opens. `does_open`: without an operator, so requests
+    wait as long as that takes. `reason`: why it is shut."""
 
-    OPEN = "open"  # send them to the engine
-    CLOSING = "closing"  # send nothing for a moment: is all quiet?
-    SHUT = "shut"  # let them wait: the engine sleeps, or is on its way there
-
-
-class DoorSet(GatewayEvent, frozen=True, tag="door"):
-    """What the rule of sleep allows while `token` is that of the grant. What is sent behind a shut
-    door would be lost, and the engine must be greeted anew when the door opens. `does_open`:
-    without an operator, so requests wait as long as that takes. `reason`: why it is shut."""
-
-    number: int
     token: int
-    door: GatewayDoor = GatewayDoor.OPEN
+    is_shut: bool = False
     does_open: bool = True
     reason: str = ""
-
-    @property
-    def is_open(self) -> bool:
-        return self.door is GatewayDoor.OPEN
-
-    @property
-    def is_shut(self) -> bool:
-        return self.door is GatewayDoor.SHUT
 
 
 class HelloCame(GatewayEvent, frozen=True):

@@ -52,7 +52,7 @@ class Gateway:
         self._greetings = Numbers(lane, step)
         self._greet_ms: float | None = None  # when to greet again,
         self._no_hello = ""  # and why
-        self._door = ev.DoorSet(0, 0)
+        self._door = ev.DoorSet(0)
         self._is_wanted = False  # the shell knows that a request waits behind this door
         self._now_ms = self._ticked_ms = 0.0
         self._is_busy = False
@@ -200,10 +200,10 @@ class Gateway:
 
     def _may_send(self) -> bool:
         """Whether the door is open. `WantEngine` reports the first request behind it."""
-        if not self._door.is_open and not self._is_wanted:
+        if self._door.is_shut and not self._is_wanted:
             self._is_wanted = True
             self._requests.outbox.append(ev.WantEngine())
-        return self._door.is_open
+        return not self._door.is_shut
 
     @property
     def _has_room(self) -> bool:
@@ -227,19 +227,19 @@ class Gateway:
 
     def _meet(self, grant: ev.EngineGranted, now_ms: float) -> None:
         """Another engine stands here now."""
-        self._door, self._is_wanted = ev.DoorSet(0, grant.token), False
+        self._door, self._is_wanted = ev.DoorSet(grant.token), False
         self._greet(now_ms)
 
     def _set_door(self, door: ev.DoorSet, now_ms: float) -> None:
         if self._grant is None or door.token != self._grant.token:
             return  # of an engine that does not hold the lock any more
         old, self._door = self._door, door
-        if door.door is old.door:
+        if door.is_shut is old.is_shut:
             return  # only the reason
         self._is_wanted = False
         if door.is_shut:
             self._part()
-        elif old.is_shut:
+        else:
             for request in self._requests.queue.waiting.values():
                 request.waits_anew(now_ms)  # for a wake
             self._begin_anew(is_death=False, now_ms=now_ms)  # while it rests nothing is in it

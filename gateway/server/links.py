@@ -5,7 +5,7 @@ them decides about requests. A server may be away for as long as it likes: what 
 and requests are served.
 
 `GatewayLockLink` has the listening socket lent and hears who holds the lock. `GatewayEngineLink`
-carries out what `gateway.core.sleep` decides: an engine that cannot be heard opens the door, so
+carries out what `gateway.core.sleep_door` says: an engine that cannot be heard opens the door, so
 requests are sent to it as if it were awake, and those that fail are retried. `GatewayPoolLink`
 hears each model's door and says what there is for it.
 """
@@ -17,9 +17,8 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gateway.core import sleep as ev
-from gateway.core.events import DoorSet, EngineGranted, GatewayDoor, NobodyGranted
-from gateway.core.sleep import SleepPolicy
+from gateway.core.events import DoorSet, EngineGranted, NobodyGranted
+from gateway.core.sleep_door import Effects, HolderWoke, SendGoal, SleepDoor, SleepTold
 from gateway.server.accounts import HistogramTally
 from gateway.server.client_listener import ClientListener
 from gateway.server.settings import GatewaySettings
@@ -188,7 +187,6 @@ RETRY_S_MAX = 5.0  # up to this: one of an older release refuses every time
 # The upper bounds of the buckets of the wake: 10 ms with the reference engine, a relaunch from cold
 # takes minutes.
 WAKE_BUCKETS_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
-SELF, PREDECESSOR = 0, 1  # to the policy
 
 
 class GatewayEngineLink(Handler):
@@ -197,7 +195,7 @@ class GatewayEngineLink(Handler):
     def __init__(
         self, settings: GatewaySettings, listener: ClientListener, clock: Clock, log: EventLog
     ) -> None:
-        self.core = SleepPolicy(settings.rest)
+        self.core = SleepDoor(settings.rest)
         self.said: EngineReportMsg | None = None  # the engine's last word, while it is connected
         self.said_ms = 0.0
         self.problem: str | None = None  # why it cannot be heard, or does not do what it should
@@ -217,7 +215,7 @@ class GatewayEngineLink(Handler):
     def granted(self, engine: str, token: int) -> None:
         """The lock server names the holder; the listener knows already."""
         is_another = engine != self.core.engine
-        self._feed(ev.HolderIs(engine, token))
+        self._perform(self.core.holder_is(engine, token, self._clock.now_ms()))
         if is_another:
             self._retry_s = RETRY_S
             self._close("another engine holds the lock")
@@ -226,18 +224,16 @@ class GatewayEngineLink(Handler):
             self._heard(self.said, is_answer=False)  # it may have spoken under this token before
 
     def count(self) -> None:
-        """Tell the policy what there is: every 500 ms or so, and when a request wants an engine."""
+        """Tell the door what there is: every 500 ms or so, and when a request wants an engine."""
         load, quiet_ms = self._listener.load(), self._listener.exchange.quiet_ms
-        wanting = load.waiting + load.parked
-        number = self.core.door.number  # a door is obeyed as soon as it is set
-        self._feed(ev.LoadSaid(SELF, number, load.in_flight, wanting, quiet_ms))
+        wanting, now_ms = load.waiting + load.parked, self._clock.now_ms()
+        self._perform(self.core.load(wanting, quiet_ms, now_ms))
 
-    def set_predecessor(self, is_here: bool) -> None:
-        """The gateway that this one has replaced has requests in the engine, or is gone."""
-        if is_here:
-            self._feed(ev.LoadSaid(PREDECESSOR, 0, 1, 0, 0.0))
-        else:
-            self._feed(ev.GatewayEnded(PREDECESSOR))
+    @property
+    def quiet_ms(self) -> float:
+        """For how long the engine is awake without a request."""
+        awake_ms = self._clock.now_ms() - self.core.awake_since_ms
+        return 0.0 if self.core.has_predecessor else min(self._listener.exchange.quiet_ms, awake_ms)
 
     def look(self) -> None:
         """Call this every 100 ms or so."""
@@ -246,9 +242,8 @@ class GatewayEngineLink(Handler):
             silent = duration(now_ms - self._asked_ms)
             self._close(f"its supervisor has not answered for {silent}")
         is_due = self._asked_ms is None and now_ms - self.said_ms > LOOK_MS
-        if is_due and self.core.door.door is GatewayDoor.SHUT:
+        if is_due and self.core.door.is_shut:
             self._ask(SetGoalMsg())
-        self._feed(ev.SleepTick())
 
     async def run(self) -> None:
         """Stay connected to the engine that holds the lock, until cancelled."""
@@ -292,7 +287,7 @@ class GatewayEngineLink(Handler):
             case FaultMsg():
                 self.problem = message.message
                 if is_answer and self.core.pending_goal is not None:
-                    self._feed(ev.GoalRefused(message.message))
+                    self._perform(self.core.refused(message.message, self._clock.now_ms()))
 
     def closed(self, conn: Connection, reason: str) -> None:
         if conn is self._conn:
@@ -304,11 +299,7 @@ class GatewayEngineLink(Handler):
         self.said, self.said_ms = said, self._clock.now_ms()
         self.unheard_ms, self._retry_s = None, RETRY_S
         self.problem = said.fault or None
-        self._feed(
-            ev.HolderSaid(
-                said.token, said.state, said.goal, said.can_rest, said.since_ms, is_answer
-            )
-        )
+        self._perform(self.core.heard(said, self.said_ms, is_answer=is_answer))
 
     def _close(self, reason: str) -> None:
         if self._conn is not None:
@@ -318,7 +309,7 @@ class GatewayEngineLink(Handler):
     def _lost(self, reason: str) -> None:
         self._conn = self.said = self._asked_ms = None
         self._fail(reason)
-        self._feed(ev.HolderLost())
+        self._perform(self.core.lost(self._clock.now_ms()))
 
     def _ask(self, question: SetGoalMsg) -> None:
         if self._conn is not None:
@@ -327,25 +318,24 @@ class GatewayEngineLink(Handler):
                 self._asked_ms = self._clock.now_ms()
             self._conn.send(question, self._last_request)
 
-    def _feed(self, event: ev.SleepEvent) -> None:
-        for effect in self.core.handle(event, self._clock.now_ms()):
-            self._perform(effect)
+    def _perform(self, effects: Effects) -> None:
+        for effect in effects:
+            match effect:
+                case DoorSet():
+                    self._listener.told(effect)
+                case SendGoal():
+                    self.goals[effect.goal] += 1
+                    self._ask(SetGoalMsg(effect.goal, BY))
+                case HolderWoke():
+                    self.wakes.observe(effect.ms / 1000)
+                    message = f"{self.core.engine} is awake after {duration(effect.ms)}"
+                    self._record("woken", message, duration_ms=round(effect.ms, 1))
+                case SleepTold():
+                    self._record(effect.kind, effect.message, effect.severity)
 
-    def _perform(self, effect: ev.SleepEffect | DoorSet) -> None:
-        match effect:
-            case DoorSet():
-                self._listener.told(effect)
-            case ev.SendGoal():
-                self.goals[effect.goal] += 1
-                self._ask(SetGoalMsg(effect.goal, BY))
-            case ev.HolderWoke():
-                self.wakes.observe(effect.ms / 1000)
-                message = f"{self.core.engine} is awake after {duration(effect.ms)}"
-                data = {"engine_id": self.core.engine, "duration_ms": round(effect.ms, 1)}
-                self._log.record("gateway.woken", message, data=data)
-            case ev.SleepTold():
-                data = {"engine_id": self.core.engine, "token": self.core.token}
-                self._log.record(f"gateway.{effect.kind}", effect.message, effect.severity, data)
+    def _record(self, kind: str, message: str, severity: str = "info", **more: float) -> None:
+        data = {"engine_id": self.core.engine, "token": self.core.token, **more}
+        self._log.record(f"gateway.{kind}", message, severity, data)
 
 
 class GatewayPoolLink:

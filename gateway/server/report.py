@@ -221,10 +221,10 @@ def _rest(gateway: GatewayParts) -> doc.GatewayRest:
     """What the engine that holds the lock says of itself, and what the gateway makes of it."""
     side, rules = gateway.engine, gateway.settings.rest
     return doc.GatewayRest(
-        sleep_after_ms=round(rules.sleep_after_ms),
+        sleep_after_ms=round(rules.keep_alive_ms),
         wake=ON_REQUEST if rules.wakes_on_request else MANUAL,
-        door=side.core.door.door,
-        quiet_ms=round(side.core.quiet_ms(gateway.clock.now_ms())),
+        door="shut" if side.core.door.is_shut else "open",
+        quiet_ms=round(side.quiet_ms),
         sleeps_total=side.goals[Tier.WARM],
         wakes_total=side.goals[Tier.AWAKE],
         engine=_said(gateway),

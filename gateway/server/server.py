@@ -46,7 +46,7 @@ from plumbing.wire.messages import Message
 from plumbing.wire.server import Server
 
 TICK_S = 0.1  # silence of an engine is measured in seconds
-COUNT_TICKS = 5  # between two looks of the rule of sleep at what there is
+COUNT_TICKS = 5  # between two looks at whether the engine may sleep
 CLOSED_MS = 500.0  # the socket comes within milliseconds; status shows a longer wait
 SAME_ORDER_MS = 1_000.0  # a second signal sooner than this is the first one again
 FINISH_MS = 3_600_000.0  # a replaced gateway: a stream of an hour is rare, an endless one exists
@@ -227,7 +227,7 @@ class GatewayServer:
             return  # it has ended already
         if pid:
             self.parts.predecessor = pid
-            self.engine.set_predecessor(True)
+            self.engine.core.has_predecessor = True
             self._loop.add_reader(pidfd, self._predecessor_gone, pidfd)
 
     def _predecessor_gone(self, pidfd: int) -> None:
@@ -236,7 +236,7 @@ class GatewayServer:
         message = f"pid {self.parts.predecessor}, which this gateway has replaced, has ended"
         self.log.record("gateway.predecessor_ended", message)
         self.parts.predecessor = None
-        self.engine.set_predecessor(False)
+        self.engine.core.has_predecessor = False
         self._share_memory(self.lock.stage is not Stage.ACCEPTS)
 
     def _share_memory(self, is_shared: bool) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from gateway.core.events import MAX_IN_FLIGHT, QUEUE_MAX, LaneRules
-from gateway.core.sleep import SleepRules
+from gateway.core.sleep_door import SleepRules
 from gateway.server.files import open_api_keys, open_certificate
 from gateway.server.tracing import MODES, OFF, check_tracing
 from plumbing.errors import UsageError

@@ -33,7 +33,7 @@ from pool.core.states import (
     ModelState,
     PoolRules,
 )
-from pool.core.who_sleeps import protection_ms
+from pool.core.who_yields import protection_ms
 
 S = ModelState
 

@@ -21,12 +21,12 @@ from pool.core.facts import Facts
 from pool.core.ledger import DeviceView
 from pool.core.model import LEASE_PREFIX, Model, ModelEngine
 from pool.core.states import FALLING, HOST, RISING, ModelState, PoolRules
-from pool.core.who_sleeps import (
+from pool.core.who_sleeps import Victim
+from pool.core.who_yields import (
     IDLE_MS_MAX,
     Candidate,
     Head,
     Obstacle,
-    Victim,
     has_shadow,
     has_work,
     idle_after_ms,

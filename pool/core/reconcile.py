@@ -2,7 +2,7 @@
 
     neighbours ──▶ inputs.py ──▶ facts.py ──▶ steps.py: what follows for each model ──▶ goals
                                     ▲  │
-                                    │  └──▶ who_wakes.py, who_sleeps.py: the plan
+                                    │  └──▶ the plan: who_wakes.py, who_yields.py, who_sleeps.py
                                     └──────────────┘
 
 After every event the facts about each model are followed until nothing more follows, then the plan

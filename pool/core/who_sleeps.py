@@ -1,32 +1,5 @@
-"""Who goes to sleep, when, and how deep: the one place that decides it.
-
-For a **head**, whose ticket needs room: no more victims and no deeper than needed, the cheapest
-first.
-
-    class  who                                          to              when
-    0      shadows, unless `shadow: keeps`              cold            now
-    1      a model that loads, and nobody waits for it  cold            now
-    2      warm, with a copy in host memory             offloaded       now
-    3, 4   awake and idle                               warm, offloaded now
-    5      warm, or awake and idle, without a copy      cold            now
-    6      awake with work                              warm, offloaded past its protection and the
-                                                                        head's `max_wait`, if its
-                                                                        priority is not better
-    7      all of these                                 cold            as above
-
-Within a class the least recently asked yields first. A model that leaves already may be asked to
-leave deeper. Never one that is pinned or on its way up for a ticket; a granted lease is pinned.
-
-Nobody is asked until all who are needed may be asked: to ask early those who may be would leave the
-device idle until the last one's protection ends. And nobody is unloaded (classes 5 and 7) for a
-head that is `IDLE_MS_MAX` old at most, if to wait until an awake model is idle spares it that. Who
-is unloaded has to load again: half a second with the smallest model, half a minute with vLLM. An
-awake model that was asked a moment ago is idle within `IDLE_MS_MAX`; one that is at work may be
-idle by then, because most requests are short. A head waits for that only in its own first
-`IDLE_MS_MAX`, however often models are asked anew meanwhile: so this wait passes with `max_wait`,
-and no head before it adds another.
-
-For **nobody** (`rests_of`): keep-alive, what follows when asleep, and an operator's order.
+"""Who goes to sleep because nobody asks for it, when, and how deep: the one place that decides it,
+in every pod.
 
     awake     quiet for `keep_alive`, and awake for `min_runtime`    → its `rest` tier
               ordered to sleep, once it has no request               → its `rest` tier
@@ -36,44 +9,34 @@ For **nobody** (`rests_of`): keep-alive, what follows when asleep, and an operat
 Times asleep count from when the model stopped being awake. A model is offloaded only if its weights
 have a copy in host memory: without one a model whose rest is `offloaded` stays warm, and only
 `unload_after` makes it cold.
+
+A pod without a pool file is a pool of one model. Nothing competes with that for memory, so the pod
+has no pool process: its gateway applies the first row, with `--sleep-after` as `keep_alive`
+(`gateway.core.sleep_door`). So this module imports little. Who sleeps to make room for others is
+decided in `who_yields.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from copy import copy
-from enum import StrEnum
-from operator import gt, itemgetter
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
 from plumbing.pod.messages import Tier
-from pool.core.demand import TicketView, order_of
-from pool.core.model import Model
-from pool.core.states import REST, RISING, ModelState, PoolRules
+from pool.core.states import ModelState
 
-# Awake and quiet for so long is idle, however costly it is to wake again; so a head need not wait
-# longer for that.
-IDLE_MS_MAX = 2_000.0
-# These hold their tier, or fall to it, and may be asked to go deeper.
-_AT_REST = frozenset({*REST, ModelState.PENDING, ModelState.DRAINING, ModelState.RELEASING})
+if TYPE_CHECKING:  # a gateway needs no more than `sleeps_at_ms`
+    from pool.core.model import Model
 
-# By what it is, or the tier that it holds or falls to, and whether its weights are in host memory
-# too: the way down, each step with its class.
-_DESCENTS: Mapping[tuple[str, bool], tuple[tuple[int, Tier], ...]] = {
-    ("loading", True): ((1, Tier.COLD),),
-    ("loading", False): ((1, Tier.COLD),),
-    (Tier.WARM, True): ((2, Tier.OFFLOADED), (7, Tier.COLD)),
-    (Tier.WARM, False): ((5, Tier.COLD),),
-    (Tier.OFFLOADED, True): ((7, Tier.COLD),),
-    (Tier.OFFLOADED, False): ((7, Tier.COLD),),
-    (Tier.COLD, True): (),
-    (Tier.COLD, False): (),
-    ("idle", True): ((3, Tier.WARM), (4, Tier.OFFLOADED), (7, Tier.COLD)),
-    ("idle", False): ((3, Tier.WARM), (5, Tier.COLD)),
-    ("working", True): ((6, Tier.WARM), (6, Tier.OFFLOADED), (7, Tier.COLD)),
-    ("working", False): ((6, Tier.WARM), (7, Tier.COLD)),
-}
+
+def sleeps_at_ms(
+    last_request_ms: float, awake_since_ms: float, keep_alive_ms: float, min_runtime_ms: float = 0.0
+) -> float:
+    """When a model that is awake, and has no request, goes to sleep. One that was woken a moment
+    ago has not been asked yet."""
+    quiet_since_ms = max(last_request_ms, awake_since_ms)
+    return max(quiet_since_ms + keep_alive_ms, awake_since_ms + min_runtime_ms)
 
 
 class Victim(Struct, frozen=True):
@@ -82,308 +45,6 @@ class Victim(Struct, frozen=True):
     model: str
     tier: Tier
     is_shadow: bool = False
-
-
-class Obstacle(StrEnum):
-    """Why a model cannot be asked now."""
-
-    NONE = ""
-    QUIET = "quiet"  # it has no work, and is idle before it could be asked otherwise
-    PROTECTED = "protected"  # it has work, and is in its protection
-    YOUNG = "young"  # it has work, and the head's ticket is too young
-    BETTER = "better"  # it has work, and the better priority
-    RAISED = "raised"  # it is on its way up for a ticket
-
-
-class Step(Struct, frozen=True):
-    """One way for a model to give room. `freed`: in all that it gives, from what it holds now, on
-    each device that is short, in their order."""
-
-    rank: tuple[int, tuple[bool, float, float, str], int]
-    tier: Tier
-    freed: Sequence[int]
-
-
-class Candidate(Struct, frozen=True):
-    """Who may give room, from when, and how: `steps` from the first to the deepest. `ready_ms`:
-    infinite if only an event can tell. `idle_ms`: when a model that is quiet will be idle."""
-
-    model: Model
-    steps: Sequence[Step]
-    ready_ms: float
-    idle_ms: float = float("inf")
-    obstacle: Obstacle = Obstacle.NONE
-    is_shadow: bool = False
-
-
-class Head(Struct, frozen=True):
-    """For whom room is made. `extra`: what is to be booked to raise it; `places`: the devices on
-    which others are behind it."""
-
-    model: Model
-    ticket: TicketView
-    order: tuple[int, float]
-    extra: Mapping[str, int]
-    places: tuple[str, ...]
-
-    def is_before(self, other: Model, now_ms: float, rules: PoolRules) -> bool:
-        """A plan that stands goes before every ticket."""
-        if other.ticket is None or self.model.has_plan:
-            return True
-        return self.order < order_of(other.ticket, now_ms, rules)
-
-
-def protection_ms(model: Model, rules: PoolRules) -> float:
-    """For how long it is no victim while it has work, from when it is awake and has resumed its
-    streams: a turn in which they only replay would be followed by another one of that kind."""
-    return max(model.rules.min_runtime_ms, rules.quantum_factor * model.switch_ms)
-
-
-def quiet_since_ms(model: Model) -> float:
-    """Since when nobody has asked; a model that was woken a moment ago has not been asked yet."""
-    return max(model.last_request_ms, model.awake_since_ms or 0.0)
-
-
-def idle_after_ms(model: Model) -> float:
-    """For how long it must be quiet to be idle."""
-    return min(IDLE_MS_MAX, model.switch_ms)
-
-
-def has_work(model: Model) -> bool:
-    return model.in_flight > 0 or model.ticket is not None
-
-
-def idle_from_ms(model: Model) -> float:
-    """From when it is idle; infinite while it has work."""
-    if has_work(model):
-        return float("inf")
-    return quiet_since_ms(model) + idle_after_ms(model)
-
-
-# ------------------------------------------------------------------------------------ candidates
-
-
-def candidates(
-    head: Head,
-    short: Mapping[str, int],
-    models: Iterable[Model],
-    now_ms: float,
-    rules: PoolRules,
-) -> list[Candidate]:
-    """All who could ever give room on the devices that are short of it."""
-    found = []
-    names = tuple(short)
-    for model in models:
-        if model.is_blind:
-            continue
-        is_head = model.name == head.model.name
-        if has_shadow(model) and not model.rules.shadow_keeps:
-            freed = [model.shadow_bytes.get(name, 0) for name in names]
-            if any(freed):
-                step = Step((0, _who(model, is_last=is_head), 0), Tier.COLD, freed)
-                found.append(Candidate(model, (step,), now_ms, is_shadow=True))
-        if is_head or model.is_pinned:
-            continue
-        candidate = _candidate(head, names, model, now_ms, rules)
-        if candidate is not None and candidate.steps:
-            found.append(candidate)
-    return found
-
-
-def _candidate(
-    head: Head, names: Sequence[str], model: Model, now_ms: float, rules: PoolRules
-) -> Candidate | None:
-    match model.state:
-        case state if state in _AT_REST:
-            return Candidate(model, _steps(model, names, model.tier), now_ms)
-        case ModelState.AWAKE:
-            idle_ms = idle_from_ms(model)
-            if idle_ms <= now_ms:
-                return Candidate(model, _steps(model, names, "idle"), now_ms)
-            ready_ms, obstacle = _ready(head, model, now_ms, rules)
-            if idle_ms < ready_ms:
-                ready_ms, obstacle = idle_ms, Obstacle.QUIET
-            return Candidate(model, _steps(model, names, "working"), ready_ms, idle_ms, obstacle)
-        case ModelState.LOADING if _may_unload(head, model, now_ms, rules):
-            return Candidate(model, _steps(model, names, "loading"), now_ms)
-        case state if state in RISING:
-            steps = _steps(model, names, "working")
-            return Candidate(model, steps, float("inf"), obstacle=Obstacle.RAISED)
-        case _:
-            return None
-
-
-def _may_unload(head: Head, model: Model, now_ms: float, rules: PoolRules) -> bool:
-    """Whether a load may be broken off."""
-    if model.ticket is None:
-        return True
-    is_backing_off = model.back_off_until_ms is not None and model.back_off_until_ms > now_ms
-    return model.is_again and (is_backing_off or head.is_before(model, now_ms, rules))
-
-
-def _ready(head: Head, model: Model, now_ms: float, rules: PoolRules) -> tuple[float, Obstacle]:
-    """From when a model with work may be asked, and what it takes longest to wait for."""
-    behind = max(0, head.ticket.priority - model.rules.priority)
-    reasons = (
-        ((model.turn_from_ms or 0.0) + protection_ms(model, rules), Obstacle.PROTECTED),
-        (head.ticket.since_ms + head.model.rules.max_wait_ms, Obstacle.YOUNG),
-        (head.ticket.since_ms + behind * rules.starve_after_ms, Obstacle.BETTER),
-    )
-    ready_ms, obstacle = max(reasons, key=lambda reason: reason[0])
-    return (ready_ms, obstacle) if ready_ms > now_ms else (now_ms, Obstacle.NONE)
-
-
-def _steps(model: Model, names: Sequence[str], what: str) -> tuple[Step, ...]:
-    """From what it holds downwards, as far as that gives room where it is short."""
-    steps: list[Step] = []
-    held = _holds(model)
-    who = _who(model, is_last=model.ticket is not None and model.state is not ModelState.AWAKE)
-    before = [0] * len(names)
-    for klass, tier in _DESCENTS[what, model.has_copy]:
-        needs = model.needs.get(tier)
-        if needs is None:
-            if tier is not Tier.COLD:
-                continue
-            needs = {}
-        if len(names) == 1:  # nearly always: a comprehension would cost more than all the rest
-            freed = [held.get(names[0], 0) - needs.get(names[0], 0)]
-        else:
-            freed = [held.get(name, 0) - needs.get(name, 0) for name in names]
-        if tier is Tier.COLD and model.rules.shadow_keeps and has_shadow(model):
-            # A cold model has no shadow; one that is not kept was asked for that before.
-            shadow = model.shadow_bytes
-            freed = [has + shadow.get(name, 0) for has, name in zip(freed, names, strict=True)]
-        if freed[0] > before[0] or any(map(gt, freed, before)):
-            steps.append(Step((klass, who, len(steps)), tier, freed))
-            before = freed
-    return tuple(steps)
-
-
-def has_shadow(model: Model) -> bool:
-    """Whether its shadow holds memory."""
-    return model.shadow is not None and model.shadow is not Tier.COLD
-
-
-def _holds(model: Model) -> Mapping[str, int]:
-    """What it will hold if it is not asked. At rest that is its tier's, so that nobody counts on
-    memory of a dead engine twice: it is booked, and leaves already."""
-    if model.state in _AT_REST:
-        return model.needs.get(model.tier, model.booked)
-    return model.booked
-
-
-def _who(model: Model, *, is_last: bool = False) -> tuple[bool, float, float, str]:
-    """What victims of one class are sorted by."""
-    return (is_last, model.last_request_ms, model.awake_since_ms or 0.0, model.name)
-
-
-# ------------------------------------------------------------------------------------ choosing
-
-
-def ready_ms(found: Iterable[Candidate], short: Mapping[str, int]) -> float | None:
-    """From when those that may be asked then have enough room. None: never, as things stand."""
-    missing = [*short.values()]
-    for each in sorted(found, key=lambda candidate: candidate.ready_ms):
-        missing = _less(missing, each.steps[-1].freed)
-        if max(missing) <= 0:
-            return each.ready_ms
-    return None
-
-
-def choose(found: Iterable[Candidate], short: Mapping[str, int]) -> dict[Victim, Sequence[int]]:
-    """Whom to ask, with what each gives. They do have enough (`ready_ms`)."""
-    order = [(step.rank, step, each) for each in found for step in each.steps]
-    order.sort(key=itemgetter(0))
-    missing = [*short.values()]
-    taken: list[tuple[Step, list[Step]]] = []
-    chosen: dict[tuple[str, bool], list[Step]] = {}
-    for _, step, each in order:
-        if max(missing) <= 0:
-            break
-        steps = chosen.setdefault((each.model.name, each.is_shadow), [])
-        more = _less(step.freed, steps[-1].freed) if steps else step.freed
-        if any(gain > 0 and lack > 0 for gain, lack in zip(more, missing, strict=True)):
-            steps.append(step)
-            taken.append((step, steps))
-            missing = _less(missing, more)
-    for step, steps in reversed(taken):
-        if steps[-1] is not step:
-            continue  # deeper than this, and that is needed
-        more = _less(step.freed, steps[-2].freed) if len(steps) > 1 else step.freed
-        without = [lack + gain for lack, gain in zip(missing, more, strict=True)]
-        if max(without) <= 0:
-            steps.pop()
-            missing = without
-    return {
-        Victim(name, steps[-1].tier, is_shadow): steps[-1].freed
-        for (name, is_shadow), steps in chosen.items()
-        if steps
-    }
-
-
-def _less(some: Sequence[int], other: Sequence[int]) -> list[int]:
-    return [mine - taken for mine, taken in zip(some, other, strict=True)]
-
-
-_MAY_BE_IDLE_SOON = frozenset({ModelState.AWAKE, ModelState.WAKING})
-
-
-def unloaded(chosen: Iterable[Victim], models: Iterable[Model]) -> tuple[str, ...]:
-    """Who of them would have to load again. A load that is broken off was for nobody."""
-    loading = {model.name for model in models if model.state is ModelState.LOADING}
-    return tuple(
-        victim.model
-        for victim in chosen
-        if victim.tier is Tier.COLD and not victim.is_shadow and victim.model not in loading
-    )
-
-
-def choose_idle_soon(
-    head: Head,
-    short: Mapping[str, int],
-    models: Collection[Model],
-    found: Iterable[Candidate],
-    unloads: int,
-    now_ms: float,
-    rules: PoolRules,
-) -> tuple[float, dict[Victim, Sequence[int]]] | None:
-    """Until when to wait, and whom to ask then, so that fewer than `unloads` models are unloaded:
-    for an awake model that is idle at that time, else for those that are at work."""
-    last_ms = head.ticket.since_ms + IDLE_MS_MAX
-    if now_ms >= last_ms:
-        return None
-    for at_ms in sorted({each.idle_ms for each in found if now_ms < each.idle_ms <= last_ms}):
-        chosen = _choose_at(at_ms, head, short, models, rules)
-        if len(unloaded(chosen, models)) < unloads:
-            return at_ms, chosen
-    at_best = [_as_if_idle(model) for model in models]
-    chosen = _choose_at(last_ms, head, short, at_best, rules)
-    return (last_ms, chosen) if len(unloaded(chosen, models)) < unloads else None
-
-
-def _choose_at(
-    at_ms: float,
-    head: Head,
-    short: Mapping[str, int],
-    models: Iterable[Model],
-    rules: PoolRules,
-) -> dict[Victim, Sequence[int]]:
-    """Whom the head would ask then, of those who may be asked."""
-    then = candidates(head, short, models, at_ms, rules)
-    return choose([each for each in then if each.ready_ms <= at_ms], short)
-
-
-def _as_if_idle(model: Model) -> Model:
-    """As it is if its work has ended, and it has been quiet since."""
-    if model.state not in _MAY_BE_IDLE_SOON or not has_work(model):
-        return model
-    idle = copy(model)
-    idle.state, idle.awake_since_ms, idle.in_flight, idle.ticket = ModelState.AWAKE, None, 0, None
-    idle.last_request_ms -= IDLE_MS_MAX
-    return idle
-
-
-# ------------------------------------------------------------------------------------ for nobody
 
 
 def rests_of(
@@ -413,8 +74,9 @@ def _dues(model: Model) -> list[tuple[float, Tier]]:
         case ModelState.AWAKE if not model.in_flight and model.is_sleep_ordered:
             return [(float("-inf"), Tier.WARM if rest is Tier.AWAKE else rest)]
         case ModelState.AWAKE if not model.in_flight and rest is not Tier.AWAKE:
-            awake_ms = (model.awake_since_ms or 0.0) + rules.min_runtime_ms
-            return [(max(quiet_since_ms(model) + keep_alive_ms, awake_ms), rest)]
+            awake_ms = model.awake_since_ms or 0.0
+            last_ms, least_ms = model.last_request_ms, rules.min_runtime_ms
+            return [(sleeps_at_ms(last_ms, awake_ms, keep_alive_ms, least_ms), rest)]
         case ModelState.WARM | ModelState.OFFLOADED:
             asleep_ms = model.asleep_since_ms or 0.0
             rest_ms = max(asleep_ms, model.last_request_ms + keep_alive_ms)

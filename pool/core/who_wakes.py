@@ -22,12 +22,13 @@ from types import MappingProxyType
 from msgspec import Struct
 
 from plumbing.pod.messages import Tier
-from pool.core import reasons, who_sleeps
+from pool.core import reasons, who_yields
 from pool.core.demand import next_level_ms, order_of
 from pool.core.ledger import DeviceView
 from pool.core.model import Leaving, Model
 from pool.core.states import FALLING, HOST, REST, ModelState, PoolRules, sums
-from pool.core.who_sleeps import Head, Obstacle, Victim, choose_idle_soon, rests_of, unloaded
+from pool.core.who_sleeps import Victim, rests_of
+from pool.core.who_yields import Head, Obstacle, choose_idle_soon, unloaded
 
 MAY_BE_RAISED = frozenset({ModelState.COLD, *REST, ModelState.PENDING})
 _CLAIMS_NOTHING = frozenset({ModelState.AWAKE, ModelState.WAKING, ModelState.FAILED})
@@ -251,11 +252,11 @@ class _Planner:
             self._reserve(claim)
             return Yield(())
         models = [*{each.name: each for name in short for each in self.models_on[name]}.values()]
-        found = who_sleeps.candidates(claim, short, models, self.now_ms, self.rules)
-        ready_ms = who_sleeps.ready_ms(found, short)
+        found = who_yields.candidates(claim, short, models, self.now_ms, self.rules)
+        ready_ms = who_yields.ready_ms(found, short)
         if ready_ms is None:
             return Wait(None, reasons.stuck(claim, self.free, models))
-        chosen = who_sleeps.choose([each for each in found if each.ready_ms <= ready_ms], short)
+        chosen = who_yields.choose([each for each in found if each.ready_ms <= ready_ms], short)
         spared: tuple[str, ...] = ()
         unloads = unloaded(chosen, models) if ready_ms <= self.now_ms else ()
         if unloads:

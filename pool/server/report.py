@@ -22,7 +22,7 @@ from plumbing.service.http import Probe
 from plumbing.service.notify import restarts
 from plumbing.text import duration, size
 from pool.core.admission import expected_ms
-from pool.core.bound import TurnBound, WaitBound, bound, measured_bound, unmeasured
+from pool.core.bound import bound_ms
 from pool.core.events import OpenDoor, Order, RefusedDoor, SetModelDoor
 from pool.core.facts import Facts
 from pool.core.model import Model
@@ -190,14 +190,14 @@ def _model(server: PoolParts, name: str, seen: list[Model]) -> PoolModel:
         else {kind: dict(getattr(sizes, kind)) for kind in ("base", "weights", "kv")},
         expected_ms=_rounded(expected_ms(model, now_ms)),
         costs=PoolCost(*(_rounded(getattr(model.costs, name)) for name in COSTS)),
-        bound_ms=bound_ms(bound),
-        measured_bound_ms=bound_ms(measured),
+        bound_ms=_rounded(bound),
+        measured_bound_ms=_rounded(measured),
         alarm=model.alarm or None,
     )
 
 
 def _rounded(spent_ms: float | None) -> int | None:
-    return None if spent_ms is None else round(spent_ms)
+    return None if spent_ms is None or math.isinf(spent_ms) else round(spent_ms)
 
 
 def _engine(server: PoolParts, model: Model, name: str) -> PoolEngine:
@@ -297,8 +297,6 @@ def _step(model: Model) -> str:
 
 # -------------------------------------------------------------------------------------- explain
 
-NAMED_MAX = 4  # of the models that were not loaded yet
-
 # States in which there is nothing left to do for an order.
 DONE = {
     Order.LOAD: (ModelState.AWAKE,),
@@ -324,32 +322,26 @@ def seen_models(server: PoolParts) -> list[Model]:
     return [model for model in server.facts.models.values() if not model.is_unknown]
 
 
-def bounds_of(
-    server: PoolParts, name: str, seen: list[Model]
-) -> tuple[WaitBound | None, WaitBound | None]:
+def bounds_of(server: PoolParts, name: str, seen: list[Model]) -> tuple[float | None, float | None]:
     """How long a ticket of this model can wait, and how long if nothing takes longer than it did;
     None while that is not known."""
     facts = server.facts
     model = facts.models[name]
     if model not in seen:
         return None, None
-    priority = model.rules.priority
-    return (
-        bound(name, priority, seen, facts.rules),
-        measured_bound(name, priority, seen, facts.rules),
-    )
+    of = (name, model.rules.priority, seen, facts.rules)
+    return bound_ms(*of), bound_ms(*of, is_measured=True)
 
 
 def bounds_ms(server: PoolParts) -> dict[str, float]:
-    """How long the tickets that each model has now, or a usual one, can wait; those that are not
-    model are left out."""
+    """How long the tickets that each known model has now, or a usual one, can wait."""
     facts = server.facts
     seen = seen_models(server)
     found = {}
-    for view in seen:
-        priorities = [each.priority for each in facts.demand.tickets(view.name)]
-        last = max([view.rules.priority, *priorities])
-        found[view.name] = bound(view.name, last, seen, facts.rules).total_ms
+    for model in seen:
+        priorities = [each.priority for each in facts.demand.tickets(model.name)]
+        last = max([model.rules.priority, *priorities])
+        found[model.name] = bound_ms(model.name, last, seen, facts.rules) or 0.0
     return found
 
 
@@ -396,14 +388,14 @@ def _explained(server: PoolParts, name: str) -> ExplainedModel:
     if too_large:
         lines.append(too_large)
     elif found is not None:
-        lines += _bounds(found, measured, unmeasured(name, seen))
+        lines += _bounds(found, measured)
     return ExplainedModel(
         model=name,
         state=model.state.value,
         lines=lines,
         expected_ms=_rounded(soon_ms),
-        bound_ms=bound_ms(found),
-        measured_bound_ms=bound_ms(measured),
+        bound_ms=_rounded(found),
+        measured_bound_ms=_rounded(measured),
     )
 
 
@@ -418,11 +410,6 @@ def _explained_lease(server: PoolParts, lease: HeldLease) -> ExplainedLease:
         lines.append(lease.waits_for or "it was requested just now")
         lines.append(_device_line(server, lease.device))
     return ExplainedLease(lease.lease, lease.is_granted, lines)
-
-
-def bound_ms(found: WaitBound | None) -> int | None:
-    """None: there is no bound, or none is model."""
-    return None if found is None or math.isinf(found.total_ms) else round(found.total_ms)
 
 
 def _door(model: Model, door: object) -> str:
@@ -512,44 +499,16 @@ def _no_room(server: PoolParts, name: str, seen: list[Model]) -> str:
     return ""
 
 
-def _bounds(found: WaitBound, measured: WaitBound | None, unknown: list[str]) -> list[str]:
+def _bounds(bound: float, measured: float | None) -> list[str]:
     """The useful one first, and the guarantee behind it. The guarantee alone would say hours where
     a load takes a second, so it is left to --json until everything was measured."""
-    if math.isinf(found.total_ms):
-        return [
-            "the longest wait has no limit: a model on its devices never cuts off requests"
-            " (`cut: never`)"
-        ]
+    if math.isinf(bound):
+        why = "a model on its devices never cuts off requests (`cut: never`)"
+        return [f"the longest wait has no limit: {why}"]
     if measured is None:
-        more = f" and {len(unknown) - NAMED_MAX} more" if len(unknown) > NAMED_MAX else ""
-        named = ", ".join(unknown[:NAMED_MAX]) + more
-        return [
-            "the longest wait cannot be estimated yet: these models have never been loaded:"
-            f" {named}"
-        ]
-    total = duration(measured.total_ms)
-    lines = [f"a request waits at most {total} if each phase takes as long as before:"]
-    lines += _parts(measured)
-    total = duration(found.total_ms)
+        why = "not every model on its devices has been loaded once"
+        return [f"the longest wait cannot be estimated yet: {why}"]
     return [
-        *lines,
-        f"and at most {total} in any case: each load or wake may take a minute or more",
+        f"a request waits at most {duration(measured)} if each phase takes as long as before,",
+        f"and at most {duration(bound)} in any case: each load or wake may take a minute or more",
     ]
-
-
-def _parts(found: WaitBound) -> list[str]:
-    own_ms = found.own_drain_ms + found.own_release_ms
-    lines = [f"  {duration(found.max_wait_ms)}  max_wait, or less if an awake model becomes idle"]
-    lines.append(f"  {duration(own_ms)}  until its previous turn has ended")
-    lines += [_turn(each) for each in found.turns]
-    lines.append(f"  {duration(found.raise_ms)}  until it is loaded and awake")
-    if found.behind_ms:
-        lines.append(f"  {duration(found.behind_ms)}  behind requests with a better priority")
-    return lines
-
-
-def _turn(turn: TurnBound) -> str:
-    parts = {"raise": turn.raise_ms, "protected": turn.protection_ms, "drain": turn.drain_ms}
-    parts |= {"release": turn.release_ms}
-    words = ", ".join(f"{name} {duration(ms)}" for name, ms in parts.items() if ms)
-    return f"  {duration(turn.total_ms)}  a turn of {turn.model} ({words})"

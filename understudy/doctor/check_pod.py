@@ -22,7 +22,7 @@ from plumbing.pod.paths import (
 from plumbing.text import duration, size
 from plumbing.wire.limits import SOCKET_PATH_BYTES_MAX
 from pool.core.states import HOST
-from pool.core.who_sleeps import IDLE_MS_MAX
+from pool.core.who_yields import IDLE_MS_MAX
 from pool.settings import PoolFile
 from understudy.doctor.facts import (
     GMS,

@@ -1,21 +1,17 @@
-"""A child's door: nothing is sent behind it, whoever waits is told of once, and an engine that has
-rested is greeted anew."""
+"""A gateway's door: nothing is sent behind it, whoever waits is told of once, and an engine that
+has rested is greeted anew."""
 
 from __future__ import annotations
 
 import json
 
-import pytest
-
 from gateway.core import events as ev
-from gateway.core.events import GatewayDoor
 from gateway.core.machine import Gateway
 from plumbing.gateway_protocol import Continuation
 from tests.gateway.core.test_grants import EVENT, ask, gateway_with, hello, names, stream
 
-SHUT = ev.DoorSet(1, 5, GatewayDoor.SHUT, reason="e1 is resting; a request wakes it")
-CLOSING = ev.DoorSet(1, 5, GatewayDoor.CLOSING)
-OPEN = ev.DoorSet(2, 5)
+SHUT = ev.DoorSet(5, True, reason="e1 is resting; a request wakes it")
+OPEN = ev.DoorSet(5)
 HOLD_MS, PARK_MS = 1_000.0, 20_000.0
 
 
@@ -37,15 +33,11 @@ def code_of(effects) -> str:
     return str(json.loads(error.body)["error"]["code"])
 
 
-@pytest.mark.parametrize("door", [SHUT, CLOSING])
-def test_requests_wait_behind_the_door_and_an_engine_that_has_rested_is_greeted_anew(door):
-    gateway = behind(door)
+def test_requests_wait_behind_the_door_and_an_engine_that_has_rested_is_greeted_anew():
+    gateway = behind(SHUT)
     assert ask(gateway, 2) == []
     assert gateway.handle(ev.Tick(), HOLD_MS / 2) == []
     effects = gateway.handle(OPEN, HOLD_MS / 2)
-    if door is CLOSING:  # it was for a moment only
-        assert names(effects) == ["SendRequest", "SendRequest"]
-        return
     assert names(effects) == ["GreetEngine"]
     assert gateway.stats(5.0).waits_for == "waiting for e1 to answer"
     assert names(answer_greeting(gateway, effects, 600.0)) == ["SendRequest", "SendRequest"]
@@ -93,7 +85,7 @@ def test_the_time_to_hold_a_request_counts_from_the_wake_and_ends():
 
 def test_where_only_an_operator_wakes_the_engine_a_request_is_refused_in_time():
     why = "e1 is resting; wake it with `understudy wake`"
-    gateway = behind(ev.DoorSet(1, 5, GatewayDoor.SHUT, False, why))
+    gateway = behind(ev.DoorSet(5, True, False, why))
     effects = gateway.handle(ev.Tick(), HOLD_MS + 1)
     assert (effects[0].status, effects[0].retry_after_s) == (503, 1)
     assert code_of(effects) == "gateway.resting"
@@ -102,7 +94,7 @@ def test_where_only_an_operator_wakes_the_engine_a_request_is_refused_in_time():
 
 def test_a_door_is_that_of_one_grant():
     gateway = gateway_with()
-    assert gateway.handle(ev.DoorSet(1, 4, GatewayDoor.SHUT), 1.0) == []
+    assert gateway.handle(ev.DoorSet(4, True), 1.0) == []
     assert names(ask(gateway, 1)) == ["SendRequest"]
     gateway = behind(SHUT)
     effects = gateway.handle(ev.EngineGranted("e2", 6, "era"), 2.0)

@@ -13,7 +13,7 @@ import os
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway.core.events import DoorSet, GatewayDoor, NobodyGranted
+from gateway.core.events import DoorSet, NobodyGranted
 from gateway.server import endpoints
 from gateway.server.endpoints import RequestLoad, page_of
 from pool.core.events import RefusedDoor
@@ -109,14 +109,14 @@ async def test_all_four_answer_before_any_engine_was_active_through_a_rest_and_a
     found = await metrics(bench)
     assert {"python_info", "vllm:cache_config_info", "vllm:prompt_tokens"} < set(found)
     assert await gauges(bench) == {("stub", "0"): [3.0, 2.0, 0.25]}
-    for number, does_open in enumerate((True, False), 1):
-        bench.listener.told(DoorSet(number, engine.token, GatewayDoor.SHUT, does_open, "it sleeps"))
+    for does_open in (True, False):
+        bench.listener.told(DoorSet(engine.token, True, does_open, "it sleeps"))
         assert await health(bench) == (200 if does_open else 503)
     asked = engine.accepted
     assert await gauges(bench) == {("stub", "0"): [0.0, 0.0, 0.25]}
     assert version(await bench.once("/version")) == "0.32.0"
     assert engine.accepted == asked
-    bench.listener.told(DoorSet(3, engine.token))
+    bench.listener.told(DoorSet(engine.token))
     client = await bench.client()
     client.ask(CHAT, STREAM)
     await client.head()

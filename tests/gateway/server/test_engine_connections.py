@@ -17,7 +17,7 @@ import msgspec
 import pytest
 
 from gateway.core import attempts
-from gateway.core.events import DoorSet, EngineGranted, GatewayDoor, NobodyGranted
+from gateway.core.events import DoorSet, EngineGranted, NobodyGranted
 from gateway.server import connections as idle_connections
 from gateway.server import responses
 from gateway.server.responses import HEAD_BYTES_MAX, ResponseReader, greet
@@ -154,7 +154,7 @@ async def test_a_word_about_engines_closes_what_is_idle(bench, word):
     elif word == "nobody":
         bench.listener.told(NobodyGranted("for this test"))
     else:
-        bench.listener.told(DoorSet(1, engine.token, GatewayDoor.SHUT, True, "it rests"))
+        bench.listener.told(DoorSet(engine.token, True, True, "it rests"))
     assert len(bench.listener.exchange.idle_connections) == 0
     await closed(engine)
 

@@ -1,6 +1,6 @@
 """Goal: the bound of a wait is the formula of the documentation. Method: small pools, by hand."""
 
-from pool.core.bound import bound, measured_bound, sharing_with, unmeasured
+from pool.core.bound import bound_ms, sharing_with
 from tests.pool.core.views import NO_MARGIN, a_model
 
 TIMES = {"switch_ms": 40_000.0, "release_ms": 100.0}  # so the budget of a raise is 80 s
@@ -10,9 +10,7 @@ def test_four_models_on_one_device():
     """5 s, own drain and release 2.1, three turns of 80 + 40 + 2 + 0.1, own raise 80; a turn is
     protected for as long as a switch costs."""
     models = [a_model(name, **TIMES) for name in "abcd"]
-    found = bound("a", 0, models, NO_MARGIN)
-    assert [turn.model for turn in found.turns] == ["b", "c", "d"]
-    assert found.total_ms == 5_000 + 2_100 + 3 * 122_100 + 80_000
+    assert bound_ms("a", 0, models, NO_MARGIN) == 5_000 + 2_100 + 3 * 122_100 + 80_000
 
 
 def test_worse_priority_and_requests_that_cannot_be_parked():
@@ -20,23 +18,22 @@ def test_worse_priority_and_requests_that_cannot_be_parked():
         a_model("a", priority=3, **TIMES),
         a_model("b", priority=1, cannot_park=1, **TIMES),
     ]
-    found = bound("a", 3, models, NO_MARGIN)
-    assert found.behind_ms == 2 * 60_000
-    assert found.turns[0].drain_ms == 30_000
+    turn_ms = 80_000 + 40_000 + 30_000 + 100
+    assert bound_ms("a", 3, models, NO_MARGIN) == 5_000 + 2_100 + turn_ms + 80_000 + 2 * 60_000
     never_cut = a_model("b", cannot_park=1, rules={"cut_ms": None}, **TIMES)
-    assert bound("a", 3, [models[0], never_cut], NO_MARGIN).total_ms == float("inf")
+    assert bound_ms("a", 3, [models[0], never_cut], NO_MARGIN) == float("inf")
 
 
 def test_sharing_goes_through_others_and_pinned_models_take_no_turns():
     models = [
-        a_model("a", on=("0",)),
-        a_model("b", on=("0", "1")),
-        a_model("c", on=("1",)),
+        a_model("a", on=("0",), raise_ms=1.0),
+        a_model("b", on=("0", "1"), raise_ms=1.0),
+        a_model("c", on=("1",), raise_ms=1.0),
         a_model("far", on=("2",)),
         a_model("pinned", on=("1",), rules={"is_pinned": True}),
     ]
     assert [each.name for each in sharing_with("a", models)] == ["b", "c", "pinned"]
-    assert [turn.model for turn in bound("a", 0, models, NO_MARGIN).turns] == ["b", "c"]
+    assert bound_ms("a", 0, models, NO_MARGIN, is_measured=True) == 7_000 + 2 * 12_000 + 3
 
 
 def test_what_raises_took_stands_in_the_place_of_their_budgets_once_all_are_measured():
@@ -44,11 +41,8 @@ def test_what_raises_took_stands_in_the_place_of_their_budgets_once_all_are_meas
         a_model("a", raise_ms=30.0, release_ms=100.0),
         a_model("b", raise_ms=200.0, release_ms=100.0),
         a_model("far", on=("1",)),
-        a_model("pinned", rules={"is_pinned": True}),
     ]
-    found = measured_bound("a", 0, models, NO_MARGIN)
-    assert found.total_ms == 5_000 + 2_100 + (200 + 10_000 + 2_000 + 100) + 30
-    assert unmeasured("a", models) == []
-    less = [models[0], a_model("b"), *models[2:]]
-    assert measured_bound("a", 0, less, NO_MARGIN) is None
-    assert unmeasured("a", less) == ["b"]
+    found = bound_ms("a", 0, models, NO_MARGIN, is_measured=True)
+    assert found == 5_000 + 2_100 + (200 + 10_000 + 2_000 + 100) + 30
+    less = [models[0], a_model("b"), models[2]]
+    assert bound_ms("a", 0, less, NO_MARGIN, is_measured=True) is None

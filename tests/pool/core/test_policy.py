@@ -8,7 +8,7 @@ whom; then who is not unloaded for a head that can wait.
 import pytest
 
 from plumbing.pod.messages import Tier
-from pool.core.bound import bound
+from pool.core.bound import bound_ms
 from pool.core.events import LeaseAsked
 from pool.core.model import Leaving, a_lease, grant
 from pool.core.states import HOST, ModelState
@@ -535,5 +535,5 @@ def test_head_does_not_wait_if_that_spares_nobody():
 
 def test_short_max_wait_counts_in_the_bound_as_the_two_seconds():
     for max_wait_ms, counted_ms in ((0.0, 2_000.0), (7_000.0, 7_000.0)):
-        models = [a_model("a", rules={"max_wait_ms": max_wait_ms})]
-        assert bound("a", 0, models, NO_MARGIN).max_wait_ms == counted_ms
+        models = [a_model("a", raise_ms=0.0, rules={"max_wait_ms": max_wait_ms, "park_ms": 0.0})]
+        assert bound_ms("a", 0, models, NO_MARGIN, is_measured=True) == counted_ms

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from engine.core.events import State
 from plumbing.pod.messages import Tier
-from pool.core import facts, inputs, reconcile, saved, who_sleeps, who_wakes
+from pool.core import facts, inputs, reconcile, saved, who_wakes, who_yields
 from pool.core.demand import Demand
 from pool.core.events import EngineSaid, TicketKind
 from pool.core.facts import Facts
@@ -136,14 +136,14 @@ def pinned_yields(patch: Patch) -> None:
 
 def yield_only_when_idle(patch: Patch) -> None:
     """Who has work is no victim, however long that takes."""
-    real = who_sleeps._ready
+    real = who_yields._ready
 
     def ready(head: Any, model: Any, now_ms: float, rules: Any) -> Any:
         if model.in_flight:
-            return float("inf"), who_sleeps.Obstacle.PROTECTED
+            return float("inf"), who_yields.Obstacle.PROTECTED
         return real(head, model, now_ms, rules)
 
-    patch.setattr(who_sleeps, "_ready", ready)
+    patch.setattr(who_yields, "_ready", ready)
 
 
 def requeued_at_old_age(patch: Patch) -> None:
@@ -159,8 +159,8 @@ def requeued_at_old_age(patch: Patch) -> None:
 
 def no_protection(patch: Patch) -> None:
     """Strict first come, first served: an older ticket takes the device at once."""
-    patch.setattr(who_sleeps, "protection_ms", lambda model, rules: 0.0)
-    real = who_sleeps._ready
+    patch.setattr(who_yields, "protection_ms", lambda model, rules: 0.0)
+    real = who_yields._ready
 
     def ready(head: Any, model: Any, now_ms: float, rules: Any) -> Any:
         young = replace(head.model.rules, max_wait_ms=0.0)
@@ -170,7 +170,7 @@ def no_protection(patch: Patch) -> None:
         finally:
             head.model.rules = before
 
-    patch.setattr(who_sleeps, "_ready", ready)
+    patch.setattr(who_yields, "_ready", ready)
 
 
 def plan_kept_for_a_gone_head(patch: Patch) -> None:
@@ -230,13 +230,13 @@ def a_shadow_is_told_warm(patch: Patch) -> None:
 
 def floors_are_not_to_be_taken(patch: Patch) -> None:
     """A model that waits keeps what it holds: two that hold weights wait for each other's."""
-    real = who_sleeps._candidate
+    real = who_yields._candidate
 
     def candidate(head: Any, names: Any, model: Any, *args: Any) -> Any:
         is_floor = model.state is ModelState.PENDING
         return None if is_floor else real(head, names, model, *args)
 
-    patch.setattr(who_sleeps, "_candidate", candidate)
+    patch.setattr(who_yields, "_candidate", candidate)
 
 
 def recovery_by_deadline(patch: Patch) -> None:
