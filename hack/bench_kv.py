@@ -30,9 +30,7 @@ from plumbing.pod.paths import engine_sockets
 from understudy.drill.clients import Target, send
 from understudy.drill.killer import Whole
 from understudy.drill.records import End, Exchange, Prompt
-from understudy.drill.targets import (
-    kill_request,
-)
+from understudy.drill.targets import kill_request
 from understudy.pod.ports import free_pod_ports
 from understudy.pod.runner import PodRunner
 from understudy.pod.table import LocalPod

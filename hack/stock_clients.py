@@ -26,10 +26,7 @@ from plumbing.errors import UnderstudyError
 from understudy.drill.clients import Target, clock
 from understudy.drill.records import Records
 from understudy.drill.run import Drill, DrillPlan
-from understudy.drill.targets import (
-    GATEWAY,
-    PARTS,
-)
+from understudy.drill.targets import GATEWAY, PARTS
 from understudy.drill.verdict import judge
 from understudy.pod.runner import PodRunner
 from understudy.up.models import RandomModel

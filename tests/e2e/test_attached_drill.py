@@ -15,9 +15,7 @@ import pytest
 from tests.e2e.test_commands import ENVIRONMENT, UNDERSTUDY, free_offset, running_pod
 from tests.plumbing.service.test_init import NAMESPACE, can_unshare
 from tests.understudy.drill.outside import PREFIX, Outside
-from understudy.drill.targets import (
-    TARGETS,
-)
+from understudy.drill.targets import TARGETS
 
 
 async def drilled(directory: Path, *words: str, wrapper: Sequence[str] = ()) -> dict[str, Any]:

@@ -23,9 +23,7 @@ from tests.e2e.processes import Processes, kill, pod_ports
 from tests.e2e.test_commands import ENVIRONMENT, UNDERSTUDY
 from tests.helpers import POLL_S
 from understudy.drill.killer import wait_whole
-from understudy.drill.targets import (
-    TARGETS,
-)
+from understudy.drill.targets import TARGETS
 from understudy.pod.runner import PodRunner
 from understudy.pod.table import LocalPod
 from understudy.status.gather import PodPart, engine_parts, status_of
@@ -63,7 +61,7 @@ def test_drill_of_the_memory_service_costs_nothing(
 ):
     """Goal: a crash without loss. Method: the command, two kills of each device's server; it checks
     requests, incarnations and physical memory itself."""
-    report = drill(tmp_path_factory.mktemp("t"), "--target=gms", "--kills=3")
+    report = drill(tmp_path_factory.mktemp("t"), "--target=gms", "--kills=4")
     assert report["killed"] == {**dict.fromkeys(TARGETS, 0), "gms": 4}
     assert report["lost_in_flight"] == 0
     assert report["gms"]["recovery_ms"]["max"] > 0

@@ -11,10 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.pods import AS_USERS_RUN_IT
-from understudy.drill.targets import (
-    PARTS,
-    TARGETS,
-)
+from understudy.drill.targets import PARTS, TARGETS
 
 # The gateway dies between the engines: a request that is in three of them as they die, without
 # much progress between, is ended as the cause of it, and a busy machine makes little progress.

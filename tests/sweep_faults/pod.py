@@ -24,9 +24,7 @@ from understudy.drill.clients import Target, send
 from understudy.drill.outcomes import classify
 from understudy.drill.prompts import all_prompts, learn_answers
 from understudy.drill.records import Exchange, Outcome, Prompt
-from understudy.drill.targets import (
-    kill_request,
-)
+from understudy.drill.targets import kill_request
 from understudy.http_get import get
 from understudy.pod.ports import Ports, free_pod_ports
 from understudy.pod.runner import PodRunner

@@ -47,7 +47,7 @@ def test_reader_who_does_not_read_stops_nobody():
     that is not read until ten times what it and the terminal hold has been said."""
     reading, writing = os.pipe()
     with ThreadPoolExecutor(1) as thread:
-        with Terminal(writing, pending_max_bytes=10_000) as terminal:
+        with Terminal(writing, lines_max=1000) as terminal:
             for number in range(SAID):
                 terminal.say(f"line {number}")
             lines = thread.submit(read_all, reading)

@@ -8,7 +8,6 @@ import re
 import socket
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -20,23 +19,7 @@ from tests.understudy.drill.fake_pod import FakePod
 from understudy.cli.main import main
 from understudy.pod.table import LocalPod
 from understudy.up import pods
-from understudy.up.pods import claim, prepare_pool, put_leftovers_aside, refuse_second_pod
-
-OF_ANY_POD = [
-    *("lockserver.json", "lockserver.lock", "gms.json", "gms.lock", "devices.json", "log"),
-    *("witness_chat-0_0123456789abcdef", "serving_chat-0_0123456789abcdef", "up.lock", "aside"),
-]
-OF_PLAIN_POD = [
-    *("engine_engine-0.json", "engine_engine-1.http.sock", "leftovers_engine-0.json"),
-    *("gms_HOST-0_weights.json", "gms_HOST-0_kv_0123456789abcdef0123456789abcdef.pool"),
-    "kv_layout.json",
-]
-OF_POOL = [
-    *("pool.json", "pool.sock", "pool.lock", "pool.json.unreadable-1"),
-    *("engine_llama-3-1-0.sock", "engine_llama-3-1-0.json", "leftovers_llama-3-1-0.json"),
-    *("gms_HOST-0.llama-3.1_weights.sock", "gms_HOST-0.llama-3.1_kv.lock"),
-    "kv_layout_llama-3.1.json",
-]
+from understudy.up.pods import claim, forget_last_pod, refuse_second_pod
 
 
 @pytest.fixture
@@ -46,37 +29,13 @@ def directory(tmp_path: Path) -> Path:
     return made
 
 
-def plain_pod(directory: Path) -> list[Any]:
-    # A flag of the backend must not look like a model of a pool.
-    return LocalPod(directory, Path("/m"), backend_args=("--model=x",)).containers()
-
-
-def pool_pod(directory: Path) -> list[Any]:
-    path = directory / "pool.yaml"
-    path.write_text("devices: [HOST-0]\nmodels: {llama-3.1: {model: /m, backend: reference}}")
-    prepared = prepare_pool(LocalPod(Path(), None), path, 0, directory, print, is_drilled=True)
-    return [*asyncio.run(prepared).containers]
-
-
-@pytest.mark.parametrize(
-    ("containers", "foreign"), [(plain_pod, OF_POOL), (pool_pod, OF_PLAIN_POD)]
-)
-def test_files_of_another_pod_are_moved_and_those_of_this_one_are_not(
-    directory: Path, containers: Any, foreign: list[str]
-):
-    """Method: files of every kind that a pod and a pool leave, and the pod that starts next."""
-    made = containers(directory)
-    for name in (*OF_ANY_POD, *OF_PLAIN_POD, *OF_POOL):
-        if name not in ("log", "aside"):
-            (directory / name).write_text(name)
-    before = {*os.listdir(directory)}
-    (said,) = put_leftovers_aside(directory, made)
-    moved = directory / "aside"
-    assert {*os.listdir(moved)} == {*foreign}
-    assert all((moved / name).read_text() == name for name in foreign)
-    assert {*os.listdir(directory)} == before - {*foreign} | {"aside"}
-    assert str(moved) in said
-    assert put_leftovers_aside(directory, made) == []
+def test_what_the_last_pod_left_of_itself_is_no_part_of_the_next_one(directory: Path):
+    """Method: files of a pool; tokens, journals and witnesses stay."""
+    kept = {"lockserver.json", "gms_HOST-0_weights.json", "witness_chat-0_0123456789abcdef"}
+    for name in (*kept, "pool.sock", "engine_chat-0.sock", "engine_chat-0.json"):
+        (directory / name).write_text(name)
+    forget_last_pod(directory)
+    assert {*os.listdir(directory)} == kept
 
 
 def test_pod_is_announced_before_its_standby_is_ready(directory: Path, monkeypatch):

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import click
 
@@ -31,9 +31,7 @@ from understudy.cli.settings import DRILL_OPTIONS, NOT_WITH_POOL, POD_OPTIONS
 from understudy.drill.clients import Target, outside_target
 from understudy.drill.page import check_destination
 from understudy.drill.run import LENT_KV, NO_ADOPTION, DrillPlan
-from understudy.drill.targets import (
-    is_only_in_pool,
-)
+from understudy.drill.targets import is_only_in_pool
 from understudy.host import machine
 from understudy.status.gather import require_pod
 from understudy.up import sessions
@@ -97,8 +95,6 @@ def drill(
     kinds = {"--pool": pool_file is not None, "--upgrade": upgrade, "--kv-compare": kv_compare}
     kinds["--attach"] = attach
     _refuse_together(config, [name for name, is_set in kinds.items() if is_set], arguments)
-    if pool_file is None:
-        _refuse_without_pool(config)
     plan = DrillPlan(
         config["kills"],
         config["target"],
@@ -115,7 +111,22 @@ def drill(
         work = _of_running_pod(config, arguments, plan, as_json=as_json, yes=yes)
     else:
         work = _of_new_pod(config, arguments, plan, pool_file, is_compared=kv_compare)
-    _finish(run_async(work, as_json=as_json), config, page, as_json=as_json)
+    result = run_async(work, as_json=as_json)
+    if result is None:
+        sys.exit(INTERRUPTED)
+    backend = result.backend or config["backend"]
+    if as_json:
+        click.echo(to_json(result.report.to_dict(backend, machine())))
+    else:
+        from rich.console import Console
+
+        result.print(Console(), backend)
+    for problem in result.report.problems:
+        click.echo(f"error: {problem}", err=True)
+    if page is not None:
+        result.write_page(page, backend)
+        click.echo(f"report written to {page}", err=True)
+    sys.exit(0 if result.report.passed else 1)
 
 
 def _of_running_pod(
@@ -162,49 +173,25 @@ def _of_new_pod(
     )
 
 
-def _finish(
-    result: DrillResult | None,
-    config: Resolved,
-    page: Path | None,
-    *,
-    as_json: bool,
-) -> NoReturn:
-    """Print the report, write the page, and exit."""
-    if result is None:
-        sys.exit(INTERRUPTED)
-    backend = result.backend or config["backend"]
-    if as_json:
-        document = result.report.to_dict(backend, machine())
-        click.echo(to_json(document))
-    else:
-        from rich.console import Console
-
-        result.print(Console(), backend)
-    for problem in result.report.problems:
-        click.echo(f"error: {problem}", err=True)
-    if page is not None:
-        result.write_page(page, backend)
-        click.echo(f"report written to {page}", err=True)
-    sys.exit(0 if result.report.passed else 1)
-
-
 def _refuse_together(config: Resolved, kinds: Sequence[str], arguments: tuple[str, ...]) -> None:
-    """Refuse flags that the first of these kinds of a drill does not take."""
+    """Refuse flags that the first of these kinds of a drill does not take, and those of a pool's
+    drill without one.
+
+    Raises:
+        UsageError: `drill.needless_flag`, `drill.needs_pool`.
+    """
     kind, *others = kinds or [""]
-    if kind not in ALONE:
-        return
-    names, why = ALONE[kind]
-    declared = [each for each in DRILL_OPTIONS if each.name in names]
-    given = [*others, *given_flags(declared, config)]
-    given += arguments[:1] if kind == "--pool" else ()
-    refuse_flags("drill.needless_flag", given, f"{kind}, {why}")
-
-
-def _refuse_without_pool(config: Resolved) -> None:
-    named = [f"--target {each}" for each in config["target"] if is_only_in_pool(each)]
-    named += ["--switches"] if config.origin("switches") == "flag" else []
-    if named:
-        raise UsageError("drill.needs_pool", f"{named[0]} requires --pool")
+    if kind in ALONE:
+        names, why = ALONE[kind]
+        declared = [each for each in DRILL_OPTIONS if each.name in names]
+        given = [*others, *given_flags(declared, config)]
+        given += arguments[:1] if kind == "--pool" else ()
+        refuse_flags("drill.needless_flag", given, f"{kind}, {why}")
+    if kind != "--pool":
+        named = [f"--target {each}" for each in config["target"] if is_only_in_pool(each)]
+        named += ["--switches"] if config.origin("switches") == "flag" else []
+        if named:
+            raise UsageError("drill.needs_pool", f"{named[0]} requires --pool")
 
 
 def _outside(config: Resolved, *, attach: bool) -> Target | None:

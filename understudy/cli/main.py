@@ -30,11 +30,7 @@ from understudy.cli.pods import (
     pod_of,
     refuse_flags,
 )
-from understudy.cli.settings import (
-    DRILL_OPTIONS,
-    NOT_WITH_POOL,
-    UP_OPTIONS,
-)
+from understudy.cli.settings import DRILL_OPTIONS, NOT_WITH_POOL, UP_OPTIONS
 from understudy.pod.output import Terminal
 from understudy.up import pods
 

@@ -6,9 +6,7 @@ from engine.backends.registry import REGISTRY
 from engine.messages import RANKS_MAX
 from plumbing.service.config import Option, Resolved, size_list
 from plumbing.service.hosts import ALLOWED_HOST, PORT_MAX
-from understudy.drill.targets import (
-    check_target,
-)
+from understudy.drill.targets import check_target
 from understudy.pod.ports import (
     ENGINE_PORT,
     GATEWAY_PORT,

@@ -1,7 +1,6 @@
 """The victims of a drill: how each is found, dies, and is known to work again.
 
-A victim is a name and its processes. `KINDS` has a row for each part that is not an engine: how its
-main process is found, and what it lacks until it works again. A part dies with all its descendants,
+A victim is a name and its processes. A part that is not an engine dies with all its descendants,
 which are held by pidfd before. A process of an engine dies through the engine's control socket:
 that works across PID namespaces, and a rehearsed death does not count as a crash loop.
 """
@@ -26,8 +25,8 @@ from gateway.messages import ExpectDeathMsg
 from gms.client import messages as gms_messages
 from plumbing.errors import UnderstudyError, UnreachableError, WaitTimeoutError
 from plumbing.pod.models import model_at, model_of
-from plumbing.pod.observers import Answered, ask
-from plumbing.pod.paths import WEIGHTS, engine_sockets, gateway_socket, gms_socket
+from plumbing.pod.observers import ask
+from plumbing.pod.paths import engine_sockets, gateway_socket, gms_socket
 from plumbing.service import init
 from plumbing.service.clock import SystemClock
 from plumbing.service.procfs import descendants, parent
@@ -70,9 +69,7 @@ POLL_S = 0.01
 BACK_DEADLINE_S = 90.0  # a container restarts within seconds; its runner may back off
 COMMITTED = "committed"
 FIRST = 1  # pid 1 ignores SIGKILL and SIGSTOP from its own namespace
-# The programs of a model's memory servers, and how the devices of host copies are named.
-VERBS = {GMS: "serve-device", GMS_COPY: "serve-device", GMS_KEEPER: "keep-copy"}
-COPIES = "OFFLOAD-"
+COPIES, KEEPER_VERB = "OFFLOAD-", "keep-copy"  # of host copies: their places, and who keeps them
 
 clock = SystemClock()
 Say = Callable[[str], None]
@@ -165,21 +162,21 @@ def service_of(lockserver: Mapping[str, Any]) -> str:
     return str(service.get("address") or "")
 
 
-def standing(view: Document) -> dict[str, str]:
-    """What the death of a part must not change: each engine's incarnation, and who is active."""
+def changes(before: Document, after: Document) -> list[str]:
+    """What the death of a part has changed and must not, as sentences: an engine's incarnation, or
+    who is active."""
+    was, now = _standing(before), _standing(after)
+    return [
+        f"{name} is now {now.get(name, 'unreachable')} instead of {said}"
+        for name, said in was.items()
+        if now.get(name) != said
+    ]
+
+
+def _standing(view: Document) -> dict[str, str]:
     engines = [part["engine"] for part in view["engines"] if "error" not in part]
     found = {str(each.get("id")): str(each.get("incarnation")) for each in engines}
     return {**found, "the lock": f"{view['active']} under token {view['token']}"}
-
-
-def changes(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
-    """What has changed, as sentences."""
-    now = {name: after.get(name, "unreachable") for name in before}
-    return [
-        f"{name} is now {now[name]} instead of {was}"
-        for name, was in before.items()
-        if now[name] != was
-    ]
 
 
 # ------------------------------------------------------------------ processes of engines
@@ -194,14 +191,20 @@ async def kill_engine(directory: Path, kill: Kill, observer: Observer) -> None:
     """
     path = engine_sockets(directory)[str(kill.engine)]
     status = await ask(path, engine_messages.CONTROL, engine_messages.StatusMsg())
-    document = _document(status)
+    document = getattr(status.message, "document", None) or {}
     running = observer.incarnation_of(str(kill.engine))
     # In a pool the last incarnation may have ended long ago, as the pool wanted.
     said = (document.get("engine") or {}).get("incarnation")
     kill.incarnation = running if kill.model else said
     kill.killed_ms = clock.now_ms()
-    kill.kept_blocks = int(kv_of(document).get("kept_blocks") or 0)
-    observer.expect(kill, _old_tree(directory, kill, status))
+    kill.kept_blocks = int(_kv_of(document).get("kept_blocks") or 0)
+    if status.pid == 0:  # in another PID namespace: the witness that its processes hold must do
+        tree = OldTree.by_witness(directory, str(kill.incarnation))
+    else:
+        # A supervisor survives the death of its backend, but not its own.
+        own = [status.pid] if process_of(kill.target) == SUPERVISOR else []
+        tree = OldTree.of([*own, *backend_processes(status.pid)])
+    observer.expect(kill, tree)
     await strike(path, status.pid, kill)
 
 
@@ -238,21 +241,6 @@ async def strike(path: str, supervisor: int, kill: Kill) -> None:
             kill.killed_ms = answered.message.mono_ms
 
 
-def _old_tree(directory: Path, kill: Kill, status: Answered) -> OldTree:
-    """What must be gone before the next grant: processes, or the witness that they hold where they
-    are in another PID namespace."""
-    if status.pid == 0:
-        return OldTree.by_witness(directory, str(kill.incarnation))
-    backend = backend_processes(status.pid)
-    # A supervisor survives the death of its backend, but not its own.
-    is_own = process_of(kill.target) == SUPERVISOR
-    return OldTree.of([status.pid, *backend] if is_own else backend)
-
-
-def _document(status: Answered) -> dict[str, Any]:
-    return getattr(status.message, "document", None) or {}
-
-
 def backend_processes(supervisor: int) -> list[int]:
     """The processes under an engine's supervisor, without helpers, which never open a device: the
     fence does not wait for them."""
@@ -270,7 +258,7 @@ def _words(pid: int) -> list[str]:
     return []
 
 
-def kv_of(status: Mapping[str, Any]) -> Mapping[str, Any]:
+def _kv_of(status: Mapping[str, Any]) -> Mapping[str, Any]:
     """The KV cache in an engine's status document."""
     return (status.get("backend") or {}).get("kv") or {}
 
@@ -282,7 +270,7 @@ async def note_adoption(directory: Path, kill: Kill) -> str:
     if path is None:
         return ""
     status = await status_of(PodPart(str(kill.new_engine), path, engine_messages.CONTROL))
-    kv = kv_of(status)
+    kv = _kv_of(status)
     if kv and (status.get("lock") or {}).get("token") == kill.new_token:
         kill.adopted_blocks = int(kv.get("adopted_blocks") or 0)
         if kill.adopted_blocks < kill.kept_blocks:
@@ -294,38 +282,18 @@ async def note_adoption(directory: Path, kill: Kill) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
-    """Where a part is looked for. `model`: whose memory server, in a pool."""
-
-    pids: Pids
-    model: str = ""
-
-    @property
-    def memory_supervisor(self) -> int | None:
-        servers = list(self.pids.gms.values())
-        return parent(servers[0]) if servers else None
-
-
-@dataclass(frozen=True, slots=True)
-class HeldPart:
-    """A part that can be killed: the pidfds of its processes, its own first. `memory`: the devices'
-    documents, as they must be again, `pid`: the killed server's own in them; `models`: whose
-    servers must answer again."""
+class Victim:
+    """A part that can be killed: the pidfds of its processes, its own first. `memory`: what its
+    servers said before and must say again; `model`: whose keeper it is."""
 
     target: str
     pidfds: tuple[int, ...]
-    device: str = ""
     memory: tuple[Document, ...] = ()
-    pid: int = 0
-    models: tuple[str, ...] = ()
+    model: str = ""
 
-
-@dataclass(frozen=True, slots=True)
-class KillableKind:
-    """How to find a part's main process, and what it lacks until it works again."""
-
-    find: Callable[[Scene], int | None]
-    missing: Callable[[Path, HeldPart], Awaitable[str | None]]
+    @property
+    def device(self) -> str:
+        return str(self.memory[0]["device_uuid"]) if self.target == GMS else ""
 
 
 async def find_part(
@@ -335,38 +303,65 @@ async def find_part(
     *,
     number: int = 0,
     model: str = "",
-    models: tuple[str, ...] = (),
-) -> HeldPart | None:
-    """Find and hold a part until `stack` is closed. In a pool of `models`: the memory server of
-    `model`; None: it does not run now. Without models: that of the device `number`, modulo their
-    count.
+    is_pool: bool = False,
+) -> Victim | None:
+    """Find a part, and hold it until `stack` is closed: of devices' servers that of the device with
+    this number, modulo their count; of keepers that of `model`. None: there is none, in a pool.
 
     Raises:
         UnderstudyError: `drill.no_memory`, nothing is committed; `drill.not_here`.
     """
     view, pids = await gather(directory), await pids_of(directory)
-    scene, found = Scene(pids, model), committed_devices(view)
-    memory: tuple[Document, ...] = ()
-    if target == GMS and not models:
-        if not found:
+    memory = tuple(committed_devices(view).values())
+    if is_pool:  # models come and go: only that their servers answer is compared
+        answered = (each for part in view["gms"] for each in devices(part))
+        memory = tuple({"device_uuid": str(it["device_uuid"])} for it in answered)
+    pid = _pid_of(target, pids, model)
+    if target == GMS:
+        memory = tuple(it for it in memory if not _is_copy(it))
+        if not memory:
             raise UnderstudyError("drill.no_memory", "no memory service has committed weights")
-        memory = (list(found.values())[number % len(found)],)
-        device, own = str(memory[0]["device_uuid"]), int(memory[0].get("pid") or 0)
-        pid, what = pids.gms.get(device), f"the server of {device}"
-    else:
-        pid, what, own = KINDS[target].find(scene), target, 0
-        if pid is None and models:
-            return None
-        device = place_served(pid or 0, target, model) if target in VERBS else ""
-        if target == GMS_SUPERVISOR:
-            memory, model = () if models else tuple(found.values()), ""
+        pid = pids.gms.get(memory[number % len(memory)]["device_uuid"])
+        memory = tuple(it for it in memory if pids.gms.get(it["device_uuid"]) == pid)
+    elif target == GMS_COPY:
+        memory = tuple(filter(_is_copy, memory))
+    elif target != GMS_SUPERVISOR:
+        memory = ()
+    if pid is None and is_pool:
+        return None
+    what = f"the server of {memory[0]['device_uuid']}" if target == GMS else target
     held = [stack.enter_context(hold(each, what)) for each in (pid, *descendants(pid or 0))]
-    is_of_all = target in (GMS_SUPERVISOR, GMS, GMS_COPY)
-    whose = (models if is_of_all else (model,)) if models else ()
-    return HeldPart(target, tuple(held), device, memory, own, whose)
+    return Victim(target, tuple(held), memory, model)
 
 
-async def kill_part(victim: HeldPart, kill: Kill) -> None:
+def _pid_of(target: str, pids: Pids, model: str) -> int | None:
+    """The main process of a part; of a device's server, of any."""
+    single = {LOCKSERVER: pids.lockserver, POOL: pids.pool, GATEWAY: pids.gateway}
+    servers = list(pids.gms.values())
+    if target in single:
+        return single[target]
+    if target == GMS or not servers:
+        return servers[0] if servers else None
+    supervisor = parent(servers[0])
+    if target == GMS_SUPERVISOR:
+        return supervisor
+    # Copies have one server, which serves the places of all of them, and a keeper for each.
+    for pid in descendants(supervisor or 0):
+        words = _words(pid)
+        places = [place for flag, place in pairwise(words) if flag in ("--place", "--device")]
+        is_keeper = KEEPER_VERB in words
+        if target == GMS_KEEPER and is_keeper and any(model_at(it) == model for it in places):
+            return pid
+        if target == GMS_COPY and not is_keeper and any(it.startswith(COPIES) for it in places):
+            return pid
+    return None
+
+
+def _is_copy(memory: Document) -> bool:
+    return str(memory["device_uuid"]).startswith(COPIES)
+
+
+async def kill_part(victim: Victim, kill: Kill) -> None:
     """SIGKILL, and wait until all its processes are gone.
 
     Raises:
@@ -385,7 +380,7 @@ async def kill_part(victim: HeldPart, kill: Kill) -> None:
 
 
 async def wait_back(
-    directory: Path, victim: HeldPart, kill: Kill, say: Say = say_nothing, stretch: float = 1.0
+    directory: Path, victim: Victim, kill: Kill, say: Say = say_nothing, stretch: float = 1.0
 ) -> None:
     """Wait until the part works again with all that it had; records when.
 
@@ -394,7 +389,7 @@ async def wait_back(
     """
 
     async def look() -> str | None:
-        return await KINDS[victim.target].missing(directory, victim)
+        return await missing_of(directory, victim)
 
     code = "drill.no_recovery" if victim.memory else "drill.no_part"
     what = f"{kill.victim} did not come back"
@@ -402,45 +397,42 @@ async def wait_back(
     kill.back_ms = clock.now_ms()
 
 
-async def _no_gateway(directory: Path, victim: HeldPart) -> str | None:
-    gateway = await status_of(gateway_part(directory))
-    return None if gateway.get("accepting") else str(gateway.get("error") or "it does not accept")
+async def missing_of(directory: Path, victim: Victim) -> str | None:
+    """What a killed part lacks until it works again."""
+    match victim.target:
+        case "lockserver":
+            return (await status_of(lockserver_part(directory))).get("error")
+        case "gateway":
+            gateway = await status_of(gateway_part(directory))
+            is_back, why = gateway.get("accepting"), "it does not accept"
+            return None if is_back else str(gateway.get("error") or why)
+        case "pool":
+            pool = await status_of(pool_part(directory))
+            is_back = pool.get("gateways") and not pool.get("recovering")
+            return None if is_back else str(pool.get("error") or "it is recovering")
+    for was in victim.memory:
+        place = str(was["device_uuid"])
+        path = gms_socket(str(directory), place)
+        now = await status_of(PodPart(place, path, gms_messages.CATALOGUE))
+        if (missing := _changed_memory(was, now, is_own=victim.target == GMS)) is not None:
+            return missing
+    is_running = _pid_of(victim.target, await pids_of(directory), victim.model) is not None
+    return None if is_running else f"no {victim.target} runs"
 
 
-async def _no_lockserver(directory: Path, victim: HeldPart) -> str | None:
-    return (await status_of(lockserver_part(directory))).get("error")
-
-
-async def _no_pool(directory: Path, victim: HeldPart) -> str | None:
-    pool = await status_of(pool_part(directory))
-    if pool.get("gateways") and not pool.get("recovering"):
+def _changed_memory(was: Document, now: Document, *, is_own: bool) -> str | None:
+    """What a device's server does not have yet of what its predecessor had. `is_own`: that alone
+    was killed, so the successor has another pid."""
+    if "error" in now:
+        return str(now["error"])
+    if is_own and now.get("pid") == was.get("pid", 0):
+        return f"the killed server (pid {now.get('pid')}) still answers"
+    if "epoch" not in was:
         return None
-    return str(pool.get("error") or "it is recovering")
-
-
-# ------------------------------------------------------------------ memory servers
-
-
-def _server(target: str) -> Callable[[Scene], int | None]:
-    """Finds the process of this kind that serves a model, on its first device."""
-
-    def find(scene: Scene) -> int | None:
-        for pid in descendants(scene.memory_supervisor or 0):
-            if place_served(pid, target, scene.model):
-                return pid
-        return None
-
-    return find
-
-
-def place_served(pid: int, target: str, model: str) -> str:
-    """What of `model` this process of the memory service serves, if it is a `target`; else ""."""
-    words = _words(pid)
-    flag = "--place" if "--place" in words else "--device"
-    places = [value for name, value in pairwise(words) if name == flag]
-    place = next((each for each in places if model_at(each) == model), "")
-    is_kind = target == GMS_KEEPER or place.startswith(COPIES) is (target == GMS_COPY)
-    return place if is_kind and VERBS[target] in words else ""
+    if now.get("state") != COMMITTED or now.get("epoch") != was.get("epoch"):
+        return f"it is {now.get('state')}, with the epoch {now.get('epoch')}"
+    away = sorted(_readers_of(was) - _readers_of(now))
+    return f"not attached: {', '.join(away)}" if away else None
 
 
 def committed_devices(view: Document) -> dict[str, Document]:
@@ -458,54 +450,6 @@ def _readers_of(device: Document) -> frozenset[str]:
     )
 
 
-async def _no_memory(directory: Path, victim: HeldPart) -> str | None:
-    for was in victim.memory:
-        now = await _memory_status(directory, str(was["device_uuid"]), str(was["tag"]))
-        if (missing := _changed_memory(was, now, victim.pid)) is not None:
-            return missing
-    pids = await pids_of(directory)
-    if not pids.gms:
-        return "no memory server answers"
-    for model in victim.models:
-        target = GMS if victim.target == GMS_SUPERVISOR else victim.target
-        pid = KINDS[target].find(Scene(pids, model))
-        if pid is None:
-            return f"the {target} server of {model} does not run"
-        if target != GMS_KEEPER:  # it has no socket
-            place = place_served(pid, target, model)
-            document = await _memory_status(directory, place, WEIGHTS)
-            if "error" in document:
-                return str(document["error"])
-    return None
-
-
-def _changed_memory(was: Document, now: Document, killed: int) -> str | None:
-    """What a device's server does not have yet of what its predecessor, the process `killed`, had;
-    0: the successor may have the same pid."""
-    if "error" in now:
-        return str(now["error"])
-    if killed and now.get("pid") == killed:
-        return f"the killed server (pid {killed}) still answers"
-    if now.get("state") != COMMITTED or now.get("epoch") != was.get("epoch"):
-        return f"it is {now.get('state')}, with the epoch {now.get('epoch')}"
-    away = sorted(_readers_of(was) - _readers_of(now))
-    return f"not attached: {', '.join(away)}" if away else None
-
-
-async def _memory_status(directory: Path, place: str, tag: str) -> Document:
-    path = gms_socket(str(directory), place, tag)
-    return await status_of(PodPart(place, path, gms_messages.CATALOGUE))
-
-
-KINDS: Mapping[str, KillableKind] = {
-    LOCKSERVER: KillableKind(lambda scene: scene.pids.lockserver, _no_lockserver),
-    POOL: KillableKind(lambda scene: scene.pids.pool, _no_pool),
-    GATEWAY: KillableKind(lambda scene: scene.pids.gateway, _no_gateway),
-    GMS_SUPERVISOR: KillableKind(lambda scene: scene.memory_supervisor, _no_memory),
-    **{target: KillableKind(_server(target), _no_memory) for target in VERBS},
-}
-
-
 # ------------------------------------------------------------------ who may be killed
 
 
@@ -516,14 +460,13 @@ def hold(pid: int | None, what: str) -> Iterator[int]:
     Raises:
         UnderstudyError: `drill.not_here`, it is not visible here, or cannot be signalled.
     """
-    is_below_init = bool(pid) and is_program_of_pid_1(pid or 0)
+    reason = "it is pid 1 here" if pid == FIRST else "its process is not visible"
+    # What our init, pid 1 of this very namespace, keeps running.
+    if pid and parent(pid) == FIRST and init.__file__ in _words(FIRST):
+        pid, reason = 0, "its init ends everything in this container with it, this drill too"
     try:
-        # There is no process 0.
-        pidfd = os.pidfd_open(0 if not pid or pid == FIRST or is_below_init else pid)
+        pidfd = os.pidfd_open(0 if not pid or pid == FIRST else pid)  # there is no process 0
     except OSError as error:
-        reason = "it is pid 1 here" if pid == FIRST else "its process is not visible"
-        if is_below_init:
-            reason = "its init ends everything in this container with it, this drill too"
         raise UnderstudyError(
             "drill.not_here",
             f"{what} cannot be killed from here: {reason}; run the drill in the node's PID "
@@ -533,8 +476,3 @@ def hold(pid: int | None, what: str) -> Iterator[int]:
         yield pidfd
     finally:
         os.close(pidfd)
-
-
-def is_program_of_pid_1(pid: int) -> bool:
-    """Whether `pid` is what our init, pid 1 of this very namespace, keeps running."""
-    return parent(pid) == FIRST and init.__file__ in _words(FIRST)

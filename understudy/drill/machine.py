@@ -1,4 +1,4 @@
-"""The machine of a drill: busy loops beside the pod, and the physical memory of its weights.
+"""The machine of a drill: busy loops beside the pod, and the supervisors of its processes.
 
 The loops run at the pod's own priority. Each dies with the drill, however that ends
 (PR_SET_PDEATHSIG), and has a session of its own: where the kernel shares CPUs out by session
@@ -7,21 +7,17 @@ The loops run at the pod's own priority. Each dies with the drill, however that 
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 from plumbing.errors import UnderstudyError
 from plumbing.service.process import parent_environment
-from plumbing.service.procfs import descendants, parent
-from understudy.drill.records import BurnUse
-from understudy.host import physical_bytes
+from plumbing.service.procfs import parent
+from understudy.drill.schema import DrillBurn
 from understudy.status.gather import Pids
 
 LOOP = """
@@ -30,7 +26,6 @@ arm_from_environment()
 while True:
     pass
 """
-SAMPLE_S = 0.05  # a copy of the weights lasts as long as an engine maps it
 END_S = 10.0  # SIGKILL to a process without memory to free
 
 
@@ -38,7 +33,7 @@ class Burn:
     """`per_core` busy loops for each CPU of this process, from `start` to `stop`."""
 
     def __init__(self, per_core: int) -> None:
-        self.use = BurnUse(per_core, len(os.sched_getaffinity(0)))
+        self.use = DrillBurn(per_core, len(os.sched_getaffinity(0)), 0, 0.0, 0)
         self._loops: list[subprocess.Popen[bytes]] = []
 
     def start(self) -> None:
@@ -80,38 +75,6 @@ def _children_cpu_s() -> float:
     """CPU time of all children that were waited for."""
     times = os.times()
     return times.children_user + times.children_system
-
-
-@dataclass(slots=True)
-class PhysicalMemory:
-    """Peak physical memory of the weights, sampled in a task from `watch` to `close`."""
-
-    peak_bytes: int = 0
-    _roots: Sequence[int] = ()
-    _task: asyncio.Task[None] | None = None
-
-    def watch(self, roots: Sequence[int]) -> None:
-        """From now on, sample the processes `roots` and their descendants."""
-        self._roots = roots
-        if self._task is None:
-            self._task = asyncio.create_task(self._run())
-
-    async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
-
-    def sample(self) -> int:
-        """The bytes now."""
-        found = physical_bytes({pid for root in self._roots for pid in (root, *descendants(root))})
-        self.peak_bytes = max(self.peak_bytes, found)
-        return found
-
-    async def _run(self) -> None:
-        while True:
-            self.sample()
-            await asyncio.sleep(SAMPLE_S)
 
 
 def roots_of(pids: Pids) -> list[int]:

@@ -14,7 +14,6 @@ import asyncio
 import contextlib
 import fcntl
 import os
-import select
 import signal
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -33,20 +32,10 @@ from plumbing.service.clock import SystemClock
 from plumbing.service.procfs import holds_flock, is_spent
 from plumbing.service.procfs import name as process_name
 from plumbing.wire.messages import Message
+from plumbing.wire.peer import is_gone
 from pool.messages import CATALOGUE as POOL_CATALOGUE
-from understudy.drill.records import (
-    GONE,
-    LOCK,
-    MODEL,
-    EngineDeath,
-    Kill,
-    Moment,
-    Records,
-    Switch,
-)
-from understudy.drill.targets import (
-    POOL,
-)
+from understudy.drill.records import GONE, LOCK, MODEL, EngineDeath, Kill, Moment, Records, Switch
+from understudy.drill.targets import POOL
 
 clock = SystemClock()
 
@@ -68,8 +57,8 @@ SWITCH_TIMES = ("drain_ms", "release_ms", "raise_ms")  # without the wait until 
 class OldTree:
     """The processes of one engine, by pidfds, or all together by the witness file they lock."""
 
-    names: dict[int, str] = field(default_factory=dict)  # pidfd → "pid 17 (engine)"
     pids: dict[int, int] = field(default_factory=dict)  # pidfd → 17
+    names: dict[int, str] = field(default_factory=dict)  # pidfd → "pid 17 (engine)"
     witness: int | None = None
     serving: tuple[int, int] | None = None  # the file that each of them holds while it may serve
 
@@ -105,21 +94,14 @@ class OldTree:
         """Those that have not exited and can still touch something."""
         if self.witness is not None:
             return ["a process that holds its witness"] if _is_held(self.witness) else []
-        poll = select.poll()
-        for pidfd in self.names:
-            poll.register(pidfd, select.POLLIN)
-        ended = {pidfd for pidfd, _ in poll.poll(0)}
         # The pid cannot be recycled: the process had not exited, let alone been reaped.
         return [
-            name
-            for pidfd, name in self.names.items()
-            if pidfd not in ended and self._can_act(self.pids[pidfd])
+            self.names[pidfd]
+            for pidfd, pid in self.pids.items()
+            if not is_gone(pidfd)
+            and (self.serving is None or holds_flock(pid, *self.serving))
+            and not is_spent(pid)
         ]
-
-    def _can_act(self, pid: int) -> bool:
-        if self.serving is not None and not holds_flock(pid, *self.serving):
-            return False
-        return not is_spent(pid)
 
     def close(self) -> None:
         """Release them; a stopped process that was not detected continues."""
@@ -144,29 +126,18 @@ class Observer:
         self._states: dict[str, tuple[str, str]] = {}  # last state and note of each part
         self._running: dict[str, str] = {}  # the living incarnation of each engine
         self._waiting: list[tuple[str, Collection[str], asyncio.Future[str]]] = []
+        watched = [(LOCK, LOCKSERVER_SOCKET, lock_messages.CATALOGUE, self._on_lockserver)]
+        for engine, path in engines.items():
+            heard = partial(self._on_engine, engine)
+            watched.append((engine, path, engine_messages.CONTROL, heard))
+        if records.models:
+            watched.append((POOL, pool_socket(""), POOL_CATALOGUE, self._on_pool))
         self._watches = [
             PeerWatch(
-                str(directory / LOCKSERVER_SOCKET),
-                lock_messages.CATALOGUE,
-                lock_messages.WatchMsg(),
-                self._on_lockserver,
-                partial(self._note, LOCK, GONE),
+                str(directory / path), catalogue, WatchMsg(), on, partial(self._note, part, GONE)
             )
+            for part, path, catalogue, on in watched
         ]
-        self._watches += [
-            PeerWatch(
-                path,
-                engine_messages.CONTROL,
-                engine_messages.WatchMsg(),
-                partial(self._on_engine, engine),
-                partial(self._note, engine, GONE),
-            )
-            for engine, path in engines.items()
-        ]
-        if records.models:
-            path, lost = pool_socket(str(directory)), partial(self._note, POOL, GONE)
-            watch = PeerWatch(path, POOL_CATALOGUE, WatchMsg(), self._on_pool, lost)
-            self._watches.append(watch)
 
     def unwatched(self) -> list[str]:
         """The lock server or the pool, if it is not connected, so that its events are not seen."""
@@ -228,7 +199,7 @@ class Observer:
         wanted = self._kill.lock if self._kill is not None else "active"
         if isinstance(message, lock_messages.GrantedMsg) and message.lock == wanted:
             self._granted(message.engine, message.token, message.incarnation)
-        elif isinstance(message, lock_messages.EventMsg):
+        elif isinstance(message, EventMsg):
             record, data = message.record, message.record.get("data") or {}
             if data.get("lock") != wanted:
                 return
@@ -239,7 +210,7 @@ class Observer:
                 engine, token = str(data.get("engine")), int(data.get("token", 0))
                 self._granted(engine, token, data.get("incarnation"))
                 self._note_grant(data)
-        elif isinstance(message, lock_messages.StatusReplyMsg):
+        elif isinstance(message, StatusReplyMsg):
             lock = (message.document.get("locks") or {}).get(wanted) or {}
             holder = (lock.get("holder") or {}).get("engine")
             self._note(LOCK, str(lock.get("state", "unknown")), str(holder or ""))
@@ -272,7 +243,7 @@ class Observer:
     def _on_engine(self, engine: str, message: Message) -> None:
         kill = self._kill
         self._note_engine(engine, message)
-        if kill is None or not isinstance(message, engine_messages.EventMsg):
+        if kill is None or not isinstance(message, EventMsg):
             return
         record, data = message.record, message.record.get("data") or {}
         if engine == kill.engine:
@@ -287,12 +258,12 @@ class Observer:
                 kill.active_ms = _after(kill, record.get("mono_ms"))
 
     def _note_engine(self, engine: str, message: Message) -> None:
-        if isinstance(message, engine_messages.StatusReplyMsg):
+        if isinstance(message, StatusReplyMsg):
             about = message.document.get("engine") or {}
             self._note(engine, str(about.get("state", "unknown")))
             # Before its first launch a new supervisor has none, and the last one's has ended.
             self._note_incarnation(engine, about, is_dead=about.get("state") == "dead")
-        elif isinstance(message, engine_messages.EventMsg):
+        elif isinstance(message, EventMsg):
             record = message.record
             if record.get("type") == "engine.state":
                 data = record.get("data") or {}

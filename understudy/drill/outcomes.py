@@ -24,9 +24,7 @@ from understudy.drill.records import (
     Records,
     Upgrade,
 )
-from understudy.drill.targets import (
-    GATEWAY,
-)
+from understudy.drill.targets import GATEWAY
 
 UNAVAILABLE = frozenset({429, 503})  # the server refused for now
 CLIENT_ERROR = 400  # and above: not an answer of the model

@@ -15,6 +15,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
+
 from plumbing.errors import UnderstudyError, UsageError
 from understudy.drill.clients import Target, send
 from understudy.drill.records import End, Exchange, Prompt
@@ -231,21 +235,22 @@ def _chunks_min(prompt: Prompt) -> int:
     return CHUNKS_MIN if is_free and prompt.body.get("stream") else 1
 
 
+class ExpectedAnswers(Struct):
+    """A file of prompts and of the answers that `source` gave to them, by key."""
+
+    source: str
+    prompts: list[Prompt]
+    answers: dict[str, Exchange]
+
+
 def write_expected(
     path: Path, prompts: Sequence[Prompt], answers: Mapping[str, Exchange], source: str
 ) -> None:
-    """Write the answers of `source` to `prompts`, by key."""
-    entries = [
-        {
-            "key": prompt.key,
-            "path": prompt.path,
-            "body": {name: value for name, value in prompt.body.items() if name != "model"},
-            "text": answers[prompt.key].text,
-            "finish_reason": answers[prompt.key].finish_reason,
-        }
-        for prompt in prompts
-    ]
-    path.write_text(json.dumps({"source": source, "prompts": entries}, indent=2) + "\n")
+    """Write the answers of `source` to `prompts`."""
+    kept = {key: Exchange(key, 0.0, End.DONE, status=200) for key in answers}
+    for key, answer in answers.items():
+        kept[key].text, kept[key].finish_reason = answer.text, answer.finish_reason
+    path.write_bytes(msgspec.json.encode(ExpectedAnswers(source, [*prompts], kept)))
 
 
 def read_expected(path: Path, model: str) -> tuple[list[Prompt], dict[str, Exchange]]:
@@ -255,29 +260,13 @@ def read_expected(path: Path, model: str) -> tuple[list[Prompt], dict[str, Excha
         UsageError: `drill.bad_expected`, the file is not valid.
     """
     try:
-        entries = json.loads(path.read_text())["prompts"]
-        prompts = [
-            Prompt(each["key"], each["path"], {"model": model, **each["body"]}) for each in entries
-        ]
-        answers = {
-            each["key"]: Exchange(
-                each["key"],
-                0.0,
-                End.DONE,
-                status=200,
-                text=each["text"],
-                finish_reason=each["finish_reason"],
-            )
-            for each in entries
-        }
+        found = msgspec.json.decode(path.read_bytes(), type=ExpectedAnswers)
+        prompts = [replace(each, body={**each.body, "model": model}) for each in found.prompts]
+        return prompts, {each.key: found.answers[each.key] for each in prompts}
     except OSError as error:
         raise UsageError("drill.bad_expected", f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (msgspec.DecodeError, KeyError) as error:
         raise UsageError(
             "drill.bad_expected",
-            f"{path} is not a file of expected answers ({type(error).__name__}: {error}); "
-            "`make drill-vllm` writes one",
+            f"{path} is not a file of expected answers ({error}); `make drill-vllm` writes one",
         ) from error
-    if not prompts:
-        raise UsageError("drill.bad_expected", f"{path} contains no prompts")
-    return prompts, answers

@@ -13,6 +13,7 @@ from typing import Any
 
 from msgspec import Struct, field
 
+from understudy.drill.schema import DrillBurn
 from understudy.drill.targets import TARGETS
 
 PHASES = ("detect", "fence", "grant", "wake", "serve")  # of a failover, in order
@@ -172,16 +173,6 @@ class EngineDeath(Struct, frozen=True):
     message: str
 
 
-class BurnUse(Struct):
-    """Busy loops beside the pod. `ended`: how many ended before they were stopped."""
-
-    per_core: int
-    cpus: int
-    processes: int = 0
-    cpu_s: float = 0.0
-    ended: int = 0
-
-
 class MemoryUse(Struct):
     """Physical memory of the weights: committed bytes and observed peak."""
 
@@ -214,7 +205,7 @@ class Records(Struct):
     disturbed: list[str] = []
     upgrade: Upgrade | None = None
     deaths: list[EngineDeath] = []
-    burn: BurnUse | None = None
+    burn: DrillBurn | None = None
     began_ms: float = 0.0
     lasted_s: float = 0.0
     targets: Sequence[str] = TARGETS

@@ -6,9 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from plumbing.text import duration, size
-from understudy.drill.targets import (
-    GATEWAY,
-)
+from understudy.drill.targets import GATEWAY
 from understudy.drill.verdict import IN_POOL, DrillReport
 from understudy.host import ResourceUsage, machine
 
@@ -16,7 +14,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 PERCENTILES = ("p50", "p99", "max")
-Times = Mapping[str, float | None]  # a spread, by percentile
 TIMES = {
     "failover_ms": "failover",
     "pause_ms": "pause of a stream",
@@ -35,35 +32,46 @@ def print_report(
 ) -> None:
     """Print the report."""
     about, figures = machine(), report.values
+    is_pool = report.mode == IN_POOL
 
     def row(name: str, text: object, style: str | None = None) -> None:
         console.print(f"{name:<16} {text}", style=style, markup=False)
 
     console.print(f"{_measured(report, backend)} on {about['cpus']} CPUs ({about['cpu']})")
-    if "upgrade" in figures:
-        _print_upgrade(figures["upgrade"], row)
-    else:
+    if "upgrade" not in figures:
         _print_times(report, console)
-    if report.mode == IN_POOL:
+    else:
+        upgrade = figures["upgrade"]
+        engines = ", ".join(name for name, is_done in upgrade["engines"].items() if is_done)
+        row("upgraded", f"{engines or 'no engine'}, to {upgrade['setting']}")
+        if (took_ms := upgrade["switchover_ms"]) is not None:
+            pause_ms = upgrade["pause_ms"]
+            pause = "" if pause_ms is None else f", {duration(pause_ms)} of it without a token"
+            row("switchover", f"{upgrade['from']} to {upgrade['to']} in {duration(took_ms)}{pause}")
+    if is_pool:
         _print_models(figures["models"], console)
     counts = [f"{target} {count}" for target, count in figures["killed"].items() if count]
-    killed = f" ({', '.join(counts)})" if counts else ""
-    row("kills", f"{figures['kills']}{killed}")
-    row("requests", f"{figures['requests']}, {_interrupted(report)}")
+    row("kills", f"{figures['kills']} ({', '.join(counts) or 'none'})")
+    parked = f"streams parked {figures['parked']}, " if is_pool else ""
+    resumed = f"{parked}streams resumed {figures['resumed']}"
+    if figures["killed"].get(GATEWAY):
+        resumed += f", lost with the gateway {figures['lost_in_gateway']}"
+    row("requests", f"{figures['requests']}, {resumed}")
     if "url" in figures:
         row("sent to", figures["url"])
-    if report.mode == IN_POOL:
+    if is_pool:
         row("switches", f"{figures['switches']} in {figures['lasted_s']:.0f} s")
     for name, count in report.faults.items():
         row(name.removesuffix("_in_flight").replace("_", " "), count, "red" if count else "green")
-    if report.mode == IN_POOL:
+    if is_pool:
         row("longest wait", f"{_share(figures['longest_wait_of_bound'])} of its bound")
         row("longest pause", f"{_share(figures['longest_pause_of_bound'])} of its bound")
     if figures.get("adopted_share") is not None:
         adopted = f"{figures['adopted_blocks']} of {figures['published_blocks']} adopted"
         row("KV blocks", f"{adopted} ({figures['adopted_share']:.1%})")
     if "burn" in figures:
-        row("burn", describe_burn(figures["burn"]))
+        burn = figures["burn"]
+        row("burn", f"busy loops {burn['processes']}, which got {burn['cpu_s']:.1f} s of CPU time")
     if "gms" in figures:
         committed, peak = figures["gms"]["committed_bytes"], figures["gms"]["peak_physical_bytes"]
         row("weights", f"{size(committed)} committed, peak {size(peak)}")
@@ -78,58 +86,36 @@ def print_report(
     console.print("passed" if report.passed else "FAILED", style="bold", markup=False)
 
 
-def _interrupted(report: DrillReport) -> str:
-    """What became of the requests that ran when something was killed."""
-    figures = report.values
-    lost = f", lost with the gateway {figures['lost_in_gateway']}"
-    lost = lost if figures["killed"].get(GATEWAY) else ""
-    parked = f"streams parked {figures['parked']}, " if report.mode == IN_POOL else ""
-    return f"{parked}streams resumed {figures['resumed']}{lost}"
-
-
-def describe_burn(burn: Mapping[str, Any]) -> str:
-    """`2 busy loops per CPU, 4 in all; they got 61.3 s of CPU time`."""
-    loops = "1 busy loop" if burn["per_core"] == 1 else f"{burn['per_core']} busy loops"
-    return (
-        f"{loops} per CPU, {burn['processes']} in all; they got {burn['cpu_s']:.1f} s of CPU time"
-    )
-
-
-def _print_upgrade(upgrade: Mapping[str, Any], row: Any) -> None:
-    """What was changed, and what the switchover cost."""
-    engines = ", ".join(name for name, is_upgraded in upgrade["engines"].items() if is_upgraded)
-    row("upgraded", f"{engines or 'no engine'}, to {upgrade['setting']}")
-    if upgrade["switchover_ms"] is not None:
-        took = f"{upgrade['from']} to {upgrade['to']} in {duration(upgrade['switchover_ms'])}"
-        pause_ms = upgrade["pause_ms"]
-        pause = "" if pause_ms is None else f", {duration(pause_ms)} of it without a token"
-        row("switchover", f"{took}{pause}")
-
-
 def _print_times(report: DrillReport, console: Console) -> None:
     """Times by phase, and in the whole; beside them those of the drill without adoption."""
     from rich.table import Table
 
     table, other = Table(), report.without_adoption
     table.add_column("milliseconds")
-    for column in PERCENTILES:
-        table.add_column(column, justify="right")
-    for column in PERCENTILES if other is not None else ():
-        table.add_column(f"no adoption: {column}", justify="right")
+    for prefix in ("", "no adoption: ") if other is not None else ("",):
+        for column in PERCENTILES:
+            table.add_column(f"{prefix}{column}", justify="right")
 
-    def row(name: str, mine: Times, others: Times | None, style: str | None = "bold") -> None:
-        beside = spread_cells(others) if others is not None else []
-        table.add_row(name, *spread_cells(mine), *beside, style=style)
+    def row(name: str, *keys: str, style: str | None = "bold") -> None:
+        """The spread that these keys lead to, in each report."""
+        cells: list[str] = []
+        for found in (report.values, *((other.values,) if other is not None else ())):
+            spread: Mapping[str, Any] = found
+            for key in keys:
+                spread = spread[key]
+            times = (spread[each] for each in PERCENTILES)
+            cells += ["-" if each is None else f"{each:.1f}" for each in times]
+        table.add_row(name, *cells, style=style)
 
-    has_failovers = bool(report.failovers_ms) or "gms" not in report.values
-    for phase, found in report.values.get("phases_ms", {}).items() if has_failovers else ():
-        row(f"  {phase}", found, other["phases_ms"][phase] if other else None, None)
-    table.add_section()
-    for key, name in TIMES.items():
-        if key in report.values and has_failovers:
-            row(name, report[key], other[key] if other else None)
+    if report.failovers_ms or "gms" not in report.values:
+        for phase in report.values.get("phases_ms", {}):
+            row(f"  {phase}", "phases_ms", phase, style=None)
+        table.add_section()
+        for key, name in TIMES.items():
+            if key in report.values:
+                row(name, key)
     if "gms" in report.values:
-        row("memory recovery", report["gms"]["recovery_ms"], None)
+        row("memory recovery", "gms", "recovery_ms")
     console.print(table)
 
 
@@ -158,11 +144,6 @@ def _measured(report: DrillReport, backend: str) -> str:
     if report.failovers_ms:
         return f"failover of the {backend} backend and recovery of its memory service"
     return f"recovery of the memory service under the {backend} backend"
-
-
-def spread_cells(times: Times) -> list[str]:
-    """p50, p99 and max, as in a table of milliseconds."""
-    return ["-" if times[each] is None else f"{times[each]:.1f}" for each in PERCENTILES]
 
 
 def _share(value: float | None) -> str:

@@ -6,6 +6,9 @@ shares its CPU cores with the pod whose speed it reports.
 A pool's drill has more victims and several models. Every part is to die in every state of a model,
 so a kill waits until a model enters a state. Clients send requests in bursts, those of the first
 model in longer ones, so that all models also become idle.
+
+An upgrade kills nothing: the standby is relaunched with a new configuration, the active engine
+hands over to it, and is then relaunched likewise, as in docs/operations.md.
 """
 
 from __future__ import annotations
@@ -16,12 +19,14 @@ import itertools
 import socket
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from engine import messages as engine_messages
+from lockserver.client import messages as lock_messages
+from lockserver.client import serving
 from plumbing.errors import (
     RemoteError,
     UnderstudyError,
@@ -33,6 +38,7 @@ from plumbing.pod.models import ACTIVE, lock_of
 from plumbing.pod.observers import ask
 from plumbing.pod.paths import engine_socket, engine_sockets, lockserver_socket, pool_socket
 from plumbing.service.clock import SystemClock
+from plumbing.service.procfs import descendants, environment_of
 from plumbing.text import duration
 from pool.core.events import Order
 from pool.core.states import ModelState
@@ -41,8 +47,9 @@ from pool.settings import PoolFile, engines_of
 from understudy.drill.clients import Target, inside_target, pause, send, stream_without_pause
 from understudy.drill.killer import (
     WHOLE_DEADLINE_S,
-    HeldPart,
+    Victim,
     Whole,
+    backend_processes,
     changes,
     committed_devices,
     find_part,
@@ -50,23 +57,15 @@ from understudy.drill.killer import (
     kill_part,
     note_adoption,
     service_of,
-    standing,
     wait_back,
     wait_for,
     wait_whole,
 )
-from understudy.drill.machine import Burn, PhysicalMemory, roots_of
-from understudy.drill.observer import Observer
-from understudy.drill.prompts import (
-    bank_of,
-    learn_answers,
-    model_name,
-    pool_prompts,
-    read_expected,
-)
+from understudy.drill.machine import Burn, roots_of
+from understudy.drill.observer import Observer, OldTree
+from understudy.drill.prompts import bank_of, learn_answers, model_name, pool_prompts, read_expected
 from understudy.drill.records import (
     End,
-    Exchange,
     Kill,
     MemoryUse,
     Prompt,
@@ -87,7 +86,7 @@ from understudy.drill.targets import (
     process_of,
     targets_of,
 )
-from understudy.drill.upgrade import SETTING, VALUE, Upgrader
+from understudy.host import physical_bytes
 from understudy.pod.runner import PodRunner
 from understudy.status.gather import (
     engine_parts,
@@ -108,6 +107,7 @@ PROBE_PAUSE_S = 0.002  # else a refusing port gets thousands of requests a secon
 GONE_AFTER_S = 3.0  # a part that is restarted listens again within a second
 LOOK_S = 1.0  # the look costs the pod one connection
 ANSWERS_DEADLINE_S = 90.0  # longer than a client waits for a silent server
+SAMPLE_S = 0.05  # a copy of the weights lasts as long as an engine maps it
 
 # In a pool.
 WORKING = ("standby", "resting", "active")  # of an engine that has come back from its death
@@ -128,6 +128,9 @@ STATED_EVERY_S = 1.0  # how often the bounds are read: they change with costs an
 
 # Flags of both backends: the KV cache in memory that outlives its engine, and not using that.
 LENT_KV, NO_ADOPTION = ("--kv-memory", "gms"), ("--no-kv-adoption",)
+# What an upgrade sets: a real setting of every backend that no answer depends on.
+SETTING, VALUE = "UNDERSTUDY_DRAIN_MS", "44000"  # the default is 43000
+SWITCHOVER_TIMEOUT_S = 120.0  # the drain's budget, the reap's, and a wake on a slow machine
 
 T = TypeVar("T")
 clock = SystemClock()
@@ -170,9 +173,6 @@ class DrillPlan:
         return 1.0 + self.burn
 
 
-# ------------------------------------------------------------------ the drill
-
-
 class Drill:
     """A drill on the pod whose sockets are in `directory`. `records` grows while it runs."""
 
@@ -198,7 +198,7 @@ class Drill:
         self._plan, self._say, self._runner = plan, say, runner
         self._targets = tuple(plan.targets)
         self._models: dict[str, tuple[str, ...]] = {}  # of a pool: each model's engines
-        self._physical = PhysicalMemory()
+        self._roots: Sequence[int] = ()  # of the processes whose physical memory is sampled
         self._missed: set[tuple[ModelState, tuple[str, ...]]] = set()  # waited for in vain
         if file is not None:
             self._models = {name: engines_of(name, each) for name, each in file.models.items()}
@@ -244,8 +244,14 @@ class Drill:
         else:
             bank = bank_of(self.backend, model, is_long=self._plan.has_long_prompts)
             self.prompts, self.records.expected = await learn_answers(target, bank, len(bank))
-        if target.url:
-            await self._check_outside(target, whole)
+        newest = (await self._whole()).token if target.url else 0
+        for each in self.records.expected.values():
+            if newest and each.token is not None and not whole.token <= each.token <= newest:
+                raise UnderstudyError(
+                    "drill.other_pod",
+                    f"an answer from {target.url} has token {each.token}, and the lock of the pod"
+                    f" in {self.directory} has {newest}: does it lead to another pod, too?",
+                )
         self._say(
             f"{whole.engine} serves {model} at {target.url or whole.service}, "
             f"standby: {', '.join(whole.standbys)}; "
@@ -253,25 +259,18 @@ class Drill:
         )
         return target
 
-    async def _check_outside(self, target: Target, before: Whole) -> None:
-        """Raise if the address leads to another pod, whose tokens are of another lock.
-
-        Raises:
-            UnderstudyError: `drill.other_pod`.
-        """
-        after = await self._whole()
-        for each in self.records.expected.values():
-            if each.token is not None and not before.token <= each.token <= after.token:
-                raise UnderstudyError(
-                    "drill.other_pod",
-                    f"an answer from {target.url} has token {each.token}, and the lock of the pod"
-                    f" in {self.directory} has {after.token}: does it lead to another pod, too?",
-                )
-
     async def _prepare_pool(self) -> Target:
-        await self._wait(
-            self._undecided, START_DEADLINE_S, "drill.not_up", "the pool was not ready"
-        )
+        async def look() -> str | None:
+            pool, gateway = await self._pool(), await status_of(gateway_part(self.directory))
+            if "error" in pool:
+                return str(pool["error"])
+            if not gateway.get("accepting"):
+                return str(gateway.get("error") or "the gateway does not accept requests")
+            if pool.get("recovering"):
+                return "it is recovering"
+            return next(iter(pool.get("problems") or ()), None)
+
+        await self._wait(look, START_DEADLINE_S, "drill.not_up", "the pool was not ready")
         target = inside_target(service_of(await status_of(lockserver_part(self.directory))))
         # The reference backend computes each request alike, whatever runs beside it.
         at_once = 1 if self.backend == "vllm" else LEARNED_AT_ONCE
@@ -287,17 +286,6 @@ class Drill:
             self._say(f"{model}: {len(used)} answers learned in {took}")
         return target
 
-    async def _undecided(self) -> str | None:
-        """What gateway, pool and engines still lack."""
-        pool, gateway = await self._pool(), await status_of(gateway_part(self.directory))
-        if "error" in pool:
-            return str(pool["error"])
-        if not gateway.get("accepting"):
-            return str(gateway.get("error") or "the gateway does not accept requests")
-        if pool.get("recovering"):
-            return "it is recovering"
-        return next(iter(pool.get("problems") or ()), None)
-
     # ------------------------------------------------------------------ under load
 
     async def run(self, target: Target) -> None:
@@ -307,26 +295,24 @@ class Drill:
         records.burn = burn.use if self._plan.burn else None
         burn.start()
         records.began_ms = clock.now_ms()
-        observer = Observer(self.directory, engine_sockets(self.directory), records)
-        clients = [asyncio.create_task(each) for each in self._clients(target, stopping)]
+        self._observer = Observer(self.directory, engine_sockets(self.directory), records)
+        work = [*self._clients(target, stopping), self._sample_memory(stopping)]
+        tasks = [asyncio.create_task(each) for each in work]
         try:
             if self._plan.is_upgrade:
-                await self._upgrade(observer)
+                await self._upgrade()
             elif GMS in self._targets and not self._models:
                 await self._watch_memory()
-            await self._make_kills(target, observer)
+            await self._make_kills(target)
             stopping.set()
-            await asyncio.gather(*clients)
+            await asyncio.gather(*tasks)
         finally:
-            for client in clients:
-                client.cancel()
-            await asyncio.gather(*clients, return_exceptions=True)
-            await observer.close()
-            await self._physical.close()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._observer.close()
             burn.stop()
             records.lasted_s = (clock.now_ms() - records.began_ms) / 1000
-            if records.memory is not None:
-                records.memory.peak_bytes = self._physical.peak_bytes
 
     def _clients(
         self, target: Target, stopping: asyncio.Event
@@ -363,17 +349,16 @@ class Drill:
             found = committed_devices(await gather(self.directory))
             sizes = [int(each["committed_bytes"]) for each in found.values()]
             self.records.memory = MemoryUse(sum(sizes), min(sizes, default=0))
-        self._physical.watch(roots_of(await pids_of(self.directory)))
+        self._roots = roots_of(await pids_of(self.directory))
 
-    async def _upgrade(self, observer: Observer) -> None:
-        """Give both engines a new configuration, and send requests to both."""
-        assert self._runner is not None  # upgrades are for pods that we run
-        self.records.upgrade = Upgrade(f"{SETTING}={VALUE}")
-        await self._answers()
-        upgrader = Upgrader(self.directory, self._runner, observer, self._say, self._answers)
-        await upgrader.run(self.records.upgrade)
+    async def _sample_memory(self, stopping: asyncio.Event) -> None:
+        while not stopping.is_set():
+            if (use := self.records.memory) is not None:
+                tree = {pid for root in self._roots for pid in (root, *descendants(root))}
+                use.peak_bytes = max(use.peak_bytes, physical_bytes(tree))
+            await pause(stopping, SAMPLE_S)
 
-    async def _make_kills(self, target: Target, observer: Observer) -> None:
+    async def _make_kills(self, target: Target) -> None:
         """
         Raises:
             WaitTimeoutError: something did not come back, or no model enters any state.
@@ -384,14 +369,15 @@ class Drill:
             if len(records.kills) >= wanted:
                 break
             await self._until_due(len(records.kills))
-            await self._all_up(observer)
+            await self._all_up()
             whole = None if self._models else await self._whole()
+            kill: Kill | None
             if what in ALL_PARTS:
-                kill = await self._kill_part(what, state, observer)
+                kill = await self._kill_part(what, state)
             elif whole is not None:
-                kill = await self._kill_active(what, whole, target, observer)
+                kill = await self._kill_active(what, whole, target)
             else:
-                kill = await self._kill_models_engine(what, state, observer)
+                kill = await self._kill_models_engine(what, state)
             if kill is None:
                 records.not_reached.append(f"{what} at {state}")
             else:
@@ -424,27 +410,23 @@ class Drill:
 
     # ------------------------------------------------------------------ one kill
 
-    async def _kill_part(
-        self, what: str, state: ModelState | None, observer: Observer
-    ) -> Kill | None:
+    async def _kill_part(self, what: str, state: ModelState | None) -> Kill | None:
         """Kill a part that is not an engine, and record what else its death has changed. None: no
         model entered the state, or there was no such process."""
         models, records = tuple(self._models), self.records
         made = sum(each.target == what for each in records.kills)
-        before = {} if models else standing(await gather(self.directory))
-        whose = models if what in OF_MODEL else models[:1]
+        before = None if models else await gather(self.directory)
+        whose = models if what in OF_MODEL else ("",)
         with ExitStack() as stack:
-            held: dict[str, HeldPart] = {}
-            for name in whose or ("",):
+            held: dict[str, Victim] = {}
+            for name in whose:
                 found = await find_part(
-                    self.directory, what, stack, number=made, model=name, models=models
+                    self.directory, what, stack, number=made, model=name, is_pool=bool(models)
                 )
                 if found is not None:
                     held[name] = found
-            model: str | None = ""
-            if state is not None:
-                entering = list(held) if what in OF_MODEL else models
-                model = await self._entered(observer, state, entering)
+            entering = tuple(held) if what in OF_MODEL else models
+            model = "" if state is None else await self._entered(state, entering)
             if model is None or not held:
                 return None
             victim = held.get(model) or held[next(iter(held))]
@@ -458,52 +440,41 @@ class Drill:
         if records.memory is not None:
             await self._watch_memory()
         await self._answers()
-        if before:
-            after = standing(await gather(self.directory))
-            about = f"after the death of {kill.victim}"
-            records.disturbed += [f"{about}, {each}" for each in changes(before, after)]
+        if before is not None:
+            changed = changes(before, await gather(self.directory))
+            records.disturbed += [f"after the death of {kill.victim}, {each}" for each in changed]
         return kill
 
-    async def _kill_active(
-        self, what: str, whole: Whole, target: Target, observer: Observer
-    ) -> Kill:
-        """Kill a process of the active engine, and wait until another engine answers."""
+    async def _kill_active(self, what: str, whole: Whole, target: Target) -> Kill:
+        """Kill a process of the active engine, and send requests until another engine answers.
+
+        Raises:
+            WaitTimeoutError: `drill.no_takeover`.
+        """
         kill = Kill(what, whole.engine, whole.token, result="no engine took over")
-        await kill_engine(self.directory, kill, observer)
+        await kill_engine(self.directory, kill, self._observer)
         self.records.kills.append(kill)
-        took_ms = await self._probe(kill, target)
+        # Only a stream shows its first token when it is there.
+        streams = [each for each in self.prompts if each.body.get("stream")]
+        prompts = itertools.cycle(streams or self.prompts)
+
+        async def look() -> float | str:
+            exchange = await send(target, next(prompts))
+            self.records.exchanges.append(exchange)
+            is_newer = exchange.token is not None and exchange.token > kill.old_token
+            if is_newer and exchange.first_token_ms is not None:
+                return exchange.first_token_ms - kill.killed_ms
+            return f"the last request: {exchange.end}, status {exchange.status}, {exchange.detail}"
+
+        failed = f"no engine took over from {kill.engine}"
+        deadline_s, code = TAKEOVER_DEADLINE_S, "drill.no_takeover"
+        took_ms = await self._wait(look, deadline_s, code, failed, poll_s=PROBE_PAUSE_S)
         why = await note_adoption(self.directory, kill)
         kill.result = f"{kill.new_engine or 'its successor'} answered after {duration(took_ms)}"
         kill.result += f", KV blocks were not adopted: {why}" if why else ""
         return kill
 
-    async def _probe(self, kill: Kill, target: Target) -> float:
-        """Send requests until the new active engine answers; milliseconds since the kill.
-
-        Raises:
-            WaitTimeoutError: `drill.no_takeover`.
-        """
-        # Only a stream shows its first token when it is there.
-        streams = [each for each in self.prompts if each.body.get("stream")]
-        prompts = itertools.cycle(streams or self.prompts)
-
-        async def look() -> Exchange | str:
-            exchange = await send(target, next(prompts))
-            self.records.exchanges.append(exchange)
-            is_newer = exchange.token is not None and exchange.token > kill.old_token
-            if is_newer and exchange.first_token_ms is not None:
-                return exchange
-            return f"the last request: {exchange.end}, status {exchange.status}, {exchange.detail}"
-
-        what = f"no engine took over from {kill.engine}"
-        found = await self._wait(
-            look, TAKEOVER_DEADLINE_S, "drill.no_takeover", what, poll_s=PROBE_PAUSE_S
-        )
-        return (found.first_token_ms or found.ended_ms) - kill.killed_ms
-
-    async def _kill_models_engine(
-        self, what: str, state: ModelState | None, observer: Observer
-    ) -> Kill | None:
+    async def _kill_models_engine(self, what: str, state: ModelState | None) -> Kill | None:
         """Kill a process of an engine as its model enters `state`, and wait until it is back. None:
         no model entered the state, or there was no such process any more."""
         # Without a shadow a hang would last for half a minute: no engine could take over.
@@ -511,7 +482,7 @@ class Drill:
         wanted = [name for name, each in self._models.items() if len(each) > 1 or not needs_shadow]
         document = await self._pool()
         assert state is not None  # in a pool each kill has one
-        model = await self._entered(observer, state, wanted)
+        model = await self._entered(state, wanted)
         if model is None:
             return None
         engines, is_shadow = self._models[model], what.startswith(SHADOW)
@@ -519,20 +490,10 @@ class Drill:
         first = holder if holder in engines else engines[0]
         engine = next(each for each in engines if (each == first) is not is_shadow)
         supervisor, _ = await self._engine(engine)
+        kill = Kill(what, engine, token, lock=lock_of(ACTIVE, model), peers=engines, model=model)
+        kill.phase, kill.result = state, "did not come back"
         end_ms = clock.now_ms() + FIND_DEADLINE_S * 1000
-        while not await self._struck(
-            kill := Kill(
-                what,
-                engine,
-                token,
-                lock=lock_of(ACTIVE, model),
-                peers=engines,
-                model=model,
-                phase=state,
-                result="did not come back",
-            ),
-            observer,
-        ):
+        while not await self._struck(kill):
             if clock.now_ms() > end_ms:
                 return None
             await asyncio.sleep(FIND_S)  # its supervisor may be about to start it
@@ -547,10 +508,10 @@ class Drill:
         await self._answers()
         return kill
 
-    async def _struck(self, kill: Kill, observer: Observer) -> bool:
+    async def _struck(self, kill: Kill) -> bool:
         """Whether the engine had the process, which is dead now."""
         try:
-            await kill_engine(self.directory, kill, observer)
+            await kill_engine(self.directory, kill, self._observer)
         except (UnreachableError, KeyError):
             return False
         except RemoteError as error:
@@ -579,6 +540,65 @@ class Drill:
             kill.result = f"{holder} took over"
         return None
 
+    # ------------------------------------------------------------------ an upgrade
+
+    async def _upgrade(self) -> None:
+        """Give both engines a new configuration, the active one once it has handed over.
+
+        Raises:
+            UnderstudyError: a step failed.
+        """
+        upgrade = self.records.upgrade = Upgrade(f"{SETTING}={VALUE}")
+        await self._answers()
+        before = await self._whole()
+        for standby in before.standbys:
+            await self._relaunch(standby)
+        await self._answers()
+        await self._switch_over(before, upgrade)
+        await self._whole()
+        await self._answers()
+        await self._relaunch(before.engine)
+        await self._answers()
+        for engine in (before.engine, *before.standbys):
+            supervisor = self._pids()[engine]
+            processes = [supervisor, *backend_processes(supervisor)]
+            upgrade.engines[engine] = len(processes) > 1 and all(
+                environment_of(pid).get(SETTING) == VALUE for pid in processes
+            )
+
+    def _pids(self) -> Mapping[str, int]:
+        assert self._runner is not None  # upgrades are for pods that we run
+        return self._runner.pids()
+
+    async def _relaunch(self, engine: str) -> None:
+        """With the new setting, as an operator or a kubelet would."""
+        assert self._runner is not None
+        began_ms, container = clock.now_ms(), self._runner.container(engine)
+        env = {**container.env, SETTING: VALUE}
+        await self._runner.replace(replace(container, env=env))
+        await self._whole()
+        took = duration(clock.now_ms() - began_ms)
+        self._say(f"{engine} is in standby with {SETTING}={VALUE} after {took}")
+
+    async def _switch_over(self, before: Whole, upgrade: Upgrade) -> None:
+        old, directory = before.engine, str(self.directory)
+        incarnation = self._observer.incarnation_of(old)
+        found = serving.find(directory, incarnation) if incarnation else None
+        # At the grant, the old backend must be gone here, too, or have stopped serving.
+        pids = backend_processes(self._pids()[old])
+        tree = OldTree.of(pids, (found.dev, found.ino) if found else None)
+        upgrade.source, upgrade.old_token = old, before.token
+        self._observer.expect(Kill("switchover", old, before.token, clock.now_ms()), tree)
+        timeout_s, to = SWITCHOVER_TIMEOUT_S, before.standbys[0]
+        question = lock_messages.SwitchOverMsg("active", to, round(timeout_s * 1000))
+        path, messages = lockserver_socket(directory), lock_messages.CATALOGUE
+        done = (await ask(path, messages, question, timeout_s=timeout_s + 5)).message
+        if not isinstance(done, lock_messages.SwitchedOverMsg):
+            raise UnderstudyError("drill.no_switchover", f"the lock server answered {done.TYPE}")
+        upgrade.target, upgrade.new_token = done.engine, done.token
+        upgrade.switchover_ms = float(done.took_ms)
+        self._say(f"{done.source} handed over to {done.engine} after {done.took_ms} ms")
+
     # ------------------------------------------------------------------ waits
 
     async def _wait(
@@ -594,7 +614,7 @@ class Drill:
     async def _whole(self) -> Whole:
         return await wait_whole(self.directory, self._say, WHOLE_DEADLINE_S * self._plan.stretch)
 
-    async def _all_up(self, observer: Observer) -> None:
+    async def _all_up(self) -> None:
         """Wait until every container has passed its startup probe, and its watches are connected.
 
         Raises:
@@ -603,7 +623,7 @@ class Drill:
 
         async def look() -> str | None:
             missing = list(self._runner.not_up()) if self._runner is not None else []
-            return ", ".join([*missing, *observer.unwatched()]) or None
+            return ", ".join([*missing, *self._observer.unwatched()]) or None
 
         await self._wait(look, UP_DEADLINE_S, "drill.not_up", "the pod was not up again")
 
@@ -626,15 +646,13 @@ class Drill:
         deadline_s = POOL_ANSWERS_DEADLINE_S if self._models else ANSWERS_DEADLINE_S
         await self._wait(look, deadline_s, "drill.no_answers", "requests did not complete")
 
-    async def _entered(
-        self, observer: Observer, state: ModelState, models: Sequence[str]
-    ) -> str | None:
+    async def _entered(self, state: ModelState, models: Sequence[str]) -> str | None:
         """The model that enters the state; None: none does, or none did the last time."""
         wanted = state, tuple(models)
         if not models or wanted in self._missed:
             return None
         deadline_s = STATE_DEADLINE_S * self._plan.stretch
-        found = await observer.entered(state, models, deadline_s)
+        found = await self._observer.entered(state, models, deadline_s)
         if found is None:
             self._missed.add(wanted)
         return found
@@ -702,33 +720,24 @@ async def unless_gone(directory: Path, work: Coroutine[Any, Any, T]) -> T:
     Raises:
         UnreachableError: `drill.pod_gone`.
     """
-    working, watching = asyncio.create_task(work), asyncio.create_task(_until_gone(directory))
+    working, seen_ms = asyncio.create_task(work), clock.now_ms()
     try:
-        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        watching.result()
-        raise UnreachableError(
-            "drill.pod_gone",
-            f"the pod in {directory} is gone: for {GONE_AFTER_S:g} s no part of it has listened;"
-            " see its logs, and start it again with `understudy up`",
-            dir=str(directory),
-        )
+        while not (await asyncio.wait({working}, timeout=LOOK_S))[0]:
+            # The lock server comes first, as it is nearly always there.
+            paths = [lockserver_socket(str(directory)), *map(str, directory.glob("*.sock"))]
+            if any(listens(path) for path in paths):
+                seen_ms = clock.now_ms()
+            elif clock.now_ms() - seen_ms >= GONE_AFTER_S * 1000:
+                raise UnreachableError(
+                    "drill.pod_gone",
+                    f"the pod in {directory} is gone: for {GONE_AFTER_S:g} s no part of it has"
+                    " listened; see its logs, and start it again with `understudy up`",
+                    dir=str(directory),
+                )
+        return working.result()
     finally:
         working.cancel()
-        watching.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)
-
-
-async def _until_gone(directory: Path) -> None:
-    """Return once no part has listened for `GONE_AFTER_S`."""
-    seen_ms = clock.now_ms()
-    while clock.now_ms() - seen_ms < GONE_AFTER_S * 1000:
-        await asyncio.sleep(LOOK_S)
-        # The lock server comes first, as it is nearly always there.
-        paths = [lockserver_socket(str(directory)), *map(str, directory.glob("*.sock"))]
-        if any(listens(path) for path in paths):
-            seen_ms = clock.now_ms()
+        await asyncio.gather(working, return_exceptions=True)
 
 
 def listens(path: str) -> bool:

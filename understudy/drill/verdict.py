@@ -1,14 +1,15 @@
 """The verdict of a drill: records in, report out. Pure; nothing here measures or waits.
 
-`RULES` is the verdict: each rule names what must not be found. A drill that measured nothing must
-not look like one that found nothing, so rules also cover what could not be checked.
+`counted` has what must not be found and is a number in the document, `problems_of` everything else
+that fails a drill. A drill that measured nothing must not look like one that found nothing, so
+these also cover what could not be checked.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -28,19 +29,8 @@ from understudy.drill.outcomes import (
     switchover_pause,
     times_away,
 )
-from understudy.drill.records import (
-    PHASES,
-    Exchange,
-    Kill,
-    Outcome,
-    Records,
-    StatedBound,
-)
-from understudy.drill.targets import (
-    GMS,
-    PARTS,
-    POOL,
-)
+from understudy.drill.records import PHASES, Exchange, Kill, Outcome, Records, StatedBound
+from understudy.drill.targets import GMS, PARTS, POOL
 
 ENGINES_MIN = 2  # an active engine and a standby
 CUT_CODE = "pool.cut"  # the marked error of a request that could neither finish nor be parked
@@ -50,39 +40,31 @@ CUT_CODE = "pool.cut"  # the marked error of a request that could neither finish
 WANTED_BY_UPGRADE = frozenset({"", "sigterm", "second_signal", "drained", "hand_over"})
 WANTED_BY_POOL = frozenset({"", "asked_to_be_cold"})
 
-
 # Of the report of a drill without adoption, in the document of the one that it is compared with.
 COMPARED = ("passed", "requests", "kills", "resumed", "failover_ms", "pause_ms")
-
-ONE_MODEL, IN_POOL = "gateway", "pool"  # the modes of a drill
-EVERY, PODS, POOLS = (ONE_MODEL, IN_POOL), (ONE_MODEL,), (IN_POOL,)
+IN_POOL = "pool"  # the mode of a pool's drill
 
 
 class Evidence:
     """The records of a drill, with what follows from them."""
 
     def __init__(self, records: Records, kills_wanted: int, switches_wanted: int = 0) -> None:
-        self.records, self.mode = records, records.mode
+        self.records, self.is_pool = records, records.mode == IN_POOL
         self.kills_wanted, self.switches_wanted = kills_wanted, switches_wanted
         self.outcomes = [(each, outcome_of(each, records)) for each in records.exchanges]
         self.bounds = Bounds(records.bounds)
-
-    def of(self, *outcomes: Outcome) -> list[Exchange]:
-        return [exchange for exchange, outcome in self.outcomes if outcome in outcomes]
-
-    @cached_property
-    def failovers(self) -> list[tuple[Kill, Exchange | None]]:
-        """Each kill of an engine's process, and the first answer after it."""
-        kills = self.records.engine_kills
-        return list(zip(kills, first_answers(kills, self.records.exchanges), strict=True))
-
-    @cached_property
-    def failovers_ms(self) -> list[float]:
-        return [
+        kills = records.engine_kills
+        firsts = first_answers(kills, records.exchanges)
+        # Each kill of an engine's process, and the first answer after it.
+        self.failovers = list(zip(kills, firsts, strict=True))
+        self.failovers_ms = [
             first.first_token_ms - kill.killed_ms
             for kill, first in self.failovers
             if first is not None and first.first_token_ms is not None
         ]
+
+    def of(self, *outcomes: Outcome) -> list[Exchange]:
+        return [exchange for exchange, outcome in self.outcomes if outcome in outcomes]
 
     @cached_property
     def parked(self) -> list[float]:
@@ -144,63 +126,38 @@ def _longest(shares: Iterable[float | None]) -> float | None:
 # ------------------------------------------------------------------ the rules
 
 
-@dataclass(frozen=True, slots=True)
-class Check:
-    """What must not be found in drills of `modes`. `sentence`: the problem, with {count} and {all}
-    or {first} of what was found, or one problem for {each}; empty: the count says it."""
-
-    name: str
-    found: Callable[[Evidence], Sequence[object]]
-    sentence: str = "{each}"
-    modes: tuple[str, ...] = EVERY
-
-    def problems(self, evidence: Evidence) -> list[str]:
-        found = [str(each) for each in self.found(evidence)]
-        if not found or not self.sentence or evidence.mode not in self.modes:
-            return []
-        if "{each}" in self.sentence:
-            return [self.sentence.format(each=each) for each in found]
-        names = {"count": len(found), "first": found[0], "all": ", ".join(found)}
-        return [self.sentence.format(**names)]
-
-
-def _details(exchanges: Iterable[Exchange]) -> list[str]:
-    return [f"{each.model}: {each.detail}" if each.model else each.detail for each in exchanges]
-
-
-def _with(*outcomes: Outcome) -> Callable[[Evidence], list[str]]:
-    """The last words of the requests with these outcomes. A pool's cut is counted apart,
-    whether a client saw it as a status or in its stream."""
-
-    def find(evidence: Evidence) -> list[str]:
-        is_pool = evidence.mode == IN_POOL
-        found = evidence.of(*outcomes)
-        return _details(each for each in found if not (is_pool and CUT_CODE in each.detail))
-
-    return find
-
-
-def _cut(evidence: Evidence) -> list[Exchange]:
-    return [each for each in evidence.records.exchanges if CUT_CODE in each.detail]
-
-
-def _doubled(evidence: Evidence) -> list[int]:
-    """A number for each piece of text that came twice."""
-    expected = evidence.records.expected
-    exchanges = evidence.records.exchanges
-    return list(range(sum(doubled_pieces(each, expected.get(each.prompt)) for each in exchanges)))
-
-
-def _double_active(evidence: Evidence) -> list[str]:
-    return evidence.records.overlaps
-
-
-def _false_deaths(evidence: Evidence) -> list[str]:
-    """Deaths of engines that neither the drill nor the pool wanted."""
+def counted(evidence: Evidence) -> dict[str, Sequence[object]]:
+    """What must not be found, by the keys of the document. A pool's cut is counted apart, whether a
+    client saw it as a status or in its stream."""
     records = evidence.records
+    expected, exchanges = records.expected, records.exchanges
+
+    def of(*outcomes: Outcome) -> list[str]:
+        found = evidence.of(*outcomes)
+        found = [each for each in found if not (evidence.is_pool and CUT_CODE in each.detail)]
+        return [f"{each.model}: {each.detail}" if each.model else each.detail for each in found]
+
+    doubled = sum(doubled_pieces(each, expected.get(each.prompt)) for each in exchanges)
+    lost: dict[str, Sequence[object]] = {"lost_in_flight": of(Outcome.LOST, Outcome.BROKEN)}
+    if evidence.is_pool:
+        cut = [each for each in exchanges if CUT_CODE in each.detail]
+        lost = {"lost": of(Outcome.LOST), "cut": cut}
+    return {
+        **lost,
+        "broken_streams": of(Outcome.BROKEN),
+        "refused": of(Outcome.REFUSED),
+        "wrong_tokens": of(Outcome.WRONG),
+        "doubled_tokens": range(doubled),
+        "double_active": records.overlaps,
+        "false_deaths": _false_deaths(records),
+    }
+
+
+def _false_deaths(records: Records) -> list[str]:
+    """Deaths of engines that neither the drill nor the pool wanted."""
     killed = {kill.incarnation for kill in records.engine_kills}
     wanted = WANTED_BY_UPGRADE if records.upgrade is not None else frozenset()
-    wanted = WANTED_BY_POOL if evidence.mode == IN_POOL else wanted
+    wanted = WANTED_BY_POOL if records.models else wanted
     return [
         f"{death.engine} died although nothing had been killed: {death.message}"
         for death in records.deaths
@@ -208,130 +165,88 @@ def _false_deaths(evidence: Evidence) -> list[str]:
     ]
 
 
-def _fewer(made: int, wanted: int) -> list[str]:
-    return [f"only {made} of {wanted}"] if made < wanted else []
-
-
-def _starved(evidence: Evidence) -> list[str]:
-    """Models, or the only one, that gave no whole answer."""
-    whole = {each.model for each in evidence.of(Outcome.OK)}
-    models = evidence.records.models
-    return [name for name in models if name not in whole] if models else ["the pod"] * (not whole)
-
-
-def _few_switches(evidence: Evidence) -> list[str]:
-    return _fewer(len(evidence.records.switches), evidence.switches_wanted)
-
-
-def _few_takeovers(evidence: Evidence) -> list[str]:
-    return _fewer(len(evidence.failovers_ms), len(evidence.failovers))
-
-
-def _unchecked(evidence: Evidence) -> list[str]:
-    return _fewer(evidence.records.grants_checked, len(evidence.failovers))
-
-
-def _no_bound(evidence: Evidence) -> list[str]:
-    return [] if evidence.records.bounds else ["the pool"]
-
-
-def _away(evidence: Evidence) -> list[str]:
-    """Victims that did not come back; an engine with a standby is judged by its successor."""
-    return [
-        kill.victim
-        for kill in evidence.records.kills
-        if kill.back_ms is None and (kill.engine is None or evidence.mode == IN_POOL)
-    ]
-
-
-def _unseen_memory(evidence: Evidence) -> list[str]:
-    use = evidence.records.memory
-    return ["the weights"] if use is not None and not use.peak_bytes else []
-
-
-def _second_copy(evidence: Evidence) -> list[str]:
-    use = evidence.records.memory
-    if use is None or use.peak_bytes <= use.committed_bytes + use.device_bytes_min // 2:
-        return []
-    return [f"up to {use.peak_bytes} bytes, but only {use.committed_bytes} are committed"]
-
-
-def _ended_loops(evidence: Evidence) -> list[str]:
-    burn = evidence.records.burn
-    return [f"{burn.ended} of {burn.processes}"] if burn is not None and burn.ended else []
-
-
-def _upgrade(evidence: Evidence) -> list[str]:
-    """Why an upgrade of both engines under load is not complete or not proven."""
-    upgrade, records = evidence.records.upgrade, evidence.records
-    if upgrade is None:
-        return []
-    old = [engine for engine, is_upgraded in upgrade.engines.items() if not is_upgraded]
-    checks = {
-        f"{', '.join(old)} does not run with {upgrade.setting} in every process": bool(old),
-        "the upgrade was not completed": len(upgrade.engines) < ENGINES_MIN,
-        "the grant could not be checked against the old processes": not records.grants_checked,
-        "no requests were answered both before and after the switchover": switchover_pause(
-            upgrade, records.exchanges
+def problems_of(
+    evidence: Evidence, counts: Mapping[str, Sequence[object]]
+) -> Iterator[tuple[str, str]]:
+    """Why the drill did not pass: the name of each rule that is broken, and a sentence."""
+    records = evidence.records
+    for name, noun in {
+        "lost": "requests were lost",
+        "lost_in_flight": "requests were lost",
+        "broken_streams": "streams were broken",
+    }.items():
+        if found := counts.get(name):
+            yield name, f"{len(found)} {noun}, which the gateway had to continue ({found[0]})"
+    for name in ("double_active", "false_deaths"):
+        yield from ((name, str(each)) for each in counts[name])
+    if hung := evidence.of(Outcome.HUNG):
+        yield "hung", f"{len(hung)} requests got neither an answer nor an error"
+    answered = {each.model for each in evidence.of(Outcome.OK)}
+    if starved := [name for name in records.models if name not in answered]:
+        yield "starved", f"{', '.join(starved)} answered no request in full"
+    if not answered:
+        yield "starved", "the pod answered no request in full"
+    refused = evidence.of(Outcome.REFUSED)
+    if records.url and refused:
+        replies = Counter(
+            f"HTTP {each.status}" if each.status else str(each.end) for each in refused
         )
-        is None,
-    }
-    return [sentence for sentence, is_broken in checks.items() if is_broken]
+        kinds = ", ".join(f"{count} × {reply}" for reply, count in replies.most_common())
+        of_all = f"{len(refused)} of {len(evidence.outcomes)} requests"
+        yield "outside", f"{records.url} refused {of_all} ({kinds})"
+    yield from _left_undone(evidence)
+    yield from (("disturbed", each) for each in records.disturbed)
+    if (use := records.memory) is not None:
+        if not use.peak_bytes:
+            yield "memory", "the physical memory of the weights is not visible here"
+        if use.peak_bytes > use.committed_bytes + use.device_bytes_min // 2:
+            used = f"up to {use.peak_bytes} bytes, but only {use.committed_bytes} are committed"
+            yield "copy", f"the weights used {used}: something was loaded a second time"
+    if (burn := records.burn) is not None and burn.ended:
+        ended = f"{burn.ended} of {burn.processes}"
+        yield "burn", f"{ended} busy loops ended before the drill stopped them"
+    if evidence.is_pool and not records.bounds:
+        yield "no bound", "the pool stated no bound, so no wait could be compared"
+    for name, what, share in (
+        ("late", "wait", evidence.longest_wait()),
+        ("paused", "pause", evidence.longest_pause()),
+    ):
+        if share is not None and share > 1.0:
+            yield name, f"the longest {what} took {share:.1%} of its bound"
 
 
-def _refused_outside(evidence: Evidence) -> list[str]:
-    """What an address outside the pod refused, and how."""
-    refused, url = evidence.of(Outcome.REFUSED), evidence.records.url
-    if not url or not refused:
-        return []
-    replies = Counter(f"HTTP {each.status}" if each.status else str(each.end) for each in refused)
-    kinds = ", ".join(f"{count} × {reply}" for reply, count in replies.most_common())
-    return [f"{url} refused {len(refused)} of {len(evidence.outcomes)} requests ({kinds})"]
-
-
-def _late(share: float | None) -> list[str]:
-    return [f"{share:.1%}"] if share is not None and share > 1.0 else []
-
-
-LOST = "{count} requests were lost, which the gateway had to continue ({first})"
-BROKEN = "{count} streams were broken, which the gateway had to continue ({first})"
-HUNG = "{count} requests got neither an answer nor an error"
-UNCHECKED = "{each} grants could be checked against the old processes"
-# Their counts are keys of the JSON document, in drills of their modes.
-COUNTS = (
-    Check("lost", _with(Outcome.LOST), LOST, POOLS),
-    Check("lost_in_flight", _with(Outcome.LOST, Outcome.BROKEN), LOST, PODS),
-    Check("broken_streams", _with(Outcome.BROKEN), BROKEN),
-    Check("refused", _with(Outcome.REFUSED), ""),
-    Check("cut", _cut, "", POOLS),
-    Check("wrong_tokens", _with(Outcome.WRONG), ""),
-    Check("doubled_tokens", _doubled, ""),
-    Check("double_active", _double_active),
-    Check("false_deaths", _false_deaths),
-)
-CHECKS = (
-    Check("hung", lambda e: e.of(Outcome.HUNG), HUNG),
-    Check("starved", _starved, "{all} answered no request in full"),
-    Check("outside", _refused_outside),
-    Check(
-        "kills", lambda e: _fewer(len(e.records.kills), e.kills_wanted), "{each} kills were made"
-    ),
-    Check("switches", _few_switches, "{each} switches were seen", POOLS),
-    Check("takeovers", _few_takeovers, "{each} kills were followed by an answer", PODS),
-    Check("unchecked", _unchecked, UNCHECKED, PODS),
-    Check("disturbed", lambda e: e.records.disturbed),
-    Check("not back", _away, "{all} did not come back"),
-    Check("memory", _unseen_memory, "the physical memory of {all} is not visible here"),
-    Check("copy", _second_copy, "the weights used {all}: something was loaded a second time"),
-    Check("upgrade", _upgrade),
-    Check("burn", _ended_loops, "{all} busy loops ended before the drill stopped them"),
-    Check("no bound", _no_bound, "{all} stated no bound, so no wait could be compared", POOLS),
-    Check("late", lambda e: _late(e.longest_wait()), "the longest wait took {all} of its bound"),
-    Check(
-        "paused", lambda e: _late(e.longest_pause()), "the longest pause took {all} of its bound"
-    ),
-)
-RULES = (*COUNTS, *CHECKS)
+def _left_undone(evidence: Evidence) -> Iterator[tuple[str, str]]:
+    """What was to happen, and did not, or not as often."""
+    records = evidence.records
+    kills = len(evidence.failovers)
+    wanted = [
+        ("kills", len(records.kills), evidence.kills_wanted, "kills were made"),
+        ("switches", len(records.switches), evidence.switches_wanted, "switches were seen"),
+    ]
+    if not evidence.is_pool:
+        checked = "grants could be checked against the old processes"
+        wanted += [
+            ("takeovers", len(evidence.failovers_ms), kills, "kills were followed by an answer"),
+            ("unchecked", records.grants_checked, kills, checked),
+        ]
+    for name, made, all_of_them, what in wanted:
+        if made < all_of_them:
+            yield name, f"only {made} of {all_of_them} {what}"
+    # An engine with a standby is judged by its successor.
+    judged = [kill for kill in records.kills if kill.engine is None or evidence.is_pool]
+    if away := [kill.victim for kill in judged if kill.back_ms is None]:
+        yield "not back", f"{', '.join(away)} did not come back"
+    if (upgrade := records.upgrade) is not None:
+        for name, is_upgraded in upgrade.engines.items():
+            if not is_upgraded:
+                yield "upgrade", f"{name} does not run with {upgrade.setting} in every process"
+        if len(upgrade.engines) < ENGINES_MIN:
+            yield "upgrade", "the upgrade was not completed"
+        if not records.grants_checked:
+            yield "upgrade", "the grant could not be checked against the old processes"
+        if switchover_pause(upgrade, records.exchanges) is None:
+            both = "no requests were answered both before and after the switchover"
+            yield "upgrade", both
 
 
 # ------------------------------------------------------------------ the report
@@ -341,13 +256,14 @@ RULES = (*COUNTS, *CHECKS)
 class DrillReport:
     """What a drill found: the values of its JSON document, by key, and the failover times.
 
-    `problems`: why it did not pass, as sentences. `lost_in_flight` includes `broken_streams`, and
-    `wrong_tokens` the answers with doubled ones.
+    `faults`: the counts that must be zero; `problems`: why it did not pass, as sentences.
+    `lost_in_flight` includes `broken_streams`, and `wrong_tokens` the answers with doubled ones.
     """
 
     values: dict[str, Any]
     failovers_ms: list[float] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    faults: dict[str, int] = field(default_factory=dict)
     without_adoption: DrillReport | None = None  # the same drill of a pod that adopts no KV block
 
     def __getitem__(self, key: str) -> Any:
@@ -356,11 +272,6 @@ class DrillReport:
     @property
     def mode(self) -> str:
         return str(self.values["mode"])
-
-    @property
-    def faults(self) -> dict[str, int]:
-        """The counts that must be zero."""
-        return {each.name: self.values[each.name] for each in COUNTS if self.mode in each.modes}
 
     @property
     def passed(self) -> bool:
@@ -379,25 +290,24 @@ class DrillReport:
 def judge(records: Records, kills_wanted: int, switches_wanted: int = 0) -> DrillReport:
     """The report of a whole drill."""
     evidence = Evidence(records, kills_wanted, switches_wanted)
-    mode, pauses = evidence.mode, failover_pauses(records)
+    counts, pauses = counted(evidence), failover_pauses(records)
     pause_ms = spread(pause.length_ms for pause in pauses)
+    faults = {name: len(found) for name, found in counts.items()}
     values: dict[str, Any] = {
-        "mode": mode,
+        "mode": records.mode,
         "requests": len(records.exchanges),
         "kills": len(records.kills),
         "killed": _killed(records),
-        **{each.name: len(each.found(evidence)) for each in COUNTS if mode in each.modes},
+        **faults,
         "lost_in_gateway": len(evidence.of(Outcome.LOST_IN_GATEWAY)),
         "resumed": len(pauses),
         "lasted_s": round(records.lasted_s, 3),
     }
     if records.burn is not None:
-        values["burn"] = msgspec.structs.asdict(records.burn)
-    values |= (
-        _pool_values(evidence, pause_ms) if records.models else _pod_values(evidence, pause_ms)
-    )
-    problems = [problem for rule in RULES for problem in rule.problems(evidence)]
-    return DrillReport(values, evidence.failovers_ms, problems)
+        values["burn"] = msgspec.to_builtins(records.burn)
+    values |= _pool_values(evidence, pause_ms) if records.models else _values(evidence, pause_ms)
+    problems = [sentence for _, sentence in problems_of(evidence, counts)]
+    return DrillReport(values, evidence.failovers_ms, problems, faults)
 
 
 def _killed(records: Records) -> dict[str, int]:
@@ -410,7 +320,8 @@ def _killed(records: Records) -> dict[str, int]:
     return {name: made[name] for name in names if made[name] or name in always}
 
 
-def _pod_values(evidence: Evidence, pause_ms: Spread) -> dict[str, Any]:
+def _values(evidence: Evidence, pause_ms: Spread) -> dict[str, Any]:
+    """Of a pod of one model."""
     records, phases = evidence.records, [phases_of(*each) for each in evidence.failovers]
     found = {
         "failover_ms": spread(evidence.failovers_ms),
@@ -454,7 +365,7 @@ def kv_share(kills: Iterable[Kill]) -> dict[str, Any]:
 
 def _pool_values(evidence: Evidence, pause_ms: Spread) -> dict[str, Any]:
     records = evidence.records
-    back = [kill.took_ms for kill in records.kills if kill.target == POOL]
+    back = [kill.took_ms for kill in records.kills if kill.target == POOL and kill.took_ms]
     return {
         "switches": len(records.switches),
         "parked": len(evidence.parked),
@@ -467,7 +378,7 @@ def _pool_values(evidence: Evidence, pause_ms: Spread) -> dict[str, Any]:
         "wait_ms": spread(until_ms - each.sent_ms for each, until_ms in evidence.waits),
         "pause_ms": spread(evidence.parked),
         "failover_pause_ms": pause_ms,
-        "pool_back_ms": spread(took_ms for took_ms in back if took_ms),
+        "pool_back_ms": spread(back),
     }
 
 

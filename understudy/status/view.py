@@ -22,7 +22,6 @@ from understudy.status.gateway_view import (
 )
 from understudy.status.memory_view import (
     Document,
-    devices,
     engines_by_pid,
     memory_faults,
     memory_lines,
@@ -307,11 +306,10 @@ def _canary(part: Document, now: datetime) -> str:
     return f"{'ok' if last.get('ok') else 'FAILED'} {since(last.get('at'), now)} ago"
 
 
-# --- what `understudy status --watch` shows below: requests, memory, failovers, events
+# --- what `understudy status --watch` shows below: requests, switches, failovers, events
 
 ROWS_SHOWN = 5  # of failovers, and of a pool's switches
 EVENTS_SHOWN = 8
-BAR_CELLS = 30
 GAP = "   "
 PHASES = ("wait", "drain", "release", "raise")
 LOAD = {
@@ -322,16 +320,12 @@ LOAD = {
     "replaying": "replaying",
     "suspects": "suspects",
 }
-# The marks of the owners in a pool's bar, in the order in which they are named behind it.
-MARKS = "#=+*%@&$"
 
 
 def watch_lines(view: Document, events: Sequence[Mapping[str, Any]], now: datetime) -> list[str]:
     """The sections that have something to show, each below its title and an empty line."""
-    pool = view.get("pool")
     found = {
         "requests": requests(view.get("gateway")),
-        "memory": memory_bars(view["gms"]) if pool is None else booked_bars(pool),
         "switches": switches(events, now),
         "failovers": failovers(view, now),
         "events": [_event(each) for each in events[-EVENTS_SHOWN:]],
@@ -362,47 +356,6 @@ def requests(gateway: Document | None) -> list[str]:
         f"{totals.get('replayed_tokens', 0)} tokens replayed",
         f"ended: {', '.join(ends) or 'none'}",
     ]
-
-
-def memory_bars(gms: Sequence[Document]) -> list[str]:
-    """A bar for each device: `#` committed, `+` being loaded, `~` out of service, `k` KV memory
-    that outlives its engine, where it has a share of the device; `.` free."""
-    rows = []
-    for device in (each for part in gms for each in devices(part)):
-        kinds = {"committed_bytes": "#", "staging_bytes": "+"}
-        kinds |= {"superseded_bytes": "~", "releasing_bytes": "~"}
-        held = [(mark, int(device.get(key) or 0)) for key, mark in kinds.items()]
-        kv, capacity = device.get("kv") or {}, int(device.get("capacity_bytes") or 0)
-        if kv.get("capacity_bytes"):  # else it is bounded by the machine, and not by this figure
-            held.append(("k", int(kv.get("pool_bytes") or 0)))
-        if capacity:
-            room = f"{size(sum(each for _, each in held))} of {size(capacity)}"
-            rows.append((str(device.get("device_uuid")), _bar(held, capacity), room))
-    return table(rows) if rows else []
-
-
-def booked_bars(pool: Document) -> list[str]:
-    """A bar for each device, a mark for each owner: `o` others, `-` the margin, `.` free."""
-    rows = []
-    for device in pool.get("devices") or ():
-        owners: dict[str, int] = {}
-        for each in device["booked"]:
-            owners[each["owner"]] = owners.get(each["owner"], 0) + each["bytes"]
-        numbered = enumerate(sorted(owners.items()))
-        parts = [(MARKS[n % len(MARKS)], name, held) for n, (name, held) in numbered]
-        parts += [("o", "others", device["outside_bytes"]), ("-", "margin", device["margin_bytes"])]
-        parts = [each for each in parts if each[2]]
-        if device["total_bytes"]:
-            bar = _bar([(mark, held) for mark, _, held in parts], device["total_bytes"])
-            names = ", ".join(f"{mark} {name} {size(held)}" for mark, name, held in parts)
-            rows.append((device["device"], bar, f"{size(device['free_bytes'])} free", names or "-"))
-    return table(rows) if rows else []
-
-
-def _bar(held: Sequence[tuple[str, int]], total: int) -> str:
-    """At least one cell for anything above zero."""
-    marks = (mark * max(n > 0, round(BAR_CELLS * n / total)) for mark, n in held)
-    return f"[{''.join(marks)[:BAR_CELLS]:.<{BAR_CELLS}}]"
 
 
 def switches(events: Sequence[Mapping[str, Any]], now: datetime) -> list[str]:

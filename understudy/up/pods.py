@@ -1,10 +1,9 @@
 """Prepares a pod on this machine, of one model or of a pool file, and keeps it running.
 
 Prints only through `say`. `understudy up` holds `up.lock` for as long as it runs, so a second one
-knows whose pod it meets, even before the first part of that pod is up. Files of another pod are
-moved, never deleted: a socket or a state file with a foreign name would make every status show
-parts that are gone. The welcome waits without a deadline: a pod may serve long before its status
-says that it is whole, and `understudy up` must not stop it for that.
+knows whose pod it meets, even before the first part of that pod is up. The welcome waits without a
+deadline: a pod may serve long before its status says that it is whole, and `understudy up` must not
+stop it for that.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import re
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +20,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from plumbing.errors import UnderstudyError, UsageError
-from plumbing.pod.paths import engine_state, up_guard
+from plumbing.pod.paths import engine_states, up_guard
 from plumbing.service.clock import SystemClock
 from plumbing.service.signals import SignalInbox
 from plumbing.text import duration
@@ -36,6 +34,7 @@ from understudy.pod.ports import check_ports, free_pod_ports
 from understudy.pod.runner import PodRunner, run_pod
 from understudy.pod.table import (
     HOST_PREFIX,
+    POOL,
     UI,
     Container,
     LocalPod,
@@ -85,9 +84,7 @@ async def prepare_local(pod: LocalPod, directory: Path, say: Say, is_drilled: bo
         if not is_drilled:
             say("no --model: serving a small random one, whose answers are gibberish")
         pod = await with_random_model(pod, directory / "random-model")
-    containers = pod.containers()
-    forget_engines(directory, containers)  # the lock server keeps its tokens
-    return PreparedPod(containers)
+    return PreparedPod(pod.containers())
 
 
 def _check_checkpoint(pod: LocalPod) -> None:
@@ -135,9 +132,7 @@ async def prepare_pool(
         begin_new_pod(str(directory))
     await _fill_cache(file, say)
     pod = replace(pod, directory=directory, memory=_memory(file, pod.memory), pool=models)
-    containers = pod.containers()
-    forget_engines(directory, containers)
-    return PreparedPod(containers, f"the pool of {path}")
+    return PreparedPod(pod.containers(), f"the pool of {path}")
 
 
 def _memory(file: PoolFile, wanted: str) -> str:
@@ -180,8 +175,7 @@ async def stay_up(prepare: Prepare, directory: Path, say: Say) -> int | None:
     """
     with contextlib.closing(await claim(directory)):
         pod = await prepare(directory, say, False)
-        for line in put_leftovers_aside(directory, pod.containers):
-            say(line)
+        forget_last_pod(directory)
 
         async def body() -> None:
             await say_welcome(directory, pod.containers, say)
@@ -201,21 +195,10 @@ async def stay_up(prepare: Prepare, directory: Path, say: Say) -> int | None:
 
 # --- the directory: which pod runs there, and what another one has left
 
-ASIDE = "aside"  # newer files replace older ones of the same name, so it cannot grow without end
-NAMED_MAX = 4  # of the files that were moved; the folder has them all
 ASK_S = 1.0  # a part answers in milliseconds, and the user waits
 # How long the parts of a killed `up` may take to exit: the kernel frees their memory first.
 DYING_S = 5.0
 POLL_S = 0.05
-POOL = "pool"  # the program that only the pod of a pool file runs
-SERVE = "serve"  # what every program but an engine is started with
-
-# Files that are named after an engine or a model; `plumbing.pod.paths` names most of them.
-ENGINE_FILE = re.compile(
-    r"(?:engine|leftovers)_(.+?)(?:\.http)?\.(?:json|sock|lock|queue)(?:\..+)?"
-)
-GMS_FILE = re.compile(r"gms_[A-Za-z0-9-]+(?:\.([^_]+))?_(?:weights|kv)[._]")
-LAYOUT_FILE = re.compile(r"kv_layout(?:_(.+))?\.json")
 
 
 async def claim(directory: Path) -> PathGuard:
@@ -281,73 +264,12 @@ def _held_guards(directory: Path) -> list[str]:
     return [path.name for path in found if guard_holder(str(path)) is not None]
 
 
-def put_leftovers_aside(directory: Path, containers: Sequence[Container]) -> list[str]:
-    """Move what belongs to no part of the pod of `containers` to the folder `aside`; a sentence if
-    anything was moved. Call it while no part runs.
-
-    Raises:
-        UnderstudyError: `pod.leftovers`, a file cannot be moved.
-    """
-    if not directory.is_dir():  # of a manifest that was never started here
-        return []
-    own = _Own(containers)
-    moved = [path for path in sorted(directory.iterdir()) if own.is_foreign(path.name)]
-    moved.sort(key=lambda path: not path.name.startswith("pool."))  # the most telling ones
-    if not moved:
-        return []
-    aside = directory / ASIDE
-    try:
-        aside.mkdir(mode=0o700, exist_ok=True)
-        for path in moved:
-            path.replace(aside / path.name)
-    except OSError as error:
-        raise UnderstudyError(
-            "pod.leftovers",
-            f"cannot move the files of another pod to {aside}: {error.strerror}; move"
-            f" {', '.join(path.name for path in moved)} yourself, or choose another --dir",
-        ) from error
-    named = ", ".join(path.name for path in moved[:NAMED_MAX])
-    more = f" and {len(moved) - NAMED_MAX} more" if len(moved) > NAMED_MAX else ""
-    return [f"{directory} has files of another pod: moved {named}{more} to {aside}"]
-
-
-def forget_engines(directory: Path, containers: Sequence[Container]) -> None:
-    """Remove what the engines of `containers` wrote about themselves in the previous pod."""
-    for engine in _engines_of(containers):
-        Path(engine_state(str(directory), engine)).unlink(missing_ok=True)
-
-
-def _engines_of(containers: Sequence[Container]) -> set[str]:
-    return {each.env["ENGINE_ID"] for each in containers if "ENGINE_ID" in each.env}
-
-
-class _Own:
-    """The parts of a pod, as their files are named after them."""
-
-    def __init__(self, containers: Sequence[Container]) -> None:
-        served = [word for each in containers if SERVE in each.command for word in each.command]
-        self._engines = _engines_of(containers)
-        self._models = {word.partition("=")[2] for word in served if word.startswith("--model=")}
-        self._has_pool = has_pool(containers)
-
-    def is_foreign(self, name: str) -> bool:
-        """Whether a file of this name is of a part that this pod does not have. Witnesses and
-        serving files never are: the lock server judges whether their processes are gone."""
-        if name.startswith("pool."):
-            return not self._has_pool
-        if found := ENGINE_FILE.fullmatch(name):
-            return found[1] not in self._engines
-        if found := GMS_FILE.match(name) or LAYOUT_FILE.fullmatch(name):
-            return (found[1] or "") not in (self._models or {""})
-        return False
-
-
-def has_pool(containers: Sequence[Container]) -> bool:
-    """Whether this is the pod of a pool file."""
-    return any(
-        SERVE in each.command and POOL in (Path(word).name for word in each.command)
-        for each in containers
-    )
+def forget_last_pod(directory: Path) -> None:
+    """Remove what the parts of the last pod in `directory` left of themselves: sockets, and what
+    engines wrote last. Call it while no part runs; each start of a part makes its own anew, and the
+    lock server keeps its tokens."""
+    for path in (*directory.glob("*.sock"), *engine_states(directory)):
+        path.unlink(missing_ok=True)
 
 
 # --- how to use it, and what a pod that stops waits for
@@ -370,7 +292,7 @@ async def say_welcome(
         view = await gather(directory)
         lines, missing = (
             _pool_lines(directory, view, containers)
-            if has_pool(containers)
+            if any(each.name == POOL for each in containers)
             else await _pod_lines(directory, view, containers, clock.now_ms() - began_ms)
         )
         if lines:

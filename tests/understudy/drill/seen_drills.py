@@ -6,16 +6,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from understudy.drill.records import (
-    BurnUse,
-    End,
-    Exchange,
-    Kill,
-    MemoryUse,
-    Records,
-    StatedBound,
-    Upgrade,
-)
+from understudy.drill.records import End, Exchange, Kill, MemoryUse, Records, StatedBound, Upgrade
+from understudy.drill.schema import DrillBurn
 
 TEXT = "hello"
 ANSWER = Exchange(
@@ -97,7 +89,9 @@ def of_upgrade() -> Records:
 
 
 def of_burn() -> Records:
-    return replace(of_engines(), burn=BurnUse(per_core=2, cpus=2, processes=4, cpu_s=61.25))
+    return replace(
+        of_engines(), burn=DrillBurn(per_core=2, cpus=2, processes=4, cpu_s=61.25, ended=0)
+    )
 
 
 def of_model(model: str, *times_ms: float, **more: Any) -> Exchange:

@@ -9,10 +9,8 @@ import sys
 
 import pytest
 
-from plumbing.errors import UnderstudyError
 from plumbing.service import procfs
 from tests.helpers import until
-from understudy.drill import machine as module
 from understudy.drill.machine import Burn
 
 CPUS = len(os.sched_getaffinity(0))
@@ -78,18 +76,3 @@ def test_loops_end_with_a_drill_that_is_killed():
     drill.wait()
     for loop in burning:
         until(lambda pid=loop: not procfs.is_alive(pid), "a loop to end with its drill")
-
-
-def test_loops_that_cannot_be_started_leave_none(monkeypatch, loops):
-    """Goal: all or nothing, with a reason. Method: the second one fails."""
-    start = subprocess.Popen
-
-    def fail_later(*args, **kwargs):
-        if loops():
-            raise BlockingIOError(11, "Resource temporarily unavailable")
-        return start(*args, **kwargs)
-
-    monkeypatch.setattr(module.subprocess, "Popen", fail_later)
-    with pytest.raises(UnderstudyError, match="Resource temporarily unavailable; lower --burn"):
-        Burn(2).start()
-    assert loops() == []

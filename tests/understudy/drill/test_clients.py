@@ -6,16 +6,17 @@ import asyncio
 import json
 import socket
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 from aiohttp import web
 
-from plumbing.errors import UnderstudyError
-from tests.helpers import auntil, free_port
-from understudy.drill.clients import Target, send, stream_without_pause
+from plumbing.errors import UnderstudyError, UsageError
+from tests.helpers import free_port
+from understudy.drill.clients import Target, send
 from understudy.drill.outcomes import classify
-from understudy.drill.prompts import all_prompts, learn_answers
-from understudy.drill.records import End, Outcome, Prompt
+from understudy.drill.prompts import all_prompts, learn_answers, read_expected, write_expected
+from understudy.drill.records import End, Exchange, Outcome, Prompt
 
 WORDS = ("to ", "be ", "or ", "not")
 SYN_SENT = "02"  # in /proc/net/tcp
@@ -145,31 +146,6 @@ def test_send_where_nobody_listens_is_refused():
     asyncio.run(main())
 
 
-def test_client_streams_until_it_is_told_to_stop():
-    """Goal: no pause, no abandoned request. Method: stop it after some answers, count."""
-
-    async def main():
-        async with serving() as (stub, target):
-            stub.moods = ["good", "busy", "cut"]
-            seen, stopping = [], asyncio.Event()
-            client = asyncio.create_task(
-                stream_without_pause(target, [PROMPT], 0, seen.append, stopping)
-            )
-            await auntil(lambda: len(seen) >= 5, "five answers")
-            stopping.set()
-            await client
-            assert len(seen) == len(stub.requests)
-            assert [exchange.end for exchange in seen[:4]] == [
-                End.DONE,
-                End.DONE,
-                End.CUT,
-                End.DONE,
-            ]
-            assert seen[1].status == 503
-
-    asyncio.run(main())
-
-
 def test_learn_answers_uses_both_kinds_and_leaves_out_the_empty_ones():
     """Goal: prompts that can fail. Method: the first question is answered with an error."""
 
@@ -202,3 +178,16 @@ def test_learn_answers_from_a_server_that_gives_none_says_why(mood, code):
             await learn_answers(target, all_prompts("m"))  # the server is gone
 
     asyncio.run(main())
+
+
+def test_answers_of_another_server_are_kept_in_a_file(tmp_path: Path):
+    """Goal: what both engines have wrong is found, too. Method: the file, for the pod's model."""
+    file, answer = tmp_path / "answers.json", Exchange("p", 0.0, text="be", finish_reason="stop")
+    write_expected(file, [PROMPT], {"p": answer}, "a server")
+    (prompt,), answers = read_expected(file, "served")
+    assert prompt == Prompt("p", PROMPT.path, {**PROMPT.body, "model": "served"})
+    assert (answers["p"].text, answers["p"].end) == ("be", End.DONE)
+    file.write_text("{}")
+    for bad in (file, tmp_path / "none.json"):
+        with pytest.raises(UsageError, match=bad.name):
+            read_expected(bad, "served")

@@ -28,23 +28,19 @@ from tests.plumbing.service.test_init import INIT, NAMESPACE, ROOT, can_unshare
 from understudy.drill import killer
 from understudy.drill.killer import (
     FIRST,
-    KINDS,
-    HeldPart,
+    Victim,
     changes,
     committed_devices,
     find_part,
     hold,
     kill_part,
-    standing,
     wait_back,
 )
 from understudy.drill.observer import OldTree
-from understudy.drill.prompts import pool_prompts
 from understudy.drill.records import Kill
 from understudy.drill.targets import (
     ALL_PARTS,
     GMS,
-    GMS_SUPERVISOR,
     LOCKSERVER,
     STATES,
     SUPERVISOR,
@@ -168,7 +164,7 @@ def test_part_is_killed_with_all_its_processes_and_awaited_until_another_answers
     another process does."""
     path, kill = str(tmp_path / "lockserver.sock"), Kill(LOCKSERVER)
 
-    async def find_and_kill() -> HeldPart:
+    async def find_and_kill() -> Victim:
         with ExitStack() as stack:
             victim = await find_part(tmp_path, LOCKSERVER, stack)
             assert victim is not None
@@ -215,7 +211,7 @@ def view(active: str = "engine-0", token: int = 7, incarnation: str = "engine-0-
     ],
 )
 def test_death_of_a_part_changes_neither_engines_nor_the_lock(after: dict, count: int):
-    assert len(changes(standing(view()), standing(after))) == count
+    assert len(changes(view(), after)) == count
 
 
 def device(pid: int = 2, state: str = "committed", epoch: str = "e", readers=READERS) -> dict:
@@ -243,7 +239,7 @@ class Answers:
 
 async def recover(directory: Path, *documents: dict) -> Kill:
     kill = Kill(GMS, killed_ms=killer.clock.now_ms(), device="HOST-0")
-    victim = HeldPart(GMS, (), memory=(device(),), pid=1)
+    victim = Victim(GMS, (), memory=(device(pid=1),))
     path = str(directory / "gms_HOST-0_weights.sock")
     server = Server(path, gms_messages.CATALOGUE, Answers(list(documents)), service="gms")
     await server.start()
@@ -279,22 +275,6 @@ def test_memory_that_does_not_recover_ends_the_drill(
     with pytest.raises(WaitTimeoutError) as caught:
         asyncio.run(recover(tmp_path, answer))
     assert caught.value.code == "drill.no_recovery"
-
-
-def test_memory_supervisor_without_weights_is_back_once_a_server_answers(tmp_path: Path):
-    victim = HeldPart(GMS_SUPERVISOR, ())
-    assert asyncio.run(KINDS[GMS_SUPERVISOR].missing(tmp_path, victim)) is not None
-
-    async def answered() -> str | None:
-        path = str(tmp_path / "gms_HOST-0_weights.sock")
-        server = Server(path, gms_messages.CATALOGUE, Answers([device()]), service="gms")
-        await server.start()
-        try:
-            return await KINDS[GMS_SUPERVISOR].missing(tmp_path, victim)
-        finally:
-            await server.close()
-
-    assert asyncio.run(answered()) is None
 
 
 def test_without_committed_weights_there_is_no_server_to_kill(tmp_path: Path):
@@ -378,18 +358,3 @@ def test_every_target_dies_in_every_state_before_any_pair_comes_again():
     assert not any((each, ModelState.COLD) in order for each in backends)
     # A short drill sees many of both.
     assert len({target for target, _ in order[:8]}) == len({state for _, state in order[:8]}) == 8
-
-
-def test_pool_without_shadows_or_copies_has_no_targets_there():
-    targets = pool_targets("vllm", has_shadow=False, has_copies=False)
-    assert not [each for each in targets if each.startswith(("shadow:", "stop:"))]
-    assert not {"gms-copy", "gms-keeper"} & {*targets}
-    assert {"api", "core", "supervisor", "pool"} <= {*targets}
-
-
-def test_prompts_of_two_models_differ_in_key_and_model_only():
-    mine, others = pool_prompts("reference", "a"), pool_prompts("reference", "b")
-    assert len({each.key for each in mine}) == len(mine)
-    assert [each.key[2:] for each in mine] == [each.key[2:] for each in others]
-    assert {each.body["model"] for each in mine} == {"a"}
-    assert sum(each.body["max_tokens"] >= 160 for each in mine) >= 4

@@ -19,9 +19,7 @@ from understudy.cli.main import main
 from understudy.drill import run as gone
 from understudy.drill.clients import Target, outside_target
 from understudy.drill.run import DrillPlan
-from understudy.drill.targets import (
-    BACKEND,
-)
+from understudy.drill.targets import BACKEND
 from understudy.drill.verdict import DrillReport
 from understudy.up import sessions
 

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
-import subprocess
-import sys
 from collections import deque
 from pathlib import Path
 
@@ -15,12 +12,10 @@ import pytest
 
 from plumbing.errors import UnderstudyError, UsageError
 from tests.browser import needs_chromium, tab
-from tests.e2e.pods import AS_USERS_RUN_IT
 from tests.understudy.drill.seen_drills import of_model, of_pool
 from understudy.drill import page
 from understudy.drill.page import check_destination, render, write_page
 from understudy.drill.records import (
-    GONE,
     LOCK,
     End,
     Exchange,
@@ -33,7 +28,6 @@ from understudy.drill.records import (
 from understudy.drill.verdict import judge
 from understudy.host import ResourceUsage
 
-UNDERSTUDY = str(Path(sys.executable).parent / "understudy")
 KILLED_MS = 1000.0
 MACHINE = {"cpu": "a CPU", "cpus": 2, "memory_bytes": 2**33, "kernel": "6.1", "python": "3.11"}
 USAGES = {"gms": (ResourceUsage(5, 2**20), ResourceUsage(5, 2**21))}
@@ -120,18 +114,6 @@ def test_lanes_say_what_each_part_was_from_edge_to_edge_of_the_timeline():
     assert list(kill["lanes"]) == ["engine-0", "engine-1", LOCK]
 
 
-def test_a_kill_that_nothing_followed_still_has_a_timeline():
-    """Goal: the page of a failed drill is the one that is needed. Method: nothing was observed."""
-    found = page_of(Records(kills=[Kill("supervisor", "engine-0", 1, 50.0)]))
-    (kill,) = found["kills"]
-    assert not found["passed"]
-    assert found["problems"]
-    assert kill["failover_ms"] is None
-    assert kill["phases_ms"] == {}
-    assert kill["to_ms"] > 0
-    assert data_in(render(found)) == found
-
-
 def test_deaths_of_other_parts_are_there_with_the_time_until_they_were_back():
     """Goal: a drill that kills no engine has a page, too. Method: memory servers, of which one did
     not come back, and a lock server between them."""
@@ -179,15 +161,6 @@ def test_nothing_in_the_data_ends_the_element_that_they_are_in(nasty: str):
     text = render(found)
     assert data_in(text) == found
     assert text.count("<script") == text.count("</script") == 2
-
-
-def test_the_page_asks_for_nothing_from_elsewhere():
-    """Goal: self-contained. Method: no address in it but the name of SVG, and a policy that says so
-    to the browser."""
-    text = render(page_of(one_failover()))
-    assert re.findall(r"https?://[^\s\"'`]+", text) == ["http://www.w3.org/2000/svg"]
-    assert not re.search(r"<(img|iframe|object|link rel=\"(?!icon))|@import|src=", text)
-    assert "default-src 'none'" in text
 
 
 def test_the_page_is_written_whole_or_the_reason_is_said(tmp_path: Path):
@@ -278,40 +251,3 @@ def test_a_browser_draws_it_and_keys_walk_through_it(tmp_path: Path):
             }
 
     asyncio.run(main())
-
-
-def drill_with_report(temporary: Path, report: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [UNDERSTUDY, "drill", "--kills=1", "--target=supervisor", f"--report={report}", "--json"],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, **AS_USERS_RUN_IT, "TMPDIR": str(temporary)},
-    )
-
-
-@pytest.mark.slow
-def test_the_command_writes_the_page_of_a_real_drill(tmp_path_factory: pytest.TempPathFactory):
-    """Goal: what people run. Method: the command, on a pod of its own; the page says what the JSON
-    says and what has become of every process. A place that is none is refused before any pod."""
-    temporary = tmp_path_factory.mktemp("t")  # short: a socket's path has 107 bytes
-    target = tmp_path_factory.mktemp("report") / "report.html"
-    done = drill_with_report(temporary, target)
-    assert done.returncode == 0, done.stderr
-    assert f"report written to {target}" in done.stderr
-    found = data_in(target.read_text())
-    assert found["report"] == json.loads(done.stdout)
-    (kill,) = found["kills"]
-    assert len(kill["deaths_ms"]) == 2  # the supervisor and its backend
-    assert None not in kill["deaths_ms"].values()
-    states = {part: [each[2] for each in lane] for part, lane in kill["lanes"].items()}
-    assert states[kill["engine"]][:2] == ["active", GONE]
-    assert states[kill["new_engine"]] == ["standby", "waking", "active"]
-    assert (states[LOCK][0], states[LOCK][-1]) == ("held", "held")
-    assert kill["lanes"][LOCK][-1][3] == kill["new_engine"]
-    assert kill["requests"]
-
-    refused = drill_with_report(temporary, temporary / "none" / "report.html")
-    assert refused.returncode == 2
-    assert "choose a file in a writable directory" in refused.stderr
-    assert os.listdir(temporary) == []

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import fcntl
-import json
 import os
-import socket
 import subprocess
 import sys
 from typing import IO
@@ -17,16 +14,14 @@ from click.testing import CliRunner
 
 from engine.messages import EventMsg, StatusReplyMsg
 from plumbing.errors import UnderstudyError
-from tests.helpers import auntil, open_fds
 from tests.understudy.drill.fake_pod import FakePod
 from understudy.cli.main import main
 from understudy.drill import run as drill_run
 from understudy.drill.killer import wait_whole
 from understudy.drill.observer import Observer, OldTree
 from understudy.drill.records import Kill, Records
-from understudy.drill.run import Drill, DrillPlan
-from understudy.drill.verdict import DrillReport, judge
-from understudy.status.gather import gather
+from understudy.drill.run import DrillPlan
+from understudy.drill.verdict import DrillReport
 from understudy.up import sessions
 
 BACKENDS = ("backend-http", "backend-model")
@@ -80,29 +75,6 @@ def test_drill_without_a_takeover_ends_with_a_reason(directory, monkeypatch):
     report = drill(directory, "stuck", kills=1)
     assert any("no engine took over from engine-0" in problem for problem in report.problems)
     assert not report.passed
-
-
-def test_drill_leaks_no_descriptor(directory):
-    """Goal: pidfds and sockets are closed. Method: count around a drill of two kills."""
-
-    async def main():
-        async with FakePod(directory) as pod:
-            before = len(open_fds())
-            drill = Drill(directory, DrillPlan(2, BACKENDS, 2), lambda line: None)
-            await drill.run(await drill.prepare())
-            assert judge(drill.records, 2).passed
-            await auntil(lambda: len(open_fds()) <= before, "descriptors to be closed")
-            assert pod.token == 3
-
-    asyncio.run(main())
-
-
-def test_drill_lasts_as_long_as_it_is_asked_to(directory):
-    """Goal: "10 minutes, 10 kills". Method: 0.6 s, which two kills do not take by themselves."""
-    report = drill(directory, kills=2, duration_s=0.6)
-    assert report.passed, report.problems
-    assert report["kills"] == 2
-    assert report["lasted_s"] >= 0.6
 
 
 def engine_says(state: str, incarnation: str | None, **data) -> StatusReplyMsg:
@@ -287,24 +259,6 @@ def test_engine_that_hands_over_in_place_must_let_go_of_its_serving_file(tmp_pat
         child.communicate(b"\n")
 
 
-def test_gather_waits_for_all_that_hang_together_and_names_their_devices(directory):
-    """Goal: a server that hangs costs one short wait. Method: two sockets that nobody reads."""
-
-    async def main():
-        with contextlib.ExitStack() as stack:
-            for number in range(2):
-                sock = stack.enter_context(socket.socket(socket.AF_UNIX))
-                sock.bind(str(directory / f"gms_HOST-{number}_weights.sock"))
-                sock.listen()
-            async with FakePod(directory):
-                view = await gather(directory, timeout_s=1.0)
-        assert [part["name"] for part in view["gms"]] == ["HOST-0", "HOST-1"]
-        assert all("did not answer in 1 s" in part["error"] for part in view["gms"])
-        assert view["active"] == "engine-0"
-
-    asyncio.run(main())
-
-
 def invoke(*arguments: str):
     return CliRunner().invoke(main, arguments)
 
@@ -325,6 +279,8 @@ def invoke(*arguments: str):
         (["drill", "--burn", "17"], "the maximum is 16"),
         (["drill", "--duration-s", "-1"], "the minimum is 0"),
         (["drill", "--upgrade", "--duration-s", "9"], "--duration-s cannot be used with --upgrade"),
+        (["drill", "--kv-compare", "--attach", "--yes"], "--kv-compare, which starts two pods"),
+        (["drill", "--kv-compare", "--upgrade"], "--kv-compare"),
     ],
 )
 def test_bad_flags_are_refused_with_exit_code_2(arguments, words):
@@ -332,11 +288,3 @@ def test_bad_flags_are_refused_with_exit_code_2(arguments, words):
     result = invoke(*arguments)
     assert result.exit_code == 2
     assert words in result.output
-
-
-def test_config_prints_every_setting_with_its_origin(monkeypatch):
-    """Goal: what would happen, and why. Method: one setting from the environment."""
-    monkeypatch.setenv("UNDERSTUDY_KILLS", "7")
-    settings = json.loads(invoke("config", "--json").output)["drill"]
-    kills = next(setting for setting in settings if setting["name"] == "kills")
-    assert (kills["value"], kills["origin"]) == (7, "environment")
