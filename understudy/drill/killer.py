@@ -282,7 +282,7 @@ async def note_adoption(directory: Path, kill: Kill) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Victim:
+class HeldPart:
     """A part that can be killed: the pidfds of its processes, its own first. `memory`: what its
     servers said before and must say again; `model`: whose keeper it is."""
 
@@ -304,7 +304,7 @@ async def find_part(
     number: int = 0,
     model: str = "",
     is_pool: bool = False,
-) -> Victim | None:
+) -> HeldPart | None:
     """Find a part, and hold it until `stack` is closed: of devices' servers that of the device with
     this number, modulo their count; of keepers that of `model`. None: there is none, in a pool.
 
@@ -331,7 +331,7 @@ async def find_part(
         return None
     what = f"the server of {memory[0]['device_uuid']}" if target == GMS else target
     held = [stack.enter_context(hold(each, what)) for each in (pid, *descendants(pid or 0))]
-    return Victim(target, tuple(held), memory, model)
+    return HeldPart(target, tuple(held), memory, model)
 
 
 def _pid_of(target: str, pids: Pids, model: str) -> int | None:
@@ -361,7 +361,7 @@ def _is_copy(memory: Document) -> bool:
     return str(memory["device_uuid"]).startswith(COPIES)
 
 
-async def kill_part(victim: Victim, kill: Kill) -> None:
+async def kill_part(victim: HeldPart, kill: Kill) -> None:
     """SIGKILL, and wait until all its processes are gone.
 
     Raises:
@@ -380,7 +380,7 @@ async def kill_part(victim: Victim, kill: Kill) -> None:
 
 
 async def wait_back(
-    directory: Path, victim: Victim, kill: Kill, say: Say = say_nothing, stretch: float = 1.0
+    directory: Path, victim: HeldPart, kill: Kill, say: Say = say_nothing, stretch: float = 1.0
 ) -> None:
     """Wait until the part works again with all that it had; records when.
 
@@ -397,7 +397,7 @@ async def wait_back(
     kill.back_ms = clock.now_ms()
 
 
-async def missing_of(directory: Path, victim: Victim) -> str | None:
+async def missing_of(directory: Path, victim: HeldPart) -> str | None:
     """What a killed part lacks until it works again."""
     match victim.target:
         case "lockserver":

@@ -47,7 +47,7 @@ from pool.settings import PoolFile, engines_of
 from understudy.drill.clients import Target, inside_target, pause, send, stream_without_pause
 from understudy.drill.killer import (
     WHOLE_DEADLINE_S,
-    Victim,
+    HeldPart,
     Whole,
     backend_processes,
     changes,
@@ -418,7 +418,7 @@ class Drill:
         before = None if models else await gather(self.directory)
         whose = models if what in OF_MODEL else ("",)
         with ExitStack() as stack:
-            held: dict[str, Victim] = {}
+            held: dict[str, HeldPart] = {}
             for name in whose:
                 found = await find_part(
                     self.directory, what, stack, number=made, model=name, is_pool=bool(models)

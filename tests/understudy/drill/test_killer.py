@@ -28,7 +28,7 @@ from tests.plumbing.service.test_init import INIT, NAMESPACE, ROOT, can_unshare
 from understudy.drill import killer
 from understudy.drill.killer import (
     FIRST,
-    Victim,
+    HeldPart,
     changes,
     committed_devices,
     find_part,
@@ -164,7 +164,7 @@ def test_part_is_killed_with_all_its_processes_and_awaited_until_another_answers
     another process does."""
     path, kill = str(tmp_path / "lockserver.sock"), Kill(LOCKSERVER)
 
-    async def find_and_kill() -> Victim:
+    async def find_and_kill() -> HeldPart:
         with ExitStack() as stack:
             victim = await find_part(tmp_path, LOCKSERVER, stack)
             assert victim is not None
@@ -239,7 +239,7 @@ class Answers:
 
 async def recover(directory: Path, *documents: dict) -> Kill:
     kill = Kill(GMS, killed_ms=killer.clock.now_ms(), device="HOST-0")
-    victim = Victim(GMS, (), memory=(device(pid=1),))
+    victim = HeldPart(GMS, (), memory=(device(pid=1),))
     path = str(directory / "gms_HOST-0_weights.sock")
     server = Server(path, gms_messages.CATALOGUE, Answers(list(documents)), service="gms")
     await server.start()
