@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import mmap
 import os
 import subprocess
@@ -12,8 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from tests.helpers import auntil
-from understudy.drill.machine import PhysicalMemory, roots_of
+from understudy.drill.machine import roots_of
 from understudy.host import physical_bytes
 from understudy.status.gather import Pids
 
@@ -61,25 +59,6 @@ def test_slab_that_is_only_mapped_counts(held: int):
     assert physical_bytes([os.getpid()]) == held + MIB
     mapping.close()
     assert physical_bytes([os.getpid()]) == held
-
-
-def test_peak_is_remembered_after_the_memory_is_gone(held: int):
-    """Goal: a copy for a moment is seen. Method: sample as a task, add a slab, take it away."""
-
-    async def main() -> None:
-        memory = PhysicalMemory()
-        with slab(MIB):
-            memory.watch([os.getpid()])
-            await auntil(lambda: memory.peak_bytes == held + MIB, "the first sample")
-            with slab(MIB, "understudy-4567cdef-0"):
-                await auntil(
-                    lambda: memory.peak_bytes == held + 2 * MIB, "the second slab to be seen"
-                )
-            assert memory.sample() == held + MIB
-        await memory.close()
-        assert memory.peak_bytes == held + 2 * MIB
-
-    asyncio.run(main())
 
 
 def test_roots_are_the_supervisors_that_are_here():

@@ -73,12 +73,3 @@ def test_drill_of_a_running_pod_must_be_confirmed(tmp_path: Path):
         result = CliRunner().invoke(main, ["drill", "--attach", f"--dir={tmp_path}"])
     assert result.exit_code == 2
     assert "add --yes" in result.output
-
-
-@pytest.mark.parametrize("flag", ["--attach", "--kills=3", "--target=supervisor"])
-def test_upgrade_drill_is_not_asked_for_kills_nor_of_a_pod_that_runs(flag: str):
-    """Goal: nobody's pod is relaunched by a drill, and no flag is ignored. Method: each that does
-    not go with it."""
-    result = CliRunner().invoke(main, ["drill", "--upgrade", flag])
-    assert result.exit_code == 2
-    assert "cannot be used with --upgrade" in result.output

@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
 from plumbing.errors import UsageError
-from understudy.cli.main import main
 from understudy.pod.ports import free_pod_ports, free_ports
 from understudy.pod.table import Container, LocalPod
 from understudy.up.pods import PreparedPod, prepare_pool
@@ -77,11 +75,3 @@ def test_gpus_and_host_memory_in_one_pool_are_refused(tmp_path: Path):
     with pytest.raises(UsageError) as refused:
         containers(tmp_path, mixed)
     assert refused.value.code == "pool.mixed_devices"
-
-
-def test_flags_that_the_pool_file_replaces_are_refused(tmp_path: Path):
-    result = CliRunner().invoke(
-        main, ["up", "--pool", "pool.yaml", "--backend", "vllm", "--dir", str(tmp_path)]
-    )
-    assert result.exit_code == 2
-    assert "--backend cannot be used with --pool" in result.output

@@ -181,19 +181,6 @@ def test_killed_container_is_started_again_and_leaks_no_descriptor(tmp_path):
     assert "died of signal 9; restarting now" in (tmp_path / "worker.log").read_text()
 
 
-def test_container_that_is_not_to_be_restarted_stays_ended(tmp_path):
-    """Goal: a server for comparison that dies is a result. Method: one that exits with 1."""
-
-    async def main():
-        once = python("once", "raise SystemExit(1)", is_restarted=False)
-        async with running(tmp_path, once) as runner:
-            log = tmp_path / "once.log"
-            await auntil(lambda: log.exists() and "not restarted" in log.read_text(), "the note")
-            assert (runner.restarts(), runner.not_up()) == ({"once": 0}, [])
-
-    asyncio.run(main())
-
-
 def test_replaced_container_ends_in_good_order_before_the_next_one_begins(tmp_path):
     """Goal: another configuration without another pod. Method: a container that notes its end, and
     one of the same name; then the pod is stopped, and the new one is what ends."""
@@ -276,22 +263,6 @@ def test_second_signal_kills_at_once(tmp_path):
         assert any("SIGINT: stopping the pod" in line for line in lines)
         assert any("SIGINT: killed the pod" in line for line in lines)
         assert runner.killed_by == signal.SIGINT
-
-    asyncio.run(main())
-
-
-def test_body_that_fails_stops_the_pod_and_keeps_its_error(tmp_path):
-    """Goal: no process is left behind by a failed drill. Method: a body that raises."""
-
-    async def main():
-        runner = PodRunner([python("worker", "import signal; signal.pause()")], tmp_path / "log")
-
-        async def body():
-            raise UnderstudyError("drill.stuck", "no standby")
-
-        with pytest.raises(UnderstudyError, match="no standby"):
-            await run_pod(runner, body, asyncio.Event().wait)
-        assert not runner.pids()
 
     asyncio.run(main())
 
@@ -421,28 +392,6 @@ def test_backoff_first_restart_is_immediate_then_doubles_to_its_limit():
     assert backoff_s(100_000, 30) == 30  # a week of crashes overflows no float
 
 
-@pytest.mark.parametrize(
-    ("good_life_s", "waits"), [(60.0, [False, True, True]), (0.0, [False] * 3)]
-)
-def test_backoff_is_for_containers_that_did_not_live_long(
-    tmp_path, monkeypatch, good_life_s: float, waits: list[bool]
-):
-    """Goal: yesterday's crashes do not delay today's restart. Method: a container that exits at
-    once; how long a life must be for a good one."""
-    monkeypatch.setattr(runner_module, "GOOD_LIFE_S", good_life_s)
-
-    async def main():
-        async with running(
-            tmp_path / "log", python("short", "raise SystemExit(1)", backoff_max_s=0.02)
-        ) as runner:
-            await auntil(lambda: runner.restarts()["short"] >= len(waits), "its restarts")
-
-    asyncio.run(main())
-    log = (tmp_path / "log/short.log").read_text().splitlines()
-    said = [line for line in log if "restarting" in line][: len(waits)]
-    assert ["restarting in" in line for line in said] == waits
-
-
 def test_program_is_restarted_by_its_init_and_the_init_by_the_runner(tmp_path):
     """Method: SIGKILL to the program, whose init lives on; then to the init, with which its program
     dies; the count goes on."""
@@ -492,20 +441,3 @@ def test_log_rotates_once_at_its_limit_and_cuts_endless_lines(tmp_path):
     asyncio.run(main())
     kept = (tmp_path / "big.log").stat().st_size, (tmp_path / "big.log.1").stat().st_size
     assert all(size <= 4 * LINE_MAX_BYTES for size in kept)
-
-
-def test_log_on_a_full_disk_keeps_reading(tmp_path):
-    """Goal: a full disk must not stop the process that writes. Method: log to /dev/full."""
-
-    async def main():
-        said = []
-        path = tmp_path / "full.log"
-        path.symlink_to("/dev/full")
-        log = ContainerLog("full", path, said.append, max_bytes=1000)
-        writing = log.open_pipe()
-        os.write(writing, b"one\ntwo")
-        os.close(writing)
-        await auntil(lambda: len(said) == 2, "both lines")
-        assert said == ["full | one", "full | two"]
-
-    asyncio.run(main())

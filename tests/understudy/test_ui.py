@@ -145,7 +145,7 @@ def test_stream_says_what_is_known_what_happened_and_which_part_is_gone(tmp_path
 def test_page_follows_deaths_without_a_reload(home: PodHome, tmp_path: Path):
     """Goal: the page follows deaths live, also paused. Method: a real pod and a real browser; kill
     the active engine's supervisor and the memory server; the other engine's card turns active, then
-    the pod is complete again. Keys, a pause and both colour schemes on the way."""
+    the pod is complete again. A pause on the way."""
 
     async def scenario(pod: Pod) -> None:
         whole = await pod.whole()
@@ -157,20 +157,12 @@ def test_page_follows_deaths_without_a_reload(home: PodHome, tmp_path: Path):
             assert await page.evaluate(SOUNDNESS) == "connecting rgb(87, 96, 106)"  # grey
             await page.tell("Network.setBlockedURLs", urls=[])
             await page.wait("document.getElementById('soundness').textContent === 'healthy'")
-            await look_by_keyboard(page)
-            await look_in_the_dark(page)
             await page.wait(
                 "document.getElementById('cards').textContent.includes('streams: exact')"
             )
-            # Each line of a card is of a part that answers by itself.
-            await page.wait(
-                "[...document.querySelectorAll('#cards .card')].filter((card) => "
-                "[...card.querySelectorAll('dt')].some((term) => term.textContent === 'memory'))"
-                ".length === 2"
-            )
-            await page.wait(
-                "[...document.querySelectorAll('#cards .card')].some((card) => "
-                "card.textContent.includes('in flight0waiting'))"
+            await page.wait(  # each line of a card is of a part that answers by itself
+                "document.querySelectorAll('#cards .card').length > 3 && "
+                "document.getElementById('cards').textContent.includes('in flight0waiting')"
             )
             found = await cards(page)
             assert found[whole.engine][0] == "active"
@@ -186,15 +178,6 @@ def test_page_follows_deaths_without_a_reload(home: PodHome, tmp_path: Path):
             state, gateway = found["gateway"]
             assert (state, gateway["in flight"], gateway["parked"]) == ("accepting", "0", "0")
             assert gateway["engine"] == f"{whole.engine}, streams: exact"
-            memory = found[whole.engine][1]["memory"]
-            assert re.fullmatch(r"weights [\d.]+ [KM]iB, KV [\d.]+ [KM]iB", memory)
-            assert found[other][1]["memory"] == f"{memory} once it serves"
-            bar = await page.evaluate(
-                "document.querySelector('#devices .memory').getAttribute('aria-label')"
-            )
-            assert bar.startswith("weights ")
-            assert f"KV cache {memory.partition('KV ')[2]}, free" in bar  # one cache, not two
-
             old = await pod.memory()
             await press(page, "p")
             kill(pod.pid(whole.engine), pod.gms_server())  # a supervisor and a memory server
@@ -208,9 +191,7 @@ def test_page_follows_deaths_without_a_reload(home: PodHome, tmp_path: Path):
                 f"row.textContent.includes('active lock granted to {other}'))"
             )
             await page.wait("document.getElementById('soundness').textContent === 'healthy'")
-            found = await cards(
-                page
-            )  # each card needs its own part's answer, so not all are there earlier
+            found = await cards(page)
             assert found["lock active"][1]["holder"] == other
             assert int(found["lock active"][1]["token"]) > whole.token
             assert found[whole.engine][0] == "standby"
@@ -220,21 +201,6 @@ def test_page_follows_deaths_without_a_reload(home: PodHome, tmp_path: Path):
 
             for said in ("dead → init: launched as", f"epoch {old['epoch']} is back from"):
                 await page.wait(f"document.getElementById('rows').textContent.includes('{said}')")
-            for wide in (1400, 600):  # nothing is wider than the window, no card fills a row alone
-                await page.tell(
-                    "Emulation.setDeviceMetricsOverride",
-                    width=wide,
-                    height=900,
-                    deviceScaleFactor=1,
-                    mobile=False,
-                )
-                assert await page.evaluate(
-                    "document.documentElement.scrollWidth <= document.documentElement.clientWidth"
-                )
-                widths = await page.evaluate(
-                    "[...document.querySelectorAll('#cards .card')].map((each) => each.clientWidth)"
-                )
-                assert max(widths) - min(widths) <= 1
             assert await page.evaluate("window.wasHere")
             assert page.errors == []
             assert page.hosts() == {"127.0.0.1"}
@@ -246,22 +212,6 @@ async def press(page: Tab, key: str) -> None:
     text = {"text": key} if len(key) == 1 else {}
     for kind in ("keyDown", "keyUp"):
         await page.tell("Input.dispatchKeyEvent", type=kind, key=key, code=key, **text)
-
-
-async def look_by_keyboard(page: Tab) -> None:
-    """The help opens and closes, and the first Tab offers to skip to the engines."""
-    await press(page, "?")
-    assert await page.evaluate("document.getElementById('helping').open")
-    await page.evaluate("document.getElementById('close').click()")
-    await page.evaluate("document.activeElement.blur(); document.querySelector('.skip').focus()")
-    assert await page.evaluate("document.activeElement.getBoundingClientRect().left >= 0")
-
-
-async def look_in_the_dark(page: Tab) -> None:
-    for scheme, paper in (("dark", "rgb(18, 22, 27)"), ("light", "rgb(255, 255, 255)")):
-        features = [{"name": "prefers-color-scheme", "value": scheme}]
-        await page.tell("Emulation.setEmulatedMedia", features=features)
-        assert await page.evaluate("getComputedStyle(document.body).backgroundColor") == paper
 
 
 def _serves(engine: str) -> str:

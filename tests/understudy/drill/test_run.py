@@ -281,6 +281,9 @@ def invoke(*arguments: str):
         (["drill", "--upgrade", "--duration-s", "9"], "--duration-s cannot be used with --upgrade"),
         (["drill", "--kv-compare", "--attach", "--yes"], "--kv-compare, which starts two pods"),
         (["drill", "--kv-compare", "--upgrade"], "--kv-compare"),
+        (["drill", "--upgrade", "--attach"], "--attach cannot be used with --upgrade"),
+        (["drill", "--upgrade", "--kills=3"], "--kills cannot be used with --upgrade"),
+        (["up", "--pool", "x.yaml", "--backend", "vllm"], "--backend cannot be used with --pool"),
     ],
 )
 def test_bad_flags_are_refused_with_exit_code_2(arguments, words):
