@@ -10,11 +10,9 @@ from pathlib import Path
 
 import kubernetes_validate
 import pytest
-import yaml
 
 from tests.deploy.manifests import (
     DEPLOY,
-    IN_MANY_CONTAINERS,
     IN_ONE_POD,
     NODES,
     OVERLAYS,
@@ -54,28 +52,6 @@ def test_components_of_claims_change_nothing_else(own: Path, overlay: str):
     grace = pod_spec(overlay)["terminationGracePeriodSeconds"]
     assert toleration["tolerationSeconds"] == grace
     assert sorted(found, key=str) == sorted(documents(overlay), key=str)
-
-
-@needs_kubectl
-@pytest.mark.parametrize("overlay", [each for each in IN_ONE_POD if each in IN_MANY_CONTAINERS])
-def test_page_is_one_more_container_of_the_pod(own: Path, overlay: str):
-    """Goal: the page finds every part's socket, and changes none of the others. Method: the
-    pod with and without it, against the schema; its directory and image are the lock server's."""
-    found = render(own, using(overlay, "ui"))
-    (changed,) = (each for each in found if each["kind"] in OF_PODS)
-    kubernetes_validate.validate(changed, VERSIONS[0], strict=True)
-    spec = changed["spec"]["template"]["spec"]
-    page = spec["containers"].pop()
-    assert page["command"] == ["understudy-init", "understudy", "ui"]
-    assert spec == pod_spec(overlay)
-    lock = next(each for each in spec["initContainers"] if each["name"] == "lockserver")
-    assert page["image"] == lock["image"]
-    assert page["securityContext"] == lock["securityContext"]
-    assert all(each in lock["env"] for each in page["env"])
-    assert page["volumeMounts"][0] in lock["volumeMounts"]
-    startup, liveness = page["startupProbe"], page["livenessProbe"]
-    assert {each["httpGet"]["path"] for each in (startup, liveness)} == {"/live"}
-    assert liveness | {"httpGet": 0} == lock["livenessProbe"] | {"httpGet": 0}
 
 
 def is_published(found: list[Document]) -> bool:
@@ -152,11 +128,3 @@ def names(found: list[Document]) -> set[tuple[str, str]]:
 
 def pod_labels(found: list[Document]) -> list[dict[str, str]]:
     return [own for each in found if each["kind"] in OF_PODS for own in labels(each)]
-
-
-@pytest.mark.parametrize("example", sorted((DEPLOY / "examples").glob("*.yaml")), ids=str)
-def test_examples_are_valid(example: Path):
-    """Of what has a schema: the Gateway API's objects have none of Kubernetes' own."""
-    for document in yaml.safe_load_all(example.read_text()):
-        if not document["apiVersion"].startswith("gateway."):
-            kubernetes_validate.validate(document, VERSIONS[0], strict=True)

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import base64
 import json
-import shutil
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +16,9 @@ from click.testing import CliRunner
 
 from lockserver import certificates
 from plumbing.errors import UsageError
-from plumbing.service import init
 from plumbing.wire.tcp import Security
 from plumbing.wire.tcp_address import TcpAddress
 from tests.deploy.manifests import (
-    DEPLOY,
     LOCK_POD,
     MONITORING,
     NODES,
@@ -43,8 +39,6 @@ from tests.deploy.manifests import (
 from tests.deploy.test_manifests import PROGRAMS
 
 FILES = ("tls.crt", "tls.key", "ca.crt")
-HOLD_S = 10.0
-START_AGAIN_S = 5.0  # of a lock server's container that died: its start, on a busy node
 
 
 def engines() -> list[Document]:
@@ -76,20 +70,6 @@ def test_only_one_lock_server_and_its_state_outlives_its_pod():
     assert container["readinessProbe"]["httpGet"]["path"] == "/live"
 
 
-def test_lease_outlasts_a_lock_server_that_starts_again():
-    """Goal: its death alone stops nobody, the tenth in a row neither. Method: what engines bear of
-    a lease, 60 %, against the time in which init finds a hang and the server is there again."""
-    (container,) = containers(LOCK_POD)
-    restarter = init.Restarter()
-    for _ in range(10):
-        program = init.Program()
-        program.told(b"READY=1", now_s=0.0)
-        assert restarter.ended(-signal.SIGKILL, program, now_s=0.0) == 0.0
-    away_s = init.TICK_S * init.SILENT_TICKS
-    lease_s = settings(LOCK_POD, container)["lease_ms"] / 1000
-    assert 0.6 * lease_s > away_s + START_AGAIN_S
-
-
 def test_only_engines_reach_the_port_of_the_lock():
     """Goal: strangers are kept out twice. Method: the policy's rules, and the port that each is
     about."""
@@ -112,24 +92,6 @@ def test_only_engines_reach_the_port_of_the_lock():
     (other,) = (rule for rule in policy["ingress"] if rule not in about_lock)
     assert other["from"] == MONITORING
     assert [port["port"] for port in other["ports"]] == ["lockserver"]
-
-
-@needs_kubectl
-def test_on_gpus_each_pod_has_a_claim_of_its_own(tmp_path: Path):
-    """Goal: the other base that kustomization.yaml names works, but for the backend. Method: put it
-    there in a copy; the claim's template, who uses it, and that there is nothing of host memory."""
-    shutil.copytree(DEPLOY, tmp_path / "deploy")
-    place = tmp_path / "deploy" / "overlays" / NODES
-    text = (place / "kustomization.yaml").read_text()
-    assert "- ../cpu\n" in text
-    found = render(place, text.replace("- ../cpu\n", "- ../../base\n"))
-    kinds = {each["kind"]: each for each in found}
-    spec = kinds["StatefulSet"]["spec"]["template"]["spec"]
-    (claim,) = spec["resourceClaims"]
-    assert claim["resourceClaimTemplateName"] == kinds["ResourceClaimTemplate"]["metadata"]["name"]
-    for container in [*spec["initContainers"], *spec["containers"]]:
-        assert container["resources"]["claims"] == [{"name": claim["name"]}]
-    assert "--memory=host" not in json.dumps(found)
 
 
 def key_files(pod: str) -> list[tuple[Document, Document]]:

@@ -7,7 +7,6 @@ file that everything else had let through: a name that nothing has, a probe that
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from itertools import pairwise
@@ -24,14 +23,12 @@ import lockserver.cli
 import pool.cli
 import understudy.cli.main
 from engine.core import probes
-from engine.core.events import State
 from engine.supervisor import settings as engine_settings
 from gateway.server.settings import OPTIONS as GATEWAY_OPTIONS
 from plumbing.service import init
 from plumbing.service.config import resolve, size_bytes
 from tests.deploy.manifests import (
     DEPLOY,
-    IN_MANY_CONTAINERS,
     IN_ONE_POD,
     INIT,
     MONITORING,
@@ -73,10 +70,6 @@ PROBES = {
     "pool": {"startup", "live", "ready"},
     "engine": set(probes.TABLE),
 }
-# Of Kubernetes' and of the system, not ours.
-OTHER_ENVIRONMENT = {"HOME"}
-
-
 # ------------------------------------------------------------------ they are what they claim to be
 
 
@@ -110,24 +103,6 @@ def test_every_flag_is_taken_by_its_command(overlay: str):
         command = PROGRAMS[program].commands[verb]
         ours = rest[: rest.index("--")] if "--" in rest else rest
         command.make_context(verb, [*ours], resilient_parsing=False)
-
-
-@pytest.mark.parametrize("overlay", PODS)
-def test_every_variable_is_read_by_somebody(overlay: str):
-    """By the command itself, or by the container's own flags."""
-    for container in containers(overlay):
-        program, verb, *_ = container["command"]
-        known = {
-            name.strip("[]$ ")
-            for option in PROGRAMS[program].commands[verb].params
-            for name in re.findall(r"[A-Z][A-Z_]+", getattr(option, "help", "") or "")
-        }
-        values = [each.get("value", "") for each in container.get("env", [])]
-        used = set(re.findall(r"\$\((\w+)\)", " ".join([*container.get("args", []), *values])))
-        for name in (each["name"] for each in container.get("env", [])):
-            assert name in known | used | OTHER_ENVIRONMENT, (container["name"], name)
-        if container.get("envFrom"):
-            assert used, f"{container['name']} has a ConfigMap and uses nothing of it"
 
 
 @pytest.mark.parametrize("overlay", PODS)
@@ -251,13 +226,6 @@ def test_a_first_load_is_no_failed_rollout(overlay: str):
 
 
 @pytest.mark.parametrize("overlay", PODS)
-def test_services_are_not_told_of_in_our_variables(overlay: str):
-    """Goal: Kubernetes' variable for the port of a Service of our name, UNDERSTUDY_SERVICE_PORT,
-    is a setting of ours, and must not be set. Method: the field that leaves such variables out."""
-    assert pod_spec(overlay)["enableServiceLinks"] is False
-
-
-@pytest.mark.parametrize("overlay", PODS)
 def test_one_user_without_rights_has_what_it_must_write(overlay: str):
     """Goal: a read-only root that works, for one user who is not root. Method: ids, and what is
     mounted where an engine writes and reads."""
@@ -354,30 +322,6 @@ def test_gateway_has_the_memory_that_it_may_hold(overlay: str):
     assert container["command"] == ["gateway", "serve"]
 
 
-@pytest.mark.parametrize("overlay", IN_MANY_CONTAINERS)
-def test_restarted_engine_is_started_at_its_first_probe(overlay: str):
-    """Or its startup probe would hold its liveness probe back for as long as it loads: the answer
-    is in a state file, on a volume that outlives the container."""
-    for state in (State.INIT, State.DEAD):
-        view = probes.View(
-            state=state,
-            was_started=True,
-            is_budget_spent=False,
-            is_healthy=True,
-            is_crash_loop=False,
-        )
-        assert probes.answer("startup", view).ok
-    volumes = {each["name"]: each for each in pod_spec(overlay)["volumes"]}
-    for container in of_program(overlay, "engine"):
-        probe = container["startupProbe"]
-        assert probe["httpGet"]["path"] == "/startup"
-        assert "initialDelaySeconds" not in probe
-        mounts = {each["mountPath"]: each["name"] for each in container["volumeMounts"]}
-        directory = environment(overlay, container)["UNDERSTUDY_DIR"]
-        (shared,) = (name for path, name in mounts.items() if directory.startswith(path + "/"))
-        assert volumes[shared]["emptyDir"]["medium"] == "Memory"
-
-
 @pytest.mark.parametrize("pod", PODS)
 def test_every_program_runs_below_an_init(pod: str):
     """Goal: no program is PID 1, so no death of one takes the pod out of its Service, and one that
@@ -410,6 +354,7 @@ def test_new_pod_waits_for_the_old_ones_devices(overlay: str):
 def test_containers_may_do_little(overlay: str):
     spec = pod_spec(overlay)
     assert spec["automountServiceAccountToken"] is False
+    assert spec["enableServiceLinks"] is False  # UNDERSTUDY_SERVICE_PORT is a setting of ours
     # Of a pod with one container there is nothing to share.
     assert spec.get("shareProcessNamespace", len(containers(overlay)) > 1) is False
     context = spec["securityContext"]

@@ -7,28 +7,22 @@ names in rules and dashboard against the pages of that pod.
 from __future__ import annotations
 
 import asyncio
-import json
-import os
 import re
 import shutil
-import signal
 import subprocess
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import pytest
 import yaml
 
 from tests.deploy.manifests import DEPLOY, PODS, ROOT, containers, labels, workload
 from tests.e2e.pods import Pod, PodHome, make_model
-from tests.helpers import POLL_S, auntil
+from tests.helpers import auntil
 from tests.pool.neighbours import MIB, World, pool_process
 from tests.pool.test_pool_process import FILE as POOL_FILE
 from understudy.http_get import get
-from understudy.pod.ports import free_ports
 
 MONITORING = DEPLOY / "monitoring"
 NEEDS_PROMETHEUS = pytest.mark.skipif(
@@ -156,114 +150,3 @@ def test_rules_do_what_they_say(tmp_path: Path):
 
 
 # ------------------------------------------------------------------ a real one
-
-
-class Prometheus:
-    """A server that scrapes one pod once a second, with our rules."""
-
-    def __init__(self, base: Path, pod: Pod) -> None:
-        (self._port,) = free_ports(1)
-        ports = pod.local.ports
-        parts = (ports.lockserver, ports.gms, ports.gateway, *ports.engines)
-        (base / "rules.yml").write_text(yaml.safe_dump(rules()))
-        config = {
-            "global": {
-                "scrape_interval": "1s",
-                "scrape_timeout": "1s",
-                "evaluation_interval": "1s",
-            },
-            "rule_files": ["rules.yml"],
-            "scrape_configs": [
-                {
-                    "job_name": "understudy",
-                    "static_configs": [
-                        {
-                            "targets": [f"127.0.0.1:{port}" for port in parts],
-                            "labels": {"namespace": "here", "pod": "this"},
-                        }
-                    ],
-                }
-            ],
-        }
-        (base / "prometheus.yml").write_text(yaml.safe_dump(config))
-        self._command = [
-            "prometheus",
-            f"--config.file={base / 'prometheus.yml'}",
-            f"--storage.tsdb.path={base / 'data'}",
-            f"--web.listen-address=127.0.0.1:{self._port}",
-        ]
-        self._log = base / "log"
-
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        with self._log.open("wb") as log:
-            process = await asyncio.create_subprocess_exec(*self._command, stdout=log, stderr=log)
-        try:
-            yield
-        finally:
-            process.send_signal(signal.SIGTERM)
-            await process.wait()
-
-    async def ask(self, path: str) -> Any:
-        answer = await get(f"http://127.0.0.1:{self._port}/api/v1/{path}", 5)
-        return json.loads(answer.body)["data"] if answer.status == 200 else None
-
-    async def value(self, query: str) -> float | None:
-        """The first result of `query`; None while there is none."""
-        found = await self.ask(f"query?query={quote(query)}")
-        results = (found or {"result": []})["result"]
-        return float(results[0]["value"][1]) if results else None
-
-
-async def seen(look: Callable[[], Awaitable[bool]], what: str, deadline_s: float = 60.0) -> None:
-    """Poll until `look` is True; fail with `what` at the deadline."""
-    end = asyncio.get_running_loop().time() + deadline_s
-    while not await look():
-        assert asyncio.get_running_loop().time() < end, (
-            f"waited {deadline_s:g} s in vain for {what}"
-        )
-        await asyncio.sleep(50 * POLL_S)  # a scrape comes once a second
-
-
-@NEEDS_PROMETHEUS
-def test_failover_is_on_the_page_that_people_look_at(home: PodHome, tmp_path: Path):
-    """After a death under load: the dashboard's own queries have a standby, a token, a failover."""
-    panels = json.loads((MONITORING / "dashboard.json").read_text())["panels"]
-    queries = {
-        panel["title"]: panel["targets"][0]["expr"] for panel in panels if panel["type"] != "row"
-    }
-
-    def filled(title: str) -> str:
-        text = queries[title].replace("$namespace", "here").replace("$pod", "this")
-        return text.replace("$__range", "5m").replace("$__rate_interval", "1m")
-
-    async def scenario(pod: Pod) -> None:
-        prometheus = Prometheus(tmp_path, pod)
-        whole = await pod.whole()
-        async with prometheus.running():
-
-            async def value(title: str) -> float | None:
-                return await prometheus.value(filled(title))
-
-            async def is_known(token: int) -> bool:
-                """Every part was scraped: a counter's increase is seen from then on."""
-                states = (await value("Active"), await value("Standby"))
-                return await value("Token") == token and states == (1, 1)
-
-            async def is_granted() -> bool:
-                return await is_known(whole.token)
-
-            async def is_taken_over() -> bool:
-                return await is_known(after.token)
-
-            async def is_counted() -> bool:
-                return (await value("Failovers") or 0) > 0
-
-            await seen(is_granted, "the grant to be scraped")
-            document = await pod.engine(whole.engine)
-            os.kill(document["backend"]["pids"]["model"], signal.SIGKILL)
-            after = await pod.whole_after(whole.token)
-            await seen(is_taken_over, "the failover to be scraped")
-            await seen(is_counted, "the failover to be counted")
-
-    home.run(scenario)

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from engine.backends.registry import REGISTRY
 from tests.deploy.manifests import DEPLOY
 from tests.deploy.test_manifests import PROGRAMS
 
@@ -101,15 +100,3 @@ def test_command_is_one_of_ours(unit: str):
     assert path.startswith("/opt/understudy/bin/")
     ours = rest[: rest.index("--")] if "--" in rest else rest
     PROGRAMS[path.rpartition("/")[2]].commands[verb].make_context(verb, ours)
-
-
-def test_every_variable_is_read_by_somebody():
-    """A typing error in a name would be a default, in silence."""
-    known = {"BACKEND_ARGS"}
-    for unit in SERVICES:
-        path, verb, *_ = words(value(unit, "ExecStart"))
-        for option in PROGRAMS[path.rpartition("/")[2]].commands[verb].params:
-            known.update(re.findall(r"[A-Z][A-Z_]+", getattr(option, "help", "") or ""))
-    said = re.findall(r"^#?([A-Z_]+)=(.*)$", (SYSTEMD / "understudy.env").read_text(), re.MULTILINE)
-    assert {name for name, _ in said} <= known
-    assert {value for name, value in said if name == "UNDERSTUDY_BACKEND"} <= set(REGISTRY)

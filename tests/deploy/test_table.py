@@ -31,8 +31,6 @@ from understudy.pod.table import (
     HttpProbe,
     LocalPod,
     PoolModels,
-    starts,
-    stops,
 )
 
 SHARED = "/run/shared/understudy"
@@ -151,28 +149,3 @@ def test_manifest_and_table_are_the_same_pod(overlay: str):
     assert [on_one_machine(each) for each in table] == in_cluster(overlay)
     made = [each["name"] for each in init_containers(overlay)]
     assert made == (["model"] if "cpu" in overlay else [])  # `up` makes that model itself
-
-
-@pytest.mark.parametrize("overlay", ["single-gpu", "pool"])
-def test_what_engines_need_starts_before_them_and_stops_after_them(overlay: str):
-    """Goal: no takeover while a pod stops: a standby that outlived the active engine was granted
-    the lock. Method: what starts and what stops at the same time."""
-    made = pod_like(overlay).containers()
-    engines = [each.name for each in made if each.is_engine]
-    servers = [each.name for each in made if not each.is_engine]
-    assert [[each.name for each in group] for group in starts(made)] == [
-        [name] for name in servers + engines
-    ]
-    assert [[each.name for each in group] for group in stops(made)] == [
-        engines,
-        *([name] for name in reversed(servers)),
-    ]
-
-
-def test_settings_of_the_users_own_environment_lead_to_no_other_pod():
-    """Method: the variables that only the table says."""
-    for container in pod_like("single-gpu").containers():
-        assert {name: container.env[name] for name in OF_ONE_MACHINE} == {
-            "LOCKSERVER_SOCKET": f"{SHARED}/lockserver.sock",
-            "GMS_SOCKET_DIR": SHARED,
-        }

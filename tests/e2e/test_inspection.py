@@ -16,8 +16,6 @@ import pytest
 
 from plumbing.errors import DegradedError
 from tests.e2e.pods import AS_USERS_RUN_IT, Pod, PodHome
-from tests.e2e.processes import kill, same_fds, settled_fds
-from tests.e2e.test_commands import killed_engines
 from understudy.drill.prompts import CHATS, COMPLETIONS
 
 UNDERSTUDY = str(Path(sys.executable).parent / "understudy")
@@ -105,39 +103,6 @@ def test_status_doctor_and_bundle_work_while_the_lock_server_hangs(home: PodHome
 
 
 @pytest.mark.slow
-def test_status_watch_shows_a_failover_as_it_happens(home: PodHome):
-    """Goal: watch a failover live. Method: read documents while the active engine is killed; the
-    other one is active in a later one."""
-
-    async def scenario(pod: Pod) -> None:
-        before = await pod.whole()
-        process = await asyncio.create_subprocess_exec(
-            *(UNDERSTUDY, "status", "--watch", "--json", f"--dir={pod.directory}"),
-            stdout=subprocess.PIPE,
-            env=ENVIRONMENT,
-            limit=1 << 22,
-        )
-        assert process.stdout is not None
-        try:
-            first = json.loads(await asyncio.wait_for(process.stdout.readline(), WAIT_S))
-            assert first["active"] == before.engine
-            kill(*(await pod.engine_tree(before.engine)))
-            async with asyncio.timeout(WAIT_S):
-                while (view := json.loads(await process.stdout.readline()))["token"] in (
-                    None,
-                    before.token,
-                ):
-                    pass
-            assert view["token"] > before.token
-        finally:
-            process.kill()
-            await process.wait()
-        await pod.whole_after(before.token)
-
-    home.run(scenario)
-
-
-@pytest.mark.slow
 def test_support_bundle_of_a_running_pod_is_complete_and_has_no_secret(
     home: PodHome, tmp_path: Path
 ):
@@ -173,34 +138,5 @@ def test_support_bundle_of_a_running_pod_is_complete_and_has_no_secret(
         for prompt in (*COMPLETIONS, *CHATS):
             assert not any(prompt in text for text in texts.values())
         assert not any(secret in text for text in texts.values())
-
-    home.run(scenario)
-
-
-@pytest.mark.slow
-def test_drill_of_a_running_pod_costs_lock_server_and_memory_service_nothing(home: PodHome):
-    """Goal: kills leak no descriptors, and the pod is complete again. Method: `--attach`, each
-    target once; compare the descriptors of both before and after."""
-
-    async def scenario(pod: Pod) -> None:
-        before = await pod.whole()
-        watched = [pod.pid("lockserver"), pod.pid("gms"), pod.gms_server()]
-        fds = await settled_fds(watched)
-        process = await asyncio.create_subprocess_exec(
-            *(UNDERSTUDY, "drill", "--attach", "--yes", "--kills=3", "--json"),
-            f"--dir={pod.directory}",
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=ENVIRONMENT,
-        )
-        out, err = await process.communicate()
-        assert process.returncode == 0, err.decode()
-        assert json.loads(out)["passed"]
-        after = await pod.whole()
-        killed = killed_engines(err.decode())
-        other = before.standbys[0]
-        assert killed == [before.engine, other, before.engine]
-        assert (after.engine, after.standbys) == (other, (before.engine,))
-        await same_fds(fds)
 
     home.run(scenario)

@@ -30,8 +30,7 @@ from plumbing.service.metrics import build_info
 from plumbing.text import size, table
 from understudy.bundle import redact
 from understudy.doctor.checks import document, examine
-from understudy.doctor.facts import PodFacts
-from understudy.doctor.probe import look
+from understudy.doctor.pod import ExaminedPod, look
 from understudy.host import descriptors, installed, machine, output_of
 from understudy.pod.ports import Ports
 from understudy.status.events import past_events
@@ -119,11 +118,11 @@ async def _gather(directory: Path, log_dir: Path) -> Bundle:
         except OSError as error:
             bundle.missing[name] = _why(error)
 
-    facts: list[PodFacts] = []
+    pods: list[ExaminedPod] = []
 
     async def doctor() -> str:
-        facts.append(await look(directory, Ports(), os.environ))
-        return _json(document(str(directory), examine(facts[0])))
+        pods.append(await look(directory, Ports(), os.environ))
+        return _json(document(str(directory), examine(pods[0])))
 
     # At the same time: a part that hangs is waited for by each that asks it.
     questions: dict[str, Callable[[], Awaitable[str]]] = {
@@ -134,11 +133,11 @@ async def _gather(directory: Path, log_dir: Path) -> Bundle:
     if (directory / POOL_LOCK).exists():
         questions["pool-explain.json"] = lambda: _explain(directory)
     await asyncio.gather(*(entry(name, ask) for name, ask in questions.items()))
-    if facts and facts[0].pool_file is not None:
-        path = Path(facts[0].pool_file.path)
+    if pods and pods[0].pool_path:
+        path = Path(pods[0].pool_path)
         await entry("pool-file.yaml", lambda: asyncio.to_thread(_pool_file, path))
     await entry("machine.json", lambda: _answer(asyncio.to_thread(machine_facts)))
-    pids = facts[0].pids if facts else frozenset()
+    pids = pods[0].pids if pods else frozenset()
     await entry("processes.json", lambda: _answer(asyncio.to_thread(process_facts, pids)))
     await entry("directory.txt", lambda: asyncio.to_thread(_listing, directory))
     _add_files(bundle, "state", directory, "*.json*", FILE_BYTES_MAX)

@@ -143,11 +143,11 @@ def doctor(config: Resolved, as_json: bool, strict: bool) -> None:
     Exit codes: 0 no check failed, 1 at least one did.
     """
     from understudy.doctor import checks
-    from understudy.doctor.probe import look
+    from understudy.doctor.pod import look
 
     directory, ports = _directory(config, is_entered=False), ports_of(config)
-    facts = run_async(lambda: look(directory, ports, os.environ))
-    results = checks.examine(facts)
+    pod = run_async(lambda: look(directory, ports, os.environ))
+    results = checks.examine(pod)
     if as_json:
         click.echo(to_json(checks.document(str(directory), results)))
     else:

@@ -1,4 +1,4 @@
-"""Checks of the kernel, limits, ports, memory, packages and GPUs. Pure.
+"""Checks of the kernel, limits, ports, memory, packages and GPUs.
 
 Without a driver the checks of GPUs are skipped: a lock server's container has none, and host memory
 needs none.
@@ -6,25 +6,38 @@ needs none.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+import platform
+import resource
+import socket
+from collections.abc import Iterator
+from pathlib import Path
 
+from engine.backends.process_memory import read_room
 from engine.backends.vllm.versions import OVERRIDE_FLAG, check_version, supported_range
-from plumbing.errors import UsageError
+from engine.supervisor.settings import TERMINATION_LOG
+from gms.client import look_for_mps, memory_for
+from plumbing.errors import UnderstudyError, UsageError
 from plumbing.pod.models import device_of
+from plumbing.service import procfs
 from plumbing.service.process import FDS_ADVISED
 from plumbing.text import size
-from understudy.doctor.facts import (
+from plumbing.wire.peer import SO_PEERPIDFD
+from understudy.doctor.pod import (
     ENGINE,
     GMS,
+    ExaminedPod,
     Finding,
-    HeldMemory,
-    PodFacts,
-    Port,
+    Held,
     failed,
+    held,
     passed,
+    process,
     skipped,
+    text_of,
     warned,
 )
+from understudy.host import fd_count, slabs_of
 from understudy.status.memory_view import Document, devices
 from understudy.status.view import parts_of
 
@@ -32,44 +45,66 @@ from understudy.status.view import parts_of
 # connections. A receiver at its limit loses descriptors without an error.
 FDS_MIN = 1024
 FDS_USED_SHARE_MAX = 0.8  # of its limit: the next attach brings up to 250 more
+UNLIMITED = 2**31  # in place of RLIM_INFINITY, which is -1: more than any kernel allows
 # Reading one of these costs a microsecond or more, and an engine reads the clock thousands of times
 # a second.
 SLOW_CLOCKS = ("hpet", "acpi_pm", "jiffies", "refined-jiffies", "pit")
+CLOCK_SOURCE = "/sys/devices/system/clocksource/clocksource0/current_clocksource"
+SHARED_HUGE_PAGES = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
+HOST_DEVICE, TRIED_BYTES = "HOST-0", 4 << 20
+SHM = "/dev/shm"
 SHM_MIN_BYTES = 65_536_000  # podman's default for a container; docker's is 64 MiB
 SHM_VLLM_BYTES = 1 << 30  # ranks of vLLM communicate through it
 START_METHOD = "VLLM_WORKER_MULTIPROCESSING_METHOD"
+DEVICE_VARIABLES = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "UNDERSTUDY_GPUS")
 SHARE_PIDS = "share the PID namespace of the pod's containers (shareProcessNamespace)"
 ALLOCATING = "allocating"  # of a writer's session: it waits for a slab, else for a moment only
+SLAB_NAME_DIGITS = 8  # of an epoch's id, in the names of its slabs
 NO_GPU = "no GPU is visible; see the NVIDIA driver check"
 
 # --- the kernel
 
 
-def peer_pidfd(facts: PodFacts) -> Finding:
+def has_pidfd_open() -> bool:
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError:  # ENOSYS on an old kernel, EPERM from a seccomp profile
+        return False
+    return True
+
+
+def has_peer_pidfd() -> bool:
+    ours, theirs = socket.socketpair(socket.AF_UNIX)
+    with ours, theirs:
+        try:
+            os.close(ours.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD))
+        except OSError:
+            return False
+    return True
+
+
+def peer_pidfd(pod: ExaminedPod) -> Finding:
     """Needed to see deaths across PID namespaces, and to be safe from recycled pids."""
-    machine, fix = facts.machine, "use Linux 6.5 or newer"
-    if machine.has_peer_pidfd:
-        return passed(f"supported by kernel {machine.release}")
+    kernel, fix = f"kernel {platform.release()}", "use Linux 6.5 or newer"
+    if has_peer_pidfd():
+        return passed(f"supported by {kernel}")
     blind = [
         str(each["engine"])
-        for each in facts.view["lockserver"].get("supervisors", ())
+        for each in pod.view["lockserver"].get("supervisors", ())
         if each.get("connected") and each.get("pidfd_source") == "none"
     ]
-    found = f"kernel {machine.release} has no SO_PEERPIDFD"
     if blind:
-        who = ", ".join(blind)
-        return failed(
-            f"{found}, and the lock server cannot see the processes of {who}",
-            f"{fix}, or {SHARE_PIDS}",
-        )
-    if not machine.has_pidfd_open:
-        return failed(f"{found} and no pidfd_open", fix)
-    return warned(f"{found}: all parts must share a PID namespace", f"{fix}, or {SHARE_PIDS}")
+        who = f"the lock server cannot see the processes of {', '.join(blind)}"
+        return failed(f"{kernel} has no SO_PEERPIDFD, and {who}", f"{fix}, or {SHARE_PIDS}")
+    if not has_pidfd_open():
+        return failed(f"{kernel} has no SO_PEERPIDFD and no pidfd_open", fix)
+    found = f"{kernel} has no SO_PEERPIDFD: all parts must share a PID namespace"
+    return warned(found, f"{fix}, or {SHARE_PIDS}")
 
 
-def pidfd_open(facts: PodFacts) -> Finding:
+def pidfd_open(pod: ExaminedPod) -> Finding:
     """A supervisor watches its backend's processes by pidfd."""
-    if facts.machine.has_pidfd_open:
+    if has_pidfd_open():
         return passed("supported")
     return failed(
         "pidfd_open is refused, so an engine cannot watch its backend's processes",
@@ -77,9 +112,9 @@ def pidfd_open(facts: PodFacts) -> Finding:
     )
 
 
-def start_method(facts: PodFacts) -> Finding:
+def start_method(pod: ExaminedPod) -> Finding:
     """Forking a process with threads or an open GPU is unsafe."""
-    chosen = facts.environ.get(START_METHOD)
+    chosen = pod.environ.get(START_METHOD)
     if chosen in (None, "", "spawn"):
         return passed("backends spawn their processes")
     return warned(
@@ -89,33 +124,47 @@ def start_method(facts: PodFacts) -> Finding:
     )
 
 
-def descriptors(facts: PodFacts) -> Finding:
+def _fd_limits(pod: ExaminedPod) -> Iterator[tuple[str, int, int, int]]:
+    """Of this process and of the parts that are visible: who, RLIMIT_NOFILE, soft and hard, and how
+    many it has open."""
+    for pid in (None, *(each.pid for each in pod.sockets if each.pid is not None)):
+        try:
+            limits = resource.prlimit(pid or os.getpid(), resource.RLIMIT_NOFILE)
+        except OSError:
+            continue
+        soft, hard = (UNLIMITED if it == resource.RLIM_INFINITY else it for it in limits)
+        who = process(pid) if pid else f"pid {os.getpid()} (this command)"
+        yield who, soft, hard, fd_count(pid) if pid else 0
+
+
+def descriptors(pod: ExaminedPod) -> Finding:
     """Slabs are passed and held as descriptors."""
     fix = "raise `ulimit -Hn` (systemd: LimitNOFILE=, containers: the runtime's nofile limit)"
+    limits = list(_fd_limits(pod))
 
     def below(least: int) -> str:
-        low = [it for it in facts.limits if it.hard_limit < least]
-        return "; ".join(f"{it.process} may open {it.hard_limit} descriptors" for it in low)
+        low = [(who, hard) for who, _, hard, _ in limits if hard < least]
+        return "; ".join(f"{who} may open {hard} descriptors" for who, hard in low)
 
     if short := below(FDS_MIN):
         found = f"{short}: the memory service and an engine need at least {FDS_MIN}"
         return failed(found, f"{fix} to {FDS_ADVISED} or more")
-    full = [each for each in facts.limits if each.count > FDS_USED_SHARE_MAX * each.limit]
+    full = [each for each in limits if each[3] > FDS_USED_SHARE_MAX * each[1]]
     if full:
         return warned(
-            "; ".join(f"{each.process} has {each.count} of {each.limit} open" for each in full),
+            "; ".join(f"{who} has {count} of {soft} open" for who, soft, _, count in full),
             f"{fix}; if it keeps growing, collect a support bundle and report it",
         )
     if short := below(FDS_ADVISED):
         return warned(f"{short}: {FDS_ADVISED} recommended", f"{fix} to {FDS_ADVISED}")
-    least = min((each.hard_limit for each in facts.limits), default=0)
-    return passed(f"the limit is at least {least}; processes checked: {len(facts.limits)}")
+    least = min((hard for _, _, hard, _ in limits), default=0)
+    return passed(f"the limit is at least {least}; processes checked: {len(limits)}")
 
 
-def clock_source(facts: PodFacts) -> Finding:
+def clock_source(pod: ExaminedPod) -> Finding:
     """Deadlines and heartbeats read the clock constantly."""
-    source = facts.machine.clock_source
-    if source is None:
+    source = text_of(CLOCK_SOURCE)
+    if not source:
         return skipped("the kernel does not report its clock source")
     if source in SLOW_CLOCKS:
         return warned(
@@ -128,56 +177,86 @@ def clock_source(facts: PodFacts) -> Finding:
 # --- memory, files, ports, packages
 
 
-def shared_memory(facts: PodFacts) -> Finding:
+def shared_memory(pod: ExaminedPod) -> Finding:
     """Ranks of one engine communicate through /dev/shm."""
-    if facts.is_hidden(ENGINE):
+    if pod.is_hidden(ENGINE):
         return skipped("engines have another container's /dev/shm; run doctor there")
-    found = facts.machine.shm_bytes
-    if found is None:
-        return warned("/dev/shm cannot be read", "mount a tmpfs there")
-    wanted = SHM_VLLM_BYTES if "vllm" in facts.packages else SHM_MIN_BYTES
+    try:
+        shm = os.statvfs(SHM)
+    except OSError:
+        return warned(f"{SHM} cannot be read", "mount a tmpfs there")
+    found, wanted = shm.f_frsize * shm.f_blocks, SHM_MIN_BYTES
+    if "vllm" in pod.packages:
+        wanted = SHM_VLLM_BYTES
     if found < wanted:
         return warned(
-            f"/dev/shm has {size(found)}; {size(wanted)} recommended",
+            f"{SHM} has {size(found)}; {size(wanted)} recommended",
             "mount an emptyDir with medium Memory there (docker: --shm-size)",
         )
     return passed(size(found))
 
 
-def _host_devices(facts: PodFacts) -> list[Document]:
-    found = [device for part in facts.view["gms"] for device in devices(part)]
+def _host_devices(pod: ExaminedPod) -> list[Document]:
+    found = [device for part in pod.view["gms"] for device in devices(part)]
     return [each for each in found if str(each.get("device_uuid")).startswith("HOST-")]
 
 
-def huge_pages(facts: PodFacts) -> Finding:
+def huge_pages(pod: ExaminedPod) -> Finding:
     """An engine that dies unmaps its host memory page by page, and the next one waits for that."""
-    machine = facts.machine
-    if not _host_devices(facts):
+    if not _host_devices(pod):
         return skipped("no host-memory device is served")
-    if machine.has_huge_slabs:
+    if _gets_huge_pages():
         return passed("the memory service's memory gets huge pages")
+    setting = text_of(SHARED_HUGE_PAGES).partition("[")[2].partition("]")[0]
     return warned(
-        f"kernel {machine.release} gives the memory service's memory small pages, so the fence of a"
-        " dead engine takes 0.1 to 0.2 s more for each GiB that it used; shmem_enabled is"
-        f" {machine.shared_huge_pages or 'missing: it has no transparent huge pages'}",
+        f"kernel {platform.release()} gives the memory service's memory small pages, so the fence"
+        " of a dead engine takes 0.1 to 0.2 s more for each GiB that it used; shmem_enabled is"
+        f" {setting or 'missing: it has no transparent huge pages'}",
         "on the host, `echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled`, or use"
         " Linux 6.1 or newer, built with them",
     )
 
 
-def host_memory(facts: PodFacts) -> Finding:
+def _gets_huge_pages() -> bool:
+    """By trying, as an engine does."""
+    memory = memory_for(HOST_DEVICE)
+    try:
+        slab = memory.create(TRIED_BYTES, "doctor")
+    except UnderstudyError:
+        return False
+    place = memory.reserve(TRIED_BYTES)
+    try:
+        place.map(0, [slab], writable=True)
+        return place.fill(0) > 0
+    finally:
+        place.free()
+        slab.release()
+
+
+def memory_here(pod: ExaminedPod) -> tuple[int, str]:
+    """The memory that the memory service may use, or this process if there is none that is visible,
+    and what limits it."""
+    server = next(
+        (each.pid for each in pod.sockets if each.name.startswith(GMS) and each.pid), "self"
+    )
+    room = read_room(process=server)
+    return room.limit_bytes, room.limited_by
+
+
+def host_memory(pod: ExaminedPod) -> Finding:
     """Host-memory devices must fit into this machine's memory."""
     sizes = {
         device_of(str(each["device_uuid"])): int(each.get("capacity_bytes") or 0)
-        for each in _host_devices(facts)
+        for each in _host_devices(pod)
     }
-    promised, has = sum(sizes.values()), facts.machine
+    promised = sum(sizes.values())
     if not promised:
         return skipped("no host-memory device is served")
-    if facts.is_hidden(GMS):
+    if pod.is_hidden(GMS):
         return skipped("the memory service has another container's limit; run doctor there")
-    found = f"devices of {size(promised)}; {has.memory_limit} is {size(has.memory_bytes)}"
-    if promised > has.memory_bytes:
+    has_bytes, limited_by = memory_here(pod)
+    found = f"devices of {size(promised)}; {limited_by} is {size(has_bytes)}"
+    if promised > has_bytes:
         return warned(
             f"{found}: the kernel may kill processes while weights load",
             "give `gms serve` a smaller --device-bytes, or the machine more memory",
@@ -185,58 +264,60 @@ def host_memory(facts: PodFacts) -> Finding:
     return passed(found)
 
 
-def termination_log(facts: PodFacts) -> Finding:
+def termination_log(pod: ExaminedPod) -> Finding:
     """Where `kubectl describe pod` reads why a container exited."""
-    path, problem = facts.machine.termination_log, facts.machine.termination_log_problem
-    if path is None:
+    path = pod.environ.get("UNDERSTUDY_TERMINATION_LOG") or TERMINATION_LOG
+    if not os.path.exists(path):
         return skipped("there is none: this is not a Kubernetes container")
-    if problem:
+    if not os.access(path, os.W_OK):
         return warned(
-            f"{path} is not writable: {problem}",
+            f"{path} is not writable: permission denied",
             "run the container as the owner of the file, or set --termination-log",
         )
     return passed(f"{path} is writable")
 
 
-def ports(facts: PodFacts) -> Finding:
-    """A part cannot start if another process has its port."""
-    services = facts.view["lockserver"].get("service") or {}
+def ports(pod: ExaminedPod) -> Finding:
+    """A part cannot start if another process has its port. A part that runs has bound its ports,
+    whatever their numbers."""
+    services = pod.view["lockserver"].get("service") or {}
     problems = [str(each["problem"]) for each in services.values() if each.get("problem")]
     if problems:
         return failed(
             "; ".join(problems), "stop the process that has the port; the lock server then binds it"
         )
-    strangers = [port for port in facts.ports if _is_strange(port, facts)]
+    running = _running(pod)
+    parts = ["lockserver", "lockserver", "gms", "gateway"]
+    parts += [f"engine-{number}" for number in range(len(pod.ports.engines))]
+    owners = procfs.tcp_listeners(pod.ports.all())
+    strangers: list[str] = []
+    flags: dict[str, None] = {}  # the engines share one
+    for number, ((flag, port), part) in enumerate(zip(pod.ports.by_flag(), parts, strict=True)):
+        owner = owners.get(port)
+        if port in owners and part not in running and owner not in pod.pids:
+            what = f"{'probes' if number else 'requests'} of {part}"
+            strangers.append(f"port {port} ({what}) is in use by {process(owner)}")
+            flags[flag] = None
     if strangers:
-        flags = dict.fromkeys(each.flag for each in strangers)  # the engines share one
-        return failed(
-            "; ".join(
-                f"port {each.number} ({each.what}) is in use by "
-                f"{each.owner or 'a process that is not visible here'}"
-                for each in strangers
-            ),
-            f"stop it, or choose another port with {', '.join(flags)}",
-        )
-    return passed(f"{', '.join(str(it.number) for it in facts.ports)}: free, or used by the pod")
+        fix = f"stop it, or choose another port with {', '.join(flags)}"
+        return failed("; ".join(strangers), fix)
+    return passed(f"{', '.join(map(str, pod.ports.all()))}: free, or used by the pod")
 
 
-def _is_strange(port: Port, facts: PodFacts) -> bool:
-    """Whether another process has the port of a part that is not running: a part that runs has
-    bound its ports, whatever their numbers."""
-    if not port.is_taken or (port.owner is not None and port.owner.pid in facts.pids):
-        return False
+def _running(pod: ExaminedPod) -> set[str]:
+    """The parts that answer, by the key that only their documents have."""
     names = {"locks": "lockserver", "load": "gateway", "models": "pool"}
-    for part in parts_of(facts.view):
-        keys = [name for key, name in names.items() if key in part]
-        name = str(part["engine"].get("id")) if "engine" in part else (keys or ["gms"])[0]
-        if "error" not in part and name == port.part:
-            return False
-    return True
+    found = set()
+    for part in parts_of(pod.view):
+        if "error" not in part:
+            keys = [name for key, name in names.items() if key in part]
+            found.add(str(part["engine"].get("id")) if "engine" in part else (keys or ["gms"])[0])
+    return found
 
 
-def vllm_version(facts: PodFacts) -> Finding:
+def vllm_version(pod: ExaminedPod) -> Finding:
     """The backend depends on internals of vLLM."""
-    found = facts.packages.get("vllm")
+    found = pod.packages.get("vllm")
     if found is None:
         return skipped("vLLM is not installed here")
     try:
@@ -253,28 +334,38 @@ def vllm_version(facts: PodFacts) -> Finding:
 # --- GPUs, and who holds their memory
 
 
-def driver(facts: PodFacts) -> Finding:
+def driver(pod: ExaminedPod) -> Finding:
     """NVML answers."""
-    found = facts.gpus
-    if found.problem is not None:
+    problem = pod.gpus.get("problem")
+    if problem is not None:
         fix = "look at `nvidia-smi` and `dmesg`; the node may need a reboot"
-        return failed(found.problem, fix) if found.is_broken else skipped(found.problem)
-    if not found.listed:
+        return failed(problem, fix) if pod.gpus["is_broken"] else skipped(problem)
+    version = pod.gpus["driver_version"]
+    if not pod.listed:
         return warned(
-            f"the driver ({found.driver_version}) lists no GPU",
+            f"the driver ({version}) lists no GPU",
             "give this container a GPU, with a resource claim or the container runtime's --gpus",
         )
-    return passed(f"driver {found.driver_version}; GPUs: {len(found.listed)}")
+    return passed(f"driver {version}; GPUs: {len(pod.listed)}")
 
 
-def device_uuid(facts: PodFacts) -> Finding:
+def _named(pod: ExaminedPod) -> dict[str, str]:
+    """The devices that the environment names, each with its variable."""
+    found = {}
+    for name in DEVICE_VARIABLES:
+        for each in map(str.strip, pod.environ.get(name, "").split(",")):
+            if each.startswith(("GPU-", "MIG-")):
+                found[each] = name
+    return found
+
+
+def device_uuid(pod: ExaminedPod) -> Finding:
     """Devices that the pod serves, or is configured to serve, are visible here."""
-    wanted = dict.fromkeys(facts.gpus_served(), "the memory service serves it")
-    for variable, uuids in facts.named.items():
-        wanted |= dict.fromkeys(uuids, f"{variable} names it")
-    if facts.gpus.problem is not None:
+    wanted = dict.fromkeys(pod.gpus_served(), "the memory service serves it")
+    wanted |= {uuid: f"{variable} names it" for uuid, variable in _named(pod).items()}
+    if pod.gpus.get("problem") is not None:
         return skipped(NO_GPU)
-    listed = [uuid for gpu in facts.gpus.listed for uuid in (gpu.uuid, *gpu.instances)]
+    listed = [uuid for gpu in pod.listed for uuid in (gpu["uuid"], *gpu["instances"])]
     seen = f"the driver lists {', '.join(listed) or 'none'}"
     wrong = {uuid: why for uuid, why in wanted.items() if not _matches(uuid, listed)}
     if wrong:
@@ -287,84 +378,94 @@ def device_uuid(facts: PodFacts) -> Finding:
     return passed(", ".join(wanted) or f"no device is configured or served; {seen}")
 
 
-def persistence_mode(facts: PodFacts) -> Finding:
+def persistence_mode(pod: ExaminedPod) -> Finding:
     """Without it the driver resets a device when its last user exits."""
-    off = [gpu.uuid for gpu in facts.gpus.listed if gpu.is_persistent is False]
+    off = [gpu["uuid"] for gpu in pod.listed if gpu["is_persistent"] is False]
     if off:
         return warned(
             f"persistence mode is off on {', '.join(off)}: the driver resets the device when its "
             "last process exits, and the next start waits for seconds",
             "on the host, run `nvidia-smi -pm 1` or nvidia-persistenced",
         )
-    return _well(facts, f"not disabled; GPUs: {len(facts.gpus.listed)}")
+    return _well(pod, f"not disabled; GPUs: {len(pod.listed)}")
 
 
-def mig_mode(facts: PodFacts) -> Finding:
+def mig_mode(pod: ExaminedPod) -> Finding:
     """A GPU in MIG mode is usable only through its instances."""
-    split = [gpu for gpu in facts.gpus.listed if gpu.is_mig]
-    empty = [gpu.uuid for gpu in split if not gpu.instances]
+    split = [gpu for gpu in pod.listed if gpu["is_mig"]]
+    empty = [gpu["uuid"] for gpu in split if not gpu["instances"]]
     if empty:
         return failed(
             f"{', '.join(empty)} is in MIG mode, and no instance of it is visible here",
             "create instances (`nvidia-smi mig -cgi … -C`), or disable MIG (`nvidia-smi -mig 0`)",
         )
-    named = ", ".join(f"{gpu.uuid} ({len(gpu.instances)} instances)" for gpu in split)
-    return _well(facts, f"in MIG mode: {named}" if named else "no GPU is in MIG mode")
+    named = ", ".join(f"{gpu['uuid']} ({len(gpu['instances'])} instances)" for gpu in split)
+    return _well(pod, f"in MIG mode: {named}" if named else "no GPU is in MIG mode")
 
 
-def sharing_mode(facts: PodFacts) -> Finding:
+def sharing_mode(pod: ExaminedPod) -> Finding:
     """Several processes of a pod open the device at once."""
-    closed = [gpu for gpu in facts.gpus.listed if gpu.compute_mode not in (None, "default")]
+    closed = [gpu for gpu in pod.listed if gpu["compute_mode"] not in (None, "default")]
     if closed:
         return failed(
-            ", ".join(f"{gpu.uuid} has compute mode {gpu.compute_mode}" for gpu in closed)
+            ", ".join(f"{gpu['uuid']} has compute mode {gpu['compute_mode']}" for gpu in closed)
             + ": a second engine cannot open the device",
             "on the host, run `nvidia-smi -c 0`",
         )
-    if facts.mps is not None and facts.gpus.listed:
+    if pod.listed and (mps := look_for_mps(pod.environ)) is not None:
         return warned(
-            f"the Multi-Process Service is in use ({facts.mps}): a fault in one client kills all "
+            f"the Multi-Process Service is in use ({mps}): a fault in one client kills all "
             "of them, the standby along with the active engine",
             "run the pod without MPS: unset CUDA_MPS_PIPE_DIRECTORY, stop the daemon",
         )
-    return _well(facts, "compute mode is default, no Multi-Process Service found")
+    return _well(pod, "compute mode is default, no Multi-Process Service found")
 
 
-def memory_outside(facts: PodFacts) -> Finding:
+def memory_outside(pod: ExaminedPod) -> Finding:
     """Device memory in use outside the pod, which a takeover may lack."""
-    if facts.slabs:
+    if slabs := list(_slabs_outside(pod)):
         return failed(
-            f"processes outside the pod hold its weights: {_held(facts.slabs)}",
+            f"processes outside the pod hold its weights: {held(slabs)}",
             "find out what they are (an engine that lost its supervisor?) and kill them; the "
             "memory is freed when the last one exits",
         )
-    ours = facts.gpus_served() or [uuid for uuids in facts.named.values() for uuid in uuids]
-    strangers = [
-        (gpu, hold)
-        for gpu in facts.gpus.listed
-        for hold in gpu.holds
-        if hold.process.pid not in facts.pids
+    strangers: list[tuple[Document, Held]] = [
+        (gpu, (each["pid"], each["used_bytes"]))
+        for gpu in pod.listed
+        for each in gpu["processes"]
+        if each["pid"] not in pod.pids
     ]
     if not strangers:
-        if facts.gpus.problem is not None and not facts.pids:
+        if pod.gpus.get("problem") is not None and not pod.pids:
             return skipped(NO_GPU)
         return passed("no process outside the pod holds memory of its devices")
-    if facts.is_hidden():
+    if pod.is_hidden():
         return skipped(
             "parts of the pod run in PID namespaces that are not visible here, so their processes "
-            f"cannot be told apart from others: {_held(hold for _, hold in strangers)}"
+            f"cannot be told apart from others: {held(hold for _, hold in strangers)}"
         )
-    found = "; ".join(f"{_held([hold])} uses memory of {gpu.uuid}" for gpu, hold in strangers)
-    listed = [uuid for gpu, _ in strangers for uuid in (gpu.uuid, *gpu.instances)]
+    found = "; ".join(f"{held([hold])} uses memory of {gpu['uuid']}" for gpu, hold in strangers)
+    listed = [uuid for gpu, _ in strangers for uuid in (gpu["uuid"], *gpu["instances"])]
+    ours = pod.gpus_served() or _named(pod)
     judge = failed if any(_matches(each, listed) for each in ours) else warned
     return judge(found, "stop what is not needed, or give the pod a device of its own")
 
 
-def kv_memory(facts: PodFacts) -> Finding:
+def _slabs_outside(pod: ExaminedPod) -> Iterator[Held]:
+    """Host memory of this pod's epochs that processes outside the pod hold."""
+    epochs = {path.stem.rpartition("_")[2] for path in Path(pod.path).glob("gms_*.epoch")}
+    epochs |= {str(device["epoch"]) for device in pod.view["gms"] if device.get("epoch")}
+    digits = {epoch[:SLAB_NAME_DIGITS] for epoch in epochs}
+    for pid in procfs.pids() if digits else ():
+        slabs = slabs_of(pid).values() if pid not in pod.pids else ()
+        sizes = sum(it.size_bytes for it in slabs if it.name[:SLAB_NAME_DIGITS] in digits)
+        if sizes:
+            yield pid, sizes
+
+
+def kv_memory(pod: ExaminedPod) -> Finding:
     """Each device's KV memory has a server, and no engine waits for it."""
-    found = [
-        (str(each.get("device_uuid")), each, each.get("kv") or {}) for each in facts.view["gms"]
-    ]
+    found = [(str(it.get("device_uuid")), it, it.get("kv") or {}) for it in pod.view["gms"]]
     for name, _, kv in found:
         for waiter in kv.get("waiting") or ():
             return warned(
@@ -380,28 +481,22 @@ def kv_memory(facts: PodFacts) -> Finding:
             " it",
             "read the log of `gms serve`, which restarts it",
         )
-    idle = []
+    idle = ""
     for name, device, kv in found:
         if kv.get("state") == "idle":
-            idle.append(f"; {size(kv.get('pool_bytes'))} of {name} are idle")
+            kept = f"{size(kv.get('pool_bytes'))} of KV memory of {name} are idle"
+            idle += f"; {kept}"
             if any(it.get("state") == ALLOCATING for it in device.get("sessions") or ()):
-                return warned(
-                    f"{size(kv.get('pool_bytes'))} of KV memory of {name} are idle, and an engine"
-                    " waits for memory of that device",
-                    f"`gms drop-kv --device {name}` frees it",
-                )
-    return passed(f"no engine waits for KV memory{''.join(idle)}")
+                waits = "an engine waits for memory of that device"
+                return warned(f"{kept}, and {waits}", f"`gms drop-kv --device {name}` frees it")
+    return passed(f"no engine waits for KV memory{idle}")
 
 
-def _well(facts: PodFacts, found: str) -> Finding:
+def _well(pod: ExaminedPod, found: str) -> Finding:
     """`found` passes, unless no GPU is visible."""
-    return passed(found) if facts.gpus.listed else skipped(NO_GPU)
+    return passed(found) if pod.listed else skipped(NO_GPU)
 
 
 def _matches(wanted: str, listed: list[str]) -> bool:
     """A prefix of a UUID is enough, as for CUDA."""
     return any(uuid.lower().startswith(wanted.lower()) for uuid in listed)
-
-
-def _held(holds: Iterable[HeldMemory]) -> str:
-    return ", ".join(f"{each.process} ({size(each.size_bytes)})" for each in holds)

@@ -1,4 +1,4 @@
-"""Checks of one pod: its directory, gateway, engines and pool. Pure.
+"""Checks of one pod: its directory, gateway, engines and pool.
 
 The surprising one is `shared`: parts with different directories under the same path all start, each
 alone, without an error. The network namespace that a pod's containers share reveals them: the
@@ -7,9 +7,13 @@ kernel lists every Unix socket in it by its path.
 
 from __future__ import annotations
 
+import fcntl
 import math
 import os
-from collections.abc import Mapping
+import stat
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from plumbing.pod.paths import (
@@ -19,21 +23,23 @@ from plumbing.pod.paths import (
     LONGEST_COMMON_NAME,
     gms_socket,
 )
+from plumbing.service import procfs
 from plumbing.text import duration, size
 from plumbing.wire.limits import SOCKET_PATH_BYTES_MAX
 from pool.core.states import HOST
-from pool.core.who_yields import IDLE_MS_MAX
-from pool.settings import PoolFile
-from understudy.doctor.facts import (
+from pool.settings import PoolFile, digests
+from understudy.doctor.check_machine import memory_here
+from understudy.doctor.pod import (
     GMS,
+    ExaminedPod,
     Finding,
-    PodFacts,
-    SocketListener,
     failed,
     passed,
+    process,
     skipped,
     warned,
 )
+from understudy.host import descriptors
 from understudy.status.gateway_view import gateway_faults, needs_gateway
 from understudy.status.pool_view import AWAKE, FAILED, models_of, pool_faults
 
@@ -42,44 +48,51 @@ ONE_VOLUME = (
     " part with the same --dir"
 )
 CLOSED = "the directory belongs to another user and cannot be read"
+ABSENT = "the directory does not exist yet"
 NO_POOL, NOT_RUNNING = "this pod has no pool file", "no pool answers, so sizes are not known"
+UNIX_LISTENS = 1 << 16  # __SO_ACCEPTCON, the flag of a listening socket (linux/net.h)
+# Of the gateway, and of a lock server over TCP.
+TLS_VARIABLES = ("UNDERSTUDY_TLS_CERT", "UNDERSTUDY_TLS_KEY", "UNDERSTUDY_TLS_CA")
 
 # --- the directory
 
 
-def directory(facts: PodFacts) -> Finding:
+def directory(pod: ExaminedPod) -> Finding:
     """Ours alone, or not created yet."""
-    found = facts.directory
-    if found.kind == "missing":
-        if found.can_be_made:
-            return passed(f"{found.path} does not exist yet; the first part creates it")
+    path, our_uid = pod.path, os.geteuid()
+    try:
+        found = os.lstat(path)
+    except OSError:
+        above = os.path.dirname(path)
+        if os.path.isdir(above) and os.access(above, os.W_OK | os.X_OK):
+            return passed(f"{path} does not exist yet; the first part creates it")
         return failed(
-            f"{found.path} does not exist and cannot be created",
-            f"mkdir -p -m 700 {found.path}, as a user who may, or choose another --dir",
+            f"{path} does not exist and cannot be created",
+            f"mkdir -p -m 700 {path}, as a user who may, or choose another --dir",
         )
-    if found.kind != "directory":
-        return failed(f"{found.path} is {found.kind}", "remove it, or choose another --dir")
-    if found.owner_uid != found.our_uid:
+    if not stat.S_ISDIR(found.st_mode):
+        kind = "a symbolic link" if stat.S_ISLNK(found.st_mode) else "not a directory"
+        return failed(f"{path} is {kind}", "remove it, or choose another --dir")
+    if found.st_uid != our_uid:
         return failed(
-            f"{found.path} belongs to uid {found.owner_uid}; this process is uid {found.our_uid}",
+            f"{path} belongs to uid {found.st_uid}; this process is uid {our_uid}",
             "run every part, and this command, as the owner, or choose another --dir",
         )
-    if found.mode & 0o077:
+    mode = stat.S_IMODE(found.st_mode)
+    if mode & 0o077:
         return failed(
-            f"{found.path} has mode {found.mode:04o}, so other users could create sockets in it",
-            f"chmod 700 {found.path}",
+            f"{path} has mode {mode:04o}, so other users could create sockets in it",
+            f"chmod 700 {path}",
         )
-    return passed(f"{found.path} is private (uid {found.our_uid}, mode {found.mode:04o})")
+    return passed(f"{path} is private (uid {our_uid}, mode {mode:04o})")
 
 
-def path_length(facts: PodFacts) -> Finding:
+def path_length(pod: ExaminedPod) -> Finding:
     """A socket's path has a limit of 107 bytes, and a GPU's UUID is long."""
-    listed = [
-        u for gpu in facts.gpus.listed for u in (gpu.instances if gpu.is_mig else (gpu.uuid,))
-    ]
-    names = [LONGEST_COMMON_NAME, *(each.name for each in facts.sockets)]
-    longest = max((*names, *(gms_socket("", it) for it in facts.served or listed)), key=len)
-    length = len(os.fsencode(f"{facts.directory.path}/{longest}"))
+    listed = [u for it in pod.listed for u in (it["instances"] if it["is_mig"] else (it["uuid"],))]
+    names = [LONGEST_COMMON_NAME, *(each.name for each in pod.sockets)]
+    longest = max((*names, *(gms_socket("", it) for it in pod.served or listed)), key=len)
+    length = len(os.fsencode(f"{pod.path}/{longest}"))
     found = f"the longest socket path, to {longest}, is {length} of {SOCKET_PATH_BYTES_MAX} bytes"
     if length > SOCKET_PATH_BYTES_MAX:
         spare = SOCKET_PATH_BYTES_MAX - len(longest) - 1
@@ -87,248 +100,285 @@ def path_length(facts: PodFacts) -> Finding:
     return passed(found)
 
 
-def shared(facts: PodFacts) -> Finding:
+def listeners(path: str) -> Iterator[tuple[str, int | None]]:
+    """The name and the process of each listener on a path in the directory `path`, in this network
+    namespace (man 5 proc)."""
+    found: dict[str, str] = {}  # name by inode
+    with open("/proc/net/unix", encoding="utf-8", errors="replace") as table:
+        for line in table:
+            fields = line.rstrip("\n").split(maxsplit=7)
+            is_here = len(fields) == 8 and os.path.dirname(fields[7]) == path
+            if is_here and int(fields[3], 16) & UNIX_LISTENS:
+                found[f"socket:[{fields[6]}]"] = os.path.basename(fields[7])
+    owners: dict[str, int] = {}
+    for pid in procfs.pids() if found else ():
+        for _, target in descriptors(pid):
+            if target in found:
+                owners.setdefault(target, pid)
+    yield from ((name, owners.get(target)) for target, name in found.items())
+
+
+def identity(path: str) -> str:
+    """The directory that `path` leads to."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return "nothing"
+    return f"device {found.st_dev} inode {found.st_ino}"
+
+
+def shared(pod: ExaminedPod) -> Finding:
     """All parts with this path have the same directory."""
-    if _is_closed(facts):
+    if pod.is_closed:
         return skipped(CLOSED)
-    here = {each.name for each in facts.answered()}
-    ours = facts.directory.identity
-    astray = [
-        it for it in facts.listeners if it.name not in here or it.directory not in (None, ours)
-    ]
+    here, ours, astray = {each.name for each in pod.answered()}, identity(pod.path), []
+    for name, pid in listeners(pod.path):
+        theirs = ours if pid is None else identity(f"/proc/{pid}/root{pod.path}")
+        if theirs not in (ours, "nothing"):
+            astray.append(
+                f"{process(pid)} has {name} in another directory with the same path: {theirs}"
+                f" there, {ours} here"
+            )
+        elif name not in here:
+            what = f"{process(pid)} listens on {pod.path}/{name}"
+            why = "that path leads to no listener here" if pid is None else ""
+            astray.append(f"{what}, but {why or 'the file was removed or replaced'}")
     if astray:
-        return failed("; ".join(_elsewhere(each, facts) for each in astray), ONE_VOLUME)
+        return failed("; ".join(astray), ONE_VOLUME)
     lost = [
         str((each.get("engine") or {}).get("id"))
-        for each in facts.view["engines"]
+        for each in pod.view["engines"]
         if (each.get("lock") or {}).get("connected") is False
     ]
-    if lost and "error" not in facts.view["lockserver"]:
+    if lost and "error" not in pod.view["lockserver"]:
         return failed(
             f"{', '.join(lost)} cannot reach the lock server, which is running here",
             f"check LOCKSERVER_SOCKET and --dir of these engines; {ONE_VOLUME}",
         )
     if here:
         return passed(f"all {len(here)} listening sockets are in this directory")
-    if facts.directory.kind == "missing":
-        return skipped("the directory does not exist yet")
-    if facts.directory.filesystem == "overlay" and not facts.directory.is_mounted:
-        return warned(
-            f"{facts.directory.path} is on the file system of this container alone", ONE_VOLUME
-        )
+    if not os.path.isdir(pod.path):
+        return skipped(ABSENT)
+    kind, is_mounted = _mount_of(pod.path)
+    if kind == "overlay" and not is_mounted:
+        return warned(f"{pod.path} is on the file system of this container alone", ONE_VOLUME)
     return skipped("no part of a pod is running here")
 
 
-def one_lockserver(facts: PodFacts) -> Finding:
+def _mount_of(path: str) -> tuple[str, bool]:
+    """The type of the file system that `path` is on, and whether it is another one than /."""
+    kinds: dict[str, str] = {}
+    with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as table:
+        for line in table:
+            before, _, after = line.partition(" - ")
+            kinds[before.split()[4]] = after.split()[0]  # a later mount hides an earlier one
+    above = next((str(it) for it in (Path(path), *Path(path).parents) if str(it) in kinds), "/")
+    return kinds.get(above, ""), above != "/"
+
+
+def one_lockserver(pod: ExaminedPod) -> Finding:
     """Two lock servers could both grant the lock."""
-    servers = [each for each in facts.listeners if each.name == LOCKSERVER_SOCKET]
+    servers = [process(pid) for name, pid in listeners(pod.path) if name == LOCKSERVER_SOCKET]
     if len(servers) > 1:
         return failed(
-            f"{len(servers)} lock servers listen on {facts.directory.path}/{LOCKSERVER_SOCKET}: "
-            f"{', '.join(map(str, servers))}; only one of them is reachable",
+            f"{len(servers)} lock servers listen on {pod.path}/{LOCKSERVER_SOCKET}: "
+            f"{', '.join(servers)}; only one of them is reachable",
             "stop all of them, then start one; engines keep serving meanwhile. Never remove"
             " lockserver.lock or lockserver.json under a running server",
         )
-    return passed(str(*servers)) if servers else skipped("no lock server is running here")
+    return passed(*servers) if servers else skipped("no lock server is running here")
 
 
-def flock(facts: PodFacts) -> Finding:
+def flock(pod: ExaminedPod) -> Finding:
     """Fencing, socket guards and state files rely on flock."""
-    found, kind = facts.directory, facts.directory.filesystem or "unknown"
-    if found.kind != "directory" or _is_closed(facts):
-        return skipped(CLOSED if _is_closed(facts) else "the directory does not exist yet")
-    if found.flock_problem is not None:
-        return failed(
-            f"flock does not work on {found.path} ({kind}): {found.flock_problem}",
-            "put --dir on a local file system (tmpfs, ext4, xfs): without flock nothing proves that"
-            " an engine is dead",
-        )
-    return passed(f"locks exclude each other on {found.path} ({kind})")
+    if pod.is_closed or not os.path.isdir(pod.path):
+        return skipped(CLOSED if pod.is_closed else ABSENT)
+    kind, problem = _mount_of(pod.path)[0] or "unknown", ""
+    try:
+        with tempfile.TemporaryFile(dir=pod.path) as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with open(f"/proc/self/fd/{file.fileno()}", "rb+") as other:
+                fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                problem = "two descriptors held one exclusive lock at once"
+    except BlockingIOError:
+        return passed(f"locks exclude each other on {pod.path} ({kind})")
+    except OSError as error:
+        problem = os.strerror(error.errno or 0)
+    return failed(
+        f"flock does not work on {pod.path} ({kind}): {problem}",
+        "put --dir on a local file system (tmpfs, ext4, xfs): without flock nothing proves that"
+        " an engine is dead",
+    )
 
 
-def stale_sockets(facts: PodFacts) -> Finding:
+def stale_sockets(pod: ExaminedPod) -> Finding:
     """Killed parts leave them behind until their next start."""
-    stale = [each.name for each in facts.sockets if not each.is_answered]
+    stale = [each.name for each in pod.sockets if not each.is_answered]
     if stale:
-        paths = " ".join(f"{facts.directory.path}/{name}" for name in stale)
+        paths = " ".join(f"{pod.path}/{name}" for name in stale)
         return warned(
             f"no process listens on {', '.join(stale)}: their owners were killed and not restarted",
             f"restart these parts, or, if none of them is starting, rm {paths}",
         )
-    return passed(f"none ({len(facts.sockets)} sockets, each with a listener)")
-
-
-def _is_closed(facts: PodFacts) -> bool:
-    """Whether the directory is closed to us, so that unreachable sockets prove nothing."""
-    found = facts.directory
-    return found.kind == "directory" and found.our_uid not in (0, found.owner_uid)
-
-
-def _elsewhere(listener: SocketListener, facts: PodFacts) -> str:
-    path = f"{facts.directory.path}/{listener.name}"
-    ours, theirs = facts.directory.identity, listener.directory
-    if theirs is None:
-        return f"{listener} listens on {path}, but that path leads to no listener here"
-    if theirs != ours:
-        here = f"device {ours[0]} inode {ours[1]}" if ours else "nothing"
-        return (
-            f"{listener} has {listener.name} in another directory with the same path: device "
-            f"{theirs[0]} inode {theirs[1]} there, {here} here"
-        )
-    return f"{listener} listens on {path}, but the file was removed or replaced"
+    return passed(f"none ({len(pod.sockets)} sockets, each with a listener)")
 
 
 # --- the gateway and the engines
 
 
-def gateway(facts: PodFacts) -> Finding:
+def gateway(pod: ExaminedPod) -> Finding:
     """Clients reach the engines through it alone, except with a lock over TCP."""
-    found, lockserver = facts.view.get("gateway"), facts.view["lockserver"]
-    is_up = found is not None and "error" not in found
+    found, lockserver = pod.view.get("gateway"), pod.view["lockserver"]
     if found is None and not needs_gateway(lockserver):
         return skipped("the lock server has no service address, or is down")
     if found is None:
         faults = ["no gateway answers, so requests wait and are refused after 10 s"]
     else:
-        faults = gateway_faults(found, lockserver, has_pool=facts.view.get("pool") is not None)
-    if not is_up:
+        faults = gateway_faults(found, lockserver, has_pool=pod.view.get("pool") is not None)
+    if found is None or "error" in found:
         return failed("; ".join(faults), "start one (`gateway serve`, in this --dir), or resume it")
-    if found is not None and not found.get("accepting"):
+    if not found.get("accepting"):
         return failed("; ".join(faults), "see `gateway status`")
     return passed("it accepts connections")
 
 
-def one_gateway(facts: PodFacts) -> Finding:
+def one_gateway(pod: ExaminedPod) -> Finding:
     """Two would take turns at the same port."""
-    found = [each for each in facts.listeners if each.name == GATEWAY_SOCKET]
+    found = [process(pid) for name, pid in listeners(pod.path) if name == GATEWAY_SOCKET]
     if len(found) > 1:
         return failed(
-            f"{len(found)} gateways listen on {facts.directory.path}/{GATEWAY_SOCKET}: "
-            + ", ".join(map(str, found)),
+            f"{len(found)} gateways listen on {pod.path}/{GATEWAY_SOCKET}: {', '.join(found)}",
             "stop all of them, then start one; new requests wait meanwhile",
         )
-    borrowers = facts.view["lockserver"].get("gateways") or ()
+    borrowers = pod.view["lockserver"].get("gateways") or ()
     if len(borrowers) > 1:
         pids = ", ".join(str(each.get("pid") or "not visible here") for each in borrowers)
         return warned(
             f"the lock server has lent its socket to {len(borrowers)} gateways: pids {pids}",
             "stop one of them, unless one is replacing the other",
         )
-    return passed(str(*found)) if found else skipped("no gateway is running on this directory")
+    return passed(*found) if found else skipped("no gateway is running on this directory")
 
 
-def private_sockets(facts: PodFacts) -> Finding:
+def private_sockets(pod: ExaminedPod) -> Finding:
     """A client of such a socket can set the headers of the private hop."""
-    found = [each for each in facts.sockets if each.name.endswith(HTTP_SUFFIX)]
-    names = ", ".join(each.name for each in found)
-    if not found:
-        return skipped("no engine is active behind a gateway")
+    found = [each for each in pod.sockets if each.name.endswith(HTTP_SUFFIX)]
     opened = [each for each in found if (each.mode or 0) & 0o077]
     if opened:
         return failed(
             "; ".join(f"{each.name} has mode {each.mode or 0:04o}" for each in opened),
-            f"chmod 600 {' '.join(f'{facts.directory.path}/{each.name}' for each in opened)}",
+            f"chmod 600 {' '.join(f'{pod.path}/{each.name}' for each in opened)}",
         )
-    return passed(f"{names}: private")
+    names = ", ".join(each.name for each in found)
+    return passed(f"{names}: private") if found else skipped("no engine is active behind a gateway")
 
 
-def engines(facts: PodFacts) -> Finding:
+def engines(pod: ExaminedPod) -> Finding:
     """Their own reports: settings that cost something, or a self-test that failed."""
-    answered = [each for each in facts.view["engines"] if "error" not in each]
+    answered = [each for each in pod.view["engines"] if "error" not in each]
     found = [f"{it['engine']['id']}: {why}" for it in answered for why in it.get("problems") or ()]
     if found:
         return warned("; ".join(found), "see `engine status`")
     return passed("no engine reports a problem") if answered else skipped("no engine answers")
 
 
-def tls_files(facts: PodFacts) -> Finding:
+def tls_files(pod: ExaminedPod) -> Finding:
     """The gateway reads them when it starts, so a bad one is found at the worst moment."""
-    if not facts.tls_files:
-        return skipped("this environment names no certificate")
-    bad = [f"{what}: {problem}" for what, problem in facts.tls_files.items() if problem]
+    named = {name: pod.environ[name] for name in TLS_VARIABLES if pod.environ.get(name)}
+    bad = []
+    for name, path in named.items():
+        try:
+            problem = "" if Path(path).read_bytes() else "it is empty"
+        except OSError as error:
+            problem = os.strerror(error.errno or 0)
+        bad += [f"{name} is {path}: {problem}"] if problem else []
     if bad:
         fix = "make the file readable for the pod's user, and its key private to that user"
         return failed("; ".join(bad), fix)
-    return passed(", ".join(facts.tls_files))
+    text = ", ".join(f"{name} is {path}" for name, path in named.items())
+    return passed(text) if named else skipped("this environment names no certificate")
 
 
 # --- a pool; a pod without a pool file has nothing to check here
 
 
-def pool(facts: PodFacts) -> Finding:
+def pool(pod: ExaminedPod) -> Finding:
     """It decides which models are awake."""
-    found = facts.view.get("pool")
+    found = pod.view.get("pool")
     if found is None:
         return skipped(NO_POOL)
+    faults = "; ".join(pool_faults(found))
     if "error" in found:
-        fix = "start it: `pool serve --file FILE` with the same --dir"
-        return failed("; ".join(pool_faults(found)), fix)
-    bad = [each["model"] for each in models_of(found) if each["state"] == FAILED]
-    if bad:
-        fix = f"remove the cause, then `understudy pool reset {bad[0]}`"
-        return failed("; ".join(pool_faults(found)), fix)
+        return failed(faults, "start it: `pool serve --file FILE` with the same --dir")
+    if bad := [each["model"] for each in models_of(found) if each["state"] == FAILED]:
+        return failed(faults, f"remove the cause, then `understudy pool reset {bad[0]}`")
     if found["problems"] or found["recovering"]:
-        return warned("; ".join(pool_faults(found)), "see `understudy pool explain`")
+        return warned(faults, "see `understudy pool explain`")
     awake = sum(each["state"] == AWAKE for each in models_of(found))
     return passed(f"{awake} of {len(models_of(found))} models are awake")
 
 
-def pool_file(facts: PodFacts) -> Finding:
+def pool_file(pod: ExaminedPod) -> Finding:
     """What runs is what the file says."""
-    found, document = facts.pool_file, facts.view.get("pool") or {}
-    if found is None:
+    path, file, document = pod.pool_path, pod.pool_file, pod.view.get("pool") or {}
+    if not path:
         return skipped("set UNDERSTUDY_POOL to the pool file" if document else NO_POOL)
-    if found.file is None:
-        return failed(str(found.problem), f"correct {found.path}; running parts are not affected")
-    runs = (document.get("file") or {}).get("digests") or {}
-    names = dict.fromkeys((*found.digests, *runs)) if runs else {}
-    changed = [each for each in names if found.digests.get(each) != runs.get(each)]
-    if changed:
-        words = [
-            each or "settings of the whole pool (devices, margin, queue, …)" for each in changed
-        ]
+    if isinstance(file, str):
+        return failed(file, f"correct {path}; running parts are not affected")
+    says, runs = digests(file), (document.get("file") or {}).get("digests") or {}
+    names = dict.fromkeys((*says, *runs)) if runs else {}
+    whole = "settings of the whole pool (devices, margin, queue, …)"
+    if changed := [each or whole for each in names if says.get(each) != runs.get(each)]:
         return warned(
-            f"{found.path} has changed since the pool was started: {', '.join(words)}",
+            f"{path} has changed since the pool was started: {', '.join(changed)}",
             "restart the pool, the gateway and these models' engines; or use `understudy pool set`",
         )
     devices = document.get("devices") or ()
-    numbers = [each for each in found.file.devices if each.isdecimal()]
+    numbers = [each for each in file.devices if each.isdecimal()]
     if numbers and not any(each["device"].startswith("HOST-") for each in devices):
         return warned(
-            f"{found.path} names devices by number: {', '.join(numbers)}; after a reboot, or in"
+            f"{path} names devices by number: {', '.join(numbers)}; after a reboot, or in"
             " another container, a number can mean another GPU",
             "write their names, GPU-<uuid>, from `nvidia-smi -L`",
         )
     count = sum(map(len, (document.get("changed") or {}).values()))
     extra = f"; {count} settings were changed by `understudy pool set`" if count else ""
-    return passed(f"{found.path}: {len(found.file.models)} models, as they run{extra}")
+    return passed(f"{path}: {len(file.models)} models, as they run{extra}")
 
 
-def pool_sizes(facts: PodFacts) -> Finding:
-    """A guess may be too small, and then a wake fails; or too large, and nothing fits beside it."""
-    document = facts.view.get("pool")
+def _not_running(pod: ExaminedPod) -> Finding | None:
+    document = pod.view.get("pool")
     if document is None or "error" in document:
         return skipped(NO_POOL if document is None else NOT_RUNNING)
-    unknown = [each["model"] for each in models_of(document) if each["sizes"] is None]
-    guessed = [each["model"] for each in models_of(document) if each["sizes"] and each["estimated"]]
-    parts = [f"the size of {', '.join(unknown)} is unknown, so whole devices are reserved"] * bool(
-        unknown
-    )
-    parts += [f"the size of {', '.join(guessed)} is estimated"] * bool(guessed)
+    return None
+
+
+def pool_sizes(pod: ExaminedPod) -> Finding:
+    """A guess may be too small, and then a wake fails; or too large, and nothing fits beside it."""
+    if (absent := _not_running(pod)) is not None:
+        return absent
+    models = models_of(pod.view["pool"])
+    unknown = [each["model"] for each in models if each["sizes"] is None]
+    guessed = [each["model"] for each in models if each["sizes"] and each["estimated"]]
+    parts = []
+    if unknown:
+        parts = [f"the size of {', '.join(unknown)} is unknown, so whole devices are reserved"]
+    if guessed:
+        parts.append(f"the size of {', '.join(guessed)} is estimated")
     if parts:
         return warned(
             "; ".join(parts),
             f"load it once, and it is measured: `understudy pool load {(unknown + guessed)[0]}`;"
             " or write `memory:` in the pool file",
         )
-    return passed(f"all {len(models_of(document))} models have been measured")
+    return passed(f"all {len(models)} models have been measured")
 
 
-def pool_fit(facts: PodFacts) -> Finding:
+def pool_fit(pod: ExaminedPod) -> Finding:
     """Each model can be awake, also beside those that never yield, and copies have room."""
-    document = facts.view.get("pool")
-    if document is None or "error" in document:
-        return skipped(NO_POOL if document is None else NOT_RUNNING)
+    if (absent := _not_running(pod)) is not None:
+        return absent
+    document = pod.view["pool"]
     known = {each["model"]: each for each in models_of(document) if each["sizes"]}
     for device in document["devices"]:
         if device["total_bytes"] is not None and device["device"] != HOST:
@@ -336,7 +386,7 @@ def pool_fit(facts: PodFacts) -> Finding:
             found = _fit(device["device"], device["total_bytes"] - used, known)
             if found is not None:
                 return found
-    return _copies(facts, known) or passed("each model can be awake")
+    return _copies(pod, known) or passed("each model can be awake")
 
 
 def _fit(device: str, room: int, known: Mapping[str, Mapping[str, Any]]) -> Finding | None:
@@ -353,17 +403,16 @@ def _fit(device: str, room: int, known: Mapping[str, Mapping[str, Any]]) -> Find
     others = [name for name in known if name not in pinned]
     if not pinned:
         return None
-    held, fix = sum(map(needs.__getitem__, pinned)), f"understudy pool unpin {pinned[0]}"
-    who = f"the pinned {', '.join(pinned)} need {size(held)} of {where}"
-    if held > room:
+    taken, fix = sum(map(needs.__getitem__, pinned)), f"understudy pool unpin {pinned[0]}"
+    who = f"the pinned {', '.join(pinned)} need {size(taken)} of {where}"
+    if taken > room:
         return failed(f"{who}: they can never be awake together", fix)
     for name in others:
-        if needs[name] > room - held:
-            return failed(
-                f"{who}: {name}, which needs {size(needs[name])}, can never be awake", fix
-            )
+        if needs[name] > room - taken:
+            never = f"{name}, which needs {size(needs[name])}, can never be awake"
+            return failed(f"{who}: {never}", fix)
     bases = sum(known[name]["sizes"]["base"].get(device, 0) for name in others)
-    if held + bases > room:
+    if taken + bases > room:
         return warned(
             f"{who}; the sleeping processes of the others need {size(bases)}: models are unloaded,"
             " and loaded from disk for the next request",
@@ -372,12 +421,12 @@ def _fit(device: str, room: int, known: Mapping[str, Mapping[str, Any]]) -> Find
     return None
 
 
-def _copies(facts: PodFacts, known: Mapping[str, Mapping[str, Any]]) -> Finding | None:
+def _copies(pod: ExaminedPod, known: Mapping[str, Mapping[str, Any]]) -> Finding | None:
     """Whether the copies of offloaded weights have room in host memory."""
-    file = facts.pool_file.file if facts.pool_file is not None else None
-    if file is None:
+    file = pod.pool_file
+    if not isinstance(file, PoolFile):
         return None
-    kept, has = file.host_memory, facts.machine
+    kept, (has_bytes, limited_by) = file.host_memory, memory_here(pod)
     offloading = [
         name
         for name, each in file.models.items()
@@ -389,9 +438,9 @@ def _copies(facts: PodFacts, known: Mapping[str, Mapping[str, Any]]) -> Finding 
             " they are unloaded instead",
             "set `host_memory:` to the size of these models' weights",
         )
-    if kept > has.memory_bytes > 0 and not facts.is_hidden(GMS):
+    if kept > has_bytes > 0 and not pod.is_hidden(GMS):
         return failed(
-            f"host_memory is {size(int(kept))}; {has.memory_limit} is {size(has.memory_bytes)}",
+            f"host_memory is {size(int(kept))}; {limited_by} is {size(has_bytes)}",
             "lower host_memory, or raise the limit of the container",
         )
     needed = sum(sum(each["sizes"]["weights"].values()) for each in known.values())
@@ -404,46 +453,26 @@ def _copies(facts: PodFacts, known: Mapping[str, Mapping[str, Any]]) -> Finding 
     return None
 
 
-def pool_waits(facts: PodFacts) -> Finding:
-    """Requests fail whose turn would come, if the queue's limit is shorter than the turns."""
-    file = facts.pool_file.file if facts.pool_file is not None else None
-    if file is None:
-        has_pool = facts.view.get("pool") is not None or facts.pool_file is not None
-        return skipped("the pool file cannot be read here" if has_pool else NO_POOL)
+def pool_waits(pod: ExaminedPod) -> Finding:
+    """Requests fail whose turn would come, if the queue's limit is shorter than the pool's bound on
+    their wait."""
+    if (absent := _not_running(pod)) is not None:
+        return absent
+    file = pod.pool_file
+    if not isinstance(file, PoolFile):
+        return skipped("the pool file cannot be read here")
     endless = [name for name, each in file.models.items() if math.isinf(each.drain_timeout.cut)]
     if endless:
         return warned(
             f"`cut: never` of {', '.join(endless)}: others on the same devices may wait for ever",
             "set `drain_timeout: {cut: 30s}`, unless that is intended",
         )
-    waits = {name: _turns_s(file, name) for name in file.models}
-    longest = max(waits, key=lambda name: waits[name])
-    if waits[longest] > file.queue.wait:
-        slowest = max(_sharing(file, longest), key=lambda name: file.models[name].min_runtime)
+    bounds = {str(it["model"]): it["bound_ms"] or 0.0 for it in models_of(pod.view["pool"])}
+    longest, limit_ms = max(bounds, key=lambda name: bounds[name]), file.queue.wait * 1000
+    if bounds[longest] > limit_ms:
         return warned(
-            f"a request for {longest} may wait for {duration(waits[longest] * 1000)} for the turns"
-            f" of others alone, and `queue: wait` ends it after {duration(file.queue.wait * 1000)};"
-            f" the longest turn is that of {slowest}"
-            f" (min_runtime {duration(file.models[slowest].min_runtime * 1000)})",
+            f"a request for {longest} may wait for {duration(bounds[longest])}, and `queue: wait`"
+            f" ends it after {duration(limit_ms)}; see `understudy pool explain {longest}`",
             "shorten min_runtime or drain_timeout, or let requests wait longer",
         )
-    return passed(f"the turns of others last {duration(waits[longest] * 1000)} at most")
-
-
-def _turns_s(file: PoolFile, name: str) -> float:
-    """The part of the bound that settings decide: what does not depend on the machine."""
-    others = [file.models[each] for each in _sharing(file, name) if each != name]
-    turns = sum(each.min_runtime + each.drain_timeout.park for each in others if not each.pinned)
-    first = max(file.models[name].max_wait, IDLE_MS_MAX / 1000)
-    return float(first + file.models[name].drain_timeout.park + turns)
-
-
-def _sharing(file: PoolFile, name: str) -> list[str]:
-    """All models that share devices with it, also through others, and itself."""
-    found, devices = [name], set(file.models[name].devices)
-    rest = [each for each in file.models if each != name]
-    while near := [each for each in rest if devices & set(file.models[each].devices)]:
-        found += near
-        devices.update(*(file.models[each].devices for each in near))
-        rest = [each for each in rest if each not in near]
-    return found
+    return passed(f"a request waits for {duration(bounds[longest])} at most")

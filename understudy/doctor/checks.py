@@ -1,8 +1,7 @@
 """The list of all checks, in the order of the report, and the report itself.
 
-A check is one function in `CHECKS`: its name is the check's stable id. Pure: facts in, one document
-or lines out. A check that raises is a bug and ends the command: a missing result must not look like
-a pass.
+A check is one function in `CHECKS`: its name is the check's stable id. A check that raises is a bug
+and ends the command: a missing result must not look like a pass.
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ from typing import Any
 from msgspec import to_builtins
 
 from understudy.doctor import check_machine, check_pod
-from understudy.doctor.facts import Finding, FindingStatus, PodFacts
+from understudy.doctor.pod import ExaminedPod, Finding, FindingStatus
 from understudy.schema import CheckResult, CheckStatus, DoctorDocument
 
 SCHEMA = 1
 
-CHECKS: tuple[tuple[str, Callable[[PodFacts], Finding]], ...] = (
+CHECKS: tuple[tuple[str, Callable[[ExaminedPod], Finding]], ...] = (
     ("pod directory", check_pod.directory),
     ("socket path length", check_pod.path_length),
     ("shared directory", check_pod.shared),
@@ -58,9 +57,9 @@ CHECKS: tuple[tuple[str, Callable[[PodFacts], Finding]], ...] = (
 COUNTED = {"fail": "failed", "warn": "warnings", "pass": "passed", "skip": "skipped"}
 
 
-def examine(facts: PodFacts) -> list[CheckResult]:
+def examine(pod: ExaminedPod) -> list[CheckResult]:
     """The result of every check."""
-    found = [(judge.__name__, title, judge(facts)) for title, judge in CHECKS]
+    found = [(judge.__name__, title, judge(pod)) for title, judge in CHECKS]
     return [
         CheckResult(
             id=name, title=title, status=it.status.value, found=it.found, fix=it.fix or None

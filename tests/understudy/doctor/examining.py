@@ -14,8 +14,7 @@ from typing import Any
 from tests.documents import mismatches
 from tests.helpers import free_ports
 from understudy.doctor.checks import CHECKS
-from understudy.doctor.facts import Finding, FindingStatus, PodFacts
-from understudy.doctor.probe import look
+from understudy.doctor.pod import Finding, FindingStatus, look
 from understudy.pod.ports import Ports
 from understudy.schema import DoctorDocument
 
@@ -31,14 +30,11 @@ def ports_of(first: int) -> Ports:
     return Ports(first, first + 1, first + 2, first + 3, (first + 4, first + 5))
 
 
-def facts_of(directory: str, ports: Ports | None = None) -> PodFacts:
-    return asyncio.run(look(Path(directory), ports or ports_of(free_ports(5)), os.environ))
-
-
 def examined(directory: str, ports: Ports | None = None) -> dict[str, Finding]:
     """What every check finds, by its id."""
-    facts = facts_of(directory, ports)
-    return {judge.__name__: judge(facts) for _, judge in CHECKS}
+    ports = ports or ports_of(free_ports(5))
+    pod = asyncio.run(look(Path(directory), ports, os.environ))
+    return {judge.__name__: judge(pod) for _, judge in CHECKS}
 
 
 def doctor(

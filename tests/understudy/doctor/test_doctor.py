@@ -20,7 +20,7 @@ from tests.gms.bench import ClientProcess, GmsProcess
 from tests.helpers import free_port, free_ports, until
 from tests.lockserver.processes import ServerProcess
 from tests.understudy.doctor.examining import FAIL, PASS, doctor, examined
-from understudy.doctor.probe import UNIX_LISTENS
+from understudy.doctor.check_pod import UNIX_LISTENS
 from understudy.pod.ports import Ports
 
 LOCK_FILES = ("lockserver.sock", "lockserver.lock", "lockserver.json")
