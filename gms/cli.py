@@ -6,8 +6,8 @@ copies, and the two that keep and make host copies. Options and settings come fi
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
+import errno
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -17,12 +17,11 @@ import click
 
 from gms import names, report
 from gms.server.devices import VISIBLE, devices_to_serve
-from gms.server.process import DeviceProcess
-from gms.server.server import STALL_MS
-from gms.shortage import FDS_OF_PLACE, FDS_TO_START, check_room, reported_at_start
+from gms.server.driver_thread import StartShortageError, reported_at_start
+from gms.server.server import STALL_MS, DeviceProcess
 from gms.vmm.host import HostMemory
 from gms.vmm.interface import DeviceMemory
-from plumbing.errors import UnreachableError, UsageError
+from plumbing.errors import UnreachableError, UsageError, explain_shortage
 from plumbing.pod import paths
 from plumbing.pod.cli import Look, json_flag, options, run_async, show_status, watch_flag
 from plumbing.pod.gms_files import write_device_names
@@ -30,7 +29,7 @@ from plumbing.pod.models import device_of, model_names, place_of
 from plumbing.service.config import Option, Resolved, size_bytes, size_list
 from plumbing.service.hosts import ALLOWED_HOST
 from plumbing.service.log import configure
-from plumbing.service.process import arm_from_environment
+from plumbing.service.process import arm_from_environment, raise_fd_limit
 from plumbing.service.signals import SignalInbox
 from plumbing.text import to_json
 
@@ -116,7 +115,9 @@ def sizes_of(devices: Sequence[str], sizes: tuple[int, ...] | None) -> dict[str,
 
 HOST_DEVICE_BYTES = 4 << 30
 NICE = 10  # nobody waits for a copy
-CRASHED = 70  # EX_SOFTWARE of sysexits.h: an internal error
+# What a server opens until it serves (14), and a first writer.
+FDS_TO_START = 24
+FDS_OF_PLACE = 8  # sockets, their locks, the journal, the supervisor's connections
 
 
 @click.group()
@@ -190,7 +191,12 @@ def serve_device(config: Resolved) -> None:
     _as_child(config)
     with reported_at_start():
         places = config["place"] or (config["device"],)
-        check_room(FDS_TO_START + FDS_OF_PLACE * len(places))
+        needed = FDS_TO_START + FDS_OF_PLACE * len(places)
+        if 0 <= raise_fd_limit() < needed:  # with less, libuv aborts the process
+            raise StartShortageError(
+                "gms.server_exhausted",
+                f"this server needs {needed} descriptors: {explain_shortage(errno.EMFILE)}",
+            )
         # Before any loop runs: a driver may take seconds to initialise.
         memory, capacity_bytes = _memory(config)
 
@@ -206,7 +212,14 @@ def serve_device(config: Resolved) -> None:
                 stall_ms=config["stall_s"] * 1000,
                 restarts_total=config["restarts"],
             )
-            await _run(process)
+            signals = SignalInbox()  # first: a SIGTERM during the start must leave no socket
+            with reported_at_start():  # again: `run_async` ends the process on such an error
+                await process.start()
+            try:
+                await signals.get()
+            finally:
+                signals.close()
+                await process.close()
 
         run_async(run)
 
@@ -224,26 +237,6 @@ def _memory(config: Resolved) -> tuple[DeviceMemory, int]:
 
     cuda = CudaMemory(device_of(config["device"]))
     return cuda, min(wanted_bytes or cuda.capacity_bytes, cuda.capacity_bytes)
-
-
-async def _run(server: DeviceProcess) -> None:
-    asyncio.get_running_loop().set_exception_handler(_crash)
-    signals = SignalInbox()  # first: a SIGTERM during the start must not leave a socket behind
-    with reported_at_start():  # again: `run_async` ends the process on such an error
-        await server.start()
-    try:
-        await signals.get()
-    finally:
-        signals.close()
-        await server.close()
-
-
-def _crash(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """A bug: a server that is wrong about itself must end. Memory lives on in its readers."""
-    loop.default_exception_handler(context)
-    if context.get("exception") is not None:  # else asyncio only remarks on something
-        sys.stderr.flush()
-        os._exit(CRASHED)  # without cleaning up, which may rely on what is broken
 
 
 @main.command()

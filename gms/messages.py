@@ -5,8 +5,8 @@ answered several times: `waiting` any number of times, then `writing`, or `attac
 frames with the remaining descriptors. All repeat its request id. Manifests are bytes, which
 `gms/manifest.py` encodes and decodes.
 
-`borrow_pool` is answered by `waiting` any number of times, then by `granted_pool`: the name of the
-pool's file and no memory. The client holds a shared flock on that file before it asks for the
+`borrow_pool` is answered by `waiting` any number of times, then by `granted_pool`, without memory.
+The client holds a shared flock on that file before it asks for the
 memory with `take`, so that no process ever maps a pool without the kernel knowing.
 
 `hand_back` is one message in frames, which nothing answers in between: what does not fit into its
@@ -81,7 +81,6 @@ class EpochAttachedMsg(Message, frozen=True, tag="attached"):
 
     FDS = (0, FDS_PER_FRAME_MAX)
     epoch: str
-    epoch_file: str  # a name in the service's directory, which containers may mount anywhere
     identity: dict[str, Any]
     layout_hash: str
     slab_sizes: tuple[int, ...]
@@ -98,10 +97,9 @@ class SlabsMsg(Message, frozen=True, tag="slabs"):
 
 
 class WritingMsg(Message, frozen=True, tag="writing"):
-    """RW is granted; hold a shared flock on `epoch_file` before the first `allocate`."""
+    """RW is granted; hold a shared flock on the epoch's file before the first `allocate`."""
 
     epoch: str
-    epoch_file: str
     capacity_bytes: Bytes
     free_bytes: Bytes
     granularity_bytes: Bytes
@@ -275,10 +273,9 @@ class BorrowPoolMsg(Message, frozen=True, tag="borrow_pool"):
 
 
 class PoolGrantedMsg(Message, frozen=True, tag="granted_pool"):
-    """The pool is this incarnation's: hold a shared flock on `pool_file`, then `take`."""
+    """The pool is this incarnation's: hold a shared flock on its file, then `take`."""
 
     pool: str
-    pool_file: str  # a name in the service's directory
 
 
 class TakeMsg(Message, frozen=True, tag="take"):

@@ -21,8 +21,7 @@ COPIES = "OFFLOAD"  # the one server of all host copies
 PLACE_PATTERN = rf"[A-Za-z0-9-]+(?:\.{NAME_PATTERN})?"
 # HOST-0, GPU-<uuid>, MIG-<uuid>, HOST-0.chat
 _DEVICE = re.compile(rf"[A-Za-z0-9][A-Za-z0-9-]{{0,63}}(?:\.{NAME_PATTERN})?")
-_POOL_FILE = re.compile(rf"gms_({PLACE_PATTERN})_kv_[0-9a-f]{{32}}\.pool")
-_EPOCH_FILE = re.compile(rf"gms_({PLACE_PATTERN})_[a-z]+_[0-9a-f]{{32}}\.epoch")
+SUFFIXES = {WEIGHTS: ".epoch", KV: ".pool"}
 
 
 def check_device(device: str) -> str:
@@ -65,26 +64,6 @@ def journal_path(directory: str, device: str) -> str:
     return paths.gms_journal(directory, check_device(device))
 
 
-def epoch_file(device: str, epoch: str) -> str:
-    """The file name on which every process that maps `epoch` holds a shared flock."""
-    return f"gms_{device}_{WEIGHTS}_{epoch}.epoch"
-
-
-def epochs_on_disk(directory: str, device: str) -> list[str]:
-    """The ids of the epochs of this device that have a file."""
-    return _ids_on_disk(directory, epoch_file(device, ""), _EPOCH_FILE)
-
-
-def is_epoch_file(name: str) -> bool:
-    """Whether `name`, which a server sent, is a plain epoch file name."""
-    return _EPOCH_FILE.fullmatch(name) is not None
-
-
-def is_epoch_id(value: object) -> bool:
-    """Whether `value` is an epoch's id: 32 hex digits, so it is safe in a file name."""
-    return isinstance(value, str) and re.fullmatch(r"[0-9a-f]{32}", value) is not None
-
-
 def kv_socket_path(directory: str, device: str) -> str:
     """The socket of the server that owns one device's KV memory."""
     return paths.gms_socket(directory, check_device(device), KV)
@@ -95,26 +74,35 @@ def kv_token_path(directory: str, device: str) -> str:
     return paths.gms_journal(directory, check_device(device), KV)
 
 
+def region_file(device: str, tag: str, region: str) -> str:
+    """The name of the file on which every process that maps the region holds a shared flock."""
+    return f"gms_{device}_{tag}_{region}{SUFFIXES[tag]}"
+
+
+def epoch_file(device: str, epoch: str) -> str:
+    return region_file(device, WEIGHTS, epoch)
+
+
 def pool_file(device: str, pool: str) -> str:
-    """The file name on which every process that maps the KV pool holds a shared flock."""
-    return f"gms_{device}_{KV}_{pool}.pool"
+    return region_file(device, KV, pool)
+
+
+def epochs_on_disk(directory: str, device: str) -> list[str]:
+    """The ids of the epochs of this device that have a file."""
+    return _regions_on_disk(directory, device, WEIGHTS)
 
 
 def pools_on_disk(directory: str, device: str) -> list[str]:
     """The ids of the KV pools of this device that have a file."""
-    return _ids_on_disk(directory, pool_file(device, ""), _POOL_FILE)
+    return _regions_on_disk(directory, device, KV)
 
 
-def _ids_on_disk(directory: str, without_id: str, pattern: re.Pattern[str]) -> list[str]:
-    """The ids in the names that are `without_id` but for theirs."""
-    prefix, dot, end = without_id.rpartition(".")
-    return [
-        name.removeprefix(prefix).removesuffix(dot + end)
-        for name in sorted(os.listdir(directory))
-        if name.startswith(prefix) and pattern.fullmatch(name)
-    ]
+def _regions_on_disk(directory: str, device: str, tag: str) -> list[str]:
+    file = re.compile(re.escape(region_file(device, tag, "ID")).replace("ID", "([0-9a-f]{32})"))
+    found = map(file.fullmatch, sorted(os.listdir(directory)))
+    return [match[1] for match in found if match is not None]
 
 
-def is_pool_file(name: str) -> bool:
-    """Whether `name`, which a server sent, is the plain name of a KV pool's file."""
-    return _POOL_FILE.fullmatch(name) is not None
+def is_region_id(value: object) -> bool:
+    """Whether `value` is an epoch's or a pool's id: 32 hex digits, so it is safe in a file name."""
+    return isinstance(value, str) and re.fullmatch(r"[0-9a-f]{32}", value) is not None

@@ -45,16 +45,10 @@ def ignored_by_engines() -> list[str]:
 
 
 def session_edges() -> list[Edge]:
-    found = region.TRANSITIONS.items()
     return [
-        (str(source), event.__name__.removesuffix("Msg"), str(target))
-        for (source, event), target in found
+        (str(source), getattr(event, "__name__", str(event)).removesuffix("Msg"), str(target))
+        for source, event, target in region.SESSIONS
     ]
-
-
-def region_edges() -> list[Edge]:
-    found = region.TURNS.items()
-    return [(str(source), verb, str(target)) for (source, verb), target in found]
 
 
 def request_edges() -> list[Edge]:
@@ -102,7 +96,7 @@ def page() -> str:
     lines += ["## A session with the GPU memory service", ""]
     lines += page_of(session_edges())
     lines += ["## A region: an epoch of weights, or a pool of KV memory", ""]
-    lines += page_of(region_edges())
+    lines += page_of(region.TURNS.edges())
     lines += [
         "`gms status` shows an epoch that is `making` as `staging`, `served` as `committed`, and",
         "`retired` as `superseded` while a session reads it, else as `releasing`.",

@@ -27,12 +27,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from gms import messages
-from gms.client.device import look_for_mps, memory_for
-from gms.client.fd_keeper import Keeper
+from gms.client.keeper import Keeper
 from gms.client.kv_loan import KvClaim, KvLease, borrow_pool, has_pool_service, pool_service_answers
 from gms.client.offloaded import Offloaded, open_copy, release, written_from_copy
 from gms.client.reader import Reader
-from gms.client.sessions import Attachment, OnWait, Opening
+from gms.client.sessions import Attachment, OnWait, Opening, look_for_mps, memory_for
 from gms.client.writer import Writer
 from gms.manifest import TensorRecord
 from gms.messages import ADOPTED, ADOPTING, BEGUN

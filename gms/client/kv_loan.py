@@ -25,29 +25,31 @@ import os
 import time
 from collections.abc import Sequence
 
-from msgspec import Struct
+from msgspec.structs import replace
 
 from gms import messages as msg
 from gms import names
-from gms.client.device import memory_for
-from gms.client.session_thread import (
+from gms.client.keeper import ATTACHED, BACKOFF_S, REJOINING, Keeper, OnText
+from gms.client.sessions import (
     ACCEPT_TIMEOUT_S,
-    ATTACHED,
-    BACKOFF_S,
-    DETACHED,
-    RECEIVE_TIMEOUT_S,
-    REJOINING,
-    OnText,
-    SessionThread,
+    GRACE_S,
+    RegionSession,
+    join_file,
+    memory_for,
+    placeholder,
+    wait_for_grant,
 )
-from gms.client.sessions import GRACE_S, hand_back, join_file, placeholder, wait_for_grant
 from gms.questions import unexpected_answer
 from gms.vmm.interface import Allocation, DeviceMemory, release_all
-from plumbing.errors import RemoteError, UnderstudyError, UnreachableError
+from plumbing.errors import UnderstudyError, UnreachableError
 from plumbing.service.process import make_fd_room
 from plumbing.wire import sockets
 from plumbing.wire.blocking import BlockingClient
 from plumbing.wire.fds import OwnedFd, close_all
+
+# Who asks for how much. `token` and `era` are those of the grant of `active`; the sizes are the
+# same in every process of an incarnation.
+KvClaim = msg.BorrowPoolMsg
 
 # The service may answer differently the next time: it has just given this pool up, or ran short.
 PASSING = ("gms.stale_epoch", "gms.server_exhausted")
@@ -125,7 +127,7 @@ def _borrow(
     memory: DeviceMemory | None,
 ) -> KvLease:
     rest_s = max(0.0, end - time.monotonic())
-    request = msg.BorrowPoolMsg(*claim.fields, wait_ms=round(rest_s * 1000))
+    request = replace(claim, wait_ms=round(rest_s * 1000))
     path = names.kv_socket_path(directory, device)
     with contextlib.ExitStack() as stack:
         low = stack.enter_context(placeholder("borrow the KV memory"))
@@ -135,9 +137,7 @@ def _borrow(
         if not isinstance(granted, msg.PoolGrantedMsg):
             close_all(reply.fds)
             raise unexpected_answer(granted.TYPE, "borrow")
-        if not names.is_pool_file(granted.pool_file):
-            raise unexpected_answer(f"the pool's file {granted.pool_file!r}", "borrow")
-        flock = stack.enter_context(join_file(os.path.join(directory, granted.pool_file), low))
+        flock = stack.enter_context(join_file(directory, device, names.KV, granted.pool, low))
         make_fd_room(msg.POOL_SLABS_MAX + 1)
         reply = client.request(msg.TakeMsg(), timeout_s=GRACE_S)
         fds, taken = reply.fds, reply.message
@@ -152,35 +152,12 @@ def _borrow(
         return lease
 
 
-HAND_BACK_TIMEOUT_S = 30.0  # two trial maps for each slab, of which there are at most 249
-
-# It never will take this pool back: it has another by now, and this one ends with this engine.
-FINAL = ("gms.kv_pool_gone",)
-
-
-class KvClaim(Struct, frozen=True):
-    """Who asks for how much. `token` and `era` are those of the grant of `active`; the sizes are
-    the same in every process of an incarnation."""
-
-    engine: str
-    incarnation: str
-    token: int
-    era: str
-    size_bytes: int
-    index_bytes: int
-
-    @property
-    def fields(self) -> tuple[str, str, int, str, int, int]:
-        """As the messages have them, in their order."""
-        who = (self.engine, self.incarnation, self.token, self.era)
-        return (*who, self.size_bytes, self.index_bytes)
-
-
-class KvLease(SessionThread):
+class KvLease(RegionSession):
     """The device's KV pool, this incarnation's until `close`. It keeps itself through deaths of
     the service, on a thread."""
 
-    what, kept = "KV memory service", "this engine keeps its KV memory and keeps serving"
+    service = "KV memory service"
+    kept = "this engine keeps its KV memory and keeps serving"
 
     def __init__(
         self,
@@ -195,20 +172,21 @@ class KvLease(SessionThread):
         on_change: OnText,
     ) -> None:
         """Takes `client`, `flock` and `fds`, unless it raises."""
-        super().__init__("kv-lease", on_change)
+        super().__init__(path, client)
         self.claim, self.pool, self.is_fresh = claim, taken.pool, taken.is_fresh
         self.slab_sizes, self.index_bytes = taken.slab_sizes, taken.index_bytes
         self.index = fds[0]  # lent to the caller, to map it writable
-        self._device, self._memory = device, memory
-        self._path, self._client, self._flock = path, client, flock
+        self._device, self._memory, self._flock = device, memory, flock
         self._fds: list[OwnedFd] = list(fds[1:])  # of the slabs, until they are adopted
         self._slabs: list[Allocation] = []
         self._mark, self._discarded = "", ""
-        try:
-            self._start()
-        except UnderstudyError:
-            self._wake.close()
-            raise
+        self._keeper = Keeper(self, on_change=on_change)
+        self._keeper.start()
+
+    @property
+    def state(self) -> str:
+        """`attached`, `rejoining` or `detached`."""
+        return self._keeper.state
 
     @property
     def slabs(self) -> list[Allocation]:
@@ -235,25 +213,29 @@ class KvLease(SessionThread):
             self._slabs = adopted
         return self._slabs
 
-    def fileno(self) -> int:
-        """Lend the session's socket; -1 while the service is away."""
-        return -1 if self.state != ATTACHED else self._client.fileno()
-
     def mark(self, mark: str) -> None:
         """Report `BEGUN`, `ADOPTING` or `ADOPTED`; the last one is repeated to a new service."""
         self._mark = mark
-        self._report()
+        self._keeper.report("mark", msg.MarkMsg(mark))
 
     def discard(self, why: str) -> None:
         """The content must never be believed again: no engine borrows this pool after this one. Its
         memory is freed when this engine's processes are gone; this lease stays as it is."""
         self._discarded = why[: msg.DETAIL_LENGTH_MAX] or "no reason given"
-        self._report()
+        self._keeper.report("discard", msg.DiscardMsg(self._discarded))
+
+    def held(self) -> tuple[msg.HandBackMsg, Sequence[int], bytes]:
+        claim, said = self.claim, (self._mark, self._discarded)
+        pool = msg.HeldPool(claim.token, claim.era, claim.size_bytes, claim.index_bytes, *said)
+        who = claim.engine, claim.incarnation
+        message = msg.HandBackMsg(*who, self.pool, self.slab_sizes, pool=pool)
+        return message, [fd.fileno() for fd in (self.index, *self._fds)], b""
 
     def close(self) -> None:
         """Give the pool back: whoever calls this maps nothing of it any more. Safe to repeat."""
-        if not self._is_closing:
-            self._stop(self._interrupt)
+        if not self.is_closed:
+            self.is_closed = True
+            self._keeper.close()
             with contextlib.closing(self._client):
                 self._let_go()
 
@@ -272,7 +254,8 @@ class KvLease(SessionThread):
         while self.state == REJOINING and time.monotonic() < end:
             time.sleep(BACKOFF_S)  # a service that is back may have the memory already
         was_held = self.state == ATTACHED
-        self._stop(self._interrupt if not was_held else lambda: None)
+        self._keeper.close()
+        self.is_closed = True
         with contextlib.closing(self._client):
             self._let_go()
             if was_held:
@@ -287,9 +270,6 @@ class KvLease(SessionThread):
         if not isinstance(reply.message, msg.PoolFreedMsg):
             raise unexpected_answer(reply.message.TYPE, "give_up")
 
-    def _interrupt(self) -> None:
-        self._client.interrupt()
-
     def _let_go(self) -> None:
         """Of memory, index and file, in this order."""
         with contextlib.ExitStack() as stack:
@@ -297,54 +277,3 @@ class KvLease(SessionThread):
             stack.callback(close_all, [self.index, *self._fds])
             slabs, self._slabs = self._slabs, []
             release_all(slabs)
-
-    def __enter__(self) -> KvLease:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _report(self) -> None:
-        """Tell the service, if there is one; all of it is repeated to the next."""
-        if self.state == ATTACHED:
-            self._repeat()
-
-    def _repeat(self) -> None:
-        with contextlib.suppress(UnderstudyError, OSError):
-            if self._mark:
-                self._client.notify(msg.MarkMsg(self._mark))
-            if self._discarded:
-                self._client.notify(msg.DiscardMsg(self._discarded))
-
-    # ------------------------------------------------------------------ on the thread
-
-    def _session(self) -> int:
-        return self._client.fileno()
-
-    def _hear(self) -> None:
-        """The service says nothing to a holder: what is readable is the end of the session."""
-        reply = self._client.receive(RECEIVE_TIMEOUT_S)
-        close_all(reply.fds)
-        raise unexpected_answer(reply.message.TYPE, "nothing")
-
-    def _attach_again(self) -> None:
-        """Report the pool to a new service, with all of its descriptors."""
-        self._client.close()
-        client = BlockingClient(self._path, msg.CATALOGUE, ACCEPT_TIMEOUT_S)
-        try:
-            self._client = client  # which `close` may interrupt
-            if self._is_closing:
-                raise UnreachableError("wire.closed", "this lease was closed")
-            claim, said = self.claim, (self._mark, self._discarded)
-            sizes = claim.size_bytes, claim.index_bytes
-            held = msg.HeldPool(claim.token, claim.era, *sizes, *said)
-            who = claim.engine, claim.incarnation
-            message = msg.HandBackMsg(*who, self.pool, self.slab_sizes, pool=held)
-            fds = [fd.fileno() for fd in (self.index, *self._fds)]
-            hand_back(client, message, fds, b"", HAND_BACK_TIMEOUT_S)
-        except BaseException as error:
-            client.close()
-            if not isinstance(error, RemoteError) or error.code not in FINAL:
-                raise
-            self.state = DETACHED
-            self._on_change(f"{error.message}; this engine keeps serving")

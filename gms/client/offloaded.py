@@ -21,7 +21,7 @@ from msgspec import structs
 
 from gms import messages as msg
 from gms import names
-from gms.client.fd_keeper import Keeper
+from gms.client.keeper import Keeper
 from gms.client.reader import Reader
 from gms.client.sessions import Attachment, OnWait, Opening
 from gms.client.writer import Writer

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from msgspec import structs
 
 from gms import messages as msg
-from gms.client.session_thread import ACCEPT_TIMEOUT_S, RECEIVE_TIMEOUT_S
-from gms.client.sessions import Attachment, Opening, WeightsSession, hand_back
+from gms.client.sessions import Attachment, Opening, WeightsSession
 from gms.manifest import TensorRecord, WeightsManifest
-from plumbing.errors import UnderstudyError, UnreachableError
-from plumbing.wire.blocking import BlockingClient, Reply
-from plumbing.wire.messages import Message
+from plumbing.errors import UnderstudyError
+from plumbing.wire.blocking import BlockingClient
 
 PIECE_BYTES = 8 << 20  # large: few thread switches; small: soon stopped
 
@@ -52,7 +50,6 @@ class Reader(WeightsSession):
         self.layout_hash = epoch.layout_hash
         self.slab_sizes = epoch.slab_sizes
         self.manifest = WeightsManifest(epoch.manifest)
-        self._coming: BlockingClient | None = None  # a connection that is not a session yet
 
     @property
     def tensors(self) -> Mapping[str, TensorRecord]:
@@ -89,87 +86,26 @@ class Reader(WeightsSession):
         """All slabs in order, piece by piece, each with its offset: in place, so only while nobody
         unmaps them, or copied from a device's memory."""
         mapped = self._attachment.range
-        look = mapped.view if self._opening.memory.kind == "host" else mapped.read
+        look = mapped.view if self.opening.memory.kind == "host" else mapped.read
         for first in range(0, self.size_bytes, PIECE_BYTES):
             yield first, look(first, min(PIECE_BYTES, self.size_bytes - first))
 
-    # ------------------------------------------------------------------ for the keeper
+    # ------------------------------------------------------------------ for the service
 
-    @property
-    def has_pending(self) -> bool:
-        """Whether `receive` has a message although `fileno` is not readable: one that arrived
-        together with the answer to `rejoin`."""
-        return self._client.has_pending
-
-    def receive(self) -> Reply:
-        """The next message that the service sends of itself.
-
-        Raises:
-            UnreachableError, ProtocolError, RemoteError: this session is over.
+    def held(self) -> tuple[msg.HandBackMsg, Sequence[int], bytes]:
         """
-        return self._client.receive(timeout_s=RECEIVE_TIMEOUT_S)
-
-    def send(self, message: Message, request_id: int = 0) -> None:
-        """Send a message to the service; as the answer to its `request_id`, if not 0.
-
         Raises:
-            UnreachableError: it is gone.
-        """
-        self._client.notify(message, request_id=request_id)
-
-    def condemn(self, why: str, detail: str) -> None:
-        """Report that the bytes cannot be trusted: `device_error` or `canary`.
-
-        Raises:
-            UnreachableError: the service is gone and has no report.
-        """
-        self.send(msg.CondemnMsg(why, detail[: msg.DETAIL_LENGTH_MAX]))
-
-    def rejoin(
-        self,
-        deadline_s: float,
-        *,
-        was_committed: bool = True,
-        may_go_on: Callable[[], bool] = lambda: True,
-    ) -> None:
-        """Hand the memory back to a restarted service, as this epoch's reader. The mapping stays as
-        it is throughout.
-
-        `interrupt`, from another thread, ends it once `may_go_on` is false.
-
-        Raises:
-            UnreachableError, WaitTimeoutError, RemoteError, ProtocolError: try again later, but
-                for RemoteError `gms.not_committed`: this epoch was never published.
-            UnderstudyError: `gms.not_mapped`, there is nothing to read.
+            UnderstudyError: `gms.not_mapped`.
         """
         if self.slab_sizes and not self._attachment.slabs:
             raise UnderstudyError(
                 "gms.not_mapped", f"epoch {self.epoch} is unmapped here; `remap` attaches again"
             )
-        self._client.close()
-        self._coming = client = self._opening.connect(min(deadline_s, ACCEPT_TIMEOUT_S))
-        held = msg.HeldEpoch(was_committed, self.identity, self.layout_hash)
-        who = self._request.engine, self._request.incarnation
-        sizes = tuple(self.slab_sizes)
-        message = msg.HandBackMsg(*who, self.epoch, sizes, self._request.rank, epoch=held)
-        try:
-            if not may_go_on():  # asked when `interrupt` knows the client: one of the two sees it
-                raise _closed()
-            hand_back(client, message, self.slab_fds(), self.manifest.encoded, deadline_s)
-            self._client = client
-            if self.is_closed:  # asked when `close` sees the new client: one of the two closes it
-                raise _closed()
-        except BaseException:
-            client.close()
-            raise
-        finally:
-            self._coming = None
-
-    def interrupt(self) -> None:
-        """End a `rejoin` that is under way on another thread; a session that is there stays."""
-        client = self._coming
-        if client is not None:
-            client.interrupt()
+        epoch = msg.HeldEpoch(True, self.identity, self.layout_hash)
+        who = self.request.engine, self.request.incarnation
+        sizes, rank = tuple(self.slab_sizes), self.request.rank
+        message = msg.HandBackMsg(*who, self.epoch, sizes, rank, epoch=epoch)
+        return message, self.slab_fds(), self.manifest.encoded
 
     # ------------------------------------------------------------------ away and back
 
@@ -205,19 +141,15 @@ class Reader(WeightsSession):
         wait_ms = round(deadline_s * 1000)
         mode = "ro" if rewrite is None else "rw_or_ro"
         request = structs.replace(
-            self._request, mode=mode, identity=self.identity, wait_ms=wait_ms, replace=False
+            self.request, mode=mode, identity=self.identity, wait_ms=wait_ms, replace=False
         )
-        client, grant = self._opening.attach(
+        client, grant = self.opening.attach(
             request, deadline_s, self._attachment, layout_hash=self.layout_hash, copy=copy
         )
         if isinstance(grant, msg.WritingMsg) and rewrite is not None:
             with contextlib.ExitStack() as stack:
                 stack.callback(client.close)
                 stack.callback(self._attachment.unmap)
-                client = rewrite(self._opening, client, self._attachment, request, grant)._client
+                client = rewrite(self.opening, client, self._attachment, request, grant)._client
                 stack.pop_all()
         self._client, self.epoch = client, grant.epoch
-
-
-def _closed() -> UnreachableError:
-    return UnreachableError("wire.closed", "this reader was closed while it was rejoining")

@@ -22,6 +22,7 @@ from gms import epoch_file, names
 from gms import messages as msg
 from gms.manifest import TensorRecord
 from gms.questions import unexpected_answer
+from gms.vmm.host import HostMemory
 from gms.vmm.interface import Allocation, DeviceMemory, Reservation, release_all
 from plumbing.errors import (
     InvariantError,
@@ -30,6 +31,8 @@ from plumbing.errors import (
     UnreachableError,
     WaitTimeoutError,
 )
+from plumbing.pod.models import device_of
+from plumbing.service import procfs
 from plumbing.service.process import make_fd_room
 from plumbing.wire import sockets
 from plumbing.wire.blocking import BlockingClient, Reply
@@ -50,11 +53,11 @@ class Opening:
     def __init__(self, directory: str, device: str, memory: DeviceMemory) -> None:
         self.memory, self.device = memory, device
         self.directory = directory
-        self._path = names.socket_path(directory, device)
+        self.path = names.socket_path(directory, device)
 
-    def connect(self, deadline_s: float = CONNECT_TIMEOUT_S) -> BlockingClient:
+    def connect(self) -> BlockingClient:
         """A new connection to the device's server."""
-        return BlockingClient(self._path, msg.CATALOGUE, connect_timeout_s=deadline_s)
+        return BlockingClient(self.path, msg.CATALOGUE, connect_timeout_s=CONNECT_TIMEOUT_S)
 
     def attach(
         self,
@@ -94,7 +97,7 @@ class Opening:
             elif isinstance(grant, msg.WritingMsg) and (
                 layout_hash is None or (copy is not None and grant.copy == copy)
             ):
-                attachment.hold(self._join(grant.epoch_file, low))
+                attachment.hold(self._join(grant.epoch, low))
                 # Addresses for all that it could ever write: more may become free while it loads.
                 attachment.reserve(grant.capacity_bytes)
             else:
@@ -137,21 +140,166 @@ class Opening:
                     raise unexpected_answer(more.message.TYPE, "attach")
             if len(fds) != count:
                 raise unexpected_answer(f"{len(fds)} descriptors", "attach")
-            attachment.hold(self._join(grant.epoch_file, low))
+            attachment.hold(self._join(grant.epoch, low))
             attachment.reserve(sum(grant.slab_sizes))
         except BaseException:
             close_all(fds)
             raise
         attachment.adopt(fds, grant.slab_sizes, writable=False)
 
-    def _join(self, name: str, low: OwnedFd) -> OwnedFd:
-        if not names.is_epoch_file(name):
-            raise unexpected_answer(f"the epoch file {name!r}", "attach")
-        return join_file(os.path.join(self.directory, name), low)
+    def _join(self, epoch: str, low: OwnedFd) -> OwnedFd:
+        return join_file(self.directory, self.device, names.WEIGHTS, epoch, low)
 
 
-class WeightsSession:
-    """What readers and writers share: a connection, mapped slabs, and their end."""
+RECEIVE_TIMEOUT_S = 5.0  # for the rest of a frame that has begun
+# Short: a server that does not accept yet is tried again, and the thread may have to end meanwhile.
+ACCEPT_TIMEOUT_S = 0.5
+
+
+class RegionSession:
+    """A connection by which this process holds a region, or writes one. It ends with its service;
+    `rejoin` hands the region to the next one."""
+
+    service = "memory service"  # in sentences
+    kept = "the weights stay mapped"  # without it
+
+    def __init__(self, path: str, client: BlockingClient) -> None:
+        self._path, self._client = path, client
+        self._coming: BlockingClient | None = None  # a connection that is not a session yet
+        self.is_closed = False
+        self.is_author = False  # this process has just written the epoch that it reads
+
+    def fileno(self) -> int:
+        """Lend the session's socket: readable means that the service is gone or has sent
+        something."""
+        return self._client.fileno()
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether `receive` has a message although `fileno` is not readable: one that arrived
+        together with the answer to `rejoin`."""
+        return self._client.has_pending
+
+    def receive(self) -> Reply:
+        """The next message that the service sends of itself.
+
+        Raises:
+            UnreachableError, ProtocolError, RemoteError: this session is over.
+        """
+        return self._client.receive(timeout_s=RECEIVE_TIMEOUT_S)
+
+    def send(self, message: Message, request_id: int = 0) -> None:
+        """Send a message to the service; as the answer to its `request_id`, if not 0.
+
+        Raises:
+            UnreachableError: it is gone.
+        """
+        self._client.notify(message, request_id=request_id)
+
+    def held(self) -> tuple[msg.HandBackMsg, Sequence[int], bytes]:
+        """What `rejoin` hands back: the message, descriptors, and the manifest."""
+        raise InvariantError("this session has nothing to hand back")
+
+    def rejoin(
+        self,
+        deadline_s: float,
+        *,
+        was_committed: bool = True,
+        may_go_on: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """Hand the region back to a restarted service, with copies of its descriptors, in as many
+        frames as it takes. The mapping stays as it is throughout.
+
+        `interrupt`, from another thread, ends it once `may_go_on` is false.
+
+        Raises:
+            UnreachableError, WaitTimeoutError, RemoteError, ProtocolError: try again later, but
+                for RemoteError `gms.not_committed`, this epoch was never published, and
+                `gms.kv_pool_gone`.
+            UnderstudyError: `gms.not_mapped`, there is nothing to hand back.
+        """
+        message, fds, manifest = self.held()
+        if message.epoch is not None:
+            epoch = structs.replace(message.epoch, was_committed=was_committed)
+            message = structs.replace(message, epoch=epoch)
+        self._client.close()
+        accept_s = min(deadline_s, ACCEPT_TIMEOUT_S)
+        self._coming = client = BlockingClient(self._path, msg.CATALOGUE, accept_s)
+        try:
+            if not may_go_on():  # asked when `interrupt` knows the client: one of the two sees it
+                raise _closed()
+            _hand_back(client, message, fds, manifest, deadline_s)
+            self._client = client
+            if self.is_closed:  # asked when `close` sees the new client: one of the two closes it
+                raise _closed()
+        except BaseException:
+            client.close()
+            raise
+        finally:
+            self._coming = None
+
+    def interrupt(self) -> None:
+        """End a `rejoin` that is under way on another thread; a session that is there stays."""
+        client = self._coming
+        if client is not None:
+            client.interrupt()
+
+    def close(self) -> None:
+        """Let the memory go and disconnect; safe to call again."""
+        self._client.close()
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _closed() -> UnreachableError:
+    return UnreachableError("wire.closed", "this session was closed while it was rejoining")
+
+
+def _hand_back(
+    client: BlockingClient,
+    message: msg.HandBackMsg,
+    fds: Sequence[int],
+    manifest: bytes,
+    timeout_s: float,
+) -> None:
+    per, piece = FDS_PER_FRAME_MAX, msg.MANIFEST_PIECE_BYTES
+    last = max(1, -(-len(fds) // per), -(-len(manifest) // piece)) - 1
+    for n in range(last + 1):
+        part = manifest[n * piece : (n + 1) * piece]
+        frame: msg.HandBackMsg | msg.MoreMsg = msg.MoreMsg(part)
+        if n == 0:
+            frame = structs.replace(message, manifest=part, more=last)
+        copies = _duplicates(fds[n * per : (n + 1) * per])
+        if n < last:
+            client.notify(frame, copies)
+            continue
+        answer = client.request(frame, copies, timeout_s).message
+        if not isinstance(answer, msg.KeptMsg) or answer.region != message.region:
+            raise unexpected_answer(answer.TYPE, "hand_back")
+
+
+def _duplicates(fds: Sequence[int]) -> list[OwnedFd]:
+    """A copy of each, for a frame.
+
+    Raises:
+        UnreachableError: `wire.no_descriptors`.
+    """
+    make_fd_room(len(fds))
+    with contextlib.ExitStack() as stack:
+        try:
+            copies = [stack.enter_context(OwnedFd(os.dup(fd))) for fd in fds]
+        except OSError as error:
+            raise sockets.no_descriptors(f"copy {len(fds)} descriptors", error) from error
+        stack.pop_all()
+        return copies
+
+
+class WeightsSession(RegionSession):
+    """What readers and writers share: mapped slabs, and their end."""
 
     def __init__(
         self,
@@ -160,21 +308,10 @@ class WeightsSession:
         attachment: Attachment,
         request: msg.AttachMsg,
     ) -> None:
-        self._opening = opening
-        self._client = client
+        """`request`: what this session asked for of the server to which `opening` is the way."""
+        super().__init__(opening.path, client)
+        self.opening, self.request = opening, request
         self._attachment = attachment
-        self._request = request
-        self.is_closed = False
-
-    @property
-    def opening(self) -> Opening:
-        """The way to the server of this session."""
-        return self._opening
-
-    @property
-    def request(self) -> msg.AttachMsg:
-        """What this session asked for."""
-        return self._request
 
     @property
     def tensors(self) -> Mapping[str, TensorRecord]:
@@ -194,24 +331,13 @@ class WeightsSession:
         record = self.tensors[name]
         return self._attachment.range.view(record.offset, record.nbytes)
 
-    def fileno(self) -> int:
-        """Lend the session's socket: readable means that the service is gone or has sent
-        something."""
-        return self._client.fileno()
-
     def close(self) -> None:
         """Unmap, release the epoch, disconnect, in this order; safe to call again."""
         if not self.is_closed:
             self.is_closed = True
             with contextlib.ExitStack() as stack:
-                stack.callback(self._client.close)  # also where the driver fails to unmap
+                stack.callback(super().close)  # also where the driver fails to unmap
                 self._attachment.close()
-
-    def __enter__(self) -> Any:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def placeholder(what: str) -> OwnedFd:
@@ -226,61 +352,20 @@ def placeholder(what: str) -> OwnedFd:
         raise sockets.no_descriptors(what, error) from error
 
 
-def join_file(path: str, placeholder: OwnedFd) -> OwnedFd:
-    """The shared flock on the file of an epoch or a KV pool; takes `placeholder`.
+def join_file(directory: str, device: str, tag: str, region: str, placeholder: OwnedFd) -> OwnedFd:
+    """The shared flock on the region's file; takes `placeholder`.
 
     Raises:
+        ProtocolError: `gms.unexpected_answer`, the server has sent an id that is none.
         UnreachableError: `wire.no_descriptors`; UnderstudyError: `gms.stale_epoch`.
     """
+    if not names.is_region_id(region):
+        raise unexpected_answer(f"region {region[:64]!r}", "the request for memory")
+    path = os.path.join(directory, names.region_file(device, tag, region))
     try:
         return epoch_file.join(path, placeholder)
     except OSError as error:
         raise sockets.no_descriptors(f"hold the file {path}", error) from error
-
-
-def duplicates(fds: Sequence[int]) -> list[OwnedFd]:
-    """A copy of each, for a frame.
-
-    Raises:
-        UnreachableError: `wire.no_descriptors`.
-    """
-    make_fd_room(len(fds))
-    with contextlib.ExitStack() as stack:
-        try:
-            copies = [stack.enter_context(OwnedFd(os.dup(fd))) for fd in fds]
-        except OSError as error:
-            raise sockets.no_descriptors(f"copy {len(fds)} descriptors", error) from error
-        stack.pop_all()
-        return copies
-
-
-def hand_back(
-    client: BlockingClient,
-    message: msg.HandBackMsg,
-    fds: Sequence[int],
-    manifest: bytes,
-    timeout_s: float,
-) -> None:
-    """Report a region to a service that has not lent it, with copies of its descriptors, in as many
-    frames as it takes.
-
-    Raises:
-        UnreachableError, WaitTimeoutError, RemoteError, ProtocolError: it is not registered.
-    """
-    per, piece = FDS_PER_FRAME_MAX, msg.MANIFEST_PIECE_BYTES
-    last = max(1, -(-len(fds) // per), -(-len(manifest) // piece)) - 1
-    for n in range(last + 1):
-        part = manifest[n * piece : (n + 1) * piece]
-        frame: msg.HandBackMsg | msg.MoreMsg = msg.MoreMsg(part)
-        if n == 0:
-            frame = structs.replace(message, manifest=part, more=last)
-        copies = duplicates(fds[n * per : (n + 1) * per])
-        if n < last:
-            client.notify(frame, copies)
-            continue
-        answer = client.request(frame, copies, timeout_s).message
-        if not isinstance(answer, msg.KeptMsg) or answer.region != message.region:
-            raise unexpected_answer(answer.TYPE, "hand_back")
 
 
 def wait_for_grant(
@@ -377,3 +462,33 @@ class Attachment:
             if self._range is not None:
                 stack.callback(self._range.free)
             self.unmap()
+
+
+def memory_for(device: str) -> DeviceMemory:
+    """The memory of `device`: a GPU's for `GPU-…` and `MIG-…`, the host's for `HOST-…`; of a place,
+    that of its device.
+
+    Raises:
+        UsageError: `gms.no_cuda`, `gms.device_not_visible`, …: never a fallback to the other kind.
+        UnderstudyError: `gms.driver_failed`.
+    """
+    if not device.startswith(("GPU-", "MIG-")):
+        return HostMemory()
+    from gms.vmm.cuda import CudaMemory  # which loads cuda-python
+
+    return CudaMemory(device_of(device))
+
+
+MPS_PIPE = "CUDA_MPS_PIPE_DIRECTORY"
+MPS_DAEMON = "nvidia-cuda-mps"  # prefix of its processes' names
+
+
+def look_for_mps(environ: Mapping[str, str]) -> str | None:
+    """Evidence of NVIDIA's Multi-Process Service: its pipe directory is set, or its daemon runs. A
+    context then belongs to the service: a fault in one client ends all of them, and what a killed
+    client had launched may go on writing."""
+    pipes = environ.get(MPS_PIPE)
+    if pipes and os.path.isdir(pipes):
+        return f"{MPS_PIPE} is {pipes}"
+    daemons = [pid for pid in procfs.pids() if procfs.name(pid).startswith(MPS_DAEMON)]
+    return f"pid {daemons[0]} is {procfs.name(daemons[0])}" if daemons else None

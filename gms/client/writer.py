@@ -152,7 +152,6 @@ class Writer(WeightsSession):
         is_answered = self._request_commit(commit)
         epoch = msg.EpochAttachedMsg(
             epoch=self.epoch,
-            epoch_file=self._grant.epoch_file,
             identity=dict(identity),
             layout_hash=computed,
             slab_sizes=tuple(sizes),
@@ -162,7 +161,7 @@ class Writer(WeightsSession):
         # The digest of a restaged epoch is known: it is the copy's.
         is_author = restaged_from is None
         reader = Reader(
-            self._opening, self._client, self._attachment, self._request, epoch, is_author=is_author
+            self.opening, self._client, self._attachment, self.request, epoch, is_author=is_author
         )
         if not is_answered:
             with contextlib.ExitStack() as stack:

@@ -102,42 +102,24 @@ class SlabCreated(Completed, frozen=True):
     """The requested slab exists."""
 
 
-class DeviceFull(Completed, frozen=True):
-    """The driver has no memory for the requested slab; other processes may release some."""
-
-    error: UnderstudyError
-
-
 class Sealed(Completed, frozen=True):
     """The manifest is valid and every slab is sealed: no process can write any more."""
 
     tensors: int
 
 
-class Journalled(Completed, frozen=True):
-    """The record is on disk."""
-
-
-class JournalFailed(Completed, frozen=True):
-    """The record could not be written; the machine retries."""
-
-    why: str
-
-
 class DriverFailed(Completed, frozen=True):
-    """A driver call for this session failed for good."""
+    """A driver call for this session failed. For good, unless a slab was requested and the device
+    is full: other processes may release some."""
 
     error: UnderstudyError
 
 
-class JournalKept(MemoryEvent, frozen=True):
-    """A record that no session waits for is on disk."""
+class Journalled(MemoryEvent, frozen=True):
+    """The record is on disk; or not, `why` says: the machine retries."""
 
-
-class JournalBehind(MemoryEvent, frozen=True):
-    """A record that no session waits for could not be written: the journal is out of date."""
-
-    why: str
+    session: int | None = None  # of the commit that waits for it
+    why: str = ""
 
 
 class RegionEvent(MemoryEvent, frozen=True):
@@ -184,30 +166,6 @@ class PoolNotMade(RegionEvent, frozen=True):
     error: UnderstudyError
 
 
-# The machines' own verdicts on a session: rows of the table, never accepted from a shell.
-
-
-class GrantedRead(SessionEvent, frozen=True): ...
-
-
-class GrantedWrite(SessionEvent, frozen=True): ...
-
-
-class PoolLent(SessionEvent, frozen=True): ...
-
-
-class ReaderBack(SessionEvent, frozen=True): ...
-
-
-class BorrowerBack(SessionEvent, frozen=True): ...
-
-
-class PoolFreed(SessionEvent, frozen=True): ...
-
-
-class SessionRefused(SessionEvent, frozen=True): ...
-
-
 class Effect(Struct, frozen=True):
     """Base of all effects."""
 
@@ -229,31 +187,11 @@ class RefuseRequest(Respond, frozen=True):
     error: UnderstudyError
 
 
-class GrantWriting(Respond, frozen=True):
-    """Send `writing`: the epoch, its file, the room that it has, and the host copy that stands for
-    the requested weights, if there is one."""
+class SendRegion(Respond, frozen=True):
+    """Send `attached` with manifest and sizes, or `taken`: in either case the descriptors."""
 
-    epoch: str
-    copy: str | None = None
-
-
-class SendEpoch(Respond, frozen=True):
-    """Send `attached`: manifest, sizes, read-only descriptors."""
-
-    epoch: str
-
-
-class GrantPool(Respond, frozen=True):
-    """Send the name of the pool's file."""
-
-    pool: str
-
-
-class SendPool(Respond, frozen=True):
-    """Send the descriptors."""
-
-    pool: str
-    is_fresh: bool
+    region: str
+    is_fresh: bool = False  # nothing was ever written to it
 
 
 class RegionEffect(Effect, frozen=True):
@@ -313,8 +251,8 @@ class SealEpoch(WriterEffect, frozen=True):
 
 
 class WriteJournal(Effect, frozen=True):
-    """Put `record` on disk; then `Journalled` or `JournalFailed`, without a session `JournalKept`
-    or `JournalBehind`. `offloaded` is the host copy of what was committed here."""
+    """Put `record` on disk; then `Journalled`. `offloaded` is the host copy of what was committed
+    here."""
 
     session: int | None
     record: JournalRecord | None

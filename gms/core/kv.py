@@ -87,23 +87,11 @@ class Pool(Region):
         return (self.claimed_bytes, self.index_bytes) == (claim.size_bytes, claim.index_bytes)
 
 
-class KvBorrower(Session):
-    """A process that borrows, or has borrowed from an earlier server."""
-
-    @property
-    def claimant(self) -> Claimant:
-        found = claimant(self.asked)
-        if found is None:
-            raise InvariantError(f"session {self.id} has claimed nothing")
-        return found
-
-
-class KvMachine(Machine[Pool, KvBorrower]):
+class KvMachine(Machine[Pool]):
     """Events in, effects out; see the head of this file and `region.py`."""
 
     what: ClassVar[str] = "KV memory"
-    back: type[ev.SessionEvent] = ev.BorrowerBack
-    session_type = KvBorrower
+    again: ClassVar[str] = "hold again"
 
     def __init__(
         self,
@@ -143,12 +131,12 @@ class KvMachine(Machine[Pool, KvBorrower]):
         return [pool for pool in self.regions.values() if pool is not self.current]
 
     @property
-    def all_holders(self) -> list[KvBorrower]:
+    def all_holders(self) -> list[Session]:
         """Those whose process maps a pool, or is about to."""
         return [each for pool in self.regions.values() for each in self.holders(pool)]
 
     @property
-    def leaving(self) -> list[KvBorrower]:
+    def leaving(self) -> list[Session]:
         """Those that wait until the memory which they gave up is free."""
         return self._in(S.LEAVING)
 
@@ -164,13 +152,13 @@ class KvMachine(Machine[Pool, KvBorrower]):
                 self._hand_back_pool(event, message)
             case msg.MarkMsg(mark):
                 session = self.session(event)
-                session.target(msg.MarkMsg)
+                session.accept(event.message)
                 if mark not in (msg.BEGUN, msg.ADOPTING, msg.ADOPTED):
                     raise ProtocolError("gms.bad_mark", f"there is no mark {mark[:64]!r}")
                 self.region_of(session).note(session.claimant, mark)
             case msg.DiscardMsg(why):
                 session = self.session(event)
-                session.move(msg.DiscardMsg, self.now_ms)
+                session.accept(event.message)
                 self.discard(self.region_of(session), f"{session.label} says: {why}")
             case msg.GiveUpMsg() as message:
                 self._give_up(event, message)
@@ -195,14 +183,14 @@ class KvMachine(Machine[Pool, KvBorrower]):
     def _take(self, event: ev.Received) -> None:
         """The shell has checked that the process holds the flock."""
         session = self.session(event)
-        session.target(msg.TakeMsg)
+        session.accept(event.message)
         pool = self.region_of(session)
         if pool.phase is not RegionPhase.SERVED:
             raise UnderstudyError(
                 "gms.kv_stale_pool", f"pool {pool.id} was discarded meanwhile; borrow again"
             )
-        session.move(msg.TakeMsg, self.now_ms)
-        self.do(ev.SendPool(session.id, event.request_id, pool.id, not pool.has_begun))
+        session.move(event.message, self.now_ms)
+        self.do(ev.SendRegion(session.id, event.request_id, pool.id, not pool.has_begun))
 
     def _give_up(self, event: ev.Received, message: msg.GiveUpMsg) -> None:
         """An engine rests: free its memory once no process maps it. One whose token is stale may
@@ -212,10 +200,10 @@ class KvMachine(Machine[Pool, KvBorrower]):
             UnderstudyError: `gms.kv_stale_token`.
         """
         session = self.session(event)
-        session.target(msg.GiveUpMsg)
+        session.accept(message)
         self._check_token(session.claimant)
         pool, by = self.region_of(session), session.claimant
-        session.move(msg.GiveUpMsg, self.now_ms)
+        session.move(message, self.now_ms)
         session.request_id, session.deadline_ms = event.request_id, self.now_ms + message.wait_ms
         session.reason_message = "a process of this engine still maps it, or it is being freed"
         self.give_up(pool, by)
@@ -267,7 +255,7 @@ class KvMachine(Machine[Pool, KvBorrower]):
         pool.turn("retire")
         self.do(ev.MarkRetired(pool.id))
 
-    def _left(self, session: KvBorrower, why: str) -> None:
+    def _left(self, session: Session, why: str) -> None:
         """An engine whose last session ends while it adopts has died of the content, perhaps."""
         pool = self.regions.get(session.region or "")
         if pool is None or pool.adopting != session.claimant:
@@ -355,7 +343,7 @@ class KvMachine(Machine[Pool, KvBorrower]):
                 "gms.bad_offer", f"the memory handed back as pool {pool.id} has other sizes"
             )
 
-    def _judge_survivor(self, session: KvBorrower, message: msg.HandBackMsg) -> None:
+    def _judge_survivor(self, session: Session, message: msg.HandBackMsg) -> None:
         pool = self.region_of(session)
         if pool.phase is RegionPhase.ORPHANED:
             self._take_back(session, pool, message)
@@ -380,18 +368,18 @@ class KvMachine(Machine[Pool, KvBorrower]):
 
     # ------------------------------------------------------------------ what has happened to pools
 
-    def _made(self, pool: Pool, event: ev.RegionEvent) -> None:
+    def _happened(self, event: ev.MemoryEvent) -> None:
         match event:
-            case ev.PoolMade(_, slab_sizes):
+            case ev.PoolMade(id_, slab_sizes):
+                pool = self.regions[id_]
                 pool.turn("serve")
                 pool.slab_sizes, pool.is_free, self.full = list(slab_sizes), True, None
                 self.made_total += 1
-            case ev.PoolNotMade(_, error):
-                pool.turn("fail")
-                del self.regions[pool.id]
+            case ev.PoolNotMade(id_, error):
+                self.regions.pop(id_).turn("fail")
                 self._not_made(error)
             case _:
-                super()._made(pool, event)
+                raise InvariantError(f"{type(event).__name__} is not an event of KV memory")
 
     def _not_made(self, error: UnderstudyError) -> None:
         if error.code == "gms.device_full":
@@ -406,13 +394,11 @@ class KvMachine(Machine[Pool, KvBorrower]):
         super()._free(pool, event)
         pool.is_free = pool.phase is RegionPhase.SERVED and not self.is_held(pool)
 
-    def _freed(self, region: Pool, was: RegionPhase, event: ev.RegionFree) -> None: ...
-
     def _ended(self, pool: Pool) -> None:
         """Tell those who gave `pool` up that its memory is free."""
         for session in self.leaving:
             if session.region == pool.id:
-                session.move(ev.PoolFreed, self.now_ms)
+                session.move("free", self.now_ms)
                 self._send(session, msg.PoolFreedMsg(pool.id, pool.memory_bytes))
                 del self.sessions[session.id]
 
@@ -427,11 +413,9 @@ class KvMachine(Machine[Pool, KvBorrower]):
         for pool in self.regions.values():
             pool.is_free = False  # true only for those that were just judged
 
-    def _judge(self, session: KvBorrower) -> None:
+    def _judge(self, session: Session) -> None:
         """Grant the pool, make or discard one, refuse, or say what is waited for."""
         claim = session.request
-        if not isinstance(claim, msg.BorrowPoolMsg):
-            raise InvariantError(f"session {session.id} waits without a claim")
         others = [b for b in self.all_holders if b.claimant != session.claimant]
         pool = self.current
         if others:
@@ -453,7 +437,7 @@ class KvMachine(Machine[Pool, KvBorrower]):
         else:
             self._wait(session, *pool.why)
 
-    def _misfit(self, session: KvBorrower, claim: msg.BorrowPoolMsg, pool: Pool) -> None:
+    def _misfit(self, session: Session, claim: msg.BorrowPoolMsg, pool: Pool) -> None:
         if self.is_held(pool):
             error = UnderstudyError(
                 "gms.kv_size_differs",
@@ -467,19 +451,19 @@ class KvMachine(Machine[Pool, KvBorrower]):
         self.discard(pool, f"{session.label} asks for {wants}, it has {has}")
         self._wait(session, *pool.why)
 
-    def _lend(self, session: KvBorrower, pool: Pool) -> None:
+    def _lend(self, session: Session, pool: Pool) -> None:
         who = session.claimant
         is_news, pool.holder = pool.holder != who, who
         self.lent_total += is_news
-        session.move(ev.PoolLent, self.now_ms)
+        session.move("lend", self.now_ms)
         session.region, session.deadline_ms = pool.id, None
         session.reason = session.reason_message = ""
-        self.do(ev.GrantPool(session.id, session.request_id, pool.id))
+        self._send(session, msg.PoolGrantedMsg(pool.id))
         if is_news:
             text = f"KV pool {pool.id} is lent to {who}"
             self.record("gms.kv_lent", text, pool=pool.id, engine=who.engine, token=who.token)
 
-    def _make(self, session: KvBorrower, claim: msg.BorrowPoolMsg) -> None:
+    def _make(self, session: Session, claim: msg.BorrowPoolMsg) -> None:
         if self.full is not None and self.now_ms < self.retry_ms:
             self._wait(session, self.full.code, self.full.message)
             return
@@ -489,7 +473,7 @@ class KvMachine(Machine[Pool, KvBorrower]):
         self.do(ev.MakePool(pool.id, claim.size_bytes, claim.index_bytes))
         self._wait_for_room(session, pool)
 
-    def _wait_for_room(self, session: KvBorrower, pool: Pool) -> None:
+    def _wait_for_room(self, session: Session, pool: Pool) -> None:
         """Wait for a pool that is being made, and for memory if that has failed before."""
         code, text = (self.full.code, self.full.message) if self.full else pool.why
         self._wait(session, code, text)
@@ -499,9 +483,7 @@ class KvMachine(Machine[Pool, KvBorrower]):
     def _deadlines(self) -> Iterable[float | None]:
         yield self.retry_ms if self.full is not None and self.waiting else None
 
-    def _due(self) -> None: ...
-
-    def _too_late(self, session: KvBorrower) -> UnderstudyError:
+    def _too_late(self, session: Session) -> UnderstudyError:
         waited, full = duration(self.now_ms - session.since_ms), self.full
         if full is not None and session.reason == full.code:
             return UnderstudyError(full.code, f"waited {waited}: {full.message}", **full.details)

@@ -19,7 +19,7 @@ Rules that are easy to break, of both:
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from enum import StrEnum
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -28,7 +28,8 @@ from msgspec import Struct, field
 from gms import messages as msg
 from gms.core import events as ev
 from plumbing.errors import InvariantError, ProtocolError, UnderstudyError
-from plumbing.wire.messages import Message, type_of
+from plumbing.transitions import Table
+from plumbing.wire.messages import Message
 
 
 class RegionPhase(StrEnum):
@@ -42,17 +43,20 @@ class RegionPhase(StrEnum):
     GONE = "gone"
 
 
-TURNS: Mapping[tuple[RegionPhase, str], RegionPhase] = {
-    (RegionPhase.MAKING, "serve"): RegionPhase.SERVED,
-    (RegionPhase.MAKING, "retire"): RegionPhase.RETIRED,
-    (RegionPhase.MAKING, "fail"): RegionPhase.GONE,
-    (RegionPhase.SERVED, "retire"): RegionPhase.RETIRED,
-    (RegionPhase.RETIRED, "free"): RegionPhase.FREEING,
-    (RegionPhase.ORPHANED, "recover"): RegionPhase.SERVED,
-    (RegionPhase.ORPHANED, "retire"): RegionPhase.RETIRED,
-    (RegionPhase.ORPHANED, "free"): RegionPhase.FREEING,
-    (RegionPhase.FREEING, "end"): RegionPhase.GONE,
-}
+TURNS = Table[RegionPhase, str](
+    {
+        (RegionPhase.MAKING, "serve"): RegionPhase.SERVED,
+        (RegionPhase.MAKING, "retire"): RegionPhase.RETIRED,
+        (RegionPhase.MAKING, "fail"): RegionPhase.GONE,
+        (RegionPhase.SERVED, "retire"): RegionPhase.RETIRED,
+        (RegionPhase.RETIRED, "free"): RegionPhase.FREEING,
+        (RegionPhase.ORPHANED, "recover"): RegionPhase.SERVED,
+        (RegionPhase.ORPHANED, "retire"): RegionPhase.RETIRED,
+        (RegionPhase.ORPHANED, "free"): RegionPhase.FREEING,
+        (RegionPhase.FREEING, "end"): RegionPhase.GONE,
+    },
+    start=(RegionPhase.MAKING, RegionPhase.ORPHANED),
+)
 
 
 class S(StrEnum):
@@ -76,7 +80,6 @@ class S(StrEnum):
 
 
 SessionState = S
-Input = type[ev.SessionEvent] | type[Message]
 
 WRITER_STATES = frozenset({S.OPENING, S.WRITING, S.ALLOCATING, S.SEALING, S.JOURNALLING})
 # A process in one of these maps its region, or is about to.
@@ -84,37 +87,41 @@ HOLDERS = WRITER_STATES | {S.READING, S.GRANTED, S.HOLDING, S.RETURNING}
 CALLS_DRIVER = (S.OPENING, S.ALLOCATING, S.SEALING)
 REFUSABLE = (S.WAITING, S.WRITING, S.ALLOCATING, S.LEAVING, S.RETURNING)
 
-TRANSITIONS: Mapping[tuple[S, Input], S] = {
-    (S.OPEN, msg.AttachMsg): S.WAITING,
-    (S.WAITING, ev.GrantedRead): S.READING,
-    (S.WAITING, ev.GrantedWrite): S.OPENING,
-    (S.OPENING, ev.EpochOpened): S.WRITING,
-    (S.WRITING, msg.AllocateMsg): S.ALLOCATING,
-    (S.ALLOCATING, ev.SlabCreated): S.WRITING,
-    (S.ALLOCATING, ev.DeviceFull): S.ALLOCATING,
-    (S.WRITING, msg.ProgressMsg): S.WRITING,
-    (S.ALLOCATING, msg.ProgressMsg): S.ALLOCATING,
-    (S.WRITING, msg.CommitMsg): S.SEALING,
-    (S.SEALING, ev.Sealed): S.JOURNALLING,
-    (S.JOURNALLING, ev.JournalFailed): S.JOURNALLING,
-    (S.JOURNALLING, ev.Journalled): S.READING,
-    (S.READING, msg.CondemnMsg): S.READING,
-    (S.READING, msg.DigestMsg): S.READING,
-    (S.READING, msg.OffloadMsg): S.CLOSED,  # it has unmapped: it is no reader any more
-    (S.OPEN, msg.BorrowPoolMsg): S.WAITING,
-    (S.WAITING, ev.PoolLent): S.GRANTED,
-    (S.GRANTED, msg.TakeMsg): S.HOLDING,
-    (S.HOLDING, msg.MarkMsg): S.HOLDING,
-    (S.HOLDING, msg.DiscardMsg): S.HOLDING,
-    (S.HOLDING, msg.GiveUpMsg): S.LEAVING,
-    (S.LEAVING, ev.PoolFreed): S.CLOSED,
-    (S.OPEN, msg.HandBackMsg): S.RETURNING,
-    (S.RETURNING, ev.ReaderBack): S.READING,
-    (S.RETURNING, ev.BorrowerBack): S.HOLDING,
-    **{(state, ev.DriverFailed): S.CLOSED for state in CALLS_DRIVER},
-    **{(state, ev.SessionRefused): S.CLOSED for state in REFUSABLE},
-    **{(state, ev.Closed): S.CLOSED for state in S if state is not S.CLOSED},
-}
+# By a message from the client, a completed driver call, or a verdict of the machine.
+Input = type[Message] | type[ev.MemoryEvent] | str
+
+SESSIONS = Table[S, Input](
+    {
+        (S.OPEN, msg.AttachMsg): S.WAITING,
+        (S.WAITING, "read"): S.READING,
+        (S.WAITING, "write"): S.OPENING,
+        (S.OPENING, ev.EpochOpened): S.WRITING,
+        (S.WRITING, msg.AllocateMsg): S.ALLOCATING,
+        (S.ALLOCATING, ev.SlabCreated): S.WRITING,
+        (S.WRITING, msg.CommitMsg): S.SEALING,
+        (S.SEALING, ev.Sealed): S.JOURNALLING,
+        (S.JOURNALLING, ev.Journalled): S.READING,
+        (S.READING, msg.OffloadMsg): S.CLOSED,  # it has unmapped: it is no reader any more
+        (S.OPEN, msg.BorrowPoolMsg): S.WAITING,
+        (S.WAITING, "lend"): S.GRANTED,
+        (S.GRANTED, msg.TakeMsg): S.HOLDING,
+        (S.HOLDING, msg.GiveUpMsg): S.LEAVING,
+        (S.LEAVING, "free"): S.CLOSED,
+        (S.OPEN, msg.HandBackMsg): S.RETURNING,
+        (S.RETURNING, "read again"): S.READING,
+        (S.RETURNING, "hold again"): S.HOLDING,
+        **{(state, ev.DriverFailed): S.CLOSED for state in CALLS_DRIVER},
+        **{(state, "refuse"): S.CLOSED for state in REFUSABLE},
+        **{(state, ev.Closed): S.CLOSED for state in S if state is not S.CLOSED},
+    },
+    {
+        S.WRITING: [msg.ProgressMsg],
+        S.ALLOCATING: [msg.ProgressMsg],
+        S.READING: [msg.CondemnMsg, msg.DigestMsg],
+        S.HOLDING: [msg.MarkMsg, msg.DiscardMsg],
+    },
+    start=(S.OPEN,),
+)
 
 
 class Region(Struct):
@@ -124,7 +131,6 @@ class Region(Struct):
     phase: RegionPhase
     slab_sizes: list[int] = field(default_factory=list)
     pids: tuple[int, ...] = ()  # seen with its file open, while no session explains it
-    has_no_file: bool = False  # it was removed under its holders
     watch: bool | None = None  # whether its file's end is watched for; None: it is not watched
     returning: int | None = None  # the session whose memory the driver checks
     offer: msg.HandBackMsg | None = None  # what that session said
@@ -135,13 +141,10 @@ class Region(Struct):
 
     def turn(self, verb: str) -> None:
         """Move to the next phase, by the table."""
-        target = TURNS.get((self.phase, verb))
+        target = TURNS.target(self.phase, verb)
         if target is None:
             raise InvariantError(f"region {self.id} is {self.phase} and cannot {verb}")
         self.phase = target
-
-
-Request = msg.AttachMsg | msg.BorrowPoolMsg | msg.HandBackMsg
 
 
 class Session(Struct):
@@ -149,7 +152,7 @@ class Session(Struct):
 
     id: int
     state: S = S.OPEN
-    request: Request | None = None  # what opened it
+    request: Any = None  # what opened it: `attach`, `borrow_pool` or `hand_back`
     pid: int = 0  # of the process; 0 where its PID namespace is not visible
     request_id: int = 0  # of the request that awaits its answer; 0: none
     since_ms: float = 0.0
@@ -157,28 +160,41 @@ class Session(Struct):
     reason: str = ""  # of the wait: a code, for programs
     reason_message: str = ""  # the same as a sentence
     region: str | None = None
+    # Of a writer of weights.
+    asked_bytes: int | None = None  # of the slab that is being allocated, or waited for
+    is_issued: bool = False  # that slab's driver call is under way
+    has_waited: bool = False  # for room for a slab
+    full: UnderstudyError | None = None  # the driver's error: it has no memory for that slab
+    full_since_ms: float | None = None
+    may_be_journalled: bool = False
+    is_restaging: bool = False  # it has committed what it copied from the host copy
+    retry_ms: float | None = None  # when the journal, or the full device, is tried again
+    done_bytes: int = 0
+    total_bytes: int = 0
 
-    def target(self, kind: Input) -> S:
-        """The state that `kind`, a message or an event, leads to.
+    def accept(self, message: Message) -> S:
+        """The state that `message` leads to.
 
         Raises:
             ProtocolError: `gms.unexpected_message`, the client sent it at the wrong moment.
-            InvariantError: our own mistake.
         """
-        target = TRANSITIONS.get((self.state, kind))
-        if target is not None:
-            return target
-        if issubclass(kind, Message):
+        target = SESSIONS.target(self.state, type(message))
+        if target is None:
             raise ProtocolError(
                 "gms.unexpected_message",
-                f"{type_of(kind)} is not allowed now: this session is {self.state}",
+                f"{message.TYPE} is not allowed now: this session is {self.state}",
                 state=str(self.state),
             )
-        raise InvariantError(f"{kind.__name__} in state {self.state}")
+        return target
 
-    def move(self, kind: Input, now_ms: float) -> None:
+    def move(self, what: Input | Message, now_ms: float) -> None:
         """Change state, by the table."""
-        target = self.target(kind)
+        if isinstance(what, Message):
+            target: S | None = self.accept(what)
+        else:
+            target = SESSIONS.target(self.state, what)
+        if target is None:
+            raise InvariantError(f"{what} in state {self.state}")
         if target is not self.state:
             self.state, self.since_ms = target, now_ms
 
@@ -188,32 +204,31 @@ class Session(Struct):
         return request_id
 
     @property
-    def asked(self) -> Request:
-        """The request that opened this session; every session past OPEN has one."""
-        if self.request is None:
-            raise InvariantError(f"session {self.id} is {self.state} without a request")
-        return self.request
+    def may_replace(self) -> bool:
+        return bool(getattr(self.request, "replace", False))
+
+    @property
+    def claimant(self) -> ev.Claimant:
+        """Of a borrower of KV memory."""
+        return claimant(self.request)
 
     @property
     def label(self) -> str:
         """Its name in messages: `engine-0 rank 1 (pid 123)`, `engine-0 (token 5, pid 123)`."""
-        request, known = self.asked, [f"pid {self.pid}"] if self.pid else []
-        claim = claimant(request)
-        if claim is not None:
-            known.insert(0, f"token {claim.token}")
+        request, known = self.request, [f"pid {self.pid}"] if self.pid else []
+        if isinstance(request, msg.BorrowPoolMsg) or getattr(request, "pool", None) is not None:
+            known.insert(0, f"token {self.claimant.token}")
         rank = getattr(request, "rank", 0)
-        return (
+        return str(
             request.engine
             + (f" rank {rank}" if rank else "")
             + (f" ({', '.join(known)})" if known else "")
         )
 
 
-def claimant(request: Request) -> ev.Claimant | None:
-    """Who borrows KV memory by `request`, or has borrowed it; None: it is about weights."""
-    of = request.pool if isinstance(request, msg.HandBackMsg) else request
-    if of is None or isinstance(of, msg.AttachMsg):
-        return None
+def claimant(request: Any) -> ev.Claimant:
+    """Who borrows KV memory by `request`, or has borrowed it."""
+    of: Any = request.pool if isinstance(request, msg.HandBackMsg) else request
     return ev.Claimant(request.engine, request.incarnation, of.token, of.era)
 
 
@@ -221,19 +236,17 @@ def claimant(request: Request) -> ev.Claimant | None:
 WAITERS_MAX = 64
 
 R = TypeVar("R", bound=Region)
-SessionT = TypeVar("SessionT", bound=Session)
 
 
-class Machine(abc.ABC, Generic[R, SessionT]):
+class Machine(abc.ABC, Generic[R]):
     """Events in, effects out; see the head of this file. A method emits effects by `do`."""
 
     what: ClassVar[str]  # `weights` or `KV memory`, for sentences
-    back: type[ev.SessionEvent]  # a survivor is registered again
-    session_type: type[SessionT]
+    again: ClassVar[str]  # the verdict that registers a survivor
 
     def __init__(self, regions: Iterable[R]) -> None:
         self.regions: dict[str, R] = {region.id: region for region in regions}
-        self.sessions: dict[int, SessionT] = {}  # in order of arrival
+        self.sessions: dict[int, Session] = {}  # in order of arrival
         self.now_ms = 0.0
         self._effects: list[ev.Effect] = []
 
@@ -255,14 +268,10 @@ class Machine(abc.ABC, Generic[R, SessionT]):
                 self._closed(event)
             case ev.DeadlinePassed():
                 self._deadline_passed()
-            case ev.Completed():
-                if event.session in self.sessions:
-                    self._completed(event, self.sessions[event.session])
             case ev.RegionEvent():
                 self._region_event(event)
             case _:
                 self._happened(event)
-        self._settle()
         # Survivors first: newcomers wait for what they hand back.
         self._judge_survivors()
         self._judge_waiting()
@@ -295,16 +304,9 @@ class Machine(abc.ABC, Generic[R, SessionT]):
     def _received(self, event: ev.Received) -> None:
         """A request."""
 
-    def _completed(self, event: ev.Completed, session: SessionT) -> None:
-        """A driver call for a session that is still there."""
-        raise InvariantError(f"{type(event).__name__} is not an event for this machine")
-
+    @abc.abstractmethod
     def _happened(self, event: ev.MemoryEvent) -> None:
-        """Anything else."""
-        raise InvariantError(f"{type(event).__name__} is not an event for this machine")
-
-    def _settle(self) -> None:
-        """Answer what has become true."""
+        """What both kinds have not in common."""
 
     @abc.abstractmethod
     def _judge_waiting(self) -> None:
@@ -314,16 +316,15 @@ class Machine(abc.ABC, Generic[R, SessionT]):
     def _deadlines(self) -> Iterable[float | None]:
         """When something besides the sessions is due."""
 
-    @abc.abstractmethod
     def _due(self) -> None:
         """What is due besides the sessions."""
 
     @abc.abstractmethod
-    def _too_late(self, session: SessionT) -> UnderstudyError:
+    def _too_late(self, session: Session) -> UnderstudyError:
         """The error of a session whose deadline has passed."""
 
     @abc.abstractmethod
-    def _left(self, session: SessionT, why: str) -> None:
+    def _left(self, session: Session, why: str) -> None:
         """The session is forgotten: give up what it alone kept."""
 
     @abc.abstractmethod
@@ -331,18 +332,17 @@ class Machine(abc.ABC, Generic[R, SessionT]):
         """Raises: it cannot be what it says."""
 
     @abc.abstractmethod
-    def _judge_survivor(self, session: SessionT, message: msg.HandBackMsg) -> None:
+    def _judge_survivor(self, session: Session, message: msg.HandBackMsg) -> None:
         """Take its region back, register it, refuse it, or let it wait."""
 
     @abc.abstractmethod
     def _recovered(self, region: R, offer: msg.HandBackMsg, tensors: int) -> None:
         """What a survivor handed back is served again."""
 
-    @abc.abstractmethod
     def _is_served_watched(self, region: R) -> bool:
         """Whether it must be known when nobody holds a region that is served and idle."""
+        return False
 
-    @abc.abstractmethod
     def _freed(self, region: R, was: RegionPhase, event: ev.RegionFree) -> None:
         """Nobody holds it any more."""
 
@@ -352,21 +352,21 @@ class Machine(abc.ABC, Generic[R, SessionT]):
 
     # ------------------------------------------------------------------ sessions
 
-    def _in(self, *states: S) -> list[SessionT]:
+    def _in(self, *states: S) -> list[Session]:
         return [session for session in self.sessions.values() if session.state in states]
 
     @property
-    def waiting(self) -> list[SessionT]:
+    def waiting(self) -> list[Session]:
         return self._in(S.WAITING)
 
-    def holders(self, region: Region) -> list[SessionT]:
+    def holders(self, region: Region) -> list[Session]:
         """The sessions whose process maps `region`, or is about to."""
         return [s for s in self._in(*HOLDERS) if s.region == region.id]
 
     def is_held(self, region: Region) -> bool:
         return bool(self.holders(region))
 
-    def session(self, event: ev.Received) -> SessionT:
+    def session(self, event: ev.Received) -> Session:
         """The session of `event`.
 
         Raises:
@@ -378,14 +378,14 @@ class Machine(abc.ABC, Generic[R, SessionT]):
             raise ProtocolError("gms.not_attached", f"{what} needs a session: attach first")
         return session
 
-    def _newcomer(self, event: ev.Received) -> SessionT:
+    def _newcomer(self, event: ev.Received) -> Session:
         """The session that this request would open, which must be able to.
 
         Raises:
             ProtocolError: `gms.unexpected_message`; UnderstudyError: `gms.too_many_waiters`.
         """
-        session = self.sessions.get(event.session) or self.session_type(event.session)
-        session.target(type(event.message))
+        session = self.sessions.get(event.session) or Session(event.session)
+        session.accept(event.message)
         # Survivors are not counted: the others wait for what they bring.
         if not isinstance(event.message, msg.HandBackMsg) and len(self.waiting) >= WAITERS_MAX:
             raise UnderstudyError(
@@ -395,12 +395,11 @@ class Machine(abc.ABC, Generic[R, SessionT]):
             )
         return session
 
-    def _admit(self, session: SessionT, event: ev.Received, wait_ms: float) -> None:
+    def _admit(self, session: Session, event: ev.Received, wait_ms: float) -> None:
         """Open it."""
-        assert isinstance(event.message, Request)
         session.request, session.pid = event.message, event.pid
         session.request_id = event.request_id
-        session.move(type(event.message), self.now_ms)
+        session.move(event.message, self.now_ms)
         session.deadline_ms = self.now_ms + wait_ms
         self.sessions[session.id] = session
 
@@ -411,12 +410,12 @@ class Machine(abc.ABC, Generic[R, SessionT]):
             waiting = msg.WaitingMsg(reason, message)
             self.do(ev.SendMessage(session.id, session.request_id, waiting))
 
-    def _refuse(self, session: SessionT, error: UnderstudyError) -> None:
-        session.move(ev.SessionRefused, self.now_ms)
+    def _refuse(self, session: Session, error: UnderstudyError) -> None:
+        session.move("refuse", self.now_ms)
         self.do(ev.RefuseRequest(session.id, session.request_id, error))
         self._forget(session, error.message)
 
-    def _forget(self, session: SessionT, why: str) -> None:
+    def _forget(self, session: Session, why: str) -> None:
         del self.sessions[session.id]
         self._left(session, why)
 
@@ -470,15 +469,8 @@ class Machine(abc.ABC, Generic[R, SessionT]):
                 region.returning = region.offer = None
                 if session is not None:
                     self._refuse(session, error)
-                self._not_back(region)
             case _:
-                self._made(region, event)
-
-    def _not_back(self, region: R) -> None:
-        """What was handed back is not what it should be."""
-
-    def _made(self, region: R, event: ev.RegionEvent) -> None:
-        raise InvariantError(f"{type(event).__name__} is not an event for this machine")
+                self._happened(event)
 
     def _free(self, region: R, event: ev.RegionFree) -> None:
         """The kernel says that no process holds its file; a session may still be about to."""
@@ -498,8 +490,7 @@ class Machine(abc.ABC, Generic[R, SessionT]):
         for region in self.regions.values():
             match region.phase:
                 case RegionPhase.ORPHANED:
-                    is_unknown = region.returning is not None or region.has_no_file
-                    wanted = None if is_unknown else True
+                    wanted = True if region.returning is None else None
                 case RegionPhase.RETIRED:
                     wanted = None if self.is_held(region) else True
                 case RegionPhase.SERVED:
@@ -525,17 +516,16 @@ class Machine(abc.ABC, Generic[R, SessionT]):
 
     def _judge_survivors(self) -> None:
         for session in self._in(S.RETURNING):
-            assert isinstance(session.request, msg.HandBackMsg)
             self._judge_survivor(session, session.request)
 
-    def _take_back(self, session: SessionT, region: R, message: msg.HandBackMsg) -> None:
+    def _take_back(self, session: Session, region: R, message: msg.HandBackMsg) -> None:
         """Have its memory checked, if none is; one at a time: if it fails, the next one's is."""
         if all(each.returning is None for each in self.regions.values()):
             region.returning, region.offer = session.id, message
             self.do(ev.TakeBack(region.id, session.id, message))
 
-    def _register(self, session: SessionT) -> None:
+    def _register(self, session: Session) -> None:
         """It holds its region again."""
-        session.move(self.back, self.now_ms)
+        session.move(self.again, self.now_ms)
         session.deadline_ms, session.reason, session.reason_message = None, "", ""
         self._send(session, msg.KeptMsg(str(session.region)))

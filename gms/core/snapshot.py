@@ -7,9 +7,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from gms.core.epochs import Epoch, WeightsClient
-from gms.core.kv import KvBorrower, KvMachine, Pool
-from gms.core.region import RegionPhase, S
+from gms.core.kv import KvMachine, Pool
+from gms.core.region import RegionPhase, S, Session
+from gms.core.upkeep import Epoch
 from gms.core.weights import WeightsMachine
 
 At = Callable[[float], str]
@@ -83,16 +83,16 @@ def _epoch(machine: WeightsMachine, epoch: Epoch) -> dict[str, Any]:
     }
 
 
-def _who(session: WeightsClient) -> dict[str, Any]:
+def _who(session: Session) -> dict[str, Any]:
     return {
-        "engine": session.asked.engine,
-        "incarnation": session.asked.incarnation,
-        "rank": getattr(session.asked, "rank", 0),
+        "engine": session.request.engine,
+        "incarnation": session.request.incarnation,
+        "rank": getattr(session.request, "rank", 0),
         "pid": session.pid,
     }
 
 
-def _session(session: WeightsClient, at: At) -> dict[str, Any]:
+def _session(session: Session, at: At) -> dict[str, Any]:
     shown: dict[str, Any] = {
         **_who(session),
         "mode": "ro" if session.state is S.READING else "rw",
@@ -105,10 +105,10 @@ def _session(session: WeightsClient, at: At) -> dict[str, Any]:
     return shown
 
 
-def _waiter(session: WeightsClient, at: At) -> dict[str, Any]:
+def _waiter(session: Session, at: At) -> dict[str, Any]:
     return {
         **_who(session),
-        "mode": str(getattr(session.asked, "mode", "ro")),
+        "mode": str(getattr(session.request, "mode", "ro")),
         "reason": session.reason,
         "message": session.reason_message,
         "since": at(session.since_ms),
@@ -194,7 +194,7 @@ def _pool(pool: Pool | None) -> dict[str, Any]:
     }
 
 
-def _borrower(session: KvBorrower, at: At) -> dict[str, Any]:
+def _borrower(session: Session, at: At) -> dict[str, Any]:
     claimant = session.claimant
     return {
         "engine": claimant.engine,

@@ -21,12 +21,15 @@ not know; the shell says what is committed there and that a living process holds
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from msgspec import Struct, field
 
 from gms import messages as msg
 from gms.core import events as ev
-from gms.core.epochs import Epoch, WeightsBooks
-from gms.core.region import RegionPhase, S
+from gms.core.region import Region, RegionPhase, S
+from gms.manifest import LayoutHash, identity_hash
 from plumbing.errors import ProtocolError, UnderstudyError, WaitTimeoutError
 
 # One failed canary may be the engine's own fault; the same failure in another process is not.
@@ -37,6 +40,30 @@ VERIFY_MS = 600_000.0
 # A reader answers at once whether it has begun; one that does not is stopped, or has no keeper, and
 # another is asked.
 ASK_MS = 5_000.0
+
+
+class Epoch(Region):
+    """One generation of the device's weights."""
+
+    identity: Mapping[str, Any] | None = None
+    manifest: bytes = b""
+    tensors: int = 0  # how many the manifest lists; known once it is checked
+    layout_hash: LayoutHash = LayoutHash("")
+    was_published: bool = False  # committed once, here or by an earlier server
+    expected: ev.JournalRecord | None = None  # what a survivor's memory must match
+    fallback: ev.JournalRecord | None = None  # the same, if the journalled one is gone
+    is_history: bool = False  # its file is marked: out of service
+    digest: str | None = None  # of the bytes, as its writer computed it
+    failed_canaries: set[str] = field(default_factory=set)  # incarnations
+
+    def record(self) -> ev.JournalRecord:
+        return ev.JournalRecord(
+            epoch=self.id,
+            size_bytes=self.size_bytes,
+            layout_hash=self.layout_hash,
+            identity_hash=identity_hash(self.identity or {}),
+            digest=self.digest,
+        )
 
 
 class Verification(Struct):
@@ -58,7 +85,8 @@ HELD = (RegionPhase.MAKING, RegionPhase.RETIRED, RegionPhase.FREEING, RegionPhas
 class Upkeep:
     """Condemn, drop, digest, verify, offload."""
 
-    def __init__(self, machine: WeightsBooks) -> None:
+    def __init__(self, machine: Any) -> None:
+        """`machine` is the `WeightsMachine`."""
         self.machine = machine
         self._verification: Verification | None = None
         self._last_id = 0
@@ -92,7 +120,7 @@ class Upkeep:
             self._ask_next(question)
 
     def _committed(self) -> Epoch:
-        epoch = self.machine.committed
+        epoch: Epoch | None = self.machine.committed
         if epoch is None:
             raise UnderstudyError("gms.nothing_committed", "nothing is committed on this device")
         return epoch
@@ -103,7 +131,7 @@ class Upkeep:
         """A reader cannot trust its epoch."""
         machine = self.machine
         session = machine.session(event)
-        session.target(msg.CondemnMsg)
+        session.accept(message)
         if message.why not in ("device_error", "canary"):
             raise ProtocolError(
                 "gms.bad_reason", f"an epoch is not condemned for {message.why[:40]!r}"
@@ -111,7 +139,7 @@ class Upkeep:
         epoch = machine.committed
         if epoch is None or epoch.id != session.region:
             return  # out of service already
-        incarnation = session.asked.incarnation
+        incarnation = session.request.incarnation
         data = {"epoch": epoch.id, "why": message.why, "incarnation": incarnation}
         what = (
             f"{session.label} reports a {message.why.replace('_', ' ')} failure: {message.detail}"
@@ -190,7 +218,7 @@ class Upkeep:
         """A writer's digest of what it has just committed, or the answer to a verification."""
         machine = self.machine
         session = machine.session(event)
-        session.target(msg.DigestMsg)
+        session.accept(message)
         if event.request_id == 0:
             self._keep_digest(session.region, message.digest)
             return

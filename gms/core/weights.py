@@ -24,16 +24,17 @@ committed.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from enum import Enum, auto
-from typing import Any
+from typing import Any, ClassVar
+
+from msgspec.structs import replace
 
 from gms import messages as msg
 from gms.core import events as ev
-from gms.core.epochs import Epoch, WeightsBooks, WeightsClient
 from gms.core.events import Mode
-from gms.core.region import RegionPhase, S
-from gms.core.upkeep import Upkeep, is_copy_of
+from gms.core.region import WRITER_STATES, Machine, RegionPhase, S, Session
+from gms.core.upkeep import Epoch, Upkeep, is_copy_of
 from gms.manifest import (
     SLABS_MAX,
     check_identity,
@@ -50,8 +51,6 @@ EPOCH_BYTES_MAX = 1 << 50  # no device has a pebibyte; sums over all sessions st
 # How long a survivor waits while others are checked before it, one after the other. It keeps
 # serving meanwhile, and tries again.
 RETURN_MS = 60_000.0
-# When the processes that still map memory and have not handed it back are logged.
-REPORT_AFTER_MS = 10_000.0
 # A full device has room again when a dead process has been reaped, which takes seconds if it had
 # pinned memory; the driver does not report that, so the call is retried.
 DEVICE_FULL_RETRY_MS = 250
@@ -59,14 +58,144 @@ DEVICE_FULL_WAIT_MS = 60_000.0
 JOURNAL_RETRY_MS = 1000  # operators fix a full disk; once a second is soon enough
 
 
-class WeightsMachine(WeightsBooks):
+PHASES_SHOWN = {
+    RegionPhase.MAKING: "staging",
+    RegionPhase.SERVED: "committed",
+    RegionPhase.RETIRED: "releasing",
+    RegionPhase.FREEING: "releasing",
+    RegionPhase.ORPHANED: "orphaned",
+}
+
+
+class WeightsMachine(Machine[Epoch]):
     """Events in, effects out; see the head of this file and `region.py`. `upkeep.py` adds what
     happens to a committed epoch besides being read."""
 
-    def __init__(self, **books: Any) -> None:
-        """As `WeightsBooks`."""
-        super().__init__(**books)
+    what: ClassVar[str] = "weights"
+    again: ClassVar[str] = "read again"
+
+    def __init__(
+        self,
+        *,
+        capacity_bytes: int,
+        granularity_bytes: int,
+        stall_ms: float,
+        new_epoch_id: Callable[[], str],
+        orphans: Iterable[Epoch] = (),
+        is_journal_lost: bool = False,
+        is_journal_behind: bool = False,
+        offloaded: ev.JournalRecord | None = None,
+        now_ms: float = 0.0,
+    ) -> None:
+        """`orphans` are the epochs of earlier servers whose files exist; the journalled one is
+        `expected`. `is_journal_behind`: the epoch on disk is out of service, so the journal must be
+        rewritten. `offloaded`: the host copy of what was committed, by the journal."""
+        super().__init__(orphans)
+        self.capacity_bytes, self.granularity_bytes = capacity_bytes, granularity_bytes
+        self.stall_ms = stall_ms
+        self.kv_bytes = 0  # what else has of the capacity, as far as is known
+        self.is_journal_lost = is_journal_lost  # survivors say what was committed
+        # The sealed copy in host memory of what was committed, until the next commit.
+        self.offloaded = offloaded
+        self.commits_total = self.offloads_total = self.restages_total = 0
+        self.recoveries_total = self.condemnations_total = 0
+        self.exports_total = self.reclaims_total = self.oom_waits_total = 0
+        self.problem: str | None = None  # for operators to fix: a journal that cannot be written
+        self.journal_retry_ms = now_ms if is_journal_behind else None
+        self.is_journal_behind = False  # the truth is written after the commit under way
+        self._journal_writes = 0  # under way, and no session waits for them
+        self._new_epoch_id = new_epoch_id
+        self._began_ms = now_ms
         self._upkeep = Upkeep(self)
+
+    @property
+    def committed(self) -> Epoch | None:
+        return next(iter(self._in_phase(RegionPhase.SERVED)), None)
+
+    @property
+    def staging(self) -> Epoch | None:
+        return next(iter(self._in_phase(RegionPhase.MAKING)), None)
+
+    @property
+    def writer(self) -> Session | None:
+        return next(iter(self._in(*WRITER_STATES)), None)
+
+    @property
+    def orphans(self) -> list[Epoch]:
+        return self._in_phase(RegionPhase.ORPHANED)
+
+    @property
+    def being_freed(self) -> list[Epoch]:
+        """Given up, and no session reads them: they end when their processes do."""
+        found = self._in_phase(RegionPhase.RETIRED, RegionPhase.FREEING)
+        return [epoch for epoch in found if not self.is_held(epoch)]
+
+    @property
+    def state(self) -> str:
+        """The place as `gms status` shows it."""
+        if self.committed is not None:
+            return "committed"
+        if self.orphans:
+            return "recovering"
+        if self.staging is not None:
+            return "staging"
+        return "offloaded" if self.offloaded is not None else "empty"
+
+    @property
+    def free_bytes(self) -> int:
+        """Never below zero: an orphan may exceed a smaller device."""
+        used_bytes = sum(epoch.size_bytes for epoch in self.regions.values())
+        return max(0, self.capacity_bytes - self.kv_bytes - used_bytes)
+
+    def leave(self, event: ev.Received) -> None:
+        """A reader that has unmapped its epoch is none any more."""
+        session = self.session(event)
+        session.move(event.message, self.now_ms)
+        self._forget(session, "it has unmapped the weights")
+
+    def retire(self, epoch: Epoch) -> None:
+        """Take the committed epoch out of service; its readers keep it until the last leaves, and
+        a process without a session may map it: one that has been stopped since a restart."""
+        epoch.turn("retire")
+        self.do(ev.MarkRetired(epoch.id))
+
+    # ------------------------------------------------------------------ the journal
+
+    def journal(self) -> None:
+        """Write what is true now, unless a commit is being written: that must not be overtaken,
+        and it writes the same or corrects it afterwards."""
+        self.is_journal_behind = bool(self._in(S.JOURNALLING))
+        self.journal_retry_ms = None
+        if not self.is_journal_behind:
+            self._journal_writes += 1
+            record = self.committed.record() if self.committed else None
+            self.do(ev.WriteJournal(None, record, self.offloaded))
+
+    def _journal_commit(self, session: Session) -> None:
+        """Write the epoch that `session` commits, with the one that it replaces."""
+        previous = self.committed.record() if self.committed else None
+        record = replace(self.region_of(session).record(), previous=previous)
+        self.do(ev.WriteJournal(session.id, record, self.offloaded))
+
+    @property
+    def is_journal_true(self) -> bool:
+        """Whether the journal on disk is up to date."""
+        is_retrying = self.journal_retry_ms is not None
+        return not (self._journal_writes or self.is_journal_behind or is_retrying)
+
+    def _note_problem(self, event_type: str, problem: str) -> None:
+        """Show `problem` in the status, and log it if it is new."""
+        if problem != self.problem:
+            self.problem = problem
+            self.record(event_type, problem, "error")
+
+    def phase_shown(self, epoch: Epoch) -> str:
+        """`staging`, `committed`, `superseded`, `releasing` or `orphaned`: as operators see it."""
+        return "superseded" if self.is_superseded(epoch) else PHASES_SHOWN[epoch.phase]
+
+    def is_superseded(self, epoch: Epoch) -> bool:
+        """Out of service, and still read."""
+        return epoch.phase is RegionPhase.RETIRED and self.is_held(epoch)
 
     # ------------------------------------------------------------------ events
 
@@ -87,62 +216,69 @@ class WeightsMachine(WeightsBooks):
             case _:
                 self._upkeep.received(event)
 
-    def _completed(self, event: ev.Completed, session: WeightsClient) -> None:
+    def _happened(self, event: ev.MemoryEvent) -> None:
+        match event:
+            case ev.Journalled():
+                self._journalled(event)
+            case ev.Completed():
+                session = self.sessions.get(event.session)
+                if session is not None:
+                    self._completed(event, session)
+            case _:
+                raise InvariantError(f"{type(event).__name__} is not an event of weights")
+
+    def _completed(self, event: ev.Completed, session: Session) -> None:
+        if isinstance(event, ev.DriverFailed) and event.error.code == "gms.device_full":
+            self._device_full(session, event.error)
+            return
         session.move(type(event), self.now_ms)
         match event:
             case ev.EpochOpened():
                 self._epoch_opened(session)
             case ev.SlabCreated():
                 self._slab_created(session)
-            case ev.DeviceFull(_, error):
-                self._device_full(session, error)
             case ev.Sealed(_, tensors):
                 session.may_be_journalled = True
                 self.region_of(session).tensors = tensors
                 self._journal_commit(session)
-            case ev.Journalled():
-                self._publish(session)
-            case ev.JournalFailed(_, why):
-                session.retry_ms = self.now_ms + JOURNAL_RETRY_MS
-                problem = f"a commit waits for the journal, which cannot be written: {why}"
-                self._note_problem("gms.commit", problem)
             case ev.DriverFailed(_, error):
                 self.do(ev.RefuseRequest(session.id, session.request_id, error))
                 self._forget(session, error.message)
 
-    def _happened(self, event: ev.MemoryEvent) -> None:
-        match event:
-            case ev.JournalKept():
-                self._journal_writes -= 1
-                if self.is_journal_true:
-                    self.problem = None
-                    self._upkeep.journal_is_true()
-            case ev.JournalBehind(why):
-                # A retired epoch would come back with a restart: retry until it is written.
-                self._journal_writes -= 1
-                self.journal_retry_ms = self.now_ms + JOURNAL_RETRY_MS
-                problem = (
-                    f"the journal cannot be written, so a restart would find an old record: {why}"
-                )
-                self._note_problem("gms.journal", problem)
-            case _:
-                super()._happened(event)
+    def _journalled(self, event: ev.Journalled) -> None:
+        retry_ms, why = self.now_ms + JOURNAL_RETRY_MS, event.why
+        session = self.sessions.get(event.session or 0)
+        if event.session is not None:
+            if session is None:
+                return  # its writer has left: the true record is on its way
+            if why:
+                session.retry_ms = retry_ms
+                problem = f"a commit waits for the journal, which cannot be written: {why}"
+                self._note_problem("gms.commit", problem)
+            else:
+                session.move(ev.Journalled, self.now_ms)
+                self._publish(session)
+            return
+        self._journal_writes -= 1
+        if why:
+            # A retired epoch would come back with a restart: retry until it is written.
+            self.journal_retry_ms = retry_ms
+            problem = f"the journal cannot be written, so a restart would find an old record: {why}"
+            self._note_problem("gms.journal", problem)
+        elif self.is_journal_true:
+            self.problem = None
+            self._upkeep.journal_is_true()
 
     def _closed(self, event: ev.Closed) -> None:
         session = self.sessions.get(event.session)
         if session is not None:
             why = f": {event.reason}" if event.reason else ""
-            self._tell_of(session, f"left{why}", incarnation=session.asked.incarnation)
+            self._tell_of(session, f"left{why}", incarnation=session.request.incarnation)
         super()._closed(event)
         self._upkeep.left(event.session)
 
-    def _settle(self) -> None:
-        self._upkeep.settle()
-
-    def _tell_of(
-        self, session: WeightsClient, what: str, severity: str = "info", **data: Any
-    ) -> None:
-        engine = session.asked.engine
+    def _tell_of(self, session: Session, what: str, severity: str = "info", **data: Any) -> None:
+        engine = session.request.engine
         self.record("gms.session", f"{session.label} {what}", severity, engine=engine, **data)
 
     # ------------------------------------------------------------------ grants
@@ -156,9 +292,10 @@ class WeightsMachine(WeightsBooks):
         self._admit(session, event, message.wait_ms)
 
     def _judge_waiting(self) -> None:
-        self._judge_allocation()  # first: refusing it may make RW free
+        self._upkeep.settle()
+        self._judge_allocation()  # before the others: refusing it may make RW free
         for session in self.waiting:
-            verdict = self.decide(session.wish)
+            verdict = self.decide(session.request)
             if verdict is GrantVerdict.READ:
                 self._grant_read(session)
             elif verdict is GrantVerdict.WRITE:
@@ -167,7 +304,7 @@ class WeightsMachine(WeightsBooks):
                 self._refuse(session, verdict)
         # Reasons last: a session earlier in the queue may now wait for one that was granted above.
         for session in self.waiting:
-            verdict = self.decide(session.wish)
+            verdict = self.decide(session.request)
             if not isinstance(verdict, tuple):
                 raise InvariantError(f"session {session.id} waits although {verdict}")
             self._wait(session, *verdict)
@@ -212,29 +349,29 @@ class WeightsMachine(WeightsBooks):
             )
         return GrantVerdict.WRITE
 
-    def _refuse(self, session: WeightsClient, error: UnderstudyError) -> None:
+    def _refuse(self, session: Session, error: UnderstudyError) -> None:
         label = session.label
         super()._refuse(session, error)
         self.record(
             "gms.session",
             f"{label} was refused: {error.message}",
             "warning",
-            engine=session.asked.engine,
+            engine=session.request.engine,
             error_code=error.code,
         )
 
-    def _grant_read(self, session: WeightsClient) -> None:
+    def _grant_read(self, session: Session) -> None:
         epoch = self.committed
         if epoch is None:
             raise InvariantError("RO granted with nothing committed")
-        session.move(ev.GrantedRead, self.now_ms)
+        session.move("read", self.now_ms)
         session.region, session.deadline_ms = epoch.id, None
         self.exports_total += 1
-        self.do(ev.SendEpoch(session.id, session.take_request_id(), epoch.id))
+        self.do(ev.SendRegion(session.id, session.take_request_id(), epoch.id))
         self._tell_of(session, f"reads epoch {epoch.id}", epoch=epoch.id)
 
-    def _grant_write(self, session: WeightsClient) -> None:
-        session.move(ev.GrantedWrite, self.now_ms)
+    def _grant_write(self, session: Session) -> None:
+        session.move("write", self.now_ms)
         epoch = Epoch(self._new_epoch_id(), RegionPhase.MAKING)
         self.regions[epoch.id] = epoch
         session.region, session.deadline_ms = epoch.id, None
@@ -245,13 +382,13 @@ class WeightsMachine(WeightsBooks):
 
     def _allocate(self, event: ev.Received, message: msg.AllocateMsg) -> None:
         session = self.session(event)
-        session.target(msg.AllocateMsg)
+        session.accept(message)
         if len(self.region_of(session).slab_sizes) >= SLABS_MAX:
             raise ProtocolError(
                 "gms.too_many_slabs",
                 f"this epoch has {SLABS_MAX} slabs, which is the limit; use larger ones",
             )
-        session.move(msg.AllocateMsg, self.now_ms)
+        session.move(message, self.now_ms)
         session.request_id = event.request_id
         session.asked_bytes, session.is_issued = message.size_bytes, False
         session.deadline_ms = self.now_ms + self.stall_ms  # created as soon as it fits
@@ -265,7 +402,7 @@ class WeightsMachine(WeightsBooks):
             return  # the driver had no room a moment ago
         granularity = self.granularity_bytes
         size_bytes = -(-session.asked_bytes // granularity) * granularity
-        fit = self.fit(size_bytes, may_replace=session.wish.replace)
+        fit = self.fit(size_bytes, may_replace=session.request.replace)
         if fit is None:
             self._refuse(session, self._out_of_memory(size_bytes))
         elif fit is Fit.NOW:
@@ -296,7 +433,7 @@ class WeightsMachine(WeightsBooks):
 
     def _progress(self, event: ev.Received, message: msg.ProgressMsg) -> None:
         session = self.session(event)
-        session.move(msg.ProgressMsg, self.now_ms)
+        session.move(message, self.now_ms)
         if message.done_bytes > session.done_bytes:  # repeating a figure is not progress
             session.done_bytes = message.done_bytes
             if session.state is S.WRITING:  # else the writer waits for us
@@ -305,7 +442,7 @@ class WeightsMachine(WeightsBooks):
 
     def _commit(self, event: ev.Received, message: msg.CommitMsg) -> None:
         session = self.session(event)
-        session.target(msg.CommitMsg)
+        session.accept(message)
         epoch = self.region_of(session)
         check_identity(message.identity)
         check_size(message.manifest)
@@ -326,7 +463,7 @@ class WeightsMachine(WeightsBooks):
                     f"the host copy {message.restaged_from} does not match the weights of this "
                     "device; load them again",
                 )
-        announced = session.wish.identity
+        announced = session.request.identity
         changed = None if announced is None else first_mismatch(announced, message.identity)
         if changed is not None:
             raise UnderstudyError(
@@ -334,7 +471,7 @@ class WeightsMachine(WeightsBooks):
                 f"the checkpoint changed while it was being loaded: {changed}; load it again",
                 field=changed.field,
             )
-        session.move(msg.CommitMsg, self.now_ms)
+        session.move(message, self.now_ms)
         session.request_id, session.deadline_ms = event.request_id, None
         epoch.manifest, epoch.layout_hash = message.manifest, computed
         epoch.identity = dict(message.identity)
@@ -343,22 +480,22 @@ class WeightsMachine(WeightsBooks):
             epoch.digest = copy.digest
         self.do(ev.SealEpoch(session.id, epoch.id, message.manifest))
 
-    def _epoch_opened(self, session: WeightsClient) -> None:
+    def _epoch_opened(self, session: Session) -> None:
         session.deadline_ms = self.now_ms + self.stall_ms
         copy = self.offloaded  # of the requested identity, or it would not be granted
-        is_wanted = copy is not None and not session.wish.replace
+        is_wanted = copy is not None and not session.may_replace
         offered = copy.epoch if copy is not None and is_wanted else None
-        request_id = session.take_request_id()
-        self.do(ev.GrantWriting(session.id, request_id, str(session.region), offered))
+        sizes = self.capacity_bytes, self.free_bytes, self.granularity_bytes
+        self._send(session, msg.WritingMsg(str(session.region), *sizes, offered))
 
-    def _slab_created(self, session: WeightsClient) -> None:
+    def _slab_created(self, session: Session) -> None:
         session.asked_bytes = session.full = session.full_since_ms = None
         session.deadline_ms = self.now_ms + self.stall_ms
         session.reason = session.reason_message = ""
         sizes = self.region_of(session).slab_sizes
         self._send(session, msg.AllocatedMsg(len(sizes) - 1, sizes[-1]))
 
-    def _device_full(self, session: WeightsClient, error: UnderstudyError) -> None:
+    def _device_full(self, session: Session, error: UnderstudyError) -> None:
         """The driver has less memory than we counted: another program uses it. Wait, and say so."""
         self.region_of(session).slab_sizes.pop()
         if session.full_since_ms is None:
@@ -377,7 +514,7 @@ class WeightsMachine(WeightsBooks):
         )
         self._wait(session, "device_full", session.full.message)
 
-    def _publish(self, session: WeightsClient) -> None:
+    def _publish(self, session: Session) -> None:
         """On disk. From here on the old epoch is history and the new one is readable."""
         epoch, old = self.region_of(session), self.committed
         # The replaced epoch is history from now on, also after a restart; and the device has its
@@ -385,7 +522,7 @@ class WeightsMachine(WeightsBooks):
         is_stale = self.is_journal_behind or old is not None or self.offloaded is not None
         if old is not None:
             self.retire(old)
-        self.offloaded = self._late = None
+        self.offloaded = None
         epoch.turn("serve")
         epoch.was_published = True
         session.retry_ms = self.problem = None
@@ -403,13 +540,11 @@ class WeightsMachine(WeightsBooks):
         if is_stale:
             self.journal()
 
-    def _left(self, session: WeightsClient, why: str) -> None:
+    def _left(self, session: Session, why: str) -> None:
         epoch = self.regions.get(session.region or "")
         if epoch is None:
             return
-        if epoch.has_no_file and epoch.phase is RegionPhase.ORPHANED and epoch.returning is None:
-            del self.regions[epoch.id]  # there is no file whose watch could end it
-        elif epoch.phase is RegionPhase.MAKING and isinstance(session.request, msg.AttachMsg):
+        if epoch.phase is RegionPhase.MAKING and isinstance(session.request, msg.AttachMsg):
             self.problem = None
             epoch.turn("retire")
             if session.may_be_journalled:  # its record may be on disk: restore the true one
@@ -421,14 +556,10 @@ class WeightsMachine(WeightsBooks):
 
     def _deadlines(self) -> Iterable[float | None]:
         yield from (session.retry_ms for session in self.sessions.values())
-        yield None if self._is_reported else self._began_ms + REPORT_AFTER_MS
         yield self._upkeep.next_deadline_ms()
         yield self.journal_retry_ms
 
     def _due(self) -> None:
-        if not self._is_reported and self.now_ms >= self._began_ms + REPORT_AFTER_MS:
-            self._is_reported = True
-            self._report_orphans()
         self._upkeep.deadline_passed()
         if self.journal_retry_ms is not None and self.journal_retry_ms <= self.now_ms:
             self.journal()
@@ -438,7 +569,7 @@ class WeightsMachine(WeightsBooks):
                 if session.state is S.JOURNALLING:
                     self._journal_commit(session)
 
-    def _too_late(self, session: WeightsClient) -> UnderstudyError:
+    def _too_late(self, session: Session) -> UnderstudyError:
         if session.full is not None:
             return session.full
         if session.state is S.RETURNING:
@@ -446,7 +577,7 @@ class WeightsMachine(WeightsBooks):
         if session.state is S.WAITING:
             return WaitTimeoutError(
                 "gms.wait_timeout",
-                f"waited {session.wish.wait_ms / 1000:g} s for the weights: "
+                f"waited {session.request.wait_ms / 1000:g} s for the weights: "
                 f"{session.reason_message}",
                 reason=session.reason,
             )
@@ -461,7 +592,7 @@ class WeightsMachine(WeightsBooks):
     def is_awaited(self, region_id: str) -> bool:
         epoch = self.regions.get(region_id)
         if epoch is None:
-            return self._late is not None and self._late.epoch == region_id
+            return False
         is_known = epoch.expected is not None or epoch.fallback is not None
         may_be_it = is_known or (self.is_journal_lost and not epoch.is_history)
         return may_be_it and super().is_awaited(region_id)
@@ -477,9 +608,9 @@ class WeightsMachine(WeightsBooks):
                 limit=EPOCH_BYTES_MAX,
             )
         epoch = self.regions.get(message.region)
-        if not self.is_awaited(message.region):
+        if epoch is None or not self.is_awaited(message.region):
             return  # its word is enough: what came with it was not even kept
-        expected = self._late if epoch is None else epoch.expected or epoch.fallback
+        expected = epoch.expected or epoch.fallback
         check_identity(held.identity)
         check_size(message.manifest)
         computed = layout_hash(message.slab_sizes, message.manifest)
@@ -495,8 +626,8 @@ class WeightsMachine(WeightsBooks):
                 epoch=message.region,
             )
 
-    def _judge_survivor(self, session: WeightsClient, message: msg.HandBackMsg) -> None:
-        epoch = self.regions.get(message.region) or self._late_epoch(message)
+    def _judge_survivor(self, session: Session, message: msg.HandBackMsg) -> None:
+        epoch = self.regions.get(message.region)
         held = message.epoch
         assert held is not None
         if epoch is not None and epoch.phase is RegionPhase.MAKING:
@@ -527,19 +658,6 @@ class WeightsMachine(WeightsBooks):
         phase = "committed" if epoch.phase is RegionPhase.SERVED else "superseded"
         self._tell_of(session, f"is back as a reader of {phase} epoch {epoch.id}", epoch=epoch.id)
 
-    def _late_epoch(self, message: msg.HandBackMsg) -> Epoch | None:
-        """The journalled epoch after all, if nothing has replaced it. Its file is gone, so the
-        kernel cannot report its end: it lasts as long as its survivor."""
-        late, held = self._late, message.epoch
-        if late is None or late.epoch != message.region or held is None or not held.was_committed:
-            return None
-        if self.committed is not None or self.staging is not None:
-            return None
-        epoch = Epoch(late.epoch, RegionPhase.ORPHANED, [late.size_bytes], expected=late)
-        epoch.has_no_file = True
-        self.regions[epoch.id] = epoch
-        return epoch
-
     def _may_publish(self, epoch: Epoch, held: msg.HeldEpoch) -> bool:
         """Without a journal the first survivor decides which epoch was committed."""
         if epoch.expected is not None:
@@ -555,7 +673,7 @@ class WeightsMachine(WeightsBooks):
         epoch.layout_hash = layout_hash(epoch.slab_sizes, offer.manifest)
         epoch.tensors, epoch.was_published = tensors, True
         epoch.digest = epoch.expected.digest if epoch.expected else None
-        self.is_journal_lost, self.offloaded, self._late = False, None, None
+        self.is_journal_lost, self.offloaded = False, None
         for orphan in self.orphans:
             orphan.fallback = None  # it was indeed replaced
         self.recoveries_total += 1
@@ -568,17 +686,10 @@ class WeightsMachine(WeightsBooks):
         )
         self.journal()  # the record may be lost, or name a predecessor too
 
-    def _is_served_watched(self, region: Epoch) -> bool:
-        return False
-
     def _free(self, region: Epoch, event: ev.RegionFree) -> None:
         if region.phase in (RegionPhase.SERVED, RegionPhase.MAKING):
             raise InvariantError(f"epoch {region.id} was reported as free while it is in use")
         super()._free(region, event)
-
-    def _not_back(self, region: Epoch) -> None:
-        if region.has_no_file and not self.is_held(region):
-            self.regions.pop(region.id, None)  # there is no file whose watch could end it
 
     def _freed(self, region: Epoch, was: RegionPhase, event: ev.RegionFree) -> None:
         # Without orphans no survivor can replace a lost journal any more.
@@ -597,7 +708,6 @@ class WeightsMachine(WeightsBooks):
         if predecessor is not None:
             predecessor.expected, predecessor.fallback = predecessor.fallback, None
             return
-        self._late = record
         if record is not None and copy is not None and is_copy_of(copy, record):
             self.offloaded = copy
             said = f"epoch {record.epoch} is lost from the device; using its host copy {copy.epoch}"
@@ -611,17 +721,6 @@ class WeightsMachine(WeightsBooks):
         self.reclaims_total += 1
         said = f"the memory of epoch {region.id} is free"
         self.record("gms.reclaim", said, epoch=region.id, size_bytes=region.size_bytes)
-
-    def _report_orphans(self) -> None:
-        """Log which processes keep an earlier server's memory without handing it back."""
-        if self.orphans:
-            pids = sorted({pid for epoch in self.orphans for pid in epoch.pids})
-            holders = ", ".join(f"pid {pid}" for pid in pids) or "processes not visible here"
-            said = (
-                f"memory of the previous server is mapped and was not handed back: {holders}; no "
-                "engine may load until it is"
-            )
-            self.record("gms.recovering", said, "warning")
 
     # ------------------------------------------------------------------ what an error says
 

@@ -17,8 +17,8 @@ from typing import Literal
 import msgspec
 
 from gms import epoch_file, names
-from gms.core.epochs import Epoch
 from gms.core.events import Claimant, JournalRecord
+from gms.core.upkeep import Epoch
 from gms.core.weights import orphans_of
 from plumbing.errors import UnderstudyError
 from plumbing.service.files import FILE_BYTES, SlotFile, SlotFormat, put_aside, write_atomic
@@ -122,7 +122,7 @@ def _load(path: str) -> LoadedJournal | None:
     except msgspec.MsgspecError:
         return None  # the checksum is right: another version's file
     records = (found.record, found.record and found.record.previous, found.offloaded)
-    return found if all(names.is_epoch_id(each.epoch) for each in records if each) else None
+    return found if all(names.is_region_id(each.epoch) for each in records if each) else None
 
 
 def _unwritable(path: str, error: OSError) -> UnderstudyError:

@@ -8,9 +8,8 @@ memory hand it back to the next server.
 Driver calls run on one thread, in order. Closes that free memory run on a second one: a dead
 engine's memory delays no newcomer.
 
-`MemoryWatch` watches the files of regions until the kernel says that they are free. Nothing
-announces the release of a flock, so the watch polls: every millisecond for the first second (a
-killed process is usually gone by then), then every ten. A try costs microseconds.
+Nothing announces the release of a flock, so `MemoryWatch` polls: every millisecond for the first
+second (a killed process is usually gone by then), then every ten. A try costs microseconds.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import abc
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -31,19 +30,19 @@ from gms import messages as msg
 from gms.core import events as ev
 from gms.core.region import Machine
 from gms.manifest import check_size
-from gms.server.driver_thread import DriverThread
+from gms.server.driver_thread import DriverThread, attempt, open_fds
 from gms.server.slab_store import SlabStore
-from gms.shortage import open_fds
 from gms.vmm.interface import Allocation, DeviceMemory, release_all
 from plumbing.errors import ProtocolError, UnderstudyError, explain_shortage
 from plumbing.pod.models import device_of, model_at
 from plumbing.pod.observers import Observers
 from plumbing.pod.paths import gms_socket
-from plumbing.service.clock import Clock, SystemClock, rfc3339
+from plumbing.service.clock import SystemClock, rfc3339
 from plumbing.service.events import EventLog
 from plumbing.service.procfs import holders_of
 from plumbing.wire.connection import Connection, Handler
 from plumbing.wire.fds import OwnedFd, close_all
+from plumbing.wire.limits import FDS_PER_FRAME_MAX
 from plumbing.wire.messages import Message
 from plumbing.wire.server import Server
 
@@ -55,119 +54,107 @@ HOLDERS_EVERY_MS = 1000.0
 logger = logging.getLogger(__name__)
 
 
+class Watched(Struct):
+    """A region's file. `ends`: it is removed once it is free."""
+
+    ends: bool
+    since_ms: float
+    scan_ms: float  # when /proc is searched for its holders
+    problem: str | None = None  # why the last try failed
+
+
 class MemoryWatch:
-    """Watches regions by their ids: calls `free(name)` once for each whose file is free, and
-    `holders(name, pids)` while it waits. The file of one that `ends` is removed with that.
+    """Watches the files of a server's regions: each that is free is reported once, and its holders
+    while it is not. A file that cannot be opened counts as held, and is reported as a problem."""
 
-    A file that cannot be opened counts as held: `failed(name, message)` is called once for each
-    error, and `problem` holds it while it lasts.
-    """
-
-    def __init__(
-        self,
-        clock: Clock,
-        thread: DriverThread,
-        path_of: Callable[[str], str],
-        free: Callable[[str], None],
-        holders: Callable[[str, tuple[int, ...]], None],
-        failed: Callable[[str, str], object],
-        what: str,
-        blocked: str,
-    ) -> None:
-        self._clock, self._thread, self._path_of = clock, thread, path_of
-        self._free, self._holders, self._failed = free, holders, failed
-        self._what, self._blocked = what, blocked
-        self._ends: dict[str, bool] = {}
-        self._since_ms: dict[str, float] = {}
-        self._scan_ms: dict[str, float] = {}
-        self._problems: dict[str, str] = {}  # by name, of the last try
-        self._reported: set[tuple[str, str]] = set()
+    def __init__(self, server: MemoryServer[Any, Any], thread: DriverThread) -> None:
+        self._server, self._clock, self._thread = server, server.clock, thread
+        self._watched: dict[str, Watched] = {}
+        self._reported: set[str] = set()
         self._timer: asyncio.TimerHandle | None = None
 
     @property
     def problem(self) -> str | None:
         """Why it is unknown whether one of them is still mapped."""
-        return next(iter(self._problems.values()), None)
+        return next((each.problem for each in self._watched.values() if each.problem), None)
 
-    def add(self, name: str, *, ends: bool) -> None:
-        """Watch the file of `name` from now on."""
+    def add(self, region: str, *, ends: bool) -> None:
         now_ms = self._clock.now_ms()
-        self._ends[name] = ends
-        self._since_ms[name] = now_ms
-        self._scan_ms[name] = now_ms + HOLDERS_AFTER_MS
+        self._watched[region] = Watched(ends, now_ms, now_ms + HOLDERS_AFTER_MS)
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(0, self._try)
 
-    def discard(self, name: str) -> None:
-        """Stop watching the file of `name`."""
-        self._since_ms.pop(name, None)
-        self._ends.pop(name, None)
-        self._scan_ms.pop(name, None)
-        self._problems.pop(name, None)
+    def discard(self, region: str) -> None:
+        self._watched.pop(region, None)
 
     def close(self) -> None:
+        self._watched.clear()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        self._since_ms.clear()
 
     def _try(self) -> None:
         self._timer = None
         now_ms = self._clock.now_ms()
-        freed = [name for name in self._since_ms if self._is_gone(name)]
-        for name in freed:
-            self.discard(name)
-        for name in self._since_ms:
-            if self._scan_ms[name] <= now_ms:
-                self._scan_ms[name] = now_ms + HOLDERS_EVERY_MS
-                self._find_holders(name)
-        if self._since_ms:
-            is_fresh = any(now_ms - since < FAST_FOR_MS for since in self._since_ms.values())
+        freed = [region for region, each in self._watched.items() if self._is_gone(region, each)]
+        for region in freed:
+            self.discard(region)
+        for region, each in self._watched.items():
+            if each.scan_ms <= now_ms:
+                each.scan_ms = now_ms + HOLDERS_EVERY_MS
+                self._find_holders(region)
+            if each.problem is not None and each.problem not in self._reported:
+                self._reported.add(each.problem)
+                self._server.warn(each.problem)
+        if self._watched:
+            is_fresh = any(now_ms - e.since_ms < FAST_FOR_MS for e in self._watched.values())
             delay_s = (FAST_MS if is_fresh else SLOW_MS) / 1000
             self._timer = asyncio.get_running_loop().call_later(delay_s, self._try)
-        for name in freed:
-            self._free(name)
-        for problem in self._problems.items():
-            if problem not in self._reported:
-                self._reported.add(problem)
-                self._failed(*problem)
+        for region in freed:
+            self._server.is_free(region)
 
-    def _is_gone(self, name: str) -> bool:
-        path = self._path_of(name)
+    def _is_gone(self, region: str, watched: Watched) -> bool:
+        server, path = self._server, self._server.path(region)
         try:
-            look = epoch_file.remove_if_free if self._ends[name] else epoch_file.is_free
+            look = epoch_file.remove_if_free if watched.ends else epoch_file.is_free
             is_free = look(path)
         except OSError as error:  # out of descriptors, for one: not known is not free
-            self._problems[name] = (
-                f"cannot check whether {self._what} {name} is still mapped, so no engine may "
-                f"{self._blocked} until {path} can be checked: {explain_shortage(error.errno)}"
+            watched.problem = (
+                f"cannot check whether {server.what} {region} is still mapped, so no engine may "
+                f"{server.blocked} until {path} can be checked: {explain_shortage(error.errno)}"
             )
             return False
-        self._problems.pop(name, None)
+        watched.problem = None
         return is_free
 
-    def _find_holders(self, name: str) -> None:
-        path = self._path_of(name)
+    def _find_holders(self, region: str) -> None:
+        path = self._server.path(region)
 
         def find() -> tuple[int, ...]:
-            try:
-                found = os.stat(path)
-            except OSError:
-                return ()
             # Not ourselves: this watch may be trying the lock on the loop.
-            mine = os.getpid()
-            return tuple(pid for pid in holders_of(found.st_dev, found.st_ino) if pid != mine)
+            return tuple(pid for pid in holders(path) if pid != os.getpid())
 
         def failed(error: UnderstudyError) -> None:
-            logger.debug("could not find the holders of %s: %s", name, error)
+            logger.debug("could not find the holders of %s: %s", region, error)
 
-        self._thread.submit(find, lambda pids: self._holders(name, pids), failed)
+        self._thread.submit(
+            find, lambda pids: self._server.handle(ev.HoldersSeen(region, pids)), failed
+        )
+
+
+def holders(path: str) -> tuple[int, ...]:
+    """The processes that have the file open, where visible; none if there is no such file."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return ()
+    return tuple(holders_of(found.st_dev, found.st_ino))
 
 
 # How long `close` waits for calls under way. Freeing continues in the kernel when we exit.
 CLOSE_TIMEOUT_S = 5.0
 
-M = TypeVar("M", bound=Machine[Any, Any])
+M = TypeVar("M", bound=Machine[Any])
 StoreT = TypeVar("StoreT", bound=SlabStore)
 
 
@@ -255,18 +242,7 @@ class MemoryServer(Handler, abc.ABC, Generic[M, StoreT]):
         # Exports of what does not change any more: neither another memory's end nor a writer's
         # slabs delay a newcomer.
         self._lender = self._threads.get("lender", self._driver)
-        self._regions = MemoryWatch(
-            self.clock,
-            self._driver,
-            self._path,
-            self._is_free,
-            lambda region, pids: self._handle(ev.HoldersSeen(region, pids)),
-            lambda region, why: self.log.record(
-                self.file_event, why, "warning", {self.what: region}
-            ),
-            self.what,
-            self.blocked,
-        )
+        self._regions = MemoryWatch(self, self._driver)
         try:
             self._begin()
         except BaseException:  # it may be started again
@@ -274,7 +250,7 @@ class MemoryServer(Handler, abc.ABC, Generic[M, StoreT]):
             for thread in self._threads.values():
                 thread.close(0)
             raise
-        self._handle(ev.DeadlinePassed())  # watches what is there
+        self.handle(ev.DeadlinePassed())  # watches what is there
         state = self._snapshot()["state"]
         serving = f"serving the {self.tag} of {self.device}: {state}"
         self.log.record("gms.serving", serving, data={"device_uuid": self.device})
@@ -295,16 +271,12 @@ class MemoryServer(Handler, abc.ABC, Generic[M, StoreT]):
     def _begin(self) -> None:
         """Set up store and machine on what an earlier server left."""
 
-    def _path(self, region: str) -> str:
+    def path(self, region: str) -> str:
         """The file that every process which maps the region holds."""
-        return os.path.join(self.directory, self._file(region))
+        return os.path.join(self.directory, names.region_file(self.device, self.tag, region))
 
-    @abc.abstractmethod
-    def _file(self, region: str) -> str:
-        """Its name."""
-
-    def _is_free(self, region: str) -> None:
-        self._handle(ev.RegionFree(region))
+    def is_free(self, region: str) -> None:
+        self.handle(ev.RegionFree(region))
 
     @property
     @abc.abstractmethod
@@ -379,9 +351,20 @@ class MemoryServer(Handler, abc.ABC, Generic[M, StoreT]):
         finally:
             close_all(fds)
 
-    @abc.abstractmethod
     def _feed(self, conn: Connection, event: ev.Received) -> None:
         """Check what only the kernel knows, then hand the message to the machine."""
+        match event.message:
+            case msg.AttachMsg() | msg.BorrowPoolMsg():
+                self._watch_process(conn)
+            case msg.AllocateMsg() | msg.TakeMsg():
+                session = self.machine.sessions.get(conn.id)
+                if session is not None and session.region is not None:
+                    self._check_held(session.region)
+        self.handle(self._with_facts(event))
+
+    @abc.abstractmethod
+    def _with_facts(self, event: ev.Received) -> ev.Received:
+        """`event`, with what the kernel and the neighbours know."""
 
     def closed(self, conn: Connection, reason: str) -> None:
         if conn.state is not None:
@@ -389,7 +372,7 @@ class MemoryServer(Handler, abc.ABC, Generic[M, StoreT]):
         del self._conns[conn.id]
         self._observers.leave(conn)
         self._forget_offer(conn.id)
-        self._handle(ev.Closed(conn.id, reason))
+        self.handle(ev.Closed(conn.id, reason))
 
     def _watch_process(self, conn: Connection) -> None:
         """A session ends with the process that opened it, even if a forked child has its socket."""
@@ -404,7 +387,7 @@ class MemoryServer(Handler, abc.ABC, Generic[M, StoreT]):
             ProtocolError: `gms.epoch_not_held`, `gms.kv_pool_not_held`.
             UnderstudyError: `gms.server_exhausted`, the file cannot be opened.
         """
-        if not is_held(self._path(region)):
+        if not is_held(self.path(region)):
             text = f"hold a shared flock on the {self.what}'s file first"
             raise ProtocolError(self.not_held, text)
 
@@ -417,10 +400,10 @@ class MemoryServer(Handler, abc.ABC, Generic[M, StoreT]):
         Raises:
             ProtocolError: `gms.bad_epoch`, `gms.epoch_not_held`, …
         """
-        if not names.is_epoch_id(message.region):
+        if not names.is_region_id(message.region):
             raise ProtocolError(self.bad_id, f"{message.region[:64]!r} is not an id")
         self._watch_process(conn)
-        if os.path.exists(self._path(message.region)):
+        if os.path.exists(self.path(message.region)):
             self._check_held(message.region)
         wanted = self.machine.is_awaited(message.region)
         self._arriving[conn.id] = Arriving(message, wanted, message.more, [])
@@ -450,7 +433,7 @@ class MemoryServer(Handler, abc.ABC, Generic[M, StoreT]):
             del self._arriving[conn.id]
             self._offered[conn.id] = arriving.fds
             whole = replace(arriving.message, manifest=arriving.manifest)
-            self._handle(ev.Received(conn.id, request_id, whole, conn.peer.pid))
+            self.handle(ev.Received(conn.id, request_id, whole, conn.peer.pid))
 
     def _forget_offer(self, session: int) -> None:
         """Close what the session has handed back: it has ended, or it is not needed."""
@@ -461,7 +444,7 @@ class MemoryServer(Handler, abc.ABC, Generic[M, StoreT]):
 
     # ------------------------------------------------------------------ the machine
 
-    def _handle(self, event: ev.MemoryEvent) -> None:
+    def handle(self, event: ev.MemoryEvent) -> None:
         """Carry out every effect of `event`: one that fails costs the session that it answers, and
         never the effects behind it."""
         for effect in self.machine.handle(event, self.clock.now_ms()):
@@ -485,7 +468,7 @@ class MemoryServer(Handler, abc.ABC, Generic[M, StoreT]):
 
     def _deadline_passed(self) -> None:
         self._timer = None
-        self._handle(ev.DeadlinePassed())
+        self.handle(ev.DeadlinePassed())
 
     def _at(self, instant_ms: float) -> str:
         ago = timedelta(milliseconds=self.clock.now_ms() - instant_ms)
@@ -502,18 +485,22 @@ class MemoryServer(Handler, abc.ABC, Generic[M, StoreT]):
                 self._respond(effect, message)
             case ev.RefuseRequest(_, _, error):
                 self._refuse(effect, error)
+            case ev.SendRegion():
+                self._export(effect)
             case ev.Watch(region, ends):
                 self._regions.add(region, ends=ends)
             case ev.Unwatch(region):
                 self._regions.discard(region)
             case ev.MarkRetired(region):  # best effort: journal and survivors know it, too
                 self._driver.submit(
-                    lambda: epoch_file.mark_retired(self._path(region)),
-                    failed=self._warn(f"mark {self.what} {region} as out of service"),
+                    lambda: epoch_file.mark_retired(self.path(region)),
+                    failed=lambda error: self.warn(
+                        f"could not mark {self.what} {region} as out of service: {error.message}"
+                    ),
                 )
             case ev.Release(region):
                 self._driver.submit(
-                    lambda: self._store.take(region, self._path(region)),
+                    lambda: self._store.take(region, self.path(region)),
                     lambda slabs: self._lender.submit(
                         lambda: None, lambda _: self._free_slabs(region, slabs)
                     ),
@@ -522,8 +509,8 @@ class MemoryServer(Handler, abc.ABC, Generic[M, StoreT]):
                 fds = self._offered.pop(session, [])
                 self._driver.submit(
                     lambda: self._store.take_back(region, fds, message),
-                    lambda tensors: self._handle(ev.RegionBack(region, tensors)),
-                    lambda error: self._handle(ev.RegionNotBack(region, error)),
+                    lambda tensors: self.handle(ev.RegionBack(region, tensors)),
+                    lambda error: self.handle(ev.RegionNotBack(region, error)),
                 )
             case ev.RecordEvent():
                 data = {"device_uuid": self.device, **effect.data}
@@ -553,19 +540,48 @@ class MemoryServer(Handler, abc.ABC, Generic[M, StoreT]):
         def failed(error: UnderstudyError) -> None:
             message = f"the driver could not free {self.what} {region}: {error.message}"
             self.log.record("gms.release", message, "error", {self.what: region})
-            self._handle(ev.RegionReleased(region))
+            self.handle(ev.RegionReleased(region))
 
         self._closer.submit(
-            lambda: release_all(slabs), lambda _: self._handle(ev.RegionReleased(region)), failed
+            lambda: release_all(slabs), lambda _: self.handle(ev.RegionReleased(region)), failed
         )
 
-    def _warn(self, what: str) -> Callable[[UnderstudyError], None]:
-        """For a call whose failure is only a warning."""
+    def _export(self, effect: ev.SendRegion) -> None:
+        """Send the descriptors of a region. Copies of those of host memory never block, so KV
+        memory takes no thread: on a machine whose CPUs are all busy, each change of threads may
+        wait for milliseconds, and an engine that wakes waits for it."""
+
+        def export() -> list[OwnedFd]:
+            return self._store.export(effect.region)
 
         def failed(error: UnderstudyError) -> None:
-            self.log.record(self.file_event, f"could not {what}: {error.message}", "warning")
+            self._refuse(effect, error)
 
-        return failed
+        if not self._store.exports_at_once:
+            self._lender.submit(export, lambda fds: self._exported(effect, fds), failed)
+            return
+        try:
+            self._exported(effect, attempt(export))
+        except UnderstudyError as error:
+            failed(error)
+
+    def _exported(self, effect: ev.SendRegion, fds: list[OwnedFd]) -> None:
+        region = self.machine.regions.get(effect.region)
+        if region is None:
+            self._closer.submit(lambda: close_all(fds))
+            return
+        self._respond(effect, self._grant(region, effect), fds[:FDS_PER_FRAME_MAX])
+        for first in range(FDS_PER_FRAME_MAX, len(fds), FDS_PER_FRAME_MAX):
+            more = fds[first : first + FDS_PER_FRAME_MAX]
+            self._respond(effect, msg.SlabsMsg(region.id, first), more)
+
+    @abc.abstractmethod
+    def _grant(self, region: Any, effect: ev.SendRegion) -> Message:
+        """What goes with the first of the region's descriptors."""
+
+    def warn(self, why: str) -> None:
+        """Record that a region's file cannot be used."""
+        self.log.record(self.file_event, why, "warning")
 
 
 def is_held(path: str) -> bool:

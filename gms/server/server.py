@@ -1,41 +1,47 @@
-"""The servers of one place's weights and of its KV memory; `memory_server.py` says what such a
-server is.
+"""The servers of one place's weights and of its KV memory, and the process of all places of a
+device (of each model, in a pool); `memory_server.py` says what such a server is.
 
-What answers an engine that wakes and never blocks (copies of descriptors of host memory) needs no
-thread: on a machine whose CPUs are all busy, each change of threads may wait for milliseconds.
+What cannot be served of one place, for example because its journal cannot be written, is tried
+again and stops no other place.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
 import uuid
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeVar
 
+from msgspec.structs import replace
+
 from gms import epoch_file, names
 from gms import messages as msg
 from gms.core import events as ev
-from gms.core.kv import KvMachine
+from gms.core.kv import KvMachine, Pool
 from gms.core.snapshot import epochs_in_full, kv_snapshot, pools_in_full, weights_snapshot
+from gms.core.upkeep import Epoch
 from gms.core.weights import WeightsMachine
 from gms.server.devices import DeviceUsage
 from gms.server.driver_thread import attempt
 from gms.server.journal import CommitJournal, left_behind, peek, read_tokens, write_tokens
-from gms.server.memory_server import MemoryServer, is_held
+from gms.server.memory_server import MemoryServer, holders, is_held
 from gms.server.slab_store import KvRoom, KvStore, WeightsStore
 from gms.vmm.interface import DeviceMemory
 from plumbing.errors import UnderstudyError
 from plumbing.pod.models import device_of
-from plumbing.service.procfs import holders_of
-from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd, close_all
-from plumbing.wire.limits import FDS_PER_FRAME_MAX, MANIFEST_FRAME_BYTES_MAX
+from plumbing.wire.limits import MANIFEST_FRAME_BYTES_MAX
 
 # How long a writer may make no progress. It reports per tensor; reading one from the slowest
 # network file system takes seconds.
 STALL_MS = 120_000.0
+RETRY_S = 1.0  # of a place that cannot be served
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 
 class WeightsServer(MemoryServer[WeightsMachine, WeightsStore]):
@@ -81,7 +87,7 @@ class WeightsServer(MemoryServer[WeightsMachine, WeightsStore]):
             offloaded=found.offloaded,
             # A server may have died before it had written that this epoch is out of service.
             is_journal_behind=found.record is not None
-            and epoch_file.is_retired(self._path(found.record.epoch)),
+            and epoch_file.is_retired(self.path(found.record.epoch)),
             now_ms=self.clock.now_ms(),
         )
 
@@ -90,11 +96,8 @@ class WeightsServer(MemoryServer[WeightsMachine, WeightsStore]):
         close_all(self._arrived.values())
         self._journal.close()
 
-    def _file(self, region: str) -> str:
-        return names.epoch_file(self.device, region)
-
-    def _is_free(self, region: str) -> None:
-        self._handle(ev.RegionFree(region, host_copy(self.directory, self.device)))
+    def is_free(self, region: str) -> None:
+        self.handle(ev.RegionFree(region, host_copy(self.directory, self.device)))
 
     @property
     def held_bytes(self) -> int:
@@ -114,27 +117,16 @@ class WeightsServer(MemoryServer[WeightsMachine, WeightsStore]):
     def _in_full(self) -> dict[str, Any]:
         return {"epochs": epochs_in_full(self.machine)}
 
-    def _feed(self, conn: Connection, event: ev.Received) -> None:
-        is_mapped, beside_bytes, copy = False, None, None
+    def _with_facts(self, event: ev.Received) -> ev.Received:
         match event.message:
-            case msg.AttachMsg():
-                self._watch_process(conn)
-            case msg.AllocateMsg():
-                session = self.machine.sessions.get(conn.id)
-                if session is not None and session.region is not None:
-                    self._check_held(session.region)
+            case msg.AttachMsg() | msg.AllocateMsg() if self.counts_kv:
+                return replace(event, kv_bytes=self.bytes_beside)
             case msg.DropMsg(even_if_mapped=False) | msg.OffloadMsg():
                 committed = self.machine.committed
-                is_mapped = committed is not None and is_held(self._path(committed.id))
+                is_mapped = committed is not None and is_held(self.path(committed.id))
                 copy = host_copy(self.directory, self.device)
-        if self.counts_kv and isinstance(event.message, msg.AttachMsg | msg.AllocateMsg):
-            beside_bytes = self.bytes_beside
-        self._handle(
-            ev.Received(
-                *(event.session, event.request_id, event.message, event.pid),
-                *(is_mapped, beside_bytes, copy),
-            )
-        )
+                return replace(event, is_mapped=is_mapped, copy=copy)
+        return event
 
     # ------------------------------------------------------------------ effects
 
@@ -142,105 +134,57 @@ class WeightsServer(MemoryServer[WeightsMachine, WeightsStore]):
         match effect:
             case ev.SendMessage(session, _, msg.AllocatedMsg() as message):
                 self._respond(effect, message, [self._arrived.pop(session)])
-            case ev.GrantWriting():
-                self._grant_writing(effect)
-            case ev.SendEpoch(epoch=epoch):
-                self._lender.submit(
-                    lambda: self._store.export(epoch, writable=False),
-                    lambda fds: self._send_epoch(effect, fds),
-                    lambda error: self._refuse(effect, error),
-                )
+            case ev.SendMessage(session, _, msg.WritingMsg() as message):
+                conn = self._conns.get(session)
+                if conn is not None:  # only a writer may send frames of 16 MiB: it owes a manifest
+                    conn.limit_frames(MANIFEST_FRAME_BYTES_MAX)
+                self._respond(effect, message)
             case ev.OpenEpoch(session, epoch):
                 self._call(
                     session,
-                    lambda: self._store.open_epoch(epoch, self._path(epoch)),
-                    lambda _: ev.EpochOpened(session),
+                    lambda: self._store.open_epoch(epoch, self.path(epoch)),
+                    lambda _: self.handle(ev.EpochOpened(session)),
                 )
             case ev.CreateSlab(session, epoch, size_bytes):
-                self._driver.submit(
+                self._call(
+                    session,
                     lambda: self._store.create(epoch, size_bytes),
                     lambda fd: self._slab_created(session, fd),
-                    lambda error: self._slab_failed(session, error),
                 )
             case ev.SealEpoch(session, epoch, manifest):
                 self._call(
                     session,
                     lambda: self._store.seal(epoch, manifest),
-                    lambda tensors: ev.Sealed(session, tensors),
+                    lambda tensors: self.handle(ev.Sealed(session, tensors)),
                 )
-            case ev.WriteJournal():
-                self._write_journal(effect)
+            case ev.WriteJournal(committing, record, offloaded):
+                self._driver.submit(
+                    lambda: self._journal.write(record, offloaded),
+                    lambda _: self.handle(ev.Journalled(committing)),
+                    lambda error: self.handle(ev.Journalled(committing, error.message)),
+                )
             case _:
                 super()._perform(effect)
 
-    def _grant_writing(self, effect: ev.GrantWriting) -> None:
-        conn = self._conns.get(effect.session)
-        if conn is not None:  # only a writer may send frames of 16 MiB: it owes a manifest
-            conn.limit_frames(MANIFEST_FRAME_BYTES_MAX)
-        answer = msg.WritingMsg(
-            epoch=effect.epoch,
-            epoch_file=names.epoch_file(self.device, effect.epoch),
-            capacity_bytes=self.capacity_bytes,
-            free_bytes=self.machine.free_bytes,
-            granularity_bytes=self.memory.granularity_bytes,
-            copy=effect.copy,
+    def _grant(self, region: Epoch, effect: ev.SendRegion) -> msg.EpochAttachedMsg:
+        return msg.EpochAttachedMsg(
+            epoch=region.id,
+            identity=dict(region.identity or {}),
+            layout_hash=region.layout_hash,
+            slab_sizes=tuple(region.slab_sizes),
+            manifest=region.manifest,
         )
-        self._respond(effect, answer)
-
-    def _send_epoch(self, effect: ev.SendEpoch, fds: list[OwnedFd]) -> None:
-        epoch = self.machine.regions.get(effect.epoch)
-        if epoch is None:
-            self._closer.submit(lambda: close_all(fds))
-            return
-        answer = msg.EpochAttachedMsg(
-            epoch=epoch.id,
-            epoch_file=names.epoch_file(self.device, epoch.id),
-            identity=dict(epoch.identity or {}),
-            layout_hash=epoch.layout_hash,
-            slab_sizes=tuple(epoch.slab_sizes),
-            manifest=epoch.manifest,
-        )
-        self._respond(effect, answer, fds[:FDS_PER_FRAME_MAX])
-        for first in range(FDS_PER_FRAME_MAX, len(fds), FDS_PER_FRAME_MAX):
-            more = fds[first : first + FDS_PER_FRAME_MAX]
-            self._respond(effect, msg.SlabsMsg(epoch.id, first), more)
 
     def _slab_created(self, session: int, fd: OwnedFd) -> None:
         self._arrived[session] = fd
-        self._handle(ev.SlabCreated(session))
+        self.handle(ev.SlabCreated(session))
         unclaimed = self._arrived.pop(session, None)  # its writer has left meanwhile
         if unclaimed is not None:
             self._closer.submit(unclaimed.close)
 
-    def _slab_failed(self, session: int, error: UnderstudyError) -> None:
-        is_full = error.code == "gms.device_full"
-        self._handle((ev.DeviceFull if is_full else ev.DriverFailed)(session, error))
-
-    def _call(
-        self, session: int, work: Callable[[], T], completed: Callable[[T], ev.SessionEvent]
-    ) -> None:
-        """Call the driver for a session, which a failure ends."""
-        self._driver.submit(
-            work,
-            lambda result: self._handle(completed(result)),
-            lambda error: self._handle(ev.DriverFailed(session, error)),
-        )
-
-    def _write_journal(self, effect: ev.WriteJournal) -> None:
-        session = effect.session
-
-        def done(_: None) -> None:
-            self._handle(ev.JournalKept() if session is None else ev.Journalled(session))
-
-        def failed(error: UnderstudyError) -> None:
-            if session is None:
-                self._handle(ev.JournalBehind(error.message))
-            else:
-                self._handle(ev.JournalFailed(session, error.message))
-
-        self._driver.submit(
-            lambda: self._journal.write(effect.record, effect.offloaded), done, failed
-        )
+    def _call(self, session: int, work: Callable[[], T], done: Callable[[T], None]) -> None:
+        """Call the driver for a writer."""
+        self._driver.submit(work, done, lambda error: self.handle(ev.DriverFailed(session, error)))
 
 
 def host_copy(directory: str, device: str) -> ev.JournalRecord | None:
@@ -283,12 +227,9 @@ class KvServer(MemoryServer[KvMachine, KvStore]):
         found = names.pools_on_disk(self.directory, self.device)
         self.machine = KvMachine(
             new_pool_id=lambda: uuid.uuid4().hex,
-            orphans={pool: epoch_file.is_retired(self._path(pool)) for pool in found},
+            orphans={pool: epoch_file.is_retired(self.path(pool)) for pool in found},
             newest=read_tokens(self._token_path),
         )
-
-    def _file(self, region: str) -> str:
-        return names.pool_file(self.device, region)
 
     @property
     def held_bytes(self) -> int:
@@ -301,29 +242,15 @@ class KvServer(MemoryServer[KvMachine, KvStore]):
     def _in_full(self) -> dict[str, Any]:
         return {"pools": pools_in_full(self.machine)}
 
-    def _feed(self, conn: Connection, event: ev.Received) -> None:
-        match event.message:
-            case msg.BorrowPoolMsg():
-                self._watch_process(conn)
-            case msg.TakeMsg():
-                session = self.machine.session(event)
-                if session.region is not None:
-                    self._check_held(session.region)
-            case msg.DropPoolMsg():
-                self._check_unmapped()
-        self._handle(event)
-
-    def _check_unmapped(self) -> None:
-        """A process may map the pool although its session has ended.
-
-        Raises:
-            UnderstudyError: `gms.kv_held`; `gms.server_exhausted`, the file cannot be opened.
+    def _with_facts(self, event: ev.Received) -> ev.Received:
         """
-        pool = self.machine.current
-        if pool is None or self.machine.all_holders or not is_held(self._path(pool.id)):
-            return
-        file = os.stat(self._path(pool.id))
-        pids = ", ".join(f"pid {pid}" for pid in holders_of(file.st_dev, file.st_ino))
+        Raises:
+            UnderstudyError: `gms.kv_held`, a process maps the pool although its session has ended.
+        """
+        pool = self.machine.current if isinstance(event.message, msg.DropPoolMsg) else None
+        if pool is None or self.machine.all_holders or not is_held(self.path(pool.id)):
+            return event
+        pids = ", ".join(f"pid {pid}" for pid in holders(self.path(pool.id)))
         raise UnderstudyError(
             "gms.kv_held",
             f"the KV memory is still mapped by {pids or 'a process that is not visible here'}"
@@ -335,20 +262,25 @@ class KvServer(MemoryServer[KvMachine, KvStore]):
 
     def _perform(self, effect: ev.Effect) -> None:
         match effect:
-            case ev.GrantPool(_, _, pool):
-                self._respond(effect, msg.PoolGrantedMsg(pool, self._file(pool)))
-            case ev.SendPool():
-                self._send_pool(effect)
             case ev.MakePool(pool, size_bytes, index_bytes):
-                self._make(pool, size_bytes, index_bytes)
+                room = self.room()
+                self._driver.submit(
+                    lambda: self._store.make(pool, self.path(pool), size_bytes, index_bytes, room),
+                    lambda sizes: self.handle(ev.PoolMade(pool, sizes)),
+                    lambda error: self.handle(ev.PoolNotMade(pool, error)),
+                )
             case ev.KeepTokens(newest):
                 # Here, before their owner is granted anything: on disk before it has memory.
                 try:
                     attempt(lambda: write_tokens(self._token_path, newest))
                 except UnderstudyError as error:
-                    self._warn("keep the newest token")(error)
+                    self.warn(f"could not keep the newest token: {error.message}")
             case _:
                 super()._perform(effect)
+
+    def _grant(self, region: Pool, effect: ev.SendRegion) -> msg.PoolTakenMsg:
+        sizes = tuple(region.slab_sizes)
+        return msg.PoolTakenMsg(region.id, sizes, region.index_bytes, effect.is_fresh)
 
     def room(self) -> KvRoom:
         """What the device has for KV memory beside its weights."""
@@ -358,34 +290,76 @@ class KvServer(MemoryServer[KvMachine, KvStore]):
         weights_bytes = sum(each.all_bytes for each in mine)
         return KvRoom(self.device, self.capacity_bytes, weights_bytes, others_bytes)
 
-    def _make(self, pool: str, size_bytes: int, index_bytes: int) -> None:
-        room = self.room()
-        self._driver.submit(
-            lambda: self._store.make(pool, self._path(pool), size_bytes, index_bytes, room),
-            lambda sizes: self._handle(ev.PoolMade(pool, sizes)),
-            lambda error: self._handle(ev.PoolNotMade(pool, error)),
-        )
 
-    def _send_pool(self, effect: ev.SendPool) -> None:
-        def export() -> list[OwnedFd]:
-            return self._store.export(effect.pool, writable=True)
+FAILURES = (UnderstudyError, OSError)
 
-        def failed(error: UnderstudyError) -> None:
-            self._refuse(effect, error)
 
-        if not self._store.exports_at_once:
-            self._driver.submit(export, lambda fds: self._sent(effect, fds), failed)
-            return
-        try:
-            self._sent(effect, attempt(export))
-        except UnderstudyError as error:
-            failed(error)
+class DeviceProcess:
+    """Everything that the server process of one device serves."""
 
-    def _sent(self, effect: ev.SendPool, fds: list[OwnedFd]) -> None:
-        pool = self.machine.regions.get(effect.pool)
-        if pool is None:
-            self._closer.submit(lambda: close_all(fds))
-            return
-        sizes = tuple(pool.slab_sizes)
-        answer = msg.PoolTakenMsg(pool.id, sizes, pool.index_bytes, effect.is_fresh)
-        self._respond(effect, answer, fds)
+    def __init__(
+        self,
+        directory: str,
+        places: Sequence[str],
+        memory: DeviceMemory,
+        capacity_bytes: int,
+        *,
+        is_bounded: bool,
+        stall_ms: float = STALL_MS,
+        restarts_total: int = 0,
+    ) -> None:
+        """`is_bounded`: `capacity_bytes` is the limit of weights and KV memory together."""
+        self.servers: list[MemoryServer[Any, Any]] = []
+        told: dict[str, Any] = {"restarts_total": restarts_total}
+        for place in places:
+            of = directory, place, memory
+            weights = WeightsServer(
+                *of, capacity_bytes, stall_ms=stall_ms, counts_kv=is_bounded, **told
+            )
+            self.servers.append(weights)
+            if not names.is_offload(place):
+                self.servers.append(KvServer(*of, capacity_bytes if is_bounded else None, **told))
+        self._running: list[MemoryServer[Any, Any]] = []
+        for server in self.servers:
+            server.beside = self._running
+        self._late: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Serve what can be served.
+
+        Raises:
+            UnderstudyError, OSError: no weights can.
+        """
+        failed: list[tuple[MemoryServer[Any, Any], Exception]] = []
+        for server in self.servers:
+            try:
+                await self._start(server)
+            except FAILURES as error:
+                failed.append((server, error))
+        if not any(server.tag == names.WEIGHTS for server in self._running):
+            await self.close()
+            raise failed[0][1]
+        self._late = [asyncio.create_task(self._retry(*each)) for each in failed]
+
+    async def close(self) -> None:
+        """Stop serving; memory lives on where a process maps it."""
+        for task in self._late:
+            task.cancel()
+        for server in self._running:
+            await server.close()
+
+    async def _start(self, server: MemoryServer[Any, Any]) -> None:
+        await server.start()
+        self._running.append(server)
+
+    async def _retry(self, server: MemoryServer[Any, Any], error: Exception) -> None:
+        said = ""
+        while server not in self._running:
+            if str(error) != said:
+                said = str(error)
+                logger.error("the %s of %s are not served: %s", server.tag, server.device, said)
+            await asyncio.sleep(RETRY_S)
+            try:
+                await self._start(server)
+            except FAILURES as again:
+                error = again

@@ -35,17 +35,24 @@ from plumbing.wire.fds import OwnedFd, close_all
 class SlabStore(abc.ABC):
     """Memory by epoch, or by KV pool, in the order in which its descriptors are sent."""
 
+    is_writable = False  # by those to whom it is exported
+
     def __init__(self, memory: DeviceMemory) -> None:
         self.memory = memory
         self._slabs: dict[str, list[Allocation]] = {}
 
-    def export(self, name: str, *, writable: bool) -> list[OwnedFd]:
+    @property
+    def exports_at_once(self) -> bool:
+        """Whether `export` never blocks, so that no thread is needed for it."""
+        return False
+
+    def export(self, name: str) -> list[OwnedFd]:
         """Descriptors of all its memory, in order, which the caller owns; none if it was given up.
 
         Raises:
             UnderstudyError: `gms.driver_failed`, for example without descriptors left.
         """
-        return export_all(self._slabs.get(name, ()), writable=writable)
+        return export_all(self._slabs.get(name, ()), writable=self.is_writable)
 
     @abc.abstractmethod
     def take_back(self, name: str, fds: Sequence[OwnedFd], message: HandBackMsg) -> int:
@@ -163,9 +170,10 @@ SLAB_BYTES_MAX = 2 << 30
 class KvStore(SlabStore):
     """By pool: its index, then its slabs, in order."""
 
+    is_writable = True
+
     @property
     def exports_at_once(self) -> bool:
-        """Whether `export` never blocks, so that no thread is needed for it."""
         return self.memory.kind == HostMemory.kind
 
     def make(

@@ -17,10 +17,10 @@ import msgpack
 
 from gms import messages as msg
 from gms.core import events as ev
-from gms.core.epochs import Epoch, WeightsClient
 from gms.core.events import Mode
-from gms.core.region import WRITER_STATES, RegionPhase, SessionState
+from gms.core.region import WRITER_STATES, RegionPhase, Session, SessionState
 from gms.core.snapshot import epochs_in_full, weights_snapshot
+from gms.core.upkeep import Epoch
 from gms.core.weights import WeightsMachine
 from gms.manifest import TensorRecord, encode, identity_hash, layout_hash
 from plumbing.errors import UnderstudyError
@@ -32,7 +32,7 @@ IDENTITIES: tuple[Any, ...] = ({"v": 1}, {"v": 2}, None, {"v": b"no plain data"}
 MODES = tuple(Mode)
 STATES_WITH_EPOCH = WRITER_STATES | {SessionState.READING, SessionState.RETURNING}
 FINAL = (
-    ev.GrantWriting, ev.SendEpoch, msg.AllocatedMsg, msg.CommittedMsg, msg.KeptMsg,
+    msg.WritingMsg, ev.SendRegion, msg.AllocatedMsg, msg.CommittedMsg, msg.KeptMsg,
     msg.DroppedMsg, msg.VerifiedMsg, ev.RefuseRequest,
 )  # fmt: skip
 SPEAKER = {
@@ -142,7 +142,7 @@ class Fuzzed:
                 manifest = b"\x90" if wrong else manifest_for(sizes)
                 hashed = "0" * 64 if how >= 250 else layout_hash(sizes, manifest)
                 told = (
-                    found.wish.identity
+                    found.request.identity
                     if found and isinstance(found.request, msg.AttachMsg)
                     else None
                 )
@@ -182,17 +182,15 @@ class Fuzzed:
             case ev.OpenEpoch(session):
                 self.tell(ev.DriverFailed(session, error) if failed else ev.EpochOpened(session))
             case ev.CreateSlab(session) if how % 8 == 6:
-                self.tell(ev.DeviceFull(session, error))
+                self.tell(ev.DriverFailed(session, UnderstudyError("gms.device_full", "drawn")))
             case ev.CreateSlab(session):
                 self.tell(ev.DriverFailed(session, error) if failed else ev.SlabCreated(session))
             case ev.SealEpoch(session):
                 self.tell(ev.DriverFailed(session, error) if failed else ev.Sealed(session, 1))
             case ev.TakeBack(region):
                 self.tell(ev.RegionNotBack(region, error) if failed else ev.RegionBack(region, 1))
-            case ev.WriteJournal(None):
-                self.tell(ev.JournalBehind("disk") if failed else ev.JournalKept())
-            case ev.WriteJournal(int(session)):
-                self.tell(ev.JournalFailed(session, "disk") if failed else ev.Journalled(session))
+            case ev.WriteJournal(committing):
+                self.tell(ev.Journalled(committing, "disk" if failed else ""))
             case ev.Release(region):
                 self.tell(ev.RegionReleased(region))
 
@@ -273,7 +271,7 @@ class Fuzzed:
         msgpack.packb({**document, "epochs": epochs_in_full(self.device)})
 
     @staticmethod
-    def check_session(session: WeightsClient, epoch: Epoch | None) -> None:
+    def check_session(session: Session, epoch: Epoch | None) -> None:
         if session.state in WRITER_STATES:
             assert epoch is not None
             assert epoch.phase is RegionPhase.MAKING

@@ -26,7 +26,7 @@ def say(what: str, **more: Any) -> None:
 def writes_to(session: Writer) -> Callable[[bytes], object]:
     """What writes to the start of tensor `t`, and goes on trying after the commit."""
     attachment = session._attachment
-    if session._opening.memory.kind == "cuda":
+    if session.opening.memory.kind == "cuda":
         return lambda data: attachment.range.write(0, data)
     view = session.view("t")
     return lambda data: view.__setitem__(slice(0, len(data)), data)
@@ -65,7 +65,7 @@ def main() -> None:
             session.progress(int(rest[0]), 1000 * MIB)
             say("reported")
         elif word == "commit" and isinstance(session, Writer):
-            session = session.commit(session._request.identity or {})
+            session = session.commit(session.request.identity or {})
             say("committed", epoch=session.epoch)
         elif word == "read" and isinstance(session, Reader):
             say("bytes", first=session.read("t")[0])

@@ -19,10 +19,10 @@ import sys
 import threading
 from typing import Any
 
-from gms.cli import _crash
 from gms.server.server import WeightsServer
 from gms.vmm.host import HostMemory
 from plumbing.errors import UnderstudyError
+from plumbing.pod.cli import _crash_on_our_fault
 from plumbing.service.process import arm_from_environment
 from plumbing.service.signals import wait_signals
 from tests.gms.bench import DEVICE, GmsProcess
@@ -110,7 +110,7 @@ class FaultyMemory(HostMemory):
 
 async def main() -> None:
     directory, device_bytes, stall_s, *granularity = sys.argv[1:]
-    asyncio.get_running_loop().set_exception_handler(_crash)
+    asyncio.get_running_loop().set_exception_handler(_crash_on_our_fault)
     plan = Plan()
     memory = FaultyMemory(plan, int(granularity[0]) if granularity else None)
     server = WeightsServer(

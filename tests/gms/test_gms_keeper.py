@@ -193,4 +193,4 @@ def test_session_ends_although_the_driver_fails(
     for fd in flocks(gms, reader):
         os.close(fd)
     if call == "cuMemUnmap":
-        reader._opening.memory.driver.call("MemUnmap", address, reader.size_bytes)
+        reader.opening.memory.driver.call("MemUnmap", address, reader.size_bytes)

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 import pytest
 
 from gms import messages as msg
-from gms.core import events as ev
 from gms.core.weights import EPOCH_BYTES_MAX, EPOCHS_MAX
 from gms.manifest import (
     IDENTITY_CHARS_MAX,
@@ -85,7 +84,7 @@ def test_epochs_that_are_still_read_are_limited():
     assert answer.reason == "epochs"
     assert f"{EPOCHS_MAX} epochs" in answer.message
     bench.close(3)
-    assert isinstance(bench.last(99), ev.GrantWriting)
+    assert isinstance(bench.last(99), msg.WritingMsg)
 
 
 # ---------------------------------------------------------------------- sizes of what is said
@@ -112,7 +111,6 @@ def test_manifest_is_limited_so_that_readers_can_be_sent_it(host: GmsProcess):
     the answer that readers get; one that would not is refused at commit with the limit."""
     answer = EpochAttachedMsg(
         epoch=EPOCH,
-        epoch_file="f" * 255,
         identity={"x": "\N{SNOWMAN}" * (IDENTITY_CHARS_MAX // 6 - 10)},
         layout_hash="0" * 64,
         slab_sizes=(2**62,) * SLABS_MAX,

@@ -184,7 +184,7 @@ def test_effect_that_fails_costs_its_session_and_drops_none_behind_it(directory:
     server.machine = SimpleNamespace(
         handle=lambda event, now_ms: effects, next_deadline_ms=lambda: None
     )
-    server._handle(ev.DeadlinePassed())
+    server.handle(ev.DeadlinePassed())
     assert "as told" in bad.closed
     assert (len(good.sent), good.closed) == (1, "")
     kinds = [(event.type, event.severity) for event in server.log.kept_since(0)]

@@ -15,7 +15,7 @@ import pytest
 from gms import names
 from gms import upkeep as operate
 from gms.client import Reader
-from gms.messages import DigestMsg
+from gms.messages import CondemnMsg, DigestMsg
 from plumbing.errors import WaitTimeoutError
 from tests.gms.bench import OTHER, GmsProcess, inodes, journalled, kept
 from tests.gms.kinds import host_only
@@ -186,10 +186,10 @@ def test_device_error_condemns_at_once_and_the_next_writer_loads_anew(gms: GmsPr
 def test_second_incarnation_that_fails_its_canary_condemns(gms: GmsProcess):
     """One failure may be the engine's own, even twice; the same of another process is not."""
     with gms.load() as first, reader_of(gms, 1) as second:
-        first.condemn("canary", "other tokens")
-        first.condemn("canary", "other tokens")
+        first.send(CondemnMsg("canary", "other tokens"))
+        first.send(CondemnMsg("canary", "other tokens"))
         assert gms.status()["state"] == "committed"
-        second.condemn("canary", "other tokens")
+        second.send(CondemnMsg("canary", "other tokens"))
         until(lambda: gms.status()["epoch"] is None, "the epoch to be condemned")
 
 
@@ -201,7 +201,7 @@ def test_condemned_epoch_does_not_come_back_with_a_restart(gms: GmsProcess, jour
         if journal == "never written":  # its place is taken while it is condemned
             os.rename(path, path + ".saved")
             os.mkdir(path)
-        reader.condemn("device_error", "Xid 63")
+        reader.send(CondemnMsg("device_error", "Xid 63"))
         until(lambda: gms.status()["epoch"] is None, "the epoch to be condemned")
         mark = os.path.join(gms.directory, names.epoch_file(gms.device, reader.epoch))
         until(lambda: os.stat(mark).st_size, "its file to be marked")

@@ -16,9 +16,9 @@ from typing import Any
 
 from gms import messages as msg
 from gms.core import events as ev
-from gms.core.epochs import Epoch
 from gms.core.region import WRITER_STATES, RegionPhase, SessionState
 from gms.core.snapshot import weights_snapshot
+from gms.core.upkeep import Epoch
 from gms.core.weights import WeightsMachine, orphans_of
 from gms.manifest import TensorRecord, encode, layout_hash
 from plumbing.errors import UnderstudyError
@@ -201,9 +201,10 @@ class SimDevice:
             assert self.journal is not None
             assert self.journal.epoch == answer.epoch, "journalled before it is answered"
             self._publish(answer.epoch)
-        if isinstance(answer, ev.SendEpoch):
-            assert answer.epoch in self.published, "a reader sees only what was published"
-        if isinstance(answer, ev.GrantWriting | ev.SendEpoch):
+        if isinstance(answer, ev.SendRegion):
+            assert answer.region in self.published, "a reader sees only what was published"
+            copy = self.vault[answer.region]
+        if isinstance(answer, msg.WritingMsg):
             copy = self.vault[answer.epoch]
         self._deliver(effect.session, answer, copy)
 
@@ -230,7 +231,7 @@ class SimDevice:
                 self.tell(ev.EpochOpened(effect.session))
             case ev.CreateSlab() if fails:
                 full = UnderstudyError("gms.device_full", "somebody else has it")
-                self.tell(ev.DeviceFull(effect.session, full))
+                self.tell(ev.DriverFailed(effect.session, full))
             case ev.CreateSlab():
                 self.vault[effect.epoch].slab_sizes.append(effect.size_bytes)
                 self.tell(ev.SlabCreated(effect.session))
@@ -240,16 +241,11 @@ class SimDevice:
                 self.tell(ev.Sealed(effect.session, tensors=1))
             case ev.TakeBack():
                 self._check_copy(effect, fails=fails)
-            case ev.WriteJournal(None) if fails:
-                self.tell(ev.JournalBehind("a full disk"))
-            case ev.WriteJournal() if fails and effect.session is not None:
-                self.tell(ev.JournalFailed(effect.session, "a full disk"))
-            case ev.WriteJournal():
+            case ev.WriteJournal(committing) if fails:
+                self.tell(ev.Journalled(committing, "a full disk"))
+            case ev.WriteJournal(committing):
                 self._write(effect)
-                if effect.session is not None:
-                    self.tell(ev.Journalled(effect.session))
-                else:
-                    self.tell(ev.JournalKept())
+                self.tell(ev.Journalled(committing))
             case ev.MarkRetired():
                 self.marked.add(effect.region)
                 self.condemned |= self.condemning & self.marked

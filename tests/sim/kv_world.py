@@ -44,7 +44,7 @@ class Process:
     claimant: Claimant
     size: int
     conn: int | None = None
-    inbox: deque[ev.Effect | tuple[ev.SendPool, Memory]] = field(default_factory=deque)
+    inbox: deque[ev.Effect | tuple[ev.SendRegion, Memory]] = field(default_factory=deque)
     has_asked: bool = False  # on this connection
     flock: str | None = None
     memory: Memory | None = None
@@ -233,13 +233,13 @@ class KvWorld:
     def read(self, process: Process) -> None:
         got = process.inbox.popleft()
         match got:
-            case ev.GrantPool():
-                if got.pool not in self.files:
+            case ev.SendMessage(message=msg.PoolGrantedMsg(pool)):
+                if pool not in self.files:
                     self.disconnect(process)
                     return
-                process.flock = got.pool
+                process.flock = pool
                 self.send(process, msg.TakeMsg())
-            case (ev.SendPool(), Memory() as memory):
+            case (ev.SendRegion(), Memory() as memory):
                 process.memory = memory
                 self.takeovers += bool(memory.written) and memory.written[-1] != process.claimant
             case ev.SendMessage(message=msg.PoolFreedMsg() as said):
@@ -336,10 +336,10 @@ class KvWorld:
 
     def perform(self, effect: ev.Effect) -> None:
         match effect:
-            case ev.GrantPool(session, _, pool):
+            case ev.SendMessage(session, _, msg.PoolGrantedMsg(pool)):
                 self.granted(session, pool)
                 self.answer(session, effect)
-            case ev.SendPool(session, _, pool, is_fresh):
+            case ev.SendRegion(session, _, pool, is_fresh):
                 memory = self.vault[pool]
                 assert not (is_fresh and memory.written), "fresh memory was written before"
                 self.answer(session, (effect, memory))
@@ -361,7 +361,7 @@ class KvWorld:
             case ev.KeepTokens(newest):
                 self.disk = newest
 
-    def answer(self, conn: int, what: ev.Effect | tuple[ev.SendPool, Memory]) -> None:
+    def answer(self, conn: int, what: ev.Effect | tuple[ev.SendRegion, Memory]) -> None:
         for process in self.processes:
             if process.conn == conn:
                 process.inbox.append(what)

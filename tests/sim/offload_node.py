@@ -120,8 +120,7 @@ class Node:
             case ev.WriteJournal():
                 self.record, self.offloaded = effect.record, effect.offloaded
                 self.world.journalled(self)
-                done = ev.JournalKept() if effect.session is None else ev.Journalled(effect.session)
-                self.tell(done)
+                self.tell(ev.Journalled(effect.session))
             case ev.MarkRetired():
                 self.marked.add(effect.region)
                 self.world.journalled(self)

@@ -77,12 +77,12 @@ class OffloadWorld:
             return
         actor.is_busy = False
         match answer:
-            case ev.GrantWriting():
+            case msg.WritingMsg():
                 actor.at[name], actor.copy = "writing", answer.copy
                 actor.holds[name] = node.vault[answer.epoch]
-            case ev.SendEpoch():
-                actor.at[name], actor.holds[name] = "reading", node.vault[answer.epoch]
-                self._check_readable(node, answer.epoch)
+            case ev.SendRegion():
+                actor.at[name], actor.holds[name] = "reading", node.vault[answer.region]
+                self._check_readable(node, answer.region)
             case msg.CommittedMsg():
                 actor.at[name] = "reading"
                 self._check_readable(node, answer.epoch)

@@ -183,10 +183,10 @@ class Rank:
     def _hear(self) -> None:
         answer, copy = self.inbox.popleft()
         match answer:
-            case ev.GrantWriting():
+            case msg.WritingMsg():
                 self._join(copy, At.WRITING)
-            case ev.SendEpoch():
-                self.identity = dict(self.device.published[answer.epoch].identity)
+            case ev.SendRegion():
+                self.identity = dict(self.device.published[answer.region].identity)
                 self._join(copy, At.READING)
             case msg.AllocatedMsg():
                 self.is_busy = False

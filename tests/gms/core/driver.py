@@ -8,7 +8,7 @@ from typing import Any
 
 from gms import messages as msg
 from gms.core import events as ev
-from gms.core.epochs import Epoch
+from gms.core.upkeep import Epoch
 from gms.core.weights import WeightsMachine
 from gms.manifest import TensorRecord, encode, layout_hash
 from plumbing.wire.messages import Message
@@ -85,10 +85,7 @@ class Bench:
                 self.tell(ev.Sealed(effect.session, tensors=1))
             case ev.WriteJournal():
                 self.journal, self.offloaded = effect.record, effect.offloaded
-                if effect.session is not None:
-                    self.tell(ev.Journalled(effect.session))
-                else:
-                    self.tell(ev.JournalKept())
+                self.tell(ev.Journalled(effect.session))
             case ev.TakeBack():
                 self.tell(ev.RegionBack(effect.region, tensors=1))
             case ev.MarkRetired():
@@ -141,7 +138,7 @@ class Bench:
 
     def load(self, session: int, size_bytes: int = MIB, **more: Any) -> str:
         """A writer's whole life up to its commit; the committed epoch's id."""
-        assert isinstance(self.attach(session, **more), ev.GrantWriting)
+        assert isinstance(self.attach(session, **more), msg.WritingMsg)
         self.allocate(session, size_bytes)
         answer = self.commit(session, more.get("identity"))
         assert isinstance(answer, msg.CommittedMsg), answer

@@ -6,8 +6,8 @@ import pytest
 
 from gms import messages as msg
 from gms.core import events as ev
-from gms.core.epochs import Epoch
 from gms.core.region import WAITERS_MAX, RegionPhase
+from gms.core.upkeep import Epoch
 from gms.core.weights import JOURNAL_RETRY_MS
 from plumbing.errors import InvariantError, UnderstudyError
 from tests.gms.core.driver import MIB, Answer, Bench
@@ -23,14 +23,14 @@ def refusal(answer: Answer | None) -> UnderstudyError:
 def test_first_writes_second_waits_then_reads():
     """RW_OR_RO twice: the first becomes the writer; its commit turns the second into a reader."""
     bench = Bench()
-    assert isinstance(bench.attach(1), ev.GrantWriting)
+    assert isinstance(bench.attach(1), msg.WritingMsg)
     waiting = bench.attach(2)
     assert isinstance(waiting, msg.WaitingMsg)
     assert waiting.reason == "writer"
     assert "engine-1" in waiting.message
     bench.allocate(1)
     assert isinstance(bench.commit(1), msg.CommittedMsg)
-    assert isinstance(bench.last(2), ev.SendEpoch)
+    assert isinstance(bench.last(2), ev.SendRegion)
     assert bench.device.committed is not None
     assert [each.id for each in bench.device.holders(bench.device.committed)] == [1, 2]
 
@@ -44,7 +44,7 @@ def test_dead_writer_costs_only_its_staging_and_the_waiter_becomes_the_writer():
     assert first is not None
     bench.attach(2)
     bench.close(1)
-    assert isinstance(bench.last(2), ev.GrantWriting)
+    assert isinstance(bench.last(2), msg.WritingMsg)
     assert bench.released == [first.id]
     assert bench.device.staging is not None
     assert bench.device.staging.id != first.id
@@ -67,7 +67,7 @@ def test_no_session_writes_while_a_dead_writers_memory_is_mapped():
     assert isinstance(waiting, msg.WaitingMsg)
     assert "pid 77" in waiting.message
     bench.unmap(epoch.id)
-    assert isinstance(bench.last(2), ev.GrantWriting)
+    assert isinstance(bench.last(2), msg.WritingMsg)
 
 
 def test_plain_rw_on_a_committed_device_is_an_error_at_once():
@@ -118,7 +118,7 @@ def test_writer_that_stalls_loses_its_staging_but_slow_progress_is_no_stall():
     bench.attach(2)
     bench.advance(100)
     assert refusal(bench.last(1)).code == "gms.writer_stalled"
-    assert isinstance(bench.last(2), ev.GrantWriting)
+    assert isinstance(bench.last(2), msg.WritingMsg)
 
 
 def test_replace_keeps_the_old_epoch_until_its_last_reader_leaves():
@@ -128,8 +128,8 @@ def test_replace_keeps_the_old_epoch_until_its_last_reader_leaves():
     new = bench.load(2, mode="rw", replace=True, identity=OTHER)
     assert bench.device.regions[old].phase is RegionPhase.RETIRED
     answer = bench.attach(3, "ro", identity=OTHER)
-    assert isinstance(answer, ev.SendEpoch)
-    assert answer.epoch == new
+    assert isinstance(answer, ev.SendRegion)
+    assert answer.region == new
     bench.close(1)
     assert bench.released == [old]
     assert set(bench.device.regions) == {new}
@@ -139,8 +139,8 @@ def test_rw_or_ro_with_replace_writes_only_where_the_identity_differs():
     """`replace` is a permission: the same identity is simply read."""
     bench = Bench()
     bench.load(1)
-    assert isinstance(bench.attach(2, replace=True), ev.SendEpoch)
-    assert isinstance(bench.attach(3, replace=True, identity=OTHER), ev.GrantWriting)
+    assert isinstance(bench.attach(2, replace=True), ev.SendRegion)
+    assert isinstance(bench.attach(3, replace=True, identity=OTHER), msg.WritingMsg)
 
 
 def test_replace_without_room_frees_an_epoch_without_readers():
@@ -197,7 +197,7 @@ def test_journal_that_cannot_be_written_is_retried_and_reported():
     bench.commit(1)
     bench.complete(bench.pending.pop(0))
     assert isinstance(bench.pending.pop(0), ev.WriteJournal)
-    bench.tell(ev.JournalFailed(1, "no space"))
+    bench.tell(ev.Journalled(1, "no space"))
     assert bench.device.problem is not None
     assert "no space" in bench.device.problem
     assert bench.device.committed is None
@@ -248,7 +248,7 @@ def test_recovering_device_grants_nothing_until_the_old_epoch_is_free():
         assert answer.reason == "recovering"
     bench.advance(9_000)
     bench.unmap(orphan.id)
-    assert isinstance(bench.last(1), ev.GrantWriting)
+    assert isinstance(bench.last(1), msg.WritingMsg)
     assert bench.device.state == "staging"
 
 

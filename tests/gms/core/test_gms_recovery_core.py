@@ -7,8 +7,8 @@ from msgspec.structs import replace
 
 from gms import messages as msg
 from gms.core import events as ev
-from gms.core.epochs import Epoch
 from gms.core.region import RegionPhase
+from gms.core.upkeep import Epoch
 from gms.core.weights import JOURNAL_RETRY_MS, orphans_of
 from gms.manifest import encode, identity_hash, layout_hash
 from plumbing.errors import UnderstudyError
@@ -105,7 +105,7 @@ def test_retired_epoch_is_journalled_again_until_the_write_succeeds(how: str):
         written = bench.pending.pop(0)
         assert isinstance(written, ev.WriteJournal)
         assert written.record is None
-        bench.tell(ev.JournalBehind("no space left"))
+        bench.tell(ev.Journalled(None, "no space left"))
         assert "no space left" in str(bench.device.problem)
         assert bench.last(9) is None
         bench.advance(JOURNAL_RETRY_MS)
@@ -123,7 +123,7 @@ def test_newcomers_that_wait_do_not_keep_survivors_out():
     for session in range(100, 164):
         bench.attach(session, "ro", identity=OTHER)
     assert hand_back(bench, 2, NEW) == msg.KeptMsg(NEW)
-    assert all(isinstance(bench.last(session), ev.SendEpoch) for session in range(100, 164))
+    assert all(isinstance(bench.last(session), ev.SendRegion) for session in range(100, 164))
 
 
 def test_one_survivor_is_checked_at_a_time_and_a_broken_one_costs_only_itself():
@@ -153,23 +153,6 @@ def test_memory_that_is_not_what_was_committed_is_refused_and_changes_nothing():
     assert hand_back(bench, 2, NEW) == msg.KeptMsg(NEW)
 
 
-def test_epoch_whose_file_was_removed_is_taken_back_late():
-    """It looked gone, and its reader is there: committed again, if nothing took its place."""
-    bench = restarted()
-    bench.unmap(OLD)
-    bench.unmap(NEW)
-    assert bench.device.state == "empty"
-    bench.auto = False
-    hand_back(bench, 1, NEW)
-    bench.close(1)
-    bench.tell(ev.RegionNotBack(NEW, UnderstudyError("gms.bad_slab", "no")))
-    assert bench.device.state == "empty", "one that breaks off leaves nothing behind"
-    bench.pending.clear()
-    bench.auto = True
-    assert hand_back(bench, 2, NEW) == msg.KeptMsg(NEW)
-    assert phases(bench) == {NEW: RegionPhase.SERVED}
-
-
 def test_epoch_whose_file_was_removed_and_replaced_is_history():
     """A writer came first: the late survivor is its epoch's reader, nothing else."""
     bench = restarted()
@@ -191,43 +174,6 @@ def test_epoch_without_readers_is_marked_when_it_is_dropped():
     assert isinstance(bench.last(9), msg.DroppedMsg)
 
 
-def removed() -> Bench:
-    """NEW looked gone because its file was removed; its reader, session 2, has brought it back."""
-    bench = restarted()
-    bench.unmap(OLD)
-    bench.unmap(NEW)
-    hand_back(bench, 2, NEW)
-    return bench
-
-
-def test_epoch_that_came_back_late_does_not_do_so_again_after_it_was_dropped():
-    """Dropped, its reader's connection ends and comes back: history."""
-    bench = removed()
-    bench.tell(ev.Received(9, 4, msg.DropMsg(None, even_if_mapped=True)))
-    bench.close(2)
-    assert hand_back(bench, 3, NEW) == msg.KeptMsg(NEW)
-    assert bench.device.committed is None
-
-
-def test_reader_of_an_earlier_life_leaves_while_a_removed_epoch_is_handed_back():
-    """Two processes map an epoch without a file: one leaves while the other's is checked."""
-    bench = restarted()
-    bench.unmap(OLD)
-    bench.unmap(NEW)
-    bench.attach(5, "rw", identity=IDENTITY)
-    assert hand_back(bench, 2, NEW) == msg.KeptMsg(NEW), "a writer came first"
-    bench.close(5)
-    bench.close(2)
-    bench.auto = False
-    hand_back(bench, 3, NEW)
-    hand_back(bench, 4, NEW)
-    bench.close(4)
-    bench.auto = True
-    bench.drain()
-    assert bench.last(3) == msg.KeptMsg(NEW)
-    assert phases(bench) == {NEW: RegionPhase.SERVED}
-
-
 def replaced_and_cut(capacity_bytes: int = 100 * MIB) -> tuple[Bench, str]:
     """Epoch one is superseded, and the connection of its only reader breaks; it comes back."""
     bench = Bench(capacity_bytes)
@@ -246,7 +192,7 @@ def test_a_reader_that_rejoins_a_given_up_epoch_does_not_block_writers():
     that replaces is granted at once, and the memory goes with that reader. (It waited for ever.)
     """
     bench, old = replaced_and_cut()
-    assert isinstance(bench.attach(4, "rw", replace=True, identity=THIRD), ev.GrantWriting)
+    assert isinstance(bench.attach(4, "rw", replace=True, identity=THIRD), msg.WritingMsg)
     bench.close(3)
     bench.unmap(old)
     assert old not in bench.device.regions

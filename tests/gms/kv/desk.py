@@ -47,7 +47,7 @@ class Desk:
 
     def take(self, session):
         """The descriptors' message."""
-        return of(self.tell(Received(session, 2, msg.TakeMsg())), ev.SendPool)
+        return of(self.tell(Received(session, 2, msg.TakeMsg())), ev.SendRegion)
 
     def hold(self, session, token=1):
         """A pool, made for and taken by `session`."""

@@ -23,7 +23,7 @@ def test_processes_of_one_engine_share_one_pool_that_is_made_at_the_first_claim(
     pool = desk.make()
     for session in (1, 2):
         assert desk.last_to(session).pool == pool
-        assert desk.take(session) == ev.SendPool(session, 2, pool, is_fresh=True)
+        assert desk.take(session) == ev.SendRegion(session, 2, pool, is_fresh=True)
     desk.mark(1, msg.BEGUN)
     desk.borrow(3)
     assert desk.take(3).is_fresh is False
@@ -42,7 +42,7 @@ def test_next_engine_waits_for_session_and_kernel_and_finds_what_was_written():
     desk.tell(ev.HoldersSeen(pool, (101,)))
     assert "is still mapped by pid 101" in desk.last_to(2).message
     desk.tell(ev.RegionFree(pool))
-    assert desk.last_to(2) == ev.GrantPool(2, 1, pool)
+    assert desk.last_to(2) == msg.PoolGrantedMsg(pool)
     assert desk.take(2).is_fresh is False
 
 
@@ -166,7 +166,7 @@ def test_driver_that_fails_costs_those_who_wait_and_nothing_else():
     assert desk.last_to(1).code == "gms.driver_failed"
     desk.borrow(2, token=2)
     desk.make()
-    assert isinstance(desk.last_to(2), ev.GrantPool)
+    assert isinstance(desk.last_to(2), msg.PoolGrantedMsg)
 
 
 def test_survivor_hands_the_pool_back_and_the_next_engine_gets_it_with_its_content():
@@ -181,7 +181,7 @@ def test_survivor_hands_the_pool_back_and_the_next_engine_gets_it_with_its_conte
     assert "engine-1" in desk.last_to(2).message
     desk.tell(Closed(1))
     desk.tell(ev.RegionFree("p"))
-    assert desk.take(2) == ev.SendPool(2, 2, "p", is_fresh=False)
+    assert desk.take(2) == ev.SendRegion(2, 2, "p", is_fresh=False)
 
 
 def test_orphan_without_survivors_is_removed_and_a_pool_made():
@@ -243,7 +243,7 @@ def test_two_living_engines_hand_the_pool_to_and_fro():
         desk.borrow(session, token, incarnation=incarnation)
         assert desk.last_to(session).reason == "gms.kv_busy"  # until the kernel has spoken
         desk.tell(ev.RegionFree(pool))
-        assert desk.take(session) == ev.SendPool(session, 2, pool, is_fresh=False)
+        assert desk.take(session) == ev.SendRegion(session, 2, pool, is_fresh=False)
         desk.mark(session, msg.ADOPTING, msg.ADOPTED)
     assert desk.machine.regions[pool].failed_adoptions == 0
     assert (desk.machine.made_total, desk.machine.lent_total) == (1, 3)
@@ -334,4 +334,4 @@ def test_engine_that_lost_the_lock_does_not_free_what_its_successor_waits_for():
     assert refused(desk, Received(1, 5, msg.GiveUpMsg(WAIT_MS))).code == "gms.kv_stale_token"
     desk.tell(Closed(1))
     desk.tell(ev.RegionFree(pool))
-    assert desk.take(2) == ev.SendPool(2, 2, pool, is_fresh=False)
+    assert desk.take(2) == ev.SendRegion(2, 2, pool, is_fresh=False)
