@@ -35,6 +35,7 @@ from understudy.drill.targets import is_only_in_pool
 from understudy.host import machine
 from understudy.status.gather import require_pod
 from understudy.up import sessions
+from understudy.up.pods import Prepare, prepare_pool, prepare_random_pool
 from understudy.up.sessions import DrillResult
 
 say = partial(click.echo, err=True)
@@ -159,8 +160,10 @@ def _of_new_pod(
         )
     if pool_file is not None:
         pod = local_pod(config, DRILL_OPTIONS, ())
-        path = Path(os.path.abspath(pool_file)) if pool_file else None
-        return partial(sessions.drill_new_pool, pod, path, plan, say)
+        prepare: Prepare = partial(prepare_random_pool, pod)
+        if pool_file:
+            prepare = partial(prepare_pool, pod, Path(os.path.abspath(pool_file)), 0)
+        return partial(sessions.drill_new_pod, prepare, plan, say)
 
     def drilled(*more: str) -> Work:
         pod = pod_of(config, DRILL_OPTIONS, (*more, *arguments))

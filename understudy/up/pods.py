@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, replace
@@ -46,9 +47,12 @@ from understudy.status.gateway_view import is_open
 from understudy.status.gather import gather, pids_of
 from understudy.status.view import awaited, is_reachable
 from understudy.up.models import (
+    DEVICE_BYTES,
     HUB_BACKEND,
+    ONE_THREAD,
     hub_directory,
     is_hub_id,
+    make_random_pool,
     with_hub_model,
     with_random_model,
 )
@@ -58,10 +62,11 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class PreparedPod:
-    """A pod that can be started."""
+    """A pod that can be started. `file`: that of its pool, if it has one."""
 
     containers: Sequence[Container]
     title: str = "a pod"
+    file: PoolFile | None = None
 
 
 # Prepares a pod in a directory. True: for a drill, beside other pods.
@@ -132,7 +137,16 @@ async def prepare_pool(
         begin_new_pod(str(directory))
     await _fill_cache(file, say)
     pod = replace(pod, directory=directory, memory=_memory(file, pod.memory), pool=models)
-    return PreparedPod(pod.containers(), f"the pool of {path}")
+    return PreparedPod(pod.containers(), f"the pool of {path}", file)
+
+
+async def prepare_random_pool(
+    pod: LocalPod, directory: Path, say: Say, is_drilled: bool
+) -> PreparedPod:
+    """Prepare a pool of three random models; the user's own settings win."""
+    env = {name: os.environ.get(name, value) for name, value in ONE_THREAD.items()}
+    pod = replace(pod, env={**env, **pod.env}, device_bytes=pod.device_bytes or DEVICE_BYTES)
+    return await prepare_pool(pod, await make_random_pool(directory), 0, directory, say, is_drilled)
 
 
 def _memory(file: PoolFile, wanted: str) -> str:

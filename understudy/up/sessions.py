@@ -10,7 +10,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +19,6 @@ from plumbing.errors import UnderstudyError, UsageError
 from plumbing.pod.paths import pool_socket
 from plumbing.service.clock import rfc3339
 from plumbing.service.signals import SignalInbox
-from pool.pool_file import read_pool_file
 from understudy.drill.clients import Target
 from understudy.drill.page import page_data, write_page
 from understudy.drill.records import Records
@@ -28,9 +27,7 @@ from understudy.drill.run import Drill, DrillPlan, unless_gone
 from understudy.drill.verdict import DrillReport, judge
 from understudy.host import ResourceUsage, machine
 from understudy.pod.runner import PodRunner, run_pod
-from understudy.pod.table import LocalPod
-from understudy.up.models import DEVICE_BYTES, ONE_THREAD, make_random_pool
-from understudy.up.pods import Prepare, Say, prepare_pool
+from understudy.up.pods import Prepare, Say
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -69,49 +66,19 @@ class DrillResult:
         write_page(path, data)
 
 
-# Prepares a drill and the runner of its pod in a directory, and names the pod.
-Start = Callable[[Path], Awaitable[tuple[Drill, PodRunner, str]]]
-
-
 async def drill_new_pod(prepare: Prepare, plan: DrillPlan, say: Say) -> DrillResult | None:
-    """Start a pod in a new directory and on free ports, drill it, stop it. None: interrupted."""
+    """Start a pod in a new directory and on free ports, drill it, stop it. None: interrupted.
 
-    async def start(directory: Path) -> tuple[Drill, PodRunner, str]:
-        pod = await prepare(directory, say, True)
-        runner = PodRunner(pod.containers, directory / "log")
-        return Drill(directory, plan, say, runner), runner, pod.title
-
-    return await _drill_new(start, plan, say)
-
-
-async def drill_new_pool(
-    pod: LocalPod, path: Path | None, plan: DrillPlan, say: Say
-) -> DrillResult | None:
-    """As `drill_new_pod`, of the pool file at `path`, or of three random models."""
-
-    async def start(directory: Path) -> tuple[Drill, PodRunner, str]:
-        started, file = pod, path
-        if file is None:
-            env = {name: os.environ.get(name, value) for name, value in ONE_THREAD.items()}
-            device_bytes = pod.device_bytes or DEVICE_BYTES
-            started = replace(pod, env={**env, **pod.env}, device_bytes=device_bytes)
-            file = await make_random_pool(directory)
-        models = read_pool_file(str(file))
-        prepared = await prepare_pool(started, file, 0, directory, say, is_drilled=True)
-        runner = PodRunner(prepared.containers, directory / "log")
-        return Drill(directory, plan, say, runner, models), runner, prepared.title
-
-    return await _drill_new(start, plan, say)
-
-
-async def _drill_new(start: Start, plan: DrillPlan, say: Say) -> DrillResult | None:
-    """The directory, with the containers' logs, is kept if the drill was started and fails."""
+    The directory, with the containers' logs, is kept if the drill was started and fails.
+    """
     directory = Path(tempfile.mkdtemp(prefix="understudy-"))
     is_kept = False
     try:
-        drill, runner, title = await start(directory)
+        pod = await prepare(directory, say, True)
+        runner = PodRunner(pod.containers, directory / "log")
+        drill = Drill(directory, plan, say, runner, pod.file)
         is_kept = True
-        say(f"starting {title} in {directory}")
+        say(f"starting {pod.title} in {directory}")
         result = await run_drill(drill, runner, plan, say)
         is_kept = result is not None and not result.report.passed
         return result
@@ -120,14 +87,6 @@ async def _drill_new(start: Start, plan: DrillPlan, say: Say) -> DrillResult | N
             say(f"the logs are kept in {directory / 'log'}")
         else:
             shutil.rmtree(directory, ignore_errors=True)
-
-
-def _of_a_pool(what: str) -> UsageError:
-    return UsageError(
-        "drill.is_pool",
-        f"{what} has a pool, and this drill needs one awake engine with a standby; use `understudy"
-        " drill --pool FILE` with its pool file, which starts a pod of its own",
-    )
 
 
 async def compare_adoption(
@@ -156,7 +115,12 @@ async def compare_adoption(
 async def drill_running_pod(directory: Path, plan: DrillPlan, say: Say) -> DrillResult | None:
     """Drill the running pod in `directory`, which keeps running."""
     if os.path.exists(pool_socket(str(directory))):
-        raise _of_a_pool(f"the pod in {directory}")
+        raise UsageError(
+            "drill.is_pool",
+            f"the pod in {directory} has a pool, and this drill needs one awake engine with a"
+            " standby; use `understudy drill --pool FILE` with its pool file, which starts a pod"
+            " of its own",
+        )
     return await run_drill(Drill(directory, plan, say), PodRunner([], directory / "log"), plan, say)
 
 
