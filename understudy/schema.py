@@ -69,13 +69,6 @@ class PodStatus(Schema):
     engines: Annotated[list[EngineDocument | Unreachable], "every engine that has a socket"]
 
 
-class ConfigDocument(Schema):
-    """The settings of `up` and `drill`, with the origin of each."""
-
-    up: Annotated[list[SettingRow], "settings of `understudy up`"]
-    drill: Annotated[list[SettingRow], "settings of `understudy drill`"]
-
-
 class VersionDocument(Schema):
     """The version of Understudy and of its Python."""
 
@@ -147,7 +140,6 @@ DOCUMENTS: dict[str, type[Schema]] = {
     "understudy doctor": DoctorDocument,
     "understudy drill": DrillDocument,
     "understudy drill --pool": PoolDrillDocument,
-    "understudy config": ConfigDocument,
     "understudy version": VersionDocument,
     "understudy sleep, understudy wake": GoalDocument,
     "lockserver status, /status of the lock server": LockserverStatus,

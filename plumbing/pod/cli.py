@@ -114,20 +114,6 @@ def _crash_on_our_fault(loop: asyncio.AbstractEventLoop, context: dict[str, Any]
     os._exit(OUR_FAULT)
 
 
-def plain_errors(function: Command) -> Command:
-    """For commands without `@options`: an `UnderstudyError` ends the program as `fail` does."""
-
-    @functools.wraps(function)
-    def wrapper(*args: Any, **params: Any) -> Any:
-        _show_any_name()
-        try:
-            return function(*args, **params)
-        except UnderstudyError as error:
-            fail(error, as_json=bool(params.get("as_json")))
-
-    return wrapper  # type: ignore[return-value] # the same signature, by functools.wraps
-
-
 def _show_any_name() -> None:
     """A path that is not UTF-8 must not end the program that names it."""
     for stream in (sys.stdout, sys.stderr):

@@ -28,7 +28,7 @@ from understudy.cli.pods import (
     refuse_flags,
 )
 from understudy.cli.settings import DRILL_OPTIONS, NOT_WITH_POOL, POD_OPTIONS
-from understudy.drill.clients import Target, outside_target
+from understudy.drill.clients import outside_target
 from understudy.drill.page import check_destination
 from understudy.drill.run import LENT_KV, NO_ADOPTION, DrillPlan
 from understudy.drill.targets import is_only_in_pool
@@ -44,7 +44,7 @@ Work = Callable[[], Coroutine[Any, Any, DrillResult | None]]
 # Drills of a pod that they start in their own way: the options that they do not take, and why.
 ALONE = {
     "--pool": (
-        {*(each.name for each in NOT_WITH_POOL), "expected", "url", "url_host"},
+        {*(each.name for each in NOT_WITH_POOL), "expected", "url"},
         "which starts its own pod, whose models are in the pool file",
     ),
     "--upgrade": (
@@ -96,6 +96,11 @@ def drill(
     kinds = {"--pool": pool_file is not None, "--upgrade": upgrade, "--kv-compare": kv_compare}
     kinds["--attach"] = attach
     _refuse_together(config, [name for name, is_set in kinds.items() if is_set], arguments)
+    if config["url"] is not None and not attach:
+        raise UsageError(
+            "drill.needless_flag",
+            "--url works only with --attach: a pod that the drill starts has no external address",
+        )
     plan = DrillPlan(
         config["kills"],
         config["target"],
@@ -105,7 +110,7 @@ def drill(
         burn=config["burn"],
         duration_s=config["duration_s"],
         has_long_prompts=kv_compare,
-        outside=_outside(config, attach=attach),
+        outside=outside_target(config["url"]) if config["url"] is not None else None,
         switches=config["switches"],
     )
     if attach:
@@ -195,19 +200,6 @@ def _refuse_together(config: Resolved, kinds: Sequence[str], arguments: tuple[st
         named += ["--switches"] if config.origin("switches") == "flag" else []
         if named:
             raise UsageError("drill.needs_pool", f"{named[0]} requires --pool")
-
-
-def _outside(config: Resolved, *, attach: bool) -> Target | None:
-    if config["url"] is None:
-        if config["url_host"] is not None:
-            raise UsageError("drill.needless_flag", "--url-host requires --url")
-        return None
-    if not attach:
-        raise UsageError(
-            "drill.needless_flag",
-            "--url works only with --attach: a pod that the drill starts has no external address",
-        )
-    return outside_target(config["url"], config["url_host"])
 
 
 def _ask_first(directory: Path, plan: DrillPlan, *, yes: bool) -> None:

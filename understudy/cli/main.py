@@ -9,17 +9,15 @@ import json
 import platform
 import sys
 from pathlib import Path
-from typing import Any
 
 import click
 
 import pool.cli
 import understudy
-from plumbing.pod.cli import options, plain_errors, run_async
+from plumbing.pod.cli import options, run_async
 from plumbing.pod.paths import runtime_dir
-from plumbing.service.config import Resolved, resolve
+from plumbing.service.config import Resolved
 from plumbing.service.process import arm_from_environment
-from plumbing.text import to_json
 from understudy.cli import goal, look
 from understudy.cli.drill import drill
 from understudy.cli.pods import (
@@ -30,7 +28,7 @@ from understudy.cli.pods import (
     pod_of,
     refuse_flags,
 )
-from understudy.cli.settings import DRILL_OPTIONS, NOT_WITH_POOL, UP_OPTIONS
+from understudy.cli.settings import NOT_WITH_POOL, UP_OPTIONS
 from understudy.pod.output import Terminal
 from understudy.up import pods
 
@@ -73,34 +71,10 @@ def up(config: Resolved, arguments: tuple[str, ...]) -> None:
 
 @main.command()
 @json_flag
-@plain_errors
-def config(as_json: bool) -> None:
-    """Print every setting of `up` and `drill` and its source."""
-    described = {
-        command: resolve(declared, {})
-        for command, declared in {"up": UP_OPTIONS, "drill": DRILL_OPTIONS}.items()
-    }
-    if as_json:
-        document = {command: resolved.describe() for command, resolved in described.items()}
-        click.echo(to_json(document))
-        return
-    for command, resolved in described.items():
-        click.echo(f"[{command}]")
-        for setting in resolved.describe():
-            click.echo(_setting_line(setting))
-
-
-@main.command()
-@json_flag
 def version(as_json: bool) -> None:
     """Print the version."""
     about = {"version": understudy.__version__, "python": platform.python_version()}
     click.echo(json.dumps(about) if as_json else f"understudy {about['version']}")
-
-
-def _setting_line(setting: dict[str, Any]) -> str:
-    value = "-" if setting["value"] in (None, ()) else setting["value"]
-    return f"  {setting['name']:<19} {value!s:<20} {setting['origin']:<12} {setting['env']}"
 
 
 if __name__ == "__main__":

@@ -161,7 +161,6 @@ DRILL_OPTIONS = (
         "With --attach: send the clients' requests to this address outside the pod, e.g. of a"
         " Service or an Ingress, and count what it refuses.",
     ),
-    Option("url_host", str, None, "With --url: the Host header, and the name asked for in TLS."),
     Option("report", str, None, "Write the report to this HTML file."),
 )
 

@@ -42,14 +42,13 @@ class Target:
     """The address of requests.
 
     The rest is for an address outside the pod (`outside_target`), whose host may be a name:
-    `prefix` of the paths, `authority` for the Host header, `tls` for https.
+    `prefix` of the paths, `tls` for https.
     """
 
     host: str
     port: int
     url: str = ""
     prefix: str = ""
-    authority: str = ""
     tls: ssl.SSLContext | None = None
 
 
@@ -60,7 +59,7 @@ def inside_target(address: str) -> Target:
     return Target("127.0.0.1" if host in ("", "0.0.0.0", "::") else host, int(port))
 
 
-def outside_target(url: str, authority: str | None = None) -> Target:
+def outside_target(url: str) -> Target:
     """An address outside the pod: a Service, an Ingress, a proxy.
 
     Raises:
@@ -78,14 +77,8 @@ def outside_target(url: str, authority: str | None = None) -> Target:
             f"--url {url} is not a base address; name one such as http://SERVICE:8000 or"
             " https://HOST/PREFIX",
         )
-    return Target(
-        host,
-        port or (443 if is_tls else 80),
-        url=url,
-        prefix=parts.path.rstrip("/"),
-        authority=authority or parts.netloc,
-        tls=ssl.create_default_context() if is_tls else None,
-    )
+    tls = ssl.create_default_context() if is_tls else None
+    return Target(host, port or (443 if is_tls else 80), url, parts.path.rstrip("/"), tls)
 
 
 class _Stream(asyncio.Protocol):
@@ -189,10 +182,10 @@ async def _connect_outside(target: Target, stream: _Stream, deadline_s: float) -
     Raises:
         OSError: there is no connection, in time or at all.
     """
-    name = urlsplit(f"//{target.authority}").hostname if target.tls else None
+    loop = asyncio.get_running_loop()
     async with asyncio.timeout(deadline_s):
-        transport, _ = await asyncio.get_running_loop().create_connection(
-            lambda: stream, target.host, target.port, ssl=target.tls, server_hostname=name
+        transport, _ = await loop.create_connection(
+            lambda: stream, target.host, target.port, ssl=target.tls
         )
     return transport
 
@@ -252,7 +245,7 @@ def _request(target: Target, prompt: Prompt) -> bytes:
     body = json.dumps(prompt.body).encode()
     head = (
         f"POST {target.prefix}{prompt.path} HTTP/1.1\r\n"
-        f"Host: {target.authority or f'{target.host}:{target.port}'}\r\n"
+        f"Host: {urlsplit(target.url).netloc or f'{target.host}:{target.port}'}\r\n"
         "Content-Type: application/json\r\n"
         "Connection: close\r\n"
         f"Content-Length: {len(body)}\r\n\r\n"

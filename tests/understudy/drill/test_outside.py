@@ -49,32 +49,34 @@ def test_clients_send_everything_through_the_address(directory: Path):
 
     async def drill() -> None:
         async with FakePod(directory) as pod, Outside(pod.port) as outside:
-            report = await drilled(directory, outside_target(url(outside), "llm.example"))
+            report = await drilled(directory, outside_target(url(outside)))
         assert report.problems == []
         assert report.passed
         assert outside.requests > report["requests"] > 0
-        assert outside.hosts == {"llm.example"}
+        assert outside.hosts == {f"localhost:{outside.port}"}
         assert report.to_dict("fake", {})["url"] == url(outside)
 
     asyncio.run(drill())
 
 
 def test_https_is_verified_for_the_name_that_is_asked_for(directory: Path, monkeypatch):
-    """Method: a certificate of a CA that the machine trusts; for the URL's name, for another one,
-    and for that of --url-host."""
+    """Method: a certificate of a CA that the machine trusts; for another name, then the URL's."""
     authority = Authority(directory.parent)
     monkeypatch.setenv("SSL_CERT_FILE", authority.path)
 
     async def drill() -> None:
-        server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        issued = authority.issue("proxy", hosts=("llm.example",))
-        server.load_cert_chain(issued.cert, issued.key)
-        async with FakePod(directory) as pod, Outside(pod.port, server) as outside:
-            with pytest.raises(UnderstudyError, match="certificate") as refused:
-                await drilled(directory, outside_target(url(outside, "https")))
-            assert refused.value.code == "drill.no_answers"
-            target = outside_target(url(outside, "https"), "llm.example")
-            assert (await drilled(directory, target, kills=1)).passed
+        for host in ("llm.example", "localhost"):
+            server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            issued = authority.issue(f"proxy-{host}", hosts=(host,))
+            server.load_cert_chain(issued.cert, issued.key)
+            async with FakePod(directory) as pod, Outside(pod.port, server) as outside:
+                drilling = drilled(directory, outside_target(url(outside, "https")), kills=1)
+                if host == "localhost":
+                    assert (await drilling).passed
+                    continue
+                with pytest.raises(UnderstudyError, match="certificate") as refused:
+                    await drilling
+                assert refused.value.code == "drill.no_answers"
 
     asyncio.run(drill())
 
@@ -124,7 +126,6 @@ def test_address_of_another_pod_is_refused(directory: Path):
         (["--attach", "--url=http://x:port"], "drill.bad_url"),
         (["--attach", "--url=https://x/v1?a=b"], "drill.bad_url"),
         (["--url=http://x"], "drill.needless_flag"),
-        (["--attach", "--url-host=x"], "drill.needless_flag"),
         (["--pool", "x.yaml", "--url=http://x"], "drill.needless_flag"),
     ],
 )
