@@ -4,7 +4,6 @@ others."""
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import shutil
 import socket
@@ -136,38 +135,9 @@ def test_engine_with_another_kv_size_is_refused_and_both_sizes_named(home: PodHo
 Breaking = Callable[[Path], None]
 
 
-def without_config(model: Path) -> None:
-    (model / "config.json").unlink()
-
-
-def config_cut(model: Path) -> None:
-    path = model / "config.json"
-    path.write_bytes(path.read_bytes()[:40])
-
-
-def other_architecture(model: Path) -> None:
-    change_config(model, architectures=["GPT2LMHeadModel"], model_type="gpt2")
-
-
-def attention_bias(model: Path) -> None:
-    change_config(model, attention_bias=True)
-
-
 def weights_cut(model: Path) -> None:
     path = next(model.glob("*.safetensors"))
     os.truncate(path, path.stat().st_size - 1)
-
-
-def header_cut(model: Path) -> None:
-    os.truncate(next(model.glob("*.safetensors")), 6)
-
-
-def without_weights(model: Path) -> None:
-    next(model.glob("*.safetensors")).unlink()
-
-
-def without_tokenizer(model: Path) -> None:
-    (model / "tokenizer.json").unlink()
 
 
 def other_weights(model: Path) -> None:
@@ -176,21 +146,10 @@ def other_weights(model: Path) -> None:
     path.write_bytes(content[:-64] + bytes(byte ^ 1 for byte in content[-64:]))
 
 
-def change_config(model: Path, **changes: object) -> None:
-    path = model / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-
-
+# What else may be wrong with one: tests/engine/reference, by the same code.
 BROKEN: dict[Breaking, tuple[int, Sequence[str]]] = {
     shutil.rmtree: (USAGE, ("rmtree/model is not a directory", "give the directory")),
-    without_config: (USAGE, ("without_config/model", "config.json")),
-    config_cut: (USAGE, ("config_cut/model/config.json", "JSON")),
-    other_architecture: (USAGE, ("GPT2LMHeadModel", "Llama")),
-    attention_bias: (USAGE, ("attention_bias",)),
     weights_cut: (USAGE, (".safetensors", "download")),
-    header_cut: (USAGE, (".safetensors",)),
-    without_weights: (USAGE, ("safetensors",)),
-    without_tokenizer: (USAGE, ("tokenizer.json",)),
     other_weights: (GIVEN_UP, ("committed weights", "shards", "same checkpoint")),
 }
 
@@ -290,33 +249,5 @@ def test_up_that_cannot_work_is_one_clear_error(
                 ),
             ]
         )
-
-    home.run(scenario)
-
-
-@pytest.mark.slow
-def test_single_server_whose_port_is_in_use_is_one_clear_error(
-    home: PodHome, tmp_path: Path, taken_port: int
-):
-    """Goal: the same for each part alone. Method: every server command with its port in use."""
-
-    async def scenario(pod: Pod) -> None:
-        empty = tmp_path / "empty"
-        empty.mkdir(mode=0o700)
-        alone, beside = f"--dir={empty}", f"--dir={pod.directory}"
-        port = f"--http-port={taken_port}"
-        in_use = (str(taken_port), "in use")
-        service = f"--service=active=127.0.0.1:{taken_port}"
-        engine = ("engine", "run", beside, port, "--", "--model", str(pod.local.model))
-        before = await pod.whole()
-        await refuse_all(
-            [
-                Refusal(("lockserver", "serve", alone, "--http-port=0", service), FAILED, in_use),
-                Refusal(("gms", "serve", alone, port), FAILED, in_use),
-                Refusal(engine, FAILED, in_use, {"ENGINE_ID": "engine-2"}),
-            ]
-        )
-        await refuse_all([Refusal(("lockserver", "serve", alone, port), FAILED, in_use)])
-        assert await pod.whole() == before
 
     home.run(scenario)

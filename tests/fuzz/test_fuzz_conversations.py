@@ -1,7 +1,7 @@
 """Conversations that no client of ours would hold, with a real server: well-formed messages of
 every kind in any order, over two connections at once, without waiting for answers.
 
-The machine's own order of things is fuzzed in `test_fuzz_machine.py`; here it is what is around it:
+What is fuzzed is what is around the machine, whose order of things `tests/sim` tests:
 frames, the driver's thread, descriptors, timers.
 """
 

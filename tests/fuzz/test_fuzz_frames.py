@@ -24,8 +24,8 @@ from plumbing.errors import ProtocolError
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.frames import FrameDecoder
 from plumbing.wire.limits import FRAME_BYTES_MAX
-from plumbing.wire.messages import Catalogue, HelloMsg, WelcomeMsg, fault_of, type_of
-from tests.fuzz.streams import EXAMPLES, classes, frame, keep, replayed, scripts, valid
+from plumbing.wire.messages import Catalogue, HelloMsg, WelcomeMsg, fault_of
+from tests.fuzz.streams import EXAMPLES, frame, keep, replayed, scripts
 from tests.gms.bench import DEVICE, IDENTITY, GmsProcess
 from tests.helpers import open_fds, until
 
@@ -94,18 +94,6 @@ def test_any_script_is_decoded_or_refused(name: str):
             raise
 
     run()
-
-
-@pytest.mark.parametrize("cls", classes(GMS), ids=type_of)
-def test_valid_frame_split_at_every_byte_is_one_message(cls: type):
-    """Goal: where a frame is cut changes nothing. Method: every message, cut at every byte."""
-    whole = frame(valid(cls), 0)
-    for cut in range(1, len(whole)):
-        decoder = FrameDecoder(GMS.frame_bytes_max)
-        assert decoder.receive(whole[:cut], []) == []
-        (found,) = decoder.receive(whole[cut:], [])
-        assert found.payload == valid(cls)
-        assert not decoder.is_mid_frame
 
 
 # ---------------------------------------------------------------------- a real server
@@ -200,14 +188,4 @@ def test_server_survives_frames_at_the_limits(target: Target):
     text = b"\xdb" + (large - 20).to_bytes(4, "big") + b"x" * (large - 20)
     target.send(b"\0" + frame(b"\x82\xa2id\x01\xa4type" + text))
     target.send(b"\0" + frame(b"\x83\xa2id\x01\xa4type\xa5hello" + text + b"\x01"))
-    target.check()
-
-
-def test_server_survives_senders_that_leave_anywhere(target: Target):
-    """Cut a valid attach at every byte and leave: each costs nothing but its connection."""
-    whole = frame(valid(gms_messages.AttachMsg), 0)
-    for cut in range(len(whole)):
-        with socket.socket(socket.AF_UNIX) as sock:
-            sock.connect(target.path)
-            sock.sendall(whole[:cut])
     target.check()

@@ -16,7 +16,7 @@ from gms.core import events as ev
 from tests.sim.broken_rules import RULES, Rule, abort_in_doubt
 from tests.sim.faults import Hazard
 from tests.sim.gms_device import SLAB_BYTES, manifest_of
-from tests.sim.seeds import replayable, seeds
+from tests.sim.kit import replayable, seeds
 from tests.sim.steps import committed, quiet, run_one, run_until
 from tests.sim.tp_world import World
 

@@ -14,8 +14,8 @@ from gms.core import events as ev
 from gms.core.kv import KvMachine, Pool
 from gms.core.region import RegionPhase
 from plumbing.errors import UnderstudyError
+from tests.sim.kit import replayable, seeds
 from tests.sim.kv_world import KvWorld
-from tests.sim.seeds import replayable, seeds
 
 STEPS = 300
 

@@ -15,8 +15,8 @@ import pytest
 from lockserver.core.listener import HaveYield, LendTo, Listener
 from lockserver.messages import Stage
 from tests.sim import listener_world
+from tests.sim.kit import replayable, seeds
 from tests.sim.listener_world import HOLD_MS, GatewayModel, ListenerWorld
-from tests.sim.seeds import replayable, seeds
 
 Faults = dict[str, float]
 PLANNED: Faults = {"replace": 0.5}

@@ -12,8 +12,8 @@ from msgspec.structs import replace
 from gms.core import upkeep
 from gms.core.upkeep import Upkeep
 from gms.core.weights import WeightsMachine
+from tests.sim.kit import replayable, seeds
 from tests.sim.offload_world import OffloadWorld
-from tests.sim.seeds import replayable, seeds
 
 STEPS, FAULT_RATE = 400, 0.03
 

@@ -15,7 +15,7 @@ import pytest
 from engine.core.loading import MODE_WRITE, Loading, LoadPermit, Role
 from tests.sim.broken_rules import write_beside_a_dying_process
 from tests.sim.gms_device import SimDevice
-from tests.sim.seeds import SEED, replayable, seeds
+from tests.sim.kit import SEED, replayable, seeds
 from tests.sim.steps import committed, quiet, run_until
 from tests.sim.tp_world import Deadlock, World
 

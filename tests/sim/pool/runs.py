@@ -9,10 +9,10 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterator
 
+from tests.sim.kit import replayable
 from tests.sim.pool.faults import FAULTS
 from tests.sim.pool.gateway import Request
 from tests.sim.pool.world import World
-from tests.sim.seeds import replayable
 
 BRANCHES = 10
 TRUNK_STEPS = 140  # at most

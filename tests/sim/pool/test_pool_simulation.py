@@ -8,10 +8,10 @@ from functools import partial
 import pytest
 
 from pool.core.states import ModelState
+from tests.sim.kit import replayable, seeds
 from tests.sim.pool.faults import FAULTS
 from tests.sim.pool.runs import BRANCHES, run_all
 from tests.sim.pool.saturated import SaturatedWorld
-from tests.sim.seeds import replayable, seeds
 
 SCHEDULES = 100_000
 PARTS = 5  # one after the other: a test that takes two minutes is taken for one that hangs

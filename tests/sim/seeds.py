@@ -1,3 +1,0 @@
-from tests.sim.kit import SEED, replayable, seeds
-
-__all__ = ["SEED", "replayable", "seeds"]
