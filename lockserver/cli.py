@@ -52,7 +52,7 @@ def _tcp(text: str) -> TcpAddress:
     return TcpAddress.parse(text)
 
 
-def _service(text: str) -> tuple[str, str]:
+def _service(text: str) -> str:
     from lockserver.server.service_socket import parse_service
 
     return parse_service(text)
@@ -63,9 +63,8 @@ SERVE = (
     Option(
         "service",
         _service,
-        (),
-        "LOCK=HOST:PORT: the address that the holder of LOCK serves on. Repeatable.",
-        many=True,
+        None,
+        "active=HOST:PORT: the address that clients send requests to, through the gateway.",
     ),
     Option(
         "model",
@@ -148,8 +147,8 @@ def main() -> None:
 @options(SERVE)
 def serve(config: Resolved) -> None:
     """Run the lock server until SIGTERM."""
-    from lockserver.server.server import run
-    from lockserver.server.settings import LockSettings
+    from lockserver.server.run import run
+    from lockserver.server.server import LockSettings
     from plumbing.service.log import configure
     from plumbing.service.process import arm_from_environment
 
@@ -162,7 +161,7 @@ def serve(config: Resolved) -> None:
         security=_security(config) if listen is not None else None,
         lease_ms=config["lease_ms"],
         lease_margin_ms=config["lease_margin_ms"],
-        services=dict(config["service"]),
+        service=config["service"],
         models=model_names(config["model"]),
         window_ms=config["window_ms"],
         hold_ms=config["hold_ms"],
@@ -223,23 +222,20 @@ def _look(directory: str) -> Look:
         UnreachableError: there is neither.
     """
     from lockserver.messages import CATALOGUE
-    from lockserver.status.offline import cold, resting
+    from lockserver.status import offline as on_file
     from lockserver.status.text import text_of
 
     try:
         offline: UnderstudyError | None = None
         document = ask_status(lockserver_socket(directory), CATALOGUE)
     except (UnreachableError, WaitTimeoutError) as error:
-        from lockserver.status import offline as on_file
-
         silent = on_file.silent_server(directory, error)
         offline = error if silent is None else silent.error()
         found = on_file.offline(directory, silent=silent)
         if found is None:
             raise offline from error
         document = found
-    rests, idle = resting(directory, document), cold(directory, document)
-    return Look(document, text_of(document, resting=rests, cold=idle), offline)
+    return Look(document, text_of(document, idle=on_file.idle(directory, document)), offline)
 
 
 @main.command()

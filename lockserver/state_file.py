@@ -12,7 +12,7 @@ trusted: the record is then *unknown*, as if the file were gone, but its token s
 torn by a power cut looks the same and costs nothing: after a power cut every witness is free.
 
 Where no slot can be read, tokens begin again, and so does their *era*: whoever remembers a larger
-token sees by it that this is another series. A file from before there were eras is given one.
+token sees by it that this is another series.
 
 Two kinds of newer version are met after a downgrade. With a newer `schema` the slots are the same,
 and whatever else a record holds, `token` is its largest token: tokens go on from there. A newer
@@ -95,14 +95,10 @@ class LockStateFile:
             self.loaded = _load(directory, tuple(locks), may_be_elsewhere=may_be_elsewhere)
             self._models = tuple(models)
             self._form = WIDE if models else self.loaded.form
-            has_era = self.loaded.record.era != NO_ERA
-            if not has_era:
+            if self.loaded.record.era == NO_ERA:
                 record = replace(self.loaded.record, era=secrets.token_hex(8))
                 self.loaded = replace(self.loaded, record=record)
-            self._file, is_new = self._open()
-            if not has_era and not is_new:  # on disk before any grant carries it
-                for _ in range(2):
-                    self.write(self.loaded.record)
+            self._file = self._open()
         except BlockingIOError as error:
             raise UnderstudyError(
                 "lock.state_in_use",
@@ -117,14 +113,12 @@ class LockStateFile:
                 path=self.path,
             ) from error
 
-    def _open(self) -> tuple[SlotFile, bool]:
-        """The file, and whether it is a new one."""
+    def _open(self) -> SlotFile:
         is_there = os.path.lexists(self.path)
         if is_there and self.loaded.problem is not None:
             self.loaded = replace(self.loaded, aside=put_aside(self.path))
-        is_new = not is_there or self.loaded.problem is not None
         text = _text(self.loaded.record, self._models)
-        if is_new:
+        if not is_there or self.loaded.problem is not None:
             self._form.create(self.path, text)
         elif self._form != self.loaded.form:
             narrow = SlotFile(self.path, self.loaded.form)  # locked: no other server writes it
@@ -132,7 +126,7 @@ class LockStateFile:
                 self._form.create(self.path, text)
             finally:
                 narrow.close()
-        return SlotFile(self.path, self._form), is_new
+        return SlotFile(self.path, self._form)
 
     def share_bytes(self, locks: int) -> int:
         """How much of a slot each of so many locks has."""

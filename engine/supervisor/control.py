@@ -35,7 +35,6 @@ from plumbing.wire.server import Server
 SUPERVISOR = "supervisor"
 BACKEND_PREFIX = "backend-"
 FAREWELL_S = 2.0  # for the commands that asked for the end: they print a line and exit
-SPARE_FDS = 4  # so that at the limit two more may connect, and ask what is wrong
 KILLED = 128 + signal.SIGKILL  # what shells report of a process that SIGKILL ended
 
 
@@ -49,10 +48,7 @@ class Control(Handler):
         self._goals = Goals(engine)
         self._drainers: set[Connection] = set()
         self._no_drainers = asyncio.Event()
-        self.server = Server(
-            engine.settings.control_path, msg.CONTROL, self, service="engine", spare_fds=SPARE_FDS
-        )
-        engine.on_tick = self.server.reserve.refill
+        self.server = Server(engine.settings.control_path, msg.CONTROL, self, service="engine")
 
     async def farewell(self) -> None:
         """Report the end to every `engine drain` and wait until these have exited, for a moment:

@@ -65,7 +65,6 @@ class Engine(EngineHub):
         self.plan: EngineRelaunch | None = None  # what the next launch waits for
         self.exit: asyncio.Future[ev.Exit] = asyncio.get_running_loop().create_future()
         self.listeners: list[Callable[[], object]] = []  # of `note`
-        self.on_tick: Callable[[], object] = lambda: None
         self.leftovers = Leftovers(directory, engine, self.log)
         may_change = config["kv_change"]
         self.layout = KvLayout(directory, engine, may_change=may_change, model=settings.model)
@@ -125,7 +124,6 @@ class Engine(EngineHub):
             is_loading = self.lifecycle.state is State.INIT
             self.incarnation.cpus.tick(is_loading=is_loading, serving=self._serving)
         self.pressure.sample(self.clock.now_ms())
-        self.on_tick()
         self.after("tick", TICK_MS, self._tick)
 
     def _serving(self) -> str | None:

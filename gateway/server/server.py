@@ -297,7 +297,6 @@ class GatewayServer:
             self.engine.look()
             if ticks % COUNT_TICKS == 0:
                 self.engine.count()
-            self.control.server.reserve.refill()
             self._tell_closed()
             await asyncio.sleep(TICK_S)
 
@@ -333,16 +332,13 @@ class GatewayServer:
             self._exit_code.set_exception(error)
 
 
-SPARE_FDS = 4  # so that at the limit two more may connect, and ask what is wrong
-
-
 class GatewayControl(Handler):
     """Serves the control socket at `path`."""
 
     def __init__(self, path: str, gateway: GatewayServer) -> None:
         self._gateway = gateway
         self._observers = Observers(gateway.log, lambda: report.document(gateway.parts))
-        self.server = Server(path, msg.CONTROL, self, service="gateway", spare_fds=SPARE_FDS)
+        self.server = Server(path, msg.CONTROL, self, service="gateway")
 
     def closed(self, conn: Connection, reason: str) -> None:
         self._observers.leave(conn)

@@ -13,7 +13,7 @@ lost state a lock is free as soon as no local process holds a witness.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,9 +50,6 @@ class Holder:
     serving: ServingFile | None = None  # the evidence if it hands over in place
 
     def to_dict(self) -> dict[str, Any]:
-        # As an earlier version files one of several members: its supervisor and its random digits.
-        member = self.supervisor + self.incarnation.rpartition("-")[2]
-        lease = {"ms": self.lease_ms, "members": [member]}
         serving = {} if self.serving is None else {"serving": [self.serving.dev, self.serving.ino]}
         return {
             "engine": self.engine,
@@ -63,7 +60,7 @@ class Holder:
             "ino": self.witness.ino,
             "token": self.token,
             "since_mono_ms": self.since_mono_ms,
-            **({} if self.lease_ms is None else {"lease": lease}),
+            **({} if self.lease_ms is None else {"lease": {"ms": self.lease_ms}}),
             **serving,
         }
 
@@ -78,15 +75,14 @@ class Holder:
             witness=WitnessFile(str(raw["witness"]), int(raw["dev"]), int(raw["ino"])),
             token=int(raw["token"]),
             since_mono_ms=float(raw["since_mono_ms"]),
-            lease_ms=None if lease is None else _lease_ms(**lease),
+            lease_ms=None if lease is None else _lease_ms(lease["ms"]),
             serving=None if serving is None else _serving(str(raw["incarnation"]), *serving),
         )
 
 
-def _lease_ms(ms: int, members: Sequence[str]) -> int:
-    """The length on file; ValueError also for several members, whose lock then is unknown."""
-    if not 1 <= int(ms) <= LEASE_MS_MAX or len(members) != 1:
-        raise ValueError(f"invalid lease: {ms} ms, {len(members)} members")
+def _lease_ms(ms: int) -> int:
+    if not 1 <= int(ms) <= LEASE_MS_MAX:
+        raise ValueError(f"invalid lease: {ms} ms")
     return int(ms)
 
 
@@ -125,7 +121,6 @@ class Wanted(Input, frozen=True):
     process: str = "none"  # where the pidfd came from; "lease": over TCP; "none": there is none
     lease_ms: int | None = None  # over TCP, from `Leases`: the evidence, in place of a witness file
     serving: ServingFile | None = None  # this incarnation's, if there is one
-    is_repeat: bool = False  # asked for by `LookAgain`: the supervisor itself has sent nothing
 
 
 class Beaten(Input, frozen=True):
@@ -259,13 +254,6 @@ class Lend(LockEffect, frozen=True):
     """The first `want` of this connection was accepted: lend it the service sockets."""
 
     conn: int
-
-
-class LookAgain(LockEffect, frozen=True):
-    """The witness of `want` could not be looked at, and the answer depends on it: hand it in again
-    once it could be, unless its connection has sent another one or was closed."""
-
-    want: Wanted
 
 
 class Persist(LockEffect, frozen=True):

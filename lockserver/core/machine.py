@@ -31,7 +31,7 @@ from lockserver.core.supervisors import (
     claimant,
     end_of,
     engine_id_taken,
-    must_look_again,
+    needs_a_look,
     rank,
     refuse,
     twins_of,
@@ -150,8 +150,7 @@ class LockMachine:
         if supervisor.is_leased:
             yield self._renew(supervisor, now_ms)
         self.ledger.reach(max(want.msg.over.values(), default=0))  # it may be lost with the file
-        if not want.is_repeat:
-            yield from self._mark_heard(supervisor, now_ms)
+        yield from self._mark_heard(supervisor, now_ms)
         yield from self._end_unnamed(supervisor, now_ms)
         refused = False
         wanted = (self.locks[name] for name in want.msg.locks)
@@ -201,7 +200,7 @@ class LockMachine:
                 yield from self._lose(lock, signal, now_ms)
 
     def _ask(self, lock: Lock, want: Wanted, refused: bool, now_ms: float) -> Iterable[LockEffect]:
-        """One wanted lock: repeat its grant, accept a claim, queue it, refuse, or look again."""
+        """One wanted lock: repeat its grant, accept a claim, queue it, or refuse."""
         assert want.msg.incarnation is not None  # checked: no lock is wanted without one
         claimed = want.msg.tokens.get(lock.name)
         is_proven = want.witness_file is not None and want.witness_state is WitnessState.HELD
@@ -212,12 +211,14 @@ class LockMachine:
             return  # the connection is about to close: one reason is enough
         elif is_its_own and not (lock.is_handed_over and lock.name in want.msg.over):
             yield sentences.incarnation_ended(lock, want)
-        elif must_look_again(want, lock):
-            yield ev.LookAgain(want)
+        elif needs_a_look(want, lock):
+            yield sentences.unseen(lock, want)
         elif claimed is not None and lock.is_unknown and is_proven:
             yield from self._claim(lock, want, claimed, now_ms)
         elif claimed is not None:
             yield sentences.stale_claim(lock, want, claimed)
+        elif want.witness_state is WitnessState.UNSEEN:
+            return  # it leaves, or was looked at when it was queued
         elif want.witness_file is None or (lock.is_fenced and not is_proven):
             yield sentences.unproven(lock, want)
         elif not want.msg.is_leaving and not lock.has_waiter(want.msg.supervisor):

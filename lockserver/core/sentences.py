@@ -240,6 +240,16 @@ def unproven(lock: Lock, want: Wanted) -> RefuseConnection:
     )
 
 
+def unseen(lock: Lock, want: Wanted) -> RefuseConnection:
+    return RefuseConnection(
+        want.conn,
+        "lock.witness_unseen",
+        f"the witness of {want.msg.incarnation} cannot be looked at now, because descriptors or"
+        " memory are short on the lock server's machine; the request is repeated",
+        {"lock": lock.name, "incarnation": want.msg.incarnation},
+    )
+
+
 def incarnation_ended(lock: Lock, want: Wanted) -> RefuseConnection:
     return RefuseConnection(
         want.conn,

@@ -286,14 +286,14 @@ def check_identity(
     return None
 
 
-def must_look_again(want: Wanted, lock: Lock) -> bool:
-    """Whether the answer to `want` depends on a witness that could not be looked at. A shortage of
-    the server's refuses no engine and lets none in."""
+def needs_a_look(want: Wanted, lock: Lock) -> bool:
+    """Whether the answer to `want` depends on a witness that could not be looked at. Then nothing
+    is decided, and its sender asks again."""
     if want.witness_state is not WitnessState.UNSEEN:
         return False
     if lock.name in want.msg.tokens:
         return lock.is_unknown  # else the claim is stale, whatever its witness shows
-    return lock.is_fenced or want.witness_file is None
+    return not lock.has_waiter(want.msg.supervisor) and not want.msg.is_leaving
 
 
 def engine_id_taken(conn: int, engine: str, pid: int) -> RefuseConnection:

@@ -1,9 +1,9 @@
-"""The gateways of one server: who has the listening socket of which address, and what each is told.
+"""The gateways of one server: who has the listening socket, and what each is told.
 
 A gateway holds no lock, waits for none and proves nothing: it borrows the listening socket and
 says how far it is with it (`Stage`). `lockserver.core.listener` decides who has the socket. All
 models are served at one address: whoever borrows the socket of `active` is told of each
-`active:<model>`. Owns the borrowers and the sockets; must not know why a lock is granted.
+`active:<model>`. Owns the borrowers and the socket; must not know why a lock is granted.
 
 A copy needs a descriptor, and binding needs the address. Where one is missing, lending is repeated
 with every tick.
@@ -17,16 +17,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
+from lockserver import schema
 from lockserver.core import events as ev
-from lockserver.core.listener import (
-    CloseListener,
-    HaveYield,
-    LendTo,
-    Listener,
-    ListenerEffect,
-)
+from lockserver.core.listener import HaveYield, LendTo, Listener, ListenerEffect
 from lockserver.core.lock import Lock, LockState
 from lockserver.core.machine import LockMachine
 from lockserver.messages import (
@@ -39,13 +33,12 @@ from lockserver.messages import (
     YieldMsg,
 )
 from lockserver.server.service_socket import AWAY, CLOSED, LENT, WAITING, ServiceSocket
-from lockserver.server.settings import LockSettings
-from lockserver.status.reasons import MissingGateway, gateway_waits
-from plumbing.errors import ProtocolError, UnderstudyError, is_shortage
-from plumbing.pod.models import kind_of
+from lockserver.status.reasons import MissingGateway, gateway_wait
+from plumbing.errors import ProtocolError
+from plumbing.pod.models import ACTIVE, kind_of
 from plumbing.service.clock import Clock, moment
 from plumbing.wire.connection import Connection
-from plumbing.wire.fds import OwnedFd, Reserve, close_all
+from plumbing.wire.fds import OwnedFd, close_all
 
 GATEWAYS_MAX = 8  # a pod has one, two while it is replaced; a process that loops gets no further
 # A gateway that was never here is reported after this, if `hold_ms` is shorter: the processes of a
@@ -53,6 +46,12 @@ GATEWAYS_MAX = 8  # a pod has one, two while it is replaced; a process that loop
 START_MS = 60_000.0
 TELL_MS = 1000.0  # a sentence that changes is sent no more often
 EVERY_ENGINE_ENDS = "every engine was told to end"
+WHY_IDLE = {
+    LockState.FREE: "no engine is ready yet",
+    LockState.RELEASING: "processes of {holder} are not gone yet",
+    LockState.RECOVERING: "{holder} has not reconnected since the lock server's restart",
+    LockState.HELD: "{holder} holds it",
+}
 
 
 @dataclass(slots=True)
@@ -60,7 +59,6 @@ class ConnectedGateway:
     """One gateway, as long as its connection lasts."""
 
     id: str
-    lock: str
     conn: Connection
     since_ms: float
     stage: Stage
@@ -79,40 +77,26 @@ class ConnectedGateway:
 
 
 class GatewayDesk:
-    """All gateways, by connection, and the sockets that they borrow, by lock."""
+    """All gateways, by connection, and the socket that they borrow; without an address, none."""
 
     def __init__(
         self,
         machine: LockMachine,
-        reserve: Reserve,
         clock: Clock,
         record: Callable[[ev.Happened], None],
-        settings: LockSettings,
+        address: str | None,
+        hold_ms: float,
+        directory: str,
     ) -> None:
         self.gateways: dict[int, ConnectedGateway] = {}
-        self.missing: dict[str, MissingGateway] = {}  # by lock: where no gateway accepts
-        addresses, now_ms = settings.services.items(), clock.now_ms()
-        self.sockets = {lock: ServiceSocket(lock, address) for lock, address in addresses}
-        self._listeners = {lock: Listener(settings.hold_ms, now_ms) for lock in self.sockets}
-        self._machine, self._reserve, self._clock = machine, reserve, clock
-        self._record, self._settings = record, settings
-        self._was_here: set[str] = set()  # the locks that a gateway has accepted for
+        self.missing: MissingGateway | None = None  # no gateway accepts
+        self.service = None if address is None else ServiceSocket(address)
+        self._listener = Listener(hold_ms, clock.now_ms())
+        self._hold_ms, self._directory = hold_ms, directory
+        self._machine, self._clock, self._record = machine, clock, record
+        self._was_here = False  # a gateway has accepted
         # Every engine was told to end. It stays so when the last one is gone.
         self.is_final = False
-
-    def open(self, *, is_first_start: bool) -> None:
-        """Bind what can be bound; gateways have the rest, unless there were never any.
-
-        Raises:
-            UnderstudyError: `service.port_in_use`, `service.cannot_bind`.
-        """
-        for service in self.sockets.values():
-            if not service.bind() and is_first_start:
-                raise service.in_use()
-
-    def close(self) -> None:
-        for service in self.sockets.values():
-            service.close()
 
     # ------------------------------------------------------------------ what a gateway says
 
@@ -130,14 +114,15 @@ class GatewayDesk:
             if found is None:
                 found = self._enter(conn, message, now_ms)
                 self._tell(found, now_ms)
-            elif (found.id, found.lock) != (message.gateway, message.lock):
+            elif found.id != message.gateway:
                 raise ProtocolError(
                     "lock.identity_changed",
-                    f"this connection belongs to gateway {found.id}, which borrows the socket of"
-                    f" the {found.lock} lock, and cannot be used for another one",
+                    f"this connection belongs to gateway {found.id} and cannot be used for another",
                 )
+            assert self.service is not None  # or nobody would have entered
             for fd in fds:
-                self._take_back(found, fd)
+                if self.service.take(fd):  # after a restart of the server
+                    self._happened("lock.service_back", found, "returned the service socket")
         finally:
             close_all(fds)
         if message.stage is not found.stage:
@@ -145,51 +130,40 @@ class GatewayDesk:
             found.stage_ms = now_ms
             if found.is_accepting != was_accepting:
                 self._tell_accepting(found)
-        self._perform(found.lock, self._listeners[found.lock].said(found.id, message.stage, now_ms))
+        self._perform(self._listener.said(found.id, message.stage, now_ms))
         self._look_for_missing(now_ms)  # status names those that are here now
 
     def _enter(self, conn: Connection, message: BorrowMsg, now_ms: float) -> ConnectedGateway:
-        self._check(conn, message)
-        for other in tuple(self.gateways.values()):
-            if other.id == message.gateway:  # its newest connection counts
-                del self.gateways[other.conn.id]
-                other.conn.close("a newer connection replaces this one")
-        found = self.gateways[conn.id] = ConnectedGateway(
-            message.gateway, message.lock, conn, now_ms, message.stage, now_ms
-        )
-        self._happened("lock.gateway_connected", found, "has connected")
-        if found.is_accepting:
-            self._tell_accepting(found)
-        return found
+        known = {each.id for each in self.gateways.values()}
+        if self.service is None or message.lock != ACTIVE:
+            code = "lock.no_service"
+            why = (
+                f"this lock server has no address for the {message.lock} lock; start it with"
+                f" --service {ACTIVE}=HOST:PORT"
+            )
+        elif conn.state is not None:
+            code = "lock.identity_changed"
+            why = "this connection belongs to an engine's supervisor; a gateway needs its own"
+        elif message.gateway not in known and len(known) >= GATEWAYS_MAX:
+            code = "lock.too_many_gateways"
+            why = f"the limit of {GATEWAYS_MAX} gateways is reached; stop some of them"
+        else:
+            for other in tuple(self.gateways.values()):
+                if other.id == message.gateway:  # its newest connection counts
+                    del self.gateways[other.conn.id]
+                    other.conn.close("a newer connection replaces this one")
+            found = self.gateways[conn.id] = ConnectedGateway(
+                message.gateway, conn, now_ms, message.stage, now_ms
+            )
+            self._happened("lock.gateway_connected", found, "has connected")
+            if found.is_accepting:
+                self._tell_accepting(found)
+            return found
+        raise ProtocolError(code, why)
 
     def _tell_accepting(self, gateway: ConnectedGateway) -> None:
         does = "accepts" if gateway.is_accepting else "no longer accepts"
         self._happened("lock.gateway_accepting", gateway, f"{does} connections")
-
-    def _check(self, conn: Connection, message: BorrowMsg) -> None:
-        if message.lock not in self.sockets:
-            raise ProtocolError(
-                "lock.no_service",
-                f"this lock server has no address for the {message.lock} lock; start it with"
-                f" --service {message.lock}=HOST:PORT",
-            )
-        if conn.state is not None:
-            raise ProtocolError(
-                "lock.identity_changed",
-                "this connection belongs to an engine's supervisor; a gateway needs one of its own",
-            )
-        known = {each.id for each in self.gateways.values()}
-        if message.gateway not in known and len(known) >= GATEWAYS_MAX:
-            raise ProtocolError(
-                "lock.too_many_gateways",
-                f"the limit of {GATEWAYS_MAX} gateways is reached; stop some of them",
-            )
-
-    def _take_back(self, gateway: ConnectedGateway, fd: OwnedFd) -> None:
-        """After a restart of the server: the listening socket that a gateway has kept."""
-        if self.sockets[gateway.lock].take(fd):
-            what = f"{gateway} returned the service socket of the {gateway.lock} lock"
-            self._record(ev.Happened("lock.service_back", what, data={"lock": gateway.lock}))
 
     def left(self, conn: Connection, reason: str) -> None:
         """Forget this closed connection; harmless where it was no gateway's."""
@@ -198,98 +172,75 @@ class GatewayDesk:
             return
         now_ms = self._clock.now_ms()
         self._happened("lock.gateway_lost", found, f"has left: {reason}", "warning")
-        self._perform(found.lock, self._listeners[found.lock].left(found.id, now_ms))
+        self._perform(self._listener.left(found.id, now_ms))
         self._look_for_missing(now_ms)
 
     # ------------------------------------------------------------------ who has the socket
 
-    def _perform(self, lock: str, effects: list[ListenerEffect]) -> None:
+    def _perform(self, effects: list[ListenerEffect]) -> None:
         by_id = {each.id: each for each in self.gateways.values()}
         for effect in effects:
-            match effect:
-                case LendTo():
-                    self._lend(by_id[effect.gateway])
-                case HaveYield():
-                    by_id[effect.gateway].conn.send(YieldMsg(lock))
-                case CloseListener():
-                    self.sockets[lock].close()
-                    seconds = self._settings.hold_ms / 1000
-                    message = (
-                        f"no gateway for {seconds:g} s: closed {self.sockets[lock].address};"
-                        " clients are refused until one asks for it"
-                    )
-                    self._record(
-                        ev.Happened("lock.service_closed", message, "warning", {"lock": lock})
-                    )
+            if isinstance(effect, LendTo):
+                self._lend(by_id[effect.gateway])
+            elif isinstance(effect, HaveYield):
+                by_id[effect.gateway].conn.send(YieldMsg(ACTIVE))
+            elif self.service is not None:
+                self.service.close()
+                message = (
+                    f"no gateway for {self._hold_ms / 1000:g} s: closed {self.service.address};"
+                    " clients are refused until one asks for it"
+                )
+                data = {"lock": ACTIVE}
+                self._record(ev.Happened("lock.service_closed", message, "warning", data))
 
     def _lend(self, gateway: ConnectedGateway) -> None:
         """Send a copy now, or as soon as there is a descriptor and an address for it."""
-        service = self.sockets[gateway.lock]
-        gateway.is_owed = True
-        try:
-            copy = self._reserve.help(service.copy)
-        except OSError as error:
-            if not is_shortage(error):
-                raise
-            return
-        except UnderstudyError as error:
-            service.problem = error.message
-            return
+        assert self.service is not None  # or nobody would have entered
+        copy = self.service.copy()
+        gateway.is_owed = copy is None
         if copy is not None:
-            gateway.is_owed = False
-            gateway.conn.send(ServiceMsg(gateway.lock, service.address), fds=[copy])
+            gateway.conn.send(ServiceMsg(ACTIVE, self.service.address), fds=[copy])
 
-    def unlent(self, lock: str) -> list[ConnectedGateway]:
-        """Those that wait for a copy of this socket, which is here."""
-        if self.sockets[lock].is_away:
-            return []
-        return [each for each in self.gateways.values() if each.lock == lock and each.is_owed]
-
-    def away(self) -> dict[str, tuple[str, str | None]]:
-        """The address of each socket that is not here yet, and why."""
-        return {k: (s.address, s.problem) for k, s in self.sockets.items() if s.is_away}
-
-    def state(self, lock: str) -> str:
+    @property
+    def state(self) -> str:
         """One of `service_socket.STATES`."""
-        if self.sockets[lock].is_away:
+        if self.service is not None and self.service.is_away:
             return AWAY
-        if self._listeners[lock].holder:
+        if self._listener.holder:
             return LENT
-        return CLOSED if self._listeners[lock].is_closed else WAITING
-
-    def is_accepting(self, lock: str) -> bool:
-        """Whether any gateway accepts on the socket of `lock`."""
-        return any(each.lock == lock and each.is_accepting for each in self.gateways.values())
+        return CLOSED if self._listener.is_closed else WAITING
 
     @property
     def problem(self) -> str | None:
         """That no gateway has accepted for too long, for operators."""
-        waits = gateway_waits(self.missing.values(), self._settings.directory)
-        return next((f"{each.message}; {each.fix}" for each in waits if each.is_fault), None)
+        if self.missing is None or not self.missing.is_overdue:
+            return None
+        found = gateway_wait(self.missing, self._directory)
+        return f"{found.message}; {found.fix}"
 
     def _look_for_missing(self, now_ms: float) -> None:
-        for name, service in self.sockets.items():
-            if self.is_accepting(name):
-                self._was_here.add(name)
-                self.missing.pop(name, None)
-                continue
-            before = self.missing.get(name)
-            since_ms = before.since_ms if before is not None else now_ms
-            start_ms = 0.0 if name in self._was_here else START_MS
-            is_overdue = now_ms - since_ms >= max(self._settings.hold_ms, start_ms)
-            connected = [each for each in self.gateways.values() if each.lock == name]
-            why = [f"{each} is connected and does not accept" for each in connected]
-            found = MissingGateway(service.address, since_ms, why, is_overdue)
-            self.missing[name] = found
-            if is_overdue and before is not None and not before.is_overdue:
-                message = f"no gateway accepts connections on {found.address}"
-                self._record(ev.Happened("lock.gateway_missing", message, "error", {"lock": name}))
+        before, self.missing = self.missing, None
+        if self.service is None:
+            return
+        if any(each.is_accepting for each in self.gateways.values()):
+            self._was_here = True
+            return
+        since_ms = before.since_ms if before is not None else now_ms
+        patience_ms = max(self._hold_ms, 0.0 if self._was_here else START_MS)
+        connected = self.gateways.values()
+        why = [f"{each} is connected and does not accept" for each in connected]
+        is_overdue = now_ms - since_ms >= patience_ms
+        self.missing = MissingGateway(self.service.address, since_ms, why, is_overdue)
+        if is_overdue and before is not None and not before.is_overdue:
+            message = f"no gateway accepts connections on {self.service.address}"
+            data = {"lock": ACTIVE}
+            self._record(ev.Happened("lock.gateway_missing", message, "error", data))
 
     # ------------------------------------------------------------------ what they are told
 
     def announce(self, message: GrantedMsg) -> None:
-        for each in self.gateways.values():
-            if each.lock == kind_of(message.lock):
+        if kind_of(message.lock) == ACTIVE:
+            for each in self.gateways.values():
                 each.told.pop(message.lock, None)
                 each.conn.send(message)
 
@@ -299,10 +250,10 @@ class GatewayDesk:
             self._tell_idle(each, now_ms)
             if each.is_owed:
                 self._lend(each)
-        for lock, listener in self._listeners.items():
-            self.sockets[lock].watch(now_ms)
-            self._perform(lock, listener.tick(now_ms))
-        self._look_for_missing(now_ms)
+        if self.service is not None:
+            self.service.watch(now_ms)
+            self._perform(self._listener.tick(now_ms))
+            self._look_for_missing(now_ms)
 
     def look_for_end(self, now_ms: float) -> None:
         """Whether any engine is left that may be granted a lock; gateways hear it at once."""
@@ -316,7 +267,7 @@ class GatewayDesk:
 
     def _tell(self, gateway: ConnectedGateway, now_ms: float) -> None:
         """What a new borrower must know first."""
-        for lock in self._served_by(gateway):
+        for lock in self._served():
             holder = lock.holder
             if holder is not None and _may_be_served(lock):
                 era = self._machine.ledger.era
@@ -324,18 +275,16 @@ class GatewayDesk:
                 gateway.conn.send(grant)
         self._tell_idle(gateway, now_ms)
 
-    def _served_by(self, gateway: ConnectedGateway) -> Iterator[Lock]:
-        """The locks whose holders this gateway sends requests to."""
+    def _served(self) -> Iterator[Lock]:
+        """The locks whose holders gateways send requests to."""
         locks = self._machine.locks.values()
-        return (lock for lock in locks if kind_of(lock.name) == gateway.lock)
+        return (lock for lock in locks if kind_of(lock.name) == ACTIVE)
 
     def _tell_idle(self, gateway: ConnectedGateway, now_ms: float) -> None:
-        for lock in self._served_by(gateway):
+        for lock in self._served():
             if _may_be_served(lock) and not self.is_final:
                 continue
-            reason = why_idle(self._machine, lock.name)[:REASON_CHARS_MAX]
-            if self.is_final:
-                reason = EVERY_ENGINE_ENDS
+            reason = EVERY_ENGINE_ENDS if self.is_final else why_idle(lock)[:REASON_CHARS_MAX]
             told, told_ms = gateway.told.get(lock.name, (None, -TELL_MS))
             if reason != told and (told is None or now_ms - told_ms >= TELL_MS):
                 gateway.told[lock.name] = reason, now_ms
@@ -343,55 +292,51 @@ class GatewayDesk:
 
     # ------------------------------------------------------------------ for operators
 
-    def documents(self) -> list[dict[str, Any]]:
+    def documents(self) -> list[schema.LockGateway]:
         """The `gateways` part of the status document."""
         return [
-            {
-                "gateway": each.id,
-                "lock": each.lock,
-                "pid": each.conn.peer.pid,
+            schema.LockGateway(
+                gateway=each.id,
+                lock=ACTIVE,
+                pid=each.conn.peer.pid,
                 **moment(each.since_ms, self._clock),
-                "accepting": moment(each.stage_ms, self._clock) if each.is_accepting else None,
-                "stage": each.stage,
-            }
+                accepting=schema.LockAccepting(**moment(each.stage_ms, self._clock))
+                if each.is_accepting
+                else None,
+                stage=each.stage,
+            )
             for each in self.gateways.values()
         ]
 
-    def services(self) -> dict[str, Any]:
+    def services(self) -> dict[str, schema.LockService]:
         """The `service` part of the status document."""
-        return {
-            lock: {
-                "address": service.address,
-                "state": self.state(lock),
-                **moment(self._listeners[lock].since_ms, self._clock),
-                "problem": service.problem,
-            }
-            for lock, service in self.sockets.items()
-        }
+        if self.service is None:
+            return {}
+        shown = schema.LockService(
+            address=self.service.address,
+            state=self.state,
+            **moment(self._listener.since_ms, self._clock),
+            problem=self.service.problem,
+        )
+        return {ACTIVE: shown}
 
     def _happened(
         self, kind: str, gateway: ConnectedGateway, what: str, severity: str = "info"
     ) -> None:
         data = {
             "gateway": gateway.id,
-            "lock": gateway.lock,
+            "lock": ACTIVE,
             "pid": gateway.conn.peer.pid,
             "accepting": gateway.is_accepting,
         }
         self._record(ev.Happened(kind, f"{gateway} {what}", severity, data))
 
 
-def why_idle(machine: LockMachine, name: str) -> str:
+def why_idle(lock: Lock) -> str:
     """A sentence for clients on why no engine is active."""
-    lock = machine.locks[name]
     holder = lock.holder.engine if lock.holder is not None else "the last holder"
-    why = {
-        LockState.FREE: "no engine is ready yet",
-        LockState.RELEASING: f"processes of {holder} are not gone yet",
-        LockState.RECOVERING: f"{holder} has not reconnected since the lock server's restart",
-        LockState.HELD: f"{holder} holds it",
-    }[lock.state]
-    return f"no engine is active (the {name} lock is {lock.state}: {why}); retry in a moment"
+    why = WHY_IDLE[lock.state].format(holder=holder)
+    return f"no engine is active (the {lock.name} lock is {lock.state}: {why}); retry in a moment"
 
 
 def _may_be_served(lock: Lock) -> bool:

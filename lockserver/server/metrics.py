@@ -41,7 +41,7 @@ SWITCHOVER_RESULTS = {
 class LockMetrics:
     """`metrics` is what is scraped; `update` is called before each scrape."""
 
-    def __init__(self, locks: tuple[str, ...], services: tuple[str, ...] = ()) -> None:
+    def __init__(self, locks: tuple[str, ...]) -> None:
         self.metrics = metrics = Metrics()
         known = {"lock": locks}
 
@@ -78,14 +78,14 @@ class LockMetrics:
         text = "The lock's state; in releasing and recovering no engine is granted it."
         self._state = metrics.one_hot("lock_state", text, tuple(LockState), known)
         text = "The lock's service socket."
-        served = {"lock": tuple(dict.fromkeys((*locks, *services)))}
+        served = {"lock": tuple(dict.fromkeys((*locks, ACTIVE)))}
         self._services = metrics.one_hot("lock_service_state", text, STATES, served)
 
     def synced(self, seconds: float) -> None:
         self._sync.observe(seconds)
 
-    def service(self, lock: str, state: str) -> None:
-        self._services.set(state, lock=lock)
+    def service(self, state: str) -> None:
+        self._services.set(state, lock=ACTIVE)
 
     def update(
         self,
@@ -97,7 +97,7 @@ class LockMetrics:
             holder = lock.holder
             supervisor = machine.supervisors.get(holder.supervisor) if holder else None
             self._state.set(lock.state, lock=lock.name)
-            borrowers = [each for each in gateways if each.lock == kind_of(lock.name)]
+            borrowers = gateways if kind_of(lock.name) == ACTIVE else ()
             incarnation = holder.incarnation if holder else None
             left_ms = machine.leases.left_ms(incarnation, now_ms) or 0.0
             values = {

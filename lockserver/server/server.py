@@ -1,32 +1,48 @@
-"""The lock server as a process: the shell around the machine, its effects, its HTTP.
+"""The lock server as a process: the shell around the machine.
 
-`LockServer` takes messages and the time in and owns the connections and the order of things. It
-must not decide who holds what: every question goes to `core`. Everything runs as callbacks on one
-loop, so the machine is never entered twice.
+`LockServer` takes messages and the time in, owns the connections and the order of things, and
+carries out the machine's effects. It must not decide who holds what: every question goes to `core`.
+Everything runs as callbacks on one loop, so the machine is never entered twice.
 
-`LockPerformer` carries out the machine's effects. No effect may fail and take those after it with
-it: what a shortage can prevent is repeated by its owner (lending a socket, looking at a witness) or
-answered (a write); anything else is our own fault. A `Persist` is done in place (0.2–0.3 ms) on
-purpose, because nothing may happen between choosing a holder and having it on disk; its outcome
-goes back into the machine before it returns.
+No effect may fail and take those after it with it: what a shortage can prevent is repeated by its
+owner (lending the socket) or answered (a write); anything else is our own fault. A `Persist` is
+done in place (0.2–0.3 ms) on purpose, because nothing may happen between choosing a holder and
+having it on disk; its outcome goes back into the machine before it returns.
 
-`run` starts the server and its HTTP endpoints, and waits for the signal that ends both.
+Events are recorded a moment after engines have been answered, with their own time: a log line, an
+event for the observers and the counters cost as much as the whole path of a grant (half a
+millisecond, measured). So they wait for `DELAY_S`, or until status or metrics are asked for.
+
+Engines on other hosts connect over TCP. Their evidence is a lease, which the machine keeps; status,
+events and switchover are the Unix socket's alone.
 """
 
 from __future__ import annotations
 
 import asyncio
-import gc
+import itertools
+import os
+import resource
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import islice
+from typing import TYPE_CHECKING, Any
 
-from lockserver import witness
+from msgspec import to_builtins
+
+from lockserver import schema, serving, witness
 from lockserver.core import events as ev
-from lockserver.core.lock import KINDS, LockState
-from lockserver.core.supervisors import SUPERVISORS_MAX
+from lockserver.core.leases import LEASE_MS, MARGIN_MS, Leases
+from lockserver.core.lock import kinds_of, with_filed
+from lockserver.core.machine import SILENT_MS, WINDOW_MS, LockMachine
+from lockserver.core.names import INCARNATION, WitnessState
+from lockserver.core.supervisors import LEASE, SUPERVISORS_MAX, SupervisorRecord
 from lockserver.messages import (
     CATALOGUE,
+    SWITCHOVER_MS_MAX,
     BeatMsg,
     BorrowMsg,
     GrantedMsg,
@@ -36,44 +52,91 @@ from lockserver.messages import (
     StandbyMsg,
     StatusMsg,
     StatusReplyMsg,
+    SwitchedOverMsg,
     SwitchOverMsg,
     WantMsg,
     WatchMsg,
 )
+from lockserver.server.directory import LockDirectory
+from lockserver.server.gateways import GatewayDesk
 from lockserver.server.metrics import LockMetrics
-from lockserver.server.parts import Parts
-from lockserver.server.report import LockReport
-from lockserver.server.settings import LockSettings
+from lockserver.server.prober import Prober, discard
+from lockserver.state_file import LockStateFile
+from lockserver.status.online import SCHEMA, lock_status, processes_of, supervisor_status
+from lockserver.status.reasons import Here, named
 from plumbing.errors import InvariantError, ProtocolError, UnderstudyError, UsageError
-from plumbing.pod.models import ACTIVE, model_of
+from plumbing.pod.models import ACTIVE
 from plumbing.pod.observers import Observers
 from plumbing.pod.paths import lockserver_guard, lockserver_socket
-from plumbing.service.clock import Clock, SystemClock
-from plumbing.service.events import EventLog
-from plumbing.service.http import HttpServer, Probe
-from plumbing.service.signals import until_ended
+from plumbing.service.clock import Clock, SystemClock, rfc3339
+from plumbing.service.events import Event, EventLog
+from plumbing.service.notify import restarts
+from plumbing.service.process import strangers_max
 from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd, close_all
-from plumbing.wire.limits import CONNECTIONS_MAX
+from plumbing.wire.limits import CONNECTIONS_MAX, HANDSHAKES_MAX
 from plumbing.wire.messages import Message
+from plumbing.wire.peer import NO_UID, ProcessWatch
 from plumbing.wire.server import Server
 
-SPARE_FDS = 16  # eight engines are accepted at the limit of descriptors: a socket and a pidfd each
+if TYPE_CHECKING:
+    from plumbing.wire.tcp import Security, TcpServer
+    from plumbing.wire.tcp_address import TcpAddress
+
+HOLD_MS = 10_000.0
 TICK_S = 0.1  # silence is measured in seconds: a tenth of one is exact enough and costs nothing
+DELAY_S = 0.005  # a small process is dead and its successor granted by then; no reader is faster
+# Descriptors: for each connection its socket, a pidfd, and the pidfd of a supervisor that is cut
+# off; beside them an eighth of the limit each for probes and handshakes, and this server's own.
+FDS_EACH, FDS_OWN = 3, 32
+CONNECTIONS_MIN = 8  # what a plain pod needs
+
+
+@dataclass(frozen=True)
+class LockSettings:
+    """One directory's server."""
+
+    directory: str
+    service: str | None = None  # HOST:PORT, for a gateway
+    window_ms: float = WINDOW_MS
+    hold_ms: float = HOLD_MS
+    silent_ms: float = SILENT_MS
+    listen: TcpAddress | None = None  # for engines on other hosts; None: this host only
+    security: Security | None = None  # of `listen`, which needs it
+    lease_ms: float = LEASE_MS
+    lease_margin_ms: float = MARGIN_MS
+    models: tuple[str, ...] = ()  # each with locks of its own; none: one model without a name
+
+    @property
+    def kinds(self) -> dict[str, bool]:
+        """The locks, and whether each is fenced."""
+        return kinds_of(self.models)
+
+
+def room_for_connections() -> int:
+    """How many connections there may be, so that this process never runs out of descriptors.
+
+    Raises:
+        UsageError: `lock.too_few_descriptors`.
+    """
+    at_most = SUPERVISORS_MAX + CONNECTIONS_MAX
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return at_most
+    room = (soft - 2 * strangers_max(HANDSHAKES_MAX) - FDS_OWN) // FDS_EACH
+    if room < CONNECTIONS_MIN:
+        raise UsageError(
+            "lock.too_few_descriptors",
+            f"this process may open {soft} files, which is too few for a lock server; raise"
+            " `ulimit -Hn` or the container's nofile limit (4096 are advised)",
+        )
+    return min(at_most, room)
 
 
 class LockServer:
-    """One directory's lock server."""
-
-    parts: Parts  # from `start` on
+    """One directory's lock server. What `_open` makes is there from `start` on."""
 
     def __init__(self, settings: LockSettings, clock: Clock | None = None) -> None:
-        for lock in settings.services:
-            if lock not in KINDS:
-                of_models = f"; all models are served at `{ACTIVE}`" if settings.models else ""
-                raise UsageError(
-                    "lock.unknown_lock", f"--service: there is no lock {lock!r}{of_models}"
-                )
         if settings.models and settings.listen is not None:
             raise UsageError(
                 "lock.models_need_gateway",
@@ -82,10 +145,14 @@ class LockServer:
             )
         self.settings = settings
         self.clock = clock or SystemClock()
+        self.started = self.clock.wall()
         self.events = EventLog("lockserver", self.clock)
-        self.metrics = LockMetrics(tuple(settings.kinds), tuple(settings.services))
+        self.metrics = LockMetrics(tuple(settings.kinds))
         self.http_problem: Callable[[], str | None] = lambda: None
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.conns: dict[int, Connection] = {}
+        self.tcp: TcpServer | None = None
+        self._unsaid_ms: dict[int, float] = {}  # over TCP: connections without a `want` yet
         self._observers = Observers(self.events, self.document)
         self._wire = Server(
             lockserver_socket(settings.directory),
@@ -93,128 +160,253 @@ class LockServer:
             self,
             service="lockserver",
             guard_path=lockserver_guard(settings.directory),
-            connections_max=SUPERVISORS_MAX + CONNECTIONS_MAX,
+            connections_max=room_for_connections(),
             per_process_max=SUPERVISORS_MAX,  # the rest is for other processes
-            spare_fds=SPARE_FDS,
         )
+        self._pending: list[tuple[ev.Happened, datetime, float]] = []  # not recorded yet
+        self._asks: dict[int, tuple[Connection, int]] = {}  # switchovers: who waits for an answer
+        self._ask_numbers = itertools.count(1)
+        self._loop = asyncio.get_running_loop()
+        self._flusher: asyncio.TimerHandle | None = None
         self._ticker: asyncio.TimerHandle | None = None
 
+    # ------------------------------------------------------------------ its life
+
     async def start(self) -> None:
-        """Take the directory, read the state, bind the services, begin.
+        """Take the directory, read the state, bind the service address, begin.
 
         Raises:
             UnderstudyError: another server is here, the state cannot be kept, a port is taken.
         """
         await self._wire.start()  # first: it guards everything below against a second server
         try:
-            self.parts = parts = Parts.open(
-                self.settings, self.clock, self.events, self.metrics, self._wire, self.feed
-            )
+            self._open()
         except BaseException:
             await self._wire.close()
             raise
-        self._performer = LockPerformer(parts, self._observers, self.feed)
-        self._report = LockReport(parts)
         self.events.subscribe(self.metrics.count)
-        self._report.record_start()
-        self._performer.perform(parts.machine.begin(witness.sealed(self.settings.directory)))
-        parts.outbox.flush()
+        self.report.record_start()
+        self._perform(self.machine.begin(witness.sealed(self.settings.directory)))
+        self.flush()
         self.metrics.metrics.refresh = self._refresh_metrics
         self._tick()
         try:
-            await parts.remote.start()
+            if self.tcp is not None:
+                await self.tcp.start()
         except BaseException:
             await self.close()
             raise
+
+    def _open(self) -> None:
+        settings, clock = self.settings, self.clock
+        is_remote = settings.listen is not None
+        self.directory = LockDirectory(settings.directory, self._wire, self.events)
+        self.state = LockStateFile(
+            settings.directory,
+            settings.kinds,
+            models=settings.models,
+            may_be_elsewhere=is_remote,
+        )
+        record = self.state.loaded.record
+        kinds = with_filed(settings.kinds, record)
+        leases = Leases(
+            clock.now_ms(),
+            lease_ms=settings.lease_ms,
+            margin_ms=settings.lease_margin_ms,
+            listens=is_remote,
+        )
+        self.machine = machine = LockMachine(
+            record,
+            clock.now_ms(),
+            kinds=kinds,
+            share_bytes=self.state.share_bytes(len(kinds)),
+            silent_ms=settings.silent_ms,
+            window_ms=settings.window_ms,
+            resumes=not is_remote,
+            leases=leases,
+        )
+        self.gateways = GatewayDesk(
+            machine, clock, self._happened, settings.service, settings.hold_ms, settings.directory
+        )
+        service = self.gateways.service
+        is_away = service is not None and not service.bind()
+        if service is not None and is_away and service.is_taken and self.state.loaded.is_first:
+            raise service.in_use()  # later, a gateway has it and hands it back
+        if settings.listen is not None:
+            from plumbing.wire.tcp import TcpServer  # loads TLS
+
+            assert settings.security is not None, "who listens has certificates"
+            self.tcp = TcpServer(
+                settings.listen,
+                CATALOGUE,
+                self,
+                service="lockserver",
+                security=settings.security,
+                handshakes_max=strangers_max(HANDSHAKES_MAX),
+            )
+        self.processes = ProcessWatch(lambda supervisor: self.feed(ev.ProcessGone(supervisor)))
+        self.prober = Prober(settings.directory, machine, self.feed)
+        self.report = LockReport(self)
 
     async def close(self) -> None:
         """Stop. Nothing is released: a holder keeps its lock until a server is back."""
         if self._ticker is not None:
             self._ticker.cancel()
-        self.parts.prober.close()
+        self.prober.close()
         await self._wire.close()
-        await self.parts.remote.close()
-        self.parts.close()
+        if self.tcp is not None:
+            await self.tcp.close()
+        self.flush()
+        self.processes.close()
+        if self.gateways.service is not None:
+            self.gateways.service.close()
+        self.state.close()
 
     def feed(self, event: ev.Input) -> None:
         """Hand one event to the machine, carry out its effects, then try what is due."""
-        self._performer.perform(self.parts.machine.handle(event, self.clock.now_ms()))
-        self.parts.prober.kick()
+        self._perform(self.machine.handle(event, self.clock.now_ms()))
+        self.prober.kick()
 
     def document(self) -> dict[str, Any]:
         """The status document, the same for the CLI, `/status` and observers."""
-        return self._report.document(self.http_problem())
+        self.flush()
+        return self.report.document(self.http_problem())
 
-    # ------------------------------------------------------------------ as the wire's handler
+    def conn_of(self, supervisor: SupervisorRecord) -> Connection | None:
+        """The connection of a supervisor's record, if it has one here."""
+        return self.conns.get(supervisor.conn) if supervisor.conn is not None else None
+
+    # ------------------------------------------------------------------ as the wires' handler
 
     def opened(self, conn: Connection) -> None:
-        self.parts.conns[conn.id] = conn
+        self.conns[conn.id] = conn
+        if conn.peer.uid == NO_UID:
+            self._unsaid_ms[conn.id] = self.clock.now_ms()
 
     def received(
         self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
     ) -> None:
+        is_remote = conn.peer.uid == NO_UID
         match message:
+            case WantMsg() if is_remote:
+                self._unsaid_ms.pop(conn.id, None)
+                self.feed(ev.Wanted(conn.id, message, process=LEASE))
             case WantMsg():
                 self._want(conn, message)
-            case BorrowMsg():
-                self.parts.gateways.borrow(conn, message, fds)
             case BeatMsg():
                 self.feed(ev.Beaten(conn.id, message.progress))
-            case SwitchOverMsg():
-                self.feed(self.parts.switchovers.asked(conn, message, request_id))
-            case StatusMsg():
+            case BorrowMsg() if not is_remote:
+                self.gateways.borrow(conn, message, fds)
+            case SwitchOverMsg() if not is_remote:
+                self._switch_over(conn, message, request_id)
+            case StatusMsg() if not is_remote:
                 conn.send(StatusReplyMsg(self.document()), request_id)
-            case WatchMsg():
+            case WatchMsg() if not is_remote:
                 self._observers.join(conn, message.since, request_id)
             case _:
                 close_all(fds)
-                raise ProtocolError(
-                    "lock.unexpected_message", f"the lock server does not accept {message.TYPE!r}"
-                )
+                why = f"the lock server does not accept {message.TYPE!r}"
+                if is_remote:
+                    why += " over TCP, where engines send wants and heartbeats; use the Unix socket"
+                    why += " of its host for status, events and switchover"
+                raise ProtocolError("lock.unexpected_message", why)
 
     def closed(self, conn: Connection, reason: str) -> None:
-        parts = self.parts
-        parts.conns.pop(conn.id, None)
+        self.conns.pop(conn.id, None)
+        self._unsaid_ms.pop(conn.id, None)
         self._observers.leave(conn)
-        parts.witnesses.forget(conn.id)
-        parts.switchovers.left(conn)
-        parts.gateways.left(conn, reason)
+        self._asks = {ask: who for ask, who in self._asks.items() if who[0] is not conn}
+        self.gateways.left(conn, reason)
         if conn.state is not None:
-            parts.processes.look(conn.state)
+            self.processes.look(conn.state)
         self.feed(ev.ConnectionClosed(conn.id))
 
     def _want(self, conn: Connection, want: WantMsg) -> None:
-        parts = self.parts
-        if conn.id in parts.gateways.gateways:
+        """A `want`, with what its witness shows and the process of the peer."""
+        if conn.id in self.gateways.gateways:
             raise ProtocolError(
                 "lock.identity_changed", "a gateway needs no lock; an engine needs its connection"
             )
-        self.feed(parts.witnesses.wanted(conn, want))
-        known = parts.machine.supervisors.get(want.supervisor)
+        directory, file, state, serves = self.settings.directory, None, WitnessState.UNPROVEN, None
+        if want.incarnation is not None and INCARNATION.fullmatch(want.incarnation):
+            serves = serving.find(directory, want.incarnation)
+        if want.witness is not None and want.incarnation is not None and "/" not in want.witness:
+            file, state = witness.identify(os.path.join(directory, want.witness))
+        self.feed(
+            ev.Wanted(
+                conn.id,
+                want,
+                witness_file=file,
+                witness_state=state,
+                pid=conn.peer.pid,
+                process=conn.peer.pidfd_source,
+                serving=serves,
+            )
+        )
+        known = self.machine.supervisors.get(want.supervisor)
         if known is not None and known.conn == conn.id:
             conn.state = want.supervisor
-            parts.processes.watch(want.supervisor, conn.peer)
-        parts.gateways.look_for_end(self.clock.now_ms())
+            self.processes.watch(want.supervisor, conn.peer)
+        self.gateways.look_for_end(self.clock.now_ms())
+
+    # ------------------------------------------------------------------ switchovers
+
+    def _switch_over(self, conn: Connection, message: SwitchOverMsg, request_id: int) -> None:
+        """Ask the machine. The requester may disconnect and the switchover continues.
+
+        Raises:
+            UnderstudyError: `lock.no_descriptors`: which engines are alive cannot be seen now.
+        """
+        found, known = self.machine.locks.get(message.lock), self.machine.supervisors
+        waiters = found.waiters if found is not None else []
+        whole = frozenset(w.incarnation for w in waiters if self._is_whole(known[w.supervisor]))
+        ask = next(self._ask_numbers)
+        self._asks[ask] = conn, request_id
+        who = ask, conn.peer.pid, message.lock, message.to
+        self.feed(ev.SwitchOverAsked(*who, message.timeout_ms, whole, message.drain))
+
+    def _is_whole(self, supervisor: SupervisorRecord) -> bool:
+        """Whether processes of this supervisor's backend hold its witness; over TCP, whether its
+        lease is valid."""
+        if supervisor.is_leased:
+            return supervisor.incarnation in self.machine.leases.valid
+        if supervisor.witness is None:
+            return False
+        path = os.path.join(self.settings.directory, supervisor.witness.name)
+        file, state = witness.identify(path)
+        if state is WitnessState.UNSEEN:
+            raise UnderstudyError(
+                "lock.no_descriptors",
+                f"it cannot be checked whether {supervisor.engine} is alive, because descriptors or"
+                " memory are short on the lock server's machine; try again",
+            )
+        return file == supervisor.witness and state is WitnessState.HELD
+
+    def _answer(self, ask: int, answer: SwitchedOverMsg | UnderstudyError) -> None:
+        conn, request_id = self._asks.pop(ask, (None, 0))
+        if conn is not None and isinstance(answer, UnderstudyError):
+            conn.fault(answer, request_id, close=False)
+        elif conn is not None and isinstance(answer, Message):
+            conn.send(answer, request_id)
 
     # ------------------------------------------------------------------ time
 
     def _tick(self) -> None:
-        parts = self.parts
-        self._ticker = asyncio.get_running_loop().call_later(TICK_S, self._tick)
+        self._ticker = self._loop.call_later(TICK_S, self._tick)
+        now_ms = self.clock.now_ms()
         try:
-            parts.directory.look(self.clock.now_ms())
+            self.directory.look(now_ms)
         except UnderstudyError as error:
             self._fail(error)
-        for again in parts.witnesses.tick():
-            self.feed(again)
         self.feed(ev.TimePassed())
-        now_ms = self.clock.now_ms()
-        parts.remote.tick(now_ms)
-        parts.shortage.tick(now_ms)
-        parts.gateways.tick(now_ms)
-        for service in parts.gateways.sockets.values():
-            self.metrics.service(service.lock, parts.gateways.state(service.lock))
-            if service.is_taken and not parts.machine.may_have_engines(now_ms):
+        for number, since_ms in self._unsaid_ms.items():
+            if now_ms - since_ms > self.settings.silent_ms:
+                self.conns[number].close("it has sent no `want` for too long")
+        self.gateways.tick(now_ms)
+        service = self.gateways.service
+        if service is not None:
+            self.metrics.service(self.gateways.state)
+            if service.is_taken and not self.machine.may_have_engines(now_ms):
                 self._fail(service.in_use())
 
     def _fail(self, error: UnderstudyError) -> None:
@@ -222,21 +414,34 @@ class LockServer:
             self.failed.set_exception(error)
 
     def _refresh_metrics(self) -> None:
-        parts = self.parts
-        parts.outbox.flush()
-        gateways = tuple(parts.gateways.gateways.values())
-        self.metrics.update(parts.machine, gateways, self.clock.now_ms())
+        self.flush()
+        gateways = tuple(self.gateways.gateways.values())
+        self.metrics.update(self.machine, gateways, self.clock.now_ms())
 
+    # ------------------------------------------------------------------ events
 
-class LockPerformer:
-    """The effects of one machine, on `parts` and `observers`; outcomes go to `feed`."""
+    def _happened(self, effect: ev.Happened) -> None:
+        """Record this in a moment, with the present time."""
+        self._pending.append((effect, self.clock.wall(), self.clock.now_ms()))
+        if self._flusher is None:
+            self._flusher = self._loop.call_later(DELAY_S, self.flush)
 
-    def __init__(
-        self, parts: Parts, observers: Observers, feed: Callable[[ev.Input], None]
-    ) -> None:
-        self._parts, self._observers, self._feed = parts, observers, feed
+    def flush(self) -> None:
+        """Record everything now."""
+        if self._flusher is not None:
+            self._flusher.cancel()
+            self._flusher = None
+        pending, self._pending = self._pending, []
+        for effect, ts, mono_ms in pending:
+            data, message = dict(effect.data), effect.message
+            if effect.evidence is not None:
+                data["pids"] = processes_of(effect.evidence)
+                message = f"{message}: {named(data['pids'])}"
+            self.events.record(effect.type, message, effect.severity, data, at=(ts, mono_ms))
 
-    def perform(self, effects: list[ev.LockEffect]) -> None:
+    # ------------------------------------------------------------------ effects
+
+    def _perform(self, effects: list[ev.LockEffect]) -> None:
         for effect in effects:
             try:
                 self._do(effect)
@@ -244,7 +449,6 @@ class LockPerformer:
                 raise InvariantError(f"{type(effect).__name__} failed: {error}") from error
 
     def _do(self, effect: ev.LockEffect) -> None:
-        parts = self._parts
         match effect:
             case ev.SendGrant():
                 self._send(effect.conn, granted(effect))
@@ -255,40 +459,43 @@ class LockPerformer:
                 self._send(effect.conn, StandbyMsg(effect.lock, effect.holder.incarnation, *news))
             case ev.SendHandOver(conn, lock, incarnation, to, resume):
                 self._send(conn, HandOverMsg(lock, incarnation, to, resume))
-            case ev.RefuseConnection() | ev.Close():
-                parts.witnesses.forget(effect.conn)
-                end_connection(parts.conns.get(effect.conn), effect)
-            case ev.Lend():
-                for name, service in parts.gateways.sockets.items():
-                    parts.conns[effect.conn].send(ServiceMsg(name, service.address))
-            case ev.LookAgain():
-                parts.witnesses.look_again(effect.want)
+            case ev.RefuseConnection(number, code, message, details):
+                if (refused := self.conns.get(number)) is not None:
+                    refused.fault(ProtocolError(code, message, **details))
+            case ev.Close(number, reason):
+                if (closed := self.conns.get(number)) is not None:
+                    closed.close(reason)
+            case ev.Lend(number):
+                if self.settings.service is not None:
+                    self._send(number, ServiceMsg(ACTIVE, self.settings.service))
             case ev.Announce():
                 self._announce(effect)
             case ev.Persist():
                 self._persist(effect.record)
             case ev.Discard():
-                parts.witnesses.discard(effect.witnesses)
+                discard(self.settings.directory, effect.witnesses)
             case ev.Forget():
-                parts.processes.forget(effect.supervisor)
+                self.processes.forget(effect.supervisor)
             case ev.ReportSwitchOver():
-                parts.switchovers.report(effect)
-            case ev.RefuseSwitchOver():
-                parts.switchovers.refuse(effect)
+                took_ms, new = min(round(effect.took_ms), SWITCHOVER_MS_MAX), effect.holder
+                who = effect.lock, effect.source, new.engine, new.token
+                self._answer(effect.ask, SwitchedOverMsg(*who, took_ms))
+            case ev.RefuseSwitchOver(ask, code, message, details):
+                self._answer(ask, UnderstudyError(code, message, **details))
             case ev.Happened():
-                parts.outbox.add(effect)
+                self._happened(effect)
 
-    def _send(self, conn_id: int, message: Message) -> None:
+    def _send(self, number: int, message: Message) -> None:
         """Send to one connection, if it is still open."""
-        conn = self._parts.conns.get(conn_id)
+        conn = self.conns.get(number)
         if conn is not None:
             conn.send(message)
 
     def _announce(self, effect: ev.Announce) -> None:
         message = granted(effect)
-        self._parts.gateways.announce(message)  # first: clients wait for what it resumes
-        for supervisor in self._parts.machine.supervisors.values():
-            conn = self._parts.conn_of(supervisor)
+        self.gateways.announce(message)  # first: clients wait for what it resumes
+        for supervisor in self.machine.supervisors.values():
+            conn = self.conn_of(supervisor)
             if conn is not None and supervisor.id != effect.holder.supervisor:
                 conn.send(message)
         self._observers.send(message)
@@ -296,92 +503,108 @@ class LockPerformer:
     def _persist(self, record: ev.LockRecord) -> None:
         began = time.perf_counter()
         try:
-            self._parts.reserve.help(lambda: self._parts.state.write(record))
+            self.state.write(record)
         except OSError as error:
-            self._feed(ev.PersistFailed(f"{self._parts.state.path}: {error.strerror}"))
+            self.feed(ev.PersistFailed(f"{self.state.path}: {error.strerror}"))
             return
         took_s = time.perf_counter() - began
-        self._feed(ev.Persisted())
-        self._parts.metrics.synced(took_s)
-
-
-def end_connection(conn: Connection | None, effect: ev.RefuseConnection | ev.Close) -> None:
-    """Close a connection, if it is still open, with an error frame where one is due."""
-    if conn is not None and isinstance(effect, ev.Close):
-        conn.close(effect.reason)
-    elif conn is not None and isinstance(effect, ev.RefuseConnection):
-        conn.fault(ProtocolError(effect.code, effect.message, **effect.details))
+        self.feed(ev.Persisted())
+        self.metrics.synced(took_s)
 
 
 def granted(effect: ev.SendGrant | ev.Announce) -> GrantedMsg:
     holder = effect.holder
-    return GrantedMsg(
-        effect.lock,
-        holder.engine,
-        holder.incarnation,
-        holder.token,
-        effect.era,
-        effect.is_leaving,
-    )
+    who = holder.engine, holder.incarnation, holder.token
+    return GrantedMsg(effect.lock, *who, effect.era, effect.is_leaving)
 
 
-SETTLE_S = 0.3  # within which engines say that they were told to end, too
-OUTLAST_S = 120.0  # for streams; whoever has told this process to end has less patience
-POLL_S = 0.05
+SUPERVISORS_NAMED_MAX = 100
+LAST_GRANTS = 20
+DIRECT, GATEWAY = "direct", "gateway"  # who accepts connections: engines (over TCP), a gateway
 
 
-async def run(
-    settings: LockSettings, http_host: str, http_port: int, allowed_hosts: Sequence[str] = ()
-) -> None:
-    """Serve until SIGTERM or SIGINT.
+class LockReport:
+    """The status document of one server; keeps the last grants. Its fields are the structs of
+    `lockserver/schema.py`; a lock's and a supervisor's values are in `status/online.py`."""
 
-    Raises:
-        UnderstudyError: it could not start, or a foreign process has its service address.
-    """
-    server = LockServer(settings)
-    http = HttpServer(
-        http_host,
-        http_port,
-        probes={"live": lambda: Probe(True, "running"), "ready": lambda: ready(server)},
-        status=server.document,
-        metrics=server.metrics.metrics,
-        events=server.events,
-        allowed_hosts=allowed_hosts,
-    )
-    server.http_problem = lambda: http.problem
-    await server.start()
-    try:
-        await http.start()
-        message = f"started on {settings.directory}, probes on {http.host}:{http.port}"
-        server.events.record("lockserver.started", message, data={"http_port": http.port})
-        gc.freeze()  # these objects stay: no later collection scans them while a grant waits
-        await until_ended(server.failed)
-        await _outlast(server)
-    finally:
-        await http.stop()
-        await server.close()
+    def __init__(self, server: LockServer) -> None:
+        self._server = server
+        self._last_grants: deque[schema.LockLastGrant] = deque(maxlen=LAST_GRANTS)
+        server.events.subscribe(self._keep_grant)
 
+    def document(self, http_problem: str | None = None) -> dict[str, Any]:
+        """The status document; `http_problem` is one that the server itself does not know."""
+        server = self._server
+        machine, settings, gateways = server.machine, server.settings, server.gateways
+        here = Here(
+            machine,
+            server.clock,
+            settings.directory,
+            reach=server.directory,
+            service=gateways.service,
+            no_gateway=gateways.missing,
+        )
+        status = schema.LockserverStatus(
+            schema=SCHEMA,
+            **server.events.newest(),
+            server=schema.LockServerFields(
+                pid=os.getpid(),
+                since=rfc3339(server.started),
+                dir=settings.directory,
+                online=True,
+                restarts=restarts(),
+            ),
+            models=list(settings.models),
+            mode=GATEWAY if settings.listen is None else DIRECT,
+            era=machine.ledger.era,
+            token=machine.ledger.token,
+            problem=next(filter(None, (*self._problems(), http_problem)), None),
+            locks={name: lock_status(lock, here) for name, lock in machine.locks.items()},
+            tcp=self._tcp(),
+            supervisors=[
+                supervisor_status(each, server.conn_of(each), here)
+                for each in islice(machine.supervisors.values(), SUPERVISORS_NAMED_MAX)
+            ],
+            supervisors_total=len(machine.supervisors),
+            service=gateways.services(),
+            gateways=gateways.documents(),
+            last_grants=list(self._last_grants),
+        )
+        document: dict[str, Any] = to_builtins(status)
+        return document
 
-async def _outlast(server: LockServer) -> None:
-    """Serve engines that were told to end in the same moment until they have ended: a host may tell
-    all processes of a pod at once. A second signal ends this."""
-    loop = asyncio.get_running_loop()
-    told_s, supervisors = loop.time(), server.parts.machine.supervisors
-    while supervisors and loop.time() - told_s < OUTLAST_S:
-        is_leaving = any(each.is_leaving for each in supervisors.values())
-        if not is_leaving and loop.time() - told_s > SETTLE_S:
-            return
-        await asyncio.sleep(POLL_S)
+    def _problems(self) -> list[str | None]:
+        server, tcp = self._server, self._server.tcp
+        over_tcp = None if tcp is None else tcp.problem or tcp.security_problem
+        ledger, directory = server.machine.ledger.problem, server.directory.problem
+        return [ledger, directory, over_tcp, server.gateways.problem]
 
+    def _tcp(self) -> schema.LockTcp | None:
+        tcp, leases = self._server.tcp, self._server.machine.leases
+        if tcp is None:
+            return None
+        return schema.LockTcp(
+            address=str(tcp.address),
+            secured=True,  # by certificates, always; scripts read it
+            lease_ms=leases.lease_ms,
+            lease_margin_ms=round(leases.margin_ms),
+            connections=len(tcp.connections),
+            refused=tcp.refused_count,
+            last_refusal=tcp.last_refusal,
+        )
 
-def ready(server: LockServer) -> Probe:
-    """The pod's readiness: an engine is active; with models, of any of them."""
-    locks = server.parts.machine.locks
-    lock = locks.get(ACTIVE)
-    if lock is None or server.settings.models:
-        held = [k for k in locks.values() if k.is_fenced and k.state is LockState.HELD]
-        engines = {model_of(k.name): k.holder.engine for k in held if k.holder is not None}
-        return Probe(bool(held), f"active_{len(held)}_models", {"engines": engines})
-    holder = lock.holder
-    details = {"engine": holder.engine, "token": holder.token} if holder else {}
-    return Probe(lock.state is LockState.HELD, f"active_{lock.state}", details)
+    def record_start(self) -> None:
+        """Record what was wrong on disk, and whether the service address is in use."""
+        events, loaded = self._server.events, self._server.state.loaded
+        if loaded.problem is not None:
+            kept = f"; moved to {loaded.aside}" if loaded.aside else ""
+            message = f"{self._server.state.path}: {loaded.problem}{kept}"
+            events.record("lock.state_lost", message, "error", {"aside": loaded.aside})
+        service = self._server.gateways.service
+        if service is not None and service.is_away:
+            message = f"waiting for a gateway to hand {service.address} back: {service.problem}"
+            events.record("lock.service_away", message, "warning", {"lock": "active"})
+
+    def _keep_grant(self, event: Event) -> None:
+        if event.type == "lock.granted":
+            self._last_grants.append(schema.LockLastGrant(**event.data, ts=rfc3339(event.ts)))

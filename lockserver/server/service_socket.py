@@ -1,4 +1,4 @@
-"""The listening socket of a service address: bound here, lent to a gateway, taken back from it.
+"""The listening socket of the service address: bound here, lent to a gateway, taken back from it.
 
 The surprising things:
 
@@ -17,21 +17,22 @@ import errno
 import socket
 
 from plumbing.errors import ProtocolError, UnderstudyError, UsageError, is_shortage
+from plumbing.pod.models import ACTIVE
 from plumbing.service import procfs
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.sockets import no_descriptors
 
 BACKLOG = 4096  # net.core.somaxconn's default: connections made during a failover wait here
 REBIND_MS = 1000.0
+CHOOSE = f"choose another address with --service {ACTIVE}=HOST:PORT"
 
 LENT, WAITING, CLOSED, AWAY = STATES = ("lent", "waiting", "closed", "waiting_for_hand_back")
 
 
 class ServiceSocket:
-    """One service address. `watch` is called with every tick."""
+    """The service address. `watch` is called with every tick."""
 
-    def __init__(self, lock: str, address: str) -> None:
-        self.lock = lock
+    def __init__(self, address: str) -> None:
         self.address = address
         self.problem: str | None = None
         self.is_taken = False  # another process has the address
@@ -42,43 +43,39 @@ class ServiceSocket:
 
     @property
     def is_away(self) -> bool:
-        """Whether another process has the address: a gateway, or a stranger."""
+        """Whether it is not here: another process has the address, or it cannot be bound yet."""
         return self._sock is None and not self._is_closed
 
     def bind(self) -> bool:
-        """Bind and listen; False while another process has the address.
+        """Bind and listen; False, with a `problem`, while another process has the address, or
+        descriptors or memory are short.
 
         Raises:
             UsageError: `service.cannot_bind`, not an address of this machine, or refused.
-            UnreachableError: `wire.no_descriptors`: it can be retried.
         """
         self._is_closed = self.is_taken = False
         try:
-            sock = self._listener()
+            sock = socket.socket(self._family, socket.SOCK_STREAM)
+            try:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                sock.bind(self._sockaddr)
+                sock.listen(BACKLOG)
+            except BaseException:
+                sock.close()
+                raise
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 self.is_taken, self.problem = True, self.in_use().message
-                return False
-            if is_shortage(error):
-                raise no_descriptors(f"listen on {self.address}", error) from error
-            raise UsageError(
-                "service.cannot_bind",
-                f"cannot listen on {self.address}: {error.strerror}; choose another address with"
-                f" --service {self.lock}=HOST:PORT",
-            ) from error
+            elif is_shortage(error):
+                self.problem = no_descriptors(f"listen on {self.address}", error).message
+            else:
+                raise UsageError(
+                    "service.cannot_bind",
+                    f"cannot listen on {self.address}: {error.strerror}; {CHOOSE}",
+                ) from error
+            return False
         self._adopt(sock)
         return True
-
-    def _listener(self) -> socket.socket:
-        sock = socket.socket(self._family, socket.SOCK_STREAM)
-        try:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind(self._sockaddr)
-            sock.listen(BACKLOG)
-        except BaseException:
-            sock.close()
-            raise
-        return sock
 
     def in_use(self) -> UnderstudyError:
         """Which process has the address, as an error with the fix."""
@@ -89,7 +86,7 @@ class ServiceSocket:
         return UnderstudyError(
             "service.port_in_use",
             f"{self.address} is in use by {holder}; if that is not an engine of this pod, stop it"
-            f" or choose another address with --service {self.lock}=HOST:PORT",
+            f" or {CHOOSE}",
             address=self.address,
             pid=pid,
         )
@@ -105,7 +102,7 @@ class ServiceSocket:
         except OSError as error:
             fd.close()
             raise ProtocolError(
-                "lock.bad_service", f"the descriptor handed back for {self.lock} is not a socket"
+                "lock.bad_service", "the descriptor that was handed back is not a socket"
             ) from error
         fd.detach()  # the socket has it now
         try:
@@ -113,7 +110,7 @@ class ServiceSocket:
             if not is_listening or sock.getsockname()[:2] != self._sockaddr[:2]:
                 raise ProtocolError(
                     "lock.bad_service",
-                    f"the socket handed back for {self.lock} does not listen on {self.address}",
+                    f"the socket that was handed back does not listen on {self.address}",
                 )
         except BaseException:
             sock.close()
@@ -125,16 +122,22 @@ class ServiceSocket:
         return True
 
     def copy(self) -> OwnedFd | None:
-        """A copy to lend; the address is bound first if need be. None: it is away.
+        """A copy to lend; the address is bound first if need be. None, with a `problem`: it is
+        away, or there is no descriptor for one.
 
         Raises:
-            OSError: no descriptor for one.
-            UnderstudyError: as `bind`.
+            UsageError: as `bind`.
         """
         if self._sock is None and not self.bind():
             return None
         assert self._sock is not None
-        return OwnedFd(self._sock.dup().detach())
+        try:
+            copy = self._sock.dup()
+        except OSError as error:
+            self.problem = no_descriptors("lend the service socket", error).message
+            return None
+        self.problem = None
+        return OwnedFd(copy.detach())
 
     def watch(self, now_ms: float) -> None:
         """Try again to bind what is away."""
@@ -158,13 +161,13 @@ class ServiceSocket:
         self.problem, self.is_taken = None, False
 
 
-def parse_service(text: str) -> tuple[str, str]:
-    """`active=127.0.0.1:8000` → ("active", "127.0.0.1:8000"); ValueError says what is wrong."""
+def parse_service(text: str) -> str:
+    """`active=127.0.0.1:8000` → "127.0.0.1:8000"; ValueError says what is wrong."""
     lock, _, address = text.partition("=")
     host, _, port = address.rpartition(":")
-    if not lock or not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ValueError("it must be LOCK=HOST:PORT, such as active=127.0.0.1:8000")
-    return lock, address
+    if lock != ACTIVE or not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ValueError(f"it must be {ACTIVE}=HOST:PORT, such as {ACTIVE}=127.0.0.1:8000")
+    return address
 
 
 def _resolve(address: str) -> tuple[socket.AddressFamily, tuple[str, int]]:

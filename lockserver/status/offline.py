@@ -204,27 +204,22 @@ def _witness_state(directory: str, holder: Holder) -> str:
 Document = dict[str, Any]
 
 
-def resting(directory: str, document: Document) -> dict[str, str]:
-    """Since when and why each holder in the server's `document` rests, by engine."""
+def idle(directory: str, document: Document) -> dict[str, str]:
+    """Since when and why an engine of the server's `document` does nothing, by its id, as its
+    supervisor wrote it last: of holders that rest, and of those that are to run no backend."""
     holders = [lock["holder"] for lock in document["locks"].values() if lock["holder"]]
-    found = {each["engine"]: _sentence(directory, each) for each in holders}
-    return {engine: sentence for engine, sentence in found.items() if sentence}
-
-
-def cold(directory: str, document: Document) -> dict[str, str]:
-    """Since when and why each supervisor in the server's `document` runs no backend, by engine;
-    of those that are not to run one."""
-    idle = [each["engine"] for each in document["supervisors"] if each["incarnation"] is None]
-    found = {engine: _cold_sentence(directory, engine) for engine in idle}
-    return {engine: sentence for engine, sentence in found.items() if sentence}
-
-
-def _cold_sentence(directory: str, name: str) -> str | None:
-    on_file = _on_file(directory, name)
-    engine, goal = on_file.get("engine") or {}, (on_file.get("goal") or {}).get("goal")
-    if engine.get("state") != "dead" or goal != Tier.COLD:
-        return None
-    return f"since {engine.get('since')}: {engine.get('reason')}"
+    tokens = {holder["engine"]: holder["token"] for holder in holders}
+    without = {each["engine"] for each in document["supervisors"] if each["incarnation"] is None}
+    found = {}
+    for engine in (*tokens, *without):
+        on_file = _on_file(directory, engine)
+        state = on_file.get("engine") or {}
+        token = (on_file.get("lock") or {}).get("token")
+        rests = state.get("state") == "resting" and token == tokens.get(engine, -1)
+        is_cold = state.get("state") == "dead" and engine in without
+        if rests or (is_cold and (on_file.get("goal") or {}).get("goal") == Tier.COLD):
+            found[engine] = f"since {state.get('since')}: {state.get('reason')}"
+    return found
 
 
 def _on_file(directory: str, engine: str) -> Document:
@@ -232,11 +227,3 @@ def _on_file(directory: str, engine: str) -> Document:
         return read_json(engine_state(directory, engine)) or {}
     except (UnderstudyError, OSError):  # `engine status` says what is wrong with it
         return {}
-
-
-def _sentence(directory: str, holder: Document) -> str | None:
-    on_file = _on_file(directory, holder["engine"])
-    engine, token = on_file.get("engine") or {}, (on_file.get("lock") or {}).get("token")
-    if engine.get("state") != "resting" or token != holder["token"]:
-        return None
-    return f"since {engine.get('since')}: {engine.get('reason')}"

@@ -158,8 +158,12 @@ def _strangers(lock: Lock, here: Here) -> dict[str, list[dict[str, Any]]]:
         for each in here.machine.supervisors.values()
         if each.conn is not None and lock.name not in each.tokens
     }
-    strangers = {}
-    for name in sorted(witness.scan(here.directory) - known)[: NAMED_MAX + 1]:
+    strangers: dict[str, list[dict[str, Any]]] = {}
+    try:
+        held = witness.scan(here.directory)
+    except OSError:  # no descriptor or memory to look with
+        return strangers
+    for name in sorted(held - known)[: NAMED_MAX + 1]:
         file, _ = witness.identify(os.path.join(here.directory, name))
         strangers[witness.shown(name)] = processes_of(file) if file is not None else []
     return strangers

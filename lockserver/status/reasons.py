@@ -8,9 +8,9 @@ about a healthy pod.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from lockserver.core.events import Holder
 from lockserver.core.evidence import is_decisive
@@ -19,7 +19,7 @@ from lockserver.core.machine import LockMachine
 from lockserver.core.names import WitnessState
 from lockserver.core.sentences import requester
 from lockserver.core.supervisors import SupervisorRecord
-from plumbing.pod.models import kind_of, model_of
+from plumbing.pod.models import ACTIVE, kind_of, model_of
 from plumbing.service.clock import Clock
 from plumbing.text import duration
 
@@ -27,7 +27,6 @@ FROZEN = "frozen"  # of `procfs.halted`
 NAMED_MAX = 8  # engines or witnesses named in one message
 SILENT_NAMED_MAX = 16  # silent waiters listed one by one; `waiters` has all of them
 
-RETRIES = "raise its limit of open files, or close what uses them up; the server retries on its own"
 # The sentence and the fix, by code; the words in braces are those of the case.
 TEXTS: Mapping[str, tuple[str, str]] = {
     "witness_lost": (
@@ -65,7 +64,6 @@ TEXTS: Mapping[str, tuple[str, str]] = {
     ),
     "nobody_asks": ("no engine has requested the lock: none is ready", "{end}"),
     "queue": ("{engine} is waiting, first of {count}", "{end}"),
-    "no_descriptors": ("the lock server is out of descriptors or memory, so {what}", RETRIES),
     "address_away": (
         "waiting for {address}: the gateway that has it hands it back when it connects",
         "nothing if it is part of this pod; otherwise stop that process, or change --service",
@@ -141,17 +139,6 @@ class Seen:
 
 
 @dataclass(frozen=True, slots=True)
-class Undone:
-    """What the server could not do for lack of descriptors or memory, and retries: by lock, the
-    gateways that need its service socket; the engines whose witness could not be looked at."""
-
-    why: str
-    since_ms: float
-    unlent: Mapping[str, Sequence[str]]
-    unseen: Sequence[tuple[str, str | None]]  # with their incarnations
-
-
-@dataclass(frozen=True, slots=True)
 class MissingGateway:
     """No gateway accepts on a service address. `connected`: a sentence on each that could;
     `is_overdue`: that is a fault, and no slow start of the pod."""
@@ -162,6 +149,26 @@ class MissingGateway:
     is_overdue: bool
 
 
+class Reach(Protocol):
+    """Whether engines can connect: the server's directory."""
+
+    problem: str | None
+    problem_ms: float  # since when
+
+    @property
+    def is_short(self) -> bool: ...
+
+
+class Address(Protocol):
+    """The service address, and why it is not here if it `is_away`."""
+
+    address: str
+    problem: str | None
+
+    @property
+    def is_away(self) -> bool: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Here:
     """Where the facts are: the machine and what is around it."""
@@ -169,10 +176,9 @@ class Here:
     machine: LockMachine
     clock: Clock
     directory: str
-    away: Mapping[str, tuple[str, str | None]]  # by lock: a service address in use, and why
-    unreachable: tuple[str, float, bool] | None  # why no engine can connect, since when; no fds?
-    undone: Undone | None
-    no_gateway: Mapping[str, MissingGateway]  # by lock
+    reach: Reach
+    service: Address | None
+    no_gateway: MissingGateway | None
 
 
 # ---------------------------------------------------------------------- one lock's waits
@@ -392,37 +398,26 @@ def _nobody_asks_wait(lock: Lock, here: Here) -> LockWait:
 
 def _server_waits(lock: Lock, here: Here) -> Iterator[LockWait]:
     """What the lock server itself, its address and its gateways owe."""
-    undone, service = here.undone, kind_of(lock.name)  # one service for all models
-    if undone is not None and (unlent := undone.unlent.get(service)):
-        what = f"it cannot lend {_names(unlent)} the service socket, and no request is accepted"
-        who = unlent[0], None, None, None
-        yield wait("no_descriptors", undone.since_ms, (undone.why,), who, what=what)
-    if undone is not None and undone.unseen and lock.is_fenced:
-        engines = _names([engine for engine, _ in undone.unseen])
-        what = f"it cannot check the witness of {engines} and admit it to the queue"
-        unseen = (*undone.unseen[0], None, None)
-        yield wait("no_descriptors", undone.since_ms, (undone.why,), unseen, what=what)
-    if service in here.away:
-        address, problem = here.away[service]
-        started_ms = here.machine.started_ms
-        yield wait("address_away", started_ms, (problem or "it is in use",), address=address)
-    missing = [each for name, each in here.no_gateway.items() if name == service]
-    yield from gateway_waits(missing, here.directory)
-    if here.unreachable is not None and lock.is_fenced:  # told once for the whole document
-        problem, since, is_short = here.unreachable
+    service, directory = here.service, here.reach
+    if kind_of(lock.name) == ACTIVE:  # one service for all models
+        if service is not None and service.is_away:
+            started_ms, why = here.machine.started_ms, service.problem or "it is in use"
+            yield wait("address_away", started_ms, (why,), address=service.address)
+        if here.no_gateway is not None:
+            yield gateway_wait(here.no_gateway, here.directory)
+    if directory.problem is not None and lock.is_fenced:  # told once for the whole document
         end = f"remove the file that replaced it (ls -la {here.directory})"
-        if is_short:
-            end = "raise the lock server's limit of open files, or close what uses them up"
-        yield wait("unreachable", since, (problem,), end=end)
+        if directory.is_short:
+            end = "raise the limit of open files or of memory, or close what uses them up"
+        yield wait("unreachable", directory.problem_ms, (directory.problem,), end=end)
 
 
-def gateway_waits(missing: Iterable[MissingGateway], directory: str) -> Iterator[LockWait]:
+def gateway_wait(missing: MissingGateway, directory: str) -> LockWait:
     """What requests wait for. Engines are granted their locks all the same."""
-    for each in missing:
-        evidence = tuple(each.connected) or ("no gateway is connected",)
-        end = "see why: gateway status" if each.connected else "start one: gateway serve"
-        words: dict[str, Any] = {"address": each.address, "end": end, "directory": directory}
-        yield wait("no_gateway", each.since_ms, evidence, is_fault=each.is_overdue, **words)
+    evidence = tuple(missing.connected) or ("no gateway is connected",)
+    end = "see why: gateway status" if missing.connected else "start one: gateway serve"
+    words: dict[str, Any] = {"address": missing.address, "end": end, "directory": directory}
+    return wait("no_gateway", missing.since_ms, evidence, is_fault=missing.is_overdue, **words)
 
 
 # ---------------------------------------------------------------------- words that several share
@@ -476,8 +471,3 @@ def kill_command(
             f" frozen processes may not even die before; if it still hangs then: {kill}"
         )
     return f"if it hangs: {kill}"
-
-
-def _names(who: Sequence[str]) -> str:
-    more = len(who) - NAMED_MAX
-    return ", ".join(who[:NAMED_MAX]) + (f" and {more} more" if more > 0 else "")

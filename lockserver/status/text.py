@@ -33,26 +33,23 @@ TOGETHER = "\u00a0"  # a space at which no line is broken
 def text_of(
     document: Document,
     columns: int | None = None,
-    resting: Mapping[str, str] | None = None,
-    cold: Mapping[str, str] | None = None,
+    idle: Mapping[str, str] | None = None,
 ) -> str:
-    """`document` as text; `columns`: the terminal's unless given. `resting`: a sentence about each
-    holder that rests, by engine; `cold`: likewise about each engine that runs no backend."""
+    """`document` as text; `columns`: the terminal's unless given. `idle`: a sentence about each
+    engine that rests or runs no backend."""
     width = max(COLUMNS_MIN, columns or shutil.get_terminal_size().columns)
-    lines = list(_lines(document, resting or {}, cold or {}))
+    lines = list(_lines(document, idle or {}))
     return "\n".join(folded for label, text in lines for folded in _fold(label, text, width))
 
 
-def _lines(
-    document: Document, resting: Mapping[str, str], cold: Mapping[str, str]
-) -> Iterator[tuple[str, str]]:
-    server = document["server"]
+def _lines(document: Document, idle: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    server, cold = document["server"], dict(idle)
     where = f"pid {server['pid']}  since {server['since']}" if server["online"] else "offline view"
     yield _head("lockserver", f"{where}  last token {document['token']}  {server['dir']}")
     for name, lock in document["locks"].items():
         yield _head(name, f"{lock['state']:<{LABEL}}{_who(lock)}")
-        if lock["holder"] and lock["holder"]["engine"] in resting:
-            yield _line("rests", resting[lock["holder"]["engine"]])
+        if lock["holder"] and (why := cold.pop(lock["holder"]["engine"], None)):
+            yield _line("rests", why)
         for waiter in lock["waiters"]:
             mark = "  silent: skipped" if waiter["silent"] else ""
             yield _line("waiting", f"{waiter['engine']}  {_since(waiter)}{mark}")

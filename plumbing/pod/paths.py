@@ -6,6 +6,7 @@ checked and never changed, because one with the wrong mode may already hold a fo
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 from pathlib import Path
@@ -131,25 +132,31 @@ def runtime_dir(value: str) -> str:
     path = os.path.abspath(value)
     socket_path(path, LONGEST_COMMON_NAME)
     try:
-        os.mkdir(path, 0o700)
-    except FileExistsError:
-        pass
-    except FileNotFoundError as error:
-        parent = os.path.dirname(path)
-        raise UsageError(
-            "service.no_such_directory",
-            f"cannot create {path}: {parent} does not exist; create it, or name another with --dir",
-            path=path,
-        ) from error
-    except OSError as error:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path, 0o700)
+    except OSError as error:  # such as a parent that does not exist
         raise UsageError(
             "service.directory_refused",
-            f"cannot create {path}: {error.strerror}; name another directory with --dir, or with"
-            " UNDERSTUDY_DIR in every terminal",
+            f"cannot create {path}: {error.strerror}; create {os.path.dirname(path)}, or name"
+            " another directory with --dir, or with UNDERSTUDY_DIR in every terminal",
             path=path,
         ) from error
-    _check_is_ours(path)
-    return path
+    found = os.lstat(path)  # a symbolic link could be pointed elsewhere after this check
+    mode = stat.S_IMODE(found.st_mode)
+    if not stat.S_ISDIR(found.st_mode):
+        code, why = "not_a_directory", "is not a directory; remove it, or name another with --dir"
+    elif found.st_uid != os.geteuid():
+        code = "foreign_directory"
+        why = (
+            f"belongs to uid {found.st_uid} and this process runs as uid {os.geteuid()}; run every"
+            " part as one user, or name another directory with --dir"
+        )
+    elif mode & 0o077:
+        code = "open_directory"
+        why = f"has mode {mode:04o} and must be 0700; run `chmod 700 {path}`"
+    else:
+        return path
+    raise UsageError(f"service.{code}", f"{path} {why}", path=path)
 
 
 def socket_path(directory: str, name: str) -> str:
@@ -170,29 +177,3 @@ def socket_path(directory: str, name: str) -> str:
             length_bytes=length,
         )
     return path
-
-
-def _check_is_ours(path: str) -> None:
-    status = os.lstat(path)  # a symbolic link could be pointed elsewhere after this check
-    if not stat.S_ISDIR(status.st_mode):
-        raise UsageError(
-            "service.not_a_directory",
-            f"{path} is not a directory; remove it, or name another with --dir",
-            path=path,
-        )
-    if status.st_uid != os.geteuid():
-        raise UsageError(
-            "service.foreign_directory",
-            f"{path} belongs to uid {status.st_uid} and this process runs as uid {os.geteuid()}; "
-            "run every part as one user, or name another directory with --dir",
-            path=path,
-            owner_uid=status.st_uid,
-        )
-    mode = stat.S_IMODE(status.st_mode)
-    if mode & 0o077:
-        raise UsageError(
-            "service.open_directory",
-            f"{path} has mode {mode:04o} and must be 0700; run `chmod 700 {path}`",
-            path=path,
-            mode=f"{mode:04o}",
-        )

@@ -52,18 +52,14 @@ class Option:
         return self.env or "UNDERSTUDY_" + self.name.upper()
 
 
-class Resolved:
-    """The settings of one command, each with its origin."""
+class Resolved(dict[str, Any]):
+    """The settings of one command by name, each with its origin."""
 
     def __init__(
-        self, options: Sequence[Option], values: dict[str, Any], origins: dict[str, str]
+        self, options: Sequence[Option], values: Mapping[str, Any], origins: Mapping[str, str]
     ) -> None:
-        self._options = tuple(options)
-        self._by_name = values
-        self._origins = origins
-
-    def __getitem__(self, name: str) -> Any:
-        return self._by_name[name]
+        super().__init__(values)
+        self._options, self._origins = tuple(options), origins
 
     def origin(self, name: str) -> str:
         """`flag`, `environment` or `default`, or what `changed` was told."""
@@ -71,15 +67,15 @@ class Resolved:
 
     def changed(self, values: Mapping[str, Any], origin: str) -> Resolved:
         """With these values, which come from `origin`."""
-        origins = self._origins | dict.fromkeys(values, origin)
-        return Resolved(self._options, {**self._by_name, **values}, origins)
+        origins = {**self._origins, **dict.fromkeys(values, origin)}
+        return Resolved(self._options, {**self, **values}, origins)
 
     def describe(self) -> list[dict[str, Any]]:
         """One entry per setting, in order of declaration: name, value, origin, env, flag."""
         return [
             {
                 "name": option.name,
-                "value": self._by_name[option.name],
+                "value": self[option.name],
                 "origin": self._origins[option.name],
                 "env": option.env_name,
                 "flag": option.flag,
@@ -103,32 +99,33 @@ def resolve(
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for option in options:
-        flag = flags.get(option.name)
-        if flag is not None and not (option.many and len(flag) == 0):
-            raw, origin, place = flag, "flag", option.flag
-        elif option.env_name in environ:
+        raw, origin, place = flags.get(option.name), "flag", option.flag
+        if raw in (None, ()) and option.env_name in environ:
             raw, origin, place = environ[option.env_name], "environment", option.env_name
             if option.many:
                 raw = tuple(part.strip() for part in raw.split(",") if part.strip())
-        else:
-            values[option.name], origins[option.name] = option.default, "default"
-            continue
-        values[option.name] = (
-            tuple(_convert(option, item, place) for item in raw)
-            if option.many
-            else _convert(option, raw, place)
-        )
-        origins[option.name] = origin
+        elif raw in (None, ()):
+            raw, origin = option.default, "default"
+        elif option.many:
+            raw = tuple(raw)
+        if origin != "default":
+            many = tuple(_convert(option, each, place) for each in (raw if option.many else (raw,)))
+            raw = many if option.many else many[0]
+        values[option.name], origins[option.name] = raw, origin
     return Resolved(options, values, origins)
+
+
+def _in_units(text: str, units: Mapping[str, float], what: str) -> float:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if match is None or match[2].upper() not in units:
+        raise ValueError(what)
+    return float(match[1]) * units[match[2].upper()]
 
 
 def size_bytes(text: str) -> int:
     """`4GiB` → 4294967296; the units are powers of two (KiB, MiB, GiB, TiB) or plain bytes."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    unit = match.group(2).upper() if match else None
-    if match is None or unit not in SIZE_UNITS:
-        raise ValueError("a size is a number and one of the units KiB, MiB, GiB, TiB, such as 4GiB")
-    size = float(match.group(1)) * SIZE_UNITS[unit]
+    what = "a size is a number and one of the units KiB, MiB, GiB, TiB, such as 4GiB"
+    size = _in_units(text, SIZE_UNITS, what)
     if size > SIZE_BYTES_MAX:
         raise ValueError("no memory is as large as that; the maximum is 4194304TiB")
     return int(size)
@@ -144,11 +141,8 @@ def size_list(text: str) -> tuple[int, ...]:
 
 def duration_s(text: str) -> float:
     """`5m` → 300.0; the units are ms, s, m and h, and a plain number is seconds."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    unit = match.group(2).upper() if match else None
-    if match is None or unit not in S_UNITS:
-        raise ValueError("a time is a number and one of the units ms, s, m, h, such as 5s")
-    seconds = float(match.group(1)) * S_UNITS[unit]
+    what = "a time is a number and one of the units ms, s, m, h, such as 5s"
+    seconds = _in_units(text, S_UNITS, what)
     if seconds > DURATION_S_MAX:
         raise ValueError("the maximum is a year (8760h)")
     return seconds
@@ -158,8 +152,8 @@ def _convert(option: Option, raw: Any, place: str) -> Any:
     try:
         value = _to_bool(raw) if option.type is bool else option.type(str(raw))
     except ValueError as error:
-        built_in = option.type in (int, float)  # whose message is about Python
-        reason = "it must be " + _kind(option) if built_in else str(error)
+        reasons: dict[Any, str] = {int: "it must be a whole number", float: "it must be a number"}
+        reason = reasons.get(option.type, str(error))  # Python's own message is about Python
         raise _bad(option, raw, place, reason) from error
     if option.gone and value != option.default:
         raise UsageError("config.gone", f"{place} no longer exists: {option.gone}")
@@ -173,19 +167,9 @@ def _convert(option: Option, raw: Any, place: str) -> Any:
 
 
 def _to_bool(raw: Any) -> bool:
-    if str(raw).lower() in TRUE:
-        return True
-    if str(raw).lower() in FALSE:
-        return False
+    if str(raw).lower() in TRUE | FALSE:
+        return str(raw).lower() in TRUE
     raise ValueError("it must be true or false")
-
-
-def _kind(option: Option) -> str:
-    if option.type is bool:
-        return "true or false"
-    if option.type is int:
-        return "a whole number"
-    return "a number" if option.type is float else "a string"
 
 
 def _bad(option: Option, raw: Any, place: str, reason: str) -> UsageError:

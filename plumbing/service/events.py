@@ -10,7 +10,6 @@ import logging
 from collections import deque
 from collections.abc import Callable, Mapping
 from datetime import datetime
-from itertools import islice
 from typing import Any
 
 import msgspec
@@ -108,26 +107,9 @@ class EventLog:
         self._append(event)
         return event
 
-    def subscribe(self, callback: Subscriber) -> Callable[[], None]:
-        """Call `callback` with every later event; returns an idempotent function that ends this."""
+    def subscribe(self, callback: Subscriber) -> None:
+        """Call `callback` with every later event."""
         self._subscribers.append(callback)
-
-        def unsubscribe() -> None:
-            if callback in self._subscribers:
-                self._subscribers.remove(callback)
-
-        return unsubscribe
-
-    def since(self, event_id: int) -> list[Event] | None:
-        """The events after `event_id`; None if some of them have left the ring.
-
-        Also None for an id that was never assigned: it is from an earlier process, whose ids began
-        at 1, too. Either way the reader needs a snapshot.
-        """
-        oldest_id = self.last_id - len(self._ring) + 1
-        if not oldest_id - 1 <= event_id <= self.last_id:
-            return None
-        return list(islice(self._ring, event_id + 1 - oldest_id, None))
 
     def kept_since(self, event_id: int) -> list[Event]:
         """The events after `event_id` still in the ring, for readers that accept a gap."""
@@ -141,16 +123,12 @@ class EventLog:
     def _append(self, event: Event) -> None:
         self._ring.append(event)
         for subscriber in tuple(self._subscribers):
-            self._notify(subscriber, event)
-
-    def _notify(self, subscriber: Subscriber, event: Event) -> None:
-        try:
-            subscriber(event)
-        except InvariantError:
-            raise
-        except Exception:
-            # A subscriber's bug must not hide the event from the others. It is dropped, so that the
-            # error is reported once and not for every event.
-            logger.exception("a subscriber to events raised and was dropped")
-            if subscriber in self._subscribers:
+            try:
+                subscriber(event)
+            except InvariantError:
+                raise
+            except Exception:
+                # A subscriber's bug must not hide the event from the others. It is dropped, so that
+                # the error is reported once and not for every event.
+                logger.exception("a subscriber to events raised and was dropped")
                 self._subscribers.remove(subscriber)

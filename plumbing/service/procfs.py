@@ -108,12 +108,6 @@ def parent(pid: int) -> int | None:
     return None if fields is None else int(fields[1])
 
 
-def inner_pid(pid: int) -> int | None:
-    """The pid by which this process knows itself, in its own PID namespace; None if it is gone."""
-    lines = _read(f"/proc/{pid}/status").splitlines()
-    return next((int(line.split()[-1]) for line in lines if line.startswith("NSpid:")), None)
-
-
 def rss_bytes(pid: int) -> int | None:
     """Resident memory of `pid`."""
     fields = _shown(f"/proc/{pid}/statm").split()

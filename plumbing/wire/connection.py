@@ -281,12 +281,6 @@ class UnixConnection(Connection):
     def _can_write(self) -> bool:
         return self._does_peer_read
 
-    @property
-    def is_backed_up(self) -> bool:
-        """Whether something sent earlier still waits for the peer to read. For what is sent again
-        and again: the peer may be stopped for long."""
-        return bool(self._queue)
-
     def _write(self, data: bytes, fds: Sequence[OwnedFd]) -> None:
         self._queue.append(_Outgoing(memoryview(data), fds))
         self._queued_bytes += len(data)

@@ -1,4 +1,4 @@
-"""One owner per file descriptor, in a type; and a reserve for what must work without a free one.
+"""One owner per file descriptor, in a type.
 
 A function that takes an `OwnedFd` owns it from then on and closes it whatever happens; a function
 that borrows takes an `int`. A leaked descriptor keeps device memory alive, so leaks warn.
@@ -9,12 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Callable, Iterable
-from typing import TypeVar
-
-from plumbing.errors import is_shortage
-
-T = TypeVar("T")
+from collections.abc import Iterable
 
 
 class OwnedFd:
@@ -84,47 +79,3 @@ def close_all(fds: Iterable[OwnedFd]) -> None:
             failed = error
     if failed is not None:
         raise failed
-
-
-class Reserve:
-    """Descriptors that are kept only to be given up: with them, a few things still work when this
-    process is at its limit. `with reserve:` gives them up for the block and takes them back."""
-
-    def __init__(self, count: int) -> None:
-        """It is empty until the first `refill`."""
-        self.error: OSError | None = None  # why it is not full
-        self._count = count
-        self._spares: list[OwnedFd] = []
-
-    def refill(self) -> None:
-        """Open what is missing, as far as there is room; call this periodically."""
-        self.error = None
-        while len(self._spares) < self._count and self.error is None:
-            try:
-                self._spares.append(OwnedFd(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)))
-            except OSError as error:
-                if not is_shortage(error):
-                    raise
-                self.error = error
-
-    def help(self, attempt: Callable[[], T]) -> T:
-        """The result of `attempt`, which is repeated with the reserve if it failed for lack of a
-        descriptor. What it opens and keeps is gone from the reserve until there is room again."""
-        try:
-            return attempt()
-        except OSError as error:
-            if not is_shortage(error):
-                raise
-        with self:
-            return attempt()
-
-    def close(self) -> None:
-        spares, self._spares = self._spares, []
-        close_all(spares)
-
-    def __enter__(self) -> Reserve:
-        self.close()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.refill()

@@ -4,7 +4,7 @@
 `Server` listens on a Unix socket: one per path, for its owner's processes only. A flock on a file
 beside the path guards it and holds the server's pid, because the socket file alone cannot tell a
 running server from one that died. The socket is 0600 from the moment it exists (umask, not chmod
-afterwards), in a directory that only its owner can access.
+afterwards), in a directory that only its owner can access (`plumbing.pod.paths.runtime_dir`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from plumbing import __version__
 from plumbing.errors import ProtocolError, UnderstudyError, UsageError, is_shortage
 from plumbing.wire import sockets
 from plumbing.wire.connection import Connection, Handler, UnixConnection
-from plumbing.wire.fds import OwnedFd, Reserve
+from plumbing.wire.fds import OwnedFd
 from plumbing.wire.limits import (
     CONNECTIONS_MAX,
     CONNECTIONS_PER_PROCESS_MAX,
@@ -43,11 +43,8 @@ class BaseServer(abc.ABC):
         handler: Handler,
         service: str,
         connections_max: int,
-        spare_fds: int = 0,
     ) -> None:
-        """`spare_fds`: descriptors kept in reserve, to accept connections at the limit."""
         self.connections: set[Connection] = set()
-        self.reserve = Reserve(spare_fds)
         self._catalogue = catalogue
         self._handler = handler
         self._service = service
@@ -59,7 +56,7 @@ class BaseServer(abc.ABC):
     @abc.abstractmethod
     def _accepted(self, sock: socket.socket, name: Any) -> None:
         """Make a connection of `sock`; `name` is the address of its other end. After an `OSError`
-        it is called again with the reserve; then `sock` is closed and accepting pauses."""
+        `sock` is closed and accepting pauses."""
 
     @abc.abstractmethod
     def _over_quota(self, conn: Connection) -> str | None:
@@ -68,7 +65,6 @@ class BaseServer(abc.ABC):
     def _listen(self, sock: socket.socket) -> None:
         """Own `sock`, a listening socket, and start accepting."""
         self._sock = sock
-        self.reserve.refill()
         asyncio.get_running_loop().add_reader(sock.fileno(), self._acceptable)
 
     def _stop_listening(self) -> None:
@@ -80,19 +76,13 @@ class BaseServer(abc.ABC):
     async def _close_connections(self) -> None:
         for conn in list(self.connections):
             conn.close(f"{self._service} is stopping")
-        self.reserve.close()
         await asyncio.sleep(0)  # the loop calls the handlers' `closed`
-
-    def _accept_all(self) -> None:
-        """Accept every connection in the backlog, which is lost when the socket is closed."""
-        while self._acceptable():
-            pass
 
     def _acceptable(self) -> bool:
         """Accept one connection; False if there was none, or no room for it."""
         assert self._sock is not None
         try:
-            sock, name = self.reserve.help(self._sock.accept)
+            sock, name = self._sock.accept()
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
             self.problem = None  # the kernel takes a descriptor before it looks: there is one
             return False
@@ -100,16 +90,16 @@ class BaseServer(abc.ABC):
             self._pause(error)
             return False
         try:
-            self.reserve.help(lambda: self._accepted(sock, name))
-            self.problem = None
+            self._accepted(sock, name)
         except OSError as error:  # it needed another descriptor
             sock.close()
             self._pause(error)
             return False
+        self.problem = None
         return True
 
     def _pause(self, error: OSError) -> None:
-        """Out of descriptors: new connections wait in the backlog until others are closed."""
+        """Out of descriptors or memory: new connections wait in the backlog."""
         if not is_shortage(error):
             raise error
         self.problem = no_descriptors("accept new connections", error).message
@@ -267,9 +257,8 @@ class Server(BaseServer):
         guard_path: str | None = None,
         connections_max: int = CONNECTIONS_MAX,
         per_process_max: int = CONNECTIONS_PER_PROCESS_MAX,
-        spare_fds: int = 0,
     ) -> None:
-        super().__init__(catalogue, handler, service, connections_max, spare_fds)
+        super().__init__(catalogue, handler, service, connections_max)
         self.path = path
         self._guard_path = guard_path or f"{path.removesuffix('.sock')}.lock"
         self._per_process_max = per_process_max
@@ -281,10 +270,9 @@ class Server(BaseServer):
 
         Raises:
             UnderstudyError: `wire.address_in_use`: another server has this path.
-            UsageError: `wire.path_too_long`, `wire.directory`, `wire.not_a_socket`.
+            UsageError: `wire.path_too_long`, `wire.not_a_socket`.
         """
         sockets.check_path(self.path)
-        _check_directory(os.path.dirname(self.path) or ".")
         self._guard = PathGuard(self._guard_path, f"{self._service} on {self.path}")
         try:
             self._listen_at_path(_bind(self.path, self._connections_max))
@@ -325,7 +313,8 @@ class Server(BaseServer):
         if _identity(self.path) == self._bound:
             return None
         sock = _bind(self.path, self._connections_max)
-        self._accept_all()
+        while self._acceptable():  # the backlog is lost when its socket is closed
+            pass
         self._stop_listening()
         self._listen_at_path(sock)
         return self.path
@@ -376,22 +365,6 @@ def _identity(path: str) -> tuple[int, int] | None:
             raise
         return None
     return found.st_dev, found.st_ino
-
-
-def _check_directory(directory: str) -> None:
-    try:
-        found = os.stat(directory)
-    except FileNotFoundError as error:
-        raise UsageError(
-            "wire.directory", f"the directory {directory} does not exist; create it with mode 0700"
-        ) from error
-    if stat.S_IMODE(found.st_mode) & 0o077 or found.st_uid != os.geteuid():
-        raise UsageError(
-            "wire.directory",
-            f"{directory} has uid {found.st_uid} and mode {stat.S_IMODE(found.st_mode):04o}, and"
-            f" must have uid {os.geteuid()} and mode 0700; run `chmod 700 {directory}`, or choose"
-            " another --dir",
-        )
 
 
 def _answers(path: str) -> bool:

@@ -53,7 +53,6 @@ from pool.settings import PoolFile, engines_of
 INBOX_MAX = 10_000  # events that wait for a disk; a pool whose disk is gone for longer ends
 SAVE_RETRY_S = 1.0
 _DONE_NAMES = {Order.PIN: "pinned", Order.UNPIN: "unpinned"}
-SPARE_FDS = 4  # so that at the limit two more may connect, and ask what is wrong
 LOG_ONLY = (ev.ModelChanged, ev.Switched, ev.Alarm)
 DUE_S_MIN = 0.001  # the core may ask to be called at once, and others must get their turn
 DUE_S_MAX = 3600.0
@@ -68,7 +67,7 @@ class PoolServer(report.PoolParts, Handler):
         self.log = EventLog("pool", self.clock)
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         path = pool_socket(settings.directory)
-        self.server = Server(path, msg.CATALOGUE, self, service="pool", spare_fds=SPARE_FDS)
+        self.server = Server(path, msg.CATALOGUE, self, service="pool")
         self.troubles = [lambda: self.server.problem]
         self._observers = Observers(self.log, lambda: report.document(self))
         self._inbox: deque[ev.PoolEvent] = deque()
@@ -306,7 +305,6 @@ class PoolServer(report.PoolParts, Handler):
         self.engines.look()
         self.memory.sample()
         self._look_at_serving()
-        self.server.reserve.refill()
 
     # ------------------------------------------------------------------ effects
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import resource
 import signal
@@ -11,7 +10,6 @@ import sys
 
 import pytest
 
-from plumbing.service import procfs
 from tests.helpers import until
 
 NAMESPACE = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
@@ -110,27 +108,6 @@ def test_timer_in_the_past_fires_at_once(start):
     for at in ("now_ms() - 1000", "-5"):
         program = start(f"DeadMan().arm({at}); signal.pause()")
         assert program.ended() == -signal.SIGKILL
-
-
-@pytest.mark.slow
-def test_children_have_no_timer_by_fork_or_exec(start):
-    """Goal: a supervisor's timer does not kill its children (they die in another way, or are not
-    its own). Method: one child by fork, one by exec; both are alive when the parent is dead."""
-    program = start(
-        "DeadMan().arm(now_ms() + 2000)\n"
-        "forked = os.fork()\n"
-        "if not forked: signal.pause()\n"
-        "other = subprocess.Popen(['sleep', '60'])\n"
-        "print(forked, other.pid, flush=True)\n"
-        "signal.pause()"
-    )
-    pids = [int(word) for word in program.line().split()]
-    try:
-        assert program.ended() == -signal.SIGKILL
-        assert [procfs.is_alive(pid) for pid in pids] == [True, True]
-    finally:
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
 
 
 @may_unshare

@@ -10,7 +10,6 @@ import pytest
 
 from lockserver import state_file
 from lockserver.client import Borrower, BorrowerCallbacks, LockCallbacks, LockClient
-from lockserver.client.reconnect import NewestGrants
 from lockserver.messages import CATALOGUE, NO_ERA, GrantedMsg
 from plumbing.wire.server import Server
 from tests.helpers import auntil, free_port
@@ -22,24 +21,6 @@ A, B = "a" * 16, "b" * 16
 
 def grant(token: int, era: str, lock: str = "active") -> GrantedMsg:
     return GrantedMsg(lock, "engine-0", "engine-0-00112233445566aa", token, era)
-
-
-def test_older_token_is_believed_only_under_another_era():
-    """Goal: a server that lost everything is never refused, and an old copy of its state never
-    believed. Method: the same, a larger and a smaller token in one era, another lock's, another
-    era's, and those of a server that knows no eras."""
-    grants = NewestGrants()
-    assert grants.check(grant(5, A)) is None
-    assert grants.check(grant(5, A)) is None
-    assert grants.check(grant(7, A)) is None
-    refusal = grants.check(grant(6, A))
-    assert refusal is not None
-    assert refusal.code == "lock.old_token"
-    assert grants.check(grant(1, A, "loader")) is None
-    assert grants.check(grant(2, B)) is None
-    assert grants.check(grant(1, B)) is not None
-    for token in (9, 3):
-        assert grants.check(grant(token, NO_ERA)) is None
 
 
 class OldServer:

@@ -7,15 +7,14 @@ import asyncio
 import pytest
 
 from lockserver.client import Stage
-from lockserver.messages import BorrowMsg, IdleMsg, ServiceMsg
+from lockserver.messages import BorrowMsg
 from plumbing.errors import RemoteError
 from plumbing.wire.fds import close_all
-from tests.helpers import auntil, free_port, until
+from tests.helpers import auntil, free_port
 from tests.lockserver.by_hand import Hand
 from tests.lockserver.engines import Engine
 from tests.lockserver.gateways import Gateway
 from tests.lockserver.test_service_socket import REQUEST, caller
-from tests.lockserver.test_shortage import NOTHING, document, heard, may_open, undone
 
 GATEWAY = "00112233445566aa"
 
@@ -209,21 +208,3 @@ def test_gateway_cannot_be_a_supervisor_and_is_one_of_a_handful(pod_dir, server)
             assert [each["gateway"] for each in gateways if each["accepting"]] == [f"{0:016x}"]
         for client in clients:
             client.close()
-
-
-def test_gateway_that_borrows_without_a_descriptor_left_is_named_and_lent_to_later(pod_dir, server):
-    """Goal: a shortage costs a gateway nothing but time. Method: a connected one borrows when the
-    server can open nothing; beside it a supervisor, which needs no copy in order to serve."""
-    with Hand(pod_dir, "engine-0") as hand, hand.connect() as client, hand.connect() as other:
-        document(client)
-        document(other)
-        may_open(server, NOTHING)
-        client.notify(BorrowMsg("active", GATEWAY, Stage.ASKS))
-        assert "free" in heard(client, IdleMsg).reason
-        other.notify(hand.want(incarnation=None, witness=None, locks=()))
-        until(lambda: document(client)["problem"], "the shortage to be reported")
-        (lend,) = undone(client)
-        assert f"lend gateway {GATEWAY} the service socket" in lend
-        may_open(server, 1024)
-        assert heard(client, ServiceMsg) == heard(other, ServiceMsg)
-        until(lambda: not undone(client), "the shortage to be over")

@@ -108,22 +108,6 @@ async def beats(server: LeaseServer, count: int = 3) -> None:
 
 
 @with_server
-async def test_every_message_has_its_own_number(server):
-    """Goal: the first message on each connection is the want, and numbers only grow. Method: two
-    connections, the second after a cut."""
-    async with running(Member(server.address)) as member:
-        member.want("active")
-        await auntil(lambda: server.want and server.want.incarnation, "the want")
-        await beats(server)
-        server.hang_up()
-        count = len(server.wants)
-        await auntil(lambda: len(server.wants) > count, "the want after the cut")
-    numbers = [want.progress for want in server.wants]
-    assert numbers == sorted(set(numbers))
-    assert numbers[-1] > len(numbers), "heartbeats count, too"
-
-
-@with_server
 async def test_a_holder_is_armed_from_its_grant_until_it_is_reaped(server):
     """Goal: the kernel's timer is armed exactly while `active` is held. Method: waiting, granted,
     renewed, reaped; the timer is due at 80 % of the lease after a message that was sent."""
@@ -218,26 +202,6 @@ async def test_silent_connection_is_replaced(server):
             assert "reconnecting" in member.heard("lost")[0]
             server.is_deaf = False
             await beats(server)
-
-
-@pytest.mark.slow
-@with_server
-async def test_heartbeats_are_as_frequent_as_the_lease_requires(server):
-    """Goal: a short lease is renewed often enough. Method: a default heartbeat longer than the
-    lease; the holder keeps the lease for several of its lengths."""
-    member = Member(server.address)
-    member.client._heartbeat_ms = 400  # only the first is this late
-    async with holding(server, member):
-        await beats(server, 20)
-        assert member.heard("lease_lost") == []
-        assert member.client.lease["server_heard_ms_ago"] is not None
-
-
-def test_client_of_a_unix_socket_has_no_lease(tmp_path):
-    """Goal: on one host nothing changes. Method: a client of a Unix path has no timer and no
-    lease."""
-    client = LockClient(str(tmp_path / "lockserver.sock"), engine="engine-0")
-    assert client.lease is None
 
 
 def test_client_over_tcp_requires_a_timer(monkeypatch):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import select
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -96,20 +95,6 @@ def test_events_follow_prints_only_new_events_and_exits_with_the_server(
             kinds.add(json.loads(line_of(following.stdout))["type"])
         server.close()
         assert following.wait(WAIT_S) == UNREACHABLE
-
-
-def test_ctrl_c_ends_follow_and_watch_like_every_command(server, pod_dir):
-    """Goal: exit code 130, no traceback. Method: SIGINT to each command once it has printed
-    something, or listens."""
-    alone(server)
-    with running("events", "--follow", directory=pod_dir) as following:
-        until(lambda: len(server_connections(server)) > 0, "the observer to be there")
-        following.send_signal(signal.SIGINT)
-        assert following.wait(WAIT_S) == INTERRUPTED
-    with running("status", "--watch", directory=pod_dir) as watching:
-        line_of(watching.stdout)
-        watching.send_signal(signal.SIGINT)
-        assert watching.wait(WAIT_S) == INTERRUPTED
 
 
 @pytest.mark.slow

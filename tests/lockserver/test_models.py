@@ -9,11 +9,9 @@ from pathlib import Path
 import pytest
 
 from lockserver.client import Borrower, BorrowerCallbacks
-from lockserver.messages import IdleMsg
-from lockserver.status.offline import cold
+from lockserver.status.offline import idle
 from lockserver.status.text import text_of
-from plumbing.errors import RemoteError, UsageError
-from plumbing.pod.models import model_name, model_names
+from plumbing.errors import RemoteError
 from tests.helpers import auntil, free_port, until
 from tests.lockserver.by_hand import Hand
 from tests.lockserver.gateways import Gateway
@@ -108,9 +106,9 @@ def test_status_says_why_an_engine_of_a_model_runs_no_backend(pod_dir, server):
         for goal, said in (("cold", {"chat-0": f"since noon: {engine['reason']}"}), ("warm", {})):
             document = {"engine": engine, "goal": {"goal": goal}}
             Path(pod_dir, "engine_chat-0.json").write_text(json.dumps(document))
-            found = cold(pod_dir, server.status())
+            found = idle(pod_dir, server.status())
             assert found == said
-            lines = text_of(server.status(), 200, cold=found).splitlines()
+            lines = text_of(server.status(), 200, idle=found).splitlines()
             assert [each for each in lines if each.startswith("cold")] == [
                 f"cold     {name} {sentence}" for name, sentence in said.items()
             ]
@@ -151,25 +149,3 @@ def test_wants_that_no_model_has_or_that_do_not_fit_are_refused_with_a_sentence(
                     engine.granted(line)
             assert caught.value.code == code
         assert "active:chat" in caught.value.message or code == "lock.bad_want"
-
-
-@pytest.mark.parametrize("name", ["", "a_b", "-a", "a" * 26, "a/b", "a:b", "é"])
-def test_names_that_no_model_may_have(name):
-    with pytest.raises(UsageError) as caught:
-        model_name(name)
-    assert caught.value.code == "model.bad_name"
-
-
-def test_models_named_twice_or_too_many_are_refused():
-    for names, code in (
-        (("a", "b", "a"), "model.duplicate"),
-        (tuple(f"m{number}" for number in range(101)), "model.too_many"),
-    ):
-        with pytest.raises(UsageError) as caught:
-            model_names(names)
-        assert caught.value.code == code
-    assert model_names(("chat", "a" * 25)) == ("chat", "a" * 25)
-
-
-def test_idle_message_of_a_lock_with_the_longest_model_name_travels():
-    assert IdleMsg("active:" + "a" * 25, "why").lock

@@ -46,13 +46,14 @@ def tried(monkeypatch, free_after: int) -> tuple[list[float], list[object]]:
     fed."""
     loop, fed, results = Loop(), [], iter([WitnessState.HELD] * (free_after - 1))
     monkeypatch.setattr(prober, "time", SimpleNamespace(sleep=loop.slept, monotonic=loop.time))
-    witnesses = SimpleNamespace(probe=lambda file: next(results, WitnessState.FREE))
+    probe = lambda *file: next(results, WitnessState.FREE)  # noqa: E731
+    monkeypatch.setattr(prober, "witness", SimpleNamespace(probe=probe))
     monkeypatch.setattr(
         prober.evidence, "probes_due", lambda *_: [] if fed else [("active", HOLDER)]
     )
     monkeypatch.setattr(prober.recovery, "scan_is_due", lambda *_: False)
     monkeypatch.setattr(prober, "asyncio", SimpleNamespace(get_running_loop=lambda: loop))
-    Prober(witnesses, SimpleNamespace(locks={}, supervisors={}), fed.append).kick()
+    Prober("/run", SimpleNamespace(locks={}, supervisors={}), fed.append).kick()
     assert len(fed) == (free_after == 1)  # tried within the call itself
     while loop.next:
         loop.next.pop(0)()

@@ -123,8 +123,7 @@ def test_server_closes_cleanly_and_unwatches_everything(pod_dir):
     """Goal: no descriptor survives a stop. Method: a server in this process, used and closed."""
 
     async def scenario() -> None:
-        from lockserver.server.server import LockServer
-        from lockserver.server.settings import LockSettings
+        from lockserver.server.server import LockServer, LockSettings
 
         server = LockServer(LockSettings(pod_dir))
         await server.start()

@@ -28,7 +28,7 @@ def caller(port: int, request: bytes = REQUEST) -> socket.socket:
 
 @contextlib.contextmanager
 def service_on(port: int):
-    service = ServiceSocket("active", f"127.0.0.1:{port}")
+    service = ServiceSocket(f"127.0.0.1:{port}")
     assert service.bind()
     try:
         yield service
@@ -62,7 +62,7 @@ def test_service_takes_only_its_own_listening_socket():
 @pytest.mark.parametrize("bad", ["active", "active=", "active=:80", "active=h:0", "=h:1", "a=h:x"])
 def test_service_flag_bad_values_are_refused(bad):
     """Goal: one clear error for a bad flag. Method: parse it."""
-    with pytest.raises(ValueError, match="LOCK=HOST:PORT"):
+    with pytest.raises(ValueError, match="active=HOST:PORT"):
         parse_service(bad)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -11,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from lockserver import state_file
 from lockserver.core.events import Holder, LockRecord
 from lockserver.core.names import WitnessFile
 from lockserver.messages import NO_ERA
@@ -49,20 +47,6 @@ def directory(tmp_path):
 
 def path_of(directory):
     return os.path.join(directory, "lockserver.json")
-
-
-def test_state_file_last_write_is_what_is_read(directory):
-    """Goal: a record is read back as it was written. Method: write some, open again."""
-    write(directory, 1, 2, 3)
-    state = LockStateFile(directory, LOCKS)
-    assert state.loaded.record == record(3)
-    assert state.loaded.problem is None
-    state.write(record(4))
-    state.close()
-    found = read(directory, LOCKS)
-    assert found is not None
-    assert found.record == record(4)
-    assert os.path.getsize(path_of(directory)) == FILE_BYTES
 
 
 def test_state_file_first_start_is_empty_and_known(directory):
@@ -159,24 +143,6 @@ def test_state_file_era_changes_only_if_no_slot_could_be_read(directory, lost):
     assert eras(directory) == (era, era)
 
 
-def test_state_file_without_an_era_is_given_one_and_keeps_its_holder(directory):
-    """Goal: an upgrade of the lock server is no failover. Method: a file as older versions write
-    it, then with each slot damaged after the first start."""
-    slots = b""
-    for sequence in (2, 3):
-        text = {"schema": 1, "token": 7, "holders": {"active": HOLDER.to_dict()}, "unknown": []}
-        slots += state_file.FORMAT.encode(sequence, json.dumps(text).encode())
-    Path(path_of(directory)).write_bytes(slots)
-    era, on_disk = eras(directory)
-    assert era == on_disk != NO_ERA
-    found = read(directory, LOCKS)
-    assert found is not None
-    assert found.record == LockRecord(7, {"active": HOLDER}, frozenset(), era)
-    with open(path_of(directory), "r+b") as file:
-        file.write(b"\0" * SLOT_BYTES)
-    assert eras(directory) == (era, era)
-
-
 def test_state_file_token_survives_losing_a_slot_repeatedly(directory):
     """Goal: no token is reused, however often the newest slot is lost. Method: lose it after each
     write."""
@@ -194,23 +160,6 @@ def test_state_file_token_survives_losing_a_slot_repeatedly(directory):
             file.seek(newest * SLOT_BYTES)
             file.write(b"\0" * 64)
     assert used == sorted(used)
-
-
-def test_state_file_checksum_fits_but_meaning_does_not(directory):
-    """Goal: a file of another version is not interpreted. Method: a slot with schema 2."""
-    import hashlib
-
-    text = b'{"schema":2,"token":1,"holders":{},"unknown":[]}'
-    slots = b""
-    for sequence in (0, 1):
-        digest = hashlib.sha256(b"%d\n%s" % (sequence, text)).hexdigest().encode()
-        head = b"understudy-lock 1 sequence=%d sha256=%s\n" % (sequence, digest)
-        slots += (head + text).ljust(SLOT_BYTES - 1) + b"\n"
-    with open(path_of(directory), "wb") as file:
-        file.write(slots)
-    found = read(directory, LOCKS)
-    assert found is not None
-    assert found.record.unknown
 
 
 @pytest.mark.parametrize("slots", [(0,), (1,), (0, 1)], ids=["first", "second", "both"])
@@ -234,17 +183,6 @@ def test_state_file_of_a_later_layout_is_refused_and_left_alone(directory, slots
     assert found is not None
     assert found.record.unknown == set(LOCKS)
     assert f"version {version}" in str(found.problem)
-
-
-@pytest.mark.parametrize("head", [b"understudy-lock x ", b"understudy-lockk 2 ", b" ", b"\0" * 32])
-def test_state_file_that_is_merely_damaged_is_not_taken_for_a_later_one(directory, head):
-    """Goal: damage does not stop the server. Method: heads that no version writes."""
-    write(directory, 5, 6)
-    with open(path_of(directory), "r+b") as file:
-        file.write(head)
-    state = LockStateFile(directory, LOCKS)
-    assert state.loaded.record.token == 7
-    state.close()
 
 
 def test_state_file_failed_write_is_repeated_into_the_same_slot(directory, monkeypatch):
@@ -284,17 +222,6 @@ def test_state_file_directory_in_its_place_or_full_disk_is_one_clear_error(direc
     ran = subprocess.run([sys.executable, "-c", script, directory], capture_output=True, text=True)
     assert ran.stdout == "lock.state_unwritable\n", ran.stderr
     assert os.listdir(directory) == []
-
-
-def test_state_file_is_locked_and_leaks_nothing(directory):
-    """Goal: one writer. Method: open twice, count descriptors."""
-    before = open_fds()
-    state = LockStateFile(directory, LOCKS)
-    with pytest.raises(UnderstudyError) as caught:
-        LockStateFile(directory, LOCKS)
-    assert caught.value.code == "lock.state_in_use"
-    state.close()
-    assert open_fds() == before
 
 
 @pytest.mark.parametrize("how", ["removed", "replaced"])

@@ -11,10 +11,8 @@ import sys
 import pytest
 
 from lockserver import witness
-from plumbing.errors import RemoteError
 from plumbing.wire.fds import OwnedFd
 from tests.helpers import auntil
-from tests.lockserver.by_hand import Hand
 from tests.lockserver.engines import Engine, is_readable
 
 STRAY = """
@@ -147,85 +145,3 @@ def test_child_forked_without_exec_keeps_the_connection_but_not_the_lock(pod_dir
         signal.pidfd_send_signal(pidfd.fileno(), signal.SIGKILL)
         pidfd.close()
         end(supervisor)
-
-
-def at_the_name(path: str, what: str) -> None:
-    """Something else in place of a witness that was held a moment ago."""
-    os.rename(path, f"{path}.real".replace("witness_", "real_"))
-    if what == "fifo":
-        os.mkfifo(path)
-    elif what == "directory":
-        os.mkdir(path)
-    elif what == "symlink":
-        os.symlink(f"{path}.real".replace("witness_", "real_"), path)
-    else:
-        with open(path, "wb"):
-            pass
-
-
-@pytest.mark.parametrize("what", ["fifo", "directory", "symlink", "file"])
-def test_foreign_file_in_place_of_a_witness_proves_nothing_and_does_not_block(
-    pod_dir, start_server, what
-):
-    """Goal: the server opens any kind of file without blocking, and believes only the inode on
-    file. Method: each kind in place of a new engine's witness (refused), and of the holder's (never
-    free, and reported), while the server continues to answer."""
-    server = start_server()
-
-    async def scenario() -> None:
-        with Hand(pod_dir, "engine-9") as newcomer:
-            at_the_name(newcomer.path, what)
-            with newcomer.connect() as client:
-                client.notify(newcomer.want())
-                with pytest.raises(RemoteError) as refused:
-                    client.receive(30)
-            assert refused.value.code == "lock.witness_unproven"
-        with Hand(pod_dir, "engine-0") as holder, holder.connect() as client:
-            client.notify(holder.want())
-            assert holder.granted(client) == 1
-            async with Engine(pod_dir, "engine-1") as standby:
-                await standby.stand_by()
-                at_the_name(holder.path, what)
-                holder.end()
-                client.notify(holder.want(incarnation=None, witness=None, locks=()))
-                await auntil(lambda: server.lock()["state"] == "releasing", "the loss to be seen")
-                assert "was removed or replaced" in server.lock()["problem"]
-                assert standby.token() == 0
-                os.rmdir(holder.path) if what == "directory" else os.unlink(holder.path)
-                os.rename(f"{holder.path}.real".replace("witness_", "real_"), holder.path)
-                assert await standby.granted() == 2
-
-    asyncio.run(scenario())
-
-
-def test_unknown_names_in_the_directory_are_ignored(pod_dir, start_server):
-    """Goal: file names are bytes. Method: witnesses with a newline, with bytes that are not valid
-    UTF-8, and with the longest name, free and held, with the state lost: only the held ones
-    count."""
-    server = start_server()
-    server.kill()
-    os.unlink(os.path.join(pod_dir, "lockserver.json"))
-    for name in (b"witness_a\nb", b"witness_\xff\xfe", b"witness_" + b"x" * 247):
-        with open(os.path.join(os.fsencode(pod_dir), name), "wb"):
-            pass
-    held = os.path.join(os.fsencode(pod_dir), b"witness_\xf0\x00"[:-1])
-    with open(held, "wb"):
-        pass
-    stray = run(STRAY, os.fsdecode(held))
-    assert stray.stdout.readline() == "in\n"
-
-    async def scenario() -> None:
-        async with Engine(pod_dir, "engine-1") as engine:
-            engine.launch()
-            engine.want("active")
-            await auntil(lambda: server.lock()["waiters"], "it to wait")
-            assert server.lock()["state"] == "recovering"
-            assert server.lock()["problem"]
-            end(stray)
-            assert await engine.granted() == 2
-
-    try:
-        server.start()
-        asyncio.run(scenario())
-    finally:
-        end(stray)

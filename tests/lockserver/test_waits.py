@@ -1,19 +1,21 @@
-"""Which waits a lock reports in which state: pure, on the machine alone.
+"""Which waits a lock reports in which state: pure, on the machine and what a look has shown.
 
-What a look at the real world shows (witnesses, processes, files, gateways) has scenes with real
-processes (test_status_waits.py); `SCENES` here are the states that the machine knows by itself.
+`SCENES` has every state that can last while a server runs; test_silent_server.py has the others.
 """
 
 from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
 
 import pytest
 from msgspec.structs import replace
 
 from lockserver.core import events as ev
 from lockserver.core.leases import Leases
-from lockserver.core.names import WitnessState
+from lockserver.core.names import ServingFile, WitnessState, serving_name_of
 from lockserver.core.supervisors import LEASE
-from lockserver.status.reasons import Here, Seen, waits_of
+from lockserver.status.reasons import Here, MissingGateway, Seen, waits_of
 from tests.lockserver.core.shell import A, B, Shell, held_by_a, want
 
 ALIVE = Seen(probe=WitnessState.HELD, processes=[{"pid": 12, "name": "backend", "halted": None}])
@@ -26,9 +28,10 @@ class Frozen:
         self.now_ms = lambda: shell.now_ms
 
 
-def here(shell: Shell) -> Here:
-    nothing = {"away": {}, "unreachable": None, "undone": None, "no_gateway": {}}
-    return Here(shell.machine, Frozen(shell), "/run/x", **nothing)
+def here(shell: Shell, **around) -> Here:
+    reach = around.pop("reach", SimpleNamespace(problem=None, problem_ms=0.0, is_short=False))
+    nothing = {"service": None, "no_gateway": None, **around}
+    return Here(shell.machine, Frozen(shell), "/run/x", reach, **nothing)
 
 
 def cut():
@@ -103,6 +106,18 @@ def leased(is_restarted):
     return shell
 
 
+def handed_over():
+    shell, file = Shell(), ServingFile(serving_name_of(A), 1, 2)
+    shell.feed(want(1, A, "active", serving=file))
+    shell.feed(want(2, B, "active"))
+    shell.feed(want(1, A, "active", serving=file, over={"active": 1}))
+    return shell
+
+
+def replace_seen(**changes) -> Seen:
+    return dataclasses.replace(ALIVE, **changes)
+
+
 SCENES = {
     # name: (the machine, what shows of the holder, (reason, engine, is_fault) in order)
     "held, one waits": (held_by_a, ALIVE, [("queue", "engine-1", False)]),
@@ -162,9 +177,34 @@ SCENES = {
     ),
     "lost state": (
         lambda: Shell(ev.LockRecord(unknown=frozenset({"active"}))),
-        Seen(strangers_ms=4000.0),
+        Seen(strangers_ms=4000.0, strangers={"witness_x": ALIVE.processes}),
         [("unknown_holder", None, True)],
     ),
+    "witness removed or replaced": (
+        held_by_a,
+        replace_seen(is_same_file=False),
+        [("witness_lost", "engine-0", True), ("queue", "engine-1", False)],
+    ),
+    "witness that cannot be sealed": (
+        supervisor_dead,
+        replace_seen(probe=WitnessState.FREE),
+        [("witness_unsealed", "engine-0", True), ("queue", "engine-1", False)],
+    ),
+    "handed over, and still held": (
+        handed_over,
+        ALIVE,
+        [("releasing", "engine-0", True), ("queue", "engine-1", False)],
+    ),
+}
+AWAY = SimpleNamespace(address="127.0.0.1:8000", problem="in use by pid 7 (x)", is_away=True)
+AROUND = {
+    "address_away": {"service": AWAY},
+    "no_gateway": {"no_gateway": MissingGateway("127.0.0.1:8000", 0.0, ["g1 waits"], True)},
+    "unreachable": {"reach": SimpleNamespace(problem="a file", problem_ms=0.0, is_short=False)},
+}
+SCENES |= {
+    reason: (nobody, Seen(), [("nobody_asks", None, False), (reason, None, True)])
+    for reason in AROUND
 }
 
 
@@ -173,7 +213,7 @@ def test_every_state_that_lasts_names_engine_evidence_and_fix(scene):
     """Goal: no silent waits. Method: each state; every wait has its evidence and its fix."""
     build, seen, expected = SCENES[scene]
     shell = build()
-    found = waits_of(shell.active, here(shell), seen, shell.now_ms)
+    found = waits_of(shell.active, here(shell, **AROUND.get(scene, {})), seen, shell.now_ms)
     assert [(each.reason, each.engine, each.is_fault) for each in found] == expected
     for each in found:
         assert each.evidence

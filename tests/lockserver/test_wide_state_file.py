@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from lockserver.core.events import LockRecord
-from lockserver.core.lock import kinds_of, with_filed
-from lockserver.state_file import FILE_BYTES, NAME, WIDE, WIDE_SLOT_BYTES, LockStateFile, read
+from lockserver.core.lock import kinds_of
+from lockserver.state_file import NAME, WIDE, WIDE_SLOT_BYTES, LockStateFile, read
 from plumbing.errors import UnderstudyError
 from plumbing.pod.models import MODELS_MAX
-from tests.lockserver.test_state_file import HOLDER, LOCKS, record, write
+from tests.lockserver.test_state_file import HOLDER, record, write
 
 MODELS = ("chat", "coder")
 KINDS = kinds_of(MODELS)
@@ -49,16 +48,6 @@ def test_file_of_a_pod_without_models_is_rewritten_with_large_slots_once_it_has_
         state.close()
     assert os.path.getsize(state.path) == 2 * WIDE_SLOT_BYTES
     assert not [name for name in os.listdir(directory) if "unreadable" in name]
-
-
-def test_pod_without_models_keeps_the_small_slots(directory):
-    """Goal: nothing changes for a pod without models. Method: create and open its file."""
-    write(directory, 1)
-    assert (head_of(directory), os.path.getsize(os.path.join(directory, NAME))) == (
-        b"understudy-lock 1",
-        FILE_BYTES,
-    )
-    assert b"models" not in Path(directory, NAME).read_bytes()
 
 
 @pytest.mark.parametrize("slot", [0, 1])
@@ -100,16 +89,6 @@ def test_large_slots_are_recognised_by_either_first_line(directory):
     assert caught.value.code == "lock.state_newer"
 
 
-def test_upgrade_is_refused_while_another_process_has_the_file(directory):
-    """Goal: two servers never write two files. Method: open it, then open it with models."""
-    state = LockStateFile(directory, LOCKS)
-    with pytest.raises(UnderstudyError) as caught:
-        LockStateFile(directory, KINDS, models=MODELS)
-    assert caught.value.code == "lock.state_in_use"
-    state.close()
-    assert head_of(directory) == b"understudy-lock 1"
-
-
 def test_largest_pod_fits_its_file(directory):
     """Goal: what is not refused can be written. Method: as many models as there may be, each with
     two holders that take their whole share."""
@@ -142,9 +121,3 @@ def test_record_that_does_not_fit_is_an_error_of_the_disk_and_not_a_crash(direct
     with pytest.raises(OSError, match="do not fit"):
         state.write(LockRecord(7, {"active:chat": large}, frozenset(), "0" * 16))
     state.close()
-
-
-def test_lock_that_somebody_holds_on_file_exists_although_its_model_was_removed():
-    """Goal: an engine of a removed model is not forgotten while it lives."""
-    on_file = LockRecord(7, {"active:gone": HOLDER, "loader:gone": HOLDER}, frozenset(), "0" * 16)
-    assert with_filed(KINDS, on_file) == {**KINDS, "active:gone": True, "loader:gone": False}

@@ -8,15 +8,12 @@ import signal
 import subprocess
 import sys
 import time
-import tomllib
 from pathlib import Path
 
 import pytest
 
-from plumbing import entry
 from tests.e2e.processes import port_flags
 
-ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = ("understudy", "lockserver", "gms", "engine", "gateway", "pool")
 WAIT_S = 60.0
 # As a script does it; Python's own start, in which nothing of ours runs yet, is left out.
@@ -45,14 +42,6 @@ def interrupted(command: str, *words: str, after_s: float) -> tuple[int, str]:
             return process.wait(WAIT_S), output
         finally:
             process.kill()
-
-
-def test_every_command_begins_here():
-    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-    assert {name: scripts[name] for name in COMMANDS} == {
-        name: f"plumbing.entry:{name}" for name in COMMANDS
-    }
-    assert all(callable(getattr(entry, name)) for name in COMMANDS)
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -57,7 +57,7 @@ def test_file_and_symbolic_link_are_refused(short):
 
 def test_missing_parent_is_named(short):
     """Goal: one directory is made, not a tree; method: two missing components."""
-    assert str(short / "a") in refused(short / "a" / "b", "service.no_such_directory")
+    assert str(short / "a") in refused(short / "a" / "b", "service.directory_refused")
 
 
 def test_parent_that_is_a_file_is_a_sentence(short):

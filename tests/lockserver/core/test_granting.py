@@ -11,7 +11,6 @@ from lockserver.core.names import WitnessFile, WitnessState
 from plumbing.errors import InvariantError
 from tests.lockserver.core.shell import (
     A,
-    B,
     Shell,
     happened,
     refused,
@@ -50,14 +49,6 @@ def test_grant_while_one_is_being_written_is_an_invariant():
     machine.handle(want(1, A, "active"), 0.0)
     with pytest.raises(InvariantError):
         machine.handle(ev.TimePassed(), 0.0)
-
-
-def test_new_supervisor_is_sent_the_holder():
-    """Goal: a supervisor learns which engine holds, even if it connects late. Method: a second
-    supervisor."""
-    shell = Shell()
-    shell.feed(want(1, A, "active"))
-    assert sent(shell.feed(want(2, B, "active"))) == [(2, A, 1)]
 
 
 def test_event_of_no_kind_is_an_invariant():

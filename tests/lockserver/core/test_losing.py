@@ -82,14 +82,6 @@ def test_plain_lock_is_free_when_unwanted_or_its_supervisor_is_gone():
     assert (1, A, 3) in sent(shell.feed(ev.ProcessGone(f"{'engine-1':0>16}")))
 
 
-def test_plain_lock_outlives_a_cut_connection():
-    """Goal: a loader that reconnects continues to load. Method: cut and reconnect."""
-    shell = Shell()
-    shell.feed(want(1, A, "loader"))
-    shell.feed(ev.ConnectionClosed(1))
-    assert sent(shell.feed(want(2, A, "loader", tokens={"loader": 1}))) == [(2, A, 1)]
-
-
 def test_silent_holder_whose_witness_is_free_is_dead():
     """Goal: a hung connection of a dead tree delays nothing. Method: silence, and the witness."""
     shell = held_by_a(silent_ms=1000)
@@ -115,16 +107,3 @@ def test_free_lock_has_no_evidence_to_look_at():
     shell = Shell()
     assert not evidence.is_decisive(shell.active, {})
     assert shell.due() == []
-
-
-def test_waiter_that_dies_during_its_grant_uses_up_one_token():
-    """Goal: an unknown death costs one token, and no time. Method: the next waiter is dead when it
-    is granted, as the server finds out afterwards; the one after it waits."""
-    shell = held_by_a()
-    shell.feed(want(3, "engine-2-000000000000000c", "active"))
-    shell.feed(want(1, None, engine="engine-0"))
-    assert (2, B, 2) in sent(shell.feed(ev.WitnessFree("active", A)))
-    shell.feed(ev.ConnectionClosed(2))
-    shell.feed(ev.ProcessGone(f"{'engine-1':0>16}"))
-    effects = shell.feed(ev.WitnessFree("active", B))
-    assert sent(effects) == [(3, "engine-2-000000000000000c", 3)]

@@ -23,24 +23,6 @@ from tests.lockserver.core.shell import (
 )
 
 
-def test_restart_era_is_that_of_the_file_in_every_grant_and_in_every_record():
-    """Goal: whoever compares tokens knows that they are of one series. Method: a grant, the same
-    one after a restart, a claim, news for a newcomer, and the record of the next grant."""
-    era = "00112233445566aa"
-    shell = Shell(ev.LockRecord(era=era))
-    effects = shell.feed(want(1, A, "active"))
-    assert shell.disk.era == era
-    shell = restarted(shell)
-    effects += shell.feed(want(1, A, "active", tokens={"active": 1}))
-    effects += shell.feed(want(2, B))
-    shell = Shell(ev.LockRecord(token=8, unknown=frozenset({"active"}), era=era))
-    effects += shell.feed(want(1, A, "active", tokens={"active": 7}))
-    assert shell.disk.era == era
-    grants = [each for each in effects if isinstance(each, ev.SendGrant | ev.Announce)]
-    assert len(grants) == 7
-    assert {each.era for each in grants} == {era}
-
-
 def test_restart_earlier_waiters_are_sent_the_returning_holder():
     """Goal: every waiter learns which engine holds. Method: a waiter is back before the holder on
     file, and before one that claims a lock whose record is lost."""

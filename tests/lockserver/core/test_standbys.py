@@ -30,31 +30,6 @@ def test_holder_is_told_at_its_grant_and_at_every_change():
     assert told(shell.feed(ev.ConnectionClosed(3))) == [(1, "active", False)]
 
 
-def test_waiter_that_falls_silent_is_no_standby():
-    """Goal: an engine that would not be granted the lock does not count. Method: only the holder's
-    heart beats for four seconds; then the waiter's again."""
-    shell = Shell(silent_ms=3000.0)
-    shell.feed(want(1, A, "active"))
-    shell.feed(want(2, B, "active"))
-    effects = []
-    for beat in range(1, 9):
-        effects += shell.feed(ev.Beaten(1, beat)) + shell.pass_ms(500)
-    assert told(effects) == [(1, "active", False)]
-    assert told(shell.feed(ev.Beaten(2, 1))) == [(1, "active", True)]
-
-
-def test_holder_that_reconnects_is_told_again():
-    """Goal: what an old connection was told does not count. Method: the same want on a new
-    connection, and once more on the same one."""
-    shell = Shell()
-    shell.feed(want(1, A, "active"))
-    shell.feed(want(2, B, "active"))
-    assert told(shell.feed(ev.ConnectionClosed(1))) == []
-    confirmed = want(3, A, "active", tokens={"active": 1})
-    assert told(shell.feed(confirmed)) == [(3, "active", True)]
-    assert told(shell.feed(confirmed)) == [(3, "active", True)]
-
-
 def continues(effects) -> list[bool]:
     return [effect.continues for effect in effects if isinstance(effect, ev.TellStandby)]
 

@@ -7,9 +7,8 @@ import pytest
 
 from lockserver.core import events as ev
 from lockserver.core.lock import LockState
-from lockserver.core.names import WitnessState
-from lockserver.core.switchover import FORGET_MS, Switchovers
-from tests.lockserver.core.shell import Shell, happened, refused, sent, want
+from lockserver.core.switchover import FORGET_MS
+from tests.lockserver.core.shell import Shell, happened, sent, want
 from tests.lockserver.core.switchovers import A2, A, B, C, answers, ask, give_up, pod, told
 
 # ---------------------------------------------------------------------- done
@@ -144,16 +143,6 @@ def test_refused_switchover_changes_nothing(waiting, before, changes, code, says
     assert (shell.active.state, shell.active.holder, shell.active.preferred) == was
 
 
-def test_refusal_names_the_engine_that_is_not_waiting():
-    """Goal: the error distinguishes a loading standby from an absent one. Method: engine-2 is
-    connected and wants nothing yet."""
-    shell = pod(B)
-    shell.feed(want(3, C))
-    effects = ask(shell, to="engine-2")
-    assert answers(effects) == [(1, "lock.no_standby")]
-    assert "engine-2 is not waiting for the active lock" in effects[0].message
-
-
 def test_free_lock_has_no_holder_to_hand_it_over():
     """Goal: no holder, no switchover. Method: a machine without engines, and a restarted one whose
     holder has not reconnected yet."""
@@ -274,41 +263,3 @@ def test_holder_on_a_new_connection_is_asked_again():
     shell.pass_ms(11_000)
     shell.feed(ev.ConnectionClosed(5))
     assert told(shell.feed(want(6, A, "active"))) == []
-
-
-def test_restarted_server_has_forgotten_the_switchover():
-    """Goal: a restart keeps only what is on disk. Method: restart from disk while the holder
-    drains: FIFO when it gives up, and no answer."""
-    shell = pod(B, C)
-    ask(shell, to="engine-2")
-    again = Shell(shell.disk)
-    again.feed(want(1, A, "active", tokens={"active": 1}))
-    again.feed(want(2, B, "active"))
-    again.feed(want(3, C, "active"))
-    effects = give_up(again)
-    assert sent(effects) == [(2, B, 2)]
-    assert answers(effects) == []
-
-
-def test_grant_that_cannot_be_written_goes_to_the_preferred_one_later():
-    """Goal: a disk fault does not change the order. Method: it fails at the grant, then works."""
-    shell = pod(B, C)
-    ask(shell, to="engine-2", timeout_ms=60_000)
-    shell.disk_error = "No space left on device"
-    assert sent(give_up(shell)) == []
-    shell.disk_error = None
-    assert sent(shell.pass_ms(1100)) == [(3, C, 2)]
-
-
-def test_nothing_under_way_observes_nothing():
-    """Goal: without a switchover, status shows none. Method: observe an idle machine."""
-    assert list(Switchovers().observe({}, 0.0)) == []
-    assert list(Switchovers().remind(Shell().active, 1)) == []
-
-
-def test_unproven_standby_cannot_queue():
-    """Goal: every waiter has proved its witness. Method: a want without proof is refused, so that
-    it is no standby for a switchover either."""
-    shell = pod()
-    assert refused(shell.feed(want(2, B, "active", witness_state=WitnessState.FREE)))
-    assert answers(ask(shell)) == [(1, "lock.no_standby")]

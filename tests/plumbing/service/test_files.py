@@ -81,16 +81,6 @@ def test_planted_file_or_link_is_never_written_to(tmp_path, monkeypatch):
     assert page.read_text() == "ours"
 
 
-def test_link_at_the_page_itself_is_replaced_and_not_followed(tmp_path):
-    """Goal: the last step does not follow a link either; method: one at the file's own name."""
-    victim = tmp_path / "victim"
-    victim.write_text("precious")
-    os.symlink(victim, tmp_path / "state")
-    write_atomic(str(tmp_path / "state"), "ours")
-    assert victim.read_text() == "precious"
-    assert not (tmp_path / "state").is_symlink()
-
-
 def test_what_a_killed_writer_left_is_removed_by_the_next_one(tmp_path):
     """Goal: random names do not pile up; method: a writer that is killed between writing and
     renaming, then one that writes at once, and one that writes after a minute."""
@@ -126,12 +116,6 @@ def test_slot_file_is_created_through_no_planted_link(tmp_path):
         assert victim.read_text() == "precious"
         assert not os.path.islink(path)
         assert sorted(os.listdir(tmp_path)) == ["record", "victim"]
-
-
-def test_missing_directory_is_an_oserror(tmp_path):
-    """Goal: the caller learns of it; method: a directory that is not there."""
-    with pytest.raises(FileNotFoundError):
-        write_atomic(str(tmp_path / "none" / "state"), "x")
 
 
 def test_read_json_tells_missing_from_broken(tmp_path):

@@ -9,9 +9,6 @@ import json
 import os
 import resource
 import socket
-import subprocess
-import sys
-import textwrap
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 from urllib.parse import quote
@@ -21,7 +18,6 @@ import uvloop
 
 from plumbing.errors import UnderstudyError
 from plumbing.service import http as http_server
-from plumbing.service import process
 from plumbing.service.events import EventLog
 from plumbing.service.hosts import KnownHosts
 from plumbing.service.http import HttpServer, Probe
@@ -180,13 +176,6 @@ def test_name_that_an_attacker_may_own_reads_nothing_but_probes(host, service):
     assert service.get("/live", host=host).status == 200
 
 
-def test_addresses_and_private_names_are_answered(service):
-    """Goal: kubelets, Prometheus, port-forward and curl in a cluster work. Method: their names."""
-    assert {host: service.get("/status", host=host).status for host in OURS} == dict.fromkeys(
-        OURS, 200
-    )
-
-
 def test_names_given_by_an_option_and_the_machines_own_are_answered(monkeypatch):
     """Goal: an Ingress, and a host's full name. Method: both, in other letters and with a dot."""
     monkeypatch.setattr(socket, "gethostname", lambda: "Node-7.cluster.example.org")
@@ -270,28 +259,6 @@ def test_port_in_use_names_port_and_process():
     assert caught.value.details == {"host": "127.0.0.1", "port": port, "pid": os.getpid()}
 
 
-def test_minimal_server_loads_no_heavy_library():
-    """Goal: a small lock server; method: the modules of one scraped process."""
-    program = textwrap.dedent(
-        """
-        import sys
-        from plumbing.service import clock, events, http, log, metrics
-        from plumbing.pod.cli import run_async
-        async def main():
-            server = http.HttpServer("127.0.0.1", 0, probes={}, status=dict,
-                metrics=metrics.Metrics(), events=events.EventLog("x", clock.SystemClock()))
-            await server.start()
-            server._metrics.render()
-            print(*sys.modules)
-        run_async(main)
-        """
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    assert not {"numpy", "rich", "psutil", "torch", "aiohttp"} & set(done.stdout.split())
-
-
 # ---------------------------------------------------------------------- strangers
 
 
@@ -357,22 +324,6 @@ def test_connection_without_a_whole_request_is_closed_at_the_deadline(sent, serv
         assert b"200" not in service.run(end_of(quiet))
 
 
-def test_reader_that_never_reads_its_answer_is_closed_at_the_deadline(serve, monkeypatch):
-    """Goal: an answer holds no connection for ever. Method: one larger than all buffers."""
-    monkeypatch.setattr(http_server, "DEADLINE_S", 0.2)
-    service = serve(status=lambda: {"x": "x" * 50_000_000})
-
-    def has_begun() -> bytes:
-        with contextlib.suppress(BlockingIOError):
-            return reader.recv(1, socket.MSG_PEEK)
-        return b""
-
-    with strangers(service, 1, b"GET /status HTTP/1.1\r\nHost: x\r\n\r\n") as (reader,):
-        service.until(has_begun, "the beginning of the answer")
-        service.until(lambda: not service.open, "the connection to be closed")
-        assert len(service.run(end_of(reader))) < 50_000_000
-
-
 @pytest.mark.parametrize(
     "data",
     [
@@ -398,17 +349,6 @@ def test_request_larger_than_the_limit_ends_its_connection(data, service):
 
     service.run(flood())
     assert service.get("/live").status == 200
-
-
-def test_share_of_descriptors_that_strangers_may_take():
-    """Goal: most descriptors stay ours, however few there are. Method: real limits."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        for limit, expected in ((4096, 64), (512, 64), (256, 32), (64, 8)):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-            assert process.strangers_max(64) == expected
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_out_of_descriptors_the_oldest_makes_room(service):

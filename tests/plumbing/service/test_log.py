@@ -68,19 +68,6 @@ def test_text_names_component_event_and_fields(capsys, monkeypatch):
     )
 
 
-def test_environment_decides_the_level(monkeypatch):
-    """Goal: environment > default; method: two levels, then none."""
-    monkeypatch.setenv("LOG_LEVEL", "error")
-    log.configure("x")
-    assert logging.getLogger().level == logging.ERROR
-    monkeypatch.setenv("LOG_LEVEL", "debug")
-    log.configure("x")
-    assert logging.getLogger().level == logging.DEBUG
-    monkeypatch.delenv("LOG_LEVEL")
-    log.configure("x")
-    assert logging.getLogger().level == logging.INFO
-
-
 @pytest.mark.parametrize(("name", "wrong"), [("LOG_LEVEL", "loud"), ("LOG_FORMAT", "xml")])
 def test_what_does_not_exist_is_a_usage_error(monkeypatch, name, wrong):
     """Goal: one sentence that names the choices; method: a wrong value each."""

@@ -1,11 +1,7 @@
 """Goal: zeros from the first scrape, no noise, and states as one-hot gauges."""
 
-import sys
-
-import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from plumbing import __version__
 from plumbing.service.metrics import Metrics
 
 
@@ -66,26 +62,3 @@ def test_one_hot_has_every_state_and_at_most_one():
     state.set("standby", engine_id="engine-0")
     assert seen("engine-0") == {"init": 0, "standby": 1}
     assert seen("engine-1") == {"init": 0, "standby": 0}
-
-
-def test_one_hot_refuses_a_state_it_does_not_know():
-    """Goal: bounded label values; method: a typo."""
-    state = Metrics().one_hot("x_state", "h", ("init",))
-    with pytest.raises(ValueError, match="not one of init"):
-        state.set("inti")
-
-
-def test_build_info_is_one_series_also_when_said_again(monkeypatch):
-    """Goal: joins on build_info stay one to one; method: two calls, one sample."""
-    monkeypatch.setenv("UNDERSTUDY_COMMIT", "abc123")
-    metrics = Metrics()
-    metrics.build_info(driver="570.1")
-    found = [labels for name, labels in samples(metrics) if name == "understudy_build_info"]
-    python = ".".join(map(str, sys.version_info[:3]))
-    expected = {
-        "version": __version__,
-        "commit": "abc123",
-        "python": python,
-        "driver": "570.1",
-    }
-    assert found == [frozenset(expected.items())]

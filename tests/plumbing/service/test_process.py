@@ -7,7 +7,6 @@ import sys
 import textwrap
 
 from plumbing.service import procfs
-from plumbing.service.process import PARENT_PID_ENV
 from tests.helpers import until
 
 CHILD = textwrap.dedent(
@@ -61,16 +60,6 @@ def test_child_whose_parent_died_first_kills_itself():
     with spawn(CHILD, UNDERSTUDY_PARENT_PID="1") as child:
         assert child.wait() == -signal.SIGKILL
         assert child.stdout.read() == ""
-
-
-def test_without_the_variable_nothing_is_armed():
-    """Goal: started by hand, it lives on; method: no variable in the environment."""
-    environ = {key: value for key, value in os.environ.items() if key != PARENT_PID_ENV}
-    program = "from plumbing.service.process import arm_from_environment as a; print(a())"
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=True
-    )
-    assert done.stdout == "False\n"
 
 
 def test_table_of_descriptors_is_widened_at_once():

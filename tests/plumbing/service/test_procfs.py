@@ -3,7 +3,6 @@
 import fcntl
 import os
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -26,16 +25,6 @@ def tree():
         (child,) = until(lambda: procfs.children(process.pid), "the grandchild")
         yield process, child
         process.stdin.close()
-
-
-def test_tree_of_processes(tree):
-    """Goal: children, descendants, parent; method: a child and a grandchild."""
-    process, child = tree
-    assert process.pid in procfs.children(os.getpid())
-    assert procfs.children(process.pid) == [child]
-    found = procfs.descendants(os.getpid())
-    assert found.index(process.pid) < found.index(child)
-    assert procfs.parent(child) == process.pid
 
 
 def test_children_never_misses_one_while_others_come_and_go():
@@ -86,23 +75,6 @@ def test_what_keeps_a_process_from_running(tree):
         until(lambda: procfs.halted(child) is None, "it to go on")
 
 
-def test_what_is_known_of_a_living_process(tree):
-    """Goal: name and memory; method: compare with what must be so."""
-    _, child = tree
-    until(lambda: procfs.name(child) == "cat", "exec of cat")
-    assert procfs.is_alive(child)
-    assert 2**20 < procfs.rss_bytes(os.getpid()) < 2**34
-    assert procfs.inner_pid(os.getpid()) == os.getpid()
-
-
-def test_a_zombie_is_not_alive():
-    """Goal: dead but not reaped is dead; method: kill without waiting."""
-    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
-        process.kill()
-        until(lambda: not procfs.is_alive(process.pid), "the zombie")
-        assert procfs.parent(process.pid) == os.getpid()
-
-
 def test_nothing_is_known_of_a_process_that_is_gone():
     """Goal: no exceptions for the dead; method: a pid that cannot exist."""
     assert not procfs.is_alive(GONE)
@@ -111,7 +83,6 @@ def test_nothing_is_known_of_a_process_that_is_gone():
     assert procfs.descendants(GONE) == []
     assert procfs.rss_bytes(GONE) is None
     assert procfs.parent(GONE) is None
-    assert procfs.inner_pid(GONE) is None
     assert not procfs.flock_held(GONE, 0)
 
 
@@ -135,14 +106,6 @@ def test_holders_and_flock_of_a_file(tmp_path):
         os.close(fd)
         os.close(other)
     assert procfs.holders_of(status.st_dev, status.st_ino) == []
-
-
-def test_listener_of_a_port_is_found_and_a_client_is_not():
-    """Goal: who has a port; method: our own listening socket, then none."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-        assert procfs.listener_pid(port) == os.getpid()
-    assert procfs.listener_pid(port) is None
 
 
 def test_a_process_is_spent_once_none_of_its_threads_has_memory_or_descriptors():

@@ -45,12 +45,6 @@ def invoke(command, *args, **environ):
     return CliRunner().invoke(command, args, env=environ)
 
 
-def test_flags_reach_the_command_resolved():
-    """Goal: types, repetition, --no-; method: one call with all of them."""
-    result = invoke(serve, "--http-port", "7", "--service", "a", "--service", "b", "--no-verify")
-    assert result.output == "7 ('a', 'b') False\n"
-
-
 def test_print_config_shows_origins_and_runs_nothing():
     """Goal: "which value, and why"; method: the table, then the JSON."""
     result = invoke(serve, "--print-config", "--http-port", "1", UNDERSTUDY_SERVICE="a")
@@ -66,13 +60,6 @@ def test_print_config_shows_origins_and_runs_nothing():
     assert document["config"][0]["origin"] == "default"
     document = json.loads(invoke(status, "--print-config", "--json").output)
     assert document["config"][0]["value"] == 9400
-
-
-def test_help_names_variable_and_default():
-    """Goal: --help is enough; method: read it."""
-    text = " ".join(invoke(serve, "--help").output.split())
-    assert "Port of the probes. [env: UNDERSTUDY_HTTP_PORT] [default: 9400]" in text
-    assert "--verify / --no-verify" in text
 
 
 @pytest.mark.parametrize(
@@ -142,19 +129,6 @@ def test_run_async_uses_uvloop_and_raises_the_descriptor_limit():
     assert done.stdout.split() == ["uvloop", str(hard), "7"], done.stderr
 
 
-def test_run_async_says_so_where_the_hard_limit_is_short():
-    """Goal: a sentence before descriptors are lost; method: a hard limit of 128."""
-    done = run_program(
-        """
-        import resource
-        resource.setrlimit(resource.RLIMIT_NOFILE, (64, 128))
-        async def main(): pass
-        run_async(main)
-        """
-    )
-    assert "may open 128 descriptors; 4096 are advised" in done.stderr
-
-
 def test_run_async_error_is_a_sentence_and_a_bug_is_a_stack_trace():
     """Goal: who is at fault decides; method: one of each."""
     raises = "async def main(): raise {}\nfrom plumbing.errors import *\nrun_async(main)\n"
@@ -163,20 +137,6 @@ def test_run_async_error_is_a_sentence_and_a_bug_is_a_stack_trace():
     done = run_program(raises.format("InvariantError('two active')"))
     assert done.returncode == 1
     assert "Traceback" in done.stderr
-
-
-def test_run_async_interrupted_is_130():
-    """Goal: Ctrl-C without a stack trace; method: SIGINT to itself."""
-    done = run_program(
-        """
-        import asyncio, os, signal
-        async def main():
-            os.kill(os.getpid(), signal.SIGINT)
-            await asyncio.Event().wait()
-        run_async(main)
-        """
-    )
-    assert (done.returncode, done.stderr) == (130, "")
 
 
 def test_our_own_fault_in_a_callback_ends_the_process():

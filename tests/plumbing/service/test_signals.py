@@ -8,7 +8,7 @@ import textwrap
 
 import uvloop
 
-from plumbing.service.signals import SignalInbox, wait_signals
+from plumbing.service.signals import SignalInbox
 
 
 def test_signals_arrive_in_order_and_none_is_merged():
@@ -28,21 +28,6 @@ def test_signals_arrive_in_order_and_none_is_merged():
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         got = runner.run(main())
     assert got == [signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM]
-
-
-def test_wait_signals_returns_the_first_and_restores_the_default():
-    """Goal: after it a signal kills again; method: read the handler before and after."""
-
-    async def main():
-        waiting = asyncio.ensure_future(wait_signals((signal.SIGUSR1,)))
-        await asyncio.sleep(0)
-        os.kill(os.getpid(), signal.SIGUSR1)
-        return await waiting
-
-    before = signal.getsignal(signal.SIGUSR1)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        assert runner.run(main()) == signal.SIGUSR1
-    assert signal.getsignal(signal.SIGUSR1) == before
 
 
 def test_a_process_that_waited_once_is_killed_by_the_second_signal():

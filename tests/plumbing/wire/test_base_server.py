@@ -64,37 +64,6 @@ def test_server_at_the_limit_of_descriptors_accepts_when_there_is_room(
     run_on(loop, main())
 
 
-@loops
-def test_server_accepts_a_few_at_the_limit_with_its_reserve(loop: str, tmp_path: Path):
-    """Goal: strangers that use up all descriptors do not keep the next client out; a server that
-    has used its reserve says so, and fills it again when there is room. Method: a real limit, a
-    reserve for one connection, and two clients."""
-
-    async def main() -> None:
-        handler = EchoHandler()
-        path = str(tmp_path / "echo.sock")
-        server = Server(path, CATALOGUE, handler, service="echo", spare_fds=2)
-        await server.start()
-        newcomers = [socket.socket(socket.AF_UNIX) for _ in range(2)]
-        with room_for(0):
-            newcomers[0].connect(path)
-            await auntil(lambda: handler.opened_count == 1, "the first")
-            assert server.problem is None
-            assert server.reserve.error is not None
-            assert server.reserve.error.errno == errno.EMFILE
-            newcomers[1].connect(path)
-            await auntil(lambda: server.problem, "the second one to wait")
-            assert handler.opened_count == 1
-        server.reserve.refill()
-        assert server.reserve.error is None
-        await auntil(lambda: handler.opened_count == 2, "the second")
-        for newcomer in newcomers:
-            newcomer.close()
-        await server.close()
-
-    run_on(loop, main())
-
-
 def test_paths_that_cannot_be_looked_at_are_not_taken_for_replaced_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -141,17 +141,6 @@ def test_blocking_client_raises_the_reason_why_it_was_dropped(
     assert isinstance(caught.value, RemoteError if is_said else UnreachableError)
 
 
-def test_blocking_client_reports_a_reset_as_closed(pair: tuple[BlockingClient, socket.socket]):
-    """Goal: a reset is the end of the connection, not an OSError. Method: the peer closes with data
-    unread."""
-    client, theirs = pair
-    client.notify(Echo("never read"))
-    theirs.close()
-    with pytest.raises(UnreachableError) as caught:
-        client.receive(5)
-    assert caught.value.code == "wire.closed"
-
-
 def test_blocking_client_refuses_a_bad_frame_and_leaks_nothing(
     pair: tuple[BlockingClient, socket.socket],
 ):

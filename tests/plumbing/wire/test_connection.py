@@ -173,27 +173,6 @@ def test_limited_queue_drops_a_slow_reader(loop: str, kind: str):
     run_on(loop, main())
 
 
-@loops
-def test_a_backed_up_connection_says_so_until_its_peer_reads(loop: str):
-    """Goal: whoever repeats itself can wait. Method: a peer that does not read, and then does."""
-
-    async def main() -> None:
-        ours, theirs = socket.socketpair()
-        conn = UnixConnection(ours, CATALOGUE, EchoHandler())
-        client = BlockingClient.from_socket(theirs, CATALOGUE)
-        sent = 0
-        while not conn.is_backed_up:
-            conn.send(LARGE)
-            sent += 1
-        for _ in range(sent):
-            await asyncio.to_thread(client.receive)
-        await auntil(lambda: not conn.is_backed_up, "the queue to be sent")
-        conn.close("done")
-        client.close()
-
-    run_on(loop, main())
-
-
 def test_frame_does_not_time_out_while_we_are_the_slow_side(monkeypatch: pytest.MonkeyPatch):
     """Goal: the rest of a frame may have arrived while earlier ones are handled. Method: many
     frames and a half, and a deadline that passes before they are handled."""

@@ -1,4 +1,4 @@
-"""At the limit of descriptors: failures say so and leak none; a reserve keeps the rest working."""
+"""At the limit of descriptors: failures say so and leak none."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from plumbing.errors import RemoteError, UnreachableError
 from plumbing.wire.blocking import BlockingClient
 from plumbing.wire.connection import Connection, UnixConnection, connect
-from plumbing.wire.fds import OwnedFd, Reserve, close_all
+from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.tcp import connect_tcp
 from plumbing.wire.tcp_address import TcpAddress
 from tests.helpers import open_fds, room_for, until
@@ -100,39 +100,3 @@ def test_receiver_at_its_fd_limit_refuses_and_keeps_serving(tmp_path: Path):
         client.close()
         other.close()
         until(lambda: len(thread.handler.reasons) == 2, "the server to see both ends")
-
-
-def test_reserve_makes_room_at_the_limit_and_is_filled_again():
-    """Goal: what must not fail works without a free descriptor, once for each one in reserve.
-    Method: a real limit; open two files with a reserve of one, then make room."""
-    before = len(open_fds())
-    reserve = Reserve(1)
-    reserve.refill()
-    kept: list[OwnedFd] = []
-
-    def open_one() -> OwnedFd:
-        kept.append(OwnedFd(os.memfd_create("needed")))
-        return kept[-1]
-
-    with room_for(0):
-        with reserve:
-            open_one().close()
-        assert reserve.error is None  # closed again: the reserve is full
-        reserve.help(open_one)
-        assert reserve.error is not None
-        with pytest.raises(OSError, match="Too many open files"):
-            reserve.help(open_one)
-    with pytest.raises(FileNotFoundError):  # not a shortage: not repeated
-        reserve.help(lambda: os.stat("/none"))
-    reserve.refill()
-    assert reserve.error is None
-    reserve.close()
-    close_all(kept)
-    assert len(open_fds()) == before
-
-
-def test_reserve_without_its_file_is_an_error(monkeypatch: pytest.MonkeyPatch):
-    """Goal: only a shortage is waited out. Method: no /dev/null."""
-    monkeypatch.setattr(os, "devnull", "/none")
-    with pytest.raises(FileNotFoundError):
-        Reserve(1).refill()

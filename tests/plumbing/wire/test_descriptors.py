@@ -75,24 +75,6 @@ def test_sending_fds_leaves_socket_flags_alone(loop: str, tmp_path: Path):
     run_on(loop, main())
 
 
-@loops
-def test_fds_pass_both_ways_and_none_leaks(loop: str, tmp_path: Path):
-    """Goal: on both loops descriptors arrive, and a hundred exchanges leave as
-    many open as before. Method: count /proc/self/fd; the descriptor's file is the one sent."""
-    with ServerThread(str(tmp_path / "echo.sock"), loop) as thread:
-        with BlockingClient(thread.path, CATALOGUE) as client:
-            client.request(Echo("the server has accepted"))
-            before = len(open_fds())
-            for _ in range(100):
-                sent = _fds(3)
-                inodes = [os.fstat(fd.fileno()).st_ino for fd in sent]
-                reply = client.request(Echo("x"), sent)
-                assert [os.fstat(fd.fileno()).st_ino for fd in reply.fds] == inodes
-                close_all(reply.fds)
-            until(lambda: len(open_fds()) == before, "both sides to have closed all")
-        until(lambda: thread.handler.reasons, "the server to see the end")
-
-
 def test_fds_match_frames_when_the_kernel_merges_writes():
     """Goal: `A`, `B+fd`, `C`, `D+fd` arrive merged; each frame still gets its own. Method: write
     four frames before the first read."""
@@ -244,26 +226,6 @@ def test_foreign_ancillary_data_is_refused():
         sockets.receive(theirs)
     ours.close()
     theirs.close()
-
-
-@loops
-def test_closed_connection_closes_queued_fds(loop: str):
-    """Goal: what a closed connection had queued to send or to handle does not leak."""
-
-    async def main() -> None:
-        before = len(open_fds())
-        ours, theirs = socket.socketpair()
-        conn = UnixConnection(ours, CATALOGUE, EchoHandler())
-        theirs_conn = UnixConnection(theirs, CATALOGUE, EchoHandler())
-        for _ in range(30):
-            conn.send(Echo("z" * 9000), 0, _fds(2))
-        conn.close("test")
-        conn.send(Echo("late"), 0, _fds(1))
-        theirs_conn.close("test")
-        await asyncio.sleep(0)
-        assert len(open_fds()) == before
-
-    run_on(loop, main())
 
 
 def test_owned_fd_refuses_minus_one_and_shows_its_number():

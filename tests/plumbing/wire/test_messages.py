@@ -13,9 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plumbing.errors import ProtocolError, UnderstudyError
-from plumbing.wire.messages import Catalogue, FaultMsg, Message, fault_of, messages_in
-from tests.plumbing.wire import echo
-from tests.plumbing.wire.echo import CATALOGUE, Echo, Part, Refuse
+from plumbing.wire.messages import Catalogue, FaultMsg, Message, fault_of
+from tests.plumbing.wire.echo import CATALOGUE, Echo, Part
 
 
 @given(
@@ -139,12 +138,6 @@ def test_details_of_an_error_may_be_subclasses_of_plain_types():
     assert message == FaultMsg("a.b", "c", {"mood": "calm", "name": "n", "view": {"a": [1]}})
     with pytest.raises(TypeError, match="object cannot travel"):
         fault_of(UnderstudyError("a.b", "c", thing=object()))
-
-
-def test_messages_of_a_module_are_its_own_and_the_imported_ones():
-    """Goal: a catalogue takes them all, and not their base. Method: a module of each kind."""
-    assert messages_in(vars(echo)) == [Echo, Refuse]
-    assert FaultMsg in messages_in({"FaultMsg": FaultMsg, "Message": Message, "dict": dict})
 
 
 def test_name_that_is_not_utf8_is_shown_in_a_message():

@@ -8,7 +8,6 @@ import subprocess
 
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.peer import Peer, ProcessWatch
-from tests.helpers import auntil
 
 SUPERVISOR = "0123456789abcdef"
 
@@ -47,40 +46,6 @@ def test_exited_process_is_reported_within_the_check():
             await asyncio.sleep(0)
         assert gone == [SUPERVISOR]
         watch.close()
-        child.wait()
-
-    asyncio.run(scenario())
-
-
-def test_unchecked_exit_is_reported_by_the_loop():
-    """Goal: no connection event is needed. Method: the process ends; the loop runs."""
-    gone: list[str] = []
-
-    async def scenario() -> None:
-        child, peer = start()
-        watch = ProcessWatch(gone.append)
-        watch.watch(SUPERVISOR, peer)
-        end(child)
-        await auntil(lambda: gone == [SUPERVISOR], "the loop to tell of the end")
-        watch.close()
-        child.wait()
-
-    asyncio.run(scenario())
-
-
-def test_forgotten_process_is_not_reported():
-    """Goal: no report about a process that the machine has dropped. Method: forget it, end it, then
-    check."""
-    gone: list[str] = []
-
-    async def scenario() -> None:
-        child, peer = start()
-        watch = ProcessWatch(gone.append)
-        watch.watch(SUPERVISOR, peer)
-        watch.forget(SUPERVISOR)
-        end(child)
-        watch.look(SUPERVISOR)
-        assert gone == []
         child.wait()
 
     asyncio.run(scenario())

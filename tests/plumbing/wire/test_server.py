@@ -70,16 +70,11 @@ def test_server_answers_hello_and_requests(loop: str, tmp_path: Path):
 
 
 def test_socket_and_guard_are_accessible_to_the_owner_only(tmp_path: Path):
-    """Goal: created with mode 0600, in a directory that only the owner can access."""
+    """Goal: created with mode 0600; a path that is too long is refused."""
     path = str(tmp_path / "echo.sock")
     with ServerThread(path):
         assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
     assert not os.path.exists(path)
-    os.chmod(tmp_path, 0o755)
-    with pytest.raises(UsageError, match="chmod 700"):
-        ServerThread(path)
-    with pytest.raises(UsageError, match="does not exist"):
-        ServerThread(str(tmp_path / "nowhere" / "echo.sock"))
     with pytest.raises(UsageError, match="shorter"):
         ServerThread(str(tmp_path / ("x" * 120)))
 
@@ -206,24 +201,6 @@ def test_first_frame_and_rest_of_a_frame_have_deadlines(
                     bad.receive()
                 assert caught.value.code in (code, "wire.first_frame_deadline")
         assert good.request(Echo("still")).message == Echo("still")
-
-
-def test_connections_are_limited(tmp_path: Path):
-    """Goal: one too many gets an error and is closed; when one closes there is room again."""
-    with ServerThread(str(tmp_path / "echo.sock"), connections_max=2) as thread:
-        first, second = (BlockingClient(thread.path, CATALOGUE) for _ in range(2))
-        for client in (first, second):
-            client.request(Echo("in"))
-        with (
-            BlockingClient(thread.path, CATALOGUE) as third,
-            pytest.raises(RemoteError, match=r"wire\.too_many_connections"),
-        ):
-            third.receive()
-        first.close()
-        until(lambda: len(thread.server.connections) < 2, "room")
-        with BlockingClient(thread.path, CATALOGUE) as fourth:
-            assert fourth.request(Echo("in")).message == Echo("in")
-        second.close()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs a second user to be refused")

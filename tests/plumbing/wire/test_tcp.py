@@ -17,7 +17,6 @@ from plumbing.wire import connection
 from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.frames import encode_frame
-from plumbing.wire.limits import UNACKNOWLEDGED_MS_MAX
 from plumbing.wire.messages import FaultMsg
 from plumbing.wire.tcp import Security, TcpConnection, connect_tcp
 from tests.helpers import auntil, open_fds
@@ -124,25 +123,6 @@ def test_tcp_final_error_reaches_a_peer_that_is_still_sending(
             await gone(writer)
             await auntil(lambda: handler.reasons, "the end")
             assert handler.reasons == ["refused as asked [test.refused]"]
-
-    run_on(loop, main())
-
-
-@loops
-def test_tcp_sockets_send_at_once_and_detect_a_host_that_is_gone(loop: str):
-    """Goal: small frames are sent at once, and a host that acknowledges nothing is dropped within
-    seconds, on both ends. Method: read the socket options."""
-
-    async def main() -> None:
-        async with serving(shared()) as (server, address):
-            conn = await connect_tcp(address, CATALOGUE, Client(), shared())
-            for end in (conn, *server.connections):
-                sock = socket_of(end)
-                assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
-                timeout_ms = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
-                assert timeout_ms == UNACKNOWLEDGED_MS_MAX
-                assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-            conn.close("done")
 
     run_on(loop, main())
 

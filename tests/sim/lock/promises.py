@@ -113,8 +113,7 @@ class Promises:
         self.known[sup.engine] = sup
         sup.is_known_gone = False  # sent before it died: its pidfd will report the death again
         sup.served, sup.newest = conn, conn.id
-        if not event.is_repeat:
-            sup.heard_ms = self.world.now_ms
+        sup.heard_ms = self.world.now_ms
         if said.is_leaving:
             self.leavers.add(sup.id)
         for lock, holder in holders.items():
@@ -136,8 +135,8 @@ class Promises:
                     self.owed.append((lock, holder))
             elif key not in self.asked or self.asked[key][0] is not tree:
                 self.asked.pop(key, None)
-                if is_unseen and (kind_of(lock) == ACTIVE or event.witness_file is None):
-                    continue  # it asks when its witness has been looked at
+                if is_unseen:
+                    continue  # it is to ask again
                 self.questions += 1
                 self.asked[key] = (tree, self.questions)
                 tree.was_held = event.witness_state is WitnessState.HELD

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from msgspec.structs import replace
-
 from lockserver.core import events as ev
 from lockserver.core import evidence, recovery
 from lockserver.core.lock import KINDS
@@ -40,8 +38,6 @@ class Server:
         self.starts = 1  # after a loss: a new era each, in names
         self.disk_fails = False
         self.is_short = False  # of descriptors: no witness can be looked at
-        self.unseen: dict[Conn, tuple[Said, ev.Wanted]] = {}  # wants to be handed in again
-        self.hearing: Said | None = None  # what the effects being carried out answer
         self.dies_after_write = False
         self.watched: dict[str, Sup] = {}  # supervisors whose pidfd this server has
         self.closing: deque[Conn] = deque()  # closed by the server; the loop reports it later
@@ -75,7 +71,6 @@ class Server:
         self.dies_after_write = False
         self.watched.clear()
         self.closing.clear()
-        self.unseen.clear()
         for conn in self.world.conns:
             conn.server_open = False
             conn.up.clear()
@@ -105,11 +100,6 @@ class Server:
                 self.send(effect.conn, effect)
             elif isinstance(effect, ev.RefuseConnection | ev.Close):
                 self.close(effect)
-            elif isinstance(effect, ev.LookAgain):
-                conn = self.conn_of(effect.want.conn)
-                assert conn is not None
-                assert self.hearing is not None
-                self.unseen[conn] = self.hearing, effect.want
             elif isinstance(effect, ev.Discard):
                 promises.discarded(effect.witnesses)
                 names = {file.name for file in effect.witnesses}
@@ -155,7 +145,6 @@ class Server:
             self.world.promises.refused(conn)
         conn.server_open = False
         conn.up.clear()
-        self.unseen.pop(conn, None)
         self.closing.append(conn)
 
     # ------------------------------------------------------------------ possible moves
@@ -177,7 +166,6 @@ class Server:
         found += [(self.see_exit, s) for s in self.watched.values() if not s.is_alive]
         if self.is_short:
             return found
-        found += [(self.look_again, conn) for conn in self.unseen]
         trees = self.world.trees
         for lock in machine.locks.values():
             if lock.holder is None:
@@ -209,19 +197,9 @@ class Server:
             return WitnessState.HELD if tree.is_alive else WitnessState.FREE
         return WitnessState.UNPROVEN
 
-    def look_again(self, conn: Conn) -> None:
-        """A want waited until its witness could be looked at."""
-        said, want = self.unseen.pop(conn)
-        assert said.tree is not None
-        state, file = self.look(said.tree), None if said.tree.is_removed else said.tree.witness
-        self.judge(
-            conn, said, replace(want, witness_state=state, witness_file=file, is_repeat=True)
-        )
-
     def hear(self, conn: Conn, said: Said) -> None:
         """A `want` arrives; the server looks at the witness that it names."""
         sup, tree = conn.sup, said.tree
-        self.unseen.pop(conn, None)
         event = ev.Wanted(
             conn.id,
             WantMsg(
@@ -245,7 +223,7 @@ class Server:
         self.judge(conn, said, event)
 
     def judge(self, conn: Conn, said: Said, event: ev.Wanted) -> None:
-        sup, self.hearing = conn.sup, said
+        sup = conn.sup
         machine, promises = self.machine, self.world.promises
         assert machine is not None, NO_MACHINE
         holders = {name: lock.holder for name, lock in machine.locks.items()}
@@ -270,7 +248,6 @@ class Server:
         self.finish(self.closing.popleft())
 
     def finish(self, conn: Conn) -> None:
-        self.unseen.pop(conn, None)
         self.world.promises.closed(conn)
         self.feed(ev.ConnectionClosed(conn.id))
         self.world.forget_closed()

@@ -20,7 +20,7 @@ EVERYTHING = """
     die die_on_the_way reap give_up see_eof receive probe scan see_exit
     replace restart kill_process kill_supervisor stop go_on stray end_stray twin cut lie
     kill_server let_die_after_write stall_server lose_slot fail_disk repair_disk wait
-    run_short end_shortage look_again
+    run_short end_shortage
     obey begin_serving hand_over hand_on probe_serving
     pretend skip fork wake_late replace_file repeat_grant kill_worker
 """
