@@ -6,7 +6,7 @@ leads to, is `lifecycle.py`.
 
 from __future__ import annotations
 
-from enum import StrEnum
+from enum import Enum, StrEnum, auto
 
 import msgspec
 
@@ -187,114 +187,33 @@ class Reaped(EngineEvent, frozen=True):
 # ---------------------------------------------------------------- effects
 
 
-class EngineEffect(msgspec.Struct, frozen=True):
-    """Something that the shell must do; the classes below are all of them."""
+class Effect(Enum):
+    """Something that the shell must do, with what the situation says then."""
+
+    START_TREE = auto()
+    TELL_LOCK_SERVER = auto()  # what is wanted and held now
+    ASK = auto()  # the request of this step of the wake
+    DRAIN_BACKEND = auto()  # finish the requests in flight, but for those that others continue
+    REST_BACKEND = auto()  # give the KV memory back, then post `Rested`
+    PLACE_WEIGHTS = auto()  # release the weights or map them again, then post `WeightsPlaced`
+    AWAIT_SUCCESSOR = auto()  # post `Succession` once there is an answer, or none in time
+    KILL_TREE = auto()  # every process at once, then post `Reaped`
+    KEEP_GOAL = auto()  # remember the goal, also for the next supervisor
+    RELAUNCH = auto()  # once the rules of `relaunch` allow it
+    STAY_COLD = auto()  # launch nothing before the goal is above `cold`
+    EXIT = auto()  # end the supervisor
 
 
-class StartTree(EngineEffect, frozen=True):
-    incarnation: str
-    number: int
-
-
-class TellLockServer(EngineEffect, frozen=True):
-    """Send `want` again, with `active` in it or not."""
-
-    names_incarnation: bool
-    wants_active: bool
-
-
-class Ask(EngineEffect, frozen=True):
-    """Send the backend `step`'s request."""
-
-    step: WakingStep
-
-
-class DrainBackend(EngineEffect, frozen=True):
-    """Let the backend refuse new requests and finish those in flight.
-
-    `resume`: only those that the next engine cannot continue.
-    """
-
-    resume: bool
-
-
-class KeepGoal(EngineEffect, frozen=True):
-    """Remember a new goal, also for the next supervisor."""
-
-    goal: Tier
-    by: str
-    generation: GoalGeneration | None = None
-
-
-class RestBackend(EngineEffect, frozen=True):
-    """Let the backend give its KV memory back, then post `Rested`.
-
-    `keep_kv`: what was published is for the next engine.
-    """
-
-    keep_kv: bool
-
-
-class PlaceWeights(EngineEffect, frozen=True):
-    """Let the backend release its weights, or map them again, then post `WeightsPlaced`."""
-
-    is_away: bool
-
-
-class ShowTier(EngineEffect, frozen=True):
-    """What is resident has changed: tell those who look on."""
-
-
-class Leave(EngineEffect, frozen=True):
-    """Tell the lock server that this engine was told to end.
-
-    `asks`: then post `Succession`, once it is known whether a successor stays."""
-
-    asks: bool = False
-
-
-class Linger(EngineEffect, frozen=True):
-    """Post `Succession` without a successor, once streams that waited for this engine are here."""
-
-
-class Claim(EngineEffect, frozen=True):
-    """Tell the lock server that this incarnation holds `active` under `token`."""
-
-    token: int
-
-
-class HandBack(EngineEffect, frozen=True):
-    """Tell the lock server that `token` is over for this incarnation, and queue for the lock."""
-
-    token: int
-
-
-class KillTree(EngineEffect, frozen=True):
-    """Kill every process of the tree at once, wait until all are gone, then post `Reaped`."""
-
-
-class ScheduleRelaunch(EngineEffect, frozen=True):
-    """Launch again when the rules of `relaunch` allow it."""
-
-
-class StayCold(EngineEffect, frozen=True):
-    """Do not launch before the goal is above `cold`."""
-
-
-class Exit(EngineEffect, frozen=True):
-    """End the supervisor. `reason` is None for a departure that was requested."""
-
-    code: int
-    reason: str | None
-
-
-class RecordTransition(EngineEffect, frozen=True):
-    """A transition, for the one record from which logs, metrics and status derive."""
+class Transition(msgspec.Struct, frozen=True):
+    """For the one record from which logs, metrics and status derive."""
 
     source: State
     target: State
     cause: str
     message: str
+
+
+EngineEffect = Effect | Transition
 
 
 def explain(event: EngineEvent) -> tuple[str, str]:

@@ -23,8 +23,8 @@ What a reader may not expect:
 - An engine that is told to end finishes its streams, or leaves them to a successor that was asked
   after the order (`Succession`). It stays active until that has answered. One that is waking goes
   on, since streams may wait for it: once active it lingers for them, and only then leaves.
-- The lock server is told at once that an engine leaves (`Leave`), except while it wakes or lingers:
-  the gateway ends what waits when it hears that no other engine will serve.
+- The lock server is told at once that an engine leaves, except while it wakes or lingers: the
+  gateway ends what waits when it hears that no other engine will serve.
 - A hand-over drains like a departure. An engine that can rest gives its KV memory back and is a
   standby again at once; any other is relaunched. One that arrives while waking begins once active,
   so that requests accepted by then are answered. SIGTERM wins over it at any time.
@@ -49,7 +49,7 @@ from dataclasses import dataclass, replace
 from msgspec import structs
 
 from engine.core import events as ev
-from engine.core.events import EngineEffect, EngineEvent, State, WakingStep
+from engine.core.events import Effect, EngineEffect, EngineEvent, State, Transition, WakingStep
 from plumbing.pod.messages import GoalGeneration, Tier
 
 HOLDING = (State.WAKING, State.ACTIVE, State.DRAINING, State.RELEASING, State.RESTING)
@@ -95,10 +95,24 @@ class Situation:
     is_called: bool = False  # while dead: from cold, by a goal above that
     over: int = 0  # the last token that this incarnation has handed over in place
 
+    @property
+    def is_over(self) -> bool:
+        """It is launched no more."""
+        return self.is_leaving or self.exit_code is not None
+
+    @property
+    def is_meant(self) -> bool:
+        """Its death was asked for."""
+        return self.is_leaving or self.is_handed_over or self.shall.goal is Tier.COLD
+
+    @property
+    def in_line(self) -> bool:
+        """It waits for the lock, or holds it."""
+        return self.state is State.STANDBY or self.token > 0
+
 
 def _may_launch(now: Situation) -> bool:
-    is_over = now.is_leaving or now.exit_code is not None
-    return now.is_reaped and not is_over and not must_be_cold(now)
+    return now.is_reaped and not now.is_over and not must_be_cold(now)
 
 
 def _is_reaping(now: Situation) -> bool:
@@ -109,51 +123,27 @@ def _awaits(step: WakingStep) -> Callable[[Situation], bool]:
     return lambda now: now.step is step
 
 
-def _start(now: Situation) -> list[EngineEffect]:
-    assert now.incarnation is not None
-    return [ev.StartTree(now.incarnation, now.number), NAMED]
-
-
 def _exit_or_relaunch(now: Situation) -> list[EngineEffect]:
     if not now.is_reaped:
         return []  # `Reaped` comes
-    if now.is_leaving:
-        return [ev.Exit(0, None)]
-    if now.exit_code is not None:
-        return [ev.Exit(now.exit_code, now.reason)]
-    return [ev.StayCold() if must_be_cold(now) else ev.ScheduleRelaunch()]
+    if now.is_over:
+        return [Effect.EXIT]
+    return [Effect.STAY_COLD if must_be_cold(now) else Effect.RELAUNCH]
 
 
 def _launch_from_cold(now: Situation) -> list[EngineEffect]:
     """What a goal leads to while all processes are dead; while they die, `Reaped` comes."""
-    is_over = now.is_leaving or now.exit_code is not None
-    if is_over or not now.is_reaped or not (now.is_called or must_be_cold(now)):
+    if now.is_over or not (now.is_called or must_be_cold(now)):
         return []
-    return [ev.StayCold() if must_be_cold(now) else ev.ScheduleRelaunch()]
-
-
-def _drain(now: Situation) -> list[EngineEffect]:
-    return [ev.DrainBackend(now.resumes)]
-
-
-def _release(now: Situation) -> list[EngineEffect]:
-    return [ev.RestBackend(keep_kv=now.hand_over is not None)]
-
-
-def _claim(now: Situation) -> list[EngineEffect]:
-    return [ev.Claim(now.token)]
+    return _exit_or_relaunch(now)
 
 
 def _linger(now: Situation) -> list[EngineEffect]:
-    return [ev.Linger()] if now.is_leaving else []
+    return [Effect.AWAIT_SUCCESSOR] if now.is_leaving else []
 
 
 def _asks_first(now: Situation) -> bool:
     return now.order.may_resume
-
-
-def _hand_back(now: Situation) -> list[EngineEffect]:
-    return [ev.HandBack(now.over)]
 
 
 def must_be_cold(now: Situation) -> bool:
@@ -185,11 +175,6 @@ def _has_handed_back(now: Situation) -> bool:
     return not now.token
 
 
-UNNAMED = ev.TellLockServer(names_incarnation=False, wants_active=False)
-NAMED = ev.TellLockServer(names_incarnation=True, wants_active=False)
-QUEUED = ev.TellLockServer(names_incarnation=True, wants_active=True)
-
-
 @dataclass(frozen=True, slots=True)
 class Row:
     """Where an event leads and what it asks, once `_learn` has taken in what it says.
@@ -214,10 +199,13 @@ class Row:
         return next(row for row in self.all() if row.when is None or row.when(now))
 
 
-KILLED = Row(State.DEAD, (ev.KillTree(),))
-WITHDRAWN = Row(State.DEAD, (NAMED, ev.KillTree()))
-DRAINED = Row(State.DRAINING, then=_drain)
-WOKEN = Row(State.WAKING, (ev.Ask(WakingStep.WAKE),))
+KILLED = Row(State.DEAD, (Effect.KILL_TREE,))
+WITHDRAWN = Row(State.DEAD, (Effect.TELL_LOCK_SERVER, Effect.KILL_TREE))
+DRAINED = Row(State.DRAINING, (Effect.DRAIN_BACKEND,))
+WOKEN = Row(State.WAKING, (Effect.ASK,))
+# The backend is asked first: its wake waits for nothing.
+GRANTED = Row(State.WAKING, (Effect.ASK, Effect.TELL_LOCK_SERVER))
+HANDED_BACK = Row(State.STANDBY, (Effect.TELL_LOCK_SERVER,))
 
 # What lasts as long as something that has a budget.
 PASSING = (State.INIT, State.WAKING, State.DRAINING, State.RELEASING)
@@ -225,29 +213,27 @@ PASSING = (State.INIT, State.WAKING, State.DRAINING, State.RELEASING)
 PLACING = (State.STANDBY, State.RESTING, State.WAKING)
 
 TRANSITIONS: Mapping[tuple[State, type[EngineEvent]], Row] = {
-    (State.DEAD, ev.Launch): Row(State.INIT, then=_start, guard=_may_launch),
-    (State.INIT, ev.Prepared): Row(State.STANDBY, (QUEUED,)),
+    (State.DEAD, ev.Launch): Row(
+        State.INIT, (Effect.START_TREE, Effect.TELL_LOCK_SERVER), guard=_may_launch
+    ),
+    (State.INIT, ev.Prepared): Row(State.STANDBY, (Effect.TELL_LOCK_SERVER,)),
     (State.STANDBY, ev.Granted): Row(
-        State.RESTING, then=_claim, when=must_rest, otherwise=replace(WOKEN, then=_claim)
+        State.RESTING, (Effect.TELL_LOCK_SERVER,), when=must_rest, otherwise=GRANTED
     ),
-    (State.WAKING, ev.Woken): Row(
-        State.WAKING, (ev.Ask(WakingStep.CANARY),), guard=_awaits(WakingStep.WAKE)
-    ),
-    (State.WAKING, ev.CanaryPassed): Row(
-        State.WAKING, (ev.Ask(WakingStep.SERVE),), guard=_awaits(WakingStep.CANARY)
-    ),
+    (State.WAKING, ev.Woken): replace(WOKEN, guard=_awaits(WakingStep.WAKE)),
+    (State.WAKING, ev.CanaryPassed): replace(WOKEN, guard=_awaits(WakingStep.CANARY)),
     (State.WAKING, ev.Serving): Row(State.ACTIVE, then=_linger, guard=_awaits(WakingStep.SERVE)),
     # Only the holder of the lock has something to hand over.
     (State.WAKING, ev.HandOver): Row(State.WAKING),
     (State.ACTIVE, ev.HandOver): DRAINED,
     (State.DRAINING, ev.HandOver): Row(State.DRAINING),
     (State.RELEASING, ev.HandOver): Row(State.RELEASING),
-    (State.RESTING, ev.HandOver): Row(State.STANDBY, then=_hand_back),
+    (State.RESTING, ev.HandOver): HANDED_BACK,
     (State.DRAINING, ev.Drained): Row(
-        State.RELEASING, then=_release, when=_may_release, otherwise=KILLED
+        State.RELEASING, (Effect.REST_BACKEND,), when=_may_release, otherwise=KILLED
     ),
-    (State.RELEASING, ev.Rested): Row(
-        State.STANDBY, then=_hand_back, when=_has_handed_back, otherwise=Row(State.RESTING)
+    (State.RELEASING, ev.Rested): replace(
+        HANDED_BACK, when=_has_handed_back, otherwise=Row(State.RESTING)
     ),
     # Only the holder of the lock has something to give back, or to take; to be cold is meant of
     # every engine, once it has nothing to finish.
@@ -269,7 +255,7 @@ TRANSITIONS: Mapping[tuple[State, type[EngineEvent]], Row] = {
         otherwise=replace(WOKEN, when=must_wake, otherwise=Row(State.RESTING)),
     ),
     # Weights are placed while nothing is computed; a wake maps them before it takes KV memory.
-    **{(state, ev.WeightsPlaced): Row(state, (ev.ShowTier(),)) for state in PLACING},
+    **{(state, ev.WeightsPlaced): Row(state) for state in PLACING},
     # Leaving: only an active engine has requests to finish first, and a waking one has those that
     # wait for it.
     (State.INIT, ev.Terminate): KILLED,
@@ -289,26 +275,19 @@ TRANSITIONS: Mapping[tuple[State, type[EngineEvent]], Row] = {
     **{(state, ev.Failed): KILLED for state in State if state is not State.DEAD},
     # A process may be seen dead before its fault report is read; `Reaped` waits for that.
     (State.DEAD, ev.Failed): Row(State.DEAD, guard=_is_reaping),
-    (State.DEAD, ev.Reaped): Row(State.DEAD, (UNNAMED,), then=_exit_or_relaunch, guard=_is_reaping),
+    (State.DEAD, ev.Reaped): Row(
+        State.DEAD, (Effect.TELL_LOCK_SERVER,), then=_exit_or_relaunch, guard=_is_reaping
+    ),
 }
 
 IGNORED: Mapping[State, frozenset[type[EngineEvent]]] = {
-    State.INIT: frozenset({ev.OtherGranted, ev.HandOver}),
-    State.STANDBY: frozenset({ev.OtherGranted, ev.HandOver}),
+    **dict.fromkeys((State.INIT, State.STANDBY), frozenset({ev.OtherGranted, ev.HandOver})),
     # A reconnect repeats the grant.
-    State.WAKING: frozenset({ev.Granted}),
-    State.ACTIVE: frozenset({ev.Granted}),
-    State.DRAINING: frozenset({ev.Granted}),
-    State.RELEASING: frozenset({ev.Granted}),
-    State.RESTING: frozenset({ev.Granted}),
+    **dict.fromkeys(HOLDING, frozenset({ev.Granted})),
     # A lock granted too late is released by `Reaped`, and no budget ends the reaping. Messages that
     # the backend sent before it died may be read afterwards.
     State.DEAD: frozenset(
-        [
-            *(ev.Granted, ev.OtherGranted, ev.HandOver, ev.BudgetSpent),
-            *(ev.Prepared, ev.Woken, ev.CanaryPassed, ev.Serving, ev.Drained, ev.Rested),
-            ev.WeightsPlaced,
-        ]
+        {ev.Granted, ev.OtherGranted, ev.HandOver, ev.BudgetSpent, *ev.FROM_BACKEND}
     ),
 }
 
@@ -370,7 +349,7 @@ class Lifecycle:
         if isinstance(event, ev.Shall):
             is_newer = event.generation is not None
             if is_newer or event.goal is not now.shall.goal:
-                effects.append(ev.KeepGoal(event.goal, event.by, event.generation))
+                effects.append(Effect.KEEP_GOAL)
         effects += self._fire(event)
         while (due := _due(self.now)) is not None:
             effects += self._fire(due)
@@ -384,7 +363,8 @@ class Lifecycle:
         if not now.is_leaving or now.has_told or waits:
             return []
         self.now = replace(now, has_told=True)
-        return [ev.Leave(asks=now.state is State.ACTIVE)]
+        asks = [Effect.AWAIT_SUCCESSOR] if now.state is State.ACTIVE else []
+        return [Effect.TELL_LOCK_SERVER, *asks]
 
     def _place(self) -> list[EngineEffect]:
         """The weights go where the goal wants them, once nothing is computed with them. A wake maps
@@ -395,7 +375,7 @@ class Lifecycle:
         if asks_away is now.asks_away:
             return []
         self.now = replace(now, asks_away=asks_away)
-        return [ev.PlaceWeights(asks_away)] if is_parked else []
+        return [Effect.PLACE_WEIGHTS] if is_parked else []
 
     def _fire(self, event: EngineEvent) -> list[EngineEffect]:
         before = self.now
@@ -411,7 +391,7 @@ class Lifecycle:
             step = WakingStep.WAKE if row.target is State.WAKING else None
             cause, reason = ev.explain(event)
             now = replace(now, state=row.target, step=step, reason=reason)
-            effects = [ev.RecordTransition(before.state, row.target, cause, reason)]
+            effects = [Transition(before.state, row.target, cause, reason)]
         self.now = now
         return [*effects, *row.effects, *(row.then(now) if row.then is not None else ())]
 

@@ -19,7 +19,6 @@ from engine import messages as msg
 from engine.core.events import Shall, State, Terminate
 from engine.core.lifecycle import HOLDING, tier_of
 from engine.supervisor.engine import Engine
-from engine.supervisor.history import is_meant
 from engine.supervisor.incarnation import Incarnation
 from engine.supervisor.tree import MAIN
 from plumbing.errors import ProtocolError, UnderstudyError
@@ -299,7 +298,7 @@ class Goals:
         """Why it is not at its goal; "" while it is, or is on its way."""
         now, running = self._engine.lifecycle.now, self._engine.incarnation
         if now.state is State.DEAD:
-            return "" if is_meant(now) else now.reason
+            return "" if now.is_meant else now.reason
         note = running.session.note if running is not None else ""
         if now.shall.goal is not Tier.AWAKE and now.state in HOLDING:
             return self._cannot_rest() or note

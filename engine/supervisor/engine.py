@@ -13,15 +13,15 @@ import asyncio
 from collections.abc import Callable
 
 from engine.core import events as ev
-from engine.core.events import EngineEvent, Failed, State, WakingStep
+from engine.core.events import Effect, EngineEvent, Failed, State, WakingStep
 from engine.core.health import Action, GenerationHealth, Patience, Signs, Unhealthy
-from engine.core.lifecycle import PARKED, IllegalEvent, Lifecycle
+from engine.core.lifecycle import PARKED, IllegalEvent, Lifecycle, Situation
 from engine.core.relaunch import Death, Relaunch
 from engine.messages import FaultReportMsg, HealthyMsg
 from engine.schema import EngineRelaunch
 from engine.supervisor import lock_side, state_file
 from engine.supervisor.cpu_share import CpuShare
-from engine.supervisor.history import EngineMetrics, History, is_meant
+from engine.supervisor.history import EngineMetrics, History
 from engine.supervisor.hub import EngineHub
 from engine.supervisor.incarnation import Incarnation
 from engine.supervisor.kv_layout import KvLayout
@@ -63,7 +63,7 @@ class Engine(EngineHub):
         self.machine_fault = ""  # what the last incarnation ended of, until one is prepared
         self.verdict: str | None = None  # why there will be no relaunch
         self.plan: EngineRelaunch | None = None  # what the next launch waits for
-        self.exit: asyncio.Future[ev.Exit] = asyncio.get_running_loop().create_future()
+        self.exit: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.listeners: list[Callable[[], object]] = []  # of `note`
         self.leftovers = Leftovers(directory, engine, self.log)
         may_change = config["kv_change"]
@@ -144,6 +144,7 @@ class Engine(EngineHub):
     # ------------------------------------------------------------------ effects
 
     def handle(self, event: EngineEvent) -> None:
+        before = self.lifecycle.now
         try:
             effects = self.lifecycle.handle(event)
         except IllegalEvent as error:
@@ -155,66 +156,53 @@ class Engine(EngineHub):
                 self._perform(effect)
             except OSError as error:  # those that follow it are performed all the same
                 self._failed(effect, error)
+        if _shown(self.lifecycle.now) != _shown(before):
+            self.note()
 
     def _failed(self, effect: ev.EngineEffect, error: OSError) -> None:
         """An effect was impossible. Where there is no incarnation to end, this process must."""
-        text = f"the supervisor failed at {type(effect).__name__}: {error}"
+        text = f"the supervisor failed at {effect}: {error}"
         if self.lifecycle.state is State.DEAD:
             raise InvariantError(text) from error
         self.post(Failed("own_fault", text))
 
     def _perform(self, effect: ev.EngineEffect) -> None:
+        now = self.lifecycle.now
         match effect:
-            case ev.RecordTransition():
-                self._record(effect)
-            case ev.KeepGoal():
-                self.history.asked_to_be(effect.goal, effect.by, effect.generation)
-                self.note()
-            case ev.StartTree():
-                self._start_tree(effect)
-            case ev.TellLockServer():
-                if effect.wants_active:
-                    self.history.wanted()
-                named = self.incarnation if effect.names_incarnation else None
-                self.lock.tell(named, wants_active=effect.wants_active)
-            case ev.Ask(WakingStep.WAKE):
-                token = self.lifecycle.now.token
-                self.history.waking(token, is_other_known=self.lock.other is not None)
+            case ev.Transition():
+                self._moved(effect)
+            case Effect.START_TREE:
+                self._start_tree()
+            case Effect.TELL_LOCK_SERVER:
+                self.lock.tell(now, self.incarnation)
+            case Effect.AWAIT_SUCCESSOR:
+                self.lock.await_successor()
+            case Effect.ASK if now.step is WakingStep.WAKE:
                 self._wake()
-            case ev.Ask():
-                self.history.asked(effect.step)
-                self._running.session.ask(effect.step)
-            case ev.DrainBackend():
+            case Effect.ASK if now.step is not None:
+                self.history.asked(now.step)
+                self._running.session.ask(now.step)
+            case Effect.DRAIN_BACKEND:
                 self.lock.listener.remove()
-                self._running.session.drain(resume=effect.resume)
-            case ev.RestBackend():
-                self._running.session.rest(keep_kv=effect.keep_kv)
-            case ev.PlaceWeights():
-                self._running.session.place(is_away=effect.is_away)
-            case ev.ShowTier():
-                self.note()
-            case ev.Claim():
-                self.history.granted(effect.token)
-                self.lock.hold(effect.token)
-            case ev.Leave():
-                self.lock.leave(asks=effect.asks)
-            case ev.Linger():
-                self.lock.linger()
-            case ev.HandBack():
-                self.history.wanted()
-                self.lock.hand_back(effect.token)
-            case ev.KillTree():
+                self._running.session.drain(resume=now.resumes)
+            case Effect.REST_BACKEND:
+                self._running.session.rest(keep_kv=now.hand_over is not None)
+            case Effect.PLACE_WEIGHTS:
+                self._running.session.place(is_away=now.asks_away)
+            case Effect.KILL_TREE:
                 self.lock.listener.remove()
                 self._running.tree.kill()
-            case ev.ScheduleRelaunch() if self._is_started:
+            case Effect.KEEP_GOAL:
+                self.history.asked_to_be(now.shall)
+            case Effect.RELAUNCH if self._is_started:
                 self._launch_when_due()
-            case ev.StayCold():
+            case Effect.STAY_COLD:
                 self._cancel_launch()
-            case ev.Exit():
+            case Effect.EXIT:
                 self._cancel_launch()
                 self.cancel("predecessor")
                 if not self.exit.done():
-                    self.exit.set_result(effect)
+                    self.exit.set_result(None)
 
     @property
     def _running(self) -> Incarnation:
@@ -222,10 +210,12 @@ class Engine(EngineHub):
             raise InvariantError("there is no incarnation")
         return self.incarnation
 
-    def _record(self, record: ev.RecordTransition) -> None:
-        """A transition: the one record of it, its budget, and the health checks of `active`."""
+    def _moved(self, record: ev.Transition) -> None:
+        """The one record of a transition, its budget, and the health checks of `active`."""
         budget_ms = self.settings.budgets_ms.get(record.target)
-        self.history.moved(record, self.lifecycle.now, budget_ms)
+        is_other_known = self.lock.other is not None
+        now = self.lifecycle.now
+        self.history.moved(record, now, budget_ms, is_other_known=is_other_known)
         self.cancel("budget")
         if budget_ms is not None:
             self.after("budget", budget_ms, self._budget_spent)
@@ -275,12 +265,14 @@ class Engine(EngineHub):
             self.settings.directory, other.engine, other.token
         )
 
-    def _start_tree(self, effect: ev.StartTree) -> None:
-        self.history.launched(effect.number)
+    def _start_tree(self) -> None:
+        now = self.lifecycle.now
+        assert now.incarnation is not None
+        self.history.launched(now.number)
         self.last_fault = None
         self.incarnation = Incarnation(
             self,
-            effect.incarnation,
+            now.incarnation,
             leftovers=self.leftovers,
             layout=self.layout,
             cpus=CpuShare(self.log, self._serving()),
@@ -296,7 +288,7 @@ class Engine(EngineHub):
         self.cancel("budget")
         if not now.is_leaving:
             is_outside = gone.rehearsed_ms is not None or history.cause in ev.FROM_OUTSIDE
-            is_planned, is_machine = is_meant(now) or is_outside, bool(gone.machine_fault)
+            is_planned, is_machine = now.is_meant or is_outside, bool(gone.machine_fault)
             death = (now.reason, now.reached_standby, is_planned, is_machine)
             self._relaunch.died(Death(self.clock.now_ms(), *death))
             self.verdict = self._relaunch.verdict()
@@ -332,6 +324,11 @@ class Engine(EngineHub):
     def _answered(self, healthy: HealthyMsg) -> None:
         self.history.answered(healthy)
         self.metrics.healthy(healthy)
+
+
+def _shown(now: Situation) -> tuple[object, ...]:
+    """What others see of a situation, beside the transitions."""
+    return now.shall, now.is_away, now.is_leaving
 
 
 def patience_of(settings: EngineSettings) -> Patience:

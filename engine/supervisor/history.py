@@ -13,13 +13,13 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from engine.core.events import RecordTransition, State, WakingStep
+from engine.core.events import Shall, State, Transition, WakingStep
 from engine.core.lifecycle import TRANSITIONS, Situation
 from engine.core.loading import Role
 from engine.messages import HealthyMsg
 from engine.schema import EngineDeathFields, EngineLastFailover, EngineMemory
 from engine.supervisor.state_file import to_text
-from plumbing.pod.messages import GoalGeneration, Tier
+from plumbing.pod.messages import Tier
 from plumbing.service.clock import Clock, rfc3339
 from plumbing.service.events import Event, EventLog
 from plumbing.service.metrics import Labels, Metrics
@@ -31,11 +31,6 @@ CONTENDED_MS = 1_000
 NOTHING_HEARD = HealthyMsg(in_flight=0, progress=0, accepting=False)
 
 
-def is_meant(now: Situation) -> bool:
-    """Whether the death of this engine was asked for."""
-    return now.is_leaving or now.is_handed_over or now.shall.goal is Tier.COLD
-
-
 class History:
     """Informed of each step; read by status and metrics."""
 
@@ -44,7 +39,6 @@ class History:
         self.since = rfc3339(clock.wall())
         self.cause = "not_launched"
         self.launched_at: str | None = None
-        self.wanted_since: str | None = None
         self.deaths: deque[EngineDeathFields] = deque(maxlen=DEATHS_SHOWN)
         self.last_takeover: EngineLastFailover | None = None
         self.heard = NOTHING_HEARD  # the backend's last answer since it was woken
@@ -52,8 +46,6 @@ class History:
         self.budget_ms: int | None = None  # of the present state; None: it may last for ever
         self._log, self._clock = log, clock
         self._since_ms = clock.now_ms()
-        self._wanted_ms = 0.0
-        self._granted_token = 0
         self._waking: EngineLastFailover | None = None  # the last takeover, or a wake from rest
 
     @property
@@ -69,12 +61,15 @@ class History:
     def is_budget_spent(self) -> bool:
         return self.budget_ms is not None and self.spent_ms >= self.budget_ms
 
-    def moved(self, record: RecordTransition, now: Situation, budget_ms: int | None) -> None:
-        """Record a transition; `budget_ms` is for the new state."""
+    def moved(
+        self, record: Transition, now: Situation, budget_ms: int | None, *, is_other_known: bool
+    ) -> None:
+        """Record a transition; `budget_ms` is for the new state. `is_other_known`: another engine
+        held the lock before."""
         lasted_ms = self.spent_ms
         self.since, self.cause = rfc3339(self._clock.wall()), record.cause
         self.saved.was_standby |= record.target is State.STANDBY
-        is_bad = record.target is State.DEAD and not is_meant(now)
+        is_bad = record.target is State.DEAD and not now.is_meant
         self._log.record(
             "engine.state",
             f"{record.source} → {record.target}: {record.message}",
@@ -92,8 +87,19 @@ class History:
         self._since_ms, self.budget_ms = self._clock.now_ms(), budget_ms
         if record.source is State.RELEASING:
             self.heard = NOTHING_HEARD
-        if record.target is State.ACTIVE:
-            self._active()
+        match record.source, record.target:
+            case State.STANDBY, State.WAKING:
+                is_contended = is_other_known or lasted_ms >= CONTENDED_MS
+                self._waking = EngineLastFailover(now.token, is_contended, self._since_ms)
+                self.last_takeover = self._waking
+                if is_contended:
+                    self.saved.failover_attempts += 1
+                    data = {"token": now.token}
+                    self._log.record("engine.takeover", "taking over", data=data)
+            case _, State.WAKING:
+                self._waking = EngineLastFailover(now.token, False, self._since_ms)
+            case _, State.ACTIVE:
+                self._active()
 
     def budget_spent(self, state: State) -> int:
         """Record that `state` exceeded its budget, which is the answer."""
@@ -132,35 +138,14 @@ class History:
         if was_busy and not healthy.in_flight:
             self.on_idle()
 
-    def asked_to_be(self, goal: Tier, by: str, generation: GoalGeneration | None = None) -> None:
+    def asked_to_be(self, shall: Shall) -> None:
         """A new goal, which a later supervisor keeps, too."""
-        self.saved.goal = goal.value
-        self.saved.was_cold |= goal is Tier.COLD
-        data = {"goal": goal.value, "by": by}
-        if generation is not None:
-            self.saved.generation = data["generation"] = to_text(generation)
-        self._log.record("engine.goal", f"asked to be {goal} by {by}", data=data)
-
-    def wanted(self) -> None:
-        """The lock has been asked for."""
-        self._wanted_ms = self._clock.now_ms()
-        self.wanted_since = rfc3339(self._clock.wall())
-
-    def granted(self, token: int) -> None:
-        """The engine holds the lock under `token`, whether or not it is being woken."""
-        self._granted_token = token
-
-    def waking(self, token: int, *, is_other_known: bool) -> None:
-        """The backend is being woken: the token was granted just now, or before a rest."""
-        now_ms = self._clock.now_ms()
-        if self._granted_token == token:
-            self._waking = EngineLastFailover(token, False, now_ms)
-            return
-        is_contended = is_other_known or now_ms - self._wanted_ms >= CONTENDED_MS
-        self._waking = self.last_takeover = EngineLastFailover(token, is_contended, now_ms)
-        if is_contended:
-            self.saved.failover_attempts += 1
-            self._log.record("engine.takeover", "taking over", data={"token": token})
+        self.saved.goal = shall.goal.value
+        self.saved.was_cold |= shall.goal is Tier.COLD
+        data = {"goal": shall.goal.value, "by": shall.by}
+        if shall.generation is not None:
+            self.saved.generation = data["generation"] = to_text(shall.generation)
+        self._log.record("engine.goal", f"asked to be {shall.goal} by {shall.by}", data=data)
 
     def asked(self, step: WakingStep) -> None:
         """The next step's request shows that the step before it is done."""

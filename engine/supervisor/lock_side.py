@@ -26,6 +26,7 @@ import socket
 from collections.abc import Callable
 
 from engine.core.events import Failed, Granted, HandOver, OtherGranted, Succession
+from engine.core.lifecycle import Situation
 from engine.schema import EngineOther
 from engine.supervisor.hub import EngineHub
 from engine.supervisor.incarnation import Incarnation
@@ -52,10 +53,9 @@ LISTENER_RETRY_MS = 50.0
 # A host tells all processes of a pod to end within milliseconds of each other; on a busy machine a
 # process needs more to notice. The streams run on meanwhile.
 SETTLE_MS = 200.0
-# For the answer: `SETTLE_MS` and the time of a busy machine. Without one streams are finished.
+# For the answer: `SETTLE_MS` and the time of a busy machine. Without one streams are finished. Also
+# for the streams that wait for this engine: a gateway asks within some 100 ms of a grant.
 ANSWER_MS = 1_000.0
-# A gateway asks an engine within some 100 ms of its grant for the streams that wait for it.
-LINGER_MS = 1_000.0
 
 
 class LockSide:
@@ -73,10 +73,8 @@ class LockSide:
         self._hub, self._on_loader = hub, on_loader
         self._refusal: str | None = None
         self._active, self._loader = settings.active_lock, settings.loader_lock
-        self._named: Incarnation | None = None
-        self._wants_active = self._is_leaving = False
-        self._token = 0
-        self._over = 0  # the last token that this incarnation has handed over in place
+        self._now = Situation()  # as it was said last, and of which incarnation
+        self._running: Incarnation | None = None
         self._succeeds = 0  # the token of the holder that this engine vouches for
         self.client = LockClient(
             settings.lockserver_socket,
@@ -106,56 +104,40 @@ class LockSide:
 
     # ------------------------------------------------------------------ what is wanted
 
-    def tell(self, incarnation: Incarnation | None, *, wants_active: bool) -> None:
-        """`incarnation` is what runs now, None once it is reaped."""
-        if incarnation is not self._named:
-            self._over = 0
-        self._named, self._wants_active, self._token = incarnation, wants_active, 0
-        self.has_standby = self.is_continued = False
-        if incarnation is None:
+    def tell(self, now: Situation, running: Incarnation | None) -> None:
+        """Say what is wanted `now`; `running` is None once it is reaped."""
+        self._now, self._running = now, running
+        if not now.token:
+            self.has_standby = self.is_continued = False
+        if now.has_told:
+            self._succeeds = 0
+        if running is None:
             self.listener.remove()
         self.repeat()
 
-    def hold(self, token: int) -> None:
-        """This incarnation holds `active` under `token`, and claims it if the server forgets."""
-        self._token = token
-        self.repeat()
-
-    def hand_back(self, token: int) -> None:
-        """This incarnation will never serve under `token` again, and waits for the lock anew. It
-        is said for the rest of its life."""
-        self._over = token
-        self.tell(self._named, wants_active=True)
-
     def repeat(self) -> None:
-        """Say what is wanted now; the client sends it if it is new."""
-        named, leaving = self._named, (self._is_leaving, self._succeeds)
+        """Say again what is wanted; the client sends it if it is new."""
+        now, named, leaving = self._now, self._running, (self._now.has_told, self._succeeds)
         if named is None:
             self.client.set_want(None, None, (), {}, "", {}, *leaving)
             return
-        wanted = {self._active: self._wants_active, self._loader: named.loading.wants_loader}
-        tokens = {self._active: self._token, self._loader: named.loading.token}
+        wanted = {self._active: now.in_line, self._loader: named.loading.wants_loader}
+        tokens = {self._active: now.token, self._loader: named.loading.token}
         held = {lock: token for lock, token in tokens.items() if token}
         # One that leaves keeps what it has, and waits for nothing.
-        locks = [lock for lock in wanted if wanted[lock] and (lock in held or not leaving[0])]
+        locks = [lock for lock in wanted if wanted[lock] and (lock in held or not now.has_told)]
         continuation = named.prepared.continuation if named.prepared is not None else ""
-        over = {self._active: self._over} if self._over else {}
+        over = {self._active: now.over} if now.over else {}  # for the rest of its life
         self.client.set_want(
             *(named.id, named.witness_path, locks, held, continuation, over), *leaving
         )
 
     # ------------------------------------------------------------------ succession
 
-    def leave(self, *, asks: bool) -> None:
-        """Say that this engine was told to end; `asks`: `Succession` follows."""
-        self._is_leaving, self._succeeds = True, 0
-        if asks:
-            self._hub.after("succession", ANSWER_MS, lambda: self._settled(resume=False))
-        self.repeat()
-
-    def linger(self) -> None:
-        """Wait for streams that wait for this engine."""
-        self._hub.after("succession", LINGER_MS, lambda: self._settled(resume=False))
+    def await_successor(self) -> None:
+        """Post `Succession` once the lock server has answered, or streams that wait for this engine
+        have had their time."""
+        self._hub.after("succession", ANSWER_MS, lambda: self._settled(resume=False))
 
     def _settled(self, *, resume: bool) -> None:
         """There is an answer: whether a successor stays. Ignored where none is waited for."""
@@ -163,11 +145,11 @@ class LockSide:
 
     def _leaving(self, lock: str, token: int) -> None:
         """The holder under `token` was told to end: was this engine, too?"""
-        if lock == self._active and not self._is_leaving and token != self._succeeds:
+        if lock == self._active and not self._now.has_told and token != self._succeeds:
             self._hub.after("vouch", SETTLE_MS, lambda: self._vouch(token))
 
     def _vouch(self, token: int) -> None:
-        if not self._is_leaving:
+        if not self._now.has_told:
             self._succeeds = token
             self.repeat()
 
@@ -218,11 +200,11 @@ class LockSide:
         data = {"error_code": error.code}
         self._hub.log.record("engine.lock", f"refused: {error.message}", "error", data)
         cause = FATAL_REFUSALS.get(error.code)
-        if cause is not None and self._wants_active:
+        if cause is not None and self._now.in_line:
             self._end(cause, error.message)
 
     def _end(self, cause: str, reason: str) -> None:
-        if self._named is not None:
+        if self._running is not None:
             self._hub.post(Failed(cause, reason))
 
 

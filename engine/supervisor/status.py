@@ -101,12 +101,12 @@ class EngineStatus:
 
     def _lock(self) -> schema.EngineLock:
         now, lock = self._engine.lifecycle.now, self._engine.lock
-        wanted_since, lease = self._engine.history.wanted_since, lock.client.lease
+        lease = lock.client.lease
         return schema.EngineLock(
             server=self._engine.settings.lockserver_socket,
             connected=lock.client.is_connected,
             token=now.token,
-            waiting_since=wanted_since if now.state is State.STANDBY else None,
+            waiting_since=self._engine.history.since if now.state is State.STANDBY else None,
             other=lock.other,
             address=lock.address,
             is_behind_gateway=lock.listener.path is not None,

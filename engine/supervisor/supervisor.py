@@ -15,8 +15,7 @@ import os
 from typing import Any
 
 from engine.core import probes
-from engine.core.events import Exit, Terminate, TerminateNow
-from engine.messages import FaultReportMsg
+from engine.core.events import Terminate, TerminateNow
 from engine.supervisor.control import Control
 from engine.supervisor.engine import Engine
 from engine.supervisor.settings import TERMINATION_LOG, TERMINATION_LOG_BYTES_MAX, EngineSettings
@@ -40,7 +39,6 @@ class EngineSupervisor:
     """Runs one engine from its first launch to its exit."""
 
     def __init__(self, settings: EngineSettings, clock: Clock | None = None) -> None:
-        self._settings = settings
         self._engine = engine = Engine(settings, clock or SystemClock())
         self._state_file = EngineStateFile(engine)
         status = EngineStatus(engine, self._state_file)
@@ -77,7 +75,7 @@ class EngineSupervisor:
                 task.add_done_callback(self._ended)
                 tasks.append(task)
             engine.start()
-            ending = await engine.exit
+            await engine.exit
         finally:
             engine.close()
             for task in tasks:
@@ -89,8 +87,7 @@ class EngineSupervisor:
             await self._control.server.close()
             await self._state_file.close()
             await engine.leftovers.close()
-        is_loop = engine.verdict is not None
-        _depart(self._settings, ending, engine.last_fault, is_loop=is_loop)
+        _depart(engine)
 
     async def _heed(self, signals: SignalInbox) -> None:
         await signals.get()
@@ -118,21 +115,19 @@ class EngineSupervisor:
             self._engine.exit.set_exception(error)
 
 
-def _depart(
-    settings: EngineSettings, ending: Exit, fault: FaultReportMsg | None, *, is_loop: bool
-) -> None:
+def _depart(engine: Engine) -> None:
     """Return for a requested exit; otherwise raise its reason.
 
     Raises:
         UnderstudyError: the reason, with its exit code.
     """
-    if ending.reason is None:
-        _write_termination_log(settings, "exited as requested")
+    now, fault = engine.lifecycle.now, engine.last_fault
+    if now.is_leaving:
+        _write_termination_log(engine.settings, "exited as requested")
         return
-    _write_termination_log(settings, ending.reason)
-    code = "engine.crash_loop" if is_loop else fault.code if fault else "engine.cannot_go_on"
-    kind = UsageError if ending.code == EXIT_USAGE else GivenUpError
-    raise kind(code, ending.reason)
+    _write_termination_log(engine.settings, now.reason)
+    code = "engine.crash_loop" if engine.verdict else fault.code if fault else "engine.cannot_go_on"
+    raise (UsageError if now.exit_code == EXIT_USAGE else GivenUpError)(code, now.reason)
 
 
 def _write_termination_log(settings: EngineSettings, reason: str) -> None:

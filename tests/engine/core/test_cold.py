@@ -9,16 +9,30 @@ import pytest
 from engine.core import events as ev
 from engine.core.events import State
 from engine.core.lifecycle import IllegalEvent, Lifecycle
-from engine.core.probes import View, answer
 from engine.supervisor.state_file import from_text, to_text
 from plumbing.pod.messages import GoalGeneration, Tier
-from tests.engine.core.lifecycles import INC, MAIN_LINE, engine_in, kinds
-from tests.engine.core.test_resting import SERVED, WAKE, path_of, played
+from tests.engine.core.lifecycles import (
+    DIED,
+    DRAIN,
+    EXIT,
+    HAND_OVER,
+    KEEP_GOAL,
+    KILL,
+    MAIN_LINE,
+    NEXT,
+    REAPED,
+    RELAUNCH,
+    SERVED,
+    SLEEP,
+    STAY_COLD,
+    WAKE,
+    engine_in,
+    path_of,
+    played,
+)
 
 COLD = ev.Shall(Tier.COLD, "a pool")
-KILL = ev.Shall(Tier.COLD, "a pool", is_kill=True)
 ALIVE = [state for state in State if state is not State.DEAD]
-REAPED = ev.Reaped()
 
 
 def pool(goal: Tier, number: int, *, start: int = 1, era: str = "e") -> ev.Shall:
@@ -27,7 +41,7 @@ def pool(goal: Tier, number: int, *, start: int = 1, era: str = "e") -> ev.Shall
 
 def test_every_state_becomes_cold_without_leaving_requests_or_kv_memory_behind():
     """Goal: no request is cut and no KV memory is left for the sake of `cold`. Method: each state,
-    then what the backend answers on the way down."""
+    then what the backend answers on the way down; one that cannot rest drains and dies."""
     down = [ev.Drained(), ev.Rested()]
     left = [State.DRAINING, State.RELEASING, State.RESTING, State.DEAD]
     for state, said, path in (
@@ -37,38 +51,24 @@ def test_every_state_becomes_cold_without_leaving_requests_or_kv_memory_behind()
         (State.RELEASING, down[1:], left[2:]),
         (State.DRAINING, down, left[1:]),
         (State.ACTIVE, down, left),
+        (State.ACTIVE, down[:1], [State.DRAINING, State.DEAD]),
         (State.WAKING, [*SERVED, *down], [State.ACTIVE, *left]),
     ):
-        engine = engine_in(State.ACTIVE if state is State.DRAINING else state, can_rest=True)
+        can_rest = State.RELEASING in path or state is not State.ACTIVE
+        engine = engine_in(State.ACTIVE if state is State.DRAINING else state, can_rest=can_rest)
         if state is State.DRAINING:  # not for SIGTERM, which ends the supervisor
-            engine.handle(ev.Shall(Tier.WARM, "a test"))
+            engine.handle(SLEEP)
         effects = played(engine, COLD, *said)
         assert path_of(effects) == path
-        assert kinds(effects).count("KillTree") == 1
-        assert engine.handle(REAPED)[-1] == ev.StayCold()
+        assert (effects.count(KILL), DRAIN in effects) == (1, State.DRAINING in path)
+        assert engine.handle(REAPED)[-1] is STAY_COLD
 
 
 @pytest.mark.parametrize("state", ALIVE)
 def test_engine_that_is_to_be_killed_dies_at_once_whatever_it_does(state):
     engine = engine_in(state, can_rest=True)
-    effects = engine.handle(KILL)
-    assert path_of(effects) == [State.DEAD]
-    assert effects[-1] == ev.KillTree()
-
-
-def test_standby_withdraws_its_want_before_it_is_killed():
-    """Goal: as for SIGTERM, since it may have been granted a moment ago (docs/lock.md)."""
-    engine = engine_in(State.STANDBY)
-    effects = engine.handle(COLD)
-    assert kinds(effects)[-2:] == ["TellLockServer", "KillTree"]
-    assert effects[-2] == ev.TellLockServer(names_incarnation=True, wants_active=False)
-    assert engine.handle(ev.Granted(INC, 7)) == []
-
-
-def test_engine_that_cannot_rest_drains_and_dies():
-    engine = engine_in(State.ACTIVE)
-    assert path_of(played(engine, COLD, ev.Drained())) == [State.DRAINING, State.DEAD]
-    assert engine.handle(REAPED)[-1] == ev.StayCold()
+    effects = engine.handle(ev.Shall(Tier.COLD, "a pool", is_kill=True))
+    assert (path_of(effects), effects[-1]) == ([State.DEAD], KILL)
 
 
 def test_cold_engine_is_launched_by_a_goal_above_cold_and_by_nothing_else():
@@ -78,12 +78,12 @@ def test_cold_engine_is_launched_by_a_goal_above_cold_and_by_nothing_else():
         engine = Lifecycle(goal=Tier.COLD)
         with pytest.raises(IllegalEvent):
             engine.handle(MAIN_LINE[0])
-        assert engine.handle(COLD) == [ev.StayCold()]
         up = ev.Shall(goal, "a pool")
-        assert [type(e) for e in engine.handle(up)] == [ev.KeepGoal, ev.ScheduleRelaunch]
+        assert engine.handle(COLD) == [STAY_COLD]
+        assert engine.handle(up) == [KEEP_GOAL, RELAUNCH]
         assert engine.handle(up) == []  # repeated
-        assert engine.handle(COLD)[-1] == ev.StayCold()  # before it was launched
-        assert engine.handle(up)[-1] == ev.ScheduleRelaunch()
+        assert engine.handle(COLD)[-1] is STAY_COLD  # before it was launched
+        assert engine.handle(up)[-1] is RELAUNCH
         assert path_of(engine.handle(MAIN_LINE[0])) == [State.INIT]
 
 
@@ -91,28 +91,26 @@ def test_goal_that_rises_while_processes_die_waits_until_they_are_reaped():
     """Goal: no second tree beside the first. Method: cold, then warm, before the end is seen."""
     engine = engine_in(State.STANDBY)
     engine.handle(COLD)
-    assert kinds(engine.handle(ev.Shall(Tier.WARM, "a pool"))) == ["KeepGoal"]
-    assert kinds(engine.handle(REAPED))[-1] == "ScheduleRelaunch"
+    assert engine.handle(SLEEP) == [KEEP_GOAL]
+    assert engine.handle(REAPED)[-1] is RELAUNCH
 
 
 def test_dead_engine_that_is_to_be_awake_is_not_launched_by_hearing_so_again():
     """Goal: a goal does not skip the back-off, nor the wait for a predecessor."""
     engine = engine_in(State.INIT)
-    played(engine, ev.Failed("child_exit", "died"), REAPED)
-    assert engine.handle(ev.Shall(Tier.WARM, "a pool")) != []
-    assert "ScheduleRelaunch" not in kinds(engine.handle(WAKE))
+    played(engine, DIED, REAPED)
+    assert played(engine, SLEEP, WAKE) == [KEEP_GOAL, KEEP_GOAL]
 
 
 def test_sigterm_ends_a_cold_engine():
-    engine = Lifecycle(goal=Tier.COLD)
-    assert ev.Exit(0, None) in engine.handle(ev.Terminate())
+    assert EXIT in Lifecycle(goal=Tier.COLD).handle(ev.Terminate())
 
 
 def test_cold_wins_over_a_hand_over_on_its_way():
     engine = engine_in(State.ACTIVE, can_rest=True)
-    effects = played(engine, ev.HandOver(INC, "other"), COLD, ev.Drained(), ev.Rested())
-    assert path_of(effects)[-1] is State.DEAD
-    assert ev.HandBack(7) in effects  # it gave the lock up first
+    effects = played(engine, HAND_OVER, COLD, ev.Drained(), ev.Rested())
+    assert path_of(effects)[-2:] == [State.STANDBY, State.DEAD]
+    assert engine.now.over == 7  # it gave the lock up first
 
 
 # ---------------------------------------------------------------- generations
@@ -133,43 +131,37 @@ def test_goals_of_a_pool_that_are_not_newer_are_dropped_in_every_order():
         assert (engine.now.shall, engine.now.generation) == (goals[-1], goals[-1].generation)
 
 
-def test_goal_of_another_era_replaces_what_is_remembered():
+@pytest.mark.parametrize(
+    "goals",
+    [
+        # Another era replaces what is remembered.
+        [
+            *((pool(Tier.WARM, 50), Tier.WARM), (pool(Tier.OFFLOADED, 1, era="b"), Tier.OFFLOADED)),
+            (pool(Tier.WARM, 2, era="b"), Tier.WARM),
+        ],
+        # Without one the last word counts, and hides no newer one; a repetition is no news.
+        [
+            *((pool(Tier.WARM, 3), Tier.WARM), (WAKE, Tier.AWAKE)),
+            *((pool(Tier.WARM, 3), Tier.AWAKE), (pool(Tier.WARM, 4), Tier.WARM)),
+        ],
+    ],
+)
+def test_goal_that_stands_after_each_word(goals):
     engine = engine_in(State.STANDBY)
-    engine.handle(pool(Tier.WARM, 50))
-    engine.handle(pool(Tier.OFFLOADED, 1, era="another"))
-    assert engine.now.shall.goal is Tier.OFFLOADED
-    engine.handle(pool(Tier.WARM, 2, era="another"))
-    assert engine.now.shall.goal is Tier.WARM
-
-
-def test_goal_without_a_generation_counts_as_ever_and_hides_no_newer_one():
-    """Goal: without a pool nothing changes; beside one, the last word counts. Method: a pool's
-    goal, an operator's, the pool's again, and its next."""
-    engine = engine_in(State.STANDBY)
-    for goal, stands in (
-        (pool(Tier.WARM, 3), Tier.WARM),
-        (ev.Shall(Tier.AWAKE, "understudy"), Tier.AWAKE),
-        (pool(Tier.WARM, 3), Tier.AWAKE),  # a repetition is no news
-        (pool(Tier.WARM, 4), Tier.WARM),
-    ):
+    for goal, stands in goals:
         engine.handle(goal)
         assert engine.now.shall.goal is stands
 
 
-def test_newer_goal_of_the_same_tier_is_kept_so_that_an_older_one_is_recognised_later():
+def test_newest_generation_is_kept_over_a_death_and_by_the_next_supervisor():
+    """Goal: an older goal is recognised later. Method: a newer goal of the same tier; then an older
+    one, after a death, and of a new machine that was told the generation."""
     engine = engine_in(State.STANDBY)
-    engine.handle(pool(Tier.WARM, 3))
-    effects = engine.handle(pool(Tier.WARM, 4))
-    assert effects == [ev.KeepGoal(Tier.WARM, "a pool", GoalGeneration("e", 1, 4))]
+    assert played(engine, pool(Tier.WARM, 3), pool(Tier.WARM, 4)) == [KEEP_GOAL, KEEP_GOAL]
+    played(engine, DIED, REAPED, ev.Launch(NEXT))
     later = Lifecycle(goal=Tier.WARM, generation=GoalGeneration("e", 1, 4))
-    assert later.handle(pool(Tier.COLD, 3)) == []
-
-
-def test_generation_survives_a_death():
-    engine = engine_in(State.STANDBY)
-    engine.handle(pool(Tier.WARM, 3))
-    played(engine, ev.Failed("child_exit", "died"), REAPED, ev.Launch("e-0000000000000001"))
-    assert engine.handle(pool(Tier.COLD, 2)) == []
+    for each in (engine, later):
+        assert each.handle(pool(Tier.COLD, 3)) == []
 
 
 @pytest.mark.parametrize("era", ["e", "a.b", "0123456789abcdef"])
@@ -180,13 +172,3 @@ def test_generation_is_read_back_from_the_state_file(era):
     for text in ("e", "e.1", "e.1.x"):
         with pytest.raises(ValueError, match=r"unpack|literal"):
             from_text(text)
-
-
-# ---------------------------------------------------------------- probes
-
-
-def test_cold_engine_is_started_and_alive_and_not_ready():
-    """Goal: no kubelet restarts a container for being cold, also before its first launch."""
-    view = View(State.DEAD, False, False, is_healthy=True, is_crash_loop=False, is_cold=True)
-    answers = {name: answer(name, view).ok for name in ("startup", "live", "ready", "serving")}
-    assert answers == {"startup": True, "live": True, "ready": False, "serving": False}
