@@ -249,7 +249,6 @@ class Incarnation:
             objection = self.tree.check_witness(*self.witness_id)
         except OSError as error:
             return no_descriptors("check who holds the witness", error).message
-        self._leftovers.look(self.tree.everyone())
         if objection is not None:
             return Failed("witness_missing", objection)
         assert self.prepared is not None

@@ -15,13 +15,13 @@ has no descriptor or memory left; what is gone or hidden is left out.
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+import msgspec
 
 from engine.supervisor.hub import Background
 from plumbing.errors import UnderstudyError
@@ -33,10 +33,20 @@ from plumbing.wire.sockets import no_descriptors
 TICKS_BETWEEN_LOOKS = 30  # once a tree is prepared: a look takes 10 ms of a core
 NAMES_MAX = 4096  # a tree of 8 ranks has some 60; beyond this something else is wrong
 
+SHM = "/dev/shm"  # where shm_open(3) and sem_open(3) keep their names, in no subdirectory
+PREFIX = f"{SHM}/"
+
+
+class Name(NamedTuple):
+    """A file as it was seen: another one that has taken its path since is not it."""
+
+    path: str
+    dev: int
+    ino: int
+
 
 class Leftovers:
-    """The names of one engine. Every method but `start` and `close` only queues work for the
-    thread."""
+    """The names of one engine. What follows from a method's call happens on the thread."""
 
     def __init__(self, directory: str, engine: str, log: EventLog) -> None:
         """The list is neither read nor written before `start`."""
@@ -44,8 +54,7 @@ class Leftovers:
         self._path = os.path.join(directory, f"leftovers_{engine}.json")
         self._log = log
         self._thread = Background("leftovers")
-        self._ticks = 0
-        self._is_due = False
+        self._ticks = 0  # since the tree is prepared
         self._before: frozenset[Name] = frozenset()
         self._living: set[Name] = set()
         self._dead: set[Name] = set()
@@ -71,22 +80,15 @@ class Leftovers:
         Raises:
             OSError: they cannot be listed at present.
         """
-        self._do(self._start, there_now())
-
-    def look(self, pids: Iterable[int]) -> None:
-        """Learn what `pids`, processes of the tree, hold; with the next tick if an earlier look has
-        not ended yet, since it may hang."""
-        self._is_due = not self._thread.is_idle
-        if not self._is_due:
-            self._do(self._look, tuple(pids))
+        self._before = there_now()
 
     def tick(self, pids: Iterable[int], *, is_prepared: bool) -> None:
-        """Once a second. A tree that is being prepared changes; later it hardly does."""
-        self._ticks += 1
-        is_turn = self._ticks % TICKS_BETWEEN_LOOKS == 0 or self.problem is not None
-        if (is_turn or self._is_due or not is_prepared) and self._thread.is_idle:
-            self._is_due = False
-            self._do(self._look, tuple(pids), is_turn)
+        """Once a second: learn what `pids`, processes of the tree, hold. A tree that is being
+        prepared changes; later it hardly does. No look is put behind one that hangs."""
+        self._ticks = self._ticks + 1 if is_prepared else 0
+        is_turn = self._ticks == 1 or self._ticks % TICKS_BETWEEN_LOOKS == 0
+        if (is_turn or self.problem is not None) and self._thread.is_idle:
+            self._do(self._look, tuple(pids))
 
     def reported(self, path: str) -> None:
         """A process of the tree reports that it uses the file `path`, but does not keep it open."""
@@ -113,14 +115,9 @@ class Leftovers:
 
         self._thread.put(run)
 
-    def _start(self, before: frozenset[Name]) -> None:
-        self._before = before
-
-    def _look(self, pids: tuple[int, ...], retries: bool = False) -> None:
-        """`retries`: also try again to remove names that were still held."""
+    def _look(self, pids: tuple[int, ...]) -> None:
         self._learn(held_by(pids))
-        if retries:
-            self._remove()
+        self._remove()
 
     def _learn(self, held: set[Name]) -> None:
         new = held - self._before - self._living
@@ -146,17 +143,16 @@ class Leftovers:
         if removed:
             text = f"removed {len(removed)} files left by dead processes ({size} bytes of memory)"
             data = {"paths": removed, "bytes": size}
-            record = functools.partial(self._log.record, "engine.leftovers", text, data=data)
-            self._thread.call(record)
+            self._thread.call(lambda: self._log.record("engine.leftovers", text, data=data))
 
     def _save(self) -> None:
         names = self._living | self._dead
         if names == self._on_disk:
             return
-        document = {"names": [[each.path, each.dev, each.ino] for each in sorted(names)]}
         # A full disk only costs a successor its list.
         with contextlib.suppress(OSError):
-            write_atomic(self._path, json.dumps(document), survives_power_cut=False)
+            document = json.dumps({"names": sorted(names)})
+            write_atomic(self._path, document, survives_power_cut=False)
             self._on_disk = names
 
 
@@ -166,38 +162,17 @@ def _load(path: str) -> set[Name]:
     Raises:
         OSError: there is no descriptor or memory to read it.
     """
-    try:
-        document = read_json(path) or {}
-        return {Name(str(path), int(dev), int(ino)) for path, dev, ino in document["names"]}
-    except OSError as error:
-        procfs.raise_shortage(error)
-    except (UnderstudyError, KeyError, TypeError, ValueError):
-        pass
+    with _what_is_there(), contextlib.suppress(UnderstudyError, msgspec.ValidationError):
+        return msgspec.convert((read_json(path) or {}).get("names", []), set[Name])
     return set()
-
-
-SHM = "/dev/shm"  # where shm_open(3) and sem_open(3) keep their names, in no subdirectory
-PREFIX = f"{SHM}/"
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Name:
-    """A file as it was seen: another one that has taken its path since is not it."""
-
-    path: str
-    dev: int
-    ino: int
 
 
 def there_now() -> frozenset[Name]:
     """The regular files of this uid in shared memory; none where there is no such directory."""
-    found = set()
+    found: list[Name | None] = []
     with _what_is_there(), os.scandir(SHM) as entries:
-        for entry in entries:
-            name = name_of(entry.path)
-            if name is not None:
-                found.add(name)
-    return frozenset(found)
+        found = [name_of(entry.path) for entry in entries]
+    return frozenset(name for name in found if name is not None)
 
 
 def name_of(path: str) -> Name | None:
@@ -217,33 +192,21 @@ def held_by(pids: Iterable[int]) -> set[Name]:
 
     A process that is gone, or that may not be inspected, holds nothing here.
     """
-    inodes: set[int] = set()
-    sockets: set[str] = set()
-    device = _device()
-    for pid in pids:
-        inodes |= _mapped(pid, device)
-        files, numbers = _open(pid)
-        inodes |= files
-        sockets |= numbers
-    held = {name for name in there_now() if name.ino in inodes}
-    for number, path in _bound_sockets():
-        name = name_of(path) if number in sockets else None
-        if name is not None:
-            held.add(name)
-    return held
+    inodes, sockets = _open(pids)
+    bound = [name_of(path) for number, path in _bound_sockets() if number in sockets]
+    return {
+        *(name for name in there_now() if name.ino in inodes),
+        *(name for name in bound if name is not None),
+    }
 
 
 def still_held(names: Iterable[Name]) -> set[Name]:
     """Those of `names` that some process holds, as far as this one can see."""
-    wanted = set(names)
-    device = _device()
-    inodes: set[int] = set()
-    for pid in procfs.pids():
-        inodes |= _mapped(pid, device) | _open(pid)[0]
+    inodes, _ = _open(procfs.pids())
     bound = {path for _, path in _bound_sockets()}
     return {
         name
-        for name in wanted
+        for name in names
         if name.path in bound or (name.path.startswith(PREFIX) and name.ino in inodes)
     }
 
@@ -261,39 +224,28 @@ def remove(name: Name) -> int | None:
     return size
 
 
-def _mapped(pid: int, device: str | None) -> set[int]:
-    """The inodes on `device` (as /proc writes it) that `pid` has mapped."""
-    found: set[int] = set()
-    if device is None:
-        return found
-    mark = f" {device} "
-    with _what_is_there(), open(f"/proc/{pid}/maps", errors="replace") as lines:
-        for line in lines:
-            if mark in line:
-                fields = line.split(None, 5)  # address, access, offset, device, inode, path
-                if fields[3] == device:
-                    found.add(int(fields[4]))
-    return found
-
-
-def _open(pid: int) -> tuple[set[int], set[str]]:
-    """The inodes in shared memory that `pid` has open, and the numbers of its sockets."""
-    files: set[int] = set()
+def _open(pids: Iterable[int]) -> tuple[set[int], set[str]]:
+    """The inodes in shared memory that `pids` have mapped or open, and their sockets' numbers."""
+    inodes: set[int] = set()
     sockets: set[str] = set()
-    base = f"/proc/{pid}/fd"
-    try:
-        numbers = os.listdir(base)
-    except OSError as error:
-        procfs.raise_shortage(error)
-        return files, sockets
-    for number in numbers:
+    mark = f" {_device()} "
+    for pid in pids:
+        with _what_is_there(), open(f"/proc/{pid}/maps", errors="replace") as lines:
+            # Address, access, offset, device, inode, path.
+            fields = [line.split(None, 5) for line in lines if mark in line]
+            inodes |= {int(field[4]) for field in fields if field[3] == mark.strip()}
+        base = f"/proc/{pid}/fd"
+        numbers: list[str] = []
         with _what_is_there():
-            target = os.readlink(f"{base}/{number}")
-            if target.startswith("socket:["):
-                sockets.add(target.removeprefix("socket:[").removesuffix("]"))
-            elif target.startswith(PREFIX):
-                files.add(os.stat(f"{base}/{number}").st_ino)
-    return files, sockets
+            numbers = os.listdir(base)
+        for number in numbers:
+            with _what_is_there():
+                target = os.readlink(f"{base}/{number}")
+                if target.startswith("socket:["):
+                    sockets.add(target.removeprefix("socket:[").removesuffix("]"))
+                elif target.startswith(PREFIX):
+                    inodes.add(os.stat(f"{base}/{number}").st_ino)
+    return inodes, sockets
 
 
 def _bound_sockets() -> list[tuple[str, str]]:

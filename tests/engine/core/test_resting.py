@@ -135,7 +135,9 @@ def test_goal_outlives_the_incarnation_and_the_supervisor():
         assert each.state is State.RESTING
 
 
-@pytest.mark.parametrize("state", set(State) - {State.RELEASING, State.DEAD})
+@pytest.mark.parametrize(
+    "state", [state for state in State if state not in (State.RELEASING, State.DEAD)]
+)
 def test_rested_counts_only_while_releasing(state):
     """Goal: a backend cannot end a rest that was not asked for. Method: `Rested` everywhere."""
     with pytest.raises(IllegalEvent):
