@@ -212,10 +212,6 @@ class RegisterMsg(Message, frozen=True, tag="register"):
     pid: Pid
 
 
-class RegisteredMsg(Message, frozen=True, tag="registered"):
-    """The answer to `register`."""
-
-
 class MayLoadMsg(Message, frozen=True, tag="may_load"):
     """A rank asks for its weights. Answered by `load` once it may proceed, which can take hours
     while another engine is loading: watch for the end of the connection, not a clock."""
@@ -283,7 +279,7 @@ class KillingMsg(Message, frozen=True, tag="killing"):
 
 
 CONTROL = Catalogue(
-    *(RegisterMsg, RegisteredMsg, MayLoadMsg, LoadMsg, AttachedMsg, BrokenMsg, LeftoverMsg, OkMsg),
+    *(RegisterMsg, MayLoadMsg, LoadMsg, AttachedMsg, BrokenMsg, LeftoverMsg, OkMsg),
     *(StatusMsg, StatusReplyMsg, WatchMsg, EventMsg, LeaveMsg, KillMsg, KillingMsg),
     *(SetGoalMsg, EngineReportMsg),
 )

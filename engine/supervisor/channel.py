@@ -75,23 +75,19 @@ class BackendChannel(Handler):
         self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
     ) -> None:
         close_all(fds)  # no message of the backend carries any
-        if request_id == 0:
-            if isinstance(message, FaultMsg):
-                text = f"the backend gave up: {message.message} [{message.code}]"
-                self._on_fault(text, bool(message.details.get(DISK)))
-            else:
-                self._on_message(message)
-            return
-        if request_id not in self._asked:
+        if request_id and request_id not in self._asked:
             raise ProtocolError("engine.unasked_answer", f"there is no request {request_id}")
-        asked, expected, on_reply = self._asked.pop(request_id)
+        asked = self._asked.pop(request_id) if request_id else None
         if isinstance(message, FaultMsg):
-            text = f"the backend failed at {asked.TYPE}: {message.message} [{message.code}]"
+            did = f"failed at {asked[0].TYPE}" if asked is not None else "gave up"
+            text = f"the backend {did}: {message.message} [{message.code}]"
             self._on_fault(text, bool(message.details.get(DISK)))
-        elif not isinstance(message, expected):
-            self._on_fault(f"the backend replied to {asked.TYPE} with {message.TYPE}", False)
+        elif asked is None:
+            self._on_message(message)
+        elif not isinstance(message, asked[1]):
+            self._on_fault(f"the backend replied to {asked[0].TYPE} with {message.TYPE}", False)
         else:
-            on_reply(message)
+            asked[2](message)
 
     def closed(self, conn: Connection, reason: str) -> None:
         self.is_closed = True

@@ -79,7 +79,7 @@ class Control(Handler):
         match message:
             case msg.RegisterMsg():
                 self._register(conn, message, fds[0].fileno() if fds else None)
-                conn.send(msg.RegisteredMsg(), request_id)
+                conn.send(msg.OkMsg(), request_id)
             case msg.MayLoadMsg():
                 self._may_load(conn, message, request_id)
             case msg.AttachedMsg():
@@ -226,7 +226,7 @@ class Goals:
     def report(self) -> EngineReportMsg:
         """What the engine is now."""
         engine, now, running = self._engine, self._engine.lifecycle.now, self._engine.incarnation
-        woken = running.session.woken if running is not None else None
+        woken = running.woken if running is not None else None
         return EngineReportMsg(
             engine=engine.settings.engine,
             incarnation=now.incarnation or "",
@@ -267,39 +267,33 @@ class Goals:
 
     def _check(self, goal: Tier) -> None:
         """Whether this engine can obey, as far as is known yet."""
-        if goal is Tier.AWAKE:
+        settings, running = self._engine.settings, self._engine.incarnation
+        if goal is Tier.AWAKE or (goal is Tier.COLD and not settings.is_remote):
             return
-        running, who = self._engine.incarnation, self._engine.settings.engine
-        why = self._is_remote() if goal is Tier.COLD else self._cannot_rest()
+        why = self._cannot_rest()
         if why:
             raise UnderstudyError("engine.cannot_rest", why)
         prepared = running.prepared if running is not None else None
         if goal is Tier.OFFLOADED and prepared is not None and not prepared.can_offload:
             reason = prepared.cannot_offload or "its backend cannot release its weights"
-            why = f"{who} can be `warm` or `awake`: {reason}"
+            why = f"{settings.engine} can be `warm` or `awake`: {reason}"
             raise UnderstudyError("engine.no_such_tier", why)
 
     def _cannot_rest(self) -> str:
         """Why this engine cannot rest, as far as is known yet, or nothing."""
         settings, running = self._engine.settings, self._engine.incarnation
+        if settings.is_remote:
+            return f"{settings.engine} cannot sleep, because it reaches its lock server over TCP"
         if running is None or running.prepared is None or running.can_rest:
-            return self._is_remote()
-        return self._is_remote() or (
-            f"{settings.engine} cannot sleep: its {settings.backend} backend does not support it"
-        )
-
-    def _is_remote(self) -> str:
-        """Why no engine could rest here, nor be cold, or nothing."""
-        settings = self._engine.settings
-        why = f"{settings.engine} cannot sleep, because it reaches its lock server over TCP"
-        return why if settings.is_remote else ""
+            return ""
+        return f"{settings.engine} cannot sleep: its {settings.backend} backend does not support it"
 
     def _fault(self) -> str:
         """Why it is not at its goal; "" while it is, or is on its way."""
         now, running = self._engine.lifecycle.now, self._engine.incarnation
         if now.state is State.DEAD:
             return "" if now.is_meant else now.reason
-        note = running.session.note if running is not None else ""
+        note = running.note if running is not None else ""
         if now.shall.goal is not Tier.AWAKE and now.state in HOLDING:
             return self._cannot_rest() or note
         return note

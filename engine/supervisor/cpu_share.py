@@ -53,12 +53,8 @@ class CpuShare:
     @contextmanager
     def inherited(self) -> Iterator[None]:
         """A process that this thread starts in this block is limited."""
-        if self.limit is not None:
-            try:
-                os.sched_setaffinity(0, self.limit)
-            except OSError as error:
-                self.limit = None
-                self._failed(error)
+        if self.limit is not None and not self._set(0, self.limit):
+            self.limit = None
         if self.limit is None:
             yield
             return
@@ -67,10 +63,7 @@ class CpuShare:
         try:
             yield
         finally:
-            try:
-                os.sched_setaffinity(0, self.available)
-            except OSError as error:
-                self._failed(error)
+            self._set(0, self.available)
 
     def describe(self) -> str:
         """`CPUs 8-15 of 0-15`."""
@@ -111,19 +104,22 @@ class CpuShare:
         try:
             if frozenset(os.sched_getaffinity(thread)) != self._lifted:
                 return False
-            os.sched_setaffinity(thread, self.available)
         except ProcessLookupError:
             return False  # it has ended
+        return self._set(thread, self.available)
+
+    def _set(self, thread: int, cpus: frozenset[int]) -> bool:
+        try:
+            os.sched_setaffinity(thread, cpus)
+        except ProcessLookupError:
+            return False
         except OSError as error:
-            self._failed(error)
+            if not self._has_failed:
+                self._has_failed = True
+                text = f"cannot change which CPUs the backend may use: {error.strerror}"
+                self._log.record("engine.cpus", text, "warning")
             return False
         return True
-
-    def _failed(self, error: OSError) -> None:
-        if not self._has_failed:
-            self._has_failed = True
-            text = f"cannot change which CPUs the backend may use: {error.strerror}"
-            self._log.record("engine.cpus", text, "warning")
 
 
 def cpu_list(cpus: Iterable[int]) -> str:

@@ -181,14 +181,14 @@ class Engine(EngineHub):
                 self._wake()
             case Effect.ASK if now.step is not None:
                 self.history.asked(now.step)
-                self._running.session.ask(now.step)
+                self._running.ask(now.step)
             case Effect.DRAIN_BACKEND:
                 self.lock.listener.remove()
-                self._running.session.drain(resume=now.resumes)
+                self._running.drain(resume=now.resumes)
             case Effect.REST_BACKEND:
-                self._running.session.rest(keep_kv=now.hand_over is not None)
+                self._running.rest(keep_kv=now.hand_over is not None)
             case Effect.PLACE_WEIGHTS:
-                self._running.session.place(is_away=now.asks_away)
+                self._running.place(is_away=now.asks_away)
             case Effect.KILL_TREE:
                 self.lock.listener.remove()
                 self._running.tree.kill()
@@ -301,14 +301,14 @@ class Engine(EngineHub):
     def _wake(self) -> None:
         """Ask for the wake once there are both a grant and the listening socket."""
         now, waking = self.lifecycle.now, self.incarnation
-        if now.step is not WakingStep.WAKE or waking is None or waking.session.is_wake_asked:
+        if now.step is not WakingStep.WAKE or waking is None or waking.is_wake_asked:
             return
         listening, path = self.lock.listener.listen(), self.lock.listener.path
         if listening is None:
             self.after("listener", LISTENER_RETRY_MS, self._wake)
             return
         era = self.lock.era_of(now.token)
-        waking.session.wake(now.token, era, listening, path, proven=waking.can_rest)
+        waking.wake(now.token, era, listening, path)
         self.metrics.woken(is_behind_gateway=path is not None)
 
     def _loader_granted(self, incarnation: str, token: int) -> None:
@@ -356,7 +356,7 @@ class HealthWatch:
             answer_ms=config["answer_ms"],
             idle_canary_ms=config["idle_canary_ms"],
         )
-        self._hub, self._session = hub, incarnation.session
+        self._hub, self._running = hub, incarnation
         self._look, self._on_answer = look, on_answer
         self._is_over = False
         self._tick()
@@ -364,7 +364,7 @@ class HealthWatch:
     def close(self) -> None:
         """Ignore answers that still arrive."""
         self._is_over = True
-        self._session.canaries.stop()
+        self._running.canaries.stop()
         self._hub.cancel("health")
 
     @property
@@ -379,9 +379,9 @@ class HealthWatch:
             return
         for action in actions:
             if action is Action.ASK:
-                self._session.ask_health(self._answered)
+                self._running.ask_health(self._answered)
             else:
-                self._session.canaries.check(self._canary_done)
+                self._running.canaries.check(self._canary_done)
         self._hub.after("health", self._health.next_ms() - self._clock.now_ms(), self._tick)
 
     def _answered(self, healthy: HealthyMsg) -> None:
@@ -401,7 +401,7 @@ class HealthWatch:
             self._tick()
 
     def _fail(self, verdict: Unhealthy) -> None:
-        problem = self._session.canaries.problem
+        problem = self._running.canaries.problem
         self.close()
         reason = f"{verdict.reason}; {problem}" if problem else verdict.reason
         self._hub.post(Failed("unhealthy", reason))

@@ -1,9 +1,18 @@
-"""One incarnation: its witness, its processes, its channel, its access to the weights.
+"""One incarnation: its witness and its serving file, its processes, its access to the weights, and
+what its backend is asked: the wake, the drain, the rest, and where the weights are.
 
-Owns the translation between what a backend reports and does and the events of the lifecycle. Must
-not know in which state the engine is. It is over once its last process is reaped *and* the end of
-the channel has been read: a backend's fault report (a checkpoint is broken) often arrives a moment
-after its death has been seen.
+Owns the translation between what a backend reports and does and the events of the lifecycle, and
+what must be true of its answers (docs/lock.md, H15 and H18): a standby's processes hold the
+witness, between waking and serving all of them hold the serving file, and after a sleep none does.
+Must not know in which state the engine is. It is over once its last process is reaped *and* the end
+of the channel has been read: a backend's fault report (a checkpoint is broken) often arrives a
+moment after its death has been seen.
+
+A sleep is complete when the *file* is free, not when the backend says so. A helper that is being
+forked shares the descriptor for a moment, so a look that finds it held is repeated until the budget
+ends the engine. Requests to release the weights are repeated while something prevents it: a copy
+that is not made yet, or another engine that still maps them. Only the tier that is shown waits for
+it, so what is in the way is a note.
 """
 
 from __future__ import annotations
@@ -18,28 +27,35 @@ from engine import messages
 from engine.backends import process
 from engine.backends.process import MODEL_ENV, PROGRESS_ENV, ProgressPage
 from engine.core import events as ev
-from engine.core.events import EngineEvent, Failed
+from engine.core.events import EngineEvent, Failed, State, WakingStep
 from engine.core.health import ParkedHealth
 from engine.core.loading import Loading, LoadPermit
+from engine.supervisor.canary import Canaries
 from engine.supervisor.channel import BackendChannel
 from engine.supervisor.cpu_share import CpuShare
 from engine.supervisor.hub import EngineHub
 from engine.supervisor.kv_layout import KvLayout
 from engine.supervisor.leftovers import Leftovers
-from engine.supervisor.serving_session import ServingSession
 from engine.supervisor.tree import ProcessDeath, Tree
-from lockserver.client import witness
+from lockserver.client import serving, witness
 from plumbing.errors import UnderstudyError, is_disk_fault
+from plumbing.service import procfs
 from plumbing.service.process import parent_environment
+from plumbing.text import size
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.messages import Message
 from plumbing.wire.sockets import no_descriptors
 
 LoadReply = Callable[[messages.LoadMsg], None]
 
-# How soon to check a prepared backend again. Another supervisor's writing takes 0.1 ms, a shortage
-# of descriptors longer.
-JUDGE_RETRY_MS = 50.0
+# How soon to look again at what the backend's processes hold: a fork until its exec takes a few
+# milliseconds, another supervisor's writing of the KV cache's size 0.1.
+LOOK_AGAIN_MS = 10.0
+NOTHING_OVER = 0  # look at the serving file without sealing it: only the lock server does that
+# A copy of the weights is made within seconds of the first load. Later, what is in the way may stay
+# for hours, and vLLM's workers spin for a second after every question.
+AGAIN_MS_MIN = 1_000.0
+AGAIN_MS_MAX = 16_000.0
 
 # Asks glibc to back malloc with huge pages (madvise, which the kernel's usual setting allows; "The
 # GNU C Library", Memory Allocation Tunables; another libc ignores it). The fence waits for the
@@ -85,7 +101,10 @@ class Incarnation:
         self.exit: str | None = None
         self.machine_fault = ""  # why it ends, if that is not its own fault
         self.cpus = cpus
-        self.waiting: str | None = None  # what it waits for although the backend is prepared
+        self.waiting: str | None = None  # why what the backend reported does not count yet
+        self.woken: messages.WokenMsg | None = None
+        self.is_wake_asked = False
+        self.note = ""  # why the weights are not away, or their memory is not free
         self.progress = ProgressPage()
         self._hub, self._settings = hub, hub.settings
         self._leftovers, self._layout = leftovers, layout
@@ -98,8 +117,14 @@ class Incarnation:
             on_fault=functools.partial(self._fail, "backend_fault"),
             on_closed=self._channel_closed,
         )
-        self.session = ServingSession(hub, incarnation_id, self.channel, self.tree)
+        self.canaries = Canaries(self.channel, hub.log)
         self._parked = ParkedHealth()
+        self._serving_path = ""
+        self._serving: serving.ServingFile | None = None
+        self._rest_asked_ms = 0.0
+        self._wants_away = False
+        self._again_ms = AGAIN_MS_MIN
+        self._placings = 0  # requests so far; only the last one's answer counts
 
     # ------------------------------------------------------------------ its life
 
@@ -128,7 +153,10 @@ class Incarnation:
                     lent[PROGRESS_ENV] = progress_end.fileno()
                 environ = self._environment(lent)
                 if not settings.is_remote:  # only a lock server on this host can try it
-                    environ |= self.session.create(settings.directory)
+                    self._serving_path, file = serving.create(settings.directory, self.id)
+                    self._serving = file
+                    environ[process.SERVING_ENV] = self._serving_path
+                    environ[process.SERVING_ID_ENV] = f"{file.dev}:{file.ino}"
                 with self.cpus.inherited():
                     self.tree.start(settings.command, environ, held, [*lent.values()])
 
@@ -190,8 +218,8 @@ class Incarnation:
             if self._settings.is_remote and self.witness_path is not None:
                 with contextlib.suppress(OSError):  # then the next supervisor does
                     witness.discard(self.witness_path, *self.witness_id)  # no server here will
-            self._hub.cancel("prepared")
-            self.session.stop()
+            self._hub.cancel("look")
+            self._stop_placing()
             self._on_gone()
             self.progress.close()
 
@@ -205,7 +233,7 @@ class Incarnation:
         match message:
             case messages.PreparedMsg():
                 self.prepared = message
-                self._judge()
+                self._judge(self._look_prepared)
             case messages.FaultReportMsg():
                 self.broken(message)
             case _:
@@ -229,38 +257,40 @@ class Incarnation:
     @property
     def can_rest(self) -> bool:
         """Whether it can give its KV memory back and be woken again, which must be provable."""
-        return self.prepared is not None and self.prepared.can_rest and self.session.is_provable
+        return self.prepared is not None and self.prepared.can_rest and self._serving is not None
 
-    def _judge(self) -> None:
-        verdict = self._judge_prepared()
-        self.waiting = verdict if isinstance(verdict, str) else None
-        if isinstance(verdict, str):
-            self._hub.after("prepared", JUDGE_RETRY_MS, self._judge)
+    def _judge(self, look: Callable[[], EngineEvent | str]) -> None:
+        """Post what `look` finds. A string is what it waits for, and there is another look soon;
+        also where there is no descriptor to look, which proves nothing."""
+        try:
+            found = look()
+        except OSError as error:
+            found = no_descriptors("check what the backend's processes hold", error).message
+        self.waiting = found if isinstance(found, str) else None
+        if isinstance(found, str):
+            self._hub.after("look", LOOK_AGAIN_MS, lambda: self._judge(look))
         else:
-            self._hub.post(verdict)
+            self._hub.post(found)
 
-    def _judge_prepared(self) -> EngineEvent | str:
+    def _look_prepared(self) -> EngineEvent | str:
         """Whether it may stand by: every rank has its weights, every process holds the witness, and
-        the KV cache has the size on which the pod's engines agree. A string: what it waits for."""
+        the KV cache has the size on which the pod's engines agree."""
         missing = self.loading.missing
         if missing is not None:
             return Failed("weights_missing", f"the backend is prepared, but {missing}")
-        try:
-            objection = self.tree.check_witness(*self.witness_id)
-        except OSError as error:
-            return no_descriptors("check who holds the witness", error).message
+        objection = self.tree.check_witness(*self.witness_id)
         if objection is not None:
             return Failed("witness_missing", objection)
         assert self.prepared is not None
         before = self._layout.note
         try:
-            is_agreed = self._layout.agree(self.prepared.kv_bytes, self.loading.ranks)
+            waits_for = self._layout.agree(self.prepared.kv_bytes, self.loading.ranks)
         except UnderstudyError as error:
             return self._failed("kv_differs", process.fault_report(error))
         if self._layout.note not in (None, before):
             self._hub.log.record("engine.kv_layout", self._layout.note or "", "warning")
         can_offload = self.can_rest and self.prepared.can_offload
-        return ev.Prepared(self.can_rest, can_offload) if is_agreed else self._layout.waits_for
+        return waits_for or ev.Prepared(self.can_rest, can_offload)
 
     # ------------------------------------------------------------------ access to the weights
 
@@ -282,3 +312,158 @@ class Incarnation:
         self._on_loader()
         for permit in permits:
             self._loads.pop(permit.rank)(messages.LoadMsg(permit.mode, permit.token))
+
+    def _budget_ms(self, state: State) -> int:
+        return self._settings.budgets_ms[state]
+
+    # ------------------------------------------------------------------ waking and serving
+
+    def wake(self, token: int, era: str, listener: OwnedFd, private_path: str | None) -> None:
+        """Takes `listener`, the socket that the backend will accept from; behind a gateway it is
+        the private one, at `private_path`. `era` is that of `token`."""
+        self._stop_placing()
+        self.is_wake_asked, self.canaries.private_path = True, private_path
+        wake = messages.WakeMsg(token, self._settings.engine, era)
+        self.channel.ask(wake, messages.WokenMsg, self._woke, [listener])
+
+    def _woke(self, woken: messages.WokenMsg) -> None:
+        self.woken = woken
+        data = {"memory": woken.kv_memory, "adopted_blocks": woken.adopted_blocks}
+        text = _begun(woken)
+        self._hub.log.record("engine.kv_begun", text, data={**data, "note": woken.kv_note or None})
+        if woken.torn_blocks:
+            self._hub.log.record(
+                "engine.kv_torn",
+                f"{woken.torn_blocks} KV blocks were not adopted: their bytes are not what was"
+                " published",
+                "error",
+                {"incarnation": self.id, "blocks": woken.torn_blocks},
+            )
+        if self.can_rest:
+            self._judge(self._look_woken)
+        else:
+            self._hub.post(ev.Woken())
+
+    def _look_woken(self) -> EngineEvent | str:
+        """H15: a process without the file could serve on after a hand-over, unseen."""
+        assert self._serving is not None
+        for name, pid in self.tree.pids().items():
+            file = self._serving.dev, self._serving.ino
+            if procfs.is_alive(pid) and not procfs.holds_flock(pid, *file):
+                return Failed(
+                    "serving_file_missing",
+                    f"{name} (pid {pid}) of the backend does not hold the serving file, so its end"
+                    " of serving could not be proven",
+                )
+        return ev.Woken()
+
+    def ask(self, step: WakingStep) -> None:
+        """The step after the wake."""
+        if step is WakingStep.CANARY:
+            self.canaries.gate(self._gate)
+        elif step is WakingStep.SERVE:
+            serve, post = messages.ServeMsg(), self._hub.post
+            self.channel.ask(serve, messages.ServingMsg, lambda _: post(ev.Serving()))
+
+    def _gate(self, ok: bool, detail: str) -> None:
+        failed = Failed("canary_failed", f"the canary failed: {detail or 'wrong tokens'}")
+        self._hub.post(ev.CanaryPassed() if ok else failed)
+
+    def ask_health(self, on_reply: Callable[[messages.HealthyMsg], None]) -> None:
+        self.channel.ask(messages.HealthMsg(), messages.HealthyMsg, on_reply)
+
+    # ------------------------------------------------------------------ resting
+
+    def drain(self, *, resume: bool) -> None:
+        drain, post = messages.DrainMsg(self._budget_ms(State.DRAINING), resume), self._hub.post
+        self.channel.ask(drain, messages.DrainedMsg, lambda _: post(ev.Drained()))
+
+    def rest(self, *, keep_kv: bool) -> None:
+        """Ask for all KV memory back; `Rested` comes once no process holds the file."""
+        self._rest_asked_ms = self._hub.clock.now_ms()
+        rest = messages.RestMsg(keep_kv, self._budget_ms(State.RELEASING))
+        self.channel.ask(rest, messages.RestedMsg, lambda reply: self._did(reply, keep_kv))
+
+    def _did(self, rested: messages.RestedMsg, keep_kv: bool) -> None:
+        if rested.kv_bytes_resident:
+            left = size(rested.kv_bytes_resident)
+            text = f"the backend sleeps, but still maps {left} of KV"
+            self._hub.post(Failed("kv_resident", text))
+        else:
+            self._judge(lambda: self._look_rested(keep_kv))
+
+    def _look_rested(self, keep_kv: bool) -> EngineEvent | str:
+        """H18: it is over once it is certain that no process holds the file."""
+        assert self._serving is not None
+        name = os.path.basename(self._serving_path)
+        match serving.probe(self._serving_path, self._serving, NOTHING_OVER):
+            case serving.WitnessState.HELD:
+                pids = procfs.holders_of(self._serving.dev, self._serving.ino)
+                who = f"pid {', '.join(map(str, pids))}" if pids else "a process"
+                return f"the backend says that it stopped serving, but {who} still holds {name}"
+            case serving.WitnessState.UNSEEN:
+                return f"this supervisor has no descriptor left to check {name}"
+            case serving.WitnessState.FREE:
+                pass
+            case _:
+                return f"{name} is missing or was replaced: nothing proves the end of serving"
+        self.is_wake_asked, self.woken, self.canaries.private_path = False, None, None
+        took_ms = round(self._hub.clock.now_ms() - self._rest_asked_ms, 3)
+        self._hub.log.record(
+            "engine.rested",
+            f"all KV memory was freed after {took_ms:.1f} ms",
+            data={"incarnation": self.id, "ms": took_ms, "keep_kv": keep_kv},
+        )
+        return ev.Rested()
+
+    # ------------------------------------------------------------------ where the weights are
+
+    def place(self, *, is_away: bool) -> None:
+        """Ask for it, and ask again until the memory is free or something else is wanted. It maps
+        what a wake would map, so it has the same budget."""
+        self._wants_away, self._again_ms = is_away, AGAIN_MS_MIN
+        self._ask_to_place()
+
+    def _stop_placing(self) -> None:
+        """Stop asking the backend, which is woken or gone."""
+        self._wants_away, self.note = False, ""
+        self._placings += 1
+        self._hub.cancel("placing")
+
+    def _ask_to_place(self) -> None:
+        self._placings += 1
+        number, budget_ms = self._placings, self._budget_ms(State.WAKING)
+        message = messages.PlaceWeightsMsg(self._wants_away, budget_ms)
+        reply = messages.WeightsPlacedMsg
+        self.channel.ask(message, reply, lambda placed: self._placed(number, placed))
+        verb = "released" if self._wants_away else "mapped again"
+        spent = Failed(
+            "weights_not_placed", f"the weights were not {verb} within {budget_ms / 1000:g} s"
+        )
+        self._hub.after("placing", budget_ms, lambda: self._hub.post(spent))
+
+    def _placed(self, number: int, placed: messages.WeightsPlacedMsg) -> None:
+        if number == self._placings:
+            self._hub.cancel("placing")
+            self.note = placed.note if self._wants_away else ""
+        self._hub.post(ev.WeightsPlaced(placed.is_away))  # which shows the note, too
+        if number != self._placings:
+            return
+        if placed.freed_bytes:
+            self._hub.log.record(
+                "engine.offloaded",
+                f"{size(placed.freed_bytes)} of weights are offloaded to host memory",
+                data={"freed_bytes": placed.freed_bytes},
+            )
+        if self.note:
+            self._hub.after("placing", self._again_ms, self._ask_to_place)
+            self._again_ms = min(2 * self._again_ms, AGAIN_MS_MAX)
+
+
+def _begun(woken: messages.WokenMsg) -> str:
+    """With what an engine's cache begins."""
+    what = f"with {woken.adopted_blocks} blocks of an earlier engine"
+    text = f"the KV cache begins {what if woken.adopted_blocks else 'empty'}"
+    if woken.kv_memory == "private":
+        text += " in private memory, which ends with this engine"
+    return f"{text}: {woken.kv_note}" if woken.kv_note else text

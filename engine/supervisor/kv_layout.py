@@ -51,35 +51,31 @@ class KvLayout:
         self._fd: OwnedFd | None = None
         self._mine: KvRecord | None = None
         self.note: str | None = None  # for the user, in status and the log
-        self.waits_for = self._another
 
-    def agree(self, kv_bytes: int, ranks: int) -> bool:
-        """Agree on this size with the other engines; False while that has to wait, for what is in
-        `waits_for`: ask again.
+    def agree(self, kv_bytes: int, ranks: int) -> str | None:
+        """Agree on this size with the other engines. A sentence says for what that has to wait: ask
+        again.
 
         Raises:
             UsageError: `engine.kv_differs`; this engine has agreed to nothing then.
         """
         mine = KvRecord(kv_bytes, ranks, self._engine)
         if self._mine is not None and mine.agrees_with(self._mine):
-            return True
+            return None
         try:
             with contextlib.ExitStack() as undo:
                 undo.callback(self.close)
-                is_held = self._hold(mine)
-                if is_held:
-                    self._compare(mine)
-                    self._mine = mine
-                    undo.pop_all()
-                self.waits_for = self._another
-                return is_held
+                if not self._hold(mine):
+                    return self._another
+                self._compare(mine)
+                self._mine = mine
+                undo.pop_all()
         except OSError as error:
             if is_shortage(error):
-                self.waits_for = no_descriptors(f"open {self._path}", error).message
-                return False
+                return no_descriptors(f"open {self._path}", error).message
             # A disk that fails must not keep an engine from standing by.
             self.note = f"the size of the KV cache is not compared: {error.strerror} ({self._path})"
-            return True
+        return None
 
     def close(self) -> None:
         """Withdraw from the agreement; harmless to repeat."""

@@ -125,20 +125,6 @@ OPTIONS = (
         "Over TCP: the CA certificate that the lock server is verified with.",
     ),
     Option(
-        "members",
-        int,
-        1,
-        gone="one supervisor has the engine's lease; a backend that spans nodes starts its own"
-        " processes on them",
-    ),
-    Option(
-        "member",
-        int,
-        0,
-        gone="one supervisor has the engine's lease; a backend that spans nodes starts its own"
-        " processes on them",
-    ),
-    Option(
         "service_address",
         str,
         None,

@@ -8,7 +8,7 @@ changes none.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -22,7 +22,7 @@ from engine.supervisor.cpu_share import cpu_list
 from engine.supervisor.engine import Engine, patience_of
 from engine.supervisor.state_file import EngineStateFile, to_text
 from plumbing.pod.messages import Tier
-from plumbing.service.http import Probe
+from plumbing.service.http import HttpServer, Probe
 from plumbing.service.notify import restarts
 from plumbing.text import duration
 from plumbing.wire.server import Server
@@ -36,14 +36,14 @@ class EngineStatus:
     def __init__(self, engine: Engine, state_file: EngineStateFile) -> None:
         self._engine = engine
         self._state_file = state_file
-        self.http_problem: Callable[[], str | None] = lambda: None
-        self.server: Server | None = None  # the control socket's, whose problem is reported
+        self.sockets: Sequence[Server | HttpServer] = ()  # whose problems are reported
         engine.listeners.append(lambda: state_file.write(self.document()))
 
     def document(self) -> dict[str, Any]:
         """The status document."""
         engine, history = self._engine, self._engine.history
         now, newest = engine.lifecycle.now, engine.log.newest()
+        limit = engine.incarnation.cpus.limit if engine.incarnation else None
         found = schema.EngineDocument(
             schema=1,
             **newest,
@@ -57,7 +57,10 @@ class EngineStatus:
             ),
             lock=self._lock(),
             backend=self._backend(),
-            cpus=self._cpus(),
+            cpus=schema.EngineCpu(
+                available=cpu_list(os.sched_getaffinity(0)),
+                limit=cpu_list(limit) if limit is not None else None,
+            ),
             inflight=history.heard.in_flight,
             budget=schema.EngineBudget(
                 history.budget_ms, round(history.spent_ms, 3), history.is_budget_spent
@@ -78,11 +81,8 @@ class EngineStatus:
         return document
 
     def _about(self) -> schema.EngineEngine:
-        now, settings, history = (
-            self._engine.lifecycle.now,
-            self._engine.settings,
-            self._engine.history,
-        )
+        engine, history = self._engine, self._engine.history
+        now, settings = engine.lifecycle.now, engine.settings
         return schema.EngineEngine(
             id=settings.engine,
             role=settings.role.value,
@@ -127,13 +127,13 @@ class EngineStatus:
             kv=self._kv(),
             epoch=prepared.epoch if prepared else None,
             serves_on=self._serves_on(),
-            last_canary=incarnation.session.canaries.last if incarnation else None,
+            last_canary=incarnation.canaries.last if incarnation else None,
         )
 
     def _kv(self) -> schema.EngineKv | None:
         """Since the wake: whose memory the KV cache is in, and what it began with."""
         incarnation, heard = self._engine.incarnation, self._engine.history.heard
-        woken = incarnation.session.woken if incarnation else None
+        woken = incarnation.woken if incarnation else None
         if woken is None:
             return None
         return schema.EngineKv(
@@ -148,9 +148,9 @@ class EngineStatus:
     def _serves_on(self) -> str | None:
         """Where the backend accepts, or will once it is awake; None while it is not to."""
         incarnation, state = self._engine.incarnation, self._engine.lifecycle.state
-        if incarnation is None or state not in SERVING or not incarnation.session.is_wake_asked:
+        if incarnation is None or state not in SERVING or not incarnation.is_wake_asked:
             return None
-        return incarnation.session.canaries.private_path or self._engine.lock.address
+        return incarnation.canaries.private_path or self._engine.lock.address
 
     def _health(self) -> schema.EngineHealth:
         engine, watch = self._engine, self._engine.watch
@@ -167,14 +167,6 @@ class EngineStatus:
             answer_late_ms=round(watch.late_ms) if watch is not None else None,
         )
 
-    def _cpus(self) -> schema.EngineCpu:
-        incarnation = self._engine.incarnation
-        limit = incarnation.cpus.limit if incarnation else None
-        return schema.EngineCpu(
-            available=cpu_list(os.sched_getaffinity(0)),
-            limit=cpu_list(limit) if limit is not None else None,
-        )
-
     def _problems(self) -> list[str]:
         engine, running, fault = self._engine, self._engine.incarnation, self._engine.machine_fault
         problems = [
@@ -183,13 +175,11 @@ class EngineStatus:
             engine.predecessor,
             engine.lock.problem,
             engine.layout.note,
-            self.http_problem(),
             engine.leftovers.problem,
-            self.server.problem if self.server is not None else None,
+            *(server.problem for server in self.sockets),
         ]
         if running is not None:
-            problems += [running.tree.problem, running.session.canaries.problem]
-            problems += [running.session.problem]
+            problems += [running.tree.problem, running.canaries.problem, running.waiting]
             problems += running.prepared.warnings if running.prepared is not None else ()
         return [problem for problem in problems if problem]
 

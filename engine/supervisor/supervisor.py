@@ -43,7 +43,6 @@ class EngineSupervisor:
         self._state_file = EngineStateFile(engine)
         status = EngineStatus(engine, self._state_file)
         self._control = Control(engine, status.document)
-        status.server = self._control.server
         self._http = HttpServer(
             settings.config["http_host"],
             settings.http_port,
@@ -53,7 +52,7 @@ class EngineSupervisor:
             events=engine.log,
             allowed_hosts=settings.config["http_allowed_host"],
         )
-        status.http_problem = lambda: self._http.problem
+        status.sockets = self._control.server, self._http
 
     async def run(self) -> None:
         """Run until asked to exit, or until no relaunch can help.

@@ -46,7 +46,7 @@ def test_same_size_is_agreed_and_another_is_refused_with_both(layouts: Layouts):
     """Three engines, the third of another size, the fourth of other ranks: the sentence names who
     said what, and the way out; the two that agreed go on."""
     for engine in ("engine-0", "engine-1"):
-        assert layouts.of(engine).agree(SMALL, 2)
+        assert layouts.of(engine).agree(SMALL, 2) is None
     for wrong in ((LARGE, 2), (SMALL, 1)):
         with pytest.raises(UsageError, match=r"engine\.kv_differs") as caught:
             layouts.of("engine-2").agree(*wrong)
@@ -58,7 +58,7 @@ def test_same_size_is_agreed_and_another_is_refused_with_both(layouts: Layouts):
         ):
             assert words in caught.value.message
         assert f"{wrong[0]} bytes on {wrong[1]} rank" in caught.value.message
-    assert layouts.of("engine-2").agree(SMALL, 2)
+    assert layouts.of("engine-2").agree(SMALL, 2) is None
 
 
 def test_record_of_dead_engines_binds_no_one(layouts: Layouts):
@@ -66,7 +66,7 @@ def test_record_of_dead_engines_binds_no_one(layouts: Layouts):
     program = f"""
 from engine.supervisor.kv_layout import KvLayout
 layout = KvLayout({str(layouts.path.parent)!r}, "engine-0", may_change=False)
-print(layout.agree({SMALL}, 1), flush=True)
+print(layout.agree({SMALL}, 1) is None, flush=True)
 input()
 """
     with subprocess.Popen(
@@ -78,20 +78,20 @@ input()
             layouts.of("engine-1").agree(LARGE, 1)
         other.kill()
     assert json.loads(layouts.path.read_text())["kv_bytes"] == SMALL
-    assert layouts.of("engine-1").agree(LARGE, 1)
+    assert layouts.of("engine-1").agree(LARGE, 1) is None
 
 
 def test_change_that_is_meant_binds_those_that_come_later(layouts: Layouts):
     """--kv-change: allowed beside a living engine, and reported; later engines need no flag for
     the new size, and is refused with the old one."""
-    assert layouts.of("engine-0").agree(SMALL, 1)
+    assert layouts.of("engine-0").agree(SMALL, 1) is None
     changing = layouts.of("engine-1", may_change=True)
-    assert changing.agree(LARGE, 1)
+    assert changing.agree(LARGE, 1) is None
     assert changing.note is not None
     for words in (f"{LARGE} bytes on 1 rank here", f"{SMALL} bytes on 1 rank on engine-0"):
         assert words in changing.note
     later = layouts.of("engine-2")
-    assert later.agree(LARGE, 1)
+    assert later.agree(LARGE, 1) is None
     assert later.note is None
     with pytest.raises(UsageError, match="set by engine-1"):
         layouts.of("engine-3").agree(SMALL, 1)
@@ -102,10 +102,10 @@ def test_while_another_writes_it_is_asked_again(layouts: Layouts):
     layout = layouts.of("engine-0")
     with open(layouts.path, "a+b") as writer:
         fcntl.flock(writer, fcntl.LOCK_EX)
-        assert not layout.agree(SMALL, 1)
+        assert "is its supervisor stopped?" in (layout.agree(SMALL, 1) or "")
         fcntl.flock(writer, fcntl.LOCK_UN)
         fcntl.flock(writer, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    assert layout.agree(SMALL, 1)
+    assert layout.agree(SMALL, 1) is None
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b"[]", b'{"kv_bytes": "x"}', b"\xff" * 5000])
@@ -114,9 +114,9 @@ def test_damaged_record_stops_no_engine(layouts: Layouts, damage: bytes):
     engine of a pod writes over it."""
     first, second = layouts.of("engine-0"), layouts.of("engine-1")
     layouts.path.write_bytes(damage)
-    assert first.agree(SMALL, 1)
+    assert first.agree(SMALL, 1) is None
     layouts.path.write_bytes(damage)
-    assert second.agree(LARGE, 1)
+    assert second.agree(LARGE, 1) is None
     assert second.note is not None
     assert "is not valid" in second.note
 
@@ -131,7 +131,7 @@ input()
 for _ in range(ROUNDS):
     layout = KvLayout(directory, engine, may_change=False)
     try:
-        agreed = layout.agree(size, 1)
+        agreed = layout.agree(size, 1) is None
         counts["agreed" if agreed else "asked again"] += 1
         if agreed:
             with open(f"{directory}/kv_layout.json") as file:

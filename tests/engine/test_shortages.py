@@ -114,7 +114,10 @@ def test_a_backend_is_not_prepared_before_its_witness_can_be_checked(pod, lock, 
         with descriptors_below(NONE, engine.process.pid):
             loaded.touch()
             until(
-                lambda: "check who holds the witness" in watcher.status()["engine"]["reason"],
+                lambda: (
+                    "check what the backend's processes hold"
+                    in watcher.status()["engine"]["reason"]
+                ),
                 "the reason",
             )
             assert watcher.status()["engine"]["state"] == "init"

@@ -210,7 +210,7 @@ class Simulation:
         self.settings, self.clock = SimpleNamespace(config=config), self.world
         HealthWatch(
             self,
-            SimpleNamespace(session=self),
+            self,
             lambda: Signs(self.engine.progress if self.shows_progress else 0),
             lambda healthy: None,
         )

@@ -25,7 +25,6 @@ from engine.messages import (
     MayLoadMsg,
     OkMsg,
     PreparedMsg,
-    RegisteredMsg,
     RegisterMsg,
     WokenMsg,
 )
@@ -146,7 +145,7 @@ class Supervisor:
             case RegisterMsg():
                 self.registered[message.name] = message.pid
                 self.pidfds[message.name] = OwnedFd(os.pidfd_open(message.pid))
-                conn.send(RegisteredMsg(), request_id)
+                conn.send(OkMsg(), request_id)
             case MayLoadMsg():
                 conn.send(LoadMsg(self._load_mode, 1), request_id)
             case AttachedMsg():
