@@ -198,7 +198,7 @@ class Incarnation:
                 "child_pid": death.pid,
                 "name": death.name,
                 "signal": death.signal,
-                "exit_code": death.exit_code,
+                "exit_code": death.code if death.signal is None else None,
                 "incarnation": self.id,
                 "is_rehearsed": is_rehearsed,
             },

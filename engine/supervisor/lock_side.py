@@ -23,7 +23,7 @@ import contextlib
 import os
 import re
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from engine.core.events import Failed, Granted, HandOver, OtherGranted, Succession
 from engine.core.lifecycle import Situation
@@ -291,35 +291,32 @@ POLL_MS = 100.0  # between two looks at witnesses; holders usually end in millis
 
 
 def predecessor(directory: str, engine: str) -> str | None:
-    """Why `engine` cannot be launched yet: an earlier tree is alive, or cannot be looked for."""
-    try:
-        return clear_witnesses(directory, engine)
-    except OSError as error:
-        what = f"look for processes of an earlier launch in {directory}"
-        return f"not launched: {no_descriptors(what, error).message}"
-
-
-def clear_witnesses(directory: str, engine: str) -> str | None:
-    """Remove the witnesses of `engine` that no process holds; None, or who holds one.
+    """Why `engine` cannot be launched yet: an earlier tree is alive, or cannot be looked for. The
+    witnesses that no process holds are removed.
 
     On one host the lock server withholds the next grant until the last holder's witness is free.
     Over TCP it cannot see witnesses: a restarted supervisor looks itself, before its first launch,
     whether a process of the old tree is still alive and may use the device.
     """
     pattern = re.compile(rf"{witness.PREFIX}{re.escape(engine)}_[0-9a-f]{{16}}")
-    for name in sorted(os.listdir(directory)):
-        if not pattern.fullmatch(name):
-            continue
-        path = os.path.join(directory, name)
-        try:
-            found = os.stat(path, follow_symlinks=False)
-        except FileNotFoundError:
-            continue
-        if not witness.discard(path, found.st_dev, found.st_ino):
-            pids = ", ".join(str(pid) for pid in procfs.holders_of(found.st_dev, found.st_ino))
-            who = f"pid {pids} is" if pids else f"a process not visible here, with {name} open, is"
-            return (
-                f"not launched: {who} left from an earlier launch of {engine} and may use the"
-                " device; kill it if it does not exit"
-            )
+    try:
+        for name in filter(pattern.fullmatch, sorted(os.listdir(directory))):
+            path = os.path.join(directory, name)
+            with contextlib.suppress(FileNotFoundError):
+                found = os.stat(path, follow_symlinks=False)
+                if not witness.discard(path, found.st_dev, found.st_ino):
+                    return _held(name, procfs.holders_of(found.st_dev, found.st_ino), engine)
+    except OSError as error:
+        what = f"look for processes of an earlier launch in {directory}"
+        return f"not launched: {no_descriptors(what, error).message}"
     return None
+
+
+def _held(name: str, pids: Sequence[int], engine: str) -> str:
+    who = f"a process not visible here, with {name} open, is"
+    if pids:
+        who = f"pid {', '.join(map(str, pids))} is"
+    return (
+        f"not launched: {who} left from an earlier launch of {engine} and may use the device; kill"
+        " it if it does not exit"
+    )

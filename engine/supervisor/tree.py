@@ -75,7 +75,7 @@ class Tree:
         self._loop = asyncio.get_running_loop()
         self._processes: dict[int, _Process] = {}
         self._main: subprocess.Popen[bytes] | None = None
-        self._statuses: dict[int, int] = {}
+        self._codes: dict[int, int] = {}
         self._sweep: asyncio.TimerHandle | None = None
         self._sweep_s = SWEEP_S_MIN
         self._is_dying = False
@@ -136,8 +136,8 @@ class Tree:
                 process.lifeline = LifelineWatch(lifeline, functools.partial(self._dies, pid))
 
     def scan(self) -> None:
-        """Reap orphans and look for new processes; what prevents that is a `problem` until the next
-        look."""
+        """Once a second: reap orphans and look for new processes; what prevents that is a `problem`
+        until the next look."""
         try:
             self._look()
             self.problem = None
@@ -222,36 +222,32 @@ class Tree:
         if self.is_gone:
             raise InvariantError("this tree was reaped already")
         self._is_dying = True
-        # Those that are known, at once: to look for others at every thread of vLLM's takes 2
-        # milliseconds, and soon they have none any more.
-        self._kill_all(looks_first=False)
+        self._kill_all()
 
-    def _kill_all(self, *, looks_first: bool = True) -> None:
+    def _kill_all(self) -> None:
         if self._sweep is not None:
             self._sweep.cancel()
             self._sweep = None
         if self._collect():
             self._finish()
             return
-        if looks_first:
-            self.scan()
         for pid in list(self._processes):
             self.signal_one(pid, signal.SIGKILL)
-        if self.problem is not None:
-            self._kill_unwatched()
+        for pid in self._unwatched():
+            os.kill(pid, signal.SIGKILL)
         self._sweep = self._loop.call_later(self._sweep_s, self._kill_all)
         self._sweep_s = min(2 * self._sweep_s, SWEEP_S_MAX)
 
-    def _kill_unwatched(self) -> None:
-        """Without a descriptor to watch them: kill our own children by their pids, which are theirs
-        until we reap them. Orphans become our children, so in the end this kills everyone."""
+    def _unwatched(self) -> set[int]:
+        """Our own children that no pidfd watches; their pids are theirs until we reap them. Orphans
+        become our children, so in the end these are everyone. (To look for all descendants at every
+        thread of vLLM's takes 2 ms.)"""
         children = set()
         if self._main is not None and self._main.returncode is None:
             children.add(self._main.pid)
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # no descriptor left to look
             children.update(procfs.children(os.getpid()))
-        for pid in children - self._processes.keys():
-            os.kill(pid, signal.SIGKILL)
+        return children - self._processes.keys()
 
     def _collect(self) -> bool:
         """Reap every child that has ended; True if there is no child left, dead or alive."""
@@ -262,11 +258,12 @@ class Tree:
                 return True
             if pid == 0:
                 return False
-            if pid in self._processes:  # only statuses of watched processes are kept
-                self._statuses[pid] = status
+            code = os.waitstatus_to_exitcode(status)
+            if pid in self._processes:  # only codes of watched processes are kept
+                self._codes[pid] = code
             if self._main is not None and pid == self._main.pid:
                 # Popen must not wait for it, nor warn that it was not waited for.
-                self._main.returncode = os.waitstatus_to_exitcode(status)
+                self._main.returncode = code
 
     def _finish(self) -> None:
         self.is_gone = True
@@ -296,21 +293,21 @@ class Tree:
             return
         if process.must_live:
             self._is_dying = True
-            status = self._statuses.pop(pid, None)
-            self._on_death(self._first_death() or ProcessDeath(pid, process.name, status))
+            code = self._codes.pop(pid, None)
+            self._on_death(self._first_death() or ProcessDeath(pid, process.name, code))
 
     def _explain(self, pid: int, name: str) -> None:
         """The end of the death that a lifeline announced."""
         if pid == self._announced:
             self._announced = None
-            self._on_death(ProcessDeath(pid, name, self._statuses.pop(pid, None)))
+            self._on_death(ProcessDeath(pid, name, self._codes.pop(pid, None)))
 
     def _first_death(self) -> ProcessDeath | None:
         """The main process's, if it has ended too: its children die with it, so it is the cause."""
         main = self._main
-        if main is None or main.pid not in self._statuses or main.pid not in self._processes:
+        if main is None or main.pid not in self._codes or main.pid not in self._processes:
             return None
-        return ProcessDeath(main.pid, self._processes[main.pid].name, self._statuses[main.pid])
+        return ProcessDeath(main.pid, self._processes[main.pid].name, self._codes[main.pid])
 
     def _forget(self, process: _Process) -> None:
         self._loop.remove_reader(process.pidfd.fileno())
@@ -340,27 +337,23 @@ def _is_helper(pid: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ProcessDeath:
-    """A process that must live has ended. `status` is its wait status where it was our child."""
+    """A process that must live has ended. `code`: its exit code, or the signal that ended it,
+    negative; None where it was not our child."""
 
     pid: int
     name: str
-    status: int | None
+    code: int | None
 
     @property
     def signal(self) -> int | None:
-        status = self.status
-        return os.WTERMSIG(status) if status is not None and os.WIFSIGNALED(status) else None
-
-    @property
-    def exit_code(self) -> int | None:
-        status = self.status
-        return os.WEXITSTATUS(status) if status is not None and os.WIFEXITED(status) else None
+        return -self.code if self.code is not None and self.code < 0 else None
 
     def describe(self) -> str:
         """`http (pid 12) was killed by SIGKILL`."""
-        how = "has ended"
-        if self.signal is not None:
-            how = f"was killed by {signal.Signals(self.signal).name}"
-        elif self.exit_code is not None:
-            how = f"exited with code {self.exit_code}"
+        if self.code is None:
+            how = "has ended"
+        elif self.code < 0:
+            how = f"was killed by {signal.Signals(-self.code).name}"
+        else:
+            how = f"exited with code {self.code}"
         return f"{self.name} (pid {self.pid}) {how}"

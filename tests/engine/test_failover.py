@@ -13,7 +13,7 @@ import pytest
 from lockserver.client import witness
 from plumbing.errors import UnreachableError
 from plumbing.service import procfs
-from tests.engine.pod import FAKE, Engine, Pod
+from tests.engine.pod import FAKE, Pod
 from tests.helpers import is_over, until
 
 
@@ -102,35 +102,6 @@ def test_grants_of_an_incarnation_that_died_meanwhile_crash_no_supervisor(pair):
         second.until("active", number=number + 1)  # fails if its supervisor has ended
         first, second = second, pod.engine(first.name, "--grandchild", "joined", "--load")
         second.until("standby")
-
-
-def has_standby(engine: Engine) -> bool | None:
-    document = engine.status()
-    assert document is not None
-    known: bool | None = document["health"]["has_standby"]
-    return known
-
-
-@pytest.mark.slow
-def test_active_engine_knows_whether_another_one_stands_by(pair):
-    """The news of the real lock server: a standby, none while it is relaunched, then one again;
-    none without a lock server, and one once it is back."""
-    pod, first, second = pair
-    assert second.status()["health"]["has_standby"] is None
-    until(lambda: has_standby(first) is True, "the standby to be known")
-    second.kill("backend-http")
-    second.until("standby", number=2)
-    until(lambda: has_standby(first) is True, "the relaunched standby to be known")
-    second.terminate()
-    second.wait()
-    until(lambda: has_standby(first) is False, "its departure to be known")
-    pod.engine("engine-2").until("standby")
-    until(lambda: has_standby(first) is True, "the next one to be known")
-    pod.kill_lock()
-    until(lambda: has_standby(first) is False, "the loss of the lock server to count")
-    pod.start_lock()
-    until(lambda: has_standby(first) is True, "the standby to be known again")
-    assert first.status()["deaths"] == []
 
 
 @pytest.mark.slow

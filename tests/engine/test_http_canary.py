@@ -13,7 +13,7 @@ import pytest
 from engine.supervisor.canary import ANSWER_BYTES_MAX, Canaries
 from plumbing.service.clock import SystemClock
 from plumbing.service.events import EventLog
-from tests.helpers import auntil, room_for
+from tests.helpers import auntil
 
 OK = b'HTTP/1.1 200 OK\r\nContent-Length: 11\r\n\r\n{"ok":true}'
 BAD = b'HTTP/1.1 503 Unwell\r\ncontent-length:30\r\n\r\n{"ok":false,"detail":"7 is 8"}'
@@ -129,19 +129,6 @@ def test_backend_without_the_path_is_asked_another_way(path, status):
         async with serving(path, b"HTTP/1.1 %b\r\nContent-Length: 0\r\n\r\n" % status):
             found = Asked(path)
             await auntil(lambda: found.has_no_way, "the other way")
-            assert found.verdict is None
-
-    asyncio.run(scenario())
-
-
-def test_our_own_shortage_blames_nobody(path):
-    """Goal: a supervisor without a descriptor does not count it against the backend."""
-
-    async def scenario() -> None:
-        async with serving(path, OK):
-            with room_for(0):
-                found = Asked(path)
-                await auntil(lambda: found.has_no_way, "the other way")
             assert found.verdict is None
 
     asyncio.run(scenario())

@@ -20,7 +20,7 @@ from plumbing.errors import UnderstudyError, UnreachableError
 from plumbing.pod.messages import EngineReportMsg, SetGoalMsg, Tier
 from plumbing.pod.paths import engine_state
 from plumbing.wire.blocking import BlockingClient
-from tests.engine.pod import Engine, LoopThread, Pod, stub_lock
+from tests.engine.pod import Engine, Pod, stub_lock
 from tests.engine.stub_lock import StubLock
 from tests.helpers import until
 
@@ -352,16 +352,6 @@ def test_stopped_process_of_a_parked_engine_is_found_before_it_is_needed(pod):
     assert one.pids() == pids
 
 
-# ---------------------------------------------------------------- by a relaunch
-
-
-@pytest.fixture
-def plain_lock(directory: Path) -> Iterator[tuple[StubLock, LoopThread]]:
-    """A lock server that grants everything at once."""
-    with stub_lock(directory, auto=("loader", "active")) as found:
-        yield found
-
-
 def hand_over(stub: StubLock) -> None:
     assert stub.want is not None
     incarnation = stub.want.incarnation
@@ -383,39 +373,3 @@ def states(engine: Engine) -> list[str]:
                 found.append(record.record["data"]["to"])
             if record.record["id"] >= reply.document["as_of_event_id"]:
                 return found
-
-
-@pytest.mark.slow
-def test_hand_overs_are_no_crash_loop(pod, plain_lock):
-    """Goal: a hand-over is no failure. Method: more hand-overs than deaths make a loop; each
-    time the incarnation is named until it is reaped, and the next one is not backed off."""
-    stub, loop = plain_lock
-    engine = pod.engine("e-0", flags=(*QUICK, "--deaths-max", "2"))
-    for number in (1, 2, 3):
-        engine.until("active", number=number)
-        loop.call(hand_over, stub)
-    document = engine.until("active", number=4)
-    assert [death["cause"] for death in document["deaths"]] == ["drained"] * 3
-    named = [(want.incarnation, "active" in want.locks) for want in stub.wants]
-    first = named[0][0]
-    assert named.index((None, False)) > max(
-        at for at, (incarnation, _) in enumerate(named) if incarnation == first
-    )
-
-
-def test_hand_over_while_waking_begins_once_it_is_active(pod, directory):
-    """Goal: a request that comes early is kept. Method: the grant and the hand-over in one breath,
-    so that the engine is waking when the second arrives."""
-    with stub_lock(directory, auto=("loader",)) as (stub, loop):
-        engine = pod.engine("e-0", flags=QUICK)
-        until(lambda: stub.want is not None and "active" in stub.want.locks, "the want of active")
-
-        def grant_and_ask() -> None:
-            assert stub.want is not None
-            stub.grant("active", "e-0", str(stub.want.incarnation))
-            hand_over(stub)
-
-        loop.call(grant_and_ask)
-        engine.until("standby", number=2)
-        main_line = ["init", "standby", "waking", "active", "draining", "dead", "init", "standby"]
-        assert states(engine) == main_line

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import resource
 import signal
 import subprocess
 import sys
-import textwrap
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -103,25 +101,3 @@ def test_touching_what_is_not_there_ends_the_process(touch: str):
     program = f"{CHILD}\n{TOUCHES[touch]}"
     done = subprocess.run([sys.executable, "-c", program], check=False, cwd=ROOT)
     assert done.returncode == (0 if touch == "none" else -signal.SIGSEGV)
-
-
-def limited(limit: int, body: str) -> str:
-    """What a child prints that has `limit` set to what it uses now and a MiB."""
-    use = {resource.RLIMIT_AS: "VmSize", resource.RLIMIT_DATA: "VmData"}[limit]
-    program = f"""
-    import resource
-    from plumbing.errors import UnderstudyError
-    used = [line for line in open("/proc/self/status") if line.startswith("{use}")][0].split()[1]
-    def limit(more):
-        most = int(used) * 1024 + more
-        resource.setrlimit({limit}, (most, resource.RLIM_INFINITY))
-    limit(1 << 20)
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", CHILD + textwrap.dedent(program) + textwrap.dedent(body)],
-        check=True,
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-    )
-    return done.stdout

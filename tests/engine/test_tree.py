@@ -72,21 +72,6 @@ class Watched:
         assert procfs.descendants(os.getpid()) == []
 
 
-def test_without_a_descriptor_nobody_is_proven_to_hold_the_witness():
-    """Goal: what cannot be looked at is no proof. Method: processes that hold no witness, and not
-    one descriptor, then one: an error, and an objection only once there is room to look."""
-    run(no_proof)
-
-
-async def no_proof() -> None:
-    watched = Watched().start()
-    for left in (0, 1):
-        with room_for(left), pytest.raises(OSError, match="Too many open files"):
-            watched.tree.check_witness(1, 1)
-    assert "does not hold the witness" in str(watched.tree.check_witness(1, 1))
-    await watched.end()
-
-
 def test_signals_of_a_host_that_stops_everything_reach_no_process_of_a_tree():
     """Goal: the supervisor decides when streams end. Method: SIGTERM and SIGINT to a backend that
     has handlers for both, as vLLM has, and to its child: both have them blocked, and the

@@ -291,19 +291,3 @@ def test_hung_engine_is_judged_within_the_bound(pattern, seed, hangs_ms):
         assert judged_ms - simulation.seen_ms <= BOUND_SEEN_MS
     if pattern == "steady":
         assert judged_ms - max(hangs_ms, 2_000) <= BOUND_STEADY_MS
-
-
-def test_silent_worker_and_a_client_that_gives_up():
-    """What was reported: 1.5 s of patience, 0.7 s of pause, an engine that hangs from 5 s on."""
-    simulation = Simulation(1, "none", hangs_ms=5_000)
-    clients = simulation.clients
-    clients.patience_ms = 1_500
-
-    def again() -> None:
-        world = simulation.world
-        clients._ask(lambda: world.at(world.now + 700, again))
-
-    simulation.world.at(4_000, again)
-    simulation.run(85_000)
-    assert simulation.verdict is not None
-    assert simulation.verdict[0] <= 5_000 + 700 + BOUND_SEEN_MS

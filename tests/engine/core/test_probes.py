@@ -63,6 +63,13 @@ def test_ready_is_what_can_serve_and_serving_what_does():
     assert ok("serving") == [{State.ACTIVE}] * 5
 
 
+def test_cold_engine_is_started_and_alive_and_not_ready():
+    """Goal: no kubelet restarts a container for being cold, also before its first launch."""
+    view = View(State.DEAD, False, False, is_healthy=True, is_crash_loop=False, is_cold=True)
+    answers = {name: answer(name, view).ok for name in TABLE}
+    assert answers == {"startup": True, "live": True, "ready": False, "serving": False}
+
+
 def test_reason_is_one_word():
     """Programs read the reason: it has no spaces in any cell."""
     for endpoint in TABLE:

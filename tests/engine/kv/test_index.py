@@ -61,26 +61,6 @@ def test_index_in_a_mapping_is_released_before_the_mapping_is_closed():
         page.release()
 
 
-def test_audit_travels_with_its_block():
-    content = memory()
-    writer = writer_over(content)
-    writer.publish(1, writer.use(1), block_hash(1), 0, 16, audit=0)
-    assert adopted_from(content).records[0].audit == 0
-
-
-def test_invalidated_and_cleared_blocks_do_not_exist():
-    content = memory()
-    writer = writer_over(content)
-    for block in range(4):
-        publish(writer, block)
-    writer.invalidate(2)
-    assert blocks_of(adopted_from(content)) == [0, 1, 3]
-    writer.clear()
-    assert adopted_from(content).why_empty == "no block is published"
-    publish(writer, 3)
-    assert blocks_of(adopted_from(content)) == [3]
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_count_of_kept_blocks_is_what_the_next_engine_finds(seed):
     """Method: publish, hand out and clear at random, over two engines."""
@@ -271,18 +251,3 @@ def test_block_is_published_with_its_step_and_not_before():
     assert blocks_of(adopted_from(content)) == [1]
     assert publisher.step_processed() == 1
     assert blocks_of(adopted_from(content)) == [1, 2]
-
-
-def test_block_handed_out_again_is_published_by_its_new_step_only():
-    content = memory()
-    writer = writer_over(content)
-    publisher = LatePublisher(writer)
-    publisher.prepare(1, block_hash(1), 0, 16)
-    publisher.step_sent()
-    writer.invalidate(1)
-    publisher.prepare(1, block_hash(2), 0, 16)
-    publisher.step_sent()
-    assert publisher.step_processed() == 0
-    assert blocks_of(adopted_from(content)) == []
-    assert publisher.step_processed() == 1
-    assert [record.block_hash for record in adopted_from(content).records] == [block_hash(2)]
