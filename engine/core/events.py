@@ -187,7 +187,7 @@ class Reaped(EngineEvent, frozen=True):
 # ---------------------------------------------------------------- effects
 
 
-class Effect(Enum):
+class Command(Enum):
     """Something that the shell must do, with what the situation says then."""
 
     START_TREE = auto()
@@ -213,7 +213,7 @@ class Transition(msgspec.Struct, frozen=True):
     message: str
 
 
-EngineEffect = Effect | Transition
+EngineEffect = Command | Transition
 
 
 def explain(event: EngineEvent) -> tuple[str, str]:

@@ -49,7 +49,7 @@ from dataclasses import dataclass, replace
 from msgspec import structs
 
 from engine.core import events as ev
-from engine.core.events import Effect, EngineEffect, EngineEvent, State, Transition, WakingStep
+from engine.core.events import Command, EngineEffect, EngineEvent, State, Transition, WakingStep
 from plumbing.pod.messages import GoalGeneration, Tier
 
 HOLDING = (State.WAKING, State.ACTIVE, State.DRAINING, State.RELEASING, State.RESTING)
@@ -127,8 +127,8 @@ def _exit_or_relaunch(now: Situation) -> list[EngineEffect]:
     if not now.is_reaped:
         return []  # `Reaped` comes
     if now.is_over:
-        return [Effect.EXIT]
-    return [Effect.STAY_COLD if must_be_cold(now) else Effect.RELAUNCH]
+        return [Command.EXIT]
+    return [Command.STAY_COLD if must_be_cold(now) else Command.RELAUNCH]
 
 
 def _launch_from_cold(now: Situation) -> list[EngineEffect]:
@@ -139,7 +139,7 @@ def _launch_from_cold(now: Situation) -> list[EngineEffect]:
 
 
 def _linger(now: Situation) -> list[EngineEffect]:
-    return [Effect.AWAIT_SUCCESSOR] if now.is_leaving else []
+    return [Command.AWAIT_SUCCESSOR] if now.is_leaving else []
 
 
 def _asks_first(now: Situation) -> bool:
@@ -199,13 +199,13 @@ class Row:
         return next(row for row in self.all() if row.when is None or row.when(now))
 
 
-KILLED = Row(State.DEAD, (Effect.KILL_TREE,))
-WITHDRAWN = Row(State.DEAD, (Effect.TELL_LOCK_SERVER, Effect.KILL_TREE))
-DRAINED = Row(State.DRAINING, (Effect.DRAIN_BACKEND,))
-WOKEN = Row(State.WAKING, (Effect.ASK,))
+KILLED = Row(State.DEAD, (Command.KILL_TREE,))
+WITHDRAWN = Row(State.DEAD, (Command.TELL_LOCK_SERVER, Command.KILL_TREE))
+DRAINED = Row(State.DRAINING, (Command.DRAIN_BACKEND,))
+WOKEN = Row(State.WAKING, (Command.ASK,))
 # The backend is asked first: its wake waits for nothing.
-GRANTED = Row(State.WAKING, (Effect.ASK, Effect.TELL_LOCK_SERVER))
-HANDED_BACK = Row(State.STANDBY, (Effect.TELL_LOCK_SERVER,))
+GRANTED = Row(State.WAKING, (Command.ASK, Command.TELL_LOCK_SERVER))
+HANDED_BACK = Row(State.STANDBY, (Command.TELL_LOCK_SERVER,))
 
 # What lasts as long as something that has a budget.
 PASSING = (State.INIT, State.WAKING, State.DRAINING, State.RELEASING)
@@ -214,11 +214,11 @@ PLACING = (State.STANDBY, State.RESTING, State.WAKING)
 
 TRANSITIONS: Mapping[tuple[State, type[EngineEvent]], Row] = {
     (State.DEAD, ev.Launch): Row(
-        State.INIT, (Effect.START_TREE, Effect.TELL_LOCK_SERVER), guard=_may_launch
+        State.INIT, (Command.START_TREE, Command.TELL_LOCK_SERVER), guard=_may_launch
     ),
-    (State.INIT, ev.Prepared): Row(State.STANDBY, (Effect.TELL_LOCK_SERVER,)),
+    (State.INIT, ev.Prepared): Row(State.STANDBY, (Command.TELL_LOCK_SERVER,)),
     (State.STANDBY, ev.Granted): Row(
-        State.RESTING, (Effect.TELL_LOCK_SERVER,), when=must_rest, otherwise=GRANTED
+        State.RESTING, (Command.TELL_LOCK_SERVER,), when=must_rest, otherwise=GRANTED
     ),
     (State.WAKING, ev.Woken): replace(WOKEN, guard=_awaits(WakingStep.WAKE)),
     (State.WAKING, ev.CanaryPassed): replace(WOKEN, guard=_awaits(WakingStep.CANARY)),
@@ -230,7 +230,7 @@ TRANSITIONS: Mapping[tuple[State, type[EngineEvent]], Row] = {
     (State.RELEASING, ev.HandOver): Row(State.RELEASING),
     (State.RESTING, ev.HandOver): HANDED_BACK,
     (State.DRAINING, ev.Drained): Row(
-        State.RELEASING, (Effect.REST_BACKEND,), when=_may_release, otherwise=KILLED
+        State.RELEASING, (Command.REST_BACKEND,), when=_may_release, otherwise=KILLED
     ),
     (State.RELEASING, ev.Rested): replace(
         HANDED_BACK, when=_has_handed_back, otherwise=Row(State.RESTING)
@@ -276,7 +276,7 @@ TRANSITIONS: Mapping[tuple[State, type[EngineEvent]], Row] = {
     # A process may be seen dead before its fault report is read; `Reaped` waits for that.
     (State.DEAD, ev.Failed): Row(State.DEAD, guard=_is_reaping),
     (State.DEAD, ev.Reaped): Row(
-        State.DEAD, (Effect.TELL_LOCK_SERVER,), then=_exit_or_relaunch, guard=_is_reaping
+        State.DEAD, (Command.TELL_LOCK_SERVER,), then=_exit_or_relaunch, guard=_is_reaping
     ),
 }
 
@@ -349,7 +349,7 @@ class Lifecycle:
         if isinstance(event, ev.Shall):
             is_newer = event.generation is not None
             if is_newer or event.goal is not now.shall.goal:
-                effects.append(Effect.KEEP_GOAL)
+                effects.append(Command.KEEP_GOAL)
         effects += self._fire(event)
         while (due := _due(self.now)) is not None:
             effects += self._fire(due)
@@ -363,8 +363,8 @@ class Lifecycle:
         if not now.is_leaving or now.has_told or waits:
             return []
         self.now = replace(now, has_told=True)
-        asks = [Effect.AWAIT_SUCCESSOR] if now.state is State.ACTIVE else []
-        return [Effect.TELL_LOCK_SERVER, *asks]
+        asks = [Command.AWAIT_SUCCESSOR] if now.state is State.ACTIVE else []
+        return [Command.TELL_LOCK_SERVER, *asks]
 
     def _place(self) -> list[EngineEffect]:
         """The weights go where the goal wants them, once nothing is computed with them. A wake maps
@@ -375,7 +375,7 @@ class Lifecycle:
         if asks_away is now.asks_away:
             return []
         self.now = replace(now, asks_away=asks_away)
-        return [Effect.PLACE_WEIGHTS] if is_parked else []
+        return [Command.PLACE_WEIGHTS] if is_parked else []
 
     def _fire(self, event: EngineEvent) -> list[EngineEffect]:
         before = self.now

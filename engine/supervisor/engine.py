@@ -13,7 +13,7 @@ import asyncio
 from collections.abc import Callable
 
 from engine.core import events as ev
-from engine.core.events import Effect, EngineEvent, Failed, State, WakingStep
+from engine.core.events import Command, EngineEvent, Failed, State, WakingStep
 from engine.core.health import Action, GenerationHealth, Patience, Signs, Unhealthy
 from engine.core.lifecycle import PARKED, IllegalEvent, Lifecycle, Situation
 from engine.core.relaunch import Death, Relaunch
@@ -171,34 +171,34 @@ class Engine(EngineHub):
         match effect:
             case ev.Transition():
                 self._moved(effect)
-            case Effect.START_TREE:
+            case Command.START_TREE:
                 self._start_tree()
-            case Effect.TELL_LOCK_SERVER:
+            case Command.TELL_LOCK_SERVER:
                 self.lock.tell(now, self.incarnation)
-            case Effect.AWAIT_SUCCESSOR:
+            case Command.AWAIT_SUCCESSOR:
                 self.lock.await_successor()
-            case Effect.ASK if now.step is WakingStep.WAKE:
+            case Command.ASK if now.step is WakingStep.WAKE:
                 self._wake()
-            case Effect.ASK if now.step is not None:
+            case Command.ASK if now.step is not None:
                 self.history.asked(now.step)
                 self._running.ask(now.step)
-            case Effect.DRAIN_BACKEND:
+            case Command.DRAIN_BACKEND:
                 self.lock.listener.remove()
                 self._running.drain(resume=now.resumes)
-            case Effect.REST_BACKEND:
+            case Command.REST_BACKEND:
                 self._running.rest(keep_kv=now.hand_over is not None)
-            case Effect.PLACE_WEIGHTS:
+            case Command.PLACE_WEIGHTS:
                 self._running.place(is_away=now.asks_away)
-            case Effect.KILL_TREE:
+            case Command.KILL_TREE:
                 self.lock.listener.remove()
                 self._running.tree.kill()
-            case Effect.KEEP_GOAL:
+            case Command.KEEP_GOAL:
                 self.history.asked_to_be(now.shall)
-            case Effect.RELAUNCH if self._is_started:
+            case Command.RELAUNCH if self._is_started:
                 self._launch_when_due()
-            case Effect.STAY_COLD:
+            case Command.STAY_COLD:
                 self._cancel_launch()
-            case Effect.EXIT:
+            case Command.EXIT:
                 self._cancel_launch()
                 self.cancel("predecessor")
                 if not self.exit.done():

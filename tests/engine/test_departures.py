@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -203,27 +201,3 @@ def test_rehearsed_hang_is_detected_and_never_counts(pod, lock):
     death = until(lambda: engine.status()["deaths"], "the death")[-1]
     assert (death["cause"], death["is_rehearsed"]) == ("unhealthy", True)
     engine.until("active", number=2)
-
-
-def test_watch_streams_events(pod, lock):
-    """An observer sees the status first, then the records of a rehearsed death, in order."""
-    engine = pod.engine("e-0", flags=QUICK)
-    engine.until("active")
-    with engine.client() as client:
-        first = client.request(m.WatchMsg()).message
-        assert isinstance(first, m.StatusReplyMsg)
-        engine.kill("backend-http")
-        seen: dict[str, dict[str, Any]] = {}
-        while "engine.reaped" not in seen:
-            record = client.receive().message
-            assert isinstance(record, m.EventMsg)
-            assert record.record["id"] > first.document["as_of_event_id"]
-            seen.setdefault(record.record["type"], record.record)
-    # Its lifeline may end the incarnation before its status is known; it is reported all the same.
-    assert seen["engine.state"]["data"]["cause"] == "child_exit"
-    assert seen["engine.child_exit"]["data"]["name"] == "http"
-    assert seen["engine.child_exit"]["data"]["signal"] == signal.SIGKILL
-    closed = seen["engine.channel"]["message"]
-    assert closed.startswith("the channel to the backend was closed: the peer ")
-    order = [each for each in seen if each in ("engine.rehearsal", "engine.state", "engine.reaped")]
-    assert order == ["engine.rehearsal", "engine.state", "engine.reaped"]

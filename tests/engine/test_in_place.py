@@ -16,7 +16,7 @@ from engine import messages as m
 from engine.supervisor import state_file
 from engine.supervisor.control import WHAT_COUNTS
 from lockserver.messages import CATALOGUE, HandOverMsg, SwitchedOverMsg, SwitchOverMsg
-from plumbing.errors import UnderstudyError, UnreachableError
+from plumbing.errors import UnderstudyError
 from plumbing.pod.messages import EngineReportMsg, SetGoalMsg, Tier
 from plumbing.pod.paths import engine_state
 from plumbing.wire.blocking import BlockingClient
@@ -70,14 +70,6 @@ def pair(pod: Pod, *switches: str, flags: tuple[str, ...] = ()) -> tuple[Engine,
 def token_of(pod: Pod) -> int:
     token: int = pod.lock()["holder"]["token"]
     return token
-
-
-def later_token(pod: Pod, token: int) -> int | None:
-    """That of the holder, once a server answers and it is above `token`."""
-    with suppress(UnreachableError):
-        holder = pod.lock()["holder"]
-        return holder["token"] if holder and holder["token"] > token else None
-    return None
 
 
 def until_both(one: Engine, two: Engine) -> Engine:
@@ -182,29 +174,6 @@ def test_process_killed_or_stopped_at_each_step_of_a_switchover(pod, step):
         assert pod.ask()[0] == serves.name
         assert token_of(pod) > token
         one, two = serves, two if serves is one else one
-
-
-@pytest.mark.slow
-def test_lock_server_killed_at_each_step_of_a_switchover(pod):
-    """Goal: what was handed over stays so. Method: kill the server while an engine is held at a
-    step; it is back once the holder is done, and one engine serves under a new token, with the same
-    processes as before."""
-    one, two = pair(pod, "--hold-at", str(pod.directory))
-    pids = {each.name: each.pids() for each in (one, two)}
-    for state, step in (("draining", "drain"), ("releasing", "rest"), ("standby", "wake")):
-        hold, token = pod.directory / f"hold-{step}", token_of(pod)
-        hold.touch()
-        with switching(pod, two.name):
-            one.until(state)
-            pod.kill_lock()
-        hold.unlink()
-        one.until("standby")
-        pod.start_lock()
-        now = until(lambda before=token: later_token(pod, before), "a later grant")
-        serves = until_both(one, two)
-        assert pod.ask() == (serves.name, now)
-        one, two = serves, two if serves is one else one
-    assert {each.name: each.pids() for each in (one, two)} == pids
 
 
 @pytest.mark.slow

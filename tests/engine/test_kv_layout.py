@@ -169,26 +169,6 @@ def test_engines_that_come_at_once_never_hold_to_two_sizes(tmp_path: Path):
 # ---------------------------------------------------------------------- whole engines
 
 
-@pytest.mark.slow
-def test_engine_of_another_size_ends_with_a_sentence(pod: Pod):
-    """Two engines serve and stand by; a third of another size ends with 2 and both sizes; with
-    --kv-change it stands by, and its status says what differs."""
-    pod.start_lock()
-    first = pod.engine("engine-0")
-    first.until("active")
-    assert pod.engine("engine-1").until("standby")["problems"] == []
-    refused = pod.engine("engine-2", "--kv-bytes", "4096")
-    assert refused.wait() == 2
-    text = refused.errors.read_text()
-    assert "engine-2 has a KV cache of 4096 bytes on 1 rank" in text
-    assert "agreed on 1024 bytes on 1 rank, set by engine-0" in text
-    assert text.rstrip().endswith("[engine.kv_differs]")
-    changed = pod.engine("engine-3", "--kv-bytes", "4096", flags=("--kv-change",))
-    (problem,) = changed.until("standby")["problems"]
-    assert "--kv-change: the KV cache is 4096 bytes" in problem
-    assert first.state == "active"
-
-
 def test_engine_waits_visibly_for_a_writer_that_was_stopped(pod: Pod):
     """Somebody holds the record exclusively: the engine stays in init and says why, and goes on
     when it is let go."""

@@ -9,19 +9,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
-import functools
 import multiprocessing
 import multiprocessing.connection
 import os
 import select
-import signal
 import socket
 import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Awaitable, Callable
-from typing import Any
 
 import pytest
 
@@ -68,9 +64,12 @@ class Holder:
         self.process.stdin.write(b"\n")
         self.process.stdin.flush()
 
-    def close(self) -> None:
+    def end(self) -> None:
         self.process.kill()
         self.process.wait()
+
+    def close(self) -> None:
+        self.end()
         assert self.process.stdin is not None
         self.process.stdin.close()
         os.close(self.fd)
@@ -83,32 +82,30 @@ def holder():
         yield holder
 
 
-def on_a_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
-    @functools.wraps(test)
-    def run(*args: Any, **kwargs: Any) -> None:
-        asyncio.run(test(*args, **kwargs))  # type: ignore[arg-type]  # a coroutine function
-
-    return run
-
-
 def watchers() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "lifeline"]
 
 
-@on_a_loop
-async def test_death_is_told_once(holder):
-    told: list[str] = []
-    watch = lifeline.LifelineWatch(holder.fd, lambda: told.append("dying"))
-    holder.process.send_signal(signal.SIGKILL)
-    await auntil(lambda: told, "notice of the death")
-    await auntil(lambda: not watchers(), "the thread to end")
-    watch.close()
-    assert told == ["dying"]
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_death_is_told_once(holder, when):
+    """Goal: a death is told, also one before the watch began, and by one thread."""
+
+    async def main() -> None:
+        told: list[str] = []
+        if when == "before":
+            holder.end()
+        watch = lifeline.LifelineWatch(holder.fd, lambda: told.append("dying"))
+        holder.end()
+        await auntil(lambda: told, "notice of the death")
+        await auntil(lambda: not watchers(), "the thread to end")
+        watch.close()
+        assert told == ["dying"]
+
+    asyncio.run(main())
 
 
-@on_a_loop
-async def test_notice_arrives_before_the_process_is_gone():
-    with contextlib.closing(Holder("thread")) as holder:
+def test_notice_arrives_before_the_process_is_gone():
+    async def main() -> None:
         told: list[str] = []
         watch = lifeline.LifelineWatch(holder.fd, lambda: told.append("dying"))
         holder.end_main_thread()
@@ -116,50 +113,47 @@ async def test_notice_arrives_before_the_process_is_gone():
         assert not holder.is_gone
         watch.close()
 
-
-@on_a_loop
-async def test_death_before_the_watch_is_told(holder):
-    holder.process.kill()
-    holder.process.wait()
-    told: list[str] = []
-    watch = lifeline.LifelineWatch(holder.fd, lambda: told.append("dying"))
-    await auntil(lambda: told, "notice of the death")
-    watch.close()
+    with contextlib.closing(Holder("thread")) as holder:
+        asyncio.run(main())
 
 
-@on_a_loop
-async def test_nothing_is_called_after_close(holder):
-    told: list[str] = []
-    watch = lifeline.LifelineWatch(holder.fd, lambda: told.append("dying"))
-    until(watchers, "the thread")
-    watch.close()
-    holder.process.kill()
-    holder.process.wait()
-    await auntil(lambda: not watchers(), "the thread to end")
-    await asyncio.sleep(0)  # a turn of the loop, in which it would be told
-    assert told == []
+def test_nothing_is_called_after_close(holder):
+    async def main() -> None:
+        told: list[str] = []
+        watch = lifeline.LifelineWatch(holder.fd, lambda: told.append("dying"))
+        until(watchers, "the thread")
+        watch.close()
+        holder.end()
+        await auntil(lambda: not watchers(), "the thread to end")
+        await asyncio.sleep(0)  # a turn of the loop, in which it would be told
+        assert told == []
+
+    asyncio.run(main())
 
 
-@on_a_loop
-async def test_what_is_no_lifeline_is_refused():
-    """Mapping a file that its owner can shrink would be our death by SIGBUS."""
-    read, write = os.pipe()
-    plain = os.memfd_create("plain")
-    small = os.memfd_create("small", os.MFD_ALLOW_SEALING)
-    free = os.memfd_create("free", os.MFD_ALLOW_SEALING)
-    os.ftruncate(plain, 4096)
-    os.ftruncate(small, 100)
-    os.ftruncate(free, 4096)
-    fcntl.fcntl(small, fcntl.F_ADD_SEALS, lifeline.SIZE_SEALS)
-    fcntl.fcntl(free, fcntl.F_ADD_SEALS, lifeline.SIZE_SEALS)
-    try:
-        for fd in (read, write, plain, small, free):
-            with pytest.raises(ProtocolError) as caught:
-                lifeline.LifelineWatch(fd, lambda: None)
-            assert caught.value.code == "lifeline.bad"
-    finally:
-        for fd in (read, write, plain, small, free):
-            os.close(fd)
+@pytest.mark.parametrize(
+    ("flags", "size", "seals"),
+    [
+        (0, 4096, 0),  # its owner could shrink it, and our reading it would be our death by SIGBUS
+        (os.MFD_ALLOW_SEALING, 4096, 0),
+        (os.MFD_ALLOW_SEALING, 100, lifeline.SIZE_SEALS),
+        (os.MFD_ALLOW_SEALING, 4096, lifeline.SIZE_SEALS),  # nobody holds it
+        (None, 0, 0),
+    ],
+)
+def test_what_is_no_lifeline_is_refused(flags, size, seals):
+    async def main() -> None:
+        with pytest.raises(ProtocolError) as caught:
+            lifeline.LifelineWatch(fd, lambda: None)
+        assert caught.value.code == "lifeline.bad"
+
+    fd = os.open("/dev/null", os.O_RDONLY) if flags is None else os.memfd_create("no", flags)
+    if flags is not None:
+        os.ftruncate(fd, size)
+    if seals:
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    asyncio.run(main())
+    os.close(fd)
     assert not watchers()
 
 

@@ -227,5 +227,5 @@ Incarnation.start = fail
     engine = pod.engine("e-0", flags=QUICK, wrapper=patched(patch))
     death = engine.until("active", number=2)["deaths"][0]
     assert death["cause"] == "own_fault"
-    assert "StartTree" in death["message"]
+    assert "START_TREE" in death["message"]
     assert "injected" in death["message"]

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from engine.core import events as ev
-from engine.core.events import Effect, EngineEffect, EngineEvent, State, Transition
+from engine.core.events import Command, EngineEffect, EngineEvent, State, Transition
 from engine.core.lifecycle import Lifecycle
 from plumbing.pod.messages import Tier
 
 INC = "e-0123456789abcdef"
 NEXT = "e-1111111111111111"
-ASK, TELL, KILL = Effect.ASK, Effect.TELL_LOCK_SERVER, Effect.KILL_TREE
-DRAIN, REST, PLACE = Effect.DRAIN_BACKEND, Effect.REST_BACKEND, Effect.PLACE_WEIGHTS
-AWAIT, KEEP_GOAL, EXIT = Effect.AWAIT_SUCCESSOR, Effect.KEEP_GOAL, Effect.EXIT
-RELAUNCH, STAY_COLD = Effect.RELAUNCH, Effect.STAY_COLD
+ASK, TELL, KILL = Command.ASK, Command.TELL_LOCK_SERVER, Command.KILL_TREE
+DRAIN, REST, PLACE = Command.DRAIN_BACKEND, Command.REST_BACKEND, Command.PLACE_WEIGHTS
+AWAIT, KEEP_GOAL, EXIT = Command.AWAIT_SUCCESSOR, Command.KEEP_GOAL, Command.EXIT
+RELAUNCH, STAY_COLD = Command.RELAUNCH, Command.STAY_COLD
 
 SLEEP = ev.Shall(Tier.WARM, "a test")
 WAKE = ev.Shall(Tier.AWAKE, "a test")

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from engine.core import events as ev
-from engine.core.events import Effect, EngineEvent, State, Transition, WakingStep
+from engine.core.events import Command, EngineEvent, State, Transition, WakingStep
 from engine.core.lifecycle import HOLDING, IGNORED, TRANSITIONS, IllegalEvent, Lifecycle
 from plumbing.pod.messages import Tier
 from tests.engine.core.lifecycles import (
@@ -73,7 +73,7 @@ def test_main_line_asks_step_by_step():
     engine = Lifecycle(number=4)
     seen = [(asked(engine, event), engine.now.step) for event in MAIN_LINE]
     assert seen == [
-        ([Effect.START_TREE, TELL], None),
+        ([Command.START_TREE, TELL], None),
         ([TELL], None),
         ([ASK, TELL], WakingStep.WAKE),
         ([ASK], WakingStep.CANARY),
@@ -211,18 +211,18 @@ def test_random_schedules_keep_the_invariants(order):
             continue
         now = engine.now
         for effect in effects:
-            if effect is Effect.START_TREE:
+            if effect is Command.START_TREE:
                 assert not is_tree_up, "a second tree"
                 is_tree_up, launches = True, launches + 1
             if effect is TELL:
                 named = now.incarnation
                 assert named or before.state is State.DEAD, "the lock given away too early"
-            if effect is Effect.REST_BACKEND:
+            if effect is Command.REST_BACKEND:
                 assert before.state is State.DRAINING
                 assert before.can_rest
             if effect is KILL:
                 assert is_tree_up
-            if effect is Effect.DRAIN_BACKEND and now.resumes and now.is_leaving:
+            if effect is Command.DRAIN_BACKEND and now.resumes and now.is_leaving:
                 is_answered = isinstance(event, ev.Succession) and event.resume
                 assert is_answered or before.hand_over or not before.is_leaving, "without an answer"
         if now.over not in (0, before.over):
