@@ -96,34 +96,28 @@ class EngineStateFile:
         """On the thread."""
         if not self._waiting:
             return
-        text, failure = self._waiting.pop(), None
+        text, problem = self._waiting.pop(), None
         try:
             write_atomic(self.path, text, survives_power_cut=False)
         except OSError as error:
-            failure = error
-        self._thread.call(lambda: self._wrote(text, failure))
+            problem = f"cannot write {self.path}: {error.strerror}; free space on that disk"
+            if is_shortage(error):
+                problem = no_descriptors(f"write {self.path}", error).message
+        self._thread.call(lambda: self._wrote(text, problem))
 
-    def _wrote(self, text: str, failure: OSError | None) -> None:
+    def _wrote(self, text: str, problem: str | None) -> None:
         self._is_writing = False
-        self._report(failure)
-        if failure is None:
+        if problem != self.problem:
+            self.problem = problem
+            severity = "info" if problem is None else "warning"
+            said = problem or "the state file can be written again"
+            self._hub.log.record("engine.state_file", said, severity)
+        if problem is None:
             self._go_on()
             return
         if not self._waiting:
             self._waiting.append(text)
         self._hub.after("state file", RETRY_MS, self._go_on)
-
-    def _report(self, failure: OSError | None) -> None:
-        problem = None
-        if failure is not None:
-            problem = f"cannot write {self.path}: {failure.strerror}; free space on that disk"
-            if is_shortage(failure):
-                problem = no_descriptors(f"write {self.path}", failure).message
-        if problem != self.problem:
-            self.problem = problem
-            severity = "info" if problem is None else "warning"
-            text = problem or "the state file can be written again"
-            self._hub.log.record("engine.state_file", text, severity)
 
 
 def _word_of(directory: str, engine: str) -> tuple[str, int]:
