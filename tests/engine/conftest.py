@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.pod import Pod
+from tests.engine.pod import LoopThread, Pod
+from tests.engine.stub_lock import StubLock
 
 
 @pytest.fixture
@@ -26,3 +27,16 @@ def pod(directory: Path) -> Iterator[Pod]:
         yield made
     finally:
         made.close()
+
+
+@pytest.fixture
+def lock(directory: Path) -> Iterator[StubLock]:
+    """A stub lock server that grants everything at once, unless a test sets `auto`."""
+    thread = LoopThread()
+    stub = StubLock(str(directory / "lockserver.sock"), ("loader", "active"))
+    stub.call, stub.run = thread.call, thread.run
+    stub.run(stub.start())
+    yield stub
+    stub.run(stub.stop())
+    stub.close()
+    thread.close()

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,11 @@ from plumbing.errors import UnderstudyError
 from plumbing.pod.paths import engine_http_socket, engine_socket
 from plumbing.service import procfs
 from plumbing.wire.blocking import BlockingClient
-from tests.engine.stub_lock import StubLock
 from tests.helpers import free_port, until
 
 FAKE = str(Path(__file__).with_name("fake_backend.py"))
 ROOT = str(Path(__file__).parents[2])
+QUICK = ("--backoff-first-ms", "20", "--backoff-max-ms", "20", "--yield-ms", "20")
 
 
 def program(package: str) -> tuple[str, ...]:
@@ -261,20 +261,6 @@ class LoopThread:
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(30)
         self.loop.close()
-
-
-@contextlib.contextmanager
-def stub_lock(directory: Path, auto: tuple[str, ...]) -> Iterator[tuple[StubLock, LoopThread]]:
-    """A stub lock server in `directory` that grants the locks in `auto` by itself."""
-    thread = LoopThread()
-    stub = StubLock(str(directory / "lockserver.sock"), auto)
-    thread.run(stub.start())
-    try:
-        yield stub, thread
-    finally:
-        thread.run(stub.stop())
-        stub.close()
-        thread.close()
 
 
 def environment(**more: str) -> dict[str, str]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from lockserver.messages import CATALOGUE, BeatMsg, GrantedMsg, ServiceMsg, StandbyMsg, WantMsg
 from plumbing.wire.connection import Connection
@@ -14,12 +16,15 @@ from plumbing.wire.server import Server
 
 @dataclass
 class StubLock:
-    """`wants` is all that was heard, newest last; `auto` grants loader (and active) when wanted."""
+    """`wants` is all that was heard, newest last; `auto` grants loader (and active) when wanted.
+    `call` and `run`: on its thread, what a test says."""
 
     path: str
     auto: tuple[str, ...] = ("loader",)
     token: int = 0
     wants: list[WantMsg] = field(default_factory=list)
+    call: Callable[..., Any] = print
+    run: Callable[..., Any] = print
 
     def __post_init__(self) -> None:
         self.server = Server(self.path, CATALOGUE, self, service="stub")

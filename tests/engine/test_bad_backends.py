@@ -4,24 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-from pathlib import Path
 
 import pytest
 
 from plumbing.service import procfs
-from tests.engine.pod import Engine, stub_lock
+from tests.engine.pod import QUICK, Engine
 from tests.helpers import open_fds, until
 
 # Hung after 0.3 s, although no standby is ready.
 HASTY = ("--answer-ms", "200", "--hang-ms", "300", "--hang-alone-ms", "300")
-QUICK = ("--backoff-first-ms", "50", "--yield-ms", "50")
-
-
-@pytest.fixture
-def lock(directory: Path):
-    """A lock server that grants everything at once, and its thread."""
-    with stub_lock(directory, auto=("loader", "active")) as found:
-        yield found
 
 
 def last_death(engine: Engine, deaths: int = 1) -> dict[str, object]:
@@ -94,54 +85,52 @@ def test_tree_dies_as_soon_as_one_process_begins_to(pod, lock):
     assert f"model (pid {pids['model']})" in str(death["message"])
 
 
-def test_reconnect_claims_the_token(pod, directory):
+def test_reconnect_claims_the_token(pod, directory, lock):
     """The lock server goes, and no standby is counted on; it comes back: its first want names the
     token."""
-    with stub_lock(directory, auto=("loader", "active")) as (stub, thread):
-        engine = pod.engine("e-0")
-        token = engine.until("active")["lock"]["token"]
-        thread.call(stub.tell_standby, True)
-        until(lambda: engine.status()["health"]["has_standby"], "the news of a standby")
-        thread.run(stub.stop())
-        until(lambda: not engine.status()["lock"]["connected"], "the loss to be seen")
-        assert engine.state == "active"
-        assert engine.status()["health"]["has_standby"] is False
-        stub.wants.clear()
-        thread.run(stub.start())
-        want = until(lambda: stub.want, "a want on the new connection")
-        assert want.tokens == {"active": token}
-        assert want.locks == ("active",)
-        assert engine.state == "active"
+    engine = pod.engine("e-0")
+    token = engine.until("active")["lock"]["token"]
+    lock.call(lock.tell_standby, True)
+    until(lambda: engine.status()["health"]["has_standby"], "the news of a standby")
+    lock.run(lock.stop())
+    until(lambda: not engine.status()["lock"]["connected"], "the loss to be seen")
+    assert engine.state == "active"
+    assert engine.status()["health"]["has_standby"] is False
+    lock.wants.clear()
+    lock.run(lock.start())
+    want = until(lambda: lock.want, "a want on the new connection")
+    assert want.tokens == {"active": token}
+    assert want.locks == ("active",)
+    assert engine.state == "active"
 
 
-def test_nothing_is_said_between_a_death_and_the_reaping(pod, directory):
+def test_nothing_is_said_between_a_death_and_the_reaping(pod, directory, lock):
     """The wants of a death: the last one of the old incarnation, then none, then the next."""
-    with stub_lock(directory, auto=("loader", "active")) as (stub, _):
-        engine = pod.engine("e-0", flags=QUICK)
-        first = engine.until("active")["engine"]["incarnation"]
-        engine.kill("backend-http")
-        second = engine.until("active", number=2)["engine"]["incarnation"]
-        named = [want.incarnation for want in stub.wants]
+    engine = pod.engine("e-0", flags=QUICK)
+    first = engine.until("active")["engine"]["incarnation"]
+    engine.kill("backend-http")
+    second = engine.until("active", number=2)["engine"]["incarnation"]
+    named = [want.incarnation for want in lock.wants]
     assert named[: named.index(second)].count(None) >= 1
     begun = named.index(first)
     assert set(named[begun : named.index(None, begun)]) == {first}
 
 
-def test_loader_lock_is_held_from_may_load_to_attached(pod, directory):
+def test_loader_lock_is_held_from_may_load_to_attached(pod, directory, lock):
     """The rank waits for the lock, loads, attaches: `loader` is wanted exactly that long."""
     gate = directory / "gate"
-    with stub_lock(directory, auto=()) as (stub, thread):
-        engine = pod.engine("e-0", "--load", "--load-until", str(gate))
-        want = until(
-            lambda: stub.want if stub.want and stub.want.locks == ("loader",) else None,
-            "the loader lock to be wanted",
-        )
-        assert "waiting for the loader lock" in engine.status()["engine"]["reason"]
-        thread.call(stub.grant, "loader", "e-0", want.incarnation)
-        until(lambda: stub.want.tokens == {"loader": 1}, "the token to be claimed")
-        gate.touch()
-        engine.until("standby")
-        until(lambda: stub.want.locks == ("active",), "the lock to be wanted")
+    lock.auto = ()
+    engine = pod.engine("e-0", "--load", "--load-until", str(gate))
+    want = until(
+        lambda: lock.want if lock.want and lock.want.locks == ("loader",) else None,
+        "the loader lock to be wanted",
+    )
+    assert "waiting for the loader lock" in engine.status()["engine"]["reason"]
+    lock.call(lock.grant, "loader", "e-0", want.incarnation)
+    until(lambda: lock.want.tokens == {"loader": 1}, "the token to be claimed")
+    gate.touch()
+    engine.until("standby")
+    until(lambda: lock.want.locks == ("active",), "the lock to be wanted")
 
 
 @pytest.mark.slow
@@ -167,8 +156,7 @@ def test_engine_that_makes_tokens_lives_however_late_it_answers(pod, lock, direc
     switches = ("--answer-late-if", str(late), "--advance")
     engine = pod.engine("e-0", *switches, flags=(*QUICK, *impatient))
     engine.until("active")
-    stub, thread = lock
-    thread.call(stub.tell_standby, True)
+    lock.call(lock.tell_standby, True)
     until(lambda: engine.status()["health"]["has_standby"], "the news of a standby")
     late.touch()
     # More than twice the stretched budget.

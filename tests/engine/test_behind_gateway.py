@@ -7,7 +7,6 @@ import os
 import socket
 import stat
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,22 +16,12 @@ from engine.messages import LeaveMsg
 from plumbing.errors import UsageError
 from plumbing.pod.paths import engine_http_socket
 from plumbing.wire.limits import SOCKET_PATH_BYTES_MAX
-from tests.engine.pod import LoopThread, Pod, environment, program, stub_lock
+from tests.engine.pod import QUICK, Pod, environment, program
 from tests.engine.stub_lock import StubLock
 from tests.helpers import until
 
-QUICK = ("--backoff-first-ms", "50", "--backoff-max-ms", "50", "--yield-ms", "50")
 CANARIES = ("--idle-canary-ms", "1")  # one at once after the other
 HASTY = (*CANARIES, "--hang-ms", "300", "--hang-alone-ms", "300")
-
-Lock = tuple[StubLock, LoopThread]
-
-
-@pytest.fixture
-def lock(directory: Path) -> Iterator[Lock]:
-    """A lock server that grants everything at once."""
-    with stub_lock(directory, auto=("loader", "active")) as found:
-        yield found
 
 
 @pytest.fixture
@@ -54,11 +43,10 @@ def ask(path: Path) -> str:
         return sock.makefile().readline()
 
 
-def test_engine_serves_on_its_private_socket(pod: Pod, lock: Lock, private: Path):
+def test_engine_serves_on_its_private_socket(pod: Pod, lock: StubLock, private: Path):
     """Goal: behind a gateway an engine accepts there, and only there. Method: a stale file in its
     place, then one request to it, and a connection to the service's address, which waits; the
     process that serves dies, and its successor has a socket of its own."""
-    stub, _ = lock
     private.write_text("stale")
     engine = pod.engine("e-0", "--continuation", "weights-1", flags=QUICK)
     document = engine.until("active")
@@ -67,9 +55,9 @@ def test_engine_serves_on_its_private_socket(pod: Pod, lock: Lock, private: Path
     assert document["backend"]["serves_on"] == str(private)
     assert document["lock"]["is_behind_gateway"]
     assert "understudy_engine_behind_gateway 1.0" in engine.get("/metrics")[1]
-    assert stub.want is not None
-    assert stub.want.continuation == "weights-1"
-    with socket.create_connection(stub.address) as client:
+    assert lock.want is not None
+    assert lock.want.continuation == "weights-1"
+    with socket.create_connection(lock.address) as client:
         client.sendall(b"GET / HTTP/1.1\r\n\r\n")
         client.setblocking(False)
         engine.kill("backend-http")
@@ -80,7 +68,7 @@ def test_engine_serves_on_its_private_socket(pod: Pod, lock: Lock, private: Path
 
 
 def test_connections_that_wait_break_with_the_incarnation(
-    pod: Pod, lock: Lock, private: Path, directory: Path
+    pod: Pod, lock: StubLock, private: Path, directory: Path
 ):
     """Goal: a gateway learns of a death at once. Method: a backend that does not accept, a
     connection in its backlog, and SIGKILL; then the same with SIGKILL to the supervisor."""
@@ -97,7 +85,7 @@ def test_connections_that_wait_break_with_the_incarnation(
             engine.until("active", number=2)
 
 
-def test_idle_canary_takes_the_way_of_requests(pod: Pod, lock: Lock, directory: Path):
+def test_idle_canary_takes_the_way_of_requests(pod: Pod, lock: StubLock, directory: Path):
     """Goal: a verdict through the private socket ends an engine, and a passed one does not. Method:
     a backend whose HTTP side says that it is its own; it passes, then fails."""
     bad = directory / "bad"
@@ -114,7 +102,7 @@ def test_idle_canary_takes_the_way_of_requests(pod: Pod, lock: Lock, directory: 
     engine.until_death("unhealthy", "by http: token 7 is 8")
 
 
-def test_backend_that_does_not_accept_is_found(pod: Pod, lock: Lock, directory: Path):
+def test_backend_that_does_not_accept_is_found(pod: Pod, lock: StubLock, directory: Path):
     """Goal: inference that works is not enough. Method: the channel answers everything, the private
     socket nothing."""
     stuck = directory / "stuck"
@@ -134,15 +122,14 @@ def test_backend_that_does_not_accept_is_found(pod: Pod, lock: Lock, directory: 
     ],
 )
 def test_departure_leaves_streams_where_the_next_engine_continues(
-    pod: Pod, lock: Lock, private: Path, continues: bool, leave: str, expected: str
+    pod: Pod, lock: StubLock, private: Path, continues: bool, leave: str, expected: str
 ):
     """Goal: SIGTERM and `engine drain` are a pause where another engine can continue. Method: tell
     the engine of a standby that can or cannot, then each way to leave."""
-    stub, loop = lock
     note = private.with_name("note")
     engine = pod.engine("e-0", "--note-drain", str(note), flags=QUICK)
     engine.until("active")
-    loop.call(stub.tell_standby, True, continues)
+    lock.call(lock.tell_standby, True, continues)
     until(lambda: engine.status()["health"]["has_standby"], "the news of the standby")
     if leave == "sigterm":
         engine.terminate()
@@ -154,7 +141,7 @@ def test_departure_leaves_streams_where_the_next_engine_continues(
     assert not private.exists()
 
 
-def test_drain_that_hangs_is_reached_by_nobody(pod: Pod, lock: Lock, private: Path):
+def test_drain_that_hangs_is_reached_by_nobody(pod: Pod, lock: StubLock, private: Path):
     """Goal: no new connection once an engine drains, whatever its backend does. Method: one that
     hangs in the drain."""
     engine = pod.engine("e-0", "--hang-at", "drain", flags=QUICK)

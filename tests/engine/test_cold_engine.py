@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -12,20 +10,17 @@ from engine.supervisor import state_file
 from plumbing.errors import RemoteError
 from plumbing.pod.messages import EngineReportMsg, GoalGeneration, PoolGoal, SetGoalMsg, Tier
 from plumbing.wire.blocking import BlockingClient
-from tests.engine.pod import Engine, stub_lock
+from tests.engine.pod import QUICK, Engine
 from tests.engine.stub_lock import StubLock
-from tests.engine.test_in_place import QUICK, RESTS, heard_until, shall
+from tests.engine.test_in_place import RESTS, heard_until, shall
 from tests.helpers import until
 
 MODEL = ("--model-name", "chat")
 
 
-@pytest.fixture
-def lock(directory: Path) -> Iterator[StubLock]:
-    """A lock server with a gateway, whose locks are those of a model."""
-    locks = ("loader:chat", "active:chat")
-    with stub_lock(directory, locks) as (stub, _):
-        yield stub
+@pytest.fixture(autouse=True)
+def locks_of_a_model(lock: StubLock) -> None:
+    lock.auto = ("loader:chat", "active:chat")
 
 
 def told(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -14,19 +13,11 @@ from plumbing.errors import GivenUpError, RemoteError
 from plumbing.pod.paths import engine_socket
 from plumbing.service import procfs
 from plumbing.wire.blocking import BlockingClient
-from tests.engine.pod import Engine, environment, program, stub_lock
+from tests.engine.pod import QUICK, Engine, environment, program
 from tests.helpers import until
 
 # Hung after a second, although no standby is ready; less would kill healthy ones on a busy machine.
 HASTY = ("--answer-ms", "500", "--hang-ms", "1000", "--hang-alone-ms", "1000")
-QUICK = ("--backoff-first-ms", "20", "--backoff-max-ms", "20", "--yield-ms", "20")
-
-
-@pytest.fixture
-def lock(directory: Path):
-    """A lock server that grants everything at once."""
-    with stub_lock(directory, auto=("loader", "active")) as (stub, _):
-        yield stub
 
 
 def errors_of(engine: Engine) -> str:
@@ -128,33 +119,33 @@ def test_status_command_also_offline(pod, lock):
 
 
 @pytest.mark.slow
-def test_probes_of_a_first_and_of_a_later_life(pod, directory):
+def test_probes_of_a_first_and_of_a_later_life(pod, directory, lock):
     """Before the first standby startup is 503; after a restart of the supervisor it is 200 again
     although the engine is still in init, because the state file remembers."""
     slow = ("--hang-at", "prepare")
-    with stub_lock(directory, auto=()):
-        engine = pod.engine("e-0", *slow)
-        engine.until("init")
-        assert [engine.get(path)[0] for path in ("/startup", "/live", "/ready")] == [503] * 3
-        body = engine.get("/startup")[1]
-        assert (body["reason"], body["message"]) == ("never_standby_yet", "loading the model")
-        engine.terminate()
-        assert engine.wait() == 0
+    lock.auto = ()
+    engine = pod.engine("e-0", *slow)
+    engine.until("init")
+    assert [engine.get(path)[0] for path in ("/startup", "/live", "/ready")] == [503] * 3
+    body = engine.get("/startup")[1]
+    assert (body["reason"], body["message"]) == ("never_standby_yet", "loading the model")
+    engine.terminate()
+    assert engine.wait() == 0
 
-        engine = pod.engine("e-0")
-        engine.until("standby")
-        assert [engine.get(path)[0] for path in ("/startup", "/live", "/ready")] == [200] * 3
-        status, body = engine.get("/serving")
-        assert (status, body["reason"]) == (503, "is_standby")
-        assert body["message"].startswith("waiting for the lock")
-        engine.terminate()
-        assert engine.wait() == 0
+    engine = pod.engine("e-0")
+    engine.until("standby")
+    assert [engine.get(path)[0] for path in ("/startup", "/live", "/ready")] == [200] * 3
+    status, body = engine.get("/serving")
+    assert (status, body["reason"]) == (503, "is_standby")
+    assert body["message"].startswith("waiting for the lock")
+    engine.terminate()
+    assert engine.wait() == 0
 
-        engine = pod.engine("e-0", *slow)
-        document = engine.until("init")
-        assert document["engine"]["number"] == 3
-        assert [engine.get(path)[0] for path in ("/startup", "/live")] == [200, 200]
-        assert [engine.get(path)[0] for path in ("/ready", "/serving")] == [503, 503]
+    engine = pod.engine("e-0", *slow)
+    document = engine.until("init")
+    assert document["engine"]["number"] == 3
+    assert [engine.get(path)[0] for path in ("/startup", "/live")] == [200, 200]
+    assert [engine.get(path)[0] for path in ("/ready", "/serving")] == [503, 503]
 
 
 def test_broken_state_file_is_started_over(pod, lock, directory):

@@ -8,7 +8,6 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 import pytest
 
@@ -20,13 +19,13 @@ from plumbing.errors import UnderstudyError
 from plumbing.pod.messages import EngineReportMsg, SetGoalMsg, Tier
 from plumbing.pod.paths import engine_state
 from plumbing.wire.blocking import BlockingClient
-from tests.engine.pod import Engine, Pod, stub_lock
+from tests.engine.pod import QUICK, Engine, Pod
 from tests.engine.stub_lock import StubLock
 from tests.helpers import until
 
 RESTS = ("--rest", "--grandchild", "joined")
 PATIENT = ("--hang-ms", "600000")
-QUICK = ("--backoff-first-ms", "20", "--backoff-max-ms", "20", "--deaths-max", "100")
+FOR_EVER = ("--deaths-max", "100")
 
 
 def switch_over(pod: Pod, to: str) -> SwitchedOverMsg:
@@ -60,9 +59,9 @@ def switching(pod: Pod, to: str) -> Iterator[None]:
 def pair(pod: Pod, *switches: str, flags: tuple[str, ...] = ()) -> tuple[Engine, Engine]:
     """The first is active, the second stands by."""
     pod.start_lock()
-    one = pod.engine("e-0", *RESTS, *switches, flags=(*QUICK, *flags))
+    one = pod.engine("e-0", *RESTS, *switches, flags=(*QUICK, *FOR_EVER, *flags))
     one.until("active")
-    two = pod.engine("e-1", *RESTS, *switches, flags=(*QUICK, *flags))
+    two = pod.engine("e-1", *RESTS, *switches, flags=(*QUICK, *FOR_EVER, *flags))
     two.until("standby")
     return one, two
 
@@ -128,26 +127,26 @@ def test_rest_that_is_not_proven_ends_the_tree_and_then_the_other_is_granted(pod
     until(lambda: len([*pod.directory.glob("serving_e-0_*")]) == 1, "the dead one's file to go")
 
 
-def test_hand_over_that_the_lock_server_refuses_ends_the_tree(pod, directory):
+def test_hand_over_that_the_lock_server_refuses_ends_the_tree(pod, directory, lock):
     """Goal: H18. Method: a server that refuses what the engine says is over: as long as its
     processes live, no engine could be granted the lock."""
-    with stub_lock(directory, ("loader",)) as (stub, loop):
-        engine = pod.engine("e-0", *RESTS, flags=QUICK)
-        until(lambda: stub.want is not None and "active" in stub.want.locks, "the want of active")
-        assert stub.want is not None
-        loop.call(stub.grant, "active", "e-0", str(stub.want.incarnation))
-        engine.until("active")
-        loop.call(hand_over, stub)
-        until(lambda: stub.want is not None and stub.want.over == {"active": 1}, "the word")
+    lock.auto = ("loader",)
+    engine = pod.engine("e-0", *RESTS, flags=QUICK)
+    until(lambda: lock.want is not None and "active" in lock.want.locks, "the want of active")
+    assert lock.want is not None
+    lock.call(lock.grant, "active", "e-0", str(lock.want.incarnation))
+    engine.until("active")
+    lock.call(hand_over, lock)
+    until(lambda: lock.want is not None and lock.want.over == {"active": 1}, "the word")
 
-        def refuse() -> None:
-            for conn in stub.server.connections:
-                conn.fault(UnderstudyError("lock.bad_want", "no engine holds it"), close=False)
+    def refuse() -> None:
+        for conn in lock.server.connections:
+            conn.fault(UnderstudyError("lock.bad_want", "no engine holds it"), close=False)
 
-        loop.call(refuse)
-        document = engine.until("standby", number=2)
-        assert document["deaths"][0]["cause"] == "hand_over_refused"
-        until(lambda: stub.want is not None and not stub.want.over, "the next want")
+    lock.call(refuse)
+    document = engine.until("standby", number=2)
+    assert document["deaths"][0]["cause"] == "hand_over_refused"
+    until(lambda: lock.want is not None and not lock.want.over, "the next want")
 
 
 @pytest.mark.slow
@@ -217,13 +216,6 @@ def assert_no_repeats(words: list[EngineReportMsg]) -> None:
         assert later != earlier
 
 
-@pytest.fixture
-def lock(directory: Path) -> Iterator[StubLock]:
-    """A lock server with a gateway, that grants everything at once."""
-    with stub_lock(directory, ("loader", "active")) as (stub, _):
-        yield stub
-
-
 def test_engine_rests_and_wakes_under_its_token_and_says_so(pod, lock):
     """Goal: rest in place. Method: to rest and back twice; the same connection hears of each
     change, the probes are a standby's, the lock is held all the time by the same processes."""
@@ -275,37 +267,35 @@ def test_engine_says_so_when_its_last_request_has_ended(pod, lock):
         assert (said.state, said.in_flight) == ("active", 0)
 
 
-def test_goal_outlives_the_supervisor_and_a_hand_over_ends_a_rest(pod, directory):
+def test_goal_outlives_the_supervisor_and_a_hand_over_ends_a_rest(pod, directory, lock):
     """Goal: who stood asleep stands asleep. Method: kill the supervisor of a resting engine; the
     next one is granted into rest, without a wake, and hands over from there."""
-    with stub_lock(directory, ("loader", "active")) as (stub, loop):
-        first = pod.engine("e-0", *RESTS, flags=QUICK)
-        first.until("active")
-        with first.client() as client:
-            shall(client, Tier.WARM)
-            first.until("resting")
-        path = engine_state(str(directory), "e-0")  # written on a thread
-        until(lambda: state_file.load(path)[0].goal == "warm", "the goal on file")
-        first.stop()
-        engine = pod.engine("e-0", *RESTS, flags=QUICK)
-        engine.until("resting")
-        assert "waking" not in states(engine)
-        loop.call(hand_over, stub)
-        until(lambda: stub.want is not None and stub.want.over == {"active": 2}, "the word")
+    first = pod.engine("e-0", *RESTS, flags=QUICK)
+    first.until("active")
+    with first.client() as client:
+        shall(client, Tier.WARM)
+        first.until("resting")
+    path = engine_state(str(directory), "e-0")  # written on a thread
+    until(lambda: state_file.load(path)[0].goal == "warm", "the goal on file")
+    first.stop()
+    engine = pod.engine("e-0", *RESTS, flags=QUICK)
+    engine.until("resting")
+    assert "waking" not in states(engine)
+    lock.call(hand_over, lock)
+    until(lambda: lock.want is not None and lock.want.over == {"active": 2}, "the word")
 
 
-def test_goal_that_cannot_be_is_refused(pod, directory):
+def test_goal_that_cannot_be_is_refused(pod, lock):
     """Goal: a refusal names the reason, and changes nothing. Method: a backend that cannot."""
-    with stub_lock(directory, ("loader", "active")):
-        engine = pod.engine("e-0", flags=QUICK)
-        engine.until("active")
-        with engine.client() as client:
-            with pytest.raises(UnderstudyError) as refused:
-                client.request(m.SetGoalMsg(Tier.WARM, "a test"))
-            assert refused.value.code == "engine.cannot_rest"
-        with engine.client() as client:
-            assert shall(client, None).goal is Tier.AWAKE
-        assert engine.state == "active"
+    engine = pod.engine("e-0", flags=QUICK)
+    engine.until("active")
+    with engine.client() as client:
+        with pytest.raises(UnderstudyError) as refused:
+            client.request(m.SetGoalMsg(Tier.WARM, "a test"))
+        assert refused.value.code == "engine.cannot_rest"
+    with engine.client() as client:
+        assert shall(client, None).goal is Tier.AWAKE
+    assert engine.state == "active"
 
 
 @pytest.mark.slow

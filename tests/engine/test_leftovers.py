@@ -14,10 +14,8 @@ from pathlib import Path
 import pytest
 
 from engine.supervisor import leftovers
-from tests.engine.pod import Engine, Pod, stub_lock
+from tests.engine.pod import QUICK, Engine, Pod
 from tests.helpers import until
-
-QUICK = ("--backoff-first-ms", "20", "--backoff-max-ms", "20", "--yield-ms", "20")
 
 
 @pytest.fixture
@@ -28,12 +26,6 @@ def prefix() -> Iterator[str]:
     for name in os.listdir(leftovers.SHM):
         if chosen in name:
             os.unlink(os.path.join(leftovers.SHM, name))
-
-
-@pytest.fixture
-def lock(directory: Path):
-    with stub_lock(directory, auto=("loader", "active")) as (stub, _):
-        yield stub
 
 
 def files_of(prefix: str, directory: Path) -> set[str]:

@@ -9,23 +9,18 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from engine import messages as m
 from plumbing.wire.blocking import BlockingClient
-from tests.engine.pod import Engine, stub_lock
+from tests.engine.pod import QUICK, Engine
 from tests.engine.test_leftovers import prefix
 from tests.helpers import descriptors_below, open_fds, steady_fds, until
 
 LIMIT = "at its limit of"
 NONE = 3  # no descriptor below this one is ever free
-QUICK = (
-    *("--backoff-first-ms", "20", "--backoff-max-ms", "20", "--yield-ms", "20"),
-    *("--deaths-max", "1000"),
-)
 __all__ = ["prefix"]  # a fixture
 
 
@@ -67,17 +62,11 @@ def below_each_free_descriptor(pid: int, count: int) -> list[int]:
     return [number for number in range(max(used) + count + 1) if number not in used][:count]
 
 
-@pytest.fixture
-def lock(directory: Path):
-    with stub_lock(directory, auto=("loader", "active")) as (stub, _):
-        yield stub
-
-
 @pytest.mark.slow
 def test_a_relaunch_at_a_limit_of_descriptors_fails_with_its_reason_or_succeeds(pod, lock):
     """Goal: no engine stays in `init` without a process. Method: kill the backend under every third
     limit, from none free to more than a launch takes; `make sweep` fails every single call."""
-    engine = pod.engine("e-0", flags=QUICK)
+    engine = pod.engine("e-0", flags=(*QUICK, "--deaths-max", "1000"))
     engine.until("active")
     pid = engine.process.pid
     with observer(engine) as watcher:
@@ -124,59 +113,56 @@ def test_a_backend_is_not_prepared_before_its_witness_can_be_checked(pod, lock, 
         engine.until("active")
 
 
-def test_a_grant_without_descriptors_is_acted_on_once_there_is_one(pod, directory):
+def test_a_grant_without_descriptors_is_acted_on_once_there_is_one(pod, directory, lock):
     """Goal: a grant survives a shortage. Method: grant the lock to a standby whose supervisor can
     open nothing, no private socket either. Then the same shortage once it is active there: its
     canaries pass all the same."""
-    with stub_lock(directory, auto=("loader",)) as (stub, thread):
-        engine = pod.engine("e-0", flags=(*QUICK, "--idle-canary-ms", "1"))
-        engine.until("standby")
-        with observer(engine) as watcher:
-            with descriptors_below(NONE, engine.process.pid):
-                incarnation = watcher.status()["engine"]["incarnation"]
-                thread.call(stub.grant, "active", "e-0", incarnation)
-                watcher.problem("open the private socket")
-                assert watcher.status()["engine"]["state"] == "waking"
-            engine.until("active")
-            watcher.without_problems()
-            with descriptors_below(NONE, engine.process.pid):
-                for _ in range(2):
-                    last = watcher.status()["backend"]["last_canary"]
-                    until(
-                        lambda last=last: watcher.status()["backend"]["last_canary"] != last, "more"
-                    )
-            assert watcher.status()["engine"]["incarnation"] == incarnation
+    lock.auto = ("loader",)
+    engine = pod.engine("e-0", flags=(*QUICK, "--idle-canary-ms", "1"))
+    engine.until("standby")
+    with observer(engine) as watcher:
+        with descriptors_below(NONE, engine.process.pid):
+            incarnation = watcher.status()["engine"]["incarnation"]
+            lock.call(lock.grant, "active", "e-0", incarnation)
+            watcher.problem("open the private socket")
+            assert watcher.status()["engine"]["state"] == "waking"
+        engine.until("active")
+        watcher.without_problems()
+        with descriptors_below(NONE, engine.process.pid):
+            for _ in range(2):
+                last = watcher.status()["backend"]["last_canary"]
+                until(lambda last=last: watcher.status()["backend"]["last_canary"] != last, "more")
+        assert watcher.status()["engine"]["incarnation"] == incarnation
 
 
-def test_an_active_engine_without_descriptors_outlives_its_lock_server(pod, directory):
+def test_an_active_engine_without_descriptors_outlives_its_lock_server(pod, directory, lock):
     """Goal: a restart of the lock server ends no engine. Method: restart it while the engine's
     supervisor has 0, 1, 2, … descriptors left: it says what it lacks, and reconnects later."""
-    with stub_lock(directory, auto=("loader", "active")) as (stub, thread):
-        engine = pod.engine("e-0", flags=QUICK)
-        before = engine.until("active")["engine"]
-        with observer(engine) as watcher:
-            thread.run(stub.stop())
-            until(lambda: not watcher.status()["lock"]["connected"], "the end of the connection")
-            for limit in below_each_free_descriptor(engine.process.pid, 4):
-                with descriptors_below(limit, engine.process.pid):
-                    thread.run(stub.start())
-                    until(
-                        lambda: (
-                            watcher.status()["lock"]["connected"]
-                            or LIMIT in (watcher.status()["lock"]["problem"] or "")
-                        ),
-                        "a connection or a problem",
-                    )
-                    thread.run(stub.stop())
-                    until(lambda: not watcher.status()["lock"]["connected"], "the next end")
-            stub.wants.clear()
-            thread.run(stub.start())
-            until(lambda: watcher.status()["lock"]["connected"], "the reconnect")
-            watcher.without_problems()
-            after = watcher.status()["engine"]
-            assert (after["state"], after["incarnation"]) == ("active", before["incarnation"])
-            # Its first message goes out after the engine has called itself connected.
-            until(lambda: stub.want and stub.want.tokens, "its claim")
+    engine = pod.engine("e-0", flags=QUICK)
+    before = engine.until("active")["engine"]
+    with observer(engine) as watcher:
+        lock.run(lock.stop())
+        until(lambda: not watcher.status()["lock"]["connected"], "the end of the connection")
+        for limit in below_each_free_descriptor(engine.process.pid, 4):
+            with descriptors_below(limit, engine.process.pid):
+                lock.run(lock.start())
+                until(
+                    lambda: (
+                        watcher.status()["lock"]["connected"]
+                        or LIMIT in (watcher.status()["lock"]["problem"] or "")
+                    ),
+                    "a connection or a problem",
+                )
+                lock.run(lock.stop())
+                until(lambda: not watcher.status()["lock"]["connected"], "the next end")
+        lock.wants.clear()
+        lock.run(lock.start())
+        until(lambda: watcher.status()["lock"]["connected"], "the reconnect")
+        watcher.without_problems()
+        after = watcher.status()["engine"]
+        assert (after["state"], after["incarnation"]) == ("active", before["incarnation"])
+        # Its first message goes out after the engine has called itself connected.
+        until(lambda: lock.want and lock.want.tokens, "its claim")
 
 
 @pytest.mark.slow
