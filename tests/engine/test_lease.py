@@ -97,29 +97,6 @@ def test_serves_on_its_own_address_only_while_it_is_active(pod, server, loop):
 
 
 @pytest.mark.slow
-def test_without_answers_it_stops_before_its_lease_has_run_out(pod, server, loop, engine):
-    """Goal: an engine that cannot hear the server does not serve on. Method: a server that answers
-    nothing; the death's cause, the tree and the address afterwards; then it comes back."""
-    old = procfs.descendants(engine.process.pid)
-    assert len(old) == 2
-    token = engine.until("active")["lock"]["token"]
-    server.is_deaf = True
-    until(lambda: (engine.status() or {}).get("deaths"), "its death")
-    until(lambda: not any(procfs.is_alive(pid) for pid in old), "the tree to be gone")
-    until(lambda: not accepts(pod), "the address to be closed")
-    server.is_deaf = False
-    loop.call(server.hang_up)  # what was said to the deaf is said again
-    back = engine.until("active", number=2)
-    assert engine.process.poll() is None, "stopped by itself, not by the kernel"
-    death = back["deaths"][0]
-    assert death["cause"] == "lease_lost"
-    assert "has not answered" in death["message"]
-    assert back["lock"]["token"] > token
-    page = engine.get("/metrics")[1]
-    assert 'understudy_engine_lock_lost_total{reason="lease_lost"} 1.0' in page
-
-
-@pytest.mark.slow
 def test_a_stopped_supervisor_is_ended_by_the_kernel_with_its_backend(pod, server, engine):
     """Goal: a supervisor that does nothing any more cannot outlive its lease, nor can its tree.
     Method: SIGSTOP, sent from outside."""

@@ -23,15 +23,6 @@ def settled(**flags):
     return settle(resolve(OPTIONS, flags, {}), ["backend"], "/run/understudy")
 
 
-def test_on_one_host_nothing_is_remote():
-    """Goal: the default is the socket in the directory. Method: no flags."""
-    settings = settled()
-    assert settings.lockserver_socket == "/run/understudy/lockserver.sock"
-    assert not settings.is_remote
-    assert settings.service_address is None
-    assert settings.lockserver_security is None
-
-
 def test_over_tcp_an_engine_serves_on_its_own_address():
     """Goal: it has a numeric host. Method: names that this host knows."""
     settings = settled(**SERVES)
