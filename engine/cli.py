@@ -14,7 +14,7 @@ import click
 from engine.backends.registry import asks_for_help, check_no_tls, command_line
 from engine.core.health import percent
 from engine.messages import CONTROL, LeaveMsg, OkMsg
-from engine.supervisor.settings import OPTIONS, EngineSettings, place_in_pool, placed, settle
+from engine.supervisor.settings import OPTIONS, EngineSettings, placed, settle
 from plumbing.errors import UnreachableError, WaitTimeoutError
 from plumbing.pod.cli import (
     ANSWER_TIMEOUT_S,
@@ -69,10 +69,9 @@ def run(config: Resolved, arguments: tuple[str, ...]) -> None:
     log.configure("engine", engine_id=config["engine_id"], role=config["role"])
     directory = runtime_dir(config["dir"])
     if config["pool"] is not None:
-        place = place_in_pool(config["pool"], config["engine_id"], directory)
-        config = placed(config, place)
-        arguments = (*place.arguments, *arguments)
-        os.environ.update(place.environment)  # for the backend
+        config, own, environment = placed(config, directory)
+        arguments = (*own, *arguments)
+        os.environ.update(environment)  # for the backend
     settings = settle(config, command_line(config["backend"], arguments), directory)
     if not settings.is_remote:
         check_no_tls(settings.backend, arguments)

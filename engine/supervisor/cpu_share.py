@@ -33,11 +33,12 @@ SIBLINGS = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
 class CpuShare:
     """The CPUs of one incarnation. `limit`: what it may use now, None for all."""
 
-    def __init__(self, log: EventLog, serving: str | None) -> None:
-        """`serving`: the engine that needs the other half, if any."""
+    def __init__(self, log: EventLog, find_serving: Callable[[], str | None]) -> None:
+        """`find_serving`: the engine that needs the other half, if any."""
         self.available = frozenset(os.sched_getaffinity(0))
-        self.serving = serving
-        self.limit = half_of(self.available) if serving is not None else None
+        self.serving = find_serving()
+        self.limit = half_of(self.available) if self.serving is not None else None
+        self._find_serving = find_serving
         self._log = log
         self._lifted: frozenset[int] | None = None  # the limit that was lifted
         self._looks = LAST_LOOKS
@@ -81,9 +82,9 @@ class CpuShare:
         data = {"cpus": cpu_list(self.available), "threads": count}
         self._log.record("engine.cpus", text, data=data)
 
-    def tick(self, *, is_loading: bool, serving: Callable[[], str | None]) -> None:
-        """Lift the limit once no other engine is `serving`, and of whatever acquired it again."""
-        if is_loading and self.limit is not None and serving() is None:
+    def tick(self, *, is_loading: bool) -> None:
+        """Lift the limit once no other engine is serving, and of whatever acquired it again."""
+        if is_loading and self.limit is not None and self._find_serving() is None:
             self.lift("no other engine holds the lock")
         if self._lifted is not None and self._looks:
             with suppress(OSError):  # no descriptor left to look: this one does not count

@@ -121,8 +121,7 @@ class Engine(EngineHub):
     def _tick(self) -> None:
         if self.incarnation is not None:
             self.incarnation.tick(is_parked=self.lifecycle.state in PARKED)
-            is_loading = self.lifecycle.state is State.INIT
-            self.incarnation.cpus.tick(is_loading=is_loading, serving=self._serving)
+            self.incarnation.cpus.tick(is_loading=self.lifecycle.state is State.INIT)
         self.pressure.sample(self.clock.now_ms())
         self.after("tick", TICK_MS, self._tick)
 
@@ -275,7 +274,7 @@ class Engine(EngineHub):
             now.incarnation,
             leftovers=self.leftovers,
             layout=self.layout,
-            cpus=CpuShare(self.log, self._serving()),
+            cpus=CpuShare(self.log, self._serving),
             on_gone=self._gone,
             on_loader=self.lock.repeat,
         )

@@ -10,7 +10,7 @@ import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from engine.backends.registry import model_arguments
 from engine.core import health, relaunch
@@ -315,27 +315,17 @@ CUDA_DEVICES_ENV = "CUDA_VISIBLE_DEVICES"
 ORIGIN = "pool file"
 
 
-class PoolPlace(NamedTuple):
-    """`number`: of the engine among all of the pool, in the file's order. `is_alone`: its model has
-    no shadow."""
-
-    model: str
-    backend: str
-    arguments: tuple[str, ...]
-    environment: dict[str, str]
-    number: int
-    is_alone: bool
-
-
-def place_in_pool(path: str, engine: str, directory: str) -> PoolPlace:
-    """What the pool file at `path` says of `engine`.
+def placed(config: Resolved, directory: str) -> tuple[Resolved, tuple[str, ...], dict[str, str]]:
+    """What the pool file says of this engine: its settings, and its backend's arguments and
+    environment. It begins cold: the pool says when it starts.
 
     Raises:
-        UsageError: what is wrong with the file; `engine.not_in_pool`.
+        UsageError: what is wrong with the file; `engine.not_in_pool`, `engine.pool_decides`.
     """
     from pool.pool_file import read_pool_file, with_served_names  # YAML: only a pool needs it
     from pool.settings import engines_of
 
+    path, engine = config["pool"], config["engine_id"]
     file = with_served_names(read_pool_file(path), directory)
     ids = [(each, name) for name, model in file.models.items() for each in engines_of(name, model)]
     name = dict(ids).get(engine)
@@ -346,32 +336,9 @@ def place_in_pool(path: str, engine: str, directory: str) -> PoolPlace:
             " --engine-id to one of these, or add a model or its shadow to the file",
         )
     model = file.models[name]
-    devices = ",".join(model.devices)
-    variable = HOST_DEVICES_ENV if devices.startswith(HOST_PREFIX) else CUDA_DEVICES_ENV
-    return PoolPlace(
-        model=name,
-        backend=model.backend,
-        arguments=(
-            *model_arguments(model.backend, model.model, model.tensor_parallel),
-            *("--served-model-name", name, *model.aliases),
-            *map(str, model.args),
-        ),
-        environment={variable: devices},
-        number=ids.index((engine, name)),
-        is_alone=len(engines_of(name, model)) == 1,
-    )
-
-
-def placed(config: Resolved, place: PoolPlace) -> Resolved:
-    """The settings of an engine that the pool file describes. It begins cold: the pool says when it
-    starts.
-
-    Raises:
-        UsageError: `engine.pool_decides`.
-    """
     told: dict[str, Any] = {
-        "backend": place.backend,
-        "model_name": place.model,
+        "backend": model.backend,
+        "model_name": name,
         "goal": Tier.COLD.value,
     }
     given = [f"--{each.replace('_', '-')}" for each in told if config.origin(each) == "flag"]
@@ -381,7 +348,14 @@ def placed(config: Resolved, place: PoolPlace) -> Resolved:
             f"{', '.join(given)}: with --pool the pool file says it; leave it out, or --pool",
         )
     if config["http_port"] is None:
-        told["http_port"] = PORT_FIRST + place.number
-    if place.is_alone and config.origin("yield_ms") == "default":
+        told["http_port"] = PORT_FIRST + ids.index((engine, name))
+    if len(engines_of(name, model)) == 1 and config.origin("yield_ms") == "default":
         told["yield_ms"] = 1  # nobody takes over, so it is relaunched at once
-    return config.changed(told, ORIGIN)
+    devices = ",".join(model.devices)
+    variable = HOST_DEVICES_ENV if devices.startswith(HOST_PREFIX) else CUDA_DEVICES_ENV
+    arguments = (
+        *model_arguments(model.backend, model.model, model.tensor_parallel),
+        *("--served-model-name", name, *model.aliases),
+        *map(str, model.args),
+    )
+    return config.changed(told, ORIGIN), arguments, {variable: devices}

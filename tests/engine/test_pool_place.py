@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from engine.supervisor.settings import OPTIONS, PoolPlace, place_in_pool, placed, settle
+from engine.supervisor.settings import OPTIONS, placed, settle
 from plumbing.errors import UsageError
 from plumbing.pod.gms_files import write_device_names
-from plumbing.service.config import resolve
+from plumbing.service.config import Resolved, resolve
 from pool.server import settings as pool_settings
 
 POOL_FILE = """
@@ -20,6 +20,7 @@ models:
   both: {{backend: vllm, model: /models/C, tensor_parallel: 2}}
 """
 GPUS = ("GPU-0a", "GPU-0b")
+PoolPlace = tuple[Resolved, tuple[str, ...], dict[str, str]]
 
 
 def pool_file(directory: Path, *devices: str) -> str:
@@ -28,33 +29,36 @@ def pool_file(directory: Path, *devices: str) -> str:
     return str(path)
 
 
-def place(directory: Path, engine: str, *devices: str) -> PoolPlace:
-    return place_in_pool(pool_file(directory, *devices), engine, str(directory))
+def place(directory: Path, engine: str, *devices: str, **flags: object) -> PoolPlace:
+    told = {"pool": pool_file(directory, *devices), "engine_id": engine, **flags}
+    return placed(resolve(OPTIONS, told, {}), str(directory))
 
 
 def test_engine_runs_its_model_under_all_names_on_its_devices(tmp_path: Path):
-    chat = place(tmp_path, "chat-1", "HOST-0", "HOST-1")
+    _, arguments, environment = place(tmp_path, "chat-1", "HOST-0", "HOST-1")
     names = ("--served-model-name", "chat", "gpt-4o-mini")
-    assert chat.arguments == ("--model", "/models/A", *names)
-    assert chat.environment == {"UNDERSTUDY_HOST_DEVICES": "HOST-0"}
-    coder = place(tmp_path, "coder-0", "HOST-0", "HOST-1")
-    assert (coder.model, coder.backend, coder.number) == ("coder", "vllm", 2)
+    assert arguments == ("--model", "/models/A", *names)
+    assert environment == {"UNDERSTUDY_HOST_DEVICES": "HOST-0"}
+    _, arguments, _ = place(tmp_path, "coder-0", "HOST-0", "HOST-1")
     words = ("/models/B", "--served-model-name", "coder", "--max-model-len", "1024")
-    assert coder.arguments == words
-    both = place(tmp_path, "both-0", "HOST-0", "HOST-1")
-    assert both.arguments[:3] == ("/models/C", "--tensor-parallel-size", "2")
-    assert both.environment == {"UNDERSTUDY_HOST_DEVICES": "HOST-0,HOST-1"}
+    assert arguments == words
+    _, arguments, environment = place(tmp_path, "both-0", "HOST-0", "HOST-1")
+    assert arguments[:3] == ("/models/C", "--tensor-parallel-size", "2")
+    assert environment == {"UNDERSTUDY_HOST_DEVICES": "HOST-0,HOST-1"}
 
 
-def test_engine_without_a_shadow_is_relaunched_at_once_unless_somebody_says_otherwise(tmp_path):
+@pytest.mark.parametrize(
+    ("engine", "flags", "yield_ms"),
+    [
+        *(("coder-0", {}, 1), ("coder-0", {"yield_ms": 300}, 300)),
+        *(("chat-0", {}, 2_000), ("chat-1", {}, 2_000)),
+    ],
+)
+def test_engine_without_a_shadow_is_relaunched_at_once_unless_somebody_says_otherwise(
+    tmp_path: Path, engine: str, flags: dict[str, object], yield_ms: int
+):
     """Its model has nobody who could take over, so nobody is waited for."""
-
-    def yields(engine: str, **flags: object) -> int:
-        config = resolve(OPTIONS, {"dir": str(tmp_path), "engine_id": engine, **flags}, {})
-        return int(placed(config, place(tmp_path, engine, "HOST-0", "HOST-1"))["yield_ms"])
-
-    assert (yields("coder-0"), yields("coder-0", yield_ms=300)) == (1, 300)
-    assert yields("chat-0") == yields("chat-1") == 2_000
+    assert place(tmp_path, engine, "HOST-0", "HOST-1", **flags)[0]["yield_ms"] == yield_ms
 
 
 def test_number_is_the_same_device_for_engines_and_pool(tmp_path: Path):
@@ -62,10 +66,8 @@ def test_number_is_the_same_device_for_engines_and_pool(tmp_path: Path):
     order than that of the names."""
     tmp_path.chmod(0o700)
     write_device_names(str(tmp_path), GPUS[::-1])
-    assert place(tmp_path, "coder-0", "0", "1").environment == {"CUDA_VISIBLE_DEVICES": "GPU-0a"}
-    assert place(tmp_path, "both-0", "0", "1").environment == {
-        "CUDA_VISIBLE_DEVICES": "GPU-0b,GPU-0a"
-    }
+    for engine, devices in (("coder-0", "GPU-0a"), ("both-0", "GPU-0b,GPU-0a")):
+        assert place(tmp_path, engine, "0", "1")[2] == {"CUDA_VISIBLE_DEVICES": devices}
     flags = {"dir": str(tmp_path), "file": pool_file(tmp_path, "0", "1")}
     found = pool_settings.settle(resolve(pool_settings.OPTIONS, flags, {})).file
     assert found.devices == GPUS[::-1]
@@ -88,17 +90,14 @@ def test_number_without_a_device_is_refused(tmp_path: Path, served, devices, wor
 
 
 def test_settings_are_the_pool_files_and_the_port_is_the_engines_own(tmp_path: Path):
-    config = resolve(OPTIONS, {}, {"UNDERSTUDY_BACKEND": "reference"})
-    found = placed(config, place(tmp_path, "coder-0", "HOST-0", "HOST-1"))
+    found, _, _ = place(tmp_path, "coder-0", "HOST-0", "HOST-1")
     settings = settle(found, [], str(tmp_path))
     assert (settings.backend, settings.model, settings.http_port) == ("vllm", "coder", 9412)
     assert settings.config["goal"] == "cold"
     assert found.origin("backend") == "pool file"
-    config = resolve(OPTIONS, {}, {"UNDERSTUDY_HTTP_PORT": "7"})
-    assert placed(config, place(tmp_path, "chat-0", "HOST-0", "HOST-1"))["http_port"] == 7
+    assert place(tmp_path, "chat-0", "HOST-0", "HOST-1", http_port=7)[0]["http_port"] == 7
 
 
 def test_flag_that_the_pool_file_replaces_is_refused(tmp_path: Path):
-    config = resolve(OPTIONS, {"model_name": "chat"}, {})
     with pytest.raises(UsageError, match="--model-name: with --pool"):
-        placed(config, place(tmp_path, "chat-0", "HOST-0", "HOST-1"))
+        place(tmp_path, "chat-0", "HOST-0", "HOST-1", model_name="chat")
