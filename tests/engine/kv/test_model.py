@@ -12,17 +12,18 @@ import pytest
 
 from engine.kv.layout import IndexPage
 from engine.kv.writer import IndexWriter
-from tests.engine.kv.dying import (
+from tests.engine.kv.indexes import HEADER, adopted_from, memory
+from tests.engine.kv.world import (
+    HASHES,
+    NUMBERS,
     DyingCells,
     Fuse,
     Killed,
     LostBlocksError,
     Mutation,
+    World,
     WrongBytesError,
 )
-from tests.engine.kv.indexes import HEADER, adopted_from, memory
-from tests.engine.kv.scheduler import HASHES, NUMBERS
-from tests.engine.kv.world import World
 
 SCHEDULES = 10_000
 
