@@ -60,15 +60,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--ranks", nargs="*", help="load as so many ranks, of these models")
     parser.add_argument("--fault", default="", help="exit with this fault report")
     parser.add_argument("--permanent", action="store_true")
-    parser.add_argument("--dirty-mib", type=int, default=0)
-    parser.add_argument("--kv-bytes", type=int, default=1024)
-    parser.add_argument("--warn", action="append", default=[], help="of this, once prepared")
     parser.add_argument("--bind", type=int, help="start two threads, one of them bound to this CPU")
     parser.add_argument("--leave-behind", default="", help="files whose names begin like this")
     return parser.parse_args()
 
 
 WAIT_S = 60.0
+KV_BYTES = 1024
 CHILDREN: list[subprocess.Popen[bytes]] = []  # kept: a forgotten Popen warns
 
 
@@ -184,7 +182,7 @@ class Backend:
                 self.listener = socket.socket(fileno=asked.fds[0].detach())
                 self.token = token
                 self.residence.join(token)
-                return m.WokenMsg(kv_bytes=switches.kv_bytes)
+                return m.WokenMsg(kv_bytes=KV_BYTES)
             case m.RunCanaryMsg():
                 if switches.serve_early:
                     return m.ServingMsg()
@@ -333,7 +331,6 @@ def main() -> None:
         threading.Thread(
             target=advance, args=(page, switches.hang_generation_if), daemon=True
         ).start()
-    dirty = bytearray(os.urandom(4096)) * (256 * switches.dirty_mib)
     if switches.bind is not None:
         start_threads(switches.bind)
     if switches.fault:
@@ -358,11 +355,10 @@ def main() -> None:
     kept = leave_behind(member, switches.leave_behind) if switches.leave_behind else []
     channel.notify(
         m.PreparedMsg(
-            weights_bytes=len(dirty),
-            kv_bytes=switches.kv_bytes,
+            weights_bytes=0,
+            kv_bytes=KV_BYTES,
             epoch="e1",
             identity={},
-            warnings=tuple(switches.warn),
             continuation=switches.continuation,
             can_rest=switches.rest,
         )

@@ -186,11 +186,6 @@ class Pod:
         with open(self.directory / "lockserver.stderr", "ab") as stderr:
             self.lockserver = subprocess.Popen(command, env=environment(), stderr=stderr, cwd=ROOT)
 
-    def kill_lock(self) -> None:
-        assert self.lockserver is not None
-        self.lockserver.kill()
-        self.lockserver.wait()
-
     def lock(self) -> dict[str, Any]:
         """What the lock server says of `active`."""
         lock: dict[str, Any] = self.lock_status()["locks"]["active"]
@@ -226,7 +221,8 @@ class Pod:
         for engine in self.engines:
             engine.stop()
         if self.lockserver is not None:
-            self.kill_lock()
+            self.lockserver.kill()
+            self.lockserver.wait()
         for pid in (pid for tree in trees for pid in tree):
             until(
                 lambda pid=pid: not procfs.is_alive(pid), f"the backend's process {pid} to be gone"
