@@ -39,7 +39,7 @@ class Loading:
 
     def __init__(self, role: Role) -> None:
         self._role = role
-        self._ranks = 1
+        self.ranks = 1  # how many there are, by what they reported
         self._waiting: list[int] = []
         self._attached: dict[int, dict[str, Any]] = {}
         self._places: dict[int, str] = {}  # where each rank has its weights, in a pod with models
@@ -49,15 +49,10 @@ class Loading:
     @property
     def missing(self) -> str | None:
         """Which ranks have no weights although some rank asked: all or none must have them."""
-        absent = [str(rank) for rank in range(self._ranks) if rank not in self._attached]
+        absent = [str(rank) for rank in range(self.ranks) if rank not in self._attached]
         if not self._has_asked or not absent:
             return None
-        return f"of {self._ranks} ranks, {', '.join(absent)} attached no weights"
-
-    @property
-    def ranks(self) -> int:
-        """How many there are, by what the ranks reported; 1 before any did."""
-        return self._ranks
+        return f"of {self.ranks} ranks, {', '.join(absent)} attached no weights"
 
     @property
     def places(self) -> tuple[str, ...]:
@@ -66,7 +61,7 @@ class Loading:
 
     @property
     def wants_loader(self) -> bool:
-        is_done = len(self._attached) >= self._ranks
+        is_done = len(self._attached) >= self.ranks
         return self._has_asked and self._role.may_write and not is_done
 
     @property
@@ -82,14 +77,14 @@ class Loading:
         """What is wrong with a request of `rank` of `ranks`, if anything."""
         if rank >= ranks:
             return f"rank {rank} of {ranks} does not exist"
-        if self._has_asked and ranks != self._ranks:
-            return f"rank {rank} reports {ranks} ranks, another one reported {self._ranks}"
+        if self._has_asked and ranks != self.ranks:
+            return f"rank {rank} reports {ranks} ranks, another one reported {self.ranks}"
         return None
 
     def asked(self, rank: int, ranks: int) -> list[LoadPermit]:
         """A rank asks for its weights: which ranks may load now."""
         self._has_asked = True
-        self._ranks = ranks
+        self.ranks = ranks
         if not self._role.may_write:
             return [LoadPermit(rank, MODE_READ, 0)]
         self._waiting.append(rank)
