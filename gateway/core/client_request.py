@@ -12,26 +12,45 @@ facts.
 Nothing was sent to the client in `waiting`, `sent` and `answering`, so a break there costs it
 nothing: the request is sent again. `streaming` has sent something, and a break parks. What is sent
 in `relaying` cannot be continued, and a break there is the end. `replaying` sends nothing. `fire`
-is the only way to change the state. `requests.py`, `attempts.py` and `queue.py` decide what
-follows.
+is the only way to change the state. `requests.py` and `queue.py` decide what follows.
 
-The journal (`Transcript`) says what the events sent to a client amount to, and of which tokens they
-were made. The hot path appends to `pending` itself, and events are joined and tokens put in their
-place later, many at a time. With a thousand streams nothing of one of them is in the processor's
-caches when its next event comes, so what counts is how few objects are touched; and joining many
-events at once takes no longer than compressing them would.
+An `Attempt` is the request on one upstream connection, and the hot path: bytes in, bytes to the
+client out. The shell cuts a marked stream behind each comment of the hop and calls `group`; at
+`hop.END` it calls `end`. An answer that is not marked is held, and `hold` told of its bytes, until
+`SendHead` says to pass it on; from then on it goes through `raw`. Each returns what to send to the
+client now, often nothing: an attempt that is over says nothing, and a replay is not for the client.
+After each of them the shell looks at the outbox, as a cold thing may have happened too.
+
+    data = attempt.group(events, tokens, chunks, now_ms)
+    if data:
+        client.write(data)
+    if gateway.outbox:
+        perform(gateway.take())
+
+The surprising thing: bytes and tokens are taken in by one statement, and the bytes go to the client
+in the same call. What a client was sent and what the journal has cannot differ.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from enum import StrEnum
-from typing import Protocol, TypeAlias, cast
+from typing import Protocol
 
-from gateway.core.replay import Replay, Rewriter
-from gateway.core.replay_join import Joined
+from gateway.core.events import BreakCause, RequestCame
+from gateway.core.replay import (
+    BLOCK_BYTES,
+    GROUP_BYTES,
+    TOKEN_MAX,
+    Replay,
+    ReplayMismatch,
+    Rest,
+    Rewriter,
+    Transcript,
+)
 from plumbing.errors import InvariantError
 from plumbing.gateway_protocol import ITEM_BYTES, Continuation
 
@@ -97,97 +116,10 @@ class IllegalTurn(InvariantError):
     """A turn that the table does not have for this state. The state is unchanged."""
 
 
-BLOCK_BYTES = 16 * 1024  # twice as much saves a tenth of the time and costs each stream its size
-GROUP_BYTES = 80  # what a group in the block takes beside its events' bytes
-TOKEN_MAX = (1 << 32) - 1  # token ids travel as unsigned 32-bit numbers
-_ONE = array("I", [1])
-
-# What the events of a group were made of: one token, nearly always, or tokens and chunk sizes.
-Made: TypeAlias = "int | tuple[array[int], array[int]]"
-
-
-class Transcript:
-    """The sum of the events so far, and the block that is being filled. `pending`: the events of a
-    group, what they were made of, the events of the next one, and so on."""
-
-    __slots__ = ("_chunks", "_events", "_joined", "_tokens", "pending", "room_bytes")
-
-    def __init__(self) -> None:
-        self.pending: list[bytes | Made] = []
-        self.room_bytes = 0  # what may come before memory is counted again
-        self._joined = Joined()
-        self._events: list[bytes] = []  # whose tokens have been put in their place
-        self._tokens = array("I")
-        self._chunks = array("I")
-
-    @property
-    def tokens(self) -> array[int]:
-        """All token ids, in their order."""
-        self._settle()
-        return self._tokens
-
-    @property
-    def chunks(self) -> array[int]:
-        """How many tokens each output of the engine had."""
-        self._settle()
-        return self._chunks
-
-    @property
-    def joined(self) -> Joined:
-        """What all events amount to."""
-        self.pack()
-        return self._joined
-
-    @property
-    def packed_bytes(self) -> int:
-        """The memory that the sum takes."""
-        return self._joined.held_bytes
-
-    def add(self, events: bytes, tokens: Sequence[int], chunks: Sequence[int]) -> None:
-        """One more group, of any number of tokens.
-
-        Raises:
-            OverflowError: not a token id; nothing was added.
-        """
-        self.pending += (events, (array("I", tokens), array("I", chunks)))
-
-    def pack(self) -> None:
-        """Join the block that is being filled, of whatever size it is."""
-        self._settle()
-        self._joined.add(b"".join(self._events))
-        self._events.clear()
-
-    def _settle(self) -> None:
-        """Put the tokens of pending groups in their place."""
-        if not self.pending:
-            return
-        made = cast("list[Made]", self.pending[1::2])
-        self._events += cast("list[bytes]", self.pending[::2])
-        self.pending.clear()
-        try:
-            self._tokens.fromlist(cast("list[int]", made))  # all or nothing
-            self._chunks += _ONE * len(made)
-        except TypeError:  # some are of several tokens, or of none
-            for each in made:
-                tokens, chunks = (array("I", [each]), _ONE) if isinstance(each, int) else each
-                self._tokens += tokens
-                self._chunks += chunks
-
-
 REQUEST_BYTES = 4096  # what a request takes beside its body, in objects here and in the shell
 PROGRESS_TOKENS = 32  # so many new tokens say that a request does not kill engines
 # An answer without a journal shows no tokens; any engine in use makes 32 in this time.
 PROGRESS_MS = 10_000.0
-
-
-class LiveAttempt(Protocol):
-    """The attempt at a request that is under way (`hot_path.Attempt`)."""
-
-    number: int
-    engine: str
-    token: int
-    is_over: bool
-    transcript: Transcript | None
 
 
 class ClientRequest:
@@ -206,25 +138,16 @@ class ClientRequest:
         *("priority", "order_key", "wait_ms", "was_requeued"),
     )
 
-    def __init__(
-        self,
-        number: int,
-        path: str,
-        body_bytes: int,
-        *,
-        is_inference: bool,
-        is_stream: bool,
-        now_ms: float,
-    ) -> None:
-        self.number = number
-        self.path = path
-        self.body_bytes = body_bytes
-        self.is_inference = is_inference
-        self.is_stream = is_stream
+    def __init__(self, came: RequestCame, now_ms: float) -> None:
+        self.number = came.request
+        self.path = came.path
+        self.body_bytes = came.body_bytes
+        self.is_inference = came.is_inference
+        self.is_stream = came.is_stream
         self.is_lean = False  # class none: sent once, neither journalled nor held
         self.state = RequestState.WAITING
 
-        self.attempt: LiveAttempt | None = None  # while an upstream connection works for it
+        self.attempt: Attempt | None = None  # while an upstream connection works for it
         self.has_broken = False  # an engine began with it
         self.is_handed_over = False  # by the engine that is granted now
         self.is_inside = False  # an engine had it when it died, if that engine has died
@@ -257,10 +180,10 @@ class ClientRequest:
 
         self.deaths = 0  # of engines that had it, without progress in between
         self.tokens_at_death = 0
-        self.progress_at = 0  # tell the desk at so many tokens; 0: never
+        self.progress_at = 0  # say so at so many tokens; 0: never
         self.was_tried = False  # alone as a suspect, for as long as that may take
 
-        self.order_key = (0.0, number)  # the smallest of a queue is sent first
+        self.order_key = (0.0, came.request)  # the smallest of a queue is sent first
         # In a pool:
         self.priority = 0
         self.wait_ms = math.inf  # for its model, if nothing was sent
@@ -338,3 +261,173 @@ class ClientRequest:
         """Let go of what a resume would need."""
         self.forgotten_tokens += len(self.tokens)
         self.transcript = Transcript()
+
+
+# An error event of chat and completions, of Responses, of Anthropic messages. No text of a model
+# can look like it: inside a JSON string the quotes would be escaped, and lines do not end there.
+_ERROR_EVENT = re.compile(
+    rb'^data: ?\{ ?"error"|^event: ?error\r?$|^data: ?\{"type": ?"error"', re.MULTILINE
+)
+
+
+class ColdPath(Protocol):
+    """What an attempt tells of, all of it rare (`requests.py`)."""
+
+    def broke(self, attempt: Attempt, cause: BreakCause, now_ms: float) -> None: ...
+    def joined(self, request: ClientRequest, now_ms: float) -> None: ...
+    def mismatched(self, request: ClientRequest, why: str) -> None: ...
+    def whole(self, request: ClientRequest) -> None: ...
+    def weigh(self, request: ClientRequest) -> None: ...
+    def progressed(self, request: ClientRequest) -> None: ...
+    def held(self, attempt: Attempt, size_bytes: int) -> None: ...
+
+
+class Attempt:
+    """`number` is the one of the events; `is_over` once nothing of it may reach the client.
+    `continuation_id` is the engine's, from its hello."""
+
+    __slots__ = (
+        *("_cold", "continuation_id", "engine", "is_over", "number", "owner", "token"),
+        *("transcript", "was_inside"),
+    )
+
+    def __init__(
+        self,
+        number: int,
+        request: ClientRequest,
+        engine: str,
+        token: int,
+        continuation_id: str,
+        cold: ColdPath,
+    ) -> None:
+        self.number = number
+        self.owner = request
+        self.engine = engine
+        self.token = token
+        self.continuation_id = continuation_id
+        self.is_over = False
+        self.transcript: Transcript | None = None  # the owner's, while groups may just pass
+        self.was_inside = request.is_inside
+        self._cold = cold
+
+    @property
+    def request(self) -> int:
+        """The number of the request that it works for."""
+        return self.owner.number
+
+    @property
+    def is_replaying(self) -> bool:
+        """Whether what comes now is compared with what the client has."""
+        return self.owner.replay is not None and not self.is_over
+
+    def passes(self, events: bytes, token: int) -> bool:
+        """Take in a group of one token, at most `TOKEN_MAX`, that may be sent as it is: nearly
+        every one. False: nothing has happened, and `group` is to look at it."""
+        transcript = self.transcript
+        if transcript is None or events.rfind(b'"error"') >= 0:  # a third of what `in` takes
+            return False
+        transcript.pending += (events, token)
+        transcript.room_bytes -= len(events) + GROUP_BYTES
+        if transcript.room_bytes < 0:
+            self._cold.weigh(self.owner)
+        return True
+
+    def group(self, events: bytes, tokens: list[int], chunks: list[int], now_ms: float) -> bytes:
+        """One whole group of a marked stream, its comment cut off. Groups are not merged."""
+        request = self.owner
+        if self.is_over:
+            return b""
+        if chunks == [1] and tokens[0] <= TOKEN_MAX and self.passes(events, tokens[0]):
+            return events
+        if b'"error"' in events and self._is_error(events, now_ms):
+            return b""
+        if request.state is not RequestState.STREAMING:
+            return self._group_elsewhere(events, tokens, chunks, now_ms)
+        if request.rewriter is not None:
+            events = request.rewriter.rewrite(events)
+        transcript = request.transcript
+        try:
+            transcript.add(events, tokens, chunks)  # they add up: `hop.read_group_end`
+        except OverflowError:  # not a token id
+            self._cold.broke(self, BreakCause.GARBAGE, now_ms)
+            return b""
+        transcript.room_bytes -= len(events) + 8 * len(tokens) + GROUP_BYTES
+        if transcript.room_bytes < 0:
+            self._cold.weigh(request)
+        if request.progress_at and len(request.tokens) >= request.progress_at:
+            self._cold.progressed(request)
+        return events
+
+    def end(self, events: bytes, now_ms: float) -> bytes:
+        """The events in front of `hop.END`; `EndAnswer` is then in the outbox."""
+        request = self.owner
+        if self.is_over or (b'"error"' in events and self._is_error(events, now_ms)):
+            return b""
+        if request.state is RequestState.REPLAYING:
+            rest = self._replay(events, [], now_ms, is_last=True)
+            if rest is None:
+                return b""
+            events = rest.events
+        elif request.state not in (RequestState.STREAMING, RequestState.RELAYING):
+            self._cold.broke(self, BreakCause.GARBAGE, now_ms)
+            return b""
+        if request.rewriter is not None:
+            events = request.rewriter.rewrite(events)
+        self._cold.whole(request)
+        return events
+
+    def raw(self, data: bytes) -> bytes:
+        """Bytes of the body of an answer that is passed on as it comes."""
+        if self.is_over:
+            return b""
+        self.owner.is_at_boundary = data.endswith(b"\n\n")
+        return data
+
+    def hold(self, size_bytes: int) -> None:
+        """So many more bytes of the answer are held; over the limit `SendHead` is in the outbox."""
+        if not self.is_over and self.owner.state is RequestState.ANSWERING:
+            self._cold.held(self, size_bytes)
+
+    def _group_elsewhere(
+        self, events: bytes, tokens: list[int], chunks: list[int], now_ms: float
+    ) -> bytes:
+        """A group of a stream that keeps no journal, or of a replay."""
+        if self.owner.state is RequestState.REPLAYING:
+            rest = self._replay(events, tokens, now_ms, is_last=False)
+            if rest is None:
+                return b""
+            # The rest is a group of its own, without the tokens that the journal has already.
+            is_new = rest.has_new_tokens
+            return self.group(
+                rest.events, tokens if is_new else [], chunks if is_new else [], now_ms
+            )
+        if self.owner.state is not RequestState.RELAYING:  # before its head
+            self._cold.broke(self, BreakCause.GARBAGE, now_ms)
+            return b""
+        self.owner.forgotten_tokens += len(tokens)
+        rewriter = self.owner.rewriter  # it was resumed once, when it had a journal
+        return events if rewriter is None else rewriter.rewrite(events)
+
+    def _replay(
+        self, events: bytes, tokens: list[int], now_ms: float, *, is_last: bool
+    ) -> Rest | None:
+        """What of a replay is new; None if nothing can be yet, or ever."""
+        assert self.owner.replay is not None  # made with the state
+        try:
+            rest = self.owner.replay.feed(events, tokens, is_last)
+        except ReplayMismatch as mismatch:
+            self._cold.mismatched(self.owner, str(mismatch))
+            return None
+        if rest is not None:
+            self._cold.joined(self.owner, now_ms)
+        return rest
+
+    def _is_error(self, events: bytes, now_ms: float) -> bool:
+        """Whether the engine says in its stream that it failed: a break, not content."""
+        found = _ERROR_EVENT.search(events)
+        if found is None:
+            return False
+        # The event alone: behind it vLLM writes the same `[DONE]` as behind a whole answer.
+        self.owner.engine_error = events[found.start() :].partition(b"\n\n")[0] + b"\n\n"
+        self._cold.broke(self, BreakCause.ERROR_EVENT, now_ms)
+        return True

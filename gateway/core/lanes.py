@@ -12,9 +12,9 @@ The lock server says which engine serves the model, so a failover needs no pool.
 greeted when the door opens and before the first request, so a door that opens early harms no
 request.
 
-To the shell `Lanes` is what a single `Gateway` is without a pool. A request's lane is found once,
-by its model. From then on it follows from the numbers of the request's attempts, and bytes go to
-the attempt itself, so an event costs the same with and without a pool.
+A gateway without a pool has one lane, a plain `Gateway`. A request's lane is found once, by its
+model. From then on it follows from the numbers of the request's attempts, and bytes go to the
+attempt itself, so an event costs the same with and without a pool.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from msgspec.structs import replace
 from gateway.core import answers
 from gateway.core import events as ev
 from gateway.core.answers import Failure
-from gateway.core.client_request import ClientRequest, RequestState, Turn
+from gateway.core.client_request import Attempt, ClientRequest, RequestState, Turn
 from gateway.core.events import (
     MAX_IN_FLIGHT,
     QUEUE_MAX,
@@ -39,10 +39,8 @@ from gateway.core.events import (
     LaneDoorSet,
     LaneRules,
 )
-from gateway.core.hot_path import Attempt
-from gateway.core.machine import Gateway
-from gateway.core.shared import Shared, Stats
-from plumbing.gateway_protocol import Hello
+from gateway.core.machine import Gateway, Stats
+from gateway.core.requests import UNANSWERED, Shared
 from pool.core.events import (
     Door,
     ModelDemand,
@@ -62,7 +60,6 @@ TICKETS_IN_ALL = 2048  # and of all: a parked stream has one too, and a frame is
 ORDER_MS = 60_000.0  # by a priority, in the pool's order, whose last are beyond the limit
 NO_ROOM = "pool.no_room"  # as refused in `pool.core.reasons`
 BEGUN = (RequestState.STREAMING, RequestState.RESUMING, RequestState.REPLAYING)
-UNANSWERED = (RequestState.SENT, RequestState.ANSWERING)
 
 
 class Lane(Gateway):
@@ -73,7 +70,6 @@ class Lane(Gateway):
         model: str,
         rules: GatewayRules,
         lane_rules: LaneRules,
-        *,
         shared: Shared,
         place: int,
         step: int,
@@ -95,24 +91,24 @@ class Lane(Gateway):
     # ------------------------------------------------------------------ looking
 
     @property
-    def is_idle(self) -> bool:
-        """Whether there is no request."""
-        return not self._requests.all
+    def door_word(self) -> str | None:
+        """Such as `shut`."""
+        return None if self.door is None else str(self.door.__struct_config__.tag)
 
     @property
     def in_flight(self) -> int:
         """Requests that an engine has."""
-        return len(self._requests.attempts)
+        return len(self.attempts)
 
     @property
     def queued(self) -> int:
         """New requests that wait: those that count against the limits."""
-        waiting = self._requests.queue.waiting.values()
+        waiting = self.queue.waiting.values()
         return sum(each.state is RequestState.WAITING and not each.has_broken for each in waiting)
 
     @property
     def parked(self) -> int:
-        waiting = self._requests.queue.waiting.values()
+        waiting = self.queue.waiting.values()
         return sum(each.state is RequestState.PARKED for each in waiting)
 
     def expected_wait_ms(self, now_ms: float) -> float | None:
@@ -123,17 +119,17 @@ class Lane(Gateway):
 
     def demand(self, now_ms: float) -> ModelDemand:
         """All that the pool needs to know."""
-        is_busy = not self.is_idle
+        is_busy = bool(self.requests)
         if self._was_busy and not is_busy:
             self._last_ms = now_ms
         self._was_busy = is_busy
-        waiting = sorted(self._requests.queue.waiting.values(), key=lambda each: each.number)
-        owners = [each.owner for each in self._requests.attempts.values()]
+        waiting = sorted(self.queue.waiting.values(), key=lambda each: each.number)
+        owners = [each.owner for each in self.attempts.values()]
         return ModelDemand(
             tickets=tuple(self._ticket(each) for each in waiting),
             in_flight=len(owners),
             cannot_park=sum(not self._may_yield(each) for each in owners),
-            resuming=self._requests.resuming,
+            resuming=self.resuming,
             last_request_ms=self._last_ms,
             keep_alive_ms=self._keep_alive_ms,
             door=self.door_number,
@@ -158,18 +154,18 @@ class Lane(Gateway):
         if isinstance(self.door, ShutDoor) and self.door.running is not Running.FINISH:
             self._yield(now_ms)  # a stream has begun only now
 
-    def _look(self) -> None:
-        super()._look()
+    def look(self) -> None:
+        super().look()
         if self._is_busy:
             return
-        in_flight, waiting = self.in_flight, len(self._requests.queue.waiting)
+        in_flight, waiting = self.in_flight, len(self.queue.waiting)
         # Behind an open door the pool has nothing to decide, but when all is quiet.
         is_open = isinstance(self.door, OpenDoor)
         counts = (in_flight > 0, waiting > 0) if is_open else (in_flight, waiting)
-        told = (self.door_number, self._keep_alive_ms, self._requests.resuming > 0, *counts)
+        told = (self.door_number, self._keep_alive_ms, self.resuming > 0, *counts)
         if told != self._told:
             self._told = told
-            self._requests.outbox.append(ev.DemandChanged())
+            self.outbox.append(ev.DemandChanged())
 
     # ------------------------------------------------------------------ requests
 
@@ -177,7 +173,7 @@ class Lane(Gateway):
         self._note_keep_alive(came.keep_alive_ms)
         self._last_ms = now_ms
         super()._came(came, now_ms)
-        request = self._requests.all.get(came.request)
+        request = self.requests.get(came.request)
         if request is None:
             return
         request.priority = priority = self.lane_rules.priority_for(came.priority)
@@ -185,11 +181,11 @@ class Lane(Gateway):
         request.order_key = (now_ms + priority * self.lane_rules.starve_after_ms, came.request)
         failure = self._refusal(request)
         if failure is not None:
-            self._requests.fail(request, failure)
+            self.fail(request, failure)
 
     def _note_keep_alive(self, wanted_ms: float | None) -> None:
         """The longest of those requests that are here together."""
-        if not self.is_idle:
+        if self.requests:
             default_ms = self.lane_rules.keep_alive_ms
             ways = (wanted_ms, self._keep_alive_ms)
             wanted_ms = max(ways, key=lambda each: default_ms if each is None else each)
@@ -199,8 +195,8 @@ class Lane(Gateway):
         """Why this new request does not even wait."""
         if isinstance(self.door, RefusedDoor):
             return answers.refused_door(self.door)
-        is_first = len(self._requests.queue.waiting) == 1
-        if is_first and self.hello is not None and self._may_send() and self._has_room:
+        is_first = len(self.queue.waiting) == 1
+        if is_first and self.target.hello is not None and self._may_send() and self._has_room:
             return None
         if self.queued > self.lane_rules.queue_max:
             return answers.queue_full(f"{self.queued - 1} requests wait for {self.model}")
@@ -224,17 +220,17 @@ class Lane(Gateway):
         return now_ms - request.waits_since_ms >= request.wait_ms
 
     @property
-    def _waits_for(self) -> str:
+    def waits_for(self) -> str:
         if isinstance(self.door, ShutDoor):
             return self.door.reason or f"{self.model} is not awake"
-        return super()._waits_for
+        return super().waits_for
 
     @property
     def _no_engine(self) -> Failure:
-        if not self._waits_for:
+        if not self.waits_for:
             return answers.busy(self.model, self.in_flight)
         wait_ms = self.expected_wait_ms(self._now_ms) or 0.0
-        return answers.not_awake(self.model, self._waits_for, math.ceil(wait_ms / 1000))
+        return answers.not_awake(self.model, self.waits_for, math.ceil(wait_ms / 1000))
 
     # ------------------------------------------------------------------ the door
 
@@ -253,15 +249,15 @@ class Lane(Gateway):
                 if door.expected_ms is not None:
                     self._expected_ms = now_ms + door.expected_ms
                 if not isinstance(old, ShutDoor):
-                    self._part()
+                    self.target.part()
                 self._shut(door, now_ms)
             case RefusedDoor():
-                self._part()
-                for request in list(self._requests.queue.waiting.values()):
+                self.target.part()
+                for request in list(self.queue.waiting.values()):
                     # A lease or an order takes room for a while, and no stream is cut for that.
                     is_kept = request.state is RequestState.PARKED and door.code == NO_ROOM
                     if not is_kept:
-                        self._requests.fail(request, answers.refused_door(door))
+                        self.fail(request, answers.refused_door(door))
 
     def _set_rules(self, rules: PooledRules) -> None:
         self.lane_rules = replace(
@@ -274,21 +270,20 @@ class Lane(Gateway):
         )
 
     def _open(self, door: OpenDoor, old: Door | None, now_ms: float) -> None:
-        if self._grant is None:  # the lock server has not been heard yet, and the pool has heard it
-            self._grant = ev.EngineGranted(door.engine, door.token, "", self.model)
-            self._is_granted = True
-        if not isinstance(old, OpenDoor) and self.hello is None:
+        if self.target.grant is None:  # the pool has heard of it, and the lock server was not heard
+            self.target.take(ev.EngineGranted(door.engine, door.token, "", self.model), now_ms)
+        if not isinstance(old, OpenDoor) and self.target.hello is None:
             self._begin_anew(is_death=False, now_ms=now_ms)  # while it rests nothing is in it
-            self._greet(now_ms)
+            self._greet()
 
     def _shut(self, door: ShutDoor, now_ms: float) -> None:
         if door.running is not Running.FINISH:
             self._yield(now_ms)
         if door.running is Running.CUT:
             self._cut(door)
-        for request in list(self._requests.queue.waiting.values()):
+        for request in list(self.queue.waiting.values()):
             if request.state is RequestState.WAITING and self._is_hopeless(request):
-                self._requests.fail(request, self._no_engine)
+                self.fail(request, self._no_engine)
 
     def _may_yield(self, request: ClientRequest) -> bool:
         """Whether its engine may be left now without harm to it."""
@@ -297,29 +292,29 @@ class Lane(Gateway):
 
     def _yield(self, now_ms: float) -> None:
         """Park streams behind a token, and let unanswered requests wait again."""
-        for attempt in list(self._requests.attempts.values()):
+        for attempt in list(self.attempts.values()):
             request = attempt.owner
             if self._may_yield(request):
                 if request.state in UNANSWERED:
                     request.was_requeued = True
-                    self._requests.outbox.append(ev.RequestRequeued(request.number))
-                self._attempts.broke(attempt, BreakCause.YIELDED, now_ms)
+                    self.outbox.append(ev.RequestRequeued(request.number))
+                self.broke(attempt, BreakCause.YIELDED, now_ms)
 
     def _cut(self, door: ShutDoor) -> None:
         """The last resort: end what could not yield."""
-        for attempt in list(self._requests.attempts.values()):
+        for attempt in list(self.attempts.values()):
             request = attempt.owner
             if request.state in UNANSWERED:
-                self._requests.drop(request)
-                self._requests.fire(request, Turn.BREAK)
-            self._requests.fail(request, answers.cut(self.model, door.reason))
+                self.drop(request)
+                self.fire(request, Turn.BREAK)
+            self.fail(request, answers.cut(self.model, door.reason))
 
     # ------------------------------------------------------------------ who stands for the model
 
-    def _meet(self, grant: ev.EngineGranted, now_ms: float) -> None:
-        self._part()
+    def _meet(self, grant: ev.EngineGranted) -> None:
+        self.target.part()
         if self._may_send():
-            self._greet(now_ms)
+            self._greet()
 
     @property
     def _greet_again_ms(self) -> float:
@@ -327,51 +322,41 @@ class Lane(Gateway):
 
 
 class Lanes:
-    """`by_model`: in the order in which they were named."""
+    """All requests of one gateway. `by_model`: in the order in which models were named; without a
+    pool one lane, of the model "", which has no door of a pool."""
 
     def __init__(
-        self, rules: GatewayRules, models: Mapping[str, LaneRules], queue_max: int = QUEUE_MAX
+        self,
+        rules: GatewayRules,
+        models: Mapping[str, LaneRules] | None = None,
+        queue_max: int = QUEUE_MAX,
     ) -> None:
         self.shared = Shared(rules.memory_bytes_max)
+        self.outbox = self.shared.outbox
+        self.take = self.shared.take
         self._queue_max = queue_max
-        self.by_model = {
-            model: Lane(
-                model,
-                rules,
-                lane_rules,
-                shared=self.shared,
-                place=place,
-                step=len(models),
-                is_full=self._is_full,
+        self.lanes: dict[str, Lane] = {}  # of a pool
+        for model, lane_rules in (models or {}).items():
+            place, step = len(self.lanes), len(models or {})
+            self.lanes[model] = Lane(
+                model, rules, lane_rules, self.shared, place, step, self._is_full
             )
-            for place, (model, lane_rules) in enumerate(models.items())
-        }
-        self._lanes = tuple(self.by_model.values())
-        self._live: dict[Lane, None] = {}  # those that time may mean something to
+        self.by_model: Mapping[str, Gateway] = self.lanes or {"": Gateway(rules, self.shared)}
+        self._all = tuple(self.by_model.values())
+        self._live: dict[Gateway, None] = {}  # those that time may mean something to
 
     @property
-    def hello(self) -> Hello | None:
-        """Of no engine: whose body it is that comes is known once it is whole."""
-        return None
-
-    @property
-    def outbox(self) -> Sequence[GatewayEffect]:
-        """What is to be performed; the same object at all times."""
-        return self.shared.outbox
+    def alone(self) -> Gateway | None:
+        """The only lane of a gateway without a pool."""
+        return self.by_model.get("")
 
     def attempt(self, number: int) -> Attempt:
-        return self._lane_of(number).attempt(number)
-
-    def take(self) -> Sequence[GatewayEffect]:
-        """The effects in the outbox, which is empty then."""
-        found = self.shared.outbox.copy()
-        self.shared.outbox.clear()
-        return found
+        return self._lane_of(number).attempts[number]
 
     def handle(self, event: GatewayEvent, now_ms: float) -> Sequence[GatewayEffect]:
         """What follows from `event`, with all that was in the outbox. What is about a model that is
         not here is ignored."""
-        lane: Lane | None
+        lane: Gateway | None
         match event:
             case ev.HeadCame() | ev.AnswerCame() | ev.AnswerBroke() | ev.ConnectFailed():
                 lane = self._lane_of(event.attempt)
@@ -386,10 +371,11 @@ class Lanes:
                 | LaneDoorSet()
             ):
                 lane = self.by_model.get(event.model)
-            case ev.GatewayEnds():
-                return self._tell_all(event, now_ms, self._lanes)
+            case ev.DoorSet():
+                lane = self.alone
             case _:
-                return self._tell_all(event, now_ms, tuple(self._live))
+                lanes = self._all if isinstance(event, ev.GatewayEnds) else tuple(self._live)
+                return [effect for each in lanes for effect in each.handle(event, now_ms)]
         if lane is None:
             return self.take()
         self._live[lane] = None
@@ -401,14 +387,14 @@ class Lanes:
         for lane in tuple(self._live):
             if lane.needs_ticks:
                 return True
-            if lane.is_idle:
+            if not lane.requests:
                 del self._live[lane]
         return False
 
     def demand(self, now_ms: float) -> dict[str, ModelDemand]:
         """All that the pool needs to know, by model: at most so many tickets as one message can
         carry."""
-        whole = {model: lane.demand(now_ms) for model, lane in self.by_model.items()}
+        whole = {model: lane.demand(now_ms) for model, lane in self.lanes.items()}
         busy = sum(bool(each.tickets) for each in whole.values())
         most = min(TICKETS_MAX, TICKETS_IN_ALL // max(1, busy))
         return {
@@ -417,8 +403,8 @@ class Lanes:
         }
 
     def stats(self, now_ms: float) -> Stats:
-        """What there is now in all lanes; no engine is named."""
-        found = [lane.stats(now_ms) for lane in self._lanes]
+        """What there is now in all lanes."""
+        found = [lane.stats(now_ms) for lane in self._all]
         by_state: Counter[str] = Counter()
         for each in found:
             by_state.update(each.by_state)
@@ -426,28 +412,15 @@ class Lanes:
             by_state=dict(by_state),
             memory_bytes=self.shared.memory_bytes,
             suspects=sum(each.suspects for each in found),
-            oldest_paused_ms=max((each.oldest_paused_ms for each in found), default=0.0),
-            engine="",
-            token=0,
-            waits_for="",
+            oldest_paused_ms=max(each.oldest_paused_ms for each in found),
         )
 
-    # ------------------------------------------------------------------ inside
-
-    def _lane_of(self, number: int) -> Lane:
+    def _lane_of(self, number: int) -> Gateway:
         """Of an attempt or a greeting."""
-        return self._lanes[number % len(self._lanes)]
+        return self._all[number % len(self._all)]
 
     def _is_full(self) -> bool:
-        return sum(lane.queued for lane in self._lanes) > self._queue_max
-
-    def _tell_all(
-        self, event: GatewayEvent, now_ms: float, lanes: Sequence[Lane]
-    ) -> Sequence[GatewayEffect]:
-        effects: list[GatewayEffect] = []
-        for lane in lanes:
-            effects += lane.handle(event, now_ms)
-        return effects
+        return sum(lane.queued for lane in self.lanes.values()) > self._queue_max
 
 
 def first_of(tickets: tuple[Ticket, ...], most: int) -> tuple[Ticket, ...]:

@@ -14,8 +14,6 @@ from enum import StrEnum
 from typing import Any, TypeAlias
 from urllib.parse import quote
 
-from msgspec import Struct, field
-
 from gateway.core.events import (
     ContinuationLost,
     Ending,
@@ -25,8 +23,7 @@ from gateway.core.events import (
     StreamResumed,
     SuspectFound,
 )
-from gateway.schema import GatewayRequest
-from gateway.server.open_request import OpenRequest
+from gateway.server.requests import HttpRequest
 from gateway.server.tracing import RequestSpans
 from plumbing.gateway_protocol import Continuation
 
@@ -55,27 +52,17 @@ PAUSE_BUCKETS_S = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 3
 ADDED_BUCKETS_S = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.2, 1.0)
 
 
-class Distribution(Struct, frozen=True):
+class HistogramTally:
     """The counts of a histogram: one for each bound, and one for all values above."""
 
-    counts: tuple[int, ...]
-    sum_s: float = 0.0
-
-
-class HistogramTally:
-    """A `Distribution` that grows."""
-
     def __init__(self, bounds_s: tuple[float, ...]) -> None:
-        self._bounds_s = bounds_s
-        self._counts = [0] * (len(bounds_s) + 1)
-        self._sum_s = 0.0
+        self.bounds_s = bounds_s
+        self.counts = [0] * (len(bounds_s) + 1)
+        self.sum_s = 0.0
 
     def observe(self, seconds: float) -> None:
-        self._counts[bisect_left(self._bounds_s, seconds)] += 1
-        self._sum_s += seconds
-
-    def so_far(self) -> Distribution:
-        return Distribution(tuple(self._counts), self._sum_s)
+        self.counts[bisect_left(self.bounds_s, seconds)] += 1
+        self.sum_s += seconds
 
 
 class PoolOutcome(StrEnum):
@@ -90,32 +77,9 @@ class PoolOutcome(StrEnum):
     LOST = "lost"  # its answer broke off
 
 
-class ModelTotal(Struct, frozen=True):
-    """How many requests for one model of a pool have come to one outcome."""
-
-    model: str
-    outcome: PoolOutcome
-    count: int
-
-
-class GatewayTotals(Struct, frozen=True):
-    """The counts since the start; they only grow."""
-
-    requests: tuple[GatewayRequest, ...] = ()
-    tokens: int = 0  # delivered, each once
-    replayed_tokens: int = 0  # at resumes; neither delivered nor counted again
-    pauses: int = 0  # of streams
-    resumes: int = 0
-    continuations_lost: int = 0  # streams that could be continued at first, and no longer
-    pause_s: Distribution = Distribution((0,) * (len(PAUSE_BUCKETS_S) + 1))
-    # From a whole request to its first byte towards an engine that was free to take it.
-    added_s: Distribution = Distribution((0,) * (len(ADDED_BUCKETS_S) + 1))
-    limits: Mapping[str, int] = field(default_factory=dict)  # how often each was reached, by name
-    models: tuple[ModelTotal, ...] = ()  # of a pool
-
-
 class Accounts:
-    """`note` is told of every record of the core, `refused` of what never came there."""
+    """`note` is told of every record of the core, `refused` of what never came there. The counts
+    only grow."""
 
     def __init__(
         self,
@@ -124,34 +88,40 @@ class Accounts:
         has_access_log: bool,
         spans: RequestSpans | None = None,
     ) -> None:
+        # From a whole request to its first byte towards an engine that was free to take it.
         self.added = HistogramTally(ADDED_BUCKETS_S)
-        self.limits: Counter[str] = Counter()
+        self.pauses = HistogramTally(PAUSE_BUCKETS_S)
+        self.limits: Counter[str] = Counter()  # how often each was reached, by name
+        self.requests: Counter[tuple[str, Continuation]] = Counter()  # by ending and class
+        self.models: Counter[tuple[str, PoolOutcome]] = Counter()  # of a pool
+        self.tokens = 0  # delivered, each once
+        self.replayed_tokens = 0  # at resumes; neither delivered nor counted again
+        self.paused = 0  # how often a stream was
+        self.resumed = 0
+        self.continuations_lost = 0  # streams that could be continued at first, and no longer
         self._tell_of = tell
         self._has_access_log = has_access_log
         self._spans = spans
-        self._pauses = HistogramTally(PAUSE_BUCKETS_S)
-        self._requests: Counter[tuple[str, Continuation]] = Counter()
-        self._models: Counter[tuple[str, PoolOutcome]] = Counter()
+        # Since the last `tell`:
         self._paused: list[StreamPaused] = []
         self._resumed: list[StreamResumed] = []
         self._broken: Counter[str] = Counter()
         self._lost: Counter[str] = Counter()
-        self._tokens = self._replayed = self._all_paused = self._all_resumed = self._all_lost = 0
 
     def note(self, record: GatewayRecord) -> None:
         if self._spans is not None and isinstance(record, StreamPaused | StreamResumed):
             self._spans.note(record)
         match record:
             case StreamPaused():
-                self._all_paused += 1
+                self.paused += 1
                 self._paused.append(record)
             case StreamResumed():
-                self._all_resumed += 1
-                self._replayed += record.tokens
-                self._pauses.observe(record.pause_ms / 1000)
+                self.resumed += 1
+                self.replayed_tokens += record.tokens
+                self.pauses.observe(record.pause_ms / 1000)
                 self._resumed.append(record)
             case ContinuationLost():
-                self._all_lost += 1
+                self.continuations_lost += 1
                 self._lost[record.reason] += 1
             case SuspectFound():
                 self._tell(
@@ -163,66 +133,45 @@ class Accounts:
                     deaths=record.deaths,
                 )
             case RequestEnded():
-                self._tokens += record.tokens
+                self.tokens += record.tokens
                 if record.code in POOL_LIMITS:
                     self.limits[record.code] += 1
                 if record.ending is Ending.BROKEN:
                     self._broken[record.code] += 1
 
-    def requeued(self, request: OpenRequest) -> None:
+    def requeued(self, request: HttpRequest) -> None:
         """Its model had to yield before anything was answered; it waits for the next turn."""
-        self._models[request.model, PoolOutcome.REQUEUED] += 1
+        self.models[request.model, PoolOutcome.REQUEUED] += 1
 
-    def ended(self, request: OpenRequest, record: RequestEnded, now_ms: float) -> None:
+    def ended(self, request: HttpRequest, record: RequestEnded, now_ms: float) -> None:
         """`request` is over; the record was noted."""
-        self._requests[record.ending.value, request.continuation] += 1
+        self.requests[record.ending.value, request.continuation] += 1
         if request.model:
-            self._models[request.model, outcome_of(record)] += 1
+            self.models[request.model, outcome_of(record)] += 1
         if self._spans is not None:
             self._spans.ended(request, record, now_ms - request.came_ms)
         if not self._has_access_log:
             return
-        http = request.http
         access_logger.info(
             '%s "%s %s" %d %d bytes in %.1f ms, %s%s, id %s',
-            _peer(request),
-            http.method.decode(errors="replace"),
-            quote(http.path[:PATH_CHARS_MAX], safe="/:@"),
+            str(request.peer[0]) if isinstance(request.peer, tuple) else "-",
+            request.method.decode(errors="replace"),
+            quote(request.path[:PATH_CHARS_MAX], safe="/:@"),
             request.status,
             request.sent_bytes,
             now_ms - request.came_ms,
             record.ending.value,
             f", engine {request.engine}" if request.engine else "",
-            http.request_id.decode(errors="replace"),
+            request.request_id.decode(errors="replace"),
         )
 
     def refused(self, code: str, status: int, request_id: bytes) -> None:
         """A request was refused before it was read whole."""
         if code in LIMITS:
             self.limits[code] += 1
-        self._requests[Ending.REFUSED.value, Continuation.NONE] += 1
+        self.requests[Ending.REFUSED.value, Continuation.NONE] += 1
         if self._has_access_log:
             access_logger.info("refused with %d %s, id %s", status, code, request_id.decode())
-
-    def totals(self) -> GatewayTotals:
-        return GatewayTotals(
-            requests=tuple(
-                GatewayRequest(ending, continuation, count)
-                for (ending, continuation), count in self._requests.items()
-            ),
-            tokens=self._tokens,
-            replayed_tokens=self._replayed,
-            pauses=self._all_paused,
-            resumes=self._all_resumed,
-            continuations_lost=self._all_lost,
-            pause_s=self._pauses.so_far(),
-            added_s=self.added.so_far(),
-            limits=dict(self.limits),
-            models=tuple(
-                ModelTotal(model, outcome, count)
-                for (model, outcome), count in self._models.items()
-            ),
-        )
 
     def tell(self) -> None:
         """One event of each kind for all that happened since the last call."""
@@ -283,8 +232,3 @@ def outcome_of(record: RequestEnded) -> PoolOutcome:
 
 def _streams(count: int) -> str:
     return "1 stream" if count == 1 else f"{count} streams"
-
-
-def _peer(request: OpenRequest) -> str:
-    peer = request.client.peer
-    return str(peer[0]) if isinstance(peer, tuple) and peer else "-"

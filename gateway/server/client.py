@@ -1,19 +1,19 @@
 """One connection of a client: reads requests, one of them is served at a time, writes answers.
 
 While a request is served, what the client sends further is kept unread, up to a limit: reading on
-is how a client that is gone is noticed at once. Deadlines are looked at by `Doors.sweep`, since a
-timer for each connection would cost more than what it guards.
+is how a client that is gone is noticed at once. `GatewayExchange` looks at deadlines, since a timer
+for each connection would cost more than what it guards.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import time
 from typing import Protocol, cast
 
 from gateway.core.answers import Failure, error_body
-from gateway.server.request_reader import BodyMemory, RequestReader
-from gateway.server.requests import Headers, HttpRequest, fresh_id
+from gateway.server.request_reader import Intake, RequestReader
+from gateway.server.requests import HttpRequest, fresh_id
 from gateway.server.responses import error_response
 
 IDLE_S = 75.0  # between two requests, as nginx
@@ -29,22 +29,17 @@ NEVER = float("inf")
 
 
 class Clients(Protocol):
-    """Accepts connections and serves their requests."""
+    """Who serves the requests of connections (`exchange.py`)."""
 
-    body_memory: BodyMemory
-    stripped: frozenset[bytes]  # names of headers that no engine gets
+    intake: Intake
 
     def closed(self, client: ClientConnection) -> None: ...
     def became_idle(self, client: ClientConnection) -> None: ...
     def came(self, client: ClientConnection, request: HttpRequest) -> None: ...
     def refused(self, refused: Failure, request_id: bytes) -> None: ...
-    def left(self, client: ClientConnection) -> None: ...
-    def tunnelled(self, client: ClientConnection, data: bytes) -> None: ...
-    def drained(self, client: ClientConnection) -> None: ...
-    def body_bytes_max(self) -> int: ...
-    def check(self, headers: Headers) -> Failure | None: ...
-    def now_s(self) -> float: ...
-    def call_soon(self, callback: Callable[[], None]) -> object: ...
+    def left(self, request: HttpRequest) -> None: ...
+    def tunnelled(self, request: HttpRequest, data: bytes) -> None: ...
+    def drained(self, request: HttpRequest) -> None: ...
     @property
     def is_stopping(self) -> bool: ...
 
@@ -71,9 +66,7 @@ class ClientConnection(asyncio.Protocol):
         self.peer: object = None
         self.sent_bytes = 0  # of the present answer's body
         self._owner = owner
-        self._reader = RequestReader(
-            owner.body_bytes_max, owner.check, owner.body_memory, owner.stripped
-        )
+        self._reader = RequestReader(owner.intake)
         self._transport: asyncio.Transport | None = None
         self._out: asyncio.Transport | _Gathered | None = None  # where what is written goes
         self._ahead = bytearray()
@@ -202,7 +195,7 @@ class ClientConnection(asyncio.Protocol):
         unsent_bytes = self.unsent_bytes
         if unsent_bytes and unsent_bytes != self._unsent_seen_bytes:
             self._unsent_seen_bytes = unsent_bytes
-            self.deadline_s = self._owner.now_s() + STALLED_S
+            self.deadline_s = time.monotonic() + STALLED_S
             return
         if self.request is not None or self._is_lingering or self._reader.is_idle:
             self.abort()
@@ -216,7 +209,7 @@ class ClientConnection(asyncio.Protocol):
         self._transport = self._out = cast("asyncio.Transport", transport)
         self.peer = transport.get_extra_info("peername")
         self._transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
-        self.deadline_s = self._owner.now_s() + HEAD_S
+        self.deadline_s = time.monotonic() + HEAD_S
         self._owner.became_idle(self)
 
     def data_received(self, data: bytes) -> None:
@@ -228,9 +221,9 @@ class ClientConnection(asyncio.Protocol):
             if self._reader.is_outlining:
                 # uvloop would read up to 8 MiB in one turn.
                 self.pause_reading()
-                self._owner.call_soon(self.resume_reading)
+                asyncio.get_running_loop().call_soon(self.resume_reading)
         elif self._is_tunnel_open:
-            self._owner.tunnelled(self, data)
+            self._owner.tunnelled(self.request, data)
         else:
             self._ahead += data
             if len(self._ahead) > AHEAD_BYTES_MAX:
@@ -240,18 +233,20 @@ class ClientConnection(asyncio.Protocol):
         self._transport = self._out = None
         self._reader.close()
         if self.request is not None:
-            self._owner.left(self)
-            self.request = None
+            request, self.request = self.request, None
+            request.sent_bytes = self.sent_bytes
+            self._owner.left(request)
         self._owner.closed(self)
 
     def pause_writing(self) -> None:
-        self.is_full, self.deadline_s = True, self._owner.now_s() + STALLED_S
+        self.is_full, self.deadline_s = True, time.monotonic() + STALLED_S
 
     def resume_writing(self) -> None:
         self.is_full = False
         idle_s = LINGER_S if self._is_lingering else IDLE_S
-        self.deadline_s = NEVER if self.request is not None else self._owner.now_s() + idle_s
-        self._owner.drained(self)
+        self.deadline_s = NEVER if self.request is not None else time.monotonic() + idle_s
+        if self.request is not None:
+            self._owner.drained(self.request)
 
     # ------------------------------------------------------------------ inside
 
@@ -285,7 +280,7 @@ class ClientConnection(asyncio.Protocol):
         self._owner.came(self, request)
 
     def _await_more(self) -> None:
-        reader, now_s = self._reader, self._owner.now_s()
+        reader, now_s = self._reader, time.monotonic()
         if reader.expects_continue:
             reader.expects_continue = False
             self._write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -325,7 +320,7 @@ class ClientConnection(asyncio.Protocol):
         if self._transport is None:
             return
         self._is_lingering = True
-        self.deadline_s = self._owner.now_s() + LINGER_S
+        self.deadline_s = time.monotonic() + LINGER_S
         self.release()
         if self._transport.can_write_eof():
             self._transport.write_eof()

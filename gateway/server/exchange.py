@@ -1,10 +1,12 @@
-"""Performs what the core decides: sends requests to engines, and answers to clients.
+"""All that the gateway has open: clients' connections, their requests, and connections to engines.
 
-Owns the open requests and the upstream connections. Decides nothing about them. Performing an
-effect may bring the next event at once (an answer is out, so the client's next request is served),
-and the journal in an effect holds until the next event. So events wait in `_inbox` while effects
-are performed. `EngineQueues` reads what an engine had queued when it died, from the page of each
-engine that has greeted this process.
+`gateway.core` decides what happens to a request, and `GatewayExchange` performs it: it sends
+requests to engines, and answers to clients. Nothing here blocks. Performing an effect may bring the
+next event at once (an answer is out, so the client's next request is served), and the journal in an
+effect holds until the next event. So events wait in `_inbox` while effects are performed.
+
+`EngineQueues` reads what an engine had queued when it died, from the page of each engine that has
+greeted this process.
 """
 
 from __future__ import annotations
@@ -14,79 +16,299 @@ import contextlib
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from msgspec.structs import replace
 
 from gateway.core import events as ev
+from gateway.core.answers import Failure
 from gateway.core.lanes import Lanes
-from gateway.core.machine import TICK_MS, Gateway
+from gateway.core.machine import TICK_MS
 from gateway.core.router import Wishes
-from gateway.server.accounts import Accounts
-from gateway.server.client import ClientConnection
+from gateway.schema import GatewayLoad, GatewayUpstream
+from gateway.server.accounts import Accounts, Tell
+from gateway.server.client import WRITE_BUFFER_BYTES, ClientConnection
 from gateway.server.connections import IdleConnections, take_over
-from gateway.server.open_request import OpenRequest
-from gateway.server.requests import HttpRequest
-from gateway.server.responses import error_response, greet
+from gateway.server.endpoints import Endpoints, OwnAnswer
+from gateway.server.files import open_api_keys, open_certificate
+from gateway.server.listener import ServiceListener
+from gateway.server.request_reader import Intake
+from gateway.server.requests import BODY_BYTES_MAX, NOT_PASSED_ON, Headers, HttpRequest
+from gateway.server.responses import greet
+from gateway.server.settings import GatewaySettings
+from gateway.server.tracing import open_spans
 from gateway.server.upstream import ReplayTurns, Upstream
-from plumbing.gateway_protocol import Hello
 from plumbing.pod.paths import engine_http_socket, engine_queue
 from plumbing.pod.queue_page import QueueReader, attempt_name
+from plumbing.wire.fds import OwnedFd
+from pool.core.events import ModelDemand
+from pool.messages import PooledModel
 
+PROBLEM_CHARS_MAX = 4096  # an engine says what it likes
+BODIES_SHARE = 0.75  # of the memory, which bodies that are being sent may keep
+FLUSH_S = 0.5  # for the errors of requests that are cut at the end
+BEGIN_S = 1.0  # after its connect a client sends its first request within milliseconds
+SWEEP_S = 1.0  # a deadline is noticed this much late at most
 HEAD_MS = 10_000.0  # from the first byte of a response's head to its end
 QUOTED_CHARS_MAX = 300  # of what is wrong with a hello, which may quote it
 KEEPALIVE_COMMENT = b": keepalive\n\n"
+# States of the core in which a request waits for an engine, with nothing sent and with something.
+WAITING = "waiting"
+PARKED = ("parked", "resuming")
 
 
-class HttpExchange:
-    """All requests of the gateway. `idle` is called when the last one has ended, `want` when one
-    waits for an engine that rests, `demand` when that of a pool's models may have changed."""
+class GatewayExchange:
+    """Of one gateway."""
 
     def __init__(
         self,
-        core: Gateway | Lanes,
-        directory: str,
-        accounts: Accounts,
-        idle: Callable[[], None],
-        want: Callable[[], object],
-        demand: Callable[[], object] = lambda: None,
+        settings: GatewaySettings,
+        tell: Tell,
+        *,
+        want: Callable[[], object] = lambda: None,
+        demand_changed: Callable[[], object] = lambda: None,
     ) -> None:
-        self.core = core
-        self._demand = demand
-        self.requests: dict[int, OpenRequest] = {}  # by the core's number
-        self._directory = directory
-        self._accounts = accounts
-        self._idle = idle
-        self._want = want
-        self._quiet_since_ms = 0.0  # long ago: a fresh gateway keeps no engine awake
+        """`want`: a request waits for an engine that sleeps; `demand_changed`: that of a pool's
+        models may be another one.
+
+        Raises:
+            UsageError: `gateway.bad_tls` or `gateway.bad_api_keys`, files that cannot be used;
+                `gateway.no_tracing`.
+        """
+        self._settings = settings
+        self._loop = asyncio.get_running_loop()
+        self.keys = open_api_keys(settings.api_keys)
+        self.certificate = open_certificate(settings.tls_cert, settings.tls_key)
+        self.accounts = Accounts(
+            tell, has_access_log=settings.access_log, spans=open_spans(settings.tracing)
+        )
+        rules = ev.GatewayRules(
+            hold_ms=settings.hold_ms,
+            park_timeout_ms=settings.park_timeout_ms,
+            resumes_max=settings.resumes_max,
+            memory_bytes_max=settings.memory_bytes,
+        )
+        self.core = Lanes(rules, settings.pool.lanes, settings.pool.queue_max)
+        self.outbox: Sequence[ev.GatewayEffect] = self.core.outbox
+        # A key is the gateway's where it checks keys.
+        ours = frozenset() if self.keys is None else frozenset({b"authorization"})
+        self.intake = Intake(
+            settings.memory_bytes, self._body_bytes_max, self._check, NOT_PASSED_ON | ours
+        )
+        self.memory_bytes_max = settings.memory_bytes
+        self.is_final = False  # no engine takes requests any more: every one was told to end
+        self.endpoints = Endpoints(
+            *(self.core, settings.pool.aliases, settings.directory, settings.hold_ms),
+            lambda: self.is_stopping,
+        )
+        self.clients: set[ClientConnection] = set()
+        self.requests: dict[int, HttpRequest] = {}  # by the core's number
         self.upstreams: dict[int, Upstream] = {}  # by the number of their attempt
         self.idle_connections = IdleConnections()
         self.replays = ReplayTurns()
-        self._by_client: dict[ClientConnection, OpenRequest] = {}
+        self._want = want
+        self._demand_changed = demand_changed
+        self._listener: ServiceListener | None = None
+        self._is_stopping = False
+        self._begin_by_s = 0.0  # new connections may still send their first request
+        self._idle_clients: dict[ClientConnection, None] = {}  # longest idle first
+        self._client_of: dict[int, ClientConnection] = {}  # of each request
+        self._idle = asyncio.Event()
+        self._quiet_since_ms = 0.0  # long ago: a fresh gateway keeps no engine awake
         self._paused: dict[int, float] = {}  # request → when it was sent something last, in ms
         self._inbox: deque[ev.GatewayEvent] = deque()
         self._is_performing = False
         self._tasks: set[asyncio.Task[None]] = set()
-        self._loop = asyncio.get_running_loop()
         self._tick: asyncio.TimerHandle | None = None
         self._last_number = 0
-        self._queues = EngineQueues(directory)
-        self.is_final = False  # no engine takes requests any more
+        self._queues = EngineQueues(settings.directory)
+        self._sweeping = self._loop.call_later(SWEEP_S, self._sweep)
+
+    # ------------------------------------------------------------------ for the gateway around it
+
+    @property
+    def is_accepting(self) -> bool:
+        return self._listener is not None and self._listener.is_accepting
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether the next request of a client is better sent elsewhere."""
+        return self._is_stopping or self.is_final
+
+    def accept(self, listening: OwnedFd) -> None:
+        """Take this socket and accept from now on, in place of an earlier one. It is shared with
+        other processes: it is closed, never shut down."""
+        self._is_stopping = False
+        if self._listener is not None:
+            self._listener.stop()
+        tls = self.certificate.context if self.certificate is not None else None
+        self._listener = ServiceListener(listening, self, tls)
+
+    def release(self) -> None:
+        """Accept no more, close our copy of the socket, and no request follows on connections that
+        are open."""
+        if self._listener is not None:
+            self._listener.stop()
+        self._close_idle()
+
+    def limit_memory(self, memory_bytes: int) -> None:
+        """From now on its requests may have so much; those that have more lose nothing."""
+        self.memory_bytes_max = max(memory_bytes, self.core.shared.memory_bytes)
+        self.intake.bytes_max = self.core.shared.memory_bytes_max = self.memory_bytes_max
+
+    def told(self, event: ev.GatewayEvent) -> None:
+        """A word about engines, or a door. Connections that have led to one before are not used
+        again."""
+        match event:
+            case ev.EngineGranted():
+                self.is_final = False
+                event = replace(event, queued=self._queues.queued())
+            case ev.NobodyGranted():
+                self.is_final = event.is_final
+                if event.is_final and self._listener is not None:
+                    self._listener.resume()
+        self.idle_connections.close()
+        self.handle(event)
+
+    def set_model_doors(self, models: Mapping[str, PooledModel]) -> None:
+        """What the pool says of each model."""
+        self.endpoints.said = dict(models)
+        for model, said in models.items():
+            if said.door is not None:
+                self.told(ev.LaneDoorSet(model, said.number, said.door, said.rules))
+
+    def forget_door_numbers(self) -> None:
+        """The pool is gone: another one counts its doors anew. The doors themselves hold."""
+        for lane in self.core.lanes.values():
+            lane.door_number = 0
+
+    def demand(self) -> dict[str, ModelDemand]:
+        """What there is for each model of a pool."""
+        return self.core.demand(self.now_ms())
+
+    async def stop(self, budget_ms: float) -> None:
+        """Close idle connections, and return once every request has ended; after `budget_ms` those
+        that are left get an error. Called again, the shorter budget counts. New connections wait
+        for another gateway, or are refused if every engine was told to end."""
+        if self._listener is not None and not self.is_final:
+            self._listener.pause()
+        self._close_idle()
+        if not await self._until_idle(budget_ms / 1000):
+            self.handle(ev.GatewayEnds())
+            await self._until_idle(FLUSH_S)
+        self.close()
+
+    def close(self) -> None:
+        """End all connections now."""
+        if self._listener is not None:
+            self._listener.stop()
+        for client in tuple(self.clients):
+            client.abort()
+        self.idle_connections.close()
+        self.accounts.tell()
+        self._sweeping.cancel()
+
+    @property
+    def problem(self) -> str | None:
+        """A sentence about what cannot be done now."""
+        files = [each.file for each in (self.keys, self.certificate) if each is not None]
+        found = [file.problem for file in files]
+        if self._listener is not None:
+            found.insert(0, self._listener.problem)
+        return "; ".join(each for each in found if each)[:PROBLEM_CHARS_MAX] or None
+
+    def load(self) -> GatewayLoad:
+        stats = self.core.stats(self.now_ms())
+        by_state = stats.by_state
+        return GatewayLoad(
+            connections=len(self.clients),
+            in_flight=len(self.requests),
+            waiting=by_state.get(WAITING, 0),
+            parked=sum(by_state.get(state, 0) for state in PARKED),
+            parked_oldest_ms=stats.oldest_paused_ms,
+            replaying=by_state.get("replaying", 0),
+            suspects=stats.suspects,
+            memory_bytes=stats.memory_bytes,
+        )
+
+    def upstream(self) -> GatewayUpstream | None:
+        """The engine that requests go to; None in a pool, where there are several."""
+        lane = self.core.alone
+        if lane is None or lane.target.grant is None or not lane.target.is_granted:
+            return None
+        grant, hello = lane.target.grant, lane.target.hello
+        found = GatewayUpstream(
+            grant.engine, grant.token, hello is not None, "", None, lane.waits_for or None
+        )
+        if hello is not None:
+            found.continuation_id, found.continuation = hello.continuation_id, hello.continuation
+            found.problem = hello.problem and hello.problem[:PROBLEM_CHARS_MAX]
+        return found
+
+    @property
+    def quiet_ms(self) -> float:
+        """For how long there was no request."""
+        return 0.0 if self.requests else self.now_ms() - self._quiet_since_ms
+
+    def now_ms(self) -> float:
+        return time.monotonic() * 1000
 
     # ------------------------------------------------------------------ for clients' connections
 
-    def came(self, client: ClientConnection, http: HttpRequest, wishes: Wishes) -> None:
-        self._last_number += 1
-        request = OpenRequest(self._last_number, client, http, self.now_ms(), wishes.model)
-        self.requests[request.number] = self._by_client[client] = request
+    def make_client(self) -> ClientConnection:
+        client = ClientConnection(self)
+        self.clients.add(client)
+        return client
+
+    def closed(self, client: ClientConnection) -> None:
+        self.clients.discard(client)
+        self._idle_clients.pop(client, None)
+        self._idle.set()
+
+    def became_idle(self, client: ClientConnection) -> None:
+        self._idle_clients.pop(client, None)
+        self._idle_clients[client] = None
+        self._idle.set()
+
+    def close_an_idle_one(self) -> bool:
+        """Close the connection that has been idle longest, for a new one; False: none is idle."""
+        for client in tuple(self._idle_clients):
+            del self._idle_clients[client]
+            if client.is_idle:
+                self.clients.discard(client)
+                client.abort()
+                return True
+        return False
+
+    def limit_hit(self, name: str) -> None:
+        self.accounts.limits[name] += 1
+
+    def came(self, client: ClientConnection, request: HttpRequest) -> None:
+        """A request has been read whole: answer it here, or hand it to the core."""
+        self._idle_clients.pop(client, None)
+        found = self.endpoints.find(request)
+        if isinstance(found, Wishes):
+            self._admit(client, request, found)
+        elif isinstance(found, OwnAnswer):
+            if found.code:
+                self.refused(found, request.request_id)
+            client.answer(found.response(request))
+        else:
+            self._start(self._answer_later(client, request, found))
+
+    def _admit(self, client: ClientConnection, request: HttpRequest, wishes: Wishes) -> None:
+        self._last_number = number = self._last_number + 1
+        request.number, request.model, request.peer = number, wishes.model, client.peer
+        request.came_ms = self.now_ms()
+        self.requests[number], self._client_of[number] = request, client
         self.handle(
             ev.RequestCame(
-                request.number,
-                http.path,
-                len(http.body),
+                number,
+                request.path,
+                len(request.body),
                 request.may_be_sent_twice,
-                bool(http.body) and http.wants_stream,
+                request.wants_stream,
                 wishes.model,
                 wishes.priority,
                 wishes.wait_ms,
@@ -95,53 +317,55 @@ class HttpExchange:
         )
         request.is_fresh = False  # what has waited for an engine is not the gateway's own time
 
-    def left(self, client: ClientConnection) -> None:
-        request = self._by_client.pop(client, None)
-        if request is not None:
-            request.sent_bytes = client.sent_bytes
+    async def _answer_later(
+        self, client: ClientConnection, request: HttpRequest, answer: Awaitable[OwnAnswer]
+    ) -> None:
+        found = await answer
+        if client.request is request:  # else the client has left
+            client.answer(found.response(request))
+
+    def refused(self, refused: Failure | OwnAnswer, request_id: bytes) -> None:
+        self.accounts.refused(refused.code, refused.status, request_id)
+
+    def left(self, request: HttpRequest) -> None:
+        """Its client has left."""
+        if request.number:
             self.handle(ev.ClientLeft(request.number, request.model))
 
-    def drained(self, client: ClientConnection) -> None:
+    def drained(self, request: HttpRequest) -> None:
         """A client that was full has room again."""
-        request = self._by_client.get(client)
-        if request is not None and request.upstream is not None:
-            request.upstream.resume()
+        if (upstream := self.upstreams.get(request.attempt)) is not None:
+            upstream.resume()
 
-    def tunnelled(self, client: ClientConnection, data: bytes) -> None:
-        request = self._by_client.get(client)
-        if request is not None and request.upstream is not None:
-            request.upstream.send(data)
+    def tunnelled(self, request: HttpRequest, data: bytes) -> None:
+        if (upstream := self.upstreams.get(request.attempt)) is not None:
+            upstream.send(data)
+
+    def _body_bytes_max(self) -> int:
+        """In a pool it is known whose body it is that comes only once it is whole."""
+        hello = None if self.core.alone is None else self.core.alone.target.hello
+        return BODY_BYTES_MAX if hello is None else hello.body_bytes_max
+
+    def _check(self, headers: Headers) -> Failure | None:
+        return None if self.keys is None else self.keys.check(headers)
 
     # ------------------------------------------------------------------ for connections to engines
 
     def sent(self, upstream: Upstream) -> None:
         request = self.requests[upstream.attempt.request]
         if request.is_fresh:
-            self._accounts.added.observe((self.now_ms() - request.came_ms) / 1000)
+            self.accounts.added.observe((self.now_ms() - request.came_ms) / 1000)
 
     def connect(self, upstream: Upstream) -> None:
         """Send its request on a connection of its own."""
         attempt = upstream.attempt
         try:
-            connection = upstream.connect(engine_http_socket(self._directory, attempt.engine))
+            path = engine_http_socket(self._settings.directory, attempt.engine)
+            connection = upstream.connect(path)
         except OSError:
             self.handle(ev.ConnectFailed(attempt.number))
         else:
             take_over(connection, upstream, upstream.connection_lost)
-
-    def now_ms(self) -> float:
-        return time.monotonic() * 1000
-
-    @property
-    def outbox(self) -> Sequence[ev.GatewayEffect]:
-        return self.core.outbox
-
-    def told(self, event: ev.GatewayEvent) -> None:
-        """A word about engines from outside. What has led to one before is not used again."""
-        self.idle_connections.close()
-        if isinstance(event, ev.EngineGranted):
-            event = replace(event, queued=self._queues.queued())
-        self.handle(event)
 
     def handle(self, event: ev.GatewayEvent) -> None:
         self._inbox.append(event)
@@ -152,7 +376,7 @@ class HttpExchange:
             for effect in self.core.handle(self._inbox.popleft(), self.now_ms()):
                 self._perform(effect)
         self._is_performing = False
-        if self.core.outbox:
+        if self.outbox:
             self.perform_outbox()
         if self._tick is None and self.core.needs_ticks:
             self._tick = self._loop.call_later(TICK_MS / 1000, self._ticked)
@@ -189,7 +413,7 @@ class HttpExchange:
             case ev.WantEngine():
                 self._want()
             case ev.DemandChanged():
-                self._demand()
+                self._demand_changed()
             case ev.GatewayRecord():
                 self._note(effect)
             case _:
@@ -197,15 +421,14 @@ class HttpExchange:
 
     def _send_request(self, effect: ev.SendRequest) -> None:
         request = self.requests[effect.request]
-        upstream = Upstream(
+        request.attempt, request.engine = effect.attempt, effect.engine
+        self.upstreams[effect.attempt] = upstream = Upstream(
             self,
             self.core.attempt(effect.attempt),
-            request.client,
+            self._client_of[effect.request],
             request.for_engine(effect.journal, self._queues.name(effect.attempt)),
-            is_to_head=request.http.is_to_head,
+            is_to_head=request.is_to_head,
         )
-        request.upstream = self.upstreams[effect.attempt] = upstream
-        request.engine = effect.engine
         # A request that must not be sent twice gets no connection that may end at any time.
         reusable = request.may_be_sent_twice
         idle = self.idle_connections.take((effect.engine, effect.token)) if reusable else None
@@ -214,7 +437,7 @@ class HttpExchange:
 
     async def _greet(self, effect: ev.GreetEngine) -> None:
         try:
-            hello = await greet(engine_http_socket(self._directory, effect.engine))
+            hello = await greet(engine_http_socket(self._settings.directory, effect.engine))
         except (OSError, ValueError) as error:
             why = (str(error) or type(error).__name__)[:QUOTED_CHARS_MAX]
             self.handle(ev.HelloFailed(effect.greeting, f"{effect.engine} gave no hello: {why}"))
@@ -229,17 +452,17 @@ class HttpExchange:
 
     def _send_head(self, effect: ev.SendHead) -> None:
         request, upstream = self.requests[effect.request], self.upstreams[effect.attempt]
-        client, response = request.client, upstream.response
-        request.continuation = effect.continuation
+        client, response = self._client_of[effect.request], upstream.response
+        request.status, request.continuation = response.status, effect.continuation
         if response.status == 101:
-            upstream.send(client.open_tunnel(request.head_for_client(upstream, b"")))
+            upstream.send(client.open_tunnel(response.head_for_client(request)))
         else:
-            is_chunked = not request.http.is_http_1_0
+            is_chunked = not request.is_http_1_0
             if not is_chunked:
-                request.http.keeps_alive = False  # only the end of the connection ends the body
+                request.keeps_alive = False  # only the end of the connection ends the body
             framing = b"transfer-encoding: chunked" if is_chunked else b""
             client.begin(
-                request.head_for_client(upstream, framing),
+                response.head_for_client(request, framing),
                 is_chunked=is_chunked,
                 has_body=response.has_body,
             )
@@ -248,90 +471,144 @@ class HttpExchange:
     def _send_answer(self, effect: ev.SendAnswer) -> None:
         request, upstream = self.requests[effect.request], self.upstreams[effect.attempt]
         response, body = upstream.response, b"".join(upstream.held)
-        request.continuation = response.continuation
+        request.status, request.continuation = response.status, response.continuation
         length = b"%d" % len(body) if response.has_body else response.declared_length
         framing = b"" if length is None else b"content-length: " + length
-        head = request.head_for_client(upstream, framing)
-        self._forget(request, len(body))
-        request.client.answer(head + body if response.has_body else head)
+        head = response.head_for_client(request, framing)
+        client = self._forget(request, len(body))
+        client.answer(head + body if response.has_body else head)
 
     def _finish(self, effect: ev.EndAnswer | ev.AbortAnswer | ev.AnswerError) -> None:
         request = self.requests[effect.request]
-        client = request.client
-        self._forget(request, client.sent_bytes)
+        client = self._forget(request)
         match effect:
             case ev.EndAnswer():
                 client.end_body()
             case ev.AbortAnswer():
-                client.cut(b"" if request.http.is_tunnel else effect.event)
+                client.cut(b"" if request.is_tunnel else effect.event)
             case ev.AnswerError():
                 request.status = effect.status
-                client.answer(
-                    error_response(
-                        effect.status,
-                        effect.body,
-                        request.http.request_id,
-                        keeps_alive=request.http.keeps_alive and not self.is_final,
-                        retry_after_s=effect.retry_after_s,
-                        is_to_head=request.http.is_to_head,
-                    )
-                )
+                request.keeps_alive = request.keeps_alive and not self.is_final
+                own = OwnAnswer(effect.status, effect.body, retry_after_s=effect.retry_after_s)
+                client.answer(own.response(request))
 
-    def _forget(self, request: OpenRequest, sent_bytes: int) -> None:
+    def _forget(self, request: HttpRequest, sent_bytes: int | None = None) -> ClientConnection:
         """Its client is free for the next one; the core's last record of it is still to come."""
-        request.sent_bytes = sent_bytes
-        if request.upstream is not None:
-            self._drop(request.upstream.attempt.number)
-        self._by_client.pop(request.client, None)
+        client = self._client_of[request.number]
+        request.sent_bytes = client.sent_bytes if sent_bytes is None else sent_bytes
+        self._drop(request.attempt)
         self._paused.pop(request.number, None)
+        return client
 
     def _note(self, record: ev.GatewayRecord) -> None:
-        self._accounts.note(record)
+        self.accounts.note(record)
         match record:
             case ev.StreamPaused():
                 self._paused[record.request] = self.now_ms()
             case ev.StreamResumed():
                 self._paused.pop(record.request, None)
             case ev.RequestRequeued():
-                self._accounts.requeued(self.requests[record.request])
+                self.accounts.requeued(self.requests[record.request])
             case ev.RequestEnded():
                 self._paused.pop(record.request, None)
-                self._accounts.ended(self.requests.pop(record.request), record, self.now_ms())
+                del self._client_of[record.request]
+                self.accounts.ended(self.requests.pop(record.request), record, self.now_ms())
                 if not self.requests:
                     self._quiet_since_ms = self.now_ms()
-                    self._idle()
-
-    # ------------------------------------------------------------------ time
-
-    def sweep(self, keepalive_ms: float) -> None:
-        """Once a second: comments into paused streams, heads that do not end, old connections."""
-        self.idle_connections.close_old()
-        now_ms = self.now_ms()
-        if keepalive_ms:
-            for number, sent_ms in self._paused.items():
-                client = self.requests[number].client
-                if now_ms - sent_ms >= keepalive_ms and not client.is_full:
-                    self._paused[number] = now_ms
-                    client.send_body(KEEPALIVE_COMMENT)
-        for upstream in tuple(self.upstreams.values()):
-            since_ms = upstream.head_since_ms
-            if since_ms is not None and now_ms - since_ms > HEAD_MS:
-                upstream.drop()
-                self.handle(ev.AnswerBroke(upstream.attempt.number, ev.BreakCause.GARBAGE))
-
-    @property
-    def quiet_ms(self) -> float:
-        """For how long there was no request."""
-        return 0.0 if self.requests else self.now_ms() - self._quiet_since_ms
-
-    @property
-    def hello(self) -> Hello | None:
-        return self.core.hello
+                    self._idle.set()
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    # ------------------------------------------------------------------ stopping
+
+    @property
+    def _is_busy(self) -> bool:
+        """Who connects now and sends nothing must not hold up a stop for longer than `BEGIN_S`."""
+        may_begin = time.monotonic() < self._begin_by_s
+        return bool(self.requests) or any(
+            not client.is_idle or (may_begin and client.may_begin) for client in self.clients
+        )
+
+    def _close_idle(self) -> None:
+        """No request follows on open connections, but the first one of a new connection, whose
+        bytes may be here already: the kernel resets a connection that is closed with bytes
+        unread."""
+        if not self._is_stopping:
+            self._is_stopping, self._begin_by_s = True, time.monotonic() + BEGIN_S
+        for client in tuple(self._idle_clients):
+            client.close_idle()
+
+    async def _until_idle(self, budget_s: float) -> bool:
+        try:
+            async with asyncio.timeout(budget_s):
+                while self._is_busy:
+                    self._idle.clear()
+                    await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    # ------------------------------------------------------------------ once a second
+
+    def _sweep(self) -> None:
+        self._sweeping = self._loop.call_later(SWEEP_S, self._sweep)
+        now_s = time.monotonic()
+        for client in [each for each in self.clients if each.deadline_s <= now_s]:
+            client.expire()
+        self._idle.set()  # `BEGIN_S` may be over
+        self._refuse_largest_bodies()
+        self._cut_slowest()
+        self.idle_connections.close_old()
+        self._fill_pauses(self._settings.keepalive_comments_ms)
+        self._break_endless_heads()
+        self.accounts.tell()
+        for watched in (self.keys, self.certificate):
+            if watched is not None:
+                watched.file.look()
+
+    def _refuse_largest_bodies(self) -> None:
+        """A body may be sent slowly, so a few that are large could hold all memory for hours, and
+        every other request would be refused. Near the limit they go first."""
+        limit_bytes = BODIES_SHARE * self.intake.bytes_max
+        if self.intake.bytes <= limit_bytes:
+            return
+        for client in sorted(self.clients, key=lambda each: each.arriving_bytes, reverse=True):
+            if self.intake.bytes <= limit_bytes:
+                return
+            client.give_up_body()
+
+    def _cut_slowest(self) -> None:
+        """A whole answer waits here for a client that reads slowly, and is no request any more. All
+        of them together count as the cap does: above it those that hold most are cut."""
+        waiting = {each: each.unsent_bytes for each in self.clients}
+        held_bytes = self.core.shared.memory_bytes + self.intake.bytes
+        excess_bytes = held_bytes + sum(waiting.values()) - self.memory_bytes_max
+        for client in sorted(waiting, key=waiting.__getitem__, reverse=True):
+            if excess_bytes <= 0 or waiting[client] <= WRITE_BUFFER_BYTES:
+                return
+            excess_bytes -= waiting[client]
+            self.limit_hit("unread_answers")
+            client.abort()
+
+    def _fill_pauses(self, keepalive_ms: float) -> None:
+        """Send comments into paused streams, where that is wanted."""
+        now_ms = self.now_ms()
+        for number, sent_ms in self._paused.items() if keepalive_ms else ():
+            client = self._client_of[number]
+            if now_ms - sent_ms >= keepalive_ms and not client.is_full:
+                self._paused[number] = now_ms
+                client.send_body(KEEPALIVE_COMMENT)
+
+    def _break_endless_heads(self) -> None:
+        now_ms = self.now_ms()
+        for upstream in tuple(self.upstreams.values()):
+            since_ms = upstream.head_since_ms
+            if since_ms is not None and now_ms - since_ms > HEAD_MS:
+                upstream.drop()
+                self.handle(ev.AnswerBroke(upstream.attempt.number, ev.BreakCause.GARBAGE))
 
 
 class EngineQueues:

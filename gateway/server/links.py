@@ -1,6 +1,6 @@
 """What the gateway hears from the lock server, the active engine and the pool, and tells them.
 
-Each link stays connected to its server and hands what it hears to the `ClientListener`. None of
+Each link stays connected to its server and hands what it hears to the `GatewayExchange`. None of
 them decides about requests. A server may be away for as long as it likes: what it said last counts,
 and requests are served.
 
@@ -15,12 +15,11 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from gateway.core.events import DoorSet, EngineGranted, NobodyGranted
 from gateway.core.sleep_door import Effects, HolderWoke, SendGoal, SleepDoor, SleepTold
 from gateway.server.accounts import HistogramTally
-from gateway.server.client_listener import ClientListener
+from gateway.server.exchange import GatewayExchange
 from gateway.server.settings import GatewaySettings
 from lockserver.client import Borrower, BorrowerCallbacks, Stage
 from plumbing.errors import UnderstudyError
@@ -38,23 +37,13 @@ from pool.core.states import ModelState
 from pool.messages import DoorsMsg, PooledModel
 
 
-@dataclass(frozen=True, slots=True)
-class Grant:
-    """The newest one that was heard of."""
-
-    engine: str
-    token: int
-    era: str
-    since_ms: float
-
-
 class GatewayLockLink:
     """One gateway's connection to the lock server."""
 
     def __init__(
         self,
         settings: GatewaySettings,
-        listener: ClientListener,
+        exchange: GatewayExchange,
         clock: Clock,
         log: EventLog,
         *,
@@ -62,41 +51,35 @@ class GatewayLockLink:
         on_yield: Callable[[], None],
         on_granted: Callable[[str, int], None],
     ) -> None:
-        """`on_granted(engine, token)` is called after the listener is told."""
+        """`on_granted(engine, token)` is called after the exchange is told."""
         self.lock = settings.lock
-        self.grant: Grant | None = None
-        self.model_grants: dict[str, Grant] = {}  # of a pool's models
-        self.idle: str | None = None  # why no engine is known to serve, if so
-        self.is_final = False  # and that none will: every engine was told to end
         self.changed_ms = clock.now_ms()  # connected, or lost
-        self.idle_ms = clock.now_ms()  # since when it is idle, if it is
         self.is_served = False  # connected, and not refused
         self.refusal: str | None = None
         self.address = ""  # that it has lent last
-        self._listener, self._clock, self._log = listener, clock, log
+        self._exchange, self._clock, self._log = exchange, clock, log
         self._on_lent, self._on_granted = on_lent, on_granted
         self._borrower = Borrower(
             lockserver_socket(settings.directory),
             BorrowerCallbacks(
                 on_service=self._lent,
                 on_yield=on_yield,
-                on_granted=self._granted,
-                on_idle=self._is_idle,
+                on_granted=lambda *grant: self._granted("", *grant),
+                on_idle=lambda *idle: self._idle("", *idle),
                 on_lost=self._lost,
                 on_refused=self._refused,
-                on_model_granted=self._model_granted,
-                on_model_idle=self._model_idle,
+                on_model_granted=self._granted,
+                on_model_idle=self._idle,
             ),
             lock=settings.lock,
         )
+        self.set_stage = self._borrower.set_stage
+        self.run = self._borrower.run
 
     @property
     def stage(self) -> Stage:
         """How far this gateway is with the listening socket."""
         return self._borrower.stage
-
-    def set_stage(self, stage: Stage) -> None:
-        self._borrower.set_stage(stage)
 
     @property
     def problem(self) -> str | None:
@@ -107,9 +90,6 @@ class GatewayLockLink:
             return self._borrower.problem
         return f"no lock server: {self._borrower.problem or 'not connected yet'}"
 
-    async def run(self) -> None:
-        await self._borrower.run()
-
     def _lent(self, fd: OwnedFd, address: str) -> None:
         self._heard()
         message = f"the lock server has lent {address}"
@@ -117,43 +97,26 @@ class GatewayLockLink:
         self.address = address
         self._on_lent(fd, address)
 
-    def _granted(self, engine: str, token: int, era: str) -> None:
+    def _granted(self, model: str, engine: str, token: int, era: str) -> None:
+        """`model`: of a pool, which knows whether it is awake; else ""."""
         self._heard()
-        is_new = self.grant is None or (self.grant.token, self.grant.era) != (token, era)
-        if is_new:
-            self.grant = Grant(engine, token, era, self._clock.now_ms())
-            data = {"engine_id": engine, "token": token}
-            message = f"requests go to {engine} (token {token})"
-            self._log.record("gateway.engine", message, data=data)
-        self.idle, self.is_final = None, False
-        self._listener.told(EngineGranted(engine, token, era))
-        self._on_granted(engine, token)
-
-    def _model_granted(self, model: str, engine: str, token: int, era: str) -> None:
-        """Of a model of a pool. Whether it is awake, the pool knows."""
-        self._heard()
-        old = self.model_grants.get(model)
+        lane = self._exchange.core.by_model.get(model)
+        old = None if lane is None else lane.target.grant
         if old is None or (old.token, old.era) != (token, era):
-            self.model_grants[model] = Grant(engine, token, era, self._clock.now_ms())
-            data = {"model": model, "engine_id": engine, "token": token}
-            message = f"{engine} now serves {model} (token {token})"
-            self._log.record("gateway.engine", message, data=data)
-        self.is_final = False
-        self._listener.told(EngineGranted(engine, token, era, model))
+            data = {"engine_id": engine, "token": token} | ({"model": model} if model else {})
+            what = f"{engine} now serves {model}" if model else f"requests go to {engine}"
+            self._log.record("gateway.engine", f"{what} (token {token})", data=data)
+        self._exchange.told(EngineGranted(engine, token, era, model))
+        if not model:
+            self._on_granted(engine, token)
 
-    def _model_idle(self, model: str, reason: str, is_final: bool) -> None:
+    def _idle(self, model: str, reason: str, is_final: bool) -> None:
         self._heard()
-        self.is_final = is_final
-        self._listener.told(NobodyGranted(reason, model, is_final))
-
-    def _is_idle(self, reason: str, is_final: bool) -> None:
-        self._heard()
-        if self.idle is None:
-            self.idle_ms = self._clock.now_ms()
+        lane = self._exchange.core.alone
+        if lane is not None and lane.target.idle is None:
             message = f"no engine is known to serve: {reason}"
             self._log.record("gateway.no_engine", message, "info" if is_final else "warning")
-        self.idle, self.is_final = reason, is_final
-        self._listener.told(NobodyGranted(reason, is_final=is_final))
+        self._exchange.told(NobodyGranted(reason, model, is_final))
 
     def _heard(self) -> None:
         """The server takes this gateway: a connection alone may be refused, and again and again."""
@@ -193,7 +156,7 @@ class GatewayEngineLink(Handler):
     """One gateway's connection to the engine that requests go to."""
 
     def __init__(
-        self, settings: GatewaySettings, listener: ClientListener, clock: Clock, log: EventLog
+        self, settings: GatewaySettings, exchange: GatewayExchange, clock: Clock, log: EventLog
     ) -> None:
         self.core = SleepDoor(settings.rest)
         self.said: EngineReportMsg | None = None  # the engine's last word, while it is connected
@@ -203,7 +166,7 @@ class GatewayEngineLink(Handler):
         self.goals: Counter[Tier] = Counter()  # sent
         self.wakes = HistogramTally(WAKE_BUCKETS_S)
         self._directory = settings.directory
-        self._listener, self._clock, self._log = listener, clock, log
+        self._exchange, self._clock, self._log = exchange, clock, log
         self._conn: Connection | None = None
         self._changed = asyncio.Event()  # there is another engine, or no connection
         self._retry_s = RETRY_S
@@ -213,7 +176,7 @@ class GatewayEngineLink(Handler):
     # ------------------------------------------------------------------ what happens outside
 
     def granted(self, engine: str, token: int) -> None:
-        """The lock server names the holder; the listener knows already."""
+        """The lock server names the holder; the exchange knows already."""
         is_another = engine != self.core.engine
         self._perform(self.core.holder_is(engine, token, self._clock.now_ms()))
         if is_another:
@@ -225,7 +188,7 @@ class GatewayEngineLink(Handler):
 
     def count(self) -> None:
         """Tell the door what there is: every 500 ms or so, and when a request wants an engine."""
-        load, quiet_ms = self._listener.load(), self._listener.exchange.quiet_ms
+        load, quiet_ms = self._exchange.load(), self._exchange.quiet_ms
         wanting, now_ms = load.waiting + load.parked, self._clock.now_ms()
         self._perform(self.core.load(wanting, quiet_ms, now_ms))
 
@@ -233,7 +196,7 @@ class GatewayEngineLink(Handler):
     def quiet_ms(self) -> float:
         """For how long the engine is awake without a request."""
         awake_ms = self._clock.now_ms() - self.core.awake_since_ms
-        return 0.0 if self.core.has_predecessor else min(self._listener.exchange.quiet_ms, awake_ms)
+        return 0.0 if self.core.has_predecessor else min(self._exchange.quiet_ms, awake_ms)
 
     def look(self) -> None:
         """Call this every 100 ms or so."""
@@ -322,7 +285,7 @@ class GatewayEngineLink(Handler):
         for effect in effects:
             match effect:
                 case DoorSet():
-                    self._listener.told(effect)
+                    self._exchange.told(effect)
                 case SendGoal():
                     self.goals[effect.goal] += 1
                     self._ask(SetGoalMsg(effect.goal, BY))
@@ -342,17 +305,16 @@ class GatewayPoolLink:
     """One gateway's connection to the pool of its directory. Without a pool file: no models."""
 
     def __init__(
-        self, settings: GatewaySettings, listener: ClientListener, clock: Clock, log: EventLog
+        self, settings: GatewaySettings, exchange: GatewayExchange, clock: Clock, log: EventLog
     ) -> None:
         self.models = tuple(settings.pool.lanes)
-        self.said: dict[str, PooledModel] = {}  # of each
         self.changed_ms = clock.now_ms()  # connected, or lost
         self.refusal: str | None = None
-        self._listener, self._clock, self._log = listener, clock, log
+        self._exchange, self._clock, self._log = exchange, clock, log
         self._strangers: frozenset[str] = frozenset()
         self._link = PoolLink(
             settings.directory,
-            listener.demand,
+            exchange.demand,
             PoolCallbacks(
                 on_doors=self._doors_came,
                 on_connected=self._connected,
@@ -360,6 +322,8 @@ class GatewayPoolLink:
                 on_refused=self._refused,
             ),
         )
+        self.changed = self._link.changed  # the demand may be another one
+        self.run = self._link.run
 
     @property
     def is_connected(self) -> bool:
@@ -368,25 +332,18 @@ class GatewayPoolLink:
     @property
     def problem(self) -> str | None:
         """Why the pool is of no use now."""
-        if not self.models or (self.is_connected and self.refusal is None and self.said):
+        has_said = bool(self._exchange.endpoints.said)
+        if not self.models or (self.is_connected and self.refusal is None and has_said):
             return None
         why = self.refusal or self._link.problem or "it has sent nothing yet"
         return f"no pool: {why}; awake models are still served, but no model switches"
-
-    def changed(self) -> None:
-        """The demand may be another one."""
-        self._link.changed()
-
-    async def run(self) -> None:
-        """Stay connected until cancelled."""
-        await self._link.run()
 
     # ------------------------------------------------------------------ what the pool says
 
     def _doors_came(self, doors: DoorsMsg) -> None:
         self.refusal = None
-        self.said = {model: doors.models.get(model) or _unknown(model) for model in self.models}
-        self._listener.set_model_doors(self.said)
+        said = {model: doors.models.get(model) or _unknown(model) for model in self.models}
+        self._exchange.set_model_doors(said)
         strangers = frozenset(doors.models) - frozenset(self.models)
         if strangers - self._strangers:
             names = ", ".join(sorted(strangers))
@@ -400,7 +357,7 @@ class GatewayPoolLink:
         self._log.record("gateway.pool", "connected to the pool")
 
     def _lost(self, reason: str) -> None:
-        self._listener.forget_door_numbers()
+        self._exchange.forget_door_numbers()
         self.changed_ms = self._clock.now_ms()
         message = f"lost the pool ({reason}); awake models are still served, but no model switches"
         self._log.record("gateway.pool_lost", message, "warning")

@@ -19,6 +19,7 @@ import httptools
 
 from gateway.core.answers import Failure
 from gateway.server.requests import (
+    BODY_BYTES_MAX,
     LARGE_BYTES,
     NOT_PASSED_ON,
     Headers,
@@ -55,40 +56,40 @@ class _Open:
     outline: Outline | None = None  # of a body that is large, or may be
 
 
-class BodyMemory:
-    """The bodies that all connections are reading; whole ones are counted by the core."""
+def _takes_all(headers: Headers) -> Failure | None:
+    return None
 
-    def __init__(self, bytes_max: int) -> None:
-        self.bytes_max = bytes_max
+
+class Intake:
+    """What the readers of all connections share. `bytes`: of the bodies that are being read; whole
+    ones are counted by the core. `check` looks at a request's headers before its body is read;
+    `stripped`: names of headers that no engine gets."""
+
+    def __init__(
+        self,
+        bytes_max: int,
+        body_bytes_max: Callable[[], int] = lambda: BODY_BYTES_MAX,
+        check: Callable[[Headers], Failure | None] = _takes_all,
+        stripped: frozenset[bytes] = NOT_PASSED_ON,
+    ) -> None:
         self.bytes = 0
-
-    @property
-    def is_spent(self) -> bool:
-        return self.bytes > self.bytes_max
+        self.bytes_max = bytes_max
+        self.body_bytes_max = body_bytes_max  # of one request
+        self.check = check
+        self.stripped = stripped
 
 
 class RequestReader:
     """The requests of one connection. After `refused` is set nothing more is read."""
 
-    def __init__(
-        self,
-        body_bytes_max: Callable[[], int],
-        check: Callable[[Headers], Failure | None],
-        memory: BodyMemory,
-        stripped: frozenset[bytes] = NOT_PASSED_ON,
-    ) -> None:
-        """`check` looks at the headers of a request before its body is read; `stripped`: names of
-        headers that no engine gets."""
+    def __init__(self, intake: Intake) -> None:
         self.ready: deque[HttpRequest] = deque()
         self.refused: Failure | None = None  # to be answered behind what is ready
         self.refused_id = b""  # its id, if it came that far
         self.count = 0  # requests read whole
         self.expects_continue = False  # the client waits for "100 Continue"
         self.rest = b""  # what came behind a request that asks for a tunnel
-        self._body_bytes_max = body_bytes_max
-        self._check = check
-        self._memory = memory
-        self._stripped = stripped
+        self._intake = intake
         self._open: _Open | None = None
         self._head_bytes = 0
         self._parser: httptools.HttpRequestParser | None = httptools.HttpRequestParser(self)
@@ -190,11 +191,11 @@ class RequestReader:
         if current.outline is not None:
             current.outline.feed(body)
         current.body_bytes += len(body)
-        self._memory.bytes += len(body)
-        if current.body_bytes > self._body_bytes_max():
+        self._intake.bytes += len(body)
+        if current.body_bytes > self._intake.body_bytes_max():
             self.refused_id = sane_id(current.headers)
-            self._refuse(_body_too_large(self._body_bytes_max()))
-        elif self._memory.is_spent:
+            self._refuse(_body_too_large(self._intake.body_bytes_max()))
+        elif self._intake.bytes > self._intake.bytes_max:
             self.refused_id = sane_id(current.headers)
             self._refuse(_overloaded())
 
@@ -220,7 +221,7 @@ class RequestReader:
                 version=current.version,
                 keeps_alive=current.keeps_alive,
                 is_tunnel=current.is_tunnel,
-                stripped=self._stripped,
+                stripped=self._intake.stripped,
                 outline=current.outline,
             )
         )
@@ -246,13 +247,13 @@ class RequestReader:
         if is_hop_path(path_of(current.url)):
             return Failure(404, "not_found", "There is nothing at this path.")
         declared = int(named.get(b"content-length", b"0"))  # llhttp has checked it
-        refused = self._check(current.headers)
+        refused = self._intake.check(current.headers)
         if refused is not None:
             is_small = declared <= KEYLESS_BYTES_MAX and not codings
             if not (is_small and needs_no_key(current.method, current.url)):
                 return refused
-        if declared > self._body_bytes_max():
-            return _body_too_large(self._body_bytes_max())
+        if declared > self._intake.body_bytes_max():
+            return _body_too_large(self._intake.body_bytes_max())
         if codings or declared > LARGE_BYTES:
             current.outline = Outline()
         is_expecting = named.get(b"expect", b"").lower() == b"100-continue"
@@ -265,7 +266,7 @@ class RequestReader:
 
     def _let_go(self) -> None:
         """Let go of the request that was being read."""
-        self._memory.bytes -= self.body_bytes
+        self._intake.bytes -= self.body_bytes
         self._open, self.expects_continue = None, False
 
     def _upgraded(self, rest: bytes) -> None:

@@ -19,7 +19,8 @@ import msgspec
 from msgspec import Raw
 
 from gateway.core.router import model_in_path
-from plumbing.gateway_protocol import HEADER_PREFIX, HOP_PATHS
+from plumbing import gateway_protocol as hop
+from plumbing.gateway_protocol import HEADER_PREFIX, HOP_PATHS, Continuation, Journal
 
 LARGE_BYTES = 2 << 20  # 1 to 11 ms of msgspec's time
 VALUE_BYTES_MAX = 4096  # of a value that is read; an alias of 256 escaped characters has 3,072
@@ -198,9 +199,27 @@ ENDPOINTS = frozenset({"/health", "/ping", "/version", "/metrics"})
 Headers: TypeAlias = "list[tuple[bytes, bytes]]"
 
 
+# Requests that may be sent twice: nothing but the answer changes. So are GET and HEAD anywhere.
+INFERENCE_PATHS = frozenset(
+    {
+        *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"),
+        *("/v1/messages/count_tokens", "/v1/chat/completions/render", "/v1/completions/render"),
+        *("/v1/embeddings", "/v2/embed", "/v1/score", "/score", "/v1/rerank", "/v2/rerank"),
+        *("/rerank", "/pooling", "/classify", "/tokenize", "/detokenize"),
+        *("/v1/audio/transcriptions", "/v1/audio/translations", "/inference/v1/generate"),
+    }
+)
+SAFE_METHODS = (b"GET", b"HEAD", b"OPTIONS")
+WITHOUT_BODY = (b"GET", b"HEAD", b"OPTIONS", b"DELETE")
+# Headers of the hop.
+MARK = f"{hop.GATEWAY}: %d\r\n{hop.ATTEMPT}: %b\r\n".lower().encode()
+JOURNAL = hop.JOURNAL.lower().encode()
+
+
 @dataclass(slots=True, eq=False)
 class HttpRequest:
-    """One request. `head` is what the engine gets, without framing; `body` is whole."""
+    """One request of a client. `head` is what the engine gets, without framing; `body` is whole.
+    What follows `_members` is known once it is the core's."""
 
     method: bytes
     path: str  # decoded, without the query
@@ -213,10 +232,26 @@ class HttpRequest:
     wishes: Headers = field(default_factory=list)  # those headers of `WISHES` that came
     outline: Outline | None = None  # of a large body
     _members: tuple[BodyMembers, str] | None = None
+    number: int = 0  # the core's
+    model: str = ""  # "" without a pool
+    peer: object = None  # the client's address
+    came_ms: float = 0.0
+    is_fresh: bool = True  # it comes just now, and no engine has got it yet
+    attempt: int = 0  # the last one
+    engine: str = ""  # whom it was sent to last
+    status: int = 0  # that the client was sent
+    continuation: Continuation = Continuation.NONE
+    sent_bytes: int = 0
 
     @property
     def is_to_head(self) -> bool:
         return self.method == b"HEAD"
+
+    @property
+    def may_be_sent_twice(self) -> bool:
+        if self.is_tunnel:
+            return False
+        return self.method in SAFE_METHODS or self.path in INFERENCE_PATHS
 
     @property
     def members(self) -> tuple[BodyMembers, str]:
@@ -227,7 +262,20 @@ class HttpRequest:
 
     @property
     def wants_stream(self) -> bool:
-        return bytes(self.members[0].stream) == b"true"
+        return bool(self.body) and bytes(self.members[0].stream) == b"true"
+
+    def for_engine(self, journal: Journal | None, attempt: bytes) -> tuple[bytes | bytearray, ...]:
+        """The request as it goes to an engine, with the journal of what the client has. `attempt`:
+        the name of this one."""
+        if self.is_tunnel:
+            return (self.head + b"\r\n",)
+        body, head = self.body, self.head + MARK % (hop.VERSION, attempt.hex().encode())
+        if journal is not None:
+            body, header = hop.with_journal(body, journal)
+            head += b"%b: %b\r\n" % (JOURNAL, header.encode())
+        if body or self.method not in WITHOUT_BODY:
+            head += b"content-length: %d\r\n" % len(body)
+        return (head + b"\r\n", body) if body else (head + b"\r\n",)
 
 
 def _members_of(body: bytes | bytearray, outline: Outline | None) -> tuple[BodyMembers, str]:

@@ -12,7 +12,7 @@ from http import HTTPStatus
 import httptools
 import msgspec
 
-from gateway.server.requests import Headers
+from gateway.server.requests import Headers, HttpRequest
 from plumbing import gateway_protocol as hop
 from plumbing.gateway_protocol import Continuation, Hello
 
@@ -49,9 +49,7 @@ class ResponseReader:
         self.headers: Headers = []
         self.has_head = False
         self.is_whole = False
-        self.keeps_alive = (
-            False  # another response may follow on this connection, and none has begun
-        )
+        self.keeps_alive = False  # another response may follow here, and none has begun
         self.is_switched = False  # to another protocol, whose bytes are `pieces` then
         self.pieces: list[bytes] = []
         self.on_body = self.pieces.append  # called by llhttp without any code of ours between
@@ -118,17 +116,8 @@ class ResponseReader:
         """Whether nothing but the end of the connection ends the body."""
         return not {b"content-length", b"transfer-encoding"} & self._named.keys()
 
-    def head_for_client(
-        self,
-        request_id: bytes,
-        *,
-        framing: bytes,
-        keeps_alive: bool,
-        continuation: Continuation | None = None,
-    ) -> bytes:
+    def head_for_client(self, request: HttpRequest, framing: bytes = b"") -> bytes:
         """The head of the answer, with `framing`: its header of length, if any."""
-        if continuation is None:
-            continuation = self.continuation
         lines = [status_line(self.status)]
         lines += [
             b"%b: %b" % (name, value)
@@ -136,13 +125,13 @@ class ResponseReader:
             if name not in NOT_PASSED_ON
             and (not name.startswith(PRIVATE) or name in (ENGINE, TOKEN))
         ]
-        lines.append(b"%b: %b" % (CONTINUATION, continuation.value.encode()))
-        lines.append(b"x-request-id: " + request_id)
+        lines.append(b"%b: %b" % (CONTINUATION, request.continuation.value.encode()))
+        lines.append(b"x-request-id: " + request.request_id)
         if framing:
             lines.append(framing)
         if self.is_switched:
             lines.append(b"connection: upgrade\r\nupgrade: websocket")
-        elif not keeps_alive:
+        elif not request.keeps_alive:
             lines.append(b"connection: close")
         return b"\r\n".join(lines) + b"\r\n\r\n"
 

@@ -27,7 +27,7 @@ from typing import Any
 from gateway import messages as msg
 from gateway.core.events import DeathExpected
 from gateway.server import report
-from gateway.server.client_listener import ClientListener
+from gateway.server.exchange import GatewayExchange
 from gateway.server.links import GatewayEngineLink, GatewayLockLink, GatewayPoolLink
 from gateway.server.report import GatewayParts
 from gateway.server.settings import GatewaySettings
@@ -55,47 +55,46 @@ OPEN_AGAIN_S = 0.02  # the old one closes its port in milliseconds, unless it ha
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
-class GatewayServer:
+class GatewayServer(GatewayParts):
     """One gateway; see the head of this file."""
 
     def __init__(self, settings: GatewaySettings, *, clock: Clock | None = None) -> None:
         """Raises:
         UsageError: a certificate, its key or the file of keys cannot be used.
         """
+        self.settings = settings
         self.clock = clock or SystemClock()
+        self.started_ms = self.clock.now_ms()
         self.log = EventLog("gateway", self.clock)
         self._loop = asyncio.get_running_loop()
-        self.listener = listener = ClientListener(
+        self.exchange = exchange = GatewayExchange(
             settings,
             self.log.record,
             want=lambda: self._loop.call_soon(self.engine.count),
             demand_changed=lambda: self.pool.changed(),
         )
-        self.pool = GatewayPoolLink(settings, listener, self.clock, self.log)
-        self.engine = GatewayEngineLink(settings, listener, self.clock, self.log)
+        self.pool = GatewayPoolLink(settings, exchange, self.clock, self.log)
+        self.engine = GatewayEngineLink(settings, exchange, self.clock, self.log)
         self.lock = GatewayLockLink(
             settings,
-            listener,
+            exchange,
             self.clock,
             self.log,
             on_lent=lambda fd, address: self._turns.put_nowait(lambda: self._accept(fd, address)),
             on_yield=lambda: self._turns.put_nowait(self._yield),
             on_granted=self.engine.granted,
         )
-        self.parts = parts = GatewayParts(
-            settings, self.clock, self.log, listener, self.lock, self.engine, self.pool
-        )
         self.http = HttpServer(
             settings.http_host,
             settings.http_port,
-            probes=report.probes(parts),
-            status=lambda: report.document(parts),
-            metrics=report.metrics_of(parts),
+            probes=report.probes(self),
+            status=lambda: report.document(self),
+            metrics=report.metrics_of(self),
             events=self.log,
             allowed_hosts=settings.allowed_hosts,
         )
         self.control = GatewayControl(gateway_socket(settings.directory), self)
-        parts.troubles = [lambda: self.http.problem, lambda: self.control.server.problem]
+        self.troubles = [lambda: self.http.problem, lambda: self.control.server.problem]
         self._turns: asyncio.Queue[Callable[[], Coroutine[Any, Any, None]]] = asyncio.Queue()
         self._is_open = False  # it has the control socket and the HTTP port
         self._draining: asyncio.Task[None] | None = None
@@ -135,7 +134,7 @@ class GatewayServer:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            self.listener.close()
+            self.exchange.close()
             await self._close()
             inbox.close()
 
@@ -149,17 +148,17 @@ class GatewayServer:
 
     async def _accept(self, fd: OwnedFd, address: str) -> None:
         """The lock server has lent the socket: accept from now on."""
-        if self.parts.is_stopping:
+        if self.is_stopping:
             fd.close()
             return
         if self._draining is not None:
             self._draining.cancel()
             self._draining = None
-        self.listener.accept(fd)
+        self.exchange.accept(fd)
         self.lock.set_stage(Stage.ACCEPTS)
         self._closed_ms = None
-        self.parts.accepting_ms = self.clock.now_ms()
-        self._share_memory(self.parts.predecessor is not None)
+        self.accepting_ms = self.clock.now_ms()
+        self._share_memory(self.predecessor is not None)
         self.log.record("gateway.accepting", f"accepts connections on {address}")
         said = ""
         while not self._is_open:
@@ -175,11 +174,11 @@ class GatewayServer:
         """A successor asks for the socket: let go of all that only one can have, and finish."""
         if self.lock.stage is not Stage.ACCEPTS:
             return
-        self.listener.release()
+        self.exchange.release()
         await self._close()
         self.lock.set_stage(Stage.YIELDS)
         self._share_memory(True)
-        in_flight = self.listener.load().in_flight
+        in_flight = self.exchange.load().in_flight
         message = f"a successor takes over; finishing {in_flight} requests"
         self.log.record("gateway.replaced", message, data={"in_flight": in_flight})
         self._drain(FINISH_MS)
@@ -198,7 +197,7 @@ class GatewayServer:
             raise
         self._is_open = True
         where = f"probes on {self.http.host}:{self.http.port}"
-        message = f"started in {self.parts.settings.directory}, {where}"
+        message = f"started in {self.settings.directory}, {where}"
         self.log.record("gateway.started", message, data={"http_port": self.http.port})
 
     async def _close(self) -> None:
@@ -214,7 +213,7 @@ class GatewayServer:
             before.cancel()
 
     async def _finish(self, budget_ms: float) -> None:
-        await self.listener.stop(budget_ms)
+        await self.exchange.stop(budget_ms)
         self._end(0)
 
     # ------------------------------------------------------------------ its predecessor
@@ -226,22 +225,22 @@ class GatewayServer:
         except OSError:
             return  # it has ended already
         if pid:
-            self.parts.predecessor = pid
+            self.predecessor = pid
             self.engine.core.has_predecessor = True
             self._loop.add_reader(pidfd, self._predecessor_gone, pidfd)
 
     def _predecessor_gone(self, pidfd: int) -> None:
         self._loop.remove_reader(pidfd)
         os.close(pidfd)
-        message = f"pid {self.parts.predecessor}, which this gateway has replaced, has ended"
+        message = f"pid {self.predecessor}, which this gateway has replaced, has ended"
         self.log.record("gateway.predecessor_ended", message)
-        self.parts.predecessor = None
+        self.predecessor = None
         self.engine.core.has_predecessor = False
         self._share_memory(self.lock.stage is not Stage.ACCEPTS)
 
     def _share_memory(self, is_shared: bool) -> None:
-        whole_bytes = self.parts.settings.memory_bytes
-        self.listener.limit_memory(whole_bytes // 2 if is_shared else whole_bytes)
+        whole_bytes = self.settings.memory_bytes
+        self.exchange.limit_memory(whole_bytes // 2 if is_shared else whole_bytes)
 
     def _give_up(self) -> None:
         if self.lock.stage is Stage.ASKS and not self._exit_code.done():
@@ -263,28 +262,28 @@ class GatewayServer:
                 "only an init can start a successor, and this gateway has none: start it with"
                 f" `understudy-init --replaceable gateway serve`; {serves_on}",
             )
-        if self.parts.is_stopping:
+        if self.is_stopping:
             raise UnderstudyError("gateway.stopping", "the gateway is stopping")
-        if self.parts.predecessor is not None:
+        if self.predecessor is not None:
             raise UnderstudyError(
                 "gateway.restart_busy",
-                f"pid {self.parts.predecessor} still finishes requests of the last replacement;"
+                f"pid {self.predecessor} still finishes requests of the last replacement;"
                 " wait for it, or kill it",
             )
         try:
-            self.parts.settings.check_files()
+            self.settings.check_files()
         except UsageError as error:
             raise UnderstudyError(
                 "gateway.restart_failed", f"{error.message}; {serves_on}"
             ) from error
         self.log.record("gateway.restarting", "the init starts a successor, as requested")
         os.kill(os.getppid(), signal.SIGHUP)
-        return self.listener.load().in_flight
+        return self.exchange.load().in_flight
 
     def stop(self) -> None:
         """Accept no more, end when all requests have; again: end at once."""
-        budget_ms = 0 if self.parts.is_stopping else self.parts.settings.drain_ms
-        self.parts.is_stopping = True
+        budget_ms = 0 if self.is_stopping else self.settings.drain_ms
+        self.is_stopping = True
         self._drain(budget_ms)
         self.lock.set_stage(Stage.ENDS)
 
@@ -308,9 +307,9 @@ class GatewayServer:
                     self.replace()
                 continue
             now_ms = self.clock.now_ms()
-            if self.parts.is_stopping and now_ms - self._stopping_ms < SAME_ORDER_MS:
+            if self.is_stopping and now_ms - self._stopping_ms < SAME_ORDER_MS:
                 continue  # from a host that signals every process, and from what it signalled
-            then = "ending at once" if self.parts.is_stopping else "finishing what is in flight"
+            then = "ending at once" if self.is_stopping else "finishing what is in flight"
             self.log.record("gateway.stopping", f"{signum.name}: {then}")
             self._stopping_ms = now_ms
             self.stop()
@@ -337,7 +336,7 @@ class GatewayControl(Handler):
 
     def __init__(self, path: str, gateway: GatewayServer) -> None:
         self._gateway = gateway
-        self._observers = Observers(gateway.log, lambda: report.document(gateway.parts))
+        self._observers = Observers(gateway.log, lambda: report.document(gateway))
         self.server = Server(path, msg.CONTROL, self, service="gateway")
 
     def closed(self, conn: Connection, reason: str) -> None:
@@ -349,7 +348,7 @@ class GatewayControl(Handler):
         close_all(fds)
         match message:
             case msg.StatusMsg():
-                conn.send(msg.StatusReplyMsg(report.document(self._gateway.parts)), request_id)
+                conn.send(msg.StatusReplyMsg(report.document(self._gateway)), request_id)
             case msg.WatchMsg():
                 self._observers.join(conn, message.since, request_id)
             case msg.ReplaceMsg():
@@ -371,4 +370,4 @@ class GatewayControl(Handler):
         what = f"{message.engine} (token {message.token}) is about to be killed on purpose"
         data = {"engine_id": message.engine, "token": message.token}
         self._gateway.log.record("gateway.death_expected", what, data=data)
-        self._gateway.listener.told(DeathExpected(message.engine, message.token, message.model))
+        self._gateway.exchange.told(DeathExpected(message.engine, message.token, message.model))

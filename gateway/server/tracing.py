@@ -14,14 +14,12 @@ import importlib.util
 import os
 import re
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import quote
 
 from gateway.core.events import Ending, RequestEnded, StreamPaused, StreamResumed
+from gateway.server.requests import HttpRequest
 from plumbing.errors import UsageError
-
-if TYPE_CHECKING:
-    from gateway.server.open_request import OpenRequest
 
 OFF, PAUSES, REQUESTS = MODES = ("off", "pauses", "requests")
 SERVICE = "understudy-gateway"  # unless OTEL_SERVICE_NAME names it
@@ -61,17 +59,17 @@ class RequestSpans:
         attributes = {f"understudy.{key}": value for key, value in seen.items()}
         events.append((name, attributes, time.time_ns()))
 
-    def ended(self, request: OpenRequest, record: RequestEnded, lasted_ms: float) -> None:
+    def ended(self, request: HttpRequest, record: RequestEnded, lasted_ms: float) -> None:
         events = self._events.pop(record.request, [])
         if not events and not self._of_all:
             return
-        http, now_ns = request.http, time.time_ns()
-        method = http.method.decode(errors="replace")
+        now_ns = time.time_ns()
+        method = request.method.decode(errors="replace")
         attributes = {
             "http.request.method": method,
             "http.response.status_code": request.status,
-            "url.path": quote(http.path[:PATH_CHARS_MAX], safe="/:@"),
-            "understudy.request_id": http.request_id.decode(errors="replace"),
+            "url.path": quote(request.path[:PATH_CHARS_MAX], safe="/:@"),
+            "understudy.request_id": request.request_id.decode(errors="replace"),
             "understudy.engine": request.engine,
             "understudy.continuation": request.continuation.value,
             "understudy.ending": record.ending.value,
@@ -81,7 +79,7 @@ class RequestSpans:
         }
         carrier = {
             name.decode(): value.decode("latin-1")
-            for name, value in CONTEXT_HEADERS.findall(http.head)
+            for name, value in CONTEXT_HEADERS.findall(request.head)
         }
         span = self._tracer.start_span(
             method,

@@ -26,6 +26,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Protocol, TypeAlias, cast
 
+from gateway.core.client_request import Attempt
 from gateway.core.events import (
     AnswerBroke,
     AnswerCame,
@@ -34,24 +35,12 @@ from gateway.core.events import (
     GatewayEvent,
     HeadCame,
 )
-from gateway.core.hot_path import Attempt
+from gateway.server.client import ClientConnection
 from gateway.server.connections import Buffer, IdleConnection, IdleConnections, connect_to, send_now
 from gateway.server.responses import ResponseReader
 from plumbing.gateway_protocol import END, GROUP_MARK, HANDED_OVER, Continuation, read_group_end
 
 TURN_S = 0.005  # a slice more is less than twice that, unless one event has megabytes
-
-
-class BodySink(Protocol):
-    """The client that an answer is for. While `is_full` it takes bytes slower than they come."""
-
-    is_full: bool
-
-    def send_body(self, data: bytes) -> None: ...
-    def gather(self) -> None: ...
-    def release(self) -> bool: ...
-    def pause_reading(self) -> None: ...
-    def resume_reading(self) -> None: ...
 
 
 class Upstreams(Protocol):
@@ -109,7 +98,7 @@ class Upstream(asyncio.Protocol):
 
     __slots__ = (
         *("_cutter", "_is_behind", "_is_between", "_is_head_told", "_is_passed_on", "_is_paused"),
-        *("_is_reused", "_outbox", "_owner", "_replayed", "_request", "_sink", "_socket"),
+        *("_is_reused", "_outbox", "_owner", "_client", "_replayed", "_request", "_socket"),
         *("_transport", "_unsent"),
         *("attempt", "head_since_ms", "held", "is_dropped", "response"),
     )
@@ -118,7 +107,7 @@ class Upstream(asyncio.Protocol):
         self,
         owner: Upstreams,
         attempt: Attempt,
-        sink: BodySink,
+        client: ClientConnection,
         request: Sequence[Buffer],
         *,
         is_to_head: bool,
@@ -129,7 +118,7 @@ class Upstream(asyncio.Protocol):
         self.head_since_ms: float | None = None  # a head has begun then, and is not whole
         self._owner = owner
         self._outbox = owner.outbox
-        self._sink = sink
+        self._client = client
         self._request = request  # as long as it may have to be sent again
         self._unsent: Sequence[Buffer] = ()
         self._socket: socket.socket | None = None
@@ -212,11 +201,11 @@ class Upstream(asyncio.Protocol):
         del self._replayed[:SLICE_BYTES]
         self._is_behind = bool(self._replayed)
         self._resume_reading()  # `_cut` may leave the connection to another request
-        self._sink.gather()
+        self._client.gather()
         self._cut(self._cutter, data)
         if self.response.is_whole and not self._is_behind and not self.is_dropped:
             self._end()
-        if self._sink.release():
+        if self._client.release():
             self._look_at_room()
         return self._is_behind and not self.is_dropped
 
@@ -244,9 +233,9 @@ class Upstream(asyncio.Protocol):
             return
         if self.is_dropped:
             return
-        self._sink.gather()
+        self._client.gather()
         self._receive(data)
-        if self._sink.release():
+        if self._client.release():
             self._look_at_room()
 
     def _receive(self, data: bytes) -> None:
@@ -283,11 +272,11 @@ class Upstream(asyncio.Protocol):
     def pause_writing(self) -> None:
         """The engine takes a tunnel's bytes slower than they come; a request's are all here."""
         if self.response.is_switched:
-            self._sink.pause_reading()
+            self._client.pause_reading()
 
     def resume_writing(self) -> None:
         if self.response.is_switched:
-            self._sink.resume_reading()
+            self._client.resume_reading()
 
     def connection_lost(self, error: Exception | None) -> None:
         if self._was_unread(error):
@@ -318,11 +307,11 @@ class Upstream(asyncio.Protocol):
     def _send(self, data: bytes) -> None:
         """To the client; if it is full, nothing more is read for it. A replay, of which it gets
         nothing, is read all the same: others may wait for its turn to end."""
-        self._sink.send_body(data)
+        self._client.send_body(data)
         self._look_at_room()
 
     def _look_at_room(self) -> None:
-        if self._sink.is_full and not self._is_paused:
+        if self._client.is_full and not self._is_paused:
             self._is_paused = True
             self._pause_reading()
 

@@ -91,7 +91,7 @@ def test_stream_cut_behind_any_group_is_the_uninterrupted_one(model: Path, name:
             resumed = resumed.replace(b'"created":', b'"created":1')  # another second
             sent += deliver(gateway, again, resumed, None)
             assert seen_by_client(sent) == whole
-            assert isinstance(gateway.take()[-1], ev.RequestEnded)
+            assert isinstance(gateway.shared.take()[-1], ev.RequestEnded)
 
     async def main() -> None:
         async with pod(model) as engine:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gateway.core import events as ev
+from gateway.core.client_request import Attempt
 from gateway.core.events import LaneDoorSet, LaneRules
 from gateway.core.lanes import Lanes
 from pool.core.events import Door, OpenDoor, RefusedDoor, Running, ShutDoor
@@ -85,6 +86,9 @@ class LanesPod(Pod):
         assert effect.engine.startswith(f"{model.name}-"), "sent to another model's engine"
         model.opened += 1
         super()._ask(effect)
+
+    def _attempt(self, number: int) -> Attempt:
+        return self.gateway.attempt(number)
 
     # ---- engines and doors
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from gateway.core import events as ev
-from gateway.core.hot_path import Attempt
+from gateway.core.client_request import Attempt
 from gateway.core.machine import TICK_MS, Gateway
 from plumbing.gateway_protocol import Continuation, Hello
 from tests.gateway.core.model import PATHS, Play, read_answer, whole_output
@@ -236,6 +236,9 @@ class Pod:
         hello = Hello(effect.engine, effect.token, self.continuation_id, self.continuation, 1 << 20)
         self.handle(ev.HelloCame(effect.greeting, hello))
 
+    def _attempt(self, number: int) -> Attempt:
+        return self.gateway.attempts[number]
+
     # ---- engines
 
     def _serves(self, engine: str, token: int) -> bool:
@@ -255,7 +258,7 @@ class Pod:
             client,
             effect.engine,
             effect.token,
-            self.gateway.attempt(effect.attempt),
+            self._attempt(effect.attempt),
         )
         self.upstreams[effect.attempt] = upstream
         self.asks.append((client, effect.token))
@@ -324,4 +327,4 @@ class Pod:
 
     def _send(self, upstream: Upstream, method: str, *what: object) -> None:
         upstream.client.sent += getattr(upstream.core, method)(*what, self.now_ms)
-        self.perform(self.gateway.take())
+        self.perform(self.gateway.shared.take())

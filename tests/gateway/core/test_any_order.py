@@ -40,7 +40,7 @@ class Walk:
             attempt = self.rng.choice(self.attempts[-12:])
             before = attempt.is_over
             self._speak(attempt)
-            self.perform(self.gateway.take())
+            self.perform(self.gateway.shared.take())
             assert attempt.is_over or not before
         else:
             self.perform(self.gateway.handle(self._event(), self.now_ms))
@@ -116,10 +116,10 @@ class Walk:
                 self.ended.add(effect.request)
 
     def check(self) -> None:
-        desk = self.gateway._requests
-        requests = desk.all.values()
-        assert set(desk.all) == self.open
-        assert desk.memory_bytes == sum(each.charged_bytes for each in requests)
+        desk = self.gateway
+        requests = desk.requests.values()
+        assert set(desk.requests) == self.open
+        assert desk.shared.memory_bytes == sum(each.charged_bytes for each in requests)
         assert desk.resuming == sum(each.state in REPLAYS for each in requests)
         waiting = {
             each.number
@@ -128,7 +128,7 @@ class Walk:
         }
         assert set(desk.queue.waiting) == waiting
         live = {each.number: each.attempt for each in requests if each.attempt is not None}
-        assert set(live) == set(desk.all) - waiting
+        assert set(live) == set(desk.requests) - waiting
         assert set(map(id, live.values())) == set(map(id, desk.attempts.values()))
         for request in requests:
             assert sum(request.chunks) == len(request.tokens)
@@ -140,10 +140,10 @@ class Walk:
             assert (request.paused_since_ms is not None) == is_paused
         assert not any(each.is_over and each.transcript for each in self.attempts)
         trial = desk.queue.on_trial
-        assert trial is None or trial.number in desk.all
+        assert trial is None or trial.number in desk.requests
         if self.gateway.rules.memory_bytes_max < 1 << 20:
             streams = [each for each in requests if each.state is RequestState.STREAMING]
-            assert desk.memory_bytes <= self.gateway.rules.memory_bytes_max or not streams
+            assert desk.shared.memory_bytes <= self.gateway.rules.memory_bytes_max or not streams
 
 
 def test_any_order_of_events_keeps_the_invariants(monkeypatch):

@@ -39,7 +39,7 @@ def test_requests_wait_behind_the_door_and_an_engine_that_has_rested_is_greeted_
     assert gateway.handle(ev.Tick(), HOLD_MS / 2) == []
     effects = gateway.handle(OPEN, HOLD_MS / 2)
     assert names(effects) == ["GreetEngine"]
-    assert gateway.stats(5.0).waits_for == "waiting for e1 to answer"
+    assert gateway.waits_for == "waiting for e1 to answer"
     assert names(answer_greeting(gateway, effects, 600.0)) == ["SendRequest", "SendRequest"]
 
 
@@ -65,7 +65,7 @@ def test_streams_that_were_handed_over_go_on_as_soon_as_the_engine_is_awake():
     gateway.handle(ev.HeadCame(asked.attempt, 200, "e1", 5, Continuation.EXACT, True), 3.0)
     assert gateway.attempts[asked.attempt].group(EVENT, [1], [1], 3.0) == EVENT
     assert third.end(b"data: [DONE]\n\n", 4.0)
-    assert "EndAnswer" in names(gateway.take())
+    assert "EndAnswer" in names(gateway.shared.take())
     handed = gateway.handle(ev.AnswerBroke(first.number, ev.BreakCause.HANDED_OVER), 4.0)
     assert names(handed) == ["DropAttempt", "StreamPaused", "WantEngine"]
     gateway.handle(ev.AnswerBroke(second.number, ev.BreakCause.CLOSED), 4.0)

@@ -7,8 +7,9 @@ import json
 import pytest
 
 from gateway.core import events as ev
-from gateway.core.client_request import BLOCK_BYTES, REQUEST_BYTES
+from gateway.core.client_request import REQUEST_BYTES
 from gateway.core.machine import Gateway
+from gateway.core.replay import BLOCK_BYTES
 from plumbing.gateway_protocol import VERSION, Continuation, Hello
 from tests.gateway.core.model import KINDS, PATHS
 from tests.gateway.core.pod import Pod
@@ -67,16 +68,16 @@ def test_nobody_is_asked_without_a_grant_and_its_hello():
     """Goal: a request waits with a reason. Method: each step on the way to an engine."""
     gateway = Gateway(ev.GatewayRules())
     assert ask(gateway, 1) == []
-    assert "which engine is active" in gateway.stats(1.0).waits_for
+    assert "which engine is active" in gateway.waits_for
     gateway.handle(ev.NobodyGranted("all engines are loading"), 2.0)
-    assert gateway.stats(2.0).waits_for == "all engines are loading"
+    assert gateway.waits_for == "all engines are loading"
     (greet,) = gateway.handle(ev.EngineGranted("e1", 5, "era"), 3.0)
     assert gateway.handle(ev.HelloFailed(greet.greeting, "refused"), 4.0) == []
-    assert gateway.stats(4.0).waits_for == "waiting for e1 to answer (refused)"
+    assert gateway.waits_for == "waiting for e1 to answer (refused)"
     assert gateway.handle(ev.Tick(), 30.0) == []
     (greet,) = gateway.handle(ev.Tick(), 60.0)
     assert gateway.handle(ev.HelloCame(greet.greeting, hello("e1", 4)), 61.0) == []
-    assert "under token 4" in gateway.stats(61.0).waits_for
+    assert "under token 4" in gateway.waits_for
     (late,) = gateway.handle(ev.Tick(), 120.0)
     assert gateway.handle(ev.HelloCame(greet.greeting, hello("e1", 5)), 121.0) == []  # too old
     (asked,) = gateway.handle(ev.HelloCame(late.greeting, hello("e1", 5)), 122.0)
@@ -121,13 +122,13 @@ def test_error_event_of_the_engine_is_a_break_and_its_end_is_not_sent(kind):
         assert attempt.group(innocent, [1], [1], 2.0) == innocent
         sent = attempt.end(said, 3.0) if is_last else attempt.group(said, [], [], 3.0)
         assert sent == b""
-        assert names(gateway.take()) == ["DropAttempt", "StreamPaused"]
+        assert names(gateway.shared.take()) == ["DropAttempt", "StreamPaused"]
     assert gateway.stats(3.0).by_state == {"parked": 2}
     lean = gateway_with(memory_bytes_max=1)
     (asked,) = ask(lean, 1)
     lean.handle(ev.HeadCame(asked.attempt, 200, "e1", 5, Continuation.EXACT, True), 1.0)
     assert lean.attempts[asked.attempt].group(said, [], [], 2.0) == b""
-    (_, abort, _) = lean.take()
+    (_, abort, _) = lean.shared.take()
     assert (b"dead" in abort.event.lower(), b"[DONE]" in abort.event) == (True, False)
 
 
@@ -176,7 +177,7 @@ def test_memory_cap_takes_the_journal_of_the_largest_stream_and_says_so():
     for number in range(30_000):
         small.group(b"", [number % 7], [1], 2.0)
         assert large.group(EVENT, [number] * 2, [2], 2.0) == EVENT
-        lost += gateway.take()
+        lost += gateway.shared.take()
         assert gateway.stats(2.0).memory_bytes <= room
         if lost:
             break
@@ -201,9 +202,9 @@ def test_held_answer_over_its_limit_is_passed_on():
         attempt = gateway.attempts[asked.attempt]
         for _ in range(pieces):
             attempt.hold(1 << 20)
-            assert gateway.take() == []
+            assert gateway.shared.take() == []
         attempt.hold(1 << 20)
-        assert gateway.take() == [ev.SendHead(1, asked.attempt, Continuation.NONE)]
+        assert gateway.shared.take() == [ev.SendHead(1, asked.attempt, Continuation.NONE)]
         assert attempt.raw(b"more") == b"more"
         assert names(gateway.handle(ev.AnswerCame(asked.attempt), 2.0)) == [
             "EndAnswer",
@@ -235,14 +236,14 @@ def test_groups_that_are_not_the_hops_are_a_break():
     gateway = gateway_with()
     attempt = stream(gateway, 1)
     assert attempt.group(EVENT, [1, 1 << 40], [2], 2.0) == b""
-    assert names(gateway.take()) == ["DropAttempt", "StreamPaused"]
+    assert names(gateway.shared.take()) == ["DropAttempt", "StreamPaused"]
     assert attempt.owner.tokens.tolist() == []
     for number, method in ((2, "group"), (3, "end")):
         (asked,) = ask(gateway, number)
         fresh = gateway.attempts[asked.attempt]
         args = (EVENT, [1], [1], 2.0) if method == "group" else (EVENT, 2.0)
         assert getattr(fresh, method)(*args) == b""
-        assert names(gateway.take()) == ["DropAttempt"]
+        assert names(gateway.shared.take()) == ["DropAttempt"]
     last = stream(gateway, 4)
     assert names(gateway.handle(ev.AnswerCame(last.number), 3.0)) == ["DropAttempt", "StreamPaused"]
     for event in (ev.AnswerCame(last.number), ev.ConnectFailed(last.number), ev.ClientLeft(99)):

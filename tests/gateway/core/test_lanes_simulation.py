@@ -14,10 +14,11 @@ import msgspec
 import pytest
 
 from gateway.core import lanes as lane_module
-from gateway.core.attempts import Attempts
 from gateway.core.events import BreakCause, LaneRules
 from gateway.core.lanes import Lane, Lanes
-from gateway.core.requests import Requests
+from gateway.core.machine import Gateway
+from gateway.core.requests import UNANSWERED
+from gateway.core.target import LaneTarget
 from pool.core.events import OpenDoor
 from tests.gateway.core.lanes_pod import LanesPod
 from tests.gateway.core.model import KINDS
@@ -148,7 +149,7 @@ def test_scenario_passes_with_every_rule_in_place(scenario):
     scenario()
 
 
-broke, drop, demand = Attempts.broke, Requests.drop, Lane.demand
+broke, drop, demand = Gateway.broke, Gateway.drop, Lane.demand
 
 
 def yielding_is_a_break(self, attempt, cause, now_ms):
@@ -164,7 +165,7 @@ def forgets_to_drop(self, request):
 
 
 def yields_without_end(self, request):
-    return request.state in (*lane_module.BEGUN, *lane_module.UNANSWERED)
+    return request.state in (*lane_module.BEGUN, *UNANSWERED)
 
 
 def counts_streams_only(self, now_ms):
@@ -172,21 +173,21 @@ def counts_streams_only(self, now_ms):
     return msgspec.structs.replace(demand(self, now_ms), in_flight=streams)
 
 
-DOOR = {"_may_send": lambda self: True, "_part": lambda self: None}
 MUTATIONS = {
-    "asks past a shut door": (Lane, DOOR, schedules),
-    "an unanswered request is none": (Lane, {"demand": counts_streams_only}, schedules),
-    "parked streams stay in the engine": (Requests, {"drop": forgets_to_drop}, schedules),
-    "yielding is a break": (Attempts, {"broke": yielding_is_a_break}, dies_at_rest),
+    "asks past a shut door": (
+        {(Lane, "_may_send"): lambda self: True, (LaneTarget, "part"): lambda self: None},
+        schedules,
+    ),
+    "an unanswered request is none": ({(Lane, "demand"): counts_streams_only}, schedules),
+    "parked streams stay in the engine": ({(Gateway, "drop"): forgets_to_drop}, schedules),
+    "yielding is a break": ({(Gateway, "broke"): yielding_is_a_break}, dies_at_rest),
     "unanswered requests yield without end": (
-        Lane,
-        {"_may_yield": yields_without_end},
+        {(Lane, "_may_yield"): yields_without_end},
         outlasts_its_turn,
     ),
-    "a door that opens greets nobody": (Lane, {"_open": lambda *_: None}, schedules),
+    "a door that opens greets nobody": ({(Lane, "_open"): lambda *_: None}, schedules),
     "numbers do not tell the lane": (
-        Lanes,
-        {"_lane_of": lambda self, number: self._lanes[0]},
+        {(Lanes, "_lane_of"): lambda self, number: self._all[0]},
         schedules,
     ),
 }
@@ -194,8 +195,8 @@ MUTATIONS = {
 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_broken_rule_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch):
-    owner, patches, scenario = MUTATIONS[name]
-    for attribute, mutation in patches.items():
+    patches, scenario = MUTATIONS[name]
+    for (owner, attribute), mutation in patches.items():
         monkeypatch.setattr(owner, attribute, mutation)
     with pytest.raises((AssertionError, KeyError)):
         scenario()

@@ -7,13 +7,10 @@ import pytest
 
 from gateway.core import events as ev
 from gateway.core import machine
-from gateway.core.attempts import Attempts
-from gateway.core.client_request import ClientRequest
-from gateway.core.hot_path import Attempt
+from gateway.core.client_request import Attempt, ClientRequest
 from gateway.core.machine import Gateway
 from gateway.core.queue import RequestQueue
 from gateway.core.replay_join import Joined
-from gateway.core.requests import Requests
 from tests.gateway.core.model import KINDS
 from tests.gateway.core.pod import Pod
 
@@ -158,7 +155,7 @@ def test_scenario_passes_with_every_rule_in_place(scenario):
     scenario()
 
 
-group, fire, broke, drop = Attempt.group, ClientRequest.fire, Attempts.broke, Requests.drop
+group, fire, broke, drop = Attempt.group, ClientRequest.fire, Gateway.broke, Gateway.drop
 
 
 def journal_ahead(self, events, tokens, chunks, now_ms):
@@ -200,18 +197,18 @@ def clears_all(self, *, is_death, now_ms, queued=frozenset()):
 
 
 begin_anew = Gateway._begin_anew
-joined, head = Attempts.joined, Attempts.head
+joined, head = Gateway.joined, Gateway.head
 
 MUTATIONS = {
     "journal ahead of the bytes": (Attempt, "group", journal_ahead, cut_everywhere),
     "journal behind the bytes": (Attempt, "group", journal_behind, cut_everywhere),
-    "old token's event let through": (Requests, "_end_attempt", forgets_to_end_attempts, zombie),
-    "old token's answer let through": (Attempts, "head", trusts_any_token, wrong_token),
+    "old token's event let through": (Gateway, "_end_attempt", forgets_to_end_attempts, zombie),
+    "old token's answer let through": (Gateway, "head", trusts_any_token, wrong_token),
     "replay glued without a check": (Joined, "is_same", lambda a, b: True, misspelling),
-    "resume sent to both engines": (Requests, "drop", leaves_the_old_upstream, zombie),
+    "resume sent to both engines": (Gateway, "drop", leaves_the_old_upstream, zombie),
     "resume across continuation ids": (machine, "objection", lambda *_: None, upgrade),
     "usage sent twice": (Joined, "_count", lambda self, path: None, cut_behind_usage),
-    "usage counted twice": (Attempts, "joined", counts_replayed_tokens, cut_everywhere),
+    "usage counted twice": (Gateway, "joined", counts_replayed_tokens, cut_everywhere),
     "poison is never alone": (RequestQueue, "_next_suspect", lambda *_: None, poison),
     "poison is never a suspect": (ClientRequest, "died", lambda *_: None, poison),
     "an engine's queue clears what ran": (Gateway, "_begin_anew", clears_all, queued_poison),

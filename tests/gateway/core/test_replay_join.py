@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.core import replay_join
-from gateway.core.client_request import TOKEN_MAX, Transcript
-from gateway.core.replay import Replay, ReplayMismatch, Rewriter
+from gateway.core.replay import TOKEN_MAX, Replay, ReplayMismatch, Rewriter, Transcript
 from gateway.core.replay_join import Joined, events_in
 from tests.gateway.core.model import KINDS, Play
 

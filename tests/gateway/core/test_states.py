@@ -7,13 +7,14 @@ import itertools
 import pytest
 
 from gateway.core.client_request import TRANSITIONS, ClientRequest, IllegalTurn, RequestState, Turn
+from gateway.core.events import RequestCame
 from gateway.core.requests import UNSENT
 
 
 @pytest.mark.parametrize(("state", "turn"), list(itertools.product(RequestState, Turn)))
 def test_request_every_pair_is_in_the_table_or_raises_and_changes_nothing(state, turn):
     """Goal: the table is the enforcer. Method: take every turn in every state."""
-    request = ClientRequest(1, "/", 0, is_inference=True, is_stream=True, now_ms=0.0)
+    request = ClientRequest(RequestCame(1, "/", 0, True, True), 0.0)
     request.state = state
     target = TRANSITIONS.get((state, turn))
     if target is None:

@@ -15,8 +15,8 @@ from unittest import mock
 import uvloop
 
 from gateway.core.events import EngineGranted
-from gateway.server import client_listener
-from gateway.server.client_listener import ClientListener
+from gateway.server import exchange as exchange_module
+from gateway.server.exchange import GatewayExchange
 from gateway.server.settings import GatewaySettings, LaneSettings
 from plumbing.pod.paths import engine_http_socket
 from plumbing.wire.fds import OwnedFd
@@ -139,7 +139,7 @@ class Bench:
     """The listener, and what belongs to a test."""
 
     directory: str
-    listener: ClientListener
+    exchange: GatewayExchange
     port: int
     happenings: list[Happening] = field(default_factory=list)
     engines: list[StubEngine] = field(default_factory=list)
@@ -154,11 +154,11 @@ class Bench:
 
     async def grant(self, engine: StubEngine, era: str = ERA) -> None:
         """Tell the listener, and wait until it has greeted it."""
-        self.listener.told(EngineGranted(engine.name, engine.token, era))
+        self.exchange.told(EngineGranted(engine.name, engine.token, era))
         await auntil(self._is_greeted, "the engine's hello")
 
     def _is_greeted(self) -> bool:
-        upstream = self.listener.upstream()
+        upstream = self.exchange.upstream()
         return upstream is not None and upstream.is_connected
 
     async def active(self, **how: Any) -> StubEngine:
@@ -183,13 +183,13 @@ class Bench:
 
     @property
     def load(self) -> Any:
-        return self.listener.load()
+        return self.exchange.load()
 
     def endings(self) -> dict[str, int]:
         """How many requests have ended in which way."""
         found: dict[str, int] = {}
-        for each in self.listener.accounts.totals().requests:
-            found[each.ending] = found.get(each.ending, 0) + each.count
+        for (ending, _), count in self.exchange.accounts.requests.items():
+            found[ending] = found.get(ending, 0) + count
         return found
 
     def happened(self, *event: Any) -> None:
@@ -207,22 +207,22 @@ def configured(directory: str, **settings: Any) -> GatewaySettings:
 async def bench(directory: str, **settings: Any) -> AsyncIterator[Bench]:
     """Doors with these settings; afterwards no descriptor is left."""
     made = Bench(directory, None, 0)  # type: ignore[arg-type] # made in the next line
-    made.listener = ClientListener(configured(directory, **settings), made.happened)
+    made.exchange = GatewayExchange(configured(directory, **settings), made.happened)
     sock = socket.create_server(("127.0.0.1", 0), backlog=4096)
     made.port = sock.getsockname()[1]
-    made.listener.accept(OwnedFd(sock.detach()))
+    made.exchange.accept(OwnedFd(sock.detach()))
     try:
         yield made
     finally:
         for client in made.clients:
             client.close()
-        await made.listener.stop(0)
+        await made.exchange.stop(0)
         for engine in made.engines:
             engine.die()
         await auntil(lambda: made.load.connections == 0, "the connections to close")
-        assert not made.listener.exchange.requests
-        assert not made.listener.exchange.upstreams
-        assert made.listener.body_memory.bytes == 0
+        assert not made.exchange.requests
+        assert not made.exchange.upstreams
+        assert made.exchange.intake.bytes == 0
 
 
 def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -263,7 +263,7 @@ Scenario = Callable[..., Awaitable[None]]
 def scene(**settings: Any) -> Callable[[Scenario], Callable[..., None]]:
     """A test that is `async def test(bench, …)`: it runs with a listener of these settings, on a
     loop of its own. `sweep_s`: how often it sweeps; other parameters of the test are fixtures."""
-    sweep_s = settings.pop("sweep_s", client_listener.SWEEP_S)
+    sweep_s = settings.pop("sweep_s", exchange_module.SWEEP_S)
 
     def decorate(scenario: Scenario) -> Callable[..., None]:
         signature = inspect.signature(scenario)
@@ -277,7 +277,7 @@ def scene(**settings: Any) -> Callable[[Scenario], Callable[..., None]]:
                 async with bench(str(directory), **settings) as made:
                     await scenario(made, **given)
 
-            with mock.patch.object(client_listener, "SWEEP_S", sweep_s):
+            with mock.patch.object(exchange_module, "SWEEP_S", sweep_s):
                 run(whole)
 
         test.__signature__ = signature.replace(parameters=own + fixtures)  # type: ignore[attr-defined]

@@ -73,7 +73,7 @@ async def test_an_answer_without_a_stream_is_asked_again(bench):
         client.ask(CHAT, ASKED)
         await engine.died.wait()
         successor = await bench.engine("engine-1", token)
-        bench.listener.told(EngineGranted("engine-1", token, f"era-{token}"))
+        bench.exchange.told(EngineGranted("engine-1", token, f"era-{token}"))
         answer = await client.answer()
         assert content(answer) == wanted(ASKED)
         assert answer.headers["content-length"] == str(len(answer.body))
@@ -148,7 +148,7 @@ async def test_an_engines_garbage_costs_one_connection(bench, monkeypatch, writt
 
 @scene()
 async def test_an_answer_over_the_limit_passes_as_it_comes(bench, monkeypatch):
-    monkeypatch.setattr("gateway.core.attempts.ANSWER_BYTES_MAX", 100_000)
+    monkeypatch.setattr("gateway.core.requests.ANSWER_BYTES_MAX", 100_000)
     engine = await bench.active()
     go_on = asyncio.Event()
 
@@ -179,7 +179,7 @@ async def test_an_answer_over_the_limit_passes_as_it_comes(bench, monkeypatch):
 @scene(hold_ms=50)
 async def test_nobody_is_active(bench):
     """Goal: a request waits, then gets a 503 with the reason; the connection stays."""
-    bench.listener.told(NobodyGranted("engine-0 is waking"))
+    bench.exchange.told(NobodyGranted("engine-0 is waking"))
     client = await bench.client()
     client.ask(CHAT, ASKED)
     answer = await client.answer()

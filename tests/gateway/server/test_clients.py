@@ -120,12 +120,12 @@ async def test_a_slow_client_holds_up_its_own_engine_connection_only(bench, is_r
     slow = await bench.client(limit=1024)
     slow.ask("/v1/completions", STREAM)
     await slow.head()
-    [connection] = bench.listener.clients
+    [connection] = bench.exchange.clients
     await auntil(lambda: connection.is_full, "the client to be full")
     if is_resumed:
         engine.die()
         await bench.grant(await bench.engine("e1", 2, routes={"/v1/completions": endless}))
-        await auntil(lambda: bench.listener.accounts.totals().resumes, "the replay to end")
+        await auntil(lambda: bench.exchange.accounts.resumed, "the replay to end")
     for _ in range(50):
         assert content(await bench.once(CHAT, ASKED)) == wanted(ASKED)
     assert connection.unsent_bytes < 1 << 20
@@ -162,9 +162,9 @@ async def test_stopping_finishes_what_is_in_flight(bench):
     idle, busy = await bench.client(), await bench.client()
     busy.ask(CHAT, STREAM)
     await busy.head()
-    stopping = asyncio.ensure_future(bench.listener.stop(60_000))
+    stopping = asyncio.ensure_future(bench.exchange.stop(60_000))
     assert await idle.rest() == b""
-    assert not bench.listener.is_accepting
+    assert not bench.exchange.is_accepting
     assert not stopping.done()
     engine.released.set()
     while await busy.chunk():
@@ -185,7 +185,7 @@ async def test_deadlines(bench, monkeypatch):
     assert await idle.rest() == b""
     half, slow = await bench.client(), await bench.client()
     # Else they could be swept as silent ones, before their bytes have come.
-    await auntil(lambda: len(bench.listener.clients) == 2, "both to be accepted")
+    await auntil(lambda: len(bench.exchange.clients) == 2, "both to be accepted")
     monkeypatch.setattr(client_module, "HEAD_S", 0.0)
     monkeypatch.setattr(client_module, "BODY_GRACE_S", 0.0)
     silent = await bench.client()
@@ -214,7 +214,7 @@ async def test_a_large_answer_outlives_deadlines_while_it_is_taken(bench, monkey
     slow = await bench.client(limit=65536)
     slow.ask(CHAT, ASKED, Connection="close")
     await slow.head()
-    [connection] = bench.listener.clients
+    [connection] = bench.exchange.clients
     await auntil(lambda: connection.unsent_bytes, "an answer that waits")
     await auntil(lambda: connection.deadline_s > time.monotonic() + 60, "a sweep")
     assert len(await slow.reader.readexactly(size)) == size
@@ -237,19 +237,19 @@ async def test_no_deadline_ends_a_stream_that_goes_on_slowly_even_across_a_switc
     for name in ("IDLE_S", "HEAD_S", "BODY_GRACE_S", "LINGER_S", "STALLED_S"):
         monkeypatch.setattr(client_module, name, 0.0)
     sweeps = 0
-    sweep = bench.listener.exchange.sweep
+    sweep = bench.exchange._fill_pauses
 
     def count(keepalive_ms):
         nonlocal sweeps
         sweeps += 1
         sweep(keepalive_ms)
 
-    bench.listener.exchange.sweep = count
+    bench.exchange._fill_pauses = count
 
     async def long_time() -> None:
         until = sweeps + 20
         await auntil(lambda: sweeps >= until, "many sweeps")
-        assert [each.deadline_s for each in bench.listener.clients] == [client_module.NEVER]
+        assert [each.deadline_s for each in bench.exchange.clients] == [client_module.NEVER]
 
     leaving = await bench.engine()
     monkeypatch.setattr(client_module, "HEAD_S", 60.0)
@@ -307,7 +307,7 @@ async def test_answers_that_wait_for_slow_readers_count_as_memory_and_the_larges
     quick.ask(CHAT, ASKED)
     assert len((await quick.answer()).body) == smaller
     await auntil(lambda: bench.load.connections == 1, "the other one to be cut")
-    assert bench.listener.accounts.totals().limits["unread_answers"] == 1
+    assert bench.exchange.accounts.limits["unread_answers"] == 1
     assert len(await slow.rest()) < larger
 
 
@@ -325,7 +325,7 @@ async def test_large_bodies_that_never_end_keep_no_memory_from_small_ones(bench)
     assert (answer.status, answer.error()["code"]) == (503, "overloaded")
     assert bench.endings() == {"refused": 1}
     assert (await bench.once(CHAT, ASKED)).status == 200
-    assert bench.listener.body_memory.bytes == 20 << 20
+    assert bench.exchange.intake.bytes == 20 << 20
 
 
 @scene()
@@ -378,7 +378,7 @@ async def test_a_tunnel_into_which_more_is_sent_than_its_engine_takes(bench):
     client = await bench.client()
     client.ask("/v1/realtime", Connection="Upgrade", Upgrade="websocket", Sec_WebSocket_Key="k")
     await client.head()
-    [upstream] = bench.listener.exchange.upstreams.values()
+    [upstream] = bench.exchange.upstreams.values()
     client.send(b"x" * size)
     await auntil(lambda: upstream.unsent_bytes, "the engine's socket to be full")
     for _ in range(50):

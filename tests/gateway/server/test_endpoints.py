@@ -110,18 +110,18 @@ async def test_all_four_answer_before_any_engine_was_active_through_a_rest_and_a
     assert {"python_info", "vllm:cache_config_info", "vllm:prompt_tokens"} < set(found)
     assert await gauges(bench) == {("stub", "0"): [3.0, 2.0, 0.25]}
     for does_open in (True, False):
-        bench.listener.told(DoorSet(engine.token, True, does_open, "it sleeps"))
+        bench.exchange.told(DoorSet(engine.token, True, does_open, "it sleeps"))
         assert await health(bench) == (200 if does_open else 503)
     asked = engine.accepted
     assert await gauges(bench) == {("stub", "0"): [0.0, 0.0, 0.25]}
     assert version(await bench.once("/version")) == "0.32.0"
     assert engine.accepted == asked
-    bench.listener.told(DoorSet(engine.token))
+    bench.exchange.told(DoorSet(engine.token))
     client = await bench.client()
     client.ask(CHAT, STREAM)
     await client.head()
     engine.die()
-    bench.listener.told(NobodyGranted("the engine has died"))
+    bench.exchange.told(NobodyGranted("the engine has died"))
     await auntil(lambda: bench.load.parked == 1, "the stream to be parked")
     assert await health(bench) == 200
     assert version(await bench.once("/version")) == "0.32.0"
@@ -135,7 +135,7 @@ async def test_all_four_answer_before_any_engine_was_active_through_a_rest_and_a
 async def test_health_fails_once_no_takeover_has_come_in_the_hold_time(bench):
     engine = await bench.active()
     engine.die()
-    bench.listener.told(NobodyGranted("the engine has died"))
+    bench.exchange.told(NobodyGranted("the engine has died"))
     refused = await bench.once("/health")
     assert (refused.status, refused.headers["retry-after"]) == (503, "1")
     assert await gauges(bench) == {("stub", "0"): [0.0, 0.0, 0.0]}

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from gateway.core import attempts
+from gateway.core import requests as attempts
 from gateway.core.events import DoorSet, EngineGranted, NobodyGranted
 from gateway.server import connections as idle_connections
 from gateway.server import responses
@@ -44,7 +44,7 @@ async def one_idle(bench):
 
 async def idle(bench, count=1):
     """So many connections are idle, to the last byte of their answers."""
-    found = bench.listener.exchange.idle_connections._idle
+    found = bench.exchange.idle_connections._idle
     await auntil(
         lambda: len(found) == count and all(each.is_over for each in found), "idle connections"
     )
@@ -113,7 +113,7 @@ async def test_a_request_that_crosses_the_engines_close_is_sent_again_at_once(be
 async def test_an_engine_that_has_closed_is_asked_on_a_fresh_connection(bench, no_break):
     """Method: the close and the request are seen in one turn of the loop, the request first."""
     engine, writer = await one_idle(bench)
-    [kept] = bench.listener.exchange.idle_connections._idle
+    [kept] = bench.exchange.idle_connections._idle
     kept.transport.pause_reading()
     writer.transport.abort()
     await closed(engine)
@@ -150,12 +150,12 @@ async def test_a_request_that_must_not_be_asked_twice_has_a_connection_of_its_ow
 async def test_a_word_about_engines_closes_what_is_idle(bench, word):
     engine, _ = await one_idle(bench)
     if word == "another":
-        bench.listener.told(EngineGranted("engine-1", 2, "0" * 16))
+        bench.exchange.told(EngineGranted("engine-1", 2, "0" * 16))
     elif word == "nobody":
-        bench.listener.told(NobodyGranted("for this test"))
+        bench.exchange.told(NobodyGranted("for this test"))
     else:
-        bench.listener.told(DoorSet(engine.token, True, True, "it rests"))
-    assert len(bench.listener.exchange.idle_connections) == 0
+        bench.exchange.told(DoorSet(engine.token, True, True, "it rests"))
+    assert len(bench.exchange.idle_connections) == 0
     await closed(engine)
 
 
@@ -292,9 +292,9 @@ async def test_a_hello_of_any_size_fits_into_the_status(bench, monkeypatch, chan
     said = stub_engine.hop_json
     monkeypatch.setattr(stub_engine, "hop_json", lambda hello: said(hello) | changes)
     engine = await bench.engine()
-    bench.listener.told(EngineGranted(engine.name, engine.token, ERA))
+    bench.exchange.told(EngineGranted(engine.name, engine.token, ERA))
     sign = "xxx" if is_greeted else "gave no hello"
-    await auntil(lambda: sign in bench.listener.upstream().problem, "its hello to be seen")
-    upstream = bench.listener.upstream()
+    await auntil(lambda: sign in bench.exchange.upstream().problem, "its hello to be seen")
+    upstream = bench.exchange.upstream()
     assert upstream.is_connected == is_greeted
     assert len(msgspec.msgpack.encode(upstream)) < FRAME_BYTES_MAX

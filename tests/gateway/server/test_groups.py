@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.core.client_request import TOKEN_MAX
 from gateway.core.events import BreakCause, HeadCame
+from gateway.core.replay import TOKEN_MAX
 from gateway.server.upstream import GroupCutter, Upstream
 from plumbing import gateway_protocol as hop
 from plumbing.gateway_protocol import END, HANDED_OVER, group_end

@@ -11,7 +11,7 @@ import ssl
 
 import pytest
 
-from gateway.server import client_listener as listener
+from gateway.server import listener
 from tests.gateway.server.harness import CHAT, scene, with_bench
 from tests.helpers import auntil, descriptors_below, open_fds
 from tests.plumbing.wire.certificates import Authority
@@ -60,8 +60,8 @@ async def test_with_every_place_busy_new_clients_wait_in_the_backlog(bench, monk
     await busy.head()
     waiting = await bench.client()
     waiting.ask("/v1/models")
-    await auntil(lambda: bench.listener.problem, "the limit to be shown")
-    assert "the limit" in bench.listener.problem
+    await auntil(lambda: bench.exchange.problem, "the limit to be shown")
+    assert "the limit" in bench.exchange.problem
     engine.released.set()
     while await busy.chunk():
         pass
@@ -85,9 +85,9 @@ async def test_accepting_without_descriptors_waits_and_retries(bench):
             os.close(filler.pop())
         late = await bench.client()
         late.ask("/v1/models")
-        await auntil(lambda: bench.listener.problem, "the shortage to be shown")
-        assert "open files" in bench.listener.problem
-        assert bench.listener.accounts.totals().limits["descriptors"]
+        await auntil(lambda: bench.exchange.problem, "the shortage to be shown")
+        assert "open files" in bench.exchange.problem
+        assert bench.exchange.accounts.limits["descriptors"]
         for fd in filler:
             os.close(fd)
     assert (await late.answer()).status == 200
@@ -98,7 +98,7 @@ def test_api_keys(tmp_path, monkeypatch):
     changed while it runs, and a bad file changes nothing."""
     import openai  # two seconds, which every collection of tests would take
 
-    monkeypatch.setattr("gateway.server.client_listener.SWEEP_S", 0.01)
+    monkeypatch.setattr("gateway.server.exchange.SWEEP_S", 0.01)
     keys = tmp_path / "keys"
     keys.write_text("first\n\n  second  \n")
 
@@ -122,15 +122,15 @@ def test_api_keys(tmp_path, monkeypatch):
         assert (answer.status, answer.error()["code"]) == (401, "invalid_api_key")
 
         keys.write_text("third\n")
-        await auntil(lambda: bench.listener.keys.knows(b"third"), "the keys to be read")
+        await auntil(lambda: bench.exchange.keys.knows(b"third"), "the keys to be read")
         await ask("third")
         with pytest.raises(openai.AuthenticationError):
             await ask("first")
         keys.write_text("\n")
-        await auntil(lambda: bench.listener.problem, "the problem to be shown")
+        await auntil(lambda: bench.exchange.problem, "the problem to be shown")
         await ask("third")
         keys.write_text("fourth\n")
-        await auntil(lambda: bench.listener.problem is None, "the problem to end")
+        await auntil(lambda: bench.exchange.problem is None, "the problem to end")
         await ask("fourth")
 
     with_bench(tmp_path, scenario, api_keys=str(keys))
@@ -138,7 +138,7 @@ def test_api_keys(tmp_path, monkeypatch):
 
 def test_tls(tmp_path, monkeypatch):
     """Goal: a stream over TLS, plain HTTP gets nothing, and a renewed certificate is used."""
-    monkeypatch.setattr("gateway.server.client_listener.SWEEP_S", 0.01)
+    monkeypatch.setattr("gateway.server.exchange.SWEEP_S", 0.01)
     authority = Authority(tmp_path)
     pair = authority.issue("first", file="pod")
 
@@ -158,10 +158,10 @@ def test_tls(tmp_path, monkeypatch):
         plain = await bench.client()
         plain.ask("/v1/models")
         assert b"200" not in await plain.rest()
-        stamp = bench.listener.certificate.file.loads
+        stamp = bench.exchange.certificate.file.loads
         authority.issue("renewed", file="pod")
-        await auntil(lambda: bench.listener.certificate.file.loads > stamp, "it to be read")
-        await auntil(lambda: bench.listener.problem is None, "both files to fit")
+        await auntil(lambda: bench.exchange.certificate.file.loads > stamp, "it to be read")
+        await auntil(lambda: bench.exchange.problem is None, "both files to fit")
         assert await ask() == {"commonName": "renewed"}
 
     with_bench(tmp_path, scenario, tls_cert=pair.cert, tls_key=pair.key)

@@ -44,7 +44,7 @@ class TwoModels:
         """Both are granted, `chat` is awake."""
         for token, name in enumerate(LANES, 5):
             self.engines[name] = await self.bench.engine(f"{name}-0", token, **how)
-            self.bench.listener.told(EngineGranted(f"{name}-0", token, ERA, name))
+            self.bench.exchange.told(EngineGranted(f"{name}-0", token, ERA, name))
         self.open("chat")
 
     def set(self, model: str, door: Door, state: ModelState = ModelState.WARM) -> None:
@@ -53,14 +53,14 @@ class TwoModels:
         self.said[model] = PooledModel(
             self.number, door, state, now_ms, "because", Tier.WARM, {"HOST-0": 7}
         )
-        self.bench.listener.set_model_doors(dict(self.said))
+        self.bench.exchange.set_model_doors(dict(self.said))
 
     def open(self, model: str) -> None:
         engine = self.engines[model]
         self.set(model, OpenDoor(engine.name, engine.token), ModelState.AWAKE)
 
     def demand(self, model: str) -> ModelDemand:
-        return self.bench.listener.demand()[model]
+        return self.bench.exchange.demand()[model]
 
     async def turn(self, old: str, new: str) -> None:
         """`old` yields, and when it is quiet `new` is awake."""
@@ -198,8 +198,8 @@ async def test_what_becomes_of_each_request_is_counted_by_model(models):
     chat, bench = models.engines["chat"], models.bench
 
     def counted() -> dict[tuple[str, str], int]:
-        totals = bench.listener.accounts.totals().models
-        return {(each.model, each.outcome.value): each.count for each in totals}
+        models = bench.exchange.accounts.models
+        return {(model, outcome.value): count for (model, outcome), count in models.items()}
 
     async def silence(request: object, reply: object) -> None:
         await asyncio.Event().wait()

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from gateway.core import replay_join
-from gateway.core.client_request import BLOCK_BYTES
-from gateway.core.hot_path import Attempt
+from gateway.core.client_request import Attempt
+from gateway.core.replay import BLOCK_BYTES
 from gateway.core.replay_join import Joined
 from gateway.server import upstream
 from gateway.server import upstream as upstream_owner

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.server.request_reader import HEAD_BYTES_MAX, PIPELINED_MAX, BodyMemory, RequestReader
+from gateway.server.request_reader import HEAD_BYTES_MAX, PIPELINED_MAX, Intake, RequestReader
 from gateway.server.requests import is_hop_path
 from plumbing import gateway_protocol as hop
 from plumbing.gateway_protocol import Continuation
@@ -25,8 +25,9 @@ from tests.plumbing.wire.certificates import Authority
 
 
 def reader(body_bytes_max=1000, refused=None, memory=None):
-    memory = memory or BodyMemory(1 << 20)
-    return RequestReader(lambda: body_bytes_max, lambda headers: refused, memory)
+    intake = memory or Intake(1 << 20)
+    intake.body_bytes_max, intake.check = lambda: body_bytes_max, lambda headers: refused
+    return RequestReader(intake)
 
 
 def read(*parts: bytes, **options) -> RequestReader:
@@ -232,7 +233,7 @@ def test_no_bytes_are_read_in_two_ways_and_no_engine_gets_more_than_one_head(sen
 def test_what_surrounds_a_body_is_limited(endless):
     """Goal: no request takes memory that nobody counts. Method: a body that is small, in a frame
     that never ends."""
-    memory = BodyMemory(1 << 20)
+    memory = Intake(1 << 20)
     found = read(CHUNKED.split(b"\r\n\r\n")[0] + b"\r\n\r\n", memory=memory)
     before, _, after = endless.partition(b"%b")
     found.feed(before)

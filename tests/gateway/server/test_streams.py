@@ -167,7 +167,7 @@ async def test_a_grant_comes_while_a_request_is_being_sent(bench, monkeypatch):
     def grant_then_connect(upstream, path):
         if upstream.attempt.token == 1:
             asyncio.get_running_loop().call_soon(
-                bench.listener.told, EngineGranted("engine-1", 2, ERA)
+                bench.exchange.told, EngineGranted("engine-1", 2, ERA)
             )
         return connect(upstream, path)
 
@@ -251,6 +251,6 @@ async def test_an_engine_of_another_release_is_served_and_status_says_that_its_s
     assert answer.is_whole
     assert answer.text() == " t1"
     assert answer.headers["x-understudy-continuation"] == "none"
-    upstream = bench.listener.upstream()
+    upstream = bench.exchange.upstream()
     assert upstream.continuation is Continuation.NONE
     assert "version 2" in upstream.problem

@@ -34,7 +34,7 @@ def test_a_span_continues_the_clients_trace_and_a_pause_is_in_it(
     """Method: the SDK's in-memory exporter; a stream whose engine dies, and one that nothing
     happens to."""
     spans = RequestSpans(exporter.provider, of_all=of_all)
-    monkeypatch.setattr("gateway.server.client_listener.open_spans", lambda mode: spans)
+    monkeypatch.setattr("gateway.server.exchange.open_spans", lambda mode: spans)
 
     async def scenario(bench):
         first = await bench.active(cut_after_groups=2)
