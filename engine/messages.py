@@ -8,7 +8,7 @@ not know what a message leads to: that is `engine/core`.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
@@ -233,7 +233,6 @@ class AttachedMsg(Message, frozen=True, tag="attached"):
     """A rank has its weights mapped. `identity` is the part that does not depend on the rank.
     `place`: where, in a pod with models."""
 
-    LEFT_OUT: ClassVar[tuple[str, ...]] = ("place",)
     incarnation: Id
     rank: Rank
     epoch: Sentence

@@ -55,14 +55,7 @@ class ServiceSocket:
         """
         self._is_closed = self.is_taken = False
         try:
-            sock = socket.socket(self._family, socket.SOCK_STREAM)
-            try:
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                sock.bind(self._sockaddr)
-                sock.listen(BACKLOG)
-            except BaseException:
-                sock.close()
-                raise
+            sock = socket.create_server(self._sockaddr, family=self._family, backlog=BACKLOG)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 self.is_taken, self.problem = True, self.in_use().message

@@ -2,9 +2,8 @@
 
 `SetGoalMsg` and `EngineReportMsg` (`shall` and `am` on the wire) travel on `engine_<id>.sock`. The
 pool sends goals; without a pool the gateway and the command line do. Both messages are
-level-triggered: each carries all that its sender has to say, and may be repeated. One field of each
-is only a pool's, and is left out of the message where there is no pool. `engine/core` decides what
-follows from a goal.
+level-triggered: each carries all that its sender has to say, and may be repeated. `pool` is only of
+a pool. `engine/core` decides what follows from a goal.
 
 Every part answers observers alike, in every state. An observer asks once (`status`) or stays
 (`watch`: a `status_reply`, with `since` the kept events after that id, then one unsolicited `event`
@@ -14,7 +13,7 @@ for each new record). It never queues and never holds anything.
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
@@ -72,7 +71,6 @@ class SetGoalMsg(Message, frozen=True, tag="shall"):
     goal the goal stays: the sender only looks on. `by`: who wants it, for status and events.
     """
 
-    LEFT_OUT: ClassVar[tuple[str, ...]] = ("pool",)
     goal: Tier | None = None
     by: ShortText = ""
     pool: PoolGoal | None = None
@@ -122,7 +120,6 @@ class EngineReportMsg(Message, frozen=True, tag="am"):
     with a model's name.
     """
 
-    LEFT_OUT: ClassVar[tuple[str, ...]] = ("pool",)
     engine: ShortText
     incarnation: ShortText  # "" between two of them
     token: Count  # of its grant of `active`; 0: it has none

@@ -8,7 +8,6 @@ what an attacker cannot register is known.
 from __future__ import annotations
 
 import errno
-import os
 import re
 import socket
 from collections.abc import Iterable
@@ -78,15 +77,19 @@ def bind(host: str, port: int) -> list[socket.socket]:
         UnderstudyError: `service.port_in_use`, with the port and the process that has it.
         UsageError: `service.cannot_bind`, not an address of this machine, or no permission.
     """
-    if not host or not 0 <= port <= PORT_MAX:  # "" would bind every interface
-        raise _cannot_bind(host, port, "this is not an address and port")
     try:
+        if not host or not 0 <= port <= PORT_MAX:  # "" would bind every interface
+            raise OSError(errno.EINVAL, "this is not an address and port")
         return _bind_all(host, port)
-    except socket.gaierror as error:  # its numbers are not those of errno
-        raise _cannot_bind(host, port, str(error.strerror)) from error
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
-            raise _cannot_bind(host, port, os.strerror(error.errno or 0)) from error
+            raise UsageError(
+                "service.cannot_bind",
+                f"cannot listen on {host}:{port}: {error.strerror}; use another --http-host or"
+                " --http-port",
+                host=host,
+                port=port,
+            ) from error
         pid = procfs.listener_pid(port)
         holder = f"pid {pid} ({procfs.name(pid)})" if pid else "a process not visible here"
         raise UnderstudyError(
@@ -99,25 +102,18 @@ def bind(host: str, port: int) -> list[socket.socket]:
         ) from error
 
 
-def _cannot_bind(host: str, port: int, reason: str) -> UsageError:
-    return UsageError(
-        "service.cannot_bind",
-        f"cannot listen on {host}:{port}: {reason}; use another --http-host or --http-port",
-        host=host,
-        port=port,
-    )
-
-
 def _bind_all(host: str, port: int) -> list[socket.socket]:
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     socks: list[socket.socket] = []
     missing: OSError | None = None
     try:
-        for family, kind, protocol, _, name in dict.fromkeys(found):
-            if socks:
-                port = socks[0].getsockname()[1]
+        for family, address in dict.fromkeys((each[0], each[4][0]) for each in found):
+            port = socks[0].getsockname()[1] if socks else port
             try:
-                socks.append(_bind(family, kind, protocol, (name[0], port, *name[2:])))
+                socks.append(
+                    socket.create_server((str(address), port), family=family, backlog=BACKLOG)
+                )
+                socks[-1].setblocking(False)
             except OSError as error:
                 if error.errno not in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):
                     raise
@@ -129,20 +125,3 @@ def _bind_all(host: str, port: int) -> list[socket.socket]:
             sock.close()
         raise
     return socks
-
-
-def _bind(
-    family: socket.AddressFamily, kind: int, protocol: int, name: tuple[object, ...]
-) -> socket.socket:
-    sock = socket.socket(family, kind, protocol)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:
-            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        sock.bind(name)
-        sock.listen(BACKLOG)
-        sock.setblocking(False)
-    except BaseException:
-        sock.close()
-        raise
-    return sock

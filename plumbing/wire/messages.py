@@ -30,12 +30,10 @@ _repr.maxstring = _repr.maxother = SHOWN_CHARS_MAX
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"):
     """Base of every message; `class Beat(Message, frozen=True, tag="beat")` travels as `beat`.
 
-    `FDS`: how many descriptors, at least and at most, travel with it. `LEFT_OUT`: fields that stay
-    behind while they are None, because an older peer would refuse them.
+    `FDS`: how many descriptors, at least and at most, travel with it.
     """
 
     FDS: ClassVar[tuple[int, int]] = (0, 0)
-    LEFT_OUT: ClassVar[tuple[str, ...]] = ()
 
     @property
     def TYPE(self) -> str:
@@ -92,11 +90,7 @@ class Catalogue:
         kind = message.TYPE
         if self.classes.get(kind) is not type(message):
             raise TypeError(f"{type(message).__name__} is not in this catalogue")
-        body = msgspec.structs.asdict(message)
-        for name in message.LEFT_OUT:
-            if body[name] is None:
-                del body[name]
-        return _pack({"type": kind, "id": request_id, **body})
+        return _pack({"type": kind, "id": request_id, **msgspec.structs.asdict(message)})
 
     def decode(self, payload: bytes, fd_count: int) -> tuple[Message, int]:
         """The message in `payload` and its request id.

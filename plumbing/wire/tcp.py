@@ -583,16 +583,12 @@ async def _bind(address: TcpAddress, service: str, backlog: int) -> socket.socke
         found = await loop.getaddrinfo(
             address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
-        family, kind, protocol, _, name = found[0]
-        sock = socket.socket(family, kind, protocol)
-        try:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind(name)
-            sock.listen(backlog)
-            sock.setblocking(False)
-        except BaseException:
-            sock.close()
-            raise
+        family, name = found[0][0], found[0][4]
+        is_both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+        sock = socket.create_server(
+            name[:2], family=family, backlog=backlog, dualstack_ipv6=is_both
+        )
+        sock.setblocking(False)
         return sock
     except OSError as error:
         if error.errno == errno.EADDRINUSE:

@@ -43,7 +43,7 @@ def test_standby_that_asks_without_a_descriptor_left_is_queued_later(
     async def scenario() -> None:
         async with Engine(pod_dir, "engine-1") as standby:
             standby.launch()
-            await auntil(lambda: standby.client.is_connected, "its connection")
+            await auntil(lambda: server.status()["supervisors_total"] == 2, "its connection")
             may_open(server, NOTHING)
             standby.want("active")
             await auntil(lambda: "lock.witness_unseen" in standby.refused, "its refusal")

@@ -169,13 +169,6 @@ def test_pod_that_stands_still_loses_nothing(tmp_path):
         assert run.life(0) == program
 
 
-def test_sigterm_ends_program_and_init_with_the_programs_code(tmp_path, before):
-    with running(tmp_path, "ready", before=before) as run:
-        run.life(0)
-        assert run.end() == 0
-        assert len(run.lives()) == 1
-
-
 def test_sigterm_prevents_the_restart_of_a_program_that_is_killed_meanwhile(tmp_path, before):
     with running(tmp_path, "ready", "deaf", before=before) as run:
         program = run.life(0)
@@ -254,19 +247,6 @@ def test_successor_that_fails_changes_nothing(tmp_path):
         assert run.end() == 0
 
 
-def test_successor_takes_the_place_of_a_first_one_that_dies_before_it_is_ready(tmp_path):
-    """Goal: no third process is started for a death that a successor covers. Method: one that
-    never says that it is ready."""
-    with running(tmp_path, flags=REPLACEABLE) as run:
-        first = run.life(0)
-        os.kill(run.pid, signal.SIGHUP)
-        until(lambda: len(run.lives()) == 2, "the successor")
-        os.kill(first, signal.SIGKILL)
-        until(lambda: first not in procfs.children(run.pid), "its end")
-        assert len(procfs.children(run.pid)) == len(run.lives()) - 1 == 1
-        assert run.end() == 0
-
-
 def test_program_dies_with_an_init_that_is_killed(tmp_path):
     with running(tmp_path, "ready") as run:
         program = run.life(0)
@@ -291,10 +271,3 @@ def test_command_finds_the_program_and_keeps_the_small_interpreter(tmp_path):
     finally:
         process.terminate()
         assert process.wait(30) == 128 + signal.SIGTERM
-
-
-def test_program_that_does_not_exist_is_a_usage_error():
-    command = str(Path(sys.executable).parent / "understudy-init")
-    done = subprocess.run([command, "no-such-program"], capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "init.no_program" in done.stderr

@@ -13,7 +13,7 @@ from msgspec import Meta, Struct
 from plumbing.errors import UnderstudyError
 from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd
-from plumbing.wire.messages import Catalogue, Message
+from plumbing.wire.messages import Catalogue, Message, messages_in
 from plumbing.wire.server import Server
 
 
@@ -35,7 +35,7 @@ class Refuse(Message, frozen=True, tag="refuse"):
     """Asks the server for an error."""
 
 
-CATALOGUE = Catalogue(Echo, Refuse)
+CATALOGUE = Catalogue(*messages_in(globals()))
 
 LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
     "asyncio": asyncio.new_event_loop,

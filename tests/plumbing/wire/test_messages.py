@@ -149,22 +149,3 @@ def test_name_that_is_not_utf8_is_shown_in_a_message():
     assert CATALOGUE.decode(CATALOGUE.encode(message, 0), 0)[0] == Echo(
         shown, parts=(Part(shown, 1),), extra={shown: 1}
     )
-
-
-class Extended(Message, frozen=True, tag="extended"):
-    LEFT_OUT = ("later",)
-    now: int
-    later: int | None = None
-
-
-def test_field_of_a_later_release_is_left_out_while_it_is_none():
-    """Goal: a peer of an older release, which refuses unknown fields, understands what does not
-    concern them. Method: the same message with the field and without."""
-    catalogue = Catalogue(Extended)
-    for message, keys in (
-        (Extended(1), {"type", "id", "now"}),
-        (Extended(1, 2), {"type", "id", "now", "later"}),
-    ):
-        payload = catalogue.encode(message, 3)
-        assert {*msgpack.unpackb(payload)} == keys
-        assert catalogue.decode(payload, 0) == (message, 3)
