@@ -79,11 +79,6 @@ async def waiting(pod: Pod, engine: str) -> list[dict[str, Any]]:
     return [waiter for waiter in waiters if waiter["engine"] == engine]
 
 
-async def is_held_by(pod: Pod, engine: str) -> bool:
-    lock = await pod.lock()
-    return lock.get("state") == "held" and lock["holder"]["engine"] == engine
-
-
 @contextlib.contextmanager
 def stopped(pid: int) -> Iterator[None]:
     os.kill(pid, signal.SIGSTOP)

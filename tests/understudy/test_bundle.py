@@ -64,7 +64,6 @@ def test_bundle_of_a_pod_that_is_down_has_what_is_on_disk(directory: Path, tmp_p
     assert json.loads(texts["doctor.json"])["dir"] == str(directory)
     assert json.loads(texts["state/engine_engine-0.json"])["engine"]["state"] == "dead"
     assert texts["log/gms.log"] == "the last words\n"
-    assert "engine_engine-0.json" in texts["directory.txt"]
     machine = json.loads(texts["machine.json"])
     assert {"build", "uname", "packages", "environment", "files"} <= set(machine)
     assert "MemTotal" in machine["files"]["/proc/meminfo"]

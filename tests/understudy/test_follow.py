@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -98,29 +95,3 @@ def test_a_followed_part_reports_each_record_once():
     part = FollowedPart("lockserver", heard.append, FakeClock(), is_new=False)
     assert connects(None, 8, as_of=7) == [8]
     assert connects(None, 2, as_of=1) == [2]
-
-
-@pytest.mark.slow
-def test_following_ends_when_nobody_reads_it(directory: Path):
-    """Goal: `understudy events -f | head -1` ends at the next event, without a stack trace for each
-    one. Method: a reader that leaves after the first line; then a memory server comes."""
-    os.mknod(directory / "lockserver.sock")
-    following = subprocess.Popen(
-        [sys.executable, "-m", "understudy.cli.main", "events", "-f", f"--dir={directory}"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    gms = GmsProcess(str(directory))
-    try:
-        assert following.stdout is not None
-        assert following.stderr is not None
-        assert b"pod.gone" in following.stdout.readline()
-        following.stdout.close()
-        gms.start()
-        assert following.wait(DEADLINE_S) == 1
-        assert following.stderr.read() == b""
-    finally:
-        following.kill()
-        following.wait()
-        following.stderr.close()
-        gms.stop()

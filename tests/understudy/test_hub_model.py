@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -25,7 +23,7 @@ from understudy.cli.settings import UP_OPTIONS
 from understudy.pod.table import LocalPod, program
 from understudy.up.hub_download import weight_files
 from understudy.up.models import hub_directory
-from understudy.up.pods import prepare_local, prepare_pool
+from understudy.up.pods import prepare_local
 
 TINY = "acme/tiny"
 SMALL = {"config.json", "tokenizer.json", "chat_template.jinja"}
@@ -76,13 +74,6 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 def test_weights_are_chosen_as_vllm_chooses_them(names, load_format, expected):
     """Goal: nothing is downloaded that vLLM would not load. Method: a repository's names."""
     assert weight_files(names, load_format, lambda name: None) == expected
-
-
-def test_weights_are_those_of_the_index():
-    """Goal: a second set of shards beside the listed ones stays at the Hub."""
-    listed = {"model-1.safetensors", "model-2.safetensors"}
-    index = {"model.safetensors.index.json": listed}.get
-    assert weight_files([*listed, "extra.safetensors"], "auto", index) == sorted(listed)
 
 
 def test_download_has_only_what_vllm_loads_and_a_warm_cache_needs_no_network(
@@ -165,21 +156,6 @@ def test_both_engines_get_one_directory_and_clients_the_id(hub: Hub, tmp_path: P
     assert command[command.index(snapshot) + 1 :] == ("--served-model-name", "mine")
 
 
-def test_pool_fills_the_cache_before_it_starts(hub: Hub, tmp_path: Path):
-    """Goal: no request to a model waits for its download. Method: a pool file with two models of
-    vLLM, of which one is a directory."""
-    (tmp_path / "here").mkdir()
-    file = tmp_path / "pool.yaml"
-    file.write_text(
-        f"devices: [HOST-0]\nmodels:\n  a: {{model: {TINY}}}\n  b: {{model: {tmp_path}/here}}\n"
-    )
-    said: list[str] = []
-    pod = LocalPod(Path(), None)
-    asyncio.run(prepare_pool(pod, file, 0, tmp_path / "pod", said.append, True))
-    assert [line.partition(" is in ")[0] for line in said] == [f"a: {TINY}"]
-    assert "model.safetensors" in hub.downloads
-
-
 def test_directory_wins_and_other_backends_take_no_id(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -222,21 +198,6 @@ def test_ctrl_c_ends_a_download(hub: Hub, tmp_path: Path, command: str):
     assert started.returncode == 130
     assert "Traceback" not in output + errors
     until(lambda: not child.is_running(), "the download's process to end")
-
-
-def test_library_is_needed_only_for_a_download():
-    """Goal: everything but a download works without huggingface_hub. Method: Python refuses to
-    import it, first for the commands, then for the download itself."""
-    hidden = "import sys; sys.modules['huggingface_hub'] = None\n"
-    asks = (
-        "import understudy.cli.main\n"
-        "from understudy.up.hub_download import main\n"
-        f"sys.exit(main(['{TINY}']))\n"
-    )
-    done = subprocess.run([sys.executable, "-c", hidden + asks], capture_output=True, text=True)
-    said = json.loads(done.stdout)
-    assert (done.returncode, said["code"]) == (1, "hub.no_library")
-    assert "understudy[" not in said["message"]  # no package index has that name
 
 
 def located(model: str, flags: Sequence[str]) -> Path:

@@ -181,39 +181,6 @@ def test_killed_container_is_started_again_and_leaks_no_descriptor(tmp_path):
     assert "died of signal 9; restarting now" in (tmp_path / "worker.log").read_text()
 
 
-def test_replaced_container_ends_in_good_order_before_the_next_one_begins(tmp_path):
-    """Goal: another configuration without another pod. Method: a container that notes its end, and
-    one of the same name; then the pod is stopped, and the new one is what ends."""
-    journal = tmp_path / "journal"
-    code = """
-        import signal, sys
-        def note(text):
-            with open(sys.argv[1], "a") as file:
-                file.write(f"{sys.argv[2]} {text}\\n")
-        def end(*_):
-            note("ends")
-            sys.exit(0)
-        signal.signal(signal.SIGTERM, end)
-        note("begins")
-        while True:
-            signal.pause()
-    """
-
-    def noted(count):
-        return journal.exists() and len(journal.read_text().splitlines()) == count
-
-    async def main():
-        async with running(tmp_path, python("worker", code, str(journal), "old")) as runner:
-            await auntil(lambda: noted(1), "the old one")
-            await runner.replace(python("worker", code, str(journal), "new"))
-            await auntil(lambda: noted(3), "the new one")
-            assert runner.container("worker").command[-1] == "new"
-            assert runner.restarts() == {"worker": 0}
-
-    asyncio.run(main())
-    assert journal.read_text().splitlines() == ["old begins", "old ends", "new begins", "new ends"]
-
-
 DEAF = """
     import signal
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -325,25 +292,6 @@ def test_process_that_hangs_is_found_by_its_liveness_probe_and_replaced(tmp_path
     assert "liveness probe failed 2 times (127.0.0.1:" in log
     assert "SIGTERM, and SIGKILL after 0.1 s" in log
     assert "died of signal 9; restarting now" in log
-
-
-@pytest.mark.slow
-def test_startup_that_fails_in_a_later_life_ends_the_process(tmp_path: Path):
-    """Goal: the deadline counts after a restart. Method: 503 from the second life on."""
-    status = tmp_path / "status"
-
-    async def main():
-        async with running(tmp_path / "log", server(status)) as runner:
-            status.write_text("503")
-            os.kill(runner.pids()["server"], signal.SIGKILL)
-            await auntil(lambda: runner.restarts()["server"] >= 2, "the end of its second life")
-            assert runner.not_up() == ["server"]
-            status.write_text("200")
-            await auntil(lambda: not runner.not_up(), "a life that passes")
-
-    asyncio.run(main())
-    said = (tmp_path / "log/server.log").read_text()
-    assert "startup probe failed for 5 s (HTTP 503)" in said
 
 
 def test_engines_are_stopped_together_and_before_what_they_need(tmp_path: Path):

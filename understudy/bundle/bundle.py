@@ -18,7 +18,7 @@ import stat
 import sys
 import tarfile
 import time
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Callable, Collection, Coroutine
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -105,12 +105,13 @@ async def collect(directory: Path, log_dir: Path, output: Path | None, say: Say)
 
 
 async def _gather(directory: Path, log_dir: Path) -> Bundle:
-    bundle = Bundle()
+    bundle, pods = Bundle(), list[ExaminedPod]()
 
-    async def entry(name: str, ask: Callable[[], Awaitable[str]]) -> None:
+    async def entry(name: str, asked: Coroutine[Any, Any, Any]) -> None:
         try:
             async with asyncio.timeout(COMMAND_S):
-                bundle.add(name, await ask())
+                found = await asked
+            bundle.add(name, found if isinstance(found, str) else _json(found))
         except TimeoutError:
             bundle.missing[name] = f"timed out after {COMMAND_S:g} s"
         except UnderstudyError as error:
@@ -118,28 +119,25 @@ async def _gather(directory: Path, log_dir: Path) -> Bundle:
         except OSError as error:
             bundle.missing[name] = _why(error)
 
-    pods: list[ExaminedPod] = []
-
-    async def doctor() -> str:
+    async def doctor() -> dict[str, Any]:
         pods.append(await look(directory, Ports(), os.environ))
-        return _json(document(str(directory), examine(pods[0])))
+        return document(str(directory), examine(pods[0]))
 
     # At the same time: a part that hangs is waited for by each that asks it.
-    questions: dict[str, Callable[[], Awaitable[str]]] = {
-        "status.json": lambda: _answer(gather(directory)),
-        "events.jsonl": lambda: _events(directory),
-        "doctor.json": doctor,
-    }
+    questions = [
+        entry("status.json", gather(directory)),
+        entry("events.jsonl", _events(directory)),
+        entry("doctor.json", doctor()),
+    ]
     if (directory / POOL_LOCK).exists():
-        questions["pool-explain.json"] = lambda: _explain(directory)
-    await asyncio.gather(*(entry(name, ask) for name, ask in questions.items()))
+        questions.append(entry("pool-explain.json", _explain(directory)))
+    await asyncio.gather(*questions)
+    pids = pods[0].pids if pods else frozenset()
     if pods and pods[0].pool_path:
         path = Path(pods[0].pool_path)
-        await entry("pool-file.yaml", lambda: asyncio.to_thread(_pool_file, path))
-    await entry("machine.json", lambda: _answer(asyncio.to_thread(machine_facts)))
-    pids = pods[0].pids if pods else frozenset()
-    await entry("processes.json", lambda: _answer(asyncio.to_thread(process_facts, pids)))
-    await entry("directory.txt", lambda: asyncio.to_thread(_listing, directory))
+        await entry("pool-file.yaml", asyncio.to_thread(_pool_file, path))
+    await entry("machine.json", asyncio.to_thread(machine_facts))
+    await entry("processes.json", asyncio.to_thread(process_facts, pids))
     _add_files(bundle, "state", directory, "*.json*", FILE_BYTES_MAX)
     _add_files(bundle, "log", log_dir, "*.log*", LOG_TAIL_BYTES)
     if not any(name.startswith("log/") for name in (*bundle.entries, *bundle.missing)):
@@ -150,10 +148,6 @@ async def _gather(directory: Path, log_dir: Path) -> Bundle:
 
 def _why(error: OSError) -> str:
     return f"{error.filename}: {error.strerror}" if error.filename else str(error)
-
-
-async def _answer(asked: Awaitable[Any]) -> str:
-    return _json(await asked)
 
 
 async def _events(directory: Path) -> str:
@@ -205,22 +199,6 @@ def _tail(path: Path, bytes_max: int) -> str:
     # Half a line may be a secret without its name, so it is dropped.
     _, _, whole_lines = raw.partition(b"\n")
     return (whole_lines if skipped and whole_lines else raw).decode(errors="replace")
-
-
-def _listing(directory: Path) -> str:
-    """The directory as `ls -l` shows it, with inodes, to compare it between parts."""
-    about = os.stat(directory)
-    rows: list[tuple[str, ...]] = [("inode", "mode", "uid", "bytes", "changed", "name")]
-    rows.append(_row(about, f"{directory} (device {about.st_dev})"))
-    names = sorted(os.listdir(directory))
-    rows += [_row(os.lstat(directory / name), name) for name in names]
-    return "\n".join(table(rows)) + "\n"
-
-
-def _row(found: os.stat_result, name: str) -> tuple[str, ...]:
-    changed = f"{datetime.fromtimestamp(found.st_mtime, UTC):%Y-%m-%dT%H:%M:%SZ}"
-    mode = stat.filemode(found.st_mode)
-    return str(found.st_ino), mode, str(found.st_uid), str(found.st_size), changed, name
 
 
 def _json(content: Any) -> str:

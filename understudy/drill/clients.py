@@ -89,7 +89,7 @@ class _Stream(asyncio.Protocol):
         self.heard_ms = exchange.sent_ms
         self._exchange = exchange
         self._request = request
-        self._answer = StreamedAnswer()
+        self._answer = AnswerReader(exchange)
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -99,18 +99,11 @@ class _Stream(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self.heard_ms = clock.now_ms()
         try:
-            deltas = self._answer.feed(data)
+            self._answer.feed(data, self.heard_ms)
         except ProtocolError as error:
             is_said = error.code == "drill.error_event"
             self._end(End.CUT if is_said else End.GARBLED, error.message)
             return
-        self._note_head()
-        for delta in deltas:
-            self._exchange.finish_reason = delta.finish_reason or self._exchange.finish_reason
-            if delta.tokens is not None:
-                self._exchange.tokens = delta.tokens
-            if delta.text:
-                self._note_text(delta.text)
         if self._answer.is_done:
             self._end(End.DONE, self._answer.body[:200].decode("utf-8", "replace"))
 
@@ -118,22 +111,6 @@ class _Stream(asyncio.Protocol):
         self._end(
             End.CUT, str(exc) if exc else "the connection was closed before the end of the answer"
         )
-
-    def _note_head(self) -> None:
-        headers, exchange = self._answer.headers, self._exchange
-        exchange.status = self._answer.status
-        exchange.engine = headers.get("x-understudy-engine")
-        exchange.token = whole_number(headers.get("x-understudy-token", ""))
-
-    def _note_text(self, text: str) -> None:
-        exchange = self._exchange
-        if exchange.first_token_ms is None:
-            exchange.first_token_ms = self.heard_ms
-        exchange.last_token_ms = self.heard_ms
-        exchange.text += text
-        exchange.text_ms.append(self.heard_ms)
-        exchange.piece_ends.append(len(exchange.text))
-        exchange.chunks += 1
 
     def _end(self, end: End, detail: str) -> None:
         if not self.finished.done():
@@ -256,100 +233,92 @@ def _request(target: Target, prompt: Prompt) -> bytes:
 # ------------------------------------------------------------------ the answer, sans IO
 
 
-def whole_number(text: str) -> int | None:
-    """The number in a header, or None. `int` accepts more than digits, and limits their number."""
-    is_one = text.isascii() and text.isdigit() and len(text) <= DIGITS_MAX
-    return int(text) if is_one else None
+class AnswerReader:
+    """Records the bytes of an answer in its exchange; `is_done` once it is whole: a stream with its
+    end marker. `body`: of an answer that is not a stream."""
 
-
-@dataclass(slots=True)
-class Delta:
-    """One event of the stream: its new text, why generation ended if it did, and the number of
-    tokens of the answer if the event has the usage."""
-
-    text: str
-    finish_reason: str | None = None
-    tokens: int | None = None
-
-
-class StreamedAnswer:
-    """Feed it received bytes; `is_done` once the answer is whole: a stream with its end marker."""
-
-    def __init__(self) -> None:
-        self.status = 0
-        self.headers: dict[str, str] = {}
+    def __init__(self, exchange: Exchange) -> None:
         self.is_done = False
-        self.body = b""  # of an answer that is not a stream
+        self.body = b""
+        self._exchange = exchange
         self._parser = httptools.HttpResponseParser(self)
+        self._is_stream = False
         self._new = b""  # of the body, in what is fed now
         self._pending = b""  # a head or an event that has not ended
 
-    @property
-    def _is_stream(self) -> bool:
-        return self.headers.get("content-type", "").startswith("text/event-stream")
-
-    def feed(self, data: bytes) -> list[Delta]:
-        """Parse `data`; returns the deltas that it completed.
+    def feed(self, data: bytes, at_ms: float) -> None:
+        """Take up `data`, which came at `at_ms`.
 
         Raises:
             ProtocolError: this is not an HTTP answer, or its events are not JSON.
         """
-        self._new = b""
+        self._new, status = b"", self._exchange.status
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
             raise ProtocolError("drill.not_http", f"not HTTP: {error}: {data[:80]!r}") from error
-        deltas = []
-        if not self.status:
+        if not self._exchange.status:
             self._pending += data
         elif self._is_stream:
-            deltas = self._read_events()
+            if not status:
+                self._pending = b""
+            received = (self._pending + self._new).replace(b"\r\n", b"\n")
+            *blocks, self._pending = received.split(b"\n\n")
+            for block in blocks:
+                lines = [it[5:].strip() for it in block.split(b"\n") if it.startswith(b"data:")]
+                self._event(b"\n".join(lines), at_ms)
         else:
             self.body = (self.body + self._new)[:PENDING_MAX_BYTES]
-            deltas = [_delta(self.body)] if self.is_done and self.status == OK else []
+            if self.is_done and self._exchange.status == OK:
+                self._event(self.body, at_ms)
         if len(self._pending) > PENDING_MAX_BYTES:
             raise ProtocolError("drill.endless", f"no end after {len(self._pending)} bytes")
-        return deltas
 
-    def _read_events(self) -> list[Delta]:
-        *blocks, self._pending = (self._pending + self._new).replace(b"\r\n", b"\n").split(b"\n\n")
-        deltas = []
-        for block in blocks:
-            lines = [line[5:].strip() for line in block.split(b"\n") if line.startswith(b"data:")]
-            payload = b"\n".join(lines)
-            if payload == b"[DONE]":
-                self.is_done = True
-            elif payload:
-                deltas.append(_delta(payload))
-        return deltas
+    def _event(self, payload: bytes, at_ms: float) -> None:
+        """One OpenAI event or whole answer, of a completion or of a chat."""
+        if payload == b"[DONE]":
+            self.is_done = True
+        if payload in (b"", b"[DONE]"):
+            return
+        exchange = self._exchange
+        try:
+            event = json.loads(payload)
+            if "error" in event:
+                raise ProtocolError("drill.error_event", f"error event {payload[:200]!r}")
+            (choice, *_) = event.get("choices") or [{}]
+            content = choice.get("delta") or choice.get("message") or {}
+            exchange.tokens = (event.get("usage") or {}).get("completion_tokens", exchange.tokens)
+            exchange.finish_reason = choice.get("finish_reason") or exchange.finish_reason
+            text = choice.get("text") or content.get("content") or ""
+        except (ValueError, AttributeError, TypeError, KeyError, IndexError) as error:
+            raise ProtocolError("drill.bad_event", f"invalid event: {payload[:80]!r}") from error
+        if text:
+            if exchange.first_token_ms is None:
+                exchange.first_token_ms = at_ms
+            exchange.last_token_ms = at_ms
+            exchange.text += text
+            exchange.text_ms.append(at_ms)
+            exchange.piece_ends.append(len(exchange.text))
+            exchange.chunks += 1
 
     # ------------------------------------------------------------------ of the parser
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+        text = value.decode("latin-1")
+        match name.lower():
+            case b"content-type":
+                self._is_stream = text.startswith("text/event-stream")
+            case b"x-understudy-engine":
+                self._exchange.engine = text
+            case b"x-understudy-token":  # `int` accepts more than digits, and limits their number
+                is_number = text.isascii() and text.isdigit() and len(text) <= DIGITS_MAX
+                self._exchange.token = int(text) if is_number else None
 
     def on_headers_complete(self) -> None:
-        self.status = self._parser.get_status_code()
-        self._pending = b""
+        self._exchange.status = self._parser.get_status_code()
 
     def on_body(self, body: bytes) -> None:
         self._new += body
 
     def on_message_complete(self) -> None:
         self.is_done = self.is_done or not self._is_stream
-
-
-def _delta(payload: bytes) -> Delta:
-    """The text of one OpenAI event or whole answer, of a completion or of a chat."""
-    try:
-        event = json.loads(payload)
-        if "error" in event:
-            raise ProtocolError("drill.error_event", f"error event {payload[:200]!r}")
-        choices = event.get("choices") or [{}]
-        choice = choices[0]
-        content = choice.get("delta") or choice.get("message") or {}
-        tokens = (event.get("usage") or {}).get("completion_tokens")
-        text = choice.get("text") or content.get("content") or ""
-        return Delta(text, choice.get("finish_reason"), tokens)
-    except (ValueError, AttributeError, TypeError, KeyError, IndexError) as error:
-        raise ProtocolError("drill.bad_event", f"invalid event: {payload[:80]!r}") from error

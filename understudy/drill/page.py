@@ -274,16 +274,10 @@ def check_destination(path: Path) -> None:
     Raises:
         UsageError: `drill.bad_report`.
     """
-    reason = None
-    if path.is_dir():
-        reason = "it is a directory"
-    elif not path.parent.is_dir():
-        reason = f"{path.parent} is not a directory"
-    elif not os.access(path.parent, os.W_OK):
-        reason = f"{path.parent} is not writable"
-    if reason is not None:
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
         raise UsageError(
-            "drill.bad_report", f"--report {path}: {reason}; choose a file in a writable directory"
+            "drill.bad_report",
+            f"--report {path}: no file can be written there; choose a file in a writable directory",
         )
 
 

@@ -39,7 +39,7 @@ GONE = ": not running: asked to exit"  # of an engine; no fault while the whole 
 PARKED = "standby"
 SERVING = "active"
 RESTING = "resting"  # holds the lock, and serves as soon as it is woken
-PROBLEMS_SHOWN = 6  # of a pool, whose every model may have one
+PROBLEMS_OF_PAIR_SHOWN, PROBLEMS_SHOWN = 4, 6  # of a pool, whose every model may have one
 BUSY_STRETCH = 1.25  # a fifth of the time is lost to waiting for a CPU
 ENGINE_HEADER = ("engine", "role", "state", "since", "in flight", "last canary", "pid", "reason")
 
@@ -141,41 +141,29 @@ def parts_of(view: Document) -> list[Document]:
 
 
 def lines(view: Document, now: datetime) -> list[str]:
-    """The view as text, in less than 15 lines for a pod of two engines and one device."""
-    pool = view.get("pool")
+    """The view as text, in less than 15 lines for a pod of two engines and one device. The pod of a
+    pool file has models in place of engines and of the one lock."""
+    pool, state = view.get("pool"), "stopping" if view["stopping"] else str(view["state"])
     if pool is not None:
-        return _pool_lines(view, pool, now)
-    ready = f"failover ready ({view['standbys']} standby)"
-    ready = ready if view["failover_ready"] else "NO failover"
-    if view["stopping"]:
-        requests, _ = awaited(view)
-        ready = f"{requests} in flight"
+        ready, most = headline(pool), PROBLEMS_SHOWN
+    else:
+        is_ready, most = view["failover_ready"], PROBLEMS_OF_PAIR_SHOWN
+        ready = f"failover ready ({view['standbys']} standby)" if is_ready else "NO failover"
+        ready = f"{awaited(view)[0]} in flight" if view["stopping"] else ready
     # The directory last: it may be longer than a terminal is wide.
-    out = [f"pod    {_state(view)}   {ready}   {view['dir']}", _lock_line(view, now)]
-    if view["engines"]:
+    out = [f"pod    {state}   {ready}   {view['dir']}"]
+    out += [_lock_line(view, now)] if pool is None else pool_lines(pool)
+    if view["engines"] and (pool is None or "error" in pool):
         out += table([ENGINE_HEADER, *(_engine_row(part, now) for part in view["engines"])])
-    out += [line for engine in view["engines"] for line in (*_busy(engine), *_kept(engine))]
-    out += rest_line(view["gateway"]) + gateway_lines(view["gateway"])
-    named = engines_by_pid(view["engines"])
-    out += [line for part in view["gms"] for line in memory_lines(part, now, named)]
-    out += [f"! {problem}" for problem in view["problems"][:4]]
-    return [*out, f"last   {_last_event(view, now)}"]
-
-
-def _state(view: Document) -> str:
-    return "stopping" if view["stopping"] else str(view["state"])
-
-
-def _pool_lines(view: Document, pool: Document, now: datetime) -> list[str]:
-    """The pod of a pool file: models in place of engines and of the one lock."""
-    out = [f"pod    {_state(view)}   {headline(pool)}   {view['dir']}", *pool_lines(pool)]
-    if "error" in pool and view["engines"]:
-        out += table([ENGINE_HEADER, *(_engine_row(part, now) for part in view["engines"])])
-    out += [line for engine in view["engines"] for line in _busy(engine)]
-    out += gateway_lines(view["gateway"])
-    out += [f"! {problem}" for problem in view["problems"][:PROBLEMS_SHOWN]]
-    if len(view["problems"]) > PROBLEMS_SHOWN:
-        out.append(f"! and {len(view['problems']) - PROBLEMS_SHOWN} more problems")
+    for engine in view["engines"]:
+        out += [*_busy(engine), *(_kept(engine) if pool is None else [])]
+    out += (rest_line(view["gateway"]) if pool is None else []) + gateway_lines(view["gateway"])
+    if pool is None:
+        named = engines_by_pid(view["engines"])
+        out += [line for part in view["gms"] for line in memory_lines(part, now, named)]
+    out += [f"! {problem}" for problem in view["problems"][:most]]
+    if pool is not None and len(view["problems"]) > most:
+        out.append(f"! and {len(view['problems']) - most} more problems")
     return [*out, f"last   {_last_event(view, now)}"]
 
 

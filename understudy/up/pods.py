@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import os
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
@@ -29,7 +30,7 @@ from plumbing.wire.server import PathGuard, guard_holder
 from pool.pool_file import read_pool_file
 from pool.server.state_file import begin_new_pod
 from pool.settings import PoolFile
-from understudy.drill.killer import service_of, whole_of
+from understudy.drill.killer import service_of, wait_for, whole_of
 from understudy.http_get import get
 from understudy.pod.ports import check_ports, free_pod_ports
 from understudy.pod.runner import PodRunner, run_pod
@@ -301,71 +302,58 @@ async def say_welcome(
     directory: Path, containers: Sequence[Container], say: Callable[[str], None]
 ) -> None:
     """Once the pod in `directory` serves, say where to send requests and how to look at it."""
-    began_ms = said_ms = clock.now_ms()
-    while True:
+    began_ms, has_pool = clock.now_ms(), any(each.name == POOL for each in containers)
+
+    async def look() -> list[str] | str:
         view = await gather(directory)
-        lines, missing = (
-            _pool_lines(directory, view, containers)
-            if any(each.name == POOL for each in containers)
-            else await _pod_lines(directory, view, containers, clock.now_ms() - began_ms)
-        )
-        if lines:
-            for line in ("", *lines, ""):
-                say(line)
-            return
-        if clock.now_ms() - said_ms > SAID_EVERY_S * 1000:
-            said_ms = clock.now_ms()
-            say(f"waiting for the pod to serve, {duration(said_ms - began_ms)}: {missing}")
-        await asyncio.sleep(POLL_S)
+        if has_pool:
+            return _pool_lines(directory, view)
+        return await _pod_lines(directory, view, clock.now_ms() - began_ms)
+
+    lines = await wait_for(look, math.inf, "pod.not_serving", "the pod serves", say, POLL_S)
+    for line in ("", *lines, *_page(containers), ""):
+        say(line)
 
 
-async def _pod_lines(
-    directory: Path, view: dict[str, Any], containers: Sequence[Container], waited_ms: float
-) -> tuple[list[str], str]:
-    """What to say, or nothing and what is missing."""
+async def _pod_lines(directory: Path, view: dict[str, Any], waited_ms: float) -> list[str] | str:
+    """What to say, or what is missing."""
     whole, url = whole_of(view), _url(view)
     missing = "; ".join(view["problems"]) or "no standby is queued for the lock"
     is_serving = view["active"] is not None and is_open(view["gateway"])
     is_time = whole is not None or waited_ms > ALONE_AFTER_S * 1000
     if not (url and is_serving and is_time):
-        return [], missing
+        return missing
     answer = await get(f"{url}/v1/models", MODELS_TIMEOUT_S)
     models = answer.json().get("data") or [{}]
     standby = f"{', '.join(whole.standbys)} is in standby" if whole else f"NO standby ({missing})"
     command = " ".join(program("understudy"))
-    lines = [
+    return [
         f"{view['active']} is active, {standby}. "
         f"Send requests to {url}; Ctrl-C stops the pod. Try:",
         _request(url, models[0].get("id", "?")),
         f"  {command} status --dir {directory}",
-        *_page(containers),
         f"  {command} drill --attach --dir {directory}",
     ]
-    return lines, ""
 
 
-def _pool_lines(
-    directory: Path, view: dict[str, Any], containers: Sequence[Container]
-) -> tuple[list[str], str]:
+def _pool_lines(directory: Path, view: dict[str, Any]) -> list[str] | str:
     """As `_pod_lines`. No engine needs to be active: a request raises its model."""
     pool, url = view["pool"] or {"error": "the pool does not answer"}, _url(view)
     models = [str(each["model"]) for each in pool.get("models", ())]
     if "error" in pool:
-        return [], str(pool["error"])
+        return str(pool["error"])
     if not (pool.get("gateways") and models):
-        return [], "no gateway is connected to the pool"
+        return "no gateway is connected to the pool"
     if not (url and is_open(view["gateway"])):
-        return [], "; ".join(view["problems"]) or "the gateway does not accept"
+        return "; ".join(view["problems"]) or "the gateway does not accept"
     command = " ".join(program("understudy"))
-    lines = [
+    return [
         f"Models: {', '.join(models)}. A request wakes its model. Send requests to {url};"
         " Ctrl-C stops the pod. Try:",
         _request(url, models[-1]),
         f"  {command} pool status --dir {directory}",
         f"  {command} pool explain --dir {directory}",
-        *_page(containers),
     ]
-    return lines, ""
 
 
 def _page(containers: Sequence[Container]) -> list[str]:

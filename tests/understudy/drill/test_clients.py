@@ -19,7 +19,6 @@ from understudy.drill.prompts import all_prompts, learn_answers, read_expected, 
 from understudy.drill.records import End, Exchange, Outcome, Prompt
 
 WORDS = ("to ", "be ", "or ", "not")
-SYN_SENT = "02"  # in /proc/net/tcp
 PROMPT = Prompt("p", "/v1/completions", {"model": "m", "prompt": "x", "stream": True})
 
 

@@ -258,25 +258,6 @@ def test_recovery_is_another_server_with_the_same_epoch_and_readers(tmp_path: Pa
     assert kill.took_ms >= 0
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        device(pid=1),
-        device(epoch="other"),
-        device(readers=READERS[:1]),
-        device(state="recovering"),
-    ],
-)
-def test_memory_that_does_not_recover_ends_the_drill(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: dict
-):
-    """Method: a server that stays at each stage."""
-    monkeypatch.setattr(killer, "BACK_DEADLINE_S", 0.1)
-    with pytest.raises(WaitTimeoutError) as caught:
-        asyncio.run(recover(tmp_path, answer))
-    assert caught.value.code == "drill.no_recovery"
-
-
 def test_without_committed_weights_there_is_no_server_to_kill(tmp_path: Path):
     with ExitStack() as stack, pytest.raises(UnderstudyError) as caught:
         asyncio.run(find_part(tmp_path, GMS, stack))
@@ -332,19 +313,6 @@ def test_target_names_one_process(text, target, message, is_only):
     assert is_only_in_pool(target) is is_only
     if message is not None:
         assert kill_request(target) == message
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("", "model", "backend-model-0", "backend-model-x", "pools", "gms-", "stop", "stop:"),
-        *("stop:lockserver", "stop:gms", "stop:stop:api", "shadow:pool", "shadow:"),
-        "stop:shadow:api",
-    ],
-)
-def test_text_that_names_no_target_is_refused(text):
-    with pytest.raises(ValueError, match=r"processes of an engine|must be one of"):
-        check_target(text)
 
 
 def test_every_target_dies_in_every_state_before_any_pair_comes_again():

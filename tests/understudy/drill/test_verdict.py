@@ -136,64 +136,6 @@ def test_each_rule_finds_its_fault_and_fails_the_drill(name, clean, damage):
     assert name in broken or counts[name]
 
 
-def test_document_of_a_clean_drill_has_the_released_keys():
-    document = judge(of_engines(), 1).to_dict("reference", {"cpus": 2})
-    nothing = {"p50": None, "p99": None, "max": None}
-    phases = {"detect": 1, "fence": 10, "grant": 2, "wake": 17, "serve": 10}
-    assert json.loads(json.dumps(document)) == {
-        "passed": True,
-        "problems": [],
-        "requests": 2,
-        "kills": 1,
-        "killed": {"backend-http": 1, "backend-model": 0, "supervisor": 0},
-        "refused": 0,
-        "wrong_tokens": 0,
-        "double_active": 0,
-        "false_deaths": 0,
-        "lasted_s": 0.0,
-        "lost_in_flight": 0,
-        "mode": "gateway",
-        "broken_streams": 0,
-        "doubled_tokens": 0,
-        "resumed": 0,
-        "lost_in_gateway": 0,
-        "pause_ms": nothing,
-        "adopted_blocks": 0,
-        "published_blocks": 0,
-        "adopted_share": None,
-        "failover_ms": {"p50": 40, "p99": 40, "max": 40},
-        "phases_ms": {name: {"p50": ms, "p99": ms, "max": ms} for name, ms in phases.items()},
-        "backend": "reference",
-        "machine": {"cpus": 2},
-    }
-
-
-def test_document_of_a_pool_has_every_kill_with_its_result():
-    kill = Kill("gms", killed_ms=500.0, back_ms=700.0, result="restarted", model="b")
-    kill.phase = "waking"
-    records = of_pool(kills=[kill], switches=[SWITCH], began_ms=100.0)
-    document = judge(records, 1, 1).to_dict("reference", {})
-    assert json.loads(json.dumps(document)) == document
-    faults = ("lost", "refused", "cut", "wrong_tokens", "broken_streams", "doubled_tokens")
-    assert {document[name] for name in (*faults, "double_active", "false_deaths")} == {0}
-    assert "lost_in_flight" not in document
-    assert (document["mode"], document["switches"], document["killed"]) == ("pool", 1, {"gms": 1})
-    assert document["switch_ms"] == {"p50": 40.0, "p99": 40.0, "max": 40.0}
-    assert document["models"]["a"]["answered"] == 1
-    assert document["outcomes"] == [
-        {
-            "number": 1,
-            "target": "gms",
-            "engine": None,
-            "model": "b",
-            "phase": "waking",
-            "at_ms": 400.0,
-            "outcome": "restarted",
-            "back_ms": 200.0,
-        }
-    ]
-
-
 @pytest.mark.parametrize(
     ("records", "cause", "incarnation", "count"),
     [
