@@ -10,7 +10,7 @@ import contextlib
 import errno
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import click
@@ -280,7 +280,7 @@ def verify(config: Resolved, as_json: bool) -> None:
     from gms import upkeep
 
     document = upkeep.verify(config["dir"], config["device"])
-    _show(document, upkeep.render, as_json=as_json)
+    _show(document, as_json=as_json)
     sys.exit(upkeep.EXIT_CODES[document["result"]])
 
 
@@ -306,7 +306,7 @@ def drop(
     name = upkeep.the_device(config["dir"], config["device"])
     _confirm(f"Drop the committed weights of {name}?", yes=yes)
     document = upkeep.drop(config["dir"], name, epoch=epoch, even_if_mapped=even_if_mapped)
-    _show(document, upkeep.render_dropped, as_json=as_json)
+    _show(document, as_json=as_json)
 
 
 @main.command("drop-kv")
@@ -324,7 +324,7 @@ def drop_kv(config: Resolved, yes: bool, as_json: bool) -> None:
     name = upkeep.the_device(config["dir"], config["device"])
     _confirm(f"Free the KV memory of {name}, with the blocks in it?", yes=yes)
     document = upkeep.drop_kv(config["dir"], name, config["timeout_s"])
-    _show(document, upkeep.render_dropped_kv, as_json=as_json)
+    _show(document, as_json=as_json)
 
 
 @main.command()
@@ -338,7 +338,7 @@ def offload(config: Resolved, as_json: bool) -> None:
     from gms import upkeep
 
     document = upkeep.offload(config["dir"], config["device"], config["timeout_s"])
-    _show(document, upkeep.render_offloaded, as_json=as_json)
+    _show(document, as_json=as_json)
 
 
 def _confirm(question: str, *, yes: bool) -> None:
@@ -349,10 +349,10 @@ def _confirm(question: str, *, yes: bool) -> None:
     click.confirm(question, abort=True)
 
 
-def _show(
-    document: dict[str, Any], render: Callable[[dict[str, Any]], str], *, as_json: bool
-) -> None:
-    click.echo(to_json(document, indent=1) if as_json else render(document))
+def _show(document: dict[str, Any], *, as_json: bool) -> None:
+    from gms import upkeep
+
+    click.echo(to_json(document, indent=1) if as_json else upkeep.render(document))
 
 
 @main.command("keep-copy", hidden=True)

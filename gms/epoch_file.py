@@ -25,11 +25,7 @@ from plumbing.wire.fds import OwnedFd
 
 
 def create(path: str) -> None:
-    """Create the file of a new epoch.
-
-    Raises:
-        OSError: no room, no permission.
-    """
+    """Create the file of a new epoch."""
     os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
 
 
@@ -37,11 +33,8 @@ def join(path: str, placeholder: OwnedFd | None = None) -> OwnedFd:
     """Hold the epoch: a descriptor with a shared flock, to be kept while it is mapped.
 
     A dying process closes its highest descriptors first, so the flock should be below the memory's:
-    `placeholder` (taken) was opened before those arrived, and the result has its number.
-
-    Raises:
-        UnderstudyError: `gms.stale_epoch`, the server has already given this epoch up.
-        OSError: it cannot be opened, for example for lack of descriptors.
+    `placeholder` (taken) was opened before those arrived, and the result has its number. Fails with
+    `gms.stale_epoch` if the server has already given this epoch up.
     """
     with contextlib.ExitStack() as stack:
         if placeholder is not None:
@@ -109,11 +102,7 @@ UNIT_BYTES = 4096
 
 
 def create_region_file(path: str, size_bytes: int) -> None:
-    """Create the file of a new pool of whole units, before its memory.
-
-    Raises:
-        OSError: no room, no permission; then there is no file.
-    """
+    """Create the file of a new pool of whole units, before its memory."""
     create(path)
     try:
         os.truncate(path, 2 * (size_bytes // UNIT_BYTES))
@@ -125,9 +114,6 @@ def create_region_file(path: str, size_bytes: int) -> None:
 def mark_retired(path: str) -> None:
     """Mark the region as out of service, so that no restarted server grants it again, whatever its
     journal says. A missing file needs no mark.
-
-    Raises:
-        OSError: it cannot be marked.
     """
     with contextlib.suppress(FileNotFoundError):
         os.truncate(path, os.stat(path).st_size | 1)

@@ -25,11 +25,7 @@ SUFFIXES = {WEIGHTS: ".epoch", KV: ".pool"}
 
 
 def check_device(device: str) -> str:
-    """`device`, if it can be part of a file name.
-
-    Raises:
-        UsageError: `gms.bad_device`.
-    """
+    """`device`, if it can be part of a file name."""
     if not _DEVICE.fullmatch(device):
         raise UsageError(
             "gms.bad_device",

@@ -21,12 +21,7 @@ def ask(
     timeout_s: float,
     tag: str = names.WEIGHTS,
 ) -> AnswerT:
-    """The answer of the server of the device's weights, or of its KV memory.
-
-    Raises:
-        UnreachableError, WaitTimeoutError: none within `timeout_s`; RemoteError: a refusal.
-        ProtocolError: `gms.unexpected_answer`.
-    """
+    """The answer of the server of the device's weights, or of its KV memory."""
     path = paths.gms_socket(directory, names.check_device(device), tag)
     with BlockingClient(path, messages.CATALOGUE, connect_timeout_s=timeout_s) as client:
         found = client.request(question, timeout_s=timeout_s).message

@@ -36,11 +36,7 @@ _ENGINE_STATE = re.compile(r"engine_.+\.json")
 
 
 def collect(directory: str, *, in_full: bool) -> dict[str, Any]:
-    """One document for every device that has, or had, a server in `directory`.
-
-    Raises:
-        UnreachableError: `gms.no_devices`, there is nothing of the service in that directory.
-    """
+    """One document for every device that has, or had, a server in `directory`."""
     found = devices_in(directory)
     with ThreadPoolExecutor(len(found)) as threads:  # one that hangs must not delay the others
         devices = list(threads.map(lambda each: _ask(directory, each, in_full=in_full), found))
@@ -48,11 +44,7 @@ def collect(directory: str, *, in_full: bool) -> dict[str, Any]:
 
 
 def devices_in(directory: str) -> list[str]:
-    """Every device that has, or had, a server in `directory`.
-
-    Raises:
-        UnreachableError: `gms.no_devices`.
-    """
+    """Every device that has, or had, a server in `directory`."""
     try:
         listed = map(_SERVER_FILE.fullmatch, os.listdir(directory))
         # Also one whose first server could not be started.

@@ -42,31 +42,31 @@ class DeviceOffloaded(Schema):
     digest: Annotated[str, "digest of its bytes"]
 
 
-class DeviceSession(Schema, kw_only=True):
-    engine: Annotated[str, "the engine that maps or writes"]
+class Client(Schema, kw_only=True):
+    engine: Annotated[str, "the engine"]
     incarnation: Annotated[str, "the engine's launch"]
+    pid: Annotated[int, "its process"]
+    since: Annotated[Time, "when it entered this state, or began to wait"]
+
+
+class Waiting(Client, kw_only=True):
+    reason: Annotated[str, "`writer`, `gms.kv_busy`, …: [states.md](states.md)"]
+    message: Annotated[str, "for operators"]
+    deadline: Annotated[Time | None, "when its request times out; null: never"]
+
+
+class DeviceSession(Client, kw_only=True):
     rank: Annotated[int, "its tensor-parallel rank"]
-    pid: Annotated[int, "the client process"]
     mode: Annotated[str, "`ro` or `rw`"]
     state: Annotated[str, "`reading`, `writing` …: [states.md](states.md)"]
     epoch: Annotated[str | None, "the epoch that it maps or writes; null until it has one"]
-    since: Annotated[Time, "when it entered this state"]
     done_bytes: Annotated[int | UnsetType, "only when it loads and reports progress"] = UNSET
     total_bytes: Annotated[int | UnsetType, "only when it loads and reports progress"] = UNSET
 
 
-class DeviceWaiting(Schema):
-    engine: Annotated[str, "the engine that waits"]
-    incarnation: Annotated[str, "the engine's launch"]
+class DeviceWaiting(Waiting, kw_only=True):
     rank: Annotated[int, "its tensor-parallel rank"]
-    pid: Annotated[int, "the client process"]
     mode: Annotated[str, "`ro`, `rw`, `rw_or_ro`"]
-    reason: Annotated[
-        str, "`writer`, `not_committed`, `offloaded`, `releasing`, …: [states.md](states.md)"
-    ]
-    message: Annotated[str, "for operators"]
-    since: Annotated[Time, "when it began to wait"]
-    deadline: Annotated[Time | None, "when its request times out; null: never"]
 
 
 class DeviceUnowned(Schema, kw_only=True):
@@ -86,44 +86,40 @@ class KvHolder(Schema):
     era: Annotated[str, "the era of that token"]
 
 
-class KvSession(Schema):
-    engine: Annotated[str, "the engine of a process that has it"]
-    incarnation: Annotated[str, "the engine's launch"]
+class KvSession(Client, kw_only=True):
     token: Annotated[int, "the token of its grant"]
-    pid: Annotated[int, "the process"]
     state: Annotated[str, "`granted`, `holding`, `leaving`, `returning`: [states.md](states.md)"]
-    since: Annotated[Time, "when it entered this state"]
 
 
-class KvWaiting(Schema):
-    engine: Annotated[str, "the engine of a process that waits"]
-    incarnation: Annotated[str, "the engine's launch"]
+class KvWaiting(Waiting, kw_only=True):
     token: Annotated[int, "the token of its grant"]
-    pid: Annotated[int, "the process"]
     state: Annotated[str, "`waiting`"]
-    since: Annotated[Time, "when it began to wait"]
-    reason: Annotated[str, "`gms.kv_busy`, `gms.kv_making`, `gms.kv_recovering`, …"]
-    message: Annotated[str, "for operators"]
-    deadline: Annotated[Time | None, "when its request times out"]
 
 
-class KvStatus(Schema, kw_only=True):
-    """The KV cache's memory, as included under a device."""
-
+class ServedMemory(Schema, kw_only=True):
     online: Annotated[bool | UnsetType, "only when printed by `gms` or its port: it answers"] = (
         UNSET
     )
-    device_uuid: Annotated[str, "the device"]
+    device_uuid: Annotated[str, "UUID of the GPU, or `HOST-0`; in a pool `HOST-0.MODEL`"]
     device: Annotated[str, "without the model"]
     model: Annotated[str | None, "the model whose memory this is"]
-    tag: Annotated[str, "`kv`"]
+    tag: Annotated[str, "what the memory is used for: `weights` or `kv`"]
     memory: Annotated[str, "`host` or `cuda`"]
-    driver: Annotated[dict[str, Any], "as for weights"]
+    driver: Annotated[DeviceDriver, "empty for host memory"]
     pid: Annotated[int, "its server"]
     since: Annotated[Time, "when that server started"]
     restarts_total: Annotated[int, "how often the server of this device has been restarted"]
     as_of_event_id: Annotated[int, "the server's newest event"]
     last_event: Annotated[EventRecord | None, "the newest event"]
+    problem: Annotated[str | None, "what is wrong, for operators"]
+    recoveries_total: Annotated[int, "regions that engines handed back to a restarted server"]
+    protocol_errors_total: Annotated[int, "number of requests refused as the client's fault"]
+    open_fds: Annotated[int, "number of descriptors that the server has open"]
+
+
+class KvStatus(ServedMemory, kw_only=True):
+    """The KV cache's memory, as included under a device."""
+
     state: Annotated[
         str, "`empty`, `making`, `lent`, `idle`, `discarded`, `releasing`, `recovering`, …"
     ]
@@ -143,36 +139,18 @@ class KvStatus(Schema, kw_only=True):
     capacity_bytes: Annotated[
         int | None, "limit of weights and KV memory together; null: free memory"
     ]
-    problem: Annotated[str | None, "what is wrong, for operators"]
     pools_made_total: Annotated[int, "pools made; all totals count from the server's start"]
     pools_lent_total: Annotated[int, "incarnations that a pool was lent to"]
     pools_discarded_total: Annotated[int, "pools whose content was never lent again"]
     pools_given_up_total: Annotated[int, "pools that engines freed to sleep"]
-    recoveries_total: Annotated[int, "pools that engines handed back to a restarted server"]
     stale_refusals_total: Annotated[int, "claims refused because a newer grant is known"]
     full_waits_total: Annotated[int, "pools that waited for memory to become free"]
-    protocol_errors_total: Annotated[int, "number of requests refused as the client's fault"]
-    open_fds: Annotated[int, "number of descriptors that the server has open"]
     pools: Annotated[list[dict[str, Any]] | UnsetType, "only when inspected: every pool"] = UNSET
 
 
-class DeviceStatus(Schema, kw_only=True):
+class DeviceStatus(ServedMemory, kw_only=True):
     """One device of the memory service, as included in the documents above."""
 
-    online: Annotated[bool | UnsetType, "only when printed by `gms` or its port: it answers"] = (
-        UNSET
-    )
-    device_uuid: Annotated[str, "UUID of the GPU, or `HOST-0`; in a pool `HOST-0.MODEL`"]
-    device: Annotated[str, "without the model"]
-    model: Annotated[str | None, "the model whose memory this is"]
-    tag: Annotated[str, "what the memory is used for: `weights`"]
-    memory: Annotated[str, "`host` or `cuda`"]
-    driver: Annotated[DeviceDriver, "empty for host memory"]
-    pid: Annotated[int, "its server"]
-    since: Annotated[Time, "when that server started"]
-    restarts_total: Annotated[int, "how often the server of this device has been restarted"]
-    as_of_event_id: Annotated[int, "the server's newest event"]
-    last_event: Annotated[EventRecord | None, "the newest event"]
     state: Annotated[
         str,
         "`empty`, `staging`, `committed`, `recovering`, `offloaded`; no answer: `offline`, `down`",
@@ -198,16 +176,13 @@ class DeviceStatus(Schema, kw_only=True):
     waiting: list[DeviceWaiting]
     unowned: Annotated[list[DeviceUnowned], "`releasing` or `orphaned` epochs"]
     kv: Annotated[KvStatus | SilentDevice | None, "null if the device's KV memory has no server"]
-    problem: Annotated[str | None, "what is wrong, for operators"]
     commits_total: Annotated[int, "commits; all totals count from the server's start"]
     offloads_total: Annotated[int, "epochs freed because host memory has a copy"]
     restages_total: Annotated[int, "number of epochs restored from host memory"]
-    recoveries_total: Annotated[int, "epochs recovered from their readers after a restart"]
     condemnations_total: Annotated[int, "epochs taken out of service because of bad bytes"]
     exports_total: Annotated[int, "number of epochs exported to readers"]
     reclaims_total: Annotated[int, "number of epochs whose memory was freed"]
     oom_waits_total: Annotated[int, "number of allocations that waited for memory"]
-    protocol_errors_total: Annotated[int, "number of requests refused as the client's fault"]
     open_fds: Annotated[int, "number of descriptors that the server has open"]
 
 

@@ -58,42 +58,47 @@ def verify(directory: str, device: str | None) -> dict[str, Any]:
     device's result is `intact`, `altered`, `pending` (no digest to compare with yet), `empty`
     (nothing is committed), `recovering`, `unreachable` or `failed`; the document's is the gravest.
     What does not apply is null; `error` is `{code, message, details}`.
-
-    Raises:
-        UnreachableError: `gms.no_devices`; UsageError: no such device.
     """
     checked = [_result(directory, name) for name in _chosen(directory, device)]
     gravest = max((item["result"] for item in checked), key=list(EXIT_CODES).index)
     return {"schema": 1, "result": gravest, "devices": checked}
 
 
-def render(verified: dict[str, Any]) -> str:
-    """The result of `verify`, with one line for each device."""
-    return "\n".join(f"gms  {_line(device)}" for device in verified["devices"])
+def render(document: dict[str, Any]) -> str:
+    """What one of these commands found or did, with one line for each device."""
+    return "\n".join(f"gms  {_line(device)}" for device in document["devices"])
 
 
 def _line(device: dict[str, Any]) -> str:
-    name, result = device["device_uuid"], device["result"]
-    if device["error"] is not None:  # whose message begins with the name
+    name, result = f"{device['device_uuid']} ", device.get("result")
+    if "copy" in device:
+        freed, copy = size(device["freed_bytes"]), device["copy"][:8]
+        said = f"{freed} of weights are offloaded; the copy in host memory is epoch {copy}"
+    elif "readers" in device:
+        said = f"epoch {device['epoch'][:8]} is out of service"
+        if device["readers"]:
+            said += f"; its memory is freed when {', '.join(device['readers'])} leave"
+    elif result == ALREADY_EMPTY:
+        said = "there is no KV memory"
+    elif result == FREED:
+        said = f"KV pool {device['pool'][:8]} was freed: {size(device['pool_bytes'])}"
+    elif device["error"] is not None:  # whose message begins with the name
         return f"{device['error']['message']} [{device['error']['code']}]"
-    if result == EMPTY:
-        return f"{name}  nothing is committed"
-    if result == RECOVERING:
-        return f"{name}  recovering: the committed epoch has not been handed back yet"
-    if result == PENDING:
-        return f"{name}  epoch {device['epoch'][:8]} has no digest yet to compare with"
-    return f"{name}  epoch {device['epoch'][:8]} is {result}, verified by {device['reader']}"
+    elif result == EMPTY:
+        said = "nothing is committed"
+    elif result == RECOVERING:
+        said = "recovering: the committed epoch has not been handed back yet"
+    elif result == PENDING:
+        said = f"epoch {device['epoch'][:8]} has no digest yet to compare with"
+    else:
+        said = f"epoch {device['epoch'][:8]} is {result}, verified by {device['reader']}"
+    return f"{name} {said}"
 
 
 def drop(
     directory: str, device: str | None, *, epoch: str | None, even_if_mapped: bool
 ) -> dict[str, Any]:
-    """Take what is committed out of service: `{schema, devices: [{device_uuid, epoch, readers}]}`.
-
-    Raises:
-        UsageError: no such device, or several and none named; DegradedError: `gms.recovering`;
-        RemoteError: `gms.nothing_committed`, `gms.epoch_mapped`, …
-    """
+    """Take what is committed out of service: a `DropDocument`."""
     name = the_device(directory, device)
     with _naming(name):
         status = status_of(directory, name, ANSWER_TIMEOUT_S)
@@ -110,21 +115,8 @@ def drop(
     return {"schema": 1, "devices": [dropped]}
 
 
-def render_dropped(document: dict[str, Any]) -> str:
-    """What `drop` did."""
-    (device,) = document["devices"]
-    said = f"gms  {device['device_uuid']}  epoch {device['epoch'][:8]} is out of service"
-    if device["readers"]:
-        said += f"; its memory is freed when {', '.join(device['readers'])} leave"
-    return said
-
-
 def the_device(directory: str, device: str | None) -> str:
-    """`device`, or the only one there is.
-
-    Raises:
-        UnreachableError: `gms.no_devices`; UsageError: no such device, or several and none named.
-    """
+    """`device`, or the only one there is."""
     found = _chosen(directory, device)
     if device is None:  # host copies are meant only by their names
         found = [each for each in found if not names.is_offload(each)] or found
@@ -214,25 +206,11 @@ def _naming(device: str) -> Iterator[None]:
 def drop_kv(directory: str, device: str | None, timeout_s: float) -> dict[str, Any]:
     """`{schema, devices: [{device_uuid, result, pool, pool_bytes}]}`. `result` is `freed`, or
     `already_empty`: there is no KV memory; then `pool` is null.
-
-    Raises:
-        UsageError: no such device, or several and none named; UnreachableError: its server does not
-        answer; DegradedError: `gms.kv_recovering`; RemoteError: `gms.kv_held`, …; WaitTimeoutError:
-        `gms.kv_releasing`.
     """
     name = the_device(directory, device)
     with _naming(name):
         dropped = _drop_pool(directory, name, timeout_s)
     return {"schema": 1, "devices": [{"device_uuid": name, **dropped}]}
-
-
-def render_dropped_kv(document: dict[str, Any]) -> str:
-    """What `drop_kv` did."""
-    (device,) = document["devices"]
-    name = f"gms  {device['device_uuid']}"
-    if device["result"] == ALREADY_EMPTY:
-        return f"{name}  there is no KV memory"
-    return f"{name}  KV pool {device['pool'][:8]} was freed: {size(device['pool_bytes'])}"
 
 
 def _drop_pool(directory: str, device: str, timeout_s: float) -> dict[str, Any]:
@@ -270,23 +248,9 @@ def _pids(status: dict[str, Any]) -> str:
 
 
 def offload(directory: str, device: str | None, timeout_s: float) -> dict[str, Any]:
-    """`{schema, devices: [{device_uuid, copy, freed_bytes}]}`, once the memory is proven free.
-
-    Raises:
-        UsageError: no such device, or several and none named; WaitTimeoutError: not free in time;
-        RemoteError: `gms.epoch_mapped`, `gms.no_copy`, `gms.nothing_committed`, `gms.writer`.
-    """
+    """`{schema, devices: [{device_uuid, copy, freed_bytes}]}`, once the memory is proven free."""
     name = the_device(directory, device)
     with _naming(name):
         answer = ask(directory, name, msg.OffloadMsg(), msg.OffloadedMsg, timeout_s)
     freed = {"device_uuid": name, "copy": answer.copy, "freed_bytes": answer.size_bytes}
     return {"schema": 1, "devices": [freed]}
-
-
-def render_offloaded(document: dict[str, Any]) -> str:
-    """What `offload` did."""
-    (device,) = document["devices"]
-    return (
-        f"gms  {device['device_uuid']}  {size(device['freed_bytes'])} of weights are offloaded; "
-        f"the copy in host memory is epoch {device['copy'][:8]}"
-    )

@@ -57,9 +57,6 @@ class Keeper:
     ) -> None:
         """`may_digest`: whether this process has time to read all its weights: a standby has.
         `on_change` is called on the thread when the session is lost, or back.
-
-        Raises:
-            UnreachableError: `wire.no_descriptors`.
         """
         self.state = ATTACHED
         self._session = session

@@ -283,11 +283,7 @@ def _hand_back(
 
 
 def _duplicates(fds: Sequence[int]) -> list[OwnedFd]:
-    """A copy of each, for a frame.
-
-    Raises:
-        UnreachableError: `wire.no_descriptors`.
-    """
+    """A copy of each, for a frame."""
     make_fd_room(len(fds))
     with contextlib.ExitStack() as stack:
         try:

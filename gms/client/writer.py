@@ -199,10 +199,6 @@ def _resolve_doubt(reader: Reader, on_wait: OnWait) -> None:
 
     Only `gms.not_committed` ends the doubt. Any other failure may succeed the next time, and giving
     up could lose a published epoch: this process may be all that holds it.
-
-    Raises:
-        RemoteError: `gms.not_committed`, the load is lost.
-        UnderstudyError: what failed last, after the time that a commit may take.
     """
     end, reported = time.monotonic() + COMMIT_TIMEOUT_S, ""
     while True:

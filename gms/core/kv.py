@@ -195,9 +195,6 @@ class KvMachine(Machine[Pool]):
     def _give_up(self, event: ev.Received, message: msg.GiveUpMsg) -> None:
         """An engine rests: free its memory once no process maps it. One whose token is stale may
         not: the pool is for the engine with the newer one.
-
-        Raises:
-            UnderstudyError: `gms.kv_stale_token`.
         """
         session = self.session(event)
         session.accept(message)
@@ -282,10 +279,6 @@ class KvMachine(Machine[Pool]):
         self.do(ev.KeepTokens(tuple(self.newest.values())))
 
     def _check_token(self, who: Claimant) -> None:
-        """
-        Raises:
-            UnderstudyError: `gms.kv_stale_token`.
-        """
         error = self.stale(who)
         if error is not None:
             self.stale_refusals_total += 1

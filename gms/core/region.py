@@ -173,11 +173,7 @@ class Session(Struct):
     total_bytes: int = 0
 
     def accept(self, message: Message) -> S:
-        """The state that `message` leads to.
-
-        Raises:
-            ProtocolError: `gms.unexpected_message`, the client sent it at the wrong moment.
-        """
+        """The state that `message` leads to."""
         target = SESSIONS.target(self.state, type(message))
         if target is None:
             raise ProtocolError(
@@ -253,13 +249,7 @@ class Machine(abc.ABC, Generic[R]):
     # ------------------------------------------------------------------ in and out
 
     def handle(self, event: ev.MemoryEvent, now_ms: float) -> list[ev.Effect]:
-        """Take one event and return what to do.
-
-        Raises:
-            ProtocolError, UnderstudyError: the client's fault; nothing has changed, and the shell
-                answers with the error and closes the connection.
-            InvariantError: ours.
-        """
+        """Take one event and return what to do."""
         self.now_ms, self._effects = now_ms, []
         match event:
             case ev.Received():
@@ -367,11 +357,7 @@ class Machine(abc.ABC, Generic[R]):
         return bool(self.holders(region))
 
     def session(self, event: ev.Received) -> Session:
-        """The session of `event`.
-
-        Raises:
-            ProtocolError: `gms.not_attached`.
-        """
+        """The session of `event`."""
         session = self.sessions.get(event.session)
         if session is None:
             what = event.message.TYPE
@@ -379,11 +365,7 @@ class Machine(abc.ABC, Generic[R]):
         return session
 
     def _newcomer(self, event: ev.Received) -> Session:
-        """The session that this request would open, which must be able to.
-
-        Raises:
-            ProtocolError: `gms.unexpected_message`; UnderstudyError: `gms.too_many_waiters`.
-        """
+        """The session that this request would open, which must be able to."""
         session = self.sessions.get(event.session) or Session(event.session)
         session.accept(event.message)
         # Survivors are not counted: the others wait for what they bring.

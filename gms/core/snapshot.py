@@ -7,6 +7,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from msgspec.structs import asdict
+
 from gms.core.kv import KvMachine, Pool
 from gms.core.region import RegionPhase, S, Session
 from gms.core.upkeep import Epoch
@@ -83,22 +85,27 @@ def _epoch(machine: WeightsMachine, epoch: Epoch) -> dict[str, Any]:
     }
 
 
-def _who(session: Session) -> dict[str, Any]:
+def _client(session: Session, at: At) -> dict[str, Any]:
+    request = session.request
+    shown = {"engine": request.engine, "incarnation": request.incarnation}
+    return {**shown, "pid": session.pid, "since": at(session.since_ms)}
+
+
+def _wait(session: Session, at: At) -> dict[str, Any]:
     return {
-        "engine": session.request.engine,
-        "incarnation": session.request.incarnation,
-        "rank": getattr(session.request, "rank", 0),
-        "pid": session.pid,
+        "reason": session.reason,
+        "message": session.reason_message,
+        "deadline": at(session.deadline_ms) if session.deadline_ms is not None else None,
     }
 
 
 def _session(session: Session, at: At) -> dict[str, Any]:
     shown: dict[str, Any] = {
-        **_who(session),
+        **_client(session, at),
+        "rank": getattr(session.request, "rank", 0),
         "mode": "ro" if session.state is S.READING else "rw",
         "state": str(session.state),
         "epoch": session.region,
-        "since": at(session.since_ms),
     }
     if session.total_bytes and session.state is not S.READING:
         shown["done_bytes"], shown["total_bytes"] = session.done_bytes, session.total_bytes
@@ -106,14 +113,9 @@ def _session(session: Session, at: At) -> dict[str, Any]:
 
 
 def _waiter(session: Session, at: At) -> dict[str, Any]:
-    return {
-        **_who(session),
-        "mode": str(getattr(session.request, "mode", "ro")),
-        "reason": session.reason,
-        "message": session.reason_message,
-        "since": at(session.since_ms),
-        "deadline": at(session.deadline_ms) if session.deadline_ms is not None else None,
-    }
+    request = session.request
+    asked = {"rank": getattr(request, "rank", 0), "mode": str(getattr(request, "mode", "ro"))}
+    return {**_client(session, at), **asked, **_wait(session, at)}
 
 
 POOL_PHASES = {
@@ -145,15 +147,7 @@ def kv_snapshot(machine: KvMachine, at: At) -> dict[str, Any]:
         "state": state_of(machine),
         **_pool(pool),
         "sessions": [_borrower(each, at) for each in holders],
-        "waiting": [
-            {
-                **_borrower(each, at),
-                "reason": each.reason,
-                "message": each.reason_message,
-                "deadline": at(each.deadline_ms) if each.deadline_ms is not None else None,
-            }
-            for each in machine.waiting
-        ],
+        "waiting": [{**_borrower(each, at), **_wait(each, at)} for each in machine.waiting],
         "pools_made_total": machine.made_total,
         "pools_lent_total": machine.lent_total,
         "pools_discarded_total": machine.discards_total,
@@ -182,25 +176,11 @@ def _pool(pool: Pool | None) -> dict[str, Any]:
         "is_written": bool(pool and pool.has_begun),
         "discarded": (pool.discarded or None) if pool else None,
         "failed_adoptions": pool.failed_adoptions if pool else 0,
-        "holder": {
-            "engine": holder.engine,
-            "incarnation": holder.incarnation,
-            "token": holder.token,
-            "era": holder.era,
-        }
-        if holder is not None
-        else None,
+        "holder": asdict(holder) if holder is not None else None,
         "mapped_by": list(pool.pids) if pool else [],
     }
 
 
 def _borrower(session: Session, at: At) -> dict[str, Any]:
-    claimant = session.claimant
-    return {
-        "engine": claimant.engine,
-        "incarnation": claimant.incarnation,
-        "token": claimant.token,
-        "pid": session.pid,
-        "state": str(session.state),
-        "since": at(session.since_ms),
-    }
+    known = {"token": session.claimant.token, "state": str(session.state)}
+    return {**_client(session, at), **known}

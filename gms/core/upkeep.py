@@ -290,9 +290,6 @@ class Upkeep:
     def _offload(self, event: ev.Received) -> None:
         """Somebody has no use for the device's copy at present; if it is a reader, it has unmapped
         it. That the kernel knows: what counts is who holds the epoch's file.
-
-        Raises:
-            UnderstudyError: `gms.epoch_mapped`, `gms.no_copy`, `gms.nothing_committed`, …
         """
         if event.session not in self.machine.sessions:
             self._begin(event)

@@ -52,10 +52,6 @@ def devices_to_serve(wanted: Sequence[str], environ: Mapping[str, str] = os.envi
 
     `wanted` are UUIDs or their beginnings, and override CUDA_VISIBLE_DEVICES; with neither, every
     GPU and every MIG instance.
-
-    Raises:
-        UsageError: `gms.no_cuda`, no driver; `gms.no_such_device`; `gms.no_devices`.
-        UnderstudyError: `gms.driver_failed`, the driver does not work now.
     """
     gpus = list(list_gpus())
     visible = environ.get(VISIBLE)
@@ -78,12 +74,7 @@ def devices_to_serve(wanted: Sequence[str], environ: Mapping[str, str] = os.envi
 
 
 def visible_to(environ: Mapping[str, str]) -> list[str]:
-    """The ids (UUIDs without prefix) that CUDA shows with `environ`, in its order.
-
-    Raises:
-        UsageError: `gms.no_cuda`, CUDA cannot be used with it.
-        UnderstudyError: `gms.driver_failed`.
-    """
+    """The ids (UUIDs without prefix) that CUDA shows with `environ`, in its order."""
     words = [sys.executable, "-m", "gms.vmm.cuda_driver"]
     try:
         done = subprocess.run(
@@ -113,11 +104,7 @@ def visible_to(environ: Mapping[str, str]) -> list[str]:
 
 
 def list_gpus() -> Iterator[NvmlGpu]:
-    """Every GPU that NVML lists, in its order.
-
-    Raises:
-        UsageError: `gms.no_cuda`.
-    """
+    """Every GPU that NVML lists, in its order."""
     with nvml_session() as nvml:
         for index in range(nvml.nvmlDeviceGetCount()):
             handle = nvml.nvmlDeviceGetHandleByIndex(index)
@@ -128,11 +115,7 @@ def list_gpus() -> Iterator[NvmlGpu]:
 
 @contextmanager
 def nvml_session() -> Iterator[Any]:
-    """NVML, initialised while the block runs.
-
-    Raises:
-        UsageError: `gms.no_cuda`.
-    """
+    """NVML, initialised while the block runs."""
     try:
         import pynvml as nvml
     except ImportError as error:
@@ -236,11 +219,7 @@ def main() -> None:
 
 
 def facts() -> dict[str, Any]:
-    """The document.
-
-    Raises:
-        UsageError: `gms.no_cuda`, there is no driver.
-    """
+    """The document."""
     gpus = list(list_gpus())
     with nvml_session() as nvml:
         return {

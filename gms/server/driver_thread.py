@@ -98,12 +98,7 @@ def _raise(error: BaseException) -> None:
 
 
 def attempt(work: Callable[[], T]) -> T:
-    """Run `work` here.
-
-    Raises:
-        UnderstudyError: as it is; `gms.driver_failed`, an error of a kernel, driver or binding;
-            `gms.server_exhausted`, what a shortage caused.
-    """
+    """Run `work` here."""
     try:
         return work()
     except UnderstudyError as error:

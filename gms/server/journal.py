@@ -48,9 +48,6 @@ class CommitJournal:
     def __init__(self, path: str, *, has_epochs: bool = False) -> None:
         """Read it, or put an unreadable one aside and create a new one. `has_epochs`: there are
         epochs on disk, so a missing journal is a lost one.
-
-        Raises:
-            UnderstudyError: `gms.journal_unwritable`, `gms.journal_in_use`.
         """
         self.path = path
         try:
@@ -70,11 +67,7 @@ class CommitJournal:
             raise _unwritable(path, error) from error
 
     def write(self, record: JournalRecord | None, offloaded: JournalRecord | None = None) -> None:
-        """Put `record` on disk.
-
-        Raises:
-            UnderstudyError: `gms.journal_unwritable`, with the reason; it may be on disk or not.
-        """
+        """Put `record` on disk."""
         try:
             self._file.write(msgspec.json.encode(LoadedJournal(record, offloaded=offloaded)))
         except OSError as error:
@@ -149,8 +142,4 @@ def read_tokens(path: str) -> tuple[Claimant, ...]:
 
 
 def write_tokens(path: str, newest: tuple[Claimant, ...]) -> None:
-    """
-    Raises:
-        OSError: no room, no permission.
-    """
     write_atomic(path, msgspec.json.encode(KeptTokens(newest)), survives_power_cut=False)

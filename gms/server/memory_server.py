@@ -168,11 +168,7 @@ class Arriving(Struct):
     manifest: bytes = b""
 
     def add(self, fds: Sequence[OwnedFd], piece: bytes) -> None:
-        """Take one frame's descriptors and piece of the manifest.
-
-        Raises:
-            ProtocolError: `gms.bad_offer`, not as many as there are slabs.
-        """
+        """Take one frame's descriptors and piece of the manifest."""
         if not self.is_wanted:
             return
         self.fds += [OwnedFd(fd.detach()) for fd in fds]
@@ -225,12 +221,7 @@ class MemoryServer(Handler, abc.ABC, Generic[M, StoreT]):
         self._protocol_errors_total = 0
 
     async def start(self) -> None:
-        """Take the path, find what an earlier server left, serve.
-
-        Raises:
-            UnderstudyError: `wire.address_in_use`, another server has this device here;
-                `gms.journal_unwritable`.
-        """
+        """Take the path, find what an earlier server left, serve."""
         await self._server.start()
         # The path is ours; no client is read before this function yields to the loop.
         loop = asyncio.get_running_loop()
@@ -381,12 +372,7 @@ class MemoryServer(Handler, abc.ABC, Generic[M, StoreT]):
             asyncio.get_running_loop().add_reader(conn.state, conn.close, "its process is gone")
 
     def _check_held(self, region: str) -> None:
-        """No memory before the flock: without it, nothing would show that the memory is in use.
-
-        Raises:
-            ProtocolError: `gms.epoch_not_held`, `gms.kv_pool_not_held`.
-            UnderstudyError: `gms.server_exhausted`, the file cannot be opened.
-        """
+        """No memory before the flock: without it, nothing would show that the memory is in use."""
         if not is_held(self.path(region)):
             text = f"hold a shared flock on the {self.what}'s file first"
             raise ProtocolError(self.not_held, text)
@@ -396,9 +382,6 @@ class MemoryServer(Handler, abc.ABC, Generic[M, StoreT]):
     def _begin_hand_back(self, conn: Connection, message: msg.HandBackMsg) -> Arriving:
         """Check that it may hand the region back. It must hold the region's file, unless that was
         removed under all its holders.
-
-        Raises:
-            ProtocolError: `gms.bad_epoch`, `gms.epoch_not_held`, …
         """
         if not names.is_region_id(message.region):
             raise ProtocolError(self.bad_id, f"{message.region[:64]!r} is not an id")
@@ -585,11 +568,7 @@ class MemoryServer(Handler, abc.ABC, Generic[M, StoreT]):
 
 
 def is_held(path: str) -> bool:
-    """Whether any process holds the file of an epoch or pool.
-
-    Raises:
-        UnderstudyError: `gms.server_exhausted`, the file cannot be opened.
-    """
+    """Whether any process holds the file of an epoch or pool."""
     try:
         return epoch_file.is_held(path)
     except OSError as error:

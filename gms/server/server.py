@@ -243,10 +243,6 @@ class KvServer(MemoryServer[KvMachine, KvStore]):
         return {"pools": pools_in_full(self.machine)}
 
     def _with_facts(self, event: ev.Received) -> ev.Received:
-        """
-        Raises:
-            UnderstudyError: `gms.kv_held`, a process maps the pool although its session has ended.
-        """
         pool = self.machine.current if isinstance(event.message, msg.DropPoolMsg) else None
         if pool is None or self.machine.all_holders or not is_held(self.path(pool.id)):
             return event
@@ -325,11 +321,7 @@ class DeviceProcess:
         self._late: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Serve what can be served.
-
-        Raises:
-            UnderstudyError, OSError: no weights can.
-        """
+        """Serve what can be served."""
         failed: list[tuple[MemoryServer[Any, Any], Exception]] = []
         for server in self.servers:
             try:

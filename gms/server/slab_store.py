@@ -47,22 +47,13 @@ class SlabStore(abc.ABC):
         return False
 
     def export(self, name: str) -> list[OwnedFd]:
-        """Descriptors of all its memory, in order, which the caller owns; none if it was given up.
-
-        Raises:
-            UnderstudyError: `gms.driver_failed`, for example without descriptors left.
-        """
+        """Descriptors of all its memory, in order, for the caller; none if it was given up."""
         return export_all(self._slabs.get(name, ()), writable=self.is_writable)
 
     @abc.abstractmethod
     def take_back(self, name: str, fds: Sequence[OwnedFd], message: HandBackMsg) -> int:
         """Check and hold what a survivor has handed back; takes `fds`; returns the number of
         tensors.
-
-        Raises:
-            ProtocolError: `gms.bad_manifest`.
-            UnderstudyError: `gms.bad_slab`, one has another size, or is writable though it must
-                not be, or (host memory) is not the one that was created for its place.
         """
 
     def take(self, name: str, path: str) -> list[Allocation]:
@@ -104,11 +95,7 @@ class WeightsStore(SlabStore):
     """Slabs by epoch."""
 
     def open_epoch(self, epoch: str, path: str) -> None:
-        """Create the file of a new epoch.
-
-        Raises:
-            UnderstudyError: `gms.epoch_file`.
-        """
+        """Create the file of a new epoch."""
         try:
             epoch_file.create(path)
         except OSError as error:
@@ -118,11 +105,7 @@ class WeightsStore(SlabStore):
         self._slabs[epoch] = []
 
     def create(self, epoch: str, size_bytes: int) -> OwnedFd:
-        """One more slab; returns a writable descriptor for its writer.
-
-        Raises:
-            UnderstudyError: `gms.driver_failed`, …
-        """
+        """One more slab; returns a writable descriptor for its writer."""
         slabs = self._slabs[epoch]
         slab = self.memory.create(size_bytes, _slab_name(epoch, len(slabs)))
         try:
@@ -134,12 +117,7 @@ class WeightsStore(SlabStore):
         return fd
 
     def seal(self, epoch: str, manifest: bytes) -> int:
-        """Check the manifest and seal every slab; returns the number of tensors.
-
-        Raises:
-            ProtocolError: `gms.bad_manifest`.
-            UnderstudyError: `gms.still_writable`.
-        """
+        """Check the manifest and seal every slab; returns the number of tensors."""
         slabs = self._slabs[epoch]
         tensors = check_manifest(manifest, [slab.size_bytes for slab in slabs])
         for slab in slabs:
@@ -179,12 +157,7 @@ class KvStore(SlabStore):
     def make(
         self, pool: str, path: str, size_bytes: int, index_bytes: int, room: KvRoom
     ) -> tuple[int, ...]:
-        """File, index and slabs; the slabs' sizes. All or nothing.
-
-        Raises:
-            UnderstudyError: `gms.kv_too_large`, `gms.device_full`, `gms.pool_file`,
-                `gms.driver_failed`, …
-        """
+        """File, index and slabs; the slabs' sizes. All or nothing."""
         sizes = slab_sizes(size_bytes, self.memory.granularity_bytes)
         room.check(sum(sizes))
         try:
@@ -222,11 +195,7 @@ class KvStore(SlabStore):
 
 
 def slab_sizes(size_bytes: int, granularity_bytes: int) -> tuple[int, ...]:
-    """The slabs of a pool of at least `size_bytes`: as few as possible.
-
-    Raises:
-        UnderstudyError: `gms.kv_too_large`.
-    """
+    """The slabs of a pool of at least `size_bytes`: as few as possible."""
     whole = -(-size_bytes // granularity_bytes) * granularity_bytes
     largest = SLAB_BYTES_MAX // granularity_bytes * granularity_bytes
     if whole > POOL_SLABS_MAX * largest:
@@ -253,10 +222,6 @@ class KvRoom(Struct, frozen=True):
     others_bytes: int
 
     def check(self, needed_bytes: int) -> None:
-        """
-        Raises:
-            UnderstudyError: `gms.kv_too_large`, it never fits; `gms.device_full`, not now.
-        """
         capacity_bytes, weights_bytes = self.capacity_bytes, self.weights_bytes
         if capacity_bytes is not None:
             _check_limit(needed_bytes, capacity_bytes, "this device")

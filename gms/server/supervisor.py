@@ -19,15 +19,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from gms import messages as msg
 from gms import names
-from gms.server.metrics import GmsMetrics, KvMetrics, ServerMetrics
+from gms.server.metrics import ServerMetrics
 from plumbing.errors import UnderstudyError, explain_shortage
 from plumbing.pod.child_process import ChildProcess
 from plumbing.pod.gms_files import AbsenceFile
@@ -43,14 +44,31 @@ from plumbing.service.process import parent_environment
 from plumbing.service.signals import SignalInbox
 from plumbing.text import duration
 from plumbing.wire import sockets
-from plumbing.wire.connection import Connection, connect
+from plumbing.wire.connection import Connection, Handler, connect
 from plumbing.wire.fds import OwnedFd, close_all
-from plumbing.wire.messages import HelloMsg, Message, WelcomeMsg
+from plumbing.wire.messages import Message
 from plumbing.wire.server import PathGuard
 
 # Of a server of copies that keeps dying: a start costs a second of one core.
 COPIES_RETRY_S = 10.0
+COPIER_RETRY_S = 2.0  # its start costs a third of a second of one core, and nobody waits for it
 STOP_S = 5.0  # for a server to exit by itself; it has nothing to save
+PING_S = 1.0
+SILENT_MS = 5000.0  # several pings: a server that is silent for longer is not ready
+# While a server starts: newcomers wait for the first answer, and its events are lost if it dies
+# before we watch it.
+FIRST_PING_S = 0.005
+PING_GROWTH = 1.1  # fewer questions during a long start: many servers start at once on few CPUs
+LOOK_EVERY_MS = 100.0  # at how long it has been silent, and why
+FINAL_READ_S = 1.0  # to read what a dead server has sent: it has all arrived already
+# Driver calls and fsyncs run on threads, so a loop that could run and did not for half a minute
+# never will.
+HANG_MS = 30_000.0
+
+Command = Callable[[str, int], Sequence[str]]
+Environment = Callable[[str], Mapping[str, str]]
+
+logger = logging.getLogger(__name__)
 
 
 class GmsSupervisor:
@@ -60,12 +78,12 @@ class GmsSupervisor:
         self,
         directory: str,
         devices: Mapping[str, Sequence[str]],
-        command: Callable[[str, int], Sequence[str]],
+        command: Command,
         *,
         http_host: str,
         http_port: int,
         allowed_hosts: Sequence[str] = (),
-        environment: Callable[[str], Mapping[str, str]] = lambda device: {},
+        environment: Environment = lambda device: {},
         clock: Clock | None = None,
         copy_command: Callable[[str], Sequence[str]] | None = None,
     ) -> None:
@@ -78,12 +96,14 @@ class GmsSupervisor:
         places = [place for served in devices.values() for place in served]
         copies = [names.offload_device(place) for place in places if copy_command is not None]
         metrics = Metrics()
-        self.metrics = GmsMetrics(metrics, [*places, *copies], names.WEIGHTS)
-        self.kv_metrics = KvMetrics(metrics, places)
-        self.log.subscribe(self.metrics.count)
+        self.metrics = {
+            names.WEIGHTS: ServerMetrics(metrics, [*places, *copies], names.WEIGHTS),
+            names.KV: ServerMetrics(metrics, places, names.KV),
+        }
+        self.log.subscribe(self.metrics[names.WEIGHTS].count)
         self._command, self._environment = command, environment
         self.children = [self._child(device, served) for device, served in devices.items()]
-        self.copies = self._child(names.COPIES, copies) if copies else None
+        self.copies = [self._child(names.COPIES, copies)] if copies else []
         self.copiers = [
             CopierProcess(place, copy_command, environment, self.log)
             for place in places
@@ -102,19 +122,16 @@ class GmsSupervisor:
         self._exit_code: asyncio.Future[int] | None = None
 
     def _child(self, device: str, places: Sequence[str]) -> Child:
-        child = Child(device, self.clock, self._tell_why)
-        for place in places:
-            child.add(Served(self.directory, place, names.WEIGHTS, child, self.metrics, self.log))
-            if device != names.COPIES:
-                child.add(Served(self.directory, place, names.KV, child, self.kv_metrics, self.log))
+        tags = (names.WEIGHTS,) if device == names.COPIES else (names.WEIGHTS, names.KV)
+        child = Child(
+            device, self._command, self._environment, self.log, self.clock, self._tell_why
+        )
+        for place, tag in itertools.product(places, tags):
+            child.served.append(Served(self.directory, place, tag, child, self.metrics[tag]))
         return child
 
     async def run(self) -> int:
-        """Serve until SIGTERM or SIGINT (0), or until a server keeps dying (its exit code).
-
-        Raises:
-            UnderstudyError: another supervisor has the directory; the port is in use.
-        """
+        """Serve until SIGTERM or SIGINT (0), or until a server keeps dying (its exit code)."""
         guard_path = os.path.join(self.directory, "gms.lock")
         with (
             contextlib.closing(PathGuard(guard_path, f"gms in {self.directory}")),
@@ -125,11 +142,12 @@ class GmsSupervisor:
             await self.http.start()
             try:
                 async with asyncio.TaskGroup() as tasks:
-                    running = [tasks.create_task(self._keep(child)) for child in self.children]
-                    running.append(tasks.create_task(self._keep_copies()))
-                    signals = tasks.create_task(self._await_signal(inbox))
+                    works: list[Coroutine[Any, Any, None]] = [self._keep_copies()]
+                    works += [self._keep(child) for child in self.children]
+                    works.append(self._await_signal(inbox))
+                    running = [tasks.create_task(work) for work in works]
                     code = await self._exit_code
-                    for task in (*running, signals):
+                    for task in running:
                         task.cancel()
             finally:
                 await self._stop_children()
@@ -139,7 +157,7 @@ class GmsSupervisor:
 
     def status(self) -> dict[str, Any]:
         """`{schema, as_of_event_id, pid, problem, devices: […]}`, as of the last ping."""
-        served = [each for child in self._everybody for each in child.served]
+        served = [each for child in (*self.children, *self.copies) for each in child.served]
         kv = {each.place: each.status() for each in served if each.tag == names.KV}
         return {
             "schema": 1,
@@ -154,96 +172,34 @@ class GmsSupervisor:
             ],
         }
 
-    @property
-    def _everybody(self) -> tuple[Child, ...]:
-        return (*self.children, *([self.copies] if self.copies is not None else ()))
+    async def _keep(self, child: Child) -> None:
+        """Keep a server running, until it keeps dying."""
+        while True:
+            verdict = await child.live()
+            if isinstance(verdict, GiveUp):
+                return self._end(verdict.exit_code)
+            await asyncio.sleep(verdict.delay_ms / 1000)
 
     async def _keep_copies(self) -> None:
         """Start what keeps host copies once the others answer, or have failed: a dozen starts at
-        once would share the CPUs, and nobody waits for these."""
+        once would share the CPUs, and nobody waits for these. They are tried for ever: weights are
+        served without them."""
         for child in self.children:
             await child.settled.wait()
+
+        async def keep(child: Child) -> None:
+            while True:
+                verdict = await child.live()
+                if isinstance(verdict, StartAgain):
+                    await asyncio.sleep(verdict.delay_ms / 1000)
+                else:
+                    await asyncio.sleep(COPIES_RETRY_S)
+
         async with asyncio.TaskGroup() as tasks:
-            if self.copies is not None:
-                tasks.create_task(self._keep(self.copies))
+            for child in self.copies:
+                tasks.create_task(keep(child))
             for copier in self.copiers:
                 tasks.create_task(copier.run())
-
-    async def _keep(self, child: Child) -> None:
-        """Start a server, wait for its end, restart it, until it keeps dying. That of host copies
-        is tried for ever: weights are served without them."""
-        while True:
-            verdict = self._start(child) or await self._watch(child)
-            if isinstance(verdict, StartAgain):
-                await asyncio.sleep(verdict.delay_ms / 1000)
-            elif child is self.copies:
-                await asyncio.sleep(COPIES_RETRY_S)
-            else:
-                self._end(verdict.exit_code)
-                return
-
-    def _start(self, child: Child) -> StartAgain | GiveUp | None:
-        """None: it runs. Else what to do, since no process could be created."""
-        more = {**self._environment(child.device), **parent_environment()}
-        words = self._command(child.device, child.restarts.deaths_total)
-        try:
-            child.begin(ChildProcess(words, {**os.environ, **more}))
-        except OSError as error:
-            verdict = child.restarts.not_started(error.errno)
-            what = f"{child.what} cannot be started: {explain_shortage(error.errno)}"
-            self._note(child, "gms.cannot_start", what, verdict, {"errno": error.errno})
-            return verdict
-        return None
-
-    async def _watch(self, child: Child) -> StartAgain | GiveUp:
-        """Wait for the end of the running server; what to do then."""
-        assert child.process is not None
-        async with asyncio.TaskGroup() as tasks:
-            pinging = tasks.create_task(child.ping())
-            returncode = await child.process.wait()
-            pinging.cancel()
-        await child.read_out()
-        had_answered = child.is_answering
-        child.end()
-        lived_ms = self.clock.now_ms() - child.started_ms
-        verdict = child.restarts.died(lived_ms, returncode, had_answered=had_answered)
-        ended = f"{child.what} ended {_how(returncode)}"
-        if child.restarts.shortages:
-            ended += ": too few descriptors, threads or memory to start; its log says which"
-        else:
-            why = ", killed because it had stopped answering" if child.is_killed_for_silence else ""
-            ended += f" after {duration(lived_ms)}{why}"
-        self._note(child, "gms.child_exit", ended, verdict, {"returncode": returncode})
-        if isinstance(verdict, StartAgain):
-            for each in child.served:
-                each.metrics.restarted(each.place)
-        return verdict
-
-    def _note(
-        self,
-        child: Child,
-        event_type: str,
-        what: str,
-        verdict: StartAgain | GiveUp,
-        data: Mapping[str, Any],
-    ) -> None:
-        """Show why the device has no server, and record it: a shortage once while it lasts."""
-        severity = "warning" if isinstance(verdict, StartAgain) else "error"
-        if isinstance(verdict, StartAgain):
-            then = "restarting it" + (
-                f" in {duration(delay)}" if (delay := verdict.delay_ms) else ""
-            )
-        elif child is self.copies:
-            then = f"restarting it in {COPIES_RETRY_S:g} s; weights are still served"
-        else:
-            then = f"giving up after {child.restarts.deaths} attempts in a row"
-        is_known = child.restarts.shortages > 1 and child.problem == what
-        child.problem = what
-        child.settled.set()
-        self._tell_why()
-        if not is_known:
-            about = {"device_uuid": child.device, **data}
-            self.log.record(event_type, f"{what}; {then}", severity, about)
 
     def _tell_why(self) -> None:
         """To whoever asks a server that is not there."""
@@ -261,8 +217,8 @@ class GmsSupervisor:
             self._exit_code.set_result(code)
 
     async def _stop_children(self) -> None:
-        processes = [child.process for child in self._everybody]
-        processes += [copier.process for copier in self.copiers]
+        everybody: list[Child | CopierProcess] = [*self.children, *self.copies, *self.copiers]
+        processes = [each.process for each in everybody]
         alive = [each for each in processes if each is not None and each.returncode is None]
         for process in alive:
             process.terminate()
@@ -273,7 +229,7 @@ class GmsSupervisor:
             except TimeoutError:
                 process.kill()
                 await process.wait()
-        for child in self._everybody:
+        for child in (*self.children, *self.copies):
             child.end()
 
     def _startup(self) -> Probe:
@@ -292,75 +248,119 @@ class GmsSupervisor:
         return Probe(True, "this loop runs", {})
 
 
+def _started(words: Sequence[str], environment: Mapping[str, str]) -> ChildProcess:
+    return ChildProcess(words, {**os.environ, **environment, **parent_environment()})
+
+
 def _how(returncode: int) -> str:
     return f"({signal.Signals(-returncode).name})" if returncode < 0 else f"(code {returncode})"
-
-
-PING_S = 1.0
-SILENT_MS = 5000.0  # several pings: a server that is silent for longer is not ready
-# While a server starts: newcomers wait for the first answer, and its events are lost if it dies
-# before we watch it.
-FIRST_PING_S = 0.005
-PING_GROWTH = 1.1  # fewer questions during a long start: many servers start at once on few CPUs
-LOOK_EVERY_MS = 100.0  # at how long it has been silent, and why
-FINAL_READ_S = 1.0  # to read what a dead server has sent: it has all arrived already
-# Driver calls and fsyncs run on threads, so a loop that could run and did not for half a minute
-# never will.
-HANG_MS = 30_000.0
-
-logger = logging.getLogger(__name__)
 
 
 class Child:
     """The server process of one device, or of host copies, and what it serves."""
 
-    def __init__(self, device: str, clock: Clock, on_recovery: Callable[[], None]) -> None:
-        """`on_recovery`: `problem` is over."""
-        self.device = device
+    def __init__(
+        self,
+        device: str,
+        command: Command,
+        environment: Environment,
+        log: EventLog,
+        clock: Clock,
+        on_change: Callable[[], None],
+    ) -> None:
+        """`on_change`: `problem` is another, or over."""
+        self.device, self.log, self.clock = device, log, clock
         self.served: list[Served] = []
         self.restarts = Restarts()
         self.process: ChildProcess | None = None
-        self.started_ms = 0.0
         self.problem: str | None = None  # why there is no server, until one answers
-        self.is_killed_for_silence = False
         self.settled = asyncio.Event()  # all that it serves has answered once, or it has failed
+        self._command, self._environment, self._on_change = command, environment, on_change
         self._silence, self._looked_ms = Silence(), 0.0
-        self._clock, self._on_recovery = clock, on_recovery
-
-    def add(self, served: Served) -> None:
-        self.served.append(served)
-
-    @property
-    def what(self) -> str:
-        """`the server of HOST-0`, for sentences."""
-        return f"the server of {'host copies' if self.device == names.COPIES else self.device}"
+        self._is_killed_for_silence = False
 
     @property
     def is_answering(self) -> bool:
         return any(each.answered_ms is not None for each in self.served)
 
-    def begin(self, process: ChildProcess) -> None:
-        """`process` serves the device from now on."""
-        self.process, self.started_ms = process, self._clock.now_ms()
-        self.is_killed_for_silence = False
-        self._silence, self._looked_ms = Silence(), self.started_ms
+    async def live(self) -> StartAgain | GiveUp:
+        """Start the server, wait for its end; what to do then."""
+        is_copies = self.device == names.COPIES
+        name = f"the server of {'host copies' if is_copies else self.device}"
+        words = self._command(self.device, self.restarts.deaths_total)
+        try:
+            process = self.process = _started(words, self._environment(self.device))
+        except OSError as error:
+            verdict = self.restarts.not_started(error.errno)
+            what = f"{name} cannot be started: {explain_shortage(error.errno)}"
+            self._failed("gms.cannot_start", what, verdict, {"errno": error.errno})
+            return verdict
+        started_ms = self._looked_ms = self.clock.now_ms()
+        self._silence, self._is_killed_for_silence = Silence(), False
         for each in self.served:
             each.begin(process.pid)
+        async with asyncio.TaskGroup() as tasks:
+            pinging = tasks.create_task(self._ping(process))
+            returncode = await process.wait()
+            pinging.cancel()
+        with contextlib.suppress(TimeoutError):  # read what it had sent
+            async with asyncio.timeout(FINAL_READ_S):
+                for each in self.served:
+                    await each.read_out()
+        had_answered = self.is_answering
+        self.end()
+        lived_ms = self.clock.now_ms() - started_ms
+        verdict = self.restarts.died(lived_ms, returncode, had_answered=had_answered)
+        what = f"{name} ended {_how(returncode)}"
+        if self.restarts.shortages:
+            what += ": too few descriptors, threads or memory to start; its log says which"
+        else:
+            silent = ", killed because it had stopped answering"
+            what += f" after {duration(lived_ms)}{silent if self._is_killed_for_silence else ''}"
+        self._failed("gms.child_exit", what, verdict, {"returncode": returncode})
+        if isinstance(verdict, StartAgain):
+            for each in self.served:
+                each.metrics.restarted(each.place)
+        return verdict
 
-    async def ping(self) -> None:
+    def _failed(
+        self, kind: str, what: str, verdict: StartAgain | GiveUp, data: Mapping[str, Any]
+    ) -> None:
+        """Show why the device has no server, and record it: a shortage once while it lasts."""
+        is_again = isinstance(verdict, StartAgain)
+        if isinstance(verdict, StartAgain):
+            delay_ms = verdict.delay_ms
+            then = "restarting it" + (f" in {duration(delay_ms)}" if delay_ms else "")
+        elif self.device == names.COPIES:
+            then = f"restarting it in {COPIES_RETRY_S:g} s; weights are still served"
+        else:
+            then = f"giving up after {self.restarts.deaths} attempts in a row"
+        is_known = self.restarts.shortages > 1 and self.problem == what
+        self.problem = what
+        self.settled.set()
+        self._on_change()
+        if not is_known:
+            about = {"device_uuid": self.device, **data}
+            self.log.record(kind, f"{what}; {then}", "warning" if is_again else "error", about)
+
+    async def _ping(self, process: ChildProcess) -> None:
         """Ping the server while it runs; kill it when it hangs."""
         first_s = FIRST_PING_S
-        while True:
+        while self._silence.ms <= HANG_MS:
             for each in self.served:
                 await each.ask()
             is_up = all(each.answered_ms is not None for each in self.served)
             await asyncio.sleep(PING_S if is_up else first_s)
             first_s = min(first_s * PING_GROWTH, LOOK_EVERY_MS / 1000)
-            self._look()
-            if self._silence.ms > HANG_MS and self.process is not None:
-                self.is_killed_for_silence = True
-                self.process.kill()
-                return
+            now_ms = self.clock.now_ms()
+            elapsed_ms = now_ms - self._looked_ms
+            if elapsed_ms >= LOOK_EVERY_MS:  # how long has it been silent, if it was asked?
+                self._looked_ms = now_ms
+                if all(each.cannot_ask is None for each in self.served):
+                    found = procfs.cpu_times(process.pid)
+                    self._silence.look(elapsed_ms, None if found is None else CpuTimes(*found))
+        self._is_killed_for_silence = True
+        process.kill()
 
     def answered(self) -> None:
         """Something that it serves has answered."""
@@ -369,26 +369,7 @@ class Child:
             self.settled.set()
         if self.problem is not None:
             self.problem = None
-            self._on_recovery()
-
-    def _look(self) -> None:
-        """Count how long the server has been silent, unless it was not asked."""
-        now_ms = self._clock.now_ms()
-        elapsed_ms = now_ms - self._looked_ms
-        if elapsed_ms < LOOK_EVERY_MS or self.process is None:
-            return
-        self._looked_ms = now_ms
-        if any(each.cannot_ask is not None for each in self.served):
-            return
-        found = procfs.cpu_times(self.process.pid)
-        self._silence.look(elapsed_ms, None if found is None else CpuTimes(*found))
-
-    async def read_out(self) -> None:
-        """The process is gone; read what it had sent."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(FINAL_READ_S):
-                for each in self.served:
-                    await each.read_out()
+            self._on_change()
 
     def end(self) -> None:
         """The process is gone: its status is void."""
@@ -396,24 +377,18 @@ class Child:
             each.end()
 
 
-class Served:
+class Served(Handler):
     """The weights or the KV memory of one place: its server's answers and last status. The handler
     of its pings."""
 
     def __init__(
-        self,
-        directory: str,
-        place: str,
-        tag: str,
-        child: Child,
-        metrics: ServerMetrics,
-        log: EventLog,
+        self, directory: str, place: str, tag: str, child: Child, metrics: ServerMetrics
     ) -> None:
         self.place, self.tag, self.metrics = place, tag, metrics
         self.path = gms_socket(directory, names.check_device(place), tag)
         self.answered_ms: float | None = None  # None: this process has not answered yet
         self.cannot_ask: str | None = None
-        self._child, self._clock, self._log = child, child._clock, log
+        self._child = child
         self._document: dict[str, Any] | None = None
         self._conn: Connection | None = None
         self._pid = 0
@@ -428,7 +403,8 @@ class Served:
     @property
     def is_responsive(self) -> bool:
         """Whether it has answered lately: a hanging server does not serve newcomers."""
-        return self.answered_ms is not None and self._clock.now_ms() - self.answered_ms < SILENT_MS
+        now_ms = self._child.clock.now_ms()
+        return self.answered_ms is not None and now_ms - self.answered_ms < SILENT_MS
 
     @property
     def trouble(self) -> str | None:
@@ -453,11 +429,9 @@ class Served:
         try:
             if self._conn is None or self._conn.is_closed:
                 self._conn = await connect(self.path, msg.CATALOGUE, self, deadline_s=PING_S)
-                self._conn.send(HelloMsg(), 1)  # first: it names the pid
-                self._conn.send(msg.WatchMsg(since=self._relayed_id), 2)
+                self._conn.send(msg.WatchMsg(since=self._relayed_id), 1)
             elif self.answered_ms is not None:
-                self._conn.send(HelloMsg(), 1)
-                self._conn.send(msg.StatusMsg(), 2)
+                self._conn.send(msg.StatusMsg(), 1)
             self.cannot_ask = None
         except OSError as error:
             self.cannot_ask = sockets.no_descriptors(f"ask {self.place}", error).message
@@ -478,23 +452,21 @@ class Served:
         if self._conn is not None:
             self._conn.close("the server is gone")
 
-    def opened(self, conn: Connection) -> None: ...
-
     def received(
         self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
     ) -> None:
         close_all(fds)
-        if isinstance(message, WelcomeMsg):
-            if message.pid != self._pid:
-                conn.close("the previous server answered, which is exiting")
-            else:
-                self.answered_ms = self._clock.now_ms()
-                self._child.answered()
-        elif isinstance(message, msg.StatusReplyMsg):
+        if isinstance(message, msg.EventMsg):
+            self._relay(message.record)
+        elif not isinstance(message, msg.StatusReplyMsg):
+            return
+        elif message.document["pid"] != self._pid:
+            conn.close("the previous server answered, which is exiting")
+        else:
+            self.answered_ms = self._child.clock.now_ms()
+            self._child.answered()
             self._document = message.document
             self.metrics.update(message.document)
-        elif isinstance(message, msg.EventMsg):
-            self._relay(message.record)
 
     def closed(self, conn: Connection, reason: str) -> None:
         self._closed.set()
@@ -502,16 +474,13 @@ class Served:
     def _relay(self, record: Mapping[str, Any]) -> None:
         missed = record["id"] - self._relayed_id - 1
         self._relayed_id = record["id"]
-        about = {"device_uuid": self.place}
+        about, log = {"device_uuid": self.place}, self._child.log
         if self.tag != names.WEIGHTS:
             about["tag"] = self.tag
         if missed:  # our connection was gone for longer than the server keeps events
             message = f"{missed} events of {self.name} were missed"
-            self._log.record("gms.events_missed", message, "warning", {**about, "missed": missed})
-        self._log.relay(record, about)
-
-
-RETRY_S = 2.0  # its start costs a third of a second of one core, and nobody waits for it
+            log.record("gms.events_missed", message, "warning", {**about, "missed": missed})
+        log.relay(record, about)
 
 
 class CopierProcess:
@@ -521,29 +490,27 @@ class CopierProcess:
         self,
         device: str,
         command: Callable[[str], Sequence[str]],
-        environment: Callable[[str], Mapping[str, str]],
+        environment: Environment,
         log: EventLog,
     ) -> None:
         self.device = device
         self.process: ChildProcess | None = None
         self._command, self._environment, self._log = command, environment, log
-        self._said = ""
 
     async def run(self) -> None:
         """Keep it running until this task is cancelled."""
+        said = ""
         while True:
-            environ = {**os.environ, **self._environment(self.device), **parent_environment()}
             try:
-                self.process = ChildProcess(self._command(self.device), environ)
+                self.process = _started(self._command(self.device), self._environment(self.device))
+                what = f"ended with {await self.process.wait()}"
             except OSError as error:
-                self._note(f"cannot be started: {explain_shortage(error.errno)}")
-            else:
-                self._note(f"ended with {await self.process.wait()}")
-            await asyncio.sleep(RETRY_S)
-
-    def _note(self, what: str) -> None:
-        said = f"the process that keeps the host copy of {self.device} {what}; restarting it"
-        if said != self._said:  # once while it lasts
-            self._said = said
-            about = {"device_uuid": self.device}
-            self._log.record("gms.child_exit", said, "warning", about)
+                what = f"cannot be started: {explain_shortage(error.errno)}"
+            if what != said:  # once while it lasts
+                said = what
+                text = (
+                    f"the process that keeps the host copy of {self.device} {what}; restarting it"
+                )
+                about = {"device_uuid": self.device}
+                self._log.record("gms.child_exit", text, "warning", about)
+            await asyncio.sleep(COPIER_RETRY_S)

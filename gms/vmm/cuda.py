@@ -111,9 +111,6 @@ class CudaReservation(Reservation):
         """Check the size of `allocation` by the documented bound of a map: its size can be mapped,
         one granule more cannot. Without access, which a server without a context may not be able
         to set. Takes one granule more of addresses than the allocation has.
-
-        Raises:
-            UnderstudyError: `gms.bad_slab`; `gms.driver_failed`, it could not be found out.
         """
         self._map(self.address, allocation)
         self._call("MemUnmap", self.address, allocation.size_bytes)
@@ -197,12 +194,7 @@ class CudaMemory:
     allocation_bytes_max: int | None = ALLOCATION_BYTES_MAX
 
     def __init__(self, device_uuid: str, *, context: bool = False) -> None:
-        """Initialise the driver and find the device; `context`: create one before a call needs it.
-
-        Raises:
-            UsageError: `gms.no_cuda`, `gms.device_not_visible`, `gms.device_unsuitable`.
-            UnderstudyError: `gms.driver_failed`.
-        """
+        """`context`: create one before a call needs it."""
         self.driver = Driver(device_uuid)
         if context:
             self.driver.use_context()

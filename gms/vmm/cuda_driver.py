@@ -46,12 +46,7 @@ class Driver:
     """The driver, for the device called `uuid`; calls may come from any thread."""
 
     def __init__(self, uuid: str) -> None:
-        """Initialise the driver and find the device.
-
-        Raises:
-            UsageError: `gms.no_cuda`, no cuda-python or no driver; `gms.device_not_visible`.
-            UnderstudyError: `gms.driver_failed`.
-        """
+        """Initialise the driver and find the device."""
         self.api = initialised()
         self.uuid = uuid
         self.has_context = False
@@ -68,11 +63,7 @@ class Driver:
         self.ordinal = ids.index(id_of(uuid))
 
     def call(self, name: str, *args: Any) -> Any:
-        """The result of `cu<name>(*args)`, called with a context if the driver needs one.
-
-        Raises:
-            UnderstudyError: `gms.device_full`, the driver is out of memory; `gms.driver_failed`.
-        """
+        """The result of `cu<name>(*args)`, called with a context if the driver needs one."""
         answer = getattr(self.api, f"cu{name}")(*args)
         if answer[0].name in CONTEXT_WANTED:
             self.use_context()
@@ -96,13 +87,7 @@ class Driver:
 
 
 def initialised() -> Any:
-    """The driver's API, initialised.
-
-    Raises:
-        UsageError: `gms.no_cuda`, there is no cuda-python, no driver, or no GPU.
-        UnderstudyError: `gms.driver_failed`; retry: a fabric manager or a driver may still be
-            starting.
-    """
+    """The driver's API, initialised."""
     try:
         from cuda.bindings import driver as api
     except ImportError as error:
@@ -148,11 +133,7 @@ def id_of(uuid: str) -> str:
 
 
 def checked(answer: tuple[Any, ...], name: str) -> Any:
-    """The value of a driver call's result.
-
-    Raises:
-        UnderstudyError: `gms.device_full`, the driver is out of memory; `gms.driver_failed`.
-    """
+    """The value of a driver call's result."""
     error, *values = answer
     if not error:
         return values[0] if values else None

@@ -71,11 +71,9 @@ class GmsProcess:
 
     @property
     def pid(self) -> int:
-        assert self.process is not None
         return self.process.pid
 
     def is_up(self) -> bool:
-        assert self.process is not None
         assert self.process.poll() is None, "the server ended"
         try:
             return bool(self.status()["pid"] == self.pid)
@@ -114,7 +112,6 @@ class GmsProcess:
         return writer.commit(more.get("identity", IDENTITY))
 
     def kill(self) -> None:
-        assert self.process is not None
         self.process.kill()
         self.process.wait()
 
@@ -172,7 +169,6 @@ class ClientProcess:
 
     def ask(self, command: str) -> None:
         """Its answer is read later."""
-        assert self.process.stdin is not None
         self.process.stdin.write(command.encode() + b"\n")
         self.process.stdin.flush()
 

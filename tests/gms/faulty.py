@@ -147,22 +147,17 @@ class FaultyGms(GmsProcess):
 
     def tell(self, command: str) -> None:
         """Give it a command; obeyed when this returns."""
-        assert self.process is not None
-        assert self.process.stdin is not None
         self.process.stdin.write(command.encode() + b"\n")
         self.process.stdin.flush()
         self.hear("ok")
 
     def hear(self, line: str) -> None:
         """Wait for it to say `line`."""
-        assert self.process is not None
-        assert self.process.stdout is not None
         found = self.process.stdout.readline().decode().strip()
         assert found == line, f"{line!r} was awaited and {found!r} came"
 
     def stop(self) -> None:
         super().stop()
-        assert self.process is not None
         for stream in (self.process.stdin, self.process.stdout):
             if stream is not None:
                 stream.close()

@@ -19,7 +19,6 @@ from gms.manifest import (
     IDENTITY_CHARS_MAX,
     MANIFEST_BYTES_MAX,
     SLABS_MAX,
-    TENSORS_MAX,
     TensorRecord,
     encode,
     layout_hash,
@@ -68,7 +67,6 @@ def test_slabs_of_an_epoch_are_limited():
         bench.allocate(1, 4096)
     assert str(SLABS_MAX) in caught.value.message
     staging = bench.device.staging
-    assert staging is not None
     assert len(staging.slab_sizes) == SLABS_MAX
 
 
@@ -124,25 +122,6 @@ def test_manifest_is_limited_so_that_readers_can_be_sent_it(host: GmsProcess):
     assert error.code == "gms.manifest_too_large"
     assert error.details["limit"] == MANIFEST_BYTES_MAX
     until(lambda: host.status()["state"] == "empty", "the refused load to be given up")
-    host.load().close()
-
-
-@pytest.mark.parametrize(
-    ("manifest", "why"),
-    [
-        (encode(records(TENSORS_MAX + 1, 6)), str(TENSORS_MAX)),
-        (b"\xdd\x00\x01\x00\x00" + b"\x80" * 65536, ""),
-        (b"\x91" * 1000 + b"\xc0", ""),
-        (b"\x91\xc7\x00\x01", ""),
-    ],
-    ids=["too many tensors", "empty maps", "nested", "extension"],
-)
-def test_manifest_that_is_a_bomb_is_refused(host: GmsProcess, manifest: bytes, why: str):
-    """Small on the wire and large in memory, or deep: refused, and the server continues."""
-    attach = msg.AttachMsg("e", "i", "rw_or_ro", identity=IDENTITY, wait_ms=20_000)
-    error = refusal(host, attach, msg.CommitMsg(IDENTITY, manifest, layout_hash([], manifest)))
-    assert error.code == "gms.bad_manifest"
-    assert why in error.message
     host.load().close()
 
 

@@ -17,7 +17,6 @@ from plumbing.errors import RemoteError, UnreachableError
 from plumbing.wire.fds import OwnedFd
 from tests.gms.bench import (
     IDENTITY,
-    MIB,
     OTHER,
     ClientProcess,
     GmsProcess,
@@ -81,31 +80,6 @@ def memfd(size_bytes: int) -> OwnedFd:
     fd = OwnedFd(os.memfd_create("no slab of ours"))
     os.ftruncate(fd.fileno(), size_bytes)
     return fd
-
-
-@host_only  # a GPU's driver cannot tell one handle from another of the same size
-@pytest.mark.parametrize(
-    "order", [(0, 0), (1, 0)], ids=["one of them twice", "the other way round"]
-)
-def test_offer_of_the_right_slabs_in_the_wrong_places_is_refused(
-    gms: GmsProcess, order: tuple[int, ...]
-):
-    """Two slabs of one size: only in their order are they the epoch that was committed."""
-    writer = gms.writer()
-    writer.plan(2 * MIB, MIB, slab_bytes=MIB)
-    for index in range(2):
-        writer.place(f"t{index}", MIB, (MIB,), "uint8")
-        writer.write(f"t{index}", bytes([index]) * MIB)
-    with writer.commit(IDENTITY) as reader:
-        gms.kill()
-        gms.start()
-        with gms.client() as client:
-            fds = [OwnedFd(os.dup(reader.slab_fds()[index])) for index in order]
-            with pytest.raises(RemoteError, match=r"should be understudy-.*gms\.bad_slab"):
-                client.request(hand_back_of(reader), fds)
-        reader.rejoin(10)
-        with gms.reader(engine="engine-1", incarnation="i-1") as newcomer:
-            assert [newcomer.read(f"t{index}")[0] for index in range(2)] == [0, 1]
 
 
 def test_epoch_of_many_slabs_and_a_large_manifest_comes_back_in_frames(gms: GmsProcess):
@@ -209,41 +183,3 @@ def test_writer_in_doubt_whose_commit_was_journalled_becomes_a_reader(gms: GmsPr
         with gms.reader(engine="engine-1", incarnation="i-1") as other:
             assert other.read("t") == b"\5" * 64
             assert inodes(other) == inodes(reader)
-
-
-def test_writer_in_doubt_whose_commit_was_not_journalled_gets_an_error(gms: GmsProcess):
-    """The server dies before it receives the commit: an error at once, and RW for the next."""
-    writer = gms.writer()
-    writer.place("t", 64, (64,), "uint8")
-    crash_in_commit(gms, writer, after_journal=False)
-    with pytest.raises(RemoteError, match=r"gms\.not_committed"):
-        writer.commit(IDENTITY)
-    gms.load().close()
-
-
-def test_lost_journal_lets_the_survivors_decide(gms: GmsProcess):
-    """The journal is torn while the server is dead: the epoch still comes back."""
-    with gms.load() as reader:
-        gms.kill()
-        with open(names.journal_path(gms.directory, gms.device), "r+b") as stream:
-            stream.write(b"torn")
-        gms.start()
-        reader.rejoin(10)
-        assert is_committed_with(gms, 1)
-        until(lambda: journalled(gms) == reader.epoch, "it to be written down again")
-        gms.kill()
-        gms.start()
-        reader.rejoin(10)
-        assert is_committed_with(gms, 1)
-
-
-def test_survivor_whose_files_were_removed_is_still_registered(gms: GmsProcess):
-    """Somebody removed the epoch's file and the journal: the reader serves on as a reader."""
-    with gms.load() as reader:
-        gms.kill()
-        os.unlink(os.path.join(gms.directory, names.epoch_file(gms.device, reader.epoch)))
-        os.unlink(names.journal_path(gms.directory, gms.device))
-        gms.start()
-        reader.rejoin(10)
-        assert [s["epoch"] for s in gms.status()["sessions"]] == [reader.epoch]
-        assert reader.read("t") == b"\7" * 64

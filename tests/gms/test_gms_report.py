@@ -30,22 +30,6 @@ def drop(gms: GmsProcess) -> None:
 
 
 @host_only
-def test_status_shows_two_copies_and_who_maps_the_old_one(gms: GmsProcess):
-    """Drop what two engines map, then load anew: both times the old copy and its readers are
-    shown; that the next load doubles the weights is said for as long as it is to come."""
-    assert "superseded" not in words(gms)
-    old = [gms.load(nbytes=3 << 20), gms.reader(engine="engine-1", incarnation="i-1")]
-    drop(gms)
-    said = words(gms)
-    assert "  superseded 3.0 MiB, mapped by engine-0, engine-1; nothing is in service" in said
-    with gms.load(engine="engine-2", incarnation="i-2"):
-        line = next(line for line in words(gms).splitlines() if "superseded" in line)
-        assert line == "  superseded 3.0 MiB, mapped by engine-0, engine-1"
-    for reader in old:
-        reader.close()
-
-
-@host_only
 def test_recovering_memory_names_pids_and_their_engines(gms: GmsProcess):
     """A reader that is stopped while its server dies: `status` and `drop` name its pid, and its
     engine by the state file."""
@@ -68,15 +52,3 @@ def test_recovering_memory_names_pids_and_their_engines(gms: GmsProcess):
     finally:
         os.kill(client.pid, signal.SIGCONT)
         client.kill()
-
-
-@host_only
-def test_inspect_does_not_count_tensors_that_it_cannot_know(gms: GmsProcess):
-    """Condemned memory that came back after a restart has no manifest: `unknown`, not 0."""
-    with gms.load() as reader:
-        assert "tensors 1" in words(gms, in_full=True)
-        drop(gms)
-        gms.kill()
-        gms.start()
-        reader.rejoin(10)
-        assert "superseded: slabs 1, 4.0 KiB, tensors unknown" in words(gms, in_full=True)

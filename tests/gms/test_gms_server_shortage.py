@@ -7,7 +7,6 @@ else notices, nothing is lost, and with room everything goes on by itself.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import threading
 from types import SimpleNamespace
@@ -22,8 +21,7 @@ from gms.server.server import WeightsServer
 from gms.vmm.host import HostMemory
 from plumbing.errors import ProtocolError, RemoteError, UnderstudyError, UnreachableError
 from plumbing.wire.blocking import BlockingClient
-from tests.gms.bench import MIB, GmsProcess, hand_back_of, is_committed_with, kept
-from tests.gms.kinds import host_only
+from tests.gms.bench import MIB, GmsProcess
 from tests.gms.limits import at_limit, descriptors_left
 from tests.helpers import open_fds, until
 
@@ -56,75 +54,6 @@ def test_attaching_reader_is_told_what_is_short_and_others_are_served(gms: GmsPr
             assert caught.value.code == "gms.server_exhausted"
             until(lambda: len(status(watching)["sessions"]) == 1, "its session to end")
         until(lambda: is_whole(gms, reader), "the server to be whole")
-
-
-def test_slab_that_cannot_be_created_costs_its_writer_only(gms: GmsProcess):
-    """The writer gets the error. That its epoch is no longer mapped cannot be found out now, and
-    is not assumed: no other may write before the server can look."""
-    with gms.client() as watching, gms.client() as next_one:
-        for client in (watching, next_one):
-            status(client)
-        with gms.writer() as writer:
-            slab_bytes = 2 * MIB
-            writer.plan(2 * slab_bytes, slab_bytes, slab_bytes)
-            writer.place("a", slab_bytes, (slab_bytes,), "uint8")
-            with at_limit(gms.pid):
-                with pytest.raises(UnderstudyError, match=r"gms\.server_exhausted"):
-                    writer.place("b", slab_bytes, (slab_bytes,), "uint8")
-                writer.close()
-                problem = until(lambda: status(watching)["problem"], "the problem to show")
-                assert "no engine may load" in problem
-                assert "open files" in problem
-                assert [epoch["phase"] for epoch in status(watching)["unowned"]] == ["releasing"]
-                waiting = next_one.request(msg.AttachMsg("e", "i", "rw", wait_ms=60_000)).message
-                assert isinstance(waiting, msg.WaitingMsg)
-                assert waiting.reason == "releasing"
-            assert isinstance(next_one.receive().message, msg.WritingMsg)
-        assert status(watching)["problem"] is None
-
-
-@host_only  # sealing takes a descriptor
-def test_commit_without_room_is_aborted_and_leaves_the_committed_epoch(gms: GmsProcess):
-    """Its memory cannot be sealed: the writer gets the error, the older epoch is still in service,
-    on disk too."""
-    with gms.load() as reader:
-        with gms.writer(mode="rw", replace=True, engine="engine-1", identity=OTHER) as writer:
-            writer.place("t", 64, (64,), "uint8")
-            with at_limit(gms.pid), pytest.raises(RemoteError, match=r"gms\.server_exhausted"):
-                writer.commit(OTHER)
-        until(lambda: is_whole(gms, reader), "the server to be whole")
-        with kept(reader):
-            gms.kill()
-            gms.start()
-            until(lambda: is_committed_with(gms, 1), "the older epoch to be back")
-            assert gms.status()["epoch"] == reader.epoch
-
-
-def test_survivor_returns_to_a_server_that_has_room_again(gms: GmsProcess):
-    """The restarted server has no descriptor: its keeper reports and tries on, memory stays mapped,
-    nobody loads; with room the same memory is committed again."""
-    said: list[str] = []
-    with gms.load() as reader:
-        gms.kill()
-        gms.start()
-        with gms.client() as watching, gms.client() as early:
-            for client in (watching, early):
-                status(client)
-            with at_limit(gms.pid), pytest.raises(RemoteError, match=r"gms\.server_exhausted"):
-                early.request(hand_back_of(reader))
-            with contextlib.ExitStack() as stack:
-                limit = stack.enter_context(contextlib.ExitStack())
-                limit.enter_context(at_limit(gms.pid))
-                keeper = stack.enter_context(
-                    kept(reader, may_digest=lambda: False, on_change=said.append)
-                )
-                until(lambda: status(watching)["problem"], "the problem to show")
-                until(lambda: said, "the keeper to report")
-                assert status(watching)["state"] == "recovering"
-                assert keeper.state == "rejoining"
-                limit.close()
-                until(lambda: is_committed_with(gms, 1), "the memory to be back")
-                until(lambda: is_whole(gms, reader), "the server to be whole")
 
 
 # ---------------------------------------------------------------------- clients

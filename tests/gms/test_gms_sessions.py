@@ -23,23 +23,6 @@ from tests.helpers import open_fds, until
 Start = Callable[..., ClientProcess]
 
 
-def test_writer_killed_mid_load_costs_only_its_staging(gms: GmsProcess, client: Start):
-    """SIGKILL a writer with 32 MiB placed: the waiting RW_OR_RO becomes the writer and commits."""
-    first = client(engine="engine-0")
-    first.expect("writer")
-    first.do("place 32")
-    second = client(engine="engine-1")
-    assert "engine-0" in second.expect("waiting")["reason"]
-    first.kill()
-    second.expect("writer")
-    second.do("place 48")  # fits only because the first one's 32 MiB are free
-    assert second.do("commit")["is"] == "committed"
-    status = gms.status()
-    assert status["state"] == "committed"
-    assert status["staging_bytes"] == status["releasing_bytes"] == 0
-    assert status["reclaims_total"] == 1
-
-
 def test_session_ends_with_its_process_even_if_a_child_keeps_the_socket(
     gms: GmsProcess, client: Start
 ):
@@ -98,22 +81,6 @@ def test_tied_and_strided_tensors_are_published_as_they_lie(gms: GmsProcess):
 
 
 # ---------------------------------------------------------------------- rows of the facts sheet
-
-
-def test_row_1_queued_client_that_dies_never_wipes_what_is_committed_meanwhile(
-    gms: GmsProcess, client: Start
-):
-    """The same where it queues to replace: the weights that are committed after its death stay."""
-    writer = gms.writer()
-    waiter = client("rw+replace", engine="engine-1")
-    waiter.expect("waiting")
-    waiter.kill()
-    until(lambda: not gms.status()["waiting"], "the dead client to leave the queue")
-    writer.place("t", 4, (4,), "uint8")
-    with writer.commit(IDENTITY) as committed, gms.reader() as reader:
-        assert reader.epoch == committed.epoch
-        assert gms.status()["epoch"] == committed.epoch
-        assert gms.status()["staging_bytes"] == 0
 
 
 def test_row_2_rw_connect_frees_nothing_that_is_committed(gms: GmsProcess, client: Start):

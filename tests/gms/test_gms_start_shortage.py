@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,55 +21,11 @@ from gms.server import supervisor as child_module
 from gms.server.supervisor import GmsSupervisor
 from plumbing.errors import GivenUpError
 from plumbing.pod import supervision
-from plumbing.pod.child_process import ChildProcess
-from plumbing.pod.gms_files import absences
 from plumbing.pod.supervision import DEATHS_MAX, SHORTAGE_EXIT_CODE
-from plumbing.service import procfs
-from tests.gms.kinds import host_only
-from tests.gms.limits import at_limit, descriptors_left
-from tests.gms.test_gms_supervisor import Serve, command, serve
-from tests.helpers import auntil, open_fds, until
-from understudy.status.gather import memory_parts, status_of
+from tests.gms.test_gms_supervisor import serve
+from tests.helpers import auntil
 
 __all__ = ["serve"]  # a fixture
-
-
-@pytest.mark.slow
-@host_only  # the supervisor's descriptors; what its servers hold is all the same to it
-def test_server_that_cannot_be_started_is_retried_and_disturbs_no_other(serve: Serve):
-    """The supervisor has no descriptor left when a server dies: status and the probe name the
-    device and the fix, the other device's server serves on; with room it is whole by itself."""
-    first, second = serve.started().devices()
-    pid = serve.process.pid
-    with at_limit(pid):
-        os.kill(first["pid"], signal.SIGKILL)
-        # First it is only reported dead.
-        cannot_start = f"gms serve (pid {pid}): the server of {serve.first} cannot be started: "
-        until(
-            lambda: cannot_start in absences(serve.directory).get(serve.first, ""),
-            "the reason to be written",
-        )
-        why = absences(serve.directory)[serve.first]
-        assert "at its limit of 3 open files; raise the limit (ulimit" in why
-        found = command("status", "--dir", serve.directory)
-        assert found.returncode == 3
-        assert why in found.stderr
-        part = memory_parts(Path(serve.directory))[0]
-        assert why in asyncio.run(status_of(part))["error"]
-        with at_limit(pid, 2):  # enough to accept a probe, too little to start a process
-            down, other = serve.devices()
-            assert (down["state"], "ulimit" in down["problem"]) == ("down", True)
-            assert (other["pid"], other["online"], other["problem"]) == (second["pid"], True, None)
-            code, answer = serve.get("/ready")
-            probe = json.loads(answer)
-            assert (code, probe["silent"]) == (503, [serve.first])
-            assert "ulimit" in probe["problems"][serve.first]
-    until(lambda: serve.get("/startup")[0] == 200, "/startup to be 200 again")
-    assert absences(serve.directory) == {}
-    until(lambda: all("pid" in device for device in serve.devices()), "every device's status")
-    fresh, other = serve.devices()
-    assert (fresh["restarts_total"], fresh["problem"]) == (1, None)
-    assert (other["pid"], other["restarts_total"]) == (second["pid"], 0)
 
 
 def one_device(directory: str, *words: str) -> GmsSupervisor:
@@ -181,28 +134,3 @@ def test_server_that_never_answers_is_killed(directory: str, monkeypatch: pytest
     asyncio.run(scenario())
     told = [event.message for event in supervisor.log.kept_since(0)]
     assert any("stopped answering" in text for text in told)
-
-
-def test_start_that_fails_leaves_neither_process_nor_descriptor(monkeypatch: pytest.MonkeyPatch):
-    """No descriptor for a process, or for watching it after it was created."""
-
-    async def start() -> None:
-        ChildProcess(["sleep", "60"], os.environ)
-
-    def no_pidfd(pid: int) -> int:
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
-    before, children = open_fds(), procfs.children(os.getpid())
-    for count in range(3):
-        with pytest.raises(OSError, match="Too many open files"):
-            asyncio.run(limited(start, count))
-    monkeypatch.setattr(os, "pidfd_open", no_pidfd)
-    with pytest.raises(OSError, match="Too many open files"):
-        asyncio.run(start())
-    assert procfs.children(os.getpid()) == children
-    assert open_fds() == before
-
-
-async def limited(action: Callable[[], Any], count: int) -> None:
-    with descriptors_left(count):
-        await action()

@@ -86,16 +86,6 @@ def test_verify_finds_bytes_that_are_not_what_was_written(gms: GmsProcess):
         assert (code, document["result"]) == (1, "altered")
 
 
-def test_verify_of_nothing_finds_nothing_wrong(gms: GmsProcess):
-    """Nothing is committed: that is a result, and no failure; another device is a mistake."""
-    code, document = command(gms, "verify")
-    assert (code, document["result"]) == (0, "empty")
-    code, said = command(gms, "verify", "--device", "HOST-7")
-    assert (code, gms.device in said) == (2, True)
-    code, said = command(gms, "drop", "--yes")
-    assert (code, said) == (1, f"{gms.device}: nothing is committed on this device")
-
-
 @pytest.fixture
 def four(gms: GmsProcess) -> Iterator[list[GmsProcess]]:
     """HOST-0 and three more devices beside it."""
@@ -161,14 +151,6 @@ def test_drop_names_the_readers_and_frees_an_unmapped_epoch(gms: GmsProcess):
     until(lambda: gms.status()["committed_bytes"] == 0, "the memory to be freed")
 
 
-def test_drop_asks_before_it_drops(gms: GmsProcess):
-    """Without a terminal and without --yes nothing happens."""
-    gms.load().close()
-    code, said = command(gms, "drop")
-    assert (code, "--yes" in said) == (2, True)
-    assert gms.status()["state"] == "committed"
-
-
 def reader_of(gms: GmsProcess, number: int) -> Reader:
     return gms.reader(engine=f"engine-{number}", incarnation=f"i-{number}")
 
@@ -181,16 +163,6 @@ def test_device_error_condemns_at_once_and_the_next_writer_loads_anew(gms: GmsPr
         with gms.load(engine="engine-1", incarnation="i-1") as fresh:
             assert fresh.epoch != reader.epoch
             assert not set(inodes(fresh)) & set(inodes(reader))
-
-
-def test_second_incarnation_that_fails_its_canary_condemns(gms: GmsProcess):
-    """One failure may be the engine's own, even twice; the same of another process is not."""
-    with gms.load() as first, reader_of(gms, 1) as second:
-        first.send(CondemnMsg("canary", "other tokens"))
-        first.send(CondemnMsg("canary", "other tokens"))
-        assert gms.status()["state"] == "committed"
-        second.send(CondemnMsg("canary", "other tokens"))
-        until(lambda: gms.status()["epoch"] is None, "the epoch to be condemned")
 
 
 @pytest.mark.parametrize("journal", ["as it was", "torn", "never written"])

@@ -3,7 +3,6 @@ calls delay nobody who does not need them. The server's memory fails or blocks a
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Iterator
 
@@ -13,7 +12,6 @@ from gms.client import Reader, Writer
 from plumbing.errors import UnderstudyError
 from tests.gms.bench import IDENTITY, GmsProcess
 from tests.gms.faulty import FaultyGms
-from tests.gms.kinds import cuda_only, stand_in_only
 from tests.helpers import open_fds, until
 
 KINDS = ["driver", "oserror", "memory", "runtime"]
@@ -86,42 +84,6 @@ def test_row_4_failing_release_loses_nothing_else(faulty: FaultyGms, kind: str):
     writer.close()
     with faulty.load() as reader:
         assert faulty.status()["epoch"] == reader.epoch
-
-
-@cuda_only
-@stand_in_only
-@pytest.mark.parametrize(
-    "failing",
-    [
-        "cuMemCreate:2:999",
-        "cuMemCreate:2:719",
-        "cuMemExportToShareableHandle:2:304",
-        "cuMemRelease:1:999",
-    ],
-)
-def test_row_4_error_of_the_cuda_driver_costs_the_writer_only(
-    directory: str, device: str, monkeypatch: pytest.MonkeyPatch, failing: str
-):
-    """The same with the driver's own calls: one fails in the server while a writer replaces what
-    is committed. The error has the driver's name for it, and everybody else goes on."""
-    monkeypatch.setenv("STANDIN_FAIL", failing)
-    gms = GmsProcess(directory, device=device).start()
-    monkeypatch.delenv("STANDIN_FAIL")
-    try:
-        with gms.load(64) as old:
-            pid = gms.pid
-            with replacing(gms) as writer, contextlib.suppress(UnderstudyError):
-                writer.place("t", 4096, (4096,), "uint8")
-                assert "Release" in failing, "the call did not fail"
-            assert gms.status()["pid"] == pid
-            assert gms.status()["epoch"] == old.epoch
-            until(lambda: gms.status()["staging_bytes"] == 0, "the failed load to be given up")
-            with gms.reader() as reader:
-                assert reader.read("t") == b"\7" * 64
-            with gms.load(64, mode="rw", replace=True, engine="engine-2") as new:
-                assert gms.status()["epoch"] == new.epoch
-    finally:
-        gms.stop()
 
 
 # ---------------------------------------------------------------------- row 5

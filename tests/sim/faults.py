@@ -87,7 +87,6 @@ def _stop(engine: Engine) -> None:
 
 
 def _cut(engine: Engine) -> None:
-    assert engine.wire is not None
     engine.wire.is_closed = True
     engine.grants.clear()
 
@@ -102,5 +101,4 @@ def _change_checkpoint(world: World) -> None:
 
 def _spoil(device: SimDevice) -> None:
     committed = device.machine.committed
-    assert committed is not None
     device.vault[committed.id].is_bad = True

@@ -198,7 +198,6 @@ class SimDevice:
         copy = None
         answer = effect.message if isinstance(effect, ev.SendMessage) else effect
         if isinstance(answer, msg.CommittedMsg):
-            assert self.journal is not None
             assert self.journal.epoch == answer.epoch, "journalled before it is answered"
             self._publish(answer.epoch)
         if isinstance(answer, ev.SendRegion):

@@ -440,7 +440,6 @@ class KvWorld:
             self.tell(ev.DeadlinePassed())
             self.check()
         assert last.memory is not None, "the last engine was never lent the memory"
-        assert self.machine is not None
         phases = {pool.phase for pool in self.machine.regions.values()}
         assert phases == {RegionPhase.SERVED}
 

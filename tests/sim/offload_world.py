@@ -113,11 +113,9 @@ class OffloadWorld:
     def _write(self, node: Node, actor: Actor) -> None:
         """One step of a load, a restage or a copy."""
         memory = actor.holds[node.name]
-        assert memory is not None
         if not memory.content:
             if node is self.host:
                 source = actor.holds["device"]
-                assert source is not None
                 memory.content = source.content
             else:
                 self._fill(actor, memory)
@@ -177,7 +175,6 @@ class OffloadWorld:
 
     def _rejoin(self, node: Node, actor: Actor) -> None:
         memory = actor.holds[node.name]
-        assert memory is not None
         manifest, hashed = manifest_of(SIZES)
         held = msg.HeldEpoch(True, IDENTITY, hashed)
         who = actor.name, f"i-{id(actor)}"
@@ -186,14 +183,11 @@ class OffloadWorld:
 
     def _digest(self, node: Node, actor: Actor) -> None:
         memory, session = actor.holds[node.name], actor.session[node.name]
-        assert memory is not None
-        assert session is not None
         node.tell(ev.Received(session, 0, msg.DigestMsg(digest_of(memory.content))))
 
     def _condemn(self, actor: Actor) -> None:
         memory, session = actor.holds["device"], actor.session["device"]
         committed = self.device.machine.committed
-        assert memory is not None
         assert session is not None
         if committed is not None and committed.id == memory.epoch:
             self.condemning.add(memory.content)

@@ -11,13 +11,11 @@ import random
 import pytest
 
 from engine.core.loading import Role
-from gms import messages as msg
 from gms.core import events as ev
 from tests.sim.broken_rules import RULES, Rule, abort_in_doubt
 from tests.sim.faults import Hazard
-from tests.sim.gms_device import SLAB_BYTES, manifest_of
 from tests.sim.kit import replayable, seeds
-from tests.sim.steps import committed, quiet, run_one, run_until
+from tests.sim.steps import committed, run_one
 from tests.sim.tp_world import World
 
 ROLES = [(a, b) for a in Role for b in Role]
@@ -87,10 +85,6 @@ def epochs_loaded(world: World) -> list[int]:
     return [device.begun_total for device in world.devices]
 
 
-def both_whole(world: World) -> None:
-    run_until(world, "both are whole", lambda: all(e.is_whole for e in world.engines))
-
-
 def crash_in_the_middle_of_a_commit(world: World) -> None:
     """Every device's record is on disk when its server dies; no commit was answered."""
     (engine,) = world.engines
@@ -128,77 +122,3 @@ def test_a_writer_that_gives_up_in_doubt_loads_again(monkeypatch: pytest.MonkeyP
     crash_in_the_middle_of_a_commit(world)
     world.settle()
     assert epochs_loaded(world) == [2, 2]
-
-
-def test_a_stopped_survivor_keeps_all_engines_from_loading_until_it_continues():
-    """Goal: no deadline ends recovery. Method: the only survivor sleeps for an hour; a newcomer
-    waits, and then reads the epoch that it brings back."""
-    world = pod(Role.AUTO, Role.PRIMARY)
-    survivor, newcomer = world.engines
-    quiet(world, "engine-0")
-    run_until(world, "one is whole", lambda: survivor.is_whole)
-    before = committed(world)
-    for device in world.devices:
-        world.crash(device)
-    quiet(world, "engine-1")
-    run_until(world, "it waits", lambda: len(newcomer.waiting_sessions) == 2)
-    for _ in range(60):
-        world.pass_time(60_000)
-        world.check()
-        assert len(newcomer.waiting_sessions) == 2
-    world.settle()
-    assert committed(world) == before
-    assert epochs_loaded(world) == [1, 1]
-
-
-@pytest.mark.parametrize("how", ["dies", "is cut off", "fails"])
-def test_one_survivor_is_checked_and_a_broken_one_costs_only_itself(how: str):
-    """Goal: a hand-back that breaks off costs nothing, and no second load. Method: the first
-    survivor's memory is about to be checked when it dies, loses its connection, or the check fails;
-    the other one waits meanwhile."""
-    world = pod(Role.AUTO, Role.AUTO, devices=1)
-    both_whole(world)
-    before, (device,) = committed(world), world.devices
-    world.crash(device)
-    device.boot()
-    first, second = (engine.ranks[0] for engine in world.engines)
-    run_until(world, "the first is checked", lambda: device.checked, only="engine-0.")
-    run_until(world, "the second waits", lambda: second.session, only="engine-1.")
-    assert not second.is_registered
-    if how == "dies":
-        world.engines[0].fail("killed")
-    elif how == "is cut off":
-        world.cut_session(first)
-    else:
-        device.fail_one()
-    world.held_back = {("engine-0", 0)}
-    run_until(world, "it is back", lambda: committed(world) == before)
-    assert second.session in device.machine.sessions
-    world.held_back.clear()
-    world.settle()
-    assert committed(world) == before
-    assert device.begun_total == 1
-
-
-def test_a_reader_that_is_not_fully_attached_may_not_hand_back():
-    """Goal: half an epoch is not taken for it. Method: a survivor hands back one slab of two; it is
-    refused, the other one's is taken, and nothing is altered."""
-    world = pod(Role.AUTO, Role.AUTO, devices=1)
-    both_whole(world)
-    before, (device,) = committed(world), world.devices
-    world.crash(device)
-    device.boot()
-    first = world.engines[0].ranks[0]
-    run_until(world, "it hears of it", lambda: first.session is None, only="engine-0.")
-    first.session = world.open_session(first)
-    half = (SLAB_BYTES,)
-    manifest, hashed = manifest_of(half)
-    held = msg.HeldEpoch(True, first.identity, hashed)
-    message = msg.HandBackMsg(
-        "engine-0", first.incarnation, str(first.holds), half, epoch=held, manifest=manifest
-    )
-    device.tell(ev.Received(first.session, 4, message))
-    run_until(world, "it is refused", lambda: "gms.bad_offer" in world.trace[-2], only="engine-0.")
-    assert committed(world) == [None]
-    world.settle()
-    assert committed(world) == before

@@ -112,18 +112,6 @@ def test_an_engine_whose_ranks_hold_different_weights_refuses_to_go_on():
     assert not engine.is_whole
 
 
-def test_a_device_with_another_checkpoint_refuses_the_rank_and_names_the_field():
-    """Goal: importers must match. Method: a device has version 1 committed when an engine comes
-    for version 2; the whole engine ends, the other device gains nothing that it keeps."""
-    world = World(0, (Role.AUTO,), devices=2, has_barrier=True, in_container=True)
-    (engine,) = world.engines
-    run_until(world, "it is whole", lambda: engine.is_whole)
-    engine.fail("killed")
-    world.version = 2
-    run_until(world, "it is refused", lambda: len(engine.failures) == 2)
-    assert "gms.identity_mismatch" in engine.failures[1]
-
-
 # ---------------------------------------------------------------------- planted faults
 
 
@@ -172,22 +160,6 @@ def test_without_the_loader_lock_two_who_may_write_deadlock(loading, roles):
     or never give it back."""
     with pytest.raises(Deadlock):
         planted(roles, loading_type=loading)
-
-
-@pytest.mark.parametrize("roles", [(Role.PRIMARY, Role.AUTO), (Role.AUTO, Role.PRIMARY)])
-def test_one_engine_that_does_not_take_the_loader_lock_deadlocks_with_one_that_does(roles):
-    """Goal: every writer takes the lock, whatever its role. Method: only `auto` takes it."""
-
-    def loading_type(role: Role) -> Loading:
-        return (NoLoader if role is Role.PRIMARY else Loading)(role)
-
-    with pytest.raises(Deadlock):
-        planted(roles, loading_type=staticmethod(loading_type))
-
-
-def test_roles_alone_are_enough_for_a_primary_and_a_shadow():
-    """Goal: the planted fault is not a fault of the test. Method: the seed's own roles."""
-    planted((Role.PRIMARY, Role.SHADOW), fault_rate=0.03, loading_type=NoLoader)
 
 
 def test_not_waiting_for_a_dying_process_makes_a_second_copy(monkeypatch):

@@ -130,13 +130,11 @@ class Engine:
     # ------------------------------------------------------------------ the way to the weights
 
     def rank_asks(self, rank: Rank) -> None:
-        assert self.loading is not None
         leaves = self.loading.asked(rank.number, self.ranks_count)
         self._say()
         self._let_go(leaves)
 
     def rank_attached(self, rank: Rank) -> None:
-        assert self.loading is not None
         assert rank.copy is not None
         objection = self.loading.attached(rank.number, {"version": rank.version})
         if objection is not None:

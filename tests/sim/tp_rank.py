@@ -126,7 +126,6 @@ class Rank:
 
     def _write(self) -> None:
         assert self.session is not None
-        assert self.copy is not None
         self.is_busy = True
         if len(self.copy.slab_sizes) < SLABS:
             self.copy.contents.add(self.world.version)
@@ -143,7 +142,6 @@ class Rank:
     # ------------------------------------------------------------------ back to a new server
 
     def _hand_back(self) -> None:
-        assert self.copy is not None
         self.session = self.world.open_session(self)
         self.device.offered[self.session] = self.copy
         manifest, hashed = manifest_of(self.copy.slab_sizes)
@@ -200,7 +198,6 @@ class Rank:
 
     def _join(self, copy: Copy | None, then: At) -> None:
         """Take the flock before anything is mapped; too late is too late."""
-        assert copy is not None
         assert self.at is At.ATTACHING, "it was granted what it had not asked for"
         if copy.epoch not in self.device.files:
             self.engine.fail(f"{self.name} came too late for its epoch")

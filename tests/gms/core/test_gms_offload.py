@@ -29,7 +29,6 @@ def loaded(**more: Any) -> tuple[Bench, str]:
 def copy_of(bench: Bench, **changes: Any) -> ev.JournalRecord:
     """The record of a good copy of what is committed, or of one that differs."""
     committed = bench.device.committed
-    assert committed is not None
     return replace(committed.record(), **{"epoch": COPY, **changes})
 
 
@@ -111,7 +110,6 @@ def test_only_a_copy_of_the_same_bytes_stands_for_an_epoch(changes: dict[str, An
     bench, epoch = loaded()
     assert refused(bench, copy_of(bench, **changes)) == "gms.no_copy"
     assert refused(bench, None) == "gms.no_copy"
-    assert bench.device.committed is not None
     assert bench.device.committed.id == epoch
 
 
@@ -152,9 +150,7 @@ def test_restage_commits_with_the_digest_of_the_copy():
     bench.allocate(2)
     assert isinstance(bench.commit(2, restaged_from=COPY), msg.CommittedMsg)
     committed = bench.device.committed
-    assert committed is not None
     assert (committed.digest, bench.device.restages_total) == (DIGEST, 1)
-    assert bench.journal is not None
     assert (bench.journal.digest, bench.offloaded) == (DIGEST, None)
     assert bench.records[-1].type == "gms.restaged"
 
@@ -176,7 +172,6 @@ def test_restage_that_breaks_off_leaves_the_copy_in_force():
     bench.complete(bench.pending.pop(0))  # sealed
     written = bench.pending.pop(0)
     assert isinstance(written, ev.WriteJournal)
-    assert written.record is not None
     orphans = orphans_of([written.record.epoch], written.record)
     after = Bench(orphans=orphans, offloaded=written.offloaded)
     assert after.device.state == "recovering"
@@ -250,7 +245,6 @@ def test_reader_of_a_superseded_epoch_that_asks_frees_it():
     bench.tell(ev.Received(1, 5, msg.OffloadMsg()))
     assert bench.released == [old]
     assert isinstance(bench.last(1), ev.RefuseRequest)
-    assert bench.device.committed is not None
     assert bench.device.committed.id == new
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +10,6 @@ import pytest
 from gms import epoch_file
 from gms.client import KvClaim, borrow_pool
 from plumbing.errors import RemoteError, is_disk_fault
-from plumbing.pod.supervision import SHORTAGE_EXIT_CODE
 from tests.gms.bench import DEVICE
 from tests.gms.kv.kv_bench import ERA, INDEX_BYTES, SIZE_BYTES, KvProcess
 from tests.small_disk import SmallDisk, needs_root, small_disk
@@ -59,12 +57,3 @@ def test_without_a_free_name_the_disk_is_blamed_until_there_is_room(kv: KvProces
     assert is_disk_fault(refused.value)
     disk.clear()
     borrow_pool(kv.directory, DEVICE, claim(1), deadline_s=20).close()
-
-
-def test_server_that_finds_no_room_at_its_start_asks_to_be_started_again(disk: SmallDisk):
-    disk.fill_names()
-    server = KvProcess(str(disk.path))
-    env = server.environment()
-    ran = subprocess.run(server.words, env=env, capture_output=True, text=True, timeout=60)
-    assert (ran.returncode, "Traceback" in ran.stderr) == (SHORTAGE_EXIT_CODE, False), ran.stderr
-    assert "No space left on device" in ran.stderr

@@ -10,7 +10,7 @@ from gms.core.snapshot import STATES as STATES_SHOWN
 from gms.core.snapshot import kv_snapshot
 from gms.messages import DiscardMsg
 from gms.report import look_at_kv, render_kv
-from gms.server.metrics import KV_STATES, KvMetrics
+from gms.server.metrics import KV_STATES, ServerMetrics
 from plumbing.service.metrics import Metrics
 from tests.gms.kv.desk import Desk
 
@@ -58,7 +58,7 @@ def test_status_names_every_state():
 def test_every_state_has_a_metric_and_counters_survive_a_restart():
     assert set(KV_STATES) == {*STATES_SHOWN, "down"}
     metrics = Metrics()
-    of_kv = KvMetrics(metrics, ["HOST-0"])
+    of_kv = ServerMetrics(metrics, ["HOST-0"], "kv")
     desk = Desk()
     desk.hold(1)
     for _ in range(2):  # the second server counts from zero

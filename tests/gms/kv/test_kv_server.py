@@ -8,16 +8,14 @@ import os
 import signal
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from gms import messages as msg
 from gms import names
-from gms.client import KvClaim, borrow_pool
 from gms.messages import DropMsg
 from gms.server.supervisor import GmsSupervisor
-from plumbing.errors import RemoteError, UnreachableError
+from plumbing.errors import RemoteError
 from plumbing.pod.paths import KV
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.messages import Message
@@ -51,37 +49,6 @@ def test_content_outlives_its_engine_and_the_next_one_finds_it(kv: KvProcess, bo
     assert (status["pools_made_total"], status["pools_lent_total"]) == (1, 2)
 
 
-@host_only
-def test_stopped_holder_is_waited_for_and_named(kv: KvProcess, borrow: Borrow):
-    """Goal: nobody is lent what a living process maps. Method: SIGSTOP the holder; a wait that
-    ends at its deadline, and one that ends with the holder."""
-    first = borrow(1)
-    first.expect("lent")
-    os.kill(first.pid, signal.SIGSTOP)
-    hasty = borrow(2, wait_s=0.3)
-    refused = hasty.expect("refused")
-    assert refused["code"] == "gms.kv_busy"
-    assert f"engine-1 (token 1, pid {first.pid})" in refused["message"]
-    second = borrow(3)
-    second.waits(saying=f"pid {first.pid}")
-    first.kill()
-    second.expect("lent")
-
-
-@host_only
-def test_child_that_outlives_its_engine_is_waited_for(kv: KvProcess, borrow: Borrow):
-    """Goal: the kernel, not the session, says when the memory is free. Method: the engine's process
-    dies, a child that inherited its descriptors does not."""
-    first = borrow(1)
-    first.expect("lent")
-    child = first.do("fork")["pid"]
-    os.kill(first.pid, signal.SIGKILL)
-    second = borrow(2)
-    second.waits(saying=f"still mapped by pid {child}")
-    os.kill(child, signal.SIGKILL)
-    second.expect("lent")
-
-
 def test_engine_serves_through_the_death_of_the_server_and_hands_the_pool_back(
     kv: KvProcess, borrow: Borrow
 ):
@@ -104,18 +71,6 @@ def test_engine_serves_through_the_death_of_the_server_and_hands_the_pool_back(
 
 
 @host_only
-def test_restarted_server_without_survivors_starts_empty(kv: KvProcess, borrow: Borrow):
-    first = borrow(1)
-    pool = first.expect("lent")["pool"]
-    kv.kill()
-    first.kill()
-    kv.start()
-    again = borrow(2).expect("lent")
-    assert again["is_fresh"]
-    assert again["pool"] != pool
-
-
-@host_only
 def test_engine_whose_pool_file_was_removed_keeps_its_memory(kv: KvProcess, borrow: Borrow):
     """Goal: a server that cannot know a pool does not disturb who uses it. Method: remove the file
     under its holder and restart the server."""
@@ -128,26 +83,6 @@ def test_engine_whose_pool_file_was_removed_keeps_its_memory(kv: KvProcess, borr
     first.do("write on")
     assert first.do("read")["memory"] == "on"
     assert first.do("close")["is"] == "closed"
-
-
-@host_only
-def test_discarded_content_is_never_lent_again(kv: KvProcess, borrow: Borrow):
-    """Goal: bad content ends with its holder, also through a death of the server."""
-    first = borrow(1)
-    pool = first.expect("lent")["pool"]
-    first.do("write bad")
-    first.do("discard device error")
-    until(lambda: kv.status()["discarded"], "the discard to be heard")
-    kv.kill()
-    kv.start()
-    first.do("held")
-    second = borrow(2)
-    second.waits(saying="still lent to engine-1")
-    first.kill()
-    lent = second.expect("lent")
-    assert lent["is_fresh"]
-    assert lent["pool"] != pool
-    assert second.do("read")["index"] == ""
 
 
 def refused_for_want_of_room(borrow: Borrow, token: int) -> str:
@@ -264,22 +199,3 @@ def test_what_cannot_be_served_of_one_model_stops_no_other(directory: str):
         return await running
 
     assert asyncio.run(scenario()) == 0
-
-
-def test_service_that_does_not_answer_is_waited_for_as_long_as_was_said(
-    directory: str, device: str, monkeypatch: pytest.MonkeyPatch
-):
-    """By a clock that only sleeping moves: at the deadline, or before it where so much is said."""
-    now = [0.0]
-    clock = SimpleNamespace(
-        monotonic=lambda: now[0], sleep=lambda s: now.__setitem__(0, now[0] + s)
-    )
-    monkeypatch.setattr("gms.client.kv_loan.time", clock)
-    claim = KvClaim("engine-0", "i", 1, ERA, SIZE_BYTES, INDEX_BYTES)
-    took_s = []
-    for limits in ({}, {"away_s": 2.0}):
-        began_s = now[0]
-        with pytest.raises(UnreachableError):
-            borrow_pool(directory, device, claim, 45.0, **limits)
-        took_s.append(round(now[0] - began_s))
-    assert took_s == [45, 2]
