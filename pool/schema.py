@@ -31,7 +31,6 @@ class PoolCost(Schema):
     wake_ms: Annotated[float | None, "from warm to awake"]
     restage_ms: Annotated[float | None, "from offloaded to awake"]
     resume_ms: Annotated[float | None, "from awake to the last parked stream's next token"]
-    turn_ms: Annotated[float | None, "awake until it yields; at most its protection"]
     drain_ms: Annotated[float | None, "from the shut door until nothing is in flight"]
     release_ms: Annotated[float | None, "until its memory is proven free"]
 

@@ -31,7 +31,7 @@ from plumbing.text import duration
 from plumbing.wire.connection import Connection, Handler, connect
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.messages import FaultMsg, Message
-from pool.client.link import PoolCallbacks, PoolLink
+from pool.client.link import PoolLink
 from pool.core.events import RefusedDoor
 from pool.core.states import ModelState
 from pool.messages import DoorsMsg, PooledModel
@@ -301,46 +301,29 @@ class GatewayEngineLink(Handler):
         self._log.record(f"gateway.{kind}", message, severity, data)
 
 
-class GatewayPoolLink:
+class GatewayPoolLink(PoolLink):
     """One gateway's connection to the pool of its directory. Without a pool file: no models."""
 
     def __init__(
         self, settings: GatewaySettings, exchange: GatewayExchange, clock: Clock, log: EventLog
     ) -> None:
+        super().__init__(settings.directory, exchange.demand)
         self.models = tuple(settings.pool.lanes)
         self.changed_ms = clock.now_ms()  # connected, or lost
         self.refusal: str | None = None
         self._exchange, self._clock, self._log = exchange, clock, log
         self._strangers: frozenset[str] = frozenset()
-        self._link = PoolLink(
-            settings.directory,
-            exchange.demand,
-            PoolCallbacks(
-                on_doors=self._doors_came,
-                on_connected=self._connected,
-                on_lost=self._lost,
-                on_refused=self._refused,
-            ),
-        )
-        self.changed = self._link.changed  # the demand may be another one
-        self.run = self._link.run
 
     @property
-    def is_connected(self) -> bool:
-        return self._link.is_connected
-
-    @property
-    def problem(self) -> str | None:
+    def outage(self) -> str | None:
         """Why the pool is of no use now."""
         has_said = bool(self._exchange.endpoints.said)
         if not self.models or (self.is_connected and self.refusal is None and has_said):
             return None
-        why = self.refusal or self._link.problem or "it has sent nothing yet"
+        why = self.refusal or self.problem or "it has sent nothing yet"
         return f"no pool: {why}; awake models are still served, but no model switches"
 
-    # ------------------------------------------------------------------ what the pool says
-
-    def _doors_came(self, doors: DoorsMsg) -> None:
+    def doors_came(self, doors: DoorsMsg) -> None:
         self.refusal = None
         said = {model: doors.models.get(model) or _unknown(model) for model in self.models}
         self._exchange.set_model_doors(said)
@@ -350,19 +333,21 @@ class GatewayPoolLink:
             message = f"the pool has models unknown to this gateway: {names}; restart the gateway"
             self._log.record("gateway.pool_differs", message, "warning")
         self._strangers = strangers
-        self._link.changed()
+        self.changed()
 
-    def _connected(self) -> None:
+    def begin(self, conn: Connection) -> None:
+        super().begin(conn)
         self.changed_ms = self._clock.now_ms()
         self._log.record("gateway.pool", "connected to the pool")
 
-    def _lost(self, reason: str) -> None:
+    def lose(self, reason: str) -> None:
+        super().lose(reason)
         self._exchange.forget_door_numbers()
         self.changed_ms = self._clock.now_ms()
         message = f"lost the pool ({reason}); awake models are still served, but no model switches"
         self._log.record("gateway.pool_lost", message, "warning")
 
-    def _refused(self, error: UnderstudyError) -> None:
+    def refused(self, error: FaultMsg, request_id: int) -> None:
         if self.refusal != error.message:  # it is repeated at every attempt
             self.refusal = error.message
             message = f"the pool refuses this gateway: {error.message}"

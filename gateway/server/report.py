@@ -124,7 +124,7 @@ def problems(gateway: GatewayParts) -> list[str]:
         found.append(f"{lock.problem}; {meanwhile}")
     elif not lock.address:
         found.append("the lock server has lent no socket yet; see `lockserver status`")
-    found += [gateway.exchange.problem, gateway.pool.problem, _unheard(gateway)]
+    found += [gateway.exchange.problem, gateway.pool.outage, _unheard(gateway)]
     found += [look() for look in gateway.troubles]
     return [each for each in found if each]
 
@@ -256,7 +256,7 @@ def ready(gateway: GatewayParts) -> Probe:
 def _pool_ready(gateway: GatewayParts) -> Probe:
     """A request for any model would be answered, or raises its model; a model alone that has failed
     takes no others out of service."""
-    problem, lanes = gateway.pool.problem, gateway.exchange.core.lanes.values()
+    problem, lanes = gateway.pool.outage, gateway.exchange.core.lanes.values()
     if gateway.exchange.endpoints.said:
         return Probe(True, "pool", {"problem": problem})
     if any(lane.target.grant for lane in lanes):
@@ -365,7 +365,7 @@ class _Collected(Collector):
             {(model, str(outcome)): count for (model, outcome), count in counts.items()},
         )
         text = "1 while the gateway is connected to the pool; without it nothing switches."
-        is_connected = gateway.pool.problem is None
+        is_connected = gateway.pool.outage is None
         yield GaugeMetricFamily(_name("pool_connected"), text, value=is_connected)
 
 

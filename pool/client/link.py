@@ -17,35 +17,14 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 from lockserver.client.reconnect import keep_connected
-from plumbing.errors import RemoteError, UnderstudyError
 from plumbing.pod.paths import pool_socket
 from plumbing.wire.connection import Connection, Handler, connect
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.messages import Catalogue, FaultMsg, Message
 from pool.core.events import ModelDemand
 from pool.messages import CATALOGUE, DemandMsg, DoorsMsg
-
-
-def _ignore(*_: object) -> None:
-    """The default of every callback."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolCallbacks:
-    """What a `PoolLink` calls, on its loop; none may block.
-
-    - `on_doors(doors)`: all models. The same may come again.
-    - `on_connected()`, `on_lost(reason)`: what was heard counts all the same.
-    - `on_refused(error)`: the pool refuses this gateway, or what it said. Retried with back-off.
-    """
-
-    on_doors: Callable[[DoorsMsg], object] = _ignore
-    on_connected: Callable[[], object] = _ignore
-    on_lost: Callable[[str], object] = _ignore
-    on_refused: Callable[[UnderstudyError], object] = _ignore
 
 
 class KeptLink(Handler):
@@ -151,27 +130,20 @@ class KeptLink(Handler):
 
 
 class PoolLink(KeptLink):
-    """Keeps one gateway's connection to the pool of `directory`."""
+    """Keeps one gateway's connection to the pool of `directory`. `refused` is called where the pool
+    refuses this gateway, or what it said: retried with back-off."""
 
-    def __init__(
-        self,
-        directory: str,
-        demand: Callable[[], Mapping[str, ModelDemand]],
-        callbacks: PoolCallbacks = PoolCallbacks(),
-        *,
-        gateway: str | None = None,
-    ) -> None:
-        """Connect later, in `run`.
-
-        Args:
-            demand: what this gateway has, by model; called whenever it is sent.
-            gateway: this process's id, 16 hex digits; random unless given.
-        """
+    def __init__(self, directory: str, demand: Callable[[], Mapping[str, ModelDemand]]) -> None:
+        """Connect later, in `run`. `demand`: what this gateway has, by model; called whenever it is
+        sent."""
         super().__init__(pool_socket(directory), CATALOGUE)
-        self.gateway = gateway or secrets.token_hex(8)
-        self._demand, self._callbacks = demand, callbacks
-        self._said: dict[str, ModelDemand] | None = None  # on this connection, last
+        self.gateway = secrets.token_hex(8)  # this process
+        self._demand = demand
+        self._sent: dict[str, ModelDemand] | None = None  # on this connection, last
         self._pace = DemandPace()
+
+    def doors_came(self, doors: DoorsMsg) -> None:
+        """All models. The same may come again."""
 
     def changed(self) -> None:
         """The demand may be another one: send it if so, with what changes in the next moment."""
@@ -181,29 +153,22 @@ class PoolLink(KeptLink):
 
     def begin(self, conn: Connection) -> None:
         self.look()
-        self._callbacks.on_connected()
 
     def lose(self, reason: str) -> None:
-        self._said = None
+        self._sent = None
         self.forget_look()
-        self._callbacks.on_lost(reason)
 
     def look(self) -> None:
-        if self.conn is None:
-            return
         demand = dict(self._demand())
-        if demand != self._said:
-            self._said = demand
+        if self.conn is not None and demand != self._sent:
+            self._sent = demand
             self._pace.said(asyncio.get_running_loop().time())
             self.conn.send(DemandMsg(self.gateway, demand))
 
     def hear(self, message: Message, request_id: int) -> None:
         if isinstance(message, DoorsMsg):
             self.problem = None
-            self._callbacks.on_doors(message)
-
-    def refused(self, error: FaultMsg, request_id: int) -> None:
-        self._callbacks.on_refused(RemoteError(error.code, error.message, **error.details))
+            self.doors_came(message)
 
     def closed(self, conn: Connection, reason: str) -> None:
         refusal = self.problem

@@ -270,27 +270,16 @@ class TellEngine(PoolEffect, frozen=True):
     generation: GoalGeneration
 
 
-class FreeKv(PoolEffect, frozen=True):
-    """Nobody is to wake: the memory service may free this model's KV memory, which it refuses while
-    anybody maps it."""
-
-    model: str
-
-
-class FreeWeights(PoolEffect, frozen=True):
-    """No engine of this model runs: the memory service may free its weights on the devices, and
-    the copy in host memory if `and_copy`."""
-
-    model: str
-    and_copy: bool
-
-
 class AskMemory(PoolEffect, frozen=True):
     """Look at what the memory service holds of this model, on each of its devices and on `HOST`,
-    and answer with `MemoryIs`."""
+    and answer with `MemoryIs`. `frees_kv`: nobody is to wake, so the memory service may free this
+    model's KV memory, which it refuses while anybody maps it. `frees_weights`: no engine of it
+    runs, so its weights too, and their copy."""
 
     model: str
     number: int
+    frees_kv: bool = False
+    frees_weights: bool = False
 
 
 class AskWitness(PoolEffect, frozen=True):

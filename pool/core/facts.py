@@ -33,7 +33,6 @@ from pool.core.states import (
     ModelState,
     PoolRules,
 )
-from pool.core.who_yields import protection_ms
 
 S = ModelState
 
@@ -123,8 +122,6 @@ class Facts:
             case S.WAKING if state is S.AWAKE:
                 is_away = model.floor is Tier.OFFLOADED
                 costs.learn("restage_ms" if is_away else "wake_ms", spent_ms)
-            case S.AWAKE if state is S.DRAINING:
-                costs.learn("turn_ms", min(spent_ms, protection_ms(model, self.rules)))
             case S.DRAINING if state is S.RELEASING:
                 costs.learn("drain_ms", self.now_ms - (model.drained_ms or self.now_ms))
             case S.RELEASING if state is not S.UNLOADING:

@@ -27,7 +27,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from msgspec import Struct
 
 from plumbing.pod.messages import Tier
-from pool.core.events import AskMemory, AskWitness, FreeKv, FreeWeights, MemoryIs, PoolEffect
+from pool.core.events import AskMemory, AskWitness, MemoryIs, PoolEffect
 from pool.core.model import RANK, WITHOUT_KV, Model, ModelEngine
 from pool.core.states import HOST, EngineSizes, EntryKey, EntryKind, sums
 
@@ -263,13 +263,10 @@ class PoolLedger:
         if any(key.kind is not EntryKind.BASE for key in ready - model.asked_for):
             self.number += 1
             model.asked, model.asked_for = self.number, ready
-            if any(key.kind is EntryKind.KV for key in ready):
-                yield FreeKv(model.name)
-            if any(key.kind is EntryKind.COPY for key in ready) or (
-                all(engine.is_gone for engine in model.engines)
-            ):
-                yield FreeWeights(model.name, and_copy=True)
-            yield AskMemory(model.name, self.number)
+            kinds = {key.kind for key in ready}
+            is_gone = all(engine.is_gone for engine in model.engines)
+            frees_weights = EntryKind.COPY in kinds or is_gone
+            yield AskMemory(model.name, self.number, EntryKind.KV in kinds, frees_weights)
         else:
             model.asked_for = ready
         for key in ready:

@@ -23,8 +23,10 @@ What a reader may not expect:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
+
+from msgspec import Struct, field
 
 from plumbing.pod.messages import Tier
 from pool.core.demand import TicketView
@@ -129,22 +131,20 @@ class ModelEngine:
             self.dead = (*self.dead, incarnation)[-DEAD_KEPT:]
 
 
-@dataclass(slots=True)
-class Costs:
+class Costs(Struct, array_like=True):
     """Means of what was measured, in ms; None: never yet."""
 
     load_ms: float | None = None  # from cold to rest
     wake_ms: float | None = None  # from warm to awake
     restage_ms: float | None = None  # from offloaded to awake
     resume_ms: float | None = None  # from awake until no parked stream replays any more
-    turn_ms: float | None = None  # awake until it yields; at most its protection
     drain_ms: float | None = None
     release_ms: float | None = None
 
     def learn(self, name: str, spent_ms: float) -> None:
         before = getattr(self, name)
         mean = spent_ms if before is None else before + (spent_ms - before) * NEW_SHARE
-        setattr(self, name, mean)
+        setattr(self, name, round(mean, 1))
 
     def waking_ms(self, floor: Tier) -> float | None:
         """From a tier at rest to awake."""
@@ -171,34 +171,52 @@ class Stander:
     token: int
 
 
-@dataclass(slots=True, eq=False)
-class Model:
-    """One model with its engines: what is decided, learned and wanted, and what follows (`derive`
-    in `facts.py`). Only what `saved.py` names outlives a restart."""
+class KeptModel(Struct, array_like=True):
+    """What outlives a restart, beside its bookings, its sizes and its engines' goals (`saved.py`):
+    what is decided, what was learned and what people want."""
+
+    # What is decided: its goal, and the tier to which it falls once it has drained.
+    goal: Tier = Tier.COLD
+    falls_to: Tier | None = None
+    leaving: Leaving | None = None
+    running: Running = Running.FINISH  # the stage of a drain
+    # What was learned.
+    floor: Tier = Tier.COLD  # that it holds below awake, or has woken from
+    is_serving: bool = False  # who stands for it has been active under this goal
+    frees: ModelState | None = None  # `RELEASING` or `UNLOADING`, until all is proven to be free
+    is_wanted: bool = False
+    is_again: bool = False  # it loads or wakes again, after a death
+    # Its faults.
+    faults_ms: tuple[float, ...] = ()  # when: those of the last ten minutes
+    fault: str = ""  # the last one
+    is_permanent: bool = False  # another try would end in the same way
+    has_failed: bool = False
+    # What people want.
+    pinned: bool | None = None  # by order; None: by its rules
+    load_ordered_ms: float | None = None
+    is_unload_ordered: bool = False
+    # When, and for how long.
+    last_request_ms: float = 0.0
+    awake_since_ms: float | None = None
+    drained_ms: float | None = None  # when its last drain began
+    costs: Costs = field(default_factory=Costs)
+    door_number: int = 0
+    # What follows from all this.
+    state: ModelState = ModelState.COLD
+    reason: str = ""
+
+
+class Model(KeptModel, eq=False, kw_only=True):
+    """One model with its engines, and what follows from all that is known (`derive` in
+    `facts.py`)."""
 
     name: str
     rules: ModelRules
     engines: tuple[ModelEngine, ...] = ()
     sizes: EngineSizes | None = None
     lease: LeaseAsked | None = None  # of a neighbour, in the place of engines
-    # What is decided: its goal, and the tier to which it falls once it has drained.
-    goal: Tier = Tier.COLD
-    falls_to: Tier | None = None
-    leaving: Leaving | None = None
-    running: Running = Running.FINISH  # the stage of a drain
-    # What was learned, and must be known after a restart before anybody has said it again.
-    floor: Tier = Tier.COLD  # that it holds below awake, or has woken from
-    is_serving: bool = False  # who stands for it has been active under this goal
-    frees: ModelState | None = None  # `RELEASING` or `UNLOADING`, until all is proven to be free
-    is_wanted: bool = False
-    is_again: bool = False  # it loads or wakes again, after a death
     is_recovering: bool = True  # not all of its engines have been heard since the start
     is_unknown: bool = True  # nor is it on file
-    # Its faults.
-    faults_ms: tuple[float, ...] = ()  # when: those of the last ten minutes
-    fault: str = ""  # the last one
-    is_permanent: bool = False  # another try would end in the same way
-    has_failed: bool = False
     blamed: str = ""  # the engine whose death counts as the last fault; it may yet say why it died
     back_off_until_ms: float | None = None
     alarm: str = ""  # its memory should have left long ago
@@ -208,11 +226,7 @@ class Model:
     stood: tuple[str, str] | None = None  # engine and incarnation that stood last
     headless_ms: float | None = None  # since when nobody stands for it, though somebody could
     lost: tuple[str, str] | None = None  # engine and incarnation that have just died
-    # What people want.
-    pinned: bool | None = None  # by order; None: by its rules
-    load_ordered_ms: float | None = None
     is_sleep_ordered: bool = False
-    is_unload_ordered: bool = False
     # What the plan wants.
     is_raised_for_ticket: bool = False  # it is on its way up because somebody waits
     has_plan: bool = False  # a head for which others were asked, and neither raised nor gone since
@@ -222,27 +236,20 @@ class Model:
     expected_ms: float | None = None  # when it should be awake, by what was measured
     # When, and for how long.
     wanted_since_ms: float | None = None
-    last_request_ms: float = 0.0
-    awake_since_ms: float | None = None
     has_resumed: bool = False  # in this turn it had streams to resume
     turn_since_ms: float | None = None  # since when it makes new tokens: its protection counts
     raise_due_ms: float = 0.0  # when that, and what comes before it, has lasted too long
     asleep_since_ms: float | None = None  # since when it is below awake, at whatever tier
-    drained_ms: float | None = None
-    costs: Costs = field(default_factory=Costs)
     spent_ms: dict[str, float] = field(default_factory=dict)  # the last drain, release, raise
     # What was said.
     door: Door | None = None
-    door_number: int = 0
     door_key: tuple[object, ...] = ()
     door_expected_ms: float | None = None  # that was said with it
     asked: int | None = None  # the number of the question for its memory
     asked_for: frozenset[object] = frozenset()
-    # Derived: its phase, and what the plan goes by. Bytes are by device, and on `HOST`.
-    state: ModelState = ModelState.COLD
+    # What the plan goes by. Bytes are by device, and on `HOST`.
     since_ms: float = 0.0
     stage_since_ms: float = 0.0  # since when its budget counts: of a stage of a drain, of a launch
-    reason: str = ""
     is_blind: bool = False  # something about it is not known yet: it goes neither up nor down
     ticket: TicketView | None = None  # that decides for it; None: nobody waits
     ticket_due_ms: float | None = None  # when time alone changes which one that is
@@ -258,7 +265,7 @@ class Model:
     shadow_bytes: Mapping[str, int] = field(default_factory=dict)  # booked besides, or to be
     seen: tuple[object, ...] = ()  # of all this, what the last plan went by
     due_ms: float = float("inf")  # when time alone changes something about it
-    keys: tuple[EntryKey, ...] = field(init=False)  # all its lines in the books, in a fixed order
+    keys: tuple[EntryKey, ...] = ()  # all its lines in the books, in a fixed order
 
     def __post_init__(self) -> None:
         self.keys = tuple(_keys(self))

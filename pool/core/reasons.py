@@ -1,9 +1,7 @@
-"""Why a model is not awake: one table for status, `explain`, admission and the plan.
+"""Why a model is not awake: for status, `explain`, admission and the plan.
 
-`REFUSALS` are the reasons for which its requests are refused, `WAITS` those for which they wait:
-of both, the first row that holds counts. Each row has a code, when it holds (a function that
-returns the words of its sentence, or None), the sentence, and the fix, if there is one. `PHASES`
-says for each phase what a client is told that waits.
+`refusal` has the reasons for which its requests are refused, `_waits` those for which they wait: of
+both the first that holds counts. `PHASES` says for each phase what a client is told that waits.
 
 Why a head waits for room is known to the plan alone, which composes it here: what it needs, what is
 free, who holds the rest. No sentence names a remaining time: it would be another one at every look.
@@ -11,15 +9,13 @@ free, who holds the rest. No sentence names a remaining time: it would be anothe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-
-from msgspec import Struct
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from plumbing.pod.messages import Tier
 from plumbing.text import duration, size
 from pool.core.facts import Facts
 from pool.core.ledger import DeviceView
-from pool.core.model import LEASE_PREFIX, Model, ModelEngine
+from pool.core.model import LEASE_PREFIX, Model
 from pool.core.states import FALLING, HOST, RISING, ModelState, PoolRules
 from pool.core.who_sleeps import Victim
 from pool.core.who_yields import (
@@ -34,67 +30,8 @@ from pool.core.who_yields import (
 )
 
 S = ModelState
-Words = Mapping[str, object]  # of a sentence
 
 RETRY_S = 60  # somebody has to look at it first, or somebody else to leave
-
-
-class RefusalRow(Struct, frozen=True):
-    """`holds`: the words, if it is so. `retry_s`: when a client may try again, None: not by
-    itself."""
-
-    code: str
-    holds: Callable[[Model], Words | None]
-    sentence: str
-    fix: str = ""
-    retry_s: int | None = None
-
-
-class WaitRow(Struct, frozen=True):
-    """As `RefusalRow`, with the pool around the model."""
-
-    code: str
-    holds: Callable[[Facts, Model], Words | None]
-    sentence: str
-
-
-def _if(is_so: object, **words: object) -> Words | None:
-    return words if is_so else None
-
-
-# -------------------------------------------------------------------------------- refused
-
-
-def _is_not_on_demand(model: Model) -> bool:
-    is_down = model.state in (S.COLD, S.PENDING) and model.goal is Tier.COLD
-    return is_down and not (model.rules.is_on_demand or model.load_ordered_ms is not None)
-
-
-REFUSALS = (
-    RefusalRow(
-        "pool.failed",
-        lambda model: _if(model.state is S.FAILED, fault=model.fault.rstrip(".")),
-        "model {name} has failed: {fault}",
-        "`understudy pool reset {name}` retries it",
-    ),
-    RefusalRow(
-        "pool.not_loaded",
-        lambda model: _if(model.state is S.UNLOADING and model.is_unload_ordered),
-        "an operator is unloading model {name}",
-    ),
-    RefusalRow(
-        "pool.not_loaded",
-        lambda model: _if(_is_not_on_demand(model)),
-        "model {name} is not loaded on demand",
-        "load it with `understudy pool load {name}`",
-    ),
-    RefusalRow(
-        "pool.no_room",
-        lambda model: _if(model.never and model.state is S.PENDING, why=model.never),
-        "model {name} does not fit: {why}",
-        retry_s=RETRY_S,
-    ),
-)
 
 # What a client is told that waits.
 PHASES: Mapping[ModelState, str] = {
@@ -108,15 +45,21 @@ PHASES: Mapping[ModelState, str] = {
 
 
 def refusal(model: Model) -> tuple[str, str, int | None] | None:
-    """Code, sentence and seconds until a client may try again; None: its requests are not refused.
-    A fault that may pass is worth another try."""
-    for row in REFUSALS:
-        words = row.holds(model)
-        if words is not None:
-            text = "; ".join(each for each in (row.sentence, row.fix) if each)
-            is_passing = row.code == "pool.failed" and not model.is_permanent
-            retry_s = RETRY_S if is_passing else row.retry_s
-            return row.code, text.format(name=model.name, **words), retry_s
+    """Code, sentence and seconds until a client may try again (None: not by itself); None: its
+    requests are not refused. A fault that may pass is worth another try."""
+    name = model.name
+    is_down = model.state in (S.COLD, S.PENDING) and model.goal is Tier.COLD
+    if model.state is S.FAILED:
+        fault = model.fault.rstrip(".")
+        why = f"model {name} has failed: {fault}; `understudy pool reset {name}` retries it"
+        return "pool.failed", why, None if model.is_permanent else RETRY_S
+    if model.state is S.UNLOADING and model.is_unload_ordered:
+        return "pool.not_loaded", f"an operator is unloading model {name}", None
+    if is_down and not (model.rules.is_on_demand or model.load_ordered_ms is not None):
+        fix = f"load it with `understudy pool load {name}`"
+        return "pool.not_loaded", f"model {name} is not loaded on demand; {fix}", None
+    if model.never and model.state is S.PENDING:
+        return "pool.no_room", f"model {name} does not fit: {model.never}", RETRY_S
     return None
 
 
@@ -131,125 +74,59 @@ def shut(model: Model) -> str:
 
 # -------------------------------------------------------------------------------- waiting
 
-
-def _missing(facts: Facts, model: Model) -> Words | None:
-    if not (model.is_unknown or model.is_recovering):
-        return None
-    missing = [each.name for each in model.engines if each.said is None and not each.is_gone]
-    return _if(missing, engines=", ".join(missing), have="has" if len(missing) == 1 else "have")
-
-
-def _main(model: Model, phases: Collection[ModelState]) -> ModelEngine | None:
-    return model.main() if model.state in phases else None
-
-
-def _is_silent(facts: Facts, model: Model) -> Words | None:
-    engine = _main(model, RISING)
-    is_silent = engine is not None and (engine.said is None or not engine.is_connected)
-    return _if(is_silent and engine, engine=engine.name if engine else "")
-
-
-def _is_deaf(facts: Facts, model: Model) -> Words | None:
-    engine = _main(model, RISING)
-    is_deaf = engine is not None and not engine.has_obeyed
-    return _if(is_deaf and engine, engine=engine.name, goal=engine.goal) if engine else None
-
-
 # What an engine in each state does next, on its way up.
 _STEPS = {"dead": "start", "init": "start", "standby": "wake", "waking": "wake", "resting": "wake"}
 
 
-def _rises(facts: Facts, model: Model) -> Words | None:
-    engine = _main(model, RISING)
-    if engine is None or engine.said is None:
-        return None
-    fault = f" after a fault: {engine.said.fault}" if engine.said.fault else ""
-    step = _STEPS.get(engine.said.state, "be active")
-    return {"engine": engine.name, "step": step, "fault": fault}
-
-
-def _runs(facts: Facts, model: Model) -> Words | None:
-    count = facts.demand.in_flight(model.name) if model.state is S.DRAINING else 0
-    return _if(count, count=count, are="request is" if count == 1 else "requests are")
-
-
-def _is_sent_to(facts: Facts, model: Model) -> Words | None:
-    is_quiet = facts.demand.is_quiet(model.name, model.door_number)
-    return _if(model.state is S.DRAINING and not is_quiet)
-
-
-def _is_busy(facts: Facts, model: Model) -> Words | None:
-    engine = model.stander()
-    if model.state is not S.DRAINING or engine is None:
-        return None
-    count = engine.said.in_flight if engine.said is not None else 0
-    return {"engine": engine.name, "is": f"has {count} requests" if count else "is not connected"}
-
-
-def _is_held(facts: Facts, model: Model) -> Words | None:
-    why = facts.ledger.why_not_free(model) if model.frees is not None else None
-    return _if(why, why=why)
-
-
-WAITS = (
-    WaitRow("unheard", _missing, "{engines} {have} not reported since the pool started"),
-    WaitRow(
-        "changing",
-        lambda facts, model: _if(model.is_unknown or model.is_recovering),
-        "an engine is changing its state and has not reported the new one yet",
-    ),
-    WaitRow(
-        "unheard_device",
-        lambda facts, model: _if(
-            model.state is S.PENDING and model.is_blind, why=unheard(model.rules.devices[0])
-        ),
-        "{why}",
-    ),
-    WaitRow(
-        "room",
-        lambda facts, model: _if(
-            model.state is S.PENDING and (model.never or model.wait),
-            why=model.never or model.wait,
-        ),
-        "{why}",
-    ),
-    WaitRow(
-        "unload",
-        lambda facts, model: _if(model.state in RISING and model.is_unload_ordered),
-        "waiting for all gateways to confirm that they stopped sending; then it is unloaded",
-    ),
-    WaitRow("engine_away", _is_silent, "{engine} is not connected to the pool"),
-    WaitRow("engine_deaf", _is_deaf, "{engine} has not answered its newest goal, {goal}"),
-    WaitRow("engine", _rises, "waiting for {engine} to {step}{fault}"),
-    WaitRow("requests", _runs, "{count} {are} still running"),
-    WaitRow(
-        "gateways",
-        _is_sent_to,
-        "waiting for all gateways to confirm that they stopped sending",
-    ),
-    WaitRow("engine_busy", _is_busy, "{engine} {is}"),
-    WaitRow(
-        "no_holder",
-        lambda facts, model: _if(model.state is S.DRAINING),
-        "no engine holds its lock, so idleness cannot be confirmed",
-    ),
-    WaitRow("memory", _is_held, "{why}"),
-    WaitRow("never", lambda facts, model: _if(model.never, why=model.never), "{why}"),
-)
+def _waits(facts: Facts, model: Model) -> Iterator[str | None]:
+    """One after the other; None or "": this one is none."""
+    state = model.state
+    if model.is_unknown or model.is_recovering:
+        missing = [each.name for each in model.engines if each.said is None and not each.is_gone]
+        if missing:
+            have = "has" if len(missing) == 1 else "have"
+            yield f"{', '.join(missing)} {have} not reported since the pool started"
+        yield "an engine is changing its state and has not reported the new one yet"
+    if state is S.PENDING:
+        if model.is_blind:
+            yield unheard(model.rules.devices[0])
+        yield model.never or model.wait
+    if state in RISING:
+        engine = model.main()
+        name, said = engine.name, engine.said
+        if model.is_unload_ordered:
+            what = "all gateways to confirm that they stopped sending"
+            yield f"waiting for {what}; then it is unloaded"
+        if said is None or not engine.is_connected:
+            yield f"{name} is not connected to the pool"
+        elif not engine.has_obeyed:
+            yield f"{name} has not answered its newest goal, {engine.goal}"
+        else:
+            fault = f" after a fault: {said.fault}" if said.fault else ""
+            yield f"waiting for {name} to {_STEPS.get(said.state, 'be active')}{fault}"
+    if state is S.DRAINING:
+        count, engine_there = facts.demand.in_flight(model.name), model.stander()
+        if count:
+            yield f"{count} {'request is' if count == 1 else 'requests are'} still running"
+        if not facts.demand.is_quiet(model.name, model.door_number):
+            yield "waiting for all gateways to confirm that they stopped sending"
+        if engine_there is None or engine_there.said is None:
+            yield "no engine holds its lock, so idleness cannot be confirmed"
+        elif engine_there.said.in_flight:
+            yield f"{engine_there.name} has {engine_there.said.in_flight} requests"
+        else:
+            yield f"{engine_there.name} is not connected"
+    if model.frees is not None:
+        yield facts.ledger.why_not_free(model)
+    yield model.never
 
 
 def wait_of(facts: Facts, model: Model) -> str | None:
     """What it waits for now: which component, and which report or proof of it; None: nothing."""
-    for row in WAITS:
-        words = row.holds(facts, model)
-        if words is not None:
-            found = [row.sentence.format_map(words)]
-            break
-    else:
-        found = []
+    found = [next(filter(None, _waits(facts, model)), "")]
     if model.state in FALLING and not (model.is_unknown or model.is_recovering):
         # It makes room, and may be wanted again already.
-        found += [model.never or (model.wait if model.is_wanted else "")]
+        found.append(model.never or (model.wait if model.is_wanted else ""))
     return "; ".join(dict.fromkeys(each for each in found if each)) or None
 
 

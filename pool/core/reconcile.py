@@ -210,13 +210,10 @@ class ModelPool:
                 _decide_lease(facts, name, decision)
             else:
                 _decide(facts, facts.models[name], decision)
-        expected = admission.expect(facts.models, plan.decisions, facts.now_ms)
         for model in facts.models.values():
             if model.never is not None and model.name not in plan.decisions:
                 _set_never(facts, model, None)
-            if model.expected_ms != expected.get(model.name):
-                model.expected_ms = expected.get(model.name)
-                facts.shown.add(model.name)
+        admission.expect(facts, plan.decisions)
         # Of a pool that has just started: who needed the room may not have been heard yet.
         is_blind = any(model.is_blind for model in facts.models.values())
         for name in plan.unyields if facts.demand.is_heard and not is_blind else ():

@@ -20,6 +20,7 @@ raised on its devices.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import copy
 from typing import Any
 from zlib import crc32
 
@@ -32,72 +33,39 @@ from pool.core.admission import door_key
 from pool.core.events import LeaseAsked, OpenDoor, Running
 from pool.core.facts import Facts, PoolSetup
 from pool.core.ledger import PoolLedger
-from pool.core.model import SETTLED, Leaving, Model, ModelEngine, a_lease, grant, lower
+from pool.core.model import SETTLED, Costs, KeptModel, Model, ModelEngine, a_lease, grant, lower
 from pool.core.states import EngineSizes, GoalGeneration, ModelState
 
 TEXT_MAX = 100  # characters of a reason or a fault on file
-
-COSTS = ("load_ms", "wake_ms", "release_ms")
-MORE_COSTS = ("restage_ms", "resume_ms", "turn_ms", "drain_ms")
+KEPT = KeptModel.__struct_fields__
+KEPT_ANEW = ("pinned", "costs", "last_request_ms", "door_number")  # by a new pod, of an old one
 
 Sizes = tuple[tuple[int, ...], ...]  # base, weights and KV, each by device
 
 
-# Of a model: what is on file just as it is in memory, and what a new pod keeps of an old one.
-SAVED_AS_IT_IS = (
-    *("state", "floor", "goal", "running", "is_again", "is_wanted", "faults_ms", "is_permanent"),
-    *("pinned", "load_ordered_ms", "is_unload_ordered", "leaving", "last_request_ms"),
-    "door_number",
-)
-SAVED_TIMES = ("awake_since_ms", "drained_ms")
-KEPT_ANEW = (
-    *("pinned", *COSTS, "more_costs", "sizes", "is_estimated", "last_request_ms", "door_number"),
-)
-
-
 class SavedEngine(Struct, frozen=True, array_like=True):
-    goal: Tier | None
-    start: int  # of its generation, whose era is the snapshot's
-    number: int
-    cap: Tier
-    is_gone: bool
+    goal: Tier | None = None
+    start: int = 0  # of its generation, whose era is the snapshot's
+    number: int = 0
+    cap: Tier = Tier.AWAKE
+    is_gone: bool = True
 
 
 class SavedModel(Struct, frozen=True, array_like=True):
-    """`state` is its phase, which says with `floor` and `goal` what was decided and learned."""
+    """`shape`: its devices and engines. `booked`: in the order of `Model.keys`. `door`: any other
+    one is made anew."""
 
-    shape: int  # its devices and engines
-    state: ModelState = ModelState.COLD
-    floor: Tier = Tier.COLD  # that it holds, or is falling to
-    goal: Tier = Tier.COLD
-    running: Running = Running.FINISH
-    is_again: bool = False
-    is_wanted: bool = False
-    faults_ms: tuple[float, ...] = ()
-    fault: str = ""
-    is_permanent: bool = False
-    reason: str = ""
-    pinned: bool | None = None
-    load_ordered_ms: float | None = None
-    is_unload_ordered: bool = False
-    leaving: Leaving | None = None
-    load_ms: float | None = None
-    wake_ms: float | None = None
-    release_ms: float | None = None
-    last_request_ms: float = 0.0
-    sizes: Sizes | None = None
-    is_estimated: bool = False
-    booked: tuple[int | None, ...] = ()  # in the order of `Model.keys`
-    door: OpenDoor | None = None  # any other one is made anew
-    door_number: int = 0
-    engines: tuple[SavedEngine, ...] = ()
-    more_costs: tuple[float | None, ...] = ()  # of `MORE_COSTS`, in their order
-    awake_since_ms: float | None = None
-    drained_ms: float | None = None
+    shape: int
+    kept: KeptModel
+    sizes: Sizes | None
+    is_estimated: bool
+    booked: tuple[int | None, ...]
+    engines: tuple[SavedEngine, ...]
+    door: OpenDoor | None = None
 
 
 class PoolSnapshot(Struct, frozen=True):
-    """All of it. `version` changes when an older pool could not read it."""
+    """All of it."""
 
     era: str
     start: int
@@ -106,7 +74,6 @@ class PoolSnapshot(Struct, frozen=True):
     question: int
     models: Mapping[str, SavedModel]
     leases: tuple[LeaseAsked, ...]  # that were granted
-    version: int = 1
     gateways: tuple[str, ...] = ()  # that may have requests
 
 
@@ -134,13 +101,13 @@ def saved(facts: Facts) -> PoolSnapshot:
 def anew(old: PoolSnapshot) -> PoolSnapshot:
     """What a new pod keeps of an old one, whose processes are all gone: sizes and costs, who is
     pinned, and leases, whose processes may live on. Its models are cold, and have no faults."""
-    gone = SavedEngine(goal=None, start=0, number=0, cap=Tier.AWAKE, is_gone=True)
     models = {
-        name: SavedModel(
-            each.shape,
+        name: replace(
+            each,
+            kept=KeptModel(**{kept: getattr(each.kept, kept) for kept in KEPT_ANEW}),
             booked=(None,) * len(each.booked),
-            engines=(gone,) * len(each.engines),
-            **{kept: getattr(each, kept) for kept in KEPT_ANEW},
+            engines=(SavedEngine(),) * len(each.engines),
+            door=None,
         )
         for name, each in old.models.items()
     }
@@ -154,29 +121,26 @@ def shape_of(model: Model) -> int:
 
 def _saved_model(facts: Facts, model: Model) -> SavedModel:
     entries, sizes, devices = facts.ledger.entries, model.sizes, model.rules.devices
-    kept: dict[str, Any] = {name: getattr(model, name) for name in SAVED_AS_IT_IS}
-    kept |= {name: _rounded(getattr(model, name)) for name in SAVED_TIMES}
-    kept |= {name: _rounded(getattr(model.costs, name)) for name in COSTS}
-    if sizes is not None:
-        kept["sizes"] = tuple(
-            tuple(each.get(name, 0) for name in devices) if each else ()
-            for each in (sizes.base, sizes.weights, sizes.kv)
-        )
+    kept: list[Any] = [_short(getattr(model, name)) for name in KEPT]
+    by_kind = () if sizes is None else (sizes.base, sizes.weights, sizes.kv)
     return SavedModel(
         shape_of(model),
-        **{**kept, "floor": model.held},
-        more_costs=tuple(_rounded(getattr(model.costs, name)) for name in MORE_COSTS),
-        fault=model.fault[:TEXT_MAX],
-        reason=model.reason[:TEXT_MAX],
+        KeptModel(*kept),
+        tuple(tuple(each.get(name, 0) for name in devices) if each else () for each in by_kind)
+        or None,
         is_estimated=sizes is not None and sizes.is_estimated,
         booked=tuple(entries.get(key) for key in model.keys),
-        door=model.door if isinstance(model.door, OpenDoor) else None,
         engines=tuple(_saved_engine(facts, each) for each in model.engines),
+        door=model.door if isinstance(model.door, OpenDoor) else None,
     )
 
 
-def _rounded(spent_ms: float | None) -> float | None:
-    return None if spent_ms is None else round(spent_ms, 1)
+def _short(value: object) -> object:
+    if isinstance(value, Costs):
+        return copy(value)
+    if isinstance(value, float):
+        return round(value, 1)
+    return value[:TEXT_MAX] if type(value) is str else value
 
 
 def _saved_engine(facts: Facts, engine: ModelEngine) -> SavedEngine:
@@ -190,7 +154,8 @@ def begin(setup: PoolSetup, now_ms: float, era: str, snapshot: PoolSnapshot | No
     facts = Facts(setup.rules, models={}, engines={}, ledger=ledger, era=era, now_ms=now_ms)
     for name, each in setup.models.items():
         engines = tuple(ModelEngine(engine, name) for engine in each.engines)
-        facts.models[name] = model = Model(name, each.rules, engines, each.sizes)
+        model = Model(name=name, rules=each.rules, engines=engines, sizes=each.sizes)
+        facts.models[name] = model
         facts.engines |= {engine.name: engine for engine in engines}
         model.since_ms = model.stage_since_ms = model.last_request_ms = now_ms
     if snapshot is not None:
@@ -221,48 +186,26 @@ def _restore_model(facts: Facts, model: Model, saved: SavedModel) -> None:
         engine.goal, engine.cap, engine.is_gone = told.goal, told.cap, told.is_gone
         if told.goal is not None:
             engine.generation = GoalGeneration(facts.era, told.start, told.number)
-    for name in (*SAVED_AS_IT_IS, "fault", "reason"):
-        setattr(model, name, getattr(saved, name))
-    model.faults_ms = tuple(ms for ms in saved.faults_ms if ms <= now_ms)
-    model.last_request_ms = min(saved.last_request_ms, now_ms)
-    model.is_unknown = False
-    _restore_goal(model, saved.goal)
-    for cost in COSTS:
-        setattr(model.costs, cost, getattr(saved, cost))
-    for cost, spent_ms in zip(MORE_COSTS, saved.more_costs, strict=False):
-        setattr(model.costs, cost, spent_ms)
+    for name in KEPT:
+        setattr(model, name, _short(getattr(saved.kept, name)))
     if saved.sizes is not None:
         base, weights, kv = (dict(zip(devices, each, strict=False)) for each in saved.sizes)
         model.sizes = EngineSizes(base, weights, kv, saved.is_estimated)
     if saved.door is not None:
         model.door, model.door_key = saved.door, door_key(model, saved.door)
+    model.is_unknown = False
     # A pool that is restarted again and again must not let one turn, or its drain, last for ever.
     # The clock begins anew with the machine.
-    model.drained_ms = None if saved.drained_ms is None else min(saved.drained_ms, now_ms)
+    model.faults_ms = tuple(ms for ms in model.faults_ms if ms <= now_ms)
+    model.last_request_ms = min(model.last_request_ms, now_ms)
+    model.drained_ms = None if model.drained_ms is None else min(model.drained_ms, now_ms)
     if model.state is ModelState.DRAINING and model.running is Running.FINISH:
         model.stage_since_ms = model.drained_ms or now_ms
     if model.state in (ModelState.AWAKE, ModelState.DRAINING):
-        model.awake_since_ms = awake_ms = min(saved.awake_since_ms or now_ms, now_ms)
+        model.awake_since_ms = awake_ms = min(model.awake_since_ms or now_ms, now_ms)
         model.turn_since_ms = min(awake_ms + (model.costs.resume_ms or 0.0), now_ms)
     else:
-        model.asleep_since_ms = now_ms
-
-
-def _restore_goal(model: Model, goal: Tier) -> None:
-    """What leads to the phase that is on file."""
-    match model.state:
-        case ModelState.LOADING:
-            model.goal, model.floor = goal, Tier.COLD
-        case ModelState.WAKING:
-            model.goal = Tier.AWAKE
-        case ModelState.AWAKE:
-            model.goal, model.is_serving = Tier.AWAKE, True
-        case ModelState.DRAINING:
-            model.goal, model.falls_to, model.is_serving = Tier.AWAKE, model.floor, True
-        case ModelState.RELEASING | ModelState.UNLOADING:
-            model.goal, model.frees = model.floor, model.state
-        case _:
-            model.goal, model.has_failed = model.floor, model.state is ModelState.FAILED
+        model.awake_since_ms, model.asleep_since_ms = None, now_ms
 
 
 def say_again(facts: Facts) -> None:

@@ -95,25 +95,12 @@ class MemorySide:
             if device != HOST:
                 links[0].look_soon(LOOK_S)
 
-    def ask(self, model: str, number: int) -> None:
-        """Look anew at all memory of `model`, and report it with this number."""
+    def ask(self, model: str, number: int, *, frees_kv: bool, frees_weights: bool) -> None:
+        """Look anew at all memory of `model`, and report it with this number; have it freed."""
         for link in self.links(model):
-            link.ask(number)
-
-    def free_kv(self, model: str) -> None:
-        for link in self.links(model):
-            if link.tag == KV:
+            if frees_kv if link.tag == KV else frees_weights:
                 link.free()
-
-    def free_weights(self, model: str, *, and_copy: bool) -> None:
-        for device, links in self._places.items():
-            for link in links:
-                if link.tag != WEIGHTS or model_at(link.place) != model:
-                    continue
-                if device != HOST:
-                    link.free(keeps_copy=not and_copy)
-                elif and_copy:
-                    link.free()
+            link.ask(number)
 
     def keep(self, model: str, *, and_kv: bool) -> None:
         """Its memory is needed again."""
@@ -206,8 +193,7 @@ class PlaceLink(KeptLink):
         self._is_copy = is_copy
         self.held_bytes: int | None = None  # None: not known yet
         self.device: DeviceSample | None = None
-        self.is_to_free = self.is_copy_to_stay = False
-        self._is_to_forget = False  # also what stands for offloaded weights
+        self.is_to_free = False
         self._on_change = on_change
         self._freeing: asyncio.Task[None] | None = None
         self._restless_s = RESTLESS_S
@@ -221,12 +207,9 @@ class PlaceLink(KeptLink):
         self._question, self._is_awaited = number, True
         self.look()
 
-    def free(self, *, keeps_copy: bool = False) -> None:
-        """Nobody needs this memory: have it freed as soon as no process maps it. `keeps_copy`: of
-        weights, so that the copy in host memory stands for them."""
-        self.is_to_free, self.is_copy_to_stay = True, keeps_copy
-        self._is_to_forget = not keeps_copy
-        self.look_soon(LOOK_S)
+    def free(self) -> None:
+        """Nobody needs this memory: have it freed as soon as no process maps it."""
+        self.is_to_free = True
 
     def keep(self) -> None:
         """It is needed again."""
@@ -253,15 +236,11 @@ class PlaceLink(KeptLink):
         try:
             if self.tag == KV:
                 await ask(self.path, weights.CATALOGUE, weights.DropPoolMsg())
-            elif self.is_copy_to_stay:
-                await ask(self.path, weights.CATALOGUE, weights.OffloadMsg())
             else:
                 drop = weights.DropMsg(even_if_mapped=self._is_copy)
                 await ask(self.path, weights.CATALOGUE, drop)
         except UnderstudyError as error:
             self.problem = f"{self.place} is not freed yet: {error.message}"
-            if error.code == "gms.no_copy":
-                self.is_copy_to_stay = False  # there is nothing to come back from
             await asyncio.sleep(RETRY_S)
         self._freeing = None
         self.look_soon(LOOK_S)
@@ -291,7 +270,7 @@ class PlaceLink(KeptLink):
             held = sum(int(document[name]) for name in WEIGHTS_PHASES)
             is_restless = bool(document["releasing_bytes"] or document["superseded_bytes"])
             # What stands for offloaded weights takes nothing here, and the next load waits for it.
-            is_to_forget = state == "offloaded" and self._is_to_forget
+            is_to_forget = state == "offloaded" and self.is_to_free
             has_some = bool(document["committed_bytes"]) or is_to_forget
             is_used = self._is_used(document["sessions"]) or not has_some
         is_news, self.held_bytes = held != self.held_bytes, held

@@ -54,6 +54,7 @@ INBOX_MAX = 10_000  # events that wait for a disk; a pool whose disk is gone for
 SAVE_RETRY_S = 1.0
 _DONE_NAMES = {Order.PIN: "pinned", Order.UNPIN: "unpinned"}
 LOG_ONLY = (ev.ModelChanged, ev.Switched, ev.Alarm)
+SPENT = ("wait_ms", "drain_ms", "release_ms", "raise_ms")
 DUE_S_MIN = 0.001  # the core may ask to be called at once, and others must get their turn
 DUE_S_MAX = 3600.0
 
@@ -165,12 +166,12 @@ class PoolServer(report.PoolParts, Handler):
         finally:
             self._drain()
 
-    def change(self, model: str, setting: str, value: str | None) -> None:
+    def _change(self, model: str, setting: str, value: str | None) -> None:
         """Set something at runtime (`model` "": of the whole pool), None: as in the pool file.
 
         Raises:
             UsageError: there is no such setting, or it cannot have this value.
-            OSError: it cannot be written to the state file.
+            UnderstudyError: it cannot be written to the state file.
         """
         changed = {name: dict(found) for name, found in self.changed.items()}
         changed.setdefault(model, {}).pop(setting, None)
@@ -180,14 +181,12 @@ class PoolServer(report.PoolParts, Handler):
         self.changed = {name: found for name, found in changed.items() if found}
         try:
             self._save(True)
-        except OSError:
+        except OSError as error:
             self.changed = before
-            raise
+            why = f"it cannot be written to the state file: {error.strerror}"
+            raise UnderstudyError("pool.state_unwritable", why) from error
         self.file = file
-        if model:
-            self.feed(ev.RulesChanged(model, self.file.models[model].rules))
-        else:
-            self.feed(ev.RulesChanged(None, self.file.rules))
+        self.feed(ev.RulesChanged(model or None, file.models[model].rules if model else file.rules))
         self.gateways.tell(is_urgent=True)
 
     def _handle(self, event: ev.PoolEvent) -> None:
@@ -321,16 +320,15 @@ class PoolServer(report.PoolParts, Handler):
                 self.doors[effect.model] = effect
                 self.gateways.tell(is_urgent=is_new)
             case ev.TellEngine():
-                self._tell(effect)
+                if effect.goal is not Tier.COLD:
+                    model = self.engines.links[effect.engine].model
+                    self.memory.keep(model, and_kv=effect.goal is Tier.AWAKE)
+                self.engines.tell(effect.engine, effect.goal, effect.generation)
             case ev.KillEngine():
                 self.engines.tell(effect.engine, Tier.COLD, effect.generation, is_kill=True)
                 self._record("pool.kill", effect.reason, "warning", engine_id=effect.engine)
-            case ev.FreeKv():
-                self.memory.free_kv(effect.model)
-            case ev.FreeWeights():
-                self.memory.free_weights(effect.model, and_copy=effect.and_copy)
-            case ev.AskMemory():
-                self.memory.ask(effect.model, effect.number)
+            case ev.AskMemory(model=model, number=number, frees_kv=kv, frees_weights=weights):
+                self.memory.ask(model, number, frees_kv=kv, frees_weights=weights)
             case ev.AskWitness():
                 self.engines.witnesses.ask(effect.engine, effect.number)
             case ev.GrantLease():
@@ -339,44 +337,22 @@ class PoolServer(report.PoolParts, Handler):
             case ev.RefuseLease():
                 self.leases.refused(effect.lease, effect.code, effect.sentence)
                 self._record("pool.lease", effect.sentence, "warning", lease=effect.lease)
-            case ev.PoolRecord():
-                self._note(effect)
-
-    def _tell(self, effect: ev.TellEngine) -> None:
-        model = self.engines.links[effect.engine].model
-        if effect.goal is not Tier.COLD:
-            self.memory.keep(model, and_kv=effect.goal is Tier.AWAKE)
-        self.engines.tell(effect.engine, effect.goal, effect.generation)
-
-    def _note(self, record: ev.PoolRecord) -> None:
-        match record:
-            case ev.ModelChanged():
-                self.gateways.tell(is_urgent=False)
-                known = self.facts.models[record.model]
-                self.metrics.count(record, known.leaving)
-                text = f"{record.model}: {record.old} → {record.new}: {record.reason}"
-                data = {"model": record.model, "from": record.old, "to": record.new}
-                self._record("pool.model", text, **data, cause=record.reason)
-            case ev.Switched():
-                self.metrics.count(record)
-                fields = ("wait_ms", "drain_ms", "release_ms", "raise_ms")
-                data = {name: round(getattr(record, name), 1) for name in fields}
-                text = f"{record.model} is awake, {duration(record.wait_ms)} after it was requested"
-                if record.victims:
-                    text += f", in place of {', '.join(record.victims)}"
-                self._record(
-                    "pool.switch", text, model=record.model, victims=list(record.victims), **data
-                )
             case ev.LeaseWaits():
-                self.leases.waits(record.lease, record.why)
-            case ev.Alarm():
-                self._record(
-                    "pool.alarm",
-                    record.sentence,
-                    "error",
-                    model=record.model,
-                    error_code=record.code,
-                )
+                self.leases.waits(effect.lease, effect.why)
+            case ev.Alarm(code=code, model=model, sentence=sentence):
+                self._record("pool.alarm", sentence, "error", model=model, error_code=code)
+            case ev.ModelChanged(model=model, old=old, new=new, reason=reason):
+                self.gateways.tell(is_urgent=False)
+                self.metrics.count(effect, self.facts.models[model].leaving)
+                text = f"{model}: {old} → {new}: {reason}"
+                data = {"model": model, "from": old, "to": new, "cause": reason}
+                self._record("pool.model", text, **data)
+            case ev.Switched(model=model, victims=victims):
+                self.metrics.count(effect)
+                spent = {name: round(getattr(effect, name), 1) for name in SPENT}
+                text = f"{model} is awake, {duration(effect.wait_ms)} after it was requested"
+                text += f", in place of {', '.join(victims)}" if victims else ""
+                self._record("pool.switch", text, model=model, victims=list(victims), **spent)
 
     def _record(self, kind: str, message: str, severity: str = "info", **data: object) -> None:
         """Behind what is sent in this turn of the loop: gateways wait for their doors."""
@@ -427,11 +403,7 @@ class PoolServer(report.PoolParts, Handler):
             case msg.OrderMsg():
                 return self._order(message)
             case msg.SetMsg():
-                try:
-                    self.change(message.model or "", message.setting, message.value)
-                except OSError as error:
-                    why = f"it cannot be written to the state file: {error.strerror}"
-                    raise UnderstudyError("pool.state_unwritable", why) from error
+                self._change(message.model or "", message.setting, message.value)
                 whose = f"of {message.model}" if message.model else "of the pool"
                 value = "as in the pool file" if message.value is None else f"now {message.value}"
                 sentence = f"{message.setting} {whose} is {value}"

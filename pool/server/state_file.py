@@ -27,7 +27,7 @@ from plumbing.pod.paths import pool_state
 from plumbing.service.files import SlotFile, SlotFormat, put_aside
 from pool.core.saved import PoolSnapshot, anew
 
-SCHEMA = 1
+SCHEMA = 2
 NEW_POD = "new_pod"  # in a record that no pool has read yet
 SLOT_BYTES = 64 * 1024  # a hundred models with two engines each
 FORMAT = SlotFormat("understudy-pool 1", SLOT_BYTES)

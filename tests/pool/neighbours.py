@@ -37,7 +37,7 @@ from plumbing.pod.paths import (
 )
 from plumbing.wire.connection import Handler
 from plumbing.wire.server import Server
-from pool.client.link import PoolCallbacks, PoolLink
+from pool.client.link import PoolLink
 from pool.core.events import ModelDemand, OpenDoor, Ticket
 from tests.helpers import auntil, free_port
 
@@ -242,6 +242,20 @@ class PoolProcess:
             return log.read()
 
 
+def linked(directory, demand, on_doors=lambda doors: None, on_lost=lambda reason: None):
+    """A gateway's link that calls these."""
+
+    class Link(PoolLink):
+        def doors_came(self, doors):
+            on_doors(doors)
+
+        def lose(self, reason):
+            super().lose(reason)
+            on_lost(reason)
+
+    return Link(directory, demand)
+
+
 class World:
     """All neighbours of a pool with the models of `models`, on one device."""
 
@@ -256,8 +270,7 @@ class World:
         self.engines = {model: StandInEngine(self, f"{model}-0", model) for model in models}
         self.demand, self.doors = {}, {}
         self.heard = []  # every word on doors of this pool
-        callbacks = PoolCallbacks(on_doors=self._doors, on_lost=self._lost)
-        self.link = PoolLink(directory, lambda: self.demand, callbacks)
+        self.link = linked(directory, lambda: self.demand, self._doors, self._lost)
         self._running = None
 
     async def __aenter__(self):

@@ -96,14 +96,14 @@ def test_question_is_answered_by_a_look_after_it(tmp_path):
             await seen.serve("chat", "coder")
             await seen.until(MemoryIs, lambda found: True, "the first word")
             assert seen.last(MemoryIs).asked == {}
-            seen.side.ask("chat", 7)
+            seen.side.ask("chat", 7, frees_kv=False, frees_weights=False)
             await seen.until(MemoryIs, lambda found: found.asked == {"chat": 7}, "the answer")
 
     asyncio.run(scene())
 
 
 def test_memory_is_freed_once_nobody_maps_it_and_not_if_it_is_needed_again(tmp_path):
-    """Goal: `FreeKv` is a standing permission. Method: one that waits for a reader, and one that is
+    """Goal: to free is a standing permission. Method: one that waits for a reader, and one that is
     withdrawn before the reader leaves."""
 
     async def scene():
@@ -113,8 +113,8 @@ def test_memory_is_freed_once_nobody_maps_it_and_not_if_it_is_needed_again(tmp_p
             for each in (chat, coder):
                 each.set(20 * MIB, is_mapped=True)
             await seen.until(MemoryIs, lambda found: len(found.kv_bytes) == 2, "both in use")
-            seen.side.free_kv("chat")
-            seen.side.free_kv("coder")
+            seen.side.ask("chat", 1, frees_kv=True, frees_weights=False)
+            seen.side.ask("coder", 2, frees_kv=True, frees_weights=False)
             seen.side.keep("coder", and_kv=True)
             for each in (chat, coder):
                 each.set(20 * MIB, is_mapped=False)
@@ -138,8 +138,7 @@ def test_copy_that_only_its_keeper_maps_is_dropped_with_the_weights(tmp_path):
             copy.set(10 * MIB, is_mapped=True)
             held = {"chat": 10 * MIB}
             await seen.until(MemoryIs, lambda found: found.copy_bytes == held, "the copy")
-            seen.side.free_weights("chat", and_copy=True)
-            seen.side.ask("chat", 1)
+            seen.side.ask("chat", 1, frees_kv=False, frees_weights=True)
             await seen.until(MemoryIs, lambda found: found.asked == {"chat": 1}, "an answer")
             assert copy.drops == 0
             copy.sessions = [keeper]
@@ -151,18 +150,17 @@ def test_copy_that_only_its_keeper_maps_is_dropped_with_the_weights(tmp_path):
 
 def test_what_stands_for_offloaded_weights_is_forgotten_with_their_copy(tmp_path):
     """Goal: the next load does not wait for a copy that is gone. Method: weights that are offloaded
-    take no memory, and are dropped all the same; but not where the copy stays."""
+    take no memory, and are dropped all the same; but not where they may be needed."""
 
     async def scene():
         async with Scene(tmp_path) as seen:
             chat, coder = seen.servers["chat", WEIGHTS], seen.servers["coder", WEIGHTS]
             chat.state = coder.state = "offloaded"
             await seen.serve("chat", "coder")
-            seen.side.free_weights("coder", and_copy=False)
-            seen.side.free_weights("chat", and_copy=True)
+            seen.side.ask("chat", 1, frees_kv=False, frees_weights=True)
             await auntil(lambda: chat.drops == 1, "chat's to be forgotten")
-            seen.side.ask("coder", 1)
-            await seen.until(MemoryIs, lambda found: found.asked == {"coder": 1}, "an answer")
+            seen.side.ask("coder", 1, frees_kv=True, frees_weights=False)
+            await seen.until(MemoryIs, lambda found: "coder" in found.asked, "an answer")
             assert coder.drops == 0
 
     asyncio.run(scene())

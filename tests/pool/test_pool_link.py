@@ -10,11 +10,12 @@ import pytest
 from plumbing.pod.paths import pool_socket
 from plumbing.wire.connection import Handler
 from plumbing.wire.server import Server
-from pool.client.link import KeptLink, PoolCallbacks, PoolLink
+from pool.client.link import KeptLink, PoolLink
 from pool.core.events import ModelDemand, OpenDoor
 from pool.core.states import ModelState
 from pool.messages import CATALOGUE, DoorsMsg, PooledModel
 from tests.helpers import auntil
+from tests.pool.neighbours import linked
 
 
 class CollectingPool(Handler):
@@ -48,8 +49,7 @@ async def demand_is_first(directory):
     """Goal: a restarted pool hears the demand of now. Method: doors are sent, the server ends,
     another one starts."""
     demand, doors, lost = {"chat": ModelDemand(in_flight=1)}, [], []
-    callbacks = PoolCallbacks(on_doors=doors.append, on_lost=lost.append)
-    link = PoolLink(directory, lambda: demand, callbacks)
+    link = linked(directory, lambda: demand, doors.append, lost.append)
     first = CollectingPool(directory)
     await first.server.start()
     running = asyncio.create_task(link.run())

@@ -21,7 +21,7 @@ def every_model():
         *[(False, True)] * 3,
     )
     for goal, floor, falls_to, frees, is_serving, has_failed, is_wanted in facts:
-        found = Model("m", ModelRules(("0",)), (ModelEngine("m-0", "m"),))
+        found = Model(name="m", rules=ModelRules(("0",)), engines=(ModelEngine("m-0", "m"),))
         found.goal, found.floor, found.falls_to, found.frees = goal, floor, falls_to, frees
         found.is_serving, found.has_failed, found.is_wanted = is_serving, has_failed, is_wanted
         yield found

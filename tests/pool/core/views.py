@@ -63,8 +63,8 @@ def a_model(
     more.setdefault("has_copy", True)
     wake_ms = switch_ms if raise_ms is None else raise_ms
     model = Model(
-        name,
-        ModelRules(devices=tuple(on), priority=priority, **(rules or {})),
+        name=name,
+        rules=ModelRules(devices=tuple(on), priority=priority, **(rules or {})),
         goal=tier,
         floor=Tier.WARM,
         costs=Costs(wake_ms=wake_ms, release_ms=release_ms),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from engine.core.events import State
 from plumbing.pod.messages import Tier
-from pool.core.bound import bound as product_bound
+from pool.core.bound import bound_ms as product_bound_ms
 from pool.core.events import (
     GrantLease,
     KillEngine,
@@ -237,7 +237,7 @@ class Law(Books):
         seen = [model for model in models if not model.is_unknown]
         if len(seen) == len(self.world.rules):  # what users are shown, once all is known
             rules = self.world.pool_rules
-            shown = product_bound(request.model, request.priority, seen, rules).total_ms
+            shown = product_bound_ms(request.model, request.priority, seen, rules) or 0.0
             assert wait <= shown, f"{name}: {request.model} waits {wait:.0f} ms, shown {shown:.0f}"
 
     def granted(self, engine: Engine) -> None:

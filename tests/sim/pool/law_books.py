@@ -76,7 +76,7 @@ class Books:
         """A turn begins with its record: who comes after a pool that has died opens the door."""
         self.on_file = GoalGeneration(snapshot.era, snapshot.start, snapshot.number)
         for name, saved in snapshot.models.items():
-            if saved.state is not ModelState.AWAKE:
+            if saved.kept.state is not ModelState.AWAKE:
                 self.awake.discard(name)
             elif name not in self.awake:
                 self.awake.add(name)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from plumbing.pod.messages import Tier
-from pool.core.events import DeviceIs, FreeKv, FreeWeights, MemoryIs
+from pool.core.events import AskMemory, DeviceIs, MemoryIs
 from pool.core.states import HOST
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class Memory:
         self.waiters: list[tuple[Engine, Tree, object]] = []  # for its end
         self.has_weights = self.has_kv = self.has_copy = False
         self.may_free_kv = False
-        self.may_free_weights = ""  # or "weights", "all"
+        self.may_free_weights = False
 
     # ------------------------------------------------------------------ for engines
 
@@ -125,11 +125,9 @@ class Memory:
 
     # ------------------------------------------------------------------ for the pool
 
-    def obey(self, effect: FreeKv | FreeWeights) -> None:
-        if isinstance(effect, FreeKv):
-            self.may_free_kv = True
-        else:
-            self.may_free_weights = "all" if effect.and_copy else "weights"
+    def obey(self, effect: AskMemory) -> None:
+        self.may_free_kv |= effect.frees_kv
+        self.may_free_weights |= effect.frees_weights
         self._sweep()
 
     def goal_is(self, goal: Tier) -> None:
@@ -137,7 +135,7 @@ class Memory:
         if goal is Tier.AWAKE:
             self.may_free_kv = False
         if goal is not Tier.COLD:
-            self.may_free_weights = ""
+            self.may_free_weights = False
 
     def _sweep_soon(self) -> None:
         timeline = self.world.timeline
@@ -153,7 +151,7 @@ class Memory:
         if is_unmapped and (is_offloaded or self.may_free_weights):
             self.has_weights = False
             self._give("weights")
-        if self.has_copy and self.may_free_weights == "all" and not self.has_weights:
+        if self.has_copy and self.may_free_weights and not self.has_weights:
             self.lose_copy()
 
     def lose_copy(self) -> None:

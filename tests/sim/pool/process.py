@@ -13,8 +13,6 @@ from pool.core.events import (
     EngineDead,
     EngineLost,
     EngineSaid,
-    FreeKv,
-    FreeWeights,
     GatewayGone,
     GrantLease,
     KillEngine,
@@ -161,13 +159,13 @@ class PoolProcess:
                 for gateway in world.gateways:
                     if gateway.is_linked:
                         timeline.send(gateway.down, gateway.set_door, effect)
-            case FreeKv() | FreeWeights():
-                timeline.send(self.lines["memory"], world.memory[effect.model].obey, effect)
             case KillEngine():
                 engine = world.engines[effect.engine]
                 if engine.is_linked:
                     timeline.send(engine.down, engine.kill, effect.reason)
             case AskMemory():
+                if effect.frees_kv or effect.frees_weights:
+                    timeline.send(self.lines["memory"], world.memory[effect.model].obey, effect)
                 self.post("memory", self.look_at_memory, effect)
             case AskWitness():
                 self.asked[effect.engine] = effect.number
