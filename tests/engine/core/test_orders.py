@@ -121,6 +121,7 @@ def test_departure_leaves_streams_only_to_a_successor_that_was_asked(resume):
     engine is known: active until the answer, and the drain is as the answer says. A hand-over that
     comes later changes nothing, and neither does another answer."""
     engine = engine_in(State.ACTIVE)
+    assert engine.state_of_departure is State.ACTIVE
     assert engine.handle(ev.Terminate(may_resume=True)) == [TELL, AWAIT]
     assert (engine.state, engine.state_of_departure) == (State.ACTIVE, State.DRAINING)
     moved, drain = engine.handle(ev.Succession(resume))
@@ -198,10 +199,12 @@ def test_hand_over_in_place_gives_the_lock_up_and_queues_again():
 
 
 def test_rest_keeps_the_lock_and_wakes_under_the_same_token():
-    """Goal: a switch needs no grant. Method: to rest and back, twice."""
+    """Goal: a switch needs no grant, and leaves streams to the gateway. Method: to rest and back,
+    twice."""
     engine = engine_in(State.ACTIVE, can_rest=True)
     for _ in range(2):
         effects = played(engine, *RESTING_LINE)
+        assert engine.now.resumes
         assert path_of(effects) == [State.DRAINING, State.RELEASING, State.RESTING]
         assert (engine.now.token, engine.now.over, TELL in effects) == (7, 0, False)
         assert engine.handle(WAKE)[-1] is ASK
