@@ -100,6 +100,38 @@ def test_answer_unread_while_the_supervisor_was_stopped_is_no_hang():
     assert health.answered(60_000, 2, 7) is None
 
 
+def test_requests_that_come_and_go_do_not_put_off_the_canary():
+    """A request that nothing came of goes: a canary runs at that look, and its passing is proof."""
+    health = make()
+    assert health.tick(0) == [Action.ASK]
+    assert health.answered(0, 0, 7) is None
+    assert health.tick(500) == [Action.ASK]
+    assert health.answered(500, 1, 7) is None
+    assert health.tick(1000) == [Action.ASK]
+    assert health.answered(1000, 0, 7) is None
+    assert health.next_ms() == 1000
+    assert health.tick(1000) == [Action.CANARY]
+    assert health.canary_done(1010, ok=True, detail="") is None
+    assert health.tick(1500) == [Action.ASK]
+    assert health.answered(1500, 0, 7) is None
+    assert health.tick(1500) == []
+
+
+def test_canary_has_hang_ms_of_its_own():
+    """A backend that counts the canary among its requests: what waited before, and gave up, does
+    not shorten the canary's time."""
+    health = make()
+    for now in (0, 500, 1000, 1500, 2000, 2500):
+        assert health.tick(now) == [Action.ASK]
+        assert health.answered(now, int(0 < now < 2500), 7) is None
+    assert health.tick(2500) == [Action.CANARY]
+    for now in range(3000, 5500, 500):
+        assert health.tick(now) == [Action.ASK]
+        assert health.answered(now, 1, 7) is None
+    assert health.tick(5500) == [Action.ASK]
+    assert isinstance(health.answered(5500, 1, 7), Unhealthy)
+
+
 # ---------------------------------------------------------------------- progress is life
 
 
@@ -163,6 +195,14 @@ def test_alone_only_the_long_budget_counts():
     found = health.answered(30_000, 1, 7)
     assert found is not None
     assert found.reason.startswith("1 request in flight and no token in 30 s")
+
+
+def test_supervisor_that_is_often_late_still_finds_a_hang():
+    """On a busy machine each look is 400 ms late: time without looks does not count, the rest
+    adds up."""
+    verdict = silent_until(make(), 60_000, lambda now: Signs(), interval_ms=900)
+    assert verdict is not None
+    assert verdict[0] <= 3_000 * 900 / 500 + 900
 
 
 @settings(deadline=None, max_examples=300, derandomize=True)
