@@ -30,8 +30,7 @@ from engine.core import events as ev
 from engine.core.events import EngineEvent, Failed, State, WakingStep
 from engine.core.health import ParkedHealth
 from engine.core.loading import Loading, LoadPermit
-from engine.supervisor.canary import Canaries
-from engine.supervisor.channel import BackendChannel
+from engine.supervisor.channel import BackendChannel, Canaries
 from engine.supervisor.cpu_share import CpuShare
 from engine.supervisor.hub import EngineHub
 from engine.supervisor.kv_layout import KvLayout

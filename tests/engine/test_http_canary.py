@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.supervisor.canary import ANSWER_BYTES_MAX, Canaries
+from engine.supervisor.channel import ANSWER_BYTES_MAX, Canaries
 from plumbing.service.clock import SystemClock
 from plumbing.service.events import EventLog
 from tests.helpers import auntil
