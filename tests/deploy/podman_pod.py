@@ -161,14 +161,6 @@ class PodmanPod:
         pids = (int(entry) for entry in os.listdir("/proc") if entry.isdigit())
         return [pid for pid in pids if pid_namespace(pid) == namespace]
 
-    async def run(self, name: str, *command: str) -> str:
-        """Run a command in the container; its output. Fails unless it exits with 0."""
-        return await podman("exec", self._ids[name], *command)
-
-    async def execute(self, name: str, *command: str) -> None:
-        """Start one more process in the container, and leave it there."""
-        await podman("exec", "--detach", self._ids[name], *command)
-
     async def logs(self, name: str) -> str:
         """The last that it wrote."""
         return await podman("logs", f"--tail={LOG_LINES}", self._ids[name])
