@@ -23,9 +23,8 @@ import pytest
 from tests.lockserver.processes import ServerProcess
 from tests.understudy.pools import GIB, SINCE, device, model, pool, waits
 from tests.understudy.terminals import WAIT_S, terminal
-from understudy.status.gateway_view import has_gateway
 from understudy.status.gather import gather, states_on_file
-from understudy.status.pool_view import has_pool
+from understudy.status.parts_view import has_gateway, has_pool
 from understudy.status.view import is_reachable, lines, offline_lines, pod_view, watch_lines
 
 GOLDEN = Path(__file__).with_name("status.txt")

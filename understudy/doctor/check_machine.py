@@ -38,7 +38,7 @@ from understudy.doctor.pod import (
     warned,
 )
 from understudy.host import fd_count, slabs_of
-from understudy.status.memory_view import Document, devices
+from understudy.status.parts_view import Document, devices
 from understudy.status.view import parts_of
 
 # Two epochs (committed, loading) of 250 slabs each, one more set in flight, and a server's 128

@@ -40,8 +40,14 @@ from understudy.doctor.pod import (
     warned,
 )
 from understudy.host import descriptors
-from understudy.status.gateway_view import gateway_faults, needs_gateway
-from understudy.status.pool_view import AWAKE, FAILED, models_of, pool_faults
+from understudy.status.parts_view import (
+    AWAKE,
+    FAILED,
+    gateway_faults,
+    models_of,
+    needs_gateway,
+    pool_faults,
+)
 
 ONE_VOLUME = (
     "mount one volume into every container, with the same --dir inside it; on a host, start every"

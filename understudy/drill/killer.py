@@ -47,7 +47,6 @@ from understudy.drill.targets import (
     kill_request,
     process_of,
 )
-from understudy.status.gateway_view import is_open
 from understudy.status.gather import (
     Pids,
     PodPart,
@@ -58,7 +57,7 @@ from understudy.status.gather import (
     pool_part,
     status_of,
 )
-from understudy.status.memory_view import Document, devices
+from understudy.status.parts_view import Document, devices, is_open
 from understudy.status.view import PARKED
 
 WHOLE_POLL_S = 0.05

@@ -37,8 +37,7 @@ from plumbing.service.files import read_json
 from plumbing.wire.messages import Catalogue
 from plumbing.wire.server import guard_holder
 from pool import messages as pool_messages
-from understudy.status.gateway_view import has_gateway
-from understudy.status.pool_view import has_pool
+from understudy.status.parts_view import has_gateway, has_pool
 from understudy.status.view import is_reachable, pod_view
 
 DRAINED = "drained"  # the reason in the state file of an engine that was asked to end

@@ -13,25 +13,21 @@ from typing import Any
 
 from plumbing.pod.models import ACTIVE, kind_of
 from plumbing.text import duration, since, size, table
-from understudy.status.gateway_view import (
+from understudy.status.parts_view import (
+    Document,
+    awake_engines,
+    engines_by_pid,
     gateway_faults,
     gateway_lines,
+    headline,
     is_open,
+    lacks_shadow,
     load_of,
-    rest_line,
-)
-from understudy.status.memory_view import (
-    Document,
-    engines_by_pid,
     memory_faults,
     memory_lines,
-)
-from understudy.status.pool_view import (
-    awake_engines,
-    headline,
-    lacks_shadow,
     pool_faults,
     pool_lines,
+    rest_line,
 )
 
 SCHEMA = 1

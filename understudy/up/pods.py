@@ -44,8 +44,8 @@ from understudy.pod.table import (
     program,
     reachable,
 )
-from understudy.status.gateway_view import is_open
 from understudy.status.gather import gather, pids_of
+from understudy.status.parts_view import is_open
 from understudy.status.view import awaited, is_reachable
 from understudy.up.models import (
     DEVICE_BYTES,
