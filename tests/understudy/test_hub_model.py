@@ -11,15 +11,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from click.testing import CliRunner
 
-from plumbing.errors import UnderstudyError, UsageError
-from plumbing.service.config import resolve
+from plumbing.errors import UnderstudyError
 from tests.helpers import free_ports, until
 from tests.understudy.hub import COMMIT, Hub, serving
-from understudy.cli.main import main
-from understudy.cli.pods import local_pod
-from understudy.cli.settings import UP_OPTIONS
 from understudy.pod.table import LocalPod, program
 from understudy.up.hub_download import weight_files
 from understudy.up.models import hub_directory
@@ -154,28 +149,6 @@ def test_both_engines_get_one_directory_and_clients_the_id(hub: Hub, tmp_path: P
     prepared = asyncio.run(prepare_local(pod, tmp_path / "pod", silent, True))
     command = prepared.containers[-1].command
     assert command[command.index(snapshot) + 1 :] == ("--served-model-name", "mine")
-
-
-def test_directory_wins_and_other_backends_take_no_id(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """Goal: as in vLLM, a directory called like a model is the directory; the reference backend
-    says what it takes."""
-
-    def pod(**flags: str) -> LocalPod:
-        return local_pod(resolve(UP_OPTIONS, flags, {}), UP_OPTIONS, ())
-
-    monkeypatch.chdir(tmp_path)
-    assert pod(model=TINY, backend="vllm").hub_id == TINY
-    (tmp_path / TINY).mkdir(parents=True)
-    assert pod(model=TINY, backend="vllm").model == tmp_path / TINY
-    for model, backend in [("a/b", "reference"), ("./a", "vllm"), ("a/b/c", "vllm")]:
-        with pytest.raises(UsageError) as refused:
-            pod(model=model, backend=backend)
-        assert refused.value.code == "pod.no_model"
-    result = CliRunner().invoke(main, ["up", "--model", "Qwen/Qwen3-8B"])
-    assert result.exit_code == 2
-    assert "--backend vllm" in result.output
 
 
 @pytest.mark.parametrize("command", ["up", "drill"])

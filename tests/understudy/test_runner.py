@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
 import sys
 import textwrap
 from contextlib import asynccontextmanager
@@ -15,7 +14,7 @@ import pytest
 
 from plumbing.errors import UnderstudyError, WaitTimeoutError
 from plumbing.service.procfs import parent
-from tests.helpers import auntil, free_port, open_fds, until
+from tests.helpers import auntil, free_port, open_fds
 from understudy.pod import runner as runner_module
 from understudy.pod.output import LINE_MAX_BYTES, ContainerLog
 from understudy.pod.runner import PodRunner, backoff_s, run_pod
@@ -232,33 +231,6 @@ def test_second_signal_kills_at_once(tmp_path):
         assert runner.killed_by == signal.SIGINT
 
     asyncio.run(main())
-
-
-def test_children_die_when_the_runner_is_killed(tmp_path):
-    """Goal: no orphans. Method: SIGKILL to a real runner whose child arms itself."""
-    code = f"""
-        import asyncio, pathlib, sys
-        from understudy.pod.runner import PodRunner
-        from understudy.pod.table import Container
-        async def main():
-            container = Container("child", (sys.executable, "-u", "-c", {ARMED!r}))
-            runner = PodRunner([container], pathlib.Path(sys.argv[1]), print)
-            await runner.start()
-            async with asyncio.timeout(30):
-                while not runner.pids():
-                    await asyncio.sleep(0.01)
-            print(runner.pids()["child"])
-            await asyncio.Event().wait()
-        asyncio.run(main())
-    """
-    command = [sys.executable, "-u", "-c", textwrap.dedent(code), str(tmp_path / "log")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        lines = [process.stdout.readline().strip() for _ in range(2)]
-        assert "child | armed" in lines
-        pid = next(int(line) for line in lines if line.isdigit())
-        process.kill()
-    until(lambda: is_gone(pid), "the child to die with its runner")
 
 
 def server(status: Path, **liveness: float) -> Container:

@@ -31,17 +31,6 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_patient")
-def test_lines_are_printed_in_order_and_all_of_them_at_the_end():
-    """Goal: nothing is lost to the thread. Method: a thousand lines, and the end at once."""
-    reading, writing = os.pipe()
-    with Terminal(writing) as terminal:
-        for number in range(1000):
-            terminal.say(f"line {number} \udc80")
-    os.close(writing)
-    assert read_all(reading) == [f"line {number} ?" for number in range(1000)]
-
-
-@pytest.mark.usefixtures("_patient")
 def test_reader_who_does_not_read_stops_nobody():
     """Goal: no line waits for him, and he is told what he has missed, in its place. Method: a pipe
     that is not read until ten times what it and the terminal hold has been said."""
