@@ -64,10 +64,102 @@ def commit_of(session: int, identity: Mapping[str, Any], slab_sizes: Sequence[in
     return ev.Received(session, 3, msg.CommitMsg(identity, *manifest_of(slab_sizes)))
 
 
-class SimDevice:
-    """The server of one device and what it runs on."""
+class SimServer:
+    """The machine of one place's weights, its driver, its disk and its kernel. A world's server
+    says what memory is, who is answered, and what is noted when the disk is written."""
 
     machine_type: type[WeightsMachine] = WeightsMachine
+    capacity_bytes = 8 * MIB
+    now_ms = 0.0
+
+    def __init__(self) -> None:
+        self.files: set[str] = set()
+        self.marked: set[str] = set()  # epochs whose files say that they are history
+        self.journal: ev.JournalRecord | None = None
+        self.is_journal_lost = False
+        self.driver: deque[ev.Effect] = deque()
+        self.checked: dict[str, Any] = {}  # by epoch: what the driver is to check
+        self.vault: dict[str, Any] = {}  # by epoch: the memory that the server has
+        self.watched: set[str] = set()
+
+    def boot(self, **more: Any) -> None:
+        """A server starts on what the one before it left."""
+        record = None if self.is_journal_lost else self.journal
+        orphans = orphans_of(sorted(self.files), record, self.marked & self.files)
+        self.machine = self.machine_type(
+            capacity_bytes=self.capacity_bytes,
+            granularity_bytes=4096,
+            stall_ms=STALL_MS,
+            new_epoch_id=self.new_id,
+            orphans=orphans,
+            is_journal_lost=self.is_journal_lost,
+            now_ms=self.now_ms,
+            **more,
+        )
+        self.tell(ev.DeadlinePassed())  # watches what is there
+
+    def perform(self, effect: ev.Effect) -> None:
+        match effect:
+            case ev.Respond():
+                self.answer(effect)
+            case ev.Watch(region):
+                self.watched.add(region)
+            case ev.Unwatch(region):
+                self.watched.discard(region)
+            case ev.RecordEvent():
+                pass
+            case _:
+                if isinstance(effect, ev.TakeBack):
+                    self.checked[effect.region] = self.offer_of(effect.session)
+                self.driver.append(effect)
+
+    def complete_one(self, *, fails: bool = False) -> None:
+        """The driver's oldest call completes; if its session has left, the call was made anyway."""
+        effect = self.driver.popleft()
+        match effect:
+            case ev.OpenEpoch(session, epoch):
+                assert epoch not in self.files, f"two files under the name {epoch}"
+                self.files.add(epoch)
+                self.vault[epoch] = self.new_memory(epoch)
+                self.tell(ev.EpochOpened(session))
+            case ev.CreateSlab(session) if fails:
+                full = UnderstudyError("gms.device_full", "somebody else has it")
+                self.tell(ev.DriverFailed(session, full))
+            case ev.CreateSlab(session, epoch, size_bytes):
+                self.vault[epoch].slab_sizes.append(size_bytes)
+                self.tell(ev.SlabCreated(session))
+            case ev.SealEpoch(session) if fails:
+                error = UnderstudyError("gms.driver_failed", "as the simulation likes")
+                self.tell(ev.DriverFailed(session, error))
+            case ev.SealEpoch(session):
+                self.tell(ev.Sealed(session, tensors=1))
+            case ev.TakeBack(region, _, message):
+                memory = self.checked.pop(region)
+                sizes = message.slab_sizes
+                if fails or memory is None or tuple(memory.slab_sizes) != sizes:
+                    error = UnderstudyError("gms.bad_slab", "as the simulation likes")
+                    self.tell(ev.RegionNotBack(region, error))
+                    return
+                self.vault[region] = memory
+                self.tell(ev.RegionBack(region, tensors=1))
+            case ev.WriteJournal(committing) if fails:
+                self.tell(ev.Journalled(committing, "a full disk"))
+            case ev.WriteJournal(committing):
+                self.write(effect)
+                self.tell(ev.Journalled(committing))
+            case ev.MarkRetired(region):
+                self.marked.add(region)
+                self.was_marked()
+            case ev.Release(region):
+                self.files.discard(region)
+                self.vault.pop(region, None)
+                self.tell(ev.RegionReleased(region))
+            case _:
+                raise AssertionError(effect)
+
+
+class SimDevice(SimServer):
+    """The server of one device and what it runs on."""
 
     def __init__(
         self,
@@ -79,30 +171,22 @@ class SimDevice:
     ) -> None:
         """`deliver(session, answer, copy)` reaches a process, with descriptors where the answer
         carries some; `holders()` are the epochs whose file a process holds."""
+        super().__init__()
         self.name = name
         self.capacity_bytes = capacity_bytes
         self._deliver, self._holders = deliver, holders
         self._ids = itertools.count(1)
-        self.now_ms = 0.0
         self.is_up = False
-        self.files: set[str] = set()
-        self.journal: ev.JournalRecord | None = None
-        self.is_journal_lost = False
         self.published: dict[str, Published] = {}
         self.last: str | None = None  # what must be committed here while anybody alive maps it
         self.doubtful: str | None = None  # journalled to replace `last`, and nobody was told
         self.older: str | None = None  # what the journal says that `last` has replaced
         self.begun_total = 0  # epochs that somebody began to write
         self.condemned: set[str] = set()  # for good: it is on disk
-        self.marked: set[str] = set()  # epochs whose files say that they are history
         self.condemning: set[str] = set()  # a crash forgets it, like a message that came too late
         self.was_replaced = False  # on purpose: then there may be two copies
-        self.driver: deque[ev.Effect] = deque()
         self.closing: deque[int] = deque()  # sessions whose end the server has not seen yet
         self.offered: dict[int, Copy] = {}  # by session: descriptors that were handed back
-        self.checked: dict[str, Copy | None] = {}  # by epoch: what the driver is to check
-        self.vault: dict[str, Copy] = {}
-        self.watched: set[str] = set()
         self.boot()
 
     def new_id(self) -> str:
@@ -110,20 +194,8 @@ class SimDevice:
         return f"{next(self._ids):032x}"
 
     def boot(self) -> None:
-        """A server starts on what the one before it left (`gms.leftovers`)."""
-        record = None if self.is_journal_lost else self.journal
-        orphans = orphans_of(sorted(self.files), record, self.marked & self.files)
-        self.machine = self.machine_type(
-            capacity_bytes=self.capacity_bytes,
-            granularity_bytes=4096,
-            stall_ms=STALL_MS,
-            new_epoch_id=self.new_id,
-            orphans=orphans,
-            is_journal_lost=self.is_journal_lost,
-            now_ms=self.now_ms,
-        )
         self.is_up = True
-        self.tell(ev.DeadlinePassed())  # watches what is there
+        super().boot()
 
     def crash(self) -> None:
         """The server dies; what it held is gone unless a process maps it."""
@@ -148,10 +220,10 @@ class SimDevice:
         """The record is on disk, and that is the last that this server does."""
         effect = self.driver.popleft()
         assert isinstance(effect, ev.WriteJournal)
-        self._write(effect)
+        self.write(effect)
         self.crash()
 
-    def _write(self, effect: ev.WriteJournal) -> None:
+    def write(self, effect: ev.WriteJournal) -> None:
         self.journal, self.is_journal_lost = effect.record, False
         self.condemned |= self.condemning - {effect.record.epoch if effect.record else ""}
 
@@ -167,16 +239,7 @@ class SimDevice:
             return
         self._notice_retired(before, event)
         for effect in effects:
-            if isinstance(effect, ev.Respond):
-                self._answer(effect)
-            elif isinstance(effect, ev.Watch):
-                self.watched.add(effect.region)
-            elif isinstance(effect, ev.Unwatch):
-                self.watched.discard(effect.region)
-            elif not isinstance(effect, ev.RecordEvent):
-                if isinstance(effect, ev.TakeBack):
-                    self.checked[effect.region] = self.offered.pop(effect.session, None)
-                self.driver.append(effect)
+            self.perform(effect)
         self.check()
 
     def _notice_retired(self, before: Epoch | None, event: ev.MemoryEvent) -> None:
@@ -194,7 +257,7 @@ class SimDevice:
             self.condemning.add(before.id)
         self.last, self.was_replaced = None, True
 
-    def _answer(self, effect: ev.Respond) -> None:
+    def answer(self, effect: ev.Respond) -> None:
         copy = None
         answer = effect.message if isinstance(effect, ev.SendMessage) else effect
         if isinstance(answer, msg.CommittedMsg):
@@ -218,59 +281,19 @@ class SimDevice:
         sizes, contents = tuple(copy.slab_sizes), frozenset(copy.contents)
         self.published[epoch] = Published(copy, sizes, contents, dict(identity))
 
-    def complete_one(self, *, fails: bool = False) -> None:
-        """The driver's oldest call completes; if its session has left, the call was made anyway."""
-        effect = self.driver.popleft()
-        match effect:
-            case ev.OpenEpoch():
-                assert effect.epoch not in self.files, f"two files under the name {effect.epoch}"
-                self.files.add(effect.epoch)
-                self.begun_total += 1
-                self.vault[effect.epoch] = Copy(effect.epoch)
-                self.tell(ev.EpochOpened(effect.session))
-            case ev.CreateSlab() if fails:
-                full = UnderstudyError("gms.device_full", "somebody else has it")
-                self.tell(ev.DriverFailed(effect.session, full))
-            case ev.CreateSlab():
-                self.vault[effect.epoch].slab_sizes.append(effect.size_bytes)
-                self.tell(ev.SlabCreated(effect.session))
-            case ev.SealEpoch() if fails:
-                self._fail(effect.session, "gms.driver_failed")
-            case ev.SealEpoch():
-                self.tell(ev.Sealed(effect.session, tensors=1))
-            case ev.TakeBack():
-                self._check_copy(effect, fails=fails)
-            case ev.WriteJournal(committing) if fails:
-                self.tell(ev.Journalled(committing, "a full disk"))
-            case ev.WriteJournal(committing):
-                self._write(effect)
-                self.tell(ev.Journalled(committing))
-            case ev.MarkRetired():
-                self.marked.add(effect.region)
-                self.condemned |= self.condemning & self.marked
-            case ev.Release():
-                self.files.discard(effect.region)
-                self.vault.pop(effect.region, None)
-                self.tell(ev.RegionReleased(effect.region))
-            case _:
-                raise AssertionError(effect)
+    def new_memory(self, epoch: str) -> Copy:
+        self.begun_total += 1
+        return Copy(epoch)
 
-    def _check_copy(self, effect: ev.TakeBack, *, fails: bool) -> None:
-        """The driver looks at what came: is it what it is said to be?"""
-        copy = self.checked.pop(effect.region)
-        if fails or copy is None or tuple(copy.slab_sizes) != effect.message.slab_sizes:
-            error = UnderstudyError("gms.bad_slab", "as the simulation likes")
-            self.tell(ev.RegionNotBack(effect.region, error))
-            return
-        self.vault[effect.region] = copy
-        self.tell(ev.RegionBack(effect.region, tensors=1))
+    def offer_of(self, session: int) -> Copy | None:
+        return self.offered.pop(session, None)
+
+    def was_marked(self) -> None:
+        self.condemned |= self.condemning & self.marked
 
     def fail_one(self) -> None:
         """The driver's oldest call fails, if it is one that can."""
         self.complete_one(fails=True)
-
-    def _fail(self, session: int, code: str) -> None:
-        self.tell(ev.DriverFailed(session, UnderstudyError(code, "as the simulation likes")))
 
     def notice_end(self) -> None:
         """The server sees one connection's end."""

@@ -87,7 +87,7 @@ class OffloadWorld:
                 actor.at[name] = "reading"
                 self._check_readable(node, answer.epoch)
                 if name == "device":
-                    assert node.record is not None
+                    assert node.journal is not None
                     self.standing = None
                     self.restages += actor.restages_from is not None
             case msg.OffloadedMsg():
@@ -168,7 +168,7 @@ class OffloadWorld:
 
     def host_copy(self) -> ev.JournalRecord | None:
         """What is committed in host memory, if a process holds it."""
-        copy, host = self.host.record, self.host
+        copy, host = self.host.journal, self.host
         if copy is not None and (not host.holders(copy.epoch) or copy.epoch in host.marked):
             return None
         return copy
@@ -328,17 +328,17 @@ class OffloadWorld:
         """The disk has changed: what is out of service, or offloaded, is so for good."""
         if node is not self.device:
             return
-        committed = node.record.epoch if node.record is not None else None
+        committed = node.journal.epoch if node.journal is not None else None
         memories = [m for a in self.actors if (m := a.holds["device"]) is not None]
         memories += node.vault.values()
         is_in_force = committed not in node.marked
         in_force = {m.content for m in memories if m.epoch == committed and is_in_force}
         self.condemned |= self.condemning - in_force
-        if node.offloaded is not None and node.record is None:
+        if node.offloaded is not None and node.journal is None:
             if self.standing is None:
                 assert self.host.holders(node.offloaded.epoch), "only its server has the copy"
             self.standing = node.offloaded.epoch
-        if node.offloaded is None and node.record is not None:
+        if node.offloaded is None and node.journal is not None:
             self.standing = None
 
     def _check_readable(self, node: Node, epoch: str) -> None:
