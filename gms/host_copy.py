@@ -19,6 +19,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from msgspec.structs import replace
+
 from gms import messages as msg
 from gms import names
 from gms.client import Keeper, Reader, Writer, open_copy, open_session
@@ -148,23 +150,15 @@ def make_copy(directory: str, device: str) -> str:
     Raises:
         UnderstudyError: nothing is committed, host memory has too little room, …
     """
-    me = f"gms-copy-{os.getpid()}"
-    source = open_session(
-        directory, device, engine=COPIER, incarnation=me, mode="ro", identity=None, wait_s=0
-    )
+    me = msg.AttachMsg(COPIER, f"gms-copy-{os.getpid()}", "ro")
+    source = open_session(directory, device, me)
     if not isinstance(source, Reader):
         raise InvariantError("a reader was asked for")
     with source:
-        target = open_session(
-            directory,
-            names.offload_device(device),
-            engine=COPIER,
-            incarnation=me,
-            mode="rw",
-            identity=source.identity,
-            wait_s=WAIT_S,
-            replace=True,
+        to = replace(
+            me, mode="rw", identity=source.identity, wait_ms=round(WAIT_S * 1000), replace=True
         )
+        target = open_session(directory, names.offload_device(device), to)
         if not isinstance(target, Writer):
             raise InvariantError("a writer was asked for")
         with target:

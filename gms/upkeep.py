@@ -33,7 +33,7 @@ from plumbing.text import size
 
 ANSWER_TIMEOUT_S = 5.0
 VERIFY_TIMEOUT_S = VERIFY_MS / 1000 + ANSWER_TIMEOUT_S  # the server gives up before that
-ATTACH_WAIT_S = 5.0
+ATTACH_WAIT_MS = 5000
 POLL_S = 0.02
 
 EMPTY, INTACT, PENDING, RECOVERING = "empty", "intact", "pending", "recovering"
@@ -160,15 +160,8 @@ def _verify(directory: str, device: str) -> dict[str, Any]:
 
 def _read_here(directory: str, device: str) -> tuple[str, str | None, str]:
     """Attach as one more reader, and compute the digest in this process."""
-    session = open_session(
-        directory,
-        device,
-        engine="gms-verify",
-        incarnation=f"gms-verify-{os.getpid()}",
-        mode="ro",
-        identity=None,
-        wait_s=ATTACH_WAIT_S,
-    )
+    me = msg.AttachMsg("gms-verify", f"gms-verify-{os.getpid()}", "ro", wait_ms=ATTACH_WAIT_MS)
+    session = open_session(directory, device, me)
     assert isinstance(session, Reader)  # it asked for `ro`
     with session:
         status = status_of(directory, device, ANSWER_TIMEOUT_S)

@@ -21,6 +21,7 @@ from typing import Any
 
 from gms.client import Reader, Writer, open_session
 from gms.client.writer import ALIGNMENT_BYTES
+from gms.messages import AttachMsg
 from hack import rig
 from hack.processes import IDENTITY, MemoryServer
 from plumbing.service.process import arm_from_environment, parent_environment
@@ -137,9 +138,7 @@ def _attached(directory: str) -> dict[str, float]:
 def attach(directory: str) -> dict[str, float]:
     """Attach, read every tensor's record, detach, attach again (ms each)."""
     began = time.perf_counter()
-    session = open_session(
-        directory, DEVICE, engine="bench", incarnation="1", mode="ro", identity=None, wait_s=20
-    )
+    session = open_session(directory, DEVICE, AttachMsg("bench", "1", "ro", wait_ms=20_000))
     assert isinstance(session, Reader)
     report = {"attach": _since_ms(began)}
     began = time.perf_counter()

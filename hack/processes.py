@@ -164,8 +164,10 @@ class MemoryServer(ServerProcess):
         return document
 
     def open(self, mode: str, **more: Any) -> Reader | Writer:
-        wanted = {"identity": IDENTITY, "wait_s": 20, "engine": "engine-0", "incarnation": "i-0"}
-        return open_session(self.directory, self.device, mode=mode, **{**wanted, **more})
+        wanted: dict[str, Any] = {"identity": IDENTITY, "wait_ms": 20_000, "engine": "engine-0"}
+        wanted |= {"incarnation": "i-0", "mode": mode, **more}
+        request = gms_messages.AttachMsg(**wanted)
+        return open_session(self.directory, self.device, request)
 
 
 class ReportingProcess:

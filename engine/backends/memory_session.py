@@ -57,20 +57,23 @@ def attach(
         UnreachableError: there was no service for `RESTART_WAIT_S`.
         UnderstudyError: what `gms.client.open_session` raises, with the service's reason.
     """
-    from gms.client import open_session
+    from gms.client import messages, open_session
 
+    request = messages.AttachMsg(
+        engine=member.engine,
+        incarnation=member.incarnation,
+        mode=mode,
+        identity=dict(identity),
+        rank=rank,
+        wait_ms=round(WAIT_S * 1000),
+    )
     end, has_warned = time.monotonic() + RESTART_WAIT_S, False
     while True:
         try:
             return open_session(
                 os.environ[SOCKET_DIR_ENV],
                 device,
-                engine=member.engine,
-                incarnation=member.incarnation,
-                mode=mode,
-                identity=identity,
-                rank=rank,
-                wait_s=WAIT_S,
+                request,
                 on_wait=lambda reason: logger.info("waiting for weights: %s", reason),
             )
         except UnreachableError as error:

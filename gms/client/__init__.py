@@ -1,7 +1,7 @@
 """What engines import: attach to a device's memory as its writer or as a reader. Blocking.
 
-    session = open_session(directory, "HOST-0", engine="engine-0", incarnation=…, mode="rw_or_ro",
-                           identity={…}, wait_s=7200)
+    request = AttachMsg("engine-0", incarnation, "rw_or_ro", identity={…}, wait_ms=7_200_000)
+    session = open_session(directory, "HOST-0", request)
     if isinstance(session, Writer):
         session.plan(total_bytes, tensor_bytes_max)      # optional: slabs get the right size
         for name, shape, dtype, nbytes in …:
@@ -22,16 +22,12 @@ back to a restarted service.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Mapping
-from typing import Any
-
 from gms import messages
 from gms.client.keeper import Keeper
 from gms.client.kv_loan import KvClaim, KvLease, borrow_pool, has_pool_service, pool_service_answers
-from gms.client.offloaded import Offloaded, open_copy, release, written_from_copy
+from gms.client.offloaded import Offloaded, open_copy, opened, release, written_from_copy
 from gms.client.reader import Reader
-from gms.client.sessions import Attachment, OnWait, Opening, look_for_mps, memory_for
+from gms.client.sessions import OnWait, Opening, look_for_mps, memory_for
 from gms.client.writer import Writer
 from gms.manifest import TensorRecord
 from gms.messages import ADOPTED, ADOPTING, BEGUN
@@ -68,23 +64,17 @@ __all__ = [
 def open_session(
     directory: str,
     device: str,
+    request: messages.AttachMsg,
     *,
-    engine: str,
-    incarnation: str,
-    mode: str,
-    identity: Mapping[str, Any] | None,
-    wait_s: float,
     on_wait: OnWait = lambda reason: None,
-    replace: bool = False,
-    rank: int = 0,
     memory: DeviceMemory | None = None,
 ) -> Reader | Writer:
-    """Attach to the memory of `device`, waiting at most `wait_s` for the grant.
+    """Attach to the memory of `device`, waiting at most `request.wait_ms` for the grant.
 
     Args:
-        mode: `rw` (write; an error where something is committed, unless `replace`), `ro` (read,
-            once something is committed) or `rw_or_ro` (read what is committed, else write).
-        identity: what the weights must be; None accepts any.
+        request: its `mode` is `rw` (write; an error where something is committed, unless
+            `replace`), `ro` (read, once something is committed) or `rw_or_ro` (read what is
+            committed, else write); `identity` is what the weights must be; None accepts any.
         on_wait: called with a sentence whenever the reason for waiting changes.
         memory: what to map with; by default the kind that `device` has.
 
@@ -95,27 +85,7 @@ def open_session(
         RemoteError: the server refused: `gms.identity_mismatch` (`details["field"]`),
             `gms.already_committed`, `gms.wait_timeout`, …
     """
-    opening = Opening(directory, device, memory or memory_for(device))
-    request = messages.AttachMsg(
-        engine=engine,
-        incarnation=incarnation,
-        mode=mode,
-        identity=None if identity is None else dict(identity),
-        rank=rank,
-        wait_ms=round(wait_s * 1000),
-        replace=replace,
-    )
-    with contextlib.ExitStack() as stack:
-        attachment = Attachment(opening.memory)
-        stack.callback(attachment.close)
-        client, grant = opening.attach(request, wait_s, attachment, on_wait=on_wait)
-        stack.callback(client.close)
-        session: Reader | Writer
-        if isinstance(grant, messages.WritingMsg):
-            session = Writer(opening, client, attachment, request, grant, on_wait)
-            if grant.copy is not None:
-                session = written_from_copy(session, grant.copy, on_wait)
-        else:
-            session = Reader(opening, client, attachment, request, grant)
-        stack.pop_all()
-        return session
+    session = opened(Opening(directory, device, memory or memory_for(device)), request, on_wait)
+    if isinstance(session, Writer) and session.source_epoch is not None:
+        return written_from_copy(session, session.source_epoch, on_wait)
+    return session

@@ -42,6 +42,20 @@ FREE_TIMEOUT_S = 30.0
 RETRY_S = 0.05
 
 
+def opened(
+    opening: Opening, request: msg.AttachMsg, on_wait: OnWait = lambda reason: None
+) -> Reader | Writer:
+    """The session that `request` is granted."""
+    with contextlib.ExitStack() as stack:
+        attachment = Attachment(opening.memory)
+        stack.callback(attachment.close)
+        client, grant = opening.attach(request, request.wait_ms / 1000, attachment, on_wait=on_wait)
+        stack.pop_all()
+    if isinstance(grant, msg.WritingMsg):
+        return Writer(opening, client, attachment, request, grant, on_wait)
+    return Reader(opening, client, attachment, request, grant)
+
+
 def open_copy(
     directory: str,
     device: str,
@@ -55,36 +69,22 @@ def open_copy(
         UnderstudyError: `gms.no_copy`, there is none of the identity of `request`.
         UnreachableError: its server is away.
     """
-    host = names.offload_device(device)
-    opening = Opening(directory, host, HostMemory())
-    wanted = msg.AttachMsg(
-        request.engine,
-        request.incarnation,
-        "ro",
-        request.identity,
-        request.rank,
-        round(wait_s * 1000),
-    )
-    with contextlib.ExitStack() as stack:
-        attachment = Attachment(opening.memory)
-        stack.callback(attachment.close)
-        try:
-            client, grant = opening.attach(wanted, wait_s, attachment)
-        except UnreachableError:
-            raise
-        except UnderstudyError as error:
-            raise UnderstudyError(
-                "gms.no_copy",
-                f"host memory has no copy of the weights of {device}: {error.message}",
-            ) from error
-        stack.callback(client.close)
-        if not isinstance(grant, msg.EpochAttachedMsg) or epoch not in (None, grant.epoch):
-            raise UnderstudyError(
-                "gms.no_copy", f"the copy in host memory is epoch {grant.epoch}, not {epoch}"
-            )
-        copy = Reader(opening, client, attachment, wanted, grant)
-        stack.pop_all()
+    opening = Opening(directory, names.offload_device(device), HostMemory())
+    wanted = structs.replace(request, mode="ro", wait_ms=round(wait_s * 1000), replace=False)
+    try:
+        copy = opened(opening, wanted)
+    except UnreachableError:
+        raise
+    except UnderstudyError as error:
+        raise UnderstudyError(
+            "gms.no_copy", f"host memory has no copy of the weights of {device}: {error.message}"
+        ) from error
+    if isinstance(copy, Reader) and epoch in (None, copy.epoch):
         return copy
+    copy.close()
+    raise UnderstudyError(
+        "gms.no_copy", f"the copy in host memory is epoch {copy.epoch}, not {epoch}"
+    )
 
 
 def written_from_copy(writer: Writer, epoch: str, on_wait: OnWait) -> Reader | Writer:
@@ -101,8 +101,12 @@ def written_from_copy(writer: Writer, epoch: str, on_wait: OnWait) -> Reader | W
                 continue
             on_wait(f"the weights are loaded again: {error.message}")
             return writer
-        with copy:
-            return _written(writer, copy)
+        with contextlib.ExitStack() as stack:
+            stack.callback(writer.close)  # unless its commit succeeds
+            with copy:
+                reader = _written(writer, copy)
+            stack.pop_all()
+            return reader
 
 
 def _written(writer: Writer, copy: Reader) -> Reader:

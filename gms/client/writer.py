@@ -52,6 +52,7 @@ class Writer(WeightsSession):
         """`on_wait` is called with a sentence while a slab waits for memory."""
         super().__init__(opening, client, attachment, request)
         self.epoch = grant.epoch
+        self.source_epoch = grant.copy  # the host copy that stands for the requested weights
         self._grant = grant
         self._on_wait = on_wait
         self._places = Suballocator(

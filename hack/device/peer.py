@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from gms.client import Keeper, Reader, Writer, open_session
+from gms.client import Keeper, Reader, Writer, messages, open_session
 from gms.vmm.cuda import CudaAllocation, CudaMemory, CudaReservation
 from hack.device import kernels
 from plumbing.errors import UnderstudyError
@@ -227,16 +227,9 @@ class Requests:
         return sorted({*places.read(0, PAGE), *places.read(last, PAGE)})
 
     def _session(self, directory: str, mode: str) -> Reader | Writer:
-        return open_session(
-            directory,
-            self.device,
-            engine=f"check-{os.getpid()}",
-            incarnation=str(os.getpid()),
-            mode=mode,
-            identity=IDENTITY,
-            wait_s=30,
-            memory=self.memory,
-        )
+        who = f"check-{os.getpid()}", str(os.getpid())
+        request = messages.AttachMsg(*who, mode, IDENTITY, wait_ms=30_000)
+        return open_session(directory, self.device, request, memory=self.memory)
 
 
 def serve(sock: socket.socket, requests: Requests) -> None:

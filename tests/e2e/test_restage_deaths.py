@@ -13,7 +13,7 @@ import pytest
 
 from engine import messages as m
 from gms import names
-from gms.client import Reader, open_session
+from gms.client import Reader, messages, open_session
 from plumbing.errors import UnderstudyError
 from plumbing.pod.messages import EngineReportMsg, SetGoalMsg, Tier
 from plumbing.pod.paths import engine_socket
@@ -77,10 +77,8 @@ async def victims_of(pod: Pod, active: str) -> dict[str, int]:
 
 def digest_of(pod: Pod) -> str | None:
     """Of the bytes that are committed on the device, read by this process."""
-    me = "a-test"
-    with open_session(
-        str(pod.directory), DEVICE, engine=me, incarnation=me, mode="ro", identity=None, wait_s=30
-    ) as session:
+    request = messages.AttachMsg("a-test", "a-test", "ro", wait_ms=30_000)
+    with open_session(str(pod.directory), DEVICE, request) as session:
         assert isinstance(session, Reader)
         return session.digest()
 

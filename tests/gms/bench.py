@@ -90,8 +90,10 @@ class GmsProcess:
         return reply.document
 
     def open(self, mode: str = "rw_or_ro", **more: Any) -> Reader | Writer:
-        wanted = {"identity": IDENTITY, "wait_s": 20, "engine": "engine-0", "incarnation": "i-0"}
-        return open_session(self.directory, self.device, mode=mode, **{**wanted, **more})
+        how = {name: more.pop(name) for name in ("on_wait", "memory") if name in more}
+        wanted = {"identity": IDENTITY, "wait_ms": 20_000, "engine": "engine-0"}
+        request = msg.AttachMsg(**{**wanted, "incarnation": "i-0", "mode": mode, **more})
+        return open_session(self.directory, self.device, request, **how)
 
     def writer(self, **more: Any) -> Writer:
         session = self.open(**more)

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from gms.client import Keeper, Reader, Writer, open_session
+from gms.client import Keeper, Reader, Writer, messages, open_session
 from plumbing.errors import UnderstudyError
 from plumbing.service.process import arm_from_environment
 
@@ -40,12 +40,14 @@ def main() -> None:
         session = open_session(
             directory,
             device,
-            engine=engine,
-            incarnation=f"{engine}-1",
-            mode=mode,
-            replace=more == "replace",
-            identity={"model": "tiny", "shards": {"a": "1"}},
-            wait_s=60,
+            messages.AttachMsg(
+                engine,
+                f"{engine}-1",
+                mode,
+                {"model": "tiny", "shards": {"a": "1"}},
+                wait_ms=60_000,
+                replace=more == "replace",
+            ),
             on_wait=lambda reason: say("waiting", reason=reason),
         )
     except UnderstudyError as error:

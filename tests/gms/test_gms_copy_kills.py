@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from gms import names
-from gms.client import Reader, open_session
+from gms.client import Reader, messages, open_session
 from plumbing.service import procfs
 from plumbing.service.process import parent_environment
 from tests.copy_stop import CopyStop
@@ -38,10 +38,8 @@ def keep_copy(gms: GmsProcess, stop: CopyStop) -> Iterator[subprocess.Popen[byte
 
 
 def copy_of(gms: GmsProcess) -> Reader:
-    me, host = "a test", names.offload_device(gms.device)
-    copy = open_session(
-        gms.directory, host, engine=me, incarnation=me, mode="ro", identity=None, wait_s=0
-    )
+    host = names.offload_device(gms.device)
+    copy = open_session(gms.directory, host, messages.AttachMsg("a test", "a test", "ro"))
     assert isinstance(copy, Reader)
     return copy
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from gms import names
-from gms.client import Reader, open_session
+from gms.client import Reader, messages, open_session
 from plumbing.errors import UnderstudyError
 from plumbing.service import procfs
 from tests.gms.bench import IDENTITY, GmsProcess, kept
@@ -76,10 +76,8 @@ def test_copy_is_made_kept_and_used(serve: ServeCopies):
     assert (code, document["devices"][0]["copy"]) == (0, copy)
     shown = until(lambda: (d := serve.devices())[0]["state"] == "offloaded" and d, "the state")
     assert [each["device_uuid"] for each in shown] == ["HOST-0", "OFFLOAD-0"]
-    session = open_session(
-        serve.directory, "HOST-0", engine="e", incarnation="i", mode="rw_or_ro",
-        identity=IDENTITY, wait_s=20,
-    )  # fmt: skip
+    request = messages.AttachMsg("e", "i", "rw_or_ro", IDENTITY, wait_ms=20_000)
+    session = open_session(serve.directory, "HOST-0", request)
     assert isinstance(session, Reader)
     with session:
         assert session.digest() == digest

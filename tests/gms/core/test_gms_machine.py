@@ -19,34 +19,6 @@ def refusal(answer: Answer | None) -> UnderstudyError:
     return answer.error
 
 
-def test_first_writes_second_waits_then_reads():
-    """RW_OR_RO twice: the first becomes the writer; its commit turns the second into a reader."""
-    bench = Bench()
-    assert isinstance(bench.attach(1), msg.WritingMsg)
-    waiting = bench.attach(2)
-    assert isinstance(waiting, msg.WaitingMsg)
-    assert waiting.reason == "writer"
-    assert "engine-1" in waiting.message
-    bench.allocate(1)
-    assert isinstance(bench.commit(1), msg.CommittedMsg)
-    assert isinstance(bench.last(2), ev.SendRegion)
-    assert bench.device.committed is not None
-    assert [each.id for each in bench.device.holders(bench.device.committed)] == [1, 2]
-
-
-def test_dead_writer_costs_only_its_staging_and_the_waiter_becomes_the_writer():
-    """Close the writer mid-load; a waiting RW_OR_RO is granted RW on a fresh epoch."""
-    bench = Bench()
-    bench.attach(1)
-    bench.allocate(1)
-    first = bench.device.staging
-    bench.attach(2)
-    bench.close(1)
-    assert isinstance(bench.last(2), msg.WritingMsg)
-    assert bench.released == [first.id]
-    assert bench.device.staging.id != first.id
-
-
 def test_no_session_writes_while_a_dead_writers_memory_is_mapped():
     """The dead writer's file is still held: the waiter waits, names its pids, then writes."""
     bench = Bench()
