@@ -28,7 +28,6 @@ import json
 import os
 import shutil
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -36,28 +35,24 @@ from pathlib import Path
 from typing import Any
 
 from engine.supervisor import leftovers
-from hack import v2_on_cpu
+from hack import rig, v2_on_cpu
 from hack.bench_sleep import across_sleeps
 from hack.device.find import find_devices
 from hack.device.part import Nvml
-from hack.rig import ROOT, machine
 from hack.standing_pod import StandingPod
 from hack.vllm.figures import Figures, look_at, private_bytes, problems_of, workers_below
 from hack.vllm.pod import MODEL_SHAPE, environment, make_pod, model_of, temporary
 from hack.vllm.stock import GAP_MIN, Question, Stock
 from plumbing.errors import UnderstudyError, UsageError
-from plumbing.pod.cli import INTERRUPTED, fail, run_async
+from plumbing.pod.cli import fail
 from plumbing.service.config import Option, Resolved, resolve
-from plumbing.text import size
 from understudy.cli.settings import DRILL_OPTIONS
 from understudy.drill.clients import Target
 from understudy.drill.page import check_destination
-from understudy.drill.report import print_report
 from understudy.drill.run import LENT_KV, NO_ADOPTION, Drill, DrillPlan
 from understudy.pod.runner import PodRunner
 from understudy.status.gather import gather
 from understudy.up.models import VLLM_RANDOM_MODEL
-from understudy.up.pods import Say
 from understudy.up.sessions import DrillResult, compare_adoption, run_drill
 
 DEFAULTS: Mapping[str, Any] = {"kills": 15, "target": ("api", "core", "worker")}
@@ -124,7 +119,6 @@ class Run:
     vllm_flags: tuple[str, ...]
     runner: str | None
     gpus: tuple[Nvml, ...]  # () : on the CPU
-    say: Say
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -173,7 +167,7 @@ class Run:
             result = await compare_adoption(
                 partial(self._drill, model, answers, None, "kept", LENT_KV),
                 partial(self._drill, model, answers, None, "empty", NO_ADOPTING),
-                self.say,
+                rig.say,
             )
         return (result, found) if result is not None else None
 
@@ -189,17 +183,17 @@ class Run:
                 tree = workers_below(stock.tree())
                 found.stock_private_bytes = private_bytes(tree, self.kv_bytes)
 
-        self.say(f"starting stock vLLM with {ranks} ranks, for its answers")
+        rig.say(f"starting stock vLLM with {ranks} ranks, for its answers")
         gap_min = DEVICE_GAP_MIN if self.gpus else GAP_MIN
         try:
             # Short answers to short prompts fill no block, so no KV cache would be adopted.
             questions = await stock.write_answers(
-                file, self.say, is_long=True, gap_min=gap_min, look=look
+                file, rig.say, is_long=True, gap_min=gap_min, look=look
             )
         except UnderstudyError as error:
             if not self.gpus or error.code != "drill.no_answers":
                 raise
-            self.say(f"the pod's own answers are compared: {error.message}")
+            rig.say(f"the pod's own answers are compared: {error.message}")
             questions = []
         shutil.rmtree(temporary(self.base))
         found.questions = questions or ()
@@ -240,10 +234,10 @@ class Run:
                     directory, self.kv_bytes, found.stock_private_bytes, self.idle_s
                 )
 
-        self.say(f"starting a pod of two vLLM engines in {directory}")
+        rig.say(f"starting a pod of two vLLM engines in {directory}")
         runner = PodRunner(pod.containers(), directory / "log")
-        drill = Drill(directory, plan, self.say)
-        result = await run_drill(drill, runner, plan, self.say, look)
+        drill = Drill(directory, plan, rig.say)
+        result = await run_drill(drill, runner, plan, rig.say, look)
         if result is not None:
             problems = result.report.problems
             if found is not None and not self.gpus:
@@ -307,38 +301,22 @@ def main() -> None:
             check_destination(page)
     except UnderstudyError as error:
         fail(error)
-    base = Path(tempfile.mkdtemp(prefix="understudy-vllm-"))
+    gpus = gpus_of(flags.device) if flags.device else ()
+    os.environ.update({} if gpus else v2_on_cpu.environment(flags.runner))
 
-    def say(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
+    async def measure(base: Path) -> Figures | None:
+        shown = gpus[: config["tensor_parallel"]]
+        more = (tuple(flags.vllm), flags.runner, shown)
+        done = await Run(base, config, flags.idle_s, flags.kv_compare, *more).everything()
+        if done is None:
+            return None
+        result, found = done
+        backend = result.backend or "vllm"
+        if page is not None:
+            result.write_page(page, backend)
+        return {**result.report.to_dict(backend, rig.machine()), "vllm": found.to_dict()}
 
-    done = None
-    try:
-        gpus = gpus_of(flags.device) if flags.device else ()
-        os.environ.update({} if gpus else v2_on_cpu.environment(flags.runner))
-        run = Run(
-            base,
-            config,
-            flags.idle_s,
-            flags.kv_compare,
-            tuple(flags.vllm),
-            flags.runner,
-            gpus[: config["tensor_parallel"]],
-            say,
-        )
-        done = run_async(run.everything)
-    finally:
-        if done is not None and done[0].report.passed:
-            shutil.rmtree(base, ignore_errors=True)
-        else:
-            say(f"the logs of all parts are kept in {base}")
-    if done is None:
-        sys.exit(INTERRUPTED)
-    show(*done, as_json=flags.json)
-    if page is not None:
-        done[0].write_page(page, done[0].backend or "vllm")
-        say(f"the report is in {page}")
-    sys.exit(0 if done[0].report.passed else 1)
+    rig.finish(rig.run("understudy-vllm-", measure), is_json=flags.json)
 
 
 def gpus_of(asked: str) -> tuple[Nvml, ...]:
@@ -346,41 +324,10 @@ def gpus_of(asked: str) -> tuple[Nvml, ...]:
 
     The process ends with a sentence if there are none.
     """
-    devices, reason = find_devices([] if asked == "all" else asked.split(","), str(ROOT))
+    devices, reason = find_devices([] if asked == "all" else asked.split(","), str(rig.ROOT))
     if not devices:
         sys.exit(f"nothing was measured, since {reason}")
     return tuple(Nvml(uuid, STILL_S) for uuid in devices)
-
-
-def show(result: DrillResult, found: Found, *, as_json: bool) -> None:
-    """Print the drill's own report, and what was measured besides."""
-    backend = result.backend or "vllm"
-    if as_json:
-        document = {**result.report.to_dict(backend, machine()), "vllm": found.to_dict()}
-        print(json.dumps(document))
-    else:
-        from rich.console import Console
-
-        console = Console()
-        for line in _lines(found):
-            console.print(line, highlight=False)
-        print_report(result.report, console, backend, result.usages)
-    for problem in result.report.problems:
-        print(f"error: {problem}", file=sys.stderr)
-
-
-def _lines(found: Found) -> list[str]:
-    lines = [f"answers          {len(found.questions)} prompts, compared with stock vLLM"]
-    if (it := found.figures) is not None:
-        lines += [
-            f"weights          {size(it['weights_committed_bytes'])} committed, "
-            f"{size(it['weights_pss_bytes'])} of memory in all processes together",
-            f"engines          {size(it['active_pss_bytes'])} active (KV cache "
-            f"{size(it['active_kv_resident_bytes'])}), {size(it['standby_pss_bytes'])} standby "
-            f"(KV cache {size(it['standby_kv_resident_bytes'])})",
-            f"idle standby     {it['standby_cpu_percent']:.1f} % of a core",
-        ]
-    return lines
 
 
 def _parser() -> argparse.ArgumentParser:
