@@ -63,7 +63,6 @@ TAKEN = (
     "kills",
     "target",
     "clients",
-    "expected",
     "report",
     "burn",
     "duration_s",
@@ -155,12 +154,10 @@ class Run:
         model = await model_of(self.base, self.config["model"], shape)
         found = Found(v2_on_cpu.name_of(self.runner))
         self._note_memory(found, "nothing")
-        expected = self.config["expected"]
-        if expected is None:
-            expected = self.base / "expected.json"
-            if not await self._ask_stock(model, expected, found):
-                return None
-        answers = Path(expected) if Path(expected).exists() else None
+        file = self.base / "expected.json"
+        if not await self._ask_stock(model, file, found):
+            return None
+        answers = file if file.exists() else None
         if not self.compares_kv:
             result = await self._drill(model, answers, found)
         else:

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from plumbing.pod.paths import KV_SLAB_PREFIX, SLAB_PREFIX
-from plumbing.service.procfs import descendants, rss_bytes
 
 MEMFD = f"/memfd:{SLAB_PREFIX}"  # how /proc names the slabs of weights,
 MEMFD_KV = f"/memfd:{KV_SLAB_PREFIX}"  # and those of a KV pool
@@ -65,20 +64,6 @@ async def output_of(*command: str, timeout_s: float | None = None) -> tuple[int,
         raise
     assert process.returncode is not None
     return process.returncode, output.decode(errors="replace"), errors.decode(errors="replace")
-
-
-@dataclass(frozen=True, slots=True)
-class ResourceUsage:
-    """Open descriptors and resident bytes of one container's processes, taken together."""
-
-    fds: int
-    rss_bytes: int
-
-    @classmethod
-    def of(cls, pid: int) -> ResourceUsage:
-        """What `pid` and everything below it use now."""
-        tree = (pid, *descendants(pid))
-        return cls(sum(map(fd_count, tree)), sum(rss_bytes(each) or 0 for each in tree))
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,7 @@ Work = Callable[[], Coroutine[Any, Any, DrillResult | None]]
 # Drills of a pod that they start in their own way: the options that they do not take, and why.
 ALONE = {
     "--pool": (
-        {*(each.name for each in NOT_WITH_POOL), "expected", "url"},
+        {*(each.name for each in NOT_WITH_POOL), "url"},
         "which starts its own pod, whose models are in the pool file",
     ),
     "--upgrade": (
@@ -105,7 +105,6 @@ def drill(
         config["kills"],
         config["target"],
         config["clients"],
-        Path(config["expected"]) if config["expected"] else None,
         is_upgrade=upgrade,
         burn=config["burn"],
         duration_s=config["duration_s"],

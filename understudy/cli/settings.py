@@ -133,13 +133,6 @@ DRILL_OPTIONS = (
         minimum=0,
     ),
     Option(
-        "expected",
-        str,
-        None,
-        "A file of prompts and their expected answers. Default: the drill learns them from the "
-        "pod.",
-    ),
-    Option(
         "burn",
         int,
         0,

@@ -12,7 +12,6 @@ import math
 import os
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
@@ -33,7 +32,6 @@ from understudy.drill.outcomes import (
 )
 from understudy.drill.records import LOCK, MODEL, PHASES, Exchange, Kill, Moment, Outcome, Records
 from understudy.drill.verdict import DrillReport, pool_kills
-from understudy.host import ResourceUsage
 
 TEMPLATE = Path(__file__).parent / "page.html"
 PLACE = "{{data}}"
@@ -59,7 +57,6 @@ def page_data(
     report: DrillReport,
     backend: str,
     machine: Mapping[str, Any],
-    usages: Mapping[str, tuple[ResourceUsage, ResourceUsage]],
     made_at: str,
 ) -> dict[str, Any]:
     """The whole document. A pool's kills are shown in its models' lanes, all others one by one."""
@@ -72,10 +69,6 @@ def page_data(
         "passed": report.passed,
         "problems": report.problems,
         "report": report.to_dict(backend, dict(machine)),
-        "usages": {
-            name: {"before": asdict(before), "after": asdict(after)}
-            for name, (before, after) in usages.items()
-        },
         "kills_left_out": len(kills[KILLS_MAX:]),
         "kills": drawn.kills(kills),
         "part_kills": parts,

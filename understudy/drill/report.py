@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from plumbing.text import duration, size
 from understudy.drill.targets import GATEWAY
 from understudy.drill.verdict import IN_POOL, DrillReport
-from understudy.host import ResourceUsage, machine
+from understudy.host import machine
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,12 +24,7 @@ TIMES = {
 }
 
 
-def print_report(
-    report: DrillReport,
-    console: Console,
-    backend: str,
-    usages: Mapping[str, tuple[ResourceUsage, ResourceUsage]],
-) -> None:
+def print_report(report: DrillReport, console: Console, backend: str) -> None:
     """Print the report."""
     about, figures = machine(), report.values
     is_pool = report.mode == IN_POOL
@@ -75,10 +70,6 @@ def print_report(
     if "gms" in figures:
         committed, peak = figures["gms"]["committed_bytes"], figures["gms"]["peak_physical_bytes"]
         row("weights", f"{size(committed)} committed, peak {size(peak)}")
-    for name, (before, after) in usages.items():
-        change = 100 * (after.rss_bytes - before.rss_bytes) / max(1, before.rss_bytes)
-        memory = f"memory {before.rss_bytes / 2**20:.1f} MiB {change:+.1f} %"
-        row(name, f"descriptors {before.fds} → {after.fds}, {memory}")
     for missed in figures.get("not_reached", ()):
         row("not made", f"{missed}: no model came there in time")
     for problem in report.problems:

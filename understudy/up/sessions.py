@@ -5,7 +5,6 @@ Prints only through `say`.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import shutil
 import tempfile
@@ -25,35 +24,25 @@ from understudy.drill.records import Records
 from understudy.drill.report import print_report
 from understudy.drill.run import Drill, DrillPlan, unless_gone
 from understudy.drill.verdict import DrillReport, judge
-from understudy.host import ResourceUsage, machine
+from understudy.host import machine
 from understudy.pod.runner import PodRunner, run_pod
 from understudy.up.pods import Prepare, Say
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-SETTLE_DEADLINE_S = 2.0  # connections close within milliseconds; what stays longer has leaked
-SETTLE_POLL_S = 0.05
-
-# Their descriptors and memory must not grow with kills.
-WATCHED = ("lockserver", "gms", "gateway", "pool")
-
 
 @dataclass(slots=True)
 class DrillResult:
-    """What a drill found, and the resources of the watched containers before and after.
-
-    `backend`: as reported by the engines.
-    """
+    """What a drill found. `backend`: as reported by the engines."""
 
     report: DrillReport
-    usages: dict[str, tuple[ResourceUsage, ResourceUsage]] = field(default_factory=dict)
     backend: str | None = None
     records: Records = field(default_factory=Records)
 
     def print(self, console: Console, backend: str) -> None:
         """Print the report; `backend` is the name to show."""
-        print_report(self.report, console, backend, self.usages)
+        print_report(self.report, console, backend)
 
     def write_page(self, path: Path, backend: str) -> None:
         """Write the report page; `backend` is the name to show.
@@ -62,7 +51,7 @@ class DrillResult:
             UnderstudyError: `drill.report_not_written`.
         """
         now = rfc3339(datetime.now(UTC))
-        data = page_data(self.records, self.report, backend, machine(), self.usages, now)
+        data = page_data(self.records, self.report, backend, machine(), now)
         write_page(path, data)
 
 
@@ -136,19 +125,15 @@ async def run_drill(
     `look` is awaited once the pod is ready and idle, before the first kill.
     """
     failure: list[str] = []
-    usages: dict[str, tuple[ResourceUsage, ResourceUsage]] = {}
 
     async def body() -> bool:
         target = await unless_gone(drill.directory, drill.prepare())
         if look is not None:
             await look(target)
-        before = _usages(runner)
         try:
             await unless_gone(drill.directory, drill.run(target))
         except UnderstudyError as error:
             failure.append(f"the drill ended early: {error}")
-        after = await _settled(runner, before)
-        usages.update({name: (before[name], after[name]) for name in before if name in after})
         return True
 
     inbox = SignalInbox()
@@ -159,19 +144,4 @@ async def run_drill(
         inbox.close()
     report = judge(drill.records, plan.kills_wanted, plan.switches)
     report.problems += failure
-    return DrillResult(report, usages, drill.backend, drill.records)
-
-
-def _usages(runner: PodRunner) -> dict[str, ResourceUsage]:
-    return {name: ResourceUsage.of(pid) for name, pid in runner.pids().items() if name in WATCHED}
-
-
-async def _settled(runner: PodRunner, before: dict[str, ResourceUsage]) -> dict[str, ResourceUsage]:
-    """The usage after, once the pod has closed our last connections."""
-    end = asyncio.get_running_loop().time() + SETTLE_DEADLINE_S
-    while True:
-        after = _usages(runner)
-        is_level = all(after[name].fds <= before[name].fds for name in before if name in after)
-        if is_level or asyncio.get_running_loop().time() > end:
-            return after
-        await asyncio.sleep(SETTLE_POLL_S)
+    return DrillResult(report, drill.backend, drill.records)

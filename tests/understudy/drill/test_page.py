@@ -26,11 +26,9 @@ from understudy.drill.records import (
     Records,
 )
 from understudy.drill.verdict import judge
-from understudy.host import ResourceUsage
 
 KILLED_MS = 1000.0
 MACHINE = {"cpu": "a CPU", "cpus": 2, "memory_bytes": 2**33, "kernel": "6.1", "python": "3.11"}
-USAGES = {"gms": (ResourceUsage(5, 2**20), ResourceUsage(5, 2**21))}
 
 
 def answer(sent_ms: float, *, token: int = 2, end: End = End.DONE, engine: str = "engine-1"):
@@ -72,7 +70,7 @@ def one_failover() -> Records:
 
 def page_of(records: Records) -> dict:
     report = judge(records, len(records.kills))
-    return page.page_data(records, report, "reference", MACHINE, USAGES, "2030-01-01T00:00:00.000Z")
+    return page.page_data(records, report, "reference", MACHINE, "2030-01-01T00:00:00.000Z")
 
 
 def data_in(text: str) -> dict:
@@ -130,7 +128,6 @@ def test_deaths_of_other_parts_are_there_with_the_time_until_they_were_back():
         {"part": "gms of HOST-0", "at_ms": 1000, "back_ms": None},
     ]
     assert found["back_ms"] == {"p50": 100, "p99": 500, "max": 500}
-    assert found["usages"]["gms"]["after"] == {"fds": 5, "rss_bytes": 2**21}
     assert data_in(render(found)) == found
 
 
@@ -157,7 +154,7 @@ def test_nothing_in_the_data_ends_the_element_that_they_are_in(nasty: str):
     records.kills[0].deaths_ms = {nasty: 1.0}
     report = judge(records, 1)
     report.problems.append(nasty)
-    found = page.page_data(records, report, nasty, MACHINE, {}, "now")
+    found = page.page_data(records, report, nasty, MACHINE, "now")
     text = render(found)
     assert data_in(text) == found
     assert text.count("<script") == text.count("</script") == 2
@@ -188,7 +185,7 @@ def test_page_has_a_lane_for_each_model_with_reasons_and_pauses():
     ]
     records = of_pool(of_model("a", 50.0, 110.0, 120.0, 420.0, 430.0), moments=deque(moments))
     report = judge(records, 0)
-    data = page.page_data(records, report, "reference", MACHINE, {}, "now")
+    data = page.page_data(records, report, "reference", MACHINE, "now")
     lane, other = data["pool"]["models"]
     assert lane["spans"] == [
         [0.0, 100.0, "awake", "a-0 serves"],

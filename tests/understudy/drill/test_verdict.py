@@ -340,7 +340,7 @@ def with_blocks(kill: Kill | None, pause_ms: float = 1.0) -> DrillReport:
 
 def printed(report: DrillReport) -> str:
     out = io.StringIO()
-    print_report(report, Console(file=out, width=200), "reference", {})
+    print_report(report, Console(file=out, width=200), "reference")
     return out.getvalue()
 
 
@@ -350,7 +350,7 @@ def test_both_drills_of_a_comparison_are_in_one_report():
     document = json.loads(json.dumps(report.to_dict("reference", {})))
     assert (document["adopted_share"], document["pause_ms"]["p50"]) == (1.0, 125)
     assert document["without_adoption"]["pause_ms"]["p50"] == 875
-    page = page_data(Records(), report, "reference", {}, {}, "now")
+    page = page_data(Records(), report, "reference", {}, "now")
     assert page["report"]["without_adoption"] == document["without_adoption"]
     for words in ("no adoption: p50", "875.0", "4 of 4 adopted (100.0%)"):
         assert words in printed(report)
