@@ -87,7 +87,7 @@ def _look(directory: str) -> Look:
         found = text.look(directory, error)
         if found is None:
             raise
-        document, away = found.document, found.error
+        document, away = found
     return Look(document, text.render(document), away)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
@@ -148,16 +147,9 @@ def _problems(document: Document) -> Iterator[tuple[str, str]]:
 MEANWHILE = "new connections wait for 10 s (--hold-ms of the lock server), then they are refused"
 
 
-@dataclass(frozen=True, slots=True)
-class OfflineView:
-    """The document in place of the gateway's own, and why there is none."""
-
-    document: dict[str, Any]
-    error: UnderstudyError
-
-
-def look(directory: str, error: UnderstudyError) -> OfflineView | None:
-    """The view of the gateway that did not answer with `error`; None if none was ever here."""
+def look(directory: str, error: UnderstudyError) -> tuple[Document, UnderstudyError] | None:
+    """The document in place of that of the gateway that did not answer with `error`, and why there
+    is none; None if no gateway was ever here."""
     guard = f"{gateway_socket(directory).removesuffix('.sock')}.lock"
     try:
         found = os.stat(guard)
@@ -188,4 +180,4 @@ def look(directory: str, error: UnderstudyError) -> OfflineView | None:
         "accepting": None,
         "problems": [f"{why}; {fix}"],
     }
-    return OfflineView(document, UnreachableError(code, f"{why}; {fix}", cause=error.code))
+    return document, UnreachableError(code, f"{why}; {fix}", cause=error.code)

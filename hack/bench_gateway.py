@@ -8,7 +8,9 @@ under way, that of a request by itself. `events_per_s` is what passes through wh
 upstream. `cores_lacked` is how long the gateway waited for a CPU that others had. *Added* is the
 difference between the percentiles through the gateway and past it. On one machine a write to a
 client over TCP does the receiver's half of TCP, too, and all of that is counted as the gateway's.
-`restart_ms` is from a SIGKILL of the gateway to the answer to a request sent right behind it.
+`restart_ms` is from a SIGKILL of the gateway to the answer to a request sent right behind it, under
+`NEWCOMERS_PER_S` requests on new connections, of which some are refused, are in a gateway that is
+killed (`cut`), or wait for the next one (`wait_ms`).
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ UNPACED_EVENTS = 40_000  # of all streams together
 MEMORY_TOKENS = 100  # that a stream has delivered when its memory is looked at
 HELD_EVENTS_PER_S = 5000  # while memory is looked at
 LOOK_S = 0.05
-KILLS = 20
+KILLS = 50
+NEWCOMERS_PER_S = 32
 SETTLE_S = 0.3  # between two kills
 
 
@@ -119,18 +122,34 @@ def _pss_kib(pid: int) -> int:
 
 
 async def restarts(gateway: BenchGateway, count: int) -> rig.Figures:
-    """Kill it so often, each time under a new request."""
-    took_ms, errors = [], 0
-    for _ in range(count):
-        os.kill(gateway.pid, signal.SIGKILL)
-        began_s, seen = time.perf_counter(), Seen()
-        await one_by_one(gateway.port, 1, request(1, 0), seen)
-        took_ms.append((time.perf_counter() - began_s) * 1000)
-        errors += seen.errors
-        async with asyncio.timeout(START_S):
-            await gateway.accepts.wait()
-        await asyncio.sleep(SETTLE_S)
-    return {"restart_ms": rig.spread(took_ms), "errors": errors}
+    """Kill it so often, each time under a new request, and newcomers all the while."""
+    took_ms, seen, came, refused = [], Seen(), Seen(), [0]
+
+    async def newcomers(group: asyncio.TaskGroup) -> None:
+        while True:
+            group.create_task(newcomer())
+            await asyncio.sleep(1 / NEWCOMERS_PER_S)
+
+    async def newcomer() -> None:
+        try:
+            await one_by_one(gateway.port, 1, request(1, 0), came)
+        except ConnectionError:
+            refused[0] += 1
+
+    async with asyncio.TaskGroup() as group:
+        coming = group.create_task(newcomers(group))
+        for _ in range(count):
+            os.kill(gateway.pid, signal.SIGKILL)
+            began_s = time.perf_counter()
+            await one_by_one(gateway.port, 1, request(1, 0), seen)
+            took_ms.append((time.perf_counter() - began_s) * 1000)
+            async with asyncio.timeout(START_S):
+                await gateway.accepts.wait()
+            await asyncio.sleep(SETTLE_S)
+        coming.cancel()
+    waits = {"restart_ms": rig.spread(took_ms), "wait_ms": rig.spread(came.ttft_ms)}
+    counts = {"newcomers": len(came.ttft_ms), "cut": came.errors, "refused": refused[0]}
+    return {**waits, **counts, "errors": seen.errors + refused[0]}
 
 
 async def paced(gateway: BenchGateway, past: int, count: int, rate: float, s: float) -> rig.Figures:

@@ -396,7 +396,7 @@ LINES_MAX = {
     "lockserver": 8_145,
     "gms": 11_116,
     "engine": 20_439,
-    "gateway": 9_084,
+    "gateway": 8_992,
     "pool": 8_745,
     "understudy": 11_519,
     "hack": 6_315,

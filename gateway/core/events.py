@@ -40,6 +40,7 @@ class BreakCause(StrEnum):
     WRONG_TOKEN = "wrong_token"  # a response under another token or engine than the grant's
     SUPERSEDED = "superseded"  # another engine was granted the lock
     HANDED_OVER = "handed_over"  # the engine said `hop.HANDED_OVER`: it parks its streams itself
+    UNREACHED = "unreached"  # the engine does not listen: nothing of the request was sent
     YIELDED = "yielded"  # its model makes room for another one; nothing is wrong with the engine
 
 
@@ -114,23 +115,12 @@ class HeadCame(GatewayEvent, frozen=True):
         )
 
 
-class AnswerCame(GatewayEvent, frozen=True):
-    """A response that is not marked is complete, held whole or passed on."""
+class AnswerEnded(GatewayEvent, frozen=True):
+    """A response that is not marked is complete, held whole or passed on; with a `cause` the
+    upstream connection is over, or useless, and the answer is not whole."""
 
     attempt: int
-
-
-class AnswerBroke(GatewayEvent, frozen=True):
-    """The upstream connection is over, or useless, and the answer is not whole."""
-
-    attempt: int
-    cause: BreakCause
-
-
-class ConnectFailed(GatewayEvent, frozen=True):
-    """The engine could not be reached: nothing of the request was sent."""
-
-    attempt: int
+    cause: BreakCause | None = None
 
 
 class ClientLeft(GatewayEvent, frozen=True):
@@ -184,13 +174,11 @@ class DoorSet(GatewayEvent, frozen=True):
 
 
 class HelloCame(GatewayEvent, frozen=True):
-    greeting: int
-    hello: Hello
+    """The answer to a greeting; without one `problem` says why."""
 
-
-class HelloFailed(GatewayEvent, frozen=True):
     greeting: int
-    reason: str
+    hello: Hello | None
+    problem: str = ""
 
 
 class Tick(GatewayEvent, frozen=True):
@@ -205,7 +193,7 @@ class GatewayEffect(msgspec.Struct, frozen=True):
 
 
 class GreetEngine(GatewayEffect, frozen=True):
-    """GET `hop.HELLO_PATH` of this engine, then `HelloCame` or `HelloFailed` with this number."""
+    """GET `hop.HELLO_PATH` of this engine, then `HelloCame` with this number."""
 
     greeting: int
     engine: str

@@ -20,8 +20,8 @@ attempt itself, so an event costs the same with and without a pool.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 
 from msgspec.structs import replace
 
@@ -39,7 +39,7 @@ from gateway.core.events import (
     LaneDoorSet,
     LaneRules,
 )
-from gateway.core.machine import Gateway, Stats
+from gateway.core.machine import Gateway, Stats, stats_of
 from gateway.core.requests import UNANSWERED, Shared
 from pool.core.events import (
     Door,
@@ -358,9 +358,9 @@ class Lanes:
         not here is ignored."""
         lane: Gateway | None
         match event:
-            case ev.HeadCame() | ev.AnswerCame() | ev.AnswerBroke() | ev.ConnectFailed():
+            case ev.HeadCame() | ev.AnswerEnded():
                 lane = self._lane_of(event.attempt)
-            case ev.HelloCame() | ev.HelloFailed():
+            case ev.HelloCame():
                 lane = self._lane_of(event.greeting)
             case (
                 ev.RequestCame()
@@ -404,16 +404,7 @@ class Lanes:
 
     def stats(self, now_ms: float) -> Stats:
         """What there is now in all lanes."""
-        found = [lane.stats(now_ms) for lane in self._all]
-        by_state: Counter[str] = Counter()
-        for each in found:
-            by_state.update(each.by_state)
-        return Stats(
-            by_state=dict(by_state),
-            memory_bytes=self.shared.memory_bytes,
-            suspects=sum(each.suspects for each in found),
-            oldest_paused_ms=max(each.oldest_paused_ms for each in found),
-        )
+        return stats_of(chain.from_iterable(each.requests.values() for each in self._all), now_ms)
 
     def _lane_of(self, number: int) -> Gateway:
         """Of an attempt or a greeting."""

@@ -14,13 +14,13 @@ one to the shell. An engine that wakes under the same grant is greeted anew.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 
 import msgspec
 
 from gateway.core import answers
 from gateway.core import events as ev
-from gateway.core.client_request import ClientRequest, RequestState
+from gateway.core.client_request import Attempt, ClientRequest, RequestState
 from gateway.core.events import BreakCause, GatewayEffect, GatewayEvent, GatewayRules
 from gateway.core.queue import EXPECTED_MS
 from gateway.core.requests import Requests, Shared, objection
@@ -33,10 +33,19 @@ TICK_MS = 20.0  # a tenth of the shortest wait here, 200 ms
 class Stats(msgspec.Struct, frozen=True):
     """What there is now."""
 
-    by_state: dict[str, int]  # requests, by `RequestState`
-    memory_bytes: int
+    by_state: Counter[str]  # requests, by `RequestState`
     suspects: int
     oldest_paused_ms: float  # 0 if no stream is paused
+
+
+def stats_of(requests: Iterable[ClientRequest], now_ms: float) -> Stats:
+    found = list(requests)
+    paused = [each.paused_since_ms for each in found if each.paused_since_ms is not None]
+    return Stats(
+        Counter(str(each.state) for each in found),
+        sum(each.is_suspect for each in found),
+        now_ms - min(paused) if paused else 0.0,
+    )
 
 
 class Gateway(Requests):
@@ -86,30 +95,24 @@ class Gateway(Requests):
                 self._supersede(is_death=False, now_ms=now_ms)
             case ev.DoorSet():
                 self._set_door(event, now_ms)
-            case ev.HelloCame() | ev.HelloFailed():
+            case ev.HelloCame():
                 self.target.greeted(event, now_ms + self._greet_again_ms)
             case ev.Tick():
                 self._pass_time(now_ms)
-            case ev.HeadCame() | ev.AnswerCame() | ev.AnswerBroke() | ev.ConnectFailed():
-                self._attempted(event, now_ms)
-
-    def _attempted(
-        self,
-        event: ev.HeadCame | ev.AnswerCame | ev.AnswerBroke | ev.ConnectFailed,
-        now_ms: float,
-    ) -> None:
-        attempt = self.attempts.get(event.attempt)
-        if attempt is None:
-            return
-        match event:
             case ev.HeadCame():
-                self.head(attempt, event, now_ms)
-            case ev.AnswerCame():
-                self.answered(attempt, now_ms)
-            case ev.AnswerBroke():
-                self.broke(attempt, event.cause, now_ms)
-            case ev.ConnectFailed():
-                self.refused(attempt, now_ms)
+                if (attempt := self.attempts.get(event.attempt)) is not None:
+                    self.head(attempt, event, now_ms)
+            case ev.AnswerEnded():
+                if (attempt := self.attempts.get(event.attempt)) is not None:
+                    self._ended(attempt, event.cause, now_ms)
+
+    def _ended(self, attempt: Attempt, cause: BreakCause | None, now_ms: float) -> None:
+        if cause is None:
+            self.answered(attempt, now_ms)
+        elif cause is BreakCause.UNREACHED:
+            self.refused(attempt, now_ms)
+        else:
+            self.broke(attempt, cause, now_ms)
 
     @property
     def needs_ticks(self) -> bool:
@@ -119,14 +122,7 @@ class Gateway(Requests):
 
     def stats(self, now_ms: float) -> Stats:
         """What there is now."""
-        requests = self.requests.values()
-        paused = [each.paused_since_ms for each in requests if each.paused_since_ms is not None]
-        return Stats(
-            by_state=dict(Counter(str(each.state) for each in requests)),
-            memory_bytes=self.shared.memory_bytes,
-            suspects=sum(each.is_suspect for each in requests),
-            oldest_paused_ms=now_ms - min(paused) if paused else 0.0,
-        )
+        return stats_of(self.requests.values(), now_ms)
 
     @property
     def waits_for(self) -> str:

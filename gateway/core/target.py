@@ -6,7 +6,7 @@ what it can continue and how large a body it takes. Tokens compare within an era
 
 from __future__ import annotations
 
-from gateway.core.events import EngineGranted, GreetEngine, HelloCame, HelloFailed
+from gateway.core.events import EngineGranted, GreetEngine, HelloCame
 from plumbing.gateway_protocol import Hello
 
 UNHEARD = "the lock server has not reported yet which engine is active"
@@ -85,17 +85,14 @@ class LaneTarget:
         self.greet_at_ms = None
         return GreetEngine(self._greetings.next(), self.grant.engine, self.grant.token)
 
-    def greeted(self, event: HelloCame | HelloFailed, greet_at_ms: float) -> None:
+    def greeted(self, event: HelloCame, greet_at_ms: float) -> None:
         """The answer to a greeting. If it is not the granted engine's, greet again then."""
         if event.greeting != self._greetings.last or self.grant is None:
             return
-        if isinstance(event, HelloCame):
-            hello = event.hello
+        hello, self._no_hello = event.hello, event.problem
+        if hello is not None:
             if (hello.engine, hello.token) == (self.grant.engine, self.grant.token):
                 self.hello = self.last_hello = hello.as_understood()
-                self._no_hello = ""
                 return
             self._no_hello = f"{hello.engine} answered, under token {hello.token}"
-        else:
-            self._no_hello = event.reason
         self.greet_at_ms = greet_at_ms

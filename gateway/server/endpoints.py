@@ -27,7 +27,6 @@ from msgspec import Struct
 
 from gateway.core import answers
 from gateway.core.answers import RETRY_AFTER_S, Failure
-from gateway.core.client_request import RequestState
 from gateway.core.lanes import Lanes
 from gateway.core.router import (
     BadWish,
@@ -51,7 +50,6 @@ from pool.messages import PooledModel
 PAGE_S = 1.0  # an engine that does not give its page in this time is left out of it
 PAGE_BYTES_MAX = 8 << 20  # vLLM's has some 200 KiB
 NO_WISHES = Wishes("")
-WAITING_STATES = (RequestState.WAITING, RequestState.PARKED)
 UNHEARD = "unknown"  # the state of a model that no pool has spoken of
 # The words of llama-swap's `/running`, by which pages of others know what they show.
 RUNNING_WORDS = {
@@ -289,7 +287,7 @@ class Endpoints:
     def _load(self, model: str) -> RequestLoad:
         lane = self._lanes.by_model[model]
         by_state, hello = lane.stats(0.0).by_state, lane.target.last_hello
-        waiting = sum(by_state.get(str(state), 0) for state in WAITING_STATES)
+        waiting = by_state["waiting"] + by_state["parked"]
         return RequestLoad(
             model or next(iter(hello.models if hello is not None else ()), ""),
             running=sum(by_state.values()) - waiting,

@@ -53,9 +53,6 @@ SWEEP_S = 1.0  # a deadline is noticed this much late at most
 HEAD_MS = 10_000.0  # from the first byte of a response's head to its end
 QUOTED_CHARS_MAX = 300  # of what is wrong with a hello, which may quote it
 KEEPALIVE_COMMENT = b": keepalive\n\n"
-# States of the core in which a request waits for an engine, with nothing sent and with something.
-WAITING = "waiting"
-PARKED = ("parked", "resuming")
 
 
 class GatewayExchange:
@@ -83,23 +80,17 @@ class GatewayExchange:
         self.accounts = Accounts(
             tell, has_access_log=settings.access_log, spans=open_spans(settings.tracing)
         )
-        rules = ev.GatewayRules(
-            hold_ms=settings.hold_ms,
-            park_timeout_ms=settings.park_timeout_ms,
-            resumes_max=settings.resumes_max,
-            memory_bytes_max=settings.memory_bytes,
-        )
-        self.core = Lanes(rules, settings.pool.lanes, settings.pool.queue_max)
+        self.core = Lanes(settings.rules, settings.pool.lanes, settings.pool.queue_max)
         self.outbox: Sequence[ev.GatewayEffect] = self.core.outbox
+        self.memory_bytes_max = settings.rules.memory_bytes_max
         # A key is the gateway's where it checks keys.
         ours = frozenset() if self.keys is None else frozenset({b"authorization"})
         self.intake = Intake(
-            settings.memory_bytes, self._body_bytes_max, self._check, NOT_PASSED_ON | ours
+            self.memory_bytes_max, self._body_bytes_max, self._check, NOT_PASSED_ON | ours
         )
-        self.memory_bytes_max = settings.memory_bytes
         self.is_final = False  # no engine takes requests any more: every one was told to end
         self.endpoints = Endpoints(
-            *(self.core, settings.pool.aliases, settings.directory, settings.hold_ms),
+            *(self.core, settings.pool.aliases, settings.directory, settings.rules.hold_ms),
             lambda: self.is_stopping,
         )
         self.clients: set[ClientConnection] = set()
@@ -212,24 +203,21 @@ class GatewayExchange:
     @property
     def problem(self) -> str | None:
         """A sentence about what cannot be done now."""
-        files = [each.file for each in (self.keys, self.certificate) if each is not None]
-        found = [file.problem for file in files]
-        if self._listener is not None:
-            found.insert(0, self._listener.problem)
+        parts = (self._listener, self.keys, self.certificate)
+        found = [each.problem for each in parts if each is not None]
         return "; ".join(each for each in found if each)[:PROBLEM_CHARS_MAX] or None
 
     def load(self) -> GatewayLoad:
         stats = self.core.stats(self.now_ms())
-        by_state = stats.by_state
         return GatewayLoad(
             connections=len(self.clients),
             in_flight=len(self.requests),
-            waiting=by_state.get(WAITING, 0),
-            parked=sum(by_state.get(state, 0) for state in PARKED),
+            waiting=stats.by_state["waiting"],
+            parked=stats.by_state["parked"] + stats.by_state["resuming"],
             parked_oldest_ms=stats.oldest_paused_ms,
-            replaying=by_state.get("replaying", 0),
+            replaying=stats.by_state["replaying"],
             suspects=stats.suspects,
-            memory_bytes=stats.memory_bytes,
+            memory_bytes=self.core.shared.memory_bytes,
         )
 
     def upstream(self) -> GatewayUpstream | None:
@@ -363,7 +351,7 @@ class GatewayExchange:
             path = engine_http_socket(self._settings.directory, attempt.engine)
             connection = upstream.connect(path)
         except OSError:
-            self.handle(ev.ConnectFailed(attempt.number))
+            self.handle(ev.AnswerEnded(attempt.number, ev.BreakCause.UNREACHED))
         else:
             take_over(connection, upstream, upstream.connection_lost)
 
@@ -440,7 +428,9 @@ class GatewayExchange:
             hello = await greet(engine_http_socket(self._settings.directory, effect.engine))
         except (OSError, ValueError) as error:
             why = (str(error) or type(error).__name__)[:QUOTED_CHARS_MAX]
-            self.handle(ev.HelloFailed(effect.greeting, f"{effect.engine} gave no hello: {why}"))
+            self.handle(
+                ev.HelloCame(effect.greeting, None, f"{effect.engine} gave no hello: {why}")
+            )
         else:
             self._queues.greeted(effect.engine)
             self.handle(ev.HelloCame(effect.greeting, hello))
@@ -567,7 +557,7 @@ class GatewayExchange:
         self.accounts.tell()
         for watched in (self.keys, self.certificate):
             if watched is not None:
-                watched.file.look()
+                watched.look()
 
     def _refuse_largest_bodies(self) -> None:
         """A body may be sent slowly, so a few that are large could hold all memory for hours, and
@@ -608,7 +598,7 @@ class GatewayExchange:
             since_ms = upstream.head_since_ms
             if since_ms is not None and now_ms - since_ms > HEAD_MS:
                 upstream.drop()
-                self.handle(ev.AnswerBroke(upstream.attempt.number, ev.BreakCause.GARBAGE))
+                self.handle(ev.AnswerEnded(upstream.attempt.number, ev.BreakCause.GARBAGE))
 
 
 class EngineQueues:

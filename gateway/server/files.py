@@ -11,7 +11,6 @@ import hmac
 import logging
 import os
 import ssl
-from collections.abc import Callable
 
 from gateway.core.answers import Failure
 from gateway.server.requests import Headers
@@ -23,16 +22,19 @@ KEYS_BYTES_MAX = 1 << 20  # some ten thousand keys
 
 
 class WatchedFiles:
-    """Calls `load` when any of `paths` has changed. OSError and ValueError of it are a problem."""
+    """What was read of `paths`, and is again when any of them has changed. OSError and ValueError
+    of a later `load` are a problem."""
 
-    def __init__(self, paths: tuple[str, ...], load: Callable[[], None]) -> None:
+    def __init__(self, *paths: str) -> None:
         """Raises: what `load` raises."""
         self.problem: str | None = None
         self.loads = 1
         self._paths = paths
-        self._load = load
         self._seen = self._state()
-        load()
+        self.load()
+
+    def load(self) -> None:
+        raise NotImplementedError
 
     def look(self) -> None:
         state = self._state()
@@ -40,7 +42,7 @@ class WatchedFiles:
             return
         self._seen = state
         try:
-            self._load()
+            self.load()
         except (OSError, ValueError) as error:
             why = _why(error)
             self.problem = f"cannot use {' and '.join(self._paths)}, kept what was read: {why}"
@@ -54,16 +56,8 @@ class WatchedFiles:
         return tuple(_stamp(path) for path in self._paths)
 
 
-class ApiKeys:
+class ApiKeys(WatchedFiles):
     """The accepted keys, one per line. Only digests are kept, compared in constant time."""
-
-    def __init__(self, path: str) -> None:
-        """Raises:
-        OSError, ValueError: the file cannot be read, or has no key.
-        """
-        self._path = path
-        self._digests: frozenset[bytes] = frozenset()
-        self.file = WatchedFiles((path,), self._load)
 
     def check(self, headers: Headers) -> Failure | None:
         for name, value in headers:
@@ -78,8 +72,8 @@ class ApiKeys:
         # Every key is compared, so the time says nothing about which one was close.
         return sum(hmac.compare_digest(digest, each) for each in self._digests) > 0
 
-    def _load(self) -> None:
-        with open(self._path, "rb") as stream:
+    def load(self) -> None:
+        with open(self._paths[0], "rb") as stream:
             text = stream.read(KEYS_BYTES_MAX + 1)
         if len(text) > KEYS_BYTES_MAX:
             raise ValueError(f"it exceeds the limit of {KEYS_BYTES_MAX} bytes")
@@ -89,7 +83,7 @@ class ApiKeys:
         self._digests = frozenset(_digest(key) for key in keys)
 
 
-class Certificate:
+class Certificate(WatchedFiles):
     """A TLS context whose certificate follows its files; handshakes that follow use the new one."""
 
     def __init__(self, cert: str, key: str) -> None:
@@ -98,9 +92,11 @@ class Certificate:
         """
         self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self.context.set_alpn_protocols(["http/1.1"])
-        self.file = WatchedFiles(
-            (cert, key), lambda: self.context.load_cert_chain(cert, key, password=_no_password)
-        )
+        super().__init__(cert, key)
+
+    def load(self) -> None:
+        cert, key = self._paths
+        self.context.load_cert_chain(cert, key, password=_no_password)
 
 
 def _digest(key: bytes) -> bytes:

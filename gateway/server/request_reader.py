@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import httptools
 
@@ -24,9 +23,9 @@ from gateway.server.requests import (
     NOT_PASSED_ON,
     Headers,
     HttpRequest,
+    IncomingRequest,
     Outline,
     is_hop_path,
-    make_request,
     needs_no_key,
     path_of,
     sane_id,
@@ -37,23 +36,6 @@ HEAD_BYTES_MAX = 64 * 1024  # as many proxies; a browser's cookies are some KiB
 FRAMING_PER_BYTE = 8
 KEYLESS_BYTES_MAX = 4096  # of the body of a ping, which needs no key
 PIPELINED_MAX = 32  # requests read ahead on one connection; later ones are not read
-
-
-@dataclass(slots=True)
-class _Open:
-    """The request that is being read."""
-
-    method: bytes = b""
-    version: str = ""
-    url: bytes = b""
-    headers: Headers = field(default_factory=list)
-    body: bytes | bytearray = b""  # one object: parts of two bytes would take twenty times more
-    body_bytes: int = 0
-    framing_bytes: int = 0  # of the body, beside its own; only what comes with later reads
-    has_head: bool = False
-    keeps_alive: bool = True
-    is_tunnel: bool = False
-    outline: Outline | None = None  # of a body that is large, or may be
 
 
 def _takes_all(headers: Headers) -> Failure | None:
@@ -90,7 +72,7 @@ class RequestReader:
         self.expects_continue = False  # the client waits for "100 Continue"
         self.rest = b""  # what came behind a request that asks for a tunnel
         self._intake = intake
-        self._open: _Open | None = None
+        self._open: IncomingRequest | None = None
         self._head_bytes = 0
         self._parser: httptools.HttpRequestParser | None = httptools.HttpRequestParser(self)
 
@@ -154,7 +136,7 @@ class RequestReader:
             self.ready[-1].keeps_alive = False  # the client sends the others again
             self._refuse(Failure(400, "too_many_pipelined", "Too many requests were pipelined."))
             return
-        self._open = _Open()
+        self._open = IncomingRequest()
 
     def on_url(self, url: bytes) -> None:
         if self._open is not None:
@@ -209,24 +191,12 @@ class RequestReader:
 
     # ------------------------------------------------------------------ inside
 
-    def _finish(self, current: _Open) -> None:
+    def _finish(self, current: IncomingRequest) -> None:
         self._let_go()
         self.count += 1
-        self.ready.append(
-            make_request(
-                current.method,
-                current.url,
-                current.headers,
-                current.body,
-                version=current.version,
-                keeps_alive=current.keeps_alive,
-                is_tunnel=current.is_tunnel,
-                stripped=self._intake.stripped,
-                outline=current.outline,
-            )
-        )
+        self.ready.append(current.whole(self._intake.stripped))
 
-    def _refusal(self, current: _Open) -> Failure | None:
+    def _refusal(self, current: IncomingRequest) -> Failure | None:
         """Why this request is not read on; looks at everything that its headers say."""
         size = sum(len(name) + len(value) + 4 for name, value in current.headers)
         if size + len(current.url) > HEAD_BYTES_MAX:

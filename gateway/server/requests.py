@@ -317,49 +317,54 @@ def is_hop_path(path: str) -> bool:
     return parts[:1] == [HOP_PATHS.strip("/")]
 
 
-def make_request(
-    method: bytes,
-    url: bytes,
-    headers: Headers,
-    body: bytes | bytearray,
-    *,
-    version: str,
-    keeps_alive: bool,
-    is_tunnel: bool,
-    stripped: frozenset[bytes],
-    outline: Outline | None = None,
-) -> HttpRequest:
-    """`stripped`: names of headers that no engine gets, beside those that `Connection` names."""
-    request_id = sane_id(headers)
-    dropped = {
-        name.strip().lower()
-        for each, value in headers
-        if each == b"connection"
-        for name in value.split(b",")
-    } - {b"host", b"content-type", b"authorization"}
-    lines = [b"%b %b HTTP/1.1" % (method, _target_of(url))]
-    if all(name != b"host" for name, _ in headers):
-        lines.append(b"host: gateway")
-    lines += [
-        b"%b: %b" % (name, value)
-        for name, value in headers
-        if name not in stripped and name not in dropped and not name.startswith(PRIVATE)
-    ]
-    lines.append(b"x-request-id: " + request_id)
-    if is_tunnel:
-        lines.append(b"connection: upgrade\r\nupgrade: websocket")
-    return HttpRequest(
-        method=method,
-        path=path_of(url),
-        head=b"\r\n".join(lines) + b"\r\n",
-        body=body,
-        request_id=request_id,
-        is_http_1_0=version == "1.0",
-        keeps_alive=keeps_alive and not is_tunnel,
-        is_tunnel=is_tunnel,
-        wishes=[each for each in headers if each[0] in WISHES],
-        outline=outline,
-    )
+@dataclass(slots=True)
+class IncomingRequest:
+    """A request that is being read."""
+
+    method: bytes = b""
+    version: str = ""
+    url: bytes = b""
+    headers: Headers = field(default_factory=list)
+    body: bytes | bytearray = b""  # one object: parts of two bytes would take twenty times more
+    body_bytes: int = 0
+    framing_bytes: int = 0  # of the body, beside its own; only what comes with later reads
+    has_head: bool = False
+    keeps_alive: bool = True
+    is_tunnel: bool = False
+    outline: Outline | None = None  # of a body that is large, or may be
+
+    def whole(self, stripped: frozenset[bytes]) -> HttpRequest:
+        """`stripped`: headers that no engine gets, beside those that `Connection` names."""
+        headers, request_id = self.headers, sane_id(self.headers)
+        dropped = {
+            name.strip().lower()
+            for each, value in headers
+            if each == b"connection"
+            for name in value.split(b",")
+        } - {b"host", b"content-type", b"authorization"}
+        lines = [b"%b %b HTTP/1.1" % (self.method, _target_of(self.url))]
+        if all(name != b"host" for name, _ in headers):
+            lines.append(b"host: gateway")
+        lines += [
+            b"%b: %b" % (name, value)
+            for name, value in headers
+            if name not in stripped and name not in dropped and not name.startswith(PRIVATE)
+        ]
+        lines.append(b"x-request-id: " + request_id)
+        if self.is_tunnel:
+            lines.append(b"connection: upgrade\r\nupgrade: websocket")
+        return HttpRequest(
+            method=self.method,
+            path=path_of(self.url),
+            head=b"\r\n".join(lines) + b"\r\n",
+            body=self.body,
+            request_id=request_id,
+            is_http_1_0=self.version == "1.0",
+            keeps_alive=self.keeps_alive and not self.is_tunnel,
+            is_tunnel=self.is_tunnel,
+            wishes=[each for each in headers if each[0] in WISHES],
+            outline=self.outline,
+        )
 
 
 def sane_id(headers: Headers) -> bytes:

@@ -225,25 +225,21 @@ async def greet(path: str) -> Hello:
         ValueError: it said something else.
     """
     async with asyncio.timeout(DEADLINE_S):
-        reader, writer = await _connect(path)
-        try:
-            writer.write(REQUEST % hop.HELLO_PATH.encode())
-            body = await _read(reader, ANSWER_BYTES_MAX)
-        finally:
-            writer.transport.abort()
+        body = await fetch(path, hop.HELLO_PATH, ANSWER_BYTES_MAX, SOCKET_TRIES)
     try:
         return msgspec.json.decode(body, type=Hello)
     except (msgspec.DecodeError, RecursionError) as error:
         raise ValueError(f"its hello is not valid: {error}") from error
 
 
-async def fetch(path: str, target: str, bytes_max: int) -> bytes:
-    """What the engine that listens at `path` has at `target`.
+async def fetch(path: str, target: str, bytes_max: int, tries: int = 0) -> bytes:
+    """What the engine that listens at `path` has at `target`. While it does not listen yet, connect
+    again, so often.
 
     Raises:
         OSError, ValueError: as `greet`.
     """
-    reader, writer = await asyncio.open_unix_connection(path)
+    reader, writer = await _connect(path, tries)
     try:
         writer.write(REQUEST % target.encode())
         return await _read(reader, bytes_max)
@@ -251,8 +247,8 @@ async def fetch(path: str, target: str, bytes_max: int) -> bytes:
         writer.transport.abort()
 
 
-async def _connect(path: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    for _ in range(SOCKET_TRIES):
+async def _connect(path: str, tries: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    for _ in range(tries):
         try:
             return await asyncio.open_unix_connection(path)
         except (FileNotFoundError, ConnectionRefusedError):

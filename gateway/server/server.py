@@ -18,11 +18,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
+import importlib
 import os
 import signal
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gateway import messages as msg
 from gateway.core.events import DeathExpected
@@ -45,6 +47,9 @@ from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.messages import Message
 from plumbing.wire.server import Server
 
+if TYPE_CHECKING:
+    from plumbing.service.metrics import Metrics
+
 TICK_S = 0.1  # silence of an engine is measured in seconds
 COUNT_TICKS = 5  # between two looks at whether the engine may sleep
 CLOSED_MS = 500.0  # the socket comes within milliseconds; status shows a longer wait
@@ -55,7 +60,7 @@ OPEN_AGAIN_S = 0.02  # the old one closes its port in milliseconds, unless it ha
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
-class GatewayServer(GatewayParts):
+class GatewayServer(GatewayParts, Handler):
     """One gateway; see the head of this file."""
 
     def __init__(self, settings: GatewaySettings, *, clock: Clock | None = None) -> None:
@@ -89,12 +94,14 @@ class GatewayServer(GatewayParts):
             settings.http_port,
             probes=report.probes(self),
             status=lambda: report.document(self),
-            metrics=report.metrics_of(self),
+            metrics=functools.cache(self._make_metrics),
             events=self.log,
             allowed_hosts=settings.allowed_hosts,
         )
-        self.control = GatewayControl(gateway_socket(settings.directory), self)
-        self.troubles = [lambda: self.http.problem, lambda: self.control.server.problem]
+        path = gateway_socket(settings.directory)
+        self.control = Server(path, msg.CONTROL, self, service="gateway")
+        self._observers = Observers(self.log, lambda: report.document(self))
+        self.troubles = [lambda: self.http.problem, lambda: self.control.problem]
         self._turns: asyncio.Queue[Callable[[], Coroutine[Any, Any, None]]] = asyncio.Queue()
         self._is_open = False  # it has the control socket and the HTTP port
         self._draining: asyncio.Task[None] | None = None
@@ -169,6 +176,8 @@ class GatewayServer(GatewayParts):
                     said = error.message
                     self.log.record("gateway.not_open", said, "warning")
                 await asyncio.sleep(OPEN_AGAIN_S)
+        # An eighth of a start, and no turn of the loop is to wait for it later.
+        self._loop.run_in_executor(None, importlib.import_module, "gateway.server.metrics")
 
     async def _yield(self) -> None:
         """A successor asks for the socket: let go of all that only one can have, and finish."""
@@ -189,11 +198,11 @@ class GatewayServer(GatewayParts):
         Raises:
             UnderstudyError: another gateway has one of them.
         """
-        await self.control.server.start()  # first: it guards the directory
+        await self.control.start()  # first: it guards the directory
         try:
             await self.http.start()
         except BaseException:
-            await self.control.server.close()
+            await self.control.close()
             raise
         self._is_open = True
         where = f"probes on {self.http.host}:{self.http.port}"
@@ -202,7 +211,7 @@ class GatewayServer(GatewayParts):
 
     async def _close(self) -> None:
         self._is_open = False
-        await self.control.server.close()
+        await self.control.close()
         await self.http.stop()
 
     def _drain(self, budget_ms: float) -> None:
@@ -239,7 +248,7 @@ class GatewayServer(GatewayParts):
         self._share_memory(self.lock.stage is not Stage.ACCEPTS)
 
     def _share_memory(self, is_shared: bool) -> None:
-        whole_bytes = self.settings.memory_bytes
+        whole_bytes = self.settings.rules.memory_bytes_max
         self.exchange.limit_memory(whole_bytes // 2 if is_shared else whole_bytes)
 
     def _give_up(self) -> None:
@@ -287,7 +296,44 @@ class GatewayServer(GatewayParts):
         self._drain(budget_ms)
         self.lock.set_stage(Stage.ENDS)
 
+    # ------------------------------------------------------------------ the control socket
+
+    def closed(self, conn: Connection, reason: str) -> None:
+        self._observers.leave(conn)
+
+    def received(
+        self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
+    ) -> None:
+        close_all(fds)
+        match message:
+            case msg.StatusMsg():
+                conn.send(msg.StatusReplyMsg(report.document(self)), request_id)
+            case msg.WatchMsg():
+                self._observers.join(conn, message.since, request_id)
+            case msg.ReplaceMsg():
+                try:
+                    in_flight = self.replace()
+                except UnderstudyError as error:
+                    conn.fault(error, request_id, close=False)
+                else:
+                    conn.send(msg.ReplacingMsg(os.getpid(), in_flight), request_id)
+            case msg.ExpectDeathMsg(engine, token, model):
+                what = f"{engine} (token {token}) is about to be killed on purpose"
+                data = {"engine_id": engine, "token": token}
+                self.log.record("gateway.death_expected", what, data=data)
+                self.exchange.told(DeathExpected(engine, token, model))
+                conn.send(message, request_id)
+            case _:
+                raise ProtocolError(
+                    "gateway.not_a_request", f"{message.TYPE} is not a request to a gateway"
+                )
+
     # ------------------------------------------------------------------ inside
+
+    def _make_metrics(self) -> Metrics:
+        from gateway.server.metrics import metrics_of
+
+        return metrics_of(self)
 
     async def _tick(self) -> None:
         ticks = 0
@@ -329,45 +375,3 @@ class GatewayServer(GatewayParts):
         if not task.cancelled() and not self._exit_code.done():
             error = task.exception() or RuntimeError("a task of the gateway has ended")
             self._exit_code.set_exception(error)
-
-
-class GatewayControl(Handler):
-    """Serves the control socket at `path`."""
-
-    def __init__(self, path: str, gateway: GatewayServer) -> None:
-        self._gateway = gateway
-        self._observers = Observers(gateway.log, lambda: report.document(gateway))
-        self.server = Server(path, msg.CONTROL, self, service="gateway")
-
-    def closed(self, conn: Connection, reason: str) -> None:
-        self._observers.leave(conn)
-
-    def received(
-        self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
-    ) -> None:
-        close_all(fds)
-        match message:
-            case msg.StatusMsg():
-                conn.send(msg.StatusReplyMsg(report.document(self._gateway)), request_id)
-            case msg.WatchMsg():
-                self._observers.join(conn, message.since, request_id)
-            case msg.ReplaceMsg():
-                try:
-                    in_flight = self._gateway.replace()
-                except UnderstudyError as error:
-                    conn.fault(error, request_id, close=False)
-                else:
-                    conn.send(msg.ReplacingMsg(os.getpid(), in_flight), request_id)
-            case msg.ExpectDeathMsg():
-                self._expect(message)
-                conn.send(message, request_id)
-            case _:
-                raise ProtocolError(
-                    "gateway.not_a_request", f"{message.TYPE} is not a request to a gateway"
-                )
-
-    def _expect(self, message: msg.ExpectDeathMsg) -> None:
-        what = f"{message.engine} (token {message.token}) is about to be killed on purpose"
-        data = {"engine_id": message.engine, "token": message.token}
-        self._gateway.log.record("gateway.death_expected", what, data=data)
-        self._gateway.exchange.told(DeathExpected(message.engine, message.token, message.model))

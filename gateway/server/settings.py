@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from gateway.core.events import MAX_IN_FLIGHT, QUEUE_MAX, LaneRules
+from gateway.core.events import MAX_IN_FLIGHT, QUEUE_MAX, GatewayRules, LaneRules
 from gateway.core.sleep_door import SleepRules
 from gateway.server.files import open_api_keys, open_certificate
 from gateway.server.tracing import MODES, OFF, check_tracing
@@ -163,10 +163,7 @@ class GatewaySettings:
     allowed_hosts: tuple[str, ...] = ()
     drain_ms: int = DRAIN_MS
     rest: SleepRules = field(default_factory=SleepRules)
-    hold_ms: int = 10_000  # a request of which nothing was sent waits this long for an engine
-    park_timeout_ms: int = PARK_S * 1000  # a stream waits this long to be resumed
-    resumes_max: int = RESUMES_MAX
-    memory_bytes: int = MEMORY_BYTES
+    rules: GatewayRules = field(default_factory=GatewayRules)
     keepalive_comments_ms: int = 0  # a comment this often in a paused stream; 0: none
     access_log: bool = False
     tls_cert: str = ""
@@ -210,10 +207,12 @@ def settle(config: Resolved) -> GatewaySettings:
         allowed_hosts=config["http_allowed_host"],
         drain_ms=round(config["drain_timeout"] * 1000),
         rest=SleepRules(config["sleep_after"] * 1000, config["wake"] == ON_REQUEST),
-        hold_ms=round(config["hold_ms"]),
-        park_timeout_ms=round(config["park_timeout"] * 1000),
-        resumes_max=config["resumes_max"],
-        memory_bytes=config["memory_bytes"],
+        rules=GatewayRules(
+            config["hold_ms"],
+            config["park_timeout"] * 1000,
+            config["resumes_max"],
+            config["memory_bytes"],
+        ),
         keepalive_comments_ms=round(config["keepalive_comments"] * 1000),
         access_log=config["access_log"],
         tls_cert=_absolute(config["tls_cert"]),

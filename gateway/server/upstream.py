@@ -28,8 +28,7 @@ from typing import Protocol, TypeAlias, cast
 
 from gateway.core.client_request import Attempt
 from gateway.core.events import (
-    AnswerBroke,
-    AnswerCame,
+    AnswerEnded,
     BreakCause,
     GatewayEffect,
     GatewayEvent,
@@ -356,7 +355,7 @@ class Upstream(asyncio.Protocol):
     def _end(self) -> None:
         """The response is over, as HTTP sees it; a stream without `END` is none to the core."""
         self._leave_connection()  # but its answer is kept
-        self._owner.handle(AnswerCame(self.attempt.number))
+        self._owner.handle(AnswerEnded(self.attempt.number))
 
     def _leave_connection(self) -> None:
         """The answer is over: leave the connection to another request, if nothing is odd."""
@@ -408,7 +407,7 @@ class Upstream(asyncio.Protocol):
 
     def _break(self, cause: BreakCause) -> None:
         self.drop()
-        self._owner.handle(AnswerBroke(self.attempt.number, cause))
+        self._owner.handle(AnswerEnded(self.attempt.number, cause))
 
 
 # The events of one output of an engine, at most: those of a long prompt's logprobs are some MiB.

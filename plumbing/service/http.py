@@ -20,19 +20,24 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import parse_qs
 
 from plumbing.errors import UnderstudyError, explain_shortage, is_shortage
 from plumbing.service import notify
 from plumbing.service.events import EventLog
 from plumbing.service.hosts import KnownHosts, bind
-from plumbing.service.metrics import CONTENT_TYPE, Metrics
 from plumbing.service.process import strangers_max
 from plumbing.text import to_json
 
+if TYPE_CHECKING:
+    from prometheus_client import Counter
+
+    from plumbing.service.metrics import Metrics
+
 logger = logging.getLogger(__name__)
 
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"  # of metrics
 CONNECTIONS_MAX = 64  # a kubelet, Prometheus, and a few programs
 HEAD_BYTES_MAX = 16 * 1024  # clients send some hundred bytes
 REQUEST_BYTES_MAX = 32 * 1024  # with a body, which nobody needs; times CONNECTIONS_MAX is 2 MiB
@@ -67,19 +72,28 @@ class HttpServer:
         *,
         probes: Mapping[str, Callable[[], Probe]],
         status: Callable[[], dict[str, Any]],
-        metrics: Metrics,
+        metrics: Metrics | Callable[[], Metrics],
         events: EventLog | None = None,
         allowed_hosts: Iterable[str] = (),
     ) -> None:
+        """`metrics`: or what makes them when they are first needed: the library takes a while."""
         self.host, self.port = host, port
         self.connections_max = strangers_max(CONNECTIONS_MAX)
-        self._probes, self._status, self._metrics = dict(probes), status, metrics
+        self._probes, self._status = dict(probes), status
+        self._metrics = metrics if callable(metrics) else lambda: metrics
         self._events, self._hosts = events, KnownHosts(allowed_hosts)
-        self._limit_hits = metrics.limit_hits.labels(limit="http_connections")
         self._socks: list[socket.socket] = []
         self._open: dict[_Connection, None] = {}  # oldest first
         self._arrivals: set[asyncio.Task[object]] = set()
         self._problem = (0.0, "")  # when it was last met
+
+    @property
+    def _limit_hits(self) -> Counter:
+        return self._metrics().limit_hits.labels(limit="http_connections")
+
+    def _page(self) -> bytes:
+        self._limit_hits.inc(0)  # it is there from the first scrape on
+        return self._metrics().render()
 
     @property
     def problem(self) -> str | None:
@@ -172,7 +186,7 @@ class HttpServer:
         pages: dict[str, Callable[[], Answer]] = {
             **{each: partial(_probe, ask) for each, ask in self._probes.items()},
             "status": lambda: _json(self._status()),
-            "metrics": lambda: (200, self._metrics.render(), CONTENT_TYPE),
+            "metrics": lambda: (200, self._page(), CONTENT_TYPE),
             **events,
         }
         pages[""] = lambda: _json({"paths": [f"/{each}" for each in pages if each]})

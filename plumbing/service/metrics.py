@@ -29,7 +29,6 @@ from plumbing.service.notify import restarts
 
 PREFIX = "understudy"
 COMMIT_ENV = "UNDERSTUDY_COMMIT"  # set by an image's build; a wheel does not know its commit
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 # From a grant on an idle machine (1 ms) to a drain budget (30 s) and a first load (10 min).
 DURATION_BUCKETS_S = (
@@ -122,7 +121,7 @@ class Metrics:
         self._build.labels(**build_info(), driver=driver).set(1)
 
     def render(self) -> bytes:
-        """The page that Prometheus scrapes, of type `CONTENT_TYPE`."""
+        """The page that Prometheus scrapes."""
         self.refresh()
         return generate_latest(self.registry)
 

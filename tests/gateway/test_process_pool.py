@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import signal
 import tempfile
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -105,16 +104,15 @@ class World:
         }
         self.clients: list[Client] = []
 
-    async def start(self, stack: AsyncExitStack, *, has_pool: bool = True) -> None:
+    async def start(self, stack: AsyncExitStack) -> None:
         await asyncio.to_thread(self.lock_server.start)
         stack.callback(self.lock_server.close)
         for model in self.models.values():
             await model.enter(stack)
         await self.models["chat"].awake()
-        if has_pool:
-            await self.pool.start()
-            stack.push_async_callback(self.pool.close)
-            self.open("chat")
+        await self.pool.start()
+        stack.push_async_callback(self.pool.close)
+        self.open("chat")
         stack.callback(self.gateway.close)
         await asyncio.to_thread(self.gateway.start)
 
@@ -162,11 +160,11 @@ def check(answer: Answer, document: dict[str, object]) -> None:
 
 
 @asynccontextmanager
-async def world(*, has_pool: bool = True):
+async def world():
     with tempfile.TemporaryDirectory(prefix="gw-") as directory:
         async with AsyncExitStack() as stack:
             made = World(directory)
-            await made.start(stack, has_pool=has_pool)
+            await made.start(stack)
             try:
                 yield made
             finally:
@@ -174,9 +172,9 @@ async def world(*, has_pool: bool = True):
                     client.close()
 
 
-def run(scenario: Callable[[World], Awaitable[None]], *, has_pool: bool = True) -> None:
+def run(scenario: Callable[[World], Awaitable[None]]) -> None:
     async def main() -> None:
-        async with asyncio.timeout(110), world(has_pool=has_pool) as made:
+        async with asyncio.timeout(110), world() as made:
             await scenario(made)
 
     asyncio.run(main())
@@ -229,20 +227,6 @@ def test_the_last_doors_hold_without_the_pool_and_another_pool_hears_all():
         assert await asyncio.to_thread(made.gateway.metric, connected) == 1
         await made.turn("chat", "coder")
         check(await waiting.answer(), asked)
-
-    run(scenario)
-
-
-def test_a_fresh_gateway_serves_awake_models_without_the_pool():
-    """Goal: the pool and the gateway may be gone together. Method: the pool ends, the gateway is
-    killed; its successor has heard of no door, and the engine that answers a greeting serves."""
-
-    async def scenario(made: World) -> None:
-        await made.pool.close()
-        pid = await asyncio.to_thread(lambda: made.gateway.pid)
-        os.kill(pid, signal.SIGKILL)
-        client, document = await made.ask("chat")
-        check(await client.answer(), document)
 
     run(scenario)
 

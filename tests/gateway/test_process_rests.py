@@ -62,34 +62,6 @@ def door(gateway: GatewayProcess) -> str:
     return str(gateway.status()["rest"]["door"])
 
 
-def test_an_idle_engine_rests_and_a_request_wakes_it_also_at_a_gateway_that_has_just_started(
-    engine: RestingEngineProcess, started, lock_server: LockServer
-):
-    """Goal: the whole circle, as status, probe, metrics and events tell it. Method: the whole
-    gateway is killed meanwhile, and the lock server too, which nobody needs for a wake."""
-    gateway = started("--sleep-after", "1s", "--hold-ms", HOLD_MS)
-    engine.reaches("resting")
-    assert gateway.metric("understudy_gateway_sleeps_total") == 1
-    assert "gateway.sleep" in gateway.events()
-    gateway.ends(signal.SIGKILL)
-    gateway.start()
-    until(lambda: door(gateway) == "shut", "the gateway to know")
-    code, said = gateway.get("ready")
-    assert (code, said["reason"]) == (200, "resting")
-    assert gateway.status()["rest"]["engine"]["goal_by"] == "gateway"
-    assert gateway.metric("understudy_gateway_engine_resting") == 1
-    lock_server.kill()
-    try:
-        status, _, headers = post(gateway.port)
-        assert (status, headers["X-Understudy-Engine"]) == (200, "engine-0")
-    finally:
-        lock_server.start()
-    wakes = "understudy_gateway_wake_seconds_count"
-    until(lambda: gateway.counts(wakes, 1), "the wake to be counted")
-    assert {"gateway.wake", "gateway.woken"} <= set(gateway.events())
-    engine.reaches("resting")  # again, and nobody had to do anything
-
-
 def test_with_manual_wakes_a_request_is_told_how_to_wake_the_engine(
     engine: RestingEngineProcess, started
 ):

@@ -134,22 +134,6 @@ def test_killed_gateway_refuses_nobody_and_the_next_one_answers_who_waits(gatewa
     run(gateway, scenario)
 
 
-@pytest.mark.slow
-def test_stopped_gateway_is_replaced_by_its_init_and_newcomers_are_answered(
-    gateway: GatewayProcess,
-):
-    """Goal: a hang is a death of three seconds. Method: SIGSTOP."""
-
-    async def scenario(world: World) -> None:
-        victim = await world.pid()
-        os.kill(victim, signal.SIGSTOP)
-        waiting = [await world.ask() for _ in range(CONNECTIONS)]
-        assert all([whole(await each.answer()) for each in waiting])
-        await auntil(lambda: ended(victim), "the stopped one to be killed")
-
-    run(gateway, scenario)
-
-
 def test_lock_server_that_is_killed_gets_the_socket_back(
     gateway: GatewayProcess, lock_server: LockServer
 ):

@@ -107,7 +107,6 @@ class Pod:
         self.slots = slots  # requests that run at once; the others are queued
         self.running: set[int] = set()  # attempts
         self.queued: frozenset[int] = frozenset()  # of the engine that died last
-        self.has_zombies = False  # a dead engine goes on talking, and nobody closes its connections
         self.misspells = False
         self.tells_breaks = True  # connections of a dead engine are seen to break
         self.on_group: Callable[[Upstream], None] = lambda upstream: None
@@ -156,7 +155,7 @@ class Pod:
 
     def break_off(self, upstream: Upstream, cause: ev.BreakCause = ev.BreakCause.CLOSED) -> None:
         upstream.is_open = False
-        self.handle(ev.AnswerBroke(upstream.attempt, cause))
+        self.handle(ev.AnswerEnded(upstream.attempt, cause))
 
     def ask(self, kind: str = "chat", max_tokens: int = 24, **more: object) -> Client:
         number = len(self.clients) + 1
@@ -190,7 +189,7 @@ class Pod:
                     self._ask(effect)
                 case ev.DropAttempt():
                     if (upstream := self.upstreams.pop(effect.attempt, None)) is not None:
-                        upstream.is_open = self.has_zombies
+                        upstream.is_open = False
                         self.resuming.discard(upstream.client.number)
                 case ev.SendHead():
                     client = self.clients[effect.request]
@@ -231,7 +230,7 @@ class Pod:
 
     def _greet(self, effect: ev.GreetEngine) -> None:
         if not self._serves(effect.engine, effect.token):
-            self.handle(ev.HelloFailed(effect.greeting, "connection refused"))
+            self.handle(ev.HelloCame(effect.greeting, None, "connection refused"))
             return
         hello = Hello(effect.engine, effect.token, self.continuation_id, self.continuation, 1 << 20)
         self.handle(ev.HelloCame(effect.greeting, hello))
@@ -273,7 +272,7 @@ class Pod:
             return
         if not self._serves(upstream.engine, upstream.token):
             upstream.is_open = False
-            self.handle(ev.ConnectFailed(upstream.attempt))
+            self.handle(ev.AnswerEnded(upstream.attempt, ev.BreakCause.UNREACHED))
             return
         if self.slots is not None and upstream.attempt not in self.running:
             if len(self.running & self.upstreams.keys()) >= self.slots:
@@ -309,7 +308,7 @@ class Pod:
     def _whole(self, upstream: Upstream) -> None:
         if upstream.is_open and not upstream.client.is_poison:
             self.upstreams.pop(upstream.attempt)
-            self.handle(ev.AnswerCame(upstream.attempt))
+            self.handle(ev.AnswerEnded(upstream.attempt))
 
     def _deliver(self, upstream: Upstream, groups: list, tail: bytes) -> None:
         """One group now, the next one step later."""

@@ -6,6 +6,7 @@ that read the bytes as real ones do.
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -17,25 +18,10 @@ from tests.gateway.core.pod import Pod, Upstream
 TOKENS = 14
 
 
-class Cutter:
-    """Acts when the nth group of all has been delivered."""
-
-    def __init__(self, pod: Pod, cuts, act) -> None:
-        self.pod, self.cuts, self.act = pod, set(cuts), act
-        self.count = 0
-        pod.on_group = self.on_group
-
-    def on_group(self, upstream: Upstream) -> None:
-        self.count += 1
-        if self.count in self.cuts:
-            self.act(upstream)
-
-
 def cut_stream(seed: int, kind: str, cuts, act, **options) -> Pod:
-    pod = Pod(seed, **options)
-    Cutter(
-        pod, cuts, act or (lambda upstream: pod.kill()) if act is None else lambda u: act(pod, u)
-    )
+    """`act` once the nth group of all has been delivered, for each n of `cuts`."""
+    pod, count = Pod(seed, **options), itertools.count(1)
+    pod.on_group = lambda upstream: act(pod, upstream) if next(count) in cuts else None
     pod.grant()
     pod.ask(kind, TOKENS, prompt=f"prompt {seed % 3}")
     pod.run()
@@ -81,7 +67,7 @@ def test_stream_cut_many_times_is_whole(kind):
 
         pod = cut_stream(seed, kind, cuts, act)
         pod.clients[1].check_whole()
-        assert pod.gateway.stats(pod.now_ms).memory_bytes == 0
+        assert pod.gateway.shared.memory_bytes == 0
         assert pod.gateway.attempts == {}
 
 
@@ -129,3 +115,15 @@ def test_stream_whose_client_leaves_is_cancelled_everywhere():
             assert client.ending.ending is ev.Ending.CLIENT_GONE
         else:
             client.check_whole()  # merged into fewer groups than the cut
+
+
+def test_replay_that_says_something_else_ends_with_an_error():
+    """The next engine says something else for the same tokens."""
+    pod = Pod(2)
+    pod.misspells = True
+    pod.grant()
+    client = pod.ask("chat", 40)
+    pod.at(50.0, pod.kill)
+    pod.run()
+    assert (client.outcome, client.ending.code) == ("aborted", "gateway.replay_mismatch")
+    assert (client.answer.ends, len(client.answer.errors)) == (0, 1)

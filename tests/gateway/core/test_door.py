@@ -66,10 +66,10 @@ def test_streams_that_were_handed_over_go_on_as_soon_as_the_engine_is_awake():
     assert gateway.attempts[asked.attempt].group(EVENT, [1], [1], 3.0) == EVENT
     assert third.end(b"data: [DONE]\n\n", 4.0)
     assert "EndAnswer" in names(gateway.shared.take())
-    handed = gateway.handle(ev.AnswerBroke(first.number, ev.BreakCause.HANDED_OVER), 4.0)
+    handed = gateway.handle(ev.AnswerEnded(first.number, ev.BreakCause.HANDED_OVER), 4.0)
     assert names(handed) == ["DropAttempt", "StreamPaused", "WantEngine"]
-    gateway.handle(ev.AnswerBroke(second.number, ev.BreakCause.CLOSED), 4.0)
-    gateway.handle(ev.AnswerBroke(asked.attempt, ev.BreakCause.HANDED_OVER), 4.0)
+    gateway.handle(ev.AnswerEnded(second.number, ev.BreakCause.CLOSED), 4.0)
+    gateway.handle(ev.AnswerEnded(asked.attempt, ev.BreakCause.HANDED_OVER), 4.0)
     resumed = answer_greeting(gateway, gateway.handle(OPEN, 20.0), 21.0)
     assert [each.journal.tokens.tolist() for each in resumed] == [[1], [1], [1]]
 

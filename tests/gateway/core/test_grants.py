@@ -72,7 +72,7 @@ def test_nobody_is_asked_without_a_grant_and_its_hello():
     gateway.handle(ev.NobodyGranted("all engines are loading"), 2.0)
     assert gateway.waits_for == "all engines are loading"
     (greet,) = gateway.handle(ev.EngineGranted("e1", 5, "era"), 3.0)
-    assert gateway.handle(ev.HelloFailed(greet.greeting, "refused"), 4.0) == []
+    assert gateway.handle(ev.HelloCame(greet.greeting, None, "refused"), 4.0) == []
     assert gateway.waits_for == "waiting for e1 to answer (refused)"
     assert gateway.handle(ev.Tick(), 30.0) == []
     (greet,) = gateway.handle(ev.Tick(), 60.0)
@@ -157,7 +157,7 @@ def test_memory_cap_makes_new_requests_class_none_from_their_start():
         if promise is Continuation.NONE:
             assert effects == [ev.SendHead(number, asked.attempt, promise)]
     # Passed on, so it is not asked again.
-    assert names(gateway.handle(ev.AnswerBroke(2, ev.BreakCause.CLOSED), 2.0)) == [
+    assert names(gateway.handle(ev.AnswerEnded(2, ev.BreakCause.CLOSED), 2.0)) == [
         "DropAttempt",
         "AbortAnswer",
         "RequestEnded",
@@ -178,7 +178,7 @@ def test_memory_cap_takes_the_journal_of_the_largest_stream_and_says_so():
         small.group(b"", [number % 7], [1], 2.0)
         assert large.group(EVENT, [number] * 2, [2], 2.0) == EVENT
         lost += gateway.shared.take()
-        assert gateway.stats(2.0).memory_bytes <= room
+        assert gateway.shared.memory_bytes <= room
         if lost:
             break
     (record,) = lost
@@ -206,11 +206,11 @@ def test_held_answer_over_its_limit_is_passed_on():
         attempt.hold(1 << 20)
         assert gateway.shared.take() == [ev.SendHead(1, asked.attempt, Continuation.NONE)]
         assert attempt.raw(b"more") == b"more"
-        assert names(gateway.handle(ev.AnswerCame(asked.attempt), 2.0)) == [
+        assert names(gateway.handle(ev.AnswerEnded(asked.attempt), 2.0)) == [
             "EndAnswer",
             "RequestEnded",
         ]
-        assert gateway.stats(2.0).memory_bytes == 0
+        assert gateway.shared.memory_bytes == 0
 
 
 def test_refusals_before_anything_is_asked():
@@ -245,8 +245,15 @@ def test_groups_that_are_not_the_hops_are_a_break():
         assert getattr(fresh, method)(*args) == b""
         assert names(gateway.shared.take()) == ["DropAttempt"]
     last = stream(gateway, 4)
-    assert names(gateway.handle(ev.AnswerCame(last.number), 3.0)) == ["DropAttempt", "StreamPaused"]
-    for event in (ev.AnswerCame(last.number), ev.ConnectFailed(last.number), ev.ClientLeft(99)):
+    assert names(gateway.handle(ev.AnswerEnded(last.number), 3.0)) == [
+        "DropAttempt",
+        "StreamPaused",
+    ]
+    for event in (
+        ev.AnswerEnded(last.number),
+        ev.AnswerEnded(last.number, ev.BreakCause.UNREACHED),
+        ev.ClientLeft(99),
+    ):
         assert gateway.handle(event, 4.0) == []
     assert (last.raw(b"x"), last.end(b"x", 5.0)) == (b"", b"")
 

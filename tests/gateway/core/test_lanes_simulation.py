@@ -89,7 +89,7 @@ class Schedule:
                 client.check_whole()
             else:
                 assert client.outcome == "whole", client
-        assert self.pod.gateway.stats(0.0).memory_bytes == 0
+        assert self.pod.gateway.shared.memory_bytes == 0
         for model in self.pod.models.values():
             assert not self.pod.demand(model.name).tickets
             assert isinstance(model.door, OpenDoor) or not self.pod.demand(model.name).in_flight

@@ -77,7 +77,7 @@ def test_pod_with_random_deaths_loses_nothing(seed):
         assert client.outcome == "whole"
     assert pod.resuming_max <= 3
     stats = pod.gateway.stats(pod.now_ms)
-    assert (stats.by_state, stats.memory_bytes, stats.suspects) == ({}, 0, 0)
+    assert (stats.by_state, pod.gateway.shared.memory_bytes, stats.suspects) == ({}, 0, 0)
 
 
 class Poison:

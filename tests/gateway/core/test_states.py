@@ -11,19 +11,13 @@ from gateway.core.events import RequestCame
 from gateway.core.requests import UNSENT
 
 
-@pytest.mark.parametrize(("state", "turn"), list(itertools.product(RequestState, Turn)))
-def test_request_every_pair_is_in_the_table_or_raises_and_changes_nothing(state, turn):
-    """Goal: the table is the enforcer. Method: take every turn in every state."""
+def test_turn_that_is_not_in_the_table_raises_and_changes_nothing():
     request = ClientRequest(RequestCame(1, "/", 0, True, True), 0.0)
-    request.state = state
-    target = TRANSITIONS.get((state, turn))
-    if target is None:
+    for state, turn in set(itertools.product(RequestState, Turn)) - set(TRANSITIONS):
+        request.state = state
         with pytest.raises(IllegalTurn):
             request.fire(turn)
         assert request.state is state
-    else:
-        request.fire(turn)
-        assert request.state is target
 
 
 def test_request_always_has_a_way_to_its_end_and_none_back():

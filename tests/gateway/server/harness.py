@@ -6,15 +6,15 @@ import asyncio
 import inspect
 import json
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import uvloop
 
-from gateway.core.events import EngineGranted
+from gateway.core.events import EngineGranted, GatewayRules
 from gateway.server import exchange as exchange_module
 from gateway.server.exchange import GatewayExchange
 from gateway.server.settings import GatewaySettings, LaneSettings
@@ -26,6 +26,7 @@ from tests.helpers import auntil, open_fds
 CHAT = "/v1/chat/completions"
 DEADLINE_S = 110.0  # of a scenario; what hangs is to fail
 ERA = "0123456789abcdef"
+RULES = ("hold_ms", "memory_bytes_max")
 POOL_FILE = ("lanes", "aliases", "queue_max")
 
 
@@ -125,15 +126,6 @@ class Client:
         self.writer.transport.abort()
 
 
-class Happening(NamedTuple):
-    """What was told for the event log."""
-
-    kind: str
-    message: str
-    severity: str
-    data: Mapping[str, Any]
-
-
 @dataclass
 class Bench:
     """The listener, and what belongs to a test."""
@@ -141,7 +133,6 @@ class Bench:
     directory: str
     exchange: GatewayExchange
     port: int
-    happenings: list[Happening] = field(default_factory=list)
     engines: list[StubEngine] = field(default_factory=list)
     clients: list[Client] = field(default_factory=list)
 
@@ -192,22 +183,20 @@ class Bench:
             found[ending] = found.get(ending, 0) + count
         return found
 
-    def happened(self, *event: Any) -> None:
-        self.happenings.append(Happening(*event))
-
 
 def configured(directory: str, **settings: Any) -> GatewaySettings:
     """`lanes`, `aliases` and `queue_max` are those of a pool file."""
     pool = {name: settings.pop(name) for name in POOL_FILE if name in settings}
-    values: dict[str, Any] = {"park_timeout_ms": 30_000, "resumes_max": 4}
-    return GatewaySettings(directory, pool=LaneSettings(**pool), **(values | settings))
+    given = {name: settings.pop(name) for name in RULES if name in settings}
+    rules = GatewayRules(**({"park_timeout_ms": 30_000, "resumes_max": 4} | given))
+    return GatewaySettings(directory, rules=rules, pool=LaneSettings(**pool), **settings)
 
 
 @asynccontextmanager
 async def bench(directory: str, **settings: Any) -> AsyncIterator[Bench]:
     """Doors with these settings; afterwards no descriptor is left."""
     made = Bench(directory, None, 0)  # type: ignore[arg-type] # made in the next line
-    made.exchange = GatewayExchange(configured(directory, **settings), made.happened)
+    made.exchange = GatewayExchange(configured(directory, **settings), lambda *event: None)
     sock = socket.create_server(("127.0.0.1", 0), backlog=4096)
     made.port = sock.getsockname()[1]
     made.exchange.accept(OwnedFd(sock.detach()))

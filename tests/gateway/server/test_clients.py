@@ -287,7 +287,7 @@ async def test_no_deadline_ends_a_stream_that_goes_on_slowly_even_across_a_switc
     assert following.requests[0].journal.tokens
 
 
-@scene(memory_bytes=64 << 20, sweep_s=0.01)
+@scene(memory_bytes_max=64 << 20, sweep_s=0.01)
 async def test_answers_that_wait_for_slow_readers_count_as_memory_and_the_largest_is_cut(bench):
     """Goal: no number of slow readers takes more than `--memory-bytes`. Method: two whole answers
     that are together above the limit; of the larger one nothing is read."""
@@ -311,7 +311,7 @@ async def test_answers_that_wait_for_slow_readers_count_as_memory_and_the_larges
     assert len(await slow.rest()) < larger
 
 
-@scene(memory_bytes=64 << 20, sweep_s=0.01)
+@scene(memory_bytes_max=64 << 20, sweep_s=0.01)
 async def test_large_bodies_that_never_end_keep_no_memory_from_small_ones(bench):
     """Goal: who sends slowly cannot have everybody else refused. Method: bodies of most of the
     memory whose last bytes do not come; the largest is refused, and a small one is answered."""

@@ -60,36 +60,26 @@ def filled(unit: bytes, before: bytes = b"", after: bytes = b"") -> bytes:
 SHAPES = {
     "arrays as the model": filled(b"[],", b'{"model":[', b"[]]}"),
     "arrays in messages": filled(b"[],", b'{"model":"m","messages":[', b"[]]}"),
-    "objects in messages": filled(b"{},", b'{"messages":[', b'{}],"model":"m"}'),
-    "nested arrays": filled(b"[[[[[]]]]],", b'{"model":"m","x":[', b"[]]}"),
     "deeper arrays": filled(b"[" * 400 + b"]" * 400 + b",", b'{"model":"m","x":[', b"[]]}"),
     "too deep": b'{"model":"m","x":' + b"[" * (SIZE // 2) + b"]" * (SIZE // 2) + b"}",
     "many members": filled(b'"x":1,', b'{"model":"m",', b'"y":1}'),
     "many members of brackets": filled(
         b'"x":' + b"[" * 80 + b"]" * 80 + b",", b'{"model":"m",', b'"y":1}'
     ),
-    "many members of arrays": filled(b'"x":[' + b"[]," * 60 + b"1],", b'{"model":"m",', b'"y":1}'),
-    "the model many times": filled(b'"model":"m",', b"{", b'"y":1}'),
     "short strings": filled(b'"",', b'{"model":"m","x":[', b'""]}'),
     "tokens": filled(b"12345,", b'{"model":"m","prompt":[', b"1]}"),
     "an image": filled(b"abcdefgh/+", b'{"messages":[{"url":"', b'"}],"model":"m"}'),
     "a long text": filled(b"a text, ", b'{"prompt":"', b'","model":"m"}'),
-    "a text of quotes": filled(b'\\"', b'{"prompt":"', b'","model":"m"}'),
     "a text of backslashes": filled(b"\\\\", b'{"prompt":"', b'","model":"m"}'),
     "a long model": filled(b"m", b'{"model":"', b'"}'),
-    "a long model in escapes": filled(b"\\u0041", b'{"model":"', b'"}'),
     "a long key": filled(b"a", b'{"', b'":1,"model":"m"}'),
     "a long number": filled(b"9", b'{"model":"m","priority":', b"}"),
-    "a long fraction": filled(b"9", b'{"model":"m","priority":0.', b"}"),
-    "NaN": filled(b"NaN,", b'{"model":"m","x":[', b"NaN]}"),
-    "spaces": filled(b" ", b'{"model":"m"', b"}"),
     "an array": filled(b"[],", b"[", b"[]]"),
     "no JSON": filled(b"\x00"),
 }
 NAMED = (
-    *("arrays in messages", "objects in messages", "nested arrays", "deeper arrays"),
-    *("short strings", "tokens", "an image", "a long text", "a text of quotes"),
-    *("a text of backslashes", "a long key", "NaN"),
+    *("arrays in messages", "deeper arrays", "short strings", "tokens", "an image", "a long text"),
+    *("a text of backslashes", "a long key"),
 )
 
 

@@ -1,0 +1,147 @@
+"""The metrics of a gateway, made at each scrape from what `Accounts` has counted, so the hot path
+pays for no label. Every known label is exported as zero from the first scrape.
+
+The gateway imports this module once it accepts: Prometheus's library is an eighth of a start.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+
+from prometheus_client import Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.registry import Collector
+
+from gateway.core.events import Ending
+from gateway.server.accounts import LIMITS, POOL_LIMITS, HistogramTally, PoolOutcome
+from gateway.server.report import GatewayParts, counts_of, ready
+from plumbing.gateway_protocol import Continuation
+from plumbing.pod.messages import Tier
+from plumbing.service.metrics import PREFIX, Metrics
+
+
+def counters(gateway: GatewayParts) -> Iterator[tuple[str, float, str]]:
+    """Names, values and what they are."""
+    accounts, goals = gateway.exchange.accounts, gateway.engine.goals
+    replayed = "Tokens sent to engines to resume requests; clients already had them."
+    pauses = "Streams that were interrupted and waited for an engine."
+    lost = "Streams that can no longer be continued, for lack of memory."
+    sleeps = "Times that the gateway put an engine to sleep because no request came."
+    yield "delivered_tokens", accounts.tokens, "Tokens sent to clients, each counted once."
+    yield "replayed_tokens", accounts.replayed_tokens, replayed
+    yield "pauses", accounts.paused, pauses
+    yield "resumes", accounts.resumed, "Streams that were resumed after an interruption."
+    yield "continuations_lost", accounts.continuations_lost, lost
+    yield "sleeps", goals[Tier.WARM], sleeps
+    yield "wakes", goals[Tier.AWAKE], "Times that the gateway woke an engine for a request."
+
+
+def gauges(gateway: GatewayParts) -> Iterator[tuple[str, float, str]]:
+    """As `counters`."""
+    exchange, load = gateway.exchange, gateway.exchange.load()
+    waiting = "Requests that wait for an engine and have no answer yet."
+    resting = "1 while requests wait because the engine that holds the lock sleeps."
+    replaying = "Streams that an engine is replaying, up to where their clients are."
+    suspects = "Requests in flight at two engine deaths without progress between."
+    yield "in_flight_requests", load.in_flight, "Requests in the gateway."
+    yield "waiting_requests", load.waiting, waiting
+    yield "parked_requests", load.parked, "Streams that wait to be resumed."
+    oldest_s = load.parked_oldest_ms / 1000
+    yield "parked_oldest_seconds", oldest_s, "How long the oldest parked stream has waited."
+    yield "replaying_requests", load.replaying, replaying
+    yield "suspect_requests", load.suspects, suspects
+    yield "connections", load.connections, "Connections of clients."
+    yield "held_bytes", load.memory_bytes, "Memory of journals, bodies and held answers."
+    limit = "Limit of that memory; requests above it cannot be continued."
+    yield "held_bytes_max", exchange.memory_bytes_max, limit
+    yield "accepting", exchange.is_accepting, "1 while connections are accepted."
+    yield "ready", ready(gateway).ok, "1 while /ready is 200."
+    is_served = gateway.lock.is_served
+    yield "lock_server_connected", is_served, "1 while the lock server is connected."
+    yield "engine_resting", gateway.engine.core.door.is_shut, resting
+
+
+def metrics_of(gateway: GatewayParts) -> Metrics:
+    """What is scraped."""
+    metrics = Metrics()
+    metrics.registry.register(_Collected(gateway))
+    return metrics
+
+
+class _Collected(Collector):
+    def __init__(self, gateway: GatewayParts) -> None:
+        self._gateway = gateway
+
+    def collect(self) -> Iterator[Metric]:
+        gateway, accounts = self._gateway, self._gateway.exchange.accounts
+        for name, value, text in counters(gateway):
+            yield CounterMetricFamily(_name(name), text, value=value)
+        for name, value, text in gauges(gateway):
+            yield GaugeMetricFamily(_name(name), text, value=value)
+        yield _counters(
+            _name("requests"),
+            "Requests by how they ended, and by what a failover would have done to them.",
+            {"outcome": map(str, Ending), "continuation": map(str, Continuation)},
+            {(ending, str(each)): count for (ending, each), count in accounts.requests.items()},
+        )
+        if gateway.pool.models:
+            yield from self._of_models()
+        names = (*LIMITS, *(POOL_LIMITS if gateway.pool.models else ()))
+        yield _counters(
+            _name("limit_hits"),
+            "Number of times a limit was reached, by limit.",
+            {"limit": names},
+            {(limit,): count for limit, count in accounts.limits.items()},
+        )
+        text = "How long streams paused, from the break to the first new token."
+        yield _histogram("pause_seconds", text, accounts.pauses)
+        text = "Time from a request, read whole, to its first byte sent to an engine that was free."
+        yield _histogram("added_seconds", text, accounts.added)
+        text = "Time from a wake that the gateway requested until the engine is active."
+        yield _histogram("wake_seconds", text, gateway.engine.wakes)
+
+    def _of_models(self) -> Iterator[Metric]:
+        """Of a pool: what there is for each model, and what has become of its requests, by the
+        names of the pool's metrics."""
+        gateway = self._gateway
+        text = "Requests for each model of a pool: in its engine, waiting, parked."
+        family = GaugeMetricFamily(_name("model_requests"), text, labels=["model", "state"])
+        for model, demand in gateway.exchange.demand().items():
+            for state, count in counts_of(demand).items():
+                family.add_metric([model, state], count)
+        yield family
+        counts = gateway.exchange.accounts.models
+        yield _counters(
+            f"{PREFIX}_pool_requests",
+            "Requests for each model of a pool, by outcome.",
+            {"model": gateway.pool.models, "outcome": map(str, PoolOutcome)},
+            {(model, str(outcome)): count for (model, outcome), count in counts.items()},
+        )
+        text = "1 while the gateway is connected to the pool; without it nothing switches."
+        is_connected = gateway.pool.outage is None
+        yield GaugeMetricFamily(_name("pool_connected"), text, value=is_connected)
+
+
+def _counters(
+    name: str,
+    text: str,
+    labels: Mapping[str, Iterable[str]],
+    counts: Mapping[tuple[str, ...], int],
+) -> CounterMetricFamily:
+    """`labels`: their known values, which are there from the first scrape on."""
+    family = CounterMetricFamily(name, text, labels=list(labels))
+    known = dict.fromkeys(itertools.product(*labels.values()), 0)
+    for key, count in (known | dict(counts)).items():
+        family.add_metric(list(key), count)
+    return family
+
+
+def _histogram(name: str, text: str, found: HistogramTally) -> HistogramMetricFamily:
+    bounds = [*(str(float(bound)) for bound in found.bounds_s), "+Inf"]
+    buckets = list(zip(bounds, itertools.accumulate(found.counts), strict=True))
+    return HistogramMetricFamily(_name(name), text, buckets=buckets, sum_value=found.sum_s)
+
+
+def _name(name: str) -> str:
+    return f"{PREFIX}_gateway_{name}"
