@@ -7,6 +7,7 @@ a Kubernetes Secret of type `kubernetes.io/tls`, and of cert-manager's.
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -33,7 +34,8 @@ def create(directory: str, hosts: Sequence[str]) -> list[str]:
         UnderstudyError: `lock.openssl_failed`, `lock.certificates_unwritable`.
     """
     names = ",".join(_alternative(host) for host in hosts)
-    written: list[str] = []
+    authority = [os.path.join(directory, name) for name in ("ca.crt", "ca.key")]
+    written = [*authority]
     try:
         os.makedirs(directory, mode=0o700, exist_ok=True)
         if os.listdir(directory):
@@ -42,24 +44,18 @@ def create(directory: str, hosts: Sequence[str]) -> list[str]:
                 f"{directory} is not empty; name a new directory, so that no key is overwritten",
                 path=directory,
             )
-        with tempfile.TemporaryDirectory() as scratch:
-            config = os.path.join(scratch, "openssl.cnf")
-            with open(config, "w") as file:
-                file.write(_config(names))
-            authority = [os.path.join(directory, name) for name in ("ca.crt", "ca.key")]
-            written += _issue(config, "ca", "understudy-lock-ca", *authority)
-            with open(authority[0], "rb") as file:
-                trusted = file.read()
+        with tempfile.NamedTemporaryFile("w", suffix=".cnf") as config:
+            config.write(_config(names))
+            config.flush()
+            _issue(config.name, "ca", "understudy-lock-ca", *authority)
             for role in ("lockserver", "engine"):
                 place = os.path.join(directory, role)
                 os.mkdir(place, 0o700)
-                pair = [os.path.join(place, name) for name in ("tls.crt", "tls.key")]
+                files = [os.path.join(place, name) for name in ("tls.crt", "tls.key", "ca.crt")]
                 signer = ("-CA", authority[0], "-CAkey", authority[1])
-                written += _issue(config, role, f"understudy-{role}", *pair, *signer)
-                copy = os.path.join(place, "ca.crt")
-                with open(copy, "wb") as file:
-                    file.write(trusted)
-                written.append(copy)
+                _issue(config.name, role, f"understudy-{role}", *files[:2], *signer)
+                shutil.copyfile(authority[0], files[2])
+                written += files
     except OSError as error:
         raise UnderstudyError(
             "lock.certificates_unwritable", f"cannot write {directory}: {error}", path=directory
@@ -67,7 +63,7 @@ def create(directory: str, hosts: Sequence[str]) -> list[str]:
     return written
 
 
-def _issue(config: str, section: str, name: str, cert: str, key: str, *signer: str) -> list[str]:
+def _issue(config: str, section: str, name: str, cert: str, key: str, *signer: str) -> None:
     """A certificate and its private key, which only this user can read."""
     os.close(os.open(key, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))  # openssl keeps the mode
     command = [
@@ -75,24 +71,17 @@ def _issue(config: str, section: str, name: str, cert: str, key: str, *signer: s
         *("-subj", f"/CN={name}", "-days", str(DAYS), *KEY, "-keyout", key, "-out", cert),
         *signer,
     ]
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=DEADLINE_S, check=False
-        )
-    except FileNotFoundError as error:
+    if shutil.which("openssl") is None:
         raise UsageError(
             "lock.no_openssl", "the program openssl is not installed; install it (3.0 or newer)"
-        ) from error
-    except subprocess.TimeoutExpired as error:
-        raise UnderstudyError(
-            "lock.openssl_failed", f"openssl did not end within {DEADLINE_S:.0f} s; try again"
-        ) from error
-    if done.returncode != 0:
-        raise UnderstudyError(
-            "lock.openssl_failed",
-            f"openssl (3.0 or newer is needed) failed: {done.stderr.strip()[-500:]}",
         )
-    return [cert, key]
+    try:
+        subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=True)
+    except subprocess.SubprocessError as error:
+        why = (getattr(error, "stderr", None) or str(error)).strip()[-500:]
+        raise UnderstudyError(
+            "lock.openssl_failed", f"openssl (3.0 or newer is needed) failed: {why}"
+        ) from error
 
 
 def _alternative(host: str) -> str:

@@ -64,12 +64,10 @@ class GatewayLockLink:
             BorrowerCallbacks(
                 on_service=self._lent,
                 on_yield=on_yield,
-                on_granted=lambda *grant: self._granted("", *grant),
-                on_idle=lambda *idle: self._idle("", *idle),
+                on_granted=self._granted,
+                on_idle=self._idle,
                 on_lost=self._lost,
                 on_refused=self._refused,
-                on_model_granted=self._granted,
-                on_model_idle=self._idle,
             ),
             lock=settings.lock,
         )

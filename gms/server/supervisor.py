@@ -30,10 +30,16 @@ from gms import messages as msg
 from gms import names
 from gms.server.metrics import ServerMetrics
 from plumbing.errors import UnderstudyError, explain_shortage
-from plumbing.pod.child_process import ChildProcess
 from plumbing.pod.gms_files import AbsenceFile
 from plumbing.pod.paths import gms_socket
-from plumbing.pod.supervision import CpuTimes, GiveUp, Restarts, Silence, StartAgain
+from plumbing.pod.supervision import (
+    ChildProcess,
+    CpuTimes,
+    GiveUp,
+    Restarts,
+    Silence,
+    StartAgain,
+)
 from plumbing.service import procfs
 from plumbing.service.clock import Clock, SystemClock
 from plumbing.service.events import EventLog

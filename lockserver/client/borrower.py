@@ -42,12 +42,11 @@ class BorrowerCallbacks:
     - `on_service(fd, address)`: a copy of the listening socket, which the callee owns and must
       never `shutdown()`: accept from it, in place of an earlier one, and set `Stage.ACCEPTS`.
     - `on_yield()`: another gateway asks for the socket: accept no more, then set `Stage.YIELDS`.
-    - `on_granted(engine, token, era)`: `engine` holds the lock. The same grant may arrive again.
-    - `on_idle(reason, is_final)`: no engine is known to serve, and a sentence that says why. It
-      proves nothing about the last holder: only a newer grant does. `is_final`: every engine was
+    - `on_granted(model, engine, token, era)`: `engine` holds the lock of `model`, "" in a pod
+      without models. The same grant may arrive again.
+    - `on_idle(model, reason, is_final)`: no engine is known to serve, and a sentence that says why.
+      It proves nothing about the last holder: only a newer grant does. `is_final`: every engine was
       told to end, so that what the holder does not serve any more, none will.
-    - `on_model_granted(model, engine, token, era)`, `on_model_idle(model, reason, is_final)`: the
-      same of a pod with models, whose one address was borrowed.
     - `on_connected()`, `on_lost(reason)`.
     - `on_refused(error)`: the server refuses this gateway (`lock.no_service`,
       `lock.too_many_gateways`), or cannot be believed (`lock.old_token`). Retried with back-off.
@@ -55,10 +54,8 @@ class BorrowerCallbacks:
 
     on_service: Callable[[OwnedFd, str], object] = _close
     on_yield: Callable[[], object] = _ignore
-    on_granted: Callable[[str, int, str], object] = _ignore
-    on_idle: Callable[[str, bool], object] = _ignore
-    on_model_granted: Callable[[str, str, int, str], object] = _ignore
-    on_model_idle: Callable[[str, str, bool], object] = _ignore
+    on_granted: Callable[[str, str, int, str], object] = _ignore
+    on_idle: Callable[[str, str, bool], object] = _ignore
     on_connected: Callable[[], object] = _ignore
     on_lost: Callable[[str], object] = _ignore
     on_refused: Callable[[UnderstudyError], object] = _ignore
@@ -146,11 +143,9 @@ class Borrower:
         match message:
             case GrantedMsg() if kind_of(message.lock) == self.lock:
                 self._granted(message)
-            case IdleMsg() if message.lock == self.lock:
-                self._callbacks.on_idle(message.reason, message.is_final)
             case IdleMsg() if kind_of(message.lock) == self.lock:
                 model = model_of(message.lock)
-                self._callbacks.on_model_idle(model, message.reason, message.is_final)
+                self._callbacks.on_idle(model, message.reason, message.is_final)
             case ServiceMsg():
                 self._lent(message, fds)
             case YieldMsg():
@@ -170,12 +165,8 @@ class Borrower:
         if refusal is not None:
             self._refused(refusal)
             return
-        engine, token, era = message.engine, message.token, message.era
-        model = model_of(message.lock)
-        if model:
-            self._callbacks.on_model_granted(model, engine, token, era)
-        else:
-            self._callbacks.on_granted(engine, token, era)
+        who = message.engine, message.token, message.era
+        self._callbacks.on_granted(model_of(message.lock), *who)
 
     def _refused(self, error: UnderstudyError) -> None:
         self.problem = error.message

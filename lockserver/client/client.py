@@ -248,23 +248,19 @@ class LockClient:
         close_all(fds)
         if self._lease is not None:
             self._lease.heard()
-        if isinstance(message, GrantedMsg):
-            self._granted(message)
-        elif isinstance(message, StandbyMsg):
-            if message.incarnation == self._want.incarnation:
+        match message:
+            case GrantedMsg():
+                self._granted(message)
+            case StandbyMsg() if message.incarnation == self._want.incarnation:
                 self._callbacks.on_standby(message)
-        elif isinstance(message, RenewedMsg) and self._lease is not None:
-            self._lease.renewed(message)
-        elif isinstance(message, ServiceMsg):
-            self._callbacks.on_service(message.lock, message.address)
-        elif isinstance(message, HandOverMsg):
-            self._callbacks.on_hand_over(
-                message.lock, message.incarnation, message.to, message.resume
-            )
-        elif isinstance(message, FaultMsg):
-            self._callbacks.on_refused(
-                RemoteError(message.code, message.message, **message.details)
-            )
+            case RenewedMsg() if self._lease is not None:
+                self._lease.renewed(message)
+            case ServiceMsg(lock, address):
+                self._callbacks.on_service(lock, address)
+            case HandOverMsg(lock, incarnation, to, resume):
+                self._callbacks.on_hand_over(lock, incarnation, to, resume)
+            case FaultMsg(code, why, details):
+                self._callbacks.on_refused(RemoteError(code, why, **details))
 
     def closed(self, conn: Connection, reason: str) -> None:
         if self._conn is conn:

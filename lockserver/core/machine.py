@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from lockserver.core import events as ev
-from lockserver.core import evidence, recovery, sentences
+from lockserver.core import evidence, sentences
 from lockserver.core.events import LockEffect, Wanted
 from lockserver.core.leases import Leases
 from lockserver.core.ledger import Ledger
@@ -70,7 +70,7 @@ class LockMachine:
         self._by_conn: dict[int, SupervisorRecord] = {}  # heartbeats must not scan
         self.switchovers = Switchovers(resumes=resumes)
         self.leases = leases or Leases(now_ms)
-        for lock in recovery.restore(self.locks.values(), record):
+        for lock in evidence.restore(self.locks.values(), record):
             if lock.holder is not None:
                 self.leases.presume(lock.holder, now_ms)
 
@@ -134,7 +134,8 @@ class LockMachine:
         refusal = None
         if want.process == LEASE:
             want, refusal = self.leases.vouched(want), self.leases.refuse(want, now_ms)
-        refusal = refusal or refuse(want, sender, self.locks, self.supervisors, self.ledger)
+        file = self.ledger.token, self.ledger.share_bytes
+        refusal = refusal or refuse(want, sender, self.locks, self.supervisors, *file)
         if refusal is not None:
             yield refusal
             return
@@ -352,7 +353,7 @@ class LockMachine:
     def _directory_scanned(self, event: ev.DirectoryScanned, now_ms: float) -> Iterable[LockEffect]:
         self.ledger.reach(event.sealed)
         locks, known = self.locks, self.supervisors
-        for name in recovery.scan_frees(locks, known, event.held, event.serving):
+        for name in evidence.scan_frees(locks, known, event.held, event.serving):
             yield from self._free(self.locks[name], now_ms)
 
     def _free(self, lock: Lock, now_ms: float) -> Iterable[LockEffect]:

@@ -84,10 +84,6 @@ EVENTS: Mapping[str, tuple[str, str]] = {
         " continues: {from} finishes its requests within its drain budget, and {to} is next if it"
         " is still waiting then",
     ),
-    "lock.switchover_failed/forgotten": (
-        "warning",
-        "{from} never handed the {lock} lock over to {to}; the switchover is cancelled",
-    ),
     "lock.switchover_failed": ("warning", "{why}"),
     "lock.switched_over": (
         "info",
@@ -221,40 +217,29 @@ def stale_claim(lock: Lock, want: Wanted, claimed: int) -> RefuseConnection:
         holder = f"{lock.holder.engine} holds it with token {lock.holder.token}"
     elif lock.is_unknown:
         holder = "no process holds its witness, so nothing proves that it is alive"
-    return RefuseConnection(
-        want.conn,
-        "lock.stale_claim",
-        f"{want.msg.incarnation} no longer holds the {lock.name} lock with token {claimed}:"
-        f" {holder}",
-        {"lock": lock.name, "token": claimed, "incarnation": want.msg.incarnation},
-    )
+    why = f"no longer holds the {lock.name} lock with token {claimed}: {holder}"
+    return _refusal("lock.stale_claim", lock, want, why, token=claimed)
 
 
 def unproven(lock: Lock, want: Wanted) -> RefuseConnection:
-    return RefuseConnection(
-        want.conn,
-        "lock.witness_unproven",
-        f"{want.msg.incarnation} requested the {lock.name} lock, but no process holds its"
-        f" witness {want.msg.witness} ({want.witness_state})",
-        {"lock": lock.name, "witness": want.msg.witness, "state": str(want.witness_state)},
-    )
+    state, name = want.witness_state, want.msg.witness
+    why = f"requested the {lock.name} lock, but no process holds its witness {name} ({state})"
+    return _refusal("lock.witness_unproven", lock, want, why, witness=name, state=str(state))
 
 
 def unseen(lock: Lock, want: Wanted) -> RefuseConnection:
-    return RefuseConnection(
-        want.conn,
-        "lock.witness_unseen",
-        f"the witness of {want.msg.incarnation} cannot be looked at now, because descriptors or"
-        " memory are short on the lock server's machine; the request is repeated",
-        {"lock": lock.name, "incarnation": want.msg.incarnation},
+    why = (
+        f"must ask for the {lock.name} lock again: its witness cannot be looked at now, because"
+        " descriptors or memory are short on the lock server's machine"
     )
+    return _refusal("lock.witness_unseen", lock, want, why)
 
 
 def incarnation_ended(lock: Lock, want: Wanted) -> RefuseConnection:
-    return RefuseConnection(
-        want.conn,
-        "lock.incarnation_ended",
-        f"{want.msg.incarnation} has released the {lock.name} lock; only a new incarnation"
-        " may request it again",
-        {"lock": lock.name, "incarnation": want.msg.incarnation},
-    )
+    why = f"has released the {lock.name} lock; only a new incarnation may request it again"
+    return _refusal("lock.incarnation_ended", lock, want, why)
+
+
+def _refusal(code: str, lock: Lock, want: Wanted, why: str, **details: Any) -> RefuseConnection:
+    details = {"lock": lock.name, "incarnation": want.msg.incarnation, **details}
+    return RefuseConnection(want.conn, code, f"{want.msg.incarnation} {why}", details)

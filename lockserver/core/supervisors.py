@@ -10,7 +10,6 @@ import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Protocol
 
 from lockserver.core.events import Holder, RefuseConnection, Wanted
 from lockserver.core.lock import Lock, Signal
@@ -202,35 +201,22 @@ def check_over(want: Wanted, locks: Locks, token: int) -> RefuseConnection | Non
     return None
 
 
-class OnFile(Protocol):
-    """What of the ledger a `want` is judged by."""
-
-    token: int
-    share_bytes: int | None
-
-
 def refuse(
     want: Wanted,
     sender: SupervisorRecord | None,
     locks: Locks,
     supervisors: Supervisors,
-    file: OnFile,
+    token: int,
+    share_bytes: int | None,
 ) -> RefuseConnection | None:
-    """Why this `want` counts for nothing, or None; `sender`: who used its connection."""
+    """Why this `want` counts for nothing, or None; `sender`: who used its connection, `token`: the
+    last one that was granted, `share_bytes`: what each lock may take of the file."""
     return (
         check_want(want.conn, want.msg, locks)
         or check_identity(want, sender, locks, supervisors)
-        or check_over(want, locks, file.token)
-        or check_fits(want, locks, file.share_bytes)
+        or check_over(want, locks, token)
+        or check_fits(want, locks, share_bytes)
     )
-
-
-def check_fits(want: Wanted, locks: Locks, share_bytes: int | None) -> RefuseConnection | None:
-    """Why a grant of it could not be written, or None; `share_bytes`: what each lock may take."""
-    if share_bytes is None or want.witness_file is None or want.msg.incarnation is None:
-        return None
-    longest = claimant(want, TOKEN_CLAIMED_MAX, SINCE_MS_MAX)
-    return check_size(want, longest, locks, share_bytes)
 
 
 def end_of(lock: Lock, holder: Holder, supervisor: SupervisorRecord) -> Signal | None:
@@ -312,13 +298,13 @@ def bytes_on_file(name: str, holder: Holder) -> int:
     return len(json.dumps({name: holder.to_dict()}, separators=(",", ":")).encode())
 
 
-def check_size(
-    want: Wanted, holder: Holder, locks: Mapping[str, Lock], share_bytes: int
-) -> RefuseConnection | None:
-    """Why what is wanted anew could not be granted; None if it could. `holder`: what `want` would
-    be on file, with the longest numbers."""
+def check_fits(want: Wanted, locks: Locks, share_bytes: int | None) -> RefuseConnection | None:
+    """Why what is wanted anew could not be written if it were granted; None if it could."""
+    if share_bytes is None or want.witness_file is None or want.msg.incarnation is None:
+        return None
+    longest = claimant(want, TOKEN_CLAIMED_MAX, SINCE_MS_MAX)
     for name in want.msg.locks:
-        needed = bytes_on_file(name, holder)
+        needed = bytes_on_file(name, longest)
         if needed > share_bytes and not locks[name].is_held_by(want.msg.incarnation):
             return RefuseConnection(
                 want.conn,

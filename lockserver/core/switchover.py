@@ -5,8 +5,7 @@ its own `want`. A switchover only adds a message to the holder and a preference 
 (`Lock.preferred`). A holder that dies meanwhile is an ordinary failover, and a restarted server has
 forgotten all of it. There is one at a time for each lock. It ends with the lock's next grant, to
 any engine. Its deadline only ends the requester's wait, and the handover continues. From then on
-another one may be requested, which replaces it; after another hour without a release it is
-cancelled.
+another one may be requested, which replaces it.
 
 The surprising thing: a released lock proves that the holder's tree was reaped, not that all its
 requests were finished first. A backend that dies while it drains looks the same from here; the
@@ -45,8 +44,6 @@ from lockserver.core.supervisors import (
     Supervisors,
     can_continue,
 )
-
-FORGET_MS = 3_600_000.0  # past its deadline; drains take seconds, and minutes at most
 
 
 @dataclass(slots=True)
@@ -186,10 +183,6 @@ class Switchovers:
                 )
                 yield overdue
                 found.ask = None
-            elif now_ms >= found.deadline_ms + FORGET_MS:
-                del self.under_way[name]
-                lock.preferred = None
-                yield event("lock.switchover_failed/forgotten", _facts(lock, found, found.source))
 
 
 def _find_target(asked: SwitchOverAsked, lock: Lock, supervisors: Supervisors) -> Waiter:

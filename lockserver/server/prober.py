@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 from lockserver import serving, witness
-from lockserver.core import evidence, recovery
+from lockserver.core import evidence
 from lockserver.core.events import DirectoryScanned, Input, ServingFileFree, WitnessFree
 from lockserver.core.machine import LockMachine
 from lockserver.core.names import PREFIX, SERVING_PREFIX, WitnessFile, WitnessState
@@ -57,7 +57,7 @@ class Prober:
         machine = self._machine
         due = evidence.probes_due(machine.locks, machine.supervisors)
         handed_over = evidence.handed_over(machine.locks)
-        is_scan = recovery.scan_is_due(machine.locks)
+        is_scan = evidence.scan_is_due(machine.locks)
         is_any = due or handed_over or is_scan
         return (tuple(due), tuple(handed_over), is_scan) if is_any else None
 
@@ -65,7 +65,7 @@ class Prober:
         self._timer = None
         began_s = time.monotonic()
         self._try_holders()
-        if recovery.scan_is_due(self._machine.locks):
+        if evidence.scan_is_due(self._machine.locks):
             with suppress(OSError):  # a look that is not possible settles nothing
                 self._try_directory()
         subject = self._find_subject()
@@ -103,15 +103,15 @@ class Prober:
             return
         locks, known = machine.locks, machine.supervisors
         held, (serves, longest) = witness.scan(directory), serving.scan(directory)
-        freed = recovery.scan_frees(locks, known, held, serves)
+        freed = evidence.scan_frees(locks, known, held, serves)
         if not freed:
             return
         sealed = 0
         if any(locks[name].is_fenced for name in freed):
-            sealed = recovery.seal_at(machine.ledger, longest)
-            kept = recovery.kept_serving(locks)
+            sealed = evidence.seal_at(machine.ledger, longest)
+            kept = evidence.kept_serving(locks)
             serves, _ = serving.scan(directory, seal_at=sealed, keep=kept)
-        held = witness.scan(directory, seal=True, keep=recovery.kept_witnesses(known))
+        held = witness.scan(directory, seal=True, keep=evidence.kept_witnesses(known))
         self._feed(DirectoryScanned(frozenset(held), frozenset(serves), sealed))
 
 

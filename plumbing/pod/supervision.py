@@ -1,9 +1,9 @@
 """When a supervisor restarts its server, calls it hung, or gives up; how long an end may take.
 
-Pure. A supervisor restarts a server in place, because others still serve (of `gms`, those of other
-devices); the first time at once, since newcomers wait for it. After several short runs in a row the
-program gives up: its init then ends the container, so that the loop shows where containers are
-listed.
+All but `ChildProcess` is pure. A supervisor restarts a server in place, because others still serve
+(of `gms`, those of other devices); the first time at once, since newcomers wait for it. After
+several short runs in a row the program gives up: its init then ends the container, so that the loop
+shows where containers are listed.
 
 Two kinds of ends never count towards giving up. A server that had answered and was then killed by
 SIGKILL was killed from outside, by a drill or for lack of memory: it lost nothing, so it is
@@ -20,11 +20,16 @@ Kubernetes, systemd and `understudy up` are told the same `GRACE_MS`: change all
 
 from __future__ import annotations
 
+import asyncio
 import errno
+import os
+import subprocess
+from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
 from plumbing.errors import GivenUpError
+from plumbing.wire.fds import OwnedFd
 
 DEATHS_MAX = 5  # in a row: 0 + 0.5 + 1 + 2 s of back-off and five start-ups, about ten seconds
 LONG_LIFE_MS = 10_000.0  # a server that lived longer did not die of how it was started
@@ -132,3 +137,58 @@ class Silence:
 GRACE_MS = 45_000
 ENDING_MS = 2_000  # of it: for the errors of streams that are left, for dying trees, for exits
 DRAIN_MS = GRACE_MS - ENDING_MS
+
+
+class ChildProcess:
+    """A running child, started and watched on its supervisor's loop; `wait` for its end before it
+    is dropped.
+
+    Not asyncio's subprocess: on uvloop, each start that fails for lack of descriptors loses up to
+    three more (tried), and such a start is retried for ever.
+    """
+
+    def __init__(
+        self, command: Sequence[str], environ: Mapping[str, str], pass_fds: Sequence[int] = ()
+    ) -> None:
+        """Start it; `pass_fds` are lent, and have the same numbers there.
+
+        Raises:
+            OSError: there is no such program, or no room for a process or its descriptors; nothing
+                of the attempt is left.
+        """
+        self._popen = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, env=dict(environ), pass_fds=pass_fds
+        )
+        self._loop = asyncio.get_running_loop()
+        self._ended: asyncio.Future[int] = self._loop.create_future()
+        try:
+            self._pidfd = OwnedFd(os.pidfd_open(self._popen.pid))
+            self._loop.add_reader(self._pidfd.fileno(), self._has_ended)
+        except BaseException:
+            self._popen.kill()  # nobody could watch it
+            self._popen.wait()
+            raise
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """None while it runs; a signal is negative."""
+        return self._popen.returncode
+
+    async def wait(self) -> int:
+        """Its returncode, once it has ended."""
+        return await asyncio.shield(self._ended)
+
+    def terminate(self) -> None:
+        self._popen.terminate()
+
+    def kill(self) -> None:
+        self._popen.kill()
+
+    def _has_ended(self) -> None:
+        self._loop.remove_reader(self._pidfd.fileno())
+        self._pidfd.close()
+        self._ended.set_result(self._popen.wait())

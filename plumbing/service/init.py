@@ -247,12 +247,14 @@ def kill_rest() -> None:
     its own descendants and nothing else, ever: as a subreaper it becomes the parent of each.
     """
     end_s, is_first, pause_s = time.monotonic() + KILL_DEADLINE_S, os.getpid() == 1, KILL_POLL_S
-    while reap() is not None or (is_first and others()):
+    while reap() is not None or (is_first and has_others()):
         with contextlib.suppress(OSError):
             if is_first:
                 os.kill(-1, signal.SIGKILL)
-            else:
-                kill_children()
+            # The list may lack one while another is reaped (proc(5)): then the next look has it.
+            with open("/proc/thread-self/children") as stream:
+                for pid in stream.read().split():
+                    os.kill(int(pid), signal.SIGKILL)  # ours, so its number is its own until reaped
         if time.monotonic() > end_s:
             say("error: not every process can be killed; ending [init.not_killed]")
             os._exit(CRASH_LOOP)
@@ -260,21 +262,8 @@ def kill_rest() -> None:
         pause_s = min(2 * pause_s, KILL_POLL_S_MAX)
 
 
-def kill_children() -> None:
-    """The list may lack one while another is reaped (proc(5)); the caller looks again."""
-    with open("/proc/thread-self/children") as stream:
-        pids = [int(pid) for pid in stream.read().split()]
-    for pid in pids:
-        pidfd = os.pidfd_open(pid)  # ours, so its number is its own until we reap it
-        try:
-            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-        finally:
-            os.close(pidfd)
-
-
-def others() -> list[str]:
-    """Every other process that is visible."""
-    return [name for name in os.listdir("/proc") if name.isdigit() and name != MINE]
+def has_others() -> bool:
+    return any(name.isdigit() and name != MINE for name in os.listdir("/proc"))
 
 
 def say(line: str) -> None:

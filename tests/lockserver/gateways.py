@@ -26,8 +26,8 @@ class Gateway:
             BorrowerCallbacks(
                 on_service=self._lent,
                 on_yield=self._to_yield,
-                on_granted=lambda *grant: self.heard.append(grant),
-                on_idle=lambda reason, is_final: self.heard.append(reason),
+                on_granted=lambda model, *grant: self.heard.append(grant),
+                on_idle=lambda model, reason, is_final: self.heard.append(reason),
                 on_connected=self._connected,
                 on_refused=self._refused,
             ),

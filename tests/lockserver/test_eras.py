@@ -64,7 +64,7 @@ def test_client_reports_an_old_token_as_a_refusal_and_never_as_a_grant(pod_dir, 
             client = Borrower(
                 path,
                 BorrowerCallbacks(
-                    on_granted=lambda engine, token, era: tokens.append(token),
+                    on_granted=lambda model, engine, token, era: tokens.append(token),
                     on_refused=lambda error: refused.append(error.code),
                 ),
             )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
 from collections.abc import AsyncIterator
 
 import pytest
@@ -103,54 +102,5 @@ def test_process_killed_at_each_step_of_a_hand_over(pod_dir, start_server, victi
                 here.want("active")
                 await waits(server, here)
                 here, there = there, here
-
-    asyncio.run(scenario())
-
-
-def test_stopped_process_that_still_holds_the_file_blocks_the_grant_and_is_named(
-    pod_dir, start_server
-):
-    """Goal: when in doubt, nobody is granted. Method: SIGSTOP one process, say the word all the
-    same; the lock stays, until the process goes on and leaves."""
-    server = start_server()
-
-    async def scenario() -> None:
-        async with pair(pod_dir) as (one, two):
-            one.rest("left one")
-            stopped = one.workers[1]
-            stopped.process.send_signal(signal.SIGSTOP)
-            stopped.order("stop")
-            stopped.order("leave")
-            one.say_over(1)
-            await auntil(lambda: server.lock()["cause"] == "handed_over", "the word to be heard")
-            lock = server.lock()
-            assert (lock["state"], two.token()) == ("releasing", 0)
-            assert [each["pid"] for each in lock["waiting_for"]] == [stopped.process.pid]
-            assert "has handed the lock over" in lock["waits"][0]["message"]
-            assert str(stopped.process.pid) in lock["problem"]
-            stopped.process.send_signal(signal.SIGCONT)
-            assert await two.serve() == 2
-            assert [stopped.answer(), stopped.answer()] == ["stop", "leave"]
-
-    asyncio.run(scenario())
-
-
-def test_forked_child_that_still_uses_blocks_the_grant_until_the_tree_is_killed(
-    pod_dir, start_server
-):
-    """Goal: leaving is no unlocking. Method: a child shares descriptor and use; its parent leaves;
-    the supervisor gives way by killing the tree."""
-    server = start_server()
-
-    async def scenario() -> None:
-        async with pair(pod_dir) as (one, two):
-            assert one.workers[1].ask("fork") == "fork"
-            one.rest()
-            await auntil(lambda: server.lock()["cause"] == "handed_over", "the word to be heard")
-            assert len(server.lock()["waiting_for"]) == 1
-            assert (server.lock()["state"], two.token()) == ("releasing", 0)
-            one.reap()
-            one.relent()
-            assert await two.serve() == 2
 
     asyncio.run(scenario())

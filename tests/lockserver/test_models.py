@@ -11,7 +11,6 @@ import pytest
 from lockserver.client import Borrower, BorrowerCallbacks
 from lockserver.status.offline import idle
 from lockserver.status.text import text_of
-from plumbing.errors import RemoteError
 from tests.helpers import auntil, free_port, until
 from tests.lockserver.by_hand import Hand
 from tests.lockserver.gateways import Gateway
@@ -37,12 +36,10 @@ class PoolGateway(Gateway):
         self.told: list[tuple[str, object]] = []
         callbacks = BorrowerCallbacks(
             on_service=self._lent,
-            on_granted=lambda *grant: self.heard.append(grant),
-            on_idle=lambda reason, is_final: self.heard.append(reason),
+            on_granted=lambda model, *grant: self.told.append((model, grant)),
+            on_idle=lambda model, reason, is_final: self.told.append((model, reason)),
             on_connected=self._connected,
             on_refused=self._refused,
-            on_model_granted=lambda model, *grant: self.told.append((model, grant)),
-            on_model_idle=lambda model, reason, is_final: self.told.append((model, reason)),
         )
         self.borrower = Borrower(self.borrower.path, callbacks)
 
@@ -133,19 +130,3 @@ def test_gateway_borrows_once_and_is_told_of_every_model(pod_dir, server, port):
             assert list(server.status()["service"]) == ["active"]
 
     asyncio.run(scenario())
-
-
-def test_wants_that_no_model_has_or_that_do_not_fit_are_refused_with_a_sentence(pod_dir, server):
-    """Goal: what cannot be granted is said at once. Method: an unknown lock, locks of two models,
-    and an engine whose record is larger than its share, with as many models as there may be."""
-    with Hand(pod_dir, "chat-0") as engine:
-        for locks, code in (
-            (("active",), "lock.unknown_lock"),
-            (("active:chat", "loader:coder"), "lock.bad_want"),
-        ):
-            with engine.connect() as line:
-                line.notify(engine.want(*locks))
-                with pytest.raises(RemoteError) as caught:
-                    engine.granted(line)
-            assert caught.value.code == code
-        assert "active:chat" in caught.value.message or code == "lock.bad_want"

@@ -1,18 +1,30 @@
-"""Engines over TCP against a real lock server, with certificates."""
+"""The lock over TCP: engines, flags and certificates of a real server."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import stat
+import subprocess
+import sys
 import urllib.request
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import pytest
+from click.testing import CliRunner, Result
 
+from lockserver.cli import main
 from lockserver.messages import GrantedMsg, RenewedMsg, StatusMsg
+from plumbing.errors import UnreachableError
+from plumbing.wire.tcp import Security, connect_tcp
+from plumbing.wire.tcp_address import TcpAddress
 from tests.helpers import auntil, free_port
 from tests.lockserver.engines import Engine
 from tests.lockserver.leased import Leased
-from tests.plumbing.wire.certificates import Authority, tls_flags
+from tests.plumbing.wire.certificates import Authority, shared, tls_flags
+from tests.plumbing.wire.echo import CATALOGUE
+from tests.plumbing.wire.tcp_rig import Client, answers, serving
 
 LEASE_MS, MARGIN_MS, SILENT_MS = 2000, 500, 1000  # how late a busy machine may be
 
@@ -125,3 +137,122 @@ def test_engines_on_this_host_and_on_others_share_one_lock(server, pod_dir, run)
             assert await local.granted() == 3
 
     run(scenario)
+
+
+def refused(pod_dir: str, *flags: str) -> subprocess.CompletedProcess[str]:
+    command = [
+        sys.executable,
+        "-m",
+        "lockserver.cli",
+        "serve",
+        "--dir",
+        pod_dir,
+        "--http-port",
+        "0",
+    ]
+    return subprocess.run([*command, *flags], capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("code", "flags"),
+    [
+        ("wire.incomplete_security", ("--listen", "tcp://0.0.0.0:9402")),
+        ("wire.incomplete_security", ("--listen", "tcp://127.0.0.1:9402")),
+        ("wire.incomplete_security", ("--listen", "tcp://localhost:9402")),
+        ("wire.bad_address", ("--listen", "0.0.0.0:9402")),
+        ("wire.incomplete_security", ("--listen", "tcp://0.0.0.0:9402", "--tls-cert", "x")),
+        (
+            "lock.service_over_tcp",
+            ("--listen", "tcp://127.0.0.1:9402", "--service", "active=127.0.0.1:8000"),
+        ),
+        ("config.bad_value", ("--lease-ms", "5")),
+    ],
+)
+def test_serve_refuses_conflicting_flags_with_one_clear_error(pod_dir, code, flags):
+    """Goal: a lock is never left open to the network by mistake. Method: each flag or pair of flags
+    that is refused."""
+    ran = refused(pod_dir, *flags)
+    assert ran.returncode == 2, ran.stderr
+    assert code in ran.stderr
+    assert "Traceback" not in ran.stderr
+
+
+def test_serve_over_tcp_status_shows_address_and_security(start_server, pod_dir):
+    """Goal: operators can read what to configure on members. Method: the document and the text."""
+    address = f"tcp://127.0.0.1:{free_port()}"
+    server = start_server("--listen", address, *tls_flags(shared()), "--lease-ms", "7000")
+    tcp = server.status()["tcp"]
+    assert (tcp["address"], tcp["secured"], tcp["lease_ms"]) == (address, True, 7000)
+    command = [sys.executable, "-m", "lockserver.cli", "status", "--dir", pod_dir]
+    text = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
+    assert f"{address}  secured  0 connections" in text
+
+
+def certificates(place: Path, *hosts: str) -> Result:
+    flags = [f"--host={host}" for host in hosts]
+    return CliRunner().invoke(main, ["certificates", str(place), *flags])
+
+
+def pair(place: Path) -> Security:
+    return Security(str(place / "tls.crt"), str(place / "tls.key"), str(place / "ca.crt"))
+
+
+def test_both_pairs_connect_and_an_engine_cannot_pose_as_the_server(tmp_path: Path):
+    """Goal: the command is enough for mutual TLS. Method: its files, a server that engines reach by
+    one of its names, by a name that it does not have, and a server with the engines' pair."""
+    done = certificates(tmp_path / "lock", "localhost", "127.0.0.1", "::1")
+    assert done.exit_code == 0, done.output
+    ours, theirs = pair(tmp_path / "lock/lockserver"), pair(tmp_path / "lock/engine")
+    assert certificates(tmp_path / "named", "elsewhere.example").exit_code == 0
+
+    async def main() -> None:
+        async with serving(ours) as (_, address):
+            assert await answers(address, theirs)
+            assert await answers(TcpAddress("localhost", address.port), theirs)
+            stranger = pair(tmp_path / "named/engine")
+            with pytest.raises(UnreachableError):
+                await connect_tcp(address, CATALOGUE, Client(), stranger)
+            with pytest.raises(UnreachableError):
+                await connect_tcp(address, CATALOGUE, Client(), ours)  # a server is no engine
+        for posing, engine in (
+            (theirs, theirs),
+            (pair(tmp_path / "named/lockserver"), pair(tmp_path / "named/engine")),
+        ):
+            async with serving(posing) as (_, address):
+                with pytest.raises(UnreachableError):
+                    await connect_tcp(address, CATALOGUE, Client(), engine)
+
+    asyncio.run(main())
+
+
+def test_keys_are_private_and_none_is_overwritten(tmp_path: Path):
+    """Goal: a second call destroys no authority. Method: the modes; call it again."""
+    place = tmp_path / "lock"
+    done = certificates(place)
+    assert sorted(done.stdout.split()) == sorted(str(p) for p in place.rglob("*") if p.is_file())
+    keys = [place / "ca.key", place / "lockserver/tls.key", place / "engine/tls.key"]
+    assert {stat.S_IMODE(os.stat(key).st_mode) for key in keys} == {0o600}
+    before = [key.read_bytes() for key in keys]
+    again = certificates(place)
+    assert (again.exit_code, "lock.certificates_exist" in again.stderr) == (2, True)
+    assert [key.read_bytes() for key in keys] == before
+
+
+@pytest.mark.parametrize("host", ["", "a,DNS:b", "10.0.0.256", "a\nb", "[::1]"])
+def test_what_is_no_host_is_refused_and_nothing_is_written(tmp_path: Path, host: str):
+    done = certificates(tmp_path / "lock", host)
+    assert (done.exit_code, "wire.bad_address" in done.stderr) == (2, True)
+    assert not (tmp_path / "lock").exists()
+
+
+def test_machine_without_openssl_is_told_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    done = certificates(tmp_path / "lock")
+    assert (done.exit_code, "lock.no_openssl" in done.stderr) == (2, True)
+
+
+def test_directory_is_required_but_not_to_print_the_settings():
+    """Goal: the settings of every command can be printed. Method: both, without a directory."""
+    assert CliRunner().invoke(main, ["certificates", "--print-config", "--json"]).exit_code == 0
+    done = CliRunner().invoke(main, ["certificates"])
+    assert (done.exit_code, "lock.no_directory" in done.stderr) == (2, True)

@@ -1,19 +1,27 @@
-"""The server against bad input, full disks and observers; other clients must not notice."""
+"""A real server: observers, probes, a clean end, and the commands that ask it."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
+import select
 import socket
+import subprocess
+import sys
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
+from typing import IO
+
+import pytest
 
 from lockserver.messages import CATALOGUE, EventMsg, WantMsg, WatchMsg
 from plumbing.wire.blocking import BlockingClient
 from plumbing.wire.frames import encode_frame
-from tests.helpers import auntil, open_fds, until
-from tests.lockserver.engines import Engine
+from tests.helpers import open_fds, until
+from tests.lockserver.engines import Engine, EngineProcess
 from tests.lockserver.processes import ServerProcess, settled_fds
 
 
@@ -103,22 +111,6 @@ def test_server_http_ready_is_an_active_engine_and_metrics_are_never_absent(
     assert json.loads(http(server, "/status")[1])["locks"]["active"]["state"] == "held"
 
 
-def test_server_second_supervisor_is_refused_while_the_first_lives(pod_dir, start_server):
-    """Goal: two containers with one ENGINE_ID. Method: the second is refused, and accepted once the
-    first has left (both are one process here, so its pidfd never becomes readable; the first must
-    stay)."""
-    start_server()
-
-    async def scenario() -> None:
-        async with Engine(pod_dir, "engine-0") as first, Engine(pod_dir, "engine-0") as second:
-            await first.hold()
-            await auntil(lambda: second.refused, "the twin to be refused")
-            assert set(second.refused) == {"lock.engine_id_taken"}
-            assert second.token() == 0
-
-    asyncio.run(scenario())
-
-
 def test_server_closes_cleanly_and_unwatches_everything(pod_dir):
     """Goal: no descriptor survives a stop. Method: a server in this process, used and closed."""
 
@@ -134,3 +126,127 @@ def test_server_closes_cleanly_and_unwatches_everything(pod_dir):
     before = open_fds()
     asyncio.run(scenario())
     assert open_fds() == before
+
+
+WAIT_S = 30.0
+INTERRUPTED = 130
+UNREACHABLE = 3
+
+
+def command(*words: str, directory: str) -> list[str]:
+    return [sys.executable, "-m", "lockserver.cli", *words, "--dir", directory]
+
+
+def run(*words: str, directory: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*words, directory=directory), capture_output=True, text=True, check=False
+    )
+
+
+@contextlib.contextmanager
+def running(*words: str, directory: str) -> Iterator[subprocess.Popen[bytes]]:
+    """The command until the block ends. Unbuffered, because `select` cannot see buffered input."""
+    process = subprocess.Popen(
+        command(*words, directory=directory), stdout=subprocess.PIPE, bufsize=0
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def line_of(stream: IO[bytes] | None) -> str:
+    """The next line of its output."""
+    assert stream is not None
+    ready, _, _ = select.select([stream], [], [], WAIT_S)
+    assert ready, "it wrote nothing"
+    return stream.readline().decode()
+
+
+@pytest.fixture
+def server(start_server) -> ServerProcess:
+    return start_server()
+
+
+@pytest.fixture
+def engine(start_engine, server: ServerProcess) -> EngineProcess:
+    """An engine that holds `active`."""
+    engine = start_engine("engine-0")
+    until(lambda: server.lock()["state"] == "held", "the grant")
+    return engine
+
+
+def test_events_prints_the_remembered_events_and_exits(engine, server, pod_dir):
+    """Goal: past events can be read afterwards. Method: a grant, then the command."""
+    before = server.status()["as_of_event_id"]
+    done = run("events", "--json", directory=pod_dir)
+    assert done.returncode == 0, done.stderr
+    records = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [record["id"] for record in records] == list(range(1, len(records) + 1))
+    assert before <= len(records) <= server.status()["as_of_event_id"]
+    assert {"lockserver.started", "lock.granted"} <= {record["type"] for record in records}
+    text = run("events", directory=pod_dir).stdout
+    assert len(text.splitlines()) >= len(records)
+    assert "active lock granted to engine-0, token 1" in text
+
+
+def test_events_follow_prints_only_new_events_and_exits_with_the_server(
+    server, start_engine, pod_dir
+):
+    """Goal: -f prints only new events. Method: follow, grant the lock to an engine, stop the
+    server; the command reports that the server is gone."""
+    alone(server)
+    with running("events", "-f", "--json", directory=pod_dir) as following:
+        until(lambda: len(server_connections(server)) > 0, "the observer to be there")
+        start_engine("engine-0")
+        first = json.loads(line_of(following.stdout))
+        assert first["type"] != "lockserver.started"
+        kinds = {first["type"]}
+        while "lock.granted" not in kinds:
+            kinds.add(json.loads(line_of(following.stdout))["type"])
+        server.close()
+        assert following.wait(WAIT_S) == UNREACHABLE
+
+
+@pytest.mark.slow
+def test_status_watch_continues_without_its_server(engine, server, pod_dir):
+    """Goal: watching shows the server go down and come back. Method: read documents while it runs,
+    after its SIGKILL (the offline view), and after its restart."""
+    with running("status", "--watch", "--json", directory=pod_dir) as watching:
+        documents = iter(lambda: json.loads(line_of(watching.stdout)), None)
+        assert next(documents)["server"]["online"]
+        server.kill()
+        offline = next(document for document in documents if not document["server"]["online"])
+        assert offline["locks"]["active"]["holder"]["engine"] == "engine-0"
+        server.start()
+        back = next(document for document in documents if document["server"]["online"])
+        assert back["token"] == offline["token"]
+
+
+@pytest.mark.slow
+def test_commands_on_a_directory_without_a_server_exit_with_3(tmp_path):
+    """Goal: a missing server is not shown as an empty list. Method: run each command on an empty
+    directory; watching reports it and continues."""
+    for words in (["status"], ["events"], ["events", "-f"]):
+        done = run(*words, directory=str(tmp_path))
+        assert done.returncode == UNREACHABLE
+        assert "there is no such socket" in done.stderr
+    with running("status", "--watch", directory=str(tmp_path)) as watching:
+        assert "there is no such socket" in line_of(watching.stdout)
+        assert line_of(watching.stdout) == "\n"
+        assert "there is no such socket" in line_of(watching.stdout)
+
+
+def alone(server: ServerProcess) -> None:
+    """Wait until no client is connected, including the one that checked whether the server was
+    up."""
+    until(lambda: not server_connections(server), "earlier questions to be over")
+
+
+def server_connections(server: ServerProcess) -> list[str]:
+    """The connections to the server's socket, as listed by the kernel."""
+    with open("/proc/net/unix") as table:
+        rows = [line.split() for line in table]
+    path = f"{server.directory}/lockserver.sock"
+    return [row[6] for row in rows if row[-1] == path and row[5] == "03"]

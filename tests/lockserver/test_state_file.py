@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -11,10 +12,19 @@ from pathlib import Path
 import pytest
 
 from lockserver.core.events import Holder, LockRecord
+from lockserver.core.lock import kinds_of
 from lockserver.core.names import WitnessFile
-from lockserver.messages import NO_ERA
-from lockserver.state_file import FILE_BYTES, NAME, SLOT_BYTES, LockStateFile, read
+from lockserver.state_file import (
+    FILE_BYTES,
+    NAME,
+    SLOT_BYTES,
+    WIDE,
+    WIDE_SLOT_BYTES,
+    LockStateFile,
+    read,
+)
 from plumbing.errors import UnderstudyError
+from plumbing.pod.models import MODELS_MAX
 from tests.helpers import free_witness, open_fds
 
 LOCKS = ("active", "loader")
@@ -111,21 +121,6 @@ def eras(directory):
     found = read(directory, LOCKS)
     assert found is not None
     return era, found.record.era
-
-
-def test_state_file_era_is_new_with_the_file_and_kept_by_restarts_and_writes(directory):
-    """Goal: grants of one era can be compared over any number of restarts. Method: start in two
-    empty directories, restart, write, restart."""
-    era, on_disk = eras(directory)
-    assert era == on_disk != NO_ERA
-    assert len(era) == 16
-    assert eras(directory) == (era, era)
-    state = LockStateFile(directory, LOCKS)
-    state.write(replace(state.loaded.record, token=9))
-    state.close()
-    assert eras(directory) == (era, era)
-    os.unlink(path_of(directory))
-    assert eras(directory)[0] != era
 
 
 @pytest.mark.parametrize("lost", [(0,), (1,), (0, 1)], ids=["first", "second", "both"])
@@ -244,4 +239,87 @@ def test_state_file_removed_while_open_is_recreated_by_the_next_write(directory,
     assert (found.record.token, found.problem) == (5, None)
     with pytest.raises(UnderstudyError, match=r"lock\.state_in_use"):
         LockStateFile(directory, LOCKS)
+    state.close()
+
+
+MODELS = ("chat", "coder")
+KINDS = kinds_of(MODELS)
+
+
+def head_of(directory):
+    with open(os.path.join(directory, NAME), "rb") as file:
+        return file.read(len(b"understudy-lock 1"))
+
+
+def test_file_of_a_pod_without_models_is_rewritten_with_large_slots_once_it_has_models(directory):
+    """Goal: no token and no holder is lost by the upgrade, and the way back is closed to a server
+    that knows small slots only. Method: write the old file; open it with models, twice; open it
+    without models, which reads it and keeps its slots."""
+    write(directory, 5, 6)
+    assert head_of(directory) == b"understudy-lock 1"
+    state = LockStateFile(directory, KINDS, models=MODELS)
+    assert (state.loaded.record, state.loaded.problem) == (record(6), None)
+    assert os.path.getsize(state.path) == 2 * WIDE_SLOT_BYTES
+    state.write(record(7))
+    state.close()
+    assert head_of(directory) == b"understudy-lock 2"  # which an older server refuses to read
+    for models in (MODELS, ()):
+        state = LockStateFile(directory, kinds_of(models), models=models)
+        assert state.loaded.record == record(7)
+        assert state.loaded.models == MODELS
+        state.close()
+    assert os.path.getsize(state.path) == 2 * WIDE_SLOT_BYTES
+    assert not [name for name in os.listdir(directory) if "unreadable" in name]
+
+
+def test_large_slots_are_recognised_by_either_first_line(directory):
+    """Goal: a spoiled beginning costs no token, and a later version's slot starts no server.
+    Method: spoil the first line of the first slot; then put another number on the second one."""
+    state = LockStateFile(directory, KINDS, models=MODELS)
+    state.write(record(7))
+    state.close()  # in the first slot; the second one has the record from before
+    with open(state.path, "r+b") as file:
+        file.write(b"?" * 20)
+    found = read(directory, KINDS)
+    assert found is not None
+    assert (found.form, found.record.era) == (WIDE, state.loaded.record.era)
+    with open(state.path, "r+b") as file:
+        file.seek(WIDE_SLOT_BYTES)
+        file.write(b"understudy-lock 3 ")
+    with pytest.raises(UnderstudyError) as caught:
+        LockStateFile(directory, KINDS, models=MODELS)
+    assert caught.value.code == "lock.state_newer"
+
+
+def test_largest_pod_fits_its_file(directory):
+    """Goal: what is not refused can be written. Method: as many models as there may be, each with
+    two holders that take their whole share."""
+    models = tuple(f"{number:03}".ljust(25, "m") for number in range(MODELS_MAX))
+    kinds = kinds_of(models)
+    state = LockStateFile(directory, kinds, models=models)
+    share = state.share_bytes(len(kinds))
+    holders = {}
+    for name in kinds:
+        plain = len(repr(name)) + len(_text(replace(HOLDER, engine="")))
+        holders[name] = replace(HOLDER, engine="e" * (share - plain - 4))
+    state.write(LockRecord(7, holders, frozenset(), "0" * 16))
+    state.close()
+    found = read(directory, kinds)
+    assert found is not None
+    assert found.record.holders == holders
+    assert found.models == models
+    assert share > 300  # an engine with a name like its model's
+
+
+def _text(holder):
+    return json.dumps(holder.to_dict(), separators=(",", ":"))
+
+
+def test_record_that_does_not_fit_is_an_error_of_the_disk_and_not_a_crash(directory):
+    """Goal: holders of models that were removed cannot end the server. Method: one that is larger
+    than a slot."""
+    state = LockStateFile(directory, KINDS, models=MODELS)
+    large = replace(HOLDER, engine="e" * WIDE.slot_bytes)
+    with pytest.raises(OSError, match="do not fit"):
+        state.write(LockRecord(7, {"active:chat": large}, frozenset(), "0" * 16))
     state.close()

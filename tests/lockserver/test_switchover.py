@@ -4,7 +4,6 @@ stand-ins."""
 from __future__ import annotations
 
 import asyncio
-import signal
 import subprocess
 import sys
 import urllib.request
@@ -101,37 +100,6 @@ def test_switchover_is_requested_shown_counted_and_answered(start_server: Any):
             assert metric(server, done) == 1
             assert metric(server, 'understudy_lock_switchover{lock="active"}') == 0
             conn.close("asked")
-
-    asyncio.run(main())
-
-
-def test_interrupted_command_leaves_the_switchover_running_and_reports_it(start_server: Any):
-    """Goal: Ctrl-C only ends the wait. Method: SIGINT to the command; the lock still goes to the
-    named engine, ahead of one that has waited longer."""
-    server = start_server()
-
-    async def main() -> None:
-        async with (
-            Engine(server.directory, "engine-0") as old,
-            Engine(server.directory, "engine-1") as first,
-            Engine(server.directory, "engine-2") as named,
-        ):
-            heard = hears(old)
-            for engine in (old, first, named):
-                engine.launch()
-                engine.want("active")
-                await auntil(lambda: server.lock()["holder"], "a holder")
-            await auntil(lambda: len(server.lock()["waiters"]) == 2, "both standbys")
-            asking = command(server, "--to=engine-2")
-            await auntil(lambda: heard, "the request to the holder")
-            asking.send_signal(signal.SIGINT)
-            out, err = await asyncio.to_thread(asking.communicate, timeout=30)
-            assert asking.returncode == INTERRUPTED
-            assert (out, err) == ("", "the switchover continues: see `lockserver status`\n")
-            old.reap()
-            old.relent()
-            await named.granted()
-            assert not first.token()
 
     asyncio.run(main())
 

@@ -1,18 +1,23 @@
-"""Which engine is granted what, in which order, and what is on disk by then."""
+"""Which engine is granted what, in which order, and what is on disk by then; when a lock is lost,
+and what proves it. Silence alone never takes it away."""
 
 from __future__ import annotations
 
 import pytest
 
 from lockserver.core import events as ev
+from lockserver.core import evidence
 from lockserver.core.ledger import ENDED_MAX
+from lockserver.core.lock import LockState
 from lockserver.core.machine import LockMachine
 from lockserver.core.names import WitnessFile, WitnessState
 from plumbing.errors import InvariantError
 from tests.lockserver.core.shell import (
     A,
+    B,
     Shell,
     happened,
+    held_by_a,
     refused,
     sent,
     want,
@@ -72,3 +77,95 @@ def test_more_ended_witnesses_than_are_remembered_stay_until_a_later_start():
     effects = shell.feed(want(1, A, "active"))
     (discard,) = [effect for effect in effects if isinstance(effect, ev.Discard)]
     assert discard.witnesses == tuple(leftovers[:ENDED_MAX])
+
+
+def test_closed_connection_alone_frees_nothing_and_starts_no_probe():
+    """Goal: a closed connection proves nothing. Method: cut the holder's."""
+    shell = held_by_a()
+    shell.feed(ev.ConnectionClosed(1))
+    assert shell.active.state is LockState.RELEASING
+    assert shell.due() == []
+    assert shell.feed(ev.WitnessFree("active", A)) == []
+    assert sent(shell.feed(want(5, A, "active", tokens={"active": 1}))) == [(5, A, 1)]
+    assert shell.active.state is LockState.HELD
+
+
+def test_without_pidfd_the_closed_connection_stands_for_the_process():
+    """Goal: older kernels. Method: the holder has no pidfd."""
+    shell = Shell()
+    shell.feed(want(1, A, "active", process="none"))
+    assert shell.due() == []
+    shell.feed(ev.ConnectionClosed(1))
+    assert shell.due() == [A]
+
+
+def test_released_lock_cannot_be_requested_by_the_same_incarnation():
+    """Goal: a reaped incarnation stays dead. Method: drop the lock, ask again."""
+    shell = held_by_a()
+    shell.feed(want(1, A))
+    assert refused(shell.feed(want(1, A, "active"))) == ["lock.incarnation_ended"]
+
+
+def test_silent_holder_is_tried_and_reported_and_keeps_the_lock_while_it_lives():
+    """Goal: the server never kills and never guesses. Method: no beat for silent_ms."""
+    shell = held_by_a(silent_ms=1000)
+    shell.feed(ev.Beaten(2, 1))
+    effects = shell.pass_ms(1200)
+    assert "lock.unresponsive" in happened(effects)
+    assert shell.active.state is LockState.HELD
+    assert shell.due() == [A]
+    shell.feed(ev.Beaten(1, 1))
+    assert shell.due() == []
+
+
+def test_repeated_progress_is_not_a_sign_of_life():
+    """Goal: a stuck loop that still sends is silent. Method: beat with one number."""
+    shell = held_by_a(silent_ms=1000)
+    for _ in range(15):
+        shell.feed(ev.Beaten(1, 7))
+        shell.pass_ms(100)
+    assert shell.machine.supervisors[f"{'engine-0':0>16}"].is_silent
+
+
+def test_stopped_server_reports_no_engine_silent():
+    """Goal: our own stall is not blamed on engines. Method: one tick after a minute."""
+    shell = held_by_a()
+    shell.now_ms += 60_000
+    assert "lock.unresponsive" not in happened(shell.feed(ev.TimePassed()))
+
+
+def test_plain_lock_is_free_when_unwanted_or_its_supervisor_is_gone():
+    """Goal: the loader lock waits for no witness. Method: both ways to lose it."""
+    shell = Shell()
+    shell.feed(want(1, A, "loader"))
+    shell.feed(want(2, B, "loader"))
+    assert sent(shell.feed(want(1, A))) == [(2, B, 2)]
+    shell.feed(want(1, A, "loader"))
+    assert (1, A, 3) in sent(shell.feed(ev.ProcessGone(f"{'engine-1':0>16}")))
+
+
+def test_silent_holder_whose_witness_is_free_is_dead():
+    """Goal: a hung connection of a dead tree delays nothing. Method: silence, and the witness."""
+    shell = held_by_a(silent_ms=1000)
+    shell.pass_ms(1200)
+    shell.feed(ev.Beaten(2, 1))
+    effects = shell.feed(ev.WitnessFree("active", A))
+    assert "lock.releasing" in happened(effects)
+    assert sent(effects) == [(2, B, 2)]
+
+
+def test_witness_tried_for_another_incarnation_frees_nothing():
+    """Goal: a late probe result is no evidence. Method: for another incarnation; without a
+    holder."""
+    shell = Shell()
+    assert shell.feed(ev.WitnessFree("active", A)) == []
+    shell.feed(want(2, B, "active"))
+    assert shell.feed(ev.WitnessFree("active", A)) == []
+    assert shell.active.state is LockState.HELD
+
+
+def test_free_lock_has_no_evidence_to_look_at():
+    """Goal: nothing is tried, and so sealed, without need. Method: ask of a free lock."""
+    shell = Shell()
+    assert not evidence.is_decisive(shell.active, {})
+    assert shell.due() == []

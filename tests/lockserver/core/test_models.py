@@ -1,13 +1,24 @@
-"""A pod with models: an engine's locks are those of one model, and each lock has its share of the
-state file."""
+"""A pod with models: an engine's locks are those of one model, each lock has its share of the state
+file, and one model's engines are no doubt about another's lock. And names that none can misuse."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 
 from lockserver.core import events as ev
-from lockserver.core.lock import kinds_of, with_filed
+from lockserver.core import evidence
+from lockserver.core.lock import Lock, LockState, Signal, kinds_of, with_filed
+from lockserver.core.names import (
+    INCARNATION,
+    ServingFile,
+    name_of,
+    new_incarnation,
+    serving_name_of,
+)
 from lockserver.core.supervisors import bytes_on_file
+from plumbing.errors import UsageError
 from tests.lockserver.core.shell import A, B, Shell, held_by_a, refused, restarted, want
 from tests.lockserver.test_state_file import HOLDER
 
@@ -52,3 +63,41 @@ def test_size_on_file_counts_what_is_written():
 def test_lock_on_file_outlives_the_removal_of_its_model(name, is_fenced):
     record = ev.LockRecord(holders={name: HOLDER})
     assert with_filed(TWO, record) == {**TWO, name: is_fenced}
+
+
+def test_serving_file_of_a_known_holder_keeps_no_other_model_waiting_and_is_not_sealed():
+    """Goal: a model whose holder is known serves on, rests and wakes; another model's lock is free
+    once nothing else is held. Method: one claimed lock, one unknown; the holder's file is held."""
+    locks = {name: Lock(name, is_fenced) for name, is_fenced in kinds_of(("a", "b")).items()}
+    for lock in locks.values():
+        lock.state = LockState.RECOVERING
+    file = ServingFile(serving_name_of(HOLDER.incarnation), 5, 6)
+    locks["active:b"].fire(Signal.CLAIMED, 0.0, replace(HOLDER, serving=file))
+    assert evidence.kept_serving(locks) == {file.name}
+    assert "active:a" in evidence.scan_frees(locks, {}, (), {file.name})
+    stranger = serving_name_of("e-00112233445566bb")
+    assert "active:a" not in evidence.scan_frees(locks, {}, (), {file.name, stranger})
+
+
+def test_new_incarnation_is_an_incarnation_of_its_engine():
+    """Goal: ids that `name_of` accepts, each new. Method: two for one engine."""
+    one, other = new_incarnation("engine-0"), new_incarnation("engine-0")
+    assert one != other
+    assert [INCARNATION.fullmatch(each)["engine"] for each in (one, other)] == ["engine-0"] * 2
+    assert name_of("engine-0-00112233445566aa") == "witness_engine-0_00112233445566aa"
+
+
+@pytest.mark.parametrize("bad", ["", "-a", "a/b", "a" * 64, "a b"])
+def test_bad_engine_id_has_no_incarnation(bad):
+    """Goal: no path tricks through engine ids. Method: invalid ones."""
+    with pytest.raises(UsageError) as caught:
+        new_incarnation(bad)
+    assert caught.value.code == "engine.bad_id"
+
+
+@pytest.mark.parametrize("bad", ["", "engine-0", "../x-00112233445566aa", "e-00112233445566AA"])
+def test_bad_incarnation_has_no_witness(bad):
+    """Goal: no path tricks through incarnations. Method: invalid ones."""
+    with pytest.raises(UsageError) as caught:
+        name_of(bad)
+    assert caught.value.code == "engine.bad_incarnation"

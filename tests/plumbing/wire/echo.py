@@ -11,7 +11,7 @@ import uvloop
 from msgspec import Meta, Struct
 
 from plumbing.errors import UnderstudyError
-from plumbing.wire.connection import Connection
+from plumbing.wire.connection import Connection, Handler
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.messages import Catalogue, Message, messages_in
 from plumbing.wire.server import Server
@@ -43,7 +43,7 @@ LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
 }
 
 
-class EchoHandler:
+class EchoHandler(Handler):
     """Answers each message with itself and notes who came and why they went."""
 
     def __init__(self) -> None:
@@ -52,6 +52,7 @@ class EchoHandler:
         self.received_messages: list[Message] = []
 
     def opened(self, conn: Connection) -> None:
+        super().opened(conn)
         self.opened_count += 1
 
     def received(

@@ -83,13 +83,6 @@ async def stranger(
     return await asyncio.open_connection(address.host, address.port, ssl=tls, **name)
 
 
-async def stranger_says(address: TcpAddress, data: bytes) -> asyncio.StreamWriter:
-    """Send `data` to `address` without TLS."""
-    _, writer = await stranger(address)
-    writer.write(data)
-    return writer
-
-
 def anybody() -> ssl.SSLContext:
     """A client that has no certificate and trusts any server."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

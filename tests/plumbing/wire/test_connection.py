@@ -10,7 +10,7 @@ import pytest
 from plumbing.errors import RemoteError, UnderstudyError
 from plumbing.wire import connection
 from plumbing.wire.blocking import BlockingClient
-from plumbing.wire.connection import Connection, Handler, UnixConnection
+from plumbing.wire.connection import Connection, UnixConnection
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.frames import encode_frame
 from plumbing.wire.messages import Message
@@ -43,32 +43,6 @@ def test_connection_can_stay_open_after_an_error_frame(loop: str):
         assert reply.message == Echo("still")
         conn.close("done")
         client.close()
-
-    run_on(loop, main())
-
-
-@loops
-def test_a_handler_may_leave_out_opened(loop: str):
-    """Goal: a handler defines only what it needs. Method: one that only receives."""
-    received: list[Message] = []
-
-    class Receiver(Handler):
-        def received(
-            self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
-        ) -> None:
-            received.append(message)
-
-        def closed(self, conn: Connection, reason: str) -> None:
-            received.clear()
-
-    async def main() -> None:
-        ours, theirs = socket.socketpair()
-        conn = UnixConnection(ours, CATALOGUE, Receiver())
-        theirs.sendall(FRAME)
-        await auntil(lambda: received == [Echo("x")], "a message")
-        conn.close("done")
-        await auntil(lambda: received == [], "the end")
-        theirs.close()
 
     run_on(loop, main())
 

@@ -7,7 +7,6 @@ import os
 import socket
 from pathlib import Path
 
-import msgpack
 import pytest
 
 from plumbing.errors import RemoteError, UnderstudyError
@@ -17,7 +16,6 @@ from plumbing.wire.frames import encode_frame
 from plumbing.wire.limits import (
     FAULT_DETAILS_BYTES_MAX,
     FAULT_MESSAGE_CHARS_MAX,
-    FRAME_BYTES_MAX,
     FRAMES_PER_TURN,
 )
 from plumbing.wire.messages import fault_of
@@ -32,51 +30,6 @@ from tests.plumbing.wire.echo import (
 )
 
 loops = pytest.mark.parametrize("loop", LOOPS)
-
-HUGE = "x" * (FRAME_BYTES_MAX - 200)
-
-
-def nested(depth: int) -> bytes:
-    return b"\x91" * depth + b"\xc0"
-
-
-def echo_with(value: bytes) -> bytes:
-    """An echo whose text is `value`, packed already."""
-    parts = (msgpack.packb(word) for word in ("type", "echo", "id", 7, "text"))
-    return b"\x83" + b"".join(parts) + value
-
-
-@loops
-@pytest.mark.parametrize(
-    ("payload", "code"),
-    [
-        (msgpack.packb({"type": HUGE, "id": 1}), "wire.unknown_type"),
-        (msgpack.packb({"type": "echo", "id": HUGE}), "wire.bad_request_id"),
-        (msgpack.packb({"type": "echo", "id": 1, HUGE: 1}), "wire.unknown_field"),
-        (msgpack.packb({"type": "echo", "id": 1, "extra": {HUGE: "1"}}), "wire.bad_field"),
-        (msgpack.packb({"type": "echo", "id": 1, "text": [HUGE]}), "wire.bad_field"),
-        (echo_with(nested(400)), "wire.bad_field"),
-        (echo_with(nested(1015)), "wire."),
-        (echo_with(nested(100_000)), "wire.bad_payload"),
-    ],
-    ids=["type", "id", "field", "key", "value", "nested", "nested more", "nested most"],
-)
-def test_fault_about_a_huge_value_is_itself_small(
-    loop: str, payload: bytes, code: str, tmp_path: Path
-):
-    """Goal: an error that quotes its peer can always be sent. Method: make each quoted value as
-    large or as deep as a frame allows; the sender gets the error, the next client is served."""
-    with ServerThread(str(tmp_path / "echo.sock"), loop) as thread:
-        raw = socket.socket(socket.AF_UNIX)
-        raw.connect(thread.path)
-        raw.sendall(encode_frame(payload, 0))
-        with BlockingClient.from_socket(raw, CATALOGUE) as bad:
-            with pytest.raises(RemoteError) as caught:
-                bad.receive()
-            assert caught.value.code.startswith(code)
-            assert len(caught.value.message) < 1000
-        with BlockingClient(thread.path, CATALOGUE) as good:
-            assert good.request(Echo("next")).message == Echo("next")
 
 
 def test_fault_is_cut_to_its_limits_and_keeps_what_fits():

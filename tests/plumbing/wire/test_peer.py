@@ -1,7 +1,8 @@
-"""Who is at the other end: the kernel's word for it, and the end of that process."""
+"""The peer of a connection, and the watch over its process: real children, real pidfds."""
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import socket
@@ -13,6 +14,8 @@ from typing import Any
 import pytest
 
 from plumbing.wire import peer
+from plumbing.wire.fds import OwnedFd
+from plumbing.wire.peer import Peer, ProcessWatch
 from tests.helpers import until
 
 _CONNECT = (
@@ -102,3 +105,64 @@ def test_peer_at_the_limit_of_descriptors_is_an_error(
     sock: Any = _Socket(os.getpid(), errno.ENOPROTOOPT if is_old else errno.EMFILE)
     with pytest.raises(OSError, match="full" if is_old else "Too many"):
         peer.identify(sock)
+
+
+SUPERVISOR = "0123456789abcdef"
+
+
+def start() -> tuple[subprocess.Popen[bytes], Peer]:
+    child = subprocess.Popen(["sleep", "60"])
+    pidfd = OwnedFd(os.pidfd_open(child.pid))
+    return child, Peer(uid=os.getuid(), pid=child.pid, pidfd=pidfd, pidfd_source="pidfd_open")
+
+
+def end(child: subprocess.Popen[bytes]) -> None:
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+
+
+def test_exited_process_is_reported_within_the_check():
+    """Goal: a process's end is known together with its connection's. Method: check while it lives
+    and once it has ended, without a turn of the loop in between; later turns report nothing
+    more."""
+    gone: list[str] = []
+
+    async def scenario() -> None:
+        child, peer = start()
+        watch = ProcessWatch(gone.append)
+        watch.watch(SUPERVISOR, peer)
+        watch.look(SUPERVISOR)
+        assert gone == []
+        assert watch.watches(SUPERVISOR)
+        end(child)
+        watch.look(SUPERVISOR)
+        assert gone == [SUPERVISOR]
+        assert not watch.watches(SUPERVISOR)
+        watch.look(SUPERVISOR)
+        watch.look("fedcba9876543210")  # never watched
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert gone == [SUPERVISOR]
+        watch.close()
+        child.wait()
+
+    asyncio.run(scenario())
+
+
+def test_process_without_a_pidfd_is_not_watched_and_all_are_forgotten_at_the_end():
+    """Goal: a kernel without pidfds costs the report alone; nothing is left open. Method: a peer
+    whose pidfd was taken already."""
+    gone: list[str] = []
+
+    async def scenario() -> None:
+        child, peer = start()
+        watch = ProcessWatch(gone.append)
+        watch.watch(SUPERVISOR, peer)
+        watch.watch(SUPERVISOR, peer)  # its pidfd was taken: the first one counts
+        watch.close()
+        end(child)
+        watch.look(SUPERVISOR)
+        assert gone == []
+        child.wait()
+
+    asyncio.run(scenario())

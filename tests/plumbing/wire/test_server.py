@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import socket
 import stat
@@ -22,11 +23,16 @@ from plumbing.errors import (
 )
 from plumbing.wire import connection
 from plumbing.wire import server as base_server
+from plumbing.wire import server as module
 from plumbing.wire.blocking import BlockingClient
-from plumbing.wire.connection import connect
+from plumbing.wire.connection import Connection, connect
 from plumbing.wire.frames import HEADER, MAGIC, VERSION, encode_frame
 from plumbing.wire.messages import HelloMsg, WelcomeMsg
-from tests.helpers import auntil, open_fds, until
+from plumbing.wire.server import PathGuard, Server, guard_holder
+from plumbing.wire.tcp import TcpServer
+from plumbing.wire.tcp_address import TcpAddress
+from tests.helpers import auntil, open_fds, room_for, until
+from tests.plumbing.wire.certificates import shared
 from tests.plumbing.wire.echo import (
     CATALOGUE,
     LOOPS,
@@ -36,6 +42,7 @@ from tests.plumbing.wire.echo import (
     ServerThread,
     run_on,
 )
+from tests.plumbing.wire.tcp_rig import Client, stranger
 
 loops = pytest.mark.parametrize("loop", LOOPS)
 
@@ -241,3 +248,259 @@ def test_blocking_client_uses_the_deadline_of_the_call(tmp_path: Path):
             client.receive(0.01)
         server.close()
     listener.close()
+
+
+@loops
+@pytest.mark.parametrize("room", [0, 1], ids=["none", "for the socket only"])
+def test_server_at_the_limit_of_descriptors_accepts_when_there_is_room(
+    loop: str, room: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Goal: without descriptors, new connections wait in the backlog and are accepted later; one
+    that has no descriptor for its pidfd is dropped and may retry; existing connections are served.
+    Method: a real limit."""
+    monkeypatch.setattr(base_server, "RETRY_S", 0.01)
+
+    async def main() -> None:
+        handler, client = EchoHandler(), Client()
+        path = str(tmp_path / "echo.sock")
+        server = Server(path, CATALOGUE, handler, service="echo")
+        await server.start()
+        conn = await connect(path, CATALOGUE, client)
+        await auntil(lambda: handler.opened_count == 1, "the first")
+        newcomer = socket.socket(socket.AF_UNIX)
+        pauses = []
+        pause = server._pause
+        monkeypatch.setattr(server, "_pause", lambda error: (pauses.append(error), pause(error)))
+        with room_for(room):
+            newcomer.connect(path)
+            await auntil(lambda: len(pauses) >= 2 - room, "the server to wait, and to try again")
+            conn.send(Echo("meanwhile"))
+            await auntil(lambda: client.received_messages, "the echo")
+            assert handler.opened_count == 1
+        if room:
+            assert newcomer.recv(1) == b""
+            newcomer.close()
+            newcomer = socket.socket(socket.AF_UNIX)
+            newcomer.connect(path)
+        await auntil(lambda: handler.opened_count == 2, "the newcomer")
+        assert {error.errno for error in pauses} == {errno.EMFILE}
+        newcomer.close()
+        conn.close("done")
+        await server.close()
+
+    run_on(loop, main())
+
+
+def test_paths_that_cannot_be_looked_at_are_not_taken_for_replaced_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Goal: without memory to look, a server does not fight itself for its own guard; it stops all
+    the same. Method: `lstat` without memory."""
+
+    async def main() -> None:
+        path = str(tmp_path / "echo.sock")
+        server = Server(path, CATALOGUE, EchoHandler(), service="echo")
+        await server.start()
+        with monkeypatch.context() as patch:
+
+            def fail(path: str) -> None:
+                raise OSError(errno.ENOMEM, "no memory")
+
+            patch.setattr("plumbing.wire.server.os.lstat", fail)
+            for reclaim in (server.reclaim_guard, server.reclaim_socket):
+                with pytest.raises(OSError, match="no memory"):
+                    reclaim()
+            await server.close()
+        assert os.path.exists(path)  # the next server replaces it
+
+    asyncio.run(main())
+
+
+def test_server_can_be_closed_while_accepting_is_paused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Goal: closing while accepting is paused does not accept again; any other error is a bug and
+    is not swallowed."""
+    monkeypatch.setattr(base_server, "RETRY_S", 0.01)
+
+    async def main() -> None:
+        server = Server(str(tmp_path / "echo.sock"), CATALOGUE, EchoHandler(), service="echo")
+        await server.start()
+        with pytest.raises(OSError, match="Bad file"):
+            server._pause(OSError(errno.EBADF, "Bad file descriptor"))
+        server._pause(OSError(errno.EMFILE, "full"))
+        await server.close()
+        await asyncio.sleep(0.02)
+        assert server._sock is None
+
+    asyncio.run(main())
+
+
+class _Doorman(EchoHandler):
+    """Refuses every connection."""
+
+    def opened(self, conn: Connection) -> None:
+        super().opened(conn)
+        conn.close("nobody may enter")
+
+
+@loops
+@pytest.mark.parametrize("kind", ["unix", "tcp"])
+def test_service_may_close_a_connection_in_opened(loop: str, kind: str, tmp_path: Path):
+    """Goal: a connection that its service closes in `opened` is over: nothing is read from it, no
+    deadline runs, and `closed` is called once."""
+
+    async def main() -> None:
+        handler = _Doorman()
+        server: Server | TcpServer
+        if kind == "unix":
+            server = Server(str(tmp_path / "echo.sock"), CATALOGUE, handler, service="echo")
+            await server.start()
+            newcomer = socket.socket(socket.AF_UNIX)
+            newcomer.connect(server.path)
+        else:
+            address = TcpAddress("127.0.0.1", 0)
+            server = TcpServer(address, CATALOGUE, handler, service="echo", security=shared())
+            await server.start()
+            here = TcpAddress("127.0.0.1", server.port)
+            _, newcomer = await stranger(here, shared().client_context())
+        await auntil(lambda: handler.reasons, "the end")
+        assert handler.reasons == ["nobody may enter"]
+        assert server.connections == set()
+        assert server._first_frame_deadlines == {}
+        newcomer.close()
+        await server.close()
+
+    run_on(loop, main())
+
+
+def _server(place: Path, handler: EchoHandler | None = None) -> Server:
+    return Server(str(place / "echo.sock"), CATALOGUE, handler or EchoHandler(), service="echo")
+
+
+def test_holder_of_a_guard_is_named_and_a_look_at_it_takes_nothing(tmp_path: Path):
+    """Goal: a look tells the holder, and leaves the guard as it was. Method: no file, a held
+    guard, one whose holder has written nothing, and a guard that was let go."""
+    path = str(tmp_path / "up.lock")
+    assert guard_holder(path) is None
+    guard = PathGuard(path, "up")
+    assert guard_holder(path) == f"pid {os.getpid()}"
+    os.truncate(path, 0)
+    assert guard_holder(path) == "a process"
+    guard.close()
+    assert guard_holder(path) is None
+    PathGuard(path, "up").close()
+
+
+@loops
+def test_guard_that_was_removed_or_replaced_is_recreated(loop: str, tmp_path: Path):
+    """Goal: after the guard file was removed and recreated, a second server is refused again; a
+    guard that another server holds by then is an error. Method: remove it, replace it, let another
+    server lock it."""
+
+    async def main() -> None:
+        server = _server(tmp_path)
+        await server.start()
+        guard = str(tmp_path / "echo.lock")
+        assert server.reclaim_guard() is None
+        os.unlink(guard)
+        assert server.reclaim_guard() == guard
+        with pytest.raises(UnderstudyError, match="already running: pid"):
+            PathGuard(guard, "echo")
+        os.unlink(guard)
+        other = PathGuard(guard, "another echo")
+        with pytest.raises(UnderstudyError, match=r"wire\.address_in_use"):
+            server.reclaim_guard()
+        other.close()
+        assert server.reclaim_guard() == guard
+        os.unlink(guard)
+        os.mkdir(guard)
+        with pytest.raises(UnderstudyError, match=r"wire\.no_guard"):
+            server.reclaim_guard()
+        await server.close()
+
+    run_on(loop, main())
+
+
+@loops
+def test_removed_socket_is_recreated(loop: str, tmp_path: Path):
+    """Goal: a server whose socket file was removed can be reached again after `reclaim_socket`;
+    connections, also those in the backlog, are not affected. Method: connect, remove the file
+    before the server accepts, reclaim, connect again."""
+
+    async def main() -> None:
+        server, client = _server(tmp_path), Client()
+        await server.start()
+        assert server.reclaim_socket() is None
+        before = await connect(server.path, CATALOGUE, client)
+        os.unlink(server.path)
+        with pytest.raises(UnreachableError, match="no such socket"):
+            await connect(server.path, CATALOGUE, client)
+        assert server.reclaim_socket() == server.path
+        after = await connect(server.path, CATALOGUE, client)
+        for conn in (before, after):
+            conn.send(Echo("still here"))
+        await auntil(lambda: len(client.received_messages) == 2, "both echoes")
+        before.close("done")
+        after.close("done")
+        await server.close()
+        assert not os.path.exists(server.path)
+
+    run_on(loop, main())
+
+
+def test_closing_server_does_not_remove_a_replaced_socket(tmp_path: Path):
+    """Goal: a file that replaced the socket is not removed; closing a server that never started
+    does nothing."""
+
+    async def main() -> None:
+        server = _server(tmp_path)
+        await server.close()
+        await server.start()
+        os.unlink(server.path)
+        Path(server.path).write_text("somebody else's")
+        await server.close()
+        assert Path(server.path).read_text() == "somebody else's"
+
+    asyncio.run(main())
+
+
+def test_server_with_a_full_backlog_is_alive(tmp_path: Path):
+    """Goal: a running server that is too busy to accept does not lose its path to another one."""
+
+    async def main() -> None:
+        with socket.socket(socket.AF_UNIX) as busy, socket.socket(socket.AF_UNIX) as waiting:
+            busy.bind(str(tmp_path / "echo.sock"))
+            busy.listen(0)
+            waiting.connect(busy.getsockname())
+            with pytest.raises(UnderstudyError, match="another server is listening on"):
+                await _server(tmp_path).start()
+            assert os.path.exists(busy.getsockname())
+
+    asyncio.run(main())
+
+
+def test_path_that_cannot_be_bound_leaves_nothing_open(tmp_path: Path):
+    """Goal: a failed bind closes its socket and restores the umask."""
+    before, umask = len(open_fds()), os.umask(0o077)
+    with pytest.raises(FileNotFoundError):
+        module._bind(str(tmp_path / "missing" / "echo.sock"), 1)
+    assert os.umask(umask) == 0o077
+    assert len(open_fds()) == before
+
+
+@loops
+def test_connecting_to_a_path_has_a_deadline(loop: str, tmp_path: Path):
+    """Goal: with a backlog that stays full, connecting fails at the deadline and leaks nothing."""
+
+    async def main() -> None:
+        with socket.socket(socket.AF_UNIX) as busy, socket.socket(socket.AF_UNIX) as waiting:
+            busy.bind(str(tmp_path / "echo.sock"))
+            busy.listen(0)
+            waiting.connect(busy.getsockname())
+            before = len(open_fds())
+            with pytest.raises(UnreachableError, match="cannot reach"):
+                await connect(busy.getsockname(), CATALOGUE, Client(), deadline_s=0.01)
+            assert len(open_fds()) == before
+
+    run_on(loop, main())

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -18,8 +18,9 @@ from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.frames import encode_frame
 from plumbing.wire.messages import FaultMsg
-from plumbing.wire.tcp import Security, TcpConnection, connect_tcp
-from tests.helpers import auntil, open_fds
+from plumbing.wire.peer import NO_UID, Peer
+from plumbing.wire.tcp import TcpConnection, connect_tcp
+from tests.helpers import auntil
 from tests.plumbing.wire.certificates import shared
 from tests.plumbing.wire.echo import CATALOGUE, LOOPS, Echo, EchoHandler, Refuse, run_on
 from tests.plumbing.wire.tcp_rig import (
@@ -39,42 +40,6 @@ loops = pytest.mark.parametrize("loop", LOOPS)
 def socket_of(end: Connection) -> Any:
     assert isinstance(end, TcpConnection)
     return end._transport.get_extra_info("socket")
-
-
-@loops
-def test_tcp_server_answers_and_both_sides_are_notified_of_the_end(loop: str, tmp_path: Path):
-    """Goal: an echo, an error that keeps its code, `closed` called once on both sides, nothing
-    leaked; the server knows the client by its certificate's name or its address."""
-
-    async def exchange(ours: Security | None, theirs: Security | None) -> None:
-        handler, client = EchoHandler(), Client()
-        async with serving(ours, handler) as (server, address):
-            conn = await connect_tcp(address, CATALOGUE, client, theirs)
-            assert (handler.opened_count, client.opened_count) == (1, 1)
-            (peer,) = [other.peer for other in server.connections]
-            assert (peer.uid, peer.pid, peer.pidfd, peer.pidfd_source) == (-1, 0, None, "none")
-            assert peer.host == "127.0.0.1"
-            assert peer.name == "engine-0"
-            assert conn.peer.name == "lockserver"
-            for text in ("one", "two" * 30_000):
-                conn.send(Echo(text), 7)
-                await auntil(lambda text=text: Echo(text) in client.received_messages, "the echo")
-            conn.send(Refuse(), 8)
-            await auntil(lambda: client.reasons, "the end")
-            fault = client.received_messages[-1]
-            assert isinstance(fault, FaultMsg)
-            assert fault.code == "test.refused"
-            await auntil(lambda: handler.reasons, "the server to see the end")
-        assert (len(handler.reasons), len(client.reasons)) == (1, 1)
-
-    async def main() -> None:
-        ours, theirs = settings(tmp_path)
-        await exchange(ours, theirs)  # libuv opens one file of its own at the first connection
-        before = len(open_fds())
-        await exchange(ours, theirs)
-        await auntil(lambda: len(open_fds()) <= before, "everything to be closed")
-
-    run_on(loop, main())
 
 
 def test_tcp_refuses_to_send_descriptors(tmp_path: Path):
@@ -178,3 +143,114 @@ def test_tcp_half_open_connection_ends(loop: str):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("the peer is gone") == 2
+
+
+FRAME = encode_frame(CATALOGUE.encode(Echo("x")), 0)
+
+
+class Transport:
+    """It is in one state, and notes what it is asked to do."""
+
+    def __init__(self, *, is_closing: bool = False) -> None:
+        self._is_closing = is_closing
+        self.calls: list[str] = []
+
+    def is_closing(self) -> bool:
+        return self._is_closing
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def write(self, _: bytes) -> None:
+        self.calls.append("write")
+
+    def abort(self) -> None:
+        self.calls.append("abort")
+
+    def pause_reading(self) -> None:
+        self.calls.append("pause")
+
+    def resume_reading(self) -> None:
+        self.calls.append("resume")
+
+
+def _over(transport: Transport, handler: EchoHandler) -> TcpConnection:
+    peer = Peer(NO_UID, 0, None, "none", "10.0.0.1:1", "10.0.0.1")
+    return TcpConnection(cast("asyncio.Transport", transport), peer, CATALOGUE, handler)
+
+
+def test_tcp_connection_with_a_closing_transport_closes_at_once():
+    """Goal: nothing can be sent over a transport that is closing: the connection closes with its
+    own reason."""
+
+    async def main() -> None:
+        transport, handler = Transport(is_closing=True), EchoHandler()
+        conn = _over(transport, handler)
+        conn.send(Echo("x"))
+        conn.close_soon("enough")
+        assert conn.is_closed
+        conn.connection_lost(OSError("late"))
+        conn.data_received(FRAME)
+        await asyncio.sleep(0)
+        assert handler.reasons == ["enough"]
+        assert transport.calls[-1] == "abort"
+
+    asyncio.run(main())
+
+
+def test_tcp_connection_handles_its_frames_while_the_transport_closes():
+    """Goal: a closing transport is neither paused nor resumed, which uvloop would refuse, and the
+    frames that arrived are handled."""
+
+    async def main() -> None:
+        handler = Client()
+        transport = Transport(is_closing=True)
+        conn = _over(transport, handler)
+        conn.data_received(FRAME * 20)
+        await auntil(lambda: len(handler.received_messages) == 20, "every frame")
+        await asyncio.sleep(0)
+        assert transport.calls == []
+        conn.close("done")
+
+    asyncio.run(main())
+
+
+def test_tcp_connection_accepts_data_while_paused():
+    """Goal: TLS may deliver decrypted data after it was paused; it is handled in order, a few
+    frames at a time."""
+
+    async def main() -> None:
+        handler = Client()
+        transport = Transport()
+        conn = _over(transport, handler)
+        conn.data_received(FRAME * 20)
+        conn.data_received(encode_frame(CATALOGUE.encode(Echo("last")), 0))
+        assert len(handler.received_messages) < 20
+        await auntil(lambda: transport.calls == ["pause", "resume"], "reading to go on")
+        assert len(handler.received_messages) == 21
+        assert handler.received_messages[-1] == Echo("last")
+        conn.close("done")
+
+    asyncio.run(main())
+
+
+def test_tcp_connection_keeps_reading_after_close_soon():
+    """Goal: a paused connection resumes reading when it closes, to detect the peer's end; what it
+    reads is dropped."""
+
+    async def main() -> None:
+        handler = Client()
+        transport = Transport()
+        conn = _over(transport, handler)
+        conn.data_received(FRAME * 20)
+        count = len(handler.received_messages)
+        conn.close_soon("enough")
+        conn.data_received(FRAME)
+        assert transport.calls == ["pause", "resume"]
+        await asyncio.sleep(0)
+        assert len(handler.received_messages) == count
+        conn.connection_lost(None)
+        await asyncio.sleep(0)
+        assert handler.reasons == ["enough"]
+
+    asyncio.run(main())

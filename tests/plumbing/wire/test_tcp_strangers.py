@@ -1,9 +1,9 @@
-"""Strangers at the TCP server: without the right certificate a client is refused, and the
-service is never called.
-"""
+"""Peers of the TCP server: without the right certificate a client is refused and the service never
+called; one that misbehaves loses its connection, and the others are not affected."""
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import ssl
 from collections.abc import Callable
@@ -13,10 +13,11 @@ import pytest
 
 from plumbing.errors import UnreachableError
 from plumbing.wire import tcp
+from plumbing.wire.frames import encode_frame
 from plumbing.wire.tcp import Security, connect_tcp
 from tests.helpers import auntil
 from tests.plumbing.wire.certificates import Authority
-from tests.plumbing.wire.echo import CATALOGUE, LOOPS, EchoHandler, run_on
+from tests.plumbing.wire.echo import CATALOGUE, LOOPS, Echo, EchoHandler, run_on
 from tests.plumbing.wire.tcp_rig import (
     HELLO,
     Client,
@@ -27,55 +28,9 @@ from tests.plumbing.wire.tcp_rig import (
     serving,
     settings,
     stranger,
-    stranger_says,
 )
 
 loops = pytest.mark.parametrize("loop", LOOPS)
-
-
-@loops
-@pytest.mark.parametrize(
-    ("data", "why"),
-    [
-        (b"\x00" * 64, "TLS failed"),
-        (b"GET / HTTP/1.1\r\n\r\n", "TLS failed: http request"),
-        (HELLO, "TLS failed: wrong version number"),
-        (b"\x16\x03\x01\x02\x00\x01", "longer than"),
-        (b"", "longer than"),
-    ],
-    ids=["zeros", "http", "our frames in plain", "half a hello", "silence"],
-)
-def test_tcp_peer_without_tls_is_refused(
-    loop: str,
-    data: bytes,
-    why: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-):
-    """Goal: bytes that are not a handshake, and an unfinished handshake, end that socket; the
-    service is not called, others can connect meanwhile, and the server keeps the reason. Method:
-    raw bytes, and a short deadline where nothing follows."""
-    if "longer" in why:
-        monkeypatch.setattr(tcp, "HANDSHAKE_DEADLINE_S", 0.3)
-
-    async def main() -> None:
-        ours, theirs = settings(tmp_path)
-        handler = EchoHandler()
-        async with serving(ours, handler) as (server, address):
-            writer = await stranger_says(address, data)
-            await auntil(
-                lambda: server._handshakes or server.refused_count, "its handshake to begin"
-            )
-            monkeypatch.setattr(tcp, "HANDSHAKE_DEADLINE_S", 5.0)  # of those who come now
-            assert await answers(address, theirs)
-            await auntil(lambda: server.refused_count, "the refusal")
-            assert why in str(server.last_refusal)
-            assert str(server.last_refusal).startswith("127.0.0.1:")
-            assert handler.opened_count == 1
-            await auntil(lambda: not server._handshakes, "the handshake to be over")
-            await gone(writer)
-
-    run_on(loop, main())
 
 
 def _another_ca(place: Path, ca: Authority) -> tuple[Security, str, str]:
@@ -194,5 +149,52 @@ def test_tcp_unfinished_handshakes_are_limited(
                 mute.close()
             await auntil(lambda: not server._handshakes, "the handshakes to be over")
             assert await answers(address, theirs)
+
+    run_on(loop, main())
+
+
+@loops
+@pytest.mark.parametrize("limit", ["connections_max", "per_address_max"])
+def test_tcp_connections_are_limited(loop: str, limit: str, tmp_path: Path):
+    """Goal: one connection too many, in all or from one address, gets an error; when one closes
+    there is room. Method: a limit of two."""
+
+    async def main() -> None:
+        ours, theirs = settings(tmp_path)
+        async with serving(ours, **{limit: 2}) as (server, address):
+            conns = [await connect_tcp(address, CATALOGUE, Client(), theirs) for _ in range(2)]
+            client = Client()
+            with pytest.raises(UnreachableError) as caught:
+                await connect_tcp(address, CATALOGUE, client, theirs)
+            assert caught.value.code == "wire.too_many_connections"
+            subject = "echo" if limit == "connections_max" else "127.0.0.1"
+            assert caught.value.message.startswith(f"{subject} has 2 connections")
+            assert (client.opened_count, client.reasons) == (0, [])
+            conns.pop().close("done")
+            await auntil(lambda: len(server.connections) < 2, "room")
+            assert await answers(address, theirs)
+            conns.pop().close("done")
+
+    run_on(loop, main())
+
+
+@loops
+def test_tcp_reader_that_does_not_read_is_dropped(loop: str, tmp_path: Path):
+    """Goal: the queue of a peer is bounded; a peer that does not read is dropped, and the others
+    are served. Method: a peer that sends requests and never reads an answer."""
+
+    async def main() -> None:
+        ours, theirs = settings(tmp_path)
+        handler = EchoHandler()
+        async with serving(ours, handler) as (_, address):
+            _, writer = await stranger(address, theirs.client_context())
+            writer.transport.pause_reading()
+            ask = encode_frame(CATALOGUE.encode(Echo("x" * 90_000), 1), 0)
+            while not handler.reasons:
+                writer.write(ask)
+                await asyncio.sleep(0)
+            assert "does not read" in handler.reasons[0]
+            assert await answers(address, theirs)
+            writer.transport.abort()
 
     run_on(loop, main())

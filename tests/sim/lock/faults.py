@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tests.sim.lock.parts import Conn, Said, Sup, Tree
+from tests.sim.lock.engines import Conn, Said, Sup, Tree
 from tests.sim.lock.server import TICK
 
 if TYPE_CHECKING:

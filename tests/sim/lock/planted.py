@@ -14,16 +14,15 @@ from typing import Any
 import msgspec
 
 from lockserver.core import events as ev
-from lockserver.core import evidence, ledger, machine, recovery, supervisors
+from lockserver.core import evidence, ledger, machine, supervisors
 from lockserver.core.ledger import Ledger
 from lockserver.core.lock import Lock, LockState, Signal
 from lockserver.core.machine import LockMachine
 from lockserver.core.names import WitnessState
 from lockserver.core.supervisors import SupervisorRecord
 from tests.sim.kit import Patch, PlantedRules
-from tests.sim.lock.engines import Departures
+from tests.sim.lock.engines import Departures, Tree
 from tests.sim.lock.faults import Faults
-from tests.sim.lock.parts import Tree
 from tests.sim.lock.server import Server
 from tests.sim.lock.serving import Serving
 
@@ -230,7 +229,7 @@ def lost_file_is_an_empty_one(real: Any, self: LockMachine, record: Any, *now: A
     real(self, replace(record, unknown=frozenset()), *now, **more)
 
 
-@CORE.instead("strangers-count", LIVES, recovery, "scan_frees")
+@CORE.instead("strangers-count", LIVES, evidence, "scan_frees")
 def strangers_do_not_count(real: Any, locks: Any, known: Any, held: Any, serving: Any = ()) -> Any:
     """With the state lost, witnesses of engines that are not connected are ignored."""
     return real(locks, known, (), serving)
@@ -330,7 +329,7 @@ def reaped_is_handed_over(real: Any, self: Lock, signal: Signal, *more: Any, **n
         self.is_handed_over = True
 
 
-@HAND_OVER.instead("lost-state-scans-serving-files", TWO, recovery, "scan_frees", seed=965)
+@HAND_OVER.instead("lost-state-scans-serving-files", TWO, evidence, "scan_frees", seed=965)
 def serving_files_are_not_scanned(
     real: Any, locks: Any, known: Any, held: Any, serving: Any = ()
 ) -> Any:

@@ -15,7 +15,7 @@ from lockserver.core.lock import LockState
 from lockserver.core.machine import SILENT_MS
 from lockserver.core.names import WitnessFile, WitnessState
 from plumbing.pod.models import kind_of
-from tests.sim.lock.parts import ACTIVE, Conn, Said, Sup, Tree
+from tests.sim.lock.engines import ACTIVE, Conn, Said, Sup, Tree
 
 if TYPE_CHECKING:
     from tests.sim.lock.world import World

@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 from tests.sim.kit import replayable
-from tests.sim.lock.parts import ACTIVE, LOADER
+from tests.sim.lock.engines import ACTIVE, LOADER
 from tests.sim.lock.world import FAULT_RATE, World
 
 STEPS = 40

@@ -10,14 +10,13 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from lockserver.core import events as ev
-from lockserver.core import evidence, recovery
+from lockserver.core import evidence
 from lockserver.core.lock import KINDS
 from lockserver.core.machine import LockMachine
 from lockserver.core.names import WitnessState
 from lockserver.messages import WantMsg
 from plumbing.pod.models import kind_of
-from tests.sim.lock.engines import CONTINUATION
-from tests.sim.lock.parts import ACTIVE, Conn, Said, Sup, Tree
+from tests.sim.lock.engines import ACTIVE, CONTINUATION, Conn, Said, Sup, Tree
 
 if TYPE_CHECKING:
     from tests.sim.lock.world import World
@@ -169,7 +168,7 @@ class Server:
         trees = self.world.trees
         for lock in machine.locks.values():
             if lock.holder is None:
-                if lock.is_unknown and recovery.scan_frees(
+                if lock.is_unknown and evidence.scan_frees(
                     machine.locks, machine.supervisors, self.held(), self.serving_held()
                 ):
                     found.append((self.scan, None))
@@ -294,7 +293,7 @@ class Server:
 
     def scan(self, _: None) -> None:
         assert self.machine is not None, NO_MACHINE
-        kept = recovery.kept_witnesses(self.machine.supervisors)
+        kept = evidence.kept_witnesses(self.machine.supervisors)
         for tree in self.world.trees.values():
             if not tree.is_alive and tree.witness.name not in kept:
                 self.seal(tree)
@@ -304,12 +303,12 @@ class Server:
         """Where that frees a fenced lock: the token at which every serving file is sealed."""
         assert self.machine is not None, NO_MACHINE
         held = self.held(), self.serving_held()
-        freed = recovery.scan_frees(self.machine.locks, self.machine.supervisors, *held)
+        freed = evidence.scan_frees(self.machine.locks, self.machine.supervisors, *held)
         if not any(kind_of(lock) == ACTIVE for lock in freed):
             return 0
-        kept = recovery.kept_serving(self.machine.locks)
+        kept = evidence.kept_serving(self.machine.locks)
         trees = self.world.trees.values()
-        token = recovery.seal_at(self.machine.ledger, max((t.length for t in trees), default=0))
+        token = evidence.seal_at(self.machine.ledger, max((t.length for t in trees), default=0))
         for tree in trees:
             file = tree.serving
             if file is not None and file.name not in kept and not self.is_serving_held(tree):

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from lockserver.core import events as ev
 from lockserver.core.names import ServingFile, serving_name_of
-from tests.sim.lock.parts import Conn, Said, Sup, Tree, Worker
+from tests.sim.lock.engines import Conn, Said, Sup, Tree, Worker
 
 if TYPE_CHECKING:
     from tests.sim.lock.world import World

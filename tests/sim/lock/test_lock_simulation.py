@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 
 import pytest
 
 from plumbing.pod.models import kind_of
-from tests.sim.kit import seeds
-from tests.sim.lock.parts import ACTIVE
-from tests.sim.lock.runs import SETTLED_EVERY, STEPS, run, run_leaving, run_pool
+from tests.sim.kit import PlantedRule, seeds
+from tests.sim.lock.engines import ACTIVE
+from tests.sim.lock.planted import CORE, DEPARTURES, FEARED, HAND_OVER
+from tests.sim.lock.runs import HAND_OVER_EVERY, SETTLED_EVERY, STEPS, run, run_leaving, run_pool
 
 SCHEDULES = 100_000
 PARTS = 5  # one after the other: a test that takes two minutes is taken for one that hangs
@@ -85,3 +87,42 @@ def test_older_want_of_a_supervisor_that_has_exited_is_all_that_the_server_knows
     connection; nothing is held against the server that only the later want said. Method: the two
     schedules that have shown it, of which CI's range of seeds has one."""
     run_leaving(seed)
+
+
+SEARCHED = range(6000)  # of the schedules that test_lock_simulation runs
+SEARCHED_HAND_OVERS = range(0, 100_000, HAND_OVER_EVERY)
+
+
+@FEARED.parametrized()
+def test_lock_simulation_finds_a_planted_bug(rule: PlantedRule, monkeypatch: pytest.MonkeyPatch):
+    """Goal: the simulation can fail, in the four ways that matter most, and says how to see it
+    again. Method: break the machine; search the first schedules; run the seed that it names."""
+    said = rule.is_caught(monkeypatch, run, SEARCHED)
+    seed = re.search(r"again: SEED=(\d+) RUNS=1", said)
+    assert seed is not None
+    with pytest.raises(AssertionError) as again:
+        run(int(seed[1]))
+    assert str(again.value) == said
+
+
+@CORE.parametrized()
+def test_lock_simulation_detects_each_rule_that_is_left_out(
+    rule: PlantedRule, monkeypatch: pytest.MonkeyPatch
+):
+    """Goal: every rule of the design is needed. Method: leave one out."""
+    rule.is_caught(monkeypatch, run, SEARCHED)
+
+
+@HAND_OVER.parametrized()
+def test_lock_simulation_detects_each_rule_of_a_hand_over_that_is_left_out(
+    rule: PlantedRule, monkeypatch: pytest.MonkeyPatch
+):
+    """Likewise; the schedule that shows it is known, and others are searched if it has moved."""
+    rule.is_caught(monkeypatch, run, SEARCHED_HAND_OVERS)
+
+
+@DEPARTURES.parametrized()
+def test_lock_simulation_detects_each_rule_of_a_departure_that_is_left_out(
+    rule: PlantedRule, monkeypatch: pytest.MonkeyPatch
+):
+    rule.is_caught(monkeypatch, run_leaving, SEARCHED)

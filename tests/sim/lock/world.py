@@ -4,7 +4,7 @@ Only the machine is real, and nothing sleeps. `moves` happen by themselves, `fau
 the driver of a world (a seeded generator, Hypothesis, an exhaustive search) picks one, and `do`
 carries it out and has the promises checked. Time passes only by `wait`.
 
-    parts    records             server    the server and its disk    engines  supervisors, trees
+    server   the server and its disk                engines  supervisors, trees, connections
     serving  a hand-over in place: processes that join and leave a serving file
     faults   what goes wrong     promises  what must always hold      planted  rules left out
 """
@@ -15,9 +15,8 @@ import random
 from typing import Any
 
 from plumbing.pod.models import lock_of
-from tests.sim.lock.engines import Departures, Supervisors
+from tests.sim.lock.engines import ACTIVE, LOADER, Conn, Departures, Sup, Supervisors, Tree, Worker
 from tests.sim.lock.faults import Faults
-from tests.sim.lock.parts import ACTIVE, LOADER, Conn, Sup, Tree, Worker
 from tests.sim.lock.promises import Promises
 from tests.sim.lock.server import TICK, Server
 from tests.sim.lock.serving import Serving

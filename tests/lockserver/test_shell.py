@@ -1,5 +1,7 @@
-"""A lock server whose machine is short of descriptors: nothing is freed or lost, and everything is
-done by itself once there is room. By its own clients it is never short (`room_for_connections`)."""
+"""The server's shell: short of descriptors, looking at evidence, recording events.
+
+On a machine that is short nothing is freed or lost, and everything is done by itself once there is
+room; by its own clients a server is never short (`room_for_connections`)."""
 
 from __future__ import annotations
 
@@ -12,9 +14,14 @@ from types import SimpleNamespace
 import pytest
 
 from lockserver.core import events as ev
+from lockserver.core.events import Happened, WitnessFree
+from lockserver.core.names import WitnessFile, WitnessState
+from lockserver.server import prober
+from lockserver.server.prober import DENSE_S, FAST_S, SLOW_S, Prober
 from lockserver.server.server import LockServer, LockSettings, room_for_connections
 from lockserver.server.service_socket import ServiceSocket
 from plumbing.errors import InvariantError, UsageError
+from tests.fake_clock import FakeClock
 from tests.helpers import auntil, free_port, room_for
 from tests.lockserver.engines import Engine
 from tests.lockserver.processes import ServerProcess
@@ -112,3 +119,98 @@ def test_service_address_that_cannot_be_bound_or_lent_for_now_is_taken_from_nobo
     assert copy is not None
     copy.close()
     service.close()
+
+
+HOLDER = SimpleNamespace(
+    incarnation="engine-0-0123456789abcdef",
+    lease=None,
+    witness=WitnessFile("witness_engine-0_0123456789abcdef", 1, 1),
+)
+
+
+class Loop:
+    """The prober's loop and clock, driven by hand: records each wait and how it was requested."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.waits: list[float] = []
+        self.next: list[object] = []
+
+    def time(self) -> float:
+        return self.now_s
+
+    def call_soon(self, callback):
+        self.next.append(callback)
+        return SimpleNamespace(cancel=lambda: None)
+
+    def call_later(self, delay_s, callback):
+        self.slept(delay_s)
+        return self.call_soon(callback)
+
+    def slept(self, delay_s) -> None:
+        self.waits.append(delay_s)
+        self.now_s += delay_s
+
+
+def tried(monkeypatch, free_after: int) -> tuple[list[float], list[object]]:
+    """The waits between tries of a witness that becomes free at try `free_after`; and what was
+    fed."""
+    loop, fed, results = Loop(), [], iter([WitnessState.HELD] * (free_after - 1))
+    monkeypatch.setattr(prober, "time", SimpleNamespace(sleep=loop.slept, monotonic=loop.time))
+    probe = lambda *file: next(results, WitnessState.FREE)  # noqa: E731
+    monkeypatch.setattr(prober, "witness", SimpleNamespace(probe=probe))
+    monkeypatch.setattr(
+        prober.evidence, "probes_due", lambda *_: [] if fed else [("active", HOLDER)]
+    )
+    monkeypatch.setattr(prober.evidence, "scan_is_due", lambda *_: False)
+    monkeypatch.setattr(prober, "asyncio", SimpleNamespace(get_running_loop=lambda: loop))
+    Prober("/run", SimpleNamespace(locks={}, supervisors={}), fed.append).kick()
+    assert len(fed) == (free_after == 1)  # tried within the call itself
+    while loop.next:
+        loop.next.pop(0)()
+    return loop.waits, fed
+
+
+def test_free_witness_is_found_without_delay(monkeypatch):
+    """Goal: no delay if the process is gone already. Method: the witness is free at the first
+    try."""
+    waits, fed = tried(monkeypatch, free_after=1)
+    assert waits == []
+    assert fed == [WitnessFree("active", HOLDER.incarnation)]
+
+
+def test_dying_tree_is_probed_densely_then_less_often(monkeypatch):
+    """Goal: a grant follows a death within 0.2 ms, and a hung process costs little. Method: a
+    witness that is held for about five seconds of a clock that advances only with the prober's
+    waits."""
+    waits, fed = tried(monkeypatch, free_after=1500)
+    assert waits[:99] == [DENSE_S] * 99
+    dense, fast = waits.count(DENSE_S), waits.count(FAST_S)
+    # No wait before the first try, nor before the second, which is the loop's next turn.
+    assert waits == [DENSE_S] * dense + [FAST_S] * fast + [SLOW_S] * (1498 - dense - fast)
+    assert 0.019 < dense * DENSE_S < 0.021
+    assert 0.97 < fast * FAST_S < 1.0
+    assert len(fed) == 1
+
+
+def test_event_recorded_late_has_the_time_at_which_it_happened(pod_dir):
+    """Goal: the phases in reports stay accurate although recording is delayed. Method: two events,
+    and a clock that moves between them and again before they are recorded; a third that only the
+    loop records."""
+
+    async def scenario() -> None:
+        clock, recorded = FakeClock(1000.0), []
+        server = LockServer(LockSettings(pod_dir), clock)
+        server.events.subscribe(recorded.append)
+        server._happened(Happened("lock.releasing", "first"))
+        clock.advance(1.0)
+        server._happened(Happened("lock.granted", "second"))
+        clock.advance(4.0)
+        assert not recorded, "nothing is recorded while a grant may be under way"
+        server.flush()
+        server.flush()
+        assert [(each.id, each.mono_ms) for each in recorded] == [(1, 1000.0), (2, 1001.0)]
+        server._happened(Happened("lock.queue", "third"))
+        await auntil(lambda: len(recorded) == 3, "the event to be recorded")
+
+    asyncio.run(scenario())
