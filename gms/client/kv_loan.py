@@ -132,7 +132,7 @@ def _borrow(
     with contextlib.ExitStack() as stack:
         low = stack.enter_context(placeholder("borrow the KV memory"))
         client = stack.enter_context(BlockingClient(path, msg.CATALOGUE, ACCEPT_TIMEOUT_S))
-        reply = wait_for_grant(client, request, rest_s, on_wait, "gms.kv_busy", "the KV memory")
+        reply = wait_for_grant(client, request, on_wait, "gms.kv_busy", "the KV memory")
         granted = reply.message
         if not isinstance(granted, msg.PoolGrantedMsg):
             close_all(reply.fds)

@@ -49,7 +49,7 @@ def opened(
     with contextlib.ExitStack() as stack:
         attachment = Attachment(opening.memory)
         stack.callback(attachment.close)
-        client, grant = opening.attach(request, request.wait_ms / 1000, attachment, on_wait=on_wait)
+        client, grant = opening.attach(request, attachment, on_wait=on_wait)
         stack.pop_all()
     if isinstance(grant, msg.WritingMsg):
         return Writer(opening, client, attachment, request, grant, on_wait)

@@ -144,7 +144,7 @@ class Reader(WeightsSession):
             self.request, mode=mode, identity=self.identity, wait_ms=wait_ms, replace=False
         )
         client, grant = self.opening.attach(
-            request, deadline_s, self._attachment, layout_hash=self.layout_hash, copy=copy
+            request, self._attachment, layout_hash=self.layout_hash, copy=copy
         )
         if isinstance(grant, msg.WritingMsg) and rewrite is not None:
             with contextlib.ExitStack() as stack:

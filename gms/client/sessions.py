@@ -62,7 +62,6 @@ class Opening:
     def attach(
         self,
         request: msg.AttachMsg,
-        wait_s: float,
         attachment: Attachment,
         *,
         on_wait: OnWait = lambda reason: None,
@@ -82,9 +81,7 @@ class Opening:
             low = stack.enter_context(placeholder("attach to the memory service"))
             client = stack.enter_context(self.connect())
             try:
-                reply = wait_for_grant(
-                    client, request, wait_s, on_wait, "gms.wait_timeout", "the weights"
-                )
+                reply = wait_for_grant(client, request, on_wait, "gms.wait_timeout", "the weights")
             except RemoteError as error:
                 if error.code != "gms.server_exhausted":
                     raise
@@ -365,13 +362,18 @@ def join_file(directory: str, device: str, tag: str, region: str, placeholder: O
 
 
 def wait_for_grant(
-    client: BlockingClient, request: Message, wait_s: float, on_wait: OnWait, code: str, what: str
+    client: BlockingClient,
+    request: msg.AttachMsg | msg.BorrowPoolMsg,
+    on_wait: OnWait,
+    code: str,
+    what: str,
 ) -> Reply:
     """Send `request` and wait for its last answer, passing reasons on to `on_wait`.
 
     Raises:
         WaitTimeoutError: `code`: waited in vain for `what`.
     """
+    wait_s = request.wait_ms / 1000
     end = time.monotonic() + wait_s + GRACE_S
     reply = client.request(request, timeout_s=wait_s + GRACE_S)
     while isinstance(reply.message, msg.WaitingMsg):

@@ -50,11 +50,32 @@ class SlabStore(abc.ABC):
         """Descriptors of all its memory, in order, for the caller; none if it was given up."""
         return export_all(self._slabs.get(name, ()), writable=self.is_writable)
 
-    @abc.abstractmethod
     def take_back(self, name: str, fds: Sequence[OwnedFd], message: HandBackMsg) -> int:
         """Check and hold what a survivor has handed back; takes `fds`; returns the number of
         tensors.
+
+        Raises:
+            ProtocolError: `gms.bad_manifest`.
+            UnderstudyError: `gms.bad_slab`, one has another size, or is writable though it must
+                not be, or (host memory) is not the one that was created for its place.
         """
+        slabs: list[Allocation] = []
+        rest = deque(fds)
+        try:
+            tensors, parts = self._expected(name, message)
+            for part in parts:
+                slabs.append(part.memory.adopt(rest.popleft(), part.size_bytes))
+                slabs[-1].check(part.name, is_sealed=not self.is_writable)
+        except BaseException:
+            close_all(rest)
+            release_all(slabs)
+            raise
+        self._slabs[name] = slabs
+        return tensors
+
+    @abc.abstractmethod
+    def _expected(self, name: str, message: HandBackMsg) -> tuple[int, Iterable[Part]]:
+        """The number of tensors of a valid `message`, and what comes with it, in order."""
 
     def take(self, name: str, path: str) -> list[Allocation]:
         """Give its memory up, with its file: the caller releases it, where that may take long."""
@@ -65,22 +86,6 @@ class SlabStore(abc.ABC):
         """Release everything; memory lives on where a process maps it."""
         for name in list(self._slabs):
             release_all(self._slabs.pop(name))
-
-    def _adopt(
-        self, name: str, fds: Sequence[OwnedFd], parts: Iterable[Part], *, is_sealed: bool
-    ) -> None:
-        """Check and hold what a survivor hands back; takes `fds`."""
-        slabs: list[Allocation] = []
-        rest = deque(fds)
-        try:
-            for part in parts:
-                slabs.append(part.memory.adopt(rest.popleft(), part.size_bytes))
-                slabs[-1].check(part.name, is_sealed=is_sealed)
-        except BaseException:
-            close_all(rest)
-            release_all(slabs)
-            raise
-        self._slabs[name] = slabs
 
 
 class Part(NamedTuple):
@@ -124,16 +129,10 @@ class WeightsStore(SlabStore):
             slab.seal()
         return tensors
 
-    def take_back(self, name: str, fds: Sequence[OwnedFd], message: HandBackMsg) -> int:
+    def _expected(self, name: str, message: HandBackMsg) -> tuple[int, Iterable[Part]]:
         sizes = message.slab_sizes
-        try:
-            tensors = check_manifest(message.manifest, sizes)
-        except BaseException:
-            close_all(fds)
-            raise
         parts = (Part(self.memory, each, _slab_name(name, n)) for n, each in enumerate(sizes))
-        self._adopt(name, fds, parts, is_sealed=True)
-        return tensors
+        return check_manifest(message.manifest, sizes), parts
 
 
 def _slab_name(epoch: str, index: int) -> str:
@@ -181,11 +180,9 @@ class KvStore(SlabStore):
         self._slabs[pool] = slabs
         return sizes
 
-    def take_back(self, name: str, fds: Sequence[OwnedFd], message: HandBackMsg) -> int:
+    def _expected(self, name: str, message: HandBackMsg) -> tuple[int, Iterable[Part]]:
         assert message.pool is not None
-        parts = self._parts(name, message.slab_sizes, message.pool.index_bytes)
-        self._adopt(name, fds, parts, is_sealed=False)
-        return 0
+        return 0, self._parts(name, message.slab_sizes, message.pool.index_bytes)
 
     def _parts(self, pool: str, sizes: Sequence[int], index_bytes: int) -> Iterator[Part]:
         step, prefix = HostMemory.granularity_bytes, f"{KV_SLAB_PREFIX}{pool[:8]}"

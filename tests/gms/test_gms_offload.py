@@ -157,24 +157,6 @@ def test_lost_copy_costs_a_load(
 
 
 @host_only
-def test_copy_outlives_its_server(gms: GmsProcess, host: GmsProcess, copies: Copies):
-    """SIGKILL of the server of the copies, its keeper alive or not: who holds it hands it back."""
-    with patterned(gms) as reader:
-        digest = reader.digest()
-        gone = away(gms, copies, reader)
-        host.kill()
-        host.start()
-        until(lambda: host.status()["state"] == "committed", "the keeper to hand the copy back")
-        copies.close()
-        host.kill()
-        host.start()
-        until(lambda: host.status()["state"] == "committed", "the engine to hand the copy back")
-        host.kill()
-        gone.restage(20)  # the engine has it: it needs no server of copies
-        assert reader.digest() == digest
-
-
-@host_only
 @pytest.mark.parametrize("asks_again", [True, False])
 def test_device_server_that_dies_while_weights_leave_takes_their_copy(
     gms: GmsProcess, copies: Copies, asks_again: bool
@@ -194,30 +176,6 @@ def test_device_server_that_dies_while_weights_leave_takes_their_copy(
         gone.restage(20)
         assert reader.digest() == gms.status()["digest"] == digest
         assert gms.status()["restages_total"] == 1
-
-
-@host_only
-@pytest.mark.parametrize("victim", ["offloaded", "restaged"])
-def test_device_server_that_dies_knows_what_stands_for_its_weights(
-    gms: GmsProcess, copies: Copies, victim: str
-):
-    """SIGKILL once offloaded, and once restaged: the state comes back from the journal, or from
-    the engine."""
-    with patterned(gms) as reader:
-        digest = reader.digest()
-        gone = away(gms, copies, reader)
-        if victim == "offloaded":
-            gms.kill()
-            gms.start()
-            assert gms.status()["state"] == "offloaded"
-            gone.restage(20)
-        else:
-            gone.restage(20)
-            with kept(reader):
-                gms.kill()
-                gms.start()
-                until(lambda: gms.status()["state"] == "committed", "the engine to hand it back")
-        assert reader.digest() == gms.status()["digest"] == digest
 
 
 @host_only
