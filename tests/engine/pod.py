@@ -101,15 +101,18 @@ class Engine:
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.status()}\n{self.errors.read_text()}") from None
 
-    def until_death(self, cause: str, words: str) -> None:
-        """Wait for a death with this cause and `words` in its message; a busy machine may cause
-        others before."""
+    def until_death(self, words: str, *causes: str) -> dict[str, Any]:
+        """Wait for a death with one of these causes and `words` in its message; a busy machine may
+        cause others before."""
 
-        def died() -> bool:
+        def died() -> dict[str, Any] | None:
             deaths = (self.status() or {}).get("deaths", [])
-            return any(each["cause"] == cause and words in each["message"] for each in deaths)
+            found = [
+                each for each in deaths if each["cause"] in causes and words in each["message"]
+            ]
+            return found[0] if found else None
 
-        until(died, f"a death because {words}")
+        return until(died, f"a death because {words}")
 
     def pids(self) -> dict[str, int]:
         document = self.status()

@@ -8,22 +8,11 @@ import signal
 import pytest
 
 from plumbing.service import procfs
-from tests.engine.pod import QUICK, Engine
+from tests.engine.pod import QUICK
 from tests.helpers import open_fds, until
 
 # Hung after 0.3 s, although no standby is ready.
 HASTY = ("--answer-ms", "200", "--hang-ms", "300", "--hang-alone-ms", "300")
-
-
-def last_death(engine: Engine, deaths: int = 1) -> dict[str, object]:
-    """Wait until the engine has died so often, and say how it died then."""
-
-    def died() -> dict[str, object] | None:
-        document = engine.status()
-        found = document["deaths"] if document else []
-        return found[deaths - 1] if len(found) >= deaths else None
-
-    return until(died, f"{deaths} deaths")
 
 
 @pytest.mark.parametrize(
@@ -45,24 +34,9 @@ def last_death(engine: Engine, deaths: int = 1) -> dict[str, object]:
 def test_bad_backend_dies_and_is_launched_again(pod, lock, switches, flags, cause, words):
     """Each fault ends the incarnation with its cause, the tree is gone, the next one begins."""
     engine = pod.engine("e-0", *switches, flags=(*QUICK, *flags))
-    death = last_death(engine)
     # A death may be seen before the fault report is read: both belong to the same death.
-    assert death["cause"] in (cause, "child_exit")
-    assert words in str(death["message"])
+    engine.until_death(words, cause, "child_exit")
     until(lambda: engine.status()["engine"]["number"] >= 2, "the relaunch")
-
-
-def test_idle_canary_that_fails_ends_the_incarnation(pod, lock, directory):
-    """The first canary passes, the idle one does not: the tree is killed."""
-    switch = directory / "bad"
-    engine = pod.engine(
-        "e-0", "--fail-canary-if", str(switch), flags=(*QUICK, "--idle-canary-ms", "200")
-    )
-    found = engine.until("active")["backend"]["last_canary"]
-    assert found["ok"]
-    assert found["at"].endswith("Z")
-    switch.touch()
-    assert "the idle canary failed" in str(last_death(engine)["message"])
 
 
 def test_short_lived_helpers_are_no_deaths(pod, lock):
@@ -80,9 +54,8 @@ def test_tree_dies_as_soon_as_one_process_begins_to(pod, lock):
     os.kill(pids["model"], signal.SIGUSR1)
     until(lambda: not procfs.is_alive(pids["http"]), "the other process to be gone")
     engine.until("active", number=2)
-    death = last_death(engine)
-    assert (death["cause"], death["is_rehearsed"]) == ("child_exit", False)
-    assert f"model (pid {pids['model']})" in str(death["message"])
+    death = engine.until_death(f"model (pid {pids['model']})", "child_exit")
+    assert not death["is_rehearsed"]
 
 
 def test_reconnect_claims_the_token(pod, directory, lock):

@@ -99,7 +99,7 @@ def test_idle_canary_takes_the_way_of_requests(pod: Pod, lock: StubLock, directo
 
     until(lambda: passed() >= 3, "canaries that pass")
     bad.touch()
-    engine.until_death("unhealthy", "by http: token 7 is 8")
+    engine.until_death("by http: token 7 is 8", "unhealthy")
 
 
 def test_backend_that_does_not_accept_is_found(pod: Pod, lock: StubLock, directory: Path):
@@ -109,7 +109,7 @@ def test_backend_that_does_not_accept_is_found(pod: Pod, lock: StubLock, directo
     engine = pod.engine("e-0", "--accept-none-if", str(stuck), flags=(*QUICK, *HASTY))
     engine.until("active")
     stuck.touch()
-    engine.until_death("unhealthy", "the idle canary made no token")
+    engine.until_death("the idle canary made no token", "unhealthy")
 
 
 @pytest.mark.parametrize(
