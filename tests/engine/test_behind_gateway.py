@@ -141,17 +141,6 @@ def test_departure_leaves_streams_where_the_next_engine_continues(
     assert not private.exists()
 
 
-def test_drain_that_hangs_is_reached_by_nobody(pod: Pod, lock: StubLock, private: Path):
-    """Goal: no new connection once an engine drains, whatever its backend does. Method: one that
-    hangs in the drain."""
-    engine = pod.engine("e-0", "--hang-at", "drain", flags=QUICK)
-    engine.until("active")
-    engine.terminate()
-    engine.until("draining")
-    assert not private.exists()
-    engine.terminate_at_once()
-
-
 def test_path_of_the_private_socket_may_be_too_long(directory: Path):
     """Goal: a path that cannot be bound is refused at the start, not at a takeover. Method: one
     that only the private socket's name makes too long."""

@@ -10,7 +10,7 @@ import pytest
 
 from engine import messages as m
 from plumbing.errors import GivenUpError, RemoteError
-from plumbing.pod.paths import engine_socket
+from plumbing.pod.paths import engine_http_socket, engine_socket
 from plumbing.service import procfs
 from plumbing.wire.blocking import BlockingClient
 from tests.engine.pod import QUICK, Engine, environment, program
@@ -50,14 +50,16 @@ def test_crash_loop_ends_with_a_verdict(pod, lock, directory):
 
 
 def test_second_signal_kills_at_once(pod, lock):
-    """A backend that never finishes draining: the first SIGTERM waits, the second does not. One
-    that comes in the same second is the first one again, from somebody else."""
+    """A backend that never finishes draining: nobody can connect any more; the first SIGTERM waits,
+    the second does not. One that comes in the same second is the first one again, from somebody
+    else."""
     engine = pod.engine("e-0", "--hang-at", "drain")
     engine.until("active")
     pid = engine.pids()["http"]
     engine.terminate()
     engine.until("draining")
     assert engine.get("/ready")[0] == 503
+    assert not os.path.exists(engine_http_socket(str(pod.directory), "e-0"))
     engine.terminate()
     assert procfs.is_alive(pid)
     engine.terminate_at_once()
