@@ -97,17 +97,6 @@ def test_change_that_is_meant_binds_those_that_come_later(layouts: Layouts):
         layouts.of("engine-3").agree(SMALL, 1)
 
 
-def test_while_another_writes_it_is_asked_again(layouts: Layouts):
-    """The exclusive lock in other hands: no answer yet, and nothing held; then as ever."""
-    layout = layouts.of("engine-0")
-    with open(layouts.path, "a+b") as writer:
-        fcntl.flock(writer, fcntl.LOCK_EX)
-        assert "is its supervisor stopped?" in (layout.agree(SMALL, 1) or "")
-        fcntl.flock(writer, fcntl.LOCK_UN)
-        fcntl.flock(writer, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    assert layout.agree(SMALL, 1) is None
-
-
 @pytest.mark.parametrize("damage", [b"", b"{", b"[]", b'{"kv_bytes": "x"}', b"\xff" * 5000])
 def test_damaged_record_stops_no_engine(layouts: Layouts, damage: bytes):
     """Any rubbish in the file of a living pod: nothing is compared, and that is said; the first
