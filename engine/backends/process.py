@@ -15,6 +15,7 @@ the supervisor with SIGBUS.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import mmap
 import os
@@ -50,6 +51,8 @@ CPUS_ENV = "UNDERSTUDY_CPUS"
 
 # The supervisor answers immediately; this is for a machine that swaps.
 ANSWER_TIMEOUT_S = 30.0
+# A process that is about to exit keeps its memory meanwhile, and its supervisor may be stopped.
+REPORT_TIMEOUT_S = 5.0
 
 # Errors that the next launch would meet again, besides every UsageError.
 PERMANENT = ("gms.identity_mismatch", "gms.larger_than_device")
@@ -99,14 +102,12 @@ class BackendProcess:
         self.control.request(msg.LeftoverMsg(self.incarnation, path), timeout_s=ANSWER_TIMEOUT_S)
 
     def report(self, error: UnderstudyError) -> None:
-        """Report why this process is about to exit: its parent often does not know.
-
-        Raises:
-            UnreachableError: the supervisor is gone.
-        """
+        """Report why this process is about to exit: its parent often does not know. It is said
+        once, and nobody is waited for who is gone or stopped."""
         fault = structs.asdict(fault_report(error))
         message = msg.BrokenMsg(**fault, incarnation=self.incarnation)
-        self.control.request(message, timeout_s=ANSWER_TIMEOUT_S)
+        with contextlib.suppress(UnderstudyError):
+            self.control.request(message, timeout_s=REPORT_TIMEOUT_S)
 
 
 def enter(name: str, environ: Mapping[str, str] = os.environ) -> BackendProcess:

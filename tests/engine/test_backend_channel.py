@@ -9,9 +9,11 @@ import socket
 import pytest
 
 from engine import messages as msg
+from engine.backends import process
 from engine.backends.channel import Channel
 from engine.supervisor.channel import BackendChannel
 from plumbing.errors import UnderstudyError
+from plumbing.wire.blocking import BlockingClient
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.frames import encode_frame
 
@@ -76,3 +78,17 @@ def test_supervisor_is_told_why_a_channel_was_closed():
             return await asyncio.wait_for(closed, 30)
 
     assert "there is no request 7" in asyncio.run(reason())
+
+
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_process_that_fails_waits_for_no_supervisor_that_is_gone_or_stopped(monkeypatch, is_gone):
+    """Goal: its memory is free soon, for the engine that takes over. Method: a socket that nobody
+    reads, or that is closed."""
+    monkeypatch.setattr(process, "REPORT_TIMEOUT_S", 0.01)
+    ours, theirs = socket.socketpair()
+    with theirs, BlockingClient.from_socket(ours, msg.CONTROL) as control:
+        if is_gone:
+            theirs.close()
+        process.BackendProcess("model", "e-0", "e-0-1", control).report(
+            UnderstudyError("kv.full", "no room")
+        )

@@ -10,7 +10,6 @@ the keeper's thread (`gms.client`) attaches to the next service.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import sys
 import time
@@ -322,8 +321,7 @@ def main() -> int:
     except UnderstudyError as error:
         logger.error("%s", error)
         if member is not None and error.code != RANK_LOST:
-            with contextlib.suppress(UnderstudyError):  # the supervisor is gone
-                member.report(error)
+            member.report(error)
         return 1
 
 
