@@ -71,7 +71,21 @@ def read_pool_file(path: str) -> PoolFile:
     Raises:
         UsageError: `pool.file_unreadable`, `pool.file_broken`, `pool.bad_setting`.
     """
-    return settle(read_yaml(path))
+    try:
+        if os.stat(path).st_size > FILE_BYTES_MAX:
+            why = f"it is larger than {FILE_BYTES_MAX} bytes"
+            raise UsageError("pool.file_unreadable", f"cannot read the pool file {path}: {why}")
+        with open(path, encoding="utf-8") as stream:
+            text = stream.read()
+    except (OSError, UnicodeDecodeError) as error:
+        why = str(error.strerror) if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise UsageError(
+            "pool.file_unreadable", f"cannot read the pool file {path}: {why}", file=path
+        ) from error
+    return settle(parse(path, text))
+
+
+NO_MODELS = "a pool file is a mapping with `devices` and at least one of `models`"
 
 
 def settle(file: YamlFile) -> PoolFile:
@@ -81,29 +95,28 @@ def settle(file: YamlFile) -> PoolFile:
         UsageError: `pool.bad_setting`.
     """
     raw = file.value
-    file.refuse_control_characters("pool.bad_setting", several_lines="args")
-    known = PoolFile.__struct_fields__
-    for key in raw if isinstance(raw, dict) else ():
-        if key not in known:
-            _refuse(file, (key,), f"unknown; {closest(key, known)}")
-    if not isinstance(raw, dict) or not isinstance(raw.get("models"), dict) or not raw["models"]:
-        _refuse(file, (), "a pool file is a mapping with `devices` and at least one of `models`")
+    if not isinstance(raw, dict):
+        file.refuse((), NO_MODELS)
+    pool = _convert(file, (), {**raw, "models": {}, "defaults": {}}, PoolFile)
+    if not isinstance(raw.get("models"), dict) or not raw["models"]:
+        file.refuse((), NO_MODELS)
     if len(raw["models"]) > MODELS_MAX:
-        _refuse(file, ("models",), f"{len(raw['models'])} models, and the limit is {MODELS_MAX}")
+        file.refuse(("models",), f"{len(raw['models'])} models, and the limit is {MODELS_MAX}")
     defaults = raw.get("defaults") or {}
     for key in defaults if isinstance(defaults, dict) else ():
         if key not in DEFAULTS:
-            _refuse(file, ("defaults", key), f"unknown in defaults; {closest(key, DEFAULTS)}")
-    pool = _convert(file, (), {**raw, "models": {}, "defaults": defaults}, PoolFile)
+            file.refuse(("defaults", key), f"unknown in defaults; {closest(key, DEFAULTS)}")
+    if not isinstance(defaults, dict):
+        file.refuse(("defaults",), "expected a mapping")
     _convert(file, ("defaults",), {"model": "-", **defaults}, ModelSettings)  # each line its own
     models = {}
     for name, own in raw["models"].items():
         where = ("models", name)
         if not re.fullmatch(NAME_PATTERN, name):
             why = "a name has at most 25 letters, digits, `.` or `-`; add a longer one to `aliases`"
-            _refuse(file, where, why)
+            file.refuse(where, why)
         if not isinstance(own, dict):
-            _refuse(file, where, "a model is a mapping with at least `model`, its directory")
+            file.refuse(where, "a model is a mapping with at least `model`, its directory")
         models[name] = _convert(file, where, _merged(defaults, own), ModelSettings)
     return _checked(file, pool, models)
 
@@ -199,16 +212,16 @@ def _checked(file: YamlFile, pool: PoolFile, models: dict[str, ModelSettings]) -
     try:
         _ = pool.address
     except ValueError as error:
-        _refuse(file, ("listen",), str(error))
+        file.refuse(("listen",), str(error))
     if pool.queue.per_model > pool.queue.max:
         if ("queue", "per_model") in file.lines:
             why = f"{pool.queue.per_model} is more than the {pool.queue.max} of the whole queue"
-            _refuse(file, ("queue", "per_model"), why)
+            file.refuse(("queue", "per_model"), why)
         pool = replace(pool, queue=replace(pool.queue, per_model=pool.queue.max))
     _refuse_duplicate(file, ("devices",), pool.devices)
     for device in pool.devices:
         if not _DEVICE.fullmatch(device):
-            _refuse(file, ("devices",), f"{device!r} is not a device; see `gms status`")
+            file.refuse(("devices",), f"{device!r} is not a device; see `gms status`")
     owners: dict[str, str] = {name: name for name in models}
     engines: dict[str, str] = {}
     used: Counter[str] = Counter()
@@ -217,16 +230,16 @@ def _checked(file: YamlFile, pool: PoolFile, models: dict[str, ModelSettings]) -
         for alias in model.aliases:
             if owners.setdefault(alias, name) != name:
                 why = f"{alias!r} is a name of {owners[alias]} already; remove one of them"
-                _refuse(file, ("models", name, "aliases"), why)
+                file.refuse(("models", name, "aliases"), why)
         for engine in engines_of(name, model):
             if engines.setdefault(engine, name) != name:
                 why = f"its engine would be called {engine}, as that of {engines[engine]}"
-                _refuse(file, ("models", name), f"{why}; rename one of the two")
+                file.refuse(("models", name), f"{why}; rename one of the two")
         for argument in model.args:
             flag = str(argument).partition("=")[0].replace("_", "-")
             if flag in OWN_ARGUMENTS:
                 why = f"{flag} is not an argument here; use the key `{OWN_ARGUMENTS[flag]}`"
-                _refuse(file, ("models", name, "args"), why)
+                file.refuse(("models", name, "args"), why)
         own = _devices(file, name, model, pool.devices, used)
         used.update(own)
         settled[name] = replace(model, devices=own)
@@ -240,14 +253,14 @@ def _devices(
     where, ranks = ("models", name, "devices"), model.tensor_parallel
     for device in model.devices:
         if device not in all_:
-            _refuse(file, where, f"{device} is none of the pool's `devices`: {', '.join(all_)}")
+            file.refuse(where, f"{device} is none of the pool's `devices`: {', '.join(all_)}")
     _refuse_duplicate(file, where, model.devices)
     if model.devices and len(model.devices) != ranks:
         why = f"{len(model.devices)} devices, and tensor_parallel is {ranks}: one for each rank"
-        _refuse(file, where, why)
+        file.refuse(where, why)
     if ranks > len(all_):
         why = f"{ranks} ranks need {ranks} devices, and the pool has {len(all_)}"
-        _refuse(file, ("models", name, "tensor_parallel"), why)
+        file.refuse(("models", name, "tensor_parallel"), why)
     emptiest = sorted(all_, key=lambda each: (used[each], all_.index(each)))[:ranks]
     return model.devices or tuple(each for each in all_ if each in emptiest)
 
@@ -255,7 +268,7 @@ def _devices(
 def _refuse_duplicate(file: YamlFile, where: Path, devices: Sequence[str]) -> None:
     twice = [name for name, count in Counter(devices).items() if count > 1]
     if twice:
-        _refuse(file, where, f"{twice[0]} is named twice; remove one of them")
+        file.refuse(where, f"{twice[0]} is named twice; remove one of them")
 
 
 def _merged(defaults: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
@@ -278,12 +291,12 @@ def _convert(file: YamlFile, where: Path, raw: Any, kind: type[S]) -> S:
         unknown = re.fullmatch(r"Object contains unknown field `(.*)`", reason)
         if unknown:
             known = _keys_at(kind, inner)
-            _refuse(file, (*where, *inner, unknown[1]), f"unknown; {closest(unknown[1], known)}")
+            file.refuse((*where, *inner, unknown[1]), f"unknown; {closest(unknown[1], known)}")
         missing = re.fullmatch(r"Object missing required field `(.*)`", reason)
         if missing:
-            _refuse(file, (*where, *inner), f"`{missing[1]}` is missing")
+            file.refuse((*where, *inner), f"`{missing[1]}` is missing")
         kinds = {each.name: each.type for each in fields(kind)}
-        _refuse(file, (*where, *inner), _plain(reason, kinds.get(inner[-1] if inner else "")))
+        file.refuse((*where, *inner), _plain(reason, kinds.get(inner[-1] if inner else "")))
 
 
 def _keys_at(kind: type[Any], inner: tuple[str, ...]) -> Sequence[str]:
@@ -343,10 +356,6 @@ def _any_of(types: str) -> str:
     return " or ".join(_WORDS.get(f"`{each}`", each) for each in types.split(" | "))
 
 
-def _refuse(file: YamlFile, where: Path, why: str) -> NoReturn:
-    file.refuse("pool.bad_setting", where, why)
-
-
 FILE_BYTES_MAX = 1 << 20  # a hundred models with all their settings have 50 KiB
 NODES_MAX = 50_000  # with anchors, a small file can describe an endless one
 
@@ -360,10 +369,10 @@ class YamlFile(Struct, frozen=True):
     value: Any
     lines: dict[Path, int]
 
-    def refuse(self, code: str, where: Path, why: str) -> NoReturn:
+    def refuse(self, where: Path, why: str) -> NoReturn:
         """
         Raises:
-            UsageError: `code`, with the line of `where` or of what it is in.
+            UsageError: `pool.bad_setting`, with the line of `where` or of what it is in.
         """
         known = where
         while known not in self.lines and known:
@@ -371,34 +380,8 @@ class YamlFile(Struct, frozen=True):
         line = self.lines.get(known, 1)
         key = one_line(".".join(map(str, where)))
         place = f"{self.path}:{line}" + (f": {key}" if key else "")
-        raise UsageError(code, f"{place}: {why}", file=self.path, line=line, key=key)
-
-    def refuse_control_characters(self, code: str, several_lines: str) -> None:
-        """A name with a line end forges a line of a log, and one with a surrogate cannot be sent.
-        Below the key `several_lines`, values may have tabs and line ends.
-
-        Raises:
-            UsageError: `code`.
-        """
-
-        def look(where: Path, value: Any) -> None:
-            if isinstance(value, dict):
-                for key, each in value.items():
-                    check((*where, key), key, "")
-                    look((*where, key), each)
-            elif isinstance(value, list):
-                for number, each in enumerate(value):
-                    look((*where, number), each)
-            elif isinstance(value, str):
-                check(where, value, "\t\n" if several_lines in where else "")
-
-        def check(where: Path, text: str, allowed: str) -> None:
-            for char in text:
-                if unicodedata.category(char) in ("Cc", "Cs") and char not in allowed:
-                    what = f"it has the control character U+{ord(char):04X}"
-                    self.refuse(code, where, f"{what}; remove it")
-
-        look((), self.value)
+        message = f"{place}: {why}"
+        raise UsageError("pool.bad_setting", message, file=self.path, line=line, key=key)
 
 
 def closest(name: str, known: Iterable[str]) -> str:
@@ -408,31 +391,18 @@ def closest(name: str, known: Iterable[str]) -> str:
     return f"did you mean {found[0]!r}?" if found else f"known are {', '.join(names)}"
 
 
-def read_yaml(path: str) -> YamlFile:
-    """
-    Raises:
-        UsageError: `pool.file_unreadable`, `pool.file_broken`.
-    """
-    try:
-        if os.stat(path).st_size > FILE_BYTES_MAX:
-            why = f"it is larger than {FILE_BYTES_MAX} bytes"
-            raise UsageError("pool.file_unreadable", f"cannot read the pool file {path}: {why}")
-        with open(path, encoding="utf-8") as stream:
-            text = stream.read()
-    except (OSError, UnicodeDecodeError) as error:
-        why = str(error.strerror) if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise UsageError(
-            "pool.file_unreadable", f"cannot read the pool file {path}: {why}", file=path
-        ) from error
-    return parse(path, text)
-
-
 def parse(path: str, text: str) -> YamlFile:
-    """As `read_yaml`, of `text`."""
+    """The file at `path`, as plain values. A name with a line end forges a line of a log, and one
+    with a surrogate cannot be sent: only `args` have tabs and line ends.
+
+    Raises:
+        UsageError: `pool.file_broken`, `pool.bad_setting`.
+    """
     import yaml  # a pool reads one file, at its start
 
     lines: dict[Path, int] = {}
     checked: set[int] = set()
+    strange: list[tuple[Path, str]] = []  # characters
     try:
         loader = yaml.SafeLoader(text)
     except yaml.reader.ReaderError as error:
@@ -443,6 +413,10 @@ def parse(path: str, text: str) -> YamlFile:
         ) from error
     loader.name = path  # for the places in its errors
 
+    def look(where: Path, text: str, allowed: str = "") -> None:
+        kinds = {char: unicodedata.category(char) for char in text if char not in allowed}
+        strange.extend((where, char) for char, kind in kinds.items() if kind in ("Cc", "Cs"))
+
     def plain(node: Any, where: Path) -> Any:
         lines.setdefault(where, node.start_mark.line + 1)
         if len(lines) > NODES_MAX:
@@ -450,6 +424,7 @@ def parse(path: str, text: str) -> YamlFile:
         if isinstance(node, yaml.SequenceNode):
             return [plain(each, (*where, n)) for n, each in enumerate(node.value)]
         if not isinstance(node, yaml.MappingNode):
+            look(where, node.value, "\t\n" if "args" in where else "")
             return loader.construct_object(node)
         if id(node) not in checked:  # an anchor's mapping is met again, with what was merged
             checked.add(id(node))
@@ -460,6 +435,7 @@ def parse(path: str, text: str) -> YamlFile:
             # As it is written: `off` is the name of a model, and not false.
             key = str(key_node.value if isinstance(key_node, yaml.ScalarNode) else key_node.tag)
             lines[(*where, key)] = key_node.start_mark.line + 1
+            look((*where, key), key)
             found[key] = plain(value_node, (*where, key))
         return found
 
@@ -476,7 +452,10 @@ def parse(path: str, text: str) -> YamlFile:
         ) from error
     finally:
         loader.dispose()
-    return YamlFile(path, value, lines)
+    file = YamlFile(path, value, lines)
+    for where, char in strange[:1]:
+        file.refuse(where, f"it has the control character U+{ord(char):04X}; remove it")
+    return file
 
 
 def _refuse_duplicates(mapping: Any) -> None:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import copy
-from typing import Any
+from operator import attrgetter
 from zlib import crc32
 
 from msgspec import Struct
@@ -33,11 +33,12 @@ from pool.core.admission import door_key
 from pool.core.events import LeaseAsked, OpenDoor, Running
 from pool.core.facts import Facts, PoolSetup
 from pool.core.ledger import PoolLedger
-from pool.core.model import SETTLED, Costs, KeptModel, Model, ModelEngine, a_lease, grant, lower
+from pool.core.model import SETTLED, KeptModel, Model, ModelEngine, a_lease, grant, lower
 from pool.core.states import EngineSizes, GoalGeneration, ModelState
 
 TEXT_MAX = 100  # characters of a reason or a fault on file
 KEPT = KeptModel.__struct_fields__
+_kept_of = attrgetter(*KEPT)
 KEPT_ANEW = ("pinned", "costs", "last_request_ms", "door_number")  # by a new pod, of an old one
 
 Sizes = tuple[tuple[int, ...], ...]  # base, weights and KV, each by device
@@ -121,11 +122,12 @@ def shape_of(model: Model) -> int:
 
 def _saved_model(facts: Facts, model: Model) -> SavedModel:
     entries, sizes, devices = facts.ledger.entries, model.sizes, model.rules.devices
-    kept: list[Any] = [_short(getattr(model, name)) for name in KEPT]
+    kept = KeptModel(*_kept_of(model))
+    kept.costs, kept.fault, kept.reason = copy(kept.costs), _short(kept.fault), _short(kept.reason)
     by_kind = () if sizes is None else (sizes.base, sizes.weights, sizes.kv)
     return SavedModel(
         shape_of(model),
-        KeptModel(*kept),
+        kept,
         tuple(tuple(each.get(name, 0) for name in devices) if each else () for each in by_kind)
         or None,
         is_estimated=sizes is not None and sizes.is_estimated,
@@ -135,12 +137,8 @@ def _saved_model(facts: Facts, model: Model) -> SavedModel:
     )
 
 
-def _short(value: object) -> object:
-    if isinstance(value, Costs):
-        return copy(value)
-    if isinstance(value, float):
-        return round(value, 1)
-    return value[:TEXT_MAX] if type(value) is str else value
+def _short(text: str) -> str:
+    return text[:TEXT_MAX]
 
 
 def _saved_engine(facts: Facts, engine: ModelEngine) -> SavedEngine:
@@ -187,7 +185,8 @@ def _restore_model(facts: Facts, model: Model, saved: SavedModel) -> None:
         if told.goal is not None:
             engine.generation = GoalGeneration(facts.era, told.start, told.number)
     for name in KEPT:
-        setattr(model, name, _short(getattr(saved.kept, name)))
+        setattr(model, name, getattr(saved.kept, name))
+    model.costs = copy(saved.kept.costs)
     if saved.sizes is not None:
         base, weights, kv = (dict(zip(devices, each, strict=False)) for each in saved.sizes)
         model.sizes = EngineSizes(base, weights, kv, saved.is_estimated)

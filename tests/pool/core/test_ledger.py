@@ -29,28 +29,6 @@ def test_all_are_booked_or_none():
     assert (ledger.free_bytes("0"), ledger.free_bytes("1")) == (40, 0)
 
 
-def test_what_leaves_counts_until_it_is_dropped():
-    ledger = a_ledger()
-    ledger.book({KV: 50})
-    ledger.leaving.add(KV)
-    view = ledger.views()["0"]
-    assert (view.free_bytes, view.leaving_bytes) == (40, 50)
-    assert ledger.book({KV: 50})  # it stays
-    assert ledger.views()["0"].leaving_bytes == 0
-    ledger.drop(KV)
-    ledger.drop(KV)
-    assert ledger.free_bytes("0") == 90
-
-
-def test_books_that_were_wrong_say_so():
-    ledger = a_ledger()
-    ledger.settle(KV, 95)
-    ledger.set_device("0", 100, 20)
-    assert ledger.free_bytes("0") == -25
-    assert not ledger.fits({EntryKey("0", EntryKind.BASE, "e"): 1})
-    assert ledger.fits({KV: 95})  # it is there
-
-
 def test_nothing_is_free_where_nobody_has_measured_and_host_memory_has_no_margin():
     ledger = a_ledger(HOST=100)
     assert ledger.free_bytes(HOST) == 100

@@ -38,23 +38,6 @@ def releasing(engines=1, deaf=()):
     return pod
 
 
-def test_everything_is_booked_before_any_engine_is_told():
-    pod = Pod(total_bytes=1500 * MIB).start()
-    told = []
-    for effect in pod.handle(ev.Ordered("a", ev.Order.LOAD)):
-        if isinstance(effect, ev.TellEngine):
-            told.append(effect.goal)
-            assert booked(pod) == {base("a0"): 10 * MIB, WEIGHTS: 100 * MIB, KV: 500 * MIB}
-    assert told == [Tier.AWAKE]
-
-
-def test_all_of_a_model_is_booked_or_nothing():
-    pod = Pod(total_bytes=1000 * MIB).start()  # 488 MiB without the margin: KV has no room
-    pod.ask("a")
-    assert (pod.state("a"), booked(pod)) == (S.PENDING, {})
-    assert pod.doors["a"].door.code == "pool.no_room"
-
-
 def test_engine_on_its_way_up_may_take_kv_memory_whatever_it_has_acknowledged():
     """A goal that comes while an engine wakes is kept until it is active."""
     pod = releasing()
@@ -63,31 +46,6 @@ def test_engine_on_its_way_up_may_take_kv_memory_whatever_it_has_acknowledged():
     assert not any(isinstance(each, ev.AskMemory) for each in pod.all)
     pod.settle()
     assert pod.state("a") is S.WARM
-
-
-def test_base_of_an_engine_leaves_when_the_kernel_has_answered():
-    pod = releasing()
-    pod.settle()
-    pod.handle(ev.Ordered("a", ev.Order.UNLOAD))
-    pod.obey_goals()
-    pod.handle(ev.EngineDead("a0", "", asked=0))
-    assert base("a0") in booked(pod)
-    asked = [each.number for each in pod.all if isinstance(each, ev.AskWitness)][-1]
-    pod.handle(ev.EngineDead("a0", "", asked=asked - 1))
-    assert base("a0") in booked(pod)
-    pod.handle(ev.EngineDead("a0", "", asked=asked))
-    assert base("a0") not in booked(pod)
-    assert WEIGHTS in booked(pod)  # which the memory service still has
-    pod.settle()
-    assert (pod.state("a"), booked(pod)) == (S.COLD, {})
-
-
-def test_memory_that_nobody_booked_is_booked_when_it_is_seen():
-    pod = Pod().start()
-    pod.handle(ev.MemoryIs(GPU, {"b": 7 * MIB}, {}, {}))
-    assert booked(pod)[EntryKey(GPU, EntryKind.WEIGHTS, "b")] == 7 * MIB
-    pod.settle()  # and asked about, and freed
-    assert booked(pod) == {}
 
 
 def test_sizes_that_were_measured_replace_what_was_estimated():

@@ -120,15 +120,6 @@ def test_requests_that_cannot_be_parked_are_waited_for_where_they_may_not_be_cut
     assert pod.state("b") is S.AWAKE
 
 
-def test_model_stays_awake_if_who_needed_its_room_is_gone():
-    pod = yielding()
-    pod.tickets["b"] = []
-    pod.say_demand()
-    assert (pod.state("a"), pod.state("b")) == (S.AWAKE, S.COLD)
-    assert isinstance(pod.doors["a"].door, ev.OpenDoor)
-    assert told_goals(pod, "a0") == [Tier.COLD, Tier.AWAKE]
-
-
 def test_door_says_why_and_every_door_is_preceded_by_the_state_on_file():
     pod = yielding()
     assert "make room for b" in pod.doors["a"].door.reason

@@ -105,19 +105,6 @@ def test_model_that_was_draining_stays_shut_and_ends_its_drain():
     assert (pod.state("a"), pod.pool.facts.ledger.entries) == (S.COLD, {})
 
 
-def test_nothing_is_raised_before_the_device_and_its_memory_have_been_heard():
-    pod = Pod(total_bytes=1500 * MIB).start()
-    restart(pod)
-    for engine in pod.supervisors.values():
-        pod.handle(engine.said())
-    pod.ask("b")
-    assert pod.state("b") is S.PENDING
-    pod.handle(ev.DeviceIs(GPU, pod.total_bytes, 0))
-    assert pod.state("b") is S.PENDING
-    pod.say_memory()
-    assert pod.state("b") is S.LOADING
-
-
 def test_lost_file_adopts_what_lives_and_restarts_nothing():
     pod = served()
     pod.in_flight["a"] = 1

@@ -36,20 +36,3 @@ def test_memory_that_is_not_proven_free_is_never_hidden_by_another_phase():
     for model in every_model():
         if model.frees is not None:
             assert phase_of(model) is model.frees
-
-
-def test_only_a_model_whose_goal_is_awake_rises_serves_or_drains():
-    for model in every_model():
-        phase = phase_of(model)
-        if phase in (S.WAKING, S.AWAKE, S.DRAINING):
-            assert model.goal is T.AWAKE
-        if phase in (S.COLD, S.OFFLOADED, S.WARM):
-            assert model.goal is T(phase.value)
-            assert not model.is_wanted
-
-
-def test_a_shut_door_goes_before_what_an_engine_serves():
-    for model in every_model():
-        if phase_of(model) is S.AWAKE:
-            assert model.is_serving
-            assert model.falls_to is None

@@ -1,19 +1,11 @@
 """Goal: who is before whom. Method: tickets of known ages and priorities."""
 
-from pool.core.demand import Demand, TicketView, first_ticket, level_of, next_change_ms
-from pool.core.events import DemandCame, LeaseAsked, Ticket, TicketKind
-from pool.core.model import a_lease, grant
-from pool.core.states import ModelState, PoolRules
-from tests.pool.core.views import GIB
+from pool.core.demand import Demand, TicketView, first_ticket, next_change_ms
+from pool.core.events import DemandCame, Ticket, TicketKind
+from pool.core.states import PoolRules
 
 RULES = PoolRules()
 NOW = 1_000_000.0
-
-
-def test_a_minute_of_waiting_is_worth_one_priority():
-    ages = (0.0, 59_999.0, 60_000.0, 180_000.0)
-    assert [level_of(3, NOW - age, NOW, RULES) for age in ages] == [3, 3, 2, 0]
-    assert level_of(3, NOW + 5.0, NOW, RULES) == 3  # a clock that is ahead earns nothing
 
 
 def test_first_is_the_best_level_and_then_the_oldest():
@@ -34,16 +26,6 @@ def test_change_is_due_only_between_priorities():
     assert next_change_ms(same, None, NOW, RULES) is None
     mixed = [Ticket(1, NOW - 10.0, 1), Ticket(2, NOW)]
     assert next_change_ms(mixed, None, NOW, RULES) == NOW - 10.0 + 60_000.0
-
-
-def test_lease_waits_like_a_model_and_then_stays():
-    asked = LeaseAsked("train", "0", 20 * GIB, NOW, 1)
-    lease = a_lease(asked)
-    assert (lease.name, lease.state) == ("lease/train", ModelState.PENDING)
-    assert lease.ticket == TicketView(1, NOW)
-    grant(lease)
-    assert (lease.state, lease.is_pinned, lease.ticket) == (ModelState.AWAKE, True, None)
-    assert lease.booked == {"0": 20 * GIB}
 
 
 def test_new_gateway_takes_the_place_of_one_that_has_ended_and_else_of_one_that_nobody_watches():

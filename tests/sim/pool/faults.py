@@ -115,9 +115,8 @@ def leave(world: World) -> None:
     models = list(world.rules)
     model = models[int(world.rng.random() * len(models))]
     for gateway in world.gateways:
-        for child in gateway.children:
-            for request in list(child.lanes[model].tickets.values()):
-                child.expire(request, "cancelled")
+        for request in list(gateway.lanes[model].tickets.values()):
+            gateway.expire(request, "cancelled")
 
 
 def lie(world: World) -> None:

@@ -1,4 +1,4 @@
-"""Gateways: a parent that talks to the pool; children that hold requests and obey doors late."""
+"""Gateways: each holds requests, obeys doors late, and tells the pool what it has."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class Request:
     """One request of one client, from arrival to its only end."""
 
     def __init__(
-        self, child: Child, number: int, model: str, kind: Kind, needs_ms: float, priority: int
+        self, gateway: Gateway, number: int, model: str, kind: Kind, needs_ms: float, priority: int
     ) -> None:
-        self.child, self.id, self.model, self.kind = child, number, model, kind
+        self.gateway, self.id, self.model, self.kind = gateway, number, model, kind
         self.left_ms, self.priority = needs_ms, priority
-        self.since_ms = child.world.timeline.now_ms
+        self.since_ms = gateway.world.timeline.now_ms
         self.came_ms = self.since_ms
         self.deadline_ms: float | None = None
         self.ticket = TicketKind.NEW
@@ -65,22 +65,22 @@ class Request:
 
     def answered(self, engine: Engine) -> None:
         if self.engine is engine:
-            self.child.leave(self)
+            self.gateway.leave(self)
             self.end("answered")
 
     def broken(self, engine: Engine) -> None:
         """Its engine has died, or did not accept it."""
         if self.engine is engine:
-            self.child.broken(self)
+            self.gateway.broken(self)
 
     def end(self, outcome: str) -> None:
         assert not self.outcome, f"request {self.id} ends twice: {self.outcome}, {outcome}"
         self.outcome = outcome
-        self.child.world.law.ended(self)
+        self.gateway.world.law.ended(self)
 
 
 class Lane:
-    """What one child has for one model."""
+    """What a gateway has for one model."""
 
     def __init__(self) -> None:
         self.number = 0  # of the door; 0: it has never heard of a pool
@@ -90,23 +90,29 @@ class Lane:
         self.running: dict[int, Request] = {}
 
 
-class Child:
-    def __init__(self, world: World, gateway: Gateway) -> None:
-        self.world, self.gateway = world, gateway
-        self.is_alive = True
-        self.lanes = {model: Lane() for model in world.rules}
+class Gateway:
+    def __init__(self, world: World, name: str) -> None:
+        self.world, self.name = world, name
+        self.up = self.down = Line()
+        self.is_linked = self.is_losing = self.is_due = False
+        self.begin()
+
+    def begin(self) -> None:
+        """A process without a request."""
+        self.last_ms: dict[str, float] = {}
+        self.lanes = {model: Lane() for model in self.world.rules}
 
     # ------------------------------------------------------------------ requests come and go
 
     def arrive(self, request: Request) -> None:
         lane = self.lanes[request.model]
-        self.gateway.last_ms[request.model] = self.world.timeline.now_ms
+        self.last_ms[request.model] = self.world.timeline.now_ms
         if isinstance(lane.door, RefusedDoor):
             request.end("refused")
             return
         self.wait(request)
         self.dispatch(lane)
-        self.gateway.changed()
+        self.changed()
 
     def wait(self, request: Request) -> None:
         lane = self.lanes[request.model]
@@ -117,7 +123,7 @@ class Child:
 
     def expire(self, request: Request, outcome: str) -> None:
         """Its client leaves, or its deadline has come."""
-        if request.outcome or not self.is_alive:
+        if request.outcome:
             return
         if request.engine is not None:
             if outcome == "expired":
@@ -126,7 +132,7 @@ class Child:
         else:
             del self.lanes[request.model].tickets[request.id]
         request.end(outcome)
-        self.gateway.changed()
+        self.changed()
 
     def leave(self, request: Request) -> None:
         """It is at no engine any more."""
@@ -140,7 +146,7 @@ class Child:
             request.left_ms = max(0.0, request.left_ms - spent)
         self.world.timeline.soon(engine.disconnected, request)
         self.dispatch(lane)
-        self.gateway.changed()
+        self.changed()
 
     def broken(self, request: Request) -> None:
         """Failover: what can be continued waits for the next engine, at its old place."""
@@ -160,9 +166,11 @@ class Child:
 
     # ------------------------------------------------------------------ doors
 
-    def obey(self, order: SetModelDoor) -> None:
-        lane = self.lanes[order.model]
-        if not self.is_alive or order.number <= lane.number:
+    def set_door(self, order: SetModelDoor) -> None:
+        self.world.timeline.soon(self.obey, order, self.lanes[order.model])
+
+    def obey(self, order: SetModelDoor, lane: Lane) -> None:
+        if lane is not self.lanes[order.model] or order.number <= lane.number:
             return
         lane.number, lane.door = order.number, order.door
         match order.door:
@@ -177,7 +185,7 @@ class Child:
                 for request in list(lane.tickets.values()):
                     del lane.tickets[request.id]
                     request.end("refused")
-        self.gateway.changed()
+        self.changed()
 
     def park(self, lane: Lane) -> None:
         for request in list(lane.running.values()):
@@ -205,7 +213,7 @@ class Child:
 
     def dispatch(self, lane: Lane) -> None:
         """Parked streams first, then by priority and arrival."""
-        engine = self.target(lane) if lane.tickets and self.is_alive else None
+        engine = self.target(lane) if lane.tickets else None
         if engine is None or not self.world.accepts(engine):
             return
         while lane.tickets and len(lane.running) < self.world.in_flight_max:
@@ -217,38 +225,18 @@ class Child:
             request.tries += 1
             self.world.timeline.soon(engine.receive, request)
 
-
-def place(request: Request) -> tuple[bool, int, int]:
-    return request.ticket is not TicketKind.PARKED, request.priority, request.id
-
-
-class Gateway:
-    """The parent: one picture of all its children."""
-
-    def __init__(self, world: World, name: str, children: int) -> None:
-        self.world, self.name = world, name
-        self.last_ms: dict[str, float] = {}
-        self.children = [Child(world, self) for _ in range(children)]
-        self.up = self.down = Line()
-        self.is_linked = self.is_losing = False
-        self.is_due = False
+    # ------------------------------------------------------------------ its neighbours
 
     def granted(self, model: str, engine: Engine, token: int) -> None:
-        for child in self.children:
-            lane = child.lanes[model]
-            if lane.holder is None or token > lane.holder[1]:
-                lane.holder = (engine, token)
-                child.dispatch(lane)
+        lane = self.lanes[model]
+        if lane.holder is None or token > lane.holder[1]:
+            lane.holder = (engine, token)
+            self.dispatch(lane)
 
     def accepting(self, model: str) -> None:
         """An engine of this model begins to accept."""
-        for child in self.children:
-            child.dispatch(child.lanes[model])
+        self.dispatch(self.lanes[model])
         self.changed()
-
-    def set_door(self, order: SetModelDoor) -> None:
-        for child in self.children:
-            self.world.timeline.soon(child.obey, order)
 
     def changed(self) -> None:
         """Said soon, and once for whatever changes until then."""
@@ -263,48 +251,40 @@ class Gateway:
 
     def demand(self) -> DemandCame:
         models = {}
-        for model in self.world.rules:
-            lanes = [child.lanes[model] for child in self.children]
+        for model, lane in self.lanes.items():
             tickets = tuple(
-                Ticket(
-                    id=request.id,
-                    since_ms=request.since_ms,
-                    priority=request.priority,
-                    deadline_ms=request.deadline_ms,
-                    kind=request.ticket,
-                )
-                for lane in lanes
-                for request in lane.tickets.values()
+                Ticket(each.id, each.since_ms, each.priority, each.deadline_ms, each.ticket)
+                for each in lane.tickets.values()
             )
-            running = [request for lane in lanes for request in lane.running.values()]
-            last_ms = self.last_ms.get(model)
-            number = min(lane.number for lane in lanes)
-            if tickets or running or number or last_ms is not None:
+            running, last_ms = lane.running.values(), self.last_ms.get(model)
+            if tickets or running or lane.number or last_ms is not None:
                 models[model] = ModelDemand(
                     tickets=tickets,
                     in_flight=len(running),
                     cannot_park=sum(not request.can_park for request in running),
                     last_request_ms=last_ms,
-                    door=number,
+                    door=lane.number,
                 )
         return DemandCame(gateway=self.name, models=models)
 
     def die(self) -> None:
         """All its clients see their connections end; another one starts without a request."""
-        for child in self.children:
-            child.is_alive = False
-            for lane in child.lanes.values():
-                for request in list(lane.running.values()):
-                    if request.engine is not None:
-                        self.world.timeline.soon(request.engine.disconnected, request)
-                    request.engine = None
-                    request.end("lost")
-                for request in lane.tickets.values():
-                    request.end("lost")
+        for lane in self.lanes.values():
+            for request in (*lane.running.values(), *lane.tickets.values()):
+                if request.engine is not None:
+                    self.world.timeline.soon(request.engine.disconnected, request)
+                request.engine = None
+                request.end("lost")
+            lane.running.clear()
+            lane.tickets.clear()
         self.world.pool.unlink_gateway(self)
-        self.children = [Child(self.world, self) for _ in self.children]
+        self.begin()
         self.world.pool.gateway_died(self.name)
-        self.last_ms, self.name = {}, f"{self.name}+"
+        self.name = f"{self.name}+"
         for model, lock in self.world.locks.items():
             if lock.holder is not None:
                 self.granted(model, lock.holder, lock.token)
+
+
+def place(request: Request) -> tuple[bool, int, int]:
+    return request.ticket is not TicketKind.PARKED, request.priority, request.id

@@ -96,12 +96,11 @@ class Law(Books):
         """P5: an engine that serves is told to rest, and rests, only when nobody can send it
         anything. Its own count it knows best."""
         for gateway in self.world.gateways:
-            for child in gateway.children:
-                lane = child.lanes[engine.model]
-                is_shut = not lane.number or not isinstance(lane.door, OpenDoor)
-                assert is_shut, f"P5: {engine.name} rests behind an open door"
-                is_quiet = not lane.number or not lane.running
-                assert is_quiet, f"P5: {engine.name} rests while a gateway counts requests"
+            lane = gateway.lanes[engine.model]
+            is_shut = not lane.number or not isinstance(lane.door, OpenDoor)
+            assert is_shut, f"P5: {engine.name} rests behind an open door"
+            is_quiet = not lane.number or not lane.running
+            assert is_quiet, f"P5: {engine.name} rests while a gateway counts requests"
 
     def told_door(self, effect: SetModelDoor) -> None:
         model, now = effect.model, self.world.timeline.now_ms
@@ -206,7 +205,7 @@ class Law(Books):
             self.world.timeline.soon(gateway.accepting, engine.model)
 
     def sent(self, request: Request) -> None:
-        lane = request.child.lanes[request.model]
+        lane = request.gateway.lanes[request.model]
         assert not lane.number or isinstance(lane.door, OpenDoor), "P5: sent past a shut door"
         if request.ticket is not TicketKind.PARKED:
             parked = [r for r in lane.tickets.values() if r.ticket is TicketKind.PARKED]
@@ -216,7 +215,7 @@ class Law(Books):
     def ended(self, request: Request) -> None:
         self.outcomes[request.outcome] = self.outcomes.get(request.outcome, 0) + 1
         if request.outcome == "refused":
-            door = request.child.lanes[request.model].door
+            door = request.gateway.lanes[request.model].door
             assert isinstance(door, RefusedDoor), "P3: refused by nobody"
         if request.outcome in ("expired", "cancelled"):
             self.waited(request)

@@ -25,7 +25,7 @@ from pool.core.reconcile import ModelPool
 from pool.core.states import EntryKey, EntryKind, ModelState
 from tests.sim.pool import scenes
 from tests.sim.pool.engine import Engine
-from tests.sim.pool.gateway import Child, Lane
+from tests.sim.pool.gateway import Gateway, Lane
 
 Patch = pytest.MonkeyPatch
 
@@ -97,12 +97,12 @@ def an_old_picture_is_proof(patch: Patch) -> None:
 def requeued_twice(patch: Patch) -> None:
     """Requeued by the drain and by the engine's death."""
 
-    def park(self: Child, lane: Lane) -> None:
+    def park(self: Gateway, lane: Lane) -> None:
         for request in list(lane.running.values()):
             if request.can_park:
                 self.again(request, TicketKind.AGAIN)
 
-    patch.setattr(Child, "park", park)
+    patch.setattr(Gateway, "park", park)
 
 
 def awake_without_the_lock(patch: Patch) -> None:
@@ -320,14 +320,14 @@ def a_fault_of_the_machine_counts(patch: Patch) -> None:
 RULES = [
     Rule(kv_leaves_on_rested, "P1:|P2:", 1074),
     Rule(weights_leave_at_unmap, "P1:|P2:", 700),
-    Rule(a_death_is_an_answer, "P1:|P2:", 1823),
-    Rule(an_old_picture_is_proof, "P1:|P2:", 113),
+    Rule(a_death_is_an_answer, "P1:|P2:", 3645),
+    Rule(an_old_picture_is_proof, "P1:|P2:", 693),
     Rule(requeued_twice, "P3|two tickets|ends twice|waits and runs", 100),
     Rule(awake_without_the_lock, "P4:|awake without the lock"),
     Rule(the_engines_count_alone, "P5:", 100),
     Rule(protection_from_the_first_request, "P6:", 21),
     Rule(pinned_yields, "P6: pinned", 800),
-    Rule(yield_only_when_idle, "P7:|P11:", 637),
+    Rule(yield_only_when_idle, "P7:|P11:", 2733),
     Rule(requeued_at_old_age, "P7:|P15:", 1, is_saturated=True),
     Rule(no_protection, "P8:", is_saturated=True),
     Rule(plan_kept_for_a_gone_head, "P9:", scene=scenes.a_client_leaves_while_its_model_waits),
@@ -337,14 +337,14 @@ RULES = [
         "P11:",
         scene=scenes.two_models_hold_weights_and_wait_for_each_other,
     ),
-    Rule(the_shadow_asks_the_pool, "P12:", 359),
+    Rule(the_shadow_asks_the_pool, "P12:", 138),
     Rule(a_shadow_is_told_warm, "P12:"),
     Rule(recovery_by_deadline, "P13:", scene=scenes.the_pool_dies_while_a_model_rests),
     Rule(saved_behind_what_is_told, "P14:", 140),
     Rule(starts_are_not_counted, "P14:", 140),
     Rule(parked_streams_are_no_ticket, "P11:|P15:|P7:", 532),
-    Rule(applied_in_part_then_refused, "P16:", 350),
-    Rule(first_fit, "P17: .* and shadows", 100),
+    Rule(applied_in_part_then_refused, "P16:", 861),
+    Rule(first_fit, "P17: .* and shadows", 2313),
     Rule(first_fit, "P17:", scene=scenes.a_small_model_comes_while_another_makes_room),
     Rule(
         a_fault_of_the_machine_counts,

@@ -71,10 +71,9 @@ def settle(world: World) -> None:
     world.timeline.lateness = 0.0
     world.timeline.after(0, world.pool.start)
     for gateway in world.gateways:
-        for child in gateway.children:
-            for lane in child.lanes.values():
-                for request in (*lane.tickets.values(), *lane.running.values()):
-                    request.left_ms = min(request.left_ms, SETTLED_MS)
+        for lane in gateway.lanes.values():
+            for request in (*lane.tickets.values(), *lane.running.values()):
+                request.left_ms = min(request.left_ms, SETTLED_MS)
     for _ in range(SETTLE_STEPS):
         if not waiting(world):
             world.law.settled()
@@ -87,8 +86,7 @@ def waiting(world: World) -> list[Request]:
     return [
         request
         for gateway in world.gateways
-        for child in gateway.children
-        for lane in child.lanes.values()
+        for lane in gateway.lanes.values()
         for request in lane.tickets.values()
     ]
 

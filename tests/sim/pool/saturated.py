@@ -22,7 +22,7 @@ class SaturatedWorld(World):
 
     def __init__(self, seed: int, stream_ms: float = STREAM_MS) -> None:
         shape = Shape(random.Random(seed), models=MODELS, is_calm=True)
-        shape.devices = shape.gateways = shape.children = 1
+        shape.devices = shape.gateways = 1
         shape.has_unparkable, shape.requests = False, 0
         self.stream_ms = stream_ms
         self.serving_ms = self.measured_ms = 0.0
@@ -48,9 +48,8 @@ class SaturatedWorld(World):
 
     def ask(self, model: str) -> None:
         self.numbers += 1
-        child = self.gateways[0].children[0]
-        needs_ms = self.timeline.between(0.5, 1.5) * self.stream_ms
-        child.arrive(Request(child, self.numbers, model, Kind.STREAM, needs_ms, 0))
+        gateway, needs_ms = self.gateways[0], self.timeline.between(0.5, 1.5) * self.stream_ms
+        gateway.arrive(Request(gateway, self.numbers, model, Kind.STREAM, needs_ms, 0))
 
     def run(self) -> float:
         """The share of the time in which somebody was served."""
@@ -70,8 +69,7 @@ class SaturatedWorld(World):
                 self.serving_ms += spent * is_serving
             for _ in range(self.law.outcomes.get("answered", 0) - answered):
                 self.ask(list(self.rules)[int(self.rng.random() * MODELS)])
-        for child in self.gateways[0].children:
-            for lane in child.lanes.values():
-                for request in lane.tickets.values():
-                    self.law.waited(request)
+        for lane in self.gateways[0].lanes.values():
+            for request in lane.tickets.values():
+                self.law.waited(request)
         return self.serving_ms / max(1.0, self.measured_ms)

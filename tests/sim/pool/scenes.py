@@ -29,7 +29,7 @@ class SceneWorld(World):
         self.parts, self.believed = sizes, estimates or sizes
         self.spans: dict[str, float] = {}
         shape = Shape(random.Random(1), models=len(sizes), is_calm=True)
-        shape.devices = shape.gateways = shape.children = 1
+        shape.devices = shape.gateways = 1
         shape.has_host = shape.has_outside = shape.has_unparkable = False
         shape.has_wrong_sizes = bool(estimates)
         shape.lateness, shape.faults = 0.0, 0
@@ -48,9 +48,9 @@ class SceneWorld(World):
 
     def ask(self, model: str, needs_ms: float = 100.0) -> Request:
         self.numbers += 1
-        child = self.gateways[0].children[0]
-        request = Request(child, self.numbers, model, Kind.STREAM, needs_ms, 0)
-        child.arrive(request)
+        gateway = self.gateways[0]
+        request = Request(gateway, self.numbers, model, Kind.STREAM, needs_ms, 0)
+        gateway.arrive(request)
         return request
 
     def pass_time(self, ms: float) -> None:
@@ -77,7 +77,7 @@ def a_client_leaves_while_its_model_waits() -> None:
     world.pass_time(20_000)
     request = world.ask("m1")
     world.pass_time(2_000)
-    request.child.expire(request, "cancelled")
+    request.gateway.expire(request, "cancelled")
     world.pass_time(10_000)
 
 

@@ -1,7 +1,7 @@
 """A whole pod with a pool, around the pool's real core, in virtual time.
 
     timeline  appointments        memory   devices, the memory service    lock     who stands
-    engine    supervisors, trees  gateway  requests, children, doors      lease    neighbours
+    engine    supervisors, trees  gateway  requests and doors             lease    neighbours
     process   the pool's shell    faults   what goes wrong                law      what must hold
 
 A seed decides everything. In a *calm* world nothing fails and nothing is late, so that waits can
@@ -54,7 +54,6 @@ class Shape:
         self.models = models or (1, 2, 2, 3, 3, 4, 6)[int(rng.random() * 7)]
         self.devices = (1, 1, 1, 2, 3)[int(rng.random() * 5)]
         self.gateways = 1
-        self.children = 1 + (rng.random() < 0.4)
         self.has_host = rng.random() < 0.6
         self.has_outside = not is_calm and rng.random() < 0.25
         self.has_wrong_sizes = not is_calm and rng.random() < 0.2
@@ -76,7 +75,7 @@ class World:
         self.timeline = Timeline(rng, shape.lateness)
         self.era, self.tokens, self.numbers, self.eras = "locks", 0, 0, 0
         self.priorities = {0}
-        self.in_flight_max = 1000 if shape.is_calm else 4  # of one child; else they wait for that
+        self.in_flight_max = 1000 if shape.is_calm else 4  # of one gateway; else they wait
         self.faults_left = shape.faults
         self.has_full_disk = False  # no engine can be launched
         self.story: list[str] = []
@@ -87,9 +86,7 @@ class World:
         self.engines: dict[str, Engine] = {}
         self.leases: dict[str, Lease] = {}
         self.pool = PoolProcess(self)
-        self.gateways = [
-            Gateway(self, f"gateway-{n}", shape.children) for n in range(shape.gateways)
-        ]
+        self.gateways = [Gateway(self, f"gateway-{n}") for n in range(shape.gateways)]
         for name, model in self.roles.items():
             self.engines[name] = Engine(self, name, model)
         self.pool.start()
@@ -178,7 +175,6 @@ class World:
     def arrive(self) -> None:
         rng, now = self.rng, self.timeline.now_ms
         gateway = self.gateways[int(rng.random() * len(self.gateways))]
-        child = gateway.children[int(rng.random() * len(gateway.children))]
         models = list(self.rules)
         kind = Kind.STREAM if rng.random() < 0.7 else Kind.RETRY
         if self.has_unparkable and rng.random() < 0.3:
@@ -189,13 +185,13 @@ class World:
         model = models[int(rng.random() ** 1.5 * len(models))]
         is_special = not self.is_calm and rng.random() < 0.1
         priority = 1 if is_special else self.rules[model].priority
-        request = Request(child, self.numbers, model, kind, needs_ms, priority)
+        request = Request(gateway, self.numbers, model, kind, needs_ms, priority)
         if rng.random() < 0.25:
-            self.timeline.after(rng.random() * 60_000, child.expire, request, "cancelled")
+            self.timeline.after(rng.random() * 60_000, gateway.expire, request, "cancelled")
         if rng.random() < 0.7:
             request.deadline_ms = now + 300_000
-            self.timeline.after(300_000, child.expire, request, "expired")
-        child.arrive(request)
+            self.timeline.after(300_000, gateway.expire, request, "expired")
+        gateway.arrive(request)
 
     def fault(self) -> None:
         if self.faults_left > 0:
