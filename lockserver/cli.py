@@ -88,7 +88,7 @@ SERVE = (
         "hold_ms",
         float,
         10_000.0,
-        "How long requests wait for an active engine before they get a 503.",
+        "How long connections wait for a gateway before the port is closed.",
     ),
     Option(
         "silent_ms",
@@ -139,7 +139,7 @@ HOST = Option(
 def main() -> None:
     """Lock server: grants the lock `active` to one engine of a model at a time.
 
-    The server grants a lock only when all processes of its previous holder are gone.
+    The server grants a lock only when no process of its previous holder can serve.
     """
 
 

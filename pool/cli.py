@@ -119,7 +119,7 @@ _add_order(
     Order.LOAD, "Load and wake MODEL, as a request for it would. This may evict other models."
 )
 _add_order(Order.SLEEP, "Put MODEL to sleep once it has no requests. The next request wakes it.")
-_add_order(Order.PIN, "Never evict MODEL or put it to sleep. The pin survives restarts.")
+_add_order(Order.PIN, "Protect MODEL from eviction and sleep. The pin survives restarts.")
 _add_order(Order.UNPIN, "Allow MODEL to be evicted and put to sleep again.")
 _add_order(Order.RESET, "Retry a failed MODEL.")
 

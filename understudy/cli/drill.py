@@ -88,7 +88,7 @@ def drill(
 ) -> None:
     """Kill parts of a pod under load and report the result.
 
-    Arguments after `--` go to the backends of the pod that it starts.
+    Arguments after `--` go to the backends of the pod that the drill starts.
     """
     page = Path(config["report"]) if config["report"] else None
     if page is not None:

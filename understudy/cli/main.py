@@ -52,9 +52,9 @@ main.add_command(drill)
 def up(config: Resolved, arguments: tuple[str, ...]) -> None:
     """Start a pod on this machine and keep it running.
 
-    The pod has a lock server, a GPU memory service, a gateway and two engines. With --pool it has
-    the engines of many models, and a pool that decides which of them are awake. Arguments after
-    `--` go to both engines' backends.
+    The pod has a lock server, a GPU memory service, a gateway and two engines. With --pool it
+    serves many models, and a pool process decides which models are awake. Arguments after `--` go
+    to both engines' backends.
     """
     arm_from_environment()  # of an init above it, in a container
     directory = Path(runtime_dir(config["dir"]))

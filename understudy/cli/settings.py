@@ -88,7 +88,7 @@ UP_OPTIONS = (
         "port_offset",
         int,
         0,
-        "Add this number to every port that has no flag of its own, e.g. 100 for a second pod.",
+        "Add this number to each port that is not set itself, e.g. 100 for a second pod.",
         minimum=0,
         maximum=PORT_OFFSET_MAX,
     ),
@@ -96,7 +96,9 @@ UP_OPTIONS = (
     _port("lockserver_port", LOCKSERVER_PORT, "Port of the lock server's probes and metrics."),
     _port("gms_port", GMS_PORT, "Port of the memory service's probes and metrics."),
     _port("gateway_port", GATEWAY_PORT, "Port of the gateway's probes and metrics."),
-    _port("pool_port", POOL_PORT, "With --pool: port of the pool's probes and metrics."),
+    _port(
+        "pool_port", POOL_PORT, "Port of the pool's probes and metrics, in a pod with a pool file."
+    ),
     _port("ui_port", UI_PORT, "Port of the page that shows the pod."),
     _port(
         "engine_port",
@@ -113,8 +115,9 @@ DRILL_OPTIONS = (
         "target",
         check_target,
         (),
-        "What to kill: a process of the active engine, lockserver, gms or gms-supervisor; unless "
-        "given, each process of the active engine in turn.",
+        "What to kill: supervisor, backend-model, api, core or worker of the active engine, "
+        "lockserver, gms, gms-supervisor or gateway; stop:PROCESS freezes it. Default: each "
+        "process of the active engine in turn.",
         many=True,
     ),
     Option(
