@@ -23,7 +23,7 @@ import termios
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from enum import StrEnum
-from typing import Any, NoReturn, Protocol, runtime_checkable
+from typing import Any, NoReturn, Protocol
 
 from engine import messages as msg
 from plumbing.errors import ProtocolError, UnderstudyError, explain_shortage
@@ -117,11 +117,6 @@ class BackendHandler(Protocol):
         """Undo `wake` and what `drain` has set, in every process; see `RestMsg`."""
         ...
 
-
-@runtime_checkable
-class Offloads(BackendHandler, Protocol):
-    """One whose `prepared` may say `can_offload`."""
-
     async def place_weights(self, budget_s: float, *, is_away: bool) -> msg.WeightsPlacedMsg:
         """Release the weights in every process, or map them again; see `PlaceWeightsMsg`."""
         ...
@@ -211,7 +206,7 @@ class ChannelThread:
         self._thread.start()
         self._is_made.wait()
 
-    def prepared(self, backend: Offloads, prepared: msg.PreparedMsg) -> None:
+    def prepared(self, backend: BackendHandler, prepared: msg.PreparedMsg) -> None:
         """Report `prepared` and accept requests for `backend`; call this on the backend's loop."""
         theirs = asyncio.get_running_loop()
         self._loop.call_soon_threadsafe(self._channel.prepared, backend, prepared, theirs)
@@ -252,7 +247,7 @@ async def _handle(backend: BackendHandler, message: Message, fds: list[OwnedFd])
             return msg.DrainedMsg()
         case msg.RestMsg():
             return await backend.rest(message.budget_ms / 1000, keep_kv=message.keep_kv)
-        case msg.PlaceWeightsMsg() if isinstance(backend, Offloads):
+        case msg.PlaceWeightsMsg():
             budget_s = message.budget_ms / 1000
             return await backend.place_weights(budget_s, is_away=message.is_away)
     raise ProtocolError("engine.backend_phase", f"{message.TYPE} is not a request to a backend")

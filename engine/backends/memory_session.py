@@ -13,17 +13,14 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from engine.backends.process import MODEL_ENV, BackendProcess
-from gms.client import Keeper, Offloaded, Reader, release
+from gms.client import Keeper, Offloaded, Reader, Writer, messages, open_session, release
 from plumbing.errors import UnderstudyError, UnreachableError
 from plumbing.pod.gms_files import HOST_DEVICES_ENV
 from plumbing.pod.models import place_of
 from plumbing.text import size
-
-if TYPE_CHECKING:
-    from gms.client import Reader, Writer
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +31,9 @@ WAIT_S = 2 * 3600.0
 # death of this engine, and five within ten minutes would count as a crash loop.
 RESTART_WAIT_S = 600.0
 RESTART_POLL_S = 0.05
+# A process that distrusts its weights is about to exit, and its report with it: a memory service
+# that has just died is back within a second, and no engine serves meanwhile.
+REPORT_WAIT_S = 2.0
 SOCKET_DIR_ENV = "GMS_SOCKET_DIR"
 
 
@@ -57,8 +57,6 @@ def attach(
         UnreachableError: there was no service for `RESTART_WAIT_S`.
         UnderstudyError: what `gms.client.open_session` raises, with the service's reason.
     """
-    from gms.client import messages, open_session
-
     request = messages.AttachMsg(
         engine=member.engine,
         incarnation=member.incarnation,
@@ -101,26 +99,44 @@ def loading(device: str, what: str, dtype: str, weights_bytes: int) -> Iterator[
             f" ({error.message}), so what was written is lost; this engine relaunches",
         ) from error
     except UnderstudyError as error:
-        raise _explained(error, what, dtype, weights_bytes) from error
+        # A device that is full now may have room later; one that is too small never will.
+        capacity_bytes = error.details.get("capacity_bytes", weights_bytes)
+        if error.code != "gms.out_of_memory" or capacity_bytes >= weights_bytes:
+            raise
+        raise UnderstudyError(
+            "gms.larger_than_device",
+            f"the weights of {what} need {size(weights_bytes)} as {dtype} and the device has"
+            f" {size(capacity_bytes)}; choose a smaller model, or give gms a larger --device-bytes",
+            weights_bytes=weights_bytes,
+            capacity_bytes=capacity_bytes,
+        ) from error
 
 
-def _explained(
-    error: UnderstudyError, what: str, dtype: str, weights_bytes: int
-) -> UnderstudyError:
-    """A device that is full now may have room later; one that is too small never will."""
-    capacity_bytes = error.details.get("capacity_bytes")
-    if error.code != "gms.out_of_memory" or not isinstance(capacity_bytes, int):
-        return error
-    if capacity_bytes >= weights_bytes:
-        return error
-    return UnderstudyError(
-        "gms.larger_than_device",
-        f"the weights of {what} need {size(weights_bytes)} as"
-        f" {dtype} and the device has {size(capacity_bytes)}; choose a smaller model, or"
-        " give gms a larger --device-bytes",
-        weights_bytes=weights_bytes,
-        capacity_bytes=capacity_bytes,
-    )
+def commit(
+    writer: Writer,
+    before: Mapping[str, Any],
+    after: Mapping[str, Any],
+    what: str,
+    device: str,
+    began_s: float,
+) -> Reader:
+    """Publish what was written, if the identity of `what` is still that from before the load.
+
+    Raises:
+        UnderstudyError: `model.changed`; what `Writer.commit` raises.
+    """
+    if changed := sorted(key for key in after if after[key] != before.get(key)):
+        writer.close()
+        raise UnderstudyError(
+            "model.changed",
+            f"{what} changed while it was read ({', '.join(changed)}); nothing was published, and"
+            " the next attempt reads it again",
+        )
+    reader = writer.commit(after)
+    took_s = time.monotonic() - began_s
+    weights = size(reader.size_bytes)
+    logger.info("loaded and committed %s on %s in %.1f s", weights, device, took_s)
+    return reader
 
 
 class KeptWeights:
@@ -158,6 +174,13 @@ class KeptWeights:
             return
         gone.restage(budget_s, on_wait=logger.warning)
         self._gone, self.keeper = None, self._kept()
+
+    def distrust(self, detail: str) -> None:
+        """Report that a canary on them failed: after the report of a second incarnation they are
+        taken out of service and loaded again."""
+        self.keeper.report_canary_failure(detail)
+        if not self.keeper.wait_until_reported(REPORT_WAIT_S):
+            logger.warning("a failed canary was not reported: no memory service is running")
 
     def close(self) -> None:
         """Keep nothing any more; a reader that maps its weights stays as it is."""

@@ -90,22 +90,6 @@ def check_can_ever_fit(needed_bytes: int, room: Room, fix: str) -> None:
         )
 
 
-def wait_for_room(
-    needed_bytes: int, deadline_s: float = DEADLINE_S, read: Callable[[], Room] = read_room
-) -> None:
-    """Return when `needed_bytes` are free; log the reason for a wait once.
-
-    Raises:
-        WaitTimeoutError: `engine.kv_memory_busy`: another process still holds it.
-    """
-
-    def attempt() -> int | None:
-        free_bytes = read().free_bytes
-        return None if free_bytes >= needed_bytes + RESERVE_BYTES else free_bytes
-
-    keep_trying(attempt, needed_bytes, deadline_s, RESERVE_BYTES)
-
-
 def keep_trying(
     attempt: Callable[[], int | None], needed_bytes: int, deadline_s: float, reserve_bytes: int = 0
 ) -> None:
@@ -151,20 +135,6 @@ def has_room_for(fds: Sequence[int], read: Callable[[], Room] = read_room) -> bo
         room.limited_by,
     )
     return False
-
-
-def allocate(size_bytes: int) -> mmap.mmap:
-    """Anonymous private memory, zero until touched.
-
-    In huge pages where the kernel has them: a process with 4 KiB pages takes 72 ms per GiB to die,
-    which delays the next grant.
-    """
-    memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    try:
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    except OSError:  # a kernel without them; the memory works all the same
-        logger.debug("no huge pages here")
-    return memory
 
 
 def resident_bytes(address: int, size_bytes: int) -> int:

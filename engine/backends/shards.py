@@ -14,7 +14,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, BinaryIO, NoReturn
@@ -187,6 +187,13 @@ def _checked(path: str) -> Iterator[None]:
     except OSError as error:
         _check_shortage(path, error)
         raise
+
+
+def identity_of(shards: Iterable[Shard]) -> dict[str, Any]:
+    """Header and sample of each, by name."""
+    return {
+        each.name: {"header": each.header_hash, "sample": each.sample_hash()} for each in shards
+    }
 
 
 def read_shard(path: str) -> Shard:

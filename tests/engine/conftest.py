@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.backends.reference.random_model import write_random_model
 from tests.engine.pod import LoopThread, Pod
 from tests.engine.stub_lock import StubLock
 
@@ -40,3 +41,11 @@ def lock(directory: Path) -> Iterator[StubLock]:
     stub.run(stub.stop())
     stub.close()
     thread.close()
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small random model, made once."""
+    directory = tmp_path_factory.mktemp("models") / "tiny"
+    write_random_model(str(directory))
+    return directory

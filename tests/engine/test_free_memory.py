@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from pathlib import Path
 
@@ -13,8 +12,8 @@ from engine.backends.process_memory import (
     Room,
     check_can_ever_fit,
     has_room_for,
+    keep_trying,
     read_room,
-    wait_for_room,
 )
 from gms.vmm.host import HostMemory
 from plumbing.errors import UnderstudyError, WaitTimeoutError
@@ -74,22 +73,13 @@ def test_group_limit_in_version_1(tmp_path: Path):
 
 
 def test_wait_ends_when_another_gives_memory_back():
-    """Goal: a wait for a dying process. Method: readings that grow at the third look."""
-    looks = itertools.chain([0, 0], itertools.repeat(200 * MIB))
-    seen = []
-
-    def read() -> Room:
-        seen.append(next(looks))
-        return Room(seen[-1], 1000 * MIB, "a test")
-
-    wait_for_room(100 * MIB, 30.0, read)
-    assert len(seen) == 3
-
-
-def test_wait_without_hope_says_what_is_missing():
-    """Goal: the deadline's error names both numbers. Method: a machine that stays full."""
+    """Goal: a wait for a dying process, whose deadline's error names both numbers. Method: an
+    attempt that succeeds the third time; one that never does."""
+    looks = iter([0, 0, None])
+    keep_trying(lambda: next(looks), 100 * MIB, 30.0)
+    assert next(looks, "none left") == "none left"
     with pytest.raises(WaitTimeoutError, match=r"needs 100.0 MiB and 5.0 MiB are free") as caught:
-        wait_for_room(100 * MIB, 0.0, lambda: Room(5 * MIB, 1000 * MIB, "a test"))
+        keep_trying(lambda: 5 * MIB, 100 * MIB, 0.0)
     assert caught.value.code == "engine.kv_memory_busy"
 
 

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from engine.backends.host_range import HostRange
 from engine.backends.process_memory import Room
-from engine.backends.vllm.worker.kv_host import HostRange
 from gms.vmm.host import HUGE_BYTES, HostMemory
 from tests.engine.pod import ROOT
 from tests.helpers import until
@@ -88,7 +88,7 @@ TOUCHES = {
 CHILD = """
 import ctypes
 from engine.backends.process_memory import Room
-from engine.backends.vllm.worker.kv_host import HostRange
+from engine.backends.host_range import HostRange
 r = HostRange(1 << 20, read=lambda: Room(1 << 40, 1 << 40, "a test"))
 read = lambda at=0: ctypes.string_at(r.address + at, 1)
 write = lambda at=0: ctypes.memset(r.address + at, 1, 1)

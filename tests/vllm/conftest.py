@@ -7,7 +7,9 @@ that: `MODEL_RUNNER=v1` in the environment runs all of them on V1.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -26,6 +28,12 @@ if find_spec("vllm") is None:
 else:
     v2_on_cpu.use(RUNNER)
     process_tuning.pause_collector()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch and vLLM speak as they are imported: once, here
+        for name in ("worker.worker_cpu", "api.http", "api.self_test", "api.arguments"):
+            import_module(f"engine.backends.vllm.{name}")  # vLLM's worker for the CPU comes first
+        for name in ("ranks", "kept_world"):
+            import_module(f"tests.vllm.{name}")
 
 # Two cores import vLLM four times for an engine of two ranks, beside one that serves.
 WHOLE_DEADLINE_S = 240.0

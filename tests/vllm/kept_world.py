@@ -8,26 +8,22 @@ moment must find true records only.
 from __future__ import annotations
 
 import random
-import warnings
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # what torch and vLLM say of themselves as they are imported
-    import torch
-    from vllm import SamplingParams
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.utils.hashing import get_hash_fn_by_name
-    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-    from vllm.v1.outputs import ModelRunnerOutput
-    from vllm.v1.request import Request, RequestStatus
-    from vllm.v1.structured_output import StructuredOutputManager
+import torch
+from vllm import SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
 
-    from engine.backends.vllm.kv.scheduler import KeepingAsyncScheduler, KeepingScheduler
-
+from engine.backends.vllm.kv.scheduler import KeepingAsyncScheduler, KeepingScheduler
 from engine.kv.adopter import adoptable
 from engine.kv.layout import IndexHeader, IndexPage, index_bytes
 from engine.kv.writer import IndexWriter

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from engine.backends.vllm.worker.worker_cpu import CPUWorker, StockCPUWorker  # isort: skip - comes first
+from engine.backends.host_range import HostRange
 from engine.backends.process_memory import Room
 from engine.backends.vllm import membership
 from engine.backends.vllm.worker import weights
 from engine.backends.vllm.worker.kv_arena import AddressRange
-from engine.backends.vllm.worker.kv_host import HostRange
 
 
 class UnsupervisedWorker(CPUWorker):

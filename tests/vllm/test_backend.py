@@ -5,26 +5,23 @@ Method: the backend around a fake engine and front, whose answers are chosen.
 """
 
 import asyncio
+import math
 import socket
-import warnings
 from types import SimpleNamespace
 
 import pytest
 
+from engine.backends.vllm.api import backend as backend_module
+from engine.backends.vllm.api import kept_memory
+from engine.backends.vllm.api.backend import StepCounter, VllmBackend, generate_one
+from engine.backends.vllm.api.kept_memory import KeptMemory, KvChoice
+from engine.backends.vllm.resume.answer import Continuing
 from engine.messages import WokenMsg
 from gms.names import kv_socket_path
 from plumbing.errors import UnderstudyError
 from plumbing.gateway_protocol import Continuation
 from plumbing.wire.fds import OwnedFd
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # what torch and vLLM say of themselves as they are imported
-    from engine.backends.vllm.api import backend as backend_module
-    from engine.backends.vllm.api import kept_memory
-    from engine.backends.vllm.api.backend import StepCounter, VllmBackend
-    from engine.backends.vllm.api.kept_memory import KeptMemory, KvChoice
-    from engine.backends.vllm.resume.answer import Continuing
-    from tests.vllm.fake_engine import FINE, POOL, STATUS, FakeEngine, FakeFront
+from tests.vllm.fake_engine import FINE, POOL, STATUS, FakeEngine, FakeFront
 
 
 @pytest.fixture
@@ -97,7 +94,7 @@ def test_a_parked_engine_that_falls_silent_is_reported_dead(engine, monkeypatch)
 )
 def test_an_invalid_token_fails_the_canary_and_is_reported(engine, token, logprob, what):
     """Goal: damaged weights do not serve, and their epoch is distrusted; method: numbers that no
-    sound model gives."""
+    sound model gives. A positive number is none of a log-probability, but may be a logit."""
 
     async def scenario():
         backend = _backend(engine)
@@ -111,6 +108,9 @@ def test_an_invalid_token_fails_the_canary_and_is_reported(engine, token, logpro
     assert not canary.ok
     assert what in canary.detail
     assert engine.asked[-1] == ("understudy_distrust", canary.detail)
+    engine.model_config.logprobs_mode = "raw_logits"
+    is_number = math.isfinite(logprob) and token < 100
+    assert (asyncio.run(generate_one(engine, "r")) is None) == is_number
 
 
 def test_a_loop_that_does_not_turn_counts_as_work_without_progress(engine, monkeypatch):
@@ -121,21 +121,6 @@ def test_a_loop_that_does_not_turn_counts_as_work_without_progress(engine, monke
     later = backend_module.time.monotonic() + 2 * backend_module.LATE_S
     monkeypatch.setattr(backend_module, "time", SimpleNamespace(monotonic=lambda: later))
     assert backend.health().in_flight == 1
-
-
-def test_logits_are_not_judged_as_log_probabilities(engine):
-    """Goal: a user who wants logits gets an engine that passes its canaries; method: a positive
-    number, which is none of a log-probability."""
-    engine.model_config.logprobs_mode = "raw_logits"
-    engine.logprob = 8.6
-
-    async def scenario():
-        backend = _backend(engine)
-        await backend.prepare()
-        backend.phases.step("wake")
-        return await backend.run_canary()
-
-    assert asyncio.run(scenario()).ok
 
 
 def test_an_engine_that_fails_its_trial_does_not_become_a_standby(engine):
@@ -294,7 +279,7 @@ def test_what_is_published_is_followed_until_the_core_gives_it_up(engine, monkey
 
     async def scenario():
         began = await kept.begin(engine, None, [{"pool": POOL}])
-        assert began.note == "no block was adopted: new"
+        assert began == (1, "no block was adopted: new", 0)
         await kept.follow(engine)
 
     asyncio.run(scenario())

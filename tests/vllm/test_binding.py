@@ -9,17 +9,12 @@ from __future__ import annotations
 import ast
 import ctypes
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-import tests.vllm.ranks  # noqa: F401  # first: it imports vLLM quietly
-
-# isort: split
 import torch
 from torch import nn
 
@@ -95,10 +90,10 @@ def bound(model: nn.Module, memory: Memory, about: About) -> Binding:
     return binding
 
 
-@contextmanager
-def on_meta() -> Iterator[None]:
+def fresh(kind: Callable[[], nn.Module]) -> Any:
+    """A model without memory."""
     with torch.device("meta"):
-        yield
+        return kind()
 
 
 class Tied(nn.Module):
@@ -120,8 +115,7 @@ def test_model_is_moved_and_bound_with_its_ties_and_strides():
     loaded = Tied()
     wanted = {name: tensor.clone() for name, tensor in loaded.named_parameters()}
     memory, about = moved(loaded)
-    with on_meta():
-        model = Tied()
+    model = fresh(Tied)
     binding = bound(model, memory, about)
     for name, tensor in model.named_parameters():
         assert torch.equal(tensor, wanted[name]), name
@@ -136,42 +130,32 @@ def test_model_is_moved_and_bound_with_its_ties_and_strides():
     assert about.buffers == ["table"]
 
 
-def test_tensor_without_a_module_is_an_error():
-    """What is in the epoch and belongs nowhere would silently not be computed."""
-    memory, about = moved(Tied())
-    memory.tensors["0/lost.weight"] = memory.tensors["0/scale"]
-    with on_meta():
-        model = Tied()
-    with pytest.raises(UnderstudyError, match=r"tensor lost\.weight of epoch e") as found:
-        bound(model, memory, about)
+class Hidden(Tied):
+    """With tensors of which torch does not know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.impl = SimpleNamespace(scales=[torch.ones(3)], empty=torch.empty(0))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        *((name, f"tensor {name} of the model") for name in ("turned", "table", "scale")),
+        ("lost.weight", r"tensor lost\.weight of epoch e"),
+        ("", r"\.scales of the model"),
+    ],
+)
+def test_tensor_that_is_on_one_side_only_is_an_error(name: str, said: str):
+    """Parameters, buffers, small and large, and a plain attribute: what is left without memory is
+    named. What is in the epoch and belongs nowhere would silently not be computed."""
+    kind = Tied if name else Hidden
+    memory, about = moved(kind())
+    if memory.tensors.pop(f"0/{name}", None) is None and name:
+        memory.tensors[f"0/{name}"] = memory.tensors["0/scale"]
+    with pytest.raises(UnderstudyError, match=said) as found:
+        bound(fresh(kind), memory, about)
     assert found.value.code == "model.unbound"
-
-
-@pytest.mark.parametrize("name", ["turned", "table", "scale"])
-def test_tensor_that_is_not_there_is_an_error(name: str):
-    """Parameters, buffers, small and large: left without memory, each is named."""
-    memory, about = moved(Tied())
-    del memory.tensors[f"0/{name}"]
-    with on_meta():
-        model = Tied()
-    with pytest.raises(UnderstudyError, match=f"tensor {name} of the model") as found:
-        bound(model, memory, about)
-    assert found.value.details == {"tensor": name}
-
-
-def test_tensor_that_is_a_plain_attribute_is_found():
-    """torch does not know of it, so nothing has bound it."""
-
-    class Hidden(Tied):
-        def __init__(self) -> None:
-            super().__init__()
-            self.impl = SimpleNamespace(scales=[torch.ones(3)], empty=torch.empty(0))
-
-    memory, about = moved(Hidden())
-    with on_meta():
-        model = Hidden()
-    with pytest.raises(UnderstudyError, match=r"\.scales of the model"):
-        bound(model, memory, about)
 
 
 @pytest.mark.parametrize(
@@ -193,8 +177,7 @@ def test_model_of_another_form_is_an_error(there: torch.Tensor, here: str):
     loaded = made(torch.zeros(LARGE, LARGE))
     created = forms_of(loaded)
     memory, about = moved(loaded)
-    with on_meta():
-        model = made(there.to("meta"))
+    model = fresh(lambda: made(there.to("meta")))
     with pytest.raises(UnderstudyError) as found:
         bound(model, memory, About("Test", created=created, buffers=about.buffers))
     assert (found.value.code, found.value.details) == ("model.unbound", {"tensor": "turned"})
@@ -208,8 +191,7 @@ def test_tensor_that_processing_repacks_is_bound_as_it_is():
     packed = torch.randint(0, 9, (2 * LARGE, LARGE), dtype=torch.int8)
     loaded.turned = nn.Parameter(packed.clone(), requires_grad=False)
     memory, about = moved(loaded)
-    with on_meta():
-        model = Tied()
+    model = fresh(Tied)
     bound(model, memory, About("Test", created=created, buffers=about.buffers))
     assert torch.equal(model.turned, packed)
 
@@ -218,8 +200,7 @@ def test_parameter_that_processing_removes_is_removed():
     """It is in the fresh model and not in a loaded one: gone, not filled with anything."""
     memory, about = moved(Tied())
     del memory.tensors["0/scale"]
-    with on_meta():
-        model = Tied()
+    model = fresh(Tied)
     bound(model, memory, About("Test", buffers=about.buffers, dropped=["scale"]))
     assert not hasattr(model, "scale")
 
@@ -230,8 +211,7 @@ def test_parameter_that_processing_adds_is_a_copy():
     loaded.one.derived = nn.Parameter(torch.randn(LARGE, LARGE), requires_grad=False)
     wanted = loaded.one.derived.clone()
     memory, about = moved(loaded)
-    with on_meta():
-        model = Tied()
+    model = fresh(Tied)
     binding = bound(model, memory, about)
     assert torch.equal(model.one.derived, wanted)
     assert "one.derived" not in binding.shared
@@ -245,8 +225,7 @@ def test_write_to_shared_weights_is_an_error_by_name():
             self.turned.add_(1)
 
     memory, about = moved(Writing())
-    with on_meta():
-        model = Writing()
+    model = fresh(Writing)
     with pytest.raises(UnderstudyError, match="tensor turned") as found:
         bound(model, memory, about)
     assert found.value.code == "model.written"

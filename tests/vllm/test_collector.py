@@ -8,9 +8,6 @@ from collections.abc import Iterator
 
 import pytest
 
-import tests.vllm.ranks  # noqa: F401  # first: it imports vLLM quietly
-
-# isort: split
 from engine.backends.process import INCARNATION_ENV
 from engine.backends.vllm import membership, process_tuning
 from engine.backends.vllm.worker import plugin
@@ -23,19 +20,6 @@ def enabled() -> Iterator[None]:
     assert gc.isenabled()
     yield
     gc.enable()
-
-
-@pytest.mark.parametrize(
-    ("name", "is_paused"),
-    [("EngineCore", True), ("VllmWorker-1", True), ("VLLM_DP_Coordinator", False)],
-)
-def test_it_is_paused_only_where_the_plugin_resumes_it(
-    name: str, is_paused: bool, monkeypatch: pytest.MonkeyPatch
-):
-    """By the name that vLLM gives the process that it spawns."""
-    monkeypatch.setattr(multiprocessing.current_process(), "name", name)
-    process_tuning.pause_collector_in_spawned()
-    assert gc.isenabled() is not is_paused
 
 
 @pytest.mark.parametrize("is_spawned", [True, False])

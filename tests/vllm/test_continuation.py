@@ -8,34 +8,28 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import warnings
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm import SamplingParams
+from vllm.exceptions import MaxQueuedTokensError, QueueOverflowError
+from vllm.sampling_params import RequestOutputKind
+from vllm.utils.import_utils import resolve_obj_by_qualname
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.engine.async_llm import AsyncLLM
 
 from engine.backends.vllm import contracts
+from engine.backends.vllm.api import features
+from engine.backends.vllm.api.continuation import continuing
+from engine.backends.vllm.api.features import KEEP_KV, RESUME, Features
 from engine.backends.vllm.kv import INSTALL_ENV as KEEP_ENV
-from engine.backends.vllm.resume import INSTALL_ENV
+from engine.backends.vllm.kv.scheduler import Keeping
+from engine.backends.vllm.resume import INSTALL_ENV, llm
+from engine.backends.vllm.resume.answer import Continuing
+from engine.backends.vllm.resume.llm import ContinuingLLM
+from engine.backends.vllm.resume.scheduler import ResumingAsyncScheduler, ResumingScheduler
 from plumbing.gateway_protocol import Continuation
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # what torch and vLLM say of themselves as they are imported
-    from vllm import SamplingParams
-    from vllm.exceptions import MaxQueuedTokensError, QueueOverflowError
-    from vllm.sampling_params import RequestOutputKind
-    from vllm.utils.import_utils import resolve_obj_by_qualname
-    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    from engine.backends.vllm.api import features
-    from engine.backends.vllm.api.continuation import continuing
-    from engine.backends.vllm.api.features import KEEP_KV, RESUME, Features
-    from engine.backends.vllm.kv.scheduler import Keeping
-    from engine.backends.vllm.resume import llm
-    from engine.backends.vllm.resume.answer import Continuing
-    from engine.backends.vllm.resume.llm import ContinuingLLM
-    from engine.backends.vllm.resume.scheduler import ResumingAsyncScheduler, ResumingScheduler
 
 IDENTITY = {"models": {"target": {"shards": "a"}}, "torch": "2.13"}
 NO_OTHERS = {"keep_kv": "not asked", "sleep": "not asked", "offload": "not asked"}

@@ -6,8 +6,6 @@ from __future__ import annotations
 import ast
 import copy
 import os
-import shutil
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -109,11 +107,6 @@ def test_contracts_of_a_runner_that_is_gone_hold(whole, gone: str, left: str):
     assert contracts.broken(sources, "", gone) != []
 
 
-def test_a_vllm_without_any_runner_breaks_the_contracts_of_both(whole):
-    users = {each.user for each in contracts.broken(Without(whole, *versions.FILES))}
-    assert {"resume/batch.py", "resume/hook.py"} <= users
-
-
 def test_a_changed_runner_is_nothing_to_an_engine_with_the_other_one(whole):
     """Take one function out of V2: only engines with V2 are told."""
     contract = next(each for each in CONTRACTS["resume/hook.py"] if "/gpu/" in each.file)
@@ -121,26 +114,6 @@ def test_a_changed_runner_is_nothing_to_an_engine_with_the_other_one(whole):
     told = {each: contracts.changed(gone, ("resume/",), each) for each in whole.runners()}
     assert contract.name in told.pop("v2")
     assert set(told.values()) <= {""}
-
-
-def test_a_missing_import_is_reported(tmp_path, capsys, whole):
-    """Copy the files that are imported from, without one of them, and ask by the command line: exit
-    code 1, and every name that cannot be imported is said with the file that wants it."""
-    files = {"__init__.py", *(contract.file for contract in EACH if contract.file)}
-    for _, module, _ in contracts.imported():
-        base = module.removeprefix("vllm").lstrip(".").replace(".", "/")
-        files |= {f"{base}.py", f"{base}/__init__.py".lstrip("/")}
-    for file in files:
-        source = Path(whole.path) / "vllm" / file
-        if source.exists() and file != "v1/engine/async_llm.py":
-            target = tmp_path / "vllm" / file
-            os.makedirs(target.parent, exist_ok=True)
-            shutil.copy(source, target)
-    assert contracts.main([str(tmp_path)]) == 1
-    said = capsys.readouterr().out
-    assert "vllm.v1.engine.async_llm.AsyncLLM can be imported" in said
-    assert "main.py needs it" in said
-    assert "every worker can be called by method name" in said
 
 
 def test_a_place_without_vllm_is_refused(tmp_path, capsys):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import socket
-import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,12 +13,9 @@ import uvicorn
 import uvloop
 
 from engine.backends.vllm.api.gateway_endpoints import Gate
+from engine.backends.vllm.api.http import Front
 from plumbing.wire.fds import OwnedFd
 from tests.helpers import auntil
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # what torch and vLLM say of themselves as they are imported
-    from engine.backends.vllm.api.http import Front
 
 REQUEST = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
 BUDGET_S = 60.0

@@ -6,14 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from tests.vllm.ranks import config_of, written  # first: it imports vLLM quietly
-
-# isort: split
 from vllm.config import MultiModalConfig
 
 from engine.backends.vllm.worker import identity
 from plumbing.errors import UsageError
+from tests.vllm.ranks import config_of, written
 
 MIB = 1 << 20
 
@@ -21,6 +18,14 @@ MIB = 1 << 20
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return written(tmp_path_factory.mktemp("one") / "model", seed=1)
+
+
+def read(config: Any) -> Any:
+    return identity.Identity(config, config.load_config, "auto").read()
+
+
+def differences(one: dict[str, Any], other: dict[str, Any]) -> set[str]:
+    return {name for name in one if one[name] != other[name]}
 
 
 def test_identity_tells_files_apart(tmp_path: Path):
@@ -40,22 +45,26 @@ def test_identity_tells_files_apart(tmp_path: Path):
 @pytest.mark.parametrize(
     ("field", "value", "said"),
     [
-        ("decode_context_parallel_size", 2, "decode_context"),
-        ("expert_placement_strategy", "round_robin", "expert_placement"),
-        ("all2all_backend", "deepep_low_latency", "all2all"),
-        ("dcp_q_replicate", True, "query_replicated"),
+        ("rank", 1, set()),
+        ("decode_context_parallel_size", 2, {"decode_context"}),
+        ("expert_placement_strategy", "round_robin", {"expert_placement"}),
+        ("all2all_backend", "deepep_low_latency", {"all2all"}),
+        ("dcp_q_replicate", True, {"query_replicated"}),
     ],
 )
 def test_identity_tells_apart_what_splits_weights(
-    checkpoint: Path, field: str, value: Any, said: str
+    checkpoint: Path, field: str, value: Any, said: set[str]
 ):
-    """A setting that gives a rank other weights of the same checkpoint, by its field."""
+    """A setting that gives a rank other weights of the same checkpoint, by its field. What the
+    ranks of one engine must agree on is all but their number."""
     config = config_of(checkpoint)
-    one = identity.Identity(config, config.load_config, "auto").read()
+    one = read(config)
     setattr(config.parallel_config, field, value)
-    other = identity.Identity(config, config.load_config, "auto").read()
-    assert differences(one["parallel"], other["parallel"]) == {said}
-    assert one["models"] == other["models"]
+    other = read(config)
+    assert differences(one["parallel"], other["parallel"]) == said
+    assert differences(one, other) == ({"parallel"} if said else {"rank"})
+    same = identity.same_on_every_rank(one) == identity.same_on_every_rank(other)
+    assert same == (field == "rank")
 
 
 @pytest.mark.parametrize(
@@ -69,24 +78,8 @@ def test_identity_tells_apart_what_splits_weights(
 )
 def test_identity_tells_encoders_apart(checkpoint: Path, settings: dict[str, Any], said: str):
     """Whether the parts beside the language model are there, and whether ranks split them."""
-    config = config_of(checkpoint)
-    found = []
+    config, found = config_of(checkpoint), []
     for each in ({}, settings):
         config.model_config.multimodal_config = MultiModalConfig(**each)
-        read = identity.Identity(config, config.load_config, "auto").read()
-        found.append(read["models"]["target"]["multimodal"])
+        found.append(read(config)["models"]["target"]["multimodal"])
     assert differences(*found) == {said}
-
-
-def differences(one: dict[str, Any], other: dict[str, Any]) -> set[str]:
-    return {name for name in one if one[name] != other[name]}
-
-
-def test_ranks_differ_in_their_rank_only(checkpoint: Path):
-    """What one engine's ranks must agree on is everything else."""
-    config = config_of(checkpoint)
-    one = identity.Identity(config, config.load_config, "auto").read()
-    config.parallel_config.rank = 1
-    other = identity.Identity(config, config.load_config, "auto").read()
-    assert one != other
-    assert identity.same_on_every_rank(one) == identity.same_on_every_rank(other)

@@ -5,31 +5,25 @@ All addresses are real host memory; only vLLM's own code is replaced.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # what torch and vLLM say of themselves as they are imported
-    from engine.backends.vllm.worker import worker_cpu
-    from engine.backends.vllm.worker.worker_cpu import CPUWorker, StockCPUWorker
-
 import torch
 
+from engine.backends.host_range import HostRange
 from engine.backends.process_memory import RESERVE_BYTES, Room
 from engine.backends.vllm import membership
-from engine.backends.vllm.worker import worker
+from engine.backends.vllm.worker import worker, worker_cpu
 from engine.backends.vllm.worker.kv_arena import Backing, KVArena
-from engine.backends.vllm.worker.kv_host import HostRange
 from engine.backends.vllm.worker.offloading import StockGPUWorker
+from engine.backends.vllm.worker.worker_cpu import CPUWorker, StockCPUWorker
 from gms.vmm.host import HostMemory
 from gms.vmm.interface import release_all
 from lockserver import serving
-from plumbing.errors import InvariantError, UnderstudyError, UsageError, WaitTimeoutError
+from plumbing.errors import InvariantError, UnderstudyError, UsageError
 
 SIZE = (4 << 20) + 64
 CPU = torch.device("cpu")
@@ -71,7 +65,7 @@ def test_kv_buffer_lies_at_our_addresses_and_other_tensors_do_not(
     assert all(not start <= each.data_ptr() < end for each in (*others, outside))
     assert (arena.backing, arena.kv_bytes) == (Backing.SCRATCH, SIZE)
     buffer.fill_(3)  # warming up may touch all of it
-    assert arena.resident_bytes() >= SIZE
+    assert arena.addresses.resident_bytes() >= SIZE
 
 
 @pytest.mark.parametrize(
@@ -89,36 +83,6 @@ def test_any_other_allocation_is_refused_with_both_numbers(
     assert seen in caught.value.message
 
 
-def test_tensor_stays_good_across_park_and_wake(arena: KVArena):
-    """The same tensor object, views of it included: zero after every wake, whatever was in it;
-    parking and taking again are harmless."""
-    buffer = allocate(arena)
-    view = buffer[64:].view(torch.bfloat16)[7:]
-    for _ in range(2):
-        view.fill_(1.5)
-        arena.release()
-        arena.release()
-        assert (arena.backing, arena.resident_bytes()) == (Backing.PARKED, 0)
-        arena.take(0)
-        assert int(buffer.count_nonzero()) == int(view.count_nonzero()) == 0
-        view.fill_(2.5)
-        arena.take(0)
-        assert bool((view == 2.5).all())
-
-
-def test_wake_without_room_stays_parked_and_may_be_retried(arena: KVArena, room: SimpleNamespace):
-    """The deadline passes: a sentence, still parked; then room, and it is taken."""
-    buffer = allocate(arena)
-    arena.release()
-    room.free_bytes = RESERVE_BYTES
-    with pytest.raises(WaitTimeoutError, match=r"engine\.kv_memory_busy"):
-        arena.take(0)
-    assert (arena.backing, arena.resident_bytes()) == (Backing.PARKED, 0)
-    room.free_bytes = 1 << 40
-    arena.take(0)
-    assert int(buffer.count_nonzero()) == 0
-
-
 def test_borrowed_memory_is_mapped_as_it_is_and_stays_its_owners(arena: KVArena):
     """Two slabs of a pool, the last larger than needed: what one wake writes the next one reads,
     and in between there is nothing behind the addresses."""
@@ -130,13 +94,13 @@ def test_borrowed_memory_is_mapped_as_it_is_and_stays_its_owners(arena: KVArena)
     assert (arena.backing, int(buffer.count_nonzero())) == (Backing.TAKEN, 0)
     buffer.fill_(7)
     arena.release()
-    assert (arena.backing, arena.resident_bytes()) == (Backing.PARKED, 0)
+    assert (arena.backing, arena.addresses.resident_bytes()) == (Backing.PARKED, 0)
     arena.borrow(slabs, is_new=False)
     assert bool((buffer == 7).all())
     arena.release()
     with pytest.raises(InvariantError, match="a pool of"):
         arena.borrow(slabs[:1], is_new=False)
-    assert (arena.backing, arena.resident_bytes()) == (Backing.PARKED, 0)
+    assert (arena.backing, arena.addresses.resident_bytes()) == (Backing.PARKED, 0)
     release_all(slabs)
 
 
@@ -190,16 +154,6 @@ def test_cache_of_several_buffers_is_refused(reported: list[UnderstudyError], si
     with pytest.raises(UsageError, match=f"KV cache of {len(sizes)} buffers"):
         make_worker().initialize_from_config(config_of(*sizes))
     assert len(reported) == 1
-
-
-def test_cache_allocated_elsewhere_is_refused(
-    reported: list[UnderstudyError], monkeypatch: pytest.MonkeyPatch
-):
-    """A vLLM (or a connector) that asks no context of its worker: the start fails."""
-    monkeypatch.setattr(StockGPUWorker, "initialize_from_config", lambda self, config: None)
-    with pytest.raises(UsageError, match="without asking its worker"):
-        make_worker().initialize_from_config(config_of(SIZE, SIZE))
-    assert [each.code for each in reported] == ["vllm.kv_contract"]
 
 
 def test_waking_without_memory_is_refused_and_repeating_is_harmless(

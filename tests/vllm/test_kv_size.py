@@ -3,18 +3,11 @@ and the checksum of a block."""
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # what torch and vLLM say of themselves as they are imported
-    from engine.backends.vllm.worker.worker_cpu import CPUWorker
-
-# isort: split
 import torch
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
@@ -22,6 +15,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from engine.backends.vllm import kv_size, membership, versions
 from engine.backends.vllm.kv.facts import checksums
 from engine.backends.vllm.kv_size import check_holds_a_sequence
+from engine.backends.vllm.worker.worker_cpu import CPUWorker
 from engine.backends.vllm.worker.worker_gpu import GPUWorker
 from plumbing.errors import UsageError
 from tests.vllm.ranks import config_of
@@ -60,18 +54,6 @@ def test_proposal_is_a_few_full_sequences_in_round_numbers(configure: Any):
     assert needed <= found.size_bytes < needed + kv_size.STEP_BYTES
     assert found.size_bytes % kv_size.STEP_BYTES == 0
     assert kv_size.propose(configure(max_num_seqs=1)).sequences == 1
-
-
-def test_pinned_memory_is_warned_about(configure: Any):
-    """Each setting by its flag; none by default."""
-    assert kv_size.warnings(configure()) == []
-    config = configure(cpu_offload_gb=2)
-    config.cache_config.kv_offloading_size = 3.5
-    config.offload_config.prefetch.offload_group_size = 8
-    found = kv_size.warnings(config)
-    said = ("--kv-offloading-size 3.5", "--cpu-offload-gb 2", "--offload-group-size 8")
-    assert [text.partition(" (")[0] for text in found] == list(said)
-    assert all("--reap-ms" in text for text in found)
 
 
 @pytest.mark.parametrize("v2", [False, True])

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # what torch and vLLM say of themselves as they are imported
-    from vllm import SamplingParams
-    from vllm.sampling_params import StructuredOutputsParams
-    from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.request import Request
-
-    from engine.backends.vllm.kv.scheduler_resuming import (
-        KeepingResumingAsyncScheduler,
-        KeepingResumingScheduler,
-    )
-    from engine.backends.vllm.resume.answer import attempt_of, made_by, with_made
-    from tests.vllm.kept_world import HASHER, config_of, scheduler_of
+from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request
 
 from engine.backends.process import ENGINE_ID_ENV
+from engine.backends.vllm.kv.scheduler_resuming import (
+    KeepingResumingAsyncScheduler,
+    KeepingResumingScheduler,
+)
+from engine.backends.vllm.resume.answer import attempt_of, made_by, with_made
 from plumbing.pod.paths import engine_queue
 from plumbing.pod.queue_page import QueueReader, attempt_name
+from tests.vllm.kept_world import HASHER, config_of, scheduler_of
 
 US = 17  # a gateway's process
 

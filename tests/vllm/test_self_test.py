@@ -1,39 +1,40 @@
-"""Goal: the self-test passes a sound engine, and finds each of sixteen planted faults.
-
+"""Goal: the self-test passes a sound engine, finds each of sixteen planted faults, and runs once
+for each kind of engine.
 Method: a real engine in a separate process (`proven_engine.py`), in which one fault after the other
-is planted (`proven_faults.py`); and the plan itself, without an engine.
+is planted (`proven_faults.py`); and the plan and the filed result, without an engine.
 """
 
 from __future__ import annotations
 
+import asyncio
+import fcntl
 import json
 import os
 import subprocess
 import sys
 import tempfile
-import warnings
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from engine.backends.vllm.api import self_test
+from engine.backends.vllm.api.self_test import (
+    MADE,
+    NAME,
+    NUMBERS,
+    ONE_LEFT,
+    TOKENS,
+    Proof,
+    Trial,
+    TrialAnswer,
+)
 from engine.backends.vllm.worker.kv_cuda import BLOCKS
 from hack import v2_on_cpu
 from tests.engine.pod import ROOT
 from tests.vllm.proven_faults import FAULTS, OF_BOTH
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # what torch and vLLM say of themselves as they are imported
-    from engine.backends.vllm.api import self_test
-    from engine.backends.vllm.api.self_test import (
-        MADE,
-        NUMBERS,
-        ONE_LEFT,
-        TOKENS,
-        Trial,
-        TrialAnswer,
-    )
 
 PROGRAM = str(Path(__file__).with_name("proven_engine.py"))
 # In CI on V2, because each test takes it ten seconds by Triton's interpreter.
@@ -64,35 +65,24 @@ def report_of(base: Path, model: Path, runner: str, faults: Iterable[str]) -> An
     return json.loads(answer.read_text())
 
 
-@pytest.fixture(scope="module")
-def report(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return report_of(tmp_path_factory.mktemp("proof"), model, "v1", (*OF_BOTH, "healthy"))
+@pytest.fixture(scope="module", params=["v1", "v2"])
+def report(request: pytest.FixtureRequest, model: Path, tmp_path_factory: Any) -> Any:
+    faults = (*OF_BOTH, "healthy") if request.param == "v1" else FEW
+    return report_of(tmp_path_factory.mktemp("proof"), model, request.param, faults)
 
 
-@pytest.fixture(scope="module")
-def report_of_v2(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return report_of(tmp_path_factory.mktemp("proof2"), model, "v2", FEW)
+def test_a_sound_engine_passes_and_each_planted_fault_is_found(report: Any):
+    """Before all faults, and with V1 also behind them."""
+    assert {each["problem"] for each in report["healthy"]} == {""}
+    faults = OF_BOTH if report["runner"] == "v1" else FEW
+    assert [fault for fault in faults if not report[fault][0]["problem"]] == []
 
 
-def test_a_sound_engine_passes_before_and_after_the_faults(report: Any):
-    assert [each["problem"] for each in report["healthy"]] == ["", ""]
-
-
-@pytest.mark.parametrize("fault", OF_BOTH)
-def test_a_planted_fault_is_found(fault: str, report: Any):
-    (found,) = report[fault]
-    assert found["problem"]
-
-
-def test_a_sound_engine_passes_on_v2(report_of_v2: Any):
-    assert report_of_v2["runner"] == "v2"
-    assert [each["problem"] for each in report_of_v2["healthy"]] == [""]
-
-
-@pytest.mark.parametrize("fault", FEW)
-def test_a_planted_fault_is_found_on_v2(fault: str, report_of_v2: Any):
-    (found,) = report_of_v2[fault]
-    assert found["problem"]
+def test_it_stays_within_the_blocks_that_scratch_memory_keeps_apart(report: Any):
+    length = self_test.prompt_tokens(32, 512)
+    most = self_test.most_blocks(32, length)
+    assert 0 < report["last_block"] <= most < BLOCKS
+    assert len(self_test.rows(length, 264, (55, 51))) == self_test.ROWS
 
 
 @pytest.mark.slow
@@ -100,14 +90,6 @@ def test_every_planted_fault_is_found_on_v2(model: Path, tmp_path: Path):
     """By Triton's interpreter: some minutes."""
     report = report_of(tmp_path, model, "v2", ())
     assert [fault for fault in FAULTS if not report[fault][0]["problem"]] == []
-
-
-@pytest.mark.parametrize("runner", ["report", "report_of_v2"])
-def test_it_stays_within_the_blocks_that_scratch_memory_keeps_apart(runner: str, request: Any):
-    length = self_test.prompt_tokens(32, 512)
-    most = self_test.most_blocks(32, length)
-    assert 0 < request.getfixturevalue(runner)["last_block"] <= most < BLOCKS
-    assert len(self_test.rows(length, 264, (55, 51))) == self_test.ROWS
 
 
 # ---------------------------------------------------------------------- the plan
@@ -160,29 +142,138 @@ def test_rows_choose_among_tokens_of_every_vocabulary():
             assert max(named) < vocabulary // 2
 
 
+WHOLE = TrialAnswer([1, 2, 3], [0, 0, -1.0], [9, 9, 0.1], "length")
+
+
 @pytest.mark.parametrize(
-    ("other", "is_equal"),
+    ("tokens", "numbers", "finish", "is_equal"),
     [
-        (TrialAnswer([1, 2, 3], [0, 0, -1.1], [9, 9, 9], "length"), True),
-        (TrialAnswer([1, 2, 3], [5, 0, -1.1], [9, 9, 9], "length"), True),  # replayed: not known
-        (TrialAnswer([1, 2, 3], [0, -0.3, -1.1], [9, 9, 9], "length"), False),
-        (TrialAnswer([1, 2, 3], [0, float("nan"), -1.1], [9, 9, 9], "length"), False),
-        (TrialAnswer([1, 4, 3], [0, 0, -1.1], [9, 9, 9], "length"), False),
-        (TrialAnswer([1, 2, 4], [0, 0, -1.1], [9, 9, 9], "length"), True),  # nearly equal
-        (TrialAnswer([1, 2], [0, 0], [9, 9], "length"), False),
-        (TrialAnswer([1, 2, 3], [0, 0, -1.1], [9, 9, 9], "stop"), False),
+        ([1, 2, 3], [0, 0, -1.1], "length", True),
+        ([1, 2, 3], [5, 0, -1.1], "length", True),  # replayed: not known
+        ([1, 2, 3], [0, -0.3, -1.1], "length", False),
+        ([1, 2, 3], [0, float("nan"), -1.1], "length", False),
+        ([1, 4, 3], [0, 0, -1.1], "length", False),
+        ([1, 2, 4], [0, 0, -1.1], "length", True),  # nearly equal
+        ([1, 2], [0, 0], "length", False),
+        ([1, 2, 3], [0, 0, -1.1], "stop", False),
     ],
 )
 def test_numbers_are_compared_behind_the_cut_and_tokens_where_one_is_clearly_best(
-    other: TrialAnswer, is_equal: bool
+    tokens: list[int], numbers: list[float], finish: str, is_equal: bool
 ):
-    whole = TrialAnswer([1, 2, 3], [0, 0, -1.0], [9, 9, 0.1], "length")
-    row = Trial("a row", [], {}, NUMBERS)
-    assert (self_test.difference(row, whole, other, 0.2, 1) == "") == is_equal
+    """Tokens alone are compared whatever the numbers say."""
+    other = TrialAnswer(tokens, numbers, [9] * len(tokens), finish)
+    for by in (NUMBERS, TOKENS):
+        found = self_test.difference(Trial("a row", [], {}, by), WHOLE, other, 0.2, 1)
+        equal = is_equal if by == NUMBERS else (tokens, finish) == (WHOLE.tokens, "length")
+        assert (found == "") == equal
 
 
-def test_tokens_are_compared_whatever_the_numbers_say():
-    whole = TrialAnswer([1, 2, 3], [], [], "length")
-    row = Trial("a row", [], {}, TOKENS)
-    assert self_test.difference(row, whole, TrialAnswer([1, 2, 4], [], [], "length"), 0.2, 1)
-    assert not self_test.difference(row, whole, whole, 0.2, 1)
+# ---------------------------------------------------------------------- its result
+
+ABOUT = {"driver": "1", "runner": "v2"}
+
+
+class Test:
+    """A self-test that is a function."""
+
+    __test__ = False
+
+    def __init__(self, problem: str = "", error: Exception | None = None) -> None:
+        self.problem, self.error, self.times = problem, error, 0
+
+    async def run(self) -> str:
+        self.times += 1
+        if self.error is not None:
+            raise self.error
+        return self.problem
+
+
+def obtain(base: Path, test: Test, *, forced: bool = False, **about: str) -> str:
+    return asyncio.run(Proof(str(base), ABOUT | about, forced=forced).obtain(test.run))
+
+
+def test_the_result_is_filed_and_asked_for_once(tmp_path: Path):
+    """Another engine of the same kind is not tested; one with another driver or runner is. A
+    failure is filed too, and says how to repeat the test."""
+    test = Test()
+    assert [obtain(tmp_path, test), obtain(tmp_path, test)] == ["", ""]
+    assert test.times == 1
+    assert obtain(tmp_path, test, driver="2") == obtain(tmp_path, test, runner="v1") == ""
+    assert test.times == 3
+    (first, *_) = json.loads((tmp_path / NAME).read_text()).values()
+    assert (first["about"], first["attempts"], first["problem"]) == (ABOUT, 1, "")
+    bad = Test("token 3 is 1, not 2")
+    for _ in range(2):
+        why = obtain(tmp_path, bad, driver="3")
+        assert bad.problem in why
+        assert str(tmp_path / NAME) in why
+    assert bad.times == 1
+    assert obtain(tmp_path, test, driver="3", forced=True) == ""
+    assert obtain(tmp_path, bad, driver="3") == ""
+
+
+def test_an_engine_that_ends_in_its_test_is_not_launched_into_it_for_ever(tmp_path: Path):
+    test = Test(error=RuntimeError("the worker died"))
+    for _ in range(self_test.ATTEMPTS_MAX):
+        with pytest.raises(RuntimeError):
+            obtain(tmp_path, test)
+    assert f"{self_test.ATTEMPTS_MAX} engines ended" in obtain(tmp_path, test)
+    assert test.times == self_test.ATTEMPTS_MAX
+
+
+def test_the_second_engine_of_a_new_pod_waits_for_the_first_ones_result(tmp_path: Path):
+    async def both() -> list[str]:
+        may_end, has_begun = asyncio.Event(), asyncio.Event()
+        first, second = Test(), Test()
+
+        async def slow() -> str:
+            has_begun.set()
+            await may_end.wait()
+            return await first.run()
+
+        begun = asyncio.create_task(Proof(str(tmp_path), ABOUT, forced=False).obtain(slow))
+        await has_begun.wait()
+        other = asyncio.create_task(Proof(str(tmp_path), ABOUT, forced=False).obtain(second.run))
+        await asyncio.sleep(0)
+        may_end.set()
+        found = [await begun, await other]
+        assert (first.times, second.times) == (1, 0)
+        return found
+
+    assert asyncio.run(both()) == ["", ""]
+
+
+def test_an_engine_whose_turn_does_not_come_does_without(tmp_path: Path, monkeypatch: Any):
+    monkeypatch.setattr(self_test, "TURN_S", 0.0)
+    test = Test()
+    with open(tmp_path / f"{NAME}.lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert "another engine" in obtain(tmp_path, test)
+    assert "cannot be filed" in obtain(tmp_path / "missing", test)
+    assert test.times == 0
+
+
+GIVEN: dict[str, Any] = {
+    "use_v2_model_runner": False,
+    "model_config": SimpleNamespace(use_fp64_gumbel=False),
+    "compute_hash": lambda: "digest",
+    "cache_config": SimpleNamespace(block_size=16, enable_prefix_caching=True),
+    "parallel_config": SimpleNamespace(world_size=2),
+    "scheduler_config": SimpleNamespace(
+        async_scheduling=True, max_num_seqs=8, max_num_batched_tokens=64
+    ),
+}
+OTHERS: list[dict[str, Any]] = [
+    {"use_v2_model_runner": True},
+    {"model_config": SimpleNamespace(use_fp64_gumbel=True)},
+    {"compute_hash": lambda: "other"},
+    {"cache_config": SimpleNamespace(block_size=32, enable_prefix_caching=True)},
+]
+
+
+def test_the_result_is_of_one_device_runner_and_configuration():
+    found = [self_test.about(SimpleNamespace(**{**GIVEN, **each})) for each in ({}, *OTHERS)]
+    assert len(found[0]["devices"]) == 2
+    assert found[0]["driver"]
+    assert len({json.dumps(each) for each in found}) == len(found)

@@ -5,18 +5,14 @@ Method: vLLM's own condition, with a socket of its own, which would spin for an 
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import zmq
+from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # what torch and vLLM say of themselves as they are imported
-    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
-
-    from engine.backends.vllm.worker import worker as spinning
+from engine.backends.vllm.worker import worker as spinning
 
 HOUR_S = 3600.0
 

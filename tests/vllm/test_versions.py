@@ -39,8 +39,8 @@ def test_any_release_of_a_supported_minor_version_is_accepted(version: str):
 def test_the_installed_version_is_accepted_and_its_parser_found():
     """No override: the version that these tests run with, its flags, and vLLM's own checks."""
     versions.check_version(allow_any=False)
-    args = versions.make_arg_parser(FlexibleArgumentParser()).parse_args(["some-model"])
-    versions.validate_parsed_serve_args(args)
+    args = versions.cli_args().make_arg_parser(FlexibleArgumentParser()).parse_args(["some-model"])
+    versions.cli_args().validate_parsed_serve_args(args)
     assert args.model_tag == "some-model"
 
 

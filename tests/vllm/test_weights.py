@@ -13,10 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from tests.vllm.ranks import SHAPE, Rank, one_rank, written  # first: it imports vLLM quietly
-
-# isort: split
 import torch
 from safetensors.torch import load_file
 from torch import nn
@@ -30,6 +26,7 @@ from plumbing.errors import RemoteError, UnderstudyError, UsageError
 from tests.gms.bench import GmsProcess
 from tests.gms.test_gms_offload import Copies
 from tests.helpers import until
+from tests.vllm.ranks import SHAPE, Rank, one_rank, written
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -236,7 +233,7 @@ def test_checkpoint_that_changes_while_it_is_loaded_is_not_published(
     one.load_only(model)
     other = written(tmp_path / "other", seed=5)
     (other / "model.safetensors").replace(model / "model.safetensors")
-    with pytest.raises(UnderstudyError, match="changed while they were loaded") as found:
+    with pytest.raises(UnderstudyError, match="changed while it was read") as found:
         one.weights.settle()
     assert found.value.code == "model.changed"
     until(lambda: gms.status()["state"] == "empty", "the staging epoch to be dropped")

@@ -45,7 +45,7 @@ from engine.backends.reference.completions import (
 )
 from engine.backends.reference.generation import TokenRequest
 from engine.backends.reference.model import ModelThread
-from engine.backends.reference.ranks import ReadyMsg
+from engine.backends.reference.ranks import Ready
 from engine.backends.reference.text import AnswerText, Piece, Tokenizer, replay
 from engine.backends.shards import read_file
 from plumbing import __version__
@@ -72,11 +72,15 @@ SSE_HEADERS = {
     "X-Accel-Buffering": "no",
 }
 
+PARSERS: dict[str, Callable[[dict[str, object]], AnyBody]] = {
+    "/v1/completions": parse_completion,
+    "/v1/chat/completions": parse_chat,
+}
 HandlerFn = Callable[[web.Request], Awaitable[web.StreamResponse]]
 T = TypeVar("T")
 
 
-def continuation_id(directory: str, model_name: str, ready: ReadyMsg) -> str:
+def continuation_id(directory: str, model_name: str, ready: Ready) -> str:
     """Two engines with the same one give the same answer to a request.
 
     It covers everything that decides the next token or its text: weights, arithmetic and release
@@ -133,7 +137,7 @@ class ServedModel:
     is_continued: bool = False
     rejected: int = 0
     replayed: int = 0  # tokens of the journals of resumed requests
-    ready: ReadyMsg | None = None
+    ready: Ready | None = None
     continuation_id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
     requests_open: int = 0  # between their headers and the end of their answer
@@ -141,7 +145,7 @@ class ServedModel:
     _large: asyncio.Lock = field(default_factory=asyncio.Lock)  # held for work that takes long
 
     @property
-    def limits(self) -> ReadyMsg:
+    def limits(self) -> Ready:
         assert self.ready is not None  # connections are accepted only afterwards
         return self.ready
 
@@ -260,13 +264,10 @@ class ServedModel:
 
     # ------------------------------------------------------------------ completions
 
-    async def completions(self, request: web.Request) -> web.StreamResponse:
+    async def complete(self, request: web.Request) -> web.StreamResponse:
+        parse = PARSERS[request.path]
         document, journal = await self._body(request)
-        return await self._answer(request, parse_completion(document), journal)
-
-    async def chat_completions(self, request: web.Request) -> web.StreamResponse:
-        document, journal = await self._body(request)
-        return await self._answer(request, parse_chat(document), journal)
+        return await self._answer(request, parse(document), journal)
 
     async def _body(self, request: web.Request) -> tuple[dict[str, object], Sequence[int]]:
         """The client's document and, of a request that is resumed, the tokens so far."""
@@ -323,12 +324,12 @@ class ServedModel:
                 yield replayed
                 return
             self.replayed += len(wanted.made)
-        with self.model.generate(wanted) as generation:
+        with self.model.generate(wanted) as tokens:
             piece = replayed
             if piece is not None:
                 yield piece
             while piece is None or piece.finish_reason is None:
-                made = await generation.next()
+                made = await tokens.get()
                 piece = answer.push(made.token, made.finish_reason)
                 yield piece
 
@@ -454,8 +455,8 @@ def make_app(served: ServedModel) -> web.Application:
     app = web.Application(client_max_size=BODY_BYTES_MAX, middlewares=[served.errors_as_json])
     app.router.add_get("/v1/models", served.list_models)
     app.router.add_get("/v1/models/{model:.+}", served.list_models)
-    app.router.add_post("/v1/completions", served.completions)
-    app.router.add_post("/v1/chat/completions", served.chat_completions)
+    for path in PARSERS:
+        app.router.add_post(path, served.complete)
     app.router.add_get("/metrics", served.metrics)
     app.router.add_get(hop.HELLO_PATH, served.hello)
     app.router.add_post(hop.CANARY_PATH, served.canary)

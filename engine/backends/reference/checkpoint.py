@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import math
 import os
 import platform
@@ -23,15 +22,13 @@ from typing import Any, NoReturn, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.backends.memory_session import WAIT_S, attach, host_device, loading
+from engine.backends.memory_session import WAIT_S, attach, commit, host_device, loading
 from engine.backends.process import BackendProcess
 from engine.backends.reference.config import LlamaConfig, read_config
-from engine.backends.shards import Shard, StoredTensor, read_json, read_shards
+from engine.backends.shards import Shard, StoredTensor, identity_of, read_json, read_shards
 from gms.client import Reader, TensorRecord, Writer
 from plumbing import __version__
 from plumbing.errors import UnderstudyError, UsageError
-
-logger = logging.getLogger(__name__)
 
 Place = Callable[[str, int, tuple[int, ...], str], memoryview]
 """`place(name, nbytes, shape, dtype)` gives a writable view of exactly `nbytes` bytes."""
@@ -150,16 +147,12 @@ def identity(directory: str, *, rank: int = 0, size: int = 1) -> dict[str, Any]:
     Computed before the load and again before commit, so that a checkpoint that is replaced while it
     is read is never published under the old name.
     """
-    shards = read_shards(directory)
     config = json.dumps(read_json(os.path.join(directory, "config.json")), sort_keys=True)
     blas = cast("dict[str, Any]", np.show_config(mode="dicts"))["Build Dependencies"]["blas"]
     return {
         "model": os.path.basename(os.path.realpath(directory)),
         "config": hashlib.sha256(config.encode()).hexdigest(),
-        "shards": {
-            shard.name: {"header": shard.header_hash, "sample": shard.sample_hash()}
-            for shard in shards
-        },
+        "shards": identity_of(read_shards(directory)),
         "dtype": DTYPE,
         "quantization": "none",
         "kernels": f"numpy {np.__version__}, {blas['name']} {blas['version']}",
@@ -277,22 +270,8 @@ def _load(checkpoint: Checkpoint, writer: Writer, before: dict[str, Any]) -> Rea
     writer.plan(checkpoint.weights_bytes, max(item.nbytes for item in checkpoint.tensors))
     checkpoint.load_into(place, writer.progress)
     after = identity(checkpoint.directory, rank=checkpoint.rank, size=checkpoint.ranks)
-    if after != before:
-        changed = sorted(key for key in before if before[key] != after.get(key))
-        writer.close()
-        raise UnderstudyError(
-            "model.changed",
-            f"{checkpoint.directory} changed while it was read ({', '.join(changed)}); nothing was"
-            " published, and the next attempt reads it again.",
-        )
-    reader = writer.commit(after)
-    logger.info(
-        "loaded and committed %d MiB on %s in %.1f s",
-        checkpoint.weights_bytes >> 20,
-        host_device(checkpoint.rank),
-        time.monotonic() - start,
-    )
-    return reader
+    device = host_device(checkpoint.rank)
+    return commit(writer, before, after, checkpoint.directory, device, start)
 
 
 def check_bound(
@@ -304,29 +283,18 @@ def check_bound(
     that computes something else: an error, because a warning would be served.
 
     Raises:
-        UnderstudyError: `model.unbound`, naming the first tensor that is missing, surplus or of
-            another shape or type; `details` has all the missing and surplus ones.
+        UnderstudyError: `model.unbound`, naming the tensors.
     """
-    needed = {each.name: (DTYPE, each.shape, each.nbytes, None) for each in wanted}
+    needed = {(each.name, DTYPE, each.shape, each.nbytes, None) for each in wanted}
     there = {
-        name: (each.dtype, tuple(each.shape), each.nbytes, each.strides)
+        (name, each.dtype, tuple(each.shape), each.nbytes, each.strides)
         for name, each in found.items()
     }
-    missing = [name for name in needed if name not in there]
-    surplus = [name for name in there if name not in needed]
-    unlike = [name for name in needed if name in there and needed[name] != there[name]]
-    for names, what in (
-        (missing, f"of the model is not in epoch {epoch}"),
-        (surplus, f"of epoch {epoch} is not part of the model"),
-        (unlike, f"of epoch {epoch} has another shape or type than the model's"),
-    ):
-        if names:
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            raise UnderstudyError(
-                "model.unbound",
-                f"tensor {names[0]}{more} {what}; stop every engine that maps this epoch, so that"
-                " the next one loads it again, and run the same release of understudy in every"
-                " container",
-                missing=missing or unlike[:1],
-                surplus=surplus,
-            )
+    if tensors := sorted({name for name, *_ in needed ^ there}):
+        raise UnderstudyError(
+            "model.unbound",
+            f"{', '.join(tensors)[:300]}: the model and epoch {epoch} differ in these tensors; stop"
+            " every engine that maps this epoch, so that the next one loads it again, and run the"
+            " same release of understudy in every container",
+            tensors=tensors,
+        )

@@ -138,16 +138,10 @@ class Body(Struct, kw_only=True, forbid_unknown_fields=True):
             if not (re.fullmatch("[0-9]{1,10}", token) and int(token) < vocab_size):
                 what = f"logit_bias: {token!r:.20} is not a token id below {vocab_size}."
                 raise bad_value("logit_bias", what)
-        return SamplingParams(
-            temperature=self.temperature,
-            top_p=self.top_p,
-            seed=seed if self.seed is None else self.seed,
-            repetition_penalty=self.repetition_penalty,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            min_tokens=self.min_tokens,
-            logit_bias=tuple((int(token), bias) for token, bias in self.logit_bias.items()),
-        )
+        given = {name: getattr(self, name) for name in SamplingParams.__struct_fields__}
+        given["seed"] = seed if self.seed is None else self.seed
+        given["logit_bias"] = tuple((int(token), each) for token, each in self.logit_bias.items())
+        return SamplingParams(**given)
 
 
 class CompletionBody(Body, kw_only=True):

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from engine.backends.reference.config import LlamaConfig, Rope
-from engine.backends.reference.ranks import Array, ForwardMsg, Peers
+from engine.backends.reference.ranks import Array, Peers
 
 # Tokens per prefill unit and per block: large enough that a matrix product is efficient, small
 # enough that a 1 B model on one core shows progress well within the 3 s after which generation
@@ -89,7 +89,7 @@ class Decoder:
     """Logits from tokens. `weights` as `weights_from` gives them; they are only read.
 
     `config` and `weights` are one rank's share, and every rank must run the same steps in the same
-    order, which `peers.tell` announces. With one rank, `peers` has no others.
+    order, which `peers.call` announces. With one rank, `peers` has no others.
     """
 
     def __init__(self, config: LlamaConfig, weights: Mapping[str, Array], peers: Peers) -> None:
@@ -116,8 +116,7 @@ class Decoder:
         if start + len(tokens) > cache.max_context:
             raise ValueError(f"{start} + {len(tokens)} tokens exceed {cache.max_context}")
         peers = self._peers
-        if peers.has_followers:
-            peers.tell(ForwardMsg(cache.number, slot, start, tuple(tokens)))
+        peers.call("forward", cache.number, slot, tuple(tokens), start)
         with np.errstate(over="ignore", under="ignore"):  # exp(-gate) may reach inf: SiLU is 0
             hidden = self._embedding[np.asarray(tokens)]
             cosine, sine = self._rotation(start, len(tokens))

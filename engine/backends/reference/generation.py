@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from engine.backends.reference.decoder import PREFILL_CHUNK, Decoder, KVCache
 from engine.backends.reference.kv_blocks import PrefixCache
 from engine.backends.reference.ranks import Array
-from plumbing.errors import InvariantError, UnderstudyError
+from plumbing.errors import UnderstudyError
 from plumbing.pod.queue_page import QueuePage
 
 CANARY_FAILED = "engine.canary_failed"
@@ -217,14 +217,7 @@ class Generator:
 
     def submit(self, request: TokenRequest) -> None:
         """Start a request, or queue it. The application has checked it and limits their number."""
-        number, total = request.number, len(request.prompt) + len(request.made)
-        fits = len(request.prompt) > 0 and total < self._cache.max_context
-        known = [*self._waiting, *(each.request.number for each in self._running)]
-        if not fits or request.max_tokens <= len(request.made) or request.number in known:
-            raise InvariantError(
-                f"request {request.number} is a duplicate or does not fit the context"
-            )
-        self._waiting[number] = request
+        self._waiting[request.number] = request
         if self._queue is not None:
             self._queue.add(request.attempt)
         self._start_waiting()

@@ -9,13 +9,10 @@ and without this cache. And an engine without the service wakes with private mem
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import logging
 import math
-import mmap
 import os
-import secrets
 import zlib
 from array import array
 from bisect import bisect_right
@@ -24,40 +21,29 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import sha256
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from engine.backends import process_memory
+from engine.backends.host_range import HostRange
+from engine.backends.kept_pools import KeptPools
 from engine.backends.memory_session import SOCKET_DIR_ENV, host_device
-from engine.backends.process import BackendProcess
 from engine.backends.reference.config import LlamaConfig, Settings
 from engine.backends.reference.decoder import PREFILL_CHUNK, KVCache
-from engine.backends.reference.ranks import (
-    Array,
-    BlockMsg,
-    DoneMsg,
-    Peers,
-    TakeMemoryMsg,
-    digest_of,
-)
-from engine.kv.adopter import Adoption, adoptable, audited, joined
-from engine.kv.layout import IndexHeader, IndexPage, IndexRecord, index_bytes
+from engine.backends.reference.ranks import Array, Peers, digest_of
+from engine.kv.adopter import joined
+from engine.kv.layout import IndexHeader, IndexRecord
 from engine.kv.writer import IndexWriter
 from gms.client import (
-    ADOPTED,
-    ADOPTING,
     BEGUN,
-    Filling,
     KvClaim,
     KvLease,
     borrow_pool,
     has_pool_service,
-    memory_for,
 )
 from plumbing import __version__
 from plumbing.errors import UnderstudyError, UnreachableError, UsageError
-from plumbing.wire import sockets
 
 logger = logging.getLogger(__name__)
 
@@ -120,6 +106,9 @@ def _size(config: LlamaConfig, settings: Settings, context: int) -> KvSize:
 # ---------------------------------------------------------------------- blocks
 
 
+BlockStep = Literal["save", "load", "checksum"]
+
+
 class BlockStore:
     """`blocks` blocks in one given buffer, which must stay mapped, beside the slots of `cache`.
 
@@ -134,26 +123,27 @@ class BlockStore:
         self._cache = cache
         self._peers = peers
 
-    def run(self, step: BlockMsg) -> int:
-        """Do one step on this rank; the block's checksum if the step asks for it, else 0."""
-        block = self._blocks[step.block]
-        if step.kind == "checksum":
+    def run(self, kind: BlockStep, number: int, slot: int = 0, start: int = 0) -> int:
+        """On this rank, copy the chunk at `start` of a slot into a block, or the other way; or
+        answer the block's checksum (else 0)."""
+        block = self._blocks[number]
+        if kind == "checksum":
             return zlib.crc32(block.data)
-        chunk = self._cache.chunk(step.slot, step.start, PREFILL_CHUNK)
-        if step.kind == "save":
+        chunk = self._cache.chunk(slot, start, PREFILL_CHUNK)
+        if kind == "save":
             block[...] = chunk
         else:
             chunk[...] = block
         return 0
 
-    def do(self, step: BlockMsg) -> int:
-        """Do one step on every rank; the checksum is of the block's bytes on all of them."""
-        self._peers.tell(step)
-        mine = self.run(step)
-        return joined([mine, *(each.checksum for each in self._peers.answers(DoneMsg))])
+    def do(self, *step: Any) -> int:
+        """As `run`, on every rank; the checksum is of the block's bytes on all of them."""
+        self._peers.call("run_block", *step)
+        mine = self.run(*step)
+        return joined([mine, *self._peers.answers()])
 
     def checksum(self, block: int) -> int:
-        return self.do(BlockMsg("checksum", block=block))
+        return self.do("checksum", block)
 
 
 # ---------------------------------------------------------------------- prefix cache
@@ -262,7 +252,7 @@ class PrefixCache:
         if chain.rest:
             self._publish_tail(chain, chain.hash_with(chain.rest))
         for number, block in enumerate(found):
-            self._store.do(BlockMsg("load", chain.slot, number * PREFILL_CHUNK, block))
+            self._store.do("load", block, chain.slot, number * PREFILL_CHUNK)
         self._touch(chain)
         position = chain.start + len(chain.rest)
         self.reused += position
@@ -292,7 +282,7 @@ class PrefixCache:
         block = self._free.pop() if self._free else self._block_of.popitem(last=False)[1]
         if self._index is not None:
             self._index.invalidate(block)
-        self._store.do(BlockMsg("save", slot, start, block))
+        self._store.do("save", block, slot, start)
         self._block_of[hashed] = block
         if self._index is not None:
             audit = self._store.checksum(block) if self._has_audit else None
@@ -383,7 +373,6 @@ class KeptBlocks:
     def __init__(
         self,
         leases: Sequence[KvLease],
-        pages: Sequence[IndexPage],
         headers: Sequence[IndexHeader],
         *,
         blocks: int,
@@ -392,49 +381,29 @@ class KeptBlocks:
     ) -> None:
         """Adopt or begin empty, before the first step. The first `blocks` records are those of
         blocks, and `checksum` is that of a block's bytes."""
-        incarnation = leases[0].claim.incarnation
-        adoption = Adoption(why_empty="--no-kv-adoption")
-        if may_adopt:
-            adoption = audited(
-                adoptable(pages, headers, incarnation),
-                lambda blocks: [checksum(block) for block in blocks],
-            )
-            if adoption.torn:
-                logger.error("blocks %s are not what was published", sorted(adoption.torn))
-        self._pages = pages
-        self.adopted = adoption.records
-        self.adopted_blocks = sum(record.block < blocks for record in adoption.records)
-        self.why_empty = adoption.why_empty
-        self.torn = len(adoption.torn)
-        self._leases = leases
-        self._mark(ADOPTING)
-        self.writer = IndexWriter(
-            pages, headers, incarnation, secrets.token_hex(16), adoption, counted=blocks
+        self._leases, self._pools = leases, KeptPools(leases, headers)
+        adoption = self._pools.find(
+            lambda numbers: [checksum(number) for number in numbers], may_adopt=may_adopt
         )
-
-    def canary_passed(self) -> None:
-        self._mark(ADOPTED)
+        self.adopted, self.why_empty = adoption.records, adoption.why_empty
+        self.adopted_blocks = sum(record.block < blocks for record in adoption.records)
+        self.torn = len(adoption.torn)
+        self.writer = self._pools.writer(adoption, counted=blocks)
+        self.canary_passed = self._pools.trust
 
     def discard(self, why: str) -> None:
         """Nothing of it may be believed: this engine is about to end."""
         self.writer.clear()
-        for lease in self._leases:
-            lease.discard(why)
+        self._pools.distrust(why)
 
     def close(self) -> None:
         """Leave the content to the next engine, and let go of the pools but for rank 0's own, whose
         lease is its caller's. An engine that lives to do this has not died of what it adopted."""
         self.writer.prove()
         self.writer.close()
-        for page in self._pages:
-            page.release()
+        self._pools.release()
         for lease in self._leases[1:]:
             lease.close()
-
-    def _mark(self, mark: str) -> None:
-        if self.adopted:
-            for lease in self._leases:
-                lease.mark(mark)
 
 
 # ---------------------------------------------------------------------- memory
@@ -446,45 +415,25 @@ NO_POOL_FILE = "gms.pool_file"  # the disk is full or fails; private memory need
 DEADLINE_S = process_memory.DEADLINE_S  # for another engine's process that still maps the pool
 
 
-class PrivateMemory:
-    """This process's own, with the reason in `note`."""
+class KvMemory:
+    """This rank's, from a wake to a rest: the memory service's by `lease`, or without one this
+    process's own. `note` says why none of it is kept for the next engine."""
 
-    lease = None
+    def __init__(self, size_bytes: int, ranks: int, lease: KvLease | None, note: str) -> None:
+        """Takes `lease`; an error here ends the process. Ranks share the machine's memory, so there
+        must be room for every rank's.
 
-    def __init__(self, size_bytes: int, note: str) -> None:
-        self._mapped = process_memory.allocate(size_bytes)
-        self.view, self.note = memoryview(self._mapped), note
-
-    def give_back(self, wait_s: float, *, is_kept: bool) -> int:
-        """As `LentMemory.give_back`; nothing of it can be kept."""
-        self._mapped.madvise(mmap.MADV_DONTNEED)  # not unmapped yet: nobody else can be there
-        size_bytes = len(self.view)
-        self.view.release()
-        with contextlib.closing(self._mapped):
-            start = ctypes.c_ubyte.from_buffer(self._mapped)
-            resident_bytes = process_memory.resident_bytes(ctypes.addressof(start), size_bytes)
-            del start
-        return resident_bytes
-
-
-class LentMemory:
-    """The memory service's. `note` says why none of it is kept for the next engine."""
-
-    def __init__(self, lease: KvLease, device: str, kv_bytes: int, note: str) -> None:
-        """Takes `lease`; an error here ends the process."""
+        Raises:
+            UnderstudyError: `engine.kv_memory_busy`, `engine.kv_addresses`.
+        """
         self.lease, self.note = lease, note
-        size_bytes = sum(lease.slab_sizes)
-        self._mapped = memory_for(device).reserve(size_bytes)
-        self._mapped.map(0, lease.slabs, writable=True)
-        self.view = self._mapped.view(0, kv_bytes)
-        fds = [slab.fileno() for slab in lease.slabs]
-        self._filling = Filling(
-            self._mapped.address,
-            size_bytes,
-            lambda huge_bytes: logger.info("%d bytes of KV memory are in huge pages", huge_bytes),
-            has_room=lambda: process_memory.has_room_for(fds),
-        )
-        lease.mark(BEGUN)
+        self._range = HostRange(size_bytes, ranks)
+        if lease is None:
+            self._range.take(DEADLINE_S)
+        else:
+            self._range.borrow(lease.slabs, is_new=lease.is_fresh)
+            lease.mark(BEGUN)
+        self.view = memoryview((ctypes.c_uint8 * size_bytes).from_address(self._range.address))
 
     def give_back(self, wait_s: float, *, is_kept: bool) -> int:
         """Unmap it, once nobody uses `view` any more; how many bytes are resident after that.
@@ -494,35 +443,22 @@ class LentMemory:
         Raises:
             UnderstudyError: as `KvLease.give_up`.
         """
-        self._filling.stop()
-        self._mapped.unmap()
-        resident_bytes = process_memory.resident_bytes(
-            self._mapped.address, self._mapped.size_bytes
-        )
-        self._mapped.free()
-        if is_kept:
+        self._range.park()
+        resident_bytes = self._range.resident_bytes()
+        self._range.free()
+        if self.lease is not None and is_kept:
             self.lease.close()
-        else:
+        elif self.lease is not None:
             self.lease.give_up(wait_s)
         return resident_bytes
 
 
-KvMemory = LentMemory | PrivateMemory
-"""`view` is writable."""
-
-
-def borrow(
-    member: BackendProcess, take: TakeMemoryMsg, size: KvSize, settings: Settings, rank: int
-) -> KvLease:
+def borrow(claim: KvClaim, rank: int) -> KvLease:
     """The pool of `rank`'s device; waits longest for another engine that still maps it.
 
     Raises:
         UnderstudyError: `gms.kv_busy`, `gms.kv_stale_token`, …; UnreachableError.
     """
-    claim = KvClaim(
-        *(member.engine, member.incarnation, take.token, take.era),
-        *(size.kv_bytes, index_bytes(records_of(size.blocks, settings.slots))),
-    )
     attempt = partial(
         borrow_pool,
         os.environ.get(SOCKET_DIR_ENV, ""),
@@ -539,9 +475,7 @@ def borrow(
         return attempt(DEADLINE_S - AWAY_S)
 
 
-def kv_memory(
-    member: BackendProcess, take: TakeMemoryMsg, size: KvSize, settings: Settings
-) -> KvMemory:
+def kv_memory(claim: KvClaim, size: KvSize, settings: Settings) -> KvMemory:
     """This rank's KV memory: from the memory service, if it lends any and `settings` allow it.
 
     Raises:
@@ -552,27 +486,12 @@ def kv_memory(
         why = f"the memory service lends no KV memory for {device}"
         if has_pool_service(os.environ.get(SOCKET_DIR_ENV, ""), device):
             try:
-                lease = borrow(member, take, size, settings, settings.rank)
-                return LentMemory(lease, device, size.kv_bytes, "" if size.blocks else NO_BLOCKS)
-            except UnreachableError as error:
-                why = f"no memory service: {error.message}"
+                lease = borrow(claim, settings.rank)
+                note = "" if size.blocks else NO_BLOCKS
+                return KvMemory(size.kv_bytes, settings.ranks, lease, note)
             except UnderstudyError as error:
-                if error.code != NO_POOL_FILE:
+                if not isinstance(error, UnreachableError) and error.code != NO_POOL_FILE:
                     raise
-                why = error.message
-            logger.warning("%s; this engine takes private KV memory", why)
-    process_memory.wait_for_room(size.kv_bytes * settings.ranks)
-    return PrivateMemory(size.kv_bytes, why)
-
-
-def page_of(lease: KvLease) -> IndexPage:
-    """The index in the lease's pool. Its mapping lives until the page is released.
-
-    Raises:
-        UnreachableError: `wire.no_descriptors`.
-    """
-    try:
-        mapping = mmap.mmap(lease.index.fileno(), lease.index_bytes)
-    except OSError as error:
-        raise sockets.no_descriptors("map the index of the KV memory", error) from error
-    return IndexPage.over(memoryview(mapping))
+                why = f"private KV memory: {error.message}"
+            logger.warning("%s", why)
+    return KvMemory(size.kv_bytes, settings.ranks, None, why)

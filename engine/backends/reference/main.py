@@ -12,13 +12,12 @@ processes of the other tensor-parallel ranks, and only then the slow imports.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
 import logging
 import os
-import socket
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NoReturn
 
 from engine.backends import process
@@ -53,6 +52,7 @@ _KV_MEMORY = (
     "Where the KV cache lives: `gms` (survives this process; the next engine reuses its blocks) or"
     " `private` (default: gms)."
 )
+_NO_ADOPTION = "Ignore the KV blocks of earlier engines."
 _AUDIT = "Publish a checksum with every KV block, and compare it before the block is adopted."
 
 
@@ -65,35 +65,24 @@ def parse(argv: list[str]) -> tuple[Settings, tuple[str, ...]]:
     """Settings and the served model's names. Raises UsageError `engine.backend_arguments`."""
     parser = _Parser(prog="engine run --backend reference --", allow_abbrev=False)
     add = parser.add_argument
-    add("--model", required=True, help="Directory of a Hugging Face checkpoint.")
+    add("--model", dest="directory", required=True, help="Directory of a Hugging Face checkpoint.")
     add("--served-model-name", nargs="+", metavar="NAME", help=_NAMES)
-    for name, least, most, default, text in (
-        ("--max-context", 2, CONTEXT_MAX, None, _CONTEXT),
-        ("--slots", 1, 1024, DEFAULT_SLOTS, _SLOTS),
-        ("--cache-tokens", 0, CACHE_TOKENS_MAX, None, _CACHE),
-        ("--tensor-parallel", 1, RANKS_MAX, 1, _RANKS),
-        ("--token-interval-ms", 0, TOKEN_INTERVAL_MS_MAX, 0, _INTERVAL),
+    for name, field, least, most, default, text in (
+        ("--max-context", "max_context", 2, CONTEXT_MAX, None, _CONTEXT),
+        ("--slots", "slots", 1, 1024, DEFAULT_SLOTS, _SLOTS),
+        ("--cache-tokens", "cache_tokens", 0, CACHE_TOKENS_MAX, None, _CACHE),
+        ("--tensor-parallel", "ranks", 1, RANKS_MAX, 1, _RANKS),
+        ("--token-interval-ms", "token_interval_ms", 0, TOKEN_INTERVAL_MS_MAX, 0, _INTERVAL),
     ):
-        add(name, type=_whole(least, most), default=default, help=text)
+        add(name, dest=field, type=_whole(least, most), default=default, help=text)
     add("--kv-bytes", type=size_bytes, help="Most KV memory per rank, e.g. 2GiB.")
     add("--kv-memory", choices=("gms", "private"), default="gms", help=_KV_MEMORY)
-    add("--no-kv-adoption", action="store_true", help="Ignore the KV blocks of earlier engines.")
-    add("--kv-audit", action="store_true", help=_AUDIT)
-    found = parser.parse_args(argv)
-    settings = Settings(
-        directory=found.model,
-        slots=found.slots,
-        max_context=found.max_context,
-        kv_bytes=found.kv_bytes,
-        cache_tokens=found.cache_tokens,
-        kv_memory=found.kv_memory,
-        may_adopt=not found.no_kv_adoption,
-        has_audit=found.kv_audit,
-        ranks=found.tensor_parallel,
-        token_interval_ms=found.token_interval_ms,
-    )
-    names = found.served_model_name or [os.path.basename(os.path.realpath(found.model))]
-    return settings, tuple(names)
+    add("--no-kv-adoption", dest="may_adopt", action="store_false", help=_NO_ADOPTION)
+    add("--kv-audit", dest="has_audit", action="store_true", help=_AUDIT)
+    found = vars(parser.parse_args(argv))
+    names = found.pop("served_model_name")
+    settings = Settings(**found)
+    return settings, tuple(names or [os.path.basename(os.path.realpath(settings.directory))])
 
 
 def _whole(least: int, most: int) -> Callable[[str], int]:
@@ -123,7 +112,8 @@ def main() -> int:
         raise_fd_limit()
     except UnderstudyError as error:
         logger.error("%s", error)
-        _report(sock, error)
+        with BlockingClient.from_socket(sock, CHANNEL) as client, suppress(UnderstudyError):
+            client.notify(process.fault_report(error))
         return error.exit_code
     os.environ |= dict.fromkeys(THREAD_VARIABLES, "1")
     # When imported, aiohttp reads all certificates that a client might need: 30 ms for nothing.
@@ -142,11 +132,6 @@ def main() -> int:
     gc.enable()
     uvloop.run(serve(settings, names, sock, member, peers, children, page))
     raise AssertionError("the backend stopped serving by itself")
-
-
-def _report(sock: socket.socket, error: UnderstudyError) -> None:
-    with BlockingClient.from_socket(sock, CHANNEL) as client, contextlib.suppress(UnderstudyError):
-        client.notify(process.fault_report(error))
 
 
 if __name__ == "__main__":

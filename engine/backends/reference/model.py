@@ -19,7 +19,8 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
 
 from msgspec.structs import replace
@@ -27,7 +28,7 @@ from msgspec.structs import replace
 from engine.backends.process import ProgressPage, fault_report
 from engine.backends.reference.generation import NewToken, TokenRequest
 from engine.backends.reference.rank import Rank
-from engine.backends.reference.ranks import ReadyMsg
+from engine.backends.reference.ranks import Ready
 from engine.messages import CanaryMsg, FaultReportMsg
 from plumbing.errors import UnderstudyError
 
@@ -62,10 +63,11 @@ class ModelThread:
         self.kept = 0  # blocks that it would find now
         self._on_failed = on_failed
         self._loop = asyncio.get_running_loop()
-        self._ready: asyncio.Future[ReadyMsg] = self._loop.create_future()
+        self._ready: asyncio.Future[Ready] = self._loop.create_future()
         self._checking: asyncio.Future[CanaryMsg] | None = None
         self._numbers = itertools.count(1)
-        self._unfinished: dict[int, Generation] = {}
+        # The size of each, prompt and journal, and where its tokens go.
+        self._unfinished: dict[int, tuple[int, asyncio.Queue[NewToken]]] = {}
         self._tokens_unfinished = 0
         # Between the threads: calls one way, news the other.
         self._calls: queue.SimpleQueue[Callable[[Rank], None]] = queue.SimpleQueue()
@@ -91,7 +93,7 @@ class ModelThread:
         """Tokens made, and steps of prefill."""
         return self.page.count
 
-    async def ready(self) -> ReadyMsg:
+    async def ready(self) -> Ready:
         """Wait until every rank is ready."""
         return await asyncio.shield(self._ready)
 
@@ -113,9 +115,10 @@ class ModelThread:
 
     # ------------------------------------------------------------------ requests
 
-    def generate(self, wanted: TokenRequest) -> Generation:
-        """Ask for tokens, under a number of our own; use the result in a `with` block, which
-        cancels an unfinished request.
+    @contextmanager
+    def generate(self, wanted: TokenRequest) -> Iterator[asyncio.Queue[NewToken]]:
+        """Ask for tokens, under a number of our own. They arrive in the queue; after one with a
+        `finish_reason` there is none. The end of the block cancels an unfinished request.
 
         Raises:
             UnderstudyError: `engine.queue_full`.
@@ -128,32 +131,33 @@ class ModelThread:
                 f"this engine is full: {len(self._unfinished)} requests with {known} tokens of"
                 " prompt are in progress; try again shortly",
             )
-        request = replace(wanted, number=next(self._numbers))
-        generation = self._unfinished[request.number] = Generation(self, request.number, size)
+        number, tokens = next(self._numbers), asyncio.Queue[NewToken]()
+        request = replace(wanted, number=number)
+        self._unfinished[number] = size, tokens
         self._tokens_unfinished += size
         self._calls.put(lambda rank: _generator(rank).submit(request))
-        return generation
+        try:
+            yield tokens
+        finally:
+            if self._forget(number):
+                self._calls.put(lambda rank: _generator(rank).cancel(number))
 
-    def cancel(self, number: int) -> None:
-        """Drop a request that the model has not finished; any other number is ignored."""
-        if self._forget(number) is not None:
-            self._calls.put(lambda rank: _generator(rank).cancel(number))
-
-    def _forget(self, number: int) -> Generation | None:
-        generation = self._unfinished.pop(number, None)
-        if generation is not None:
-            self._tokens_unfinished -= generation.size
-        return generation
+    def _forget(self, number: int) -> bool:
+        """Whether the request was unfinished."""
+        size, _ = self._unfinished.pop(number, (0, None))
+        self._tokens_unfinished -= size
+        return size > 0
 
     def _deliver(self) -> None:
         self._is_delivering = False
         self.page.count, self.published, self.kept = self._news
         while self._made:
             made = self._made.popleft()
-            is_last = made.finish_reason is not None
-            generation = (self._forget if is_last else self._unfinished.get)(made.request)
-            if generation is not None:  # else it was cancelled while this was on its way
-                generation.tokens.put_nowait(made)
+            found = self._unfinished.get(made.request)
+            if found is not None:  # else it was cancelled while this was on its way
+                found[1].put_nowait(made)
+            if made.finish_reason is not None:
+                self._forget(made.request)
 
     def _child_ended(self, pidfd: int, rank: int, child: subprocess.Popen[bytes]) -> None:
         self._loop.remove_reader(pidfd)
@@ -226,23 +230,3 @@ def _generator(rank: Rank) -> Any:
 def _settle(future: asyncio.Future[T], result: T) -> None:
     if not future.done():
         future.set_result(result)
-
-
-class Generation:
-    """The tokens of one request, as they arrive; `size` counts those of its prompt and journal."""
-
-    def __init__(self, model: ModelThread, number: int, size: int) -> None:
-        self.number = number
-        self.size = size
-        self.tokens: asyncio.Queue[NewToken] = asyncio.Queue()
-        self._model = model
-
-    async def next(self) -> NewToken:
-        """The next token; after one with a `finish_reason` there is none."""
-        return await self.tokens.get()
-
-    def __enter__(self) -> Generation:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._model.cancel(self.number)

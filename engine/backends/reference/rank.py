@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import logging
 import sys
-import time
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import msgspec
 from msgspec.structs import replace
 
 from engine.backends import process
+from engine.backends.kept_pools import page_of
 from engine.backends.memory_session import KeptWeights
 from engine.backends.process import BackendProcess
 from engine.backends.reference.checkpoint import map_weights, open_checkpoint
@@ -33,41 +33,20 @@ from engine.backends.reference.kv_blocks import (
     borrow,
     headers_of,
     kv_memory,
-    page_of,
+    records_of,
     size_kv,
 )
-from engine.backends.reference.ranks import (
-    RANK_LOST,
-    BlockMsg,
-    DistrustMsg,
-    DoneMsg,
-    ForwardMsg,
-    Peers,
-    ReadyMsg,
-    TakeMemoryMsg,
-    digest_of,
-    leader_pipe,
-)
-from engine.messages import (
-    CanaryMsg,
-    KvMemoryKind,
-    PlaceWeightsMsg,
-    RestedMsg,
-    RestMsg,
-    WeightsPlacedMsg,
-    WokenMsg,
-)
+from engine.backends.reference.ranks import RANK_LOST, Peers, Ready, digest_of, leader_pipe
+from engine.kv.layout import index_bytes
+from engine.messages import CanaryMsg, KvMemoryKind, RestedMsg, WeightsPlacedMsg, WokenMsg
+from gms.client import KvClaim
 from plumbing.errors import InvariantError, UnderstudyError
 from plumbing.service.log import configure
-from plumbing.wire.messages import Message
 
 logger = logging.getLogger(__name__)
 
 SCRATCH_CONTEXT = 64  # for canaries while the real cache is busy or not allocated
 SCRATCH, SERVING = 0, 1  # the numbers of the two caches
-# A process that distrusts its weights is about to exit, and its report with it: a memory service
-# that has just died is back within a second, and no engine serves meanwhile.
-REPORT_WAIT_S = 2.0
 RESTAGE_S = 60.0  # as long as a wake may take: weights come back at some 2 GB a second
 
 
@@ -85,7 +64,7 @@ class Rank:
         """
         checkpoint = open_checkpoint(settings.directory, settings.rank, settings.ranks)
         config = checkpoint.config
-        self._peers, self._settings = peers, settings
+        self._peers, self._settings, self._member = peers, settings, member
         self._size = size_kv(config, settings)
         self._blocks: BlockStore | None = None
         self._memory: KvMemory | None = None
@@ -94,13 +73,12 @@ class Rank:
         self._queue = process.queue_page()
         self._progress = 0  # before the last sleep: it only ever grows
         reader, identity = map_weights(checkpoint, member)
-        self._member, self._seat = member, member.seat
         self._decoder = Decoder(config, weights_from(config, reader.view), peers)
         scratch_bytes = KVCache.bytes_needed(config, 1, SCRATCH_CONTEXT)
         scratch = KVCache(config, bytearray(scratch_bytes), 1, SCRATCH_CONTEXT, SCRATCH)
         self._caches = {SCRATCH: scratch}
         self._weights = KeptWeights(reader, may_digest=lambda: SERVING not in self._caches)
-        mine = ReadyMsg(
+        mine = Ready(
             checkpoint.weights_bytes,
             self._size.kv_bytes,
             self._size.context,
@@ -109,7 +87,7 @@ class Rank:
             reader.epoch,
             identity,
         )
-        everyone = [mine, *peers.answers(ReadyMsg)]  # each other rank says so once it is
+        everyone: list[Ready] = [mine, *peers.answers()]  # each other rank says so once it is
         self._mapped = [(each.epoch, digest_of(each.identity)) for each in everyone]
         self.ready = replace(
             mine,
@@ -124,50 +102,39 @@ class Rank:
         that says why."""
         leader = self._peers.leader
         assert leader is not None
-        leader.send(self.ready)
+        answer: Any = self.ready
         while True:
-            match message := leader.receive():
-                case ForwardMsg():
-                    self._forward(message)
-                case _:
-                    leader.send(self._answer(message))
+            if answer is not None:
+                leader.send(answer)
+            method, arguments = leader.receive()
+            answer = getattr(self, method)(*arguments)
 
-    def _forward(self, step: ForwardMsg) -> None:
-        self._decoder.forward(self._cache(step.cache), step.slot, step.tokens, step.start)
+    def forward(self, cache: int, slot: int, tokens: tuple[int, ...], start: int) -> None:
+        """Run tokens through a slot, on a rank above 0."""
+        self._decoder.forward(self._caches[cache], slot, tokens, start)
 
-    def _answer(self, message: Message) -> Message:
-        match message:
-            case TakeMemoryMsg():
-                return self.take_memory(message)
-            case RestMsg():
-                return self.give_memory(message)
-            case PlaceWeightsMsg():
-                return self.place(message)
-            case BlockMsg() if self._blocks is not None:
-                return DoneMsg(self._blocks.run(message))
-            case DistrustMsg():
-                self._distrust()
-                return DoneMsg()
-        raise InvariantError(f"rank {self._settings.rank} cannot do {message.TYPE} now")
-
-    def _cache(self, number: int) -> KVCache:
-        found = self._caches.get(number)
-        if found is None:
-            raise InvariantError(f"rank {self._settings.rank} has no KV cache {number}")
-        return found
+    def run_block(self, *step: Any) -> int:
+        """A step of `BlockStore`, on a rank above 0."""
+        assert self._blocks is not None
+        return self._blocks.run(*step)
 
     # ------------------------------------------------------------------ memory
 
-    def take_memory(self, take: TakeMemoryMsg) -> WokenMsg:
-        """Take KV memory once it is really free, rank 0 last; repeated calls do nothing more."""
-        self._peers.tell(take)
-        others = self._peers.answers(WokenMsg)
-        settings, size = self._settings, self._size
+    def take_memory(self, token: int, era: str) -> WokenMsg:
+        """As the holder of `active` under `token`, take KV memory once it is really free, rank 0
+        last; repeated calls do nothing more."""
+        self._peers.call("take_memory", token, era)
+        others: list[WokenMsg] = self._peers.answers()
+        settings, size, member = self._settings, self._size, self._member
         self._weights.bring_back(RESTAGE_S)
         if self._memory is None:
-            if self._seat is not None and settings.rank:  # rank 0's process has joined already
-                self._seat.join(take.token)
-            memory = kv_memory(self._member, take, size, settings)
+            if member.seat is not None and settings.rank:  # rank 0's process has joined already
+                member.seat.join(token)
+            index_size = index_bytes(records_of(size.blocks, settings.slots))
+            claim = KvClaim(
+                member.engine, member.incarnation, token, era, size.kv_bytes, index_size
+            )
+            memory = kv_memory(claim, size, settings)
             config, slots = self._decoder.config, settings.slots
             cache = KVCache(config, memory.view, slots, size.context, SERVING)
             if size.blocks:
@@ -175,7 +142,7 @@ class Rank:
                 self._blocks = BlockStore(config, blocks, size.blocks, cache, self._peers)
             self._caches[SERVING], self._memory = cache, memory
             if settings.rank == 0:
-                prefixes = self._prefixes(take, memory)
+                prefixes = self._prefixes(claim, memory)
                 interval_s = settings.token_interval_ms / 1000
                 self.generator = Generator(self._decoder, cache, prefixes, self._queue, interval_s)
                 self.generator.progress = self._progress
@@ -191,7 +158,7 @@ class Rank:
             return WokenMsg(kv_bytes, kind, kv_note=self._memory.note)
         return WokenMsg(kv_bytes, kind, kept.adopted_blocks, kept.why_empty, kept.torn)
 
-    def _prefixes(self, take: TakeMemoryMsg, memory: KvMemory) -> PrefixCache | None:
+    def _prefixes(self, claim: KvClaim, memory: KvMemory) -> PrefixCache | None:
         """The prefix cache, with what an earlier engine has left in the pools.
 
         An error here ends the engine: what the pools' index says must not stay as it is.
@@ -201,14 +168,11 @@ class Rank:
             if memory.lease is not None:
                 page_of(memory.lease).invalidate_header()
             return None if store is None else PrefixCache(store, size.blocks)
-        others = range(1, settings.ranks)
-        leases = [borrow(self._member, take, size, settings, rank) for rank in others]
-        leases.insert(0, memory.lease)
+        leases = [memory.lease, *(borrow(claim, rank) for rank in range(1, settings.ranks))]
         mapped = zip(leases, self._mapped, strict=True)
         ranks = [(lease.pool, *weights) for lease, weights in mapped]
         kept = self.kept = KeptBlocks(
             leases,
-            [page_of(each) for each in leases],
             headers_of(self._decoder.config, size, settings.slots, ranks),
             blocks=size.blocks,
             may_adopt=settings.may_adopt,
@@ -217,7 +181,7 @@ class Rank:
         audit = settings.has_audit
         return PrefixCache(store, size.blocks, kept.writer, kept.adopted, has_audit=audit)
 
-    def give_memory(self, give: RestMsg) -> RestedMsg:
+    def give_memory(self, keep_kv: bool, budget_s: float) -> RestedMsg:
         """Undo `take_memory`, when nothing runs. Rank 0 is first, since it uses the others' pools;
         there the index is closed before, so that what is in it stays true.
 
@@ -235,32 +199,32 @@ class Rank:
             kept.close()
             del kept
         if memory is not None:
-            resident_bytes = memory.give_back(give.budget_ms / 1000, is_kept=give.keep_kv)
-        if self._seat is not None:
-            self._seat.leave()
-        self._peers.tell(give)
-        others = self._peers.answers(RestedMsg)
+            resident_bytes = memory.give_back(budget_s, is_kept=keep_kv)
+        if self._member.seat is not None:
+            self._member.seat.leave()
+        self._peers.call("give_memory", keep_kv, budget_s)
+        others: list[RestedMsg] = self._peers.answers()
         return RestedMsg(resident_bytes + sum(each.kv_bytes_resident for each in others))
 
-    def place(self, place: PlaceWeightsMsg) -> WeightsPlacedMsg:
+    def place(self, is_away: bool, budget_s: float) -> WeightsPlacedMsg:
         """Release the weights, or map them again; see `PlaceWeightsMsg`. A wake that overtook the
         request has mapped them, and then they stay.
 
         Raises:
             UnderstudyError: they cannot be mapped again.
         """
-        self._peers.tell(place)
+        self._peers.call("place", is_away, budget_s)
         freed_bytes, note = 0, ""
-        if not place.is_away:
-            self._weights.bring_back(place.budget_ms / 1000)
+        if not is_away:
+            self._weights.bring_back(budget_s)
         elif self._memory is None:
             freed_bytes, note = self._weights.let_go()
-        others = self._peers.answers(WeightsPlacedMsg)
-        notes = [note, *(each.note for each in others)]
+        mine = WeightsPlacedMsg(self._weights.is_away, freed_bytes, note[:4096])
+        everyone: list[WeightsPlacedMsg] = [mine, *self._peers.answers()]
         return WeightsPlacedMsg(
-            self._weights.is_away and all(each.is_away for each in others),
-            freed_bytes + sum(each.freed_bytes for each in others),
-            next((each[:4096] for each in notes if each), ""),
+            all(each.is_away for each in everyone),
+            sum(each.freed_bytes for each in everyone),
+            next((each.note for each in everyone if each.note), ""),
         )
 
     # ------------------------------------------------------------------ canary
@@ -275,7 +239,7 @@ class Rank:
                 raise
             return CanaryMsg(False, error.message)
         if made != self._canary_tokens:
-            self._distrust()
+            self.distrust()
             expected = f"{self._canary_tokens} when it was prepared"
             return CanaryMsg(False, f"the canary made {made}, and {expected}")
         if self.kept is not None:
@@ -285,30 +249,27 @@ class Rank:
     def _canary(self, cache: int, slot: int) -> tuple[int, ...]:
         """The canary's tokens; a failure is reported to the memory service before it is raised."""
         try:
-            return canary(self._decoder, self._cache(cache), slot)
+            return canary(self._decoder, self._caches[cache], slot)
         except UnderstudyError as error:
             if error.code == CANARY_FAILED:
-                self._distrust()
+                self.distrust()
             raise
 
-    def _distrust(self) -> None:
+    def distrust(self) -> bool:
         """Report that a canary failed: the weights may be damaged.
 
         After the report of a second incarnation they are taken out of service and loaded again, on
         every rank, because the damage may be on any of them.
         """
-        end = time.monotonic() + REPORT_WAIT_S
         if self.kept is not None:
             self.kept.discard("a canary failed")
-        keeper = self._weights.keeper
-        keeper.report_canary_failure(f"rank {self._settings.rank}: a canary failed")
+        self._weights.distrust(f"rank {self._settings.rank}: a canary failed")
         try:
-            self._peers.tell(DistrustMsg())
-            self._peers.answers(DoneMsg)
+            self._peers.call("distrust")
+            self._peers.answers()
         except UnderstudyError as error:
             logger.warning("a failed canary was not reported on every rank: %s", error.message)
-        if not keeper.wait_until_reported(max(0.0, end - time.monotonic())):
-            logger.warning("a failed canary was not reported: no memory service is running")
+        return True
 
 
 def main() -> int:

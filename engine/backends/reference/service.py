@@ -27,16 +27,14 @@ from engine.backends.reference.application import ServedModel, continuation_id, 
 from engine.backends.reference.config import Settings
 from engine.backends.reference.model import ModelThread
 from engine.backends.reference.rank import Rank
-from engine.backends.reference.ranks import Peers, ReadyMsg, TakeMemoryMsg
+from engine.backends.reference.ranks import Peers, Ready
 from engine.backends.reference.text import Tokenizer
 from engine.messages import (
     NO_ERA,
     CanaryMsg,
     HealthyMsg,
-    PlaceWeightsMsg,
     PreparedMsg,
     RestedMsg,
-    RestMsg,
     WeightsPlacedMsg,
     WokenMsg,
 )
@@ -165,7 +163,7 @@ class ReferenceBackend:
             max_field_size=LINE_BYTES_MAX,
         )
 
-    async def prepare(self) -> ReadyMsg:
+    async def prepare(self) -> Ready:
         """Build the HTTP server while the model loads, so that waking need not; wait for both."""
         await self._runner.setup()
         ready = self._served.ready = await self._model.ready()
@@ -188,8 +186,7 @@ class ReferenceBackend:
             self._served.engine, self._served.token = engine, token
             self._served.is_behind_gateway = is_private(listening)
             self._listener = SharedListener(listening.duplicate(), self._server)
-        take = TakeMemoryMsg(token, era)
-        woken = await self._model.call(lambda rank: rank.take_memory(take))
+        woken = await self._model.call(lambda rank: rank.take_memory(token, era))
         self._model.kept = woken.adopted_blocks
         return woken
 
@@ -256,8 +253,8 @@ class ReferenceBackend:
             await asyncio.sleep(POLL_S)
         self._listener = None
         served.is_draining = served.is_continued = False
-        give = RestMsg(keep_kv, round(1000 * max(0.0, end - loop.time())))
-        rested = await self._model.call(lambda rank: rank.give_memory(give))
+        left_s = max(0.0, end - loop.time())
+        rested = await self._model.call(lambda rank: rank.give_memory(keep_kv, left_s))
         self._model.published = self._model.kept = 0
         self._phases.step("rested")
         return rested
@@ -265,8 +262,7 @@ class ReferenceBackend:
     async def place_weights(self, budget_s: float, *, is_away: bool) -> WeightsPlacedMsg:
         """Release the weights on every rank, or map them again."""
         self._phases.step("place_weights")
-        place = PlaceWeightsMsg(is_away, round(1000 * budget_s))
-        return await self._model.call(lambda rank: rank.place(place))
+        return await self._model.call(lambda rank: rank.place(is_away, budget_s))
 
     @property
     def _server(self) -> web.Server:

@@ -8,6 +8,7 @@ raise: the answer says what went wrong.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from vllm.v1.engine.core import EngineCore
@@ -18,41 +19,32 @@ from plumbing.errors import UnderstudyError
 
 logger = logging.getLogger(__name__)
 
-Answer = dict[str, str]
+
+def _answering(method: Callable[..., object]) -> Callable[..., dict[str, str]]:
+    def answer(core: Any, *asked: Any) -> dict[str, str]:
+        try:
+            method(core, *asked)
+        except UnderstudyError as error:
+            return {"code": error.code, "problem": error.message}
+        except Exception as error:
+            logger.exception("%s failed", method.__name__)
+            return {"code": "vllm.core_failed", "problem": f"{type(error).__name__}: {error}"}
+        return {"code": "", "problem": ""}
+
+    return answer
 
 
-def _join(core: Any, token: int) -> Answer:
-    """Before any process maps KV memory under `token`."""
-    try:
-        membership.join_serving(token)
-    except UnderstudyError as error:
-        return {"code": error.code, "problem": error.message}
-    except OSError as error:
-        return {"code": "vllm.core_failed", "problem": str(error)}
-    return {"code": "", "problem": ""}
-
-
-def _leave(core: Any) -> Answer:
+def _leave(core: Any) -> None:
     """Once vLLM sleeps: let go of the index, where there is one, and leave the file."""
     if not core.is_scheduler_paused():
-        return {"code": "vllm.not_parked", "problem": "vLLM's scheduler is not paused"}
+        raise UnderstudyError("vllm.not_parked", "vLLM's scheduler is not paused")
     index = getattr(core.scheduler, "pool_index", None)
-    try:
-        if index is not None:
-            index.leave()
-        membership.leave_serving()
-    except Exception as error:
-        logger.exception("the engine core failed to release its KV index")
-        return {"code": "vllm.not_parked", "problem": f"{type(error).__name__}: {error}"}
-    return {"code": "", "problem": ""}
+    if index is not None:
+        index.leave()
+    membership.leave_serving()
 
 
-def _into_huge_pages(core: Any) -> Answer:
-    """Once the engine is prepared."""
-    process_memory.into_huge_pages()
-    return {"code": "", "problem": ""}
-
-
-EngineCore.understudy_into_huge_pages = _into_huge_pages
-EngineCore.understudy_join = _join
-EngineCore.understudy_leave = _leave
+# Once the engine is prepared; before any process maps KV memory under a token; and after that.
+EngineCore.understudy_into_huge_pages = _answering(lambda core: process_memory.into_huge_pages())
+EngineCore.understudy_join = _answering(lambda core, token: membership.join_serving(token))
+EngineCore.understudy_leave = _answering(_leave)

@@ -148,14 +148,22 @@ def check_holds_a_sequence(vllm_config: Any, spec: dict[str, Any], given_bytes: 
         return  # no attention, no cache
     register_all_kvcache_specs(vllm_config)  # as the engine core does first
 
+    model = vllm_config.model_config
+    tokens = model.max_model_len
+
     def fits(size_bytes: int) -> bool:
-        return _fits(vllm_config, spec, size_bytes)
+        try:
+            versions.get_kv_cache_configs(vllm_config, [dict(spec)], [size_bytes])
+        except ValueError:
+            return False
+        finally:
+            model.max_model_len = tokens  # with --max-model-len auto, planning shortens it
+        return True
 
     if fits(given_bytes) or not fits(SIZE_BYTES_MAX):
         return  # the size is not the problem; vLLM has its own error for whatever is
     sizes = range(given_bytes + 1, SIZE_BYTES_MAX)
     needed_bytes = sizes[bisect_left(sizes, True, key=fits)]
-    tokens = vllm_config.model_config.max_model_len
     raise UsageError(
         "vllm.kv_too_small",
         f"a KV cache of {given_bytes} bytes ({size(given_bytes)}) per rank cannot hold one"
@@ -166,16 +174,3 @@ def check_holds_a_sequence(vllm_config: Any, spec: dict[str, Any], given_bytes: 
         needed_bytes=needed_bytes,
         max_model_len=tokens,
     )
-
-
-def _fits(vllm_config: Any, spec: dict[str, Any], size_bytes: int) -> bool:
-    """Whether vLLM can plan a cache of this size; leaves its configuration unchanged."""
-    model = vllm_config.model_config
-    max_model_len = model.max_model_len
-    try:
-        versions.get_kv_cache_configs(vllm_config, [dict(spec)], [size_bytes])
-    except ValueError:
-        return False
-    finally:
-        model.max_model_len = max_model_len  # with --max-model-len auto, planning shortens it
-    return True

@@ -54,8 +54,9 @@ def check_version(allow_any: bool, version: str | None = None) -> None:
         UsageError: `vllm.unsupported_version`.
     """
     found = vllm_version() if version is None else version
-    minor = _minor(found)
-    if allow_any or (minor is not None and SUPPORTED[0] <= minor <= SUPPORTED[1]):
+    numbers = re.match(r"(\d+)\.(\d+)", found)  # a build without a version is called `dev`
+    minor = (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
+    if allow_any or SUPPORTED[0] <= minor <= SUPPORTED[1]:
         return
     raise UsageError(
         "vllm.unsupported_version",
@@ -67,14 +68,10 @@ def check_version(allow_any: bool, version: str | None = None) -> None:
     )
 
 
-def make_arg_parser(parser: Any) -> Any:
-    """Add the flags of `vllm serve` to `parser`, a FlexibleArgumentParser."""
-    return _cli_args().make_arg_parser(parser)
-
-
-def validate_parsed_serve_args(args: Any) -> None:
-    """vLLM's own checks of the parsed arguments; raises ValueError or TypeError as vLLM does."""
-    _cli_args().validate_parsed_serve_args(args)
+def cli_args() -> Any:
+    """vLLM's module with the flags of `vllm serve` (`make_arg_parser`), and its own checks of them
+    (`validate_parsed_serve_args`, which raises ValueError or TypeError)."""
+    return _find("parser of its flags", _CLI_ARGS)
 
 
 def get_kv_cache_configs(vllm_config: Any, specs: list[Any], sizes_bytes: list[int]) -> Any:
@@ -84,10 +81,6 @@ def get_kv_cache_configs(vllm_config: Any, specs: list[Any], sizes_bytes: list[i
     groups_of = getattr(plans, "get_global_kv_cache_groups", None)  # a separate step since 0.33
     groups = [] if groups_of is None else [groups_of(vllm_config, specs)]
     return plans.get_kv_cache_configs(vllm_config, specs, sizes_bytes, *groups)
-
-
-def _cli_args() -> Any:
-    return _find("parser of its flags", _CLI_ARGS)
 
 
 def _find(what: str, places: tuple[str, ...]) -> Any:
@@ -106,12 +99,6 @@ def _find(what: str, places: tuple[str, ...]) -> Any:
         f" this backend supports {supported_range()}",
         installed=vllm_version(),
     )
-
-
-def _minor(version: str) -> tuple[int, int] | None:
-    """`0.33.1.dev7+cpu` is (0, 33); a build without a version number (`dev`) is None."""
-    match = re.match(r"(\d+)\.(\d+)", version)
-    return (int(match[1]), int(match[2])) if match else None
 
 
 V1, V2 = "v1", "v2"

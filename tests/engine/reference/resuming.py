@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import aiohttp
@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from engine.backends.reference.application import ServedModel, make_app
 from engine.backends.reference.generation import Generator, NewToken, TokenRequest
-from engine.backends.reference.ranks import ReadyMsg
+from engine.backends.reference.ranks import Ready
 from engine.backends.reference.text import Tokenizer
 from plumbing import gateway_protocol as hop
 from tests.engine.reference.support import cache_for, decoder_of
@@ -31,26 +31,23 @@ class StubModel:
     def __init__(self, directory: str) -> None:
         decoder = decoder_of(directory)
         self.generator = Generator(decoder, cache_for(decoder, 2, MAX_CONTEXT))
-        self.started = 0
+        self.started = self.in_flight = 0
+        self.slots = self.generator._cache.slots
 
-    def generate(self, wanted: TokenRequest) -> StubModel:
+    @contextmanager
+    def generate(self, wanted: TokenRequest) -> Iterator[StubModel]:
         self.started += 1
         self.generator.submit(replace(wanted, number=self.started))
-        return self
+        try:
+            yield self
+        finally:
+            self.generator.cancel(self.started)
 
-    async def next(self) -> NewToken:
+    async def get(self) -> NewToken:
         while True:
             made = self.generator.step()
             if made is not None:
                 return made
-
-    def __enter__(self) -> StubModel:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: Any, trace: TracebackType | None
-    ) -> None:
-        self.generator.cancel(self.started)
 
 
 @dataclass(frozen=True)
@@ -156,8 +153,16 @@ async def pod(directory: Path) -> AsyncIterator[Pod]:
     ends = (257, 261)
     link = StubModel(str(directory))
     served = ServedModel(("tiny",), tokenizer, link)  # type: ignore[arg-type]  # a stand-in for the model
-    served.ready = ReadyMsg(1, 1, MAX_CONTEXT, 262, ends, "epoch", {})
+    served.ready = Ready(1, 1, MAX_CONTEXT, 262, ends, "epoch", {})
     served.is_behind_gateway = True
     served.engine, served.token = "engine-0", 7
     async with TestClient(TestServer(make_app(served))) as client:
         yield Pod(served, link, client)
+
+
+def with_pod(model: Path, test: Callable[[Pod], Awaitable[None]]) -> None:
+    async def main() -> None:
+        async with pod(model) as engine:
+            await test(engine)
+
+    asyncio.run(main())

@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 import json
 from pathlib import Path
 from typing import Any
 
-import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
-from engine.backends.reference.random_model import write_random_model
+from plumbing import __version__
+from plumbing import gateway_protocol as hop
 from tests.engine.reference.resume_cases import CHAT, COMPLETIONS, GREEDY
-from tests.engine.reference.resuming import MAX_CONTEXT, Pod, pod
-
-
-@pytest.fixture(scope="module", name="model")
-def model_fixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("models") / "tiny"
-    write_random_model(str(directory))
-    return directory
-
-
-def with_pod(model: Path, test: Any) -> None:
-    async def main() -> None:
-        async with pod(model) as engine:
-            await test(engine)
-
-    asyncio.run(main())
+from tests.engine.reference.resuming import MAX_CONTEXT, Pod, with_pod
 
 
 async def refusal(answer: Any) -> tuple[int, str]:
@@ -49,6 +34,35 @@ def test_models_are_listed_and_named(model: Path):
         assert await answer.json() == listed["data"][0]
         answer = await engine.client.get("/v1/models/other")
         assert await refusal(answer) == (404, "model_not_found")
+
+    with_pod(model, test)
+
+
+def test_gateway_learns_who_answers_and_how_busy_it_is(model: Path):
+    """Its two questions: hello, and the gauges that it joins with its own."""
+
+    async def test(engine: Pod) -> None:
+        engine.served.continuation_id = "an id"
+        async with engine.client.get(hop.HELLO_PATH) as answer:
+            assert answer.headers[hop.TOKEN] == "7"
+            assert await answer.json() == {
+                "engine": "engine-0",
+                "token": 7,
+                "continuation_id": "an id",
+                "continuation": "exact",
+                "body_bytes_max": 4 << 20,
+                "models": ["tiny"],
+                "problem": None,
+                "version": hop.VERSION,
+                "backend_version": __version__,
+            }
+        async with engine.client.get("/metrics") as answer:
+            families = text_string_to_metric_families(await answer.text())
+            samples = [each.samples[0] for each in families]
+        names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+        assert [each.name for each in samples] == [f"vllm:{name}" for name in names]
+        for each in samples:
+            assert (each.labels, each.value) == ({"engine": "0", "model_name": "tiny"}, 0)
 
     with_pod(model, test)
 

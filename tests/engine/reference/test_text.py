@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models
 
 from engine.backends.reference.completions import ChatMessage
-from engine.backends.reference.random_model import SPECIALS, byte_tokenizer, write_random_model
+from engine.backends.reference.random_model import SPECIALS, byte_tokenizer
 from engine.backends.reference.text import AnswerText, Piece, StopStrings, TextStream, Tokenizer
 from plumbing.errors import UsageError
 
@@ -138,16 +139,9 @@ def test_answer_shows_no_stop_and_no_half_character(
     assert [piece.finish_reason for piece in pieces] == [None] * (len(texts) - 1) + [reason]
 
 
-@pytest.fixture(scope="module", name="model")
-def model_fixture(tmp_path_factory: pytest.TempPathFactory) -> str:
-    directory = str(tmp_path_factory.mktemp("text") / "model")
-    write_random_model(directory)
-    return directory
-
-
-def test_render_chat_gives_a_prompt_that_encodes_with_its_special_tokens(model: str):
+def test_render_chat_gives_a_prompt_that_encodes_with_its_special_tokens(model: Path):
     """Roles become special tokens."""
-    tokenizer = Tokenizer.load(model)
+    tokenizer = Tokenizer.load(str(model))
     text = tokenizer.render_chat([ChatMessage("user", "hé")])
     assert text == "<s><|user|>hé<|end|><|assistant|>"
     assert tokenizer.encode(text, special=False) == [256, 259, 104, 195, 169, 261, 260]
@@ -161,7 +155,7 @@ def test_checkpoint_without_the_templates_tokens_has_no_chat():
     assert caught.value.code == "model.no_chat_template"
 
 
-def test_load_tokenizer_damaged_is_one_sentence(model: str, tmp_path: Any):
+def test_load_tokenizer_damaged_is_one_sentence(model: Path, tmp_path: Any):
     """Missing, cut, foreign: each is refused by the file's name."""
     for content, code in ((None, "model.missing"), ("{", "model.broken"), ("{}", "model.broken")):
         path = tmp_path / "tokenizer.json"

@@ -14,15 +14,15 @@ import pytest
 
 from plumbing import gateway_protocol as hop
 from tests.engine.reference.resuming import Stream, read_stream
-from tests.engine.reference_process.active import health
-from tests.engine.reference_process.rig import kv_service, memory_service, supervisor
-from tests.engine.reference_process.test_behind_gateway import (
+from tests.engine.reference_process.active import (
     PATH,
     STATEFUL,
     behind_gateway,
+    health,
     joined,
     read_to_the_end,
 )
+from tests.engine.reference_process.rig import kv_service, memory_service, supervisor
 
 PROMPT_TOKENS, SEEN_TOKENS, NEW_TOKENS = 100, 40, 200
 # At the kill the stream is 20 tokens before the end of a KV block, and must not complete it: of a

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +12,14 @@ import aiohttp
 import pytest
 
 from engine.messages import (
-    CanaryMsg,
-    FaultReportMsg,
     PlaceWeightsMsg,
-    RunCanaryMsg,
-    WakeMsg,
     WeightsPlacedMsg,
-    WokenMsg,
 )
 from gms import names
 from gms.host_copy import CopyKeeper, make_copy
 from tests.engine.reference_process.active import activate, complete
 from tests.engine.reference_process.rig import (
     Supervisor,
-    lend,
     listening,
     memory_service,
     supervisor,
@@ -104,7 +96,7 @@ def slabs_mapped(stub: Supervisor, pod: Pod) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [2])
 def test_offloaded_engine_maps_no_weights_and_answers_as_before(
     tmp_path: Path, model: Path, ranks: int
 ):
@@ -137,36 +129,5 @@ def test_offloaded_engine_maps_no_weights_and_answers_as_before(
                 async with aiohttp.ClientSession() as client:
                     _, answer = await complete(client, url)
                 assert answer["choices"] == expected["choices"]
-
-    asyncio.run(main())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_wake_that_comes_right_behind_an_offload_maps_the_weights_again(
-    tmp_path: Path, model: Path, ranks: int
-):
-    """Goal: an engine that is granted the lock while it lets its weights go serves. Method: both
-    requests are in its socket before it reads either."""
-    arguments = ("--model", str(model), "--tensor-parallel", str(ranks))
-
-    async def main() -> None:
-        sock, _ = listening()
-        async with Pod(tmp_path, ranks).running() as pod, supervisor(tmp_path, *arguments) as stub:
-            with sock:
-                await stub.prepared()
-                await pod.copied()
-                for token in range(1, 6):
-                    os.kill(stub.backend.pid, signal.SIGSTOP)
-                    wake = WakeMsg(token, stub.engine)
-                    answers = asyncio.gather(stub.ask(AWAY), stub.ask(wake, lend(sock)))
-                    await asyncio.sleep(0)  # both are sent
-                    os.kill(stub.backend.pid, signal.SIGCONT)
-                    placed, woken = await answers
-                    assert isinstance(placed, WeightsPlacedMsg), placed
-                    assert isinstance(woken, WokenMsg), woken
-                    assert isinstance(await stub.ask(RunCanaryMsg()), CanaryMsg)
-                    await rest(stub, keep_kv=False)
-                assert stub.notice(FaultReportMsg) is None
 
     asyncio.run(main())

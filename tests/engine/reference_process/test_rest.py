@@ -18,7 +18,15 @@ from lockserver.client import serving
 from lockserver.core.names import WitnessState
 from plumbing import gateway_protocol as hop
 from tests.engine.reference.resuming import Stream, read_stream
-from tests.engine.reference_process.active import activate, complete
+from tests.engine.reference_process.active import (
+    PATH,
+    STATEFUL,
+    activate,
+    behind_gateway,
+    complete,
+    joined,
+    read_to_the_end,
+)
 from tests.engine.reference_process.rig import (
     Supervisor,
     is_fault,
@@ -27,13 +35,6 @@ from tests.engine.reference_process.rig import (
     listening,
     memory_service,
     supervisor,
-)
-from tests.engine.reference_process.test_behind_gateway import (
-    PATH,
-    STATEFUL,
-    behind_gateway,
-    joined,
-    read_to_the_end,
 )
 from tests.helpers import STEADY_LOOKS, auntil, open_fds
 

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from engine.backends.vllm.api.gateway_endpoints import CONNECTION, Door, Gate, Traffic
-from engine.backends.vllm.api.stream_marking import Marks
+from engine.backends.vllm.api.gateway_endpoints import CONNECTION, Door, Gate, Marks, Traffic
 from engine.backends.vllm.resume.answer import CURRENT
 from engine.messages import CanaryMsg
 from plumbing import gateway_protocol as hop
@@ -225,27 +224,25 @@ def test_an_answer_is_never_begun_again_in_place_of_its_continuation():
     assert b"data:" not in b"".join(found.bodies)
 
 
-def test_clients_of_direct_mode_see_nothing_of_this():
-    """The same headers and paths, without a gateway: no marks, no class, no hello."""
-    serving = Serving(output(5, finish="stop"))
-    found = Hop(serving, is_direct=True)
-    asyncio.run(found.ask(b"{}", GATEWAYS, path=hop.HELLO_PATH, method="GET"))
-    assert b"".join(found.bodies).startswith(b"data: role")
-    assert b": u=" not in b"".join(found.bodies)
-    assert b"x-understudy-continuation" not in found.head
-
-
 @pytest.mark.parametrize(
-    "header",
-    [(b"x-understudy-journal", b"2,0,0"), (GATEWAYS[0], b"%d" % (hop.VERSION + 1))],
-    ids=["client", "other-version"],
+    ("header", "is_direct"),
+    [
+        (GATEWAYS, True),
+        ((b"x-understudy-journal", b"2,0,0"), False),
+        ((GATEWAYS[0], b"%d" % (hop.VERSION + 1)), False),
+    ],
+    ids=["direct", "client", "other-version"],
 )
-def test_only_what_a_gateway_of_this_release_sends_is_marked(header):
+def test_only_what_a_gateway_of_this_release_sends_is_marked(header, is_direct):
     serving = Serving(output(5, finish="stop"))
-    found = Hop(serving)
-    asyncio.run(found.ask(b"{}", header))
-    assert b": u=" not in b"".join(found.bodies)
-    assert serving.seen["headers"] == []
+    found = Hop(serving, is_direct=is_direct)
+    path = hop.HELLO_PATH if is_direct else "/v1/x"
+    asyncio.run(found.ask(b"{}", header, path=path))
+    body = b"".join(found.bodies)
+    assert body.startswith(b"data: role")
+    assert b": u=" not in body
+    assert b"x-understudy-continuation" not in found.head
+    assert is_direct or serving.seen["headers"] == []
 
 
 def test_hello_and_canary():

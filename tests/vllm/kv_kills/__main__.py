@@ -22,21 +22,22 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from random import Random
-from typing import Any, Protocol
+from typing import Any
 
 from hack import v2_on_cpu
+from tests.gms.bench import GmsProcess
 from tests.vllm.about import ROOT, commit, machine
 from tests.vllm.kv_kills.seams import SEAMS, Control, any_skip
-from tests.vllm.kv_kills.server import kv_server
 from understudy.up.models import RandomModel, make_random_model
 
 INNER_ENV = "KV_KILLS_INNER"
 ENGINE = "engine-0"
+DEVICE_BYTES = 1 << 30
 ASKED_MAX, BEGINNINGS, BEGINNING_TOKENS, REST_TOKENS_MAX = 40, 4, 70, 70
 VOCABULARY = range(32, 120)
 AT_ONCE = 6
@@ -69,21 +70,7 @@ class Life:
     error: str = ""
 
 
-class Parked(Protocol):
-    """An engine that is loaded and parked."""
-
-    def wake(self, token: int) -> Mapping[str, Any]:
-        """Borrow the pool and adopt: how many blocks were `adopted` and `torn`, and `why_empty`.
-        With token 0, take private memory instead."""
-
-    def ask(self, prompts: Sequence[list[int]]) -> list[list[int]]:
-        """The answers, computed at the same time."""
-
-    def is_clear(self, prompt: list[int]) -> bool:
-        """Whether rounding cannot change the answer."""
-
-
-def learn(parked: Parked, rng: Random) -> list[Known]:
+def learn(parked: Any, rng: Random) -> list[Known]:
     """Questions whose answers rounding cannot change, and the answers."""
     beginnings = [_tokens(rng, BEGINNING_TOKENS) for _ in range(BEGINNINGS)]
     prompts = [
@@ -95,7 +82,7 @@ def learn(parked: Parked, rng: Random) -> list[Known]:
     return [(prompt, parked.ask([prompt])[0]) for prompt in clear]
 
 
-def live(parked: Parked, token: int, known: Sequence[Known], life: Life, out: int) -> None:
+def live(parked: Any, token: int, known: Sequence[Known], life: Life, out: int) -> None:
     """One engine's life, up to its death or until it has asked enough. It begins with what its
     predecessor was asked last, as clients do: half-written blocks are of those questions."""
     answer, rng = parked.wake(token), Random(token)
@@ -131,8 +118,11 @@ def in_a_fork(work: Any) -> tuple[list[dict[str, Any]], int]:
     return told, status
 
 
-def load(flags: argparse.Namespace, model: str, directory: str) -> Parked:
-    """The engine of the backend that the flags name, parked."""
+def load(flags: argparse.Namespace, model: str, directory: str) -> Any:
+    """The engine of the backend that the flags name, loaded and parked. `wake(token)` borrows the
+    pool and adopts, and says how many blocks were `adopted` and `torn`, and `why_empty`; with token
+    0 it takes private memory. `ask(prompts)` answers all at the same time, and `is_clear(prompt)`
+    says whether rounding cannot change the answer."""
     if flags.backend == "reference":
         from tests.vllm.kv_kills.reference import ParkedReference
 
@@ -195,15 +185,18 @@ def outer(flags: argparse.Namespace) -> int:
         (base / "pod").mkdir(mode=0o700)
         asyncio.run(make_random_model(base / "model", RandomModel.of(flags.backend).shape))
         control = Control(base)
-        with kv_server(base / "pod"):
-            environment = {**os.environ, **RandomModel.of(flags.backend).env, **VARIABLES}
-            environment |= {**control.environment, INNER_ENV: directory}
-            if flags.backend == "vllm":
-                environment |= v2_on_cpu.environment(flags.runner)
-            command = [sys.executable, "-m", "tests.vllm.kv_kills", *sys.argv[1:]]
+        server = GmsProcess(str(base / "pod"), device_bytes=DEVICE_BYTES).start()
+        environment = {**os.environ, **RandomModel.of(flags.backend).env, **VARIABLES}
+        environment |= {**control.environment, INNER_ENV: directory}
+        if flags.backend == "vllm":
+            environment |= v2_on_cpu.environment(flags.runner)
+        command = [sys.executable, "-m", "tests.vllm.kv_kills", *sys.argv[1:]]
+        try:
             done = subprocess.run(
                 command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, check=False
             )
+        finally:
+            server.stop()
     if not done.stdout:
         say("error: the engine could not be loaded")
         return 1

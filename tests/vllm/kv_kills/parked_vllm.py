@@ -9,7 +9,7 @@ from typing import Any
 from msgspec import structs
 from vllm import LLM, SamplingParams
 
-from engine.backends.vllm.worker.kv_loan import Lending
+from engine.backends.vllm.kv import Lending
 from gms.messages import NO_ERA
 from tests.vllm.overlapping import keep_async_scheduling
 
@@ -21,7 +21,7 @@ GAP_MIN = 0.01  # of log probabilities, which differ by 1e-5 between two batches
 
 
 class ParkedVllm:
-    """As `Parked`."""
+    """See `load`."""
 
     def __init__(self, model: str, directory: str, engine: str) -> None:
         self._directory, self._engine = directory, engine

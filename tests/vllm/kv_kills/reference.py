@@ -11,15 +11,15 @@ from engine.backends.reference.generation import Generator, SamplingParams, Toke
 from engine.backends.reference.kv_blocks import (
     BlockStore,
     KeptBlocks,
+    KvMemory,
     KvSize,
     PrefixCache,
     headers_of,
-    page_of,
     records_of,
 )
 from engine.backends.reference.ranks import Peers
 from engine.kv.layout import index_bytes
-from gms.client import BEGUN, KvClaim, borrow_pool, memory_for
+from gms.client import KvClaim, borrow_pool
 from gms.messages import NO_ERA
 
 DEVICE = "HOST-0"
@@ -30,7 +30,7 @@ ANSWER_TOKENS = 40
 
 
 class ParkedReference:
-    """As `Parked`."""
+    """See `load`."""
 
     def __init__(self, model: str, directory: str, engine: str) -> None:
         self._directory, self._engine = directory, engine
@@ -61,16 +61,13 @@ class ParkedReference:
             self._engine, f"i-{token}", token, NO_ERA, size.kv_bytes, index_bytes(RECORDS)
         )
         lease = borrow_pool(self._directory, DEVICE, claim, DEADLINE_S)
-        mapped = memory_for(DEVICE).reserve(sum(lease.slab_sizes))
-        mapped.map(0, lease.slabs, writable=True)
-        lease.mark(BEGUN)
-        view = mapped.view(0, size.kv_bytes)
+        self._memory = KvMemory(size.kv_bytes, 1, lease, "")
+        view = self._memory.view
         cache = KVCache(config, view, SLOTS, CONTEXT)
         blocks = view[size.slots_bytes :]
         store = BlockStore(config, blocks, BLOCKS, cache, self._leader)
         kept = self._kept = KeptBlocks(
             [lease],
-            [page_of(lease)],
             headers_of(config, size, SLOTS, [("", "", "")]),
             blocks=BLOCKS,
             may_adopt=True,

@@ -4,8 +4,7 @@
         [--only long|adapter] [--row NAME]… [--cuts N] [--json FILE] [-- vLLM's flags]
 
 With vLLM's CPU build, a random model in float32, through vLLM's own HTTP layer and the backend's
-gate, as a gateway would. Exit code 1: something resumed is wrong. `--socket` asks an engine that
-runs already (`tests.vllm.resume_matrix.engine`).
+gate, as a gateway would. Exit code 1: something resumed is wrong.
 """
 
 from __future__ import annotations
@@ -47,12 +46,8 @@ LONG_TOKENS = 8000
 def main() -> int:
     flags = _flags()
     vllm = [*_apart(flags)[1], *([ASYNC_FLAG] * flags.is_async)]
-    with contextlib.ExitStack() as stack:
-        path = flags.socket
-        if path is None:
-            env = v2_on_cpu.environment(flags.runner)
-            path = stack.enter_context(running_engine([*vllm, *flags.vllm], env)).path
-        report = measure(path, flags)
+    with running_engine([*vllm, *flags.vllm], v2_on_cpu.environment(flags.runner)) as engine:
+        report = measure(engine.path, flags)
     text = json.dumps(report, indent=1, ensure_ascii=False) + "\n"
     if flags.json == "-":
         print(text, end="")
@@ -216,7 +211,6 @@ def _say(name: str, about: dict[str, Any], flags: argparse.Namespace) -> None:
 def _flags() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.vllm.resume_matrix", description=__doc__)
     parser.add_argument("--json", metavar="FILE", help="write the report; -: to the output")
-    parser.add_argument("--socket", metavar="PATH", help="of an engine that runs already")
     parser.add_argument(
         "--runner",
         choices=v2_on_cpu.RUNNERS,

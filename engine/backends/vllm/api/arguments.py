@@ -95,6 +95,13 @@ OURS: Mapping[str, str] = {
     " whose bytes have changed; for tests, because it slows every step",
     versions.OVERRIDE_FLAG: f"run a vLLM outside {versions.supported_range()}, which is untested",
 }
+# How they are parsed; the others are switches.
+VALUES: Mapping[str, Mapping[str, Any]] = {
+    UNSHAREABLE_FLAG: {"choices": (REFUSE, PRIVATE), "default": REFUSE},
+    BODY_FLAG: {"type": size_bytes},
+    KV_MEMORY_FLAG: {"choices": (AUTO, GMS, OWN), "default": AUTO},
+}
+SWITCH: Mapping[str, Any] = {"action": "store_true"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,21 +147,24 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> Serve
         args.model = args.model_tag
     _refuse(parser, args, environ)
     _refuse_mps(args, environ)
-    unshareable, body_max = args.unshareable, args.body_bytes_max
-    no_resume = f"it was started with {NO_RESUME_FLAG}" if args.no_resume else ""
-    no_sleep = f"it was started with {NO_SLEEP_FLAG}" if args.no_sleep else ""
-    self_test = args.self_test
     kv = _kv_choice(args)
-    del args.unshareable, args.allow_any_vllm, args.body_bytes_max, args.resume_untested
-    del args.no_resume, args.no_sleep, args.self_test
-    del args.kv_memory, args.no_kv_adoption, args.kv_audit
+    given = vars(args)
+    names = (flag.lstrip("-").replace("-", "_") for flag in (*OURS, UNTESTED_FLAG))
+    ours = {name: given.pop(name) for name in names}
     args.api_server_count = None
     try:
-        versions.validate_parsed_serve_args(args)
+        versions.cli_args().validate_parsed_serve_args(args)
     except (TypeError, ValueError) as error:
         raise UsageError("vllm.arguments", f"vLLM refuses its arguments: {error}") from error
-    _own(args, unshareable)
-    return ServeArguments(args, body_max, no_resume, no_sleep, self_test, kv)
+    _own(args, ours["unshareable"])
+    return ServeArguments(
+        args,
+        ours["body_bytes_max"],
+        no_resume=f"it was started with {NO_RESUME_FLAG}" if ours["no_resume"] else "",
+        no_sleep=f"it was started with {NO_SLEEP_FLAG}" if ours["no_sleep"] else "",
+        self_test=ours["self_test"],
+        kv=kv,
+    )
 
 
 def _refuse(
@@ -251,21 +261,9 @@ def _parser() -> Any:
         def error(self, message: str) -> NoReturn:
             raise UsageError("vllm.arguments", f"vLLM refuses its arguments: {message}")
 
-    parser = versions.make_arg_parser(Parser(prog=PROG))
+    parser = versions.cli_args().make_arg_parser(Parser(prog=PROG))
     ours = parser.add_argument_group("understudy", "Flags that the runtime adds to vLLM's own.")
-    ours.add_argument(
-        UNSHAREABLE_FLAG, choices=(REFUSE, PRIVATE), default=REFUSE, help=OURS[UNSHAREABLE_FLAG]
-    )
-    ours.add_argument(BODY_FLAG, type=size_bytes, help=OURS[BODY_FLAG])
-    for flag in (NO_RESUME_FLAG, NO_SLEEP_FLAG, SELF_TEST_FLAG):
-        ours.add_argument(flag, action="store_true", help=OURS[flag])
-    ours.add_argument(UNTESTED_FLAG, action="store_true", help=argparse.SUPPRESS)
-    ours.add_argument(
-        KV_MEMORY_FLAG, choices=(AUTO, GMS, OWN), default=AUTO, help=OURS[KV_MEMORY_FLAG]
-    )
-    ours.add_argument(NO_ADOPTION_FLAG, action="store_true", help=OURS[NO_ADOPTION_FLAG])
-    ours.add_argument(AUDIT_FLAG, action="store_true", help=OURS[AUDIT_FLAG])
-    ours.add_argument(
-        versions.OVERRIDE_FLAG, action="store_true", help=OURS[versions.OVERRIDE_FLAG]
-    )
+    for flag, text in OURS.items():
+        ours.add_argument(flag, help=text, **VALUES.get(flag, SWITCH))
+    ours.add_argument(UNTESTED_FLAG, help=argparse.SUPPRESS, **SWITCH)
     return parser

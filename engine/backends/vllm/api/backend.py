@@ -1,13 +1,22 @@
 """vLLM as its supervisor sees it: prepared, awake, serving, draining.
 
 Owns the order of a wake (KV memory on every rank, then vLLM's scheduler, then the canary, then the
-lent socket) and what counts as healthy. Everything but `health` runs on vLLM's own loop. Our own
-worker methods never raise: after a call that raised, vLLM's replies would be off by one for good,
-so the methods return the error.
+lent socket), the order of a rest, and what counts as healthy. Everything but `health` runs on
+vLLM's own loop. Our own worker methods never raise: after a call that raised, vLLM's replies would
+be off by one for good, so the methods return the error.
 
-The canary is one inference, judged by its numbers: damaged weights or memory yield NaN, or a token
-outside the vocabulary. `StepCounter` reports the engine core's steps as progress, by which a hang
-is detected.
+At a rest a drained engine gives its KV memory back and stays ready to be woken. No failed step is
+undone: the incarnation ends, and another is launched.
+
+- A `sleep` that waits for requests is overtaken by one that aborts them, and never given up: it
+  would come back, and take the memory from an engine that was woken meanwhile.
+- A `sleep` that has returned does not prove that nothing is in progress, and a `wake_up` that says
+  True does not prove that every rank is awake. So requests are counted and ranks are asked.
+- The prefix cache must be reset, or later requests would read memory that is not theirs. Every
+  level of `sleep` from 1 on does that. For a hand-over the index of the cache is closed before.
+
+No engine is woken without its weights: it is noted that a rank may be without them before that rank
+is asked to release them, so an unanswered request counts as released.
 """
 
 from __future__ import annotations
@@ -38,8 +47,7 @@ from engine.backends.vllm.api.features import (
 )
 from engine.backends.vllm.api.gateway_endpoints import Door
 from engine.backends.vllm.api.http import TRIAL_PROMPT, Front
-from engine.backends.vllm.api.kept_memory import OWN_MEMORY, KeptMemory
-from engine.backends.vllm.api.resting import Offloading, Resting, ask_core
+from engine.backends.vllm.api.kept_memory import OWN_MEMORY, Answer, KeptMemory, ask_core
 from engine.backends.vllm.api.self_test import Prove
 from engine.backends.vllm.resume.answer import Continuing
 from engine.backends.vllm.versions import vllm_version
@@ -73,6 +81,14 @@ PARKED_CHECK_S_PER_RANK = 300.0
 # A rank is late only on a busy machine, which does not need the launch of another engine too.
 PARKED_WAIT_S = 30.0
 DISTRUST_WAIT_S = 5.0
+CORE_ASK_S = 15.0
+ABORT_S = 10.0  # for the step that is running
+REST_ASK_S = 15.0  # a rank that does not answer this is hung
+COUNT_POLL_S = 0.001
+# Within the waking budget, too: weights come back at some 2 GB a second. And beyond what a rank
+# itself waits for: the memory service frees 8 GiB a second, and a rank gives up by itself.
+RESTORE_S, RESTORE_GRACE_S = 45.0, 15.0
+NOTE_CHARS_MAX = 4096
 PULSE_S = 0.05  # how long a core's own failure may go unnoticed; its death is seen at once
 PARKED_PULSE_S = 0.25  # the same without clients: twenty checks a second cost 0.3 % of a core
 LATE_S = 1.0  # a loop that has not turned for this long does something other than inference
@@ -104,7 +120,8 @@ class VllmBackend:
         self._continuing = Continuing()
         self._kv = kv or KeptMemory(OWN_MEMORY)
         self._seat = seat if self._features.has(SLEEP) else None
-        self._offloading = Offloading(self._ask_ranks)
+        self._placing = asyncio.Lock()  # held while ranks release their weights or map them again
+        self._may_be_away = False
         self._prove = prove
         self._listening: OwnedFd | None = None
         self._canaries = 0
@@ -149,7 +166,7 @@ class VllmBackend:
             cannot_offload=features.why_not[OFFLOAD],
         )
 
-    async def _park(self) -> Sequence[dict[str, Any]]:
+    async def _park(self) -> Sequence[Answer]:
         await self._engine.sleep(level=1)
         return await self._ask_ranks("understudy_status", STATUS_WAIT_S)
 
@@ -169,7 +186,7 @@ class VllmBackend:
         """So that they die sooner (`process_memory.py`)."""
         await self._ask_ranks("understudy_into_huge_pages", STATUS_WAIT_S)
         if self._seat is not None:  # else this vLLM's core may not be as we know it
-            await ask_core(self._engine, "understudy_into_huge_pages")
+            await self._ask_core("understudy_into_huge_pages")
         await asyncio.to_thread(process_memory.into_huge_pages)
 
     async def wake(
@@ -184,21 +201,23 @@ class VllmBackend:
         self.phases.step("wake")
         if self._seat is not None:
             self._seat.join(token)
-            await ask_core(self._engine, "understudy_join", token)
+            await self._ask_core("understudy_join", token)
         if is_private(listening):
             self._front.check_no_tls()
             self._front.traffic.door = self._make_door()
         self._listening = listening.duplicate()
         self._front.traffic.engine, self._front.traffic.token = engine, token
         ranks = len(await self._ask_ranks("understudy_join", WAKE_ASK_S, token))
-        await self._offloading.restore()
+        if self._may_be_away:
+            async with self._placing:  # a release may have been asked for a moment ago
+                await self._restore(RESTORE_S)
         take = partial(self._ask_ranks, "understudy_take_kv", KV_WAIT_S + PULSE_S, KV_WAIT_S)
         taken = await self._kv.take(take, engine, token, era, ranks)
         began = await self._kv.begin(self._engine, self._ask_ranks, taken)
         if await self._engine.wake_up() is False:  # 0.31 says nothing
             raise UnderstudyError("vllm.not_awake", "vLLM says that it is still asleep")
         kv_bytes = sum(rank["kv_bytes"] for rank in taken)
-        return WokenMsg(kv_bytes, self._kv.memory, began.adopted, began.note, began.torn)
+        return WokenMsg(kv_bytes, self._kv.memory, *began)
 
     async def run_canary(self) -> CanaryMsg:
         """One real inference, judged by its numbers: damaged weights or memory yield NaN or a token
@@ -228,10 +247,9 @@ class VllmBackend:
 
     def health(self) -> HealthyMsg:
         """From the channel's thread: it only reads. A loop that does not turn is in-flight work."""
-        in_flight = self._engine.output_processor.get_num_unfinished_requests()
         is_late = time.monotonic() - self._turned_s > LATE_S
         return HealthyMsg(
-            in_flight=max(in_flight, int(is_late)),
+            in_flight=max(self._in_flight, int(is_late)),
             progress=self._steps.count,
             accepting=self._front.is_open,
             rejected=self._front.traffic.rejected,
@@ -246,6 +264,8 @@ class VllmBackend:
             self._listening.close()
         await self._front.drain(budget_s, resume=resume)
 
+    # ------------------------------------------------------------------ sleep
+
     async def rest(self, budget_s: float, *, keep_kv: bool) -> RestedMsg:
         """After a drain: give all KV memory back, and be as after `prepare`.
 
@@ -257,19 +277,88 @@ class VllmBackend:
         self._listening = None  # closed by the drain, if it was never used
         if self._trusting is not None:
             self._trusting.cancel()
-        resting = Resting(self._engine, self._front, self._kv, self._ask_ranks)
-        resident_bytes = await resting.rest(budget_s, keep_kv=keep_kv)
+        await self._front.stop(budget_s / 2)
+        is_idle = await self._is_idle_within(budget_s / 2)
+        if keep_kv and is_idle:
+            await self._kv.close(self._engine)
+        await self._sleep(budget_s if is_idle else None)
+        if self._in_flight:
+            raise UnderstudyError(
+                "vllm.rest_in_flight", f"vLLM sleeps with {self._in_flight} requests in progress"
+            )
+        # Before the ranks, who wait until the memory is free.
+        await self._ask_core("understudy_leave")
+        self._kv.renew()
+        ranks = await self._ask_ranks("understudy_rest", REST_ASK_S, keep_kv)
         if self._seat is not None:
             self._seat.leave()  # this process accepts: the last to leave
         self.phases.step("rested")
-        return RestedMsg(resident_bytes)
+        return RestedMsg(sum(int(rank["kv_resident_bytes"]) for rank in ranks))
+
+    @property
+    def _in_flight(self) -> int:
+        return int(self._engine.output_processor.get_num_unfinished_requests())
+
+    async def _is_idle_within(self, budget_s: float) -> bool:
+        """Whether the engine is done with the requests of connections that were closed."""
+        end = time.monotonic() + budget_s
+        while self._in_flight:
+            if time.monotonic() > end:
+                return False
+            await asyncio.sleep(COUNT_POLL_S)
+        return True
+
+    async def _sleep(self, wait_s: float | None) -> None:
+        """Wait for requests that only the core knows of; None: abort those there are."""
+        try:
+            if wait_s is None:
+                await self._abort()
+                return
+            falling = asyncio.ensure_future(self._engine.sleep(level=1, mode="wait"))
+            done, _ = await asyncio.wait({falling}, timeout=wait_s)
+            if not done:
+                await self._abort()
+            async with asyncio.timeout(ABORT_S):
+                await falling
+        except Exception as error:  # vLLM says whatever went wrong in the core as it likes
+            raise UnderstudyError(
+                "vllm.rest_failed", f"vLLM does not fall asleep: {type(error).__name__}: {error}"
+            ) from error
+
+    async def _abort(self) -> None:
+        """Their clients are gone, or have waited for the whole budget."""
+        logger.warning("aborting vLLM's remaining requests before sleep")
+        async with asyncio.timeout(ABORT_S):
+            await self._engine.sleep(level=1, mode="abort")
 
     async def place_weights(self, budget_s: float, *, is_away: bool) -> WeightsPlacedMsg:
-        """Release the weights on every rank, or map them again."""
+        """Have every rank release its weights, or map them again.
+
+        Raises:
+            UnderstudyError: a rank's own, or it does not answer: this incarnation must end.
+        """
         self.phases.step("place_weights")
-        return await self._offloading.place(
-            budget_s, is_away=is_away, is_parked=lambda: self.phases.is_parked
-        )
+        async with self._placing:
+            if not self.phases.is_parked:  # woken meanwhile, which has mapped them
+                return WeightsPlacedMsg(False)
+            if not is_away:
+                await self._restore(budget_s)
+                return WeightsPlacedMsg(False)
+            self._may_be_away = True
+            wait_s = RESTORE_S + RESTORE_GRACE_S
+            ranks = await self._ask_ranks("understudy_place_weights", wait_s, True, RESTORE_S)
+            away = [bool(rank["is_away"]) for rank in ranks]
+            self._may_be_away = any(away)
+            return WeightsPlacedMsg(
+                all(away),
+                sum(int(rank["freed_bytes"]) for rank in ranks),
+                next((str(rank["note"]) for rank in ranks if rank["note"]), "")[:NOTE_CHARS_MAX],
+            )
+
+    async def _restore(self, budget_s: float) -> None:
+        wait_s = budget_s + RESTORE_GRACE_S
+        await self._ask_ranks("understudy_place_weights", wait_s, False, budget_s)
+        self._may_be_away = False
 
     # ------------------------------------------------------------------ behind a gateway
 
@@ -319,7 +408,7 @@ class VllmBackend:
         while True:
             await asyncio.sleep(PARKED_CHECK_S_PER_RANK * ranks)
             try:
-                async with self._offloading.lock:  # ranks that place their weights take their time
+                async with self._placing:  # ranks that place their weights take their time
                     if self.phases.is_parked:
                         await self._ask_ranks("understudy_status", PARKED_WAIT_S)
             except UnderstudyError as error:
@@ -327,9 +416,17 @@ class VllmBackend:
 
     # ------------------------------------------------------------------ asking vLLM
 
-    async def _ask_ranks(
-        self, method: str, timeout_s: float, *arguments: Any
-    ) -> Sequence[dict[str, Any]]:
+    async def _ask_core(self, method: str, *asked: Any) -> None:
+        """Call `method` (`core_serving.py`) in the engine core.
+
+        Raises:
+            UnderstudyError: the core's own; `vllm.silent`.
+        """
+        answer = await ask_core(self._engine, CORE_ASK_S, method, *asked)
+        if answer["problem"]:
+            raise UnderstudyError(answer["code"], f"the engine core: {answer['problem']}")
+
+    async def _ask_ranks(self, method: str, timeout_s: float, *arguments: Any) -> Sequence[Answer]:
         """Call `method` on every rank.
 
         Raises:
@@ -339,7 +436,7 @@ class VllmBackend:
         try:
             async with asyncio.timeout(timeout_s):
                 # vLLM checks its own timeout in the core, which may be what has stopped.
-                answers: Sequence[dict[str, Any]] = await self._engine.collective_rpc(
+                answers: Sequence[Answer] = await self._engine.collective_rpc(
                     method, timeout=timeout_s, args=arguments
                 )
         except TimeoutError as error:

@@ -68,7 +68,10 @@ def continuing(engine: Any, args: argparse.Namespace, identity: dict[str, Any]) 
     is_exact = bool(envs.VLLM_BATCH_INVARIANT)
     modules = args.lora_modules or ()
     document = {
-        "adapters": {each.name: _adapter(each.path) for each in modules},
+        "adapters": {
+            each.name: files_of(each.path) if os.path.isdir(each.path) else each.path
+            for each in modules
+        },
         "hop": hop.VERSION,
         "flags": {name: getattr(args, name, None) for name in FLAGS},
         "identity": identity if is_exact else identity.get("models"),
@@ -87,10 +90,6 @@ def continuing(engine: Any, args: argparse.Namespace, identity: dict[str, Any]) 
         hashlib.sha256(text.encode()).hexdigest()[:ID_CHARACTERS],
         adapters=frozenset(each.name for each in modules),
     )
-
-
-def _adapter(path: str) -> Any:
-    return files_of(path) if os.path.isdir(path) else path
 
 
 def _text_of(template: str | None) -> str | None:

@@ -8,7 +8,7 @@ it has loaded, and on a GPU the self-test. Whatever is missing, the engine serve
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -27,7 +27,7 @@ OFFLOAD = "offload"  # sleep without its weights
 FILES: Mapping[str, tuple[str, ...]] = {
     RESUME: ("resume/", "api/continuation.py"),
     KEEP_KV: ("kv/",),
-    SLEEP: ("api/resting.py", "core_serving.py"),
+    SLEEP: ("core_serving.py",),
     OFFLOAD: ("worker/offloading.py",),
 }
 PROVEN = (RESUME, KEEP_KV, SLEEP)  # by the self-test
@@ -48,8 +48,8 @@ class Features:
         command line."""
         found, runner = cls(**refused), versions.in_use(config)
         for feature, files in FILES.items():
-            if found.has(feature):
-                found.lacks(feature, _problem_with(feature, config))
+            if found.has(feature) and feature in PROBLEMS:
+                found.lacks(feature, PROBLEMS[feature](config))
             if found.has(feature):
                 found.lacks(feature, contracts.changed(sources, files, runner))
         return found
@@ -95,18 +95,6 @@ class Features:
         return f"engine.backends.vllm.{place}{kind}"
 
 
-def _problem_with(feature: str, config: Any) -> str:
-    """Why an engine with this `VllmConfig` does without `feature`, or nothing."""
-    match feature:
-        case "resume":
-            return _cannot_resume(config)
-        case "keep_kv":
-            return _cannot_keep_kv(config)
-        case "sleep" if config.kv_transfer_config is not None:
-            return "a KV connector has the addresses of its KV cache, too"
-    return ""
-
-
 def _cannot_resume(config: Any) -> str:
     if config.scheduler_config.scheduler_cls is not None:
         return "it has a scheduler of its own (--scheduler-cls)"
@@ -142,3 +130,16 @@ def _cannot_keep_kv(config: Any) -> str:
     if config.scheduler_config.scheduler_cls is not None:
         return "vLLM has a scheduler of its own (--scheduler-cls)"
     return ""
+
+
+def _cannot_sleep(config: Any) -> str:
+    connector = "a KV connector has the addresses of its KV cache, too"
+    return connector if config.kv_transfer_config is not None else ""
+
+
+# Why an engine with this `VllmConfig` does without a feature, or nothing.
+PROBLEMS: Mapping[str, Callable[[Any], str]] = {
+    RESUME: _cannot_resume,
+    KEEP_KV: _cannot_keep_kv,
+    SLEEP: _cannot_sleep,
+}

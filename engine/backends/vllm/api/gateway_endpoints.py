@@ -1,41 +1,45 @@
 """Wraps vLLM's whole application: names the engine in every response, closes connections while
-draining, limits the size of a request, and serves the paths of the gateway's private hop.
+draining, limits the size of a request, and speaks the gateway's private hop.
 
-`Gate` counts the requests in flight. It limits sizes because parsing a large request blocks
-everything else. It wraps what uvicorn calls, and is not one of vLLM's `--middleware`: responses to
-uncaught errors are made outside of those. A dead engine sends nothing, not even within a stream:
-vLLM reports its engine's death in a running stream as an error event followed by `[DONE]`, which a
-client takes for a whole answer.
+`Gate` is what uvicorn calls, and not one of vLLM's `--middleware`: responses to uncaught errors are
+made outside of those. It counts the requests in flight, and limits sizes because parsing a large
+request blocks everything else. A dead engine sends nothing, not even within a stream: vLLM reports
+its engine's death in a running stream as an error event followed by `[DONE]`, which a client takes
+for a whole answer.
 
 `Door` exists only behind a gateway: the paths of the private hop, and the journal of a request that
-is resumed. Pure ASGI; imports neither vLLM nor torch.
+is resumed. `Marks` is the innermost application, around vLLM's routes: it marks a stream of events
+for the gateway. A comment with the tokens of one engine output follows the events of that output,
+and both are one write (`plumbing/gateway_protocol.py`). It must lie inside every middleware: some,
+including those that users add, pass a body on from another task, and then events would still be on
+their way when vLLM asks the engine for its next output.
+
+Pure ASGI; imports neither vLLM nor torch.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import Protocol
+import json
+from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
-from engine.backends.vllm.api.stream_marking import (
-    App,
-    Headers,
-    Message,
-    Receive,
-    Scope,
-    Send,
-    Stream,
-    error_document,
-    send_json,
-)
 from engine.backends.vllm.resume.answer import CURRENT, Answer
 from engine.messages import CanaryMsg
 from plumbing import gateway_protocol as hop
 from plumbing.gateway_protocol import Continuation, Hello, Journal
 
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
 TRY_AGAIN_LATER = 1013  # RFC 6455's registry of WebSocket close codes
+CONFLICT = 409
 
 # A body is parsed in one go, which blocks other requests and everybody's tokens: 40 MB of numbers
 # took 1.5 s, and after three seconds without a token an engine counts as hung.
@@ -44,25 +48,31 @@ BODY_BYTES_PER_TOKEN = 32  # four to six for text, up to nine for numbers
 # An image is one long string, which is parsed a hundred times faster than numbers.
 BODY_BYTES_MULTIMODAL = 64 << 20
 DISCARDED_MAX = 16  # times the limit: how much of an oversized body is read before the answer
+# One token in each chunk is the most.
+JOURNAL_BYTES_MAX = 2 * hop.ITEM_BYTES * hop.JOURNAL_TOKENS_MAX
+
+# Nobody waits longer for a gateway that takes nothing of a stream.
+HAND_OVER_S = 1.0
+# Where a request's uvicorn connection is in the state of its scope: `Front` puts it there.
+CONNECTION = "understudy_connection"
+
+EVENTS = b"text/event-stream"
+LENGTH = b"content-length"
+CLOSE = (b"connection", b"close")
+PREFIX, GATEWAY, ATTEMPT, JOURNAL, CONTINUATION = (
+    name.lower().encode()
+    for name in (hop.HEADER_PREFIX, hop.GATEWAY, hop.ATTEMPT, hop.JOURNAL, hop.CONTINUATION)
+)
+
+# The only streams that no parser of reasoning or tools has a hand in.
+PLAIN_PATHS = ("/v1/completions",)
+RESPONSES_PATH = "/v1/responses"
 
 
 def body_bytes_max(max_model_len: int, *, is_multimodal: bool) -> int:
     """The default limit of a request body, in bytes."""
     text = BODY_BYTES_BASE + BODY_BYTES_PER_TOKEN * max_model_len
     return max(text, BODY_BYTES_MULTIMODAL) if is_multimodal else text
-
-
-class UvicornConnection(Protocol):
-    """A connection of uvicorn's."""
-
-    transport: asyncio.Transport
-
-
-# Nobody waits longer for a gateway that takes nothing of a stream.
-HAND_OVER_S = 1.0
-
-# Where a request's connection is in the state of its scope: `Front` puts it there.
-CONNECTION = "understudy_connection"
 
 
 class Traffic:
@@ -74,18 +84,19 @@ class Traffic:
     """
 
     def __init__(self) -> None:
-        self.door: Door | None = None
-        self.is_handing_over = False
-        self._continuable: dict[Stream, UvicornConnection] = {}
+        self._continuable: dict[_Marked, Any] = {}  # with the connection of each
         self.is_dead: Callable[[], bool] = lambda: False
         self.on_dead: Callable[[], None] = lambda: None
-        self.engine = ""
-        self.token = 0
-        self.rejected = 0
-        self.in_flight = 0
-        self.is_draining = False
+        self.rejected = self.in_flight = 0
         self.idle = asyncio.Event()
         self.idle.set()
+        self.renew()
+
+    def renew(self) -> None:
+        """After a drain, with nothing in flight: as before the first grant."""
+        self.is_draining = self.is_handing_over = False
+        self.door: Door | None = None
+        self.engine, self.token = "", 0
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Empty before the first grant."""
@@ -102,12 +113,13 @@ class Traffic:
         self.on_dead()
         await asyncio.Event().wait()
 
-    async def began(self, scope: Scope, stream: Stream) -> None:
+    async def began(self, scope: Scope, stream: _Marked) -> None:
+        """A stream that the gateway can continue."""
         self._continuable[stream] = scope["state"][CONNECTION]
         if self.is_handing_over:
             await self._hand_over(stream, self._continuable[stream])
 
-    def ended(self, stream: Stream) -> None:
+    def ended(self, stream: _Marked) -> None:
         self._continuable.pop(stream, None)
 
     async def hand_over(self) -> None:
@@ -115,7 +127,7 @@ class Traffic:
         self.is_handing_over = True
         await asyncio.gather(*(self._hand_over(*each) for each in self._continuable.items()))
 
-    async def _hand_over(self, stream: Stream, connection: UvicornConnection) -> None:
+    async def _hand_over(self, stream: _Marked, connection: Any) -> None:
         """Each group of events is one write, and what was written is still sent after a close: so
         every stream ends behind a whole group."""
         try:
@@ -125,11 +137,6 @@ class Traffic:
             pass  # the gateway takes nothing more; to it this is a break
         finally:
             connection.transport.close()
-
-    def renew(self) -> None:
-        """After a drain, with nothing in flight: as before the first grant."""
-        self.is_draining = self.is_handing_over = False
-        self.door, self.engine, self.token = None, "", 0
 
     def begin(self) -> None:
         self.in_flight += 1
@@ -145,231 +152,273 @@ class Gate:
     """An ASGI application around another one."""
 
     def __init__(self, app: App, traffic: Traffic, body_max: int) -> None:
-        self._app = app
-        self._traffic = traffic
-        self._body_max = body_max
+        self._app, self._traffic, self._body_max = app, traffic, body_max
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
-        answer = _Answer(send, self._traffic)
-        if self._traffic.is_draining and scope["type"] == "websocket":
+        traffic = self._traffic
+        exchange = _Exchange(traffic, self._body_max, receive, send)
+        if traffic.is_draining and scope["type"] == "websocket":
             # It may never end by itself, so the drain would only cut it.
-            self._traffic.rejected += 1
-            await answer.send({"type": "websocket.close", "code": TRY_AGAIN_LATER})
+            traffic.rejected += 1
+            await exchange.send({"type": "websocket.close", "code": TRY_AGAIN_LATER})
             return
-        self._traffic.begin()
+        traffic.begin()
         try:
-            if self._traffic.is_dead():
-                await self._traffic.stay_silent()
+            if traffic.is_dead():
+                await traffic.stay_silent()
             if scope["type"] == "websocket":
-                await self._app(scope, receive, answer.send)
-            elif self._traffic.door is None:
-                await self._limited(scope, receive, answer)
-            else:
-                await self._behind_gateway(self._traffic.door, scope, receive, answer)
+                await self._app(scope, receive, exchange.send)
+            elif traffic.door is None or await self._admit(traffic.door, scope, exchange):
+                await exchange.run(self._app, scope)
         finally:
-            self._traffic.end()
+            traffic.end()
 
-    async def _behind_gateway(
-        self, door: Door, scope: Scope, receive: Receive, answer: _Answer
-    ) -> None:
-        """Only what the gateway itself sends is marked."""
+    async def _admit(self, door: Door, scope: Scope, exchange: _Exchange) -> bool:
+        """Behind a gateway: whether the application gets the request. Only what the gateway itself
+        sends is marked."""
         if scope["path"].startswith(hop.HOP_PATHS):
-            await door.answer_hop(scope, answer.send)
-            return
+            await door.answer_hop(scope, exchange.send)
+            return False
         headers = dict(scope["headers"])
-        is_gateways = headers.get(GATEWAY) == b"%d" % hop.VERSION
         attempt = hop.read_attempt(headers.get(ATTEMPT, b"").decode("latin-1"))
         try:
-            receive, journal = await take_journal(scope, receive, self._body_max)
+            journal = await exchange.take_journal(scope)
         except ValueError as error:
             what = f"This request's journal is damaged: {error}."
-            await send_json(answer.send, 400, error_document(what, "vllm.bad_journal"))
-            return
-        if is_gateways:
+            await send_json(exchange.send, 400, error_document(what, "vllm.bad_journal"))
+            return False
+        if headers.get(GATEWAY) == b"%d" % hop.VERSION:
             # In this request's own task.
             CURRENT.set(door.answer_to(scope["path"], journal, attempt))
-        await self._limited(scope, receive, answer)
+        return True
 
-    async def _limited(self, scope: Scope, receive: Receive, answer: _Answer) -> None:
-        body = _Body(receive, self._body_max)
-        if _content_length(scope) > self._body_max:
-            body.is_too_large = True
+
+class _Exchange:
+    """One request: its body as the application reads it (beyond the limit the client seems gone),
+    and the response with our headers."""
+
+    def __init__(self, traffic: Traffic, body_max: int, receive: Receive, send: Send) -> None:
+        self._traffic, self._body_max = traffic, body_max
+        self._receive, self._send = receive, send
+        self._left = body_max
+        self._is_whole = self._is_too_large = self._has_begun = False
+
+    async def run(self, app: App, scope: Scope) -> None:
+        declared = dict(scope["headers"]).get(LENGTH, b"0")  # uvicorn refuses what is no number
+        if declared.isdigit() and int(declared) > self._body_max:
+            self._is_too_large = True
         else:
             try:
-                await self._app(scope, body.receive, answer.send)
+                await app(scope, self.receive, self.send)
             except Exception:
-                if not body.is_too_large:  # otherwise we made the client appear disconnected
+                if not self._is_too_large:  # otherwise we made the client appear disconnected
                     raise
-        if body.is_too_large and not answer.has_begun:
-            await body.discard()
+        if self._is_too_large and not self._has_begun:
+            await self._discard()
             self._traffic.rejected += 1
-            await _refuse_size(answer, self._body_max)
-
-
-class _Answer:
-    """The response to the client, with our headers."""
-
-    def __init__(self, send: Send, traffic: Traffic) -> None:
-        self._send = send
-        self._traffic = traffic
-        self.has_begun = False
-
-    async def send(self, message: Message) -> None:
-        if self._traffic.is_dead():
-            await self._traffic.stay_silent()
-        if message["type"] in ("http.response.start", "websocket.accept"):
-            self.has_begun = True
-            message["headers"] = [*message.get("headers", ()), *self._traffic.headers()]
-            if self._traffic.is_draining and message["type"] == "http.response.start":
-                message["headers"].append((b"connection", b"close"))
-        await self._send(message)
-
-
-class _Body:
-    """A request's body as the application reads it: beyond the limit the client seems gone."""
-
-    def __init__(self, receive: Receive, bytes_max: int) -> None:
-        self._receive = receive
-        self._left = bytes_max
-        self._discard_left = DISCARDED_MAX * bytes_max
-        self._is_whole = False
-        self.is_too_large = False
+            what = f"This request is larger than the limit of {self._body_max} bytes."
+            await send_json(self.send, 413, error_document(what, "request_too_large"), CLOSE)
 
     async def receive(self) -> Message:
         message = await self._receive()
         self._left -= len(message.get("body", b""))
         self._is_whole = not message.get("more_body")
         if self._left < 0:
-            self.is_too_large = True
+            self._is_too_large = True
             return {"type": "http.disconnect"}
         return message
 
-    async def discard(self) -> None:
-        """Read the rest: a client whose connection ends while it sends never sees the answer."""
-        while not self._is_whole and self._discard_left > 0:
+    async def send(self, message: Message) -> None:
+        if self._traffic.is_dead():
+            await self._traffic.stay_silent()
+        if message["type"] in ("http.response.start", "websocket.accept"):
+            self._has_begun = True
+            message["headers"] = [*message.get("headers", ()), *self._traffic.headers()]
+            if self._traffic.is_draining and message["type"] == "http.response.start":
+                message["headers"].append(CLOSE)
+        await self._send(message)
+
+    async def take_journal(self, scope: Scope) -> Journal | None:
+        """Read the journal, if there is one, and take all private headers out of `scope`.
+
+        Raises:
+            ValueError: the journal does not fit the request.
+        """
+        headers: list[tuple[bytes, bytes]] = list(scope["headers"])
+        header = dict(headers).get(JOURNAL)
+        scope["headers"] = [each for each in headers if not each[0].startswith(PREFIX)]
+        if header is None:
+            return None
+        whole = await self._read(self._body_max + JOURNAL_BYTES_MAX)
+        body, journal = hop.without_journal(whole, header.decode("latin-1"))
+        length = str(len(body)).encode()
+        scope["headers"] = [
+            (name, length if name == LENGTH else value) for name, value in scope["headers"]
+        ]
+        receive, waiting = self._receive, [{"type": "http.request", "body": body}]
+
+        async def next_message() -> Message:
+            return waiting.pop() if waiting else await receive()
+
+        self._receive = next_message
+        return journal
+
+    async def _read(self, bytes_max: int) -> bytes:
+        body, is_whole = bytearray(), False
+        while not is_whole:
             message = await self._receive()
-            self._discard_left -= len(message.get("body", b""))
+            if message["type"] != "http.request":
+                raise ValueError("the connection ended within the body")
+            body += message.get("body", b"")
+            if len(body) > bytes_max:
+                raise ValueError(f"it and the body are larger than {bytes_max} bytes")
+            is_whole = not message.get("more_body", False)
+        return bytes(body)
+
+    async def _discard(self) -> None:
+        """Read the rest: a client whose connection ends while it sends never sees the answer."""
+        left = DISCARDED_MAX * self._body_max
+        while not self._is_whole and left > 0:
+            message = await self._receive()
+            left -= len(message.get("body", b""))
             self._is_whole = not message.get("more_body")
 
 
-def _content_length(scope: Scope) -> int:
-    """The declared length, or 0; uvicorn refuses one that is not a number."""
-    declared = dict(scope["headers"]).get(b"content-length", b"0")
-    return int(declared) if declared.isdigit() else 0
-
-
-async def _refuse_size(answer: _Answer, bytes_max: int) -> None:
-    what = f"This request is larger than the limit of {bytes_max} bytes."
-    document = error_document(what, "request_too_large")
-    await send_json(answer.send, 413, document, (b"connection", b"close"))
-
-
-PREFIX = hop.HEADER_PREFIX.encode()
-GATEWAY = hop.GATEWAY.lower().encode()
-ATTEMPT = hop.ATTEMPT.lower().encode()
-JOURNAL = hop.JOURNAL.lower().encode()
-LENGTH = b"content-length"
-# One token in each chunk is the most.
-JOURNAL_BYTES_MAX = 2 * hop.ITEM_BYTES * hop.JOURNAL_TOKENS_MAX
-
-# The only streams that no parser of reasoning or tools has a hand in.
-PLAIN_PATHS = ("/v1/completions",)
-RESPONSES_PATH = "/v1/responses"
-
-
+@dataclass(frozen=True)
 class Door:
     """What this engine says to a gateway.
 
-    Args:
-        hello: what it says of itself under the present grant.
-        canary: one real inference.
-        has_parsers: its chats go through a parser of reasoning or tools.
-        keeps_responses: it stores answers of the Responses API or calls tools for them, so that
-            one that is asked again is not the same.
-        responses: the class of a stream of the Responses API.
+    `hello`: of itself under the present grant. `canary`: one real inference. `has_parsers`: its
+    chats go through a parser of reasoning or tools. `keeps_responses`: it stores answers of the
+    Responses API or calls tools for them, so that one that is asked again is not the same.
+    `responses`: the class of a stream of the Responses API.
     """
 
-    def __init__(
-        self,
-        hello: Callable[[], Hello],
-        canary: Callable[[], Awaitable[CanaryMsg]],
-        *,
-        has_parsers: bool = True,
-        keeps_responses: bool = True,
-        responses: Continuation = Continuation.NONE,
-    ) -> None:
-        self._responses = responses
-        self._hello, self._canary = hello, canary
-        self._has_parsers, self._keeps_responses = has_parsers, keeps_responses
+    hello: Callable[[], Hello]
+    canary: Callable[[], Awaitable[CanaryMsg]]
+    has_parsers: bool = True
+    keeps_responses: bool = True
+    responses: Continuation = Continuation.NONE
 
     async def answer_hop(self, scope: Scope, send: Send) -> None:
         """A request below `HOP_PATHS`."""
         match scope["method"], scope["path"]:
             case "GET", hop.HELLO_PATH:
-                await send_json(send, 200, msgspec.to_builtins(self._hello()))
+                await send_json(send, 200, msgspec.to_builtins(self.hello()))
             case "POST", hop.CANARY_PATH:
-                found = await self._canary()
+                found = await self.canary()
                 document = {"ok": found.ok, "detail": found.detail}
                 await send_json(send, 200 if found.ok else 503, document)
             case _:
                 await send_json(send, 404, {"error": f"{scope['path']} does not exist"})
 
-    def answer_to(self, path: str, journal: Journal | None, attempt: bytes = b"") -> Answer:
-        is_kept = self._keeps_responses and path.startswith(RESPONSES_PATH)
+    def answer_to(self, path: str, journal: Journal | None, attempt: bytes) -> Answer:
+        is_kept = self.keeps_responses and path.startswith(RESPONSES_PATH)
         return Answer(
             journal,
-            has_boundaries=self._has_parsers and path not in PLAIN_PATHS,
+            has_boundaries=self.has_parsers and path not in PLAIN_PATHS,
             is_repeatable=not is_kept,
-            expected=self._responses if path == RESPONSES_PATH else Continuation.NONE,
+            expected=self.responses if path == RESPONSES_PATH else Continuation.NONE,
             attempt=attempt,
         )
 
 
-async def take_journal(
-    scope: Scope, receive: Receive, body_max: int
-) -> tuple[Receive, Journal | None]:
-    """Read the journal, if there is one, and take all private headers out of `scope`.
-
-    Raises:
-        ValueError: the journal does not fit the request.
-    """
-    headers: Headers = list(scope["headers"])
-    header = dict(headers).get(JOURNAL)
-    scope["headers"] = [each for each in headers if not each[0].startswith(PREFIX)]
-    if header is None:
-        return receive, None
-    told = header.decode("latin-1")
-    whole = await _read(receive, body_max + JOURNAL_BYTES_MAX)
-    body, journal = hop.without_journal(whole, told)
-    length = str(len(body)).encode()
-    scope["headers"] = [
-        (name, length if name == LENGTH else value) for name, value in scope["headers"]
-    ]
-    return _first(body, receive), journal
+# ---------------------------------------------------------------------- marks
 
 
-async def _read(receive: Receive, bytes_max: int) -> bytes:
-    parts, left, is_whole = [], bytes_max, False
-    while not is_whole:
-        message = await receive()
-        if message["type"] != "http.request":
-            raise ValueError("the connection ended within the body")
-        parts.append(message.get("body", b""))
-        left -= len(parts[-1])
-        if left < 0:
-            raise ValueError(f"it and the body are larger than {bytes_max} bytes")
-        is_whole = not message.get("more_body", False)
-    return b"".join(parts)
+class Marks:
+    """Around vLLM's router."""
+
+    def __init__(self, app: App, traffic: Traffic) -> None:
+        self._app, self._traffic = app, traffic
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answer = CURRENT.get()
+        if answer is None or scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        marked = _Marked(answer, send, scope, self._traffic)
+        try:
+            await self._app(scope, receive, marked.send)
+        finally:
+            self._traffic.ended(marked)
 
 
-def _first(body: bytes, receive: Receive) -> Receive:
-    """Receives the whole `body`, and then what else comes."""
-    waiting: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+class _Marked:
+    """The response to the gateway."""
 
-    async def next_message() -> Message:
-        return waiting.pop() if waiting else await receive()
+    def __init__(self, answer: Answer, send: Send, scope: Scope, traffic: Traffic) -> None:
+        self._answer, self._send = answer, send
+        self._scope, self._traffic = scope, traffic
+        self._events: list[bytes] = []
+        self._is_marked = self._is_over = False
 
-    return next_message
+    async def send(self, message: Message) -> None:
+        if self._is_over:
+            return
+        if message["type"] == "http.response.start":
+            await self._start(message)
+        elif self._is_marked and message["type"] == "http.response.body":
+            await self._body(message)
+        else:
+            await self._send(message)
+
+    async def hand_over(self) -> None:
+        """Say so, behind a whole group, and send nothing more."""
+        self._is_over, self._events = True, [hop.HANDED_OVER]
+        await self._write(more_body=True)
+
+    async def _start(self, message: Message) -> None:
+        answer = self._answer
+        if answer.is_refused and message["status"] < 400:
+            self._is_over = True
+            what = "This answer cannot be continued by this engine."
+            await send_json(self._send, CONFLICT, error_document(what, "vllm.not_continuable"))
+            return
+        is_stream = dict(message["headers"]).get(b"content-type", b"").startswith(EVENTS)
+        if is_stream:
+            continuation = answer.continuation
+        else:
+            continuation = Continuation.RETRY if answer.is_repeatable else Continuation.NONE
+        self._is_marked = is_stream and continuation is not Continuation.NONE
+        message["headers"] = [*message["headers"], (CONTINUATION, continuation.encode())]
+        await self._send(message)
+        if self._is_marked:
+            answer.on_group = self._end_group
+            await self._traffic.began(self._scope, self)
+
+    async def _body(self, message: Message) -> None:
+        self._events.append(message.get("body", b""))
+        if message.get("more_body", False):
+            return
+        tokens, chunks = self._answer.take_group()
+        if tokens:
+            self._events.append(hop.group_end(tokens, chunks))
+        if self._answer.is_whole:
+            self._events.append(hop.END)
+        await self._write(more_body=False)
+
+    async def _end_group(self) -> None:
+        if not self._is_over:
+            self._events.append(hop.group_end(*self._answer.take_group()))
+            await self._write(more_body=True)
+
+    async def _write(self, *, more_body: bool) -> None:
+        body, self._events = b"".join(self._events), []
+        await self._send({"type": "http.response.body", "body": body, "more_body": more_body})
+
+
+async def send_json(send: Send, status: int, document: Any, *headers: tuple[bytes, bytes]) -> None:
+    body = json.dumps(document).encode()
+    about = [(b"content-type", b"application/json"), (LENGTH, str(len(body)).encode()), *headers]
+    await send({"type": "http.response.start", "status": status, "headers": about})
+    await send({"type": "http.response.body", "body": body})
+
+
+def error_document(what: str, code: str) -> dict[str, Any]:
+    """In the form of OpenAI's errors."""
+    kind = "invalid_request_error"
+    return {"error": {"message": what, "type": kind, "param": None, "code": code}}

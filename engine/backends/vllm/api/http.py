@@ -26,13 +26,24 @@ from vllm.entrypoints.launchers.utils.server_utils import get_uvicorn_log_config
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from engine.backends.channel import until_done
-from engine.backends.vllm.api.gateway_endpoints import CONNECTION, Gate, Traffic, body_bytes_max
-from engine.backends.vllm.api.stream_marking import Marks
+from engine.backends.vllm.api.gateway_endpoints import (
+    CONNECTION,
+    Gate,
+    Marks,
+    Traffic,
+    body_bytes_max,
+)
 from plumbing.errors import UnderstudyError, UsageError
 from plumbing.wire.fds import OwnedFd
 
 logger = logging.getLogger(__name__)
 
+# vLLM's flags that its server takes by the same names.
+SERVER_FLAGS = (
+    *("host", "port", "h11_max_incomplete_event_size", "h11_max_header_count"),
+    *("enable_ssl_refresh", "ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs"),
+    "ssl_ciphers",
+)
 BACKLOG = 4096  # the lock server's own: listening again with less would cut the shared queue
 START_WAIT_S = 60.0
 START_POLL_S = 0.005
@@ -97,7 +108,8 @@ class Front:
         level = logging.getLogger().level
         front._app = build_app(args, tasks, model)
         logging.getLogger().setLevel(level)  # one of its libraries silences all but errors
-        front._mark_inside()
+        router = front._app.router  # the marks lie inside of all middleware
+        router.middleware_stack = Marks(router.middleware_stack, front.traffic)
         await init_app_state(engine, front._app.state, args, tasks)
         await front._listen_privately(sock)
         config = front._app.state.server.config
@@ -109,11 +121,6 @@ class Front:
         # uvicorn uses it for every connection from now on.
         config.loaded_app = Gate(config.loaded_app, front.traffic, body_max)
         return front
-
-    def _mark_inside(self) -> None:
-        """Put `Marks` around the routes, inside of all middleware."""
-        router = self._app.router
-        router.middleware_stack = Marks(router.middleware_stack, self.traffic)
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -165,19 +172,10 @@ class Front:
         await serve_http(
             self._app,
             sock=sock,
-            enable_ssl_refresh=args.enable_ssl_refresh,
-            host=args.host,
-            port=args.port,
             log_level=args.uvicorn_log_level,
             access_log=not args.disable_uvicorn_access_log,
             timeout_keep_alive=envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
-            ssl_keyfile=args.ssl_keyfile,
-            ssl_certfile=args.ssl_certfile,
-            ssl_ca_certs=args.ssl_ca_certs,
-            ssl_cert_reqs=args.ssl_cert_reqs,
-            ssl_ciphers=args.ssl_ciphers,
-            h11_max_incomplete_event_size=args.h11_max_incomplete_event_size,
-            h11_max_header_count=args.h11_max_header_count,
+            **{name: getattr(args, name) for name in SERVER_FLAGS},
             **more,
         )
 

@@ -19,7 +19,7 @@ from msgspec import Struct, structs
 
 from engine.backends.memory_session import SOCKET_DIR_ENV, host_device
 from engine.backends.process import INCARNATION_ENV
-from engine.backends.vllm.worker.kv_loan import Lending
+from engine.backends.vllm.kv import Lending
 from gms.client import pool_service_answers
 from plumbing.errors import UnderstudyError
 
@@ -55,14 +55,6 @@ class KvChoice(Struct, frozen=True):
 
 
 OWN_MEMORY = KvChoice()
-
-
-class KvBeginning(Struct, frozen=True):
-    """What an engine began with."""
-
-    adopted: int = 0
-    note: str = ""
-    torn: int = 0
 
 
 class KeptMemory:
@@ -115,14 +107,17 @@ class KeptMemory:
                 return f"the memory service lends none for {device}"
         return ""
 
-    async def begin(self, engine: Any, ask: AskRanks, taken: Sequence[Answer]) -> KvBeginning:
-        """After the memory was taken and before the first step.
+    async def begin(
+        self, engine: Any, ask: AskRanks, taken: Sequence[Answer]
+    ) -> tuple[int, str, int]:
+        """After the memory was taken and before the first step: how many blocks were adopted, why
+        none, and how many were torn.
 
         Raises:
             UnderstudyError: neither is the index kept, nor can it be made to say nothing.
         """
         if not self._is_lent:
-            return KvBeginning(note=self._note)
+            return 0, self._note, 0
         answer: Answer = {"problem": self.problem}
         if not self.problem:
             asked = {
@@ -132,23 +127,23 @@ class KeptMemory:
                 "has_audit": self.choice.has_audit,
                 "ranks": [rank["pool"] for rank in taken],
             }
-            answer = await _ask_core(engine, "understudy_begin_kv", asked, 2 * BEGIN_WAIT_S)
+            answer = await ask_core(engine, 2 * BEGIN_WAIT_S, "understudy_begin_kv", asked)
         if answer["problem"]:
             await ask("understudy_forget_kv", BEGIN_WAIT_S)
             logger.warning("no KV block is published: %s", answer["problem"])
-            return KvBeginning(note=f"no block is published: {answer['problem']}")
+            return 0, f"no block is published: {answer['problem']}", 0
         self._is_kept = True
         adopted, why_empty = int(answer["adopted"]), str(answer["why_empty"])
         self.kept = adopted
         logger.info("adopted %d KV blocks %s", adopted, why_empty and f"({why_empty})")
         note = why_empty and f"no block was adopted: {why_empty}"
-        return KvBeginning(adopted, note, int(answer["torn"]))
+        return adopted, note, int(answer["torn"])
 
     async def judge(self, engine: Any, why: str = "") -> None:
         """The canary has passed, or `why` the content is not to be trusted. Never raises."""
         if not self._is_kept:
             return
-        problem = (await _ask_core(engine, "understudy_judge_kv", why, JUDGE_WAIT_S))["problem"]
+        problem = (await ask_core(engine, JUDGE_WAIT_S, "understudy_judge_kv", why))["problem"]
         if problem:
             logger.warning("the verdict on the KV blocks was not recorded: %s", problem)
 
@@ -156,11 +151,8 @@ class KeptMemory:
         """Keep `published` and `kept` current, until the core gives the index up or fails."""
         while self._is_kept and not engine.errored:
             await asyncio.sleep(REPORT_EVERY_S)
-            try:
-                async with asyncio.timeout(REPORT_EVERY_S):
-                    answer = await engine.engine_core.call_utility_async("understudy_report_kv", "")
-            except Exception as error:  # a long step; the watch notices a core that has failed
-                logger.debug("the core did not say what it has published: %s", error)
+            answer = await ask_core(engine, REPORT_EVERY_S, "understudy_report_kv", "")
+            if answer.get("code"):  # a long step; the watch notices a core that has failed
                 continue
             self.published, self.problem = int(answer["published"]), str(answer["problem"])
             self.kept = int(answer["kept"])
@@ -175,7 +167,7 @@ class KeptMemory:
         if not self._is_kept:
             return
         await self.judge(engine)  # an adoption that is not judged counts as one that has failed
-        problem = (await _ask_core(engine, "understudy_close_kv", "", CLOSE_WAIT_S))["problem"]
+        problem = (await ask_core(engine, CLOSE_WAIT_S, "understudy_close_kv", ""))["problem"]
         if problem:
             logger.warning("the next engine finds no KV block of this one: %s", problem)
 
@@ -186,12 +178,15 @@ class KeptMemory:
         self.published = self.kept = 0
 
 
-async def _ask_core(engine: Any, method: str, asked: Any, wait_s: float) -> Answer:
-    """Call `method` (`kv/scheduler.py`) in the engine core. Never raises: vLLM says whatever went
-    wrong there as it likes."""
+async def ask_core(engine: Any, wait_s: float, method: str, *asked: Any) -> Answer:
+    """Call `method` in the engine core. Never raises: vLLM says whatever went wrong there as it
+    likes. With a `code` in the answer, that is why there is none."""
     try:
         async with asyncio.timeout(wait_s):
-            answer: Answer = await engine.engine_core.call_utility_async(method, asked)
+            answer: Answer = await engine.engine_core.call_utility_async(method, *asked)
+    except TimeoutError:
+        why = f"it did not answer {method} within {wait_s:g} s: it hangs or is stopped"
+        return {"code": "vllm.silent", "problem": why}
     except Exception as error:
-        return {"problem": f"{type(error).__name__}: {error}"}
+        return {"code": "vllm.core_failed", "problem": f"{type(error).__name__}: {error}"}
     return answer

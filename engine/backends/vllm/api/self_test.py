@@ -230,6 +230,7 @@ class SelfTest:
         self._turn = asyncio.Semaphore(at_once)
         self._asked = 0
         self._resumable: set[str] = set()
+        self._wholes: dict[Trial, TrialAnswer] = {}
 
     async def run(self) -> str:
         """What is wrong, or nothing."""
@@ -254,7 +255,8 @@ class SelfTest:
 
     async def _compare(self, asked: Sequence[Trial]) -> str:
         await self._wake()
-        wholes = {row: seen for row, seen in await self._all(asked) if seen is not None}
+        answers = await self._all((row, 0) for row in asked)
+        wholes = self._wholes = {row: seen for (row, _), seen in answers if seen is not None}
         if not any(row.by == NUMBERS for row in wholes):
             return "vLLM refuses to give log probabilities"
         cuts = [
@@ -265,51 +267,43 @@ class SelfTest:
             if cut <= len(seen.tokens)
         ]
         random.Random(SEED).shuffle(cuts)  # so that each slot of a batch gets another owner
-        if problem := await self._resume(wholes, cuts):
+        if problem := await self._repeat(cuts, ""):
             return problem
         await self._park()
         await self._wake()
-        for row, seen in await self._all([*reversed(wholes)]):
-            wrong = difference(row, wholes[row], seen or TrialAnswer([], [], []), self._tolerance)
-            if wrong:
-                return f"{row.name}, after a sleep: {wrong}"
+        if problem := await self._repeat([(row, 0) for row in reversed(wholes)], ", after a sleep"):
+            return problem
         await self._park()
         await self._wake()  # without one block in the cache
-        return await self._resume(wholes, [each for each in cuts if each[1] == ONE_LEFT])
+        return await self._repeat([each for each in cuts if each[1] == ONE_LEFT], "")
 
     async def _wake(self) -> None:
         await self._take()
         await self._engine.wake_up()
 
-    async def _all(self, asked: Iterable[Trial]) -> list[tuple[Trial, TrialAnswer | None]]:
-        async with asyncio.timeout(WAIT_S):
-            return [
-                (row, seen)
-                for row, seen in zip(
-                    asked, await asyncio.gather(*map(self._ask, asked)), strict=True
-                )
-            ]
-
-    async def _resume(
-        self, wholes: Mapping[Trial, TrialAnswer], cuts: Sequence[tuple[Trial, int]]
-    ) -> str:
-        async with asyncio.timeout(WAIT_S):
-            answers = await asyncio.gather(
-                *(self._ask(row, wholes[row].tokens[:cut]) for row, cut in cuts)
-            )
-        for (row, cut), seen in zip(cuts, answers, strict=True):
+    async def _repeat(self, cuts: Sequence[tuple[Trial, int]], when: str) -> str:
+        """Ask again, resumed behind that many tokens; what differs from the whole answers."""
+        for (row, cut), seen in await self._all(cuts):
+            how = f"{row.name}, resumed behind {cut} tokens" if cut else f"{row.name}{when}"
             if seen is None:
-                return f"{row.name}: vLLM refuses to resume it behind {cut} tokens"
-            if wrong := difference(row, wholes[row], seen, self._tolerance, cut):
-                return f"{row.name}, resumed behind {cut} tokens: {wrong}"
+                return f"{how}: vLLM refuses it"
+            if wrong := difference(row, self._wholes[row], seen, self._tolerance, cut):
+                return f"{how}: {wrong}"
         return ""
 
-    async def _ask(self, row: Trial, made: Sequence[int] = ()) -> TrialAnswer | None:
-        """None: vLLM refuses such a request, so no client's is affected."""
-        async with self._turn:
-            return await self._answer(row, made)
+    async def _all(
+        self, asked: Iterable[tuple[Trial, int]]
+    ) -> list[tuple[tuple[Trial, int], TrialAnswer | None]]:
+        """Each with its answer; None: vLLM refuses such a request, so no client's is affected."""
+        known, asked = self._wholes, list(asked)
+        made = [known[row].tokens[:cut] if cut else [] for row, cut in asked]
+        async with asyncio.timeout(WAIT_S):
+            answers = await asyncio.gather(
+                *(self._ask(row, tokens) for (row, _), tokens in zip(asked, made, strict=True))
+            )
+        return list(zip(asked, answers, strict=True))
 
-    async def _answer(self, row: Trial, made: Sequence[int]) -> TrialAnswer | None:
+    async def _ask(self, row: Trial, made: Sequence[int]) -> TrialAnswer | None:
         sampling = {"temperature": 0.0, "ignore_eos": True, **row.sampling}
         kind = RequestOutputKind.DELTA
         params = SamplingParams(max_tokens=MADE, detokenize=False, output_kind=kind, **sampling)
@@ -318,16 +312,18 @@ class SelfTest:
         self._asked += 1
         prompt = {"prompt_token_ids": list(row.prompt)}
         seen = TrialAnswer([], [], [])
+        name = f"self-test-{self._asked}"
         try:
-            async for output in self._engine.generate(prompt, params, f"self-test-{self._asked}"):
-                (made_now,) = output.outputs
-                seen.tokens.extend(made_now.token_ids)
-                for token, each in zip(made_now.token_ids, made_now.logprobs or (), strict=False):
-                    others = [one.logprob for other, one in each.items() if other != token]
-                    seen.numbers.append(each[token].logprob)
-                    seen.lead.append(each[token].logprob - max(others, default=-1e9))
-                if output.finished:
-                    seen = seen._replace(finish=str(made_now.finish_reason))
+            async with self._turn:
+                async for output in self._engine.generate(prompt, params, name):
+                    (part,) = output.outputs
+                    seen.tokens.extend(part.token_ids)
+                    for token, each in zip(part.token_ids, part.logprobs or (), strict=False):
+                        others = [one.logprob for other, one in each.items() if other != token]
+                        seen.numbers.append(each[token].logprob)
+                        seen.lead.append(each[token].logprob - max(others, default=-1e9))
+                    if output.finished:
+                        seen = seen._replace(finish=str(part.finish_reason))
         except VLLMValidationError:
             return None
         if answer.is_refused:
@@ -378,7 +374,10 @@ def about(config: Any) -> dict[str, Any]:
     ranks = range(config.parallel_config.world_size)
     return {
         "self_test": SELF_TEST,
-        "devices": [_device(rank) for rank in ranks],
+        "devices": [
+            current_platform.get_device_name(rank) if is_needed() else platform.machine()
+            for rank in ranks
+        ],
         "driver": _driver(),
         "vllm": versions.vllm_version(),
         "torch": versions.torch_version(),
@@ -391,12 +390,6 @@ def about(config: Any) -> dict[str, Any]:
         "max_num_seqs": scheduler.max_num_seqs,
         "max_num_batched_tokens": scheduler.max_num_batched_tokens,
     }
-
-
-def _device(rank: int) -> str:
-    return (
-        platform.machine() if current_platform.is_cpu() else current_platform.get_device_name(rank)
-    )
 
 
 def _driver() -> str:

@@ -35,7 +35,8 @@ def facts_of(worker: Any, kv_cache_config: Any, base_address: int) -> Facts:
     layers = sorted(
         {name for group in kv_cache_config.kv_cache_groups for name in group.layer_names}
     )
-    backends = {_backend_of(config, layer) for layer in layers}
+    context = config.compilation_config.static_forward_context
+    backends = {str(context[layer].get_attn_backend().get_name()) for layer in layers}
     document = {
         "caches": [
             [each.data_ptr() - base_address, list(each.shape), list(each.stride()), str(each.dtype)]
@@ -67,11 +68,6 @@ def digest_of(identity: Facts) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _backend_of(config: Any, layer: str) -> str:
-    found = config.compilation_config.static_forward_context[layer]
-    return str(found.get_attn_backend().get_name())
-
-
 # A block's bytes go through the CPU; hundreds of thousands of them are read in this time.
 ANSWER_S = 60.0
 
@@ -82,7 +78,12 @@ def checksums(
     """In a worker: the checksum of each of `blocks` over all layers. `caches` are the layers' and
     have `blocks_of_each` blocks, which need not be their first dimension."""
     places = [tuple(cache.shape).index(blocks_of_each) for cache in caches]
-    return [_checksum(caches, places, block) for block in blocks]
+    found = [0] * len(blocks)
+    for number, block in enumerate(blocks):
+        for cache, place in zip(caches, places, strict=True):
+            part = cache.select(place, block).contiguous().view(torch.uint8).cpu()
+            found[number] = zlib.crc32(part.numpy(), found[number])
+    return found
 
 
 def asking(executor: Any) -> Checksums:
@@ -99,11 +100,3 @@ def asking(executor: Any) -> Checksums:
         return [joined(parts) for parts in zip(*of_ranks, strict=True)]
 
     return ask
-
-
-def _checksum(caches: Sequence[torch.Tensor], places: Sequence[int], block: int) -> int:
-    found = 0
-    for cache, place in zip(caches, places, strict=True):
-        part = cache.select(place, block).contiguous().view(torch.uint8).cpu()
-        found = zlib.crc32(part.numpy(), found)
-    return found

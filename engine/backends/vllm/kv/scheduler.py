@@ -14,8 +14,6 @@ workers), because this engine is about to write over the blocks that it describe
 from __future__ import annotations
 
 import logging
-import mmap
-import secrets
 from collections.abc import Callable
 from typing import Any
 
@@ -27,12 +25,12 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 
+from engine.backends.kept_pools import KeptPools
 from engine.backends.vllm.kv import facts
 from engine.backends.vllm.kv.block_pool import KeptBlockPool, KeptIndex, problem_with_groups
-from engine.kv.adopter import Adoption, Checksums, adoptable, audited
-from engine.kv.layout import IndexHeader, IndexPage
-from engine.kv.writer import IndexWriter
-from gms.client import ADOPTED, ADOPTING, KvClaim, KvLease, borrow_pool
+from engine.kv.adopter import Adoption, Checksums
+from engine.kv.layout import IndexHeader
+from gms.client import KvClaim, KvLease, borrow_pool
 from plumbing.errors import UnderstudyError
 
 logger = logging.getLogger(__name__)
@@ -113,10 +111,7 @@ def _begin(index: PoolIndex, asked: Any, core: Any) -> Answer:
 
 def _judge(index: PoolIndex, why: str, core: Any) -> Answer:
     """`why` the content is not to be trusted; empty: the canary has passed."""
-    if why:
-        index.distrust(why)
-    else:
-        index.trust()
+    index.judge(why)
     return {}
 
 
@@ -128,7 +123,7 @@ def _report(index: PoolIndex, _: Any, core: Any) -> Answer:
 def _close(index: PoolIndex, _: Any, core: Any) -> Answer:
     if core.scheduler.has_unfinished_requests():  # more than the API process knows of
         return {"problem": "requests are in progress"}
-    index.close()
+    index.kept.close()  # the content is the next engine's, before vLLM resets its prefix cache
     return {}
 
 
@@ -172,8 +167,7 @@ class PoolIndex:
         for at a wake."""
         self._pool, self._hash_algorithm = pool, hash_algorithm
         self._leases: list[KvLease] = []
-        self._maps: list[mmap.mmap] = []
-        self._pages: list[IndexPage] = []
+        self._pools: KeptPools | None = None
 
     @property
     def kept(self) -> KeptIndex:
@@ -190,58 +184,36 @@ class PoolIndex:
                 asked.directory, rank.device, rank.claim, asked.deadline_s, on_change=logger.warning
             )
             self._leases.append(lease)
-            self._maps.append(mmap.mmap(lease.index.fileno(), lease.index_bytes))
-        self._pages = [IndexPage.over(memoryview(each)) for each in self._maps]
         headers = [
             IndexHeader(pool=lease.pool, hash_algorithm=self._hash_algorithm(), **rank.facts)
             for rank, lease in zip(asked.ranks, self._leases, strict=True)
         ]
-        pages = self._pages
-        incarnation = asked.ranks[0].claim.incarnation
-        adoption = Adoption(why_empty="adoption is off (--no-kv-adoption)")
-        if asked.may_adopt:
-            adoption = audited(adoptable(pages, headers, incarnation), checksums)
-            if adoption.torn:
-                logger.error("KV blocks %s are not what was published", sorted(adoption.torn))
-            adoption = self._adopt(adoption, headers[0].block_tokens)
-        writer = IndexWriter(pages, headers, incarnation, secrets.token_hex(16), adoption)
-        self._pool.kept.open(writer, checksums if asked.has_audit else None)
+        pools = self._pools = KeptPools(self._leases, headers)
+        adoption = pools.find(checksums, may_adopt=asked.may_adopt)
+        try:
+            self._pool.adopt(adoption.records, headers[0].block_tokens)
+        except UnderstudyError as error:
+            self._pool.reset_prefix_cache()
+            adoption = Adoption(why_empty=error.message, torn=adoption.torn)
+        self.kept.open(pools.writer(adoption), checksums if asked.has_audit else None)
         return Begun(len(adoption.records), adoption.why_empty, len(adoption.torn))
 
-    def trust(self) -> None:
-        """The canary has passed on the adopted blocks."""
-        for lease in self._leases:
-            lease.mark(ADOPTED)
-
-    def distrust(self, why: str) -> None:
-        """No engine after this one may believe the content."""
-        self._pool.kept.give_up(why)
-        for lease in self._leases:
-            lease.discard(why)
-
-    def close(self) -> None:
-        """Leave the content to the next engine: before vLLM resets its prefix cache."""
-        self._pool.kept.close()
+    def judge(self, why: str) -> None:
+        """The canary has passed on the adopted blocks; or `why` no engine after this one may
+        believe the content."""
+        if self._pools is None:
+            return
+        if why:
+            self.kept.give_up(why)
+            self._pools.distrust(why)
+        else:
+            self._pools.trust()
 
     def leave(self) -> None:
         """Map nothing any more, with vLLM paused; another `begin` may follow."""
-        self._pool.kept.let_go()
-        for page in self._pages:
-            page.release()
-        for each in self._maps:
-            each.close()
+        self.kept.let_go()
+        if self._pools is not None:
+            self._pools.release()
         for lease in self._leases:
             lease.close()
-        self._pages, self._maps, self._leases = [], [], []
-
-    def _adopt(self, adoption: Adoption, block_tokens: int) -> Adoption:
-        if not adoption.records:
-            return adoption
-        for lease in self._leases:
-            lease.mark(ADOPTING)
-        try:
-            self._pool.adopt(adoption.records, block_tokens)
-        except UnderstudyError as error:
-            self._pool.reset_prefix_cache()
-            return Adoption(why_empty=error.message, torn=adoption.torn)
-        return adoption
+        self._pools, self._leases = None, []

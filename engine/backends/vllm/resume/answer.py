@@ -4,8 +4,8 @@ the tokens that a dead engine has already made.
 The gate marks the events of an `Answer`, and `ContinuingLLM` knows the tokens that they are made
 of; vLLM's serving layer lies between the two. It is pulled: it asks the engine for an output, makes
 events of it, sends them, and asks for the next. So whatever was sent before it asks belongs to the
-output that it had. Nothing may pass events on from another task (`api/stream_marking.py` says where
-that is ensured).
+output that it had. Nothing may pass events on from another task (`api/gateway_endpoints.py` says
+where that is ensured).
 
 The tokens travel in `SamplingParams.extra_args`, beside the gateway's name of the attempt. A client
 reaches `extra_args` too (`vllm_xargs`), and made-up output would be an injection. So the value is
@@ -93,7 +93,8 @@ class Answer:
             async for output in outputs:
                 self._handed(output)
                 yield output
-                await self._asked_for_more()
+                if self.on_group is not None:  # it asks for more
+                    await self.on_group()
         finally:
             await outputs.aclose()
 
@@ -104,10 +105,6 @@ class Answer:
             self.tokens += tokens
             self.chunks.append(len(tokens))
         self.is_whole = output.finished and made.finish_reason not in BROKEN_OFF
-
-    async def _asked_for_more(self) -> None:
-        if self.on_group is not None:
-            await self.on_group()
 
     def take_group(self) -> tuple[list[int], list[int]]:
         """Tokens and chunks of the group that ends now."""

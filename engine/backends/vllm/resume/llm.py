@@ -14,8 +14,9 @@ module checks, and the core then never hears of the request.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -176,7 +177,7 @@ class EngineReplay:
     ) -> None:
         self._processor, self._request = processor, request
         self._tokens, self._at = list(tokens), 0
-        self._sizes = iter(chunks) if chunks is not None else _slices(len(tokens))
+        self._sizes = iter(chunks) if chunks is not None else itertools.repeat(TOKENS_AT_ONCE)
         self._go_on, self._progressed = go_on, progressed
         self._since_pause = 0
         self._seen = Request.from_engine_core_request(request, None)
@@ -219,9 +220,7 @@ class EngineReplay:
     async def go_on(self) -> None:
         """Everything was played: the rest is the engine's."""
         stats = self._state.stats
-        if (
-            stats is not None
-        ):  # otherwise the next token's latency counts from the beginning of time
+        if stats is not None:  # else the next token's latency counts from the beginning of time
             stats.first_token_ts = stats.last_token_ts = time.monotonic()
             stats.num_generation_tokens = len(self._tokens)
         await self._go_on()
@@ -259,11 +258,6 @@ class ReplayCollector(RequestOutputCollector):
     def _play(self, replay: EngineReplay) -> None:
         if replay.play():
             self.replay = None
-
-
-def _slices(total: int) -> Iterator[int]:
-    for start in range(0, total, TOKENS_AT_ONCE):
-        yield min(TOKENS_AT_ONCE, total - start)
 
 
 def _no_logprobs(params: Any, tokens: Sequence[int]) -> Any:

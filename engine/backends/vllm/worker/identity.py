@@ -21,7 +21,7 @@ import torch
 from vllm.model_executor.model_loader.weight_utils import download_weights_from_hf
 from vllm.platforms import current_platform
 
-from engine.backends.shards import read_shard, sample_of
+from engine.backends.shards import identity_of, read_shard, sample_of
 from engine.backends.vllm import versions
 from plumbing.errors import UsageError
 
@@ -88,11 +88,7 @@ def files_of(path: str) -> Document:
         return {os.path.basename(path): {"sample": sample_of(path)}}
     found = sorted(glob.glob(os.path.join(glob.escape(path), SAFETENSORS)))
     if found:
-        shards = [read_shard(name) for name in found]
-        return {
-            shard.name: {"header": shard.header_hash, "sample": shard.sample_hash()}
-            for shard in shards
-        }
+        return identity_of(map(read_shard, found))
     others = sorted(
         name for kind in OTHER_FILES for name in glob.glob(os.path.join(glob.escape(path), kind))
     )

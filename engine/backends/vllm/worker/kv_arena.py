@@ -14,15 +14,17 @@ allocates differently fails at start, and never serves from memory that a standb
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import StrEnum
-from typing import Any, Protocol, Self
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
+from engine.backends.host_range import HostRange
 from engine.backends.vllm import NO_SELF_TEST
 from engine.backends.vllm.worker.binding import bytes_at
+from engine.backends.vllm.worker.kv_cuda import CudaRange
 from gms.client import Allocation
 from plumbing.errors import InvariantError, UsageError
 
@@ -35,35 +37,7 @@ class Backing(StrEnum):
     TAKEN = "taken"
 
 
-class AddressRange(Protocol):
-    """Addresses on one kind of memory: `kv_host.HostRange`, `kv_cuda.CudaRange`."""
-
-    size_bytes: int
-    can_test: bool
-    """Scratch memory keeps apart what a self-test writes."""
-
-    @property
-    def address(self) -> int: ...
-
-    def scratch(self) -> None:
-        """From parked: make all of it usable for warm-up."""
-
-    def park(self) -> None:
-        """Release all memory."""
-
-    def take(self, deadline_s: float) -> None:
-        """From parked: take zeroed memory, or raise and stay parked."""
-
-    def borrow(self, slabs: Sequence[Allocation], *, is_new: bool) -> None:
-        """From parked: map the memory of a pool, as it is unless it `is_new`; or raise and stay
-        parked. `park` unmaps it, and it stays its owner's."""
-
-    @property
-    def pool_bytes(self) -> int:
-        """The size of a pool for all of it."""
-        ...
-
-    def resident_bytes(self) -> int: ...
+AddressRange = HostRange | CudaRange
 
 
 class KVArena(TorchFunctionMode):
@@ -73,27 +47,11 @@ class KVArena(TorchFunctionMode):
         """`addresses` of `device` are parked and have the size that vLLM will allocate."""
         super().__init__()
         self.backing = Backing.PARKED
-        self._addresses = addresses
+        self.addresses, self.kv_bytes = addresses, addresses.size_bytes
         self._device = device
         self._seen_bytes: list[Any] = []
 
-    @property
-    def address(self) -> int:
-        return self._addresses.address
-
-    @property
-    def kv_bytes(self) -> int:
-        return self._addresses.size_bytes
-
-    def resident_bytes(self) -> int:
-        """Memory behind the addresses now."""
-        return self._addresses.resident_bytes()
-
     # ------------------------------------------------------------------ the allocation
-
-    def __enter__(self) -> Self:
-        super().__enter__()
-        return self
 
     def __exit__(self, *exc_info: Any) -> None:
         super().__exit__(*exc_info)
@@ -108,9 +66,9 @@ class KVArena(TorchFunctionMode):
             return func(*args, **kwargs)
         self._seen_bytes.append(args[0] if len(args) == 1 else args)
         self._check(is_over=False)
-        self._addresses.scratch()
+        self.addresses.scratch()
         self.backing = Backing.SCRATCH
-        return bytes_at(self._addresses.address, self.kv_bytes, self._device).view(torch.int8)
+        return bytes_at(self.addresses.address, self.kv_bytes, self._device).view(torch.int8)
 
     def _check(self, *, is_over: bool) -> None:
         """Refuse a vLLM that allocates its KV cache in an unknown way."""
@@ -132,13 +90,13 @@ class KVArena(TorchFunctionMode):
         """From parked: scratch memory again, for a trial."""
         if self.backing is not Backing.PARKED:
             raise InvariantError(f"scratch memory for a KV cache that is {self.backing}")
-        if not self._addresses.can_test:
+        if not self.addresses.can_test:
             raise UsageError(
                 NO_SELF_TEST,
                 "the KV blocks of this model are too large, or lie in parts, so that a self-test in"
                 " scratch memory is not possible",
             )
-        self._addresses.scratch()
+        self.addresses.scratch()
         self.backing = Backing.SCRATCH
 
     def release(self) -> None:
@@ -146,7 +104,7 @@ class KVArena(TorchFunctionMode):
         if self.backing is not Backing.PARKED:
             # Set first: after a failure half-way the memory must not count as taken.
             self.backing = Backing.PARKED
-            self._addresses.park()
+            self.addresses.park()
 
     def take(self, deadline_s: float) -> None:
         """Take zeroed memory; idempotent.
@@ -154,17 +112,7 @@ class KVArena(TorchFunctionMode):
         Raises:
             WaitTimeoutError: `engine.kv_memory_busy`; it stays parked, and may be retried.
         """
-        if not self._seen_bytes:
-            raise InvariantError("the KV cache has not been allocated")
-        if self.backing is not Backing.TAKEN:
-            self.release()
-            self._addresses.take(deadline_s)
-            self.backing = Backing.TAKEN
-
-    @property
-    def pool_bytes(self) -> int:
-        """What a pool must have to be borrowed."""
-        return self._addresses.pool_bytes
+        self._have(lambda: self.addresses.take(deadline_s))
 
     def borrow(self, slabs: Sequence[Allocation], *, is_new: bool) -> None:
         """Use the memory of a pool, whose content stays; a new one on a GPU has none yet.
@@ -172,9 +120,12 @@ class KVArena(TorchFunctionMode):
         Raises:
             UnderstudyError: it cannot be mapped, and the cache stays parked.
         """
+        self._have(lambda: self.addresses.borrow(slabs, is_new=is_new))
+
+    def _have(self, take: Callable[[], None]) -> None:
         if not self._seen_bytes:
             raise InvariantError("the KV cache has not been allocated")
         if self.backing is not Backing.TAKEN:
             self.release()
-            self._addresses.borrow(slabs, is_new=is_new)
+            take()
             self.backing = Backing.TAKEN

@@ -52,9 +52,9 @@ class CudaRange:
         self._read = read
         self._memory = memory_for(device)
         step = self._memory.granularity_bytes
-        self._needed_bytes = _up(size_bytes, step)
-        least = min(_up(SCRATCH_BYTES_MAX, step), self._needed_bytes)
-        most = min(TEST_BYTES_MAX, self._needed_bytes)
+        self.pool_bytes = _up(size_bytes, step)
+        least = min(_up(SCRATCH_BYTES_MAX, step), self.pool_bytes)
+        most = min(TEST_BYTES_MAX, self.pool_bytes)
         apart = fitting(used, least, most, step) if used is not None else None
         self._scratch_bytes = apart or least
         self.can_test = apart is not None
@@ -98,7 +98,7 @@ class CudaRange:
             WaitTimeoutError: `engine.kv_memory_busy`; the range stays parked.
             UnderstudyError: `gms.driver_failed`; likewise.
         """
-        parts = _parts(self._needed_bytes, self._memory.allocation_bytes_max)
+        parts = _parts(self.pool_bytes, self._memory.allocation_bytes_max)
         with contextlib.ExitStack() as undo:
             blocks: list[Allocation] = []
 
@@ -114,16 +114,12 @@ class CudaRange:
                     undo.callback(blocks[-1].release)
                 return None
 
-            keep_trying(attempt, self._needed_bytes, deadline_s)
+            keep_trying(attempt, self.pool_bytes, deadline_s)
             undo.callback(self._range.unmap)
             self._range.map(0, blocks, writable=True)
             self._range.clear()
             self._undo = undo.pop_all()
-        self._resident_bytes = self._needed_bytes
-
-    @property
-    def pool_bytes(self) -> int:
-        return self._needed_bytes
+        self._resident_bytes = self.pool_bytes
 
     def borrow(self, slabs: Sequence[Allocation], *, is_new: bool) -> None:
         """Map slabs behind all of a parked range. They stay their owner's; new ones are zeroed.

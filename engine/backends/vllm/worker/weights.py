@@ -11,7 +11,6 @@ makes read-only in place.
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from typing import Any, NoReturn
@@ -33,14 +32,6 @@ from engine.backends.vllm.worker.model_load import ModelLoad, inner_loader
 from engine.backends.vllm.worker.pulse import Meter
 from gms.client import Reader, Writer
 from plumbing.errors import InvariantError, UnderstudyError
-
-__all__ = ["RankWeights", "device_of", "of_this_process", "same_on_every_rank"]
-
-logger = logging.getLogger(__name__)
-
-# An engine that distrusts its weights is about to end, and must report that first: a memory service
-# that has just died is back within a second.
-REPORT_WAIT_S = 2.0
 
 _of_this_process: RankWeights | None = None
 
@@ -158,24 +149,11 @@ class RankWeights:
     def _commit(self, writer: Writer) -> Reader:
         assert self._source is not None
         after = self._source.read()
-        if after != self.identity:
-            writer.close()
-            raise UnderstudyError(
-                "model.changed",
-                f"the files of {after['models']['target']['name']} changed while they were loaded;"
-                " nothing was published, and the next attempt reads them again",
-            )
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # no copy may be pending when its target becomes read-only
         with session.loading(self._device, "this model", "", 0):
-            reader = writer.commit(after)
-        logger.info(
-            "loaded and committed %d MiB on %s in %.1f s",
-            reader.size_bytes >> 20,
-            self._device,
-            time.monotonic() - self._began_s,
-        )
-        return reader
+            what, device = "the model's checkpoint", self._device
+            return session.commit(writer, self.identity, after, what, device, self._began_s)
 
     # ------------------------------------------------------------------ away and back
 
@@ -195,16 +173,9 @@ class RankWeights:
             self.kept.bring_back(budget_s)
 
     def distrust(self, detail: str) -> None:
-        """Report that a canary on these weights failed; when a second incarnation does, they are
-        loaded again. Waits `REPORT_WAIT_S` at most for the report to be sent."""
-        if self.kept is None:
-            return
-        keeper = self.kept.keeper
-        keeper.report_canary_failure(detail)
-        if not keeper.wait_until_reported(REPORT_WAIT_S):
-            logger.warning(
-                "the failed canary was not reported: the memory service is not reachable"
-            )
+        """Report that a canary on these weights failed."""
+        if self.kept is not None:
+            self.kept.distrust(detail)
 
 
 class Loader(BaseModelLoader):

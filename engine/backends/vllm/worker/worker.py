@@ -13,7 +13,6 @@ core from the one that wakes in its place.
 from __future__ import annotations
 
 import logging
-import mmap
 import os
 import time
 from contextlib import AbstractContextManager
@@ -25,18 +24,18 @@ from msgspec import structs
 from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 
 from engine.backends import process_memory
+from engine.backends.kept_pools import page_of
 from engine.backends.process_memory import Room, check_can_ever_fit
 from engine.backends.vllm import membership
 from engine.backends.vllm.kv import INSTALL_ENV as KEEP_KV_ENV
-from engine.backends.vllm.kv import facts
+from engine.backends.vllm.kv import Lending, facts
 from engine.backends.vllm.kv_size import check_holds_a_sequence
 from engine.backends.vllm.membership import Answer, answering, reporting
 from engine.backends.vllm.resume import INSTALL_ENV, hook
 from engine.backends.vllm.worker import kv_cuda, weights
+from engine.backends.vllm.worker.identity import same_on_every_rank
 from engine.backends.vllm.worker.kv_arena import AddressRange, Backing, KVArena
-from engine.backends.vllm.worker.kv_loan import Lending
 from engine.backends.vllm.worker.offloading import OffloadingWorker
-from engine.kv.layout import IndexPage
 from gms.client import BEGUN, KvLease, borrow_pool
 from plumbing.errors import InvariantError, UnderstudyError, UsageError
 
@@ -120,7 +119,7 @@ class ParkingWorker(OffloadingWorker):
                     " have a KV connector?",
                 )
             if os.environ.get(KEEP_KV_ENV):
-                self._find_kv_facts(kv_cache_config, self.arena.address)
+                self._find_kv_facts(kv_cache_config, self.arena.addresses.address)
 
     def compile_or_warm_up_model(self) -> Any:
         """As vLLM does, at the start. Its warm-up writes to KV blocks as if they were its own.
@@ -213,10 +212,10 @@ class ParkingWorker(OffloadingWorker):
         return {
             "weights_bytes": ours.bytes,
             "kv_bytes": arena.kv_bytes if arena else 0,
-            "kv_resident_bytes": arena.resident_bytes() if arena else 0,
+            "kv_resident_bytes": arena.addresses.resident_bytes() if arena else 0,
             "kv_hold": str(arena.backing) if arena else "",
             "epoch": ours.epoch,
-            "identity": weights.same_on_every_rank(ours.identity),
+            "identity": same_on_every_rank(ours.identity),
             "cannot_resume": self._cannot_resume,
             "cannot_keep_kv": self._cannot_keep,
             "cannot_offload": ours.cannot_offload,
@@ -270,7 +269,7 @@ class ParkingWorker(OffloadingWorker):
             UnderstudyError: as `gms.client.borrow_pool`.
         """
         device = weights.device_of(self.rank)
-        claim = lending.claim(arena.pool_bytes, self._blocks, self.rank)
+        claim = lending.claim(arena.addresses.pool_bytes, self._blocks, self.rank)
         if self._lease is None:
             self._lease = borrow_pool(
                 lending.directory,
@@ -304,7 +303,7 @@ class ParkingWorker(OffloadingWorker):
             UnderstudyError: `vllm.not_parked`, or the memory service's reason; it holds the serving
                 file still.
         """
-        resident_bytes = self.arena.resident_bytes() if self.arena is not None else 0
+        resident_bytes = self.arena.addresses.resident_bytes() if self.arena is not None else 0
         is_parked = self.arena is None or self.arena.backing is Backing.PARKED
         if self._not_parked or not is_parked or resident_bytes:
             state = "parked" if is_parked else "still mapped"
@@ -334,10 +333,9 @@ class ParkingWorker(OffloadingWorker):
         begins it anew."""
         if self._lease is None:
             raise InvariantError("there is no lease")
-        with mmap.mmap(self._lease.index.fileno(), self._lease.index_bytes) as memory:
-            page = IndexPage.over(memoryview(memory))
-            page.invalidate_header()
-            page.release()
+        page = page_of(self._lease)
+        page.invalidate_header()
+        page.release()
         return {}
 
     @answering

@@ -10,11 +10,11 @@ from __future__ import annotations
 from vllm.v1.worker.cpu_worker import CPUWorker as StockCPUWorker
 # isort: on
 
+from engine.backends.host_range import HostRange
 from engine.backends.process_memory import Room, read_room
 from engine.backends.vllm.membership import reporting
 from engine.backends.vllm.process_tuning import new_threads_may_wake_late
 from engine.backends.vllm.worker.kv_arena import AddressRange
-from engine.backends.vllm.worker.kv_host import HostRange
 from engine.backends.vllm.worker.worker import ParkingWorker
 
 

@@ -110,14 +110,14 @@ def decoder(points: Points, module: Any) -> None:
 def block_store(points: Points, module: Any) -> None:
     real = module.BlockStore.run
 
-    def run(memory: Any, step: Any) -> Any:
-        if step.kind == "save" and points.is_due("copying"):
-            block = memory._blocks[step.block]
-            chunk = memory._cache.chunk(step.slot, step.start, block.shape[-2])
+    def run(memory: Any, kind: str, number: int, *place: int) -> Any:
+        if kind == "save" and points.is_due("copying"):
+            block = memory._blocks[number]
+            chunk = memory._cache.chunk(*place, block.shape[-2])
             block[..., : block.shape[-2] // 2, :] = chunk[..., : block.shape[-2] // 2, :]
             points.die()
-        result = real(memory, step)
-        if step.kind == "save":
+        result = real(memory, kind, number, *place)
+        if kind == "save":
             points.reach("copied")
         return result
 

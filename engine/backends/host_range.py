@@ -65,23 +65,23 @@ class HostRange:
             UnderstudyError: `engine.kv_addresses`, there are not enough addresses.
         """
         self.size_bytes = size_bytes
-        self._room_bytes = -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
-        self._needed_bytes = self._room_bytes * ranks
+        self.pool_bytes = -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
+        self._needed_bytes = self.pool_bytes * ranks
         self._read = read
         self._filling: Filling | None = None
-        self._reserved_bytes = self._room_bytes + 3 * ALIGN_BYTES
+        self._reserved_bytes = self.pool_bytes + 3 * ALIGN_BYTES
         self._reserved_at = self._map(None, self._reserved_bytes)
         self.address = -(-self._reserved_at // ALIGN_BYTES) * ALIGN_BYTES + ALIGN_BYTES
 
     def scratch(self) -> None:
         """Make all of it usable while the engine warms up; touched pages take memory."""
         if not self._open():
-            raise _refused("open", self._room_bytes)
+            raise _refused("open", self.pool_bytes)
 
     def park(self) -> None:
         """Release all memory and keep the addresses."""
         self._stop_filling()
-        self._map(self.address, self._room_bytes)
+        self._map(self.address, self.pool_bytes)
 
     def take(self, deadline_s: float) -> None:
         """Put zeroed memory behind all of a parked range, once the machine has it free.
@@ -97,12 +97,8 @@ class HostRange:
 
         keep_trying(attempt, self._needed_bytes, deadline_s, RESERVE_BYTES)
         # A process with small pages takes 72 ms per GiB to die, which delays the next grant.
-        if _libc.madvise(self.address, self._room_bytes, mmap.MADV_HUGEPAGE):
+        if _libc.madvise(self.address, self.pool_bytes, mmap.MADV_HUGEPAGE):
             logger.debug("no huge pages for the KV cache")
-
-    @property
-    def pool_bytes(self) -> int:
-        return self._room_bytes
 
     def borrow(self, slabs: Sequence[Allocation], *, is_new: bool) -> None:
         """Map slabs over all of a parked range. They stay their owner's, and are zero if new.
@@ -113,27 +109,27 @@ class HostRange:
         offset = 0
         try:
             for slab in slabs:
-                size_bytes = min(slab.size_bytes, self._room_bytes - offset)
+                size_bytes = min(slab.size_bytes, self.pool_bytes - offset)
                 if size_bytes:
                     self._map_shared(self.address + offset, size_bytes, slab.fileno())
                 offset += size_bytes
-            if offset < self._room_bytes:
-                raise InvariantError(f"a pool of {offset} bytes for {self._room_bytes}")
+            if offset < self.pool_bytes:
+                raise InvariantError(f"a pool of {offset} bytes for {self.pool_bytes}")
         except BaseException:
             self.park()
             raise
-        fds = [slab.fileno() for slab in slabs]
+        fds, size = [slab.fileno() for slab in slabs], self.pool_bytes
         self._filling = Filling(
             self.address,
-            self._room_bytes,
-            self._filled,
+            self.pool_bytes,
+            lambda huge: logger.info("%d of %d bytes of KV memory are in huge pages", huge, size),
             has_room=lambda: has_room_for(fds, self._read),
         )
 
     def resident_bytes(self) -> int:
         """Resident memory of the range, from the kernel. Not from smaps: to list all mappings of a
         process of vLLM takes 15 ms, of a rest that takes 5."""
-        return resident_bytes(self.address, self._room_bytes)
+        return resident_bytes(self.address, self.pool_bytes)
 
     def free(self) -> None:
         """Release the addresses too; idempotent."""
@@ -158,9 +154,6 @@ class HostRange:
         # Where the kernel leaves that to programs (shmem_enabled).
         _libc.madvise(address, size_bytes, mmap.MADV_HUGEPAGE)
 
-    def _filled(self, huge_bytes: int) -> None:
-        logger.info("%d of %d bytes of KV memory are in huge pages", huge_bytes, self._room_bytes)
-
     def _stop_filling(self) -> None:
         filling, self._filling = self._filling, None
         if filling is not None:
@@ -168,10 +161,10 @@ class HostRange:
 
     def _open(self) -> bool:
         """Make the range accessible; False if a kernel that does not overcommit refuses."""
-        if not _libc.mprotect(self.address, self._room_bytes, OPEN):
+        if not _libc.mprotect(self.address, self.pool_bytes, OPEN):
             return True
         if ctypes.get_errno() != errno.ENOMEM:
-            raise _refused("open", self._room_bytes)
+            raise _refused("open", self.pool_bytes)
         return False
 
 
