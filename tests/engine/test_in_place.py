@@ -107,9 +107,7 @@ def test_process_that_does_not_hold_the_serving_file_never_serves(pod):
     """Goal: H15. Method: a child that joins nothing; the tree ends before it serves."""
     pod.start_lock()
     engine = pod.engine("e-0", *RESTS, "--child-skips", "join", flags=QUICK)
-    document = engine.until("standby", number=2)
-    assert document["deaths"][0]["cause"] == "serving_file_missing"
-    assert "model (pid " in document["deaths"][0]["message"]
+    engine.until_death("model (pid ", "serving_file_missing")
     assert "active" not in states(engine)
 
 
