@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pathlib
 import re
+import subprocess
 
 import pytest
 
@@ -73,6 +74,20 @@ def test_error_codes_versions_and_files_of_the_vllm_page_exist():
     assert versions.supported_range() in VLLM
     for name in re.findall(r"`((?:requirements|hack)/[\w./-]+)`", VLLM):
         assert (ROOT / name).exists(), name
+
+
+def test_the_files_of_the_journeys_exist():
+    """docs/architecture.md lists them with the shell's braces, and their number before the list."""
+    page = (ROOT / "docs/architecture.md").read_text()
+    section = page.partition("\n## Three journeys\n")[2].partition("\n## ")[0]
+    lists = re.findall(r"\((\d+)[^)]*\):\n\n```\n(.*?)\n```", section, re.DOTALL)
+    assert len(lists) == 3
+    for number, block in lists:
+        braces = ",".join(re.sub(r"^\w*\s+", "", line) for line in block.splitlines())
+        command = f"printf '%s.py\\n' {{{braces.replace(' ', '')}}}"
+        files = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+        assert len(set(files.stdout.split())) == int(number)
+        assert [name for name in files.stdout.split() if not (ROOT / name).exists()] == []
 
 
 def test_links_between_documents_lead_somewhere():
