@@ -44,8 +44,11 @@ def _lines(document: Document) -> Iterator[tuple[str, str]]:
     held = size(document["load"]["memory_bytes"])
     yield "memory", f"{held} of {size(document['memory_bytes_max'])} for journals, bodies, answers"
     yield "totals", _totals(document)
-    yield "stop", _stop(document["stop"])
-    yield "lock", _lock(document, now)
+    stop, server = document["stop"], document["lock_server"]
+    kind = f"; class {stop['class']}" if stop["class"] else ""
+    yield "stop", f"streams get {duration(stop['drain_ms'])}{kind}"
+    how, then = ("", "") if server["connected"] else ("not ", "; a takeover waits for it")
+    yield "lock", f"server {how}connected for {since(server['since'], now)}{then}"
     yield from _problems(document)
 
 
@@ -121,19 +124,6 @@ def _totals(document: Document) -> str:
         f"{totals['replayed_tokens']} tokens replayed",
     ]
     return ", ".join(parts)
-
-
-def _stop(stop: Document) -> str:
-    """`streams get 43s; class exact`"""
-    kind = f"; class {stop['class']}" if stop["class"] else ""
-    return f"streams get {duration(stop['drain_ms'])}{kind}"
-
-
-def _lock(document: Document, now: datetime) -> str:
-    server = document["lock_server"]
-    if server["connected"]:
-        return f"server connected for {since(server['since'], now)}"
-    return f"server not connected for {since(server['since'], now)}; a takeover waits for it"
 
 
 def _problems(document: Document) -> Iterator[tuple[str, str]]:

@@ -37,10 +37,11 @@ import math
 import re
 from array import array
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
-from gateway.core.events import BreakCause, RequestCame
+from gateway.core.events import BreakCause
 from gateway.core.replay import (
     BLOCK_BYTES,
     GROUP_BYTES,
@@ -52,7 +53,7 @@ from gateway.core.replay import (
     Transcript,
 )
 from plumbing.errors import InvariantError
-from plumbing.gateway_protocol import ITEM_BYTES, Continuation
+from plumbing.gateway_protocol import ITEM_BYTES, Hello
 
 
 class RequestState(StrEnum):
@@ -122,72 +123,61 @@ PROGRESS_TOKENS = 32  # so many new tokens say that a request does not kill engi
 PROGRESS_MS = 10_000.0
 
 
+@dataclass(slots=True, eq=False)
 class ClientRequest:
     """One request. `number` is its age among all others."""
 
-    __slots__ = (
-        *("number", "path", "body_bytes", "is_inference", "is_stream", "is_lean", "state"),
-        *("attempt", "has_broken", "is_handed_over", "is_inside", "entered_as"),
-        *("sent_ms", "lived_ms"),
-        *("waits_since_ms", "held_ms", "not_before_ms"),
-        *("breaks_here", "refusals", "gives_up_ms", "engine_error"),
-        *("continuation", "continuation_id", "is_event_stream", "is_at_boundary"),
-        *("transcript", "charged_bytes", "held_bytes"),
-        *("forgotten_tokens", "replay", "rewriter", "paused_since_ms", "paused_under"),
-        *("pauses", "paused_ms", "deaths", "tokens_at_death", "progress_at", "was_tried"),
-        *("priority", "order_key", "wait_ms", "was_requeued"),
-    )
+    number: int
+    path: str
+    body_bytes: int
+    is_inference: bool
+    is_stream: bool
+    sent_ms: float
+    is_lean: bool = False  # class none: sent once, neither journalled nor held
+    state: RequestState = RequestState.WAITING
 
-    def __init__(self, came: RequestCame, now_ms: float) -> None:
-        self.number = came.request
-        self.path = came.path
-        self.body_bytes = came.body_bytes
-        self.is_inference = came.is_inference
-        self.is_stream = came.is_stream
-        self.is_lean = False  # class none: sent once, neither journalled nor held
-        self.state = RequestState.WAITING
+    attempt: Attempt | None = None  # while an upstream connection works for it
+    has_broken: bool = False  # an engine began with it
+    is_handed_over: bool = False  # by the engine that is granted now
+    is_inside: bool = False  # an engine had it when it died, if that engine has died
+    entered_as: int = 0  # the only attempt by which that engine got it; 0: there were more
+    lived_ms: float = 0.0  # how long the last engine had it
+    waits_since_ms: float = field(init=False)
+    held_ms: float = 0.0  # of that, while no engine could serve it
+    not_before_ms: float = 0.0
+    breaks_here: int = 0  # in a row under one grant
+    refusals: int = 0  # in a row
+    gives_up_ms: float | None = None
+    engine_error: bytes = b""  # the error event that the engine put into the stream last
 
-        self.attempt: Attempt | None = None  # while an upstream connection works for it
-        self.has_broken = False  # an engine began with it
-        self.is_handed_over = False  # by the engine that is granted now
-        self.is_inside = False  # an engine had it when it died, if that engine has died
-        self.entered_as = 0  # the only attempt by which that engine got it; 0: there were more
-        self.sent_ms = now_ms
-        self.lived_ms = 0.0  # how long the last engine had it
-        self.waits_since_ms = now_ms
-        self.held_ms = 0.0  # of that, while no engine could serve it
-        self.not_before_ms = now_ms
-        self.breaks_here = 0  # in a row under one grant
-        self.refusals = 0  # in a row
-        self.gives_up_ms: float | None = None
-        self.engine_error = b""  # the error event that the engine put into the stream last
+    continuation_id: str = ""
+    is_event_stream: bool = False
+    is_at_boundary: bool = True  # a further event may be sent behind what was relayed
+    transcript: Transcript = field(default_factory=Transcript)
+    charged_bytes: int = 0
+    held_bytes: int = 0
+    forgotten_tokens: int = 0  # delivered without a journal
+    replay: Replay | None = None
+    rewriter: Rewriter | None = None
 
-        self.continuation = Continuation.NONE
-        self.continuation_id = ""
-        self.is_event_stream = False
-        self.is_at_boundary = True  # a further event may be sent behind what was relayed
-        self.transcript = Transcript()
-        self.charged_bytes = 0
-        self.held_bytes = 0
-        self.forgotten_tokens = 0  # delivered without a journal
-        self.replay: Replay | None = None
-        self.rewriter: Rewriter | None = None
+    paused_since_ms: float | None = None
+    paused_under: int = 0  # the token of the grant under which it broke
+    pauses: int = 0
+    paused_ms: float = 0.0
 
-        self.paused_since_ms: float | None = None
-        self.paused_under = 0  # the token of the grant under which it broke
-        self.pauses = 0
-        self.paused_ms = 0.0
+    deaths: int = 0  # of engines that had it, without progress in between
+    tokens_at_death: int = 0
+    progress_at: int = 0  # say so at so many tokens; 0: never
+    was_tried: bool = False  # alone as a suspect, for as long as that may take
 
-        self.deaths = 0  # of engines that had it, without progress in between
-        self.tokens_at_death = 0
-        self.progress_at = 0  # say so at so many tokens; 0: never
-        self.was_tried = False  # alone as a suspect, for as long as that may take
+    order_key: tuple[float, int] = field(init=False)  # the smallest of a queue is sent first
+    # In a pool:
+    priority: int = 0
+    wait_ms: float = math.inf  # for its model, if nothing was sent
+    was_requeued: bool = False  # it was sent, and its model had to yield before it was answered
 
-        self.order_key = (0.0, came.request)  # the smallest of a queue is sent first
-        # In a pool:
-        self.priority = 0
-        self.wait_ms = math.inf  # for its model, if nothing was sent
-        self.was_requeued = False  # it was sent, and its model had to yield before it was answered
+    def __post_init__(self) -> None:
+        self.waits_since_ms, self.order_key = self.sent_ms, (0.0, self.number)
 
     def fire(self, turn: Turn) -> None:
         """Take one turn of the table.
@@ -292,19 +282,13 @@ class Attempt:
     )
 
     def __init__(
-        self,
-        number: int,
-        request: ClientRequest,
-        engine: str,
-        token: int,
-        continuation_id: str,
-        cold: ColdPath,
+        self, number: int, request: ClientRequest, token: int, hello: Hello, cold: ColdPath
     ) -> None:
         self.number = number
         self.owner = request
-        self.engine = engine
+        self.engine = hello.engine
         self.token = token
-        self.continuation_id = continuation_id
+        self.continuation_id = hello.continuation_id
         self.is_over = False
         self.transcript: Transcript | None = None  # the owner's, while groups may just pass
         self.was_inside = request.is_inside

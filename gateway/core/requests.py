@@ -96,7 +96,9 @@ class Requests:
         raise NotImplementedError
 
     def add(self, came: ev.RequestCame, now_ms: float) -> ClientRequest:
-        request = ClientRequest(came, now_ms)
+        request = ClientRequest(
+            *(came.request, came.path, came.body_bytes, came.is_inference, came.is_stream), now_ms
+        )
         weight = self.shared.memory_bytes + REQUEST_BYTES + came.body_bytes
         request.is_lean = weight > self.shared.memory_bytes_max
         self.shared.memory_bytes += request.weigh()
@@ -115,7 +117,7 @@ class Requests:
         is_resume = request.state is RequestState.PARKED
         self.fire(request, Turn.SEND)
         number = self._numbers.next()
-        attempt = Attempt(number, request, hello.engine, token, hello.continuation_id, self)
+        attempt = Attempt(number, request, token, hello, self)
         self.attempts[number] = request.attempt = attempt
         request.entered_as = 0 if request.is_inside else number
         # An engine that has handed it over does not work on it again, though it may get it again.

@@ -38,6 +38,14 @@ KEYLESS_BYTES_MAX = 4096  # of the body of a ping, which needs no key
 PIPELINED_MAX = 32  # requests read ahead on one connection; later ones are not read
 
 
+HEAD_TOO_LARGE = Failure(
+    431,
+    "headers_too_large",
+    f"The headers of this request exceed the limit of {HEAD_BYTES_MAX} bytes.",
+)
+OVERLOADED = Failure(503, "overloaded", "Too many requests are being sent at once.")
+
+
 def _takes_all(headers: Headers) -> Failure | None:
     return None
 
@@ -105,7 +113,7 @@ class RequestReader:
         """Refuse the request whose body is being read, for the sake of others."""
         if self._open is not None and self.refused is None:
             self.refused_id = sane_id(self._open.headers)
-            self._refuse(_overloaded())
+            self._refuse(OVERLOADED)
 
     def feed(self, data: bytes) -> None:
         if self.refused is not None or self._parser is None:
@@ -123,11 +131,11 @@ class RequestReader:
             if self._open is not None and not self._open.has_head:
                 self._head_bytes += len(data)
                 if self._head_bytes > HEAD_BYTES_MAX:
-                    self._refuse(_head_too_large())
+                    self._refuse(HEAD_TOO_LARGE)
             elif current is not None and current is self._open:
                 current.framing_bytes += len(data) - (current.body_bytes - before_bytes)
                 if current.framing_bytes > HEAD_BYTES_MAX + FRAMING_PER_BYTE * current.body_bytes:
-                    self._refuse(_head_too_large())
+                    self._refuse(HEAD_TOO_LARGE)
 
     # ------------------------------------------------------------------ llhttp's callbacks
 
@@ -176,10 +184,10 @@ class RequestReader:
         self._intake.bytes += len(body)
         if current.body_bytes > self._intake.body_bytes_max():
             self.refused_id = sane_id(current.headers)
-            self._refuse(_body_too_large(self._intake.body_bytes_max()))
+            self._refuse(self._body_too_large())
         elif self._intake.bytes > self._intake.bytes_max:
             self.refused_id = sane_id(current.headers)
-            self._refuse(_overloaded())
+            self._refuse(OVERLOADED)
 
     def on_message_complete(self) -> None:
         current = self._open
@@ -200,7 +208,7 @@ class RequestReader:
         """Why this request is not read on; looks at everything that its headers say."""
         size = sum(len(name) + len(value) + 4 for name, value in current.headers)
         if size + len(current.url) > HEAD_BYTES_MAX:
-            return _head_too_large()
+            return HEAD_TOO_LARGE
         if current.method == b"CONNECT":
             return Failure(405, "method_not_allowed", "CONNECT is not served here.")
         if current.version not in ("1.0", "1.1"):
@@ -223,12 +231,16 @@ class RequestReader:
             if not (is_small and needs_no_key(current.method, current.url)):
                 return refused
         if declared > self._intake.body_bytes_max():
-            return _body_too_large(self._intake.body_bytes_max())
+            return self._body_too_large()
         if codings or declared > LARGE_BYTES:
             current.outline = Outline()
         is_expecting = named.get(b"expect", b"").lower() == b"100-continue"
         self.expects_continue = is_expecting and current.version == "1.1"
         return None
+
+    def _body_too_large(self) -> Failure:
+        limit = f"This request is larger than the limit of {self._intake.body_bytes_max()} bytes."
+        return Failure(413, "request_too_large", limit)
 
     def _refuse(self, refused: Failure) -> None:
         self.refused = refused
@@ -256,26 +268,6 @@ class RequestReader:
         ]
         self._parser = httptools.HttpRequestParser(self)
         self.feed(b"\r\n".join(lines) + b"\r\n\r\n" + rest)
-
-
-def _head_too_large() -> Failure:
-    return Failure(
-        431,
-        "headers_too_large",
-        f"The headers of this request exceed the limit of {HEAD_BYTES_MAX} bytes.",
-    )
-
-
-def _overloaded() -> Failure:
-    return Failure(503, "overloaded", "Too many requests are being sent at once.")
-
-
-def _body_too_large(bytes_max: int) -> Failure:
-    return Failure(
-        413,
-        "request_too_large",
-        f"This request is larger than the limit of {bytes_max} bytes.",
-    )
 
 
 def _malformed(error: Exception) -> Failure:

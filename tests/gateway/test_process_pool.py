@@ -198,7 +198,7 @@ def test_a_switch_under_streams_costs_a_pause():
         chat.hold_after_groups = None
         document_of_status = await made.status()
         await made.turn("coder", "chat")
-        more, is_whole = await client._chunks()
+        more, is_whole = await client.chunks()
         check(Answer(200, {}, first + more, is_whole), document)
         assert mismatches(document_of_status, GatewayStatus) == []
         assert document_of_status["pool"]["models"]["chat"]["parked"] == 1

@@ -107,7 +107,7 @@ def whole(answer: Answer) -> bool:
 
 
 async def rest_is_whole(stream: Client) -> bool:
-    body, is_whole = await stream._chunks()
+    body, is_whole = await stream.chunks()
     return is_whole and b"[DONE]" in body
 
 

@@ -7,12 +7,11 @@ import itertools
 import pytest
 
 from gateway.core.client_request import TRANSITIONS, ClientRequest, IllegalTurn, RequestState, Turn
-from gateway.core.events import RequestCame
 from gateway.core.requests import UNSENT
 
 
 def test_turn_that_is_not_in_the_table_raises_and_changes_nothing():
-    request = ClientRequest(RequestCame(1, "/", 0, True, True), 0.0)
+    request = ClientRequest(1, "/", 0, True, True, 0.0)
     for state, turn in set(itertools.product(RequestState, Turn)) - set(TRANSITIONS):
         request.state = state
         with pytest.raises(IllegalTurn):

@@ -98,7 +98,7 @@ class Client:
             body = await self.reader.readexactly(int(headers["content-length"]))
             return Answer(status, headers, body, True)
         if headers.get("transfer-encoding") == "chunked":
-            body, is_whole = await self._chunks()
+            body, is_whole = await self.chunks()
             return Answer(status, headers, body, is_whole)
         return Answer(status, headers, await self.reader.read(), True)
 
@@ -107,7 +107,8 @@ class Client:
         size = int(await self.reader.readuntil(b"\r\n"), 16)
         return (await self.reader.readexactly(size + 2))[:-2]
 
-    async def _chunks(self) -> tuple[bytes, bool]:
+    async def chunks(self) -> tuple[bytes, bool]:
+        """What is left of a body, and whether it ends as HTTP says."""
         body = b""
         while True:
             try:

@@ -127,7 +127,7 @@ async def test_all_four_answer_before_any_engine_was_active_through_a_rest_and_a
     assert version(await bench.once("/version")) == "0.32.0"
     assert await gauges(bench) == {("stub", "0"): [0.0, 1.0, 0.25]}
     await bench.grant(await bench.engine("engine-1", 2, routes={"/metrics": page()}))
-    await client._chunks()
+    await client.chunks()
     assert await gauges(bench) == {("stub", "0"): [3.0, 2.0, 0.25]}
 
 

@@ -34,8 +34,7 @@ async def test_a_new_client_takes_the_place_of_the_one_that_was_idle_longest(ben
     idle.ask("/v1/models")
     assert (await idle.answer()).status == 200
     engine.released.set()
-    while await busy.chunk():
-        pass
+    await busy.chunks()
 
 
 @scene()
@@ -50,8 +49,7 @@ async def test_with_every_place_busy_new_clients_wait_in_the_backlog(bench, monk
     await auntil(lambda: bench.exchange.problem, "the limit to be shown")
     assert "the limit" in bench.exchange.problem
     engine.released.set()
-    while await busy.chunk():
-        pass
+    await busy.chunks()
     busy.close()
     assert (await waiting.answer()).status == 200
 
