@@ -52,7 +52,6 @@ if TYPE_CHECKING:
 
 TICK_S = 0.1  # silence of an engine is measured in seconds
 COUNT_TICKS = 5  # between two looks at whether the engine may sleep
-CLOSED_MS = 500.0  # the socket comes within milliseconds; status shows a longer wait
 SAME_ORDER_MS = 1_000.0  # a second signal sooner than this is the first one again
 FINISH_MS = 3_600_000.0  # a replaced gateway: a stream of an hour is rare, an endless one exists
 SUCCEED_S = 60.0  # a successor waits this long for the socket; the old gateway serves meanwhile
@@ -106,7 +105,6 @@ class GatewayServer(GatewayParts, Handler):
         self._is_open = False  # it has the control socket and the HTTP port
         self._draining: asyncio.Task[None] | None = None
         self._stopping_ms = 0.0
-        self._closed_ms: float | None = self.clock.now_ms()  # since when it does not accept
         self._exit_code: asyncio.Future[int] = self._loop.create_future()
         # Set by an init that can replace this gateway; the pid of the one that it replaces.
         succeeds = os.environ.pop(SUCCEEDS_ENV, None)
@@ -163,7 +161,6 @@ class GatewayServer(GatewayParts, Handler):
             self._draining = None
         self.exchange.accept(fd)
         self.lock.set_stage(Stage.ACCEPTS)
-        self._closed_ms = None
         self.accepting_ms = self.clock.now_ms()
         self._share_memory(self.predecessor is not None)
         self.log.record("gateway.accepting", f"accepts connections on {address}")
@@ -241,8 +238,6 @@ class GatewayServer(GatewayParts, Handler):
     def _predecessor_gone(self, pidfd: int) -> None:
         self._loop.remove_reader(pidfd)
         os.close(pidfd)
-        message = f"pid {self.predecessor}, which this gateway has replaced, has ended"
-        self.log.record("gateway.predecessor_ended", message)
         self.predecessor = None
         self.engine.core.has_predecessor = False
         self._share_memory(self.lock.stage is not Stage.ACCEPTS)
@@ -342,7 +337,6 @@ class GatewayServer(GatewayParts, Handler):
             self.engine.look()
             if ticks % COUNT_TICKS == 0:
                 self.engine.count()
-            self._tell_closed()
             await asyncio.sleep(TICK_S)
 
     async def _obey(self, inbox: SignalInbox) -> None:
@@ -359,12 +353,6 @@ class GatewayServer(GatewayParts, Handler):
             self.log.record("gateway.stopping", f"{signum.name}: {then}")
             self._stopping_ms = now_ms
             self.stop()
-
-    def _tell_closed(self) -> None:
-        if self._closed_ms is None or self.clock.now_ms() - self._closed_ms < CLOSED_MS:
-            return
-        self._closed_ms = None
-        self.log.record("gateway.not_accepting", "has no socket to accept from", "warning")
 
     def _end(self, exit_code: int) -> None:
         if not self._exit_code.done():
