@@ -55,7 +55,6 @@ class EntryKind(StrEnum):
     COPY = "copy"  # of the weights, in host memory
     KV = "kv"
     LEASE = "lease"  # of a neighbour
-    OUTSIDE = "outside"  # used by what the pool knows nothing of
 
 
 class EntryKey(Struct, frozen=True):

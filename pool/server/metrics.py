@@ -22,7 +22,7 @@ from pool.core.states import HOST, EntryKind, ModelState
 
 PHASES = ("wait", "drain", "release", "raise")
 STATES = tuple(each.value for each in ModelState)
-BOOKED = tuple(each.value for each in EntryKind if each is not EntryKind.OUTSIDE)
+BOOKED = tuple(each.value for each in EntryKind)
 
 # Name and help.
 OF_MODEL = {

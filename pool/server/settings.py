@@ -16,7 +16,7 @@ from plumbing.service.config import Option, Resolved
 from plumbing.service.hosts import ALLOWED_HOST
 from pool.core.facts import ModelSetup, PoolSetup
 from pool.core.states import HOST, EngineSizes
-from pool.pool_file import named, read_pool_file, with_served_names
+from pool.pool_file import read_pool_file, with_served_names
 from pool.settings import ModelSettings, PoolFile, engines_of
 
 DIR = Option("dir", str, DIRECTORY, "The directory that the pod's processes share.")
@@ -28,15 +28,6 @@ OPTIONS = (
         None,
         "The pool file: models, devices and rules, as YAML.",
         env="UNDERSTUDY_POOL",
-    ),
-    Option(
-        "device",
-        str,
-        (),
-        "The name of a device of the pool file, in its order: HOST-0, GPU-<uuid>. Unless given,"
-        " numbers in the file count the devices of the memory service.",
-        many=True,
-        env="UNDERSTUDY_POOL_DEVICES",
     ),
     Option("http_host", str, "127.0.0.1", "Address of probes, status and metrics."),
     Option("http_port", int, 9404, "Port of probes, status and metrics.", minimum=0, maximum=65535),
@@ -73,10 +64,9 @@ def settle(config: Resolved) -> PoolSettings:
     if not config["file"]:
         raise UsageError("pool.no_file", "name the pool file with --file")
     directory, file = runtime_dir(config["dir"]), read_pool_file(config["file"])
-    names = config["device"]
     return PoolSettings(
         directory=directory,
-        file=named(file, names) if names else with_served_names(file, directory),
+        file=with_served_names(file, directory),
         path=os.path.abspath(config["file"]),
         http_host=config["http_host"],
         http_port=config["http_port"],

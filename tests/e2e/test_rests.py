@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from lockserver.status.offline import resting
+from lockserver.status.offline import idle
 from lockserver.status.text import text_of
 from tests.e2e.pods import Pod, PodHome
 from tests.helpers import POLL_S
@@ -62,7 +62,7 @@ def test_idle_pod_rests_and_the_next_request_wakes_it(home: PodHome):
         await answered(pod)
         assert await rests(pod) == first
         server = await status_of(lockserver_part(pod.directory))
-        said = resting(str(pod.directory), server)[first]
+        said = idle(str(pod.directory), server)[first]
         assert "asked to be warm by gateway" in said
         assert said in text_of(server, COLUMNS, {first: said})
         os.kill((await pod.engine_tree(first))[0], signal.SIGKILL)
