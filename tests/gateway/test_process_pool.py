@@ -14,11 +14,8 @@ import tempfile
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 
-import pytest
-
 from gateway.schema import GatewayStatus
 from gateway.text import render
-from plumbing.errors import UnderstudyError, UsageError
 from plumbing.pod.paths import pool_socket
 from plumbing.wire.connection import Connection, Handler
 from plumbing.wire.server import Server
@@ -229,28 +226,3 @@ def test_the_last_doors_hold_without_the_pool_and_another_pool_hears_all():
         check(await waiting.answer(), asked)
 
     run(scenario)
-
-
-@pytest.mark.parametrize(
-    ("text", "flags", "code"),
-    [
-        (None, (), "pool.file_unreadable"),
-        ("models: 7", (), "pool.bad_setting"),
-        (FILE, ("--sleep-after", "5s"), "gateway.pool_decides"),
-    ],
-)
-def test_a_pool_file_that_cannot_be_used_is_refused(tmp_path, text, flags, code):
-    from click.testing import CliRunner
-
-    from gateway.cli import main
-
-    file = tmp_path / "pool.yaml"
-    if text is not None:
-        file.write_text(text)
-    words = ["serve", "--dir", str(tmp_path / "pod"), "--pool", str(file), *flags]
-    found = CliRunner().invoke(main, words)
-    assert isinstance(found.exception, UsageError | SystemExit)
-    if isinstance(found.exception, UnderstudyError):
-        assert found.exception.code == code
-    else:
-        assert code in found.output

@@ -61,3 +61,13 @@ def test_a_file_of_keys_without_a_key_is_refused_and_never_quoted(directory: str
     assert refusal(directory, api_keys=str(path))[0] == "gateway.bad_api_keys"
     path.write_bytes(b"sk-secret" * 200_000)
     assert "secret" not in refusal(directory, api_keys=str(path))[1]
+
+
+def test_pool_file_that_cannot_be_used_is_refused_and_so_is_a_second_rule_of_sleep(
+    directory: str, tmp_path: Path
+):
+    file = tmp_path / "pool.yaml"
+    assert refusal(directory, pool=str(file))[0] == "pool.file_unreadable"
+    file.write_text("models: 7")
+    assert refusal(directory, pool=str(file))[0] == "pool.bad_setting"
+    assert refusal(directory, pool=str(file), sleep_after="5s")[0] == "gateway.pool_decides"

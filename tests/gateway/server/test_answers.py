@@ -8,7 +8,7 @@ import json
 
 import pytest
 
-from gateway.core.events import EngineGranted, NobodyGranted
+from gateway.core.events import EngineGranted
 from tests.gateway.server.harness import CHAT, scene
 from tests.gateway.stub_engine import text_of
 from tests.helpers import auntil
@@ -171,18 +171,3 @@ async def test_an_answer_over_the_limit_passes_as_it_comes(bench, monkeypatch):
     go_on.set()
     body += (await client.chunks())[0]
     assert body == b"x" * 150_000 + b"end"
-
-
-@scene(hold_ms=50)
-async def test_nobody_is_active(bench):
-    """Goal: a request waits, then gets a 503 with the reason; the connection stays."""
-    bench.exchange.told(NobodyGranted("engine-0 is waking"))
-    client = await bench.client()
-    client.ask(CHAT, ASKED)
-    answer = await client.answer()
-    assert answer.status == 503
-    assert "engine-0 is waking" in answer.error()["message"]
-    assert int(answer.headers["retry-after"]) >= 1
-    await bench.active()
-    client.ask(CHAT, ASKED)
-    assert content(await client.answer()) == wanted(ASKED)
