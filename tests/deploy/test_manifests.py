@@ -117,12 +117,13 @@ def test_every_probe_is_answered_by_the_code(overlay: str):
                 assert asked["port"] in ports
 
 
-# ------------------------------------------------------------------ a pool
-
-
 HUNG_GRACE_S = 2.0  # what hangs does not heed SIGTERM
 SIDECAR_START_S = 60.0  # imports on a busy node; there is nothing to load
 ROLLOUT_MARGIN_S = 60.0
+GATEWAY_IDLE_BYTES = 192 << 20  # two gateways while one replaces the other, and their init
+HANG_FOUND_S = 4.0  # its backend serves meanwhile
+STALL_S = 30.0  # a machine that does nothing for so long has other problems
+HOLD_S = 10.0
 NAME, INSTANCE = "app.kubernetes.io/name", "app.kubernetes.io/instance"
 
 
@@ -132,6 +133,7 @@ def mounts(container: Document) -> dict[str, Document]:
 
 
 def patience_s(probe: Document) -> float:
+    """From a hang to the kubelet's SIGTERM."""
     return float(probe["periodSeconds"]) * int(probe["failureThreshold"])
 
 
@@ -266,17 +268,6 @@ def test_pod_to_try_out_writes_its_model_itself(overlay: str, tmp_path: Path):
         assert (tmp_path / "config.json").exists()
 
 
-GATEWAY_IDLE_BYTES = 192 << 20  # two gateways while one replaces the other, and their init
-HANG_FOUND_S = 4.0  # its backend serves meanwhile
-STALL_S = 30.0  # a machine that does nothing for so long has other problems
-HOLD_S = 10.0
-
-
-def seconds_without_grace(probe: Document) -> float:
-    """From a hang to the kubelet's SIGTERM."""
-    return int(probe["failureThreshold"]) * float(probe["periodSeconds"])
-
-
 @pytest.mark.parametrize("overlay", WITH_CLAIM)
 def test_whoever_opens_a_device_is_in_the_claim(overlay: str):
     """All but the lock server and the gateway; one claim, so that all see the same devices."""
@@ -304,7 +295,7 @@ def test_readiness_probes_are_as_patient_as_requests(overlay: str):
     words = [{"path": "/ready", "port": name} for name in ("lockserver", "gateway")]
     assert asked == (words[1:] if overlay in ("no-dra", *POOLS) else words)
     for probe in probes:
-        assert probe["periodSeconds"] * probe["failureThreshold"] >= HOLD_S
+        assert patience_s(probe) >= HOLD_S
     for options in (lockserver.cli.SERVE, GATEWAY_OPTIONS):
         assert resolve(options, {}, {})["hold_ms"] == 1000 * HOLD_S
 
@@ -337,9 +328,9 @@ def test_every_program_runs_below_an_init(pod: str):
 def test_stall_of_the_machine_does_not_end_every_container(overlay: str):
     """Goal: liveness probes are the last resort: patient, and no two engines' end at once."""
     for each in containers(overlay):
-        assert seconds_without_grace(each["livenessProbe"]) >= STALL_S
+        assert patience_s(each["livenessProbe"]) >= STALL_S
     engines = [each["livenessProbe"] for each in of_program(overlay, "engine")]
-    patience = sorted(map(seconds_without_grace, engines))
+    patience = sorted(map(patience_s, engines))
     assert all(b - a >= STALL_S for a, b in pairwise(patience))
 
 
