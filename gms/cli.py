@@ -15,7 +15,8 @@ from typing import Any
 
 import click
 
-from gms import names, report
+from gms import names
+from gms import status as statuses
 from gms.server.devices import VISIBLE, devices_to_serve
 from gms.server.driver_thread import StartShortageError, reported_at_start
 from gms.server.server import STALL_MS, DeviceProcess
@@ -260,8 +261,8 @@ def inspect(config: Resolved, as_json: bool) -> None:
 
 
 def _look(directory: str, *, in_full: bool = False) -> Look:
-    document = report.collect(directory, in_full=in_full)
-    text = (report.render_in_full if in_full else report.render)(document)
+    document = statuses.collect(directory, in_full=in_full)
+    text = (statuses.render_in_full if in_full else statuses.render)(document)
     away = [each for each in document["devices"] if not each["online"]]
     reasons = "; ".join(f"{each['device_uuid']}: {each['reason']}" for each in away)
     offline = UnreachableError("gms.offline", f"no server answers for {reasons}") if away else None

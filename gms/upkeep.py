@@ -20,7 +20,7 @@ from gms import names
 from gms.client import Reader, open_session
 from gms.core.upkeep import VERIFY_MS
 from gms.questions import ask, status_of
-from gms.report import devices_in, held_by, name_holders
+from gms.status import devices_in, held_by, name_holders
 from plumbing.errors import (
     DegradedError,
     RemoteError,

@@ -28,7 +28,7 @@ from msgspec import Struct
 from gateway.core import answers
 from gateway.core.answers import RETRY_AFTER_S, Failure
 from gateway.core.lanes import Lanes
-from gateway.core.router import (
+from gateway.core.wishes import (
     BadWish,
     Router,
     Wishes,

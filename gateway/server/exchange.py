@@ -25,7 +25,7 @@ from gateway.core import events as ev
 from gateway.core.answers import Failure
 from gateway.core.lanes import Lanes
 from gateway.core.machine import TICK_MS
-from gateway.core.router import Wishes
+from gateway.core.wishes import Wishes
 from gateway.schema import GatewayLoad, GatewayUpstream
 from gateway.server.accounts import Accounts, Tell
 from gateway.server.client import WRITE_BUFFER_BYTES, ClientConnection

@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 
 from gateway.core.events import Ending
 from gateway.server.accounts import LIMITS, POOL_LIMITS, HistogramTally, PoolOutcome
-from gateway.server.report import GatewayParts, counts_of, ready
+from gateway.server.status import GatewayParts, counts_of, ready
 from plumbing.gateway_protocol import Continuation
 from plumbing.pod.messages import Tier
 from plumbing.service.metrics import PREFIX, Metrics

@@ -18,7 +18,7 @@ from urllib.parse import unquote_to_bytes
 import msgspec
 from msgspec import Raw
 
-from gateway.core.router import model_in_path
+from gateway.core.wishes import model_in_path
 from plumbing import gateway_protocol as hop
 from plumbing.gateway_protocol import HEADER_PREFIX, HOP_PATHS, Continuation, Journal
 

@@ -28,11 +28,11 @@ from typing import TYPE_CHECKING, Any
 
 from gateway import messages as msg
 from gateway.core.events import DeathExpected
-from gateway.server import report
+from gateway.server import status
 from gateway.server.exchange import GatewayExchange
 from gateway.server.links import GatewayEngineLink, GatewayLockLink, GatewayPoolLink
-from gateway.server.report import GatewayParts
 from gateway.server.settings import GatewaySettings
+from gateway.server.status import GatewayParts
 from lockserver.client import Stage
 from plumbing.errors import ProtocolError, UnderstudyError, UsageError, WaitTimeoutError
 from plumbing.pod.observers import Observers
@@ -91,15 +91,15 @@ class GatewayServer(GatewayParts, Handler):
         self.http = HttpServer(
             settings.http_host,
             settings.http_port,
-            probes=report.probes(self),
-            status=lambda: report.document(self),
+            probes=status.probes(self),
+            status=lambda: status.document(self),
             metrics=functools.cache(self._make_metrics),
             events=self.log,
             allowed_hosts=settings.allowed_hosts,
         )
         path = gateway_socket(settings.directory)
         self.control = Server(path, msg.CONTROL, self, service="gateway")
-        self._observers = Observers(self.log, lambda: report.document(self))
+        self._observers = Observers(self.log, lambda: status.document(self))
         self.troubles = [lambda: self.http.problem, lambda: self.control.problem]
         self._turns: asyncio.Queue[Callable[[], Coroutine[Any, Any, None]]] = asyncio.Queue()
         self._is_open = False  # it has the control socket and the HTTP port
@@ -302,7 +302,7 @@ class GatewayServer(GatewayParts, Handler):
         close_all(fds)
         match message:
             case msg.StatusMsg():
-                conn.send(msg.StatusReplyMsg(report.document(self)), request_id)
+                conn.send(msg.StatusReplyMsg(status.document(self)), request_id)
             case msg.WatchMsg():
                 self._observers.join(conn, message.since, request_id)
             case msg.ReplaceMsg():

@@ -39,7 +39,7 @@ from pool.core.reconcile import ModelPool
 from pool.core.saved import PoolSnapshot
 from pool.messages import PooledModel
 from pool.pool_file import with_changes
-from pool.server import report
+from pool.server import status
 from pool.server.engines import EngineSide
 from pool.server.gateways import PoolGateways, for_gateways
 from pool.server.leases import LeaseDesk
@@ -59,7 +59,7 @@ DUE_S_MIN = 0.001  # the core may ask to be called at once, and others must get 
 DUE_S_MAX = 3600.0
 
 
-class PoolServer(report.PoolParts, Handler):
+class PoolServer(status.PoolParts, Handler):
     """One directory's pool, and its socket for gateways, leases and users."""
 
     def __init__(self, settings: PoolSettings, clock: Clock | None = None) -> None:
@@ -70,7 +70,7 @@ class PoolServer(report.PoolParts, Handler):
         path = pool_socket(settings.directory)
         self.server = Server(path, msg.CATALOGUE, self, service="pool")
         self.troubles = [lambda: self.server.problem]
-        self._observers = Observers(self.log, lambda: report.document(self))
+        self._observers = Observers(self.log, lambda: status.document(self))
         self._inbox: deque[ev.PoolEvent] = deque()
         self._effects: deque[ev.PoolEffect] = deque()
         self._is_busy = False
@@ -210,7 +210,7 @@ class PoolServer(report.PoolParts, Handler):
         self.metrics.update(
             self.facts,
             self.clock.now_ms(),
-            report.bounds_ms(self),
+            status.bounds_ms(self),
             self.serving.shares(),
             is_unwritten=self.problem is not None,
             gateways=len(self.gateways.conns),
@@ -376,7 +376,7 @@ class PoolServer(report.PoolParts, Handler):
             case msg.LeaseMsg():
                 self.leases.asked(conn, message, request_id, self.clock.now_ms())
             case msg.StatusMsg():
-                conn.send(msg.StatusReplyMsg(report.document(self)), request_id)
+                conn.send(msg.StatusReplyMsg(status.document(self)), request_id)
             case msg.WatchMsg():
                 self._observers.join(conn, message.since, request_id)
             case msg.OrderMsg() | msg.SetMsg() | msg.ExplainMsg():
@@ -410,18 +410,18 @@ class PoolServer(report.PoolParts, Handler):
                 self.log.record("pool.set", sentence, data={"setting": message.setting})
                 return msg.OrderedMsg("accepted", None, sentence)
             case msg.ExplainMsg():
-                return msg.ExplainedMsg(report.explained(self, message.model))
+                return msg.ExplainedMsg(status.explained(self, message.model))
 
     def _order(self, message: msg.OrderMsg) -> msg.OrderedMsg:
         known = self.facts.models[message.model]
         before, was_pinned = known.state, known.is_pinned
         self.feed(ev.Ordered(message.model, message.order, message.is_forced))
         now = known.state
-        is_same = now is before and before in report.DONE.get(message.order, ())
+        is_same = now is before and before in status.DONE.get(message.order, ())
         if message.order in (Order.PIN, Order.UNPIN):
             is_same = was_pinned is (message.order is Order.PIN)
         result = f"already_{_DONE_NAMES.get(message.order, now)}" if is_same else "accepted"
-        sentence = report.sentence(self, message.model)
+        sentence = status.sentence(self, message.model)
         if not is_same:
             text = f"an operator requested: {message.order} {message.model}"
             data = {"model": message.model, "order": message.order}
@@ -461,8 +461,8 @@ async def run(settings: PoolSettings) -> None:
     http = HttpServer(
         settings.http_host,
         settings.http_port,
-        probes=report.probes(server),
-        status=lambda: report.document(server),
+        probes=status.probes(server),
+        status=lambda: status.document(server),
         metrics=server.metrics.metrics,
         events=server.log,
         allowed_hosts=settings.allowed_hosts,

@@ -12,8 +12,8 @@ from gms import epoch_file, names
 from gms.cli import sizes_of
 from gms.core.region import RegionPhase
 from gms.core.upkeep import Epoch
-from gms.report import devices_in
 from gms.server.server import DeviceProcess
+from gms.status import devices_in
 from gms.vmm.host import HostMemory
 from plumbing.errors import UnderstudyError, UsageError
 from plumbing.pod.paths import KV, WEIGHTS, gms_sockets

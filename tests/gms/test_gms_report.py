@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from gms import report
+from gms import status as statuses
 from gms import upkeep as operate
 from plumbing.errors import DegradedError
 from tests.gms.bench import ClientProcess, GmsProcess
@@ -21,8 +21,8 @@ from tests.helpers import until
 
 
 def words(gms: GmsProcess, *, in_full: bool = False) -> str:
-    document = report.collect(gms.directory, in_full=in_full)
-    return report.render_in_full(document) if in_full else report.render(document)
+    document = statuses.collect(gms.directory, in_full=in_full)
+    return statuses.render_in_full(document) if in_full else statuses.render(document)
 
 
 def drop(gms: GmsProcess) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from gms import report
+from gms import status as statuses
 from gms.server import supervisor as child_module
 from gms.server.supervisor import GmsSupervisor
 from plumbing.errors import GivenUpError
@@ -77,7 +77,7 @@ def test_shortage_of_processes_is_waited_out_and_told_once(
         running = asyncio.create_task(supervisor.run())
         await auntil(lambda: supervisor.children[0].problem, "the problem to show")
         assert "no process or thread" in str(supervisor.status()["devices"][0]["problem"])
-        document = await asyncio.to_thread(report.collect, directory, in_full=False)
+        document = await asyncio.to_thread(statuses.collect, directory, in_full=False)
         assert [device["device_uuid"] for device in document["devices"]] == ["HOST-0"]
         assert "no process or thread" in document["devices"][0]["reason"]
         is_over = True

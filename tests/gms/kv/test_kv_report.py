@@ -9,8 +9,8 @@ from gms.core.events import Closed, Received
 from gms.core.snapshot import STATES as STATES_SHOWN
 from gms.core.snapshot import kv_snapshot
 from gms.messages import DiscardMsg
-from gms.report import look_at_kv, render_kv
 from gms.server.metrics import KV_STATES, ServerMetrics
+from gms.status import look_at_kv, render_kv
 from plumbing.service.metrics import Metrics
 from tests.gms.kv.desk import Desk
 

@@ -1,4 +1,7 @@
-"""Random schedules of a pod around the pure lock machine; the seed is in the failure's message."""
+"""No random schedule of a pod grants a lock early, or breaks another promise of docs/lock.md.
+
+The seed is in the failure's message.
+"""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from gateway.core.router import BadWish, Router, keep_alive_ms, model_in_path, priority_of, wait_ms
+from gateway.core.wishes import BadWish, Router, keep_alive_ms, model_in_path, priority_of, wait_ms
 
 
 def test_the_first_name_that_is_there_counts_and_a_single_model_need_not_be_named():
