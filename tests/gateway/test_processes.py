@@ -228,7 +228,9 @@ def test_successor_that_dies_costs_no_stream_of_the_old_one(gateway: GatewayProc
         old = await world.pid()
         (stream,) = await world.begun(1)
         assert (await world.command("replace")).returncode == 0
-        os.kill(await world.pid(), signal.SIGKILL)
+        successor = await world.pid()
+        os.kill(successor, signal.SIGKILL)
+        await auntil(lambda: ended(successor), "the successor to die")  # it may accept until then
         newcomer = await world.ask()
         world.release()
         assert whole(await newcomer.answer())
