@@ -392,15 +392,15 @@ def test_the_package_alone_brings_what_it_imports_and_reads():
 
 # Lines of each package, at most; lowered after each step towards the budgets of `hack/volume.py`.
 LINES_MAX = {
-    "plumbing": 6_875,  # with the tables of transitions
-    "lockserver": 8_145,
-    "gms": 11_116,
-    "engine": 20_439,
-    "gateway": 8_992,
-    "pool": 8_714,
-    "understudy": 10_500,
-    "hack": 6_260,
-    "tests": 84_100,
+    "plumbing": 6_680,
+    "lockserver": 7_570,
+    "gms": 10_266,
+    "engine": 19_480,
+    "gateway": 8_950,
+    "pool": 8_705,
+    "understudy": 10_486,
+    "hack": 6_250,
+    "tests": 73_750,
 }
 
 
