@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 
@@ -64,22 +63,6 @@ def test_second_signal_kills_at_once(pod, lock):
     assert procfs.is_alive(pid)
     engine.terminate_at_once()
     assert not procfs.is_alive(pid)
-
-
-def test_drain_command_ends_the_engine(pod, lock):
-    """`engine drain --json` returns when the engine has ended, and says so."""
-    engine = pod.engine("e-0")
-    engine.until("active")
-    done = subprocess.run(
-        [*program("engine"), "drain", "--json", "--dir", str(pod.directory), "--engine-id", "e-0"],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    assert json.loads(done.stdout)["transition"] == "active → draining"
-    assert engine.wait() == 0
 
 
 def test_engine_ends_after_the_command_that_asked_for_it(pod, lock, directory):
