@@ -199,7 +199,7 @@ def test_status_without_a_server_is_an_offline_view(gms: GmsProcess):
     [
         (("status", "--dir", "{}"), "no memory service in"),
         (("status", "--dir", "{}/missing"), "cannot read"),
-        (("serve", "--dir", "{}/missing/deeper"), "does not exist"),
+        (("serve", "--dir", "{}/missing/deeper"), "service.directory_refused"),
         (("serve", "--dir", "{}", "--memory", "disk"), "one of host, cuda"),
         (("serve", "--dir", "{}", "--device", "GPU-1"), "requires --memory cuda"),
         (("serve", "--dir", "{}", "--device-bytes", "lots"), "such as 4GiB"),

@@ -136,7 +136,7 @@ async def _follow(directory: Path, show: Callable[[Record], None]) -> None:
 @json_flag
 @click.option("--strict", is_flag=True, help="Exit with 1 for warnings, too.")
 def doctor(config: Resolved, as_json: bool, strict: bool) -> None:
-    """Check the machine and the pod, and print the fix of each problem.
+    """Check the machine and the pod, and print fixes.
 
     Run it in every container: each sees only its own processes and devices.
 
