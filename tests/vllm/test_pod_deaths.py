@@ -19,7 +19,6 @@ from gms.upkeep import drop_kv
 from plumbing.errors import RemoteError
 from plumbing.pod.paths import engine_http_socket
 from tests.e2e.fence import assert_witness_fences
-from tests.e2e.kept_connections import kept_connections
 from tests.e2e.pods import CLIENTS, Load, Pod, PodHome
 from tests.e2e.processes import Processes
 from tests.e2e.switching import switch
@@ -176,7 +175,7 @@ def test_switchover_loses_and_refuses_no_request(home: PodHome):
         before = after = await pod.whole()
         engines = await incarnations(pod)
         trees = [await pod.engine_tree(name) for name in (before.engine, *before.standbys)]
-        async with pod.load() as load, kept_connections(pod):
+        async with pod.load() as load:
             await load.answers(ANSWERS)
             for _ in range(2):
                 active, token = after.engine, after.token
