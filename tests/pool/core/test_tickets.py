@@ -1,6 +1,6 @@
 """Goal: who is before whom. Method: tickets of known ages and priorities."""
 
-from pool.core.demand import Demand, TicketView, first_ticket, next_change_ms
+from pool.core.demand import Demand, TicketView, first_ticket, next_change_ms, order_of
 from pool.core.events import DemandCame, Ticket, TicketKind
 from pool.core.states import PoolRules
 
@@ -13,6 +13,13 @@ def test_first_is_the_best_level_and_then_the_oldest():
     assert first_ticket(tickets, None, NOW, RULES) == TicketView(0, NOW - 6.0)
     assert first_ticket(tickets, None, NOW + 59_990.0, RULES) == TicketView(1, NOW - 10.0)
     assert first_ticket([], None, NOW, RULES) is None
+
+
+def test_model_that_has_waited_long_goes_before_one_of_a_better_priority():
+    """Goal: nobody waits for ever. Method: two models, at the instant at which age outweighs."""
+    old, young = TicketView(2, NOW), TicketView(0, NOW + 110_000.0)
+    for now, first in ((NOW + 119_999.0, young), (NOW + 120_000.0, old)):
+        assert min(old, young, key=lambda each: order_of(each, now, RULES)) is first
 
 
 def test_tickets_that_missed_their_models_last_turn_count_from_its_drain():
