@@ -268,8 +268,10 @@ def test_connect_over_tcp_without_descriptors_says_so(loop: str):
     """Goal: as above, over TCP."""
 
     async def main() -> None:
+        pair = shared()
+        pair.client_context()  # reads its files, which is another error
         with room_for(0), pytest.raises(UnreachableError, match="limit of") as caught:
-            await connect_tcp(TcpAddress("127.0.0.1", 9), CATALOGUE, EchoHandler(), shared())
+            await connect_tcp(TcpAddress("127.0.0.1", 9), CATALOGUE, EchoHandler(), pair)
         assert caught.value.code == "wire.no_descriptors"
 
     run_on(loop, main())
