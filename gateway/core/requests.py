@@ -93,7 +93,7 @@ class Requests:
 
     def look(self) -> None:
         """Another request may have its turn."""
-        raise NotImplementedError
+        raise NotImplementedError  # by the gateway, which knows its engine
 
     def add(self, came: ev.RequestCame, now_ms: float) -> ClientRequest:
         request = ClientRequest(

@@ -34,7 +34,7 @@ class WatchedFiles:
         self.load()
 
     def load(self) -> None:
-        raise NotImplementedError
+        raise NotImplementedError  # by each kind of file
 
     def look(self) -> None:
         state = self._state()

@@ -168,8 +168,8 @@ async def taken_over(pod: Pod, target: str, strike: Strike, *causes: str) -> Non
 
 def test_switchover_loses_and_refuses_no_request(home: PodHome):
     """Goal: a planned switchover of vLLM costs no request and no engine. Method: under streams,
-    have the active engine hand over, and then the other
-    one; both are the same processes, on both ranks."""
+    have the active engine hand over, and then the other one; both are the same processes, on both
+    ranks."""
 
     async def scenario(pod: Pod) -> None:
         before = after = await pod.whole()
