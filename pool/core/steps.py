@@ -62,8 +62,9 @@ def _taken_over(facts: Facts, model: Model, reason: str) -> bool:
             facts.settle(model, reason)
         case S.WAKING:
             model.add_fault(facts.now_ms, reason)
-        case S.DRAINING if model.falls_to is not None:
-            facts.fall(model, model.falls_to, reason, S.RELEASING)
+        case S.DRAINING:
+            # Until every gateway obeys the shut door the successor may serve: the drain goes on.
+            model.is_serving, model.is_again = False, True
         case _:
             return False
     facts.touch(model.name)

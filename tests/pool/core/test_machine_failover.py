@@ -71,6 +71,20 @@ def test_holder_that_is_named_late_replaces_nobody_unless_the_lock_server_has_lo
     assert pod.pool.facts.models["a"].holder.engine == "a0"
 
 
+def test_P5_shadow_that_takes_over_a_drain_sleeps_only_behind_a_door_that_the_gateway_obeys():
+    pod = awake()
+    pod.handle(ev.Ordered("a", ev.Order.SLEEP))
+    assert pod.state("a") is S.DRAINING
+    pod.kill(pod.supervisors["a0"])
+    pod.grant("a")
+    pod.obey_goals()
+    assert pod.supervisors["a1"].state == "active"
+    assert not any(isinstance(each, ev.TellEngine) for each in pod.all)
+    pod.settle()
+    assert pod.state("a") is S.WARM
+    assert pod.supervisors["a1"].state == "resting"
+
+
 def test_model_without_a_shadow_is_loaded_again_behind_its_open_door():
     pod = awake(engines=1)
     pod.kill(pod.supervisors["a0"])
