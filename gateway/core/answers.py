@@ -12,10 +12,8 @@ from typing import NamedTuple
 
 from pool.core.events import RefusedDoor
 
-QUOTED_CHARS_MAX = 64  # of a name that a client has sent
 RETRY_AFTER_S = 1  # as the lock server's own 503
 BUSY = (429, 503)  # of answers after which a retry helps
-STATUS_OF = {"model_not_found": 404}  # of what the pool refuses
 KINDS = {
     **dict.fromkeys((400, 404, 405, 408, 413, 431, 501, 505), "invalid_request_error"),
     401: "authentication_error",
@@ -43,119 +41,84 @@ class Failure(NamedTuple):
         return self.retry_s if self.status in BUSY else None
 
 
-def no_engine(waits_for: str) -> Failure:
-    return Failure(503, "no_active_engine", waits_for or "the engine does not answer; retry")
+# By its code: the status, and what the client is told.
+FAILURES = {
+    "no_active_engine": (503, "{why}"),
+    "gateway.stopping": (503, "this pod is shutting down; send the request to another pod"),
+    "gateway.resting": (503, "{why}; retry"),
+    "gateway.not_found": (404, "there is no such path"),
+    "model_not_found": (404, "there is no model {name!r} here; there are {known}"),
+    "gateway.no_model": (400, "the request names no model; set `model` to one of {known}"),
+    "gateway.bad_json": (
+        400,
+        "the body is not a JSON object that names its model ({why}); correct it, or name the model"
+        " as /m/MODEL/… in the path or in X-Understudy-Model",
+    ),
+    **dict.fromkeys(
+        ("gateway.bad_priority", "gateway.bad_keep_alive"),
+        (400, "`{field}`, or {header}, must be {must_be}; correct it, or leave it out"),
+    ),
+    "pool.queue_full": (429, "{why}; retry later"),
+    "pool.not_awake": (
+        503,
+        "{model} did not wake before this request's deadline: {why}; retry",
+    ),
+    "pool.busy": (
+        503,
+        "{model} has {in_flight} requests in flight, its limit, and others wait in front; retry",
+    ),
+    "pool.cut": (
+        503,
+        "{model} was evicted for another model before this answer was complete ({why}); retry",
+    ),
+    "gateway.body_too_large": (413, "the body has {size} bytes; the engine takes {limit}"),
+    "gateway.park_timeout": (
+        503,
+        "the stream waited {park_s:.0f} s for an engine that can continue it ({why}); retry",
+    ),
+    "gateway.suspect": (
+        500,
+        "{deaths} engines died while processing this request, the last one with no other suspect"
+        " in flight; the gateway sends it to no other engine",
+    ),
+    "gateway.resume_refused": (
+        502,
+        "{engine} refused to continue the stream (status {status}); retry",
+    ),
+    "gateway.replay_mismatch": (
+        502,
+        "{engine}'s replay differs from what the client received ({why}); retry",
+    ),
+    "gateway.keeps_breaking": (
+        502,
+        "the engine aborted this answer each time, and no other engine took over; retry",
+    ),
+    "gateway.memory": (
+        503,
+        "the gateway has reached its memory limit for requests (`--memory-bytes`); retry",
+    ),
+    "gateway.broken": (502, "the engine was lost in the middle of this answer; retry"),
+    "gateway.other_continuation": (
+        502,
+        "the next engine has other weights or settings, so it cannot continue this answer; retry",
+    ),
+    "gateway.cannot_continue": (
+        502,
+        "the next engine cannot continue streams; `understudy status` says why; retry",
+    ),
+}
 
 
-def ending() -> Failure:
-    what = "this pod is shutting down; send the request to another pod"
-    return Failure(503, "gateway.stopping", what)
-
-
-def resting(why: str) -> Failure:
-    return Failure(503, "gateway.resting", f"{why}; retry")
-
-
-def unknown_model(name: str, known: str) -> Failure:
-    quoted = name if len(name) <= QUOTED_CHARS_MAX else name[:QUOTED_CHARS_MAX] + "…"
-    what = f"there is no model {quoted!r} here; there are {known}"
-    return Failure(404, "model_not_found", what)
-
-
-def no_model(known: str) -> Failure:
-    what = f"the request names no model; set `model` to one of {known}"
-    return Failure(400, "gateway.no_model", what)
-
-
-def bad_json(why: str) -> Failure:
-    what = (
-        f"the body is not a JSON object that names its model ({why}); correct it, or name the model"
-        " as /m/MODEL/… in the path or in X-Understudy-Model"
-    )
-    return Failure(400, "gateway.bad_json", what)
-
-
-def bad_wish(field: str, header: str, must_be: str) -> Failure:
-    what = f"`{field}`, or {header}, must be {must_be}; correct it, or leave it out"
-    return Failure(400, f"gateway.bad_{field}", what)
+def failure(code: str, *, retry_s: int = RETRY_AFTER_S, **words: object) -> Failure:
+    """The failure of this code; `words` are those of its sentence."""
+    status, sentence = FAILURES[code]
+    return Failure(status, code, sentence.format(**words), retry_s)
 
 
 def refused_door(door: RefusedDoor) -> Failure:
-    status = STATUS_OF.get(door.code, 503)
+    """What the pool says of its model."""
+    status = FAILURES.get(door.code, (503, ""))[0]
     return Failure(status, door.code, door.sentence, door.retry_after_s)
-
-
-def queue_full(why: str) -> Failure:
-    return Failure(429, "pool.queue_full", f"{why}; retry later")
-
-
-def not_awake(model: str, waits_for: str, retry_s: int) -> Failure:
-    what = f"{model} did not wake before this request's deadline: {waits_for}; retry"
-    return Failure(503, "pool.not_awake", what, max(RETRY_AFTER_S, retry_s))
-
-
-def busy(model: str, in_flight: int) -> Failure:
-    what = f"{model} has {in_flight} requests in flight, its limit, and others wait in front; retry"
-    return Failure(503, "pool.busy", what)
-
-
-def cut(model: str, why: str) -> Failure:
-    because = f" ({why})" if why else ""
-    what = f"{model} was evicted for another model{because} before this answer was complete"
-    return Failure(503, "pool.cut", f"{what}; retry")
-
-
-def too_large(body_bytes: int, limit_bytes: int) -> Failure:
-    what = f"the body has {body_bytes} bytes; the engine takes {limit_bytes}"
-    return Failure(413, "gateway.body_too_large", what)
-
-
-def park_timeout(park_s: float, waits_for: str) -> Failure:
-    why = f": {waits_for}" if waits_for else ""
-    message = f"the stream waited {park_s:.0f} s for an engine that can continue it{why}; retry"
-    return Failure(503, "gateway.park_timeout", message)
-
-
-def suspect(deaths: int) -> Failure:
-    message = (
-        f"{deaths} engines died while processing this request, the last one with no other suspect "
-        "in flight; the gateway sends it to no other engine"
-    )
-    return Failure(500, "gateway.suspect", message)
-
-
-def refused_resume(engine: str, status: int) -> Failure:
-    what = f"{engine} refused to continue the stream (status {status}); retry"
-    return Failure(502, "gateway.resume_refused", what)
-
-
-def mismatch(engine: str, why: str) -> Failure:
-    message = f"{engine}'s replay differs from what the client received ({why}); retry"
-    return Failure(502, "gateway.replay_mismatch", message)
-
-
-def keeps_breaking(engine: str) -> Failure:
-    message = f"{engine} aborted this answer each time, and no other engine took over; retry"
-    return Failure(502, "gateway.keeps_breaking", message)
-
-
-NOT_FOUND = Failure(404, "gateway.not_found", "there is no such path")
-NO_MEMORY = Failure(
-    503,
-    "gateway.memory",
-    "the gateway has reached its memory limit for requests (`--memory-bytes`); retry",
-)
-BROKEN = Failure(502, "gateway.broken", "the engine was lost in the middle of this answer; retry")
-OTHER_MODEL = Failure(
-    502,
-    "gateway.other_continuation",
-    "the next engine has other weights or settings, so it cannot continue this answer; retry",
-)
-CANNOT_CONTINUE = Failure(
-    502,
-    "gateway.cannot_continue",
-    "the next engine cannot continue streams; `understudy status` says why; retry",
-)
 
 
 def error_body(failure: Failure, path: str) -> bytes:

@@ -24,7 +24,6 @@ from enum import StrEnum
 from http import HTTPStatus
 
 import msgspec
-from msgspec import Struct
 
 from plumbing.gateway_protocol import Continuation, Hello, Journal
 from pool.core.events import Door
@@ -317,12 +316,6 @@ class SuspectFound(GatewayRecord, frozen=True):
     deaths: int
 
 
-class RequestRequeued(GatewayRecord, frozen=True):
-    """Nothing was sent of its answer, and its model has to yield: it waits for the next turn."""
-
-    request: int
-
-
 class RequestEnded(GatewayRecord, frozen=True):
     """`code` is "" for a whole answer, else the dotted code that the client saw, if any."""
 
@@ -340,16 +333,15 @@ MAX_IN_FLIGHT = 256
 QUEUE_MAX = 512  # requests that wait for any model, of which nothing was sent
 
 
-class LaneRules(Struct, frozen=True):
-    """The settings of one model. Times are in ms."""
+class LaneRules(PooledRules, frozen=True, kw_only=True):
+    """The settings of one model: what the pool may change, with `max_in_flight` `MAX_IN_FLIGHT`
+    where it is None, and the limits of the queue. Times are in ms."""
 
-    max_in_flight: int = MAX_IN_FLIGHT
+    priority: int = 0
+    keep_alive_ms: float = 300_000.0
+    starve_after_ms: float = 60_000.0  # a request that is so much older is sooner by one priority
     queue_max: int = 128  # requests that wait for this model, of which nothing was sent
     wait_ms: float = 300_000.0  # each for so long
-    starve_after_ms: float = 60_000.0  # a request that is so much older is sooner by one priority
-    keep_alive_ms: float = 300_000.0  # of requests that name no other
-    priority: int = 0  # the same
-    client_priority: int | None = None  # the most urgent that a request may name; None: `priority`
 
     def priority_for(self, wanted: int | None) -> int:
         """The priority of a request that names `wanted`. A client may only make its requests less

@@ -23,11 +23,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
-from gateway.core import answers
 from gateway.core import events as ev
-from gateway.core.answers import Failure
+from gateway.core.answers import RETRY_AFTER_S, Failure, failure, refused_door
 from gateway.core.client_request import Attempt, ClientRequest, RequestState, Turn
 from gateway.core.events import (
     MAX_IN_FLIGHT,
@@ -39,8 +38,7 @@ from gateway.core.events import (
     LaneDoorSet,
     LaneRules,
 )
-from gateway.core.machine import Gateway, Stats, stats_of
-from gateway.core.requests import UNANSWERED, Shared
+from gateway.core.machine import UNANSWERED, Gateway, Shared, Stats, stats_of
 from pool.core.events import (
     Door,
     ModelDemand,
@@ -51,7 +49,6 @@ from pool.core.events import (
     Ticket,
     TicketKind,
 )
-from pool.core.states import PooledRules
 
 # Without a pool an engine that rests may be woken by hand. Each greeting tries for 0.2 s.
 GREET_UNHEARD_MS = 1_000.0
@@ -179,9 +176,9 @@ class Lane(Gateway):
         request.priority = priority = self.lane_rules.priority_for(came.priority)
         request.wait_ms = min(came.wait_ms, self.lane_rules.wait_ms)
         request.order_key = (now_ms + priority * self.lane_rules.starve_after_ms, came.request)
-        failure = self._refusal(request)
-        if failure is not None:
-            self.fail(request, failure)
+        why = self._refusal(request)
+        if why is not None:
+            self.fail(request, why)
 
     def _note_keep_alive(self, wanted_ms: float | None) -> None:
         """The longest of those requests that are here together."""
@@ -194,14 +191,15 @@ class Lane(Gateway):
     def _refusal(self, request: ClientRequest) -> Failure | None:
         """Why this new request does not even wait."""
         if isinstance(self.door, RefusedDoor):
-            return answers.refused_door(self.door)
+            return refused_door(self.door)
         is_first = len(self.queue.waiting) == 1
         if is_first and self.target.hello is not None and self._may_send() and self._has_room:
             return None
         if self.queued > self.lane_rules.queue_max:
-            return answers.queue_full(f"{self.queued - 1} requests wait for {self.model}")
+            why = f"{self.queued - 1} requests wait for {self.model}"
+            return failure("pool.queue_full", why=why)
         if self._is_full():
-            return answers.queue_full("the queue of the whole pool is full")
+            return failure("pool.queue_full", why="the queue of the whole pool is full")
         return self._no_engine if self._is_hopeless(request) else None
 
     def _is_hopeless(self, request: ClientRequest) -> bool:
@@ -211,7 +209,7 @@ class Lane(Gateway):
 
     @property
     def _has_room(self) -> bool:
-        return self.in_flight < self.lane_rules.max_in_flight
+        return self.in_flight < (self.lane_rules.max_in_flight or MAX_IN_FLIGHT)
 
     def _may_send(self) -> bool:
         return self.door is None or isinstance(self.door, OpenDoor)
@@ -228,15 +226,16 @@ class Lane(Gateway):
     @property
     def _no_engine(self) -> Failure:
         if not self.waits_for:
-            return answers.busy(self.model, self.in_flight)
-        wait_ms = self.expected_wait_ms(self._now_ms) or 0.0
-        return answers.not_awake(self.model, self.waits_for, math.ceil(wait_ms / 1000))
+            return failure("pool.busy", model=self.model, in_flight=self.in_flight)
+        wait_s = math.ceil((self.expected_wait_ms(self._now_ms) or 0.0) / 1000)
+        words = {"model": self.model, "why": self.waits_for}
+        return failure("pool.not_awake", retry_s=max(RETRY_AFTER_S, wait_s), **words)
 
     # ------------------------------------------------------------------ the door
 
     def _set_lane_door(self, event: LaneDoorSet, now_ms: float) -> None:
         if event.rules is not None:
-            self._set_rules(event.rules)
+            self.lane_rules = replace(self.lane_rules, **asdict(event.rules))
         old, door = self.door, event.door
         self.door, self.door_number = door, event.number
         if door == old:
@@ -257,17 +256,7 @@ class Lane(Gateway):
                     # A lease or an order takes room for a while, and no stream is cut for that.
                     is_kept = request.state is RequestState.PARKED and door.code == NO_ROOM
                     if not is_kept:
-                        self.fail(request, answers.refused_door(door))
-
-    def _set_rules(self, rules: PooledRules) -> None:
-        self.lane_rules = replace(
-            self.lane_rules,
-            priority=rules.priority,
-            client_priority=rules.client_priority,
-            keep_alive_ms=rules.keep_alive_ms,
-            starve_after_ms=rules.starve_after_ms,
-            max_in_flight=rules.max_in_flight or MAX_IN_FLIGHT,
-        )
+                        self.fail(request, refused_door(door))
 
     def _open(self, door: OpenDoor, old: Door | None, now_ms: float) -> None:
         if self.target.grant is None:  # the pool has heard of it, and the lock server was not heard
@@ -295,9 +284,7 @@ class Lane(Gateway):
         for attempt in list(self.attempts.values()):
             request = attempt.owner
             if self._may_yield(request):
-                if request.state in UNANSWERED:
-                    request.was_requeued = True
-                    self.outbox.append(ev.RequestRequeued(request.number))
+                request.was_requeued |= request.state in UNANSWERED
                 self.broke(attempt, BreakCause.YIELDED, now_ms)
 
     def _cut(self, door: ShutDoor) -> None:
@@ -307,7 +294,8 @@ class Lane(Gateway):
             if request.state in UNANSWERED:
                 self.drop(request)
                 self.fire(request, Turn.BREAK)
-            self.fail(request, answers.cut(self.model, door.reason))
+            why = door.reason or "its turn"
+            self.fail(request, failure("pool.cut", model=self.model, why=why))
 
     # ------------------------------------------------------------------ who stands for the model
 

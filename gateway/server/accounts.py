@@ -66,13 +66,12 @@ class HistogramTally:
 
 
 class PoolOutcome(StrEnum):
-    """What becomes of a request for a model of a pool. All but `REQUEUED` are its end."""
+    """How a request for a model of a pool ended."""
 
     ANSWERED = "answered"
     EXPIRED = "expired"  # its deadline passed while it waited
     CANCELLED = "cancelled"  # its client left
     REFUSED = "refused"  # at once: the queue is full, the model does not fit or has failed
-    REQUEUED = "requeued"  # its model yielded before anything was answered
     CUT = "cut"  # its model yielded, and the answer could not be parked
     LOST = "lost"  # its answer broke off
 
@@ -125,7 +124,7 @@ class Accounts:
                 self._lost[record.reason] += 1
             case SuspectFound():
                 self._tell(
-                    "gateway.suspect",
+                    "suspect",
                     f"a request was in flight in {record.deaths} engines that died, without "
                     "progress between; the gateway resumes it last and alone",
                     "warning",
@@ -138,10 +137,6 @@ class Accounts:
                     self.limits[record.code] += 1
                 if record.ending is Ending.BROKEN:
                     self._broken[record.code] += 1
-
-    def requeued(self, request: HttpRequest) -> None:
-        """Its model had to yield before anything was answered; it waits for the next turn."""
-        self.models[request.model, PoolOutcome.REQUEUED] += 1
 
     def ended(self, request: HttpRequest, record: RequestEnded, now_ms: float) -> None:
         """`request` is over; the record was noted."""
@@ -175,49 +170,41 @@ class Accounts:
 
     def tell(self) -> None:
         """One event of each kind for all that happened since the last call."""
-        if self._paused:
-            first, causes = self._paused[0], Counter(each.cause.value for each in self._paused)
-            count, why = len(self._paused), ", ".join(sorted(causes))
+        paused, resumed, broken, lost = self._paused, self._resumed, self._broken, self._lost
+        if paused:
+            first, causes = paused[0], Counter(each.cause.value for each in paused)
+            message = f"{_many(len(paused), 'stream')} of {first.engine} paused ({_names(causes)})"
+            where: dict[str, Any] = {"engine": first.engine, "token": first.token}
+            self._tell("paused", message, streams=len(paused), **where, causes=dict(causes))
+        if resumed:
+            last, longest_ms = resumed[-1], max(each.pause_ms for each in resumed)
             self._tell(
-                "gateway.paused",
-                f"{_streams(count)} of {first.engine} paused ({why})",
-                streams=count,
-                engine=first.engine,
-                token=first.token,
-                causes=dict(causes),
-            )
-        if self._resumed:
-            last, longest = self._resumed[-1], max(each.pause_ms for each in self._resumed)
-            count = len(self._resumed)
-            self._tell(
-                "gateway.resumed",
-                f"{_streams(count)} resumed at {last.engine} after {longest:.0f} ms at most",
-                streams=count,
+                "resumed",
+                f"{_many(len(resumed), 'stream')} resumed at {last.engine} after"
+                f" {longest_ms:.0f} ms at most",
+                streams=len(resumed),
                 engine=last.engine,
                 token=last.token,
-                pause_ms=round(longest, 1),
-                replayed_tokens=sum(each.tokens for each in self._resumed),
+                pause_ms=round(longest_ms, 1),
+                replayed_tokens=sum(each.tokens for each in resumed),
             )
-        if self._broken:
-            count, why = self._broken.total(), ", ".join(sorted(filter(None, self._broken)))
-            answers = "1 answer" if count == 1 else f"{count} answers"
-            message = f"{answers} had begun and ended with an error ({why})"
-            self._tell("gateway.broken", message, "error", answers=count, codes=dict(self._broken))
-        if self._lost:
-            count, why = self._lost.total(), ", ".join(sorted(self._lost))
-            message = f"{_streams(count)} would not survive a failover any more ({why})"
-            kind, reasons = "gateway.continuation_lost", dict(self._lost)
+        if broken:
+            answers = _many(broken.total(), "answer")
+            message = f"{answers} had begun and ended with an error ({_names(broken)})"
+            self._tell("broken", message, "error", answers=broken.total(), codes=dict(broken))
+        if lost:
+            streams = _many(lost.total(), "stream")
+            message = f"{streams} would not survive a failover any more ({_names(lost)})"
+            kind, count, reasons = "continuation_lost", lost.total(), dict(lost)
             self._tell(kind, message, "warning", streams=count, reasons=reasons)
-        self._paused, self._resumed = [], []
-        self._broken.clear()
-        self._lost.clear()
+        for each in (paused, resumed, broken, lost):
+            each.clear()
 
     def _tell(self, kind: str, message: str, severity: str = "info", **data: object) -> None:
-        self._tell_of(kind, message, severity, data)
+        self._tell_of(f"gateway.{kind}", message, severity, data)
 
 
 def outcome_of(record: RequestEnded) -> PoolOutcome:
-    """How a request for a model of a pool ended."""
     match record.ending:
         case Ending.WHOLE:
             return PoolOutcome.ANSWERED
@@ -230,5 +217,9 @@ def outcome_of(record: RequestEnded) -> PoolOutcome:
     return PoolOutcome.REFUSED if record.ending is Ending.REFUSED else PoolOutcome.LOST
 
 
-def _streams(count: int) -> str:
-    return "1 stream" if count == 1 else f"{count} streams"
+def _many(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
+def _names(counts: Counter[str]) -> str:
+    return ", ".join(sorted(filter(None, counts)))

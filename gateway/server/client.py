@@ -12,8 +12,7 @@ import time
 from typing import Protocol, cast
 
 from gateway.core.answers import Failure, error_body
-from gateway.server.request_reader import Intake, RequestReader
-from gateway.server.requests import HttpRequest, fresh_id
+from gateway.server.requests import HttpRequest, Intake, RequestReader, fresh_id
 from gateway.server.responses import error_response
 
 IDLE_S = 75.0  # between two requests, as nginx
@@ -218,10 +217,6 @@ class ClientConnection(asyncio.Protocol):
         if self.request is None:
             self._reader.feed(data)
             self._advance()
-            if self._reader.is_outlining:
-                # uvloop would read up to 8 MiB in one turn.
-                self.pause_reading()
-                asyncio.get_running_loop().call_soon(self.resume_reading)
         elif self._is_tunnel_open:
             self._owner.tunnelled(self.request, data)
         else:

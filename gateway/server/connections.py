@@ -92,8 +92,6 @@ _LAST_CHUNK = b"0\r\n\r\n"
 class IdleConnection(asyncio.Protocol):
     """One of them. `is_over`: the answer before has ended with its last byte."""
 
-    __slots__ = ("_owner", "grant", "is_over", "since_s", "socket", "transport")
-
     def __init__(
         self,
         owner: IdleConnections,
@@ -103,69 +101,44 @@ class IdleConnection(asyncio.Protocol):
         *,
         is_over: bool,
     ) -> None:
-        self._owner = owner
-        self.grant = grant
-        self.transport = transport
+        self._owner, self.grant, self.transport, self.is_over = owner, grant, transport, is_over
         self.socket = connection  # the transport's, for whoever sends without waiting for the loop
-        self.is_over = is_over
         self.since_s = time.monotonic()
 
     def data_received(self, data: bytes) -> None:
         if self.is_over or data != _LAST_CHUNK:
-            self.transport.abort()
-            self._owner.forget(self)
+            self._owner.close(self)
         self.is_over = True
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._owner.forget(self)
+        self._owner.pop(self, None)
 
 
-class IdleConnections:
-    """Those of one gateway, each for requests to one engine under one grant, by id and token."""
+class IdleConnections(dict[IdleConnection, None]):
+    """Those of one gateway, longest idle first. Each is for requests to one engine under one grant,
+    by id and token."""
 
-    def __init__(self) -> None:
-        self._idle: dict[IdleConnection, None] = {}  # longest idle first
-
-    def __len__(self) -> int:
-        return len(self._idle)
-
-    def keep(
-        self,
-        grant: tuple[str, int],
-        transport: asyncio.Transport,
-        connection: socket.socket,
-        *,
-        is_over: bool,
-    ) -> None:
+    def keep(self, idle: IdleConnection) -> None:
         """Take it; the one that has been idle longest gives its place up."""
-        if len(self._idle) >= IDLE_MAX:
-            self._close(next(iter(self._idle)))
-        idle = IdleConnection(self, grant, transport, connection, is_over=is_over)
-        transport.set_protocol(idle)
-        self._idle[idle] = None
+        if len(self) >= IDLE_MAX:
+            self.close(next(iter(self)))
+        idle.transport.set_protocol(idle)
+        self[idle] = None
 
-    def take(self, grant: tuple[str, int]) -> IdleConnection | None:
+    def find(self, grant: tuple[str, int]) -> IdleConnection | None:
         """The one that was used last, for one more request."""
-        for idle in reversed(self._idle):
+        for idle in reversed(self):
             if idle.is_over and idle.grant == grant:
-                del self._idle[idle]
+                del self[idle]
                 return idle
         return None
 
-    def forget(self, idle: IdleConnection) -> None:
-        self._idle.pop(idle, None)
+    def close(self, *which: IdleConnection) -> None:
+        for idle in which:
+            self.pop(idle, None)
+            idle.transport.abort()
 
     def close_old(self) -> None:
         """Close those that have been idle for `IDLE_S`."""
         now_s = time.monotonic()
-        for idle in [each for each in self._idle if now_s - each.since_s >= IDLE_S]:
-            self._close(idle)
-
-    def close(self) -> None:
-        """Close all of them: for a new grant, and for a door that moves."""
-        for idle in tuple(self._idle):
-            self._close(idle)
-
-    def _close(self, idle: IdleConnection) -> None:
-        del self._idle[idle]
-        idle.transport.abort()
+        self.close(*[each for each in self if now_s - each.since_s >= IDLE_S])

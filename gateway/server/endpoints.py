@@ -1,8 +1,8 @@
 """What the gateway answers by itself, whatever engine is active and while none is; and for which
 model of a pool a request is.
 
-`/health`, `/ping`, `/version` and `/metrics` are as in vLLM; a pool adds `/v1/models`, `/running`
-and `/m/<model>/status`. No engine is woken for them, and they count as no requests. What may be
+`/health`, `/ping`, `/version` and `/metrics` are as in vLLM; a pool adds `/v1/models` and
+`/m/<model>/status`. No engine is woken for them, and they count as no requests. What may be
 done with any other request `gateway.core.lanes` decides.
 
 An engine's own page of `/metrics` goes through. Requests that wait in the gateway are added to its
@@ -25,8 +25,7 @@ from urllib.parse import unquote
 import msgspec
 from msgspec import Struct
 
-from gateway.core import answers
-from gateway.core.answers import RETRY_AFTER_S, Failure
+from gateway.core.answers import RETRY_AFTER_S, Failure, error_body, failure
 from gateway.core.lanes import Lanes
 from gateway.core.wishes import (
     BadWish,
@@ -42,24 +41,16 @@ from gateway.server.responses import error_response, fetch
 from plumbing import __version__
 from plumbing.pod.paths import engine_http_socket
 from plumbing.service.clock import rfc3339
-from plumbing.text import to_json
+from plumbing.service.http import Probe
+from plumbing.text import duration, to_json
 from pool.core.events import RefusedDoor
-from pool.core.states import ModelState
 from pool.messages import PooledModel
 
 PAGE_S = 1.0  # an engine that does not give its page in this time is left out of it
 PAGE_BYTES_MAX = 8 << 20  # vLLM's has some 200 KiB
 NO_WISHES = Wishes("")
 UNHEARD = "unknown"  # the state of a model that no pool has spoken of
-# The words of llama-swap's `/running`, by which pages of others know what they show.
-RUNNING_WORDS = {
-    ModelState.AWAKE: "ready",
-    ModelState.LOADING: "starting",
-    ModelState.WAKING: "starting",
-    ModelState.DRAINING: "stopping",
-    ModelState.RELEASING: "stopping",
-    ModelState.UNLOADING: "stopping",
-}
+QUOTED_CHARS_MAX = 64  # of a name that a client has sent
 
 
 class OwnAnswer(NamedTuple):
@@ -112,7 +103,7 @@ class Endpoints:
         if is_endpoint(http.method, http.path):
             model = self._router.find(in_path)[0] if in_path else ""
             if in_path and not model:
-                return _refusal(answers.unknown_model(in_path, self._router.known), http.path)
+                return _refusal(self._unknown(in_path), http.path)
             if http.path == "/metrics":
                 return self._metrics(model)
             return self._version(model) if http.path == "/version" else self._health(model)
@@ -122,38 +113,47 @@ class Endpoints:
         if http.method in (b"GET", b"HEAD"):
             own = self._about_models(http.path, in_path)
         elif is_hop_path(http.path):
-            own = _refusal(answers.NOT_FOUND, http.path)
+            own = _refusal(failure("gateway.not_found"), http.path)
         return own or self._wishes(http, in_path)
 
     # ------------------------------------------------------------------ health and version
 
+    def serves(self) -> Probe:
+        """Whether a request would be answered: an engine serves, one soon will, or one sleeps that
+        a request wakes. A model of a pool that has failed takes no others out of service."""
+        lane = self._lanes.alone
+        if lane is None:
+            if self.said:
+                return Probe(True, "pool")
+            if any(each.target.grant for each in self._lanes.lanes.values()):
+                return Probe(True, "engine_active")
+            why = "neither the pool nor an engine has reported yet"
+            return Probe(False, "no_engine", {"why": why})
+        target, door = lane.target, lane.sleep_door
+        if target.grant is None:
+            return Probe(False, "no_engine", {"why": target.idle or "no engine was active yet"})
+        if target.idle is not None:
+            idle_ms = time.monotonic() * 1000 - target.idle_ms
+            if idle_ms < self._hold_ms:
+                return Probe(True, "takeover", {"why": target.idle})
+            return Probe(False, "no_engine", {"why": target.idle, "for": duration(idle_ms)})
+        details = {"engine": target.grant.engine, "token": target.grant.token}
+        if door.is_shut:
+            return Probe(door.does_open, "resting", {**details, "why": door.reason})
+        return Probe(True, "engine_active", details)
+
     def _health(self, model: str) -> OwnAnswer:
-        """Whether a request would be answered: an engine serves, one soon will, or one rests that
-        a request wakes. As the gateway's `/ready`."""
-        why = self._objection(model)
+        """As the gateway's `/ready`; of one model, what the pool says."""
+        serves, door = self.serves(), self._lanes.lanes[model].door if model else None
+        why = "" if serves.ok else str(serves.details["why"])
+        if isinstance(door, RefusedDoor):
+            why = door.sentence
+        if self._is_stopping():
+            why = "the pod is shutting down"
         if why:
             document = {"status": "unavailable", "why": why}
             return _json(document, HTTPStatus.SERVICE_UNAVAILABLE, RETRY_AFTER_S)
         return _json({"status": "ok"})
-
-    def _objection(self, model: str) -> str:
-        if self._is_stopping():
-            return "the pod is shutting down"
-        lane = self._lanes.alone
-        if lane is None:
-            door = self._lanes.lanes[model].door if model else None
-            if isinstance(door, RefusedDoor):
-                return door.sentence
-            grants = (each.target.grant for each in self._lanes.by_model.values())
-            is_known = bool(self.said) or any(grants)
-            return "" if is_known else "neither the pool nor an engine has reported yet"
-        target, door_set = lane.target, lane.sleep_door
-        if target.grant is None:
-            return "no engine was active yet"
-        if target.idle is not None:
-            is_late = time.monotonic() * 1000 - target.idle_ms >= self._hold_ms
-            return "no engine is active" if is_late else ""
-        return door_set.reason if door_set.is_shut and not door_set.does_open else ""
 
     def _version(self, model: str) -> OwnAnswer:
         lanes = [self._lanes.by_model[model]] if model else self._lanes.by_model.values()
@@ -183,20 +183,13 @@ class Endpoints:
             return _json({"object": "list", "data": models})
         elif path.startswith("/v1/models/"):
             return self._one(path.removeprefix("/v1/models/"), path)
-        elif path == "/running":
-            running = [
-                {"model": model, "state": RUNNING_WORDS[said.state]}
-                for model, said in self.said.items()
-                if said.state in RUNNING_WORDS
-            ]
-            return _json({"running": running})
-        return _refusal(answers.NOT_FOUND, path) if is_hop_path(path) else None
+        return _refusal(failure("gateway.not_found"), path) if is_hop_path(path) else None
 
     def _one(self, name: str, path: str) -> OwnAnswer:
         model, _ = self._router.find(name)
         if model:
             return _json(self.describe(model))
-        return _refusal(answers.unknown_model(name, self._router.known), path)
+        return _refusal(self._unknown(name), path)
 
     def describe(self, model: str) -> dict[str, Any]:
         """One entry of `/v1/models`."""
@@ -229,7 +222,7 @@ class Endpoints:
         }
 
     def _wishes(self, http: HttpRequest, in_path: str) -> Wishes | OwnAnswer:
-        said = dict(http.wishes)
+        said = dict(http.headers)
         members, fault = http.members
         try:
             in_body = value_of(members.model)
@@ -249,15 +242,21 @@ class Endpoints:
                 ),
             )
         except BadWish as bad:
-            return _refusal(answers.bad_wish(bad.field, bad.header, bad.must_be), http.path)
+            return _refusal(failure(f"gateway.bad_{bad.field}", **vars(bad)), http.path)
 
     def _no_model(self, name: str, fault: str, http: HttpRequest) -> Failure:
         """Why a request is for none of the models: it names `name`, or nothing."""
         if name:
-            return answers.unknown_model(name, self._router.known)
+            return self._unknown(name)
         if http.method in (b"GET", b"HEAD"):
-            return answers.NOT_FOUND
-        return answers.bad_json(fault) if fault else answers.no_model(self._router.known)
+            return failure("gateway.not_found")
+        if fault:
+            return failure("gateway.bad_json", why=fault)
+        return failure("gateway.no_model", known=self._router.known)
+
+    def _unknown(self, name: str) -> Failure:
+        quoted = name if len(name) <= QUOTED_CHARS_MAX else name[:QUOTED_CHARS_MAX] + "…"
+        return failure("model_not_found", name=quoted, known=self._router.known)
 
     # ------------------------------------------------------------------ metrics
 
@@ -304,9 +303,8 @@ def _json(
     return OwnAnswer(status, to_json(document).encode() + b"\n", retry_after_s=retry_after_s)
 
 
-def _refusal(failure: Failure, path: str) -> OwnAnswer:
-    body = answers.error_body(failure, path)
-    return OwnAnswer(failure.status, body, failure.code, failure.retry_after_s)
+def _refusal(why: Failure, path: str) -> OwnAnswer:
+    return OwnAnswer(why.status, error_body(why, path), why.code, why.retry_after_s)
 
 
 def _wish(raw: msgspec.Raw) -> object:

@@ -33,8 +33,13 @@ from gateway.server.connections import IdleConnections, take_over
 from gateway.server.endpoints import Endpoints, OwnAnswer
 from gateway.server.files import open_api_keys, open_certificate
 from gateway.server.listener import ServiceListener
-from gateway.server.request_reader import Intake
-from gateway.server.requests import BODY_BYTES_MAX, NOT_PASSED_ON, Headers, HttpRequest
+from gateway.server.requests import (
+    BODY_BYTES_MAX,
+    NOT_PASSED_ON,
+    Headers,
+    HttpRequest,
+    Intake,
+)
 from gateway.server.responses import greet
 from gateway.server.settings import GatewaySettings
 from gateway.server.tracing import open_spans
@@ -80,7 +85,7 @@ class GatewayExchange:
         self.accounts = Accounts(
             tell, has_access_log=settings.access_log, spans=open_spans(settings.tracing)
         )
-        self.core = Lanes(settings.rules, settings.pool.lanes, settings.pool.queue_max)
+        self.core = Lanes(settings.rules, settings.lanes, settings.queue_max)
         self.outbox: Sequence[ev.GatewayEffect] = self.core.outbox
         self.memory_bytes_max = settings.rules.memory_bytes_max
         # A key is the gateway's where it checks keys.
@@ -90,7 +95,7 @@ class GatewayExchange:
         )
         self.is_final = False  # no engine takes requests any more: every one was told to end
         self.endpoints = Endpoints(
-            *(self.core, settings.pool.aliases, settings.directory, settings.rules.hold_ms),
+            *(self.core, settings.aliases, settings.directory, settings.rules.hold_ms),
             lambda: self.is_stopping,
         )
         self.clients: set[ClientConnection] = set()
@@ -159,7 +164,7 @@ class GatewayExchange:
                 self.is_final = event.is_final
                 if event.is_final and self._listener is not None:
                     self._listener.resume()
-        self.idle_connections.close()
+        self.idle_connections.close(*self.idle_connections)
         self.handle(event)
 
     def set_model_doors(self, models: Mapping[str, PooledModel]) -> None:
@@ -196,7 +201,7 @@ class GatewayExchange:
             self._listener.stop()
         for client in tuple(self.clients):
             client.abort()
-        self.idle_connections.close()
+        self.idle_connections.close(*self.idle_connections)
         self.accounts.tell()
         self._sweeping.cancel()
 
@@ -419,7 +424,7 @@ class GatewayExchange:
         )
         # A request that must not be sent twice gets no connection that may end at any time.
         reusable = request.may_be_sent_twice
-        idle = self.idle_connections.take((effect.engine, effect.token)) if reusable else None
+        idle = self.idle_connections.find((effect.engine, effect.token)) if reusable else None
         if idle is None or not upstream.reuse(idle):
             self.connect(upstream)
 
@@ -497,8 +502,6 @@ class GatewayExchange:
                 self._paused[record.request] = self.now_ms()
             case ev.StreamResumed():
                 self._paused.pop(record.request, None)
-            case ev.RequestRequeued():
-                self.accounts.requeued(self.requests[record.request])
             case ev.RequestEnded():
                 self._paused.pop(record.request, None)
                 del self._client_of[record.request]

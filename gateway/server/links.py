@@ -21,23 +21,23 @@ from gateway.core.sleep_door import Effects, HolderWoke, SendGoal, SleepDoor, Sl
 from gateway.server.accounts import HistogramTally
 from gateway.server.exchange import GatewayExchange
 from gateway.server.settings import GatewaySettings
-from lockserver.client import Borrower, BorrowerCallbacks, Stage
+from lockserver.client import Borrower, BorrowerCallbacks
 from plumbing.errors import UnderstudyError
 from plumbing.pod.messages import GOAL_CATALOGUE, EngineReportMsg, SetGoalMsg, Tier
 from plumbing.pod.paths import engine_socket, lockserver_socket
 from plumbing.service.clock import Clock
 from plumbing.service.events import EventLog
 from plumbing.text import duration
-from plumbing.wire.connection import Connection, Handler, connect
-from plumbing.wire.fds import OwnedFd, close_all
+from plumbing.wire.connection import Connection
+from plumbing.wire.fds import OwnedFd
 from plumbing.wire.messages import FaultMsg, Message
-from pool.client.link import PoolLink
+from pool.client.link import KeptLink, PoolLink
 from pool.core.events import RefusedDoor
 from pool.core.states import ModelState
 from pool.messages import DoorsMsg, PooledModel
 
 
-class GatewayLockLink:
+class GatewayLockLink(Borrower):
     """One gateway's connection to the lock server."""
 
     def __init__(
@@ -52,50 +52,39 @@ class GatewayLockLink:
         on_granted: Callable[[str, int], None],
     ) -> None:
         """`on_granted(engine, token)` is called after the exchange is told."""
-        self.lock = settings.lock
+        callbacks = BorrowerCallbacks(
+            on_service=self._was_lent,
+            on_yield=on_yield,
+            on_granted=self._was_granted,
+            on_idle=self._is_idle,
+            on_lost=self._lost,
+            on_refused=self._was_refused,
+        )
+        super().__init__(lockserver_socket(settings.directory), callbacks, lock=settings.lock)
         self.changed_ms = clock.now_ms()  # connected, or lost
         self.is_served = False  # connected, and not refused
         self.refusal: str | None = None
         self.address = ""  # that it has lent last
         self._exchange, self._clock, self._log = exchange, clock, log
         self._on_lent, self._on_granted = on_lent, on_granted
-        self._borrower = Borrower(
-            lockserver_socket(settings.directory),
-            BorrowerCallbacks(
-                on_service=self._lent,
-                on_yield=on_yield,
-                on_granted=self._granted,
-                on_idle=self._idle,
-                on_lost=self._lost,
-                on_refused=self._refused,
-            ),
-            lock=settings.lock,
-        )
-        self.set_stage = self._borrower.set_stage
-        self.run = self._borrower.run
 
     @property
-    def stage(self) -> Stage:
-        """How far this gateway is with the listening socket."""
-        return self._borrower.stage
-
-    @property
-    def problem(self) -> str | None:
+    def outage(self) -> str | None:
         """Why the lock server is of no use now."""
         if self.refusal is not None:
             return f"the lock server refuses this gateway: {self.refusal}"
         if self.is_served:
-            return self._borrower.problem
-        return f"no lock server: {self._borrower.problem or 'not connected yet'}"
+            return self.problem
+        return f"no lock server: {self.problem or 'not connected yet'}"
 
-    def _lent(self, fd: OwnedFd, address: str) -> None:
+    def _was_lent(self, fd: OwnedFd, address: str) -> None:
         self._heard()
         message = f"the lock server has lent {address}"
         self._log.record("gateway.socket_lent", message, data={"lock": self.lock})
         self.address = address
         self._on_lent(fd, address)
 
-    def _granted(self, model: str, engine: str, token: int, era: str) -> None:
+    def _was_granted(self, model: str, engine: str, token: int, era: str) -> None:
         """`model`: of a pool, which knows whether it is awake; else ""."""
         self._heard()
         lane = self._exchange.core.by_model.get(model)
@@ -108,7 +97,7 @@ class GatewayLockLink:
         if not model:
             self._on_granted(engine, token)
 
-    def _idle(self, model: str, reason: str, is_final: bool) -> None:
+    def _is_idle(self, model: str, reason: str, is_final: bool) -> None:
         self._heard()
         lane = self._exchange.core.alone
         if lane is not None and lane.target.idle is None:
@@ -131,7 +120,7 @@ class GatewayLockLink:
             )
             self._log.record("gateway.lock_server_lost", message, "warning")
 
-    def _refused(self, error: UnderstudyError) -> None:
+    def _was_refused(self, error: UnderstudyError) -> None:
         if self.refusal != error.message:  # it is repeated at every attempt
             self.refusal = error.message
             message = f"the lock server refuses this gateway: {error.message}"
@@ -143,31 +132,29 @@ BY = "gateway"  # who wants it, in the engine's status and events
 # sleeps it is polled this often, because requests wait for what it says.
 ANSWER_MS = 3_000.0
 LOOK_MS = 1_000.0
-RETRY_S = 0.05  # a restarted supervisor takes some 200 ms to listen again; doubled
-RETRY_S_MAX = 5.0  # up to this: one of an older release refuses every time
 # The upper bounds of the buckets of the wake: 10 ms with the reference engine, a relaunch from cold
 # takes minutes.
 WAKE_BUCKETS_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 
 
-class GatewayEngineLink(Handler):
-    """One gateway's connection to the engine that requests go to."""
+class GatewayEngineLink(KeptLink):
+    """One gateway's connection to the engine that requests go to. `problem`: why it cannot be
+    heard, or does not do what it should."""
 
     def __init__(
         self, settings: GatewaySettings, exchange: GatewayExchange, clock: Clock, log: EventLog
     ) -> None:
+        super().__init__("", GOAL_CATALOGUE)
+        self.problem = None
         self.core = SleepDoor(settings.rest)
         self.said: EngineReportMsg | None = None  # the engine's last word, while it is connected
         self.said_ms = 0.0
-        self.problem: str | None = None  # why it cannot be heard, or does not do what it should
-        self.unheard_ms: float | None = None  # since when
+        self.unheard_ms: float | None = None  # since when it cannot be heard
         self.goals: Counter[Tier] = Counter()  # sent
         self.wakes = HistogramTally(WAKE_BUCKETS_S)
         self._directory = settings.directory
         self._exchange, self._clock, self._log = exchange, clock, log
-        self._conn: Connection | None = None
-        self._changed = asyncio.Event()  # there is another engine, or no connection
-        self._retry_s = RETRY_S
+        self._is_named = asyncio.Event()
         self._last_request = 0
         self._asked_ms: float | None = None  # since when an answer is due
 
@@ -178,9 +165,9 @@ class GatewayEngineLink(Handler):
         is_another = engine != self.core.engine
         self._perform(self.core.holder_is(engine, token, self._clock.now_ms()))
         if is_another:
-            self._retry_s = RETRY_S
-            self._close("another engine holds the lock")
-            self._changed.set()
+            self.path = engine_socket(self._directory, engine)
+            self._is_named.set()
+            self.drop("another engine holds the lock")
         elif self.said is not None:
             self._heard(self.said, is_answer=False)  # it may have spoken under this token before
 
@@ -196,88 +183,61 @@ class GatewayEngineLink(Handler):
         awake_ms = self._clock.now_ms() - self.core.awake_since_ms
         return 0.0 if self.core.has_predecessor else min(self._exchange.quiet_ms, awake_ms)
 
-    def look(self) -> None:
+    def watch(self) -> None:
         """Call this every 100 ms or so."""
         now_ms = self._clock.now_ms()
         if self._asked_ms is not None and now_ms - self._asked_ms > ANSWER_MS:
             silent = duration(now_ms - self._asked_ms)
-            self._close(f"its supervisor has not answered for {silent}")
+            self.drop(f"its supervisor has not answered for {silent}")
         is_due = self._asked_ms is None and now_ms - self.said_ms > LOOK_MS
         if is_due and self.core.door.is_shut:
             self._ask(SetGoalMsg())
 
+    # ------------------------------------------------------------------ the connection
+
     async def run(self) -> None:
-        """Stay connected to the engine that holds the lock, until cancelled."""
-        while True:
-            self._changed.clear()
-            engine = self.core.engine
-            if engine and self._conn is None:
-                try:
-                    await connect(engine_socket(self._directory, engine), GOAL_CATALOGUE, self)
-                except UnderstudyError as error:
-                    self._fail(error.message)
-            if engine != self.core.engine:
-                self._close("another engine holds the lock")
-            await self._changed.wait()
+        await self._is_named.wait()
+        await super().run()
 
-    def _fail(self, why: str) -> None:
-        """There is no connection: try again, less and less often."""
-        self.problem = why
-        self.unheard_ms = self.unheard_ms or self._clock.now_ms()
-        asyncio.get_running_loop().call_later(self._retry_s, self._changed.set)
-        self._retry_s = min(2 * self._retry_s, RETRY_S_MAX)
-
-    # ------------------------------------------------------------------ as the wire's handler
-
-    def opened(self, conn: Connection) -> None:
-        self._conn = conn
+    def begin(self, conn: Connection) -> None:
         self._ask(SetGoalMsg())
 
-    def received(
-        self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
-    ) -> None:
-        close_all(fds)
-        if conn is not self._conn:
-            return
-        is_answer = request_id == self._last_request
-        if is_answer:
-            self._asked_ms = None
-        match message:
-            case EngineReportMsg():
-                self._heard(message, is_answer=is_answer)
-            case FaultMsg():
-                self.problem = message.message
-                if is_answer and self.core.pending_goal is not None:
-                    self._perform(self.core.refused(message.message, self._clock.now_ms()))
+    def hear(self, message: Message, request_id: int) -> None:
+        if isinstance(message, EngineReportMsg):
+            self._heard(message, is_answer=self._is_answer(request_id))
 
-    def closed(self, conn: Connection, reason: str) -> None:
-        if conn is self._conn:
-            self._lost(reason)
+    def refused(self, error: FaultMsg, request_id: int) -> None:
+        if self._is_answer(request_id) and self.core.pending_goal is not None:
+            self._perform(self.core.refused(error.message, self._clock.now_ms()))
+
+    def lose(self, reason: str) -> None:
+        self.said = self._asked_ms = None
+        self._failed(f"the connection ended: {reason}")
+        self._perform(self.core.lost(self._clock.now_ms()))
+
+    def _failed(self, why: str) -> None:
+        super()._failed(why)
+        self.unheard_ms = self.unheard_ms or self._clock.now_ms()
 
     # ------------------------------------------------------------------ inside
 
     def _heard(self, said: EngineReportMsg, *, is_answer: bool) -> None:
         self.said, self.said_ms = said, self._clock.now_ms()
-        self.unheard_ms, self._retry_s = None, RETRY_S
-        self.problem = said.fault or None
+        self.unheard_ms, self.problem = None, said.fault or None
         self._perform(self.core.heard(said, self.said_ms, is_answer=is_answer))
 
-    def _close(self, reason: str) -> None:
-        if self._conn is not None:
-            self._conn.close(reason)
-            self._lost(reason)
-
-    def _lost(self, reason: str) -> None:
-        self._conn = self.said = self._asked_ms = None
-        self._fail(reason)
-        self._perform(self.core.lost(self._clock.now_ms()))
+    def _is_answer(self, request_id: int) -> bool:
+        """Whether it answers the last question."""
+        if request_id == self._last_request:
+            self._asked_ms = None
+        return request_id == self._last_request
 
     def _ask(self, question: SetGoalMsg) -> None:
-        if self._conn is not None:
+        if self.conn is not None:
             self._last_request += 1
             if self._asked_ms is None:
                 self._asked_ms = self._clock.now_ms()
-            self._conn.send(question, self._last_request)
+            self.conn.send(question, self._last_request)
 
     def _perform(self, effects: Effects) -> None:
         for effect in effects:
@@ -306,7 +266,7 @@ class GatewayPoolLink(PoolLink):
         self, settings: GatewaySettings, exchange: GatewayExchange, clock: Clock, log: EventLog
     ) -> None:
         super().__init__(settings.directory, exchange.demand)
-        self.models = tuple(settings.pool.lanes)
+        self.models = tuple(settings.lanes)
         self.changed_ms = clock.now_ms()  # connected, or lost
         self.refusal: str | None = None
         self._exchange, self._clock, self._log = exchange, clock, log

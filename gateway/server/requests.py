@@ -1,44 +1,88 @@
-"""A client's request as the gateway keeps it, what of it an engine gets, and the members of its
-body.
+"""Clients' requests: read out of the bytes of one connection, each whole, within limits; and what
+an engine gets of them. Opens and waits for nothing.
 
-A body of up to `LARGE_BYTES` is read by msgspec in one piece. msgspec needs 30 to 250 ms for 64 MiB
-and holds the interpreter meanwhile, on another thread too. So a large body is outlined while it
-arrives: `Outline` empties containers and long strings, and msgspec reads the few KiB that are left.
+Parsed by llhttp (`httptools`), which is strict: it refuses Content-Length together with
+Transfer-Encoding, repeated lengths, folded headers and bare line feeds. What it does not limit is
+limited here: the length of trailers and of chunks' extensions, which it would collect for ever.
+
+The hop's own headers and comments cannot come from a client: headers with its prefix are removed,
+and `Accept-Encoding` with them, so that the engine's answer can be read. The body and all other
+headers reach the engine as they are.
+
+The surprising thing: `Upgrade: h2c`, which Java's client sends with every first request, makes
+llhttp skip the body. Such a request is read once more, without that header.
 """
 
 from __future__ import annotations
 
 import re
 import secrets
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import TypeAlias
 from urllib.parse import unquote_to_bytes
 
+import httptools
 import msgspec
 from msgspec import Raw
 
+from gateway.core.answers import Failure
 from gateway.core.wishes import model_in_path
 from plumbing import gateway_protocol as hop
 from plumbing.gateway_protocol import HEADER_PREFIX, HOP_PATHS, Continuation, Journal
 
-LARGE_BYTES = 2 << 20  # 1 to 11 ms of msgspec's time
-VALUE_BYTES_MAX = 4096  # of a value that is read; an alias of 256 escaped characters has 3,072
-OUTLINE_BYTES_MAX = 32 << 10  # the parameters of the largest API are some KiB
-# Outside of strings, of blocks in which a member begins or ends: 0.2 us each. Of a body with fifty
-# parameters these are some KiB.
-LOOKED_BYTES_MAX = 64 << 10
-DEPTH_MAX = 500  # msgspec and Python's own parser give up at about a thousand
-BLOCK_BYTES = 256  # looked at more closely where a member of the body begins or ends
+BODY_BYTES_MAX = 64 << 20  # until an engine has said how much it reads
+HEAD_BYTES_MAX = 64 * 1024  # as many proxies; a browser's cookies are some KiB
+ID_CHARS_MAX = 128  # of X-Request-Id; it travels to the engine and into logs
+# What a body may have beside its bytes, for each of them: a chunk of one byte has five.
+FRAMING_PER_BYTE = 8
+KEYLESS_BYTES_MAX = 4096  # of the body of a ping, which needs no key
+PIPELINED_MAX = 32  # requests read ahead on one connection; later ones are not read
+VALUE_BYTES_MAX = 4096  # of a member that is read; an alias of 256 escaped characters has 3,072
+# msgspec takes 1 ms for each MiB of text, 4 ms for each of numbers, and holds the interpreter
+# meanwhile. A pool must know the model of any body; where one model serves, a larger one is not
+# parsed.
+LARGE_BYTES = 2 << 20
+
+# Of requests: RFC 9110 §7.6.1; `Accept-Encoding` because the hop's comments must be readable.
+NOT_PASSED_ON = frozenset(
+    {
+        *(b"connection", b"keep-alive", b"proxy-connection", b"proxy-authenticate"),
+        *(b"proxy-authorization", b"te", b"trailer", b"transfer-encoding", b"upgrade"),
+        *(b"content-length", b"expect", b"accept-encoding", b"x-request-id"),
+    }
+)
+PRIVATE = HEADER_PREFIX.encode()
+SANE_ID = re.compile(rb"[!-~]{1,%d}" % ID_CHARS_MAX)
+
+# What a client may say to the gateway itself about a request for a model of a pool.
+WISHES = frozenset(
+    {b"x-understudy-model", b"x-understudy-priority", b"x-understudy-keep-alive", b"prefer"}
+)
+
+# What the gateway answers by itself, as vLLM does without a key.
+ENDPOINTS = frozenset({"/health", "/ping", "/version", "/metrics"})
+
+# Requests that may be sent twice: nothing but the answer changes. So are GET and HEAD anywhere.
+INFERENCE_PATHS = frozenset(
+    {
+        *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"),
+        *("/v1/messages/count_tokens", "/v1/chat/completions/render", "/v1/completions/render"),
+        *("/v1/embeddings", "/v2/embed", "/v1/score", "/score", "/v1/rerank", "/v2/rerank"),
+        *("/rerank", "/pooling", "/classify", "/tokenize", "/detokenize"),
+        *("/v1/audio/transcriptions", "/v1/audio/translations", "/inference/v1/generate"),
+    }
+)
+SAFE_METHODS = (b"GET", b"HEAD", b"OPTIONS")
+WITHOUT_BODY = (*SAFE_METHODS, b"DELETE")
+# Headers of the hop.
+MARK = f"{hop.GATEWAY}: %d\r\n{hop.ATTEMPT}: %b\r\n".lower().encode()
+JOURNAL = hop.JOURNAL.lower().encode()
+
+Headers: TypeAlias = "list[tuple[bytes, bytes]]"
 
 _NULL = Raw(b"null")
-_TOO_LONG = "…".encode()  # in the place of a long string: no model's name, and no key that is read
-_BRACKETS = b"[]{}"
-_NO_BRACKETS = bytes(set(range(256)) - set(_BRACKETS))
-# As signed bytes: what a bracket does to the depth.
-_STEPS = bytes(1 if each in b"[{" else 255 if each in b"]}" else 0 for each in range(256))
-_NEWLINE = rb"\n"  # as JSON writes it
-_TOKEN = re.compile(rb"[\[\]{}]|[^\[\]{}]+")
 
 
 class BodyMembers(msgspec.Struct):
@@ -50,16 +94,15 @@ class BodyMembers(msgspec.Struct):
     stream: Raw = _NULL
 
 
-NO_MEMBERS = BodyMembers()
 _MEMBERS = msgspec.json.Decoder(BodyMembers)
 
 
-def read_members(text: bytes | bytearray) -> tuple[BodyMembers, str]:
-    """The members of a body or an outline, and why they cannot be read."""
+def read_members(body: bytes | bytearray) -> tuple[BodyMembers, str]:
+    """The members of a body, and why they cannot be read."""
     try:
-        return _MEMBERS.decode(text), ""
+        return _MEMBERS.decode(body) if body else BodyMembers(), ""
     except (msgspec.DecodeError, RecursionError) as error:
-        return NO_MEMBERS, str(error)
+        return BodyMembers(), str(error)
 
 
 def value_of(raw: Raw) -> object:
@@ -76,163 +119,25 @@ def value_of(raw: Raw) -> object:
     raise ValueError(f"a value has more than {VALUE_BYTES_MAX} bytes")
 
 
-class Outline:
-    """The outline of one body, of which `feed` gets every part.
-
-    `text` is the body with empty containers, and without the content of long strings. None: its own
-    members take more than `OUTLINE_BYTES_MAX`, there are so many that more than `LOOKED_BYTES_MAX`
-    had to be looked at, or it is nested more than `DEPTH_MAX` deep.
-    """
-
-    def __init__(self) -> None:
-        self.text: bytearray | None = bytearray()
-        self._depth = 0
-        self._is_in_string = False
-        self._string_start = 0  # of a string that is kept, in `text`
-        self._looked_bytes = 0
-        self._half_escape = b""  # the backslash at the end of the last part
-
-    def feed(self, part: bytes | bytearray) -> None:
-        data = self._half_escape + part
-        self._half_escape = b""
-        if (len(data) - len(data.rstrip(b"\\"))) % 2:
-            data, self._half_escape = data[:-1], b"\\"
-        # Now every quote begins or ends a string. No name that is looked for has a newline.
-        data = data.replace(rb"\\", _NEWLINE).replace(rb"\"", _NEWLINE)
-        if not self._pass_over(data):
-            for start in range(0, len(data), BLOCK_BYTES):
-                block = data[start : start + BLOCK_BYTES]
-                if not self._pass_over(block):
-                    self._keep(block)
-
-    def _pass_over(self, data: bytes) -> bool:
-        """Whether all of `data` is inside a member of the body, or nothing more is kept."""
-        if self.text is None:
-            return True
-        if self._depth < 2:
-            return False
-        parts = data.split(b'"')
-        outside = b"".join(parts[self._is_in_string :: 2])
-        steps = memoryview(outside.translate(_STEPS, _NO_BRACKETS)).cast("b")
-        depths = list(accumulate(steps, initial=self._depth))
-        if min(depths) < 2:
-            return False
-        self._depth = depths[-1]
-        self._is_in_string ^= len(parts) % 2 == 0
-        if max(depths) > DEPTH_MAX:
-            self.text = None
-        return True
-
-    def _keep(self, block: bytes) -> None:
-        """Copy what belongs to the body's own members."""
-        for index, part in enumerate(block.split(b'"')):
-            if index:
-                self._is_in_string = not self._is_in_string
-                if self._depth < 2:
-                    self._keep_quote()
-            if not self._is_in_string:
-                if part:
-                    self._keep_outside(part)
-            elif self._depth < 2 and self.text is not None:
-                used = len(self.text) - self._string_start
-                self._add(part[: max(0, VALUE_BYTES_MAX + 1 - used)])
-
-    def _keep_quote(self) -> None:
-        if self.text is None:
-            return
-        if self._is_in_string:
-            self._string_start = len(self.text) + 1
-        elif len(self.text) - self._string_start > VALUE_BYTES_MAX:
-            self.text[self._string_start :] = _TOO_LONG
-        self._add(b'"')
-
-    def _keep_outside(self, part: bytes) -> None:
-        """What is in no string. The brackets of a member's value are kept, and nothing in them."""
-        self._looked_bytes += len(part)
-        if self._looked_bytes > LOOKED_BYTES_MAX:
-            self.text = None
-            return
-        for token in _TOKEN.findall(part):
-            if token in (b"[", b"{"):
-                self._depth += 1
-                if self._depth <= 2:
-                    self._add(token)
-            elif token in (b"]", b"}"):
-                self._depth -= 1
-                if self._depth < 2:
-                    self._add(token)
-            elif self._depth < 2:
-                self._add(token)
-            if self._depth > DEPTH_MAX:
-                self.text = None
-
-    def _add(self, text: bytes) -> None:
-        if self.text is not None:
-            self.text += text
-            if len(self.text) > OUTLINE_BYTES_MAX:
-                self.text = None
-
-
-BODY_BYTES_MAX = 64 << 20  # until an engine has said how much it reads
-ID_CHARS_MAX = 128  # of X-Request-Id; it travels to the engine and into logs
-
-# Of requests: RFC 9110 §7.6.1; `Accept-Encoding` because the hop's comments must be readable.
-NOT_PASSED_ON = frozenset(
-    {
-        *(b"connection", b"keep-alive", b"proxy-connection", b"proxy-authenticate"),
-        *(b"proxy-authorization", b"te", b"trailer", b"transfer-encoding", b"upgrade"),
-        *(b"content-length", b"expect", b"accept-encoding", b"x-request-id"),
-    }
-)
-PRIVATE = HEADER_PREFIX.encode()
-REQUEST_ID = b"x-request-id"
-SANE_ID = re.compile(rb"[!-~]{1,%d}" % ID_CHARS_MAX)
-
-# What a client may say to the gateway itself about a request for a model of a pool.
-WISHES = frozenset(
-    {b"x-understudy-model", b"x-understudy-priority", b"x-understudy-keep-alive", b"prefer"}
-)
-
-# What the gateway answers by itself, as vLLM does without a key.
-ENDPOINTS = frozenset({"/health", "/ping", "/version", "/metrics"})
-
-Headers: TypeAlias = "list[tuple[bytes, bytes]]"
-
-
-# Requests that may be sent twice: nothing but the answer changes. So are GET and HEAD anywhere.
-INFERENCE_PATHS = frozenset(
-    {
-        *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"),
-        *("/v1/messages/count_tokens", "/v1/chat/completions/render", "/v1/completions/render"),
-        *("/v1/embeddings", "/v2/embed", "/v1/score", "/score", "/v1/rerank", "/v2/rerank"),
-        *("/rerank", "/pooling", "/classify", "/tokenize", "/detokenize"),
-        *("/v1/audio/transcriptions", "/v1/audio/translations", "/inference/v1/generate"),
-    }
-)
-SAFE_METHODS = (b"GET", b"HEAD", b"OPTIONS")
-WITHOUT_BODY = (b"GET", b"HEAD", b"OPTIONS", b"DELETE")
-# Headers of the hop.
-MARK = f"{hop.GATEWAY}: %d\r\n{hop.ATTEMPT}: %b\r\n".lower().encode()
-JOURNAL = hop.JOURNAL.lower().encode()
-
-
 @dataclass(slots=True, eq=False)
 class HttpRequest:
-    """One request of a client. `head` is what the engine gets, without framing; `body` is whole.
-    What follows `_members` is known once it is the core's."""
+    """One request of a client. What follows `head` is known once it is whole, what follows `number`
+    once it is the core's."""
 
-    method: bytes
-    path: str  # decoded, without the query
-    head: bytes
-    body: bytes | bytearray
-    request_id: bytes
+    method: bytes = b""
+    url: bytes = b""
+    headers: Headers = field(default_factory=list)  # of a whole one: those of `WISHES`
+    body: bytes | bytearray = b""  # one object: parts of two bytes would take twenty times more
+    framing_bytes: int = 0  # of the body, beside its own; only what comes with later reads
+    has_head: bool = False
     is_http_1_0: bool = False
     keeps_alive: bool = True
     is_tunnel: bool = False
-    wishes: Headers = field(default_factory=list)  # those headers of `WISHES` that came
-    outline: Outline | None = None  # of a large body
+    head: bytes = b""  # what the engine gets, without framing
+    path: str = ""  # decoded, without the query
+    request_id: bytes = b""
     _members: tuple[BodyMembers, str] | None = None
-    number: int = 0  # the core's
+    number: int = 0
     model: str = ""  # "" without a pool
     peer: object = None  # the client's address
     came_ms: float = 0.0
@@ -257,12 +162,40 @@ class HttpRequest:
     def members(self) -> tuple[BodyMembers, str]:
         """The members of the body, and why they cannot be read."""
         if self._members is None:
-            self._members = _members_of(self.body, self.outline)
+            self._members = read_members(self.body)
         return self._members
 
     @property
     def wants_stream(self) -> bool:
-        return bool(self.body) and bytes(self.members[0].stream) == b"true"
+        """As far as it is known: what is taken for no stream is judged by time, not by tokens."""
+        is_read = self._members is not None or len(self.body) <= LARGE_BYTES
+        return is_read and bytes(self.members[0].stream) == b"true"
+
+    def finish(self, stripped: frozenset[bytes]) -> None:
+        """It is whole. `stripped`: headers that no engine gets, beside those that `Connection`
+        names."""
+        self.request_id = sane_id(self.headers)
+        self.path = path_of(self.url)
+        dropped = {
+            name.strip().lower()
+            for each, value in self.headers
+            if each == b"connection"
+            for name in value.split(b",")
+        } - {b"host", b"content-type", b"authorization"}
+        lines = [b"%b %b HTTP/1.1" % (self.method, _target_of(self.url))]
+        if all(name != b"host" for name, _ in self.headers):
+            lines.append(b"host: gateway")
+        lines += [
+            b"%b: %b" % (name, value)
+            for name, value in self.headers
+            if name not in stripped and name not in dropped and not name.startswith(PRIVATE)
+        ]
+        lines.append(b"x-request-id: " + self.request_id)
+        if self.is_tunnel:
+            self.keeps_alive = False
+            lines.append(b"connection: upgrade\r\nupgrade: websocket")
+        self.head = b"\r\n".join(lines) + b"\r\n"
+        self.headers = [each for each in self.headers if each[0] in WISHES]
 
     def for_engine(self, journal: Journal | None, attempt: bytes) -> tuple[bytes | bytearray, ...]:
         """The request as it goes to an engine, with the journal of what the client has. `attempt`:
@@ -278,36 +211,14 @@ class HttpRequest:
         return (head + b"\r\n", body) if body else (head + b"\r\n",)
 
 
-def _members_of(body: bytes | bytearray, outline: Outline | None) -> tuple[BodyMembers, str]:
-    if not body:
-        return NO_MEMBERS, ""
-    if outline is None or len(body) <= LARGE_BYTES:
-        return read_members(body)
-    if outline.text is None:
-        what = (
-            f"it has too many members, they take more than {OUTLINE_BYTES_MAX} bytes, or they are"
-            " nested too deeply"
-        )
-        return NO_MEMBERS, what
-    return read_members(outline.text)
-
-
 def is_endpoint(method: bytes, path: str) -> bool:
     """Whether the gateway answers this by itself; SageMaker may POST its ping."""
     is_read = method in (b"GET", b"HEAD") or (method, path) == (b"POST", "/ping")
     return path in ENDPOINTS and is_read
 
 
-def needs_no_key(method: bytes, url: bytes) -> bool:
-    """Whether `is_endpoint` is true of this, below `/m/<model>` too."""
-    _, path = model_in_path(url.decode("latin-1"))
-    return is_endpoint(method, path_of(path.encode("latin-1")))
-
-
 def is_hop_path(path: str) -> bool:
     """Whether any server could take `path` for one of the hop's own: below `HOP_PATHS`."""
-    if "understudy" not in path.lower():
-        return False
     parts: list[str] = []
     for part in path.lower().split("/"):
         if part == "..":
@@ -317,60 +228,10 @@ def is_hop_path(path: str) -> bool:
     return parts[:1] == [HOP_PATHS.strip("/")]
 
 
-@dataclass(slots=True)
-class IncomingRequest:
-    """A request that is being read."""
-
-    method: bytes = b""
-    version: str = ""
-    url: bytes = b""
-    headers: Headers = field(default_factory=list)
-    body: bytes | bytearray = b""  # one object: parts of two bytes would take twenty times more
-    body_bytes: int = 0
-    framing_bytes: int = 0  # of the body, beside its own; only what comes with later reads
-    has_head: bool = False
-    keeps_alive: bool = True
-    is_tunnel: bool = False
-    outline: Outline | None = None  # of a body that is large, or may be
-
-    def whole(self, stripped: frozenset[bytes]) -> HttpRequest:
-        """`stripped`: headers that no engine gets, beside those that `Connection` names."""
-        headers, request_id = self.headers, sane_id(self.headers)
-        dropped = {
-            name.strip().lower()
-            for each, value in headers
-            if each == b"connection"
-            for name in value.split(b",")
-        } - {b"host", b"content-type", b"authorization"}
-        lines = [b"%b %b HTTP/1.1" % (self.method, _target_of(self.url))]
-        if all(name != b"host" for name, _ in headers):
-            lines.append(b"host: gateway")
-        lines += [
-            b"%b: %b" % (name, value)
-            for name, value in headers
-            if name not in stripped and name not in dropped and not name.startswith(PRIVATE)
-        ]
-        lines.append(b"x-request-id: " + request_id)
-        if self.is_tunnel:
-            lines.append(b"connection: upgrade\r\nupgrade: websocket")
-        return HttpRequest(
-            method=self.method,
-            path=path_of(self.url),
-            head=b"\r\n".join(lines) + b"\r\n",
-            body=self.body,
-            request_id=request_id,
-            is_http_1_0=self.version == "1.0",
-            keeps_alive=self.keeps_alive and not self.is_tunnel,
-            is_tunnel=self.is_tunnel,
-            wishes=[each for each in headers if each[0] in WISHES],
-            outline=self.outline,
-        )
-
-
 def sane_id(headers: Headers) -> bytes:
     """The client's, if it is sane, else a fresh one."""
     for name, value in headers:
-        if name == REQUEST_ID and SANE_ID.fullmatch(value):
+        if name == b"x-request-id" and SANE_ID.fullmatch(value):
             return value
     return fresh_id()
 
@@ -390,3 +251,231 @@ def _target_of(url: bytes) -> bytes:
 def path_of(url: bytes) -> str:
     path = _target_of(url).partition(b"?")[0].partition(b"#")[0]
     return unquote_to_bytes(path).decode(errors="replace")
+
+
+# ------------------------------------------------------------------------------ reading
+
+HEAD_TOO_LARGE = Failure(
+    431,
+    "headers_too_large",
+    f"The headers of this request exceed the limit of {HEAD_BYTES_MAX} bytes.",
+)
+OVERLOADED = Failure(503, "overloaded", "Too many requests are being sent at once.")
+
+
+class Intake:
+    """What the readers of all connections share. `bytes`: of the bodies that are being read; whole
+    ones are counted by the core. `check` looks at a request's headers before its body is read;
+    `stripped`: names of headers that no engine gets."""
+
+    def __init__(
+        self,
+        bytes_max: int,
+        body_bytes_max: Callable[[], int],
+        check: Callable[[Headers], Failure | None],
+        stripped: frozenset[bytes] = NOT_PASSED_ON,
+    ) -> None:
+        self.bytes = 0
+        self.bytes_max = bytes_max
+        self.body_bytes_max = body_bytes_max  # of one request
+        self.check = check
+        self.stripped = stripped
+
+
+class RequestReader:
+    """The requests of one connection. After `refused` is set nothing more is read."""
+
+    def __init__(self, intake: Intake) -> None:
+        self.ready: deque[HttpRequest] = deque()
+        self.refused: Failure | None = None  # to be answered behind what is ready
+        self.refused_id = b""  # its id, if it came that far
+        self.count = 0  # requests read whole
+        self.expects_continue = False  # the client waits for "100 Continue"
+        self.rest = b""  # what came behind a request that asks for a tunnel
+        self._intake = intake
+        self._open: HttpRequest | None = None
+        self._head_bytes = 0
+        self._parser: httptools.HttpRequestParser | None = httptools.HttpRequestParser(self)
+
+    def close(self) -> None:
+        """Nothing more is read. The parser and this object would keep each other alive."""
+        self._parser = None
+        self._let_go()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no byte of a further request has arrived."""
+        return self._open is None
+
+    @property
+    def has_head(self) -> bool:
+        """Whether the body of a request is being read."""
+        return self._open is not None and self._open.has_head
+
+    @property
+    def body_bytes(self) -> int:
+        """How many bytes of an incomplete body have arrived."""
+        return len(self._open.body) if self._open is not None else 0
+
+    def give_up(self) -> None:
+        """Refuse the request whose body is being read, for the sake of others."""
+        if self._open is not None and self.refused is None:
+            self._refuse(OVERLOADED)
+
+    def feed(self, data: bytes) -> None:
+        if self.refused is not None or self._parser is None:
+            return
+        current = self._open if self.has_head else None
+        before_bytes = self.body_bytes
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._upgraded(data[upgrade.args[0] :])
+        except httptools.HttpParserError as error:
+            if self.refused is None:  # else it is about what came behind that
+                self._refuse(_malformed(error))
+        else:
+            if self._open is not None and not self._open.has_head:
+                self._head_bytes += len(data)
+                if self._head_bytes > HEAD_BYTES_MAX:
+                    self._refuse(HEAD_TOO_LARGE)
+            elif current is not None and current is self._open:
+                current.framing_bytes += len(data) - (len(current.body) - before_bytes)
+                if current.framing_bytes > HEAD_BYTES_MAX + FRAMING_PER_BYTE * len(current.body):
+                    self._refuse(HEAD_TOO_LARGE)
+
+    # ------------------------------------------------------------------ llhttp's callbacks
+
+    def on_message_begin(self) -> None:
+        if len(self.ready) >= PIPELINED_MAX:
+            self.ready[-1].keeps_alive = False  # the client sends the others again
+            self._refuse(Failure(400, "too_many_pipelined", "Too many requests were pipelined."))
+            return
+        self._open = HttpRequest()
+
+    def on_url(self, url: bytes) -> None:
+        if self._open is not None:
+            self._open.url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._open is not None and not self._open.has_head:  # else a trailer
+            self._open.headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        current = self._open
+        if current is None or self.refused is not None:
+            return
+        current.has_head, self._head_bytes = True, 0
+        assert self._parser is not None  # it is calling
+        current.method = self._parser.get_method()
+        current.keeps_alive = self._parser.should_keep_alive()
+        version = self._parser.get_http_version()
+        current.is_http_1_0 = version == "1.0"
+        refused = self._refusal(current, version)
+        if refused is not None:
+            self._refuse(refused)
+
+    def on_body(self, body: bytes) -> None:
+        current = self._open
+        if current is None or self.refused is not None:
+            return
+        if not current.body:
+            current.body = body
+        else:
+            if isinstance(current.body, bytes):
+                current.body = bytearray(current.body)
+            current.body += body
+        self._intake.bytes += len(body)
+        if len(current.body) > self._intake.body_bytes_max():
+            self._refuse(self._body_too_large())
+        elif self._intake.bytes > self._intake.bytes_max:
+            self._refuse(OVERLOADED)
+
+    def on_message_complete(self) -> None:
+        if self._open is None or self.refused is not None:
+            return
+        assert self._parser is not None  # it is calling
+        if not self._parser.should_upgrade():
+            self._finish(self._open)
+
+    # ------------------------------------------------------------------ inside
+
+    def _finish(self, current: HttpRequest) -> None:
+        self._let_go()
+        self.count += 1
+        current.finish(self._intake.stripped)
+        self.ready.append(current)
+
+    def _refusal(self, current: HttpRequest, version: str) -> Failure | None:
+        """Why this request is not read on; looks at everything that its headers say."""
+        size = sum(len(name) + len(value) + 4 for name, value in current.headers)
+        if size + len(current.url) > HEAD_BYTES_MAX:
+            return HEAD_TOO_LARGE
+        if current.method == b"CONNECT":
+            return Failure(405, "method_not_allowed", "CONNECT is not served here.")
+        if version not in ("1.0", "1.1"):
+            return Failure(505, "http_version", "Only HTTP/1.0 and HTTP/1.1 are spoken here.")
+        named = dict(current.headers)
+        codings = [value for name, value in current.headers if name == b"transfer-encoding"]
+        if codings and (len(codings) > 1 or codings[0].strip().lower() != b"chunked"):
+            return Failure(501, "transfer_encoding", "Only chunked transfer encoding is known.")
+        # RFC 9112 §6.1 and §3.2: others in front of this one may have read them differently.
+        if codings and current.is_http_1_0:
+            return Failure(400, "bad_request", "HTTP/1.0 has no transfer encodings.")
+        if sum(name == b"host" for name, _ in current.headers) > 1:
+            return Failure(400, "bad_request", "There is more than one Host header.")
+        path = path_of(current.url)
+        if is_hop_path(path):
+            return Failure(404, "not_found", "There is nothing at this path.")
+        declared = int(named.get(b"content-length", b"0"))  # llhttp has checked it
+        refused = self._intake.check(current.headers)
+        if refused is not None:
+            is_small = declared <= KEYLESS_BYTES_MAX and not codings
+            _, in_model = model_in_path(current.url.decode("latin-1"))
+            path = path_of(in_model.encode("latin-1"))
+            if not (is_small and is_endpoint(current.method, path)):
+                return refused
+        if declared > self._intake.body_bytes_max():
+            return self._body_too_large()
+        is_expecting = named.get(b"expect", b"").lower() == b"100-continue"
+        self.expects_continue = is_expecting and not current.is_http_1_0
+        return None
+
+    def _body_too_large(self) -> Failure:
+        limit = f"This request is larger than the limit of {self._intake.body_bytes_max()} bytes."
+        return Failure(413, "request_too_large", limit)
+
+    def _refuse(self, refused: Failure) -> None:
+        if self._open is not None and self._open.has_head:
+            self.refused_id = sane_id(self._open.headers)
+        self.refused = refused
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Let go of the request that was being read."""
+        self._intake.bytes -= self.body_bytes
+        self._open, self.expects_continue = None, False
+
+    def _upgraded(self, rest: bytes) -> None:
+        current = self._open
+        if current is None or self.refused is not None:
+            return
+        named = dict(current.headers)
+        if current.method == b"GET" and named.get(b"upgrade", b"").lower() == b"websocket":
+            current.is_tunnel, self.rest = True, rest
+            self._finish(current)
+            return
+        lines = [b"%b %b HTTP/1.1" % (current.method, current.url)]
+        lines += [
+            b"%b: %b" % each
+            for each in current.headers
+            if each[0] not in (b"upgrade", b"http2-settings", b"connection")
+        ]
+        self._parser = httptools.HttpRequestParser(self)
+        self.feed(b"\r\n".join(lines) + b"\r\n\r\n" + rest)
+
+
+def _malformed(error: Exception) -> Failure:
+    if isinstance(error, httptools.HttpParserInvalidMethodError):
+        return Failure(501, "method_unknown", "This method is not known.")
+    return Failure(400, "bad_request", f"This is not a valid HTTP request: {error}.")

@@ -7,6 +7,7 @@ and `fetch` send one GET to an engine, on a connection of their own: for what it
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from http import HTTPStatus
 
 import httptools
@@ -37,12 +38,6 @@ WITHOUT_BODY = (204, 304)
 class ResponseReader:
     """The response to one request. `pieces` of its body wait to be taken."""
 
-    __slots__ = (
-        *("_bare_bytes", "_head_bytes", "_is_interim", "_is_to_head", "_named", "_parser"),
-        *("has_head", "headers", "is_switched", "is_whole", "keeps_alive", "on_body", "pieces"),
-        "status",
-    )
-
     def __init__(self, *, is_to_head: bool) -> None:
         """`is_to_head`: the request was a HEAD, so there is no body whatever the headers say."""
         self.status = 0
@@ -56,8 +51,7 @@ class ResponseReader:
         self._named: dict[bytes, bytes] = {}
         self._is_to_head = is_to_head
         self._is_interim = False
-        self._head_bytes = 0
-        self._bare_bytes = 0  # in a row without a byte of the body: trailers, chunks' extensions
+        self._bare_bytes = 0
         self._parser: httptools.HttpResponseParser | None = httptools.HttpResponseParser(self)
 
     def close(self) -> None:
@@ -82,16 +76,12 @@ class ResponseReader:
             self.keeps_alive = False
             if not self.is_whole:
                 raise ValueError(f"not an HTTP response: {error}") from error
-        if not self.has_head:
-            self._head_bytes += len(data)
-        elif self.pieces:
-            self._bare_bytes = 0
-        else:
-            self._bare_bytes += len(data)
-            if self._bare_bytes > HEAD_BYTES_MAX:
-                raise ValueError(f"trailers of a response exceed {HEAD_BYTES_MAX} bytes")
-        if self._head_bytes > HEAD_BYTES_MAX:
-            raise ValueError(f"the head of a response exceeds {HEAD_BYTES_MAX} bytes")
+        # What is no byte of the body: the head, then trailers and the framing of chunks in a row.
+        self._bare_bytes = 0 if self.has_head and self.pieces else self._bare_bytes + len(data)
+        if self._bare_bytes > HEAD_BYTES_MAX:
+            raise ValueError(
+                f"the head or the trailers of a response exceed {HEAD_BYTES_MAX} bytes"
+            )
 
     @property
     def engine(self) -> str:
@@ -163,7 +153,6 @@ class ResponseReader:
         self._named = dict(self.headers)
         self.has_head = True
         self.keeps_alive = not self.is_whole and self._parser.should_keep_alive()
-        self._head_bytes = sum(len(name) + len(value) for name, value in self.headers)
         self.is_whole = not self.has_body
 
     def on_message_complete(self) -> None:
@@ -239,27 +228,17 @@ async def fetch(path: str, target: str, bytes_max: int, tries: int = 0) -> bytes
     Raises:
         OSError, ValueError: as `greet`.
     """
-    reader, writer = await _connect(path, tries)
+    for _ in range(tries):
+        with contextlib.suppress(FileNotFoundError, ConnectionRefusedError):
+            connection = await asyncio.open_unix_connection(path)
+            break
+        await asyncio.sleep(SOCKET_EVERY_S)
+    else:
+        connection = await asyncio.open_unix_connection(path)
+    reader, writer = connection
+    response, size_bytes = ResponseReader(is_to_head=False), 0
     try:
         writer.write(REQUEST % target.encode())
-        return await _read(reader, bytes_max)
-    finally:
-        writer.transport.abort()
-
-
-async def _connect(path: str, tries: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    for _ in range(tries):
-        try:
-            return await asyncio.open_unix_connection(path)
-        except (FileNotFoundError, ConnectionRefusedError):
-            await asyncio.sleep(SOCKET_EVERY_S)
-    return await asyncio.open_unix_connection(path)
-
-
-async def _read(reader: asyncio.StreamReader, bytes_max: int) -> bytes:
-    response = ResponseReader(is_to_head=False)
-    size_bytes = 0
-    try:
         while not response.is_whole:
             data = await reader.read(65536)
             if not data:
@@ -270,6 +249,7 @@ async def _read(reader: asyncio.StreamReader, bytes_max: int) -> bytes:
                 raise ValueError(f"its answer exceeds {bytes_max} bytes")
     finally:
         response.close()
+        writer.transport.abort()
     if response.status != 200:
         raise ValueError(f"it answered with {response.status}")
     return b"".join(response.pieces)

@@ -248,7 +248,7 @@ class GatewayServer(GatewayParts, Handler):
 
     def _give_up(self) -> None:
         if self.lock.stage is Stage.ASKS and not self._exit_code.done():
-            why = f"the lock server lent no socket for {SUCCEED_S:g} s: {self.lock.problem}"
+            why = f"the lock server lent no socket for {SUCCEED_S:g} s: {self.lock.outage}"
             self._exit_code.set_exception(WaitTimeoutError("gateway.no_socket", why))
 
     # ------------------------------------------------------------------ for users
@@ -334,7 +334,7 @@ class GatewayServer(GatewayParts, Handler):
         ticks = 0
         while True:
             ticks += 1
-            self.engine.look()
+            self.engine.watch()
             if ticks % COUNT_TICKS == 0:
                 self.engine.count()
             await asyncio.sleep(TICK_S)

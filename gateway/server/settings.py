@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from gateway.core.events import MAX_IN_FLIGHT, QUEUE_MAX, GatewayRules, LaneRules
+from gateway.core.events import QUEUE_MAX, GatewayRules, LaneRules
 from gateway.core.sleep_door import SleepRules
 from gateway.server.files import open_api_keys, open_certificate
-from gateway.server.tracing import MODES, OFF, check_tracing
+from gateway.server.tracing import MODES, OFF
 from plumbing.errors import UsageError
 from plumbing.pod.paths import DIRECTORY, runtime_dir
 from plumbing.pod.supervision import DRAIN_MS
@@ -123,7 +124,7 @@ OPTIONS = (
     ),
     Option(
         "pool",
-        str,
+        os.path.abspath,
         None,
         "Pool file of a pod with several models; each request goes to the model that it names.",
     ),
@@ -135,26 +136,21 @@ OPTIONS = (
         "Send spans to OpenTelemetry: of requests that were paused, or of all of them.",
         choices=MODES,
     ),
-    Option("tls_cert", str, None, "Serve HTTPS with this certificate, a PEM file."),
-    Option("tls_key", str, None, "The private key of this certificate, a PEM file."),
+    Option("tls_cert", os.path.abspath, None, "Serve HTTPS with this certificate, a PEM file."),
+    Option("tls_key", os.path.abspath, None, "The private key of this certificate, a PEM file."),
     Option(
-        "api_keys", str, None, "Answer only requests with a key from this file, one key per line."
+        "api_keys",
+        os.path.abspath,
+        None,
+        "Answer only requests with a key from this file, one key per line.",
     ),
 )
 
 
 @dataclass(frozen=True)
-class LaneSettings:
-    """What a gateway needs of the pool file: its models, in order, and how long requests queue."""
-
-    lanes: Mapping[str, LaneRules] = field(default_factory=dict)  # by model
-    aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    queue_max: int = QUEUE_MAX  # requests that wait for any model
-
-
-@dataclass(frozen=True)
 class GatewaySettings:
-    """One gateway's, but for the defaults, which tests use."""
+    """One gateway's, but for the defaults, which tests use. `lanes`, `aliases` and `queue_max` are
+    of the pool file, in the order of its models."""
 
     directory: str
     lock: str = "active"
@@ -171,7 +167,9 @@ class GatewaySettings:
     api_keys: str = ""
     tracing: str = OFF
     pool_file: str = ""
-    pool: LaneSettings = LaneSettings()
+    lanes: Mapping[str, LaneRules] = field(default_factory=dict)
+    aliases: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    queue_max: int = QUEUE_MAX  # requests that wait for any model
 
     def check_files(self) -> None:
         """Whether a gateway that starts now could use the files that users renew.
@@ -181,25 +179,24 @@ class GatewaySettings:
         """
         open_certificate(self.tls_cert, self.tls_key)
         open_api_keys(self.api_keys)
-        if self.pool_file:
-            read_lanes(self.pool_file)
+        read_lanes(self.pool_file)
 
 
 def settle(config: Resolved) -> GatewaySettings:
     """The settings in `config`.
 
     Raises:
-        UsageError: the directory or the pool file cannot be used; `--sleep-after` is given with a
-            pool file; or what `--tracing` needs is not installed.
+        UsageError: the directory or the pool file cannot be used, or `--sleep-after` is given with
+            a pool file.
     """
-    pool_file = _absolute(config["pool"])
+    pool_file = config["pool"] or ""
     if pool_file and config["sleep_after"]:
         raise UsageError(
             "gateway.pool_decides",
             "the pool decides when engines sleep; remove --sleep-after, and set keep_alive in the"
             " pool file",
         )
-    settings = GatewaySettings(
+    return GatewaySettings(
         directory=runtime_dir(config["dir"]),
         lock=config["service"],
         http_host=config["http_host"],
@@ -215,28 +212,29 @@ def settle(config: Resolved) -> GatewaySettings:
         ),
         keepalive_comments_ms=round(config["keepalive_comments"] * 1000),
         access_log=config["access_log"],
-        tls_cert=_absolute(config["tls_cert"]),
-        tls_key=_absolute(config["tls_key"]),
-        api_keys=_absolute(config["api_keys"]),
+        tls_cert=config["tls_cert"] or "",
+        tls_key=config["tls_key"] or "",
+        api_keys=config["api_keys"] or "",
         tracing=config["tracing"],
         pool_file=pool_file,
-        pool=read_lanes(pool_file) if pool_file else LaneSettings(),
+        **read_lanes(pool_file),
     )
-    check_tracing(settings.tracing)
-    return settings
 
 
-def read_lanes(path: str) -> LaneSettings:
-    """
+def read_lanes(path: str) -> dict[str, Any]:
+    """What a gateway needs of the pool file, as settings; nothing without one.
+
     Raises:
         UsageError: the file cannot be read, or a setting in it is wrong.
     """
+    if not path:
+        return {}
     from pool.pool_file import read_pool_file  # YAML, which only a pod with a pool needs
 
     pool = read_pool_file(path)
     lanes = {
         name: LaneRules(
-            max_in_flight=model.max_in_flight or MAX_IN_FLIGHT,
+            max_in_flight=model.max_in_flight,
             queue_max=pool.queue.per_model,
             wait_ms=pool.queue.wait * 1000,
             starve_after_ms=pool.starve_after * 1000,
@@ -246,9 +244,5 @@ def read_lanes(path: str) -> LaneSettings:
         )
         for name, model in pool.models.items()
     }
-    aliases = {name: tuple(model.aliases) for name, model in pool.models.items()}
-    return LaneSettings(lanes, aliases, pool.queue.max)
-
-
-def _absolute(path: str | None) -> str:
-    return os.path.abspath(path) if path else ""
+    aliases = {name: model.aliases for name, model in pool.models.items()}
+    return {"lanes": lanes, "aliases": aliases, "queue_max": pool.queue.max}

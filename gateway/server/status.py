@@ -18,7 +18,6 @@ from plumbing.service.clock import Clock, moment
 from plumbing.service.events import EventLog
 from plumbing.service.http import Probe
 from plumbing.service.notify import restarts
-from plumbing.text import duration
 from pool.core.events import ModelDemand, ShutDoor, TicketKind
 
 
@@ -80,7 +79,7 @@ def status(gateway: GatewayParts) -> doc.GatewayStatus:
         predecessor=gateway.predecessor,
         upstream=upstream,
         lock_server=doc.GatewayLockServer(
-            lock.is_served, _since(gateway, lock.changed_ms), lock.problem
+            lock.is_served, _since(gateway, lock.changed_ms), lock.outage
         ),
         grant=None
         if grant is None or target is None
@@ -106,10 +105,10 @@ def problems(gateway: GatewayParts) -> list[str]:
     """One sentence for each thing that does not work now."""
     lock = gateway.lock
     found: list[str | None] = []
-    if lock.problem is not None:
+    if lock.outage is not None:
         is_served = gateway.target is not None and gateway.target.grant is not None
         meanwhile = "requests are served, a takeover waits" if is_served else "nothing is served"
-        found.append(f"{lock.problem}; {meanwhile}")
+        found.append(f"{lock.outage}; {meanwhile}")
     elif not lock.address:
         found.append("the lock server has lent no socket yet; see `lockserver status`")
     found += [gateway.exchange.problem, gateway.pool.outage, _unheard(gateway)]
@@ -218,35 +217,10 @@ def probes(gateway: GatewayParts) -> Mapping[str, Callable[[], Probe]]:
 
 
 def ready(gateway: GatewayParts) -> Probe:
-    """It accepts, and a request would be answered: an engine serves, one soon will, or one rests
-    that a request wakes."""
-    exchange, target = gateway.exchange, gateway.target
+    """It accepts, and a request would be answered."""
+    exchange = gateway.exchange
     if gateway.is_stopping or exchange.is_final:
         return Probe(False, "stopping")
     if not exchange.is_accepting:
         return Probe(False, "not_accepting", {"problems": problems(gateway)})
-    if target is None:
-        return _pool_ready(gateway)
-    if target.grant is None:
-        return Probe(False, "no_engine", {"why": target.idle or "no engine was active yet"})
-    if target.idle is None:
-        details = {"engine": target.grant.engine, "token": target.grant.token}
-        door = gateway.engine.core.door
-        if door.is_shut:
-            return Probe(door.does_open, "resting", {**details, "why": door.reason})
-        return Probe(True, "engine_active", details)
-    idle_ms = gateway.clock.now_ms() - target.idle_ms
-    if idle_ms < gateway.settings.rules.hold_ms:
-        return Probe(True, "takeover", {"why": target.idle})
-    return Probe(False, "no_engine", {"why": target.idle, "for": duration(idle_ms)})
-
-
-def _pool_ready(gateway: GatewayParts) -> Probe:
-    """A request for any model would be answered, or raises its model; a model alone that has failed
-    takes no others out of service."""
-    problem, lanes = gateway.pool.outage, gateway.exchange.core.lanes.values()
-    if gateway.exchange.endpoints.said:
-        return Probe(True, "pool", {"problem": problem})
-    if any(lane.target.grant for lane in lanes):
-        return Probe(True, "engine_active", {"problem": problem})
-    return Probe(False, "no_engine", {"why": problem})
+    return exchange.endpoints.serves()

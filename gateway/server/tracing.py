@@ -10,10 +10,10 @@ The library is optional and imported only when asked for; its exporter has a thr
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import time
+from collections import deque
 from typing import Any
 from urllib.parse import quote
 
@@ -24,11 +24,9 @@ from plumbing.errors import UsageError
 OFF, PAUSES, REQUESTS = MODES = ("off", "pauses", "requests")
 SERVICE = "understudy-gateway"  # unless OTEL_SERVICE_NAME names it
 EXPORTER_ENV, EXPORTER = "OTEL_TRACES_EXPORTER", "otlp_proto_http"
-EVENTS_MAX = 64  # of one request: 32 pauses; later ones are counted in its attributes only
+EVENTS_MAX = 64  # of one request: its last 32 pauses; its attributes count all
 PATH_CHARS_MAX = 256
 CONTEXT_HEADERS = re.compile(rb"\r\n(traceparent|tracestate): ([^\r]*)")
-
-Event = tuple[str, dict[str, Any], int]
 
 
 class RequestSpans:
@@ -43,24 +41,26 @@ class RequestSpans:
         self._tracer = provider.get_tracer("understudy.gateway")
         self._propagator = TraceContextTextMapPropagator()
         self._of_all = of_all
-        self._events: dict[int, list[Event]] = {}
+        self._events: dict[int, deque[tuple[str, dict[str, Any], int]]] = {}
 
     def note(self, record: StreamPaused | StreamResumed) -> None:
-        events = self._events.setdefault(record.request, [])
-        if len(events) >= EVENTS_MAX:
-            return
-        seen: dict[str, Any] = {"engine": record.engine, "token": record.token}
+        seen: dict[str, Any] = {
+            "understudy.engine": record.engine,
+            "understudy.token": record.token,
+        }
         if isinstance(record, StreamPaused):
             name = "understudy.paused"
-            seen |= {"cause": record.cause.value, "delivered_tokens": record.tokens}
+            seen["understudy.cause"] = record.cause.value
+            seen["understudy.delivered_tokens"] = record.tokens
         else:
             name = "understudy.resumed"
-            seen |= {"pause_ms": record.pause_ms, "replayed_tokens": record.tokens}
-        attributes = {f"understudy.{key}": value for key, value in seen.items()}
-        events.append((name, attributes, time.time_ns()))
+            seen["understudy.pause_ms"] = record.pause_ms
+            seen["understudy.replayed_tokens"] = record.tokens
+        events = self._events.setdefault(record.request, deque(maxlen=EVENTS_MAX))
+        events.append((name, seen, time.time_ns()))
 
     def ended(self, request: HttpRequest, record: RequestEnded, lasted_ms: float) -> None:
-        events = self._events.pop(record.request, [])
+        events = self._events.pop(record.request, ())
         if not events and not self._of_all:
             return
         now_ns = time.time_ns()
@@ -95,24 +95,6 @@ class RequestSpans:
         span.end(end_time=now_ns)
 
 
-def check_tracing(mode: str) -> None:
-    """Raise a `UsageError` if the library is missing that `mode` needs."""
-    if mode == OFF:
-        return
-    sdk = ("opentelemetry", "opentelemetry.sdk")
-    if not all(map(importlib.util.find_spec, sdk)):
-        what, instead = "OpenTelemetry's SDK", "leave --tracing off"
-    elif _exporter() is None:
-        what, instead = f"the exporter {_exporter_name()!r} ({EXPORTER_ENV})", "name another one"
-    else:
-        return
-    raise UsageError(
-        "gateway.no_tracing",
-        f"--tracing {mode} needs {what}, which is not installed here: pip install"
-        f" 'understudy[otel]', or {instead}",
-    )
-
-
 def open_spans(mode: str) -> RequestSpans | None:
     """None where `mode` is off.
 
@@ -121,25 +103,23 @@ def open_spans(mode: str) -> RequestSpans | None:
     """
     if mode == OFF:
         return None
-    check_tracing(mode)
-    from opentelemetry.sdk.resources import SERVICE_NAME, Resource
-    from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.sdk.trace.export import BatchSpanProcessor
-
-    found = _exporter()
-    assert found is not None
-    resource = Resource.create({SERVICE_NAME: os.environ.get("OTEL_SERVICE_NAME", SERVICE)})
-    provider = TracerProvider(resource=resource)
-    provider.add_span_processor(BatchSpanProcessor(found.load()()))
-    return RequestSpans(provider, of_all=mode == REQUESTS)
-
-
-def _exporter_name() -> str:
-    return os.environ.get(EXPORTER_ENV) or EXPORTER
-
-
-def _exporter() -> Any:
     from importlib.metadata import entry_points  # all of `email`: 40 ms of a start
 
-    found = entry_points(group="opentelemetry_traces_exporter", name=_exporter_name())
-    return next(iter(found), None)
+    name = os.environ.get(EXPORTER_ENV) or EXPORTER
+    found = iter(entry_points(group="opentelemetry_traces_exporter", name=name))
+    try:
+        from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+        exporter = next(found).load()
+    except (ImportError, StopIteration) as error:
+        raise UsageError(
+            "gateway.no_tracing",
+            f"--tracing {mode} needs OpenTelemetry's SDK and the exporter {name!r}"
+            f" ({EXPORTER_ENV}): pip install 'understudy[otel]', or leave --tracing off",
+        ) from error
+    service = os.environ.get("OTEL_SERVICE_NAME", SERVICE)
+    provider = TracerProvider(resource=Resource.create({SERVICE_NAME: service}))
+    provider.add_span_processor(BatchSpanProcessor(exporter()))
+    return RequestSpans(provider, of_all=mode == REQUESTS)

@@ -367,9 +367,9 @@ class Upstream(asyncio.Protocol):
         is_read = not self._is_paused and not self._is_behind
         is_flowing = is_read and not transport.get_write_buffer_size()
         if response.status == 200 and response.keeps_alive and is_flowing:
-            grant = (self.attempt.engine, self.attempt.token)
-            kept = self._owner.idle_connections
-            kept.keep(grant, transport, self._socket, is_over=response.is_whole)
+            grant, kept = (self.attempt.engine, self.attempt.token), self._owner.idle_connections
+            is_over = response.is_whole
+            kept.keep(IdleConnection(kept, grant, transport, self._socket, is_over=is_over))
         else:
             transport.abort()
         response.close()

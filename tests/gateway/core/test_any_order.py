@@ -11,8 +11,7 @@ import random
 
 from gateway.core import events as ev
 from gateway.core.client_request import TRANSITIONS, ClientRequest, RequestState
-from gateway.core.machine import Gateway
-from gateway.core.requests import REPLAYS
+from gateway.core.machine import REPLAYS, Gateway
 from plumbing.gateway_protocol import Continuation, Hello
 
 EVENT = b'data: {"choices":[{"index":0,"delta":{"content":"x"}}]}\n\n'

@@ -16,8 +16,7 @@ import pytest
 from gateway.core import lanes as lane_module
 from gateway.core.events import BreakCause, LaneRules
 from gateway.core.lanes import Lane, Lanes
-from gateway.core.machine import Gateway
-from gateway.core.requests import UNANSWERED
+from gateway.core.machine import UNANSWERED, Gateway
 from gateway.core.target import LaneTarget
 from pool.core.events import OpenDoor
 from tests.gateway.core.lanes_pod import LanesPod

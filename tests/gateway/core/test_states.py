@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from gateway.core.client_request import TRANSITIONS, ClientRequest, IllegalTurn, RequestState, Turn
-from gateway.core.requests import UNSENT
+from gateway.core.machine import UNSENT
 
 
 def test_turn_that_is_not_in_the_table_raises_and_changes_nothing():

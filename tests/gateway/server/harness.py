@@ -17,7 +17,7 @@ import uvloop
 from gateway.core.events import EngineGranted, GatewayRules
 from gateway.server import exchange as exchange_module
 from gateway.server.exchange import GatewayExchange
-from gateway.server.settings import GatewaySettings, LaneSettings
+from gateway.server.settings import GatewaySettings
 from plumbing.pod.paths import engine_http_socket
 from plumbing.wire.fds import OwnedFd
 from tests.gateway.stub_engine import StubEngine
@@ -27,7 +27,6 @@ CHAT = "/v1/chat/completions"
 DEADLINE_S = 110.0  # of a scenario; what hangs is to fail
 ERA = "0123456789abcdef"
 RULES = ("hold_ms", "memory_bytes_max")
-POOL_FILE = ("lanes", "aliases", "queue_max")
 
 
 @dataclass
@@ -186,11 +185,9 @@ class Bench:
 
 
 def configured(directory: str, **settings: Any) -> GatewaySettings:
-    """`lanes`, `aliases` and `queue_max` are those of a pool file."""
-    pool = {name: settings.pop(name) for name in POOL_FILE if name in settings}
     given = {name: settings.pop(name) for name in RULES if name in settings}
     rules = GatewayRules(**({"park_timeout_ms": 30_000, "resumes_max": 4} | given))
-    return GatewaySettings(directory, rules=rules, pool=LaneSettings(**pool), **settings)
+    return GatewaySettings(directory, rules=rules, **settings)
 
 
 @asynccontextmanager

@@ -146,7 +146,7 @@ async def test_an_engines_garbage_costs_one_connection(bench, monkeypatch, writt
 
 @scene()
 async def test_an_answer_over_the_limit_passes_as_it_comes(bench, monkeypatch):
-    monkeypatch.setattr("gateway.core.requests.ANSWER_BYTES_MAX", 100_000)
+    monkeypatch.setattr("gateway.core.machine.ANSWER_BYTES_MAX", 100_000)
     engine = await bench.active()
     go_on = asyncio.Event()
 

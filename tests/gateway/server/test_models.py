@@ -13,8 +13,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from gateway.core.events import EngineGranted, LaneRules
 from gateway.server.accounts import PoolOutcome
+from gateway.server.endpoints import QUOTED_CHARS_MAX
 from plumbing.pod.messages import Tier
 from pool.core.events import Door, ModelDemand, OpenDoor, RefusedDoor, Running, ShutDoor
 from pool.core.states import ModelState
@@ -185,8 +188,6 @@ async def test_models_say_what_they_are(models):
     assert meta["aliases"] == ["gpt-4o-mini"]
     for path in ("/v1/models/gpt-4o-mini", "/m/chat/status"):
         assert json.loads((await models.bench.once(path)).body)["id"] == "chat"
-    running = json.loads((await models.bench.once("/running")).body)
-    assert running == {"running": [{"model": "chat", "state": "ready"}]}
     assert (await models.bench.once("/health")).status == 200
     assert models.engines["chat"].requests == []
 
@@ -214,8 +215,50 @@ async def test_what_becomes_of_each_request_is_counted_by_model(models):
     waiting.close()
     await auntil(lambda: not models.demand("coder").tickets, "its client to be missed")
     assert bench.exchange.accounts.models == {
-        ("chat", PoolOutcome.REQUEUED): 1,
         ("chat", PoolOutcome.EXPIRED): 1,
         ("chat", PoolOutcome.ANSWERED): 1,
         ("coder", PoolOutcome.CANCELLED): 1,
     }
+
+
+MEGABYTES = b"a" * (3 << 20)
+SHAPES = [
+    (b'{"model":[%b[]]}' % (b"[]," * 10_000), "gateway.bad_json"),
+    (b'{"model":"chat","x":%b}' % (b"[" * 10_000 + b"]" * 10_000), "gateway.bad_json"),
+    (b"\0" * 1000, "gateway.bad_json"),
+    (b'{"model":"%b"}' % MEGABYTES, "model_not_found"),
+    (b'{"model":"%b"}' % (b"\\u0000" * 10_000), "model_not_found"),
+    (b'{"messages":[{"url":"%b"}],"model":"m"}' % MEGABYTES, "model_not_found"),
+]
+
+
+@models_scene()
+async def test_a_body_of_any_shape_that_names_no_model_gets_a_short_answer(models):
+    """Goal: nothing of it is quoted but the beginning of a name."""
+    for document, code in SHAPES:
+        answer = await models.bench.once(CHAT, document)
+        assert answer.error()["code"] == code, document[:40]
+        assert len(answer.body) < 12 * QUOTED_CHARS_MAX
+    answer = await models.bench.once(f"/m/{'n' * 50_000}{CHAT}", body(None))
+    assert answer.error()["code"] == "model_not_found"
+    assert len(answer.body) < 12 * QUOTED_CHARS_MAX
+
+
+@pytest.mark.parametrize("is_chunked", [False, True])
+@models_scene()
+async def test_a_large_request_reaches_its_model_as_it_was_sent(models, is_chunked):
+    document = {"prompt": MEGABYTES.decode(), **body("coder", max_tokens=3)}
+    text = json.dumps(document).encode()
+    models.open("coder")
+    client = await models.bench.client()
+    if is_chunked:
+        client.send(
+            b"POST %b HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+            b"%x\r\n%b\r\n0\r\n\r\n" % (CHAT.encode(), len(text), text)
+        )
+    else:
+        client.ask(CHAT, text)
+    answer = await client.answer()
+    assert (answer.status, answer.headers["x-understudy-engine"]) == (200, "coder-0")
+    (request,) = models.engines["coder"].requests
+    assert request.body == text

@@ -12,16 +12,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.server.request_reader import HEAD_BYTES_MAX, PIPELINED_MAX, Intake, RequestReader
-from gateway.server.requests import is_hop_path
+from gateway.server.requests import (
+    HEAD_BYTES_MAX,
+    PIPELINED_MAX,
+    Intake,
+    RequestReader,
+    is_hop_path,
+)
 from tests.gateway.server.harness import CHAT, scene
 from tests.gateway.server.test_streams import ASKED, BODY
 from tests.helpers import auntil
 
 
 def reader(body_bytes_max=1000, refused=None, memory=None):
-    intake = memory or Intake(1 << 20)
-    intake.body_bytes_max, intake.check = lambda: body_bytes_max, lambda headers: refused
+    intake = memory or Intake(1 << 20, lambda: body_bytes_max, lambda headers: refused)
     return RequestReader(intake)
 
 
@@ -228,7 +232,7 @@ def test_no_bytes_are_read_in_two_ways_and_no_engine_gets_more_than_one_head(sen
 def test_what_surrounds_a_body_is_limited(endless):
     """Goal: no request takes memory that nobody counts. Method: a body that is small, in a frame
     that never ends."""
-    memory = Intake(1 << 20)
+    memory = Intake(1 << 20, lambda: 1000, lambda headers: None)
     found = read(CHUNKED.split(b"\r\n\r\n")[0] + b"\r\n\r\n", memory=memory)
     before, _, after = endless.partition(b"%b")
     found.feed(before)
