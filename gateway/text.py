@@ -39,7 +39,7 @@ def _lines(document: Document) -> Iterator[tuple[str, str]]:
     if document["pool"] is None:
         yield "engine", _engine(document)
     else:
-        yield "models", _models(document["pool"]["models"])
+        yield "models", models_line(document["pool"]["models"])
     yield "requests", _load(document["load"])
     held = size(document["load"]["memory_bytes"])
     yield "memory", f"{held} of {size(document['memory_bytes_max'])} for journals, bodies, answers"
@@ -80,7 +80,7 @@ def _engine(document: Document) -> str:
     return f"{text}  ({found['problem']})" if found["problem"] else text
 
 
-def _models(models: dict[str, Document]) -> str:
+def models_line(models: dict[str, Document]) -> str:
     """`chat awake, 2 in flight; coder warm, 1 waiting`"""
     kinds = ("in_flight", "waiting", "parked")
     said = []
@@ -146,28 +146,16 @@ def look(directory: str, error: UnderstudyError) -> tuple[Document, UnderstudyEr
     except OSError:
         return None
     pids = [each for each in procfs.holders_of(found.st_dev, found.st_ino) if each != os.getpid()]
-    pid = pids[0] if pids else None
+    pid, code = (pids[0], "gateway.not_answering") if pids else (None, "gateway.offline")
     if pid is None:
-        why = f"no gateway answers in {directory}; {MEANWHILE}"
-        fix = f"start it: gateway serve --dir {directory}"
-        code = "gateway.offline"
+        start = f"start it: gateway serve --dir {directory}"
+        what = f"no gateway answers in {directory}; {MEANWHILE}; {start}"
     else:
         halted = procfs.halted(pid)
-        state = f", {halted}" if halted else ""
-        why = (
-            f"the gateway, pid {pid} ({procfs.name(pid)}{state}), is running but not responding;"
-            " connections wait, and an init replaces it after 3 s"
+        fix = "resume it: kill -CONT" if halted == "stopped" else "if it stays so: kill -9"
+        what = (
+            f"the gateway, pid {pid} ({procfs.name(pid)}, {halted or 'runs'}), does not respond;"
+            f" connections wait, and an init replaces it after 3 s; {fix} {pid}"
         )
-        fix = {"stopped": f"resume it: kill -CONT {pid}"}.get(
-            halted or "", f"if it does not recover, kill it: kill -9 {pid}; then start another"
-        )
-        code = "gateway.not_answering"
-    document = {
-        "schema": 1,
-        "online": False,
-        "pid": pid,
-        "dir": directory,
-        "accepting": None,
-        "problems": [f"{why}; {fix}"],
-    }
-    return document, UnreachableError(code, f"{why}; {fix}", cause=error.code)
+    document = {"schema": 1, "online": False, "pid": pid, "dir": directory, "accepting": None}
+    return {**document, "problems": [what]}, UnreachableError(code, what, cause=error.code)

@@ -396,7 +396,7 @@ LINES_MAX = {
     "lockserver": 7_570,
     "gms": 10_266,
     "engine": 19_480,
-    "gateway": 8_950,
+    "gateway": 8_490,
     "pool": 8_705,
     "understudy": 10_486,
     "hack": 6_250,

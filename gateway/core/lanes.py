@@ -344,26 +344,12 @@ class Lanes:
     def handle(self, event: GatewayEvent, now_ms: float) -> Sequence[GatewayEffect]:
         """What follows from `event`, with all that was in the outbox. What is about a model that is
         not here is ignored."""
-        lane: Gateway | None
-        match event:
-            case ev.HeadCame() | ev.AnswerEnded():
-                lane = self._lane_of(event.attempt)
-            case ev.HelloCame():
-                lane = self._lane_of(event.greeting)
-            case (
-                ev.RequestCame()
-                | ev.ClientLeft()
-                | ev.EngineGranted()
-                | ev.NobodyGranted()
-                | ev.DeathExpected()
-                | LaneDoorSet()
-            ):
-                lane = self.by_model.get(event.model)
-            case ev.DoorSet():
-                lane = self.alone
-            case _:
-                lanes = self._all if isinstance(event, ev.GatewayEnds) else tuple(self._live)
-                return [effect for each in lanes for effect in each.handle(event, now_ms)]
+        if isinstance(event, ev.Tick | ev.GatewayEnds):
+            lanes = tuple(self._live) if isinstance(event, ev.Tick) else self._all
+            return [effect for each in lanes for effect in each.handle(event, now_ms)]
+        number = getattr(event, "attempt", None) or getattr(event, "greeting", None)
+        found = None if number is None else self._lane_of(number)
+        lane = found or self.by_model.get(getattr(event, "model", ""))
         if lane is None:
             return self.take()
         self._live[lane] = None

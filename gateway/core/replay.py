@@ -126,11 +126,6 @@ class Rest(NamedTuple):
 class Replay:
     """One replay; `delivered` is what the client has, and `journal` its tokens."""
 
-    __slots__ = (
-        *("_delivered", "_journal", "_played", "_seen", "_sequence"),
-        *("_unread", "_unread_bytes"),
-    )
-
     def __init__(self, delivered: Joined, journal: array[int]) -> None:
         self._delivered = delivered
         self._journal = journal
@@ -202,8 +197,6 @@ NUMBERS_OF_EVENTS = rb'"%b": ?' % SEQUENCE.encode()
 
 class Rewriter:
     """Exchanges values in the bytes of events; made from both engines' events up to the joint."""
-
-    __slots__ = ("_pattern", "_shift", "_table")
 
     def __init__(self, table: dict[bytes, bytes], shift: int) -> None:
         """`table` holds values as JSON, the new one's and the first one's."""

@@ -59,8 +59,6 @@ def _data_of(event: bytes) -> bytes:
 class Joined:
     """The sum of the events added so far."""
 
-    __slots__ = ("_digests", "_form", "ids", "sequence", "values")
-
     def __init__(self, raw: bytes = b"") -> None:
         self.values: dict[Path, Any] = {}
         self.ids: dict[Path, Any] = {}

@@ -10,10 +10,12 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 from msgspec import Struct
 
+T = TypeVar("T")
 PRIORITY_MAX = 1000  # either way
 # A number of seconds, or a duration as Go writes it: 1h30m. A dozen digits are 30,000 years.
 _NUMBER = r"(\d{1,12}(?:\.\d{0,12})?|\.\d{1,12})"
@@ -61,12 +63,14 @@ class Router:
         return (self._models.get(named, "") if named else self._only), named
 
 
-def priority_of(*said: object) -> int | None:
-    """The first of `said` that is there, within limits. None: nobody has said. Raises `BadWish`."""
-    return next((each for each in [*map(_priority, said)] if each is not None), None)
+def first_of(read: Callable[[object], T | None], *said: object) -> T | None:
+    """The first of `said` that is there, as `read` reads it. None: nobody has said. Raises
+    `BadWish` if any of them cannot be read."""
+    return next((each for each in [*map(read, said)] if each is not None), None)
 
 
-def _priority(said: object) -> int | None:
+def priority(said: object) -> int | None:
+    """Within limits."""
     if said is None:
         return None
     if isinstance(said, int | str) and not isinstance(said, bool):
@@ -75,13 +79,8 @@ def _priority(said: object) -> int | None:
     raise BadWish("priority", "a whole number, and lower is sooner")
 
 
-def keep_alive_ms(*said: object) -> float | None:
-    """The first of `said` that is there, as Ollama reads it: a number is in seconds, and less than
-    nothing is for ever. None: nobody has said. Raises `BadWish`."""
-    return next((each for each in [*map(_keep_alive_ms, said)] if each is not None), None)
-
-
-def _keep_alive_ms(said: object) -> float | None:
+def keep_alive_ms(said: object) -> float | None:
+    """As Ollama reads it: a number is in seconds, and less than nothing is for ever."""
     if said is None:
         return None
     if isinstance(said, int | float) and not isinstance(said, bool):

@@ -31,9 +31,10 @@ from gateway.core.wishes import (
     BadWish,
     Router,
     Wishes,
+    first_of,
     keep_alive_ms,
     model_in_path,
-    priority_of,
+    priority,
     wait_ms,
 )
 from gateway.server.requests import HttpRequest, is_endpoint, is_hop_path, path_of, value_of
@@ -235,10 +236,16 @@ class Endpoints:
         try:
             return Wishes(
                 model,
-                priority_of(_wish(members.priority), _text(said.get(b"x-understudy-priority"))),
+                first_of(
+                    priority,
+                    _wish(members.priority),
+                    _text(said.get(b"x-understudy-priority")),
+                ),
                 wait_ms(said.get(b"prefer", b"").decode(errors="replace")),
-                keep_alive_ms(
-                    _wish(members.keep_alive), _text(said.get(b"x-understudy-keep-alive"))
+                first_of(
+                    keep_alive_ms,
+                    _wish(members.keep_alive),
+                    _text(said.get(b"x-understudy-keep-alive")),
                 ),
             )
         except BadWish as bad:

@@ -6,6 +6,7 @@ in force and is a problem that status shows. No message quotes a file: keys are 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import logging
@@ -28,7 +29,6 @@ class WatchedFiles:
     def __init__(self, *paths: str) -> None:
         """Raises: what `load` raises."""
         self.problem: str | None = None
-        self.loads = 1
         self._paths = paths
         self._seen = self._state()
         self.load()
@@ -49,11 +49,16 @@ class WatchedFiles:
             logger.warning("%s", self.problem)
         else:
             self.problem = None
-            self.loads += 1
             logger.info("read %s again", " and ".join(self._paths))
 
-    def _state(self) -> tuple[tuple[int, int, int], ...]:
-        return tuple(_stamp(path) for path in self._paths)
+    def _state(self) -> list[tuple[int, int, int]]:
+        """What changes with the files; also behind the symbolic links of a Kubernetes volume."""
+        found = []
+        for path in self._paths:
+            with contextlib.suppress(OSError):
+                now = os.stat(path)
+                found.append((now.st_mtime_ns, now.st_ino, now.st_size))
+        return found
 
 
 class ApiKeys(WatchedFiles):
@@ -101,15 +106,6 @@ class Certificate(WatchedFiles):
 
 def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
-
-
-def _stamp(path: str) -> tuple[int, int, int]:
-    """What changes with a file; also behind the symbolic links of a Kubernetes volume."""
-    try:
-        found = os.stat(path)
-    except OSError:
-        return (0, 0, 0)
-    return (found.st_mtime_ns, found.st_ino, found.st_size)
 
 
 def open_api_keys(path: str) -> ApiKeys | None:

@@ -14,9 +14,8 @@ import resource
 import select
 import socket
 import ssl
-from typing import Protocol
 
-from gateway.server.client import ClientConnection
+from gateway.server.client import Clients
 from gateway.server.connections import take_over
 from plumbing.errors import explain_shortage, is_shortage
 from plumbing.wire.fds import OwnedFd
@@ -40,17 +39,6 @@ KEEPALIVE = (
 )
 
 
-class Places(Protocol):
-    """Who has the connections that are open."""
-
-    clients: set[ClientConnection]
-
-    def make_client(self) -> ClientConnection: ...
-    def close_an_idle_one(self) -> bool: ...
-    def closed(self, client: ClientConnection) -> None: ...
-    def limit_hit(self, name: str) -> None: ...
-
-
 def connections_max() -> int:
     """How many clients may be connected, by this process's limit of open files."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -62,7 +50,7 @@ def connections_max() -> int:
 class ServiceListener:
     """Accepts from its making until `stop`."""
 
-    def __init__(self, fd: OwnedFd, places: Places, tls: ssl.SSLContext | None) -> None:
+    def __init__(self, fd: OwnedFd, places: Clients, tls: ssl.SSLContext | None) -> None:
         """Take `fd`, a bound and listening stream socket."""
         self._sock = socket.socket(fileno=fd.detach())
         self._sock.setblocking(False)  # a flag of the open file, the same for all its holders

@@ -86,7 +86,7 @@ class _Collected(Collector):
             {(ending, str(each)): count for (ending, each), count in accounts.requests.items()},
         )
         if gateway.pool.models:
-            yield from self._of_models()
+            yield from of_models(gateway)
         names = (*LIMITS, *(POOL_LIMITS if gateway.pool.models else ()))
         yield _counters(
             _name("limit_hits"),
@@ -101,26 +101,26 @@ class _Collected(Collector):
         text = "Time from a wake that the gateway requested until the engine is active."
         yield _histogram("wake_seconds", text, gateway.engine.wakes)
 
-    def _of_models(self) -> Iterator[Metric]:
-        """Of a pool: what there is for each model, and what has become of its requests, by the
-        names of the pool's metrics."""
-        gateway = self._gateway
-        text = "Requests for each model of a pool: in its engine, waiting, parked."
-        family = GaugeMetricFamily(_name("model_requests"), text, labels=["model", "state"])
-        for model, demand in gateway.exchange.demand().items():
-            for state, count in counts_of(demand).items():
-                family.add_metric([model, state], count)
-        yield family
-        counts = gateway.exchange.accounts.models
-        yield _counters(
-            f"{PREFIX}_pool_requests",
-            "Requests for each model of a pool, by outcome.",
-            {"model": gateway.pool.models, "outcome": map(str, PoolOutcome)},
-            {(model, str(outcome)): count for (model, outcome), count in counts.items()},
-        )
-        text = "1 while the gateway is connected to the pool; without it nothing switches."
-        is_connected = gateway.pool.outage is None
-        yield GaugeMetricFamily(_name("pool_connected"), text, value=is_connected)
+
+def of_models(gateway: GatewayParts) -> Iterator[Metric]:
+    """Of a pool: what there is for each model, and what has become of its requests, by the names of
+    the pool's metrics."""
+    text = "Requests for each model of a pool: in its engine, waiting, parked."
+    family = GaugeMetricFamily(_name("model_requests"), text, labels=["model", "state"])
+    for model, demand in gateway.exchange.demand().items():
+        for state, count in counts_of(demand).items():
+            family.add_metric([model, state], count)
+    yield family
+    counts = gateway.exchange.accounts.models
+    yield _counters(
+        f"{PREFIX}_pool_requests",
+        "Requests for each model of a pool, by outcome.",
+        {"model": gateway.pool.models, "outcome": map(str, PoolOutcome)},
+        {(model, str(outcome)): count for (model, outcome), count in counts.items()},
+    )
+    text = "1 while the gateway is connected to the pool; without it nothing switches."
+    is_connected = gateway.pool.outage is None
+    yield GaugeMetricFamily(_name("pool_connected"), text, value=is_connected)
 
 
 def _counters(

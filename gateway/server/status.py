@@ -90,7 +90,7 @@ def status(gateway: GatewayParts) -> doc.GatewayStatus:
         if idle is None or target is None
         else doc.GatewayIdle(idle, **moment(target.idle_ms, gateway.clock)),
         rest=_rest(gateway),
-        pool=_pool(gateway),
+        pool=pool_of(gateway),
         load=exchange.load(),
         memory_bytes_max=exchange.memory_bytes_max,
         totals=_totals(gateway),
@@ -155,7 +155,7 @@ def _rest(gateway: GatewayParts) -> doc.GatewayRest:
     )
 
 
-def _pool(gateway: GatewayParts) -> doc.GatewayPool | None:
+def pool_of(gateway: GatewayParts) -> doc.GatewayPool | None:
     """What the pool says of its models, and what there is for them; None without a pool file."""
     link = gateway.pool
     if not link.models:

@@ -474,8 +474,6 @@ class GroupCutter:
     the groups before that are good.
     """
 
-    __slots__ = ("_rest", "_seen", "broken", "last")
-
     def __init__(self) -> None:
         self.last: bytes | None = None
         self.broken: BreakCause | None = None

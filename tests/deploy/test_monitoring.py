@@ -30,7 +30,7 @@ NEEDS_PROMETHEUS = pytest.mark.skipif(
     reason="needs Debian's package prometheus",
 )
 # Of the kubelet's and Prometheus' own; everything else in an expression is a metric of ours.
-# What a gateway exports of a pool: `tests/gateway/test_process_pool.py` reads it there.
+# What a gateway exports of a pool: `tests/gateway/server/test_pool.py` reads it there.
 OF_A_POOL = {"understudy_pool_requests_total", "understudy_gateway_pool_connected"}
 NAME = re.compile(r"\bunderstudy_[a-z_]+")
 

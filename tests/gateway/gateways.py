@@ -114,18 +114,9 @@ class GatewayProcess:
         (found,) = [each for each in text.splitlines() if each.startswith(f"{line} ")]
         return float(found.rpartition(" ")[2])
 
-    def counts(self, line: str, value: float) -> bool:
-        return self.metric(line) == value
-
     def log(self) -> str:
         with open(self.log_path, encoding="utf-8") as stream:
             return stream.read()
-
-    def events(self) -> list[str]:
-        """The types of what it has recorded, oldest first."""
-        whole = self.log().rpartition("\n")[0]  # the last line may be under way
-        lines = [json.loads(each) for each in whole.splitlines() if each.startswith("{")]
-        return [each["event"] for each in lines if "event" in each]
 
     def ends(self, signum: int) -> int:
         """Send this signal; its exit code."""
@@ -148,6 +139,16 @@ class GatewayProcess:
                 self.process.wait()
 
 
+def command(directory: str, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "gateway.cli", *words, "--dir", directory],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
 def ended(pid: int) -> bool:
     return not procfs.is_alive(pid)
 
@@ -155,8 +156,8 @@ def ended(pid: int) -> bool:
 class StandInEngine:
     """An engine on the loop of the test: it takes a lock, and a stub serves while it is awake."""
 
-    def __init__(self, directory: str, name: str = "engine-0", lock: str = "active") -> None:
-        self.directory, self.name, self.lock, self.token = directory, name, lock, 0
+    def __init__(self, directory: str, name: str = "engine-0") -> None:
+        self.directory, self.token = directory, 0
         self.http = StubEngine(engine_http_socket(directory, name), name)
         # The same supervisor in each test: its process, the test's, lives on.
         self.engine = Engine(directory, name, f"{zlib.crc32(name.encode()):016x}")
@@ -167,13 +168,14 @@ class StandInEngine:
             self.token = self.http.token = token
 
     async def enter(self, stack: AsyncExitStack) -> None:
-        """It holds its lock; call `awake` next."""
+        """It holds its lock, and serves."""
         await stack.enter_async_context(self.engine)
         stack.push_async_callback(self._leave)
         stack.callback(self.http.die)
         self.engine.launch()
-        self.engine.want(self.lock)
+        self.engine.want("active")
         await auntil(lambda: self.token, "the grant")
+        await self.http.start()
 
     async def _leave(self) -> None:
         """Its death would not be seen."""
@@ -183,10 +185,4 @@ class StandInEngine:
 
     def _is_free(self) -> bool:
         path = lockserver_socket(self.directory)
-        return bool(ask_status(path, LOCK)["locks"][self.lock]["state"] == "free")
-
-    async def awake(self) -> None:
-        await self.http.start()
-
-    def rest(self) -> None:
-        self.http.die()
+        return bool(ask_status(path, LOCK)["locks"]["active"]["state"] == "free")

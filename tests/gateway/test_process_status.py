@@ -5,13 +5,9 @@ Method: a real gateway beside a lock server and stand-ins for engines.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -19,23 +15,13 @@ import pytest
 
 from gateway.schema import GatewayStatus, OfflineGateway, ReplaceDocument
 from tests.documents import mismatches
-from tests.gateway.gateways import GatewayProcess, LockServer
+from tests.gateway.gateways import GatewayProcess, command
 from tests.gateway.resting_engine import RestingEngineProcess
 from tests.helpers import until
 from tests.lockserver.engines import EngineProcess
 
 UNREACHABLE = 3
 LINES_MAX = 15
-
-
-def command(directory: str, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "gateway.cli", *words, "--dir", directory],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
 
 
 def text_of(gateway: GatewayProcess) -> str:
@@ -133,28 +119,3 @@ def test_a_stopped_gateway_is_named(make_gateway, lasting: GatewayProcess):
     finally:
         os.kill(pid, signal.SIGCONT)
     assert gateway.pid == pid
-
-
-def test_events_tell_the_story(gateway: GatewayProcess):
-    """Goal: one line for each thing that happened. Method: the command, as text and as JSON."""
-    done = command(gateway.directory, "events", "--json")
-    kinds = [json.loads(line)["type"] for line in done.stdout.splitlines()]
-    assert kinds[:1] == ["gateway.started"], kinds
-    assert {"gateway.lock_server", "gateway.socket_lent", "gateway.accepting"} <= set(kinds)
-    assert "accepts connections on 127.0.0.1" in command(gateway.directory, "events").stdout
-
-
-def test_a_gateway_beside_a_lock_server_without_an_address_says_which_flag_to_set():
-    """Goal: a wrong pair is explained, once. Method: a lock server without --service."""
-    with tempfile.TemporaryDirectory(prefix="gw-") as directory, contextlib.ExitStack() as stack:
-        server = LockServer(directory)
-        server.flags = ()
-        server.start()
-        stack.callback(server.close)
-        gateway = GatewayProcess(server)
-        stack.callback(gateway.close)
-        gateway.spawn()
-        until(lambda: "gateway.refused" in gateway.events(), "the refusal")
-        assert "start it with --service active=HOST:PORT" in gateway.status()["problems"][0]
-        assert reason(gateway) == (503, "not_accepting")
-        assert gateway.events().count("gateway.refused") == 1

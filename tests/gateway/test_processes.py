@@ -12,13 +12,18 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 
 import pytest
 
-from tests.gateway.gateways import FINAL, GatewayProcess, LockServer, StandInEngine, ended
+from tests.gateway.gateways import (
+    FINAL,
+    GatewayProcess,
+    StandInEngine,
+    command,
+    ended,
+)
 from tests.gateway.server.harness import CHAT, Answer, Client
 from tests.gateway.stub_engine import text_of
 from tests.helpers import auntil, until
@@ -69,20 +74,10 @@ class World:
         return await self.pid()
 
     async def command(self, *words: str) -> subprocess.CompletedProcess[str]:
-        return await asyncio.to_thread(command, self.gateway, *words)
+        return await asyncio.to_thread(command, self.gateway.directory, *words)
 
 
 Scenario = Callable[[World], Awaitable[None]]
-
-
-def command(gateway: GatewayProcess, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "gateway.cli", *words, "--dir", gateway.directory],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
 
 
 def run(gateway: GatewayProcess, scenario: Scenario) -> None:
@@ -90,7 +85,6 @@ def run(gateway: GatewayProcess, scenario: Scenario) -> None:
         async with asyncio.timeout(110), AsyncExitStack() as stack:
             engine = StandInEngine(gateway.directory)
             await engine.enter(stack)
-            await engine.awake()
             await auntil(lambda: gateway.status()["upstream"], "the engine to be known")
             world = World(gateway, engine)
             try:
@@ -130,27 +124,6 @@ def test_killed_gateway_refuses_nobody_and_the_next_one_answers_who_waits(gatewa
             await world.accepts(but=victim)
         restarts = (await asyncio.to_thread(gateway.status))["restarts"]
         assert restarts >= 5
-
-    run(gateway, scenario)
-
-
-def test_lock_server_that_is_killed_gets_the_socket_back(
-    gateway: GatewayProcess, lock_server: LockServer
-):
-    """Goal: both may die, one after the other. Method: kill the lock server, connect, start it, and
-    kill the gateway, whose successor only the restarted server can lend the socket to."""
-
-    async def scenario(world: World) -> None:
-        await asyncio.to_thread(lock_server.kill)
-        early = await world.ask()
-        assert whole(await early.answer())
-        await asyncio.to_thread(lock_server.start)
-        state = lambda: lock_server.status()["service"]["active"]["state"]  # noqa: E731
-        await auntil(lambda: state() == "lent", "the hand-back")
-        victim = await world.pid()
-        os.kill(victim, signal.SIGKILL)
-        late = await world.ask()
-        assert whole(await late.answer())
 
     run(gateway, scenario)
 
@@ -252,7 +225,7 @@ def test_replacement_that_cannot_work_is_refused_and_the_gateway_serves_on(
     gateway = make_gateway("--api-keys", str(keys)).start()
     pid = gateway.pid
     keys.write_text("\n")
-    failed = command(gateway, "restart-child")  # its older name
+    failed = command(gateway.directory, "restart-child")  # its older name
     assert failed.returncode == 1
     assert "gateway.restart_failed" in failed.stderr
     assert f"pid {pid} serves on" in failed.stderr
@@ -261,7 +234,7 @@ def test_replacement_that_cannot_work_is_refused_and_the_gateway_serves_on(
     alone = make_gateway()
     alone.has_init = False
     alone.start()
-    assert "gateway.no_init" in command(alone, "replace").stderr
+    assert "gateway.no_init" in command(alone.directory, "replace").stderr
 
 
 # ------------------------------------------------------------------ ends
@@ -301,17 +274,6 @@ def test_sigterm_accepts_no_more_and_ends_once_the_streams_have(gateway: Gateway
         assert whole(await newcomer.answer())
 
     run(gateway, scenario)
-
-
-def test_settings_that_cannot_work_end_the_gateway_at_once(
-    make_gateway: Callable[..., GatewayProcess], lasting: GatewayProcess
-):
-    """Goal: one sentence, exit code 2, and no init that tries again."""
-    lasting.close()
-    gateway = make_gateway("--api-keys", "/nowhere")
-    gateway.spawn()
-    assert gateway.wait() == 2
-    assert "gateway.bad_api_keys" in gateway.log()
 
 
 def test_replaced_gateway_that_is_told_to_end_obeys(gateway: GatewayProcess):

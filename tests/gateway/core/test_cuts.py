@@ -71,32 +71,6 @@ def test_stream_cut_many_times_is_whole(kind):
         assert pod.gateway.attempts == {}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_stream_cut_before_its_first_group_and_before_its_end_is_whole(kind):
-    """Goal: a journal of no tokens, and one of all of them. Method: break
-    at the head, and at the tail."""
-    for at_tail in (False, True):
-        for seed in range(10):
-            pod = Pod(seed)
-            pod.grant()
-            pod.ask(kind, TOKENS)
-            deliver = pod._deliver
-
-            def cut(upstream, groups, tail, pod=pod, deliver=deliver, at_tail=at_tail):
-                is_here = not groups if at_tail else True
-                if pod.deaths == 0 and is_here and upstream.is_open:
-                    pod.kill()
-                else:
-                    deliver(upstream, groups, tail)
-
-            pod._deliver = cut
-            pod.run()
-            pod.clients[1].check_whole()
-            assert pod.deaths == 1
-            sizes = [size for *_, size in pod.clients[1].asked]
-            assert sizes == [None, TOKENS if at_tail else 0]
-
-
 def test_stream_whose_client_leaves_is_cancelled_everywhere():
     """Goal: no work for a client that is gone. Method: leave at each group, streaming or parked."""
 

@@ -75,22 +75,6 @@ def test_a_parked_stream_waits_for_room_that_a_lease_has_and_a_new_request_does_
     parked.check_whole()
 
 
-def test_an_unanswered_request_waits_again_once_and_then_for_its_answer():
-    pod = switching()
-    client = pod.ask(max_tokens=100, model="a", is_stream=False)  # 500 ms
-    pod.at(100.0, lambda: pod.switch("a", "b"))
-    pod.run(300.0)
-    (ticket,) = pod.demand().tickets
-    assert (ticket.kind, ticket.id) == (TicketKind.AGAIN, 1)
-    assert ticket.since_ms == pytest.approx(140.0)
-    pod.switch("b", "a")
-    pod.run(500.0)
-    assert pod.demand().cannot_park == 1
-    pod.switch("a", "b")
-    pod.run()
-    assert (client.outcome, len(client.asked)) == ("whole", 2)
-
-
 def test_a_stream_that_begins_behind_the_door_is_parked_at_once():
     """Its engine was computing the prompt when streams were parked, for the second time."""
     pod = switching()
@@ -135,18 +119,6 @@ def test_a_failover_needs_no_pool():
     pod.run()
     client.check_whole()
     assert [each[1] for each in client.asked] == ["a-1", "a-2"]
-
-
-def test_a_turn_that_ends_before_it_began_parks_nobody():
-    pod = switching()
-    client = pod.ask(max_tokens=60, model="a")
-    pod.at(50.0, lambda: pod.set_door("a", FINISH))
-    pod.at(60.0, lambda: pod.set_door("a", OpenDoor("a-1", 1)))
-    pod.at(70.0, lambda: pod.ask(model="a"))
-    pod.run()
-    for each in pod.clients.values():
-        each.check_whole()
-    assert client.ending.pauses == 0
 
 
 # ------------------------------------------------------------------ without a pool
@@ -286,18 +258,6 @@ def test_retry_after_is_from_the_expected_time():
     (found,) = [e for e in lanes.handle(came, 300.0) if isinstance(e, ev.AnswerError)]
     assert found.retry_after_s == 12
     assert "it is loaded" in json.loads(found.body)["error"]["message"]
-
-
-@pytest.mark.parametrize(
-    ("code", "retry", "status"),
-    [("pool.failed", None, 503), ("pool.no_room", 5, 503), ("model_not_found", None, 404)],
-)
-def test_a_refused_door_refuses_those_that_wait_too(code, retry, status):
-    pod = switching()
-    waiting = pod.ask(model="b")
-    pod.set_door("b", refused(code, retry))
-    for client in (waiting, pod.ask(model="b")):
-        assert (error(pod, client), client.status) == (code, status)
 
 
 def test_all_lanes_share_one_memory():

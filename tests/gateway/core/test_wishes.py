@@ -6,7 +6,15 @@ import math
 
 import pytest
 
-from gateway.core.wishes import BadWish, Router, keep_alive_ms, model_in_path, priority_of, wait_ms
+from gateway.core.wishes import (
+    BadWish,
+    Router,
+    first_of,
+    keep_alive_ms,
+    model_in_path,
+    priority,
+    wait_ms,
+)
 
 
 def test_the_first_name_that_is_there_counts_and_a_single_model_need_not_be_named():
@@ -31,19 +39,26 @@ def test_wishes_are_read_as_ollama_and_rfc_7240_write_them():
     """Method: a number is in seconds, less than nothing is for ever; the first that is there
     counts."""
     wanted = {0: 0.0, "1.5h": 5.4e6, "250ms": 250.0, 90: 9e4, "1h30m": 5.4e6, " 0 ": 0.0, "-0": 0.0}
-    assert {said: keep_alive_ms(said, "5m") for said in wanted} == wanted
+    assert {said: first_of(keep_alive_ms, said, "5m") for said in wanted} == wanted
     assert keep_alive_ms(-1) == keep_alive_ms("-1s") == math.inf
-    assert (keep_alive_ms(None, "5m"), keep_alive_ms(None, None)) == (300_000.0, None)
+    assert (first_of(keep_alive_ms, None, "5m"), first_of(keep_alive_ms, None, None)) == (
+        300_000.0,
+        None,
+    )
     assert keep_alive_ms(10**400) == 1e15
-    assert [priority_of(*said) for said in ((0, "3"), (None, "-2"), (10**9,))] == [0, -2, 1000]
-    assert priority_of(None, None) is None
+    assert [first_of(priority, *said) for said in ((0, "3"), (None, "-2"), (10**9,))] == [
+        0,
+        -2,
+        1000,
+    ]
+    assert first_of(priority, None, None) is None
     assert wait_ms('respond-async, Wait = "7"; x=1') == 7_000.0
     assert {wait_ms(other) for other in ("", "await=5", "wait=soon")} == {math.inf}
 
 
-@pytest.mark.parametrize("read", [keep_alive_ms, priority_of])
+@pytest.mark.parametrize("read", [keep_alive_ms, priority])
 @pytest.mark.parametrize("said", ["soon", "", "5 minutes", "1h30", "9" * 5000, "١s", True, [1], {}])
 def test_a_wish_that_cannot_be_read_is_refused_wherever_it_stands(read, said):
     for both in ((said, "5"), (None, said), (5, said)):
         with pytest.raises(BadWish):
-            read(*both)
+            first_of(read, *both)

@@ -142,32 +142,3 @@ async def test_an_engines_garbage_costs_one_connection(bench, monkeypatch, writt
     engine.released.set()
     body, _ = await other.chunks()
     assert body.count(b"data: ") == 7
-
-
-@scene()
-async def test_an_answer_over_the_limit_passes_as_it_comes(bench, monkeypatch):
-    monkeypatch.setattr("gateway.core.machine.ANSWER_BYTES_MAX", 100_000)
-    engine = await bench.active()
-    go_on = asyncio.Event()
-
-    async def route(request, reply):
-        reply.head()
-        for _ in range(3):
-            reply.write(b"x" * 50_000)
-        await reply.writer.drain()
-        await go_on.wait()
-        reply.write(b"end")
-        reply.end()
-        await reply.writer.drain()
-
-    engine.routes[CHAT] = route
-    client = await bench.client()
-    client.ask(CHAT, ASKED)
-    _, headers = await client.head()
-    assert headers["x-understudy-continuation"] == "none"
-    body = b""
-    while len(body) < 150_000:
-        body += await client.chunk()
-    go_on.set()
-    body += (await client.chunks())[0]
-    assert body == b"x" * 150_000 + b"end"

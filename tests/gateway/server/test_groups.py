@@ -112,7 +112,6 @@ def chunk(body: bytes) -> bytes:
 ONE, TWO = b"data: 1\n\n: u=1|1\n\n", b"data: 2\n\n: u=2|1\n\n"
 LOOKS_LIKE_A_CHUNK = chunk(TWO)[:-2]  # its last bytes are those of the chunk that it is in
 READS = {
-    "as ever": ([chunk(ONE), chunk(TWO)], [(b"data: 1\n\n", [1]), (b"data: 2\n\n", [2])]),
     "half a group": (
         [chunk(b"data: 0\n\n"), chunk(ONE), chunk(TWO)],
         [(b"data: 0\n\ndata: 1\n\n", [1]), (b"data: 2\n\n", [2])],
@@ -128,15 +127,10 @@ READS = {
         [chunk(ONE + b"\r\n" + TWO)[: -len(TWO) - 2], TWO + b"\r\n"],
         [(b"data: 1\n\n", [1]), (b"\r\ndata: 2\n\n", [2])],
     ),
-    "tokens without events": ([chunk(b": u=1|1\n\n: u=2|1\n\n")], [(b"", [1]), (b"", [2])]),
-    "two groups": ([chunk(ONE + TWO)], [(b"data: 1\n\n", [1]), (b"data: 2\n\n", [2])]),
-    "two chunks": ([chunk(ONE) + chunk(TWO)], [(b"data: 1\n\n", [1]), (b"data: 2\n\n", [2])]),
-    "lines": ([chunk(b"event: x\n" + ONE)], [(b"event: x\ndata: 1\n\n", [1])]),
     "a comment within an event": (
         [chunk(b"data: 1\n: u=1|1\n\n" + TWO)],
         [(b"data: 1\n", [1]), (b"data: 2\n\n", [2])],
     ),
-    "no events, then some": ([chunk(b": u=1|1\n\n" + TWO)], [(b"", [1]), (b"data: 2\n\n", [2])]),
     "more than a token": (
         [chunk(b"data: 1\n\n: u=%d|1\n\n" % (TOKEN_MAX + 1))],
         [(b"data: 1\n\n", [TOKEN_MAX + 1])],
@@ -145,7 +139,6 @@ READS = {
         [chunk(b"1234567|1\n\n"), chunk(ONE)],
         [(b"1234567|1\n\ndata: 1\n\n", [1])],
     ),
-    "an extension": ([b"%x;a=b\r\n%b\r\n" % (len(ONE), ONE)], [(b"data: 1\n\n", [1])]),
 }
 
 

@@ -56,6 +56,9 @@ class TwoModels:
         self.said[model] = PooledModel(
             self.number, door, state, now_ms, "because", Tier.WARM, {"HOST-0": 7}
         )
+        self.say()
+
+    def say(self) -> None:
         self.bench.exchange.set_model_doors(dict(self.said))
 
     def open(self, model: str) -> None:
@@ -68,6 +71,7 @@ class TwoModels:
     async def turn(self, old: str, new: str) -> None:
         """`old` yields, and when it is quiet `new` is awake."""
         self.set(old, shut(Running.PARK), ModelState.DRAINING)
+        await auntil(lambda: self.demand(old).door == self.said[old].number, "it to be obeyed")
         await auntil(lambda: self.demand(old).in_flight == 0, f"{old} to be quiet")
         await auntil(lambda: self.engines[old].open_connections == 0, "its connections to end")
         self.open(new)

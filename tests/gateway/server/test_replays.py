@@ -6,15 +6,11 @@ import json
 
 import pytest
 
-from gateway.core import replay_join
 from gateway.core.client_request import Attempt
-from gateway.core.replay import BLOCK_BYTES
-from gateway.core.replay_join import Joined
 from gateway.server import upstream
 from gateway.server import upstream as upstream_owner
-from tests.gateway.server.harness import CHAT, scene, with_bench
+from tests.gateway.server.harness import CHAT, with_bench
 from tests.gateway.stub_engine import text_of
-from tests.helpers import auntil
 
 TOKENS = 1500
 STREAMS = 4
@@ -73,39 +69,3 @@ def test_long_replays_are_read_in_slices_and_in_turns(
     with_bench(tmp_path, scenario)
     assert sum(groups_a_turn) > STREAMS * (TOKENS - 100) // chunk_tokens // 2
     assert max(groups_a_turn) <= SLICE_BYTES // 100 + 1
-
-
-@pytest.mark.parametrize("chunk_tokens", [1, TOKENS])
-@scene()
-async def test_a_resume_reads_what_the_engine_plays_and_nothing_that_was_sent(
-    bench, chunk_tokens, monkeypatch
-):
-    """Goal: how long the pause is depends on the engine's replay alone. Method: bytes of events
-    that are joined from the death on, and those that are parsed,
-    beside what was sent, all of which the stub plays."""
-    joined_bytes, parsed = [0], [0]
-    add, parts_of = Joined.add, replay_join.parts_of
-
-    def counted(self, raw):
-        joined_bytes[0] += len(raw)
-        add(self, raw)
-
-    def counted_parts_of(data):
-        parsed[0] += 1
-        return parts_of(data)
-
-    monkeypatch.setattr(Joined, "add", counted)
-    monkeypatch.setattr(replay_join, "parts_of", counted_parts_of)
-    await bench.active(cut_after_groups=TOKENS - 100)
-    clients = [await bench.client() for _ in range(STREAMS)]
-    for client in clients:
-        client.ask(CHAT, ASKED)
-    answers = [asyncio.ensure_future(client.answer()) for client in clients]
-    await auntil(lambda: bench.load.parked == STREAMS, "all streams to be parked")
-    sent_bytes, joined_bytes[0], parsed[0] = joined_bytes[0], 0, 0
-    await bench.grant(await bench.engine("engine-1", 2, chunk_tokens=chunk_tokens))
-    for answer in await asyncio.gather(*answers):
-        assert answer.text() == WANTED
-    # What is played, the block that was not full, and the rest of the answer.
-    assert joined_bytes[0] <= sent_bytes + STREAMS * 4 * BLOCK_BYTES
-    assert parsed[0] <= STREAMS * 10
