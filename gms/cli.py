@@ -1,4 +1,4 @@
-"""The `gms` command: `serve`, `status`, `inspect`, `verify`, `drop`, `drop-kv`, `offload`.
+"""The `gms` command: `serve`, `status`, `verify`, `drop`, `drop-kv`, `offload`.
 
 The hidden commands are the processes that `serve` starts: a server for each device and one for host
 copies, and the two that keep and make host copies. Options and settings come first.
@@ -7,7 +7,6 @@ copies, and the two that keep and make host copies. Options and settings come fi
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import sys
 from collections.abc import Iterable, Sequence
@@ -18,11 +17,10 @@ import click
 from gms import names
 from gms import status as statuses
 from gms.server.devices import VISIBLE, devices_to_serve
-from gms.server.driver_thread import StartShortageError, reported_at_start
 from gms.server.server import STALL_MS, DeviceProcess
 from gms.vmm.host import HostMemory
 from gms.vmm.interface import DeviceMemory
-from plumbing.errors import UnreachableError, UsageError, explain_shortage
+from plumbing.errors import UnreachableError, UsageError
 from plumbing.pod import paths
 from plumbing.pod.cli import Look, json_flag, options, run_async, show_status, watch_flag
 from plumbing.pod.gms_files import write_device_names
@@ -116,9 +114,7 @@ def sizes_of(devices: Sequence[str], sizes: tuple[int, ...] | None) -> dict[str,
 
 HOST_DEVICE_BYTES = 4 << 30
 NICE = 10  # nobody waits for a copy
-# What a server opens until it serves (14), and a first writer.
-FDS_TO_START = 24
-FDS_OF_PLACE = 8  # sockets, their locks, the journal, the supervisor's connections
+FDS_MIN = 256  # what the server of one device opens for one model of 130 slabs and its engines
 
 
 @click.group()
@@ -134,6 +130,13 @@ def serve(config: Resolved) -> None:
 
     configure("gms")
     arm_from_environment()
+    limit = raise_fd_limit()
+    if 0 <= limit < FDS_MIN:
+        raise UsageError(
+            "gms.too_few_descriptors",
+            f"this process may open {limit} files, and the server of a device needs {FDS_MIN}:"
+            " raise the limit (ulimit -Hn, or the container's nofile limit)",
+        )
     directory = paths.runtime_dir(config["dir"])
     is_cuda = config["memory"] == "cuda"
     gpus = [word for words in config["device"] for word in words.split(",") if word]
@@ -190,39 +193,30 @@ def _words(verb: str, flags: Iterable[object]) -> list[str]:
 def serve_device(config: Resolved) -> None:
     """The server of one device, or of all host copies; started by `serve`."""
     _as_child(config)
-    with reported_at_start():
-        places = config["place"] or (config["device"],)
-        needed = FDS_TO_START + FDS_OF_PLACE * len(places)
-        if 0 <= raise_fd_limit() < needed:  # with less, libuv aborts the process
-            raise StartShortageError(
-                "gms.server_exhausted",
-                f"this server needs {needed} descriptors: {explain_shortage(errno.EMFILE)}",
-            )
-        # Before any loop runs: a driver may take seconds to initialise.
-        memory, capacity_bytes = _memory(config)
+    # Before any loop runs: a driver may take seconds to initialise.
+    memory, capacity_bytes = _memory(config)
+    process = DeviceProcess(
+        paths.runtime_dir(config["dir"]),
+        config["place"] or (config["device"],),
+        memory,
+        capacity_bytes,
+        # Host memory without a given limit has 4 GiB for weights, and for KV memory what the
+        # machine has free.
+        is_bounded=config["memory"] != "host" or config["device_bytes"] is not None,
+        stall_ms=config["stall_s"] * 1000,
+        restarts_total=config["restarts"],
+    )
 
-        async def run() -> None:
-            process = DeviceProcess(
-                paths.runtime_dir(config["dir"]),
-                places,
-                memory,
-                capacity_bytes,
-                # Host memory without a given limit has 4 GiB for weights, and for KV memory what
-                # the machine has free.
-                is_bounded=config["memory"] != "host" or config["device_bytes"] is not None,
-                stall_ms=config["stall_s"] * 1000,
-                restarts_total=config["restarts"],
-            )
-            signals = SignalInbox()  # first: a SIGTERM during the start must leave no socket
-            with reported_at_start():  # again: `run_async` ends the process on such an error
-                await process.start()
-            try:
-                await signals.get()
-            finally:
-                signals.close()
-                await process.close()
+    async def run() -> None:
+        signals = SignalInbox()  # first: a SIGTERM during the start must leave no socket
+        await process.start()
+        try:
+            await signals.get()
+        finally:
+            signals.close()
+            await process.close()
 
-        run_async(run)
+    run_async(run)
 
 
 def _as_child(config: Resolved) -> None:
@@ -252,21 +246,12 @@ def status(config: Resolved, as_json: bool, watch: bool) -> None:
     show_status(lambda: _look(config["dir"]), as_json=as_json, watch=watch)
 
 
-@main.command()
-@options((DIRECTORY,))
-@json_flag
-def inspect(config: Resolved, as_json: bool) -> None:
-    """List every epoch with its slabs, readers and tensors."""
-    show_status(lambda: _look(config["dir"], in_full=True), as_json=as_json)
-
-
-def _look(directory: str, *, in_full: bool = False) -> Look:
-    document = statuses.collect(directory, in_full=in_full)
-    text = (statuses.render_in_full if in_full else statuses.render)(document)
+def _look(directory: str) -> Look:
+    document = statuses.collect(directory)
     away = [each for each in document["devices"] if not each["online"]]
     reasons = "; ".join(f"{each['device_uuid']}: {each['reason']}" for each in away)
     offline = UnreachableError("gms.offline", f"no server answers for {reasons}") if away else None
-    return Look(document, text, offline)
+    return Look(document, statuses.render(document), offline)
 
 
 @main.command()

@@ -135,8 +135,8 @@ def kv_bytes(directory: str, device: str) -> int:
     """Memory of the KV pools of `device`. What cannot be seen is not counted."""
     total = 0
     with contextlib.suppress(OSError):
-        for pool in names.pools_on_disk(directory, device):
-            path = os.path.join(directory, names.pool_file(device, pool))
+        for pool in names.regions_on_disk(directory, device, names.KV):
+            path = names.region_path(directory, device, names.KV, pool)
             with contextlib.suppress(OSError):
                 total += _length(path) // 2 * UNIT_BYTES
     return total

@@ -199,31 +199,10 @@ class CondemnMsg(Message, frozen=True, tag="condemn"):
     detail: Annotated[str, Meta(max_length=DETAIL_LENGTH_MAX)]
 
 
-class DigestWantedMsg(Message, frozen=True, tag="digest_wanted"):
-    """Ask a reader for the digest of its epoch's bytes."""
-
-    epoch: str
-
-
 class DigestMsg(Message, frozen=True, tag="digest"):
-    """SHA-256, in hex, of all slabs in order: from the writer after its commit, or the answer to
-    `digest_wanted`. None: the reader is busy, or, with `is_coming`, has begun and answers again."""
+    """SHA-256, in hex, of all slabs in order: from the writer after its commit. Has no answer."""
 
-    digest: Annotated[str, Meta(min_length=64, max_length=64)] | None
-    is_coming: bool = False
-
-
-class VerifyMsg(Message, frozen=True, tag="verify"):
-    """Ask whether the committed bytes are unaltered."""
-
-
-class VerifiedMsg(Message, frozen=True, tag="verified"):
-    """`expected` is None while the writer has not computed it."""
-
-    epoch: str
-    expected: str | None
-    found: str
-    reader: str
+    digest: Annotated[str, Meta(min_length=64, max_length=64)]
 
 
 class DropMsg(Message, frozen=True, tag="drop"):
@@ -249,14 +228,6 @@ class OffloadedMsg(Message, frozen=True, tag="offloaded"):
 
     copy: str
     size_bytes: Bytes
-
-
-class InspectMsg(Message, frozen=True, tag="inspect"):
-    """Ask for every epoch with its slabs, readers and tensors."""
-
-
-class InspectReplyMsg(Message, frozen=True, tag="inspect_reply"):
-    document: dict[str, Any]
 
 
 class BorrowPoolMsg(Message, frozen=True, tag="borrow_pool"):

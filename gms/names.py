@@ -50,24 +50,15 @@ def is_host(device: str) -> bool:
     return device.startswith(("HOST-", OFFLOAD))
 
 
-def socket_path(directory: str, device: str) -> str:
-    """The socket of one device's server."""
-    return paths.gms_socket(directory, check_device(device))
+def socket_path(directory: str, device: str, tag: str = WEIGHTS) -> str:
+    """The socket of the server of one device's weights, or of its KV memory."""
+    return paths.gms_socket(directory, check_device(device), tag)
 
 
-def journal_path(directory: str, device: str) -> str:
-    """The journal of one device: what is committed there, for a restarted server."""
-    return paths.gms_journal(directory, check_device(device))
-
-
-def kv_socket_path(directory: str, device: str) -> str:
-    """The socket of the server that owns one device's KV memory."""
-    return paths.gms_socket(directory, check_device(device), KV)
-
-
-def kv_token_path(directory: str, device: str) -> str:
-    """The newest token under which one device's KV memory was lent, for a restarted server."""
-    return paths.gms_journal(directory, check_device(device), KV)
+def journal_path(directory: str, device: str, tag: str = WEIGHTS) -> str:
+    """What a restarted server must know: the committed weights, or the newest token under which
+    KV memory was lent."""
+    return paths.gms_journal(directory, check_device(device), tag)
 
 
 def region_file(device: str, tag: str, region: str) -> str:
@@ -75,25 +66,12 @@ def region_file(device: str, tag: str, region: str) -> str:
     return f"gms_{device}_{tag}_{region}{SUFFIXES[tag]}"
 
 
-def epoch_file(device: str, epoch: str) -> str:
-    return region_file(device, WEIGHTS, epoch)
+def region_path(directory: str, device: str, tag: str, region: str) -> str:
+    return os.path.join(directory, region_file(device, tag, region))
 
 
-def pool_file(device: str, pool: str) -> str:
-    return region_file(device, KV, pool)
-
-
-def epochs_on_disk(directory: str, device: str) -> list[str]:
-    """The ids of the epochs of this device that have a file."""
-    return _regions_on_disk(directory, device, WEIGHTS)
-
-
-def pools_on_disk(directory: str, device: str) -> list[str]:
-    """The ids of the KV pools of this device that have a file."""
-    return _regions_on_disk(directory, device, KV)
-
-
-def _regions_on_disk(directory: str, device: str, tag: str) -> list[str]:
+def regions_on_disk(directory: str, device: str, tag: str) -> list[str]:
+    """The ids of the epochs, or of the KV pools, of this device that have a file."""
     file = re.compile(re.escape(region_file(device, tag, "ID")).replace("ID", "([0-9a-f]{32})"))
     found = map(file.fullmatch, sorted(os.listdir(directory)))
     return [match[1] for match in found if match is not None]

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from msgspec import UNSET, UnsetType
 
-from plumbing.service.schema import Bytes, ErrorBody, EventRecord, Pid, Schema, Time
+from plumbing.service.schema import ErrorBody, EventRecord, Pid, Schema, Time
 
 
 class SilentDevice(Schema, kw_only=True):
@@ -145,7 +145,6 @@ class KvStatus(ServedMemory, kw_only=True):
     pools_given_up_total: Annotated[int, "pools that engines freed to sleep"]
     stale_refusals_total: Annotated[int, "claims refused because a newer grant is known"]
     full_waits_total: Annotated[int, "pools that waited for memory to become free"]
-    pools: Annotated[list[dict[str, Any]] | UnsetType, "only when inspected: every pool"] = UNSET
 
 
 class DeviceStatus(ServedMemory, kw_only=True):
@@ -197,41 +196,6 @@ class GmsStatus(Schema):
     devices: Annotated[list[DeviceStatus | SilentDevice], "sorted by name"]
 
 
-class InspectedTensor(Schema):
-    name: Annotated[str, "name of the tensor"]
-    slab: Annotated[int, "index of the slab in which it begins"]
-    offset: Annotated[Bytes, "offset from the beginning of the epoch"]
-    shape: Annotated[list[int], "empty for a scalar"]
-    dtype: Annotated[str, "`float32`, `bfloat16` …"]
-    nbytes: Annotated[Bytes, "size of the tensor"]
-
-
-class InspectedEpoch(Schema):
-    epoch: Annotated[str, "id of the epoch"]
-    phase: Annotated[str, "`staging`, `committed`, `superseded`, `releasing`, `orphaned`"]
-    slab_sizes: Annotated[list[Bytes], "sizes of its allocations"]
-    layout_hash: Annotated[str | None, "hash of its manifest; null until committed"]
-    identity: Annotated[dict[str, Any] | None, "which weights it contains; null until committed"]
-    readers: Annotated[list[str], "`engine-0 (pid 17)`"]
-    holders: Annotated[list[Pid], "processes that map it"]
-    has_manifest: Annotated[bool, "false: its tensors are not known to this server"]
-    tensors: list[InspectedTensor]
-
-
-class InspectedDevice(DeviceStatus, kw_only=True):
-    """[A device](#a-device) with its epochs and their tensors."""
-
-    epochs: list[InspectedEpoch]
-
-
-class InspectDocument(Schema):
-    """Like `gms status`, with every epoch and its tensors."""
-
-    schema: Annotated[int, "1"]
-    online: Annotated[bool, "every device's server answered"]
-    devices: Annotated[list[InspectedDevice | SilentDevice], "sorted by name"]
-
-
 class VerifiedDevice(Schema):
     device_uuid: Annotated[str, "the device"]
     result: Annotated[
@@ -240,7 +204,7 @@ class VerifiedDevice(Schema):
     epoch: Annotated[str | None, "the epoch that was verified; null if none was"]
     expected: Annotated[str | None, "the writer's digest; null if there is none"]
     found: Annotated[str | None, "the digest computed now; null if none was"]
-    reader: Annotated[str | None, "the reader that computed it; null if none did"]
+    reader: Annotated[str | None, "the command that computed it; null if none did"]
     error: Annotated[ErrorBody | None, "null unless the result is `unreachable` or `failed`"]
 
 

@@ -1,45 +1,36 @@
-"""What `gms status` and `gms inspect` collect from the sockets of a directory, and how they show
-it: weights and KV memory.
+"""What `gms status` collects from the sockets of a directory, and how it is shown: weights and KV
+memory.
 
-Both work with a server down: the journal then shows what was committed, marked as an offline view.
+It works with a server down: the journal then shows what was committed, marked as an offline view.
 """
 
 from __future__ import annotations
 
-import bisect
-import itertools
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from gms import messages as msg
 from gms import names
-from gms.manifest import WeightsManifest
-from gms.questions import ask
+from gms.questions import status_of
 from gms.server import journal
 from plumbing.errors import UnderstudyError, UnreachableError
 from plumbing.pod.gms_files import absences
 from plumbing.service.files import read_json
 from plumbing.text import size
-from plumbing.wire.messages import Message
 
 TIMEOUT_S = 5.0
-
-Question = tuple[Message, type[msg.StatusReplyMsg] | type[msg.InspectReplyMsg]]
-STATUS: Question = (msg.StatusMsg(), msg.StatusReplyMsg)
-INSPECT: Question = (msg.InspectMsg(), msg.InspectReplyMsg)
 
 _SERVER_FILE = re.compile(rf"gms_({names.PLACE_PATTERN})_{names.WEIGHTS}\.(sock|json)")
 _ENGINE_STATE = re.compile(r"engine_.+\.json")
 
 
-def collect(directory: str, *, in_full: bool) -> dict[str, Any]:
+def collect(directory: str) -> dict[str, Any]:
     """One document for every device that has, or had, a server in `directory`."""
     found = devices_in(directory)
     with ThreadPoolExecutor(len(found)) as threads:  # one that hangs must not delay the others
-        devices = list(threads.map(lambda each: _ask(directory, each, in_full=in_full), found))
+        devices = list(threads.map(lambda each: _ask(directory, each), found))
     return {"schema": 1, "online": all(d["online"] for d in devices), "devices": devices}
 
 
@@ -85,26 +76,6 @@ def render(document: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def render_in_full(document: dict[str, Any]) -> str:
-    """`render`, and every tensor."""
-    lines = [render(document)]
-    for device in document["devices"]:
-        for epoch in device.get("epochs", ()):
-            total = sum(epoch["slab_sizes"])
-            tensors = len(epoch["tensors"]) if epoch["has_manifest"] else "unknown"
-            lines.append(
-                f"\n{device['device_uuid']} epoch {epoch['epoch']} {epoch['phase']}: "
-                f"slabs {len(epoch['slab_sizes'])}, {size(total)}, tensors {tensors}"
-            )
-            for tensor in epoch["tensors"]:
-                shape = "x".join(str(n) for n in tensor["shape"]) or "scalar"
-                lines.append(
-                    f"  {tensor['name']:48} {tensor['dtype']:10} {shape:16} "
-                    f"slab {tensor['slab']} offset {tensor['offset']} bytes {tensor['nbytes']}"
-                )
-    return "\n".join(lines)
-
-
 def name_holders(directory: str, device: dict[str, Any]) -> None:
     """Add the engine, where known, to each pid that holds an unowned epoch.
 
@@ -130,18 +101,11 @@ def held_by(epochs: Iterable[dict[str, Any]]) -> str:
     return ", ".join(named) or "processes not visible here"
 
 
-def _ask(directory: str, device: str, *, in_full: bool) -> dict[str, Any]:
-    question, kind = INSPECT if in_full else STATUS
+def _ask(directory: str, device: str) -> dict[str, Any]:
     try:
-        document = ask(directory, device, question, kind, TIMEOUT_S).document
-        for epoch in document.get("epochs", ()):
-            manifest = epoch.pop("manifest")
-            # A superseded epoch of an earlier server came back without one.
-            epoch["has_manifest"] = bool(manifest)
-            epoch["tensors"] = _tensors(manifest, epoch["slab_sizes"])
+        document = status_of(directory, device, TIMEOUT_S)
         name_holders(directory, document)
-        kv = look_at_kv(directory, device, in_full=in_full)
-        return {**document, "online": True, "kv": kv}
+        return {**document, "online": True, "kv": look_at_kv(directory, device)}
     except UnderstudyError as error:
         record = journal.peek(names.journal_path(directory, device))
         why = absences(directory).get(device)
@@ -167,22 +131,6 @@ def _engines_on_file(directory: str) -> dict[int, str]:
         except (UnderstudyError, OSError, KeyError, TypeError, AttributeError):
             continue  # not ours to judge: the pid stays without a name
     return engines
-
-
-def _tensors(manifest: bytes, slab_sizes: Sequence[int]) -> list[dict[str, Any]]:
-    """What `inspect` shows of each tensor; `slab` is the one in which it begins."""
-    starts = list(itertools.accumulate(slab_sizes, initial=0))
-    return [
-        {
-            "name": t.name,
-            "slab": bisect.bisect_right(starts, t.offset, hi=len(slab_sizes)) - 1,
-            "offset": t.offset,
-            "shape": list(t.shape),
-            "dtype": t.dtype,
-            "nbytes": t.nbytes,
-        }
-        for t in (WeightsManifest(manifest).values() if manifest else ())
-    ]
 
 
 def _headline(device: dict[str, Any]) -> str:
@@ -242,13 +190,12 @@ def _waiter(waiter: dict[str, Any]) -> str:
     )
 
 
-def look_at_kv(directory: str, device: str, *, in_full: bool) -> dict[str, Any] | None:
+def look_at_kv(directory: str, device: str) -> dict[str, Any] | None:
     """The document of the device's KV memory; None if it was never served."""
-    if not os.path.exists(names.kv_socket_path(directory, device)):
+    if not os.path.exists(names.socket_path(directory, device, names.KV)):
         return None
-    question, kind = INSPECT if in_full else STATUS
     try:
-        document = ask(directory, device, question, kind, TIMEOUT_S, names.KV).document
+        document = status_of(directory, device, TIMEOUT_S, names.KV)
     except UnderstudyError as error:
         away = {"device_uuid": device, "tag": names.KV, "state": "offline", "online": False}
         return {**away, "reason": error.message}

@@ -1,7 +1,8 @@
 """The operator's commands: `gms verify`, `gms drop`, `gms drop-kv` and `gms offload`.
 
-Each requests the status first, with a short deadline: a stopped server must not block for as long
-as a digest may take, nor carry out much later what its operator has given up on. `drop-kv` frees a
+Each requests the status first, with a short deadline: a stopped server must not carry out much
+later what its operator has given up on. `verify` reads the memory itself, as one more reader; on a
+GPU that takes a CUDA context. `drop-kv` frees a
 KV region that no engine uses, and waits until the memory is free, because its operator needs the
 memory for something else. `offload` frees weights that no engine maps and of which host memory has
 a copy.
@@ -18,12 +19,10 @@ from typing import Any
 from gms import messages as msg
 from gms import names
 from gms.client import Reader, open_session
-from gms.core.upkeep import VERIFY_MS
 from gms.questions import ask, status_of
 from gms.status import devices_in, held_by, name_holders
 from plumbing.errors import (
     DegradedError,
-    RemoteError,
     UnderstudyError,
     UnreachableError,
     UsageError,
@@ -32,7 +31,6 @@ from plumbing.errors import (
 from plumbing.text import size
 
 ANSWER_TIMEOUT_S = 5.0
-VERIFY_TIMEOUT_S = VERIFY_MS / 1000 + ANSWER_TIMEOUT_S  # the server gives up before that
 ATTACH_WAIT_MS = 5000
 POLL_S = 0.02
 
@@ -144,22 +142,8 @@ def _verify(directory: str, device: str) -> dict[str, Any]:
     status = status_of(directory, device, ANSWER_TIMEOUT_S)
     if status["state"] != "committed":
         return {"result": RECOVERING if status["state"] == "recovering" else EMPTY}
-    if status["digest"] == PENDING:  # without it, no reader need compute another
+    if status["digest"] == PENDING:
         return {"result": PENDING, "epoch": status["epoch"]}
-    try:
-        answer = ask(directory, device, msg.VerifyMsg(), msg.VerifiedMsg, VERIFY_TIMEOUT_S)
-        epoch, expected, found, by = answer.epoch, answer.expected, answer.found, answer.reader
-    except RemoteError as error:
-        if error.code != "gms.no_verifier" or not names.is_host(device):
-            raise  # on a GPU, reading here would take a context's memory from the engines
-        epoch, expected, found = _read_here(directory, device)
-        by = f"gms verify (pid {os.getpid()})"
-    result = PENDING if expected is None else INTACT if found == expected else ALTERED
-    return {"result": result, "epoch": epoch, "expected": expected, "found": found, "reader": by}
-
-
-def _read_here(directory: str, device: str) -> tuple[str, str | None, str]:
-    """Attach as one more reader, and compute the digest in this process."""
     me = msg.AttachMsg("gms-verify", f"gms-verify-{os.getpid()}", "ro", wait_ms=ATTACH_WAIT_MS)
     session = open_session(directory, device, me)
     assert isinstance(session, Reader)  # it asked for `ro`
@@ -170,9 +154,9 @@ def _read_here(directory: str, device: str) -> tuple[str, str | None, str]:
                 "gms.stale_epoch", "another epoch was committed meanwhile; verify again"
             )
         found = session.digest()
-        assert found is not None  # it was not asked to stop
-        digest = status["digest"]
-        return session.epoch, None if digest == PENDING else str(digest), found
+    result, by = INTACT if found == status["digest"] else ALTERED, f"gms verify (pid {os.getpid()})"
+    digests = {"expected": status["digest"], "found": found, "reader": by}
+    return {"result": result, "epoch": session.epoch, **digests}
 
 
 def _chosen(directory: str, device: str | None) -> list[str]:

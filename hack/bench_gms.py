@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from gms.client import Reader, Writer, open_session
-from gms.client.writer import ALIGNMENT_BYTES
+from gms.client.suballocator import ALIGNMENT_BYTES
 from gms.messages import AttachMsg
 from hack import rig
 from hack.processes import IDENTITY, MemoryServer

@@ -313,7 +313,7 @@ def test_pynvml_is_in_one_file_at_most():
         (breaks_core, "gms/core/epochs.py", "from gms.server import journal"),
         (breaks_core, "lockserver/core/lock.py", "from lockserver import witness"),
         (breaks_core, "lockserver/core/leases.py", "import time"),
-        (breaks_client, "gms/client/reader.py", "import asyncio"),
+        (breaks_client, "gms/client/keeper.py", "import asyncio"),
         (breaks_click, "lockserver/server/server.py", "import click"),
         (breaks_rich, "understudy/cli/main.py", "from rich.table import Table"),
     ],
@@ -394,7 +394,7 @@ def test_the_package_alone_brings_what_it_imports_and_reads():
 LINES_MAX = {
     "plumbing": 6_680,
     "lockserver": 7_570,
-    "gms": 10_266,
+    "gms": 9_510,
     "engine": 19_480,
     "gateway": 8_490,
     "pool": 8_705,

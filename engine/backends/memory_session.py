@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -140,11 +140,10 @@ def commit(
 
 
 class KeptWeights:
-    """The weights of `reader`, kept from now on. `may_digest`: as for a keeper."""
+    """The weights of `reader`, kept from now on."""
 
-    def __init__(self, reader: Reader, may_digest: Callable[[], bool]) -> None:
+    def __init__(self, reader: Reader) -> None:
         self.reader = reader
-        self._may_digest = may_digest
         self._gone: Offloaded | None = None
         self.keeper = self._kept()
 
@@ -190,6 +189,6 @@ class KeptWeights:
 
     def _kept(self) -> Keeper:
         # It keeps the session through the deaths of the memory service, while others compute.
-        keeper = Keeper(self.reader, may_digest=self._may_digest, on_change=logger.warning)
+        keeper = Keeper(self.reader, on_change=logger.warning)
         keeper.start()
         return keeper

@@ -25,10 +25,8 @@ from __future__ import annotations
 from gms import messages
 from gms.client.keeper import Keeper
 from gms.client.kv_loan import KvClaim, KvLease, borrow_pool, has_pool_service, pool_service_answers
-from gms.client.offloaded import Offloaded, open_copy, opened, release, written_from_copy
-from gms.client.reader import Reader
 from gms.client.sessions import OnWait, Opening, look_for_mps, memory_for
-from gms.client.writer import Writer
+from gms.client.weights import Offloaded, Reader, Writer, open_copy, opened, release, restaged
 from gms.manifest import TensorRecord
 from gms.messages import ADOPTED, ADOPTING, BEGUN
 from gms.names import offload_device
@@ -80,12 +78,12 @@ def open_session(
 
     Raises:
         UnreachableError: no server there, or it went away while we waited. Try again: also
-            `gms.server_exhausted` and `wire.no_descriptors`, it or this process has run short.
+            `gms.server_exhausted`, it has run short.
         UsageError: `gms.no_cuda`, `gms.device_not_visible`: this process cannot use that GPU.
         RemoteError: the server refused: `gms.identity_mismatch` (`details["field"]`),
             `gms.already_committed`, `gms.wait_timeout`, …
     """
     session = opened(Opening(directory, device, memory or memory_for(device)), request, on_wait)
     if isinstance(session, Writer) and session.source_epoch is not None:
-        return written_from_copy(session, session.source_epoch, on_wait)
+        return restaged(session, on_wait)
     return session

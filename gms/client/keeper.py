@@ -8,7 +8,6 @@ repeated to each new service, because the one that received it may have died bef
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 import select
@@ -17,16 +16,14 @@ import time
 from collections.abc import Callable
 
 from gms import messages as msg
-from gms.client.reader import Reader
 from gms.client.sessions import RegionSession
 from gms.questions import unexpected_answer
-from plumbing.errors import RemoteError, UnderstudyError, UnreachableError, explain_shortage
+from plumbing.errors import RemoteError, UnderstudyError, UnreachableError
 from plumbing.text import duration
-from plumbing.wire import sockets
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.messages import Message
 
-CLOSE_TIMEOUT_S = 5.0  # waits are interrupted, and digests check between two pieces
+CLOSE_TIMEOUT_S = 5.0  # waits are interrupted, and a digest checks between two pieces
 REJOIN_TIMEOUT_S = 90.0  # longer than a server keeps a survivor waiting (gms.core.weights)
 # The first attempts fall into the restart of a server, which takes half a second; after that the
 # whole container is being restarted. A failed attempt costs microseconds, and a pause as long as
@@ -49,46 +46,26 @@ class Keeper:
     """The thread that keeps `session` attached; `close` it before the session."""
 
     def __init__(
-        self,
-        session: RegionSession,
-        *,
-        may_digest: Callable[[], bool] = lambda: True,
-        on_change: OnText = lambda sentence: None,
+        self, session: RegionSession, *, on_change: OnText = lambda sentence: None
     ) -> None:
-        """`may_digest`: whether this process has time to read all its weights: a standby has.
-        `on_change` is called on the thread when the session is lost, or back.
-        """
+        """`on_change` is called on the thread when the session is lost, or back."""
         self.state = ATTACHED
-        self._session = session
-        self._may_digest, self._on_change = may_digest, on_change
+        self._session, self._on_change = session, on_change
         self._is_closing = False
-        self._digests: list[threading.Thread] = []
         self._reports: dict[str, Message] = {}  # the last of each kind
         self._report_lock = threading.Lock()
         self._is_reported = threading.Event()
         self._is_reported.set()
-        try:
-            self._wake = OwnedFd(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
-        except OSError as error:
-            raise sockets.no_descriptors(f"watch the {session.service}", error) from error
+        self._wake = OwnedFd(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
         self._thread = threading.Thread(target=self._run, name="gms-keeper", daemon=True)
+        self._digest = threading.Thread(target=self._digest_all, name="gms-digest", daemon=True)
 
     def start(self) -> None:
-        """Begin; a reader that has just committed computes the digest of its bytes.
-
-        Raises:
-            UnderstudyError: `gms.no_thread`.
-        """
-        try:
-            self._thread.start()
-        except RuntimeError as error:
-            self._wake.close()
-            why = explain_shortage(errno.EAGAIN)
-            raise UnderstudyError(
-                "gms.no_thread", f"cannot watch the {self._session.service}: {why}"
-            ) from error
+        """Begin; a reader that has just committed computes the digest of its bytes, on a thread of
+        its own: it takes half a second per GiB."""
+        self._thread.start()
         if self._session.is_author:
-            self._start_digest(0)
+            self._digest.start()
 
     def close(self) -> None:
         """Stop keeping the session, which stays as it is. Safe to call again."""
@@ -101,20 +78,15 @@ class Keeper:
             self._thread.join(CLOSE_TIMEOUT_S)
         if not self._thread.is_alive():  # else it may still poll this number
             self._wake.close()
-        for thread in self._digests:
-            thread.join(CLOSE_TIMEOUT_S)
+        if self._digest.ident is not None:
+            self._digest.join(CLOSE_TIMEOUT_S)
 
     def report_canary_failure(self, detail: str) -> None:
         """This engine's canary failed; the second such report condemns the epoch.
 
         Without a service it is sent once there is one; see `wait_until_reported`.
         """
-        self.report("canary", condemnation("canary", detail))
-
-    def report_device_error(self, detail: str) -> None:
-        """The device failed on this memory, which condemns the epoch at once. Without a service it
-        is sent once there is one."""
-        self.report("device_error", condemnation("device_error", detail))
+        self.report("canary", msg.CondemnMsg("canary", detail[: msg.DETAIL_LENGTH_MAX]))
 
     def report(self, kind: str, message: Message) -> None:
         """Send `message` now, and to every later service, until another of its kind."""
@@ -129,7 +101,7 @@ class Keeper:
         """Before an exit: whether a service has received every report."""
         return self._is_reported.wait(timeout_s)
 
-    # ------------------------------------------------------------------ on the thread
+    # ------------------------------------------------------------------ on the threads
 
     def _run(self) -> None:
         while not self._is_closing and self.state != DETACHED:
@@ -140,28 +112,18 @@ class Keeper:
                     self._rejoin(error)
 
     def _attend(self) -> None:
-        """Hear the service until the session ends, which raises."""
+        """Wait for the end of the session, which raises: a service says nothing of itself."""
         number = self._session.fileno()
         if number < 0:  # its last keeper was closed before it had found a service
             raise UnreachableError("wire.closed", "there is no session")
         poll = select.poll()  # no `select`: an engine has descriptors above 1,023
         poll.register(number, select.POLLIN | select.POLLRDHUP)
         poll.register(self._wake.fileno(), select.POLLIN)
-        while not self._is_closing:
-            if not self._session.has_pending:
-                poll.poll()
-            if not self._is_closing:
-                self._hear()
-
-    def _hear(self) -> None:
-        reply = self._session.receive()
-        close_all(reply.fds)
-        wanted, session = reply.message, self._session
-        if not isinstance(wanted, msg.DigestWantedMsg) or not isinstance(session, Reader):
-            raise unexpected_answer(wanted.TYPE, "nothing")
-        is_ours = wanted.epoch == session.epoch
-        if not (is_ours and self._may_digest() and self._start_digest(reply.request_id)):
-            session.send(msg.DigestMsg(None), reply.request_id)
+        poll.poll()
+        if not self._is_closing:
+            reply = self._session.receive()
+            close_all(reply.fds)
+            raise unexpected_answer(reply.message.TYPE, "nothing")
 
     def _rejoin(self, why: BaseException) -> None:
         """Try until it succeeds: an engine computes without a service, too."""
@@ -194,41 +156,13 @@ class Keeper:
                 self._on_change(f"attached to the {session.service} again after {took}")
                 return
 
-    # ------------------------------------------------------------------ digests
-
-    def _start_digest(self, request_id: int) -> bool:
-        """Compute the digest on a thread of its own: it takes half a second per GiB. False if no
-        thread can be had: this session matters more."""
-        self._digests = [thread for thread in self._digests if thread.is_alive()]
-        thread = threading.Thread(
-            target=self._digest, args=(request_id,), name="gms-digest", daemon=True
-        )
-        try:
-            thread.start()
-        except RuntimeError as error:
-            logger.warning("no digest of the weights: %s", error)
-            return False
-        self._digests.append(thread)
-        return True
-
-    def _digest(self, request_id: int) -> None:
-        """Of an author's own accord, or as the answer to `request_id`."""
-        reader = self._session
-        assert isinstance(reader, Reader)
+    def _digest_all(self) -> None:
         with contextlib.suppress(OSError):  # best effort: not allowed in every container
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         try:
-            if request_id:  # say at once that it has begun
-                reader.send(msg.DigestMsg(None, is_coming=True), request_id)
-            digest = reader.digest(lambda: not self._is_closing)
-            if digest is not None and request_id:
-                reader.send(msg.DigestMsg(digest), request_id)
-            elif digest is not None:
-                self.report("digest", msg.DigestMsg(digest))
+            digest = self._session.digest(lambda: not self._is_closing)
         except UnderstudyError as error:
-            logger.warning("no digest of epoch %s: %s", reader.epoch, error.message)
-
-
-def condemnation(why: str, detail: str) -> msg.CondemnMsg:
-    """The bytes cannot be trusted: `device_error` or `canary`."""
-    return msg.CondemnMsg(why, detail[: msg.DETAIL_LENGTH_MAX])
+            logger.warning("no digest of the weights: %s", error.message)
+        else:
+            if digest is not None:
+                self.report("digest", msg.DigestMsg(digest))

@@ -43,7 +43,6 @@ from gms.questions import unexpected_answer
 from gms.vmm.interface import Allocation, DeviceMemory, release_all
 from plumbing.errors import UnderstudyError, UnreachableError
 from plumbing.service.process import make_fd_room
-from plumbing.wire import sockets
 from plumbing.wire.blocking import BlockingClient
 from plumbing.wire.fds import OwnedFd, close_all
 
@@ -57,15 +56,14 @@ PASSING = ("gms.stale_epoch", "gms.server_exhausted")
 
 def has_pool_service(directory: str, device: str) -> bool:
     """Whether the memory service of this directory lends KV memory for `device`."""
-    return os.path.exists(names.kv_socket_path(directory, device))
+    return os.path.exists(names.socket_path(directory, device, names.KV))
 
 
 def pool_service_answers(directory: str, device: str, deadline_s: float) -> bool:
     """Whether that service accepts connections; one that is restarting gets until the deadline."""
-    end = time.monotonic() + deadline_s
+    path, end = names.socket_path(directory, device, names.KV), time.monotonic() + deadline_s
     while has_pool_service(directory, device):
         try:
-            path = names.kv_socket_path(directory, device)
             BlockingClient(path, msg.CATALOGUE, ACCEPT_TIMEOUT_S).close()
         except UnreachableError:
             if time.monotonic() + BACKOFF_S > end:
@@ -128,9 +126,9 @@ def _borrow(
 ) -> KvLease:
     rest_s = max(0.0, end - time.monotonic())
     request = replace(claim, wait_ms=round(rest_s * 1000))
-    path = names.kv_socket_path(directory, device)
+    path = names.socket_path(directory, device, names.KV)
     with contextlib.ExitStack() as stack:
-        low = stack.enter_context(placeholder("borrow the KV memory"))
+        low = stack.enter_context(placeholder())
         client = stack.enter_context(BlockingClient(path, msg.CATALOGUE, ACCEPT_TIMEOUT_S))
         reply = wait_for_grant(client, request, on_wait, "gms.kv_busy", "the KV memory")
         granted = reply.message
@@ -194,8 +192,7 @@ class KvLease(RegionSession):
         size. The lease releases it.
 
         Raises:
-            UnderstudyError: `gms.driver_failed`, …: this process cannot use the device;
-                `wire.no_descriptors`.
+            UnderstudyError: `gms.driver_failed`, …: this process cannot use the device.
         """
         if not self._slabs:
             if self._memory is None:
@@ -204,9 +201,6 @@ class KvLease(RegionSession):
             try:
                 for fd, size_bytes in zip(self._fds, self.slab_sizes, strict=True):
                     adopted.append(self._memory.adopt(fd.duplicate(), size_bytes))
-            except OSError as error:
-                release_all(adopted)
-                raise sockets.no_descriptors("map the KV memory", error) from error
             except BaseException:
                 release_all(adopted)
                 raise

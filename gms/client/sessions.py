@@ -27,14 +27,12 @@ from gms.vmm.interface import Allocation, DeviceMemory, Reservation, release_all
 from plumbing.errors import (
     InvariantError,
     RemoteError,
-    UnderstudyError,
     UnreachableError,
     WaitTimeoutError,
 )
 from plumbing.pod.models import device_of
 from plumbing.service import procfs
 from plumbing.service.process import make_fd_room
-from plumbing.wire import sockets
 from plumbing.wire.blocking import BlockingClient, Reply
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.limits import FDS_PER_FRAME_MAX
@@ -65,20 +63,16 @@ class Opening:
         attachment: Attachment,
         *,
         on_wait: OnWait = lambda reason: None,
-        layout_hash: str | None = None,
-        copy: str | None = None,
+        check: Callable[[Message], None] = lambda grant: None,
     ) -> tuple[BlockingClient, msg.WritingMsg | msg.EpochAttachedMsg]:
-        """Wait for the grant and let `attachment`, which has nothing mapped, hold the epoch.
-
-        Args:
-            layout_hash: map a committed epoch of this layout, or fail.
-            copy: or write, if this host copy stands for the weights.
+        """Wait for the grant, `check` it, and let `attachment`, which has nothing mapped, hold the
+        epoch.
 
         Raises:
-            What `open_session` raises; UnderstudyError `gms.stale_layout`.
+            What `open_session` raises, and `check`.
         """
         with contextlib.ExitStack() as stack:
-            low = stack.enter_context(placeholder("attach to the memory service"))
+            low = stack.enter_context(placeholder())
             client = stack.enter_context(self.connect())
             try:
                 reply = wait_for_grant(client, request, on_wait, "gms.wait_timeout", "the weights")
@@ -87,61 +81,46 @@ class Opening:
                     raise
                 # It serves again once it has room: like a server that is away.
                 raise UnreachableError(error.code, error.message, **error.details) from error
-            grant = reply.message
+            fds, grant = list(reply.fds), reply.message
             stack.callback(attachment.unmap)
-            if isinstance(grant, msg.EpochAttachedMsg) and layout_hash in (None, grant.layout_hash):
-                self._take_slabs(client, reply.fds, grant, attachment, low)
-            elif isinstance(grant, msg.WritingMsg) and (
-                layout_hash is None or (copy is not None and grant.copy == copy)
-            ):
-                attachment.hold(self._join(grant.epoch, low))
-                # Addresses for all that it could ever write: more may become free while it loads.
-                attachment.reserve(grant.capacity_bytes)
-            else:
-                close_all(reply.fds)
-                if isinstance(grant, msg.WritingMsg) and copy is not None:
-                    raise UnderstudyError(
-                        "gms.stale_copy",
-                        f"the host copy {copy} no longer matches the weights of this device; "
-                        "restart this engine, which loads them again",
-                    )
-                if not isinstance(grant, msg.EpochAttachedMsg):
+            try:
+                check(grant)
+                if isinstance(grant, msg.EpochAttachedMsg):
+                    self._take_slabs(client, fds, grant, attachment, low)
+                elif isinstance(grant, msg.WritingMsg):
+                    attachment.hold(self._join(grant.epoch, low))
+                    # Addresses for all that it could ever write: more may become free meanwhile.
+                    attachment.reserve(grant.capacity_bytes)
+                else:
                     raise unexpected_answer(grant.TYPE, "attach")
-                raise UnderstudyError(
-                    "gms.stale_layout",
-                    f"epoch {grant.epoch} has a different layout from the one that was mapped "
-                    "before; restart this engine",
-                    epoch=grant.epoch,
-                )
+            except BaseException:
+                close_all(fds)
+                raise
             stack.pop_all()
             return client, grant
 
     def _take_slabs(
         self,
         client: BlockingClient,
-        first: Sequence[OwnedFd],
+        fds: list[OwnedFd],
         grant: msg.EpochAttachedMsg,
         attachment: Attachment,
         low: OwnedFd,
     ) -> None:
-        """Every descriptor of the answer, then the flock, then the mappings: in this order."""
-        fds = list(first)
+        """Every descriptor of the answer, then the flock, then the mappings: in this order. The
+        descriptors are added to `fds`, and taken in the end."""
         count = len(grant.slab_sizes)
-        try:
-            if count > len(fds):
-                make_fd_room(count - len(fds))
-            while len(fds) < count:
-                more = client.receive(GRACE_S)
-                fds += more.fds
-                if not isinstance(more.message, msg.SlabsMsg) or more.message.epoch != grant.epoch:
-                    raise unexpected_answer(more.message.TYPE, "attach")
-            if len(fds) != count:
-                raise unexpected_answer(f"{len(fds)} descriptors", "attach")
-            attachment.hold(self._join(grant.epoch, low))
-            attachment.reserve(sum(grant.slab_sizes))
-        except BaseException:
-            close_all(fds)
-            raise
+        if count > len(fds):
+            make_fd_room(count - len(fds))
+        while len(fds) < count:
+            more = client.receive(GRACE_S)
+            fds += more.fds
+            if not isinstance(more.message, msg.SlabsMsg) or more.message.epoch != grant.epoch:
+                raise unexpected_answer(more.message.TYPE, "attach")
+        if len(fds) != count:
+            raise unexpected_answer(f"{len(fds)} descriptors", "attach")
+        attachment.hold(self._join(grant.epoch, low))
+        attachment.reserve(sum(grant.slab_sizes))
         attachment.adopt(fds, grant.slab_sizes, writable=False)
 
     def _join(self, epoch: str, low: OwnedFd) -> OwnedFd:
@@ -171,12 +150,6 @@ class RegionSession:
         something."""
         return self._client.fileno()
 
-    @property
-    def has_pending(self) -> bool:
-        """Whether `receive` has a message although `fileno` is not readable: one that arrived
-        together with the answer to `rejoin`."""
-        return self._client.has_pending
-
     def receive(self) -> Reply:
         """The next message that the service sends of itself.
 
@@ -192,6 +165,10 @@ class RegionSession:
             UnreachableError: it is gone.
         """
         self._client.notify(message, request_id=request_id)
+
+    def digest(self, may_go_on: Callable[[], bool]) -> str | None:
+        """What an author computes of what it reads; None once `may_go_on` is false."""
+        raise InvariantError("this session has not written weights")
 
     def held(self) -> tuple[msg.HandBackMsg, Sequence[int], bytes]:
         """What `rejoin` hands back: the message, descriptors, and the manifest."""
@@ -283,10 +260,7 @@ def _duplicates(fds: Sequence[int]) -> list[OwnedFd]:
     """A copy of each, for a frame."""
     make_fd_room(len(fds))
     with contextlib.ExitStack() as stack:
-        try:
-            copies = [stack.enter_context(OwnedFd(os.dup(fd))) for fd in fds]
-        except OSError as error:
-            raise sockets.no_descriptors(f"copy {len(fds)} descriptors", error) from error
+        copies = [stack.enter_context(OwnedFd(os.dup(fd))) for fd in fds]
         stack.pop_all()
         return copies
 
@@ -333,16 +307,9 @@ class WeightsSession(RegionSession):
                 self._attachment.close()
 
 
-def placeholder(what: str) -> OwnedFd:
-    """A descriptor that is opened first, for its low number; see `epoch_file.join`.
-
-    Raises:
-        UnreachableError: `wire.no_descriptors`.
-    """
-    try:
-        return OwnedFd(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
-    except OSError as error:
-        raise sockets.no_descriptors(what, error) from error
+def placeholder() -> OwnedFd:
+    """A descriptor that is opened first, for its low number; see `epoch_file.join`."""
+    return OwnedFd(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
 
 
 def join_file(directory: str, device: str, tag: str, region: str, placeholder: OwnedFd) -> OwnedFd:
@@ -350,15 +317,11 @@ def join_file(directory: str, device: str, tag: str, region: str, placeholder: O
 
     Raises:
         ProtocolError: `gms.unexpected_answer`, the server has sent an id that is none.
-        UnreachableError: `wire.no_descriptors`; UnderstudyError: `gms.stale_epoch`.
+        UnderstudyError: `gms.stale_epoch`.
     """
     if not names.is_region_id(region):
         raise unexpected_answer(f"region {region[:64]!r}", "the request for memory")
-    path = os.path.join(directory, names.region_file(device, tag, region))
-    try:
-        return epoch_file.join(path, placeholder)
-    except OSError as error:
-        raise sockets.no_descriptors(f"hold the file {path}", error) from error
+    return epoch_file.join(names.region_path(directory, device, tag, region), placeholder)
 
 
 def wait_for_grant(
@@ -433,10 +396,6 @@ class Attachment:
             release_all(fresh)
             raise
         self.slabs += fresh
-
-    def make_read_only(self) -> None:
-        """Map every slab read-only over itself; this process cannot write any more."""
-        self.range.make_read_only()
 
     def unmap(self) -> None:
         """Release the memory and then the epoch, keeping the addresses."""

@@ -8,8 +8,7 @@ calls to the driver and the kernel, whose completions come back as events, and r
 Everything that a client asks for arrives as `Received`, with its wire message as it is. A session
 is named by an integer that the shell chooses and never reuses; a region (an epoch of weights, a
 pool of KV memory) by a random hex string, never a number: numbers restart with the server and would
-bring stale memory back to life. Events named after a call (`EpochOpened`, `SlabCreated`, …) are the
-completions of the effect of the same kind.
+bring stale memory back to life. `Done` is the end of a call that an effect has asked for.
 """
 
 from __future__ import annotations
@@ -90,38 +89,6 @@ class Closed(SessionEvent, frozen=True):
     reason: str = ""
 
 
-class Completed(SessionEvent, frozen=True):
-    """Base of a writer's completions, which may come after it has left: then they are ignored."""
-
-
-class EpochOpened(Completed, frozen=True):
-    """The epoch's file exists."""
-
-
-class SlabCreated(Completed, frozen=True):
-    """The requested slab exists."""
-
-
-class Sealed(Completed, frozen=True):
-    """The manifest is valid and every slab is sealed: no process can write any more."""
-
-    tensors: int
-
-
-class DriverFailed(Completed, frozen=True):
-    """A driver call for this session failed. For good, unless a slab was requested and the device
-    is full: other processes may release some."""
-
-    error: UnderstudyError
-
-
-class Journalled(MemoryEvent, frozen=True):
-    """The record is on disk; or not, `why` says: the machine retries."""
-
-    session: int | None = None  # of the commit that waits for it
-    why: str = ""
-
-
 class RegionEvent(MemoryEvent, frozen=True):
     region: str
 
@@ -138,36 +105,16 @@ class HoldersSeen(RegionEvent, frozen=True):
     pids: tuple[int, ...]
 
 
-class RegionReleased(RegionEvent, frozen=True):
-    """Its memory is freed, as far as the driver let go."""
-
-
-class RegionBack(RegionEvent, frozen=True):
-    """What a survivor handed back passed its checks, and the driver holds it."""
-
-    tensors: int = 0
-
-
-class RegionNotBack(RegionEvent, frozen=True):
-    """… it did not; that survivor's session ends with the error."""
-
-    error: UnderstudyError
-
-
-class PoolMade(RegionEvent, frozen=True):
-    """Its file and memory exist."""
-
-    slab_sizes: tuple[int, ...]
-
-
-class PoolNotMade(RegionEvent, frozen=True):
-    """Nothing of it is left; `gms.device_full`: other processes may release some memory."""
-
-    error: UnderstudyError
-
-
 class Effect(Struct, frozen=True):
     """Base of all effects."""
+
+
+class Done(MemoryEvent, frozen=True):
+    """The call of `effect` has ended, with `result` or `error`; perhaps after its session."""
+
+    effect: Effect
+    result: Any = None
+    error: UnderstudyError | None = None
 
 
 class Respond(Effect, frozen=True):
@@ -176,7 +123,7 @@ class Respond(Effect, frozen=True):
 
 
 class SendMessage(Respond, frozen=True):
-    """Send `message`; with `allocated` goes the descriptor of the slab that was just created."""
+    """Send `message`; with `allocated` goes the descriptor of its slab."""
 
     message: Message
 
@@ -214,18 +161,20 @@ class MarkRetired(RegionEffect, frozen=True):
 
 
 class Release(RegionEffect, frozen=True):
-    """Free what we hold of it, after every call that precedes this one; then `RegionReleased`."""
+    """Free what we hold of it, after every preceding call, as far as the driver lets."""
 
 
 class TakeBack(RegionEffect, frozen=True):
-    """Check what `session` handed back and hold it; `RegionBack` or `RegionNotBack`."""
+    """Check what `session` handed back, and hold it. The result: how many tensors it has. An error
+    ends that session."""
 
     session: int
     message: HandBackMsg
 
 
 class MakePool(RegionEffect, frozen=True):
-    """Make file, index and slabs; then `PoolMade` or `PoolNotMade`."""
+    """Make file, index and slabs. The result: the slabs' sizes. On an error nothing of it is left;
+    with `gms.device_full`, other processes may release some memory."""
 
     size_bytes: int
     index_bytes: int
@@ -241,20 +190,23 @@ class OpenEpoch(WriterEffect, frozen=True):
 
 
 class CreateSlab(WriterEffect, frozen=True):
+    """An error is final, unless the device is full: other processes may release some memory."""
+
     size_bytes: int
 
 
 class SealEpoch(WriterEffect, frozen=True):
-    """Check the manifest, then seal, which both take a while; then `Sealed` or `DriverFailed`."""
+    """Check the manifest and seal every slab, so that no process can write any more. The result:
+    how many tensors it has."""
 
     manifest: bytes
 
 
 class WriteJournal(Effect, frozen=True):
-    """Put `record` on disk; then `Journalled`. `offloaded` is the host copy of what was committed
-    here."""
+    """Put `record` on disk; after an error the machine retries. `offloaded` is the host copy of
+    what was committed here."""
 
-    session: int | None
+    session: int | None  # of the commit that waits for it
     record: JournalRecord | None
     offloaded: JournalRecord | None = None
 

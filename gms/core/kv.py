@@ -17,13 +17,13 @@ Rules that are easy to break:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from gms import messages as msg
 from gms.core import events as ev
 from gms.core.events import Claimant
 from gms.core.region import Machine, Region, RegionPhase, S, Session, claimant
-from plumbing.errors import InvariantError, ProtocolError, UnderstudyError
+from plumbing.errors import ProtocolError, UnderstudyError
 from plumbing.text import duration, size
 
 FULL_RETRY_MS = 100.0  # nothing announces that another process has released memory
@@ -361,18 +361,16 @@ class KvMachine(Machine[Pool]):
 
     # ------------------------------------------------------------------ what has happened to pools
 
-    def _happened(self, event: ev.MemoryEvent) -> None:
-        match event:
-            case ev.PoolMade(id_, slab_sizes):
-                pool = self.regions[id_]
-                pool.turn("serve")
-                pool.slab_sizes, pool.is_free, self.full = list(slab_sizes), True, None
-                self.made_total += 1
-            case ev.PoolNotMade(id_, error):
-                self.regions.pop(id_).turn("fail")
-                self._not_made(error)
-            case _:
-                raise InvariantError(f"{type(event).__name__} is not an event of KV memory")
+    def _called(self, effect: ev.Effect, result: Any, error: UnderstudyError | None) -> None:
+        assert isinstance(effect, ev.MakePool)
+        if error is not None:
+            self.regions.pop(effect.region).turn("fail")
+            self._not_made(error)
+            return
+        pool = self.regions[effect.region]
+        pool.turn("serve")
+        pool.slab_sizes, pool.is_free, self.full = list(result), True, None
+        self.made_total += 1
 
     def _not_made(self, error: UnderstudyError) -> None:
         if error.code == "gms.device_full":

@@ -84,23 +84,25 @@ SessionState = S
 WRITER_STATES = frozenset({S.OPENING, S.WRITING, S.ALLOCATING, S.SEALING, S.JOURNALLING})
 # A process in one of these maps its region, or is about to.
 HOLDERS = WRITER_STATES | {S.READING, S.GRANTED, S.HOLDING, S.RETURNING}
-CALLS_DRIVER = (S.OPENING, S.ALLOCATING, S.SEALING)
-REFUSABLE = (S.WAITING, S.WRITING, S.ALLOCATING, S.LEAVING, S.RETURNING)
+REFUSABLE = (
+    *(S.WAITING, S.OPENING, S.WRITING, S.ALLOCATING, S.SEALING),
+    *(S.LEAVING, S.RETURNING),
+)
 
-# By a message from the client, a completed driver call, or a verdict of the machine.
-Input = type[Message] | type[ev.MemoryEvent] | str
+# By a message from the client, the end of the driver's call for it, or a verdict of the machine.
+Input = type[Message] | type[ev.Effect] | type[ev.MemoryEvent] | str
 
 SESSIONS = Table[S, Input](
     {
         (S.OPEN, msg.AttachMsg): S.WAITING,
         (S.WAITING, "read"): S.READING,
         (S.WAITING, "write"): S.OPENING,
-        (S.OPENING, ev.EpochOpened): S.WRITING,
+        (S.OPENING, ev.OpenEpoch): S.WRITING,
         (S.WRITING, msg.AllocateMsg): S.ALLOCATING,
-        (S.ALLOCATING, ev.SlabCreated): S.WRITING,
+        (S.ALLOCATING, ev.CreateSlab): S.WRITING,
         (S.WRITING, msg.CommitMsg): S.SEALING,
-        (S.SEALING, ev.Sealed): S.JOURNALLING,
-        (S.JOURNALLING, ev.Journalled): S.READING,
+        (S.SEALING, ev.SealEpoch): S.JOURNALLING,
+        (S.JOURNALLING, ev.WriteJournal): S.READING,
         (S.READING, msg.OffloadMsg): S.CLOSED,  # it has unmapped: it is no reader any more
         (S.OPEN, msg.BorrowPoolMsg): S.WAITING,
         (S.WAITING, "lend"): S.GRANTED,
@@ -110,7 +112,6 @@ SESSIONS = Table[S, Input](
         (S.OPEN, msg.HandBackMsg): S.RETURNING,
         (S.RETURNING, "read again"): S.READING,
         (S.RETURNING, "hold again"): S.HOLDING,
-        **{(state, ev.DriverFailed): S.CLOSED for state in CALLS_DRIVER},
         **{(state, "refuse"): S.CLOSED for state in REFUSABLE},
         **{(state, ev.Closed): S.CLOSED for state in S if state is not S.CLOSED},
     },
@@ -133,7 +134,6 @@ class Region(Struct):
     pids: tuple[int, ...] = ()  # seen with its file open, while no session explains it
     watch: bool | None = None  # whether its file's end is watched for; None: it is not watched
     returning: int | None = None  # the session whose memory the driver checks
-    offer: msg.HandBackMsg | None = None  # what that session said
 
     @property
     def size_bytes(self) -> int:
@@ -258,10 +258,12 @@ class Machine(abc.ABC, Generic[R]):
                 self._closed(event)
             case ev.DeadlinePassed():
                 self._deadline_passed()
-            case ev.RegionEvent():
-                self._region_event(event)
-            case _:
-                self._happened(event)
+            case ev.RegionFree(id_) if id_ in self.regions:
+                self._free(self.regions[id_], event)
+            case ev.HoldersSeen(id_, pids) if id_ in self.regions:
+                self.regions[id_].pids = pids
+            case ev.Done(effect, result, error):
+                self._done(effect, result, error)
         # Survivors first: newcomers wait for what they hand back.
         self._judge_survivors()
         self._judge_waiting()
@@ -295,8 +297,8 @@ class Machine(abc.ABC, Generic[R]):
         """A request."""
 
     @abc.abstractmethod
-    def _happened(self, event: ev.MemoryEvent) -> None:
-        """What both kinds have not in common."""
+    def _called(self, effect: ev.Effect, result: Any, error: UnderstudyError | None) -> None:
+        """A call has ended that only this kind makes."""
 
     @abc.abstractmethod
     def _judge_waiting(self) -> None:
@@ -424,35 +426,23 @@ class Machine(abc.ABC, Generic[R]):
             raise InvariantError(f"session {session.id} is {session.state} without a region")
         return region
 
-    def _region_event(self, event: ev.RegionEvent) -> None:
-        region = self.regions.get(event.region)
-        if region is None and isinstance(event, ev.RegionFree | ev.HoldersSeen):
-            return  # a try that was under way when the watch ended
-        if region is None:
-            raise InvariantError(f"{type(event).__name__} of unknown region {event.region}")
-        match event:
-            case ev.RegionFree():
-                self._free(region, event)
-            case ev.HoldersSeen(_, pids):
-                region.pids = pids
-            case ev.RegionReleased():
+    def _done(self, effect: ev.Effect, result: Any, error: UnderstudyError | None) -> None:
+        match effect:
+            case ev.Release(id_):
+                region = self.regions.pop(id_)
                 region.turn("end")
-                del self.regions[region.id]
                 self._ended(region)
-            case ev.RegionBack(_, tensors):
-                offer, region.returning, region.offer = region.offer, None, None
-                if offer is None:
-                    raise InvariantError(f"region {region.id} came back without an offer")
-                region.turn("recover")
-                region.slab_sizes = list(offer.slab_sizes)
-                self._recovered(region, offer, tensors)
-            case ev.RegionNotBack(_, error):
-                session = self.sessions.get(region.returning or 0)
-                region.returning = region.offer = None
-                if session is not None:
-                    self._refuse(session, error)
+            case ev.TakeBack(id_, session_id, message):
+                region = self.regions[id_]
+                region.returning = None
+                if error is None:
+                    region.turn("recover")
+                    region.slab_sizes = list(message.slab_sizes)
+                    self._recovered(region, message, result)
+                elif session_id in self.sessions:
+                    self._refuse(self.sessions[session_id], error)
             case _:
-                self._happened(event)
+                self._called(effect, result, error)
 
     def _free(self, region: R, event: ev.RegionFree) -> None:
         """The kernel says that no process holds its file; a session may still be about to."""
@@ -503,7 +493,7 @@ class Machine(abc.ABC, Generic[R]):
     def _take_back(self, session: Session, region: R, message: msg.HandBackMsg) -> None:
         """Have its memory checked, if none is; one at a time: if it fails, the next one's is."""
         if all(each.returning is None for each in self.regions.values()):
-            region.returning, region.offer = session.id, message
+            region.returning = session.id
             self.do(ev.TakeBack(region.id, session.id, message))
 
     def _register(self, session: Session) -> None:

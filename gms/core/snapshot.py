@@ -11,7 +11,6 @@ from msgspec.structs import asdict
 
 from gms.core.kv import KvMachine, Pool
 from gms.core.region import RegionPhase, S, Session
-from gms.core.upkeep import Epoch
 from gms.core.weights import WeightsMachine
 
 At = Callable[[float], str]
@@ -63,25 +62,6 @@ def weights_snapshot(machine: WeightsMachine, at: At) -> dict[str, Any]:
         ],
         "problem": machine.problem,
         **{name: getattr(machine, name) for name in TOTALS},
-    }
-
-
-def epochs_in_full(machine: WeightsMachine) -> list[dict[str, Any]]:
-    """Every epoch with its slabs, readers and manifest (as bytes): what `gms inspect` shows."""
-    return [_epoch(machine, epoch) for epoch in machine.regions.values()]
-
-
-def _epoch(machine: WeightsMachine, epoch: Epoch) -> dict[str, Any]:
-    readers = [each for each in machine.holders(epoch) if each.state is S.READING]
-    return {
-        "epoch": epoch.id,
-        "phase": machine.phase_shown(epoch),
-        "slab_sizes": list(epoch.slab_sizes),
-        "layout_hash": epoch.layout_hash or None,
-        "identity": dict(epoch.identity) if epoch.identity else None,
-        "readers": [each.label for each in readers],
-        "holders": list(epoch.pids),
-        "manifest": epoch.manifest,
     }
 
 
@@ -156,14 +136,6 @@ def kv_snapshot(machine: KvMachine, at: At) -> dict[str, Any]:
         "stale_refusals_total": machine.stale_refusals_total,
         "full_waits_total": machine.full_waits_total,
     }
-
-
-def pools_in_full(machine: KvMachine) -> list[dict[str, Any]]:
-    """Every pool with its slabs: what `gms inspect` shows."""
-    return [
-        {**_pool(pool), "phase": POOL_PHASES[pool.phase], "slab_sizes": list(pool.slab_sizes)}
-        for pool in machine.regions.values()
-    ]
 
 
 def _pool(pool: Pool | None) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""What happens to a committed epoch besides being read: condemned, dropped, digested, verified,
-offloaded.
+"""The epochs of one place, its journal, and what happens to a committed epoch besides being read:
+condemned, dropped, digested, offloaded.
 
 A page of device memory can go bad under an epoch that is otherwise fine. Unless such an epoch
 is taken out of service, every relaunch maps the same page and dies of it. So one reader with a
@@ -21,25 +21,21 @@ not know; the shell says what is committed there and that a living process holds
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from msgspec import Struct, field
+from msgspec import field
+from msgspec.structs import replace
 
 from gms import messages as msg
 from gms.core import events as ev
-from gms.core.region import Region, RegionPhase, S
+from gms.core.region import WRITER_STATES, Machine, Region, RegionPhase, S, Session
 from gms.manifest import LayoutHash, identity_hash
-from plumbing.errors import ProtocolError, UnderstudyError, WaitTimeoutError
+from plumbing.errors import ProtocolError, UnderstudyError
 
 # One failed canary may be the engine's own fault; the same failure in another process is not.
 CANARIES_MAX = 2
-
-# Digesting 120 GiB at 2 GB/s takes a minute; a reader that has not answered in ten has a problem.
-VERIFY_MS = 600_000.0
-# A reader answers at once whether it has begun; one that does not is stopped, or has no keeper, and
-# another is asked.
-ASK_MS = 5_000.0
+JOURNAL_RETRY_MS = 1000  # operators fix a full disk; once a second is soon enough
 
 
 class Epoch(Region):
@@ -66,34 +62,51 @@ class Epoch(Region):
         )
 
 
-class Verification(Struct):
-    """The verification under way: its asker, its epoch, and the readers asked so far."""
-
-    asker: int
-    request_id: int
-    epoch: str
-    deadline_ms: float = 0.0
-    reader: int = 0
-    has_begun: bool = False
-    asked: set[int] = field(default_factory=set)
-
-
 # Memory that a process may map. That of a superseded epoch is its readers' affair.
 HELD = (RegionPhase.MAKING, RegionPhase.RETIRED, RegionPhase.FREEING, RegionPhase.ORPHANED)
 
 
-class Upkeep:
-    """Condemn, drop, digest, verify, offload."""
+class Upkeep(Machine[Epoch]):
+    """The books of a place's weights; `weights.py` says who writes and who reads."""
 
-    def __init__(self, machine: Any) -> None:
-        """`machine` is the `WeightsMachine`."""
-        self.machine = machine
-        self._verification: Verification | None = None
-        self._last_id = 0
+    def __init__(
+        self,
+        orphans: Iterable[Epoch],
+        offloaded: ev.JournalRecord | None,
+        *,
+        is_journal_behind: bool,
+        now_ms: float,
+    ) -> None:
+        super().__init__(orphans)
+        # The sealed copy in host memory of what was committed, until the next commit.
+        self.offloaded = offloaded
+        self.offloads_total = self.condemnations_total = 0
+        self.problem: str | None = None  # for operators to fix: a journal that cannot be written
+        self.journal_retry_ms = now_ms if is_journal_behind else None
+        self.is_journal_behind = False  # the truth is written after the commit under way
+        self._journal_writes = 0  # under way, and no session waits for them
         self._dropped: list[ev.SendMessage] = []  # sent once the drop is on disk
         self._offloaders: dict[int, int] = {}  # request ids by session: who waits for the proof
 
-    def received(self, event: ev.Received) -> None:
+    @property
+    def committed(self) -> Epoch | None:
+        return next(iter(self._in_phase(RegionPhase.SERVED)), None)
+
+    @property
+    def writer(self) -> Session | None:
+        return next(iter(self._in(*WRITER_STATES)), None)
+
+    def is_superseded(self, epoch: Epoch) -> bool:
+        """Out of service, and still read."""
+        return epoch.phase is RegionPhase.RETIRED and self.is_held(epoch)
+
+    def retire(self, epoch: Epoch) -> None:
+        """Take the committed epoch out of service; its readers keep it until the last leaves, and
+        a process without a session may map it: one that has been stopped since a restart."""
+        epoch.turn("retire")
+        self.do(ev.MarkRetired(epoch.id))
+
+    def _received(self, event: ev.Received) -> None:
         match event.message:
             case msg.CondemnMsg() as message:
                 self._condemn(event, message)
@@ -101,8 +114,6 @@ class Upkeep:
                 self._digest(event, message)
             case msg.DropMsg() as message:
                 self._drop(event, message)
-            case msg.VerifyMsg():
-                self._verify(event)
             case msg.OffloadMsg():
                 self._offload(event)
             case message:
@@ -110,33 +121,61 @@ class Upkeep:
                     "gms.unexpected_message", f"clients do not send {message.TYPE!r}"
                 )
 
-    def left(self, session: int) -> None:
-        """A connection has ended: perhaps an asker's, or that of a reader that was asked."""
-        self._offloaders.pop(session, None)
-        question = self._verification
-        if question is not None and question.asker == session:
-            self._verification = None
-        elif question is not None and question.reader == session:
-            self._ask_next(question)
+    # ------------------------------------------------------------------ the journal
 
-    def _committed(self) -> Epoch:
-        epoch: Epoch | None = self.machine.committed
-        if epoch is None:
-            raise UnderstudyError("gms.nothing_committed", "nothing is committed on this device")
-        return epoch
+    def journal(self) -> None:
+        """Write what is true now, unless a commit is being written: that must not be overtaken,
+        and it writes the same or corrects it afterwards."""
+        self.is_journal_behind = bool(self._in(S.JOURNALLING))
+        self.journal_retry_ms = None
+        if not self.is_journal_behind:
+            self._journal_writes += 1
+            record = self.committed.record() if self.committed else None
+            self.do(ev.WriteJournal(None, record, self.offloaded))
+
+    def _journal_commit(self, session: Session) -> None:
+        """Write the epoch that `session` commits, with the one that it replaces."""
+        previous = self.committed.record() if self.committed else None
+        record = replace(self.region_of(session).record(), previous=previous)
+        self.do(ev.WriteJournal(session.id, record, self.offloaded))
+
+    @property
+    def is_journal_true(self) -> bool:
+        """Whether the journal on disk is up to date."""
+        is_retrying = self.journal_retry_ms is not None
+        return not (self._journal_writes or self.is_journal_behind or is_retrying)
+
+    def _journalled(self, why: str | None) -> None:
+        """What no session waits for is on disk, or not."""
+        self._journal_writes -= 1
+        if why:
+            # A retired epoch would come back with a restart: retry until it is written.
+            self.journal_retry_ms = self.now_ms + JOURNAL_RETRY_MS
+            problem = f"the journal cannot be written, so a restart would find an old record: {why}"
+            self._note_problem("gms.journal", problem)
+        elif self.is_journal_true:  # a dropped epoch will not come back with a restart
+            self.problem = None
+            for answer in self._dropped:
+                self.do(answer)
+            self._dropped.clear()
+
+    def _note_problem(self, event_type: str, problem: str) -> None:
+        """Show `problem` in the status, and log it if it is new."""
+        if problem != self.problem:
+            self.problem = problem
+            self.record(event_type, problem, "error")
 
     # ------------------------------------------------------------------ out of service
 
     def _condemn(self, event: ev.Received, message: msg.CondemnMsg) -> None:
         """A reader cannot trust its epoch."""
-        machine = self.machine
-        session = machine.session(event)
+        session = self.session(event)
         session.accept(message)
         if message.why not in ("device_error", "canary"):
             raise ProtocolError(
                 "gms.bad_reason", f"an epoch is not condemned for {message.why[:40]!r}"
             )
-        epoch = machine.committed
+        epoch = self.committed
         if epoch is None or epoch.id != session.region:
             return  # out of service already
         incarnation = session.request.incarnation
@@ -147,20 +186,20 @@ class Upkeep:
         if message.why == "canary":
             epoch.failed_canaries.add(incarnation)
             if len(epoch.failed_canaries) < CANARIES_MAX:
-                machine.record("gms.suspect", what, "warning", **data)
+                self.record("gms.suspect", what, "warning", **data)
                 return
-        machine.condemnations_total += 1
+        self.condemnations_total += 1
         condemned = f"epoch {epoch.id} is condemned; the next writer loads again; {what}"
-        machine.record("gms.condemned", condemned, "error", **data)
-        machine.retire(epoch)
-        machine.journal()
+        self.record("gms.condemned", condemned, "error", **data)
+        self.retire(epoch)
+        self.journal()
 
     def _drop(self, event: ev.Received, message: msg.DropMsg) -> None:
         """An operator wants the memory back, or another load."""
-        machine, copy = self.machine, self.machine.offloaded
-        if machine.committed is None and copy is not None and message.epoch is None:
+        copy = self.offloaded
+        if self.committed is None and copy is not None and message.epoch is None:
             # The host copy no longer stands for this device's weights: the next engine loads.
-            machine.offloaded = None
+            self.offloaded = None
             said = f"the offloaded weights (host copy {copy.epoch}) were dropped by an operator"
             self._dropped_as(event, msg.DroppedMsg(copy.epoch, ()), said)
             return
@@ -178,22 +217,21 @@ class Upkeep:
             )
             self._check_unmapped(epoch, fix, is_mapped=event.is_mapped)
         dropped = msg.DroppedMsg(epoch.id, tuple(self._readers(epoch)))
-        machine.retire(epoch)
+        self.retire(epoch)
         self._dropped_as(event, dropped, f"epoch {epoch.id} was dropped by an operator")
 
     def _dropped_as(self, event: ev.Received, answer: msg.DroppedMsg, said: str) -> None:
         self._dropped.append(ev.SendMessage(event.session, event.request_id, answer))
-        self.machine.record("gms.dropped", said, epoch=answer.epoch)
-        self.machine.journal()
+        self.record("gms.dropped", said, epoch=answer.epoch)
+        self.journal()
 
-    def journal_is_true(self) -> None:
-        """The journal is up to date: a dropped epoch will not come back with a restart."""
-        for answer in self._dropped:
-            self.machine.do(answer)
-        self._dropped.clear()
+    def _committed(self) -> Epoch:
+        if self.committed is None:
+            raise UnderstudyError("gms.nothing_committed", "nothing is committed on this device")
+        return self.committed
 
     def _readers(self, epoch: Epoch) -> list[str]:
-        return [session.label for session in self.machine.holders(epoch)]
+        return [session.label for session in self.holders(epoch)]
 
     def _check_unmapped(self, epoch: Epoch, fix: str, *, is_mapped: bool) -> None:
         readers = self._readers(epoch)
@@ -202,88 +240,15 @@ class Upkeep:
             text = f"epoch {epoch.id} is still mapped by {who}; {fix}"
             raise UnderstudyError("gms.epoch_mapped", text, readers=readers)
 
-    # ------------------------------------------------------------------ the bytes
-
-    def _verify(self, event: ev.Received) -> None:
-        """Ask a reader for a digest; a server without a device context cannot read by itself."""
-        epoch = self._committed()
-        if self._verification is not None:
-            raise UnderstudyError(
-                "gms.verifying", "a verification of this device is under way; try again later"
-            )
-        self._verification = Verification(event.session, event.request_id, epoch.id)
-        self._ask_next(self._verification)
-
     def _digest(self, event: ev.Received, message: msg.DigestMsg) -> None:
-        """A writer's digest of what it has just committed, or the answer to a verification."""
-        machine = self.machine
-        session = machine.session(event)
+        """A writer's digest of what it has just committed."""
+        session = self.session(event)
         session.accept(message)
-        if event.request_id == 0:
-            self._keep_digest(session.region, message.digest)
-            return
-        question = self._verification
-        if question is None or (question.reader, self._last_id) != (session.id, event.request_id):
-            return  # too late: another reader was asked, or the asker has left
-        if message.digest is None and message.is_coming:
-            question.has_begun, question.deadline_ms = True, machine.now_ms + VERIFY_MS
-            return
-        if message.digest is None:
-            self._ask_next(question)
-            return
-        self._verification = None
-        epoch = machine.regions.get(question.epoch)
-        expected = epoch.digest if epoch is not None else None
-        verified = msg.VerifiedMsg(question.epoch, expected, message.digest, session.label)
-        machine.do(ev.SendMessage(question.asker, question.request_id, verified))
-        if expected not in (None, message.digest):
-            altered = f"{session.label} found that the bytes of epoch {question.epoch} have changed"
-            machine.record("gms.altered", altered, "error", epoch=question.epoch)
-
-    def _keep_digest(self, epoch_id: str | None, digest: str | None) -> None:
-        epoch = self.machine.regions.get(epoch_id or "")
-        if epoch is not None and digest is not None and epoch.digest is None:
-            epoch.digest = digest
+        epoch = self.regions.get(session.region or "")
+        if epoch is not None and epoch.digest is None:
+            epoch.digest = message.digest
             if epoch.phase is RegionPhase.SERVED:
-                self.machine.journal()
-
-    def next_deadline_ms(self) -> float | None:
-        return self._verification.deadline_ms if self._verification is not None else None
-
-    def deadline_passed(self) -> None:
-        question = self._verification
-        if question is None or self.machine.now_ms < question.deadline_ms:
-            return
-        if not question.has_begun:
-            self._ask_next(question)
-            return
-        error = WaitTimeoutError(
-            "gms.verify_timeout", f"no digest within {VERIFY_MS / 1000:g} s; is the reader stopped?"
-        )
-        self._give_up(question, error)
-
-    def _ask_next(self, question: Verification) -> None:
-        epoch = self.machine.regions.get(question.epoch)
-        readers = self.machine.holders(epoch) if epoch is not None else []
-        for reader in sorted(each.id for each in readers if each.state is S.READING):
-            if reader in question.asked:
-                continue
-            question.reader, question.has_begun = reader, False
-            question.deadline_ms = self.machine.now_ms + ASK_MS
-            question.asked.add(reader)
-            self._last_id += 1
-            wanted = msg.DigestWantedMsg(question.epoch)
-            self.machine.do(ev.SendMessage(reader, self._last_id, wanted))
-            return
-        error = UnderstudyError(
-            "gms.no_verifier",
-            "only a standby reads the memory to verify it, and none is attached; start one",
-        )
-        self._give_up(question, error)
-
-    def _give_up(self, question: Verification, error: UnderstudyError) -> None:
-        self._verification = None
-        self.machine.do(ev.RefuseRequest(question.asker, question.request_id, error))
+                self.journal()
 
     # ------------------------------------------------------------------ offload
 
@@ -291,34 +256,34 @@ class Upkeep:
         """Somebody has no use for the device's copy at present; if it is a reader, it has unmapped
         it. That the kernel knows: what counts is who holds the epoch's file.
         """
-        if event.session not in self.machine.sessions:
-            self._begin(event)
+        session = self.sessions.get(event.session)
+        if session is None:
+            self._begin_offload(event)
             return
-        self.machine.leave(event)
+        session.move(event.message, self.now_ms)
+        self._forget(session, "it has unmapped the weights")
         try:
-            self._begin(event)
+            self._begin_offload(event)
         except UnderstudyError as error:  # it has left all the same
-            self.machine.do(ev.RefuseRequest(event.session, event.request_id, error))
+            self.do(ev.RefuseRequest(event.session, event.request_id, error))
 
-    def _begin(self, event: ev.Received) -> None:
-        machine = self.machine
-        if machine.writer is not None:
+    def _begin_offload(self, event: ev.Received) -> None:
+        if self.writer is not None:
             raise UnderstudyError(
                 "gms.writer",
-                f"{machine.writer.label} is loading weights; offload them once it has committed"
-                " them",
+                f"{self.writer.label} is loading weights; offload them once it has committed them",
             )
-        if machine.offloaded is None or machine.committed is not None:
+        if self.offloaded is None or self.committed is not None:
             epoch = self._committed()
             fix = "its memory is freed once every engine has released it and offloads again"
             self._check_unmapped(epoch, fix, is_mapped=event.is_mapped)
-            machine.offloaded = copy = checked_copy(event.copy, epoch)
-            machine.offloads_total += 1
+            self.offloaded = copy = checked_copy(event.copy, epoch)
+            self.offloads_total += 1
             # In this order: the driver's thread writes the link before it gives up the memory.
             epoch.turn("retire")
-            machine.journal()
-            machine.do(ev.MarkRetired(epoch.id))
-            machine.record(
+            self.journal()
+            self.do(ev.MarkRetired(epoch.id))
+            self.record(
                 "gms.offloaded",
                 f"epoch {epoch.id} is offloaded; its host copy is {copy.epoch}",
                 epoch=epoch.id,
@@ -327,28 +292,21 @@ class Upkeep:
             )
         self._offloaders[event.session] = event.request_id
 
-    def settle(self) -> None:
+    def _settle_offloads(self) -> None:
         """Answer once the memory is free and the link is on disk."""
-        machine, copy = self.machine, self.machine.offloaded
-        if not self._offloaders:
+        copy = self.offloaded if self.committed is None else None
+        held = [epoch for epoch in self.regions.values() if epoch.phase in HELD]
+        is_free = self.is_journal_true and all(self.is_superseded(epoch) for epoch in held)
+        if not self._offloaders or (copy is not None and not is_free):
             return
-        answer: ev.Effect
-        if copy is not None and machine.committed is None:
-            held = [epoch for epoch in machine.regions.values() if epoch.phase in HELD]
-            if any(not machine.is_superseded(epoch) for epoch in held):
-                return
-            if not machine.is_journal_true:
-                return
         askers, self._offloaders = self._offloaders, {}
         for asker in askers.items():
-            if copy is not None and machine.committed is None:
-                answer = ev.SendMessage(*asker, msg.OffloadedMsg(copy.epoch, copy.size_bytes))
+            if copy is not None:
+                self.do(ev.SendMessage(*asker, msg.OffloadedMsg(copy.epoch, copy.size_bytes)))
             else:
-                changed = UnderstudyError(
-                    "gms.not_offloaded", "the weights were restored or dropped in the meantime"
-                )
-                answer = ev.RefuseRequest(*asker, changed)
-            machine.do(answer)
+                changed = "the weights were restored or dropped in the meantime"
+                error = UnderstudyError("gms.not_offloaded", changed)
+                self.do(ev.RefuseRequest(*asker, error))
 
 
 def checked_copy(copy: ev.JournalRecord | None, epoch: Epoch) -> ev.JournalRecord:

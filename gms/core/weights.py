@@ -28,13 +28,11 @@ from collections.abc import Callable, Collection, Iterable
 from enum import Enum, auto
 from typing import Any, ClassVar
 
-from msgspec.structs import replace
-
 from gms import messages as msg
 from gms.core import events as ev
 from gms.core.events import Mode
-from gms.core.region import WRITER_STATES, Machine, RegionPhase, S, Session
-from gms.core.upkeep import Epoch, Upkeep, is_copy_of
+from gms.core.region import RegionPhase, S, Session
+from gms.core.upkeep import JOURNAL_RETRY_MS, Epoch, Upkeep, is_copy_of
 from gms.manifest import (
     SLABS_MAX,
     check_identity,
@@ -55,7 +53,6 @@ RETURN_MS = 60_000.0
 # pinned memory; the driver does not report that, so the call is retried.
 DEVICE_FULL_RETRY_MS = 250
 DEVICE_FULL_WAIT_MS = 60_000.0
-JOURNAL_RETRY_MS = 1000  # operators fix a full disk; once a second is soon enough
 
 
 PHASES_SHOWN = {
@@ -67,9 +64,8 @@ PHASES_SHOWN = {
 }
 
 
-class WeightsMachine(Machine[Epoch]):
-    """Events in, effects out; see the head of this file and `region.py`. `upkeep.py` adds what
-    happens to a committed epoch besides being read."""
+class WeightsMachine(Upkeep):
+    """Events in, effects out; see the head of this file and `region.py`."""
 
     what: ClassVar[str] = "weights"
     again: ClassVar[str] = "read again"
@@ -90,35 +86,19 @@ class WeightsMachine(Machine[Epoch]):
         """`orphans` are the epochs of earlier servers whose files exist; the journalled one is
         `expected`. `is_journal_behind`: the epoch on disk is out of service, so the journal must be
         rewritten. `offloaded`: the host copy of what was committed, by the journal."""
-        super().__init__(orphans)
+        super().__init__(orphans, offloaded, is_journal_behind=is_journal_behind, now_ms=now_ms)
         self.capacity_bytes, self.granularity_bytes = capacity_bytes, granularity_bytes
         self.stall_ms = stall_ms
         self.kv_bytes = 0  # what else has of the capacity, as far as is known
         self.is_journal_lost = is_journal_lost  # survivors say what was committed
-        # The sealed copy in host memory of what was committed, until the next commit.
-        self.offloaded = offloaded
-        self.commits_total = self.offloads_total = self.restages_total = 0
-        self.recoveries_total = self.condemnations_total = 0
+        self.commits_total = self.restages_total = self.recoveries_total = 0
         self.exports_total = self.reclaims_total = self.oom_waits_total = 0
-        self.problem: str | None = None  # for operators to fix: a journal that cannot be written
-        self.journal_retry_ms = now_ms if is_journal_behind else None
-        self.is_journal_behind = False  # the truth is written after the commit under way
-        self._journal_writes = 0  # under way, and no session waits for them
         self._new_epoch_id = new_epoch_id
         self._began_ms = now_ms
-        self._upkeep = Upkeep(self)
-
-    @property
-    def committed(self) -> Epoch | None:
-        return next(iter(self._in_phase(RegionPhase.SERVED)), None)
 
     @property
     def staging(self) -> Epoch | None:
         return next(iter(self._in_phase(RegionPhase.MAKING)), None)
-
-    @property
-    def writer(self) -> Session | None:
-        return next(iter(self._in(*WRITER_STATES)), None)
 
     @property
     def orphans(self) -> list[Epoch]:
@@ -147,55 +127,9 @@ class WeightsMachine(Machine[Epoch]):
         used_bytes = sum(epoch.size_bytes for epoch in self.regions.values())
         return max(0, self.capacity_bytes - self.kv_bytes - used_bytes)
 
-    def leave(self, event: ev.Received) -> None:
-        """A reader that has unmapped its epoch is none any more."""
-        session = self.session(event)
-        session.move(event.message, self.now_ms)
-        self._forget(session, "it has unmapped the weights")
-
-    def retire(self, epoch: Epoch) -> None:
-        """Take the committed epoch out of service; its readers keep it until the last leaves, and
-        a process without a session may map it: one that has been stopped since a restart."""
-        epoch.turn("retire")
-        self.do(ev.MarkRetired(epoch.id))
-
-    # ------------------------------------------------------------------ the journal
-
-    def journal(self) -> None:
-        """Write what is true now, unless a commit is being written: that must not be overtaken,
-        and it writes the same or corrects it afterwards."""
-        self.is_journal_behind = bool(self._in(S.JOURNALLING))
-        self.journal_retry_ms = None
-        if not self.is_journal_behind:
-            self._journal_writes += 1
-            record = self.committed.record() if self.committed else None
-            self.do(ev.WriteJournal(None, record, self.offloaded))
-
-    def _journal_commit(self, session: Session) -> None:
-        """Write the epoch that `session` commits, with the one that it replaces."""
-        previous = self.committed.record() if self.committed else None
-        record = replace(self.region_of(session).record(), previous=previous)
-        self.do(ev.WriteJournal(session.id, record, self.offloaded))
-
-    @property
-    def is_journal_true(self) -> bool:
-        """Whether the journal on disk is up to date."""
-        is_retrying = self.journal_retry_ms is not None
-        return not (self._journal_writes or self.is_journal_behind or is_retrying)
-
-    def _note_problem(self, event_type: str, problem: str) -> None:
-        """Show `problem` in the status, and log it if it is new."""
-        if problem != self.problem:
-            self.problem = problem
-            self.record(event_type, problem, "error")
-
     def phase_shown(self, epoch: Epoch) -> str:
         """`staging`, `committed`, `superseded`, `releasing` or `orphaned`: as operators see it."""
         return "superseded" if self.is_superseded(epoch) else PHASES_SHOWN[epoch.phase]
-
-    def is_superseded(self, epoch: Epoch) -> bool:
-        """Out of service, and still read."""
-        return epoch.phase is RegionPhase.RETIRED and self.is_held(epoch)
 
     # ------------------------------------------------------------------ events
 
@@ -214,60 +148,39 @@ class WeightsMachine(Machine[Epoch]):
             case msg.HandBackMsg() as message:
                 self._hand_back(event, message, RETURN_MS)
             case _:
-                self._upkeep.received(event)
+                super()._received(event)
 
-    def _happened(self, event: ev.MemoryEvent) -> None:
-        match event:
-            case ev.Journalled():
-                self._journalled(event)
-            case ev.Completed():
-                session = self.sessions.get(event.session)
-                if session is not None:
-                    self._completed(event, session)
-            case _:
-                raise InvariantError(f"{type(event).__name__} is not an event of weights")
-
-    def _completed(self, event: ev.Completed, session: Session) -> None:
-        if isinstance(event, ev.DriverFailed) and event.error.code == "gms.device_full":
-            self._device_full(session, event.error)
+    def _called(self, effect: ev.Effect, result: Any, error: UnderstudyError | None) -> None:
+        assert isinstance(effect, ev.WriterEffect | ev.WriteJournal)
+        if effect.session is None:
+            self._journalled(error.message if error is not None else None)
             return
-        session.move(type(event), self.now_ms)
-        match event:
-            case ev.EpochOpened():
-                self._epoch_opened(session)
-            case ev.SlabCreated():
-                self._slab_created(session)
-            case ev.Sealed(_, tensors):
-                session.may_be_journalled = True
-                self.region_of(session).tensors = tensors
-                self._journal_commit(session)
-            case ev.DriverFailed(_, error):
-                self.do(ev.RefuseRequest(session.id, session.request_id, error))
-                self._forget(session, error.message)
-
-    def _journalled(self, event: ev.Journalled) -> None:
-        retry_ms, why = self.now_ms + JOURNAL_RETRY_MS, event.why
-        session = self.sessions.get(event.session or 0)
-        if event.session is not None:
-            if session is None:
-                return  # its writer has left: the true record is on its way
-            if why:
-                session.retry_ms = retry_ms
-                problem = f"a commit waits for the journal, which cannot be written: {why}"
-                self._note_problem("gms.commit", problem)
+        session = self.sessions.get(effect.session)
+        if session is None:
+            return  # its writer has left: what it had is being given up
+        if isinstance(effect, ev.WriteJournal) and error is not None:
+            session.retry_ms = self.now_ms + JOURNAL_RETRY_MS
+            problem = f"a commit waits for the journal, which cannot be written: {error.message}"
+            self._note_problem("gms.commit", problem)
+            return
+        if error is not None:
+            if isinstance(effect, ev.CreateSlab) and error.code == "gms.device_full":
+                self._device_full(session, error)
             else:
-                session.move(ev.Journalled, self.now_ms)
-                self._publish(session)
+                self._refuse(session, error)
             return
-        self._journal_writes -= 1
-        if why:
-            # A retired epoch would come back with a restart: retry until it is written.
-            self.journal_retry_ms = retry_ms
-            problem = f"the journal cannot be written, so a restart would find an old record: {why}"
-            self._note_problem("gms.journal", problem)
-        elif self.is_journal_true:
-            self.problem = None
-            self._upkeep.journal_is_true()
+        session.move(type(effect), self.now_ms)
+        match effect:
+            case ev.OpenEpoch():
+                self._epoch_opened(session)
+            case ev.CreateSlab():
+                self._slab_created(session)
+            case ev.SealEpoch():
+                session.may_be_journalled = True
+                self.region_of(session).tensors = result
+                self._journal_commit(session)
+            case ev.WriteJournal():
+                self._publish(session)
 
     def _closed(self, event: ev.Closed) -> None:
         session = self.sessions.get(event.session)
@@ -275,7 +188,7 @@ class WeightsMachine(Machine[Epoch]):
             why = f": {event.reason}" if event.reason else ""
             self._tell_of(session, f"left{why}", incarnation=session.request.incarnation)
         super()._closed(event)
-        self._upkeep.left(event.session)
+        self._offloaders.pop(event.session, None)
 
     def _tell_of(self, session: Session, what: str, severity: str = "info", **data: Any) -> None:
         engine = session.request.engine
@@ -292,7 +205,7 @@ class WeightsMachine(Machine[Epoch]):
         self._admit(session, event, message.wait_ms)
 
     def _judge_waiting(self) -> None:
-        self._upkeep.settle()
+        self._settle_offloads()
         self._judge_allocation()  # before the others: refusing it may make RW free
         for session in self.waiting:
             verdict = self.decide(session.request)
@@ -556,11 +469,9 @@ class WeightsMachine(Machine[Epoch]):
 
     def _deadlines(self) -> Iterable[float | None]:
         yield from (session.retry_ms for session in self.sessions.values())
-        yield self._upkeep.next_deadline_ms()
         yield self.journal_retry_ms
 
     def _due(self) -> None:
-        self._upkeep.deadline_passed()
         if self.journal_retry_ms is not None and self.journal_retry_ms <= self.now_ms:
             self.journal()
         for session in self.sessions.values():

@@ -1,5 +1,4 @@
-"""A thread for calls that may take long: driver calls, seals, fsyncs, closes. Never the loop. And
-what a call that fails for a shortage becomes.
+"""A thread for calls that may take long: driver calls, seals, fsyncs, closes. Never the loop.
 
 Calls run one after the other, in order of submission, which callers rely on (a release undoes an
 earlier creation). Results come back on the loop. Closing the last descriptor of host memory takes
@@ -11,24 +10,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
 import os
 import queue
 import resource
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
-from plumbing.errors import UnderstudyError, explain_shortage, is_disk_fault
-from plumbing.pod.supervision import SHORTAGE_EXIT_CODE, SHORTAGES
+from plumbing.errors import UnderstudyError
 
 # How long a computing thread (checking a large manifest) delays the loop at each of the half dozen
 # system calls of an answer to `status`. With Python's 5 ms that adds up to 30 ms.
 SWITCH_INTERVAL_S = 0.0005
-CAUSES_MAX = 8  # of an error, which may even be its own cause
-NO_THREAD = "can't start new thread"  # Python's RuntimeError, which has no errno
 
 T = TypeVar("T")
 
@@ -98,68 +93,15 @@ def _raise(error: BaseException) -> None:
 
 
 def attempt(work: Callable[[], T]) -> T:
-    """Run `work` here."""
+    """Run `work` here; a foreign error becomes `gms.driver_failed`."""
     try:
         return work()
-    except UnderstudyError as error:
-        found = exhausted(error)
-        if found is error:
-            raise
-        raise found from error
     except FOREIGN as error:
         # Any of our calls may raise it: no reason to crash, and it must not be hidden.
         logger.warning("a driver call failed", exc_info=error)
         why = str(error) or type(error).__name__
-        failed = UnderstudyError(
+        raise UnderstudyError(
             "gms.driver_failed", f"a call to the driver or the kernel failed: {why}"
-        )
-        failed.__cause__ = error
-        raise exhausted(failed) from error
-
-
-def exhausted(error: UnderstudyError) -> UnderstudyError:
-    """`error` as `gms.server_exhausted`, if a shortage in this server caused it. A device that is
-    full is not one: its memory is what the service is about."""
-    number = shortage_in(error.__cause__)
-    if number is None or error.code == "gms.device_full":
-        return error
-    why = explain_shortage(number, "the memory service")
-    return UnderstudyError("gms.server_exhausted", f"{why}. It failed at: {error.message}")
-
-
-def shortage_in(error: BaseException | None) -> int | None:
-    """The errno of the shortage that caused `error`; None if it has another cause."""
-    for _ in range(CAUSES_MAX):
-        # EAGAIN has many meanings; that of a lock which another process has is the common one.
-        if isinstance(error, OSError) and error.errno in SHORTAGES - {errno.EAGAIN}:
-            return error.errno
-        if isinstance(error, MemoryError):
-            return errno.ENOMEM
-        if isinstance(error, RuntimeError) and str(error) == NO_THREAD:
-            return errno.EAGAIN
-        error = None if error is None else error.__cause__
-    return None
-
-
-class StartShortageError(UnderstudyError):
-    """A server could not start for lack of something; its supervisor tries again."""
-
-    exit_code = SHORTAGE_EXIT_CODE
-
-
-@contextlib.contextmanager
-def reported_at_start() -> Iterator[None]:
-    """Within this block, any error that a shortage or a disk caused becomes a
-    `StartShortageError`."""
-    try:
-        yield
-    except (*FOREIGN, UnderstudyError) as error:
-        number = shortage_in(error)
-        if number is None and not is_disk_fault(error):
-            raise
-        why = getattr(error, "message", str(error)) if number is None else explain_shortage(number)
-        raise StartShortageError(
-            "gms.server_exhausted", f"this server cannot start: {why}"
         ) from error
 
 

@@ -93,8 +93,8 @@ def left_behind(directory: str, device: str, record: JournalRecord | None) -> li
     memory is in use. An epoch without processes is found free at the first look; the journalled one
     is expected back from a process that still maps it.
     """
-    ids = names.epochs_on_disk(directory, device)
-    paths = {id_: os.path.join(directory, names.epoch_file(device, id_)) for id_ in ids}
+    ids = names.regions_on_disk(directory, device, names.WEIGHTS)
+    paths = {id_: names.region_path(directory, device, names.WEIGHTS, id_) for id_ in ids}
     history = {id_ for id_, path in paths.items() if epoch_file.is_retired(path)}
     return orphans_of(ids, record, history)
 

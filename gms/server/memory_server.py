@@ -6,7 +6,9 @@ effects. It maps no memory, and all that it holds can be lost with it: the proce
 memory hand it back to the next server.
 
 Driver calls run on one thread, in order. Closes that free memory run on a second one: a dead
-engine's memory delays no newcomer.
+engine's memory delays no newcomer. Descriptors for clients are copied on the loop, which never
+blocks: on a machine whose CPUs are all busy, each change of threads may wait for milliseconds, and
+an engine that wakes waits for it.
 
 Nothing announces the release of a flock, so `MemoryWatch` polls: every millisecond for the first
 second (a killed process is usually gone by then), then every ten. A try costs microseconds.
@@ -18,7 +20,7 @@ import abc
 import asyncio
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -31,12 +33,11 @@ from gms.core import events as ev
 from gms.core.region import Machine
 from gms.manifest import check_size
 from gms.server.driver_thread import DriverThread, attempt, open_fds
-from gms.server.slab_store import SlabStore
-from gms.vmm.interface import Allocation, DeviceMemory, release_all
-from plumbing.errors import ProtocolError, UnderstudyError, explain_shortage
+from gms.server.slab_store import Part, SlabStore
+from gms.vmm.interface import DeviceMemory, release_all
+from plumbing.errors import ProtocolError, UnderstudyError, explain_shortage, is_shortage
 from plumbing.pod.models import device_of, model_at
 from plumbing.pod.observers import Observers
-from plumbing.pod.paths import gms_socket
 from plumbing.service.clock import SystemClock, rfc3339
 from plumbing.service.events import EventLog
 from plumbing.service.procfs import holders_of
@@ -67,7 +68,7 @@ class MemoryWatch:
     """Watches the files of a server's regions: each that is free is reported once, and its holders
     while it is not. A file that cannot be opened counts as held, and is reported as a problem."""
 
-    def __init__(self, server: MemoryServer[Any, Any], thread: DriverThread) -> None:
+    def __init__(self, server: MemoryServer[Any], thread: DriverThread) -> None:
         self._server, self._clock, self._thread = server, server.clock, thread
         self._watched: dict[str, Watched] = {}
         self._reported: set[str] = set()
@@ -91,7 +92,6 @@ class MemoryWatch:
         self._watched.clear()
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
 
     def _try(self) -> None:
         self._timer = None
@@ -103,9 +103,6 @@ class MemoryWatch:
             if each.scan_ms <= now_ms:
                 each.scan_ms = now_ms + HOLDERS_EVERY_MS
                 self._find_holders(region)
-            if each.problem is not None and each.problem not in self._reported:
-                self._reported.add(each.problem)
-                self._server.warn(each.problem)
         if self._watched:
             is_fresh = any(now_ms - e.since_ms < FAST_FOR_MS for e in self._watched.values())
             delay_s = (FAST_MS if is_fresh else SLOW_MS) / 1000
@@ -118,11 +115,14 @@ class MemoryWatch:
         try:
             look = epoch_file.remove_if_free if watched.ends else epoch_file.is_free
             is_free = look(path)
-        except OSError as error:  # out of descriptors, for one: not known is not free
+        except OSError as error:  # not known is not free
             watched.problem = (
                 f"cannot check whether {server.what} {region} is still mapped, so no engine may "
                 f"{server.blocked} until {path} can be checked: {explain_shortage(error.errno)}"
             )
+            if watched.problem not in self._reported:
+                self._reported.add(watched.problem)
+                server.warn(watched.problem)
             return False
         watched.problem = None
         return is_free
@@ -134,11 +134,10 @@ class MemoryWatch:
             # Not ourselves: this watch may be trying the lock on the loop.
             return tuple(pid for pid in holders(path) if pid != os.getpid())
 
-        def failed(error: UnderstudyError) -> None:
-            logger.debug("could not find the holders of %s: %s", region, error)
-
         self._thread.submit(
-            find, lambda pids: self._server.handle(ev.HoldersSeen(region, pids)), failed
+            find,
+            lambda pids: self._server.handle(ev.HoldersSeen(region, pids)),
+            lambda error: logger.debug("could not find the holders of %s: %s", region, error),
         )
 
 
@@ -155,7 +154,6 @@ def holders(path: str) -> tuple[int, ...]:
 CLOSE_TIMEOUT_S = 5.0
 
 M = TypeVar("M", bound=Machine[Any])
-StoreT = TypeVar("StoreT", bound=SlabStore)
 
 
 class Arriving(Struct):
@@ -183,22 +181,16 @@ class Arriving(Struct):
             )
 
 
-class MemoryServer(Handler, abc.ABC, Generic[M, StoreT]):
-    """Serves one kind of memory of one place in `directory` until it is closed.
-
-    A subclass sets the members that are declared here, its store and its machine in `_begin`.
-    """
+class MemoryServer(Handler, abc.ABC, Generic[M]):
+    """Serves one kind of memory of one place in `directory` until it is closed; a subclass sets its
+    machine in `_begin`."""
 
     tag: ClassVar[str]
     service: ClassVar[str]  # in answers to `hello`
     what: ClassVar[str]  # what a region is called
-    not_held: ClassVar[str]  # the code for memory that is asked for without the flock
-    bad_id: ClassVar[str]  # the code for an id that is none
-    file_event: ClassVar[str]  # the event of a file that cannot be used
     blocked: ClassVar[str]  # what no engine may do while it is unknown who maps one
-    threads: ClassVar[Sequence[str]]  # in the order in which they are closed
+    is_lent_writable: ClassVar[bool]
     machine: M
-    _store: StoreT
 
     def __init__(
         self, directory: str, device: str, memory: DeviceMemory, restarts_total: int
@@ -209,9 +201,10 @@ class MemoryServer(Handler, abc.ABC, Generic[M, StoreT]):
         suffix = "" if self.tag == names.WEIGHTS else f"-{self.tag}"
         self.log = EventLog(f"gms-{device}{suffix}", self.clock)
         # What else this process serves of the device.
-        self.beside: Sequence[MemoryServer[Any, Any]] = ()
+        self.beside: Sequence[MemoryServer[Any]] = ()
+        self._store = SlabStore(is_writable=self.is_lent_writable)
         self._started = self.clock.wall()
-        path = gms_socket(directory, names.check_device(device), self.tag)
+        path = names.socket_path(directory, device, self.tag)
         self._server = Server(path, msg.CATALOGUE, self, service=self.service)
         self._conns: dict[int, Connection] = {}
         self._arriving: dict[int, Arriving] = {}  # by session: hand-backs that are not whole yet
@@ -221,24 +214,21 @@ class MemoryServer(Handler, abc.ABC, Generic[M, StoreT]):
         self._protocol_errors_total = 0
 
     async def start(self) -> None:
-        """Take the path, find what an earlier server left, serve."""
+        """Take the path, find what an earlier server left, serve. May be repeated if it fails."""
         await self._server.start()
         # The path is ours; no client is read before this function yields to the loop.
+        self._threads: list[DriverThread] = []
         loop = asyncio.get_running_loop()
-        self._threads = {
-            name: DriverThread(f"{self.service}-{name}-{self.device}", loop)
-            for name in self.threads
-        }
-        self._driver, self._closer = self._threads["driver"], self._threads["closer"]
-        # Exports of what does not change any more: neither another memory's end nor a writer's
-        # slabs delay a newcomer.
-        self._lender = self._threads.get("lender", self._driver)
-        self._regions = MemoryWatch(self, self._driver)
         try:
+            for name in ("driver", "closer"):
+                thread = DriverThread(f"{self.service}-{name}-{self.device}", loop)
+                self._threads.append(thread)
+            self._driver, self._closer = self._threads
+            self._regions = MemoryWatch(self, self._driver)
             self._begin()
-        except BaseException:  # it may be started again
+        except BaseException:
             await self._server.close()
-            for thread in self._threads.values():
+            for thread in self._threads:
                 thread.close(0)
             raise
         self.handle(ev.DeadlinePassed())  # watches what is there
@@ -249,7 +239,7 @@ class MemoryServer(Handler, abc.ABC, Generic[M, StoreT]):
     async def close(self) -> None:
         """Stop serving; sessions end, and memory lives on where a process maps it."""
         await self._server.close()
-        for thread in self._threads.values():
+        for thread in self._threads:  # the closer last: it frees what the driver gives up
             await asyncio.to_thread(thread.close, CLOSE_TIMEOUT_S)
         self._regions.close()
         if self._timer is not None:
@@ -260,11 +250,11 @@ class MemoryServer(Handler, abc.ABC, Generic[M, StoreT]):
 
     @abc.abstractmethod
     def _begin(self) -> None:
-        """Set up store and machine on what an earlier server left."""
+        """Set up the machine on what an earlier server left."""
 
     def path(self, region: str) -> str:
         """The file that every process which maps the region holds."""
-        return os.path.join(self.directory, names.region_file(self.device, self.tag, region))
+        return names.region_path(self.directory, self.device, self.tag, region)
 
     def is_free(self, region: str) -> None:
         self.handle(ev.RegionFree(region))
@@ -309,10 +299,6 @@ class MemoryServer(Handler, abc.ABC, Generic[M, StoreT]):
     def _snapshot(self) -> dict[str, Any]:
         """The machine's part of `status`."""
 
-    @abc.abstractmethod
-    def _in_full(self) -> dict[str, Any]:
-        """What `inspect` adds to `status`."""
-
     # ------------------------------------------------------------------ as the wire's handler
 
     def opened(self, conn: Connection) -> None:
@@ -326,9 +312,6 @@ class MemoryServer(Handler, abc.ABC, Generic[M, StoreT]):
             match message:
                 case msg.StatusMsg():
                     conn.send(msg.StatusReplyMsg(self.status()), request_id)
-                case msg.InspectMsg():
-                    document = {**self.status(), **self._in_full()}
-                    conn.send(msg.InspectReplyMsg(document), request_id)
                 case msg.WatchMsg(since):
                     self._observers.join(conn, since, request_id)
                 case msg.HandBackMsg() | msg.MoreMsg():
@@ -339,6 +322,9 @@ class MemoryServer(Handler, abc.ABC, Generic[M, StoreT]):
             self._protocol_errors_total += isinstance(error, ProtocolError)
             self._forget_offer(conn.id)
             raise
+        except OSError as error:  # a file could not be opened to look at it
+            self._forget_offer(conn.id)
+            raise exhausted(error) from error
         finally:
             close_all(fds)
 
@@ -373,9 +359,9 @@ class MemoryServer(Handler, abc.ABC, Generic[M, StoreT]):
 
     def _check_held(self, region: str) -> None:
         """No memory before the flock: without it, nothing would show that the memory is in use."""
-        if not is_held(self.path(region)):
+        if not epoch_file.is_held(self.path(region)):
             text = f"hold a shared flock on the {self.what}'s file first"
-            raise ProtocolError(self.not_held, text)
+            raise ProtocolError("gms.not_held", text)
 
     # ------------------------------------------------------------------ what survivors hand back
 
@@ -384,7 +370,7 @@ class MemoryServer(Handler, abc.ABC, Generic[M, StoreT]):
         removed under all its holders.
         """
         if not names.is_region_id(message.region):
-            raise ProtocolError(self.bad_id, f"{message.region[:64]!r} is not an id")
+            raise ProtocolError("gms.bad_offer", f"{message.region[:64]!r} is not an id")
         self._watch_process(conn)
         if os.path.exists(self.path(message.region)):
             self._check_held(message.region)
@@ -436,22 +422,17 @@ class MemoryServer(Handler, abc.ABC, Generic[M, StoreT]):
             except (UnderstudyError, OSError) as error:
                 what = type(effect).__name__
                 self.log.record("gms.effect", f"{what} failed: {error}", severity="error")
-                if isinstance(effect, ev.Respond) and effect.session in self._conns:
-                    self._conns[effect.session].close(f"it cannot be answered: {error}")
-        self._arm()
-
-    def _arm(self) -> None:
+                if isinstance(effect, ev.Respond):
+                    self._refuse(effect, exhausted(error) if isinstance(error, OSError) else error)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         due_ms = self.machine.next_deadline_ms()
         if due_ms is not None:
             delay_s = max(0.0, due_ms - self.clock.now_ms()) / 1000
-            self._timer = asyncio.get_running_loop().call_later(delay_s, self._deadline_passed)
-
-    def _deadline_passed(self) -> None:
-        self._timer = None
-        self.handle(ev.DeadlinePassed())
+            self._timer = asyncio.get_running_loop().call_later(
+                delay_s, lambda: self.handle(ev.DeadlinePassed())
+            )
 
     def _at(self, instant_ms: float) -> str:
         ago = timedelta(milliseconds=self.clock.now_ms() - instant_ms)
@@ -469,7 +450,7 @@ class MemoryServer(Handler, abc.ABC, Generic[M, StoreT]):
             case ev.RefuseRequest(_, _, error):
                 self._refuse(effect, error)
             case ev.SendRegion():
-                self._export(effect)
+                self._send_region(effect)
             case ev.Watch(region, ends):
                 self._regions.add(region, ends=ends)
             case ev.Unwatch(region):
@@ -481,25 +462,37 @@ class MemoryServer(Handler, abc.ABC, Generic[M, StoreT]):
                         f"could not mark {self.what} {region} as out of service: {error.message}"
                     ),
                 )
-            case ev.Release(region):
-                self._driver.submit(
-                    lambda: self._store.take(region, self.path(region)),
-                    lambda slabs: self._lender.submit(
-                        lambda: None, lambda _: self._free_slabs(region, slabs)
-                    ),
-                )
+            case ev.Release():
+                self._release(effect)
             case ev.TakeBack(region, session, message):
                 fds = self._offered.pop(session, [])
-                self._driver.submit(
-                    lambda: self._store.take_back(region, fds, message),
-                    lambda tensors: self.handle(ev.RegionBack(region, tensors)),
-                    lambda error: self.handle(ev.RegionNotBack(region, error)),
-                )
+                self._call(effect, lambda: self._taken_back(region, fds, message))
             case ev.RecordEvent():
                 data = {"device_uuid": self.device, **effect.data}
                 self.log.record(effect.type, effect.message, effect.severity, data)
             case _:
                 raise AssertionError(effect)
+
+    def _call(self, effect: ev.Effect, work: Callable[[], Any]) -> None:
+        """Have the driver's thread do it; the machine hears of its end."""
+        self._driver.submit(
+            work,
+            lambda result: self.handle(ev.Done(effect, result)),
+            lambda error: self.handle(ev.Done(effect, error=error)),
+        )
+
+    def _taken_back(self, region: str, fds: list[OwnedFd], message: msg.HandBackMsg) -> int:
+        try:
+            tensors, parts = self._parts(message)
+        except BaseException:
+            close_all(fds)
+            raise
+        self._store.take_back(region, fds, parts)
+        return tensors
+
+    @abc.abstractmethod
+    def _parts(self, message: msg.HandBackMsg) -> tuple[int, Sequence[Part]]:
+        """The number of tensors of a valid `message`, and what comes with it, in order."""
 
     def _respond(self, to: ev.Respond, message: Message, fds: Sequence[OwnedFd] = ()) -> None:
         """Send `message` with `fds` (taken), if that session is still there. Closing the last
@@ -517,46 +510,35 @@ class MemoryServer(Handler, abc.ABC, Generic[M, StoreT]):
         if conn is not None:
             conn.fault(error, to.request_id)
 
-    def _free_slabs(self, region: str, slabs: list[Allocation]) -> None:
-        """On the closer's thread; it counts as done also if the driver does not take it back."""
+    def _release(self, effect: ev.Release) -> None:
+        """Memory that the driver does not take back counts as free all the same."""
+        region = effect.region
 
         def failed(error: UnderstudyError) -> None:
             message = f"the driver could not free {self.what} {region}: {error.message}"
             self.log.record("gms.release", message, "error", {self.what: region})
-            self.handle(ev.RegionReleased(region))
+            self.handle(ev.Done(effect))
 
-        self._closer.submit(
-            lambda: release_all(slabs), lambda _: self.handle(ev.RegionReleased(region)), failed
+        self._driver.submit(
+            lambda: self._store.take(region, self.path(region)),
+            lambda slabs: self._closer.submit(
+                lambda: release_all(slabs), lambda _: self.handle(ev.Done(effect)), failed
+            ),
         )
 
-    def _export(self, effect: ev.SendRegion) -> None:
-        """Send the descriptors of a region. Copies of those of host memory never block, so KV
-        memory takes no thread: on a machine whose CPUs are all busy, each change of threads may
-        wait for milliseconds, and an engine that wakes waits for it."""
-
-        def export() -> list[OwnedFd]:
-            return self._store.export(effect.region)
-
-        def failed(error: UnderstudyError) -> None:
-            self._refuse(effect, error)
-
-        if not self._store.exports_at_once:
-            self._lender.submit(export, lambda fds: self._exported(effect, fds), failed)
-            return
+    def _send_region(self, effect: ev.SendRegion) -> None:
         try:
-            self._exported(effect, attempt(export))
+            fds = attempt(lambda: self._store.export(effect.region))
         except UnderstudyError as error:
-            failed(error)
-
-    def _exported(self, effect: ev.SendRegion, fds: list[OwnedFd]) -> None:
-        region = self.machine.regions.get(effect.region)
-        if region is None:
-            self._closer.submit(lambda: close_all(fds))
+            cause = error.__cause__
+            is_short = isinstance(cause, OSError) and is_shortage(cause)
+            self._refuse(effect, exhausted(cause) if is_short else error)  # type: ignore[arg-type]
             return
-        self._respond(effect, self._grant(region, effect), fds[:FDS_PER_FRAME_MAX])
+        grant = self._grant(self.machine.regions[effect.region], effect)
+        self._respond(effect, grant, fds[:FDS_PER_FRAME_MAX])
         for first in range(FDS_PER_FRAME_MAX, len(fds), FDS_PER_FRAME_MAX):
             more = fds[first : first + FDS_PER_FRAME_MAX]
-            self._respond(effect, msg.SlabsMsg(region.id, first), more)
+            self._respond(effect, msg.SlabsMsg(effect.region, first), more)
 
     @abc.abstractmethod
     def _grant(self, region: Any, effect: ev.SendRegion) -> Message:
@@ -564,15 +546,12 @@ class MemoryServer(Handler, abc.ABC, Generic[M, StoreT]):
 
     def warn(self, why: str) -> None:
         """Record that a region's file cannot be used."""
-        self.log.record(self.file_event, why, "warning")
+        self.log.record(f"gms.{self.what}_file", why, "warning")
 
 
-def is_held(path: str) -> bool:
-    """Whether any process holds the file of an epoch or pool."""
-    try:
-        return epoch_file.is_held(path)
-    except OSError as error:
-        why = explain_shortage(error.errno, "the memory service")
-        raise UnderstudyError(
-            "gms.server_exhausted", f"the memory service cannot open {path}: {why}"
-        ) from error
+def exhausted(error: OSError) -> UnderstudyError:
+    """What a client hears that asks for more than there is: clients can use up the descriptors of a
+    server whose own need is known."""
+    return UnderstudyError(
+        "gms.server_exhausted", explain_shortage(error.errno, "the memory service")
+    )

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import uuid
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -20,18 +19,19 @@ from gms import epoch_file, names
 from gms import messages as msg
 from gms.core import events as ev
 from gms.core.kv import KvMachine, Pool
-from gms.core.snapshot import epochs_in_full, kv_snapshot, pools_in_full, weights_snapshot
+from gms.core.snapshot import kv_snapshot, weights_snapshot
 from gms.core.upkeep import Epoch
 from gms.core.weights import WeightsMachine
+from gms.manifest import check_manifest
 from gms.server.devices import DeviceUsage
-from gms.server.driver_thread import attempt
+from gms.server.driver_thread import FOREIGN, attempt
 from gms.server.journal import CommitJournal, left_behind, peek, read_tokens, write_tokens
-from gms.server.memory_server import MemoryServer, holders, is_held
-from gms.server.slab_store import KvRoom, KvStore, WeightsStore
-from gms.vmm.interface import DeviceMemory
+from gms.server.memory_server import MemoryServer, holders
+from gms.server.slab_store import KvRoom, Part, pool_parts, slab_sizes, weights_parts
+from gms.vmm.interface import DeviceMemory, release_all
 from plumbing.errors import UnderstudyError
 from plumbing.pod.models import device_of
-from plumbing.wire.fds import OwnedFd, close_all
+from plumbing.text import size
 from plumbing.wire.limits import MANIFEST_FRAME_BYTES_MAX
 
 # How long a writer may make no progress. It reports per tensor; reading one from the slowest
@@ -39,18 +39,14 @@ from plumbing.wire.limits import MANIFEST_FRAME_BYTES_MAX
 STALL_MS = 120_000.0
 RETRY_S = 1.0  # of a place that cannot be served
 
-T = TypeVar("T")
-
 logger = logging.getLogger(__name__)
 
 
-class WeightsServer(MemoryServer[WeightsMachine, WeightsStore]):
+class WeightsServer(MemoryServer[WeightsMachine]):
     """The weights of one place."""
 
     tag, service, what, blocked = names.WEIGHTS, "gms", "epoch", "load"
-    not_held, bad_id, file_event = "gms.epoch_not_held", "gms.bad_epoch", "gms.epoch_file"
-    # The closer is the last, since it releases what the driver gives up.
-    threads: ClassVar[Sequence[str]] = ("driver", "lender", "closer")
+    is_lent_writable = False
 
     def __init__(
         self,
@@ -68,14 +64,12 @@ class WeightsServer(MemoryServer[WeightsMachine, WeightsStore]):
         self.capacity_bytes, self.stall_ms = capacity_bytes, stall_ms
         self._usage = None if names.is_host(device) else DeviceUsage(device_of(device))
         self.counts_kv = counts_kv
-        self._arrived: dict[int, OwnedFd] = {}  # a new slab's descriptor, until it is sent
 
     def _begin(self) -> None:
         self._journal = CommitJournal(
             names.journal_path(self.directory, self.device),
-            has_epochs=bool(names.epochs_on_disk(self.directory, self.device)),
+            has_epochs=bool(names.regions_on_disk(self.directory, self.device, names.WEIGHTS)),
         )
-        self._store = WeightsStore(self.memory)
         found = self._journal.loaded
         self.machine = WeightsMachine(
             capacity_bytes=self.capacity_bytes,
@@ -93,7 +87,6 @@ class WeightsServer(MemoryServer[WeightsMachine, WeightsStore]):
 
     async def close(self) -> None:
         await super().close()
-        close_all(self._arrived.values())
         self._journal.close()
 
     def is_free(self, region: str) -> None:
@@ -114,16 +107,13 @@ class WeightsServer(MemoryServer[WeightsMachine, WeightsStore]):
         used_bytes = None if self._usage is None else self._usage.used_bytes()
         return {**weights_snapshot(self.machine, self._at), "device_used_bytes": used_bytes}
 
-    def _in_full(self) -> dict[str, Any]:
-        return {"epochs": epochs_in_full(self.machine)}
-
     def _with_facts(self, event: ev.Received) -> ev.Received:
         match event.message:
             case msg.AttachMsg() | msg.AllocateMsg() if self.counts_kv:
                 return replace(event, kv_bytes=self.bytes_beside)
             case msg.DropMsg(even_if_mapped=False) | msg.OffloadMsg():
                 committed = self.machine.committed
-                is_mapped = committed is not None and is_held(self.path(committed.id))
+                is_mapped = committed is not None and epoch_file.is_held(self.path(committed.id))
                 copy = host_copy(self.directory, self.device)
                 return replace(event, is_mapped=is_mapped, copy=copy)
         return event
@@ -131,40 +121,36 @@ class WeightsServer(MemoryServer[WeightsMachine, WeightsStore]):
     # ------------------------------------------------------------------ effects
 
     def _perform(self, effect: ev.Effect) -> None:
+        store, memory = self._store, self.memory
         match effect:
-            case ev.SendMessage(session, _, msg.AllocatedMsg() as message):
-                self._respond(effect, message, [self._arrived.pop(session)])
+            case ev.SendMessage(session, _, msg.AllocatedMsg(slab) as message):
+                epoch = str(self.machine.sessions[session].region)
+                self._respond(effect, message, [attempt(lambda: store.lend(epoch, slab))])
             case ev.SendMessage(session, _, msg.WritingMsg() as message):
                 conn = self._conns.get(session)
                 if conn is not None:  # only a writer may send frames of 16 MiB: it owes a manifest
                     conn.limit_frames(MANIFEST_FRAME_BYTES_MAX)
                 self._respond(effect, message)
-            case ev.OpenEpoch(session, epoch):
-                self._call(
-                    session,
-                    lambda: self._store.open_epoch(epoch, self.path(epoch)),
-                    lambda _: self.handle(ev.EpochOpened(session)),
-                )
-            case ev.CreateSlab(session, epoch, size_bytes):
-                self._call(
-                    session,
-                    lambda: self._store.create(epoch, size_bytes),
-                    lambda fd: self._slab_created(session, fd),
-                )
-            case ev.SealEpoch(session, epoch, manifest):
-                self._call(
-                    session,
-                    lambda: self._store.seal(epoch, manifest),
-                    lambda tensors: self.handle(ev.Sealed(session, tensors)),
-                )
-            case ev.WriteJournal(committing, record, offloaded):
-                self._driver.submit(
-                    lambda: self._journal.write(record, offloaded),
-                    lambda _: self.handle(ev.Journalled(committing)),
-                    lambda error: self.handle(ev.Journalled(committing, error.message)),
-                )
+            case ev.OpenEpoch(_, epoch):
+                self._call(effect, lambda: store.open(epoch, self.path(epoch)))
+            case ev.CreateSlab(_, epoch, size_bytes):
+                self._call(effect, lambda: store.add_slab(epoch, memory, size_bytes))
+            case ev.SealEpoch(_, epoch, manifest):
+                sizes = self.machine.regions[epoch].slab_sizes
+                self._call(effect, lambda: self._sealed(epoch, manifest, sizes))
+            case ev.WriteJournal(_, record, offloaded):
+                self._call(effect, lambda: self._journal.write(record, offloaded))
             case _:
                 super()._perform(effect)
+
+    def _sealed(self, epoch: str, manifest: bytes, sizes: Sequence[int]) -> int:
+        tensors = check_manifest(manifest, sizes)
+        self._store.seal(epoch)
+        return tensors
+
+    def _parts(self, message: msg.HandBackMsg) -> tuple[int, Sequence[Part]]:
+        tensors = check_manifest(message.manifest, message.slab_sizes)
+        return tensors, weights_parts(self.memory, message.region, message.slab_sizes)
 
     def _grant(self, region: Epoch, effect: ev.SendRegion) -> msg.EpochAttachedMsg:
         return msg.EpochAttachedMsg(
@@ -175,17 +161,6 @@ class WeightsServer(MemoryServer[WeightsMachine, WeightsStore]):
             manifest=region.manifest,
         )
 
-    def _slab_created(self, session: int, fd: OwnedFd) -> None:
-        self._arrived[session] = fd
-        self.handle(ev.SlabCreated(session))
-        unclaimed = self._arrived.pop(session, None)  # its writer has left meanwhile
-        if unclaimed is not None:
-            self._closer.submit(unclaimed.close)
-
-    def _call(self, session: int, work: Callable[[], T], done: Callable[[T], None]) -> None:
-        """Call the driver for a writer."""
-        self._driver.submit(work, done, lambda error: self.handle(ev.DriverFailed(session, error)))
-
 
 def host_copy(directory: str, device: str) -> ev.JournalRecord | None:
     """The host copy of the weights of `device`, if a living process besides its server holds it:
@@ -194,18 +169,17 @@ def host_copy(directory: str, device: str) -> ev.JournalRecord | None:
     record = peek(names.journal_path(directory, host))
     if record is None:
         return None
-    path = os.path.join(directory, names.epoch_file(host, record.epoch))
-    return record if is_held(path) and not epoch_file.is_retired(path) else None
+    path = names.region_path(directory, host, names.WEIGHTS, record.epoch)
+    return record if epoch_file.is_held(path) and not epoch_file.is_retired(path) else None
 
 
-class KvServer(MemoryServer[KvMachine, KvStore]):
+class KvServer(MemoryServer[KvMachine]):
     """The KV memory of one place. It has none before the first claim. It files the newest claims
     for a restarted server: best effort, since the kernel and the lock server protect the memory
     without them."""
 
     tag, service, what, blocked = names.KV, "gms-kv", "pool", "use the KV memory"
-    not_held, bad_id, file_event = "gms.kv_pool_not_held", "gms.bad_offer", "gms.kv_file"
-    threads: ClassVar[Sequence[str]] = ("driver", "closer")
+    is_lent_writable = True
 
     def __init__(
         self,
@@ -222,9 +196,8 @@ class KvServer(MemoryServer[KvMachine, KvStore]):
         self.capacity_bytes = capacity_bytes
 
     def _begin(self) -> None:
-        self._token_path = names.kv_token_path(self.directory, self.device)
-        self._store = KvStore(self.memory)
-        found = names.pools_on_disk(self.directory, self.device)
+        self._token_path = names.journal_path(self.directory, self.device, names.KV)
+        found = names.regions_on_disk(self.directory, self.device, names.KV)
         self.machine = KvMachine(
             new_pool_id=lambda: uuid.uuid4().hex,
             orphans={pool: epoch_file.is_retired(self.path(pool)) for pool in found},
@@ -239,12 +212,9 @@ class KvServer(MemoryServer[KvMachine, KvStore]):
     def _snapshot(self) -> dict[str, Any]:
         return {**kv_snapshot(self.machine, self._at), "capacity_bytes": self.capacity_bytes}
 
-    def _in_full(self) -> dict[str, Any]:
-        return {"pools": pools_in_full(self.machine)}
-
     def _with_facts(self, event: ev.Received) -> ev.Received:
         pool = self.machine.current if isinstance(event.message, msg.DropPoolMsg) else None
-        if pool is None or self.machine.all_holders or not is_held(self.path(pool.id)):
+        if pool is None or self.machine.all_holders or not epoch_file.is_held(self.path(pool.id)):
             return event
         pids = ", ".join(f"pid {pid}" for pid in holders(self.path(pool.id)))
         raise UnderstudyError(
@@ -258,13 +228,9 @@ class KvServer(MemoryServer[KvMachine, KvStore]):
 
     def _perform(self, effect: ev.Effect) -> None:
         match effect:
-            case ev.MakePool(pool, size_bytes, index_bytes):
+            case ev.MakePool():
                 room = self.room()
-                self._driver.submit(
-                    lambda: self._store.make(pool, self.path(pool), size_bytes, index_bytes, room),
-                    lambda sizes: self.handle(ev.PoolMade(pool, sizes)),
-                    lambda error: self.handle(ev.PoolNotMade(pool, error)),
-                )
+                self._call(effect, lambda: self._made(effect, room))
             case ev.KeepTokens(newest):
                 # Here, before their owner is granted anything: on disk before it has memory.
                 try:
@@ -273,6 +239,29 @@ class KvServer(MemoryServer[KvMachine, KvStore]):
                     self.warn(f"could not keep the newest token: {error.message}")
             case _:
                 super()._perform(effect)
+
+    def _made(self, effect: ev.MakePool, room: KvRoom) -> tuple[int, ...]:
+        """File, index and slabs; the slabs' sizes. All or nothing."""
+        pool, path = effect.region, self.path(effect.region)
+        sizes = slab_sizes(effect.size_bytes, self.memory.granularity_bytes)
+        room.check(sum(sizes))
+        self._store.open(pool, path, sum(sizes))
+        try:
+            for part in pool_parts(self.memory, pool, sizes, effect.index_bytes):
+                self._store.add(pool, part)
+        except BaseException as error:
+            release_all(self._store.take(pool, path))
+            if isinstance(error, UnderstudyError) and error.code == "gms.device_full":
+                text = f"{error.message}; weights of this service take {size(room.weights_bytes)}"
+                more = {**error.details, "weights_bytes": room.weights_bytes}
+                raise UnderstudyError(error.code, text, **more) from error
+            raise
+        return sizes
+
+    def _parts(self, message: msg.HandBackMsg) -> tuple[int, Sequence[Part]]:
+        assert message.pool is not None
+        sizes, index_bytes = message.slab_sizes, message.pool.index_bytes
+        return 0, pool_parts(self.memory, message.region, sizes, index_bytes)
 
     def _grant(self, region: Pool, effect: ev.SendRegion) -> msg.PoolTakenMsg:
         sizes = tuple(region.slab_sizes)
@@ -285,9 +274,6 @@ class KvServer(MemoryServer[KvMachine, KvStore]):
         others_bytes = self.bytes_beside - sum(each.held_bytes for each in mine)
         weights_bytes = sum(each.all_bytes for each in mine)
         return KvRoom(self.device, self.capacity_bytes, weights_bytes, others_bytes)
-
-
-FAILURES = (UnderstudyError, OSError)
 
 
 class DeviceProcess:
@@ -305,7 +291,7 @@ class DeviceProcess:
         restarts_total: int = 0,
     ) -> None:
         """`is_bounded`: `capacity_bytes` is the limit of weights and KV memory together."""
-        self.servers: list[MemoryServer[Any, Any]] = []
+        self.servers: list[MemoryServer[Any]] = []
         told: dict[str, Any] = {"restarts_total": restarts_total}
         for place in places:
             of = directory, place, memory
@@ -315,43 +301,37 @@ class DeviceProcess:
             self.servers.append(weights)
             if not names.is_offload(place):
                 self.servers.append(KvServer(*of, capacity_bytes if is_bounded else None, **told))
-        self._running: list[MemoryServer[Any, Any]] = []
+        self._running: list[MemoryServer[Any]] = []
         for server in self.servers:
             server.beside = self._running
-        self._late: list[asyncio.Task[None]] = []
+        self._late: asyncio.Task[None] | None = None
+        self._said: dict[MemoryServer[Any], str] = {}
 
     async def start(self) -> None:
-        """Serve what can be served."""
-        failed: list[tuple[MemoryServer[Any, Any], Exception]] = []
-        for server in self.servers:
-            try:
-                await self._start(server)
-            except FAILURES as error:
-                failed.append((server, error))
-        if not any(server.tag == names.WEIGHTS for server in self._running):
-            await self.close()
-            raise failed[0][1]
-        self._late = [asyncio.create_task(self._retry(*each)) for each in failed]
+        """Serve what can be served; the rest is tried again."""
+        late = [server for server in self.servers if not await self._has_started(server)]
+        self._late = asyncio.create_task(self._retry(late))
 
     async def close(self) -> None:
         """Stop serving; memory lives on where a process maps it."""
-        for task in self._late:
-            task.cancel()
+        if self._late is not None:
+            self._late.cancel()
         for server in self._running:
             await server.close()
 
-    async def _start(self, server: MemoryServer[Any, Any]) -> None:
-        await server.start()
-        self._running.append(server)
-
-    async def _retry(self, server: MemoryServer[Any, Any], error: Exception) -> None:
-        said = ""
-        while server not in self._running:
-            if str(error) != said:
-                said = str(error)
+    async def _has_started(self, server: MemoryServer[Any]) -> bool:
+        try:
+            await server.start()
+        except (UnderstudyError, *FOREIGN) as error:
+            said = str(error)
+            if said != self._said.get(server):
+                self._said[server] = said
                 logger.error("the %s of %s are not served: %s", server.tag, server.device, said)
+            return False
+        self._running.append(server)
+        return True
+
+    async def _retry(self, late: list[MemoryServer[Any]]) -> None:
+        while late:
             await asyncio.sleep(RETRY_S)
-            try:
-                await self._start(server)
-            except FAILURES as again:
-                error = again
+            late = [server for server in late if not await self._has_started(server)]

@@ -1,9 +1,9 @@
-"""The physical memory that one device's servers hold: the slabs of epochs and of KV pools, and
-whether another pool fits.
+"""The physical memory that one place's servers hold: the slabs of epochs, or of KV pools with their
+indexes; and whether another pool fits.
 
-The driver thread uses both stores, so they need no locks and may block. Only `export` is called
-from elsewhere: by another thread, of epochs that no longer change, and by the KV server's loop, of
-host memory. They decide nothing: the machines say what to create, seal, check and give up.
+The driver's thread uses a store, so it needs no locks and may block. Only `export` is called from
+elsewhere, by the loop, of what does not change any more. A store decides nothing: the machines say
+what to create, seal, check and give up.
 
 `KvRoom` compares a KV pool with what the device has left beside its weights. A GPU's driver has
 the last word, but a pool is made on the path of a wake: what cannot fit is better said at once.
@@ -13,79 +13,20 @@ that touches it first, which is the engine's (`engine.backends.free_memory.has_r
 
 from __future__ import annotations
 
-import abc
-import os
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from msgspec import Struct
 
 from gms import epoch_file
-from gms.manifest import check_manifest
-from gms.messages import POOL_SLABS_MAX, HandBackMsg
+from gms.messages import POOL_SLABS_MAX
 from gms.vmm.host import HostMemory
 from gms.vmm.interface import Allocation, DeviceMemory, export_all, release_all
 from plumbing.errors import UnderstudyError
 from plumbing.pod.paths import KV_SLAB_PREFIX, SLAB_PREFIX
 from plumbing.text import size
 from plumbing.wire.fds import OwnedFd, close_all
-
-
-class SlabStore(abc.ABC):
-    """Memory by epoch, or by KV pool, in the order in which its descriptors are sent."""
-
-    is_writable = False  # by those to whom it is exported
-
-    def __init__(self, memory: DeviceMemory) -> None:
-        self.memory = memory
-        self._slabs: dict[str, list[Allocation]] = {}
-
-    @property
-    def exports_at_once(self) -> bool:
-        """Whether `export` never blocks, so that no thread is needed for it."""
-        return False
-
-    def export(self, name: str) -> list[OwnedFd]:
-        """Descriptors of all its memory, in order, for the caller; none if it was given up."""
-        return export_all(self._slabs.get(name, ()), writable=self.is_writable)
-
-    def take_back(self, name: str, fds: Sequence[OwnedFd], message: HandBackMsg) -> int:
-        """Check and hold what a survivor has handed back; takes `fds`; returns the number of
-        tensors.
-
-        Raises:
-            ProtocolError: `gms.bad_manifest`.
-            UnderstudyError: `gms.bad_slab`, one has another size, or is writable though it must
-                not be, or (host memory) is not the one that was created for its place.
-        """
-        slabs: list[Allocation] = []
-        rest = deque(fds)
-        try:
-            tensors, parts = self._expected(name, message)
-            for part in parts:
-                slabs.append(part.memory.adopt(rest.popleft(), part.size_bytes))
-                slabs[-1].check(part.name, is_sealed=not self.is_writable)
-        except BaseException:
-            close_all(rest)
-            release_all(slabs)
-            raise
-        self._slabs[name] = slabs
-        return tensors
-
-    @abc.abstractmethod
-    def _expected(self, name: str, message: HandBackMsg) -> tuple[int, Iterable[Part]]:
-        """The number of tensors of a valid `message`, and what comes with it, in order."""
-
-    def take(self, name: str, path: str) -> list[Allocation]:
-        """Give its memory up, with its file: the caller releases it, where that may take long."""
-        epoch_file.remove_if_free(path)
-        return self._slabs.pop(name, [])
-
-    def close(self) -> None:
-        """Release everything; memory lives on where a process maps it."""
-        for name in list(self._slabs):
-            release_all(self._slabs.pop(name))
 
 
 class Part(NamedTuple):
@@ -96,99 +37,99 @@ class Part(NamedTuple):
     name: str
 
 
-class WeightsStore(SlabStore):
-    """Slabs by epoch."""
+class SlabStore:
+    """Memory by region, in the order in which its descriptors are sent."""
 
-    def open_epoch(self, epoch: str, path: str) -> None:
-        """Create the file of a new epoch."""
+    def __init__(self, *, is_writable: bool) -> None:
+        """`is_writable`: by those to whom a whole region is exported."""
+        self._is_writable = is_writable
+        self._slabs: dict[str, list[Allocation]] = {}
+
+    def open(self, region: str, path: str, size_bytes: int | None = None) -> None:
+        """Create the file of a new region; `size_bytes`: of KV memory."""
         try:
-            epoch_file.create(path)
+            if size_bytes is None:
+                epoch_file.create(path)
+            else:
+                epoch_file.create_region_file(path, size_bytes)
         except OSError as error:
+            code = "gms.epoch_file" if size_bytes is None else "gms.pool_file"
             raise UnderstudyError(
-                "gms.epoch_file", f"cannot create {path}: {error.strerror}; free space"
+                code, f"cannot create {path}: {error.strerror}; free space on that disk"
             ) from error
-        self._slabs[epoch] = []
+        self._slabs[region] = []
 
-    def create(self, epoch: str, size_bytes: int) -> OwnedFd:
-        """One more slab; returns a writable descriptor for its writer."""
-        slabs = self._slabs[epoch]
-        slab = self.memory.create(size_bytes, _slab_name(epoch, len(slabs)))
-        try:
-            fd = slab.export(writable=True)
-        except BaseException:
-            slab.release()
-            raise
-        slabs.append(slab)
-        return fd
+    def add(self, region: str, part: Part) -> None:
+        """One more."""
+        self._slabs[region].append(part.memory.create(part.size_bytes, part.name))
 
-    def seal(self, epoch: str, manifest: bytes) -> int:
-        """Check the manifest and seal every slab; returns the number of tensors."""
-        slabs = self._slabs[epoch]
-        tensors = check_manifest(manifest, [slab.size_bytes for slab in slabs])
-        for slab in slabs:
+    def add_slab(self, epoch: str, memory: DeviceMemory, size_bytes: int) -> None:
+        """One more of weights."""
+        self.add(epoch, Part(memory, size_bytes, _slab_name(epoch, len(self._slabs[epoch]))))
+
+    def seal(self, region: str) -> None:
+        """From now on nobody can write it."""
+        for slab in self._slabs[region]:
             slab.seal()
-        return tensors
 
-    def _expected(self, name: str, message: HandBackMsg) -> tuple[int, Iterable[Part]]:
-        sizes = message.slab_sizes
-        parts = (Part(self.memory, each, _slab_name(name, n)) for n, each in enumerate(sizes))
-        return check_manifest(message.manifest, sizes), parts
+    def lend(self, region: str, slab: int) -> OwnedFd:
+        """A writable descriptor of one slab, for its writer."""
+        return self._slabs[region][slab].export(writable=True)
+
+    def export(self, region: str) -> list[OwnedFd]:
+        """Descriptors of all its memory, in order, for the caller; none if it was given up."""
+        return export_all(self._slabs.get(region, ()), writable=self._is_writable)
+
+    def take_back(self, region: str, fds: Sequence[OwnedFd], parts: Sequence[Part]) -> None:
+        """Check and hold what a survivor has handed back; takes `fds`.
+
+        Raises:
+            UnderstudyError: `gms.bad_slab`, one has another size, or is writable though it must
+                not be, or (host memory) is not the one that was created for its place.
+        """
+        slabs: list[Allocation] = []
+        rest = deque(fds)
+        try:
+            for part in parts:
+                slabs.append(part.memory.adopt(rest.popleft(), part.size_bytes))
+                slabs[-1].check(part.name, is_sealed=not self._is_writable)
+        except BaseException:
+            close_all(rest)
+            release_all(slabs)
+            raise
+        self._slabs[region] = slabs
+
+    def take(self, region: str, path: str) -> list[Allocation]:
+        """Give its memory up, with its file: the caller releases it, where that may take long."""
+        epoch_file.remove_if_free(path)
+        return self._slabs.pop(region, [])
+
+    def close(self) -> None:
+        """Release everything; memory lives on where a process maps it."""
+        for region in list(self._slabs):
+            release_all(self._slabs.pop(region))
+
+
+def weights_parts(memory: DeviceMemory, epoch: str, sizes: Sequence[int]) -> list[Part]:
+    return [Part(memory, each, _slab_name(epoch, n)) for n, each in enumerate(sizes)]
 
 
 def _slab_name(epoch: str, index: int) -> str:
     return f"{SLAB_PREFIX}{epoch[:8]}-{index}"
 
 
+def pool_parts(
+    memory: DeviceMemory, pool: str, sizes: Sequence[int], index_bytes: int
+) -> list[Part]:
+    """The index, then the slabs."""
+    step, prefix = HostMemory.granularity_bytes, f"{KV_SLAB_PREFIX}{pool[:8]}"
+    index = Part(HostMemory(), -(-index_bytes // step) * step, f"{prefix}-0")
+    return [index, *(Part(memory, each, f"{prefix}-{n}") for n, each in enumerate(sizes, 1))]
+
+
 # Handles above about 4 GiB have tripped the driver's memory scrubber on some machines, and pages of
 # 2 MiB take the driver 200 µs each.
 SLAB_BYTES_MAX = 2 << 30
-
-
-class KvStore(SlabStore):
-    """By pool: its index, then its slabs, in order."""
-
-    is_writable = True
-
-    @property
-    def exports_at_once(self) -> bool:
-        return self.memory.kind == HostMemory.kind
-
-    def make(
-        self, pool: str, path: str, size_bytes: int, index_bytes: int, room: KvRoom
-    ) -> tuple[int, ...]:
-        """File, index and slabs; the slabs' sizes. All or nothing."""
-        sizes = slab_sizes(size_bytes, self.memory.granularity_bytes)
-        room.check(sum(sizes))
-        try:
-            epoch_file.create_region_file(path, sum(sizes))
-        except OSError as error:
-            raise UnderstudyError(
-                "gms.pool_file", f"cannot create {path}: {error.strerror}; free space on that disk"
-            ) from error
-        slabs: list[Allocation] = []
-        try:
-            for part in self._parts(pool, sizes, index_bytes):
-                slabs.append(part.memory.create(part.size_bytes, part.name))  # noqa: PERF401 - released if one fails
-        except BaseException as error:
-            release_all(slabs)
-            os.unlink(path)
-            if isinstance(error, UnderstudyError) and error.code == "gms.device_full":
-                text = f"{error.message}; weights of this service take {size(room.weights_bytes)}"
-                more = {**error.details, "weights_bytes": room.weights_bytes}
-                raise UnderstudyError(error.code, text, **more) from error
-            raise
-        self._slabs[pool] = slabs
-        return sizes
-
-    def _expected(self, name: str, message: HandBackMsg) -> tuple[int, Iterable[Part]]:
-        assert message.pool is not None
-        return 0, self._parts(name, message.slab_sizes, message.pool.index_bytes)
-
-    def _parts(self, pool: str, sizes: Sequence[int], index_bytes: int) -> Iterator[Part]:
-        step, prefix = HostMemory.granularity_bytes, f"{KV_SLAB_PREFIX}{pool[:8]}"
-        yield Part(HostMemory(), -(-index_bytes // step) * step, f"{prefix}-0")
-        for number, size_bytes in enumerate(sizes, 1):
-            yield Part(self.memory, size_bytes, f"{prefix}-{number}")
 
 
 def slab_sizes(size_bytes: int, granularity_bytes: int) -> tuple[int, ...]:

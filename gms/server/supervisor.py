@@ -10,9 +10,9 @@ a model, in a pool), has a socket of its own: a `Served` watches it. A process t
 its memory lives on in its readers. But only for its own silence: not while it waits for a CPU, nor
 while this process has no descriptor left to ask with.
 
-`CopierProcess` keeps a device's host copy (`gms.host_copy`). It has no socket, so the supervisor
-knows only whether it runs. Neither it nor the copies' server is ever given up: weights are served
-without a copy.
+A child that keeps a device's host copy (`gms.host_copy`) serves nothing: the supervisor knows only
+whether it runs. Neither it nor the copies' server is ever given up: weights are served without a
+copy.
 """
 
 from __future__ import annotations
@@ -49,15 +49,13 @@ from plumbing.service.notify import restarts
 from plumbing.service.process import parent_environment
 from plumbing.service.signals import SignalInbox
 from plumbing.text import duration
-from plumbing.wire import sockets
 from plumbing.wire.connection import Connection, Handler, connect
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.messages import Message
 from plumbing.wire.server import PathGuard
 
-# Of a server of copies that keeps dying: a start costs a second of one core.
+# Of what keeps dying and concerns copies only: a start costs a second of one core.
 COPIES_RETRY_S = 10.0
-COPIER_RETRY_S = 2.0  # its start costs a third of a second of one core, and nobody waits for it
 STOP_S = 5.0  # for a server to exit by itself; it has nothing to save
 PING_S = 1.0
 SILENT_MS = 5000.0  # several pings: a server that is silent for longer is not ready
@@ -107,14 +105,21 @@ class GmsSupervisor:
             names.KV: ServerMetrics(metrics, places, names.KV),
         }
         self.log.subscribe(self.metrics[names.WEIGHTS].count)
-        self._command, self._environment = command, environment
-        self.children = [self._child(device, served) for device, served in devices.items()]
-        self.copies = [self._child(names.COPIES, copies)] if copies else []
-        self.copiers = [
-            CopierProcess(place, copy_command, environment, self.log)
-            for place in places
-            if copy_command is not None
+
+        self.environment = environment
+        both, only = (names.WEIGHTS, names.KV), (names.WEIGHTS,)
+        self.children = [
+            self._child(device, f"the server of {device}", command, served, both)
+            for device, served in devices.items()
         ]
+        # What keeps host copies; the weights are served without it.
+        self.copies: list[Child] = []
+        if copy_command is not None:
+            name = "the server of host copies"
+            self.copies.append(self._child(names.COPIES, name, command, copies, only))
+            for place in places:
+                name = f"the process that keeps the host copy of {place}"
+                self.copies.append(self._child(place, name, lambda of, _: copy_command(of), (), ()))
         self.http = HttpServer(
             http_host,
             http_port,
@@ -127,11 +132,15 @@ class GmsSupervisor:
         self._absence: AbsenceFile | None = None
         self._exit_code: asyncio.Future[int] | None = None
 
-    def _child(self, device: str, places: Sequence[str]) -> Child:
-        tags = (names.WEIGHTS,) if device == names.COPIES else (names.WEIGHTS, names.KV)
-        child = Child(
-            device, self._command, self._environment, self.log, self.clock, self._tell_why
-        )
+    def _child(
+        self,
+        device: str,
+        name: str,
+        command: Command,
+        places: Sequence[str],
+        tags: Sequence[str],
+    ) -> Child:
+        child = Child(self, device, name, command, is_vital=names.KV in tags)
         for place, tag in itertools.product(places, tags):
             child.served.append(Served(self.directory, place, tag, child, self.metrics[tag]))
         return child
@@ -179,35 +188,26 @@ class GmsSupervisor:
         }
 
     async def _keep(self, child: Child) -> None:
-        """Keep a server running, until it keeps dying."""
+        """Keep it running: what is vital, until it keeps dying."""
         while True:
-            verdict = await child.live()
-            if isinstance(verdict, GiveUp):
-                return self._end(verdict.exit_code)
-            await asyncio.sleep(verdict.delay_ms / 1000)
+            match await child.live():
+                case StartAgain(delay_ms):
+                    await asyncio.sleep(delay_ms / 1000)
+                case GiveUp(exit_code) if child.is_vital:
+                    return self._end(exit_code)
+                case _:
+                    await asyncio.sleep(COPIES_RETRY_S)
 
     async def _keep_copies(self) -> None:
         """Start what keeps host copies once the others answer, or have failed: a dozen starts at
-        once would share the CPUs, and nobody waits for these. They are tried for ever: weights are
-        served without them."""
+        once would share the CPUs, and nobody waits for these."""
         for child in self.children:
             await child.settled.wait()
-
-        async def keep(child: Child) -> None:
-            while True:
-                verdict = await child.live()
-                if isinstance(verdict, StartAgain):
-                    await asyncio.sleep(verdict.delay_ms / 1000)
-                else:
-                    await asyncio.sleep(COPIES_RETRY_S)
-
         async with asyncio.TaskGroup() as tasks:
             for child in self.copies:
-                tasks.create_task(keep(child))
-            for copier in self.copiers:
-                tasks.create_task(copier.run())
+                tasks.create_task(self._keep(child))
 
-    def _tell_why(self) -> None:
+    def tell_why(self) -> None:
         """To whoever asks a server that is not there."""
         if self._absence is not None:
             problems = [(each.place, c.problem) for c in self.children for each in c.served]
@@ -223,8 +223,7 @@ class GmsSupervisor:
             self._exit_code.set_result(code)
 
     async def _stop_children(self) -> None:
-        everybody: list[Child | CopierProcess] = [*self.children, *self.copies, *self.copiers]
-        processes = [each.process for each in everybody]
+        processes = [child.process for child in (*self.children, *self.copies)]
         alive = [each for each in processes if each is not None and each.returncode is None]
         for process in alive:
             process.terminate()
@@ -241,7 +240,7 @@ class GmsSupervisor:
     def _startup(self) -> Probe:
         """By the weights: an engine that wakes without KV memory has an empty cache."""
         away = [each for c in self.children for each in c.served if not each.is_responsive]
-        silent = {each.place: each.trouble for each in away if each.tag == names.WEIGHTS}
+        silent = {each.place: each.child.problem for each in away if each.tag == names.WEIGHTS}
         if not silent:
             kv = [each.place for each in away]
             but = f", but the KV memory of {', '.join(kv)} does not" if kv else ""
@@ -254,34 +253,25 @@ class GmsSupervisor:
         return Probe(True, "this loop runs", {})
 
 
-def _started(words: Sequence[str], environment: Mapping[str, str]) -> ChildProcess:
-    return ChildProcess(words, {**os.environ, **environment, **parent_environment()})
-
-
 def _how(returncode: int) -> str:
     return f"({signal.Signals(-returncode).name})" if returncode < 0 else f"(code {returncode})"
 
 
 class Child:
-    """The server process of one device, or of host copies, and what it serves."""
+    """A process, and the memories that it serves."""
 
     def __init__(
-        self,
-        device: str,
-        command: Command,
-        environment: Environment,
-        log: EventLog,
-        clock: Clock,
-        on_change: Callable[[], None],
+        self, parent: GmsSupervisor, device: str, name: str, command: Command, *, is_vital: bool
     ) -> None:
-        """`on_change`: `problem` is another, or over."""
-        self.device, self.log, self.clock = device, log, clock
+        """`is_vital`: the program ends with it."""
+        self.device, self.name, self.is_vital = device, name, is_vital
+        self.log, self.clock = parent.log, parent.clock
         self.served: list[Served] = []
         self.restarts = Restarts()
         self.process: ChildProcess | None = None
         self.problem: str | None = None  # why there is no server, until one answers
         self.settled = asyncio.Event()  # all that it serves has answered once, or it has failed
-        self._command, self._environment, self._on_change = command, environment, on_change
+        self._command, self._parent = command, parent
         self._silence, self._looked_ms = Silence(), 0.0
         self._is_killed_for_silence = False
 
@@ -291,14 +281,13 @@ class Child:
 
     async def live(self) -> StartAgain | GiveUp:
         """Start the server, wait for its end; what to do then."""
-        is_copies = self.device == names.COPIES
-        name = f"the server of {'host copies' if is_copies else self.device}"
         words = self._command(self.device, self.restarts.deaths_total)
+        environ = {**os.environ, **self._parent.environment(self.device), **parent_environment()}
         try:
-            process = self.process = _started(words, self._environment(self.device))
+            process = self.process = ChildProcess(words, environ)
         except OSError as error:
             verdict = self.restarts.not_started(error.errno)
-            what = f"{name} cannot be started: {explain_shortage(error.errno)}"
+            what = f"{self.name} cannot be started: {explain_shortage(error.errno)}"
             self._failed("gms.cannot_start", what, verdict, {"errno": error.errno})
             return verdict
         started_ms = self._looked_ms = self.clock.now_ms()
@@ -317,12 +306,9 @@ class Child:
         self.end()
         lived_ms = self.clock.now_ms() - started_ms
         verdict = self.restarts.died(lived_ms, returncode, had_answered=had_answered)
-        what = f"{name} ended {_how(returncode)}"
-        if self.restarts.shortages:
-            what += ": too few descriptors, threads or memory to start; its log says which"
-        else:
-            silent = ", killed because it had stopped answering"
-            what += f" after {duration(lived_ms)}{silent if self._is_killed_for_silence else ''}"
+        silent = ", killed because it had stopped answering"
+        what = f"{self.name} ended {_how(returncode)} after {duration(lived_ms)}"
+        what += silent if self._is_killed_for_silence else ""
         self._failed("gms.child_exit", what, verdict, {"returncode": returncode})
         if isinstance(verdict, StartAgain):
             for each in self.served:
@@ -337,14 +323,14 @@ class Child:
         if isinstance(verdict, StartAgain):
             delay_ms = verdict.delay_ms
             then = "restarting it" + (f" in {duration(delay_ms)}" if delay_ms else "")
-        elif self.device == names.COPIES:
+        elif not self.is_vital:
             then = f"restarting it in {COPIES_RETRY_S:g} s; weights are still served"
         else:
             then = f"giving up after {self.restarts.deaths} attempts in a row"
         is_known = self.restarts.shortages > 1 and self.problem == what
         self.problem = what
         self.settled.set()
-        self._on_change()
+        self._parent.tell_why()
         if not is_known:
             about = {"device_uuid": self.device, **data}
             self.log.record(kind, f"{what}; {then}", "warning" if is_again else "error", about)
@@ -353,8 +339,7 @@ class Child:
         """Ping the server while it runs; kill it when it hangs."""
         first_s = FIRST_PING_S
         while self._silence.ms <= HANG_MS:
-            for each in self.served:
-                await each.ask()
+            could_ask = all([await each.ask() for each in self.served])
             is_up = all(each.answered_ms is not None for each in self.served)
             await asyncio.sleep(PING_S if is_up else first_s)
             first_s = min(first_s * PING_GROWTH, LOOK_EVERY_MS / 1000)
@@ -362,7 +347,7 @@ class Child:
             elapsed_ms = now_ms - self._looked_ms
             if elapsed_ms >= LOOK_EVERY_MS:  # how long has it been silent, if it was asked?
                 self._looked_ms = now_ms
-                if all(each.cannot_ask is None for each in self.served):
+                if could_ask and self.served:
                     found = procfs.cpu_times(process.pid)
                     self._silence.look(elapsed_ms, None if found is None else CpuTimes(*found))
         self._is_killed_for_silence = True
@@ -375,7 +360,7 @@ class Child:
             self.settled.set()
         if self.problem is not None:
             self.problem = None
-            self._on_change()
+            self._parent.tell_why()
 
     def end(self) -> None:
         """The process is gone: its status is void."""
@@ -393,8 +378,7 @@ class Served(Handler):
         self.place, self.tag, self.metrics = place, tag, metrics
         self.path = gms_socket(directory, names.check_device(place), tag)
         self.answered_ms: float | None = None  # None: this process has not answered yet
-        self.cannot_ask: str | None = None
-        self._child = child
+        self.child = child
         self._document: dict[str, Any] | None = None
         self._conn: Connection | None = None
         self._pid = 0
@@ -409,42 +393,37 @@ class Served(Handler):
     @property
     def is_responsive(self) -> bool:
         """Whether it has answered lately: a hanging server does not serve newcomers."""
-        now_ms = self._child.clock.now_ms()
+        now_ms = self.child.clock.now_ms()
         return self.answered_ms is not None and now_ms - self.answered_ms < SILENT_MS
-
-    @property
-    def trouble(self) -> str | None:
-        """Why it does not answer, as far as this process knows."""
-        return self._child.problem or self.cannot_ask
 
     def status(self) -> dict[str, Any]:
         """The server's own document, or state `down`."""
-        restarts_total = self._child.restarts.deaths_total
+        restarts_total = self.child.restarts.deaths_total
         base = {"online": self.is_responsive, "restarts_total": restarts_total}
         if self._document is None or self.answered_ms is None:
             down = {"device_uuid": self.place, "tag": self.tag, "state": "down", **base}
-            return {**down, "problem": self.trouble}
-        problem = self.trouble or self._document.get("problem")
+            return {**down, "problem": self.child.problem}
+        problem = self.child.problem or self._document.get("problem")
         return {**self._document, **base, "problem": problem}
 
     def begin(self, pid: int) -> None:
         """The process `pid` serves it from now on."""
         self._pid, self.answered_ms, self._relayed_id = pid, None, 0
 
-    async def ask(self) -> None:
+    async def ask(self) -> bool:
+        """Whether it could be asked: this process may have run short."""
         try:
             if self._conn is None or self._conn.is_closed:
                 self._conn = await connect(self.path, msg.CATALOGUE, self, deadline_s=PING_S)
                 self._conn.send(msg.WatchMsg(since=self._relayed_id), 1)
             elif self.answered_ms is not None:
                 self._conn.send(msg.StatusMsg(), 1)
-            self.cannot_ask = None
-        except OSError as error:
-            self.cannot_ask = sockets.no_descriptors(f"ask {self.place}", error).message
         except UnderstudyError as error:
-            is_ours = error.code == "wire.no_descriptors"
-            self.cannot_ask = error.message if is_ours else None
             logger.debug("%s does not answer yet: %s", self.name, error)
+            return error.code != "wire.no_descriptors"
+        except OSError:
+            return False
+        return True
 
     async def read_out(self) -> None:
         """Read what is left of a dead server's words."""
@@ -469,8 +448,8 @@ class Served(Handler):
         elif message.document["pid"] != self._pid:
             conn.close("the previous server answered, which is exiting")
         else:
-            self.answered_ms = self._child.clock.now_ms()
-            self._child.answered()
+            self.answered_ms = self.child.clock.now_ms()
+            self.child.answered()
             self._document = message.document
             self.metrics.update(message.document)
 
@@ -480,43 +459,10 @@ class Served(Handler):
     def _relay(self, record: Mapping[str, Any]) -> None:
         missed = record["id"] - self._relayed_id - 1
         self._relayed_id = record["id"]
-        about, log = {"device_uuid": self.place}, self._child.log
+        about, log = {"device_uuid": self.place}, self.child.log
         if self.tag != names.WEIGHTS:
             about["tag"] = self.tag
         if missed:  # our connection was gone for longer than the server keeps events
             message = f"{missed} events of {self.name} were missed"
             log.record("gms.events_missed", message, "warning", {**about, "missed": missed})
         log.relay(record, about)
-
-
-class CopierProcess:
-    """The keeper of one device's host copy, restarted whenever it ends."""
-
-    def __init__(
-        self,
-        device: str,
-        command: Callable[[str], Sequence[str]],
-        environment: Environment,
-        log: EventLog,
-    ) -> None:
-        self.device = device
-        self.process: ChildProcess | None = None
-        self._command, self._environment, self._log = command, environment, log
-
-    async def run(self) -> None:
-        """Keep it running until this task is cancelled."""
-        said = ""
-        while True:
-            try:
-                self.process = _started(self._command(self.device), self._environment(self.device))
-                what = f"ended with {await self.process.wait()}"
-            except OSError as error:
-                what = f"cannot be started: {explain_shortage(error.errno)}"
-            if what != said:  # once while it lasts
-                said = what
-                text = (
-                    f"the process that keeps the host copy of {self.device} {what}; restarting it"
-                )
-                about = {"device_uuid": self.device}
-                self._log.record("gms.child_exit", text, "warning", about)
-            await asyncio.sleep(COPIER_RETRY_S)

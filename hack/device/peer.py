@@ -218,7 +218,7 @@ class Requests:
         self.session = reader
 
     def do_keep(self) -> None:
-        Keeper(self.session, may_digest=lambda: False).start()
+        Keeper(self.session).start()
 
     def do_look(self) -> list[int]:
         """Every byte value at the start of the first and of the last tensor."""

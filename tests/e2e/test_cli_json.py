@@ -147,7 +147,7 @@ def settings(found: Printed) -> None:
 async def commands(found: Printed, directory: Path) -> None:
     looks = (
         *("understudy status", "understudy events", "lockserver status", "lockserver events"),
-        *("gms status", "gms inspect"),
+        "gms status",
     )
     await asyncio.gather(
         *(found.run(each, where=directory) for each in looks),
@@ -177,7 +177,7 @@ async def remains(found: Printed, directory: Path, copy: Path) -> None:
     """The offline views: the state files alone; then with one engine that answers there."""
     for path in directory.glob("*.json"):
         shutil.copy(path, copy)
-    commands = ("lockserver status", "gms status", "gms inspect", "gms verify")
+    commands = ("lockserver status", "gms status", "gms verify")
     code = (UNREACHABLE,)
     await asyncio.gather(
         found.run("engine status", "--engine-id=engine-0", where=copy, codes=code),

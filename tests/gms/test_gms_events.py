@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 from gms import messages as msg
@@ -53,7 +54,8 @@ def test_a_relayed_event_is_counted_once_and_a_gap_is_recorded():
     ours, theirs = EventLog("gms", FakeClock(5)), EventLog("gms-HOST-0", FakeClock(start_ms=9))
     metrics = ServerMetrics(Metrics(), ["HOST-0"], "weights")
     ours.subscribe(metrics.count)
-    child = Child("HOST-0", lambda *_: [], lambda _: {}, ours, FakeClock(), lambda: None)
+    parent: Any = SimpleNamespace(log=ours, clock=FakeClock())
+    child = Child(parent, "HOST-0", "the server", lambda *_: [], is_vital=True)
     served = Served("/nowhere", "HOST-0", "weights", child, metrics)
     for kind in ("gms.serving", "gms.recovered", "gms.session", "gms.condemned"):
         theirs.record(kind, "so it is", "warning", {"epoch": "e"})

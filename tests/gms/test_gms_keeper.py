@@ -4,7 +4,6 @@ a driver that fails. Method: real servers where they can be had to do it, else a
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import signal
 import socket
@@ -57,7 +56,7 @@ def test_report_lost_with_the_server_is_repeated(gms: GmsProcess, server: str):
         else:
             gms.kill()
             until(lambda: keeper.state == "rejoining", "the death to be seen")
-        keeper.report_device_error("Xid 63")
+        keeper.report("device_error", msg.CondemnMsg("device_error", "Xid 63"))
         assert keeper.wait_until_reported(0) == (server == "stopped")
         gms.kill()
         gms.start()
@@ -100,29 +99,12 @@ def frame(message: Message, request_id: int) -> bytes:
 
 
 @host_only
-def test_question_that_comes_with_the_welcome_is_heard(gms: GmsProcess, listener: socket.socket):
-    """`kept` and `digest_wanted` in one piece: read at once, and nothing more to poll for."""
-    with gms.load() as reader:
-        take_place(gms, listener)
-        with kept(reader):
-            sock, peer, number = next_peer(listener)
-            with peer:
-                wanted = msg.DigestWantedMsg(reader.epoch)
-                digest = reader.digest()
-                sock.sendall(frame(msg.KeptMsg(reader.epoch), number) + frame(wanted, 77))
-                replies = (peer.receive() for _ in itertools.count())  # the author's digest too
-                asked = (reply.message for reply in replies if reply.request_id == 77)
-                assert next(asked) == msg.DigestMsg(None, is_coming=True)
-                assert next(asked) == msg.DigestMsg(digest)
-
-
-@host_only
 def test_closing_a_keeper_ends_its_wait_for_an_answer(gms: GmsProcess, listener: socket.socket):
     """A service that never answers `hand_back`: the thread ends, and leaves no session."""
     with gms.load() as reader:
         take_place(gms, listener)
         before = set(open_fds())
-        with kept(reader, may_digest=lambda: False) as keeper:
+        with kept(reader) as keeper:
             _, peer, _ = next_peer(listener)
             with peer:
                 keeper.close()
@@ -162,12 +144,12 @@ def test_closed_reader_does_not_become_a_session_again(gms: GmsProcess, listener
 
 def is_held(gms: GmsProcess, reader: Reader) -> bool:
     return epoch_file.is_held(
-        os.path.join(gms.directory, names.epoch_file(gms.device, reader.epoch))
+        names.region_path(gms.directory, gms.device, names.WEIGHTS, reader.epoch)
     )
 
 
 def flocks(gms: GmsProcess, reader: Reader) -> list[int]:
-    name = names.epoch_file(gms.device, reader.epoch)
+    name = names.region_file(gms.device, names.WEIGHTS, reader.epoch)
     return [fd for fd, link in open_fds().items() if link.endswith(name)]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gms import messages as msg
-from gms.client import Keeper, Offloaded, Reader, offloaded, release
+from gms.client import Keeper, Offloaded, Reader, release, weights
 from gms.host_copy import CopyKeeper, make_copy
 from gms.questions import status_of
 from gms.server.server import host_copy
@@ -142,7 +142,7 @@ def test_lost_copy_costs_a_load(
     gms: GmsProcess, host: GmsProcess, copies: Copies, monkeypatch: pytest.MonkeyPatch
 ):
     """Everybody who had the copy is gone: the next engine writes, and then there is a new copy."""
-    monkeypatch.setattr(offloaded, "COPY_BACK_S", 0.1)
+    monkeypatch.setattr(weights, "COPY_BACK_S", 0.1)
     with patterned(gms) as reader:
         away(gms, copies, reader).close()
     copies.close()
@@ -187,7 +187,7 @@ def test_copy_of_other_bytes_is_replaced_and_never_stands_for_the_weights(
     with patterned(gms) as reader, kept(reader) as keeper:
         digested(gms)
         stale = copies.settle()
-        keeper.report_device_error("a page of it is bad")
+        keeper.report("device_error", msg.CondemnMsg("device_error", "bad"))
         until(lambda: gms.status()["condemnations_total"], "it to be condemned")
     until(lambda: gms.status()["state"] == "empty", "its memory to be free")
     with patterned(gms, seed=9) as again, kept(again):

@@ -31,7 +31,7 @@ def directory(tmp_path):
 
 
 def make_pool(directory, place, size_bytes):
-    epoch_file.create_region_file(os.path.join(directory, names.pool_file(place, POOL)), size_bytes)
+    epoch_file.create_region_file(names.region_path(directory, place, names.KV, POOL), size_bytes)
 
 
 def test_files_of_one_place_are_no_other_places(directory):
@@ -39,11 +39,11 @@ def test_files_of_one_place_are_no_other_places(directory):
     directory."""
     for place in PLACES:
         make_pool(directory, place, MIB)
-        Path(directory, names.epoch_file(place, EPOCH)).touch()
+        Path(directory, names.region_file(place, names.WEIGHTS, EPOCH)).touch()
         Path(names.socket_path(directory, place)).touch()
     for place in PLACES:
-        assert names.pools_on_disk(directory, place) == [POOL]
-        assert names.epochs_on_disk(directory, place) == [EPOCH]
+        assert names.regions_on_disk(directory, place, names.KV) == [POOL]
+        assert names.regions_on_disk(directory, place, names.WEIGHTS) == [EPOCH]
     assert devices_in(directory) == sorted(PLACES)
     assert set(gms_sockets(Path(directory))) == set(PLACES)
 

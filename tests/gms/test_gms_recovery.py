@@ -102,7 +102,7 @@ def test_epoch_of_many_slabs_and_a_large_manifest_comes_back_in_frames(gms: GmsP
 def test_epoch_file_that_cannot_be_looked_at_is_a_problem_until_it_can(gms: GmsProcess):
     """A directory is in its place: no engine may load, and status shows why."""
     with gms.load() as reader:
-        path = os.path.join(gms.directory, names.epoch_file(gms.device, reader.epoch))
+        path = names.region_path(gms.directory, gms.device, names.WEIGHTS, reader.epoch)
         gms.kill()
     os.unlink(path)
     os.mkdir(path)

@@ -20,9 +20,8 @@ from tests.gms.kinds import host_only
 from tests.helpers import until
 
 
-def words(gms: GmsProcess, *, in_full: bool = False) -> str:
-    document = statuses.collect(gms.directory, in_full=in_full)
-    return statuses.render_in_full(document) if in_full else statuses.render(document)
+def words(gms: GmsProcess) -> str:
+    return statuses.render(statuses.collect(gms.directory))
 
 
 def drop(gms: GmsProcess) -> None:

@@ -62,7 +62,7 @@ def test_copy_is_made_kept_and_used(serve: ServeCopies):
         until(lambda: len(host.status()["sessions"]) == 1, "its keeper to hold the copy")
         os.kill(int(first), signal.SIGKILL)
         copy = host.status()["epoch"]
-        file = os.path.join(serve.directory, names.epoch_file("OFFLOAD-0", copy))
+        file = names.region_path(serve.directory, "OFFLOAD-0", names.WEIGHTS, copy)
         # Not its session, and not that the file is held: the first keeper's flock may outlast it
         # for a moment, and a server that dies before the next one has it takes the copy along.
         until(lambda: is_kept(serve, file, int(first)), "another keeper to hold the copy")

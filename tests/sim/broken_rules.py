@@ -15,7 +15,6 @@ import pytest
 
 from engine.core.loading import Role
 from gms import messages as msg
-from gms.core import events as ev
 from gms.core.region import RegionPhase
 from gms.core.upkeep import Upkeep
 from gms.core.weights import WeightsMachine
@@ -55,7 +54,7 @@ def numbers_for_epochs(patch: pytest.MonkeyPatch) -> None:
 
 def a_deadline_ends_recovery(patch: pytest.MonkeyPatch) -> None:
     """A survivor that has not come back by then is given up."""
-    due, region_event = WeightsMachine._due, WeightsMachine._region_event
+    due, done = WeightsMachine._due, WeightsMachine._done
 
     def give_up(self: WeightsMachine) -> None:
         due(self)
@@ -63,12 +62,12 @@ def a_deadline_ends_recovery(patch: pytest.MonkeyPatch) -> None:
             for orphan in self.orphans:
                 del self.regions[orphan.id]
 
-    def ignore_strangers(self: WeightsMachine, event: ev.RegionEvent) -> None:
-        if event.region in self.regions:
-            region_event(self, event)
+    def ignore_strangers(self: WeightsMachine, effect: Any, result: Any, error: Any) -> None:
+        if getattr(effect, "region", None) in (None, *self.regions):
+            done(self, effect, result, error)
 
     patch.setattr(WeightsMachine, "_due", give_up)
-    patch.setattr(WeightsMachine, "_region_event", ignore_strangers)
+    patch.setattr(WeightsMachine, "_done", ignore_strangers)
 
 
 def write_beside_an_orphan(patch: pytest.MonkeyPatch) -> None:

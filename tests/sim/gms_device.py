@@ -117,45 +117,31 @@ class SimServer:
         """The driver's oldest call completes; if its session has left, the call was made anyway."""
         effect = self.driver.popleft()
         match effect:
-            case ev.OpenEpoch(session, epoch):
+            case ev.OpenEpoch(_, epoch):
                 assert epoch not in self.files, f"two files under the name {epoch}"
                 self.files.add(epoch)
                 self.vault[epoch] = self.new_memory(epoch)
-                self.tell(ev.EpochOpened(session))
-            case ev.CreateSlab(session) if fails:
-                full = UnderstudyError("gms.device_full", "somebody else has it")
-                self.tell(ev.DriverFailed(session, full))
-            case ev.CreateSlab(session, epoch, size_bytes):
+            case ev.CreateSlab(_, epoch, size_bytes) if not fails:
                 self.vault[epoch].slab_sizes.append(size_bytes)
-                self.tell(ev.SlabCreated(session))
-            case ev.SealEpoch(session) if fails:
-                error = UnderstudyError("gms.driver_failed", "as the simulation likes")
-                self.tell(ev.DriverFailed(session, error))
-            case ev.SealEpoch(session):
-                self.tell(ev.Sealed(session, tensors=1))
             case ev.TakeBack(region, _, message):
                 memory = self.checked.pop(region)
-                sizes = message.slab_sizes
-                if fails or memory is None or tuple(memory.slab_sizes) != sizes:
-                    error = UnderstudyError("gms.bad_slab", "as the simulation likes")
-                    self.tell(ev.RegionNotBack(region, error))
-                    return
-                self.vault[region] = memory
-                self.tell(ev.RegionBack(region, tensors=1))
-            case ev.WriteJournal(committing) if fails:
-                self.tell(ev.Journalled(committing, "a full disk"))
-            case ev.WriteJournal(committing):
+                fails = fails or memory is None or tuple(memory.slab_sizes) != message.slab_sizes
+                if not fails:
+                    self.vault[region] = memory
+            case ev.WriteJournal() if not fails:
                 self.write(effect)
-                self.tell(ev.Journalled(committing))
             case ev.MarkRetired(region):
                 self.marked.add(region)
                 self.was_marked()
+                return
             case ev.Release(region):
                 self.files.discard(region)
                 self.vault.pop(region, None)
-                self.tell(ev.RegionReleased(region))
-            case _:
-                raise AssertionError(effect)
+        if not fails or isinstance(effect, ev.OpenEpoch | ev.Release):  # which cannot
+            self.tell(ev.Done(effect, 1))
+        else:
+            code = "gms.device_full" if isinstance(effect, ev.CreateSlab) else "gms.driver_failed"
+            self.tell(ev.Done(effect, error=UnderstudyError(code, "as the simulation likes")))
 
 
 class SimDevice(SimServer):

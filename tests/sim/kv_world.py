@@ -345,13 +345,13 @@ class KvWorld:
                 self.answer(session, (effect, memory))
             case ev.SendMessage(session) | ev.RefuseRequest(session):
                 self.answer(session, effect)
-            case ev.MakePool(pool, size):
-                self.calls.append(lambda: self.make(pool, size))
-            case ev.Release(pool):
-                self.calls.append(lambda: self.release(pool))
-            case ev.TakeBack(pool, session):
-                memory = self.offered.get(session)
-                self.calls.append(lambda: self.take_back(pool, memory))
+            case ev.MakePool():
+                self.calls.append(lambda: self.make(effect))
+            case ev.Release():
+                self.calls.append(lambda: self.release(effect))
+            case ev.TakeBack():
+                memory = self.offered.get(effect.session)
+                self.calls.append(lambda: self.take_back(effect, memory))
             case ev.Watch(pool):
                 self.watched.add(pool)
             case ev.Unwatch(pool):
@@ -366,30 +366,31 @@ class KvWorld:
             if process.conn == conn:
                 process.inbox.append(what)
 
-    def make(self, pool: str, size: int) -> None:
+    def make(self, call: ev.MakePool) -> None:
         if self.is_full:
             full = UnderstudyError("gms.device_full", "the device is full")
-            self.tell(ev.PoolNotMade(pool, full))
+            self.tell(ev.Done(call, error=full))
             return
         alive = {id(m) for m in self.memories()}
         assert not alive, "a second pool was made beside one that lives"
-        self.files[pool] = False
-        self.vault[pool] = Memory(pool, size)
-        self.tell(ev.PoolMade(pool, (size,)))
+        self.files[call.region] = False
+        self.vault[call.region] = Memory(call.region, call.size_bytes)
+        self.tell(ev.Done(call, (call.size_bytes,)))
 
-    def release(self, pool: str) -> None:
+    def release(self, call: ev.Release) -> None:
+        pool = call.region
         assert not any(p.flock == pool for p in self.processes), "a mapped pool was released"
         self.files.pop(pool, None)
         self.vault.pop(pool, None)
-        self.tell(ev.RegionReleased(pool))
+        self.tell(ev.Done(call))
 
-    def take_back(self, pool: str, memory: Memory | None) -> None:
+    def take_back(self, call: ev.TakeBack, memory: Memory | None) -> None:
+        error = None
         if memory is None or self.rng.random() < 0.1:
             error = UnderstudyError("gms.bad_slab", "the driver refuses it")
-            self.tell(ev.RegionNotBack(pool, error))
-            return
-        self.vault[pool] = memory
-        self.tell(ev.RegionBack(pool))
+        else:
+            self.vault[call.region] = memory
+        self.tell(ev.Done(call, error=error))
 
     # ------------------------------------------------------------------ what must hold
 

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -64,159 +63,76 @@ class Mapped:
         call("MemAddressFree", self.at, self.room)
 
 
-# -- sizes and handles
+def refused(*calls: tuple[Any, ...]) -> None:
+    """Each of them, a call's name and its arguments, is the caller's mistake."""
+    for name, *args in calls:
+        assert code(name, *args) == INVALID, (name, args)
 
 
-def test_sizes_that_are_no_multiple_of_the_granularity_are_refused():
-    """Memory and addresses alike, and nothing at all."""
+def test_sizes_handles_and_descriptors_are_checked(monkeypatch: pytest.MonkeyPatch):
+    """No multiple of the granularity, a released handle, another device or kind of handle, what is
+    no memory of this machine; an import outlives the handle, twice, with the same bytes."""
     for size in (0, 1, STEP - 1, STEP + 4096):
-        assert code("MemCreate", size, prop(), 0) == INVALID
-        assert code("MemAddressReserve", size, 0, 0, 0) == INVALID
-
-
-def test_handle_that_was_released_is_no_handle():
-    """Release twice, and use after release: refused."""
-    handle, at = create(), reserve()
-    assert code("MemRelease", handle) == OK
-    assert code("MemRelease", handle) == INVALID
-    assert code("MemExportToShareableHandle", handle, POSIX_FD, 0) == INVALID
-    assert code("MemMap", at, STEP, 0, handle, 0) == INVALID
-    assert code("MemRelease", api.CUmemGenericAllocationHandle(7)) == INVALID
-    call("MemAddressFree", at, STEP)
-
-
-def test_memory_of_an_unknown_device_or_kind_is_refused():
-    """A device that is not visible; another kind of handle than a descriptor."""
-    assert code("MemCreate", STEP, prop(2), 0) == "CUDA_ERROR_INVALID_DEVICE"
+        refused(("MemCreate", size, prop(), 0), ("MemAddressReserve", size, 0, 0, 0))
     wrong = prop()
     wrong.requestedHandleTypes = api.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_FABRIC
-    assert code("MemCreate", STEP, wrong, 0) == INVALID
-    assert code("MemCreate", STEP, prop(), 1) == INVALID
-
-
-# -- descriptors
-
-
-def test_only_memory_of_this_machine_is_imported(monkeypatch: pytest.MonkeyPatch):
-    """A pipe, a file, a foreign memfd, no descriptor at all, another machine's memory."""
-    reading, writing = os.pipe()
-    memfd = os.memfd_create("standin")
-    with tempfile.TemporaryFile() as file:
-        for fd in (reading, writing, memfd, file.fileno(), 9999):
-            assert code("MemImportFromShareableHandle", fd, POSIX_FD) == INVALID
-    handle = create()
+    refused(("MemCreate", STEP, wrong, 0), ("MemCreate", STEP, prop(), 1))
+    assert code("MemCreate", STEP, prop(2), 0) == "CUDA_ERROR_INVALID_DEVICE"
+    handle, at, memfd = create(), reserve(2 * STEP), os.memfd_create("standin")
     mine = export(handle)
-    monkeypatch.setenv("STANDIN_MACHINE", "another")
-    assert code("MemImportFromShareableHandle", mine, POSIX_FD) == INVALID
     call("MemRelease", handle)
-    for fd in (reading, writing, memfd, mine):
+    refused(
+        ("MemRelease", handle),
+        ("MemExportToShareableHandle", handle, POSIX_FD, 0),
+        ("MemMap", at, STEP, 0, handle, 0),
+        *(("MemImportFromShareableHandle", fd, POSIX_FD) for fd in (memfd, 9999)),
+    )
+    both = [call("MemImportFromShareableHandle", mine, POSIX_FD) for _ in range(2)]
+    with monkeypatch.context() as patch:
+        patch.setenv("STANDIN_MACHINE", "another")
+        refused(("MemImportFromShareableHandle", mine, POSIX_FD))
+    for fd in (mine, memfd):
         os.close(fd)
-
-
-def test_descriptor_imports_many_times_and_outlives_its_handle():
-    """Export, release the handle, import twice: the same bytes, two handles of their own."""
-    handle = create()
-    fd = export(handle)
-    call("MemRelease", handle)
-    first, second = (call("MemImportFromShareableHandle", fd, POSIX_FD) for _ in range(2))
-    os.close(fd)
-    assert int(first) != int(second)
-    at = reserve(2 * STEP)
-    call("MemMap", at, STEP, 0, first, 0)
-    call("MemMap", at + STEP, STEP, 0, second, 0)
+    for index, imported in enumerate(both):
+        call("MemMap", at + index * STEP, STEP, 0, imported, 0)
     call("MemSetAccess", at, 2 * STEP, access(WRITE), 1)
+    assert code("MemcpyHtoD", at, b"same", 4) == "CUDA_ERROR_INVALID_CONTEXT"
     call("CtxSetCurrent", call("DevicePrimaryCtxRetain", 0))
     call("MemcpyHtoD", at, b"same", 4)
     found = bytearray(4)
     call("MemcpyDtoH", found, at + STEP, 4)
     assert found == b"same"
     call("MemUnmap", at, 2 * STEP)
-    for imported in (first, second):
+    for imported in both:
         call("MemRelease", imported)
     call("MemAddressFree", at, 2 * STEP)
 
 
-# -- mapping
-
-
-def test_partial_and_oversized_maps_are_refused():
-    """A block is mapped whole, from its start, at a multiple of the granularity."""
-    handle, at = create(2 * STEP), reserve(4 * STEP)
-    for offset, size in ((0, STEP), (STEP, STEP), (0, 3 * STEP)):
-        assert code("MemMap", at, size, offset, handle, 0) == INVALID
-    assert code("MemMap", at + 4096, 2 * STEP, 0, handle, 0) == INVALID
-    call("MemAddressFree", at, 4 * STEP)
-    call("MemRelease", handle)
-
-
-def test_maps_outside_a_reservation_are_refused():
-    """Beyond its end, across its end, and where nothing was reserved."""
-    handle, at = create(2 * STEP), reserve(2 * STEP)
-    for place in (at + STEP, at + 2 * STEP, at - STEP, 0):
-        assert code("MemMap", place, 2 * STEP, 0, handle, 0) == INVALID
-    call("MemAddressFree", at, 2 * STEP)
-    assert code("MemMap", at, 2 * STEP, 0, handle, 0) == INVALID
-    call("MemRelease", handle)
-
-
-def test_mapping_over_a_mapping_is_refused():
-    """The same addresses twice, wholly or in part."""
+def test_a_block_is_mapped_and_unmapped_whole_where_there_is_room():
+    """In part, too long, askew, outside the reservation, over another; freed under a mapping, in
+    part or twice; access in part, beyond, or for another device."""
     with Mapped(2) as mapped:
-        big = create(2 * STEP)
-        assert code("MemMap", mapped.at, STEP, 0, mapped.handles[1], 0) == INVALID
-        assert code("MemMap", mapped.at + STEP, 2 * STEP, 0, big, 0) == INVALID
-        assert code("MemMap", mapped.at + 2 * STEP, 2 * STEP, 0, big, 0) == OK
-        call("MemUnmap", mapped.at + 2 * STEP, 2 * STEP)
+        at, end, big = mapped.at, mapped.at + 2 * STEP, create(2 * STEP)
+        refused(
+            *(("MemMap", end, size, first, big, 0) for first, size in ((0, STEP), (STEP, STEP))),
+            *(("MemMap", place, 2 * STEP, 0, big, 0) for place in (at, at + STEP, end + 4096)),
+            *(("MemMap", place, 2 * STEP, 0, big, 0) for place in (at + mapped.room, at - STEP, 0)),
+            ("MemMap", end, 3 * STEP, 0, big, 0),
+            ("MemAddressFree", at, mapped.room),
+            *(("MemUnmap", first, size) for first, size in ((at, STEP // 2), (end, STEP))),
+            *(("MemSetAccess", at, size, access(READ), 1) for size in (STEP // 2, 3 * STEP)),
+            ("MemSetAccess", end, STEP, access(READ), 1),
+        )
+        assert code("MemSetAccess", at, STEP, access(READ, 1), 1).endswith("INVALID_DEVICE")
+        assert code("MemSetAccess", at, 2 * STEP, access(READ), 1) == OK
+        call("MemMap", end, 2 * STEP, 0, big, 0)
+        refused(("MemUnmap", end, STEP), ("MemUnmap", at, 5 * STEP))
+        call("MemUnmap", end, 2 * STEP)
         call("MemRelease", big)
-
-
-def test_addresses_are_not_freed_under_a_mapping_nor_in_part_nor_twice():
-    """Free while mapped, free half, free again: refused."""
-    with Mapped(1, room=4) as mapped:
-        assert code("MemAddressFree", mapped.at, mapped.room) == INVALID
-    at = reserve(2 * STEP)
-    assert code("MemAddressFree", at, STEP) == INVALID
-    assert code("MemAddressFree", at, 2 * STEP) == OK
-    assert code("MemAddressFree", at, 2 * STEP) == INVALID
-
-
-def test_unmapping_is_whole():
-    """Half a block, more than was mapped, what is not mapped: refused; several at once is fine."""
-    handle, at = create(2 * STEP), reserve(4 * STEP)
-    call("MemMap", at, 2 * STEP, 0, handle, 0)
-    for start, size in ((at, STEP), (at + STEP, STEP), (at, 4 * STEP), (at + 2 * STEP, 2 * STEP)):
-        assert code("MemUnmap", start, size) == INVALID
-    again = create(2 * STEP)
-    call("MemMap", at + 2 * STEP, 2 * STEP, 0, again, 0)
-    assert code("MemUnmap", at, 4 * STEP) == OK
-    assert code("MemUnmap", at, 2 * STEP) == INVALID
-    for each in (handle, again):
-        call("MemRelease", each)
-    call("MemAddressFree", at, 4 * STEP)
-
-
-# -- access
-
-
-def test_access_is_set_on_whole_mappings_only():
-    """Not on a part, not beyond, not where nothing is mapped, not for another device."""
-    with Mapped(2) as mapped:
-        half = STEP // 2
-        for start, size in ((mapped.at, half), (mapped.at, 3 * STEP), (mapped.at + 2 * STEP, STEP)):
-            assert code("MemSetAccess", start, size, access(READ), 1) == INVALID
-        assert code("MemSetAccess", mapped.at, STEP, access(READ, 1), 1).endswith("INVALID_DEVICE")
-        assert code("MemSetAccess", mapped.at, 2 * STEP, access(READ), 1) == OK
-        assert code("MemSetAccess", mapped.at + STEP, STEP, access(WRITE), 1) == OK
-
-
-def test_copies_need_a_context_and_reserved_addresses():
-    """No context is current: refused; with one, host memory is no device memory."""
-    with Mapped() as mapped:
-        call("MemSetAccess", mapped.at, STEP, access(WRITE), 1)
-        assert code("MemcpyHtoD", mapped.at, b"1234", 4) == "CUDA_ERROR_INVALID_CONTEXT"
-        call("CtxSetCurrent", call("DevicePrimaryCtxRetain", 0))
-        assert code("MemcpyHtoD", mapped.at, b"1234", 4) == OK
-        assert code("MemcpyHtoD", mapped.at + mapped.room, b"1234", 4) == INVALID
+    free = reserve(2 * STEP)
+    refused(("MemAddressFree", free, STEP))
+    call("MemAddressFree", free, 2 * STEP)
+    refused(("MemAddressFree", free, 2 * STEP))
 
 
 # What a child does with `at`, one mapped step; each but the last has to end in SIGSEGV.
@@ -246,9 +162,6 @@ def test_illegal_access_ends_the_process(fault: str):
     program = f"{CHILD}\n{FAULTS[fault]}"
     done = subprocess.run([sys.executable, "-c", program], check=False)
     assert done.returncode == (0 if fault == "none" else -signal.SIGSEGV)
-
-
-# -- failing on purpose
 
 
 # -- how much there is
@@ -331,27 +244,24 @@ def seen(devices: list[str], visible: str | None, **settings: object) -> list[st
     return found
 
 
+MACHINE_OF_MIGS = [f"{MIG}={'+'.join(MIGS)}"]
+
+
 @pytest.mark.parametrize(
-    ("visible", "expected"),
+    ("machine", "visible", "expected"),
     [
-        (None, ["cccccc22", "cccccc11", "cccccc00"]),  # not NVML's order
-        ("0,2", ["cccccc22", "cccccc00"]),
-        ("1,7,0", ["cccccc11"]),  # nothing after a wrong one
-        (PLAIN[0], ["cccccc00"]),
-        ("GPU-cccccc1,GPU-cccccc0", ["cccccc11", "cccccc00"]),
-        ("GPU-c", []),  # several begin so
-        ("", []),
-        ("-1", []),
+        (PLAIN, None, ["cccccc22", "cccccc11", "cccccc00"]),  # not NVML's order
+        (PLAIN, "1,7,0", ["cccccc11"]),  # nothing after a wrong one
+        (PLAIN, "GPU-cccccc1,GPU-cccccc0", ["cccccc11", "cccccc00"]),
+        (PLAIN, "GPU-c", []),  # several begin so
+        (PLAIN, "", []),
+        (MACHINE_OF_MIGS, None, ["bbbbbbb0"]),
+        (MACHINE_OF_MIGS, ",".join(MIGS[::-1]), ["bbbbbbb1"]),
     ],
 )
-def test_visible_devices_are_as_cuda_reads_them(visible: str | None, expected: list[str]):
-    """Indices count in CUDA's order; UUIDs may be cut short while they are unique."""
-    assert seen(PLAIN, visible) == expected
-
-
-def test_process_sees_one_mig_instance_at_most():
-    """A GPU in MIG mode shows its first instance; an instance can be chosen by its UUID."""
-    machine = [f"{MIG}={'+'.join(MIGS)}"]
-    assert seen(machine, None) == ["bbbbbbb0"]
-    assert seen(machine, MIGS[1]) == ["bbbbbbb1"]
-    assert seen(machine, ",".join(MIGS)) == ["bbbbbbb0"]
+def test_visible_devices_are_as_cuda_reads_them(
+    machine: list[str], visible: str | None, expected: list[str]
+):
+    """Indices count in CUDA's order; UUIDs may be cut short while they are unique; a process sees
+    one MIG instance at most."""
+    assert seen(machine, visible) == expected

@@ -17,7 +17,7 @@ from engine.backends.vllm.api.backend import StepCounter, VllmBackend, generate_
 from engine.backends.vllm.api.kept_memory import KeptMemory, KvChoice
 from engine.backends.vllm.resume.answer import Continuing
 from engine.messages import WokenMsg
-from gms.names import kv_socket_path
+from gms.names import KV, socket_path
 from plumbing.errors import UnderstudyError
 from plumbing.gateway_protocol import Continuation
 from plumbing.wire.fds import OwnedFd
@@ -246,7 +246,7 @@ def test_a_pool_that_can_never_fit_or_a_service_that_vanishes_is_no_reason_not_t
         return rpc
 
     with socket.socket(socket.AF_UNIX) as server:
-        server.bind(kv_socket_path(str(tmp_path), "HOST-0"))
+        server.bind(socket_path(str(tmp_path), "HOST-0", KV))
         server.listen()
         engine.collective_rpc = refusing(passable)
         woken = _woken(engine, tmp_path, monkeypatch, no_core, choice=AUTO)

@@ -77,7 +77,7 @@ class Rank:
         scratch_bytes = KVCache.bytes_needed(config, 1, SCRATCH_CONTEXT)
         scratch = KVCache(config, bytearray(scratch_bytes), 1, SCRATCH_CONTEXT, SCRATCH)
         self._caches = {SCRATCH: scratch}
-        self._weights = KeptWeights(reader, may_digest=lambda: SERVING not in self._caches)
+        self._weights = KeptWeights(reader)
         mine = Ready(
             checkpoint.weights_bytes,
             self._size.kv_bytes,

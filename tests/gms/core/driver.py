@@ -11,6 +11,7 @@ from gms.core import events as ev
 from gms.core.upkeep import Epoch
 from gms.core.weights import WeightsMachine
 from gms.manifest import TensorRecord, encode, layout_hash
+from plumbing.errors import UnderstudyError
 from plumbing.wire.messages import Message
 
 MIB = 1 << 20
@@ -77,29 +78,19 @@ class Bench:
 
     def complete(self, effect: ev.Effect) -> None:
         match effect:
-            case ev.OpenEpoch():
-                self.tell(ev.EpochOpened(effect.session))
-            case ev.CreateSlab():
-                self.tell(ev.SlabCreated(effect.session))
-            case ev.SealEpoch():
-                self.tell(ev.Sealed(effect.session, tensors=1))
             case ev.WriteJournal():
                 self.journal, self.offloaded = effect.record, effect.offloaded
-                self.tell(ev.Journalled(effect.session))
-            case ev.TakeBack():
-                self.tell(ev.RegionBack(effect.region, tensors=1))
             case ev.MarkRetired():
                 self.marked.add(effect.region)
-            case ev.Unwatch():
-                pass
-            case ev.Watch():
-                if effect.region not in self.mapped:
-                    self.tell(ev.RegionFree(effect.region))
+            case ev.Watch() if effect.region not in self.mapped:
+                self.tell(ev.RegionFree(effect.region))
             case ev.Release():
                 self.released.append(effect.region)
-                self.tell(ev.RegionReleased(effect.region))
-            case _:
-                raise AssertionError(effect)
+        if not isinstance(effect, ev.MarkRetired | ev.Watch | ev.Unwatch):
+            self.tell(ev.Done(effect, 1))
+
+    def fail(self, effect: ev.Effect, code: str = "as told", why: str = "no") -> None:
+        self.tell(ev.Done(effect, error=UnderstudyError(code, why)))
 
     def unmap(self, epoch: str) -> None:
         """The last process releases `epoch`."""

@@ -163,8 +163,7 @@ def test_journal_that_cannot_be_written_is_retried_and_reported():
     bench.drain()
     bench.commit(1)
     bench.complete(bench.pending.pop(0))
-    assert isinstance(bench.pending.pop(0), ev.WriteJournal)
-    bench.tell(ev.Journalled(1, "no space"))
+    bench.fail(bench.pending.pop(0), why="no space")
     assert bench.device.problem is not None
     assert "no space" in bench.device.problem
     assert bench.device.committed is None
@@ -193,8 +192,7 @@ def test_failed_driver_call_refuses_the_writer_and_loses_its_staging():
     bench.attach(1)
     bench.drain()
     bench.commit(1)
-    bench.pending.clear()
-    bench.tell(ev.DriverFailed(1, UnderstudyError("gms.still_writable", "somebody")))
+    bench.fail(bench.pending.pop(0), "gms.still_writable")
     answer = bench.last(1)
     assert refusal(answer).code == "gms.still_writable"
     assert isinstance(answer, ev.RefuseRequest)

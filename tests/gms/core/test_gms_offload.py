@@ -88,9 +88,10 @@ def test_offload_waits_for_its_record_on_disk():
     written, *rest = bench.pending
     assert isinstance(written, ev.WriteJournal), "the link precedes the release of the memory"
     assert [type(effect) for effect in rest] == [ev.MarkRetired, ev.Watch]
-    bench.tell(ev.Journalled(None, "a full disk"))
+    bench.fail(written, why="a full disk")
     bench.tell(ev.RegionFree(epoch))
-    bench.tell(ev.RegionReleased(epoch))
+    bench.complete(bench.pending[-1])
+    assert bench.released == [epoch]
     assert bench.last(9) is None
     bench.now_ms += 1000
     bench.pending.clear()

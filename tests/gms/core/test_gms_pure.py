@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gms.client.writer import ALIGNMENT_BYTES, NeedSlab, Suballocator
+from gms.client.suballocator import ALIGNMENT_BYTES, NeedSlab, Suballocator
 from gms.manifest import (
     DEPTH_MAX,
     TensorRecord,

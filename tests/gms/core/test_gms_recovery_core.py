@@ -100,7 +100,7 @@ def test_retired_epoch_is_journalled_again_until_the_write_succeeds(how: str):
         written = bench.pending.pop(0)
         assert isinstance(written, ev.WriteJournal)
         assert written.record is None
-        bench.tell(ev.Journalled(None, "no space left"))
+        bench.fail(written, why="no space left")
         assert "no space left" in str(bench.device.problem)
         assert bench.last(9) is None
         bench.advance(JOURNAL_RETRY_MS)
@@ -130,12 +130,13 @@ def test_one_survivor_is_checked_at_a_time_and_a_broken_one_costs_only_itself():
         hand_back(bench, session, NEW)
     (first,) = [effect for effect in bench.pending if isinstance(effect, ev.TakeBack)]
     assert first.session == 1
-    bench.tell(ev.RegionNotBack(NEW, UnderstudyError("gms.bad_slab", "no")))
+    bench.fail(first, "gms.bad_slab")
     assert isinstance(bench.last(1), ev.RefuseRequest)
-    assert [e.session for e in bench.pending if isinstance(e, ev.TakeBack)] == [1, 3]
+    _, second = [effect for effect in bench.pending if isinstance(effect, ev.TakeBack)]
+    assert second.session == 3
     bench.close(3)
     assert bench.last(4) is None
-    bench.tell(ev.RegionBack(NEW))
+    bench.complete(second)
     assert bench.last(4) == msg.KeptMsg(NEW)
     assert phases(bench)[NEW] is RegionPhase.SERVED
 

@@ -1,21 +1,17 @@
-"""Condemn, drop, verify, and a device that is full: the machine's verdicts, case by case."""
+"""Condemn, digest, and a device that is full: the machine's verdicts, case by case."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 
 from gms import messages as msg
 from gms.core import events as ev
-from gms.core.upkeep import ASK_MS, VERIFY_MS
 from gms.core.weights import DEVICE_FULL_RETRY_MS, DEVICE_FULL_WAIT_MS
 from plumbing.errors import ProtocolError, UnderstudyError
-from tests.gms.core.driver import MIB, Bench, answer_of
+from tests.gms.core.driver import MIB, Bench
 
 DIGEST, OTHER_DIGEST = "d" * 64, "e" * 64
 FULL = UnderstudyError("gms.device_full", "cuMemCreate: CUDA_ERROR_OUT_OF_MEMORY")
-ASKER = 99
 
 
 def loaded(readers: int = 2) -> Bench:
@@ -25,71 +21,6 @@ def loaded(readers: int = 2) -> Bench:
     for session in range(2, readers + 1):
         bench.attach(session, "ro")
     return bench
-
-
-def verify(bench: Bench) -> Any:
-    bench.tell(ev.Received(ASKER, 7, msg.VerifyMsg()))
-    return bench.last(ASKER)
-
-
-def asked(bench: Bench) -> ev.Respond:
-    """The last question to a reader."""
-    return [each for each in bench.sent if isinstance(answer_of(each), msg.DigestWantedMsg)][-1]
-
-
-def test_verification_asks_one_reader_after_the_other():
-    """The first is busy, the second leaves, the third says nothing, the fourth answers."""
-    bench = loaded(4)
-    bench.tell(ev.Received(1, 0, msg.DigestMsg(DIGEST)))
-    assert verify(bench) is None
-    assert asked(bench).session == 1
-    bench.tell(ev.Received(1, asked(bench).request_id, msg.DigestMsg(None)))
-    assert asked(bench).session == 2
-    bench.close(2)
-    assert asked(bench).session == 3
-    bench.advance(ASK_MS)
-    question = asked(bench)
-    assert question.session == 4
-    bench.tell(ev.Received(4, question.request_id, msg.DigestMsg(None, is_coming=True)))
-    bench.advance(VERIFY_MS - 1)
-    bench.tell(ev.Received(4, question.request_id, msg.DigestMsg(DIGEST)))
-    answer = bench.last(ASKER)
-    assert isinstance(answer, msg.VerifiedMsg)
-    assert (answer.expected, answer.found) == (DIGEST, DIGEST)
-    assert answer.reader.startswith("engine-4")
-
-
-def test_verification_that_takes_too_long_is_over():
-    """The reader has begun and never ends: an error for the asker; a late answer means nothing."""
-    bench = loaded(1)
-    verify(bench)
-    question = asked(bench)
-    bench.tell(ev.Received(1, question.request_id, msg.DigestMsg(None, is_coming=True)))
-    bench.advance(VERIFY_MS)
-    refused = bench.last(ASKER)
-    assert isinstance(refused, ev.RefuseRequest)
-    assert refused.error.code == "gms.verify_timeout"
-    bench.tell(ev.Received(1, question.request_id, msg.DigestMsg(DIGEST)))
-    assert bench.last(ASKER) is refused
-
-
-def test_second_verification_waits_for_the_first_to_end():
-    """One at a time; an asker that leaves makes room."""
-    bench = loaded(1)
-    verify(bench)
-    with pytest.raises(UnderstudyError, match=r"gms\.verifying"):
-        bench.tell(ev.Received(98, 1, msg.VerifyMsg()))
-    bench.tell(ev.Closed(ASKER, "gone"))
-    bench.tell(ev.Received(98, 1, msg.VerifyMsg()))
-
-
-def test_altered_bytes_are_an_event():
-    """The found digest is another: the answer says so, and so does an event."""
-    bench = loaded(2)
-    bench.tell(ev.Received(1, 0, msg.DigestMsg(DIGEST)))
-    verify(bench)
-    bench.tell(ev.Received(1, asked(bench).request_id, msg.DigestMsg(OTHER_DIGEST)))
-    assert [r.type for r in bench.records if r.severity == "error"] == ["gms.altered"]
 
 
 def test_digest_is_journalled_once():
@@ -140,7 +71,7 @@ def full(bench: Bench) -> None:
     """The driver refuses the slab that is being made."""
     create = bench.pending.pop(0)
     assert isinstance(create, ev.CreateSlab)
-    bench.tell(ev.DriverFailed(create.session, FULL))
+    bench.tell(ev.Done(create, error=FULL))
 
 
 def test_writer_waits_for_a_full_device_and_the_message_names_its_holders():
@@ -190,17 +121,3 @@ def test_condemnation_needs_a_known_reason():
     with pytest.raises(ProtocolError, match=r"gms\.bad_reason"):
         bench.tell(ev.Received(1, 0, msg.CondemnMsg("boredom", "")))
     assert bench.device.committed is not None
-
-
-def test_verification_without_a_free_reader_is_refused():
-    """Every reader is busy: the asker gets an error, and may ask again."""
-    bench = loaded(1)
-    verify(bench)
-    bench.tell(ev.Received(1, asked(bench).request_id, msg.DigestMsg(None)))
-    for _ in range(2):
-        refused = bench.last(ASKER)
-        assert isinstance(refused, ev.RefuseRequest)
-        assert refused.error.code == "gms.no_verifier"
-        bench.sent.clear()
-        verify(bench)
-        bench.tell(ev.Received(1, asked(bench).request_id, msg.DigestMsg(None)))

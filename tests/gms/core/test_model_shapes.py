@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from gms.client.writer import NeedSlab, Suballocator
+from gms.client.suballocator import NeedSlab, Suballocator
 from gms.manifest import ITEM_BYTES, TENSORS_MAX
 
 SHAPES = sorted(Path(__file__).with_name("shapes").glob("*.json"))

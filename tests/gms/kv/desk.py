@@ -38,12 +38,12 @@ class Desk:
 
     def make(self, error=None):
         """Complete the making of a pool."""
-        (effect,) = [e for e in self.effects if isinstance(e, ev.MakePool)][-1:]
-        done = (
-            ev.PoolNotMade(effect.region, error) if error else ev.PoolMade(effect.region, (SIZE,))
-        )
-        self.tell(done)
-        return effect.region
+        return self.done(ev.MakePool, (SIZE,), error)[0].region
+
+    def done(self, kind, result=None, error=None):
+        """Complete the last call of this kind; the effect, and what follows."""
+        effect = [each for each in self.effects if isinstance(each, kind)][-1]
+        return effect, self.tell(ev.Done(effect, result, error))
 
     def take(self, session):
         """The descriptors' message."""

@@ -26,7 +26,9 @@ class KvProcess(GmsProcess):
     """A device's server, asked about its KV memory."""
 
     def client(self) -> BlockingClient:
-        return BlockingClient(names.kv_socket_path(self.directory, self.device), msg.CATALOGUE)
+        return BlockingClient(
+            names.socket_path(self.directory, self.device, names.KV), msg.CATALOGUE
+        )
 
     @property
     def weights(self) -> GmsProcess:

@@ -111,7 +111,7 @@ def test_another_size_discards_the_pool_once_nobody_maps_it():
     desk.tell(Closed(1))
     assert "was discarded" in desk.last_to(2).message
     assert of(desk.tell(ev.RegionFree(pool)), ev.Release).region == pool
-    assert of(desk.tell(ev.RegionReleased(pool)), ev.MakePool).size_bytes == 2 * SIZE
+    assert of(desk.done(ev.Release)[1], ev.MakePool).size_bytes == 2 * SIZE
 
 
 def test_discarded_pool_is_freed_without_being_asked_for():
@@ -122,7 +122,7 @@ def test_discarded_pool_is_freed_without_being_asked_for():
     assert kv_snapshot(desk.machine, str)["discarded"].endswith("device error")
     of(desk.tell(Closed(1)), ev.Watch)
     of(desk.tell(ev.RegionFree(pool)), ev.Release)
-    desk.tell(ev.RegionReleased(pool))
+    desk.done(ev.Release)
     assert kv_snapshot(desk.machine, str)["state"] == "empty"
 
 
@@ -176,7 +176,7 @@ def test_survivor_hands_the_pool_back_and_the_next_engine_gets_it_with_its_conte
     desk.borrow(2, token=2)
     assert desk.last_to(2).reason == "gms.kv_recovering"
     of(desk.tell(Received(1, 1, hand_back("p", mark=msg.BEGUN), 101)), ev.TakeBack)
-    desk.tell(ev.RegionBack("p"))
+    desk.done(ev.TakeBack)
     assert desk.last_to(1) == msg.KeptMsg("p")
     assert "engine-1" in desk.last_to(2).message
     desk.tell(Closed(1))
@@ -188,7 +188,7 @@ def test_orphan_without_survivors_is_removed_and_a_pool_made():
     desk = Desk(orphans={"p": False})
     desk.borrow(2, token=2)
     of(desk.tell(ev.RegionFree("p")), ev.Release)
-    of(desk.tell(ev.RegionReleased("p")), ev.MakePool)
+    of(desk.done(ev.Release)[1], ev.MakePool)
 
 
 def test_bad_survivor_costs_itself_and_the_next_one_is_asked():
@@ -196,9 +196,9 @@ def test_bad_survivor_costs_itself_and_the_next_one_is_asked():
     desk.tell(Received(1, 1, hand_back("p", mark=msg.BEGUN)))
     desk.tell(Received(2, 1, hand_back("p", mark=msg.BEGUN)))
     bad = UnderstudyError("gms.bad_slab", "no")
-    assert of(desk.tell(ev.RegionNotBack("p", bad)), ev.TakeBack).session == 2
+    assert of(desk.done(ev.TakeBack, error=bad)[1], ev.TakeBack).session == 2
     assert desk.last_to(1) is bad
-    desk.tell(ev.RegionBack("p"))
+    desk.done(ev.TakeBack)
     assert desk.last_to(2) == msg.KeptMsg("p")
 
 
@@ -210,7 +210,7 @@ def test_discard_outlives_the_server(is_marked):
     why = "" if is_marked else "canary"
     desk.tell(Received(1, 1, hand_back("p", mark=msg.BEGUN, discarded=why)))
     desk.tell(Closed(1))  # before the driver has checked it
-    desk.tell(ev.RegionBack("p"))
+    desk.done(ev.TakeBack)
     of(desk.tell(ev.RegionFree("p")), ev.Release)
 
 
@@ -270,7 +270,7 @@ def test_operator_drops_a_pool_that_no_engine_uses():
     assert desk.last_to(9) == msg.PoolDroppedMsg(pool, SIZE + INDEX)
     assert of(desk.tell(ev.RegionFree(pool)), ev.Release).region == pool
     assert refused(desk, drop).code == "gms.kv_releasing"
-    desk.tell(ev.RegionReleased(pool))
+    desk.done(ev.Release)
     desk.borrow(3, token=3)
     assert desk.make() != pool
 
@@ -301,7 +301,7 @@ def test_engine_that_rests_gives_the_memory_up_and_hears_when_it_is_free():
     assert of(desk.tell(Closed(2)), ev.Watch).region == pool
     assert of(desk.tell(ev.RegionFree(pool)), ev.Release).region == pool
     assert kv_snapshot(desk.machine, str)["sessions"][0]["state"] == "leaving"
-    made = of(desk.tell(ev.RegionReleased(pool)), ev.MakePool).region
+    made = of(desk.done(ev.Release)[1], ev.MakePool).region
     assert desk.last_to(1) == msg.PoolFreedMsg(pool, SIZE + INDEX)
     assert made != pool
     assert desk.machine.given_up_total == 1

@@ -78,6 +78,6 @@ def test_device_without_a_kv_server_is_shown_as_it_is(directory: str, has_file: 
     if has_file:
         with open(f"{directory}/gms_HOST-0_kv.sock", "wb"):
             pass
-    found = look_at_kv(directory, "HOST-0", in_full=False)
+    found = look_at_kv(directory, "HOST-0")
     assert (found is not None) is has_file
     assert ("kv           offline: " in "".join(render_kv(found))) is has_file

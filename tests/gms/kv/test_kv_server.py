@@ -167,7 +167,7 @@ def test_what_cannot_be_served_of_one_model_stops_no_other(directory: str):
     can be. The probe is of weights."""
     blocked = [
         names.socket_path(directory, "HOST-0.a"),
-        names.kv_socket_path(directory, "HOST-0.b"),
+        names.socket_path(directory, "HOST-0.b", names.KV),
     ]
     for path in blocked:
         Path(path).touch()  # no socket, so it is not ours to remove

@@ -56,11 +56,7 @@ def device_of(rank: int) -> str:
 
 
 class RankWeights:
-    """`identity` is this rank's, `bytes` is the size of its epoch.
-
-    The worker sets `is_awake`: a standby has time to read all of its weights when the service asks
-    for their digest, a serving engine has not.
-    """
+    """`identity` is this rank's, `bytes` is the size of its epoch; the worker sets `is_awake`."""
 
     def __init__(self, member: BackendProcess) -> None:
         self.identity: Document = {}
@@ -142,7 +138,7 @@ class RankWeights:
                 " engine with the same --speculative-config",
             )
         self._session, self.bytes = reader, reader.size_bytes
-        self.kept = KeptWeights(reader, may_digest=lambda: not self.is_awake)
+        self.kept = KeptWeights(reader)
         same = same_on_every_rank(self.identity)
         self._member.attached(self.epoch, same, self._rank, self._device)
 

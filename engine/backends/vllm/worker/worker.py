@@ -247,7 +247,7 @@ class ParkingWorker(OffloadingWorker):
         began = time.monotonic()
         membership.check_serving()
         self.check_weights()
-        weights.of_this_process().is_awake = True  # no digests from now on
+        weights.of_this_process().is_awake = True
         pool: Answer = {}
         if self.arena is not None and lending is None:
             if self._lease is not None:  # another rank could not borrow

@@ -1,0 +1,528 @@
+"""A writer's session, from the first tensor to the commit; a reader's, for as long as its engine
+lives; and weights that are away: released here, kept as a sealed copy in host memory, brought back.
+
+    away = release(reader, keeper)         # nothing is mapped any more; the addresses stay reserved
+    away.free()                         # the device's memory is free, unless another engine maps it
+    away.restage(deadline_s)            # the reader maps the same bytes at the same addresses
+    Keeper(reader).start()              # as after every attach
+
+The copy belongs to the memory service; this process holds it, too, while it has nothing else: so
+the copy outlives the service's container, and comes back from here. It costs no memory: its pages
+are shared. The surprising thing: nobody has to lead a restage. The first engine to come writes, the
+others map what it has committed, and a rank waits for no other rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from msgspec.structs import replace
+
+from gms import messages as msg
+from gms import names
+from gms.client.keeper import Keeper
+from gms.client.sessions import Attachment, OnWait, Opening, WeightsSession
+from gms.client.suballocator import NeedSlab, Suballocator
+from gms.manifest import TensorRecord, WeightsManifest, encode, layout_hash
+from gms.questions import unexpected_answer
+from gms.vmm.host import HostMemory
+from plumbing.errors import InvariantError, RemoteError, UnderstudyError, UnreachableError
+from plumbing.wire.blocking import BlockingClient
+from plumbing.wire.fds import close_all
+from plumbing.wire.messages import Message
+
+PIECE_BYTES = 8 << 20  # large: few thread switches; small: soon stopped
+# The longest that sealing and journalling may take: 2.3 ms per GiB, and a disk that is full for
+# a while (the server tries again every second).
+COMMIT_TIMEOUT_S = 120.0
+RETRY_S = 0.05  # a server is restarted in half a second
+# How long a load waits for a copy whose server has died: it is restarted in half a second, and
+# whoever holds the copy hands it back. If it is gone, this is what the load takes longer.
+COPY_BACK_S = 5.0
+# How long an engine waits for the proof that the memory is free: the kernel frees 8 GiB a second.
+FREE_TIMEOUT_S = 30.0
+
+logger = logging.getLogger(__name__)
+
+
+class Reader(WeightsSession):
+    """A committed epoch, mapped read-only at addresses that never change. Its connection may end
+    and be replaced (`gms.client.keeper`); the mapping stays.
+
+    `tensors` maps names to their records, in the order in which they were placed; `identity` is
+    the epoch's.
+    """
+
+    def __init__(
+        self,
+        opening: Opening,
+        client: BlockingClient,
+        attachment: Attachment,
+        request: msg.AttachMsg,
+        epoch: msg.EpochAttachedMsg,
+        *,
+        is_author: bool = False,
+    ) -> None:
+        """`is_author`: this process has just written the epoch."""
+        super().__init__(opening, client, attachment, request)
+        self.is_author = is_author
+        self.epoch = epoch.epoch
+        self.identity: dict[str, Any] = epoch.identity
+        self.layout_hash = epoch.layout_hash
+        self.slab_sizes = epoch.slab_sizes
+        self.manifest = WeightsManifest(epoch.manifest)
+
+    @property
+    def tensors(self) -> Mapping[str, TensorRecord]:
+        """The epoch's tensors, by name."""
+        return self.manifest
+
+    @property
+    def size_bytes(self) -> int:
+        """What the epoch takes of the device, shared with every other reader."""
+        return sum(self.slab_sizes)
+
+    def read(self, name: str) -> bytes:
+        """A copy of the bytes of tensor `name`, from device memory too."""
+        record = self.manifest[name]
+        return self._attachment.range.read(record.offset, record.nbytes)
+
+    def slab_fds(self) -> list[int]:
+        """Lend the slabs' read-only descriptors, in order."""
+        return [slab.fileno() for slab in self._attachment.slabs]
+
+    def digest(self, may_go_on: Callable[[], bool] = lambda: True) -> str | None:
+        """SHA-256, in hex, of all slabs in order; None once `may_go_on` is false. Takes half a
+        second per GiB, and other threads run meanwhile."""
+        whole = hashlib.sha256()
+        # Copies: the memory may be unmapped while another thread runs.
+        for _, piece in self.pieces(self._attachment.range.read):
+            whole.update(piece)
+            if not may_go_on():
+                return None
+        return whole.hexdigest()
+
+    def pieces(
+        self, look: Callable[[int, int], bytes | memoryview]
+    ) -> Iterator[tuple[int, bytes | memoryview]]:
+        """What `look` finds in all slabs in order, piece by piece, each with its offset."""
+        for first in range(0, self.size_bytes, PIECE_BYTES):
+            yield first, look(first, min(PIECE_BYTES, self.size_bytes - first))
+
+    def held(self) -> tuple[msg.HandBackMsg, Sequence[int], bytes]:
+        """
+        Raises:
+            UnderstudyError: `gms.not_mapped`.
+        """
+        if self.slab_sizes and not self._attachment.slabs:
+            raise UnderstudyError(
+                "gms.not_mapped", f"epoch {self.epoch} is unmapped here; `remap` attaches again"
+            )
+        epoch = msg.HeldEpoch(True, self.identity, self.layout_hash)
+        who = self.request.engine, self.request.incarnation
+        sizes, rank = tuple(self.slab_sizes), self.request.rank
+        message = msg.HandBackMsg(*who, self.epoch, sizes, rank, epoch=epoch)
+        return message, self.slab_fds(), self.manifest.encoded
+
+    # ------------------------------------------------------------------ away and back
+
+    def unmap(self) -> None:
+        """Release the memory and the session; the addresses stay reserved for `remap`. Close the
+        keeper first: while it waits for a message it keeps the session open."""
+        self.leave().close()
+
+    def leave(self) -> BlockingClient:
+        """Release the memory; the addresses stay. Gives the session's connection to the caller,
+        who may tell the service that this reader has nothing mapped any more."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._client.close)
+            self._attachment.unmap()
+            stack.pop_all()
+        return self._client
+
+    def remap(self, deadline_s: float, source: Reader | None = None) -> None:
+        """Attach again and map the same layout at the same addresses. `source`: the host copy from
+        which the memory may be written again.
+
+        Raises:
+            WaitTimeoutError, RemoteError, UnreachableError: not within `deadline_s`.
+            UnderstudyError: `gms.stale_layout`, another layout is committed now; `gms.stale_copy`,
+                the host copy stands for nothing. All are fatal to an engine that computes: its
+                tensors point at addresses where nothing is mapped.
+        """
+
+        def check(grant: Message) -> None:
+            if isinstance(grant, msg.WritingMsg) and (source is None or grant.copy != source.epoch):
+                raise UnderstudyError(
+                    "gms.stale_copy",
+                    "the host copy no longer matches the weights of this device; restart this "
+                    "engine, which loads them again",
+                )
+            if isinstance(grant, msg.EpochAttachedMsg) and grant.layout_hash != self.layout_hash:
+                raise UnderstudyError(
+                    "gms.stale_layout",
+                    f"epoch {grant.epoch} has a different layout from the one that was mapped "
+                    "before; restart this engine",
+                    epoch=grant.epoch,
+                )
+
+        wait_ms, mode = round(deadline_s * 1000), "ro" if source is None else "rw_or_ro"
+        request = replace(
+            self.request, mode=mode, identity=self.identity, wait_ms=wait_ms, replace=False
+        )
+        client, grant = self.opening.attach(request, self._attachment, check=check)
+        if isinstance(grant, msg.WritingMsg):
+            assert source is not None
+            with contextlib.ExitStack() as stack:
+                stack.callback(client.close)
+                stack.callback(self._attachment.unmap)
+                writer = Writer(self.opening, client, self._attachment, request, grant)
+                client = writer.restage(source)._client
+                stack.pop_all()
+        self._client, self.epoch = client, grant.epoch
+
+
+class Writer(WeightsSession):
+    """A staging epoch: place tensors, write them, commit. Closing it before loses the load."""
+
+    def __init__(
+        self,
+        opening: Opening,
+        client: BlockingClient,
+        attachment: Attachment,
+        request: msg.AttachMsg,
+        grant: msg.WritingMsg,
+        on_wait: OnWait = lambda reason: None,
+    ) -> None:
+        """`on_wait` is called with a sentence while a slab waits for memory."""
+        super().__init__(opening, client, attachment, request)
+        self.epoch = grant.epoch
+        self.source_epoch = grant.copy  # the host copy that stands for the requested weights
+        self._grant = grant
+        self._on_wait = on_wait
+        self._places = Suballocator(
+            grant.granularity_bytes, grant.free_bytes, opening.memory.allocation_bytes_max
+        )
+        self._records: dict[str, TensorRecord] = {}
+        self._source: Reader | None = None  # what this epoch is a copy of
+
+    def plan(self, total_bytes: int, tensor_bytes_max: int, slab_bytes: int | None = None) -> None:
+        """Announce how much will be placed, and the size of the largest tensor.
+
+        Args:
+            slab_bytes: the size of slabs, instead of what follows from the other two.
+        """
+        self._places.plan(total_bytes, tensor_bytes_max, slab_bytes)
+
+    def place(
+        self,
+        name: str,
+        nbytes: int,
+        shape: Sequence[int],
+        dtype: str,
+        strides: Sequence[int] | None = None,
+    ) -> int:
+        """The address of room for one tensor, writable until `commit`.
+
+        Args:
+            strides: in elements; None for one that is C-contiguous.
+
+        Raises:
+            RemoteError: `gms.out_of_memory`, naming what holds the device. The session is over.
+        """
+        if name in self._records:
+            raise InvariantError(f"tensor {name!r} was placed before")
+        offset = self._places.place(nbytes)
+        while isinstance(offset, NeedSlab):  # several times, for a tensor that spans slabs
+            self._open_slab(offset.size_bytes)
+            offset = self._places.place(nbytes)
+        layout = None if strides is None else tuple(strides)
+        self._records[name] = TensorRecord(name, offset, nbytes, tuple(shape), dtype, layout)
+        return self._attachment.range.address + offset
+
+    def alias(self, name: str, of: str) -> None:
+        """Let `name` be the tensor `of` too, in the same bytes: weights that are tied."""
+        if name in self._records:
+            raise InvariantError(f"tensor {name!r} was placed before")
+        self._records[name] = replace(self._records[of], name=name)
+
+    def write(self, name: str, data: bytes | memoryview, at: int = 0) -> None:
+        """Copy `data` to byte `at` of tensor `name`; into device memory too."""
+        record = self._records[name]
+        size_bytes = memoryview(data).nbytes
+        if not 0 <= at <= record.nbytes - size_bytes:
+            raise InvariantError(
+                f"bytes {at} to {at + size_bytes} are not inside tensor {name!r} of "
+                f"{record.nbytes} bytes"
+            )
+        self._attachment.range.write(record.offset + at, data)
+
+    def copy(self, source: Reader) -> None:
+        """Make this epoch, in which nothing is placed, the same as `source`: slabs, tensors, bytes.
+
+        Raises:
+            RemoteError: `gms.out_of_memory`, …; the session is over.
+        """
+        if self._records or self._places.slab_sizes:
+            raise InvariantError("a copy is made of a whole epoch, into an empty one")
+        for size_bytes in source.slab_sizes:
+            self._open_slab(size_bytes)
+        mapped = source._attachment.range
+        look = mapped.view if source.opening.memory.kind == "host" else mapped.read
+        for first, piece in source.pieces(look):
+            self._attachment.range.write(first, piece)
+            self.progress(first + len(piece), source.size_bytes)
+        self._source = source
+
+    def restage(self, source: Reader) -> Reader:
+        """Copy and commit the host copy that stands for the device's weights."""
+        self.copy(source)
+        return self.commit(source.identity, restaged_from=source.epoch)
+
+    @property
+    def tensors(self) -> Mapping[str, TensorRecord]:
+        """The tensors that were placed so far, by name."""
+        return self._records if self._source is None else self._source.tensors
+
+    def progress(self, done_bytes: int, total_bytes: int) -> None:
+        """Report that the load proceeds; without it, the writer's deadline runs out."""
+        self._client.notify(msg.ProgressMsg(done_bytes, total_bytes))
+
+    def commit(self, identity: Mapping[str, Any], *, restaged_from: str | None = None) -> Reader:
+        """Publish the epoch and go on as its reader: same session, same addresses, read-only.
+
+        Args:
+            restaged_from: the host copy that stands for the device's weights, if this is its copy.
+
+        Raises:
+            RemoteError: `gms.still_writable`, `gms.identity_changed`, …; the load is lost.
+        """
+        sizes, source = self._places.slab_sizes, self._source
+        manifest = encode(self._records.values()) if source is None else source.manifest.encoded
+        computed = layout_hash(sizes, manifest)
+        self._attachment.range.make_read_only()  # this process cannot write any more
+        is_answered = self._request_commit(
+            msg.CommitMsg(dict(identity), manifest, computed, restaged_from)
+        )
+        epoch = msg.EpochAttachedMsg(self.epoch, dict(identity), computed, tuple(sizes), manifest)
+        self.is_closed = True  # the reader owns everything from here on
+        # The digest of a restaged epoch is known: it is the copy's.
+        is_author = restaged_from is None
+        reader = Reader(
+            self.opening, self._client, self._attachment, self.request, epoch, is_author=is_author
+        )
+        if not is_answered:
+            with contextlib.ExitStack() as stack:
+                stack.callback(reader.close)
+                _resolve_doubt(reader, self._on_wait)
+                stack.pop_all()
+        return reader
+
+    def _request_commit(self, commit: msg.CommitMsg) -> bool:
+        """Whether it was answered: a service that died may have committed or not."""
+        try:
+            message = self._client.request(commit, timeout_s=COMMIT_TIMEOUT_S).message
+        except UnreachableError:
+            return False
+        if not isinstance(message, msg.CommittedMsg) or message.epoch != self.epoch:
+            raise unexpected_answer(message.TYPE, "commit")
+        return True
+
+    def _open_slab(self, size_bytes: int) -> None:
+        # As long as a commit: the server may have to wait for memory that is being freed.
+        reply = self._client.request(msg.AllocateMsg(size_bytes), timeout_s=COMMIT_TIMEOUT_S)
+        while isinstance(reply.message, msg.WaitingMsg):
+            self._on_wait(reply.message.message)
+            reply = self._client.receive(COMMIT_TIMEOUT_S)
+        message = reply.message
+        if not isinstance(message, msg.AllocatedMsg) or message.slab != len(self._attachment.slabs):
+            close_all(reply.fds)
+            raise unexpected_answer(message.TYPE, "allocate")
+        self._attachment.adopt(reply.fds, [message.size_bytes], writable=True)
+        self._places.slab_opened(message.size_bytes)
+
+
+def _resolve_doubt(reader: Reader, on_wait: OnWait) -> None:
+    """Ask the next service whether the epoch was committed; it takes the memory back if so.
+
+    Only `gms.not_committed` ends the doubt. Any other failure may succeed the next time, and giving
+    up could lose a published epoch: this process may be all that holds it.
+    """
+    end, reported = time.monotonic() + COMMIT_TIMEOUT_S, ""
+    while True:
+        try:
+            reader.rejoin(max(0.0, end - time.monotonic()), was_committed=False)
+            return
+        except UnderstudyError as error:
+            is_lost = isinstance(error, RemoteError) and error.code == "gms.not_committed"
+            if is_lost or time.monotonic() > end:
+                raise
+            if error.message != reported:
+                reported = error.message
+                on_wait(f"not known yet whether epoch {reader.epoch[:8]} is committed: {reported}")
+            time.sleep(RETRY_S)
+
+
+def opened(
+    opening: Opening, request: msg.AttachMsg, on_wait: OnWait = lambda reason: None
+) -> Reader | Writer:
+    """The session that `request` is granted."""
+    with contextlib.ExitStack() as stack:
+        attachment = Attachment(opening.memory)
+        stack.callback(attachment.close)
+        client, grant = opening.attach(request, attachment, on_wait=on_wait)
+        stack.pop_all()
+    if isinstance(grant, msg.WritingMsg):
+        return Writer(opening, client, attachment, request, grant, on_wait)
+    return Reader(opening, client, attachment, request, grant)
+
+
+def restaged(writer: Writer, on_wait: OnWait) -> Reader | Writer:
+    """A reader of what `writer` (taken) has copied from the host copy that stands for its weights;
+    the writer itself where that copy is out of reach: then the weights are loaded."""
+    opening, end = writer.opening, time.monotonic() + COPY_BACK_S
+    while True:
+        left_s = max(0.0, end - time.monotonic())
+        try:
+            copy = open_copy(
+                opening.directory, opening.device, writer.request, writer.source_epoch, left_s
+            )
+        except UnderstudyError as error:
+            if isinstance(error, UnreachableError) and left_s > RETRY_S:
+                time.sleep(RETRY_S)
+                continue
+            on_wait(f"the weights are loaded again: {error.message}")
+            return writer
+        with contextlib.ExitStack() as stack:
+            stack.callback(writer.close)  # unless its commit succeeds
+            with copy:
+                reader = writer.restage(copy)
+            stack.pop_all()
+            return reader
+
+
+def open_copy(
+    directory: str,
+    device: str,
+    request: msg.AttachMsg,
+    epoch: str | None = None,
+    wait_s: float = 0.0,
+) -> Reader:
+    """Attach to the host copy of the weights of `device`: to `epoch`, if given.
+
+    Raises:
+        UnderstudyError: `gms.no_copy`, there is none of the identity of `request`.
+        UnreachableError: its server is away.
+    """
+    opening = Opening(directory, names.offload_device(device), HostMemory())
+    wanted = replace(request, mode="ro", wait_ms=round(wait_s * 1000), replace=False)
+    try:
+        copy = opened(opening, wanted)
+    except UnreachableError:
+        raise
+    except UnderstudyError as error:
+        raise UnderstudyError(
+            "gms.no_copy", f"host memory has no copy of the weights of {device}: {error.message}"
+        ) from error
+    if isinstance(copy, Reader) and epoch in (None, copy.epoch):
+        return copy
+    copy.close()
+    raise UnderstudyError(
+        "gms.no_copy", f"the copy in host memory is epoch {copy.epoch}, not {epoch}"
+    )
+
+
+def release(reader: Reader, keeper: Keeper) -> Offloaded:
+    """Unmap a reader's weights, once this process holds their host copy; closes `keeper`, its own.
+
+    Raises:
+        UnderstudyError: `gms.no_copy`. Nothing has changed, and `keeper` goes on.
+    """
+    request = replace(reader.request, identity=reader.identity)
+    try:
+        copy = open_copy(reader.opening.directory, reader.opening.device, request)
+    except UnreachableError as error:
+        raise UnderstudyError(
+            "gms.no_copy", f"no server of copies in host memory answers: {error.message}"
+        ) from error
+    with contextlib.ExitStack() as stack:
+        stack.callback(copy.close)
+        if copy.layout_hash != reader.layout_hash:
+            raise UnderstudyError(
+                "gms.no_copy", f"the host copy {copy.epoch} has another layout than these weights"
+            )
+        copy_keeper = Keeper(copy, on_change=logger.warning)
+        copy_keeper.start()
+        stack.callback(copy_keeper.close)
+        keeper.close()
+        session = reader.leave()
+        stack.pop_all()
+    return Offloaded(reader, copy, copy_keeper, session)
+
+
+class Offloaded:
+    """A reader that has nothing mapped, and the host copy from which it comes back."""
+
+    def __init__(
+        self, reader: Reader, copy: Reader, keeper: Keeper, session: BlockingClient
+    ) -> None:
+        """Takes all but `reader`; `session` is what the reader had."""
+        self.reader, self.copy = reader, copy
+        self._keeper = keeper
+        self._session: BlockingClient | None = session
+
+    def free(self) -> int:
+        """Have the device's memory freed; returns how much the kernel says is free.
+
+        Raises:
+            RemoteError: `gms.epoch_mapped`: another engine still maps it, and frees it when it
+                offloads in turn; `gms.no_copy`, …: it stays as it is.
+            UnreachableError, WaitTimeoutError: not known.
+        """
+        session, self._session = self._session, None
+        try:
+            answer = self._ask(session or self.reader.opening.connect())
+        except UnreachableError:
+            if session is None:
+                raise
+            answer = self._ask(self.reader.opening.connect())  # the service was restarted
+        if not isinstance(answer, msg.OffloadedMsg):
+            raise unexpected_answer(answer.TYPE, "offload")
+        return answer.size_bytes
+
+    def restage(self, deadline_s: float, on_wait: OnWait = lambda reason: None) -> None:
+        """Map the weights again where they were, from the device or from the copy. The reader then
+        needs a keeper; this object is done with.
+
+        Raises:
+            UnreachableError, WaitTimeoutError: not within `deadline_s`; may be repeated.
+            UnderstudyError: `gms.stale_copy`, `gms.stale_layout`, …: fatal to the engine.
+        """
+        end = time.monotonic() + deadline_s
+        while True:
+            try:
+                self.reader.remap(max(0.0, end - time.monotonic()), self.copy)
+                break
+            except UnreachableError as error:
+                if time.monotonic() + RETRY_S > end:
+                    raise
+                on_wait(f"the weights are not restored yet: {error.message}")
+                time.sleep(RETRY_S)
+        self.close()
+
+    def close(self) -> None:
+        """Let the copy go; the service keeps it."""
+        if self._session is not None:
+            self._session.close()
+        self._keeper.close()
+        self.copy.close()
+
+    def _ask(self, client: BlockingClient) -> Message:
+        """Closes `client`. On the reader's own session it says that the reader has left, too."""
+        with contextlib.closing(client):
+            return client.request(msg.OffloadMsg(), timeout_s=FREE_TIMEOUT_S).message
