@@ -12,7 +12,6 @@ from typing import Any
 import click
 
 from engine.backends.registry import asks_for_help, check_no_tls, command_line
-from engine.core.health import percent
 from engine.messages import CONTROL, LeaveMsg, OkMsg
 from engine.supervisor.settings import OPTIONS, EngineSettings, placed, settle
 from plumbing.errors import UnreachableError, WaitTimeoutError
@@ -169,16 +168,13 @@ def _text(document: dict[str, Any]) -> str:
         f"backend  {backend['name']}, launch {engine['number']}; processes: {pids}",
         f"load     {document['inflight']} requests in flight",
     ]
+    if lease := lock.get("lease"):
+        valid, held = duration(lease["valid_for_ms"]), ", held" if lease["is_held"] else ""
+        lines.append(f"lease    {'lost' if lease['is_lost'] else f'valid for {valid}{held}'}")
     if backend.get("serves_on"):
-        through = ", behind the gateway" if lock["is_behind_gateway"] else ""
-        lines.append(f"serves   {backend['serves_on']}{through}")
-    if document.get("stop"):
-        lines.append(f"stop     {_stop(document['stop'])}")
-    health = document.get("health") or {}
-    if health.get("hang_budget"):
-        lines.append(f"health   {_health(health)}")
-    if lock.get("lease"):
-        lines.insert(3, f"lease    {_lease(lock['lease'])}")
+        lines.append(f"serves   {backend['serves_on']}")
+    if hang := (document.get("health") or {}).get("hang_budget"):
+        lines.append(f"health   hang {hang}")
     if document["relaunch"]:
         lines.append(f"next     launch in at most {duration(document['relaunch']['in_ms'])}")
     if document["deaths"]:
@@ -186,35 +182,3 @@ def _text(document: dict[str, Any]) -> str:
         lines.append(f"death    {last['at']}  {last['message']}")
     lines += [f"problem  {problem}" for problem in document["problems"]]
     return "\n".join(lines)
-
-
-def _stop(stop: dict[str, Any]) -> str:
-    """`streams are finished within 43s`"""
-    where = "a standby continues streams; the rest is" if stop["streams"] == "hand_over" else ""
-    text = f"{where or 'streams are'} finished within {duration(stop['drain_ms'])}"
-    return f"told to end: {text}" if stop["is_told"] else text
-
-
-def _health(health: dict[str, Any]) -> str:
-    """`CPU pressure 52 %; hung after …`."""
-    pressure = health["cpu_pressure"]
-    text = "CPU pressure unknown" if pressure is None else f"CPU pressure {percent(pressure)}"
-    text += f"; hang {health['hang_budget']}"
-    if health["answer_late_ms"]:
-        text += f"; the backend's answer is {duration(health['answer_late_ms'])} late"
-    return text
-
-
-def _lease(lease: dict[str, Any]) -> str:
-    """`valid for 2.6s of 5s, held; last answer from the lock server 120 ms ago`."""
-    if lease["is_lost"]:
-        text = "lost: the processes that held the lock under it are being ended"
-    elif lease["lease_ms"] is None:
-        text = "none yet"
-    else:
-        held = ", held" if lease["is_held"] else ""
-        text = f"valid for {duration(lease['valid_for_ms'])} of {duration(lease['lease_ms'])}{held}"
-    heard_ms = lease["server_heard_ms_ago"]
-    if heard_ms is None:
-        return f"{text}; no answer from the lock server yet"
-    return f"{text}; last answer from the lock server {duration(heard_ms)} ago"

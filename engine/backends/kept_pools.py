@@ -49,16 +49,10 @@ class KeptPools:
             self._mark(ADOPTING)
         return found
 
-    def writer(self, adoption: Adoption, counted: int | None = None) -> IndexWriter:
+    def writer(self, adoption: Adoption) -> IndexWriter:
         """Continues with `adoption`; one without records clears the index."""
-        return IndexWriter(
-            self._pages,
-            self._headers,
-            self._incarnation,
-            secrets.token_hex(16),
-            adoption,
-            counted=counted,
-        )
+        cohort = secrets.token_hex(16)
+        return IndexWriter(self._pages, self._headers, self._incarnation, cohort, adoption)
 
     def trust(self) -> None:
         """The canary has passed on what was adopted."""

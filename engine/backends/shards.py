@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import math
 import os
 import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, BinaryIO, NoReturn
+from typing import Annotated, Any, BinaryIO, NoReturn
+
+import msgspec
+from msgspec import Meta, Struct
 
 from plumbing.errors import UnderstudyError, UsageError, is_disk_fault, is_shortage
 
@@ -37,6 +39,16 @@ ITEM_BYTES = {
 SAMPLE_WINDOWS = 4
 SAMPLE_WINDOW_BYTES = 1024
 FILE_SAMPLE_WINDOWS = 1024  # of a file whose tensors are not known: 1 MiB
+
+Size = Annotated[int, Meta(ge=0, lt=1 << 48)]
+
+
+class Entry(Struct, frozen=True):
+    """What a header says of one tensor."""
+
+    dtype: str
+    shape: tuple[Size, ...]
+    data_offsets: tuple[Size, Size]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,47 +71,28 @@ class Shard:
     header_hash: str
     tensors: tuple[StoredTensor, ...]
 
-    @property
-    def name(self) -> str:
-        return os.path.basename(self.path)
-
-    def open(self) -> BinaryIO:
-        """The file, unbuffered. Raises UsageError `model.missing|broken`."""
-        return _open(self.path)
-
     def sample_hash(self) -> str:
-        """SHA-256 over a few windows of each tensor's bytes, hex."""
+        """SHA-256 over a few windows of each tensor's bytes, hex. Raises as `reading`."""
         digest = hashlib.sha256()
-        with self.open() as file:
+        with reading(self.path) as file:
             for tensor in self.tensors:
                 for start, size in _windows(tensor.nbytes):
                     digest.update(os.pread(file.fileno(), size, tensor.offset + start))
         return digest.hexdigest()
 
 
-def read_json(path: str) -> dict[str, Any]:
-    """A JSON object from a file of the checkpoint. Raises as `read_file`."""
-    try:
-        document = json.loads(read_file(path))
-        if not isinstance(document, dict):
-            raise ValueError("it is not a JSON object")
-    except (ValueError, RecursionError) as error:
-        raise UsageError(
-            "model.broken", f"{path} is not valid JSON ({error}); download it again."
-        ) from None
-    return document
-
-
-def read_file(path: str) -> bytes:
-    """A small file of the checkpoint.
+@contextlib.contextmanager
+def reading(path: str) -> Iterator[BinaryIO]:
+    """A file of the checkpoint, unbuffered, to be read in the block.
 
     Raises:
-        UsageError: `model.missing` or `model.broken`.
-        UnderstudyError: `model.shortage`, `model.unreadable`: it cannot be read now.
+        UsageError: `model.missing`, `model.broken`.
+        UnderstudyError: `model.shortage`, `model.unreadable`: it may well be fine, and cannot be
+            read now. Neither ends the engine for good.
     """
     try:
-        with open(path, "rb") as file:
-            content = file.read(JSON_MAX_BYTES + 1)
+        with open(path, "rb", buffering=0) as file:
+            yield file
     except (FileNotFoundError, NotADirectoryError):
         directory = os.path.dirname(path)
         problem = f"{path} does not exist; download the checkpoint again."
@@ -110,17 +103,33 @@ def read_file(path: str) -> bytes:
             )
         raise UsageError("model.missing", problem) from None
     except OSError as error:
-        _check_shortage(path, error)
-        raise UsageError(
-            "model.broken",
-            f"{path} cannot be read: {error.strerror}; fix its permissions or copy it again.",
+        if is_disk_fault(error):
+            text = f"{path} cannot be read: {error.strerror}; check the disk"
+            raise UnderstudyError("model.unreadable", text) from error
+        if not is_shortage(error):
+            _broken(path, f"it cannot be read ({error.strerror})")
+        raise UnderstudyError(
+            "model.shortage",
+            f"{path} cannot be opened now: {error.strerror}; raise the limit of open files "
+            "(ulimit -n), or find what uses them up.",
         ) from None
-    if len(content) > JSON_MAX_BYTES:
-        raise UsageError(
-            "model.broken",
-            f"{path} is larger than {JSON_MAX_BYTES >> 20} MiB; download it again.",
-        )
-    return content
+
+
+def read_json(path: str) -> dict[str, Any]:
+    """A JSON object from a file of the checkpoint. Raises as `reading`."""
+    try:
+        return msgspec.json.decode(read_file(path), type=dict[str, Any])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        _broken(path, f"it is no valid JSON object ({error})")
+
+
+def read_file(path: str) -> bytes:
+    """A small file of the checkpoint. Raises as `reading`."""
+    with reading(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > JSON_MAX_BYTES:
+            _broken(path, f"it is larger than {JSON_MAX_BYTES >> 20} MiB")
+        return file.read()
 
 
 def read_shards(directory: str) -> tuple[Shard, ...]:
@@ -153,74 +162,35 @@ def _shard_names(index_path: str) -> list[str]:
     return sorted(set(weight_map.values()))
 
 
-def _open(path: str) -> BinaryIO:
-    try:
-        return open(path, "rb", buffering=0)
-    except FileNotFoundError:
-        raise UsageError(
-            "model.missing", f"{path} does not exist; download the checkpoint again."
-        ) from None
-    except OSError as error:
-        _check_shortage(path, error)
-        _broken(path, f"it cannot be opened ({error.strerror})")
-
-
-def _check_shortage(path: str, error: OSError) -> None:
-    """Raise `model.shortage` if the file may well be fine, or `model.unreadable` if the disk is at
-    fault: neither must end the engine for good."""
-    if is_disk_fault(error):
-        raise UnderstudyError(
-            "model.unreadable", f"{path} cannot be read: {error.strerror}; check the disk"
-        ) from error
-    if is_shortage(error):
-        raise UnderstudyError(
-            "model.shortage",
-            f"{path} cannot be opened now: {error.strerror}; raise the limit of open files "
-            "(ulimit -n), or find what uses them up.",
-        ) from None
-
-
-@contextlib.contextmanager
-def _checked(path: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        _check_shortage(path, error)
-        raise
-
-
 def identity_of(shards: Iterable[Shard]) -> dict[str, Any]:
     """Header and sample of each, by name."""
     return {
-        each.name: {"header": each.header_hash, "sample": each.sample_hash()} for each in shards
+        os.path.basename(each.path): {"header": each.header_hash, "sample": each.sample_hash()}
+        for each in shards
     }
 
 
 def read_shard(path: str) -> Shard:
-    """One file's header, checked against the file's size. Raises UsageError `model.broken`."""
-    with _open(path) as file, _checked(path):
+    """One file's header, checked against the file's size. Raises as `reading`."""
+    with reading(path) as file:
         size = os.fstat(file.fileno()).st_size
         prefix = os.pread(file.fileno(), 8, 0)
-        if len(prefix) < 8:
-            _broken(path, f"it is truncated: {size} bytes, less than a header")
-        (header_bytes,) = struct.unpack("<Q", prefix)
+        header_bytes = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
         if header_bytes > HEADER_MAX_BYTES:
             _broken(path, f"its header claims {header_bytes} bytes: this is not a safetensors file")
-        if 8 + header_bytes > size:
-            _broken(path, f"it is truncated: {size} of at least {8 + header_bytes} bytes")
+        base = 8 + header_bytes
+        if base > size:
+            _broken(path, f"it is truncated: {size} of at least {base} bytes")
         raw = os.pread(file.fileno(), header_bytes, 8)
     try:
-        header = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        _broken(path, f"its header is not valid JSON ({error})")
-    if not isinstance(header, dict):
-        _broken(path, "its header is not a JSON object")
-    header.pop("__metadata__", None)
-    base = 8 + header_bytes
-    tensors = sorted(
-        (_stored(path, name, entry, base) for name, entry in header.items()),
-        key=lambda tensor: (tensor.offset, tensor.nbytes),  # empty ones lie before their neighbour
-    )
+        header = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+        header.pop("__metadata__", None)
+        entries = {name: msgspec.json.decode(each, type=Entry) for name, each in header.items()}
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        _broken(path, f"its header is not valid JSON of a safetensors file ({error})")
+    stored = (_stored(path, name, entry, base) for name, entry in entries.items())
+    # Empty ones lie before their neighbour.
+    tensors = sorted(stored, key=lambda tensor: (tensor.offset, tensor.nbytes))
     for before, after in pairwise(tensors):
         if before.offset + before.nbytes > after.offset:
             _broken(path, f"tensors {before.name} and {after.name} overlap")
@@ -230,28 +200,17 @@ def read_shard(path: str) -> Shard:
     return Shard(path, hashlib.sha256(raw).hexdigest(), tuple(tensors))
 
 
-def _stored(path: str, name: str, entry: Any, base: int) -> StoredTensor:
-    try:
-        dtype, shape = entry["dtype"], tuple(entry["shape"])
-        start, end = entry["data_offsets"]
-    except (TypeError, KeyError, ValueError):
-        _broken(path, f"the header entry of tensor {name} lacks dtype, shape or data_offsets")
-    if not all(type(number) is int and 0 <= number < 1 << 48 for number in (*shape, start, end)):
-        _broken(path, f"the header entry of tensor {name} has sizes that are not whole numbers")
-    if not isinstance(dtype, str):
-        _broken(path, f"the header entry of tensor {name} has a dtype that is not a string")
+def _stored(path: str, name: str, entry: Entry, base: int) -> StoredTensor:
+    dtype, shape, (start, end) = entry.dtype, entry.shape, entry.data_offsets
     if dtype in ITEM_BYTES and end - start != math.prod(shape) * ITEM_BYTES[dtype]:
         _broken(path, f"tensor {name} claims {end - start} bytes for {dtype} {list(shape)}")
     return StoredTensor(name, dtype, shape, path, base + start, end - start)
 
 
 def sample_of(path: str) -> str:
-    """SHA-256 over the size and a few windows of a file that is not a safetensors file, hex.
-
-    Raises:
-        UsageError: `model.missing`, `model.broken`.
-    """
-    with _open(path) as file:
+    """SHA-256 over the size and a few windows of a file that is not a safetensors file, hex. Raises
+    as `reading`."""
+    with reading(path) as file:
         size = os.fstat(file.fileno()).st_size
         digest = hashlib.sha256(b"%d" % size)
         for start, length in _windows(size, FILE_SAMPLE_WINDOWS):

@@ -69,7 +69,7 @@ class Patience:
             return f"{text}: no standby is ready"
         if factor >= 1.05:
             text += f": {seconds(self.hang_ms)}, stretched {factor:.1f} times by a CPU pressure"
-            text += f" of {percent(signs.pressure or 0)}"
+            text += f" of {100 * (signs.pressure or 0):.0f} %"
         return text
 
 
@@ -80,10 +80,6 @@ def stretch(pressure: float | None) -> float:
     """How many times longer everything may take: 1 without pressure, twice at one half."""
     left = 1 - min(1.0, max(0.0, pressure or 0.0))
     return STRETCH_MAX if left * STRETCH_MAX <= 1 else 1 / left
-
-
-def percent(share: float) -> str:
-    return f"{100 * share:.0f} %"
 
 
 def seconds(ms: float) -> str:

@@ -46,7 +46,7 @@ class Relaunch:
     backoff_first_ms: int = BACKOFF_FIRST_MS
     backoff_max_ms: int = BACKOFF_MAX_MS
     deaths_max: int = DEATHS_MAX
-    window_ms: int = DEATHS_WINDOW_MS
+    deaths_window_ms: int = DEATHS_WINDOW_MS
     yield_ms: int = YIELD_MS
     failures: int = field(default=0, init=False)  # in a row before standby
     _counted: list[Death] = field(default_factory=list, init=False)  # the last `deaths_max`
@@ -70,11 +70,11 @@ class Relaunch:
         if len(self._counted) < self.deaths_max:
             return None
         first, last = self._counted[0], self._counted[-1]
-        if last.at_ms - first.at_ms > self.window_ms:
+        if last.at_ms - first.at_ms > self.deaths_window_ms:
             return None
+        minutes = f"{self.deaths_window_ms / 60_000:g} minutes"
         return (
-            f"crash loop: {self.deaths_max} deaths within {self.window_ms / 60_000:g} minutes,"
-            f" the last one: {last.cause}"
+            f"crash loop: {len(self._counted)} deaths within {minutes}, the last one: {last.cause}"
         )
 
     @property

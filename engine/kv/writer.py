@@ -52,11 +52,9 @@ class IndexWriter:
         incarnation: str,
         cohort: str,
         adoption: Adoption | None = None,
-        counted: int | None = None,
     ) -> None:
         """`cohort` names new content: random, and never used before. `adoption` as `adoptable`
-        gave it for the same pages and headers, after every rank has agreed. Status counts the first
-        `counted` blocks (default: all)."""
+        gave it for the same pages and headers, after every rank has agreed."""
         if not 0 < headers[0].blocks <= pages[0].capacity:
             raise InvariantError(f"{headers[0].blocks} blocks in an index of {pages[0].capacity}")
         self._page = pages[0]
@@ -66,7 +64,6 @@ class IndexWriter:
         self._sequence = 0
         self.published = 0
         """Publications of this writer, for `status`."""
-        self._counted = headers[0].blocks if counted is None else counted
         self._is_kept = bytearray(headers[0].blocks)
         self.kept = 0
         """Blocks of the index that the next engine would find now, for `status`."""
@@ -81,8 +78,8 @@ class IndexWriter:
                 self._page.erase(block)
             self._adopted = {record.block for record in adoption.records}
             for block in self._adopted:
-                self._is_kept[block] = block < self._counted
-            self.kept = sum(self._is_kept)
+                self._is_kept[block] = 1
+            self.kept = len(self._adopted)
 
     def use(self, block: int) -> int:
         """The number of the present use of a block, for a later `publish`."""
@@ -126,10 +123,9 @@ class IndexWriter:
                 raise InvariantError(f"a block hash of {len(block_hash)} bytes")
             self._sequence += 1
             records.append((block, block_hash, group, tokens, self._sequence, audit))
-            if block < self._counted:
-                self.kept += not self._is_kept[block]
-                self._is_kept[block] = 1
-                self.published += 1
+            self.kept += not self._is_kept[block]
+            self._is_kept[block] = 1
+        self.published += len(records)
         self._page.write_records(records)
         return len(records)
 

@@ -10,7 +10,7 @@ its private socket, as an HTTP request, which also finds a backend whose HTTP si
 a gateway requests arrive on a socket that other engines have too, and only the channel reaches this
 one. Only a verdict in the answer's body ends an HTTP canary: it is repeated until the owner's
 patience ends, because a busy machine fails in the same way. If the backend has no such path, or
-this process no descriptor, the canary takes the channel.
+no memory is left for a socket, the canary takes the channel.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from engine import messages as msg
 from engine.core.events import Shall, State, Terminate
 from engine.core.lifecycle import HOLDING, tier_of
 from engine.supervisor.engine import Engine
+from engine.supervisor.hub import shortage
 from engine.supervisor.incarnation import Incarnation
 from engine.supervisor.tree import MAIN
 from plumbing.errors import ProtocolError, UnderstudyError
@@ -70,6 +71,10 @@ class Control(Handler):
     ) -> None:
         try:
             self._answer(conn, message, request_id, fds)
+        except OSError as error:
+            raise UnderstudyError(
+                "engine.shortage", shortage(f"answer {message.TYPE}", error)
+            ) from error
         finally:
             close_all(fds)
 

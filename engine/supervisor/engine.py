@@ -17,14 +17,13 @@ from engine.core.events import Command, EngineEvent, Failed, State, WakingStep
 from engine.core.health import Action, GenerationHealth, Patience, Signs, Unhealthy
 from engine.core.lifecycle import PARKED, IllegalEvent, Lifecycle, Situation
 from engine.core.relaunch import Death, Relaunch
-from engine.messages import FaultReportMsg, HealthyMsg
+from engine.messages import FaultReportMsg, HealthMsg, HealthyMsg
 from engine.schema import EngineRelaunch
 from engine.supervisor import lock_side, state_file
 from engine.supervisor.cpu_share import CpuShare
 from engine.supervisor.history import EngineMetrics, History
 from engine.supervisor.hub import EngineHub
 from engine.supervisor.incarnation import Incarnation
-from engine.supervisor.kv_layout import KvLayout
 from engine.supervisor.leftovers import Leftovers
 from engine.supervisor.lock_side import LISTENER_RETRY_MS, LockSide
 from engine.supervisor.settings import EngineSettings
@@ -66,8 +65,6 @@ class Engine(EngineHub):
         self.exit: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.listeners: list[Callable[[], object]] = []  # of `note`
         self.leftovers = Leftovers(directory, engine, self.log)
-        may_change = config["kv_change"]
-        self.layout = KvLayout(directory, engine, may_change=may_change, model=settings.model)
         self.pressure = CpuPressure()
         self.watch: HealthWatch | None = None  # while active
         self._is_started = False
@@ -75,13 +72,14 @@ class Engine(EngineHub):
         self.lock = LockSide(self, self._loader_granted)
         if settings.is_remote:
             self.metrics.watch_lease(lambda: self.lock.client.lease)
-        self._relaunch = Relaunch(
-            backoff_first_ms=config["backoff_first_ms"],
-            backoff_max_ms=config["backoff_max_ms"],
-            deaths_max=config["deaths_max"],
-            window_ms=config["deaths_window_ms"],
-            yield_ms=config["yield_ms"],
+        limits = (
+            "backoff_first_ms",
+            "backoff_max_ms",
+            "deaths_max",
+            "deaths_window_ms",
+            "yield_ms",
         )
+        self._relaunch = Relaunch(**{name: config[name] for name in limits})
 
     def start(self) -> None:
         """Launch for the first time."""
@@ -115,7 +113,6 @@ class Engine(EngineHub):
             self.incarnation.tree.kill()
         super().close()
         self.lock.listener.remove()
-        self.layout.close()
         self.pressure.close()
 
     def _tick(self) -> None:
@@ -151,19 +148,9 @@ class Engine(EngineHub):
                 raise InvariantError(str(error)) from error
             effects = self.lifecycle.handle(Failed("backend_fault", f"out of order: {error}"))
         for effect in effects:
-            try:
-                self._perform(effect)
-            except OSError as error:  # those that follow it are performed all the same
-                self._failed(effect, error)
+            self._perform(effect)
         if _shown(self.lifecycle.now) != _shown(before):
             self.note()
-
-    def _failed(self, effect: ev.EngineEffect, error: OSError) -> None:
-        """An effect was impossible. Where there is no incarnation to end, this process must."""
-        text = f"the supervisor failed at {effect}: {error}"
-        if self.lifecycle.state is State.DEAD:
-            raise InvariantError(text) from error
-        self.post(Failed("own_fault", text))
 
     def _perform(self, effect: ev.EngineEffect) -> None:
         now = self.lifecycle.now
@@ -259,10 +246,10 @@ class Engine(EngineHub):
     def _is_other_active(self) -> bool:
         """A grant is not enough: the other engine has yet to wake. Its state file says when it has;
         where that cannot be read, the pause simply lasts its full time."""
-        other = self.lock.other
-        return other is not None and state_file.is_active(
-            self.settings.directory, other.engine, other.token
-        )
+        other, directory = self.lock.other, self.settings.directory
+        if other is None:
+            return False
+        return state_file.word_of(directory, other.engine) == (State.ACTIVE, other.token)
 
     def _start_tree(self) -> None:
         now = self.lifecycle.now
@@ -273,7 +260,6 @@ class Engine(EngineHub):
             self,
             now.incarnation,
             leftovers=self.leftovers,
-            layout=self.layout,
             cpus=CpuShare(self.log, self._serving),
             on_gone=self._gone,
             on_loader=self.lock.repeat,
@@ -378,7 +364,7 @@ class HealthWatch:
             return
         for action in actions:
             if action is Action.ASK:
-                self._running.ask_health(self._answered)
+                self._running.channel.ask(HealthMsg(), HealthyMsg, self._answered)
             else:
                 self._running.canaries.check(self._canary_done)
         self._hub.after("health", self._health.next_ms() - self._clock.now_ms(), self._tick)

@@ -1,5 +1,5 @@
 """What every part of one supervisor shares: settings, clock, event log, named timers, the inbox of
-the lifecycle, and threads for slow work.
+the lifecycle, threads for slow work, and what a shortage means.
 
 Every callback (a pidfd, the channel, the lock, a signal, a timer) only posts an event. Events are
 handled one after the other; an effect that causes further events posts them too.
@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import functools
+import os
 import queue
 import threading
 from abc import ABC, abstractmethod
@@ -19,8 +21,10 @@ from collections.abc import Callable
 from engine.core.events import EngineEvent
 from engine.supervisor.settings import EngineSettings
 from plumbing.errors import InvariantError
+from plumbing.pod.supervision import SHORTAGE_EXIT_CODE
 from plumbing.service.clock import Clock
 from plumbing.service.events import EventLog
+from plumbing.wire.sockets import no_descriptors
 
 
 class EngineHub(ABC):
@@ -66,6 +70,19 @@ class EngineHub(ABC):
         """End all timers, and start no more."""
         self._is_closed = True
         self.cancel(*self._timers)
+
+
+def shortage(what: str, error: OSError) -> str:
+    """Why `what` is not possible for now, as a sentence; the caller tries again.
+
+    A supervisor holds far fewer descriptors than its limit. Having none left is a defect of ours,
+    which ends it at once; an init starts it again, for ever.
+    """
+    reason = no_descriptors(what, error)
+    if error.errno == errno.EMFILE:
+        os.write(2, f"error: {reason}\n".encode())
+        os._exit(SHORTAGE_EXIT_CODE)
+    return reason.message
 
 
 CLOSE_DEADLINE_S = 2.0  # at the end of the process: a disk or a look that hangs must not keep it

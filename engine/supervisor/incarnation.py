@@ -32,8 +32,7 @@ from engine.core.health import ParkedHealth
 from engine.core.loading import Loading, LoadPermit
 from engine.supervisor.channel import BackendChannel, Canaries
 from engine.supervisor.cpu_share import CpuShare
-from engine.supervisor.hub import EngineHub
-from engine.supervisor.kv_layout import KvLayout
+from engine.supervisor.hub import EngineHub, shortage
 from engine.supervisor.leftovers import Leftovers
 from engine.supervisor.tree import ProcessDeath, Tree
 from lockserver.client import serving, witness
@@ -43,12 +42,10 @@ from plumbing.service.process import parent_environment
 from plumbing.text import size
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.messages import Message
-from plumbing.wire.sockets import no_descriptors
 
 LoadReply = Callable[[messages.LoadMsg], None]
 
-# How soon to look again at what the backend's processes hold: a fork until its exec takes a few
-# milliseconds, another supervisor's writing of the KV cache's size 0.1.
+# How soon to look again at what the backend's processes hold: a fork takes milliseconds to exec.
 LOOK_AGAIN_MS = 10.0
 NOTHING_OVER = 0  # look at the serving file without sealing it: only the lock server does that
 # A copy of the weights is made within seconds of the first load. Later, what is in the way may stay
@@ -84,7 +81,6 @@ class Incarnation:
         incarnation_id: str,
         *,
         leftovers: Leftovers,
-        layout: KvLayout,
         cpus: CpuShare,
         on_gone: Callable[[], None],
         on_loader: Callable[[], None],
@@ -101,12 +97,13 @@ class Incarnation:
         self.machine_fault = ""  # why it ends, if that is not its own fault
         self.cpus = cpus
         self.waiting: str | None = None  # why what the backend reported does not count yet
+        self.problem: str | None = None  # why not every process of the tree is known
         self.woken: messages.WokenMsg | None = None
         self.is_wake_asked = False
         self.note = ""  # why the weights are not away, or their memory is not free
         self.progress = ProgressPage()
         self._hub, self._settings = hub, hub.settings
-        self._leftovers, self._layout = leftovers, layout
+        self._leftovers = leftovers
         self._on_gone, self._on_loader = on_gone, on_loader
         self._is_over = False
         self._loads: dict[int, LoadReply] = {}
@@ -136,7 +133,7 @@ class Incarnation:
             self._hub.post(Failed("cannot_start", error.message, error.exit_code))
         except OSError as error:
             what = f"launch the backend with {self._settings.directory}"
-            self._fail("cannot_start", no_descriptors(what, error).message, is_disk_fault(error))
+            self._fail("cannot_start", shortage(what, error), is_disk_fault(error))
 
     def _start(self) -> None:
         settings = self._settings
@@ -178,9 +175,14 @@ class Incarnation:
 
     def tick(self, *, is_parked: bool) -> None:
         """Once a second: look for new processes, for what they hold, and whether they run."""
-        self.tree.scan()
+        try:
+            self.tree.scan()
+            stopped = self.tree.stopped() if is_parked else []
+            self.problem = None
+        except OSError as error:
+            stopped, self.problem = [], shortage("look for processes of the backend", error)
         self._leftovers.tick(self.tree.everyone(), is_prepared=self.prepared is not None)
-        verdict = self._parked.looked(self.tree.stopped() if is_parked else ())
+        verdict = self._parked.looked(stopped)
         if verdict is not None:
             self._hub.post(Failed("stopped", verdict.reason))
 
@@ -260,11 +262,11 @@ class Incarnation:
 
     def _judge(self, look: Callable[[], EngineEvent | str]) -> None:
         """Post what `look` finds. A string is what it waits for, and there is another look soon;
-        also where there is no descriptor to look, which proves nothing."""
+        also where there is no memory to look, which proves nothing."""
         try:
             found = look()
         except OSError as error:
-            found = no_descriptors("check what the backend's processes hold", error).message
+            found = shortage("check what the backend's processes hold", error)
         self.waiting = found if isinstance(found, str) else None
         if isinstance(found, str):
             self._hub.after("look", LOOK_AGAIN_MS, lambda: self._judge(look))
@@ -272,8 +274,7 @@ class Incarnation:
             self._hub.post(found)
 
     def _look_prepared(self) -> EngineEvent | str:
-        """Whether it may stand by: every rank has its weights, every process holds the witness, and
-        the KV cache has the size on which the pod's engines agree."""
+        """Whether it may stand by: every rank has its weights, every process holds the witness."""
         missing = self.loading.missing
         if missing is not None:
             return Failed("weights_missing", f"the backend is prepared, but {missing}")
@@ -281,15 +282,7 @@ class Incarnation:
         if objection is not None:
             return Failed("witness_missing", objection)
         assert self.prepared is not None
-        before = self._layout.note
-        try:
-            waits_for = self._layout.agree(self.prepared.kv_bytes, self.loading.ranks)
-        except UnderstudyError as error:
-            return self._failed("kv_differs", process.fault_report(error))
-        if self._layout.note not in (None, before):
-            self._hub.log.record("engine.kv_layout", self._layout.note or "", "warning")
-        can_offload = self.can_rest and self.prepared.can_offload
-        return waits_for or ev.Prepared(self.can_rest, can_offload)
+        return ev.Prepared(self.can_rest, self.can_rest and self.prepared.can_offload)
 
     # ------------------------------------------------------------------ access to the weights
 
@@ -360,22 +353,21 @@ class Incarnation:
         """The step after the wake."""
         if step is WakingStep.CANARY:
             self.canaries.gate(self._gate)
-        elif step is WakingStep.SERVE:
-            serve, post = messages.ServeMsg(), self._hub.post
-            self.channel.ask(serve, messages.ServingMsg, lambda _: post(ev.Serving()))
+        else:
+            self._ask(messages.ServeMsg(), messages.ServingMsg, ev.Serving())
+
+    def _ask(self, request: Message, reply: type[Message], event: EngineEvent) -> None:
+        self.channel.ask(request, reply, lambda _: self._hub.post(event))
 
     def _gate(self, ok: bool, detail: str) -> None:
         failed = Failed("canary_failed", f"the canary failed: {detail or 'wrong tokens'}")
         self._hub.post(ev.CanaryPassed() if ok else failed)
 
-    def ask_health(self, on_reply: Callable[[messages.HealthyMsg], None]) -> None:
-        self.channel.ask(messages.HealthMsg(), messages.HealthyMsg, on_reply)
-
     # ------------------------------------------------------------------ resting
 
     def drain(self, *, resume: bool) -> None:
-        drain, post = messages.DrainMsg(self._budget_ms(State.DRAINING), resume), self._hub.post
-        self.channel.ask(drain, messages.DrainedMsg, lambda _: post(ev.Drained()))
+        drain = messages.DrainMsg(self._budget_ms(State.DRAINING), resume)
+        self._ask(drain, messages.DrainedMsg, ev.Drained())
 
     def rest(self, *, keep_kv: bool) -> None:
         """Ask for all KV memory back; `Rested` comes once no process holds the file."""
@@ -400,12 +392,10 @@ class Incarnation:
                 pids = procfs.holders_of(self._serving.dev, self._serving.ino)
                 who = f"pid {', '.join(map(str, pids))}" if pids else "a process"
                 return f"the backend says that it stopped serving, but {who} still holds {name}"
-            case serving.WitnessState.UNSEEN:
-                return f"this supervisor has no descriptor left to check {name}"
             case serving.WitnessState.FREE:
                 pass
-            case _:
-                return f"{name} is missing or was replaced: nothing proves the end of serving"
+            case found:
+                return f"{name} is {found.value}: nothing proves the end of serving yet"
         self.is_wake_asked, self.woken, self.canaries.private_path = False, None, None
         took_ms = round(self._hub.clock.now_ms() - self._rest_asked_ms, 3)
         self._hub.log.record(

@@ -23,12 +23,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from engine.supervisor.hub import Background
+from engine.supervisor.hub import Background, shortage
 from plumbing.errors import UnderstudyError
 from plumbing.service import procfs
 from plumbing.service.events import EventLog
 from plumbing.service.files import read_json, write_atomic
-from plumbing.wire.sockets import no_descriptors
 
 TICKS_BETWEEN_LOOKS = 30  # once a tree is prepared: a look takes 10 ms of a core
 NAMES_MAX = 4096  # a tree of 8 ranks has some 60; beyond this something else is wrong
@@ -110,8 +109,7 @@ class Leftovers:
                 job(*arguments)
                 self.problem = None
             except OSError as error:
-                what = "look for files that dead processes have left"
-                self.problem = no_descriptors(what, error).message
+                self.problem = shortage("look for files that dead processes have left", error)
 
         self._thread.put(run)
 

@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 from engine.core.events import Failed, Granted, HandOver, OtherGranted, Succession
 from engine.core.lifecycle import Situation
 from engine.schema import EngineOther
-from engine.supervisor.hub import EngineHub
+from engine.supervisor.hub import EngineHub, shortage
 from engine.supervisor.incarnation import Incarnation
 from lockserver.client import LockCallbacks, LockClient, witness
 from lockserver.client import messages as lock_messages
@@ -37,7 +37,6 @@ from plumbing.pod.models import ACTIVE
 from plumbing.service import procfs
 from plumbing.text import duration
 from plumbing.wire.fds import OwnedFd
-from plumbing.wire.sockets import no_descriptors
 from plumbing.wire.tcp_address import TcpAddress
 
 # Refusals of a want that end this incarnation.
@@ -48,7 +47,7 @@ FATAL_REFUSALS = {
     "lock.bad_want": "hand_over_refused",  # nothing else that this side sends can be refused so
 }
 # How soon to try again to get the listening socket: the last engine may hold the service address
-# for a moment, or there is no descriptor left.
+# for a moment, or there is no memory left.
 LISTENER_RETRY_MS = 50.0
 # A host tells all processes of a pod to end within milliseconds of each other; on a busy machine a
 # process needs more to notice. The streams run on meanwhile.
@@ -271,8 +270,7 @@ class BackendListener:
 
     def _why(self, error: OSError) -> str:
         if is_shortage(error):
-            kind = "private" if self.path is not None else "listening"
-            return no_descriptors(f"open the {kind} socket", error).message
+            return shortage("open the listening socket", error)
         retries = "retrying until the waking budget is spent;"
         if self._address is None:
             return (
@@ -308,7 +306,7 @@ def predecessor(directory: str, engine: str) -> str | None:
                     return _held(name, procfs.holders_of(found.st_dev, found.st_ino), engine)
     except OSError as error:
         what = f"look for processes of an earlier launch in {directory}"
-        return f"not launched: {no_descriptors(what, error).message}"
+        return f"not launched: {shortage(what, error)}"
     return None
 
 

@@ -154,12 +154,6 @@ OPTIONS = (
         None,
         f"File for the reason of exit; {TERMINATION_LOG} if it exists, unless given.",
     ),
-    Option(
-        "kv_change",
-        bool,
-        False,
-        "Allow a KV cache of another size than that of the pod's other engines, for an upgrade.",
-    ),
     *(Option(name, int, *row, minimum=1) for name, row in DURATIONS.items()),
     Option(
         "deaths_max",

@@ -21,13 +21,12 @@ import msgspec
 
 from engine.core.lifecycle import HOLDING
 from engine.schema import EngineMemory
-from engine.supervisor.hub import Background, EngineHub
+from engine.supervisor.hub import Background, EngineHub, shortage
 from plumbing.errors import UnderstudyError, is_shortage
 from plumbing.pod.messages import GoalGeneration, Tier
 from plumbing.pod.paths import engine_socket, engine_state, engine_states
 from plumbing.service.files import read_json, write_atomic
 from plumbing.text import to_json
-from plumbing.wire.sockets import no_descriptors
 
 RETRY_MS = 2_000.0  # a write that failed; a full disk or a shortage of descriptors lasts longer
 
@@ -102,7 +101,7 @@ class EngineStateFile:
         except OSError as error:
             problem = f"cannot write {self.path}: {error.strerror}; free space on that disk"
             if is_shortage(error):
-                problem = no_descriptors(f"write {self.path}", error).message
+                problem = shortage(f"write {self.path}", error)
         self._thread.call(lambda: self._wrote(text, problem))
 
     def _wrote(self, text: str, problem: str | None) -> None:
@@ -120,7 +119,7 @@ class EngineStateFile:
         self._hub.after("state file", RETRY_MS, self._go_on)
 
 
-def _word_of(directory: str, engine: str) -> tuple[str, int]:
+def word_of(directory: str, engine: str) -> tuple[str, int]:
     """State and token of `engine` by its state file; "" where that cannot be read."""
     try:
         document = read_json(engine_state(directory, engine)) or {}
@@ -129,24 +128,18 @@ def _word_of(directory: str, engine: str) -> tuple[str, int]:
         return "", 0
 
 
-def is_active(directory: str, engine: str, token: int) -> bool:
-    """Whether the state file of `engine` says that it is active under `token`."""
-    return _word_of(directory, engine) == ("active", token)
-
-
 def serving_engine(directory: str, engine: str) -> str | None:
     """The other engine that holds the lock and needs this machine, by its state file.
 
     A supervisor that has just started launches before it is connected to the lock server, so it
     cannot ask there. A file that a dead supervisor has left does not count.
     """
-    names: list[str] = []
-    with contextlib.suppress(OSError):  # no descriptor left to look
-        names = [path.stem.removeprefix("engine_") for path in engine_states(Path(directory))]
-    for name in names:
-        is_other = name != engine and _word_of(directory, name)[0] in HOLDING
-        if is_other and _is_listening(engine_socket(directory, name)):
-            return name
+    with contextlib.suppress(OSError):  # no memory to look
+        for path in engine_states(Path(directory)):
+            name = path.stem.removeprefix("engine_")
+            is_other = name != engine and word_of(directory, name)[0] in HOLDING
+            if is_other and _is_listening(engine_socket(directory, name)):
+                return name
     return None
 
 
@@ -157,5 +150,5 @@ def _is_listening(path: str) -> bool:
     except (ConnectionRefusedError, FileNotFoundError):
         return False
     except OSError:
-        pass  # too busy to accept, or we have no descriptor left: not a proof of its end
+        pass  # too busy to accept, or no memory is left: not a proof of its end
     return True

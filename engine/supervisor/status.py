@@ -174,12 +174,11 @@ class EngineStatus:
             fault and f"{fault}; it is the machine's fault, and tried again each second",
             engine.predecessor,
             engine.lock.problem,
-            engine.layout.note,
             engine.leftovers.problem,
             *(server.problem for server in self.sockets),
         ]
         if running is not None:
-            problems += [running.tree.problem, running.canaries.problem, running.waiting]
+            problems += [running.problem, running.canaries.problem, running.waiting]
             problems += running.prepared.warnings if running.prepared is not None else ()
         return [problem for problem in problems if problem]
 

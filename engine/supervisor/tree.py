@@ -28,7 +28,6 @@ from plumbing.errors import InvariantError, UnderstudyError, UsageError
 from plumbing.service import procfs
 from plumbing.service.signals import blocked_in_children
 from plumbing.wire.fds import OwnedFd
-from plumbing.wire.sockets import no_descriptors
 
 MAIN = "main"
 
@@ -81,7 +80,6 @@ class Tree:
         self._is_dying = False
         self._announced: int | None = None  # dying by its lifeline, and not yet reported dead
         self.is_gone = False
-        self.problem: str | None = None  # why not every process of the tree is known
 
     # ------------------------------------------------------------------ starting and watching
 
@@ -116,19 +114,17 @@ class Tree:
         """From now on `pid` is known as `name` and must live. `lifeline` is lent.
 
         Raises:
-            UnderstudyError: `engine.not_of_this_tree`; `wire.no_descriptors`, it cannot be watched.
+            UnderstudyError: `engine.not_of_this_tree`.
             ProtocolError: this is not a lifeline.
+            OSError: there is no descriptor or memory to watch it.
         """
-        try:
-            if not _is_ours(pid):
-                raise UnderstudyError(
-                    "engine.not_of_this_tree",
-                    f"pid {pid} is no descendant of this engine's supervisor (pid {os.getpid()})",
-                    pid=pid,
-                )
-            self._watch(pid, name, must_live=True)
-        except OSError as error:
-            raise no_descriptors(f"watch {name} (pid {pid})", error) from error
+        if not _is_ours(pid):
+            raise UnderstudyError(
+                "engine.not_of_this_tree",
+                f"pid {pid} is no descendant of this engine's supervisor (pid {os.getpid()})",
+                pid=pid,
+            )
+        self._watch(pid, name, must_live=True)
         process = self._processes.get(pid)
         if lifeline is not None and process is not None and process.lifeline is None:
             # Without a thread or memory for it, its pidfd must do.
@@ -136,15 +132,11 @@ class Tree:
                 process.lifeline = LifelineWatch(lifeline, functools.partial(self._dies, pid))
 
     def scan(self) -> None:
-        """Once a second: reap orphans and look for new processes; what prevents that is a `problem`
-        until the next look."""
-        try:
-            self._look()
-            self.problem = None
-        except OSError as error:
-            self.problem = no_descriptors("look for processes of the backend", error).message
+        """Reap orphans and look for new processes.
 
-    def _look(self) -> None:
+        Raises:
+            OSError: there is no descriptor or memory to look.
+        """
         if not self.is_gone:
             self._collect()
             for pid in procfs.descendants(os.getpid()):
@@ -155,12 +147,9 @@ class Tree:
         return {each.name: pid for pid, each in self._processes.items() if each.must_live}
 
     def stopped(self) -> list[str]:
-        """Those that must live and that a signal has stopped, for a sentence. Without a descriptor
-        to look, nobody is."""
-        with contextlib.suppress(OSError):
-            named = self.pids().items()
-            return [f"{name} (pid {pid})" for name, pid in named if procfs.is_stopped(pid)]
-        return []
+        """Those that must live and that a signal has stopped, for a sentence."""
+        named = self.pids().items()
+        return [f"{name} (pid {pid})" for name, pid in named if procfs.is_stopped(pid)]
 
     def everyone(self) -> list[int]:
         """Every living process of the tree that has been seen."""
@@ -177,7 +166,7 @@ class Tree:
         Raises:
             OSError: there is no descriptor or memory to look, which proves nothing.
         """
-        self._look()
+        self.scan()
         for pid in procfs.descendants(os.getpid()):
             if not procfs.is_alive(pid) or _is_helper(pid):
                 continue
@@ -242,12 +231,9 @@ class Tree:
         """Our own children that no pidfd watches; their pids are theirs until we reap them. Orphans
         become our children, so in the end these are everyone. (To look for all descendants at every
         thread of vLLM's takes 2 ms.)"""
-        children = set()
-        if self._main is not None and self._main.returncode is None:
-            children.add(self._main.pid)
-        with contextlib.suppress(OSError):  # no descriptor left to look
-            children.update(procfs.children(os.getpid()))
-        return children - self._processes.keys()
+        with contextlib.suppress(OSError):  # no memory to look: the next sweep does
+            return set(procfs.children(os.getpid())) - self._processes.keys()
+        return set()
 
     def _collect(self) -> bool:
         """Reap every child that has ended; True if there is no child left, dead or alive."""

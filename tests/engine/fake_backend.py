@@ -34,34 +34,25 @@ from plumbing.wire.blocking import BlockingClient, Reply
 
 
 def arguments() -> argparse.Namespace:
+    """A request is named by its type; a file is named that a switch depends on."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--as-child", action="store_true")
+    for on in (
+        *("as-child", "rest", "leaves-resident", "fail-canary", "serve-early", "load"),
+        *("permanent", "advance"),  # the fault is permanent; the shared page counts
+    ):
+        parser.add_argument(f"--{on}", action="store_true")
+    for text in (
+        *("hang-at", "crash-at"),  # a request, or `prepare`, or `launch`
+        *("crash-if", "hang-generation-if", "accept-none-if"),  # while that file exists
+        *("answer-late-if", "load-until"),  # as long as, or until, that file exists
+        *("note-drain", "note-wake"),  # where to write what the request said
+        *("continuation", "fault", "child-skips", "grandchild"),
+        "leave-behind",  # the beginning of the files' names
+    ):
+        parser.add_argument(f"--{text}", default="")
     parser.add_argument("--obey", type=int, help="the descriptor of a socket")
-    parser.add_argument("--grandchild", choices=("joined", "bare", "brief"))
-    parser.add_argument("--hang-at", default="", help="a request's type, or `prepare`")
-    parser.add_argument("--hold-at", default="", help="as long as DIRECTORY/hold-TYPE exists")
-    parser.add_argument("--rest", action="store_true", help="it can")
-    parser.add_argument("--child-skips", choices=("join", "leave"))
-    parser.add_argument("--leaves-resident", action="store_true")
-    parser.add_argument("--crash-at", default="", help="a request's type, or `launch`")
-    parser.add_argument("--crash-if", default="", help="crash at launch while this file exists")
-    parser.add_argument("--fail-canary", action="store_true")
-    parser.add_argument("--fail-canary-if", default="", help="while this file exists")
-    parser.add_argument("--hang-generation-if", default="", help="while this file exists")
-    parser.add_argument("--answer-late-if", default="", help="only once this file is gone")
-    parser.add_argument("--advance", action="store_true", help="the counter of the shared page")
-    parser.add_argument("--accept-none-if", default="", help="while this file exists")
-    parser.add_argument("--continuation", default="")
-    parser.add_argument("--note-drain", default="", help="write here whether the drain resumes")
-    parser.add_argument("--note-wake", default="", help="write here its token and era")
-    parser.add_argument("--serve-early", action="store_true", help="answer run_canary wrongly")
-    parser.add_argument("--load", action="store_true", help="ask for leave to load")
-    parser.add_argument("--load-until", default="", help="hold the loader lock until this exists")
-    parser.add_argument("--ranks", nargs="*", help="load as so many ranks, of these models")
-    parser.add_argument("--fault", default="", help="exit with this fault report")
-    parser.add_argument("--permanent", action="store_true")
     parser.add_argument("--bind", type=int, help="start two threads, one of them bound to this CPU")
-    parser.add_argument("--leave-behind", default="", help="files whose names begin like this")
+    parser.add_argument("--ranks", nargs="*", help="load as so many ranks, of these models")
     return parser.parse_args()
 
 
@@ -163,9 +154,6 @@ class Backend:
             os._exit(13)
         if kind == self.switches.hang_at:
             hang()
-        if self.switches.hold_at:
-            held = os.path.join(self.switches.hold_at, f"hold-{kind}")
-            until(lambda: not os.path.exists(held))
         if isinstance(asked.message, m.HealthMsg):
             until(lambda: not os.path.exists(self.switches.answer_late_if))
         self.channel._send(  # the blocking client of the wire only asks; this end answers
@@ -186,7 +174,7 @@ class Backend:
             case m.RunCanaryMsg():
                 if switches.serve_early:
                     return m.ServingMsg()
-                return m.CanaryMsg(*self.verdict())
+                return m.CanaryMsg(not switches.fail_canary, "token 7 is 8")
             case m.ServeMsg():
                 self.serving = True
                 return m.ServingMsg()
@@ -207,10 +195,6 @@ class Backend:
                 self.residence.leave()
                 return m.RestedMsg(4096 if switches.leaves_resident else 0)
         raise AssertionError(asked.message)
-
-    def verdict(self) -> tuple[bool, str]:
-        bad = self.switches.fail_canary or os.path.exists(self.switches.fail_canary_if)
-        return not bad, "token 7 is 8" if bad else ""
 
     def accept(self) -> None:
         assert self.listener is not None
@@ -233,8 +217,7 @@ class Backend:
             asked += more
         if not asked.startswith(f"POST {hop.CANARY_PATH} ".encode()):
             return self.line
-        ok, detail = self.verdict()
-        body = json.dumps({"ok": ok, "detail": f"by http: {detail}"})
+        body = json.dumps({"ok": True})
         return f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
 
 

@@ -77,18 +77,6 @@ def test_reconnect_claims_the_token(pod, directory, lock):
     assert engine.state == "active"
 
 
-def test_nothing_is_said_between_a_death_and_the_reaping(pod, directory, lock):
-    """The wants of a death: the last one of the old incarnation, then none, then the next."""
-    engine = pod.engine("e-0", flags=QUICK)
-    first = engine.until("active")["engine"]["incarnation"]
-    engine.kill("backend-http")
-    second = engine.until("active", number=2)["engine"]["incarnation"]
-    named = [want.incarnation for want in lock.wants]
-    assert named[: named.index(second)].count(None) >= 1
-    begun = named.index(first)
-    assert set(named[begun : named.index(None, begun)]) == {first}
-
-
 def test_loader_lock_is_held_from_may_load_to_attached(pod, directory, lock):
     """The rank waits for the lock, loads, attaches: `loader` is wanted exactly that long."""
     gate = directory / "gate"

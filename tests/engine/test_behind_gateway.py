@@ -85,23 +85,6 @@ def test_connections_that_wait_break_with_the_incarnation(
             engine.until("active", number=2)
 
 
-def test_idle_canary_takes_the_way_of_requests(pod: Pod, lock: StubLock, directory: Path):
-    """Goal: a verdict through the private socket ends an engine, and a passed one does not. Method:
-    a backend whose HTTP side says that it is its own; it passes, then fails."""
-    bad = directory / "bad"
-    engine = pod.engine("e-0", "--fail-canary-if", str(bad), flags=(*QUICK, *CANARIES))
-    engine.until("active")
-
-    def passed() -> float:
-        lines = engine.get("/metrics")[1].splitlines()
-        name = 'understudy_engine_canary_total{result="ok"} '
-        return next(float(line.removeprefix(name)) for line in lines if line.startswith(name))
-
-    until(lambda: passed() >= 3, "canaries that pass")
-    bad.touch()
-    engine.until_death("by http: token 7 is 8", "unhealthy")
-
-
 def test_backend_that_does_not_accept_is_found(pod: Pod, lock: StubLock, directory: Path):
     """Goal: inference that works is not enough. Method: the channel answers everything, the private
     socket nothing."""

@@ -12,9 +12,8 @@ import pytest
 
 from lockserver.client import witness
 from plumbing.errors import UnreachableError
-from plumbing.service import procfs
 from tests.engine.pod import FAKE, Pod
-from tests.helpers import is_over, until
+from tests.helpers import until
 
 
 @pytest.fixture
@@ -28,29 +27,6 @@ def pair(pod: Pod):
     second = pod.engine("engine-1", "--grandchild", "joined", "--load")
     second.until("standby")
     return pod, first, second
-
-
-@pytest.mark.parametrize("target", ["backend-http", "backend-model", "supervisor"])
-def test_any_death_hands_over_and_comes_back(pair, target):
-    """Kill one process of the active engine: the other serves under a newer token, and every
-    process of the old tree is gone by then; a killed backend comes back as a standby."""
-    pod, first, second = pair
-    before, first_token = pod.ask()
-    assert before == "engine-0"
-    old = procfs.descendants(first.process.pid)
-    assert len(old) == 2
-    first.kill(target)
-    second.until("active")
-    assert all(map(is_over, old))
-    name, token = pod.ask()
-    assert name == "engine-1"
-    assert token > first_token
-    if target == "supervisor":
-        assert first.wait() == -signal.SIGKILL
-        return
-    back = first.until("standby", number=2)
-    assert back["deaths"][0]["is_rehearsed"]
-    assert back["deaths"][0]["cause"] == "child_exit"
 
 
 def test_backend_is_woken_with_the_token_of_its_grant_and_its_era(pod: Pod):

@@ -8,15 +8,13 @@ from pathlib import Path
 import pytest
 
 from engine.backends.process_memory import (
-    RESERVE_BYTES,
     Room,
-    check_can_ever_fit,
     has_room_for,
     keep_trying,
     read_room,
 )
 from gms.vmm.host import HostMemory
-from plumbing.errors import UnderstudyError, WaitTimeoutError
+from plumbing.errors import WaitTimeoutError
 
 MIB = 1 << 20
 
@@ -33,12 +31,6 @@ def group(directory: Path, **files: str) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
         (directory / name.replace("__", ".")).write_text(content)
-
-
-def test_machine_without_groups_says_what_is_available(tmp_path: Path):
-    """Goal: MemAvailable counts. Method: a made-up /proc without control groups."""
-    room = read_room(str(machine(tmp_path, 1000, 400)))
-    assert (room.free_bytes, room.limit_bytes) == (400 * MIB, 1000 * MIB)
 
 
 def test_tightest_group_above_us_counts_in_version_2(tmp_path: Path):
@@ -81,14 +73,6 @@ def test_wait_ends_when_another_gives_memory_back():
     with pytest.raises(WaitTimeoutError, match=r"needs 100.0 MiB and 5.0 MiB are free") as caught:
         keep_trying(lambda: 5 * MIB, 100 * MIB, 0.0)
     assert caught.value.code == "engine.kv_memory_busy"
-
-
-def test_what_can_never_fit_is_refused_at_once():
-    """Goal: no waiting for the impossible. Method: ask for the whole limit."""
-    check_can_ever_fit(100 * MIB - RESERVE_BYTES, Room(0, 100 * MIB, "a test"), "")
-    with pytest.raises(UnderstudyError, match=r"100\.0 MiB in total; ask for less") as caught:
-        check_can_ever_fit(100 * MIB, Room(0, 100 * MIB, "a test"), "ask for less")
-    assert caught.value.code == "engine.kv_too_large"
 
 
 @pytest.mark.parametrize(

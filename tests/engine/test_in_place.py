@@ -71,16 +71,6 @@ def token_of(pod: Pod) -> int:
     return token
 
 
-def until_both(one: Engine, two: Engine) -> Engine:
-    """Wait until one of them is active and the other stands by; the active one."""
-
-    def settled() -> Engine | None:
-        found = {one.state: one, two.state: two}
-        return found["active"] if found.keys() == {"active", "standby"} else None
-
-    return until(settled, "one engine to be active, and the other to stand by")
-
-
 def test_switchover_in_place_keeps_every_process_of_both_engines(pod):
     """Goal: a switchover without a relaunch. Method: there and back; the tokens grow, and the file
     of the first engine is sealed at the token that it handed over."""
@@ -145,47 +135,6 @@ def test_hand_over_that_the_lock_server_refuses_ends_the_tree(pod, directory, lo
     document = engine.until("standby", number=2)
     assert document["deaths"][0]["cause"] == "hand_over_refused"
     until(lambda: lock.want is not None and not lock.want.over, "the next want")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("step", ["drain", "rest", "wake"])
-def test_process_killed_or_stopped_at_each_step_of_a_switchover(pod, step):
-    """Goal: the pod comes back by itself, never with two active engines (each fake backend locks
-    one file alone while it may serve). Method: hold the engine at the step, kill or stop each of
-    its processes; the other engine serves, or the same one again; then both are there."""
-    budgets = ("--drain-ms", "3000", "--release-ms", "3000", "--waking-ms", "3000")
-    one, two = pair(pod, "--hold-at", str(pod.directory), flags=budgets)
-    victims = [("main", signal.SIGKILL), ("model", signal.SIGKILL), ("main", signal.SIGSTOP)]
-    victims += [("model", signal.SIGSTOP)] if step == "rest" else []
-    for name, number in victims:
-        hold, token = pod.directory / f"hold-{step}", token_of(pod)
-        hold.touch()
-        state = {"drain": "draining", "rest": "releasing", "wake": "waking"}[step]
-        at = two if step == "wake" else one
-        with switching(pod, two.name):
-            at.until(state)
-            pid = at.pids()["http" if name == "main" else name]
-            os.kill(pid, number)
-            hold.unlink()
-        serves = until_both(one, two)
-        assert pod.ask()[0] == serves.name
-        assert token_of(pod) > token
-        one, two = serves, two if serves is one else one
-
-
-@pytest.mark.slow
-def test_supervisor_killed_while_releasing_frees_the_lock_with_its_tree(pod):
-    """Goal: the witness still counts until the word is given. Method: kill the supervisor while its
-    backend is held at the rest; the other is granted, and the restarted one stands by."""
-    one, two = pair(pod, "--hold-at", str(pod.directory))
-    (hold := pod.directory / "hold-rest").touch()
-    with switching(pod, "e-1"):
-        one.until("releasing")
-        one.stop()
-        two.until("active")
-    hold.unlink()
-    pod.engine("e-0", *RESTS, flags=QUICK).until("standby")
-    assert pod.ask()[0] == "e-1"
 
 
 # ---------------------------------------------------------------- at rest

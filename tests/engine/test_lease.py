@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import re
 import signal
@@ -33,7 +32,7 @@ from lockserver.messages import WatchMsg as LockWatch
 from plumbing.errors import WaitTimeoutError
 from plumbing.service import procfs
 from plumbing.wire.blocking import BlockingClient
-from tests.engine.pod import Engine, LoopThread, Pod, environment, program
+from tests.engine.pod import Engine, LoopThread, Pod
 from tests.helpers import free_port, free_witness, until
 from tests.lockserver.lease_server import LeaseServer
 from tests.lockserver.processes import ServerProcess
@@ -106,9 +105,7 @@ def test_serves_on_its_own_address_only_while_it_is_active(pod, server, loop):
     text = CliRunner().invoke(
         cli.main, ["status", "--dir", str(pod.directory), "--engine-id", "engine-0"]
     )
-    assert re.search(
-        r"lease +valid for \S+( ms)? of 3s, held; last answer .* \d+ ms ago", text.output
-    )
+    assert re.search(r"lease +valid for \S+( ms)?, held\n", text.output)
     server.auto = ()
     engine.kill("backend-http")
     again = engine.until("standby", number=2)
@@ -248,26 +245,6 @@ def host(tmp_path: Path, pod: Pod, request: pytest.FixtureRequest) -> Iterator[H
     finally:
         pod.close()
         made.server.close()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("host", [LONG_LEASE_MS], indirect=True, ids=["long"])
-def test_leaving_and_handing_over_wait_for_no_lease(host: Host):
-    """Goal: a holder that releases in order costs no waiting time. Method: switch over, then
-    SIGTERM to the new holder; each grant follows a reaping, no lease has run out."""
-    first, second = host.pair()
-    command = [*program("lockserver"), "switchover", "--dir", host.server.directory, "--json"]
-    done = subprocess.run(command, env=environment(), check=False, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["engine"] == "engine-1"
-    assert reaped_ms(first) < host.grant_of("engine-1")["mono_ms"]
-    second.until("active")
-    assert host.pod.ask()[0] == "engine-1"
-    assert first.until("standby", number=2)["deaths"][-1]["cause"] == "drained"
-    second.terminate()
-    assert second.wait() == 0
-    first.until("active")
-    assert host.events("lock.lease_expired") == []
 
 
 class Proxy:

@@ -23,7 +23,7 @@ import pytest
 
 from engine import lifeline
 from plumbing.errors import ProtocolError
-from tests.helpers import auntil, open_fds, until
+from tests.helpers import auntil, until
 
 HOLDS = textwrap.dedent("""
     import ctypes, os, socket, sys, threading, time
@@ -194,14 +194,3 @@ def test_fork_has_a_lifeline_of_its_own():
     assert inherited
     assert is_new
     assert its_inode != inode
-
-
-def test_nothing_but_the_memfd_stays_open():
-    first = lifeline.hold()
-    assert first is not None
-    first.close()
-    before = open_fds()
-    second = lifeline.hold()
-    assert second is not None
-    second.close()
-    assert open_fds() == before

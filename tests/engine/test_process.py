@@ -17,7 +17,7 @@ from engine.backends.process_memory import into_huge_pages
 from engine.backends.vllm import process_tuning
 from engine.supervisor.incarnation import TUNABLES_ENV, huge_pages
 from tests.engine.pod import environment
-from tests.helpers import open_fds, until
+from tests.helpers import until
 
 SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
@@ -149,18 +149,3 @@ def test_supervisor_sees_what_a_backend_counts():
     assert int(done.stdout) == errno.EPERM
     assert page.count == 2**63
     page.close()
-
-
-def test_page_leaves_no_descriptor_open():
-    """Goal: as many descriptors after a launch as before it. Method: count them."""
-    before = open_fds(os.getpid())
-    page, lent = ProgressPage.create()
-    assert lent is not None
-    environ = {PROGRESS_ENV: str(lent.detach())}
-    backend = ProgressPage.take(environ)
-    assert environ == {}
-    backend.count = 7
-    assert page.count == 7
-    page.close()
-    backend.close()
-    assert open_fds(os.getpid()) == before

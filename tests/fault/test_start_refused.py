@@ -108,28 +108,6 @@ def test_second_server_of_a_running_pod_is_refused_by_name(home: PodHome):
     home.run(scenario)
 
 
-@pytest.mark.slow
-def test_engine_with_another_kv_size_is_refused_and_both_sizes_named(home: PodHome):
-    """Goal: engines of one pod have equal KV sizes, so that each can take over from the other.
-    Method: a third engine with other --kv-bytes, of the reference backend, on a pod of two running
-    ones; they continue to serve."""
-
-    async def scenario(pod: Pod) -> None:
-        before = await pod.whole()
-        known = (await pod.engine("engine-0"))["backend"]["kv_bytes"]
-        where = (f"--dir={pod.directory}", "--http-port=0")
-        command = ("engine", "run", *where, "--", "--model", str(pod.local.model))
-        engine = {"ENGINE_ID": "engine-9"}
-        words = ("engine-9 has a KV cache of", f"agreed on {known} bytes on 1 rank", "--kv-change")
-        async with pod.load() as load:
-            await refuse_all([Refusal((*command, "--kv-bytes", "1000000"), USAGE, words, engine)])
-            await load.answers()
-            assert not load.lost()
-        assert await pod.whole() == before
-
-    home.run(scenario)
-
-
 # ---------------------------------------------------------------------- checkpoints
 
 Breaking = Callable[[Path], None]

@@ -77,6 +77,7 @@ BEHIND = {"mode": "gateway", "service": {"active": {}}}
 HUNG = lockserver()
 HUNG["locks"]["active"]["problem"] = "engine-0 is unresponsive"
 MAPPED = {"mode": "ro", "engine": "engine-0", "epoch": "old", "pid": 21}
+SMALL, LARGE = ({"backend": {"kv_bytes": kv_bytes}} for kv_bytes in (1 << 20, 3 << 20))
 LEFT = {"name": "engine-1", "error": "not running: asked to exit (SIGTERM)"}
 
 
@@ -90,6 +91,8 @@ LEFT = {"name": "engine-1", "error": "not running: asked to exit (SIGTERM)"}
         (lockserver(), [gone("HOST-0")], PAIR, "degraded"),
         (lockserver(), [memory(kv={"reason": "gone"})], PAIR, "degraded"),
         (lockserver(), [memory(superseded_bytes=1)], PAIR, "healthy"),
+        (lockserver(), [memory()], [ACTIVE | SMALL, STANDBY | SMALL], "healthy"),
+        (lockserver(), [memory()], [ACTIVE | SMALL, STANDBY | LARGE], "degraded"),
         (lockserver(), [memory(superseded_bytes=1, committed_bytes=0)], PAIR, "degraded"),
         (lockserver("free", None), [memory()], [STANDBY], "down"),
         (lockserver("releasing"), [memory()], [STANDBY], "down"),
@@ -107,7 +110,8 @@ def test_pod_view_state_follows_from_the_parts(lock, gms, engines, state):
     assert view["state"] == state
     assert bool(view["problems"]) or state != "degraded"
     can_grant = lock is not HUNG and lock.get("locks", {}).get("active", {}).get("state") == "held"
-    assert view["failover_ready"] == (can_grant and STANDBY in engines)
+    standby = any(each.get("engine") == STANDBY["engine"] for each in engines)
+    assert view["failover_ready"] == (can_grant and standby)
     assert is_reachable(view) == bool(gms)
 
 

@@ -230,7 +230,23 @@ def _faults(
         if kind_of(name) == ACTIVE and lock.get("problem"):
             faults.append(f"lock {name}: {lock['problem']}")
     named = engines_by_pid(engines)
-    return faults + [fault for part in gms for fault in memory_faults(part, named)]
+    faults += [fault for part in gms for fault in memory_faults(part, named)]
+    return faults + _kv_sizes(engines)
+
+
+def _kv_sizes(engines: Sequence[Document]) -> list[str]:
+    """Engines of one model whose KV caches differ in size."""
+    sizes: dict[str | None, dict[str, int]] = {}
+    for part in engines:
+        about, kv_bytes = _engine(part), (part.get("backend") or {}).get("kv_bytes")
+        if kv_bytes:
+            sizes.setdefault(about.get("model"), {})[about["id"]] = kv_bytes
+    return [
+        f"the KV caches of {' and '.join(each)} differ in size, so neither adopts the other's"
+        " blocks: give all engines of a model the same size"
+        for each in sizes.values()
+        if len(set(each.values())) > 1
+    ]
 
 
 def _kept(part: Document) -> list[str]:

@@ -25,7 +25,14 @@ from numpy.typing import NDArray
 from engine.backends.memory_session import WAIT_S, attach, commit, host_device, loading
 from engine.backends.process import BackendProcess
 from engine.backends.reference.config import LlamaConfig, read_config
-from engine.backends.shards import Shard, StoredTensor, identity_of, read_json, read_shards
+from engine.backends.shards import (
+    Shard,
+    StoredTensor,
+    identity_of,
+    read_json,
+    read_shards,
+    reading,
+)
 from gms.client import Reader, TensorRecord, Writer
 from plumbing import __version__
 from plumbing.errors import UnderstudyError, UsageError
@@ -91,12 +98,13 @@ class Checkpoint:
 
         Raises:
             UsageError: `model.broken` when a file changed or shrank since it was opened.
+            UnderstudyError: as `reading`.
         """
         total, done, reported = self.weights_bytes, 0, 0
         scratch = np.empty(READ_BYTES, dtype=np.uint8)
         for shard in self.shards:
             wanted = [tensor for tensor in self.tensors if tensor.stored.shard == shard.path]
-            with shard.open() as file:
+            with reading(shard.path) as file:
                 for tensor in sorted(wanted, key=lambda tensor: tensor.stored.offset):
                     view = place(tensor.name, tensor.nbytes, tensor.shape, DTYPE)
                     for piece_bytes in _load_tensor(file.fileno(), tensor, view, scratch):
@@ -177,7 +185,12 @@ def _load_tensor(fd: int, tensor: TensorSource, view: memoryview, scratch: Bytes
         for start in range(first, first + length, READ_BYTES // 4):
             piece = target[done : done + min(READ_BYTES // 4, first + length - start)]
             raw = scratch[: piece.size * 2] if item_bytes == 2 else piece.view(np.uint8)
-            _read_fully(fd, raw, stored.offset + start * item_bytes, stored)
+            if os.preadv(fd, [raw.data], stored.offset + start * item_bytes) != raw.size:
+                raise UsageError(
+                    "model.broken",
+                    f"{stored.shard} ended inside tensor {stored.name}: it was replaced or cut"
+                    " while it was read; load again when it is complete.",
+                )
             if stored.dtype == "F16":
                 np.copyto(piece, raw.view("<f2"))
             elif stored.dtype == "BF16":
@@ -186,26 +199,6 @@ def _load_tensor(fd: int, tensor: TensorSource, view: memoryview, scratch: Bytes
                 np.left_shift(bits, 16, out=bits)
             done += piece.size
             yield 4 * piece.size
-
-
-def _read_fully(fd: int, target: Bytes, offset: int, stored: StoredTensor) -> None:
-    done = 0
-    while done < target.size:
-        try:
-            count = os.preadv(fd, [target[done:].data], offset + done)
-        except OSError as error:
-            raise UnderstudyError(
-                "model.unreadable",
-                f"{stored.shard} cannot be read at byte {offset + done}: {error.strerror}; check "
-                "the disk and copy the file again.",
-            ) from error
-        if count == 0:
-            raise UsageError(
-                "model.broken",
-                f"{stored.shard} ended at byte {offset + done} inside tensor {stored.name}: it "
-                "was replaced or truncated while it was read; load again when it is complete.",
-            )
-        done += count
 
 
 def _check(directory: str, stored: StoredTensor, shape: tuple[int, ...]) -> None:

@@ -63,16 +63,17 @@ class Settings(Struct, frozen=True):
     as the slots hold."""
 
     directory: str
-    slots: int
-    max_context: int | None = None
+    slots: Annotated[int, Meta(ge=1, le=1024)] = 4
+    max_context: Annotated[int, Meta(ge=2, le=1 << 20)] | None = None  # the longest of any Llama
     kv_bytes: int | None = None
-    cache_tokens: int | None = None
+    cache_tokens: Annotated[int, Meta(ge=0, le=1 << 27)] | None = None  # an index of 256 MiB
     kv_memory: KvMemoryKind = "gms"
     may_adopt: bool = True
     has_audit: bool = False
     rank: RankNumber = 0
     ranks: Annotated[int, Meta(ge=1, le=RANKS_MAX)] = 1
-    token_interval_ms: int = 0
+    # Far below the three seconds without progress after which generation counts as hung.
+    token_interval_ms: Annotated[int, Meta(ge=0, le=1000)] = 0
 
 
 class Rope(

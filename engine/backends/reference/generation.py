@@ -223,10 +223,7 @@ class Generator:
         self._start_waiting()
 
     def unused_slot(self) -> int | None:
-        """One that nothing uses and nothing that is known is in."""
-        if self._prefixes is None:
-            return self._free[-1] if self._free else None
-        return self._prefixes.unused(self._free)
+        return self._free[-1] if self._free else None
 
     def cancel(self, number: int) -> None:
         """Drop a request, if it is unfinished; its slot is free when this returns."""
@@ -290,12 +287,10 @@ class Generator:
         """Give free slots away; what the prefix cache knows of a request is not computed again."""
         while self._free and self._waiting:
             request = self._waiting.pop(next(iter(self._waiting)))
-            slot, position = self._free[-1], 0
+            slot, position, tokens = self._free.pop(), 0, request.prompt + request.made
             if self._prefixes is not None:
-                slot, position = self._prefixes.begin(
-                    request.number, request.prompt, request.made, self._free
-                )
-            self._free.remove(slot)
+                prompt_tokens = len(request.prompt)
+                position = self._prefixes.begin(request.number, slot, prompt_tokens, tokens)
             self._running.append(_Sequence(request, slot, list(request.made), position))
 
 

@@ -151,10 +151,9 @@ class BlockStore:
 HASH_ALGORITHM = "sha256 of parent, chunked tokens, tokens; 2"
 
 
-def records_of(blocks: int, slots: int) -> int:
-    """Records of the index: one for each block, and one for each position of the chunk in which a
-    slot's sequence ends. Without blocks there is no index."""
-    return blocks + slots * PREFILL_CHUNK if blocks else 0
+def block_hash(parent: bytes, tokens: Sequence[int], chunked: int) -> bytes:
+    """Of a block behind `parent`, whose first `chunked` tokens were run as one chunk."""
+    return sha256(parent + array("I", (chunked, *tokens)).tobytes()).digest()
 
 
 @dataclass(slots=True)
@@ -171,29 +170,16 @@ class _Chain:
         """The first position of the block that is not complete."""
         return len(self.hashes) * PREFILL_CHUNK
 
-    @property
-    def chunked(self) -> int:
-        """How many tokens of that block are the prompt's, which run as one chunk."""
-        return min(max(self.prompt_tokens - self.start, 0), PREFILL_CHUNK)
-
     def hash_with(self, tokens: Sequence[int]) -> bytes:
-        """Of that block, if `tokens` are its first ones."""
+        """Of that block, with these tokens. Those of the prompt run as one chunk."""
         parent = self.hashes[-1] if self.hashes else b""
-        return block_hash(parent, tokens, min(self.chunked, len(tokens)))
-
-
-def block_hash(parent: bytes, tokens: Sequence[int], chunked: int) -> bytes:
-    """Of a block behind `parent`, whose first `chunked` tokens were run as one chunk."""
-    return sha256(parent + array("I", (chunked, *tokens)).tobytes()).digest()
+        chunked = min(max(self.prompt_tokens - self.start, 0), PREFILL_CHUNK)
+        return block_hash(parent, tokens, chunked)
 
 
 class PrefixCache:
-    """What is known of sequences that are to run: complete blocks, and the *tails* of the slots.
-
-    The least recently used block is evicted, and of one sequence its last block first. A tail is
-    what a slot holds of its sequence behind the last complete block. It is used in its own slot
-    only, and only by a request that is resumed: any other would cut its prompt elsewhere.
-    """
+    """The complete blocks that are known. The least recently used one is evicted, and of one
+    sequence its last block first."""
 
     def __init__(
         self,
@@ -206,33 +192,20 @@ class PrefixCache:
     ) -> None:
         """`adopted`: what the index has already, the least recently used first. `has_audit`:
         publish a checksum of every block's bytes."""
-        self._store, self._blocks, self._index = store, blocks, index
-        self._has_audit = has_audit
-        self._block_of = OrderedDict[bytes, int]()
-        self._tail_of = dict[bytes, int]()  # the number of its record
-        self._tails = dict[int, bytes]()  # the same, by record
-        for record in adopted:
-            if record.block < blocks:
-                self._block_of[record.block_hash] = record.block
-            else:
-                self._tail_of[record.block_hash] = record.block
-                self._tails[record.block] = record.block_hash
+        self._store, self._index, self._has_audit = store, index, has_audit
+        self._block_of = OrderedDict((record.block_hash, record.block) for record in adopted)
         used = set(self._block_of.values())
         self._free = [block for block in reversed(range(blocks)) if block not in used]
         self._running: dict[int, _Chain] = {}
         self.reused = 0
         """Positions that were adopted or copied instead of computed."""
 
-    def begin(
-        self, request_id: int, prompt: tuple[int, ...], made: tuple[int, ...], free: Sequence[int]
-    ) -> tuple[int, int]:
-        """Choose one of the `free` slots for a sequence and fill it with what is known; the slot,
-        and the first position to compute.
-
-        At least one unit is left, whose logits choose a token.
-        """
-        chain = self._running[request_id] = _Chain(len(prompt), -1)
-        tokens, found = prompt + made, list[int]()
+    def begin(self, request_id: int, slot: int, prompt_tokens: int, tokens: Sequence[int]) -> int:
+        """Fill the slot of a sequence with what is known of `tokens`, the first of which are the
+        prompt's: the first position to compute. At least one unit is left, whose logits choose a
+        token."""
+        chain = self._running[request_id] = _Chain(prompt_tokens, slot)
+        found = list[int]()
         for start in range(0, len(tokens) - PREFILL_CHUNK, PREFILL_CHUNK):
             hashed = chain.hash_with(tokens[start : start + PREFILL_CHUNK])
             block = self._block_of.get(hashed)
@@ -240,33 +213,21 @@ class PrefixCache:
                 break
             found.append(block)
             chain.hashes.append(hashed)
-        tail = self._known_tail(chain, tokens, free)
-        if tail is None:
-            chain.slot = unused if (unused := self.unused(free)) is not None else free[0]
-        else:
-            chain.slot, chain.rest = tail
         if self._index is not None:
-            at = self._record(chain.slot, len(chain.rest))
-            self._index.rely_on([*found, at] if chain.rest else found)
-        self._forget_tail(chain.slot)
-        if chain.rest:
-            self._publish_tail(chain, chain.hash_with(chain.rest))
+            self._index.rely_on(found)
         for number, block in enumerate(found):
-            self._store.do("load", block, chain.slot, number * PREFILL_CHUNK)
+            self._store.do("load", block, slot, number * PREFILL_CHUNK)
         self._touch(chain)
-        position = chain.start + len(chain.rest)
-        self.reused += position
-        return chain.slot, position
+        self.reused += chain.start
+        return chain.start
 
     def computed(self, request_id: int, tokens: Sequence[int]) -> None:
         """The next `tokens` of a sequence are in its slot. They do not go beyond a block's end."""
         chain = self._running[request_id]
         chain.rest += tuple(tokens)
-        hashed = chain.hash_with(chain.rest)
         if len(chain.rest) < PREFILL_CHUNK:
-            self._publish_tail(chain, hashed)
             return
-        start = chain.start
+        hashed, start = chain.hash_with(chain.rest), chain.start
         chain.hashes.append(hashed)
         chain.rest = ()
         if hashed not in self._block_of:
@@ -294,66 +255,22 @@ class PrefixCache:
             if hashed in self._block_of:  # else evicted by a sequence beside it
                 self._block_of.move_to_end(hashed)
 
-    # ------------------------------------------------------------------ tails
-
-    def unused(self, slots: Sequence[int]) -> int | None:
-        """One of the `slots` that has no tail."""
-        with_tails = {self._slot_of(record) for record in self._tails}
-        return next((each for each in slots if each not in with_tails), None)
-
-    def _record(self, slot: int, count: int) -> int:
-        """The number of the record of the first `count` tokens of a slot's last block."""
-        return self._blocks + slot * PREFILL_CHUNK + count
-
-    def _slot_of(self, record: int) -> int:
-        return (record - self._blocks) // PREFILL_CHUNK
-
-    def _known_tail(
-        self, chain: _Chain, tokens: Sequence[int], free: Sequence[int]
-    ) -> tuple[int, tuple[int, ...]] | None:
-        """The slot that has the most of what follows, and these tokens. A dead engine had often
-        made a token more than the journal has, so any beginning of its tail is good, too."""
-        rest = tuple(tokens[chain.start :])
-        for count in range(min(len(rest), PREFILL_CHUNK) - 1, max(chain.chunked, 1) - 1, -1):
-            record = self._tail_of.get(chain.hash_with(rest[:count]))
-            if record is not None and self._slot_of(record) in free:
-                return self._slot_of(record), rest[:count]
-        return None
-
-    def _publish_tail(self, chain: _Chain, hashed: bytes) -> None:
-        """Nothing is copied: the record is true until the slot has another sequence."""
-        if self._index is None:
-            return
-        record = self._record(chain.slot, len(chain.rest))
-        self._tail_of.pop(self._tails.get(record, b""), None)
-        self._tails[record], self._tail_of[hashed] = hashed, record
-        end = chain.start + len(chain.rest)
-        self._index.publish(record, self._index.use(record), hashed, 0, end)
-
-    def _forget_tail(self, slot: int) -> None:
-        """Before another sequence writes to the slot."""
-        for count in range(PREFILL_CHUNK):
-            hashed = self._tails.pop(record := self._record(slot, count), None)
-            if hashed is not None and self._index is not None:
-                self._tail_of.pop(hashed, None)
-                self._index.invalidate(record)
-
 
 # ---------------------------------------------------------------------- the index in the pools
 
 
 def headers_of(
-    config: LlamaConfig, size: KvSize, slots: int, ranks: Sequence[tuple[str, str, str]]
+    config: LlamaConfig, size: KvSize, ranks: Sequence[tuple[str, str, str]]
 ) -> list[IndexHeader]:
     """Every rank's header, from its pool and the epoch and identity digest of its weights. `config`
     is one rank's share."""
-    layout = [config.layers, config.kv_heads, config.head_dim, slots, *size]
+    layout = [config.layers, config.kv_heads, config.head_dim, *size]
     return [
         IndexHeader(
             pool=pool,
             weights_epoch=epoch,
             identity_digest=identity,
-            blocks=records_of(size.blocks, slots),
+            blocks=size.blocks,
             block_tokens=PREFILL_CHUNK,
             layout_digest=digest_of(layout),
             dtype="float32",
@@ -375,20 +292,17 @@ class KeptBlocks:
         leases: Sequence[KvLease],
         headers: Sequence[IndexHeader],
         *,
-        blocks: int,
         may_adopt: bool,
         checksum: Callable[[int], int],
     ) -> None:
-        """Adopt or begin empty, before the first step. The first `blocks` records are those of
-        blocks, and `checksum` is that of a block's bytes."""
+        """Adopt or begin empty, before the first step. `checksum` is that of a block's bytes."""
         self._leases, self._pools = leases, KeptPools(leases, headers)
         adoption = self._pools.find(
             lambda numbers: [checksum(number) for number in numbers], may_adopt=may_adopt
         )
         self.adopted, self.why_empty = adoption.records, adoption.why_empty
-        self.adopted_blocks = sum(record.block < blocks for record in adoption.records)
         self.torn = len(adoption.torn)
-        self.writer = self._pools.writer(adoption, counted=blocks)
+        self.writer = self._pools.writer(adoption)
         self.canary_passed = self._pools.trust
 
     def discard(self, why: str) -> None:

@@ -16,15 +16,16 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from typing import NoReturn
+
+import msgspec
 
 from engine.backends import process
 from engine.backends.process import ProgressPage
 from engine.backends.reference.config import Settings
 from engine.backends.registry import HELP
-from engine.messages import CHANNEL, RANKS_MAX
+from engine.messages import CHANNEL
 from plumbing.errors import UnderstudyError, UsageError
 from plumbing.service.config import size_bytes
 from plumbing.service.log import configure
@@ -33,18 +34,13 @@ from plumbing.wire.blocking import BlockingClient
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_SLOTS = 4
-CONTEXT_MAX = 1 << 20  # the longest of any Llama today
-CACHE_TOKENS_MAX = 1 << 27  # the index of the blocks is then 256 MiB
-# Far below the three seconds without progress after which generation counts as hung.
-TOKEN_INTERVAL_MS_MAX = 1000
 # Sums of floats depend on how many threads share them, and one thread starts faster than many.
 # Set here because numpy reads them when it is imported.
 THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 _NAMES = "Name in /v1/models, then aliases (default: the directory's name)."
 _CONTEXT = "Most tokens per request, prompt and answer together (default: up to 4096)."
-_SLOTS = "Requests that run at the same time (default: %(default)s)."
+_SLOTS = "Requests that run at the same time (default: 4)."
 _CACHE = "Tokens that the prefix cache keeps (default: as many as the slots hold; 0: none)."
 _RANKS = "Model processes, each with its part of the weights on its own device (default: 1)."
 _INTERVAL = "Least time between two tokens of a request, to imitate a large model (default: 0)."
@@ -67,33 +63,25 @@ def parse(argv: list[str]) -> tuple[Settings, tuple[str, ...]]:
     add = parser.add_argument
     add("--model", dest="directory", required=True, help="Directory of a Hugging Face checkpoint.")
     add("--served-model-name", nargs="+", metavar="NAME", help=_NAMES)
-    for name, field, least, most, default, text in (
-        ("--max-context", "max_context", 2, CONTEXT_MAX, None, _CONTEXT),
-        ("--slots", "slots", 1, 1024, DEFAULT_SLOTS, _SLOTS),
-        ("--cache-tokens", "cache_tokens", 0, CACHE_TOKENS_MAX, None, _CACHE),
-        ("--tensor-parallel", "ranks", 1, RANKS_MAX, 1, _RANKS),
-        ("--token-interval-ms", "token_interval_ms", 0, TOKEN_INTERVAL_MS_MAX, 0, _INTERVAL),
+    for name, field, text in (
+        ("--max-context", "max_context", _CONTEXT),
+        ("--slots", "slots", _SLOTS),
+        ("--cache-tokens", "cache_tokens", _CACHE),
+        ("--tensor-parallel", "ranks", _RANKS),
+        ("--token-interval-ms", "token_interval_ms", _INTERVAL),
     ):
-        add(name, dest=field, type=_whole(least, most), default=default, help=text)
+        add(name, dest=field, type=int, default=argparse.SUPPRESS, help=text)
     add("--kv-bytes", type=size_bytes, help="Most KV memory per rank, e.g. 2GiB.")
     add("--kv-memory", choices=("gms", "private"), default="gms", help=_KV_MEMORY)
     add("--no-kv-adoption", dest="may_adopt", action="store_false", help=_NO_ADOPTION)
     add("--kv-audit", dest="has_audit", action="store_true", help=_AUDIT)
     found = vars(parser.parse_args(argv))
     names = found.pop("served_model_name")
-    settings = Settings(**found)
+    try:
+        settings = msgspec.convert(found, Settings)
+    except msgspec.ValidationError as error:
+        parser.error(str(error))
     return settings, tuple(names or [os.path.basename(os.path.realpath(settings.directory))])
-
-
-def _whole(least: int, most: int) -> Callable[[str], int]:
-    def convert(text: str) -> int:
-        value = int(text) if text.isascii() and text.isdigit() else -1
-        if not least <= value <= most:
-            what = f"{text!r} is not a whole number from {least} to {most}"
-            raise argparse.ArgumentTypeError(what)
-        return value
-
-    return convert
 
 
 def main() -> int:

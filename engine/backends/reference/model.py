@@ -36,10 +36,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Requests that wait for a slot; more would wait for minutes, and are refused.
+# Requests that wait for a slot; more would wait for minutes, and are refused. Each has a prompt and
+# a journal of at most a context's length.
 QUEUE_MAX = 256
-# Of all unfinished requests together, in prompts and journals: some 80 MB.
-TOKENS_UNFINISHED_MAX = 1 << 21
 # A request that is resumed takes thousands of small steps. Far below the seconds after which
 # generation counts as hung.
 PROGRESS_EVERY_S = 0.05
@@ -66,9 +65,7 @@ class ModelThread:
         self._ready: asyncio.Future[Ready] = self._loop.create_future()
         self._checking: asyncio.Future[CanaryMsg] | None = None
         self._numbers = itertools.count(1)
-        # The size of each, prompt and journal, and where its tokens go.
-        self._unfinished: dict[int, tuple[int, asyncio.Queue[NewToken]]] = {}
-        self._tokens_unfinished = 0
+        self._unfinished: dict[int, asyncio.Queue[NewToken]] = {}  # where the tokens of each go
         # Between the threads: calls one way, news the other.
         self._calls: queue.SimpleQueue[Callable[[Rank], None]] = queue.SimpleQueue()
         self._made: deque[NewToken] = deque()
@@ -123,41 +120,29 @@ class ModelThread:
         Raises:
             UnderstudyError: `engine.queue_full`.
         """
-        size, known = len(wanted.prompt) + len(wanted.made), self._tokens_unfinished
-        is_full = len(self._unfinished) >= self.slots + QUEUE_MAX
-        if is_full or (known and known + size > TOKENS_UNFINISHED_MAX):
-            raise UnderstudyError(
-                "engine.queue_full",
-                f"this engine is full: {len(self._unfinished)} requests with {known} tokens of"
-                " prompt are in progress; try again shortly",
-            )
+        if self.in_flight >= self.slots + QUEUE_MAX:
+            text = f"this engine is full: {self.in_flight} requests are in progress"
+            raise UnderstudyError("engine.queue_full", f"{text}; try again shortly")
         number, tokens = next(self._numbers), asyncio.Queue[NewToken]()
         request = replace(wanted, number=number)
-        self._unfinished[number] = size, tokens
-        self._tokens_unfinished += size
+        self._unfinished[number] = tokens
         self._calls.put(lambda rank: _generator(rank).submit(request))
         try:
             yield tokens
         finally:
-            if self._forget(number):
+            if self._unfinished.pop(number, None) is not None:
                 self._calls.put(lambda rank: _generator(rank).cancel(number))
-
-    def _forget(self, number: int) -> bool:
-        """Whether the request was unfinished."""
-        size, _ = self._unfinished.pop(number, (0, None))
-        self._tokens_unfinished -= size
-        return size > 0
 
     def _deliver(self) -> None:
         self._is_delivering = False
         self.page.count, self.published, self.kept = self._news
         while self._made:
             made = self._made.popleft()
-            found = self._unfinished.get(made.request)
-            if found is not None:  # else it was cancelled while this was on its way
-                found[1].put_nowait(made)
+            tokens = self._unfinished.get(made.request)
+            if tokens is not None:  # else it was cancelled while this was on its way
+                tokens.put_nowait(made)
             if made.finish_reason is not None:
-                self._forget(made.request)
+                self._unfinished.pop(made.request, None)
 
     def _child_ended(self, pidfd: int, rank: int, child: subprocess.Popen[bytes]) -> None:
         self._loop.remove_reader(pidfd)
@@ -192,9 +177,8 @@ class ModelThread:
     def _take_calls(self, rank: Rank) -> None:
         """Do what was asked; wait for it as long as there is nothing else to do. Nothing here may
         hold the generator, whose memory a call gives back."""
-        wait_s = rank.generator.idle_s() if rank.generator is not None else None
-        if rank.generator is not None and not rank.generator.has_work:
-            wait_s = None
+        has_work = rank.generator is not None and rank.generator.has_work
+        wait_s = _generator(rank).idle_s() if has_work else None
         try:
             call = self._calls.get(wait_s is None or wait_s > 0, wait_s)
             while True:

@@ -33,7 +33,6 @@ from engine.backends.reference.kv_blocks import (
     borrow,
     headers_of,
     kv_memory,
-    records_of,
     size_kv,
 )
 from engine.backends.reference.ranks import RANK_LOST, Peers, Ready, digest_of, leader_pipe
@@ -130,10 +129,8 @@ class Rank:
         if self._memory is None:
             if member.seat is not None and settings.rank:  # rank 0's process has joined already
                 member.seat.join(token)
-            index_size = index_bytes(records_of(size.blocks, settings.slots))
-            claim = KvClaim(
-                member.engine, member.incarnation, token, era, size.kv_bytes, index_size
-            )
+            sizes = size.kv_bytes, index_bytes(size.blocks)
+            claim = KvClaim(member.engine, member.incarnation, token, era, *sizes)
             memory = kv_memory(claim, size, settings)
             config, slots = self._decoder.config, settings.slots
             cache = KVCache(config, memory.view, slots, size.context, SERVING)
@@ -156,7 +153,7 @@ class Rank:
         kv_bytes, kept = size.kv_bytes + sum(each.kv_bytes for each in others), self.kept
         if kept is None:
             return WokenMsg(kv_bytes, kind, kv_note=self._memory.note)
-        return WokenMsg(kv_bytes, kind, kept.adopted_blocks, kept.why_empty, kept.torn)
+        return WokenMsg(kv_bytes, kind, len(kept.adopted), kept.why_empty, kept.torn)
 
     def _prefixes(self, claim: KvClaim, memory: KvMemory) -> PrefixCache | None:
         """The prefix cache, with what an earlier engine has left in the pools.
@@ -173,8 +170,7 @@ class Rank:
         ranks = [(lease.pool, *weights) for lease, weights in mapped]
         kept = self.kept = KeptBlocks(
             leases,
-            headers_of(self._decoder.config, size, settings.slots, ranks),
-            blocks=size.blocks,
+            headers_of(self._decoder.config, size, ranks),
             may_adopt=settings.may_adopt,
             checksum=store.checksum,
         )
@@ -230,7 +226,7 @@ class Rank:
     # ------------------------------------------------------------------ canary
 
     def check(self) -> CanaryMsg:
-        """One real inference, over the real cache if a slot of that has nothing to lose."""
+        """One real inference, over the real cache if a slot of that is free."""
         slot = self.generator.unused_slot() if self.generator is not None else None
         try:
             made = self._canary(SCRATCH, 0) if slot is None else self._canary(SERVING, slot)

@@ -1,22 +1,15 @@
 """The backend on its event loop: prepared, awake, serving, draining, as the supervisor asks.
 
 Owns the lent listening socket and the HTTP server behind it.
-
-The surprising thing: aiohttp's own sites are not used, as other processes hold the listening socket
-too. `create_server(sock=…)` calls `listen` again with a backlog of its own (its length holds for
-all copies, and the lock server chooses it), accepts a whole backlog before anything else runs on
-the loop, and resets clients when descriptors run out.
 """
 
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
-import os
 import socket
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from aiohttp import http_exceptions, web
 
@@ -44,71 +37,12 @@ from plumbing.wire.fds import OwnedFd
 
 logger = logging.getLogger(__name__)
 
-ACCEPTS_PER_TURN = 32  # then the requests in flight get the loop
-RETRY_S = 0.1  # after running out of descriptors or memory, until connections close
-EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+BACKLOG = 4096  # as the supervisor's: its length is set again when accepting begins
 KEEPALIVE_S = 75.0
 LINE_BYTES_MAX = 64 * 1024  # of a request, and of a header: as a gateway lets pass
 # For connections that are cut when the drain's budget is spent. Not 0, which aiohttp takes for "no
 # limit"; not more, because its `shutdown` waits that long for idle connections too.
 FLUSH_S = 0.1
-
-
-class SharedListener:
-    """Accepts between `start` and `stop`, and never otherwise."""
-
-    def __init__(self, fd: OwnedFd, factory: Callable[[], asyncio.BaseProtocol]) -> None:
-        """Take `fd`, a bound and listening stream socket."""
-        self._sock = socket.socket(fileno=fd.detach())
-        self._sock.setblocking(False)  # a flag of the open file, the same for all its holders
-        self._factory = factory
-        self._loop = asyncio.get_running_loop()
-        self._arrivals: set[asyncio.Task[object]] = set()
-        self._retry: asyncio.TimerHandle | None = None
-        self.is_accepting = False
-
-    @property
-    def is_arriving(self) -> bool:
-        """Whether a connection has been accepted and not yet reached its protocol."""
-        return bool(self._arrivals)
-
-    def start(self) -> None:
-        self.is_accepting = True
-        self._loop.add_reader(self._sock.fileno(), self._accept)
-
-    def stop(self) -> None:
-        """Accept no more and close our copy; repeated calls do nothing."""
-        if self._retry is not None:
-            self._retry.cancel()
-        if self.is_accepting:
-            self._loop.remove_reader(self._sock.fileno())
-        self.is_accepting = False
-        self._sock.close()
-
-    def _accept(self) -> None:
-        for _ in range(ACCEPTS_PER_TURN):
-            try:
-                connection, _ = self._sock.accept()
-            except BlockingIOError:
-                return
-            except OSError as error:
-                if error.errno not in EXHAUSTED:
-                    continue  # the client left while it waited (man 2 accept)
-                why = os.strerror(error.errno or 0)
-                logger.warning("cannot accept: %s; trying again in %g s", why, RETRY_S)
-                self._loop.remove_reader(self._sock.fileno())  # the backlog waits
-                self._retry = self._loop.call_later(RETRY_S, self.start)
-                return
-            connection.setblocking(False)
-            arrival = self._loop.create_task(self._adopt(connection))
-            self._arrivals.add(arrival)
-            arrival.add_done_callback(self._arrivals.discard)
-
-    async def _adopt(self, connection: socket.socket) -> None:
-        try:
-            await self._loop.connect_accepted_socket(self._factory, connection)
-        except OSError:  # the client is gone
-            connection.close()
 
 
 async def serve(
@@ -152,7 +86,8 @@ class ReferenceBackend:
         """`seat`: this process's; without one it cannot sleep."""
         self._phases, self._seat = Phases(), seat
         self._served, self._model = served, served.model
-        self._listener: SharedListener | None = None
+        self._lent: socket.socket | None = None  # from a wake until it serves
+        self._accepting: asyncio.Server | None = None
         logging.getLogger("aiohttp.server").addFilter(is_our_fault)
         self._runner = web.AppRunner(
             make_app(served),
@@ -185,7 +120,7 @@ class ReferenceBackend:
                 self._seat.join(token)
             self._served.engine, self._served.token = engine, token
             self._served.is_behind_gateway = is_private(listening)
-            self._listener = SharedListener(listening.duplicate(), self._server)
+            self._lent = socket.socket(fileno=listening.detach())
         woken = await self._model.call(lambda rank: rank.take_memory(token, era))
         self._model.kept = woken.adopted_blocks
         return woken
@@ -196,15 +131,16 @@ class ReferenceBackend:
 
     async def serve(self) -> None:
         self._phases.step("serve")
-        assert self._listener is not None
-        self._listener.start()
+        assert self._lent is not None
+        loop, lent = asyncio.get_running_loop(), self._lent
+        self._accepting = await loop.create_server(self._server, sock=lent, backlog=BACKLOG)
 
     def health(self) -> HealthyMsg:
         served, model = self._served, self._model
         return HealthyMsg(
             in_flight=model.in_flight,
             progress=model.progress,
-            accepting=self._listener is not None and self._listener.is_accepting,
+            accepting=self._accepting is not None,
             rejected=served.rejected,
             replayed=served.replayed,
             published_blocks=model.published,
@@ -213,22 +149,22 @@ class ReferenceBackend:
 
     async def drain(self, budget_s: float, *, resume: bool = False) -> None:
         """Accept no more, answer requests on open connections, cut them when the budget is spent.
-
-        Connections in the backlog stay there for the next engine. With `resume`, streams that the
-        gateway continues are left to that at once.
-        """
+        With `resume`, streams that the gateway continues are left to that at once."""
         self._phases.step("drain")
         self._served.is_draining = True
         self._served.is_continued = resume
-        if self._listener is not None:
-            self._listener.stop()
+        if self._accepting is not None:
+            self._accepting.close()
+        elif self._lent is not None:
+            self._lent.close()
+        self._lent = self._accepting = None
         if resume:
             for stream in list(self._served.streams):
                 stream.leave()
         server = self._server
         await until_done(
             lambda: [connection.transport for connection in server.connections],
-            self._is_idle,
+            lambda: not self._served.requests_open,
             budget_s,
         )
         server.pre_shutdown()
@@ -243,7 +179,7 @@ class ReferenceBackend:
         self._phases.step("rest")
         loop, served = asyncio.get_running_loop(), self._served
         end = loop.time() + budget_s
-        while not self._is_idle() or self._model.in_flight:
+        while served.requests_open or self._model.in_flight:
             if loop.time() >= end:
                 raise UnderstudyError(
                     "engine.in_flight",
@@ -251,7 +187,6 @@ class ReferenceBackend:
                     "memory cannot be freed",
                 )
             await asyncio.sleep(POLL_S)
-        self._listener = None
         served.is_draining = served.is_continued = False
         left_s = max(0.0, end - loop.time())
         rested = await self._model.call(lambda rank: rank.give_memory(keep_kv, left_s))
@@ -268,10 +203,6 @@ class ReferenceBackend:
     def _server(self) -> web.Server:
         assert self._runner.server is not None  # since `prepare`
         return self._runner.server
-
-    def _is_idle(self) -> bool:
-        is_arriving = self._listener is not None and self._listener.is_arriving
-        return not is_arriving and not self._served.requests_open
 
 
 def is_our_fault(record: logging.LogRecord) -> bool:

@@ -208,6 +208,7 @@ class Simulation:
         self._timer = 0
         self.canaries = SimpleNamespace(check=self._run_canary, stop=lambda: None, problem=None)
         self.settings, self.clock = SimpleNamespace(config=config), self.world
+        self.channel = self
         HealthWatch(
             self,
             self,
@@ -238,7 +239,7 @@ class Simulation:
     def cancel(self, name: str) -> None:
         self._timer += 1
 
-    def ask_health(self, answered: Callable[[HealthyMsg], None]) -> None:
+    def ask(self, message: object, reply: type, answered: Callable[[HealthyMsg], None]) -> None:
         def look() -> None:
             healthy = HealthyMsg(self.engine.in_flight, self.engine.progress, True, 0)
             if self.seen_ms is None and healthy.in_flight and self.world.now >= self.hangs_ms:

@@ -43,15 +43,6 @@ def test_torn_block_is_not_adopted_by_anyone_and_the_others_are():
     assert blocks_of(adopted_from(content, "engine-3")) == [1, 3]
 
 
-def test_nothing_is_left_where_every_block_is_torn():
-    found = Bytes()
-    content = published([1, 2], found)
-    found.of[1][0] = found.of[2][0] = 0
-    adoption = audited(adopted_from(content), found.checksums)
-    assert (adoption.records, adoption.torn) == ((), {1, 2})
-    assert adoption.why_empty == "no block is what was published"
-
-
 def test_only_blocks_that_are_published_are_asked_for_once_a_step():
     """One question per step that publishes, none for a block that was handed out again, and none of
     a successor where no checksum was published."""

@@ -17,7 +17,6 @@ from engine.kv.layout import (
     RECORD_BYTES,
     IndexHeader,
     IndexPage,
-    IndexRecord,
     index_bytes,
 )
 from engine.kv.writer import PROOF_STEPS, IndexWriter, LatePublisher
@@ -37,19 +36,6 @@ from tests.engine.kv.indexes import (
 def publish(writer: IndexWriter, block: int, number: int | None = None) -> bool:
     number = block if number is None else number
     return writer.publish(block, writer.use(block), block_hash(number), 0, 16)
-
-
-def test_published_blocks_are_adopted_oldest_first():
-    content = memory()
-    writer = writer_over(content)
-    for block in (5, 2, 7):
-        assert publish(writer, block)
-    adoption = adopted_from(content)
-    assert adoption.why_empty == ""
-    assert adoption.records == tuple(
-        IndexRecord(block, block_hash(block), 0, 16, sequence)
-        for sequence, block in enumerate((5, 2, 7), 1)
-    )
 
 
 def test_index_in_a_mapping_is_released_before_the_mapping_is_closed():
@@ -117,25 +103,6 @@ def test_new_pool_and_an_index_too_small_say_so():
     content = memory()
     writer_over(content)
     assert "room for 2 blocks" in adopted_from(content[: index_bytes(2)]).why_empty
-
-
-def test_successor_goes_on_where_the_first_engine_stopped():
-    content = memory()
-    writer = writer_over(content)
-    publish(writer, 1)
-    publish(writer, 2)
-    writer = writer_over(content, "c2", adopted_from(content))
-    writer.invalidate(1)
-    publish(writer, 1, 9)
-    adoption = adopted_from(content)
-    assert [record[:2] for record in adoption.records] == [(2, block_hash(2)), (1, block_hash(9))]
-
-
-def test_engine_that_adopts_nothing_clears():
-    content = memory()
-    publish(writer_over(content), 1)
-    writer_over(content, "c2")
-    assert adopted_from(content).why_empty == "no block is published"
 
 
 def test_record_in_another_slot_or_under_another_header_is_not_valid():

@@ -67,20 +67,10 @@ class Stream:
     groups: list[Seen]
     rest: tuple[Any, ...]  # behind the last group: usage, "[DONE]"
     is_whole: bool
-    is_handed_over: bool = False
 
     @property
     def tokens(self) -> list[int]:
         return [token for group in self.groups for token in group.tokens]
-
-    def beginning(self, count: int) -> Stream:
-        """The groups up to `count` tokens: whoever reads these and kills the engine then may find
-        that it was done."""
-        groups: list[Seen] = []
-        for group in self.groups:
-            if sum(len(each.tokens) for each in groups) < count:
-                groups.append(group)
-        return Stream(groups, (), is_whole=False)
 
 
 def text_of(event: Any) -> str:
@@ -95,19 +85,17 @@ def read_stream(body: bytes) -> Stream:
     """As a gateway reads it: a group counts when its comment has come whole."""
     groups: list[Seen] = []
     events: list[Any] = []
-    is_whole = is_handed_over = False
+    is_whole = False
     for part in body.split(b"\n\n")[:-1]:  # what follows the last empty line is not whole
         if part.startswith(b"data: "):
             events.append(_event(part.removeprefix(b"data: ")))
         elif part + b"\n\n" == hop.END:
             is_whole = True
-        elif part + b"\n\n" == hop.HANDED_OVER:
-            is_handed_over = True
         else:
             tokens, _ = hop.read_group_end(part + b"\n\n")
             groups.append(Seen(tuple(tokens), tuple(events)))
             events = []
-    return Stream(groups, tuple(events), is_whole, is_handed_over)
+    return Stream(groups, tuple(events), is_whole)
 
 
 def _event(data: bytes) -> Any:

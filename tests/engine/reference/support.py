@@ -31,22 +31,21 @@ def copy_of(name: str, target: Any) -> str:
     return directory
 
 
-def load(checkpoint: Checkpoint, misalign_bytes: int = 0) -> dict[str, memoryview]:
-    """The weights in memory, each `misalign_bytes` behind its buffer's start."""
+def load(checkpoint: Checkpoint) -> dict[str, memoryview]:
     memory: dict[str, memoryview] = {}
 
     def place(name: str, nbytes: int, shape: tuple[int, ...], dtype: str) -> memoryview:
         assert dtype == "float32"
-        memory[name] = memoryview(bytearray(nbytes + misalign_bytes))[misalign_bytes:]
+        memory[name] = memoryview(bytearray(nbytes))
         return memory[name][:]
 
     checkpoint.load_into(place, lambda done, total: None)
     return memory
 
 
-def decoder_of(directory: str, misalign_bytes: int = 0) -> Decoder:
+def decoder_of(directory: str) -> Decoder:
     checkpoint = open_checkpoint(directory)
-    memory = load(checkpoint, misalign_bytes)
+    memory = load(checkpoint)
     config = checkpoint.config
     return Decoder(config, weights_from(config, memory.__getitem__), Peers())
 

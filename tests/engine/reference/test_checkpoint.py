@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
@@ -122,18 +121,6 @@ def test_load_into_small_pieces_report_every_byte(name: str, monkeypatch: pytest
     memory[checkpoint.tensors[0].name].clear()  # BufferError if a view had been kept
 
 
-def test_load_into_needs_no_second_copy(monkeypatch: pytest.MonkeyPatch):
-    """Weights must fit beside nothing: the peak beyond their places is the scratch and change."""
-    monkeypatch.setattr(module, "READ_BYTES", 1 << 10)
-    checkpoint = open_checkpoint(golden("untied-gqa-bf16"))
-    places = {tensor.name: bytearray(tensor.nbytes) for tensor in checkpoint.tensors}
-    tracemalloc.start()
-    checkpoint.load_into(lambda name, *_: memoryview(places[name]), lambda done, total: None)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < checkpoint.weights_bytes // 4
-
-
 def _remove(name: str) -> Callable[[str], None]:
     return lambda directory: os.unlink(os.path.join(directory, name))
 
@@ -203,14 +190,6 @@ def test_load_into_file_cut_after_opening_is_refused(tmp_path: Any):
     os.truncate(os.path.join(directory, "model.safetensors"), 60_000)
     with pytest.raises(UsageError, match="while it was read"):
         load(checkpoint)
-
-
-def test_open_checkpoint_tolerates_a_tied_tensor_stored_twice(tmp_path: Any):
-    """Some exporters store lm_head beside the tied embedding: it is left aside, not refused."""
-    directory = copy_of("tied-f32", tmp_path)
-    path = os.path.join(directory, "model.safetensors")
-    edit_header(path, lambda header: header.update({"lm_head.weight": EMPTY}))
-    assert "lm_head.weight" not in load(open_checkpoint(directory))
 
 
 def test_identity_sees_a_fine_tune_whose_headers_are_equal(tmp_path: Any):

@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine.backends.reference.decoder import Decoder, KVCache
+from engine.backends.reference.decoder import Decoder
 from engine.backends.reference.generation import (
     PREFILL_CHUNK,
     Generator,
@@ -81,31 +81,6 @@ def test_step_logits_do_not_depend_on_the_batch(decoder: Decoder):
                 break
     assert tokens_of(made) == tokens_of(expected)
     assert company.seen == alone.seen
-
-
-@pytest.mark.parametrize("name", GOLDEN_NAMES)
-def test_step_logits_of_a_resumed_request_are_those_of_an_uninterrupted_one(name: str):
-    """Bit for bit, at every token: a journal is run as when it was made, not as a longer prompt."""
-    whole = Spy(decoder_of(golden(name)))
-    made = tokens_of(run(Generator(whole, cache_for(whole)), [TokenRequest(1, prompt(45), 12)])[1])
-    for count in range(1, len(made)):
-        resumed = Spy(whole)
-        generator = Generator(resumed, cache_for(whole))
-        asked = TokenRequest(1, prompt(45), 12, made=tuple(made[:count]))
-        assert tokens_of(run(generator, [asked])[1]) == made[count:]
-        assert resumed.seen == whole.seen  # also those of the tokens that exist already
-        assert generator.progress == len(whole.seen)
-
-
-def test_forward_does_not_depend_on_where_the_weights_lie(decoder: Decoder):
-    """Two processes map weights and KV at other addresses: shift them, compare bit for bit."""
-    expected = decoder.forward(cache_for(decoder), 0, prompt(40), 0).tobytes()
-    for misalign_bytes in (4, 20, 60):
-        moved = decoder_of(golden("untied-gqa-bf16"), misalign_bytes)
-        nbytes = KVCache.bytes_needed(moved.config, 3, 77)
-        buffer = memoryview(bytearray(nbytes + misalign_bytes))[misalign_bytes:]
-        cache = KVCache(moved.config, buffer, 3, 77)
-        assert moved.forward(cache, 2, prompt(40), 0).tobytes() == expected
 
 
 def test_canary_repeats_and_damaged_weights_fail_it():

@@ -14,7 +14,7 @@ import uvloop
 
 from engine.backends.reference.application import MarkedStream
 from plumbing import gateway_protocol as hop
-from tests.engine.reference.resume_cases import CASES, CHAT, COMPLETIONS, GREEDY, TALK, TOKENS
+from tests.engine.reference.resume_cases import CASES, CHAT, COMPLETIONS, GREEDY, TALK
 from tests.engine.reference.resuming import Pod, Stream, read_stream, with_pod
 from tests.helpers import auntil
 
@@ -57,27 +57,6 @@ def test_cut_behind_any_token_and_resumed_is_the_uninterrupted_answer(model: Pat
     with_pod(model, test)
 
 
-def test_cases_do_what_their_names_say(model: Path):
-    """Goal: the cases are not all the same answer. Method: look at each one's text and end."""
-
-    async def test(engine: Pod) -> None:
-        texts, ends = {}, {}
-        for name, (path, document) in CASES.items():
-            stream, _ = await engine.stream(path, document)
-            texts[name] = "".join(group.text for group in stream.groups)
-            ends[name] = stream.groups[-1].events[-1]["choices"][0]["finish_reason"]
-        same = [name for name in texts if texts[name] == texts["greedy"] and name != "greedy"]
-        assert same == ["greedy, usage", "greedy, continuous usage", "stop string, held back"]
-        stops = {name for name, end in ends.items() if end == "stop"}
-        assert stops == {
-            *(name for name in CASES if name.startswith("stop s") and "held" not in name),
-            *("stop token", "stop token behind min_tokens", "end token"),
-        }
-        assert texts["half characters"] == "☕" * (TOKENS // 3)
-
-    with_pod(model, test)
-
-
 BAD: list[tuple[str, dict[str, Any], list[int]]] = [
     ("longer than max_tokens", {"max_tokens": 2}, [65, 66, 67]),
     ("beyond the vocabulary", {}, [65, 262]),
@@ -102,20 +81,6 @@ def test_journal_that_the_request_cannot_have_made_is_refused(
         assert headers[hop.CONTINUATION] == "retry"
         assert engine.link.started == 0
         assert (await engine.ask(COMPLETIONS, document, journal[:1]))[0] == 200
-
-    with_pod(model, test)
-
-
-def test_journal_that_does_not_fit_its_header_is_refused(model: Path):
-    """Goal: lengths are checked before anything is parsed. Method: a header that is no journal's,
-    and one that promises more than came."""
-
-    async def test(engine: Pod) -> None:
-        for header in ("1", "1,2,x", "2,1,1", "2,0,1", "0,0,0"):
-            headers = {hop.GATEWAY: "1", hop.JOURNAL: header}
-            async with engine.client.post(COMPLETIONS, data=b"{}", headers=headers) as answer:
-                assert answer.status == 400
-                assert (await answer.json())["error"]["code"] == "resume.bad_journal"
 
     with_pod(model, test)
 
@@ -174,23 +139,6 @@ def test_direct_engine_ignores_what_only_a_gateway_may_say(model: Path):
         for path in (hop.HELLO_PATH, hop.CANARY_PATH):
             status, _, _ = await engine.ask(path, {})
             assert status in (404, 405)
-
-    with_pod(model, test)
-
-
-def test_seed_of_a_request_without_one_is_that_of_its_id(model: Path):
-    """Goal: the same tokens from every engine, also where the client gave no seed. Method: one
-    request under two ids, twice."""
-
-    async def test(engine: Pod) -> None:
-        texts: list[list[Any]] = []
-        for request_id in ("a", "b", "a", "b"):
-            headers = {hop.GATEWAY: "1", "X-Request-Id": request_id}
-            document = {**GREEDY, "temperature": 1.0}
-            async with engine.client.post(COMPLETIONS, json=document, headers=headers) as answer:
-                texts.append((await answer.json())["choices"])
-        assert texts[:2] == texts[2:]
-        assert texts[0] != texts[1]
 
     with_pod(model, test)
 

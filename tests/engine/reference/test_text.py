@@ -166,18 +166,3 @@ def test_load_tokenizer_damaged_is_one_sentence(model: Path, tmp_path: Any):
             Tokenizer.load(str(tmp_path))
         assert caught.value.code == code
         assert "\n" not in caught.value.message
-
-
-def test_stop_string_counts_behind_min_tokens_only():
-    """min_tokens is a promise: a stop string before it is text, and one behind it ends the answer,
-    but not one that begins before."""
-    for text, seen in (("abXabX", "abXab"), ("aXbXcd", "aXb"), ("XXXXcX", "XXX")):
-        answer = AnswerText(BYTES, ["X"], min_tokens=3)
-        pieces = [answer.push(ord(letter), None) for letter in text[:3]]
-        assert [piece.finish_reason for piece in pieces] == [None] * 3
-        rest = iter(text[3:])
-        while pieces[-1].finish_reason is None:
-            pieces.append(answer.push(ord(next(rest)), None))
-        assert "".join(piece.text for piece in pieces) == seen
-    answer = AnswerText(BYTES, ["bc"], min_tokens=2)
-    assert [answer.push(ord(letter), None).text for letter in "abcd"] == [*"abcd"]

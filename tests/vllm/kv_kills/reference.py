@@ -15,7 +15,6 @@ from engine.backends.reference.kv_blocks import (
     KvSize,
     PrefixCache,
     headers_of,
-    records_of,
 )
 from engine.backends.reference.ranks import Peers
 from engine.kv.layout import index_bytes
@@ -25,7 +24,6 @@ from gms.messages import NO_ERA
 DEVICE = "HOST-0"
 DEADLINE_S = 30.0
 SLOTS, CONTEXT, BLOCKS = 4, 256, 24
-RECORDS = records_of(BLOCKS, SLOTS)
 ANSWER_TOKENS = 40
 
 
@@ -58,7 +56,7 @@ class ParkedReference:
             self._generator = Generator(self._decoder, cache)
             return {}
         claim = KvClaim(
-            self._engine, f"i-{token}", token, NO_ERA, size.kv_bytes, index_bytes(RECORDS)
+            self._engine, f"i-{token}", token, NO_ERA, size.kv_bytes, index_bytes(BLOCKS)
         )
         lease = borrow_pool(self._directory, DEVICE, claim, DEADLINE_S)
         self._memory = KvMemory(size.kv_bytes, 1, lease, "")
@@ -68,15 +66,14 @@ class ParkedReference:
         store = BlockStore(config, blocks, BLOCKS, cache, self._leader)
         kept = self._kept = KeptBlocks(
             [lease],
-            headers_of(config, size, SLOTS, [("", "", "")]),
-            blocks=BLOCKS,
+            headers_of(config, size, [("", "", "")]),
             may_adopt=True,
             checksum=store.checksum,
         )
         prefixes = PrefixCache(store, BLOCKS, kept.writer, kept.adopted, has_audit=True)
         self._generator = Generator(self._decoder, cache, prefixes)
         kept.canary_passed()
-        return {"adopted": kept.adopted_blocks, "torn": kept.torn, "why_empty": kept.why_empty}
+        return {"adopted": len(kept.adopted), "torn": kept.torn, "why_empty": kept.why_empty}
 
     def ask(self, prompts: Sequence[list[int]]) -> list[list[int]]:
         generator = self._generator

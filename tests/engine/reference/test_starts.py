@@ -1,0 +1,131 @@
+"""The backend as a process: its command line, its start, and a client that leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from engine.backends.reference.config import Settings, read_config
+from engine.backends.reference.decoder import KVCache
+from engine.backends.reference.kv_blocks import DEFAULT_CONTEXT, size_kv
+from plumbing.errors import UsageError
+from plumbing.pod.paths import engine_http_socket
+from tests.engine.pod import Engine, Pod, environment, program
+from tests.engine.stub_lock import StubLock
+from tests.gms.bench import GmsProcess
+from tests.helpers import until
+
+URL = "http://engine/v1/completions"
+
+
+def test_help_of_the_backend_is_printed_and_nothing_is_started(tmp_path: Path):
+    """Goal: a question is answered. Method: `engine run -- --help` in a place for no pod."""
+    nowhere = tmp_path / "nowhere"
+    done = subprocess.run(
+        [*program("engine"), "run", "--backend=reference", "--dir", nowhere, "--", "--help"],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "--tensor-parallel" in done.stdout
+    assert not nowhere.exists()
+
+
+def test_start_by_hand_names_the_command_to_use():
+    """A backend without a supervisor is one sentence on stderr and exit code 2, no stack trace."""
+    command = [sys.executable, "-m", "engine.backends.reference.main", "--model", "m"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 2
+    assert "engine run" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--model", "MODEL", "--slots", "0"), "slots"),
+        (("--model", "MODEL", "--max-context", "4096"), "engine.context_too_long"),
+        (("--model", "MODEL", "--slots", "1024"), "gms.larger_than_device"),
+    ],
+)
+def test_fault_that_no_relaunch_can_fix_ends_the_engine(
+    pod: Pod, lock: StubLock, directory: Path, model: Path, arguments: Any, words: str
+):
+    """Goal: one sentence that names the cause. Method: what the command line, the model and the
+    memory service refuse."""
+    gms = GmsProcess(str(directory), device_bytes=64 << 10).start()
+    filled = [str(model) if argument == "MODEL" else argument for argument in arguments]
+    engine = pod.engine("e-0", backend=("reference", *filled))
+    assert engine.wait() in (2, 69)
+    assert words in engine.errors.read_text().splitlines()[-1]
+    gms.stop()
+
+
+def until_in_flight(engine: Engine, count: int) -> None:
+    until(lambda: (engine.status() or {}).get("inflight") == count, f"{count} in flight")
+
+
+def test_client_that_leaves_frees_its_slot(pod: Pod, lock: StubLock, directory: Path, model: Path):
+    """Goal: no tokens for a client that has left. Method: one slot, a stream of half an hour that
+    is cut, and a whole answer without a client; then another request."""
+    gms = GmsProcess(str(directory)).start()
+    arguments = ("--model", str(model), "--slots", "1", "--token-interval-ms", "100")
+    engine = pod.engine("e-0", backend=("reference", *arguments))
+    engine.until("active")
+    long = {"prompt": "hello", "max_tokens": 1900, "ignore_eos": True}
+
+    async def main() -> None:
+        connector = aiohttp.UnixConnector(engine_http_socket(str(directory), "e-0"))
+        async with aiohttp.ClientSession(connector=connector) as client:
+            async with client.post(URL, json={**long, "stream": True}) as response:
+                await response.content.readline()
+                response.close()
+            waiting = asyncio.ensure_future(client.post(URL, json=long))
+            await asyncio.to_thread(until_in_flight, engine, 1)
+            waiting.cancel()
+            async with client.post(URL, json={"prompt": "hello", "max_tokens": 2}) as response:
+                assert response.status == 200, await response.text()
+
+    asyncio.run(main())
+    gms.stop()
+
+
+def test_context_is_what_was_asked_or_what_fits(model: Path):
+    """Goal: the context's length never surprises, and the cache is as large as the slots. Method:
+    a model of 2048 positions."""
+    config = read_config(str(model))
+    position_bytes = 2 * KVCache.bytes_needed(config, 4, 1)
+    block_bytes = KVCache.bytes_needed(config, 1, 32)
+
+    def context(max_context: int | None = None, kv_bytes: int | None = None) -> int:
+        found = size_kv(config, Settings("dir", 4, max_context, kv_bytes))
+        assert 0 <= found.context * position_bytes - found.kv_bytes < block_bytes
+        assert kv_bytes is None or found.kv_bytes <= kv_bytes
+        return found.context
+
+    assert config.max_position == 2048 < DEFAULT_CONTEXT
+    assert context() == 2048
+    assert context(max_context=100) == 100
+    assert context(kv_bytes=56 * position_bytes) == 56
+    assert context(kv_bytes=56 * position_bytes - 1) == 55
+    assert context(kv_bytes=1 << 40) == 2048
+    for wrong in ((4096, None), (100, 50 * position_bytes), (None, position_bytes // 2)):
+        with pytest.raises(UsageError):
+            context(*wrong)
+    for tokens, blocks in ((0, 0), (31, 0), (320, 10)):
+        asked = Settings("dir", 4, 100, None, tokens)
+        slots_bytes = 100 * position_bytes // 2
+        assert size_kv(config, asked) == (
+            100,
+            blocks,
+            slots_bytes,
+            slots_bytes + blocks * block_bytes,
+        )
