@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from engine.backends.registry import asks_for_help, check_no_tls, command_line
+from engine.backends.registry import asks_for_help, command_line
 from engine.messages import CONTROL, LeaveMsg, OkMsg
 from engine.supervisor.settings import OPTIONS, EngineSettings, placed, settle
 from plumbing.errors import UnreachableError, WaitTimeoutError
@@ -72,8 +72,6 @@ def run(config: Resolved, arguments: tuple[str, ...]) -> None:
         arguments = (*own, *arguments)
         os.environ.update(environment)  # for the backend
     settings = settle(config, command_line(config["backend"], arguments), directory)
-    if not settings.is_remote:
-        check_no_tls(settings.backend, arguments)
     longest = settings.control_path if settings.is_remote else settings.private_path
     socket_path(directory, longest.rpartition("/")[2])
     run_async(lambda: _supervise(settings))

@@ -39,13 +39,6 @@ POLL_S = 0.005  # a dying process frees about 15 GiB per second: 80 MiB in this 
 # Left for the rest of the machine: page tables, sockets, the next engine's start.
 RESERVE_BYTES = 64 << 20
 
-# Control groups, version 2 (one tree) and version 1 (a tree per controller): limit, use, and the
-# name of the reclaimable cache in memory.stat. Documentation/admin-guide/cgroup-v2.rst,
-# cgroup-v1/memory.rst.
-V2_FILES = ("memory.max", "memory.current", "inactive_file")
-V1_FILES = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-UNLIMITED_BYTES = 1 << 60  # version 1 has a number close to 2**63 for "no limit"
-
 BLOCK_BYTES = 512  # of st_blocks (man 2 stat)
 
 _RESIDENT = bytes(page & 1 for page in range(256))  # the other bits are undefined (man 2 mincore)
@@ -164,51 +157,25 @@ def _machine(root: str) -> Room:
 
 
 def _control_groups(root: str, process: int | str) -> Iterator[Room]:
-    """One room per group with a limit, from the process's own up to the root that is visible."""
-    for mount, path, files in _memory_groups(root, process):
-        while True:
-            room = _group(os.path.join(root, mount, path.lstrip("/")), path, files)
-            if room is not None:
-                yield room
-            if path in ("", "/"):
-                break
-            path = os.path.dirname(path)
-
-
-def _memory_groups(
-    root: str, process: int | str
-) -> Iterator[tuple[str, str, tuple[str, str, str]]]:
-    try:
-        with open(os.path.join(root, f"proc/{process}/cgroup"), encoding="utf-8") as file:
-            lines = file.read().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        number, controllers, path = line.split(":", 2)
-        if number == "0" and not controllers:
-            yield "sys/fs/cgroup", path, V2_FILES
-        elif "memory" in controllers.split(","):
-            yield "sys/fs/cgroup/memory", path, V1_FILES
-
-
-def _group(directory: str, path: str, files: tuple[str, str, str]) -> Room | None:
-    """None for a group without limits, or whose files a namespace hides."""
-    limit_file, used_file, cache_key = files
-    try:
-        limit = _read(directory, limit_file)
-        if limit == "max" or int(limit) >= UNLIMITED_BYTES:
-            return None
-        used = int(_read(directory, used_file))
-        stat = dict(line.split() for line in _read(directory, "memory.stat").splitlines())
-    except (OSError, ValueError):
-        return None
-    free = int(limit) - used + int(stat.get(cache_key, 0))
-    return Room(max(0, free), int(limit), f"the control group {path}")
+    """One room per group with a limit, from the process's own up to the root that is visible
+    (Documentation/admin-guide/cgroup-v2.rst)."""
+    path = _read(root, f"proc/{process}/cgroup").rpartition("0::")[2]
+    while path:
+        directory = os.path.join(root, "sys/fs/cgroup", path.lstrip("/"))
+        limit, used = _read(directory, "memory.max"), _read(directory, "memory.current")
+        if limit.isdecimal() and used.isdecimal():  # else it has no limit, or a namespace hides it
+            stat = dict(line.split() for line in _read(directory, "memory.stat").splitlines())
+            free = int(limit) - int(used) + int(stat.get("inactive_file", 0))
+            yield Room(max(0, free), int(limit), f"the control group {path}")
+        path = os.path.dirname(path) if path != "/" else ""
 
 
 def _read(directory: str, name: str) -> str:
-    with open(os.path.join(directory, name), encoding="ascii") as file:
-        return file.read().strip()
+    try:
+        with open(os.path.join(directory, name), encoding="utf-8") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
 
 
 MADV_COLLAPSE = 25  # <asm-generic/mman-common.h>; the mmap module lacks it

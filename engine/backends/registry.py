@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
@@ -32,9 +31,6 @@ def _command(arguments: Sequence[str]) -> list[str]:
         raise UsageError("engine.no_command", "--backend command needs a program, after `--`")
     return list(arguments)
 
-
-# vLLM's flags for TLS; its parser takes underscores, too.
-TLS_FLAG = re.compile(r"--(enable[-_])?ssl[-_]")
 
 HELP = frozenset({"-h", "--help"})
 REGISTRY: Mapping[str, Launcher] = {"reference": _reference, "vllm": _vllm, "command": _command}
@@ -70,19 +66,3 @@ def model_arguments(backend: str, model: str, ranks: int) -> tuple[str, ...]:
     if backend == "vllm":
         return (model, *(("--tensor-parallel-size", str(ranks)) if ranks > 1 else ()))
     return ("--model", model, *(("--tensor-parallel", str(ranks)) if ranks > 1 else ()))
-
-
-def check_no_tls(backend: str, command: Sequence[str]) -> None:
-    """A gateway cannot reach a backend that speaks TLS.
-
-    Raises:
-        UsageError: `engine.tls_behind_gateway`.
-    """
-    flag = next((each for each in command if TLS_FLAG.match(each)), None)
-    if backend != "vllm" or flag is None:
-        return
-    raise UsageError(
-        "engine.tls_behind_gateway",
-        f"{flag.partition('=')[0]}: TLS ends at the gateway; leave vLLM's --ssl flags out,"
-        " and give --tls-cert and --tls-key to the gateway",
-    )

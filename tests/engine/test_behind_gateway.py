@@ -11,9 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.backends.registry import check_no_tls
 from engine.messages import LeaveMsg
-from plumbing.errors import UsageError
 from plumbing.pod.paths import engine_http_socket
 from plumbing.wire.limits import SOCKET_PATH_BYTES_MAX
 from tests.engine.pod import QUICK, Pod, environment, program
@@ -141,24 +139,3 @@ def test_path_of_the_private_socket_may_be_too_long(directory: Path):
     assert found.returncode == 2
     assert "service.path_too_long" in found.stderr
     assert f"engine_{name}.http.sock" in found.stderr
-
-
-@pytest.mark.parametrize(
-    ("backend", "argument", "is_refused"),
-    [
-        ("vllm", "--ssl-certfile=x", True),
-        ("vllm", "--ssl_ca_certs", True),
-        ("vllm", "--enable-ssl-refresh", True),
-        ("vllm", "--served-model-name=ssl", False),
-        ("command", "--ssl-certfile", False),
-    ],
-)
-def test_only_tls_of_vllm_is_refused(backend: str, argument: str, is_refused: bool):
-    """Goal: a setting that cannot work is refused at the start, with the way out; no other flag,
-    and no user's own program, is."""
-    if not is_refused:
-        check_no_tls(backend, ["python", argument])
-        return
-    with pytest.raises(UsageError, match="--tls-cert and --tls-key to the gateway") as refused:
-        check_no_tls(backend, ["python", argument])
-    assert refused.value.code == "engine.tls_behind_gateway"

@@ -49,21 +49,6 @@ def test_tightest_group_above_us_counts_in_version_2(tmp_path: Path):
     assert "/pod" in room.limited_by
 
 
-def test_group_limit_in_version_1(tmp_path: Path):
-    """Goal: the older files are understood. Method: one group of the memory controller."""
-    root = machine(tmp_path, 1000, 900, "4:memory:/pod\n0::/\n")
-    group(
-        root / "sys/fs/cgroup/memory/pod",
-        memory__limit_in_bytes=str(100 * MIB),
-        memory__usage_in_bytes=str(60 * MIB),
-        memory__stat=f"total_inactive_file {10 * MIB}\n",
-    )
-    assert read_room(str(root)).free_bytes == 50 * MIB
-    (root / "proc/7").mkdir()
-    (root / "proc/7/cgroup").write_text("0::/\n")
-    assert read_room(str(root), 7).free_bytes == 900 * MIB  # of a process outside of the group
-
-
 def test_wait_ends_when_another_gives_memory_back():
     """Goal: a wait for a dying process, whose deadline's error names both numbers. Method: an
     attempt that succeeds the third time; one that never does."""

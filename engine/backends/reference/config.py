@@ -69,7 +69,6 @@ class Settings(Struct, frozen=True):
     cache_tokens: Annotated[int, Meta(ge=0, le=1 << 27)] | None = None  # an index of 256 MiB
     kv_memory: KvMemoryKind = "gms"
     may_adopt: bool = True
-    has_audit: bool = False
     rank: RankNumber = 0
     ranks: Annotated[int, Meta(ge=1, le=RANKS_MAX)] = 1
     # Far below the three seconds without progress after which generation counts as hung.

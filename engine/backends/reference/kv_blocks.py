@@ -13,11 +13,10 @@ import ctypes
 import logging
 import math
 import os
-import zlib
 from array import array
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import sha256
@@ -32,7 +31,6 @@ from engine.backends.memory_session import SOCKET_DIR_ENV, host_device
 from engine.backends.reference.config import LlamaConfig, Settings
 from engine.backends.reference.decoder import PREFILL_CHUNK, KVCache
 from engine.backends.reference.ranks import Array, Peers, digest_of
-from engine.kv.adopter import joined
 from engine.kv.layout import IndexHeader, IndexRecord
 from engine.kv.writer import IndexWriter
 from gms.client import (
@@ -106,7 +104,7 @@ def _size(config: LlamaConfig, settings: Settings, context: int) -> KvSize:
 # ---------------------------------------------------------------------- blocks
 
 
-BlockStep = Literal["save", "load", "checksum"]
+BlockStep = Literal["save", "load"]
 
 
 class BlockStore:
@@ -123,27 +121,20 @@ class BlockStore:
         self._cache = cache
         self._peers = peers
 
-    def run(self, kind: BlockStep, number: int, slot: int = 0, start: int = 0) -> int:
-        """On this rank, copy the chunk at `start` of a slot into a block, or the other way; or
-        answer the block's checksum (else 0)."""
-        block = self._blocks[number]
-        if kind == "checksum":
-            return zlib.crc32(block.data)
-        chunk = self._cache.chunk(slot, start, PREFILL_CHUNK)
+    def run(self, kind: BlockStep, number: int, slot: int, start: int) -> bool:
+        """On this rank, copy the chunk at `start` of a slot into a block, or the other way."""
+        block, chunk = self._blocks[number], self._cache.chunk(slot, start, PREFILL_CHUNK)
         if kind == "save":
             block[...] = chunk
         else:
             chunk[...] = block
-        return 0
+        return True
 
-    def do(self, *step: Any) -> int:
-        """As `run`, on every rank; the checksum is of the block's bytes on all of them."""
-        self._peers.call("run_block", *step)
-        mine = self.run(*step)
-        return joined([mine, *self._peers.answers()])
-
-    def checksum(self, block: int) -> int:
-        return self.do("checksum", block)
+    def do(self, kind: BlockStep, number: int, slot: int, start: int) -> None:
+        """As `run`, on every rank."""
+        self._peers.call("run_block", kind, number, slot, start)
+        self.run(kind, number, slot, start)
+        self._peers.answers()
 
 
 # ---------------------------------------------------------------------- prefix cache
@@ -187,12 +178,9 @@ class PrefixCache:
         blocks: int,
         index: IndexWriter | None = None,
         adopted: Iterable[IndexRecord] = (),
-        *,
-        has_audit: bool = False,
     ) -> None:
-        """`adopted`: what the index has already, the least recently used first. `has_audit`:
-        publish a checksum of every block's bytes."""
-        self._store, self._index, self._has_audit = store, index, has_audit
+        """`adopted`: what the index has already, the least recently used first."""
+        self._store, self._index = store, index
         self._block_of = OrderedDict((record.block_hash, record.block) for record in adopted)
         used = set(self._block_of.values())
         self._free = [block for block in reversed(range(blocks)) if block not in used]
@@ -246,9 +234,8 @@ class PrefixCache:
         self._store.do("save", block, slot, start)
         self._block_of[hashed] = block
         if self._index is not None:
-            audit = self._store.checksum(block) if self._has_audit else None
             end = start + PREFILL_CHUNK
-            self._index.publish(block, self._index.use(block), hashed, 0, end, audit)
+            self._index.publish(block, self._index.use(block), hashed, 0, end)
 
     def _touch(self, chain: _Chain) -> None:
         for hashed in reversed(chain.hashes):
@@ -288,20 +275,12 @@ class KeptBlocks:
     """The index of one engine in its ranks' pools, from the wake on."""
 
     def __init__(
-        self,
-        leases: Sequence[KvLease],
-        headers: Sequence[IndexHeader],
-        *,
-        may_adopt: bool,
-        checksum: Callable[[int], int],
+        self, leases: Sequence[KvLease], headers: Sequence[IndexHeader], *, may_adopt: bool
     ) -> None:
-        """Adopt or begin empty, before the first step. `checksum` is that of a block's bytes."""
+        """Adopt or begin empty, before the first step."""
         self._leases, self._pools = leases, KeptPools(leases, headers)
-        adoption = self._pools.find(
-            lambda numbers: [checksum(number) for number in numbers], may_adopt=may_adopt
-        )
+        adoption = self._pools.find(lambda numbers: (), may_adopt=may_adopt)
         self.adopted, self.why_empty = adoption.records, adoption.why_empty
-        self.torn = len(adoption.torn)
         self.writer = self._pools.writer(adoption)
         self.canary_passed = self._pools.trust
 

@@ -2,8 +2,7 @@
 
     python -m engine.backends.reference.main --model DIR [--max-context N] [--slots N]
         [--kv-bytes SIZE] [--cache-tokens N] [--kv-memory gms|private] [--no-kv-adoption]
-        [--kv-audit] [--tensor-parallel N] [--token-interval-ms N]
-        [--served-model-name NAME …]
+        [--tensor-parallel N] [--token-interval-ms N] [--served-model-name NAME …]
 
 Started by `engine run --backend reference -- …`. Owns the start: the witness first, then the
 processes of the other tensor-parallel ranks, and only then the slow imports.
@@ -49,7 +48,6 @@ _KV_MEMORY = (
     " `private` (default: gms)."
 )
 _NO_ADOPTION = "Ignore the KV blocks of earlier engines."
-_AUDIT = "Publish a checksum with every KV block, and compare it before the block is adopted."
 
 
 class _Parser(argparse.ArgumentParser):
@@ -74,7 +72,6 @@ def parse(argv: list[str]) -> tuple[Settings, tuple[str, ...]]:
     add("--kv-bytes", type=size_bytes, help="Most KV memory per rank, e.g. 2GiB.")
     add("--kv-memory", choices=("gms", "private"), default="gms", help=_KV_MEMORY)
     add("--no-kv-adoption", dest="may_adopt", action="store_false", help=_NO_ADOPTION)
-    add("--kv-audit", dest="has_audit", action="store_true", help=_AUDIT)
     found = vars(parser.parse_args(argv))
     names = found.pop("served_model_name")
     try:

@@ -112,7 +112,7 @@ class Rank:
         """Run tokens through a slot, on a rank above 0."""
         self._decoder.forward(self._caches[cache], slot, tokens, start)
 
-    def run_block(self, *step: Any) -> int:
+    def run_block(self, *step: Any) -> bool:
         """A step of `BlockStore`, on a rank above 0."""
         assert self._blocks is not None
         return self._blocks.run(*step)
@@ -153,7 +153,7 @@ class Rank:
         kv_bytes, kept = size.kv_bytes + sum(each.kv_bytes for each in others), self.kept
         if kept is None:
             return WokenMsg(kv_bytes, kind, kv_note=self._memory.note)
-        return WokenMsg(kv_bytes, kind, len(kept.adopted), kept.why_empty, kept.torn)
+        return WokenMsg(kv_bytes, kind, len(kept.adopted), kept.why_empty)
 
     def _prefixes(self, claim: KvClaim, memory: KvMemory) -> PrefixCache | None:
         """The prefix cache, with what an earlier engine has left in the pools.
@@ -168,14 +168,9 @@ class Rank:
         leases = [memory.lease, *(borrow(claim, rank) for rank in range(1, settings.ranks))]
         mapped = zip(leases, self._mapped, strict=True)
         ranks = [(lease.pool, *weights) for lease, weights in mapped]
-        kept = self.kept = KeptBlocks(
-            leases,
-            headers_of(self._decoder.config, size, ranks),
-            may_adopt=settings.may_adopt,
-            checksum=store.checksum,
-        )
-        audit = settings.has_audit
-        return PrefixCache(store, size.blocks, kept.writer, kept.adopted, has_audit=audit)
+        headers = headers_of(self._decoder.config, size, ranks)
+        kept = self.kept = KeptBlocks(leases, headers, may_adopt=settings.may_adopt)
+        return PrefixCache(store, size.blocks, kept.writer, kept.adopted)
 
     def give_memory(self, keep_kv: bool, budget_s: float) -> RestedMsg:
         """Undo `take_memory`, when nothing runs. Rank 0 is first, since it uses the others' pools;

@@ -79,7 +79,7 @@ class Pool:
         writer = IndexWriter([page], [self.facts], name, f"of {name}", adoption)
         cache = KVCache(decoder.config, self.slots, SLOTS, CONTEXT)
         store = self.store(cache)
-        prefixes = PrefixCache(store, self.blocks, writer, adoption.records, has_audit=True)
+        prefixes = PrefixCache(store, self.blocks, writer, adoption.records)
         return Generator(decoder, cache, prefixes=prefixes), prefixes
 
 
@@ -147,31 +147,6 @@ def test_answers_are_the_same_whenever_engines_die(decoder: Decoder, seed: int):
     assert reused > 0
 
 
-def test_published_block_has_the_checksum_of_its_bytes_at_every_copy(decoder: Decoder):
-    """Goal: at each instant the index is true of the bytes. Method: a look at every copy, while few
-    blocks are written again and again."""
-    pool = Pool(decoder, blocks=2)
-    looks = 0
-
-    class Looking(BlockStore):
-        def do(self, kind: str, block: int, *place: Any) -> int:
-            nonlocal looks
-            if kind == "save":
-                assert block not in [record.block for record in pool.records()]
-            done = super().do(kind, block, *place)
-            for record in pool.records() if kind == "save" else ():
-                looks += 1
-                assert record.audit == self.checksum(record.block)
-            return done
-
-    pool.store = lambda cache: Looking(  # type: ignore[method-assign]  # one that looks first
-        decoder.config, pool.memory, pool.blocks, cache, Peers()
-    )
-    generator, _ = pool.generator(decoder)
-    run(generator, [TokenRequest(number, prompt(70, number), 40, SEEDED) for number in range(4)])
-    assert looks > 4
-
-
 def test_last_block_of_a_sequence_is_evicted_first(decoder: Decoder):
     """Else the rest of it, which is useless alone, would stay."""
     generator, prefixes = Pool(decoder, blocks=4).generator(decoder)
@@ -182,7 +157,7 @@ def test_last_block_of_a_sequence_is_evicted_first(decoder: Decoder):
     assert prefixes.reused == 64
 
 
-POOL_BLOCKS, RANKS, CHECKSUM = 4, 2, 77
+POOL_BLOCKS, RANKS = 4, 2
 SIZE = KvSize(64, POOL_BLOCKS, 1, 2)
 WEIGHTS = (("epoch 0", "identity 0"), ("epoch 1", "identity 1"))
 
@@ -222,7 +197,6 @@ class Pools:
             cast("list[KvLease]", self.leases),
             headers_of(config, size, ranks),
             may_adopt=may_adopt,
-            checksum=lambda block: CHECKSUM,
         )
 
     @property
@@ -236,7 +210,7 @@ def pools_fixture() -> Iterator[Pools]:
     pools = Pools()
     first = pools.engine(1)
     assert (first.adopted, first.why_empty) == ((), "rank 0: the pool is new")
-    first.writer.publish(2, first.writer.use(2), any_hash(2), 0, 32, CHECKSUM)
+    first.writer.publish(2, first.writer.use(2), any_hash(2), 0, 32)
     yield pools
     for lease in pools.leases:
         lease.index.close()

