@@ -119,10 +119,6 @@ def _is_reaping(now: Situation) -> bool:
     return not now.is_reaped
 
 
-def _awaits(step: WakingStep) -> Callable[[Situation], bool]:
-    return lambda now: now.step is step
-
-
 def _exit_or_relaunch(now: Situation) -> list[EngineEffect]:
     if not now.is_reaped:
         return []  # `Reaped` comes
@@ -138,14 +134,6 @@ def _launch_from_cold(now: Situation) -> list[EngineEffect]:
     return _exit_or_relaunch(now)
 
 
-def _linger(now: Situation) -> list[EngineEffect]:
-    return [Command.AWAIT_SUCCESSOR] if now.is_leaving else []
-
-
-def _asks_first(now: Situation) -> bool:
-    return now.order.may_resume
-
-
 def must_be_cold(now: Situation) -> bool:
     return now.shall.goal is Tier.COLD
 
@@ -157,22 +145,6 @@ def must_die(now: Situation) -> bool:
 def must_rest(now: Situation) -> bool:
     """Whether an engine that serves must stop. Any can be made cold."""
     return must_be_cold(now) or (now.can_rest and now.shall.goal is not Tier.AWAKE)
-
-
-def must_wake(now: Situation) -> bool:
-    return not must_rest(now)
-
-
-def must_be_away(now: Situation) -> bool:
-    return now.can_offload and now.shall.goal is Tier.OFFLOADED
-
-
-def _may_release(now: Situation) -> bool:
-    return now.can_rest and not now.is_leaving
-
-
-def _has_handed_back(now: Situation) -> bool:
-    return not now.token
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,9 +192,15 @@ TRANSITIONS: Mapping[tuple[State, type[EngineEvent]], Row] = {
     (State.STANDBY, ev.Granted): Row(
         State.RESTING, (Command.TELL_LOCK_SERVER,), when=must_rest, otherwise=GRANTED
     ),
-    (State.WAKING, ev.Woken): replace(WOKEN, guard=_awaits(WakingStep.WAKE)),
-    (State.WAKING, ev.CanaryPassed): replace(WOKEN, guard=_awaits(WakingStep.CANARY)),
-    (State.WAKING, ev.Serving): Row(State.ACTIVE, then=_linger, guard=_awaits(WakingStep.SERVE)),
+    (State.WAKING, ev.Woken): replace(WOKEN, guard=lambda now: now.step is WakingStep.WAKE),
+    (State.WAKING, ev.CanaryPassed): replace(
+        WOKEN, guard=lambda now: now.step is WakingStep.CANARY
+    ),
+    (State.WAKING, ev.Serving): Row(
+        State.ACTIVE,
+        then=lambda now: [Command.AWAIT_SUCCESSOR] if now.is_leaving else [],
+        guard=lambda now: now.step is WakingStep.SERVE,
+    ),
     # Only the holder of the lock has something to hand over.
     (State.WAKING, ev.HandOver): Row(State.WAKING),
     (State.ACTIVE, ev.HandOver): DRAINED,
@@ -230,10 +208,13 @@ TRANSITIONS: Mapping[tuple[State, type[EngineEvent]], Row] = {
     (State.RELEASING, ev.HandOver): Row(State.RELEASING),
     (State.RESTING, ev.HandOver): HANDED_BACK,
     (State.DRAINING, ev.Drained): Row(
-        State.RELEASING, (Command.REST_BACKEND,), when=_may_release, otherwise=KILLED
+        State.RELEASING,
+        (Command.REST_BACKEND,),
+        when=lambda now: now.can_rest and not now.is_leaving,
+        otherwise=KILLED,
     ),
     (State.RELEASING, ev.Rested): replace(
-        HANDED_BACK, when=_has_handed_back, otherwise=Row(State.RESTING)
+        HANDED_BACK, when=lambda now: not now.token, otherwise=Row(State.RESTING)
     ),
     # Only the holder of the lock has something to give back, or to take; to be cold is meant of
     # every engine, once it has nothing to finish.
@@ -252,7 +233,7 @@ TRANSITIONS: Mapping[tuple[State, type[EngineEvent]], Row] = {
     (State.RESTING, ev.Shall): replace(
         KILLED,
         when=must_be_cold,
-        otherwise=replace(WOKEN, when=must_wake, otherwise=Row(State.RESTING)),
+        otherwise=replace(WOKEN, when=lambda now: not must_rest(now), otherwise=Row(State.RESTING)),
     ),
     # Weights are placed while nothing is computed; a wake maps them before it takes KV memory.
     **{(state, ev.WeightsPlaced): Row(state) for state in PLACING},
@@ -261,7 +242,9 @@ TRANSITIONS: Mapping[tuple[State, type[EngineEvent]], Row] = {
     (State.INIT, ev.Terminate): KILLED,
     (State.STANDBY, ev.Terminate): WITHDRAWN,
     (State.WAKING, ev.Terminate): Row(State.WAKING),
-    (State.ACTIVE, ev.Terminate): Row(State.ACTIVE, when=_asks_first, otherwise=DRAINED),
+    (State.ACTIVE, ev.Terminate): Row(
+        State.ACTIVE, when=lambda now: now.order.may_resume, otherwise=DRAINED
+    ),
     (State.DRAINING, ev.Terminate): Row(State.DRAINING),
     (State.RELEASING, ev.Terminate): KILLED,
     (State.RESTING, ev.Terminate): KILLED,
@@ -371,7 +354,7 @@ class Lifecycle:
         them by itself."""
         now = self.now
         is_parked = now.state in PARKED
-        asks_away = must_be_away(now) if is_parked else False
+        asks_away = is_parked and now.can_offload and now.shall.goal is Tier.OFFLOADED
         if asks_away is now.asks_away:
             return []
         self.now = replace(now, asks_away=asks_away)
@@ -467,16 +450,13 @@ def _learn(now: Situation, event: EngineEvent) -> Situation:
             code = now.exit_code if event.exit_code is None else event.exit_code
             return replace(now, reason=event.message, exit_code=code)
         case ev.Reaped():
-            return _reaped(replace(now, is_reaped=True, token=0, incarnation=None), event)
+            gone = replace(now, is_reaped=True, token=0, incarnation=None)
+            if event.verdict is None or now.is_over:
+                return gone
+            return replace(gone, exit_code=1, reason=event.verdict)
         case _:
             return now
 
 
 def _handed_back(now: Situation) -> Situation:
     return replace(now, over=now.token, token=0, hand_over=None)
-
-
-def _reaped(now: Situation, event: ev.Reaped) -> Situation:
-    if event.verdict is None or now.is_leaving or now.exit_code is not None:
-        return now
-    return replace(now, exit_code=1, reason=event.verdict)

@@ -171,7 +171,8 @@ def test_nothing_fails_or_is_recorded_at_rest(control: Control) -> None:
 
 # Each of these once took failover away, or an engine, or a part of the pod.
 SAMPLE = (
-    # A supervisor could not start its backend: it stayed in `init`, without a process.
+    # A supervisor could not start its backend: it stayed in `init`, without a process. Its own
+    # limit ends it now, and it starts again.
     Case("relaunch", "standby-supervisor", "descriptor", "socketpair@"),
     # A backend could not open its checkpoint: it was called broken, and its supervisor ended.
     Case("relaunch", "standby-model", "descriptor", "engine/backends/shards.py:"),
@@ -186,7 +187,7 @@ SAMPLE = (
 def test_a_pod_is_whole_after_each_call_of_a_sample_has_failed(
     tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Goal: it heals by itself, nothing else is started again, and the next death of the active
+    """Goal: it heals by itself, nothing more is started again, and the next death of the active
     engine leads to a takeover."""
     monkeypatch.delenv("PYTHONDEVMODE", raising=False)  # the pod runs as users run it
 
@@ -199,6 +200,7 @@ def test_a_pod_is_whole_after_each_call_of_a_sample_has_failed(
             await sweep.close()
 
     outcomes = asyncio.run(sweep_sample())
+    again = ["the supervisor of engine-1 was started again"]
     assert [(each.case, each.verdict, each.cost) for each in outcomes] == [
-        (case, Verdict.WHOLE, []) for case in SAMPLE
+        (case, Verdict.WHOLE, again if case is SAMPLE[0] else []) for case in SAMPLE
     ]
