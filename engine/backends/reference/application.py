@@ -58,10 +58,9 @@ logger = logging.getLogger(__name__)
 BODY_BYTES_MAX = 4 << 20
 # Behind a gateway there may be a journal in addition, of as many chunks as tokens at most.
 JOURNAL_BYTES_MAX = 2 * hop.ITEM_BYTES * hop.JOURNAL_TOKENS_MAX
-# Tokenising so many characters or replaying so many tokens takes about a millisecond; more is done
-# one request at a time, on a thread.
-INLINE_CHARS_MAX = 4096
-INLINE_TOKENS_MAX = 256
+# Tokenising so many characters, or replaying so many tokens, takes milliseconds; more is done one
+# request at a time, on a thread.
+INLINE_MAX = 1024
 REQUEST_ID = "X-Request-Id"
 REQUEST_ID_CHARS_MAX = 128  # it is part of every event of a stream
 LEAVE_S = 0.2  # most of a switchover is faster
@@ -302,8 +301,8 @@ class ServedModel:
         answer = AnswerText(self.tokenizer, body.stops, len(wanted.prompt), least)
         replayed = None
         if journal:
-            vocab_size, is_large = self.limits.vocab_size, len(journal) > INLINE_TOKENS_MAX
-            replayed = await self._apart(is_large, lambda: replay(wanted, answer, vocab_size))
+            vocab_size = self.limits.vocab_size
+            replayed = await self._apart(len(journal), lambda: replay(wanted, answer, vocab_size))
         reply = OpenAiReply.to(body, self.names[0], given_id or uuid.uuid4().hex)
         marking = self._mark(request) if is_marked and body.stream else nullcontext()
         with marking as marked:
@@ -359,13 +358,9 @@ class ServedModel:
         # The chat template writes its own special tokens.
         given = tokenizer.render_chat(body.messages) if isinstance(body, ChatBody) else body.prompt
         if isinstance(given, str):
-            text, is_large = given, len(given) > INLINE_CHARS_MAX
-            tokens = await self._apart(
-                is_large, lambda: tokenizer.encode(text, special=not is_chat)
-            )
-        else:
-            tokens = given
-        count, wanted = len(tokens), body.max_tokens or 0
+            text = given
+            given = await self._apart(len(text), lambda: tokenizer.encode(text, not is_chat))
+        tokens, count, wanted = given, len(given), body.max_tokens or 0
         if count + max(1, wanted) > limits.max_context:
             needed = f"{count} prompt tokens" + (f" and {wanted} completion tokens" * bool(wanted))
             raise ApiError(
@@ -383,9 +378,9 @@ class ServedModel:
             raise bad_value(param, what)
         return tokens
 
-    async def _apart(self, is_large: bool, work: Callable[[], T]) -> T:
+    async def _apart(self, size: int, work: Callable[[], T]) -> T:
         """Do large work on a thread, so that probes and streams go on meanwhile."""
-        if not is_large:
+        if size <= INLINE_MAX:
             return work()
         async with self._large:
             return await asyncio.to_thread(work)

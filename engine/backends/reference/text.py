@@ -1,8 +1,7 @@
 """The text of prompts and answers: tokenizer, chat template, and an answer's text token by token.
 
-The surprising thing: one token is not one piece of
-text. A character may be spread over several tokens, so text is held back until no later token can
-change it.
+The surprising thing: one token is not one piece of text. A character may be spread over several
+tokens, so text is held back until no later token can change it.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import tokenizers
 from engine.backends.reference.completions import ApiError, ChatMessage, TokenUsage
 from engine.backends.reference.config import ASSISTANT_TURN, BOS, CHAT_SPECIALS, END_OF_TURN
 from engine.backends.reference.generation import FinishReason, TokenRequest, finish_reason
-from engine.backends.shards import read_file, read_json
+from engine.backends.shards import read_file
 from plumbing.errors import UsageError
 
 UNFINISHED = "\ufffd"  # how a decoder shows bytes that are not (yet) a character
@@ -32,18 +31,14 @@ class Tokenizer:
     def load(cls, directory: str) -> Tokenizer:
         """Read the tokenizer of a checkpoint. Raises as `read_file`."""
         path = os.path.join(directory, "tokenizer.json")
-        read_json(path)  # for its messages; the library's own name neither file nor cause
         content = read_file(path)
         try:
             return cls(tokenizers.Tokenizer.from_buffer(content))
         except Exception as error:  # the library raises bare Exception
-            raise UsageError(
-                "model.broken",
-                f"{path} is not a tokenizer that the tokenizers library can read ({error}); "
-                "download it again.",
-            ) from None
+            text = f"{path} is no tokenizer of the tokenizers library ({error}); download it again."
+            raise UsageError("model.broken", text) from None
 
-    def encode(self, text: str, *, special: bool = True) -> list[int]:
+    def encode(self, text: str, special: bool = True) -> list[int]:
         """Token ids; with `special`, also those that the tokenizer adds (a beginning of text).
 
         A batch of one: the library's `encode` keeps the interpreter lock (a text of 4 MB blocked
