@@ -63,7 +63,7 @@ def phase_table() -> list[str]:
         "",
         "| state | when |",
         "|---|---|",
-        *(f"| {row.state} | {row.when} |" for row in model.PHASES),
+        *(f"| {state} | {when} |" for state, when in model.PHASES.items()),
         "",
     ]
 

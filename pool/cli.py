@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import click
@@ -25,7 +26,7 @@ from plumbing.pod.cli import (
 )
 from plumbing.pod.paths import lockserver_socket, pool_socket
 from plumbing.service import log
-from plumbing.service.config import Option, Resolved, duration_s, size_bytes
+from plumbing.service.config import Resolved, duration_s, size_bytes
 from plumbing.service.process import arm_from_environment
 from plumbing.text import to_json
 from plumbing.wire.blocking import BlockingClient
@@ -35,8 +36,6 @@ from pool.core.events import Order
 from pool.core.states import PRIORITY_MAX
 from pool.messages import (
     CATALOGUE,
-    ExplainedMsg,
-    ExplainMsg,
     OrderedMsg,
     OrderMsg,
     SetMsg,
@@ -163,58 +162,65 @@ def set_(config: Resolved, assignment: str, model: str | None, as_json: bool) ->
 @json_flag
 def explain(config: Resolved, model: str | None, as_json: bool) -> None:
     """Explain each model's state: why, what it is waiting for, and the longest it can take."""
-    answer = _ask(config, ExplainMsg(model))
-    assert isinstance(answer, ExplainedMsg)
+    directory = os.path.abspath(config["dir"])
+    try:
+        pool = ask_status(pool_socket(directory), CATALOGUE)
+    except UnreachableError as error:
+        raise _no_pool(directory, error) from error
+    chosen = [each for each in pool["models"] if model in (None, each["model"])]
+    if not chosen:
+        raise UsageError("model_not_found", f"this pool has no model {model}; see `pool status`")
+    models = [
+        {
+            "model": each["model"],
+            "state": each["state"],
+            "lines": status_text.explained(pool, each),
+        }
+        for each in chosen
+    ]
     if as_json:
-        click.echo(to_json(answer.document, indent=2))
+        click.echo(to_json({"schema": 1, "models": models}, indent=2))
         return
-    for each in (*answer.document["models"], *answer.document["leases"]):
-        first, *rest = each["lines"]
-        click.echo("\n".join([first, *(f"  {line}" for line in rest)]))
+    for each in models:
+        click.echo("\n  ".join(each["lines"]))
 
 
-LEASE_OPTIONS = (
-    DIR,
-    Option(
-        "device",
-        str,
-        None,
-        "The device whose memory COMMAND will use: HOST-0, GPU-<uuid>.",
-        env="UNDERSTUDY_LEASE_DEVICE",
-    ),
-    Option(
-        "bytes",
-        size_bytes,
-        None,
-        "Amount of memory, e.g. 20GiB.",
-        env="UNDERSTUDY_LEASE_BYTES",
-        minimum=1,
-    ),
-    Option(
-        "priority",
-        int,
-        0,
-        "Priority, as for requests; lower values go first.",
-        env="UNDERSTUDY_LEASE_PRIORITY",
-        minimum=-PRIORITY_MAX,
-        maximum=PRIORITY_MAX,
-    ),
-    Option(
-        "timeout",
-        duration_s,
-        3600.0,
-        "How long to wait for the memory, in seconds or e.g. 1h.",
-        env="UNDERSTUDY_LEASE_TIMEOUT",
-        minimum=0,
-        maximum=7 * 24 * 3600,
-    ),
-)
+def _read(read: Callable[[str], Any]) -> Callable[[Any, Any, str], Any]:
+    def callback(_context: Any, _parameter: Any, text: str) -> Any:
+        try:
+            return read(text)
+        except ValueError as error:
+            raise click.BadParameter(str(error)) from error
+
+    return callback
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
-@options(LEASE_OPTIONS)
-@click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="-- COMMAND")
-def lease(config: Resolved, command: tuple[str, ...]) -> None:
+@options((DIR,))
+@click.option(
+    "--device", required=True, help="The device whose memory COMMAND will use: HOST-0, GPU-<uuid>."
+)
+@click.option(
+    "--bytes", "size", required=True, callback=_read(size_bytes), help="How much, e.g. 20GiB."
+)
+@click.option(
+    "--priority",
+    type=click.IntRange(-PRIORITY_MAX, PRIORITY_MAX),
+    default=0,
+    help="As for requests; lower values go first.",
+)
+@click.option(
+    "--timeout", default="1h", callback=_read(duration_s), help="How long to wait, e.g. 1h."
+)
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- COMMAND")
+def lease(
+    config: Resolved,
+    device: str,
+    size: int,
+    priority: int,
+    timeout: float,
+    command: tuple[str, ...],
+) -> None:
     """Reserve memory while COMMAND runs.
 
     The lease queues with requests, and the pool evicts models to make room. It ends when all of
@@ -225,19 +231,14 @@ def lease(config: Resolved, command: tuple[str, ...]) -> None:
     """
     from pool.client.lease import run_with_lease
 
-    for name in ("device", "bytes"):
-        if not config[name]:
-            raise UsageError("pool.no_lease", f"--{name} is required")
-    if not command:  # click would refuse --print-config without it
-        raise UsageError("pool.no_lease", "write the command to run behind `--`")
     with until_interrupted():
         code = run_with_lease(
             os.path.abspath(config["dir"]),
-            config["device"],
-            config["bytes"],
+            device,
+            size,
             command,
-            priority=config["priority"],
-            timeout_s=config["timeout"],
+            priority=priority,
+            timeout_s=timeout,
             say=lambda text: click.echo(text, err=True),
         )
     sys.exit(code)
@@ -251,7 +252,6 @@ def _order(config: Resolved, message: Message, *, as_json: bool) -> None:
     assert isinstance(answer, OrderedMsg)
     document: dict[str, Any] = {
         "schema": 1,
-        "result": answer.result,
         "state": answer.state,
         "message": answer.sentence,
     }

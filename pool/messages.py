@@ -7,7 +7,7 @@ the processes of one machine share. Must not know what follows from a message: t
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from msgspec import Meta, Struct, field
 
@@ -38,7 +38,6 @@ DeviceName = Annotated[str, Meta(min_length=1, max_length=64)]
 PoolBytes = Annotated[int, Meta(ge=0, le=BYTES_MAX)]
 SENTENCE_CHARS_MAX = 4096
 Sentence = Annotated[str, Meta(max_length=SENTENCE_CHARS_MAX)]
-Code = Annotated[str, Meta(max_length=64)]
 HexId = Annotated[str, Meta(pattern="^[0-9a-f]{16}$")]
 
 
@@ -90,16 +89,16 @@ class DoorsMsg(Message, frozen=True, tag="doors"):
 
 class LeaseMsg(Message, frozen=True, tag="lease"):
     """Book memory for a neighbour: first on its connection, and again after the pool has restarted.
-    `witness`: the name of the file in the pod's directory on which every process of the neighbour
-    holds a shared flock, from before this is sent until it is dead."""
+    Every process of the neighbour holds a shared flock on the file `lease_<lease>` in the pod's
+    directory, from before this is sent until it is dead. `program`: its name alone, because status
+    and file are read by others than its user, and arguments hold secrets."""
 
     lease: HexId
     device: DeviceName
     size_bytes: Annotated[int, Meta(ge=1, le=BYTES_MAX)]
-    witness: Annotated[str, Meta(pattern="^lease_[0-9a-f]{16}$")]
     since_ms: Millis
     priority: Priority = 0
-    program: Annotated[str, Meta(max_length=256)] = ""  # its name, without its arguments
+    program: Annotated[str, Meta(max_length=256)] = ""
 
 
 class LeaseWaitingMsg(Message, frozen=True, tag="lease_waiting"):
@@ -136,21 +135,10 @@ class SetMsg(Message, frozen=True, tag="set"):
 
 
 class OrderedMsg(Message, frozen=True, tag="ordered"):
-    """The order was taken. `result` is `accepted`, or `already_…` where there is nothing to do."""
+    """The order was taken."""
 
-    result: Code
     state: ModelState | None  # of the model, now
     sentence: Sentence
-
-
-class ExplainMsg(Message, frozen=True, tag="explain"):
-    """Why a model is in its state, and what it waits for; None: all models."""
-
-    model: ModelName | None = None
-
-
-class ExplainedMsg(Message, frozen=True, tag="explained"):
-    document: dict[str, Any]
 
 
 CATALOGUE = Catalogue(*messages_in(globals()), frame_bytes_max=FRAME_BYTES_MAX)

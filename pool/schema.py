@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from msgspec import UNSET, UnsetType
-
 from plumbing.service.schema import Bytes, EventRecord, Schema, Time
 
 
@@ -26,15 +24,6 @@ class PoolEngine(Schema):
     problem: Annotated[str | None, "why it does not report, or is not at its goal"]
 
 
-class PoolCost(Schema):
-    load_ms: Annotated[float | None, "from cold to rest"]
-    wake_ms: Annotated[float | None, "from warm to awake"]
-    restage_ms: Annotated[float | None, "from offloaded to awake"]
-    resume_ms: Annotated[float | None, "from awake to the last parked stream's next token"]
-    drain_ms: Annotated[float | None, "from the shut door until nothing is in flight"]
-    release_ms: Annotated[float | None, "until its memory is proven free"]
-
-
 class PoolModel(Schema):
     model: Annotated[str, "its name"]
     state: Annotated[str, "see [states.md](states.md)"]
@@ -44,11 +33,9 @@ class PoolModel(Schema):
     waits_for: Annotated[str | None, "what it waits for"]
     fault: Annotated[str | None, "the last fault of its engines"]
     tier: Annotated[str, "where its engines are told to be"]
-    floor: Annotated[str, "the tier that it holds, or falls to"]
     pinned: Annotated[bool, "it never yields"]
     priority: Annotated[int, "priority of its requests; lower is sooner"]
     recovering: Annotated[bool, "not all of its engines have reported"]
-    leaving: Annotated[str | None, "why it yields: `head`, `idle`, `order`"]
     tickets: Annotated[int, "requests and parked streams that wait for it"]
     oldest_ticket_ms: Annotated[float | None, "how long the oldest has waited"]
     parked: Annotated[int, "how many of them are parked streams"]
@@ -66,8 +53,8 @@ class PoolModel(Schema):
         dict[str, dict[str, Bytes]] | None,
         "what one engine needs, by kind and device; null: unknown",
     ]
+    refused: Annotated[str | None, "why it cannot get its memory while others keep theirs"]
     expected_ms: Annotated[float | None, "predicted time until it is awake; null: no prediction"]
-    costs: Annotated[PoolCost, "means of what was measured; null: never yet"]
     bound_ms: Annotated[
         float | None, "longest possible wait, with each phase's budget; null: no bound"
     ]
@@ -89,7 +76,6 @@ class PoolDevice(Schema):
     total_bytes: Annotated[int | None, "its size; null: not measured yet"]
     free_bytes: Annotated[int | None, "room in the books"]
     booked_bytes: Annotated[int, "booked, what leaves included"]
-    leaving_bytes: Annotated[int, "booked, and on its way out"]
     outside_bytes: Annotated[int, "used by processes outside the pool"]
     margin_bytes: Annotated[int, "kept free"]
     booked: list[PoolBooked]
@@ -123,16 +109,6 @@ class PoolGateway(Schema):
     gateway: Annotated[str, "its id"]
 
 
-class PoolLockServer(Schema):
-    connected: Annotated[bool, "the lock server is connected"]
-    problem: Annotated[str | None, "why it is not, or does not serve these models"]
-
-
-class PoolQueue(Schema):
-    max: Annotated[int, "how many requests may wait in all"]
-    per_model: Annotated[int, "how many may wait for one model"]
-
-
 class PoolFileFields(Schema):
     path: Annotated[str | None, "the pool file"]
     digests: Annotated[
@@ -162,15 +138,12 @@ class PoolStatus(Schema):
     since: Annotated[Time, "since when it runs"]
     for_ms: Annotated[float, "time since then"]
     era: Annotated[str, "new whenever the state file was lost"]
-    start: Annotated[int, "how often the pool has started with this era"]
     recovering: Annotated[bool, "not all engines have reported since the start"]
     models: list[PoolModel]
     devices: list[PoolDevice]
     leases: list[PoolLeaseFields]
     plan: list[PoolPlan]
     gateways: list[PoolGateway]
-    lock_server: PoolLockServer
-    queue: PoolQueue
     file: PoolFileFields
     changed: Annotated[dict[str, dict[str, str]], "by model (`pool`: the whole pool) and setting"]
     problems: Annotated[list[str], "what does not work, and the way out"]
@@ -180,27 +153,13 @@ class ExplainedModel(Schema):
     model: Annotated[str, "its name"]
     state: Annotated[str, "its state"]
     lines: Annotated[list[str], "why, what it waits for, who holds what, the bound"]
-    expected_ms: Annotated[float | None, "predicted time until it is awake; null: no prediction"]
-    bound_ms: Annotated[
-        float | None, "longest possible wait, with each phase's budget; null: no bound"
-    ]
-    measured_bound_ms: Annotated[
-        float | None, "longest wait with measured phase times; null: no bound"
-    ]
 
 
-class ExplainedLease(Schema):
-    lease: Annotated[str, "its id"]
-    granted: Annotated[bool, "booked, or waiting"]
-    lines: Annotated[list[str], "what it asked for, whom it waits for, and who holds what there"]
-
-
-class ExplainDocument(Schema, kw_only=True):
+class ExplainDocument(Schema):
     """Why is each model where it is, and how long can a request wait?"""
 
     schema: Annotated[int, "1"]
     models: list[ExplainedModel]
-    leases: Annotated[list[ExplainedLease] | UnsetType, "only when no MODEL is named"] = UNSET
 
 
 class OrderDocument(Schema):
@@ -211,6 +170,5 @@ class OrderDocument(Schema):
     """
 
     schema: Annotated[int, "1"]
-    result: Annotated[str, "`accepted`, or `already_…` where there is nothing to do"]
     state: Annotated[str | None, "the model's state now; null for `set`"]
     message: Annotated[str, "the state and its reason, or what was set"]

@@ -1,4 +1,5 @@
-"""The status document of a pool as text: for `pool status`, and for a pod's own status.
+"""The status document of a pool as text: for `pool status` and `pool explain`, and for a pod's own
+status.
 
 Pure. Owns words and lines, no facts.
 """
@@ -83,12 +84,16 @@ def _row(model: Document) -> tuple[str, ...]:
     if model["estimated"]:
         notes.append("size estimated" if model["sizes"] else "size unknown")
     why = model["alarm"] or model["fault"] or model["waits_for"] or model["reason"]
+    engines = [
+        f"{each['engine']}{' (shadow)' * each['shadow']} {each['state'] or 'unreachable'}"
+        for each in model["engines"]
+    ]
     return (
         model["model"],
         model["state"],
         duration(model["for_ms"]),
         model["tier"],
-        ", ".join(_engine(each) for each in model["engines"]),
+        ", ".join(engines),
         str(model["in_flight"]),
         waiting,
         size(held),
@@ -96,12 +101,8 @@ def _row(model: Document) -> tuple[str, ...]:
     )
 
 
-def _engine(engine: Document) -> str:
-    shadow = " (shadow)" if engine["shadow"] else ""
-    return f"{engine['engine']}{shadow} {engine['state'] or 'unreachable'}"
-
-
 def _room(device: Document) -> str:
+    """Who holds what of it."""
     if device["total_bytes"] is None:
         return "not measured yet"
     owners: dict[str, int] = {}
@@ -113,3 +114,68 @@ def _room(device: Document) -> str:
         parts.append(f"others {size(device['outside_bytes'])}")
     held = ", ".join(parts) or "nothing is booked"
     return f"{size(device['free_bytes'])} free of {size(device['total_bytes'])}   {held}"
+
+
+# -------------------------------------------------------------------------------------- explain
+
+
+def sentence(model: Document) -> str:
+    """One sentence: the state, why, and what it waits for."""
+    text = f"{model['model']} has been {model['state']} for {duration(model['for_ms'])}"
+    text += f" ({model['reason']})" if model["reason"] else ""
+    return "; ".join([text, *(model[name] for name in ("waits_for", "alarm") if model[name])])
+
+
+def explained(pool: Document, model: Document) -> list[str]:
+    """Why it is in its state, what it waits for, who holds what, and how long that can last."""
+    body = [sentence(model), _door(model)]
+    if model["pinned"]:
+        body.append("it is pinned: it is never evicted or put to sleep")
+    if model["in_flight"]:
+        is_full = model["tickets"] and model["door"].get("type") == "open"
+        full = ", as many as it may have (`max_in_flight`)" if is_full else ""
+        body.append(f"its engine has {model['in_flight']} requests{full}")
+    if model["tickets"]:
+        oldest = duration(model["oldest_ticket_ms"])
+        body.append(f"{model['tickets']} requests wait for it, the oldest for {oldest}")
+    if model["expected_ms"]:  # 0: it takes longer than ever before
+        soon = duration(model["expected_ms"])
+        body.append(f"it should be awake in {soon} if each phase takes as long as before")
+    on = {*model["bytes"], *(name for sizes in (model["sizes"] or {}).values() for name in sizes)}
+    body += [
+        f"{each['device']}: {_room(each)}"
+        for each in pool["devices"]
+        if not on or each["device"] in on
+    ]
+    if not (model["refused"] or model["recovering"]):  # no wait would make room
+        body += _bounds(model["bound_ms"], model["measured_bound_ms"])
+    return body
+
+
+def _door(model: Document) -> str:
+    """An open door stays open over a failover, and then names an engine that is dead."""
+    door = model["door"]
+    match door.get("type"):
+        case "open" if model["state"] == "awake":
+            return f"requests for it are sent to {door['engine']}, token {door['token']}"
+        case "refused":
+            return f"requests for it are refused: {door['sentence']} [{door['code']}]"
+        case None:
+            return "the gateway still follows the previous pool's instructions"
+        case _:
+            return "requests for it wait until it is awake"
+
+
+def _bounds(bound_ms: float | None, measured_ms: float | None) -> list[str]:
+    """The useful one first, and the guarantee behind it. The guarantee alone would say hours where
+    a load takes a second, so it is left to --json until everything was measured."""
+    if bound_ms is None:
+        why = "a model on its devices never cuts off requests (`cut: never`)"
+        return [f"the longest wait has no limit: {why}"]
+    if measured_ms is None:
+        why = "not every model on its devices has been loaded once"
+        return [f"the longest wait cannot be estimated yet: {why}"]
+    return [
+        f"a request waits at most {duration(measured_ms)} if each phase takes as long as before,",
+        f"and at most {duration(bound_ms)} in any case: a load or wake may take a minute or more",
+    ]

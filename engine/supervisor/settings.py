@@ -316,8 +316,11 @@ def placed(config: Resolved, directory: str) -> tuple[Resolved, tuple[str, ...],
     Raises:
         UsageError: what is wrong with the file; `engine.not_in_pool`, `engine.pool_decides`.
     """
-    from pool.pool_file import read_pool_file, with_served_names  # YAML: only a pool needs it
-    from pool.settings import engines_of
+    from pool.pool_file import (  # YAML: only a pool needs it
+        engines_of,
+        read_pool_file,
+        with_served_names,
+    )
 
     path, engine = config["pool"], config["engine_id"]
     file = with_served_names(read_pool_file(path), directory)

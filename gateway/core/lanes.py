@@ -55,7 +55,7 @@ GREET_UNHEARD_MS = 1_000.0
 TICKETS_MAX = 512  # of one model in one message, as many as the largest queue has,
 TICKETS_IN_ALL = 2048  # and of all: a parked stream has one too, and a frame is 256 KiB
 ORDER_MS = 60_000.0  # by a priority, in the pool's order, whose last are beyond the limit
-NO_ROOM = "pool.no_room"  # as refused in `pool.core.reasons`
+NO_ROOM = "pool.no_room"  # as refused in `pool.core.admission`
 BEGUN = (RequestState.STREAMING, RequestState.RESUMING, RequestState.REPLAYING)
 
 

@@ -236,9 +236,9 @@ def read_lanes(path: str) -> dict[str, Any]:
         name: LaneRules(
             max_in_flight=model.max_in_flight,
             queue_max=pool.queue.per_model,
-            wait_ms=pool.queue.wait * 1000,
-            starve_after_ms=pool.starve_after * 1000,
-            keep_alive_ms=model.keep_alive * 1000,
+            wait_ms=pool.queue.wait_ms,
+            starve_after_ms=pool.starve_after_ms,
+            keep_alive_ms=model.keep_alive_ms,
             priority=model.priority,
             client_priority=model.client_priority,
         )

@@ -52,7 +52,6 @@ def run_with_lease(
         lease=lease,
         device=device,
         size_bytes=size_bytes,
-        witness=os.path.basename(path),
         since_ms=SystemClock().now_ms(),
         priority=priority,
         program=one_line(os.path.basename(command[0]))[:PROGRAM_CHARS_MAX],

@@ -1,19 +1,20 @@
-"""Admission: what a gateway may do with requests for a model, and when the model is expected.
+"""Admission: what a gateway may do with requests for a model, when it is expected, and why they
+wait: for clients, status and `explain`.
 
 A door is a function of what is known of its model; `tell` says those that have changed.
 
 **Expected:** when a waiting model should be awake, from what each phase took before: what is left
 of its own raise, or until those who make room have left, and its raise then. For people, and for
-requests whose deadline is earlier: they are told at once. It promises nothing (that is `bound.py`),
+requests whose deadline is earlier: they are told at once. It promises nothing (`bound_ms` does),
 and is None where something was never measured, or where only an event can tell, such as the end of
 somebody else's turn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
-from pool.core import reasons
+from plumbing.pod.messages import Tier
 from pool.core.events import (
     Door,
     OpenDoor,
@@ -26,7 +27,9 @@ from pool.core.events import (
 from pool.core.facts import Facts
 from pool.core.model import Model
 from pool.core.states import FALLING, RISING, ModelState
-from pool.core.who_wakes import Decision, Wait, Yield
+from pool.core.who_wakes import Decision, Wait, Yield, unheard
+
+S = ModelState
 
 
 def tell(facts: Facts, *, says_again: bool) -> None:
@@ -67,7 +70,7 @@ def door_key(model: Model, door: Door) -> tuple[object, ...]:
 def door_of(model: Model, now_ms: float) -> Door:
     """The door of a model whose phase is known. An open one stays open over a failover: the gateway
     replaces its engine by itself, and nobody waits for the pool."""
-    refused = reasons.refusal(model)
+    refused = refusal(model)
     if refused is not None:
         return RefusedDoor(*refused)
     was_open = isinstance(model.door, OpenDoor)
@@ -77,7 +80,7 @@ def door_of(model: Model, now_ms: float) -> Door:
         if isinstance(model.door, OpenDoor):
             return model.door
     running = model.running if model.state in FALLING else Running.FINISH
-    return ShutDoor(running, expected_ms(model, now_ms), reasons.shut(model))
+    return ShutDoor(running, expected_ms(model, now_ms), shut(model))
 
 
 # ------------------------------------------------------------------ when it is expected
@@ -145,3 +148,109 @@ def _left_ms(model: Model, asked_ms: float) -> float:
             return model.stage_since_ms + release_ms
         case _:
             return asked_ms
+
+
+# ------------------------------------------------------------------ why requests wait
+
+RETRY_S = 60  # somebody has to look at it first, or somebody else to leave
+
+# What a client is told that waits.
+PHASES: Mapping[ModelState, str] = {
+    S.PENDING: "model {name} waits for room: {wait}",
+    S.LOADING: "model {name} is being loaded: {reason}",
+    S.WAKING: "model {name} is waking up",
+    S.DRAINING: "model {name} is finishing its requests: {reason}",
+    S.RELEASING: "model {name} is freeing its memory: {reason}",
+    S.UNLOADING: "model {name} is freeing its memory: {reason}",
+}
+
+
+def refusal(model: Model) -> tuple[str, str, int | None] | None:
+    """Code, sentence and seconds until a client may try again (None: not by itself); None: its
+    requests are not refused. A fault that may pass is worth another try."""
+    name = model.name
+    is_down = model.state in (S.COLD, S.PENDING) and model.goal is Tier.COLD
+    if model.state is S.FAILED:
+        fault = model.fault.rstrip(".")
+        why = f"model {name} has failed: {fault}; `understudy pool reset {name}` retries it"
+        return "pool.failed", why, None if model.is_permanent else RETRY_S
+    if model.state is S.UNLOADING and model.is_unload_ordered:
+        return "pool.not_loaded", f"an operator is unloading model {name}", None
+    if is_down and not (model.rules.is_on_demand or model.load_ordered_ms is not None):
+        fix = f"load it with `understudy pool load {name}`"
+        return "pool.not_loaded", f"model {name} is not loaded on demand; {fix}", None
+    if model.never and model.state is S.PENDING:
+        return "pool.no_room", f"model {name} does not fit: {model.never}", RETRY_S
+    return None
+
+
+def shut(model: Model) -> str:
+    """Why requests wait, in one sentence."""
+    if model.is_unload_ordered:
+        return f"an operator is unloading model {model.name}"
+    text = PHASES.get(model.state, "model {name} is {state}")
+    wait = model.wait or "it was requested just now"
+    return text.format(name=model.name, wait=wait, reason=model.reason, state=model.state)
+
+
+# What an engine in each state does next, on its way up.
+_STEPS = {"dead": "start", "init": "start", "standby": "wake", "waking": "wake", "resting": "wake"}
+
+
+def _waits(facts: Facts, model: Model) -> Iterator[str | None]:
+    """One after the other; None or "": this one is none."""
+    state = model.state
+    if model.is_unknown or model.is_recovering:
+        missing = [each.name for each in model.engines if each.said is None and not each.is_gone]
+        if missing:
+            have = "has" if len(missing) == 1 else "have"
+            yield f"{', '.join(missing)} {have} not reported since the pool started"
+        yield "an engine is changing its state and has not reported the new one yet"
+    if state is S.PENDING:
+        if model.is_blind:
+            yield unheard(model.rules.devices[0])
+        yield model.never or model.wait
+    if state in RISING:
+        engine = model.main()
+        name, said = engine.name, engine.said
+        if model.is_unload_ordered:
+            what = "all gateways to confirm that they stopped sending"
+            yield f"waiting for {what}; then it is unloaded"
+        if said is None or not engine.is_connected:
+            yield f"{name} is not connected to the pool"
+        elif not engine.has_obeyed:
+            yield f"{name} has not answered its newest goal, {engine.goal}"
+        else:
+            fault = f" after a fault: {said.fault}" if said.fault else ""
+            yield f"waiting for {name} to {_STEPS.get(said.state, 'be active')}{fault}"
+    if state is S.DRAINING:
+        count, engine_there = facts.demand.in_flight(model.name), model.stander()
+        if count:
+            yield f"{count} {'request is' if count == 1 else 'requests are'} still running"
+        if not facts.demand.is_quiet(model.name, model.door_number):
+            yield "waiting for all gateways to confirm that they stopped sending"
+        if engine_there is None or engine_there.said is None:
+            yield "no engine holds its lock, so idleness cannot be confirmed"
+        elif engine_there.said.in_flight:
+            yield f"{engine_there.name} has {engine_there.said.in_flight} requests"
+        else:
+            yield f"{engine_there.name} is not connected"
+    if model.frees is not None:
+        yield facts.ledger.why_not_free(model)
+    yield model.never
+
+
+def wait_of(facts: Facts, model: Model) -> str | None:
+    """What it waits for now: which component, and which report or proof of it; None: nothing."""
+    found = [next(filter(None, _waits(facts, model)), "")]
+    if model.state in FALLING and not (model.is_unknown or model.is_recovering):
+        # It makes room, and may be wanted again already.
+        found.append(model.never or (model.wait if model.is_wanted else ""))
+    return "; ".join(dict.fromkeys(each for each in found if each)) or None
+
+
+def next_of(facts: Facts, model: Model) -> str:
+    """Why a model that somebody waits for does not serve yet."""
+    if model.state is S.FAILED:
+        return model.fault
+    return wait_of(facts, model) or shut(model)

@@ -1,7 +1,7 @@
 """What neighbours send, taken in: each message is judged whole before anything of it is believed.
 
 A wrong message raises `WrongMessage` and changes nothing. What follows from the new facts is
-decided by `steps.py` and the plan.
+decided by `facts.py` and the plan.
 """
 
 from __future__ import annotations

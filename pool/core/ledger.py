@@ -29,7 +29,7 @@ from msgspec import Struct
 from plumbing.pod.messages import Tier
 from pool.core.events import AskMemory, AskWitness, MemoryIs, PoolEffect
 from pool.core.model import RANK, WITHOUT_KV, Model, ModelEngine
-from pool.core.states import HOST, EngineSizes, EntryKey, EntryKind, sums
+from pool.core.states import HOST, NEVER_MS, EngineSizes, EntryKey, EntryKind, sums
 
 Entries = dict[EntryKey, int]
 
@@ -143,7 +143,7 @@ class PoolLedger:
         the copy that is made after the first load, where there is room for one, has been made."""
         sizes, total = model.sizes, self.totals.get(HOST, 0)
         rules = model.rules
-        is_needed = rules.rest is Tier.OFFLOADED or rules.offload_after_ms is not None
+        is_needed = rules.rest == "offloaded" or rules.offload_after_ms < NEVER_MS
         if not is_needed and EntryKey(HOST, EntryKind.COPY, model.name) not in self.entries:
             return False
         return sizes is not None and 0 < sum(sizes.weights.values()) <= total

@@ -22,7 +22,7 @@ What a reader may not expect:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -394,8 +394,6 @@ class Model(KeptModel, eq=False, kw_only=True):
                     return since_ms + park_ms
                 if self.is_unload_ordered and self.running is Running.PARK:
                     return since_ms
-                if cut_ms is None:
-                    return None
                 return since_ms + (cut_ms if self.is_unload_ordered else max(0, cut_ms - park_ms))
             case _S.RELEASING:
                 return since_ms + budget_ms(self.costs.release_ms)
@@ -449,65 +447,35 @@ def _keys(model: Model) -> Iterator[EntryKey]:
     yield EntryKey(HOST, EntryKind.COPY, model.name)
 
 
-@dataclass(frozen=True, slots=True)
-class PhaseRow:
-    """A phase and when a model is in it, for the program and for docs/states.md."""
-
-    state: ModelState
-    when: str
-    holds: Callable[[Model], bool]
-
-
-_S, _T = ModelState, Tier
-
-# The first row that holds counts.
-PHASES = (
-    PhaseRow(
-        _S.UNLOADING,
-        "its processes were told to end, and its memory is not proven to be free",
-        lambda model: model.frees is _S.UNLOADING,
-    ),
-    PhaseRow(
-        _S.RELEASING,
-        "its goal was lowered, and memory above that is not proven to be free",
-        lambda model: model.frees is _S.RELEASING,
-    ),
-    PhaseRow(
-        _S.DRAINING,
-        "its goal is awake, and it is to fall to a lower tier",
-        lambda model: model.goal is _T.AWAKE and model.falls_to is not None,
-    ),
-    PhaseRow(
-        _S.AWAKE,
-        "its goal is awake, and the engine that holds its lock has been active",
-        lambda model: model.goal is _T.AWAKE and model.is_serving,
-    ),
-    PhaseRow(
-        _S.WAKING,
-        "its goal is awake, and its engines hold a tier",
-        lambda model: model.goal is _T.AWAKE and model.floor is not _T.COLD,
-    ),
-    PhaseRow(
-        _S.LOADING,
-        "its goal is above cold, and its engines hold nothing",
-        lambda model: model.goal is not _T.COLD and model.floor is _T.COLD,
-    ),
-    PhaseRow(
-        _S.FAILED,
-        "its goal is cold, and it has failed three times in ten minutes, or for good",
-        lambda model: model.has_failed,
-    ),
-    PhaseRow(
-        _S.PENDING,
-        "its goal is below awake, and a request or an operator waits for it",
-        lambda model: model.is_wanted,
-    ),
-    PhaseRow(_S.WARM, "its goal is warm", lambda model: model.goal is _T.WARM),
-    PhaseRow(_S.OFFLOADED, "its goal is offloaded", lambda model: model.goal is _T.OFFLOADED),
-    PhaseRow(_S.COLD, "its goal is cold", lambda _: True),
-)
+_S = ModelState
+# When a model is in a phase, for docs/states.md; the first one that holds counts (`phase_of`).
+PHASES: Mapping[ModelState, str] = {
+    _S.UNLOADING: "its processes were told to end, and its memory is not proven to be free",
+    _S.RELEASING: "its goal was lowered, and memory above that is not proven to be free",
+    _S.DRAINING: "its goal is awake, and it is to fall to a lower tier",
+    _S.AWAKE: "its goal is awake, and the engine that holds its lock has been active",
+    _S.WAKING: "its goal is awake, and its engines hold a tier",
+    _S.LOADING: "its goal is above cold, and its engines hold nothing",
+    _S.FAILED: "its goal is cold, and it has failed three times in ten minutes, or for good",
+    _S.PENDING: "its goal is below awake, and a request or an operator waits for it",
+    _S.WARM: "its goal is warm",
+    _S.OFFLOADED: "its goal is offloaded",
+    _S.COLD: "its goal is cold",
+}
 
 
 def phase_of(model: Model) -> ModelState:
     """What is going on, of what is decided and learned."""
-    return next(row.state for row in PHASES if row.holds(model))
+    if model.frees is not None:
+        return model.frees
+    if model.goal is Tier.AWAKE:
+        if model.falls_to is not None:
+            return _S.DRAINING
+        if model.is_serving:
+            return _S.AWAKE
+        return _S.LOADING if model.floor is Tier.COLD else _S.WAKING
+    if model.goal is not Tier.COLD and model.floor is Tier.COLD:
+        return _S.LOADING
+    if model.has_failed:
+        return _S.FAILED
+    return _S.PENDING if model.is_wanted else _S(model.goal.value)

@@ -1,6 +1,6 @@
 """The pool: events in, effects out, in one loop that reconciles what is decided with what is so.
 
-    neighbours ──▶ inputs.py ──▶ facts.py ──▶ steps.py: what follows for each model ──▶ goals
+    neighbours ──▶ inputs.py ──▶ facts.py: what follows for each model ──▶ goals
                                     ▲  │
                                     │  └──▶ the plan: who_wakes.py, who_yields.py, who_sleeps.py
                                     └──────────────┘
@@ -31,15 +31,14 @@ from collections.abc import Callable, Mapping, Sequence
 
 from plumbing.errors import InvariantError
 from plumbing.pod.messages import Tier
-from pool.core import admission, reasons, saved, who_wakes
+from pool.core import admission, saved, who_wakes
 from pool.core import events as ev
-from pool.core.facts import Facts, PoolSetup, may_break_off
+from pool.core.facts import Facts, PoolSetup, begin_turn, may_break_off, next_step
 from pool.core.inputs import hear
 from pool.core.ledger import DeviceView, Entries
 from pool.core.model import LEASE_PREFIX, Leaving, Model, grant
 from pool.core.saved import PoolSnapshot, recover
 from pool.core.states import EntryKind, ModelState, PoolRules
-from pool.core.steps import begin_turn, next_step
 from pool.core.who_sleeps import Victim
 from pool.core.who_wakes import Decision, Never, Plan, Raise, Wait, Yield
 
@@ -190,7 +189,7 @@ class ModelPool:
         leases = [lease for lease in facts.leases.values() if _is_heard(facts, lease)]
         for lease in facts.leases.values():
             if lease not in leases:
-                _lease_waits(facts, lease, reasons.unheard(lease.rules.devices[0]))
+                _lease_waits(facts, lease, who_wakes.unheard(lease.rules.devices[0]))
         devices, plan = facts.ledger.views(), self._plan
         went_by = (devices, facts.rules, leases)
         is_late = plan is None or (plan.due_ms is not None and facts.now_ms >= plan.due_ms)
@@ -249,7 +248,7 @@ def _decide(facts: Facts, model: Model, decision: Decision) -> None:
                 model.has_plan, model.victims = True, ()
                 facts.touch(model.name)
             _ask(facts, model, decision, model.name)
-            model.wait = reasons.making_room(model.victims)
+            model.wait = who_wakes.making_room(model.victims)
             _set_never(facts, model, None)
         case Wait():
             model.wait = decision.why
@@ -352,7 +351,7 @@ def _decide_lease(facts: Facts, name: str, decision: Decision) -> None:
             if not lease.has_plan:
                 lease.has_plan = facts.is_plan_old = True
             _ask(facts, lease, decision, f"lease {lease_id}")
-            _lease_waits(facts, lease, reasons.making_room(lease.victims))
+            _lease_waits(facts, lease, who_wakes.making_room(lease.victims))
         case Wait():
             _lease_waits(facts, lease, decision.why)
         case Never():

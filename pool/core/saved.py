@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import copy
-from operator import attrgetter
 from zlib import crc32
 
 from msgspec import Struct
@@ -37,31 +36,23 @@ from pool.core.model import SETTLED, KeptModel, Model, ModelEngine, a_lease, gra
 from pool.core.states import EngineSizes, GoalGeneration, ModelState
 
 TEXT_MAX = 100  # characters of a reason or a fault on file
-KEPT = KeptModel.__struct_fields__
-_kept_of = attrgetter(*KEPT)
 KEPT_ANEW = ("pinned", "costs", "last_request_ms", "door_number")  # by a new pod, of an old one
 
-Sizes = tuple[tuple[int, ...], ...]  # base, weights and KV, each by device
 
-
-class SavedEngine(Struct, frozen=True, array_like=True):
-    goal: Tier | None = None
-    start: int = 0  # of its generation, whose era is the snapshot's
-    number: int = 0
-    cap: Tier = Tier.AWAKE
-    is_gone: bool = True
+# Goal, start and number of its generation, cap, whether it is gone. The era is the snapshot's.
+SavedEngine = tuple[Tier | None, int, int, Tier, bool]
 
 
 class SavedModel(Struct, frozen=True, array_like=True):
-    """`shape`: its devices and engines. `booked`: in the order of `Model.keys`. `door`: any other
-    one is made anew."""
+    """`shape`: its devices and engines. `sizes`: base, weights and KV, each by device, and whether
+    they are estimated. `booked`: in the order of `Model.keys`. `door`: any other one is made anew.
+    """
 
     shape: int
     kept: KeptModel
-    sizes: Sizes | None
-    is_estimated: bool
-    booked: tuple[int | None, ...]
     engines: tuple[SavedEngine, ...]
+    booked: tuple[int | None, ...]
+    sizes: tuple[tuple[tuple[int, ...], ...], bool] | None = None
     door: OpenDoor | None = None
 
 
@@ -79,6 +70,7 @@ class PoolSnapshot(Struct, frozen=True):
 
 
 def saved(facts: Facts) -> PoolSnapshot:
+    leases = [each.lease for each in facts.leases.values() if each.goal is Tier.AWAKE]
     return PoolSnapshot(
         era=facts.era,
         start=facts.start,
@@ -90,11 +82,7 @@ def saved(facts: Facts) -> PoolSnapshot:
             for name, model in facts.models.items()
             if not model.is_unknown
         },
-        leases=tuple(
-            lease.lease
-            for lease in facts.leases.values()
-            if lease.lease is not None and lease.goal is Tier.AWAKE
-        ),
+        leases=tuple(lease for lease in leases if lease is not None),
         gateways=facts.demand.gateways,
     )
 
@@ -107,7 +95,7 @@ def anew(old: PoolSnapshot) -> PoolSnapshot:
             each,
             kept=KeptModel(**{kept: getattr(each.kept, kept) for kept in KEPT_ANEW}),
             booked=(None,) * len(each.booked),
-            engines=(SavedEngine(),) * len(each.engines),
+            engines=((None, 0, 0, Tier.AWAKE, True),) * len(each.engines),
             door=None,
         )
         for name, each in old.models.items()
@@ -121,29 +109,24 @@ def shape_of(model: Model) -> int:
 
 
 def _saved_model(facts: Facts, model: Model) -> SavedModel:
-    entries, sizes, devices = facts.ledger.entries, model.sizes, model.rules.devices
-    kept = KeptModel(*_kept_of(model))
-    kept.costs, kept.fault, kept.reason = copy(kept.costs), _short(kept.fault), _short(kept.reason)
+    kept = KeptModel(*(getattr(model, name) for name in KeptModel.__struct_fields__))
+    kept.costs = copy(kept.costs)
+    kept.fault, kept.reason = kept.fault[:TEXT_MAX], kept.reason[:TEXT_MAX]
+    sizes, devices = model.sizes, model.rules.devices
     by_kind = () if sizes is None else (sizes.base, sizes.weights, sizes.kv)
+    by_device = tuple(tuple(each.get(name, 0) for name in devices if each) for each in by_kind)
+    engines: list[SavedEngine] = []
+    for engine in model.engines:
+        told = engine.generation or GoalGeneration(facts.era, 0, 0)
+        engines.append((engine.goal, told.start, told.number, engine.cap, engine.is_gone))
     return SavedModel(
         shape_of(model),
         kept,
-        tuple(tuple(each.get(name, 0) for name in devices) if each else () for each in by_kind)
-        or None,
-        is_estimated=sizes is not None and sizes.is_estimated,
-        booked=tuple(entries.get(key) for key in model.keys),
-        engines=tuple(_saved_engine(facts, each) for each in model.engines),
-        door=model.door if isinstance(model.door, OpenDoor) else None,
+        tuple(engines),
+        tuple(facts.ledger.entries.get(key) for key in model.keys),
+        None if sizes is None else (by_device, sizes.is_estimated),
+        model.door if isinstance(model.door, OpenDoor) else None,
     )
-
-
-def _short(text: str) -> str:
-    return text[:TEXT_MAX]
-
-
-def _saved_engine(facts: Facts, engine: ModelEngine) -> SavedEngine:
-    told = engine.generation or GoalGeneration(facts.era, 0, 0)
-    return SavedEngine(engine.goal, told.start, told.number, engine.cap, engine.is_gone)
 
 
 def begin(setup: PoolSetup, now_ms: float, era: str, snapshot: PoolSnapshot | None) -> Facts:
@@ -151,7 +134,7 @@ def begin(setup: PoolSetup, now_ms: float, era: str, snapshot: PoolSnapshot | No
     ledger = PoolLedger(setup.rules.margin_bytes, setup.devices)
     facts = Facts(setup.rules, models={}, engines={}, ledger=ledger, era=era, now_ms=now_ms)
     for name, each in setup.models.items():
-        engines = tuple(ModelEngine(engine, name) for engine in each.engines)
+        engines = tuple(ModelEngine(name=engine, model=name) for engine in each.engines)
         model = Model(name=name, rules=each.rules, engines=engines, sizes=each.sizes)
         facts.models[name] = model
         facts.engines |= {engine.name: engine for engine in engines}
@@ -176,20 +159,23 @@ def _restore(facts: Facts, snapshot: PoolSnapshot) -> None:
 
 
 def _restore_model(facts: Facts, model: Model, saved: SavedModel) -> None:
-    now_ms, devices = facts.now_ms, model.rules.devices
+    now_ms = facts.now_ms
     for key, size_bytes in zip(model.keys, saved.booked, strict=True):
         if size_bytes is not None:
             facts.ledger.settle(key, size_bytes)
     for engine, told in zip(model.engines, saved.engines, strict=True):
-        engine.goal, engine.cap, engine.is_gone = told.goal, told.cap, told.is_gone
-        if told.goal is not None:
-            engine.generation = GoalGeneration(facts.era, told.start, told.number)
-    for name in KEPT:
+        engine.goal, start, number, engine.cap, engine.is_gone = told
+        if engine.goal is not None:
+            engine.generation = GoalGeneration(facts.era, start, number)
+    for name in KeptModel.__struct_fields__:
         setattr(model, name, getattr(saved.kept, name))
     model.costs = copy(saved.kept.costs)
     if saved.sizes is not None:
-        base, weights, kv = (dict(zip(devices, each, strict=False)) for each in saved.sizes)
-        model.sizes = EngineSizes(base, weights, kv, saved.is_estimated)
+        by_device, is_estimated = saved.sizes
+        base, weights, kv = (
+            dict(zip(model.rules.devices, each, strict=False)) for each in by_device
+        )
+        model.sizes = EngineSizes(base, weights, kv, is_estimated)
     if saved.door is not None:
         model.door, model.door_key = saved.door, door_key(model, saved.door)
     model.is_unknown = False

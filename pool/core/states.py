@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
 from plumbing.pod.messages import GoalGeneration as GoalGeneration
-from plumbing.pod.messages import Tier
 
 HOST = "HOST"  # the host's memory, beside the devices: copies of weights are booked on it
 
@@ -18,12 +17,15 @@ MODELS_MAX = 100  # what one decision looks at within a millisecond, and one slo
 TICKETS_MAX = 512  # of one model in one gateway: the largest queue that a pool file may ask for
 PRIORITY_MAX = 1000  # either way
 COUNT_MAX = 2**63 - 1
+NEVER_MS = float("inf")
 BYTES_MAX = 2**62  # beyond any device, and sums of a few still fit 64 bits
 
 # The bounds of what a gateway says, and is told: these values travel as they are (`pool.messages`).
 Count = Annotated[int, Meta(ge=0, le=COUNT_MAX)]
 Millis = Annotated[float, Meta(ge=0.0)]
 Priority = Annotated[int, Meta(ge=-PRIORITY_MAX, le=PRIORITY_MAX)]
+# `HOST-0`, `GPU-<uuid>`, or a number, which counts the devices that the machine has.
+DeviceName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9-]{0,63}\Z")]
 
 
 class ModelState(StrEnum):
@@ -92,27 +94,49 @@ class PooledRules(Struct, frozen=True, forbid_unknown_fields=True):
     client_priority: Priority | None = None
 
 
-class PoolRules(Struct, frozen=True):
-    """The settings of the whole pool. Times are in ms."""
+class PoolRules(
+    Struct, frozen=True, rename={"margin_bytes": "margin", "starve_after_ms": "starve_after"}
+):
+    """The settings of the whole pool, by their keys in the pool file. Times are in ms."""
 
     margin_bytes: int = 512 << 20  # of each device, kept free
     starve_after_ms: float = 60_000.0  # a ticket so old counts as of the next better priority
-    quantum_factor: float = 1.0  # a turn lasts at least so many switches
+    # A turn lasts at least so many switches.
+    quantum_factor: Annotated[float, Meta(ge=0.0, le=100.0)] = 1.0
 
 
-class ModelRules(Struct, frozen=True):
-    """The settings of one model. Times are in ms."""
+class ModelRules(
+    Struct,
+    frozen=True,
+    forbid_unknown_fields=True,
+    rename={
+        "is_pinned": "pinned",
+        "is_on_demand": "on_demand",
+        "min_runtime_ms": "min_runtime",
+        "max_wait_ms": "max_wait",
+        "keep_alive_ms": "keep_alive",
+        "offload_after_ms": "offload_after",
+        "unload_after_ms": "unload_after",
+        "park_ms": "park",
+        "cut_ms": "cut",
+    },
+):
+    """The settings of one model that decide when it is awake. Times are in ms; infinite: never."""
 
-    devices: tuple[str, ...]
-    priority: int = 0
+    devices: Annotated[tuple[DeviceName, ...], Meta(max_length=64)] = ()
+    priority: Priority = 0
     is_pinned: bool = False
-    shadow_keeps: bool = False
-    rest: Tier = Tier.WARM  # where it goes when nobody asks for it
+    shadow: Literal["none", "follows", "keeps"] = "none"
+    rest: Literal["cold", "offloaded", "warm"] = "warm"  # where it goes when nobody asks for it
     is_on_demand: bool = True  # a request may load it from cold
     min_runtime_ms: float = 10_000.0
     max_wait_ms: float = 5_000.0
     keep_alive_ms: float = 300_000.0
-    offload_after_ms: float | None = None  # asleep
-    unload_after_ms: float | None = None
+    offload_after_ms: float = NEVER_MS  # asleep
+    unload_after_ms: float = NEVER_MS
     park_ms: float = 2_000.0  # of a drain: then streams are parked
-    cut_ms: float | None = 30_000.0  # then the rest is cut; None: never
+    cut_ms: float = 30_000.0  # then the rest is cut
+
+    @property
+    def shadow_keeps(self) -> bool:
+        return self.shadow == "keeps"

@@ -68,12 +68,14 @@ def rests_of(
 def _dues(model: Model) -> list[tuple[float, Tier]]:
     """When it goes where, the deepest last."""
     rules = model.rules
-    rest = Tier.WARM if rules.rest is Tier.OFFLOADED and not model.has_copy else rules.rest
+    rest = Tier(rules.rest)
+    if rest is Tier.OFFLOADED and not model.has_copy:
+        rest = Tier.WARM
     keep_alive_ms = rules.keep_alive_ms if model.keep_alive_ms is None else model.keep_alive_ms
     match model.state:
         case ModelState.AWAKE if not model.in_flight and model.is_sleep_ordered:
-            return [(float("-inf"), Tier.WARM if rest is Tier.AWAKE else rest)]
-        case ModelState.AWAKE if not model.in_flight and rest is not Tier.AWAKE:
+            return [(float("-inf"), rest)]
+        case ModelState.AWAKE if not model.in_flight:
             awake_ms = model.awake_since_ms or 0.0
             last_ms, least_ms = model.last_request_ms, rules.min_runtime_ms
             return [(sleeps_at_ms(last_ms, awake_ms, keep_alive_ms, least_ms), rest)]
@@ -82,14 +84,11 @@ def _dues(model: Model) -> list[tuple[float, Tier]]:
             rest_ms = max(asleep_ms, model.last_request_ms + keep_alive_ms)
             due = []
             if model.state is ModelState.WARM and model.has_copy:
-                if rest is Tier.OFFLOADED:
-                    due.append((rest_ms, Tier.OFFLOADED))
-                if rules.offload_after_ms is not None:
-                    due.append((asleep_ms + rules.offload_after_ms, Tier.OFFLOADED))
+                due.append((asleep_ms + rules.offload_after_ms, Tier.OFFLOADED))
+            if model.state is ModelState.WARM and rest is Tier.OFFLOADED:
+                due.append((rest_ms, Tier.OFFLOADED))
             if rest is Tier.COLD:
                 due.append((rest_ms, Tier.COLD))
-            if rules.unload_after_ms is not None:
-                due.append((asleep_ms + rules.unload_after_ms, Tier.COLD))
-            return due
+            return [*due, (asleep_ms + rules.unload_after_ms, Tier.COLD)]
         case _:
             return []

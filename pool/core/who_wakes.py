@@ -16,19 +16,31 @@ can be asked for (of an engine that is lost, say), it waits, and others go on.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from msgspec import Struct
 
 from plumbing.pod.messages import Tier
-from pool.core import reasons, who_yields
+from plumbing.text import duration, size
+from pool.core import who_yields
 from pool.core.demand import next_level_ms, order_of
 from pool.core.ledger import DeviceView
-from pool.core.model import Leaving, Model
+from pool.core.model import LEASE_PREFIX, Leaving, Model
 from pool.core.states import FALLING, HOST, REST, ModelState, PoolRules, sums
 from pool.core.who_sleeps import Victim, rests_of
-from pool.core.who_yields import Head, Obstacle, choose_idle_soon, unloaded
+from pool.core.who_yields import (
+    IDLE_MS_MAX,
+    Candidate,
+    Head,
+    Obstacle,
+    choose_idle_soon,
+    has_shadow,
+    has_work,
+    idle_after_ms,
+    protection_ms,
+    unloaded,
+)
 
 MAY_BE_RAISED = frozenset({ModelState.COLD, *REST, ModelState.PENDING})
 _CLAIMS_NOTHING = frozenset({ModelState.AWAKE, ModelState.WAKING, ModelState.FAILED})
@@ -128,7 +140,7 @@ class _Planner:
             for name in model.rules.devices:
                 self.models_on.setdefault(name, []).append(model)
             if model.is_pinned:
-                for name, size_bytes in reasons.held_for_ever(model).items():
+                for name, size_bytes in held_for_ever(model).items():
                     self.held_for_ever[name] = self.held_for_ever.get(name, 0) + size_bytes
 
     def plan(self) -> Plan:
@@ -228,10 +240,10 @@ class _Planner:
             needed = more if model.state in FALLING else more + model.booked.get(name, 0)
             others = self.held_for_ever[name]
             if model.is_pinned:
-                others -= reasons.held_for_ever(model).get(name, 0)
+                others -= held_for_ever(model).get(name, 0)
             if needed > self.usable[name] - others:
                 device, margin_bytes = self.devices[name], self.rules.margin_bytes
-                return Never(reasons.never(model, needed, device, self.models, margin_bytes))
+                return Never(never(model, needed, device, self.models, margin_bytes))
         return None
 
     # ------------------------------------------------------------------ heads
@@ -240,7 +252,7 @@ class _Planner:
         model, extra = claim.model, claim.extra
         if model.state not in MAY_BE_RAISED:
             self._reserve(claim)
-            return Wait(None, reasons.moving(model))
+            return Wait(None, moving(model))
         if self._raises(claim, self.free):
             return Raise()
         short = {}
@@ -255,7 +267,7 @@ class _Planner:
         found = who_yields.candidates(claim, short, models, self.now_ms, self.rules)
         ready_ms = who_yields.ready_ms(found, short)
         if ready_ms is None:
-            return Wait(None, reasons.stuck(claim, self.free, models))
+            return Wait(None, stuck(claim, self.free, models))
         chosen = who_yields.choose([each for each in found if each.ready_ms <= ready_ms], short)
         spared: tuple[str, ...] = ()
         unloads = unloaded(chosen, models) if ready_ms <= self.now_ms else ()
@@ -272,7 +284,7 @@ class _Planner:
         if ready_ms <= self.now_ms:
             self.asked.update(victim.model for victim in chosen if not victim.is_shadow)
             return Yield(tuple(chosen))
-        why = reasons.waiting(claim, self.free, found, chosen, spared, self.rules)
+        why = waiting(claim, self.free, found, chosen, spared, self.rules)
         names = tuple(victim.model for victim in chosen if not victim.is_shadow)
         is_outranked = any(
             each.obstacle is Obstacle.BETTER and each.model.name in names for each in found
@@ -315,11 +327,11 @@ class _Planner:
         model = claim.model
         if model.state not in MAY_BE_RAISED:
             self.short_of.update(claim.places)
-            return Wait(None, reasons.moving(model), behind=before.model.name)
+            return Wait(None, moving(model), behind=before.model.name)
         if model.name not in self.going and self._raises(claim, self.room):
             return Raise(is_backfill=True)
         self.short_of.update(claim.places)
-        return Wait(None, reasons.behind(model, before.model), behind=before.model.name)
+        return Wait(None, behind(model, before.model), behind=before.model.name)
 
     def _unyields(self) -> tuple[str, ...]:
         """Models that drain though no head needs their room: asked for one that is gone, or resting
@@ -367,3 +379,162 @@ class _Planner:
                 found.append(model.name)
                 self._take(model.shadow_bytes)
         return tuple(found)
+
+
+# -------------------------------------------------------------------------------- why
+
+# No sentence names a remaining time: it would be another one at every look.
+# Of a model that has tickets and is on its way down, or loads for nobody.
+MOVING: Mapping[ModelState, str] = {
+    ModelState.LOADING: "{name} is loading",
+    ModelState.DRAINING: "{name} makes room for another model first, and then waits for its turn",
+}
+# Why a model that a head needs cannot be asked yet.
+OBSTACLES: Mapping[Obstacle, str] = {
+    Obstacle.QUIET: "{name} has no requests, and makes room once it has had none for {quiet}",
+    Obstacle.PROTECTED: "{name} has work and is protected for the first {turn} of its turn",
+    Obstacle.YOUNG: "{name} has work, and only a request that has waited for {wait} interrupts it",
+    Obstacle.BETTER: "{name} has requests of a better priority",
+    Obstacle.RAISED: "{name} is {state}, because requests wait for it",
+    Obstacle.NONE: "{name} can be evicted",
+}
+WORKS = "{name} has work, and a request waits up to {within} for it to end"
+_HARD_TO_MOVE = frozenset({ModelState.UNLOADING, ModelState.RELEASING, ModelState.FAILED})
+NAMED_MAX = 4  # holders in one sentence: it is read by people
+
+
+def held_for_ever(model: Model) -> Mapping[str, int]:
+    """What of it no other model can have: all of a pinned one, and a shadow that is kept."""
+    if not model.is_pinned:
+        return {}
+    if not model.rules.shadow_keeps or not has_shadow(model):
+        return model.booked
+    both = {*model.booked, *model.shadow_bytes}
+    return {name: model.booked.get(name, 0) + model.shadow_bytes.get(name, 0) for name in both}
+
+
+def never(
+    model: Model,
+    needed: int,
+    device: DeviceView,
+    models: Sequence[Model],
+    margin_bytes: int,
+) -> str:
+    """Only what never yields is in the way."""
+    where = _where(device.name)
+    parts = []
+    for other in models:
+        held = held_for_ever(other).get(device.name, 0) if other is not model else 0
+        if held:
+            verb = "holds" if other.is_lease else "is pinned and holds"
+            parts.append(f"{_name(other)} {verb} {size(held)}")
+    if len(parts) > NAMED_MAX:
+        parts[NAMED_MAX:] = [f"{len(parts) - NAMED_MAX} more"]
+    if device.outside_bytes:
+        parts.append(f"{size(device.outside_bytes)} is used by programs outside the pool")
+    if device.name != HOST and margin_bytes:
+        parts.append(f"{size(margin_bytes)} is kept free")
+    holders = ", ".join(parts)
+    return (
+        f"{_name(model)} needs {size(needed)} {where}, which has {size(device.total_bytes)}"
+        f"{': ' if holders else ''}{holders}"
+    )
+
+
+def waiting(
+    head: Head,
+    free: Mapping[str, int],
+    found: Sequence[Candidate],
+    chosen: Collection[Victim],
+    spared: Sequence[str],
+    rules: PoolRules,
+) -> str:
+    """Somebody who is needed cannot be asked yet. `spared`: who would be unloaded otherwise."""
+    names = {victim.model for victim in chosen if not victim.is_shadow}
+    parts = [
+        WORKS.format(name=each.model.name, within=duration(IDLE_MS_MAX))
+        if spared and has_work(each.model)
+        else _obstacle(each, head.model, rules)
+        for each in found
+        if each.model.name in names and (spared or each.obstacle is not Obstacle.NONE)
+    ]
+    sentence = f"{_wants(head, free)}: {'; '.join(parts[:NAMED_MAX])}"
+    if not spared:
+        return sentence
+    return f"{sentence}; so {', '.join(spared[:NAMED_MAX])} need not be unloaded"
+
+
+def making_room(victims: Sequence[str]) -> str:
+    """Those who were asked have not left yet."""
+    if not victims:
+        return "the memory that it needs is being released"
+    names = ", ".join(victims[:NAMED_MAX])
+    return f"{names} {'makes' if len(victims) == 1 else 'make'} room for it"
+
+
+def stuck(head: Head, free: Mapping[str, int], models: Iterable[Model]) -> str:
+    """Nobody who could be asked has enough, and it is not held for ever either."""
+    parts = []
+    for other in models:
+        held = sum(other.booked.get(name, 0) for name in head.extra)
+        if not held or other.name == head.model.name:
+            continue
+        if other.is_blind:
+            parts.append(f"{other.name} is not fully known yet and holds {size(held)}")
+        elif other.state in _HARD_TO_MOVE:
+            parts.append(f"{other.name} is {other.state.value} and holds {size(held)}")
+    rest = "; ".join(parts[:NAMED_MAX]) or "processes that the pool cannot evict hold the rest"
+    return f"{_wants(head, free)}: {rest}"
+
+
+def unheard(device: str) -> str:
+    """Nothing is given away on a device of which something is not known yet."""
+    return (
+        f"an engine {_where(device)}, or the memory service, has not reported since the pool "
+        "started"
+    )
+
+
+def behind(model: Model, before: Model) -> str:
+    return f"{_name(model)} is behind {_name(before)}"
+
+
+def moving(model: Model) -> str:
+    """It was asked to make room, or sleeps, and cannot turn round any more."""
+    text = MOVING.get(
+        model.state, "the memory of {name} is being released; after that it waits for its turn"
+    )
+    return text.format(name=model.name)
+
+
+def _wants(head: Head, free: Mapping[str, int]) -> str:
+    name = max(head.extra, key=lambda each: head.extra[each] - free[each])
+    who = _name(head.model)
+    if free[name] < 0:
+        return f"{who} waits: {size(-free[name])} more is in use {_where(name)} than fits"
+    return (
+        f"{who} needs {size(head.extra[name])} more {_where(name)}, "
+        f"where {size(max(0, free[name]))} is free"
+    )
+
+
+def _obstacle(each: Candidate, head: Model, rules: PoolRules) -> str:
+    model = each.model
+    return OBSTACLES[each.obstacle].format(
+        name=model.name,
+        state=model.state.value,
+        quiet=duration(idle_after_ms(model)),
+        turn=duration(protection_ms(model, rules)),
+        wait=duration(head.rules.max_wait_ms),
+    )
+
+
+def _where(device: str) -> str:
+    return "in host memory" if device == HOST else f"on device {device}"
+
+
+def _name(model: Model) -> str:
+    """As people know it."""
+    if model.is_lease:
+        return f"lease {model.name.removeprefix(LEASE_PREFIX)}"
+    return model.name

@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from msgspec.structs import asdict
+
 from plumbing.errors import ProtocolError
 from plumbing.pod.messages import (
     GOAL_CATALOGUE,
@@ -103,27 +105,8 @@ class EngineSide:
             self.witnesses.keep(engine, am.incarnation, word.witness)
         self.witnesses.trust(am.incarnation)
         self.witnesses.suspect(engine, but=am.incarnation)
-        self._feed(
-            EngineSaid(
-                engine=engine,
-                model=word.model,
-                incarnation=am.incarnation,
-                token=am.token,
-                state=am.state,
-                tier=am.tier,
-                goal_seen=word.generation,
-                base_bytes=word.base_bytes,
-                weights_bytes=word.weights_bytes,
-                kv_bytes=word.kv_bytes,
-                in_flight=am.in_flight,
-                can_resume=word.can_resume,
-                can_rest=am.can_rest,
-                fault=am.fault,
-                is_permanent=word.is_permanent,
-                is_leaving=word.is_leaving,
-                is_machine=word.is_machine,
-            )
-        )
+        said = {**asdict(am), **asdict(word), "engine": engine, "goal_seen": word.generation}
+        self._feed(EngineSaid(**{name: said[name] for name in EngineSaid.__struct_fields__}))
 
     def _lost(self, link: EngineLink) -> None:
         self.witnesses.suspect(link.engine)

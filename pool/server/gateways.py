@@ -27,7 +27,7 @@ from pool.core.events import (
 from pool.core.reconcile import ModelPool
 from pool.core.states import PooledRules
 from pool.messages import DemandMsg, DoorsMsg, PooledModel
-from pool.settings import PoolFile
+from pool.pool_file import PoolFile
 
 SHOWN_S = 0.05  # longer than a switch takes: what gateways only show does not stand in its way
 GATEWAYS_MAX = 8  # a pod has one, and a dead one or two that it replaces
@@ -148,8 +148,8 @@ def for_gateways(
             memory=memory,
             rules=PooledRules(
                 priority=settings.priority,
-                keep_alive_ms=settings.keep_alive * 1000,
-                starve_after_ms=file.starve_after * 1000,
+                keep_alive_ms=settings.keep_alive_ms,
+                starve_after_ms=file.starve_after_ms,
                 max_in_flight=settings.max_in_flight,
                 client_priority=settings.client_priority,
             ),

@@ -11,11 +11,13 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from typing import Any
 
+from msgspec import Struct, convert
+from msgspec.structs import asdict, replace
+
 from lockserver.client import witness
-from plumbing.errors import ProtocolError, UnderstudyError
+from plumbing.errors import UnderstudyError
 from plumbing.pod.gms_files import read_device_names
 from plumbing.wire.connection import Connection
 from pool.core.events import LeaseAsked, LeaseOver, PoolEvent
@@ -24,24 +26,22 @@ from pool.messages import SENTENCE_CHARS_MAX, LeaseGrantedMsg, LeaseMsg, LeaseWa
 LEASES_MAX = 64  # each is an entry of the ledger, and a file that is tried
 # A training run ends once in hours, and whoever waits for its memory has waited longer than this.
 TRY_S = 0.1
-RECORDED = ("device", "size_bytes", "dev", "ino", "since_ms", "priority", "program", "pid")
 
 
-@dataclass
-class HeldLease:
-    """One neighbour. `is_granted`: it may have processes that use the memory. `program`: its name
-    alone, because status and file are read by others than its user, and arguments hold secrets.
-    `pid`: of the `lease` command; 0 where it is not visible."""
+class RecordedLease(Struct, kw_only=True):
+    """What of a lease is on file. `device`: its name. `pid`: of the `lease` command; 0 where it is
+    not visible."""
 
-    lease: str
+    asked: LeaseMsg
     device: str
-    size_bytes: int
     dev: int
     ino: int
-    since_ms: float
-    priority: int = 0
-    program: str = ""
     pid: int = 0
+
+
+class HeldLease(RecordedLease, eq=False):
+    """One neighbour. `is_granted`: it may have processes that use the memory."""
+
     is_granted: bool = False
     waits_for: str = ""
     conn: Connection | None = None
@@ -58,21 +58,19 @@ class LeaseDesk:
         self.leases: dict[str, HeldLease] = {}
         self._timer: asyncio.TimerHandle | None = None
 
-    def recover(self, record: dict[str, Any], granted: Collection[str]) -> None:
+    def recover(self, record: list[Any], granted: Collection[str]) -> None:
         """Those that were granted before this pool started. Who has waited asks again. A file that
         is gone is a lease that is over: what its processes have is seen as used from outside."""
-        for lease, said in record.items():
-            if lease in granted:
-                known = {name: said[name] for name in RECORDED if name in said}
-                self.leases[lease] = HeldLease(lease, **known, is_granted=True)
+        for said in convert(record, list[RecordedLease]):
+            if said.asked.lease in granted:
+                self.leases[said.asked.lease] = HeldLease(**asdict(said), is_granted=True)
         self._arm()
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> list[RecordedLease]:
         """All of them, for the state file: a grant is on file before it is told."""
-        return {
-            each.lease: {name: getattr(each, name) for name in RECORDED}
-            for each in self.leases.values()
-        }
+        names = RecordedLease.__struct_fields__
+        found = self.leases.values()
+        return [RecordedLease(**{name: getattr(each, name) for name in names}) for each in found]
 
     def asked(self, conn: Connection, message: LeaseMsg, request_id: int, now_ms: float) -> None:
         """
@@ -89,41 +87,22 @@ class LeaseDesk:
             return
         device = self._named(message.device)
         if device not in self._devices:
-            names = ", ".join(self._devices)
-            raise UnderstudyError(
-                "pool.unknown_device",
-                f"there is no device {message.device} here; there are {names}",
-            )
+            why = f"there is no device {message.device} here; there are {', '.join(self._devices)}"
+            raise UnderstudyError("pool.unknown_device", why)
         if len(self.leases) >= LEASES_MAX:
-            raise UnderstudyError(
-                "pool.too_many_leases", f"there are {LEASES_MAX} leases, the limit"
-            )
+            why = f"there are {LEASES_MAX} leases, the limit"
+            raise UnderstudyError("pool.too_many_leases", why)
         path = self._path(message.lease)
-        if message.witness != os.path.basename(path):
-            raise ProtocolError("pool.no_lease_file", f"{message.witness} is another lease's file")
         file, state = witness.identify(path)
         if file is None or state is not witness.WitnessState.HELD:
-            raise UnderstudyError(
-                "pool.no_lease_file", f"no process holds {path}, so this lease would never end"
-            )
-        since_ms = min(message.since_ms, now_ms)
-        self.leases[message.lease] = HeldLease(
-            message.lease,
-            device,
-            message.size_bytes,
-            file.dev,
-            file.ino,
-            since_ms,
-            message.priority,
-            message.program,
-            conn.peer.pid,
-            conn=conn,
-            request_id=request_id,
-        )
-        conn.state = message.lease
-        self._feed(
-            LeaseAsked(message.lease, device, message.size_bytes, since_ms, message.priority)
-        )
+            why = f"no process holds {path}, so this lease would never end"
+            raise UnderstudyError("pool.no_lease_file", why)
+        asked = replace(message, since_ms=min(message.since_ms, now_ms))
+        held = HeldLease(asked=asked, device=device, dev=file.dev, ino=file.ino, pid=conn.peer.pid)
+        held.conn, held.request_id, conn.state = conn, request_id, asked.lease
+        self.leases[asked.lease] = held
+        size_bytes, since_ms = asked.size_bytes, asked.since_ms
+        self._feed(LeaseAsked(asked.lease, device, size_bytes, since_ms, asked.priority))
         self._arm()
 
     def granted(self, lease: str) -> None:
@@ -138,7 +117,7 @@ class LeaseDesk:
         if held is not None:
             if held.conn is not None:
                 held.conn.fault(UnderstudyError(code, sentence), held.request_id, close=False)
-            self._remove(held)
+            self._remove(lease)
 
     def waits(self, lease: str, why: str) -> None:
         """Tell who waits what it waits for."""
@@ -168,19 +147,19 @@ class LeaseDesk:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        for held in tuple(self.leases.values()):
-            path = self._path(held.lease)
+        for lease, held in tuple(self.leases.items()):
+            path = self._path(lease)
             state = witness.probe(path, held.dev, held.ino)
             is_missing = state is witness.WitnessState.UNPROVEN and not os.path.lexists(path)
             if state is witness.WitnessState.FREE or is_missing:
-                del self.leases[held.lease]
-                self._remove(held)
-                self._feed(LeaseOver(held.lease))
+                del self.leases[lease]
+                self._remove(lease)
+                self._feed(LeaseOver(lease))
         self._arm()
 
-    def _remove(self, held: HeldLease) -> None:
+    def _remove(self, lease: str) -> None:
         with contextlib.suppress(OSError):
-            os.unlink(self._path(held.lease))
+            os.unlink(self._path(lease))
 
     def _named(self, device: str) -> str:
         """A number counts the devices of the memory service, as in the pool file."""

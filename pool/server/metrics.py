@@ -166,40 +166,36 @@ class ServingShare:
     """Of the last ten minutes, by device."""
 
     def __init__(self, devices: Collection[str], now_ms: float) -> None:
-        self._devices = tuple(devices)
-        self._looked_ms = self._step_ms = now_ms
-        self._wanted: set[str] = set()
-        self._serving: set[str] = set()
-        self._steps: deque[tuple[float, dict[str, float], dict[str, float]]] = deque(
-            [(0.0, {}, {})], maxlen=STEPS_MAX
-        )
+        self._looked_ms, self._now = now_ms, dict.fromkeys(devices, (False, False))
+        # Since the start: how long each was wanted, and served; and that at each step before now.
+        self._spent = dict.fromkeys(devices, (0.0, 0.0))
+        self._steps = deque([(now_ms, self._spent)], maxlen=STEPS_MAX + 1)
 
     def look(self, models: Mapping[str, Model], demand: Demand, now_ms: float) -> None:
         """Call this at every change of `demand`, and now and then."""
         spent_ms, self._looked_ms = max(0.0, now_ms - self._looked_ms), now_ms
-        if now_ms - self._step_ms >= STEP_MS:
-            self._step_ms = now_ms
-            self._steps.append((0.0, {}, {}))
-        total_ms, wanted, serving = self._steps[-1]
-        self._steps[-1] = (total_ms + spent_ms, wanted, serving)
-        for devices, sums in ((self._wanted, wanted), (self._serving, serving)):
-            for device in devices:
-                sums[device] = sums.get(device, 0.0) + spent_ms
-        self._wanted, self._serving = set(), set()
-        for name, known in models.items():
+        self._spent = {
+            device: (wanted_ms + spent_ms * is_wanted, serving_ms + spent_ms * is_serving)
+            for (device, (wanted_ms, serving_ms)), (is_wanted, is_serving) in zip(
+                self._spent.items(), self._now.values(), strict=True
+            )
+        }
+        if now_ms - self._steps[-1][0] >= STEP_MS:
+            self._steps.append((now_ms, self._spent))
+        wanted, serving = set[str](), set[str]()
+        for name, model in models.items():
             if demand.in_flight(name):
-                self._serving.update(known.rules.devices)
+                serving.update(model.rules.devices)
             elif demand.tickets(name):
-                self._wanted.update(known.rules.devices)
-        self._wanted |= self._serving
+                wanted.update(model.rules.devices)
+        self._now = {name: (name in wanted | serving, name in serving) for name in self._now}
 
     def shares(self) -> dict[str, tuple[float, float]]:
         """By device: of the time, how much it was wanted; and of that, how much it served."""
-        total_ms = sum(step[0] for step in self._steps)
-        found = {}
-        for device in self._devices:
-            wanted_ms = sum(step[1].get(device, 0.0) for step in self._steps)
-            serving_ms = sum(step[2].get(device, 0.0) for step in self._steps)
+        since_ms, before = self._steps[0]
+        total_ms, found = self._looked_ms - since_ms, {}
+        for device, (wanted_ms, serving_ms) in self._spent.items():
+            wanted_ms, serving_ms = wanted_ms - before[device][0], serving_ms - before[device][1]
             found[device] = (
                 wanted_ms / total_ms if total_ms else 0.0,
                 serving_ms / wanted_ms if wanted_ms else 1.0,

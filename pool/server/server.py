@@ -34,11 +34,10 @@ from plumbing.wire.messages import Message
 from plumbing.wire.server import Server
 from pool import messages as msg
 from pool.core import events as ev
-from pool.core.events import Order
 from pool.core.reconcile import ModelPool
 from pool.core.saved import PoolSnapshot
 from pool.messages import PooledModel
-from pool.pool_file import with_changes
+from pool.pool_file import PoolFile, engines_of, with_changes
 from pool.server import status
 from pool.server.engines import EngineSide
 from pool.server.gateways import PoolGateways, for_gateways
@@ -48,11 +47,9 @@ from pool.server.memory import SAMPLE_S, MemorySide
 from pool.server.metrics import PoolMetrics, ServingShare
 from pool.server.settings import PoolSettings
 from pool.server.state_file import NEW_POD, PoolStateFile
-from pool.settings import PoolFile, engines_of
 
 INBOX_MAX = 10_000  # events that wait for a disk; a pool whose disk is gone for longer ends
 SAVE_RETRY_S = 1.0
-_DONE_NAMES = {Order.PIN: "pinned", Order.UNPIN: "unpinned"}
 LOG_ONLY = (ev.ModelChanged, ev.Switched, ev.Alarm)
 SPENT = ("wait_ms", "drain_ms", "release_ms", "raise_ms")
 DUE_S_MIN = 0.001  # the core may ask to be called at once, and others must get their turn
@@ -94,7 +91,7 @@ class PoolServer(status.PoolParts, Handler):
         for task in self._tasks:
             task.add_done_callback(self._ended)
         self.feed(ev.PoolTick())
-        if (self.state.loaded.record or {NEW_POD: True}).get(NEW_POD):
+        if (self.state.record or {NEW_POD: True}).get(NEW_POD):
             for name, model in self.file.models.items():
                 if model.preload:
                     self.feed(ev.Ordered(name, ev.Order.LOAD))
@@ -108,7 +105,7 @@ class PoolServer(status.PoolParts, Handler):
         settings, clock, feed = self.settings, self.clock, self.feed
         directory = settings.directory
         self.state = state = PoolStateFile(directory)
-        record = state.loaded.record or {}
+        record = state.record or {}
         self.changed = record.get("changed", {})
         self.file = file = _as_changed(settings, self.changed, self.log)
         models, setup = file.models, settings.setup_of(file)
@@ -129,11 +126,10 @@ class PoolServer(status.PoolParts, Handler):
         self.leases = LeaseDesk(directory, file.devices, feed)
         self.started_ms = clock.now_ms()
         granted = {each.lease for each in snapshot.leases} if snapshot is not None else set()
-        self.leases.recover(record.get("leases", {}), granted)
-        if state.loaded.problem is not None:
-            kept = f"; moved to {state.loaded.aside}" if state.loaded.aside else ""
-            message = f"{state.path}: {state.loaded.problem}{kept}"
-            self.log.record("pool.state_lost", message, "error", {"aside": state.loaded.aside})
+        self.leases.recover(record.get("leases", []), granted)
+        if state.problem is not None:
+            message = f"{state.path}: {state.problem}; moved to {state.aside}"
+            self.log.record("pool.state_lost", message, "error", {"aside": state.aside})
 
     async def close(self) -> None:
         """Stop. Nobody is told anything: engines and gateways go on with what they were told."""
@@ -186,7 +182,7 @@ class PoolServer(status.PoolParts, Handler):
             why = f"it cannot be written to the state file: {error.strerror}"
             raise UnderstudyError("pool.state_unwritable", why) from error
         self.file = file
-        self.feed(ev.RulesChanged(model or None, file.models[model].rules if model else file.rules))
+        self.feed(ev.RulesChanged(model or None, file.models[model] if model else file))
         self.gateways.tell(is_urgent=True)
 
     def _handle(self, event: ev.PoolEvent) -> None:
@@ -210,7 +206,7 @@ class PoolServer(status.PoolParts, Handler):
         self.metrics.update(
             self.facts,
             self.clock.now_ms(),
-            status.bounds_ms(self),
+            status.bounds_ms(self.facts),
             self.serving.shares(),
             is_unwritten=self.problem is not None,
             gateways=len(self.gateways.conns),
@@ -379,7 +375,7 @@ class PoolServer(status.PoolParts, Handler):
                 conn.send(msg.StatusReplyMsg(status.document(self)), request_id)
             case msg.WatchMsg():
                 self._observers.join(conn, message.since, request_id)
-            case msg.OrderMsg() | msg.SetMsg() | msg.ExplainMsg():
+            case msg.OrderMsg() | msg.SetMsg():
                 try:
                     conn.send(self._obey(message), request_id)
                 except UnderstudyError as error:  # a refusal, no fault of the connection's
@@ -389,7 +385,7 @@ class PoolServer(status.PoolParts, Handler):
                     "pool.not_a_request", f"{message.TYPE} is not a request to a pool"
                 )
 
-    def _obey(self, message: msg.OrderMsg | msg.SetMsg | msg.ExplainMsg) -> Message:
+    def _obey(self, message: msg.OrderMsg | msg.SetMsg) -> Message:
         """
         Raises:
             UnderstudyError: it is not obeyed, and nothing has changed.
@@ -408,25 +404,15 @@ class PoolServer(status.PoolParts, Handler):
                 value = "as in the pool file" if message.value is None else f"now {message.value}"
                 sentence = f"{message.setting} {whose} is {value}"
                 self.log.record("pool.set", sentence, data={"setting": message.setting})
-                return msg.OrderedMsg("accepted", None, sentence)
-            case msg.ExplainMsg():
-                return msg.ExplainedMsg(status.explained(self, message.model))
+                return msg.OrderedMsg(None, sentence)
 
     def _order(self, message: msg.OrderMsg) -> msg.OrderedMsg:
-        known = self.facts.models[message.model]
-        before, was_pinned = known.state, known.is_pinned
         self.feed(ev.Ordered(message.model, message.order, message.is_forced))
-        now = known.state
-        is_same = now is before and before in status.DONE.get(message.order, ())
-        if message.order in (Order.PIN, Order.UNPIN):
-            is_same = was_pinned is (message.order is Order.PIN)
-        result = f"already_{_DONE_NAMES.get(message.order, now)}" if is_same else "accepted"
-        sentence = status.sentence(self, message.model)
-        if not is_same:
-            text = f"an operator requested: {message.order} {message.model}"
-            data = {"model": message.model, "order": message.order}
-            self.log.record("pool.order", text, data=data)
-        return msg.OrderedMsg(result, now, sentence[: msg.SENTENCE_CHARS_MAX])
+        text = f"an operator requested: {message.order} {message.model}"
+        data = {"model": message.model, "order": message.order}
+        self.log.record("pool.order", text, data=data)
+        sentence = status.sentence(self, message.model)[: msg.SENTENCE_CHARS_MAX]
+        return msg.OrderedMsg(self.facts.models[message.model].state, sentence)
 
 
 def _as_changed(

@@ -16,8 +16,13 @@ from plumbing.service.config import Option, Resolved
 from plumbing.service.hosts import ALLOWED_HOST
 from pool.core.facts import ModelSetup, PoolSetup
 from pool.core.states import HOST, EngineSizes
-from pool.pool_file import read_pool_file, with_served_names
-from pool.settings import ModelSettings, PoolFile, engines_of
+from pool.pool_file import (
+    ModelSettings,
+    PoolFile,
+    engines_of,
+    read_pool_file,
+    with_served_names,
+)
 
 DIR = Option("dir", str, DIRECTORY, "The directory that the pod's processes share.")
 OPTIONS = (
@@ -49,11 +54,11 @@ class PoolSettings:
     def setup_of(self, file: PoolFile) -> PoolSetup:
         """For the core; `file`: this one, with what was set at runtime."""
         models = {
-            name: ModelSetup(each.rules, engines_of(name, each), sizes_of(each))
+            name: ModelSetup(each, engines_of(name, each), sizes_of(each))
             for name, each in file.models.items()
         }
         devices = (*file.devices, HOST) if file.host_memory else file.devices
-        return PoolSetup(models, devices, file.rules)
+        return PoolSetup(models, devices, file)
 
 
 def settle(config: Resolved) -> PoolSettings:
@@ -81,25 +86,15 @@ REST_SHARE = 0.3
 
 def sizes_of(model: ModelSettings) -> EngineSizes | None:
     """By device, for one engine; None: unknown."""
-    devices = model.devices
     if model.memory is not None:
-        memory = model.memory
-        return EngineSizes(
-            base=dict.fromkeys(devices, int(memory.base)),
-            weights=dict.fromkeys(devices, int(memory.weights)),
-            kv=dict.fromkeys(devices, int(memory.kv)),
-            is_estimated=True,
-        )
-    total = _bytes_of_files(model.model)
-    if not total:
-        return None
-    share = -(-total // len(devices))
-    return EngineSizes(
-        base=dict.fromkeys(devices, int(share * REST_SHARE)),
-        weights=dict.fromkeys(devices, share),
-        kv=dict.fromkeys(devices, 0),  # in the share of the rest
-        is_estimated=True,
-    )
+        base, weights, kv = model.memory.base, model.memory.weights, model.memory.kv
+    else:
+        weights = -(-_bytes_of_files(model.model) // len(model.devices))
+        base, kv = int(weights * REST_SHARE), 0  # KV memory is in the share of the rest
+        if not weights:
+            return None
+    by_device = [dict.fromkeys(model.devices, each) for each in (base, weights, kv)]
+    return EngineSizes(by_device[0], by_device[1], by_device[2], is_estimated=True)
 
 
 def _bytes_of_files(directory: str) -> int:

@@ -17,7 +17,6 @@ import errno
 import json
 import os
 import stat
-from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -27,23 +26,15 @@ from plumbing.pod.paths import pool_state
 from plumbing.service.files import SlotFile, SlotFormat, put_aside
 from pool.core.saved import PoolSnapshot, anew
 
-SCHEMA = 2
+SCHEMA = 3
 NEW_POD = "new_pod"  # in a record that no pool has read yet
 SLOT_BYTES = 64 * 1024  # a hundred models with two engines each
 FORMAT = SlotFormat("understudy-pool 1", SLOT_BYTES)
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedPool:
-    """What was on file. `record` None: nothing that can be believed."""
-
-    record: dict[str, Any] | None = None
-    problem: str | None = None
-    aside: str | None = None  # where an unreadable file was put
-
-
 class PoolStateFile:
-    """The open file."""
+    """The open file, with what was on it: `record`, None if nothing can be believed, and then its
+    `problem` and where it was put `aside`."""
 
     def __init__(self, directory: str) -> None:
         """Open it, or put an unreadable one aside and create a new one.
@@ -52,12 +43,13 @@ class PoolStateFile:
             UnderstudyError: `pool.state_unwritable`, `pool.state_in_use`.
         """
         self.path = pool_state(directory)
+        self.record: dict[str, Any] | None = None
+        self.problem = self.aside = None
         try:
-            self.loaded = _load(self.path)
-            is_there = os.path.lexists(self.path)
-            if is_there and self.loaded.problem is not None:
-                self.loaded = replace(self.loaded, aside=put_aside(self.path))
-            if not is_there or self.loaded.problem is not None:
+            if os.path.lexists(self.path):
+                self.record, self.problem = _load(self.path)
+                self.aside = None if self.problem is None else put_aside(self.path)
+            if not os.path.lexists(self.path) or self.problem is not None:
                 FORMAT.create(self.path, _text(None))
             self._file = SlotFile(self.path, FORMAT)
         except BlockingIOError as error:
@@ -98,7 +90,7 @@ def begin_new_pod(directory: str) -> None:
         return
     file = PoolStateFile(directory)
     try:
-        record = file.loaded.record
+        record = file.record
         if record is not None:
             old = msgspec.convert(record["pool"], PoolSnapshot)
             file.write({**record, "pool": anew(old), NEW_POD: True})
@@ -121,26 +113,18 @@ def _text(record: dict[str, Any] | None) -> bytes:
     return msgspec.json.encode({"schema": SCHEMA, "record": record})
 
 
-def _load(path: str) -> LoadedPool:
+def _load(path: str) -> tuple[dict[str, Any] | None, str | None]:
+    """The record, and why there is none that can be believed."""
+    # O_NONBLOCK: a fifo of that name must not stop the pool; a link is refused.
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
-        # O_NONBLOCK: a fifo of that name must not stop the pool; a link is refused.
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except FileNotFoundError:
-        return LoadedPool()
-    try:
-        is_file = stat.S_ISREG(os.fstat(fd).st_mode)
-        raw = os.pread(fd, FORMAT.file_bytes + 1, 0) if is_file else b""
+        raw = os.pread(fd, FORMAT.file_bytes + 1, 0) if stat.S_ISREG(os.fstat(fd).st_mode) else b""
     finally:
         os.close(fd)
     slots = [slot for slot in FORMAT.decode(raw) if slot is not None]
     if len(slots) < 2:
-        return LoadedPool(
-            None, f"{2 - len(slots)} of its 2 slots cannot be read ({len(raw)} bytes)"
-        )
-    try:
-        body = json.loads(max(slots)[1])
-        if body["schema"] != SCHEMA:
-            return LoadedPool(None, f"it has schema {body['schema']}, and this pool reads {SCHEMA}")
-        return LoadedPool(body["record"])  # None: a pool that has told nobody anything
-    except (KeyError, TypeError, ValueError) as error:
-        return LoadedPool(None, f"it is no record of this version ({type(error).__name__})")
+        return None, f"{2 - len(slots)} of its 2 slots cannot be read ({len(raw)} bytes)"
+    body = json.loads(max(slots)[1])
+    if body.get("schema") != SCHEMA:
+        return None, f"it has schema {body.get('schema')}, and this pool reads {SCHEMA}"
+    return body["record"], None  # None: a pool that has told nobody anything

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from pool.pool_file import parse, settle
-from pool.settings import PoolFile
+from pool.pool_file import PoolFile, parse, settle
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 DEPLOY = ROOT / "deploy"

@@ -9,8 +9,7 @@ import pytest
 
 from plumbing.errors import UsageError
 from plumbing.pod.messages import Tier
-from pool.pool_file import named, parse, settle
-from pool.settings import engines_of
+from pool.pool_file import engines_of, named, parse, settle
 
 EXAMPLE = """\
 listen: 0.0.0.0:8000
@@ -35,25 +34,21 @@ def read(text):
 def test_example_means_what_it_says():
     pool = named(read(EXAMPLE), ("GPU-a", "GPU-b"))
     chat, coder, batch = pool.models["chat"], pool.models["coder"], pool.models["batch"]
-    assert (pool.devices, pool.host_memory, pool.rules.margin_bytes) == (
+    assert (pool.devices, pool.host_memory, pool.margin_bytes) == (
         ("GPU-a", "GPU-b"),
         200 << 30,
         512 << 20,
     )
-    assert (chat.rules.is_pinned, chat.rules.shadow_keeps) == (True, True)
+    assert (chat.is_pinned, chat.shadow_keeps) == (True, True)
     assert (engines_of("chat", chat), engines_of("v2.5", coder)) == (
         ("chat-0", "chat-1"),
         ("v2-5-0",),
     )
-    assert (chat.rules.keep_alive_ms, chat.rules.park_ms, chat.rules.cut_ms) == (3e5, 1e3, 2e4)
-    assert (batch.rules.rest, batch.rules.min_runtime_ms) == (Tier.OFFLOADED, 3e4)
+    assert (chat.keep_alive_ms, chat.park_ms, chat.cut_ms) == (3e5, 1e3, 2e4)
+    assert (batch.rest, batch.min_runtime_ms) == (Tier.OFFLOADED, 3e4)
     # The rest of `drain_timeout` is that of the defaults; `never` and `off` are no time at all.
-    assert (batch.rules.park_ms, batch.rules.cut_ms, batch.rules.unload_after_ms) == (
-        1e3,
-        None,
-        None,
-    )
-    assert batch.rules.keep_alive_ms == math.inf
+    assert batch.park_ms == 1e3
+    assert batch.cut_ms == batch.unload_after_ms == batch.keep_alive_ms == math.inf
 
 
 def test_models_without_devices_are_spread_in_the_order_of_the_file():
@@ -92,14 +87,14 @@ models:
 @pytest.mark.parametrize(
     ("old", "new", "line", "words"),
     [
-        ("priority: 1", "priority: high", 5, "models.chat.priority: expected a whole number"),
+        ("priority: 1", "priority: high", 5, "models.chat.priority: expected int"),
         ("priority: 1", "prioriti: 1", 5, "did you mean 'priority'?"),
         ("priority: 1", "priority: 1001", 5, "models.chat.priority"),
         ("priority: 1", "keep_alive: soon", 5, "such as 5s"),
         ("priority: 1", "max_wait: 30d", 5, "such as 5s"),
         ("priority: 1", "max_wait: 1000h", 5, "the maximum is a week"),
         ("priority: 1", "rest: awake", 5, "rest: 'awake' is unknown; known are cold, offloaded"),
-        ("priority: 1", "memory: 3GiB", 5, "expected a mapping or nothing, got a string"),
+        ("priority: 1", "memory: 3GiB", 5, "got str"),
         ("priority: 1", "memory: {weights: 20GiB}", 5, "`kv` is missing"),
         ("priority: 1", "drain_timeout: {parc: 2s}", 5, "did you mean 'park'?"),
         ("priority: 1", "tensor_parallel: 3", 5, "the pool has 2"),
@@ -118,28 +113,17 @@ models:
         ("models:", "queue: {max: 9, per_model: 10}\nmodels:", 2, "the 9 of the whole queue"),
         ("models:", "margin: much\nmodels:", 2, "such as 4GiB"),
         ("models:", "starve_after: 0\nmodels:", 2, "the minimum is 1s"),
-        ("models:", "listen: 8000\nmodels:", 2, "listen: expected a string"),
+        ("models:", "listen: 8000\nmodels:", 2, "listen: expected str"),
         ("models:", "listen: localhost\nmodels:", 2, "is not HOST:PORT, such as 127.0.0.1:8000"),
-        ("[HOST-0, HOST-1]", "[HOST-0, HOST.1]", 1, "'HOST.1' is not a device"),
+        ("[HOST-0, HOST-1]", "[HOST-0, HOST.1]", 1, "not possible here"),
         ("models:", "modells:", 2, "did you mean 'models'?"),
         (SMALL, "devices: [0]", 1, "at least one of `models`"),
-        ("models:", "models: [", 0, 'in "pool.yaml"'),
-        (
-            "priority: 1",
-            'aliases: ["x\\ny"]',
-            5,
-            "aliases.0: it has the control character U+000A",
-        ),
-        ("priority: 1", 'aliases: ["\\ud800"]', 5, "U+D800"),
-        (
-            "priority: 1",
-            'args: ["a\\0b"]',
-            5,
-            "chat.args.0: it has the control character U+0000",
-        ),
-        ("  chat:", '  "c\\nt":', 3, "models.c\\nt: it has the control character U+000A"),
-        ("  chat:", '  "\\ud800":', 3, "models.\\ud800: it has"),
-        ("priority: 1", "aliases: [a\0b]", 5, "no character U+0000"),
+        ("models:", "models: [", 0, "pool.yaml is not valid YAML: while"),
+        ("priority: 1", 'aliases: ["x\\ny"]', 5, "aliases.0: it has characters that"),
+        ("priority: 1", 'aliases: ["\\ud800"]', 5, "not possible here"),
+        ("priority: 1", 'args: ["a\\0b"]', 5, "chat.args.0: it has characters"),
+        ("  chat:", '  "c\\nt":', 3, "models.c\\nt: a name has at most"),
+        ("priority: 1", "aliases: [a\0b]", 0, "special characters are not allowed"),
     ],
 )
 def test_fault_is_named_with_its_place(old, new, line, words):
@@ -158,15 +142,6 @@ def test_arguments_of_an_engine_may_have_several_lines():
     text = SMALL.replace("priority: 1", 'args: [--chat-template, "{}"]', 1)
     escaped = template.replace("\n", "\\n").replace("\t", "\\t")
     assert read(text.replace("{}", escaped, 1)).models["chat"].args[1] == template
-
-
-def test_small_file_that_describes_an_endless_one_is_refused():
-    text = "a: &a [x, x, x, x, x, x, x, x, x, x]\n"
-    for number in range(6):
-        name, before = chr(ord("b") + number), chr(ord("a") + number)
-        text += f"{name}: &{name} [{', '.join([f'*{before}'] * 10)}]\n"
-    with pytest.raises(UsageError, match="more than"):
-        parse("pool.yaml", text)
 
 
 def test_queue_of_one_model_is_no_longer_than_the_whole_queue():

@@ -15,7 +15,6 @@ import pytest
 from plumbing.pod.cli import ask_status
 from plumbing.pod.paths import pool_socket
 from plumbing.service.clock import SystemClock
-from pool.core.events import OpenDoor, ShutDoor
 from pool.messages import CATALOGUE
 from tests.helpers import auntil
 from tests.pool.neighbours import MIB, World, pool_process
@@ -56,43 +55,6 @@ def command(directory, *words):
 def status(directory):
     document = ask_status(pool_socket(directory), CATALOGUE)
     return {each["model"]: each["state"] for each in document["models"]}
-
-
-def test_two_models_take_turns_and_a_killed_pool_changes_nothing(place):
-    """Goal: a request raises its model, the other one yields, memory is awaited; after SIGKILL the
-    restarted pool takes everybody for what they are. Method: two models on a device that holds one
-    awake, then the death of the pool between two switches."""
-    asyncio.run(take_turns(*place))
-
-
-async def take_turns(directory, file):
-    async with World(directory, ("chat", "coder"), ROOM) as world:
-        with pool_process(directory, file) as pool:
-            world.ask("chat", now_ms())
-            await world.until_open("chat")
-            assert world.locks.holders["chat"] == ("chat-0", 1)
-
-            world.ask("coder", now_ms())
-            await world.until_open("coder")
-            assert isinstance(world.doors["chat"].door, ShutDoor)
-            assert world.memory["chat", "kv"].held == 0
-            assert world.engines["chat"].state == "resting"
-
-            told = {name: list(engine.goals) for name, engine in world.engines.items()}
-            pool.kill()
-            await world.loses_the_pool()
-            pool.start()
-            await world.until_open("coder")
-            assert all(
-                isinstance(each["coder"].door, (OpenDoor, type(None))) for each in world.heard
-            )
-            world.ask("chat", now_ms())
-            await world.until_open("chat")
-            assert [each.launches for each in world.engines.values()] == [1, 1]
-            for name, engine in world.engines.items():
-                assert engine.goals[: len(told[name])] == told[name]
-                later = engine.goals[len(told[name]) :]
-                assert all(each[1].start == 2 for each in later)
 
 
 def test_second_pool_of_a_directory_cannot_run(place):

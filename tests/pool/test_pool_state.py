@@ -20,14 +20,14 @@ def directory(tmp_path):
 def loaded(directory):
     file = PoolStateFile(directory)
     try:
-        return file.loaded
+        return file
     finally:
         file.close()
 
 
 def test_newest_record_is_found_again(directory):
     file = PoolStateFile(directory)
-    assert (file.loaded.record, file.loaded.problem) == (None, None)
+    assert (file.record, file.problem) == (None, None)
     for number in range(3):
         file.write({"number": number})
     file.close()

@@ -52,4 +52,3 @@ def test_what_is_older_than_ten_minutes_is_forgotten():
     for _ in range(STEPS_MAX + 1):
         clocked.spend(STEP_MS, a=RUNS)
     assert clocked.share.shares()["d"] == pytest.approx((1.0, 1.0))
-    assert len(clocked.share._steps) == STEPS_MAX

@@ -30,6 +30,7 @@ def model(name: str, state: str, **changes: Any) -> dict[str, Any]:
         "holder": {"engine": f"{name}-0", "token": 7} if state == "awake" else None,
         "engines": [{"engine": f"{name}-0", "shadow": False, "state": engine, "goal": state}],
         "bytes": {"HOST-0": {"weights": 2 * GIB}},
+        "refused": None,
         "bound_ms": 45_000,
         "alarm": None,
         **changes,
@@ -42,7 +43,6 @@ def device(**changes: Any) -> dict[str, Any]:
         "total_bytes": 16 * GIB,
         "free_bytes": 10 * GIB,
         "booked_bytes": 4 * GIB,
-        "leaving_bytes": 0,
         "outside_bytes": 0,
         "margin_bytes": 2 * GIB,
         "booked": [

@@ -27,7 +27,7 @@ from plumbing.service import procfs
 from plumbing.text import duration, size
 from plumbing.wire.limits import SOCKET_PATH_BYTES_MAX
 from pool.core.states import HOST
-from pool.settings import PoolFile, digests
+from pool.pool_file import PoolFile, digests
 from understudy.doctor.check_machine import memory_here
 from understudy.doctor.pod import (
     GMS,
@@ -436,7 +436,7 @@ def _copies(pod: ExaminedPod, known: Mapping[str, Mapping[str, Any]]) -> Finding
     offloading = [
         name
         for name, each in file.models.items()
-        if each.rest == "offloaded" or math.isfinite(each.offload_after)
+        if each.rest == "offloaded" or math.isfinite(each.offload_after_ms)
     ]
     if offloading and not kept:
         return warned(
@@ -446,14 +446,14 @@ def _copies(pod: ExaminedPod, known: Mapping[str, Mapping[str, Any]]) -> Finding
         )
     if kept > has_bytes > 0 and not pod.is_hidden(GMS):
         return failed(
-            f"host_memory is {size(int(kept))}; {limited_by} is {size(has_bytes)}",
+            f"host_memory is {size(kept)}; {limited_by} is {size(has_bytes)}",
             "lower host_memory, or raise the limit of the container",
         )
     needed = sum(sum(each["sizes"]["weights"].values()) for each in known.values())
     if kept and needed > kept:
         return warned(
             f"the copies of all models' weights need {size(needed)}, and host_memory is"
-            f" {size(int(kept))}: the last models are unloaded instead of offloaded",
+            f" {size(kept)}: the last models are unloaded instead of offloaded",
             "raise host_memory",
         )
     return None
@@ -467,14 +467,14 @@ def pool_waits(pod: ExaminedPod) -> Finding:
     file = pod.pool_file
     if not isinstance(file, PoolFile):
         return skipped("the pool file cannot be read here")
-    endless = [name for name, each in file.models.items() if math.isinf(each.drain_timeout.cut)]
+    endless = [name for name, each in file.models.items() if math.isinf(each.cut_ms)]
     if endless:
         return warned(
             f"`cut: never` of {', '.join(endless)}: others on the same devices may wait for ever",
             "set `drain_timeout: {cut: 30s}`, unless that is intended",
         )
     bounds = {str(it["model"]): it["bound_ms"] or 0.0 for it in models_of(pod.view["pool"])}
-    longest, limit_ms = max(bounds, key=lambda name: bounds[name]), file.queue.wait * 1000
+    longest, limit_ms = max(bounds, key=lambda name: bounds[name]), file.queue.wait_ms
     if bounds[longest] > limit_ms:
         return warned(
             f"a request for {longest} may wait for {duration(bounds[longest])}, and `queue: wait`"

@@ -27,8 +27,7 @@ from plumbing.pod.paths import gms_sockets
 from plumbing.service import procfs
 from plumbing.text import size
 from pool.core.states import HOST
-from pool.pool_file import named, read_pool_file
-from pool.settings import PoolFile
+from pool.pool_file import PoolFile, named, read_pool_file
 from understudy.host import installed, output_of
 from understudy.pod.ports import Ports
 from understudy.status.gather import gather

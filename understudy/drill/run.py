@@ -43,7 +43,7 @@ from plumbing.text import duration
 from pool.core.events import Order
 from pool.core.states import ModelState
 from pool.messages import CATALOGUE, OrderMsg
-from pool.settings import PoolFile, engines_of
+from pool.pool_file import PoolFile, engines_of
 from understudy.drill.clients import Target, inside_target, pause, send, stream_without_pause
 from understudy.drill.killer import (
     WHOLE_DEADLINE_S,

@@ -19,7 +19,7 @@ from plumbing.errors import UsageError
 from plumbing.pod.paths import lockserver_socket
 from plumbing.pod.supervision import GRACE_MS
 from plumbing.service import init
-from pool.settings import PoolFile, engines_of
+from pool.pool_file import PoolFile, engines_of
 from understudy.pod.ports import Ports
 
 GATEWAY, POOL, UI = "gateway", "pool", "ui"

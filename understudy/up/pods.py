@@ -27,9 +27,8 @@ from plumbing.service.clock import SystemClock
 from plumbing.service.signals import SignalInbox
 from plumbing.text import duration
 from plumbing.wire.server import PathGuard, guard_holder
-from pool.pool_file import read_pool_file
+from pool.pool_file import PoolFile, read_pool_file
 from pool.server.state_file import begin_new_pod
-from pool.settings import PoolFile
 from understudy.drill.killer import service_of, wait_for, whole_of
 from understudy.http_get import get
 from understudy.pod.ports import check_ports, free_pod_ports

@@ -1,6 +1,6 @@
 """Goal: the bound of a wait is the formula of the documentation. Method: small pools, by hand."""
 
-from pool.core.bound import bound_ms, sharing_with
+from pool.core.who_yields import bound_ms, sharing_with
 from tests.pool.core.views import NO_MARGIN, a_model
 
 TIMES = {"switch_ms": 40_000.0, "release_ms": 100.0}  # so the budget of a raise is 80 s
@@ -20,7 +20,7 @@ def test_worse_priority_and_requests_that_cannot_be_parked():
     ]
     turn_ms = 80_000 + 40_000 + 30_000 + 100
     assert bound_ms("a", 3, models, NO_MARGIN) == 5_000 + 2_100 + turn_ms + 80_000 + 2 * 60_000
-    never_cut = a_model("b", cannot_park=1, rules={"cut_ms": None}, **TIMES)
+    never_cut = a_model("b", cannot_park=1, rules={"cut_ms": float("inf")}, **TIMES)
     assert bound_ms("a", 3, [models[0], never_cut], NO_MARGIN) == float("inf")
 
 

@@ -79,24 +79,6 @@ def test_raise_is_expected_by_where_it_begins_and_nothing_is_where_it_was_never_
     assert (pod.state("b"), expected(pod, "b")) == (S.LOADING, 20_300.0)
 
 
-def test_each_phase_is_measured():
-    pod = Pod(total_bytes=1300 * MIB).start()
-    for name in "aba":
-        pod.ask(name)
-        for _ in range(4):
-            pod.obey_goals()
-            pod.tick(100)
-            pod.obey_doors()
-            pod.tick(10)
-            pod.answer_questions()
-        pod.settle()
-        pod.tick(20_000)
-    costs = pod.pool.facts.models["a"].costs
-    assert costs.resume_ms is costs.restage_ms is None
-    for name in ("load_ms", "wake_ms", "drain_ms", "release_ms"):
-        assert getattr(costs, name) is not None, name
-
-
 def test_nothing_is_expected_of_a_model_behind_work_of_a_better_priority():
     """Its deadline may be earlier than the end of its starvation, and the work may end at once."""
     pod = pod_of("a", "b")

@@ -4,9 +4,8 @@ random entries beside a plain sum (Hypothesis)."""
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plumbing.pod.messages import Tier
-from pool.core.ledger import PoolLedger, needs_of
-from pool.core.states import HOST, EngineSizes, EntryKey, EntryKind
+from pool.core.ledger import PoolLedger
+from pool.core.states import HOST, EntryKey, EntryKind
 
 KV = EntryKey("0", EntryKind.KV, "a")
 WEIGHTS = EntryKey("1", EntryKind.WEIGHTS, "a")
@@ -54,15 +53,3 @@ def test_free_is_what_nobody_has_booked(steps):
         for name in "01":
             booked = sum(each for key, each in plain.items() if key.device == name)
             assert ledger.free_bytes(name) == 90 - booked >= 0
-
-
-def test_needs_leave_out_what_nobody_has_measured():
-    sizes = EngineSizes({"0": 1, "1": 1}, {"0": 5, "1": 6}, {"0": 9, "1": 9})
-    assert needs_of(sizes) == {
-        Tier.COLD: {},
-        Tier.OFFLOADED: {"0": 1, "1": 1, HOST: 11},
-        Tier.WARM: {"0": 6, "1": 7, HOST: 11},
-        Tier.AWAKE: {"0": 15, "1": 16, HOST: 11},
-    }
-    assert [*needs_of(None)] == [Tier.COLD]
-    assert [*needs_of(EngineSizes({"0": 1}, {}, {}))] == [Tier.COLD, Tier.OFFLOADED]

@@ -38,16 +38,6 @@ def releasing(engines=1, deaf=()):
     return pod
 
 
-def test_engine_on_its_way_up_may_take_kv_memory_whatever_it_has_acknowledged():
-    """A goal that comes while an engine wakes is kept until it is active."""
-    pod = releasing()
-    engine = pod.supervisors["a0"]
-    pod.handle(engine.said(state="waking", tier=Tier.WARM))
-    assert not any(isinstance(each, ev.AskMemory) for each in pod.all)
-    pod.settle()
-    assert pod.state("a") is S.WARM
-
-
 def test_sizes_that_were_measured_replace_what_was_estimated():
     pod = Pod(total_bytes=1500 * MIB).start()
     pod.ask("a")
@@ -70,26 +60,6 @@ def test_memory_that_does_not_come_back_is_an_alarm_and_stays_booked():
     assert "a0 has not answered" in alarms[0].sentence
     assert {base("a0"), WEIGHTS, KV} <= set(booked(pod))
     assert not pod.pool.facts.ledger.leaving  # so no head waits for it
-
-
-@pytest.mark.parametrize(
-    "lie",
-    [
-        {"model": "b"},
-        {"token": 0},
-        {"base_bytes": {"GPU-9": 1}},
-        {"base_bytes": {GPU: -1}},
-    ],
-)
-def test_wrong_word_of_an_engine_is_refused_whole(lie):
-    pod = Pod(total_bytes=1500 * MIB).start()
-    pod.ask("a")
-    pod.settle()
-    before = pod.pool.snapshot()
-    with pytest.raises(WrongMessage):
-        pod.handle(pod.supervisors["a0"].said(**lie))
-    assert pod.pool.snapshot() == before
-    assert pod.pool.handle(ev.PoolTick(), pod.now_ms) == []
 
 
 def test_engine_that_claims_to_be_awake_against_the_goal_it_has_obeyed_is_refused():

@@ -10,7 +10,7 @@ from pool.core import events as ev
 from pool.core.reconcile import ModelPool
 from pool.core.states import EngineSizes, ModelState
 from pool.core.who_wakes import Plan, Raise
-from tests.pool.core.pod import ERA, GPU, MIB, Pod, rules
+from tests.pool.core.pod import ERA, GPU, MIB, Pod
 
 S = ModelState
 
@@ -60,29 +60,6 @@ def test_model_that_turns_out_larger_than_its_estimate_rests_until_there_is_room
     assert (pod.state("a"), pod.state("b")) == (S.WARM, S.AWAKE)
 
 
-def test_model_that_loads_again_behind_an_open_door_is_unloaded_only_once_the_shut_one_is_obeyed():
-    """Its next engine may serve behind the open door before we hear of it."""
-    pod = Pod({"a": rules(), "b": rules()}, total_bytes=1300 * MIB).start()
-    pod.ask("a")
-    pod.settle()
-    pod.in_flight["a"] = 1  # so that it is protected
-    pod.ask("b")
-    assert pod.state("a") is S.AWAKE
-    pod.all.clear()
-    pod.kill(pod.supervisors["a0"])
-    assert pod.state("a") is S.LOADING
-    assert isinstance(pod.doors["a"].door, ev.ShutDoor)
-    assert not any(isinstance(each, ev.TellEngine) for each in pod.all)
-    pod.obey_doors()
-    assert pod.state("a") is S.LOADING  # the gateway still counts a request
-    pod.in_flight["a"] = 0
-    pod.obey_doors()
-    assert pod.state("a") is S.UNLOADING
-    assert pod.supervisors["a0"].goal is Tier.COLD
-    pod.settle()
-    assert pod.state("b") is S.AWAKE
-
-
 @pytest.mark.parametrize("is_waking", [False, True])
 def test_order_to_unload_a_model_that_comes_back_from_a_death_shuts_its_open_door_first(is_waking):
     """As when it yields: its next engine may serve behind the open door before we hear of it."""
@@ -109,38 +86,6 @@ def test_order_to_unload_a_model_that_comes_back_from_a_death_shuts_its_open_doo
     assert pod.state("a") is S.UNLOADING
     pod.settle()
     assert pod.state("a") is S.COLD
-
-
-def test_model_that_serves_again_before_its_door_is_shut_is_drained_before_it_is_unloaded():
-    pod = Pod(total_bytes=1300 * MIB).start()
-    pod.ask("a")
-    pod.settle()
-    pod.in_flight["a"] = 1
-    pod.kill(pod.supervisors["a0"])
-    pod.handle(ev.Ordered("a", ev.Order.UNLOAD))
-    pod.obey_goals()
-    pod.obey_goals()
-    assert pod.state("a") is S.DRAINING
-    assert isinstance(pod.doors["a"].door, ev.ShutDoor)
-    pod.in_flight["a"] = 0
-    pod.settle()
-    assert pod.state("a") is S.COLD
-
-
-def test_kill_is_followed_by_a_newer_goal_even_if_that_was_cold_before():
-    pod = Pod(total_bytes=1300 * MIB).start()
-    pod.ask("a")
-    pod.settle()
-    pod.handle(ev.Ordered("a", ev.Order.UNLOAD))
-    pod.supervisors["a0"].is_deaf = True
-    pod.obey_doors()
-    assert pod.state("a") is S.RELEASING
-    pod.all.clear()
-    pod.tick(60_000)
-    told = [each for each in pod.all if isinstance(each, (ev.KillEngine, ev.TellEngine))]
-    assert [type(each) for each in told] == [ev.KillEngine, ev.TellEngine]
-    assert told[0].generation.is_older(told[1].generation)
-    assert told[1].goal is Tier.COLD
 
 
 def test_tickets_of_a_model_that_is_being_unloaded_do_not_bring_it_back():

@@ -8,12 +8,11 @@ whom; then who is not unloaded for a head that can wait.
 import pytest
 
 from plumbing.pod.messages import Tier
-from pool.core.bound import bound_ms
-from pool.core.events import LeaseAsked
-from pool.core.model import Leaving, a_lease, grant
+from pool.core.model import Leaving
 from pool.core.states import HOST, ModelState
 from pool.core.who_sleeps import Victim
 from pool.core.who_wakes import Never, Raise, Wait, Yield, plan
+from pool.core.who_yields import bound_ms
 from tests.pool.core.views import GIB, NO_MARGIN, a_model, but, devices_of
 
 S = ModelState
@@ -34,20 +33,6 @@ def test_pinned_model_is_never_asked_and_named():
     )
 
 
-def test_heads_on_different_devices_move_at_once():
-    models = [
-        a_model("a", on=("0",), waits_since=1.0),
-        a_model("b", on=("1",), waits_since=2.0),
-        a_model("x", S.AWAKE, on=("0",)),
-        a_model("y", S.AWAKE, on=("1",)),
-    ]
-    found = planned(models, {"0": 15, "1": 15})
-    assert found.decisions == {
-        "a": Yield((Victim("x", Tier.WARM),)),
-        "b": Yield((Victim("y", Tier.WARM),)),
-    }
-
-
 def test_model_of_two_devices_gets_both_or_waits_for_both():
     """Goal: who could yield at once is not asked while the other device's model is protected."""
     models = [
@@ -66,7 +51,7 @@ def test_shadows_yield_first_unless_they_are_kept():
         (False, Victim("x", Tier.COLD, is_shadow=True)),
         (True, Victim("x", Tier.OFFLOADED)),
     ):
-        rules = {"shadow_keeps": keeps}
+        rules = {"shadow": "keeps" if keeps else "follows"}
         models = [
             a_model("a", kv=10, waits_since=NOW),
             a_model("x", base=1, weights=4, shadow_base=2, rules=rules),
@@ -95,19 +80,6 @@ def test_least_recently_asked_of_a_class_yields():
         a_model("old", weights=5, last_request_ms=1.0),
     ]
     assert planned(models, {"0": 10}).decisions["a"] == Yield((Victim("old", Tier.OFFLOADED),))
-
-
-def test_memory_of_a_dead_engine_is_not_counted_twice():
-    """Goal: what a model at rest still has booked beyond its tier leaves already, and its victim
-    step gives no more than the tier. Method: only what the waking model has would be enough."""
-    stale = a_model("x", weights=3, kv=10, booked={"0": 13 * GIB})
-    up = a_model("up", S.WAKING, kv=1, waits_since=NOW - 9.0)
-    head = a_model("a", kv=17, waits_since=NOW)
-    models = [head, stale, up]
-    (device,) = devices_of(models, {"0": 17}).values()
-    device = type(device)("0", device.total_bytes, device.free_bytes, leaving_bytes=10 * GIB)
-    found = plan(NOW, models, {"0": device}, NO_MARGIN)
-    assert isinstance(found.decisions["a"], Wait)
 
 
 def test_model_that_is_unloaded_blocks_nobody():
@@ -260,42 +232,6 @@ def test_never_claims_nothing():
     assert found.decisions["b"] == Raise()
 
 
-def test_model_whose_floor_a_head_takes_is_no_backfill():
-    models = [
-        a_model("a", kv=10, waits_since=1.0),
-        a_model("b", weights=3, kv=1, waits_since=2.0, last_request_ms=2.0),
-    ]
-    found = planned(models, {"0": 12})
-    assert found.decisions["a"] == Yield((Victim("b", Tier.OFFLOADED),))
-    assert found.decisions["b"] == Wait(None, "b is behind a", behind="a")
-
-
-def test_claim_behind_another_is_before_those_behind_it():
-    """Goal: a model of two devices is not overtaken on the one while it waits for the other."""
-    models = [
-        a_model("a", on=("0",), waits_since=1.0),
-        a_model("both", on=("0", "1"), waits_since=2.0),
-        a_model("c", on=("1",), waits_since=3.0),
-        a_model("x", S.AWAKE, on=("0",), in_flight=1, awake_since_ms=NOW),
-        a_model("y", S.AWAKE, on=("1",)),
-    ]
-    found = planned(models, {"0": 15, "1": 15})
-    assert found.decisions["both"].why == "both is behind a"
-    assert found.decisions["c"] == Wait(None, "c is behind both", behind="both")
-
-
-def test_way_down_in_steps_and_at_once_without_a_copy():
-    for has_copy, need, tier in (
-        (True, 10, Tier.WARM),
-        (True, 12, Tier.OFFLOADED),
-        (True, 15, Tier.COLD),
-        (False, 12, Tier.COLD),
-    ):
-        idle = a_model("x", S.AWAKE, base=2, weights=3, kv=10, has_copy=has_copy)
-        found = planned([a_model("a", kv=need, waits_since=NOW), idle], {"0": 15})
-        assert found.decisions == {"a": Yield((Victim("x", tier),))}
-
-
 def test_work_goes_on_while_something_at_rest_has_room():
     """Goal: warm and idle models yield before one with work, and that before one offloaded."""
     busy = a_model("busy", S.AWAKE, in_flight=1, kv=10)
@@ -357,31 +293,6 @@ def test_model_that_is_not_known_yet_is_left_alone_and_waited_for():
     assert planned([draining], {"0": 15}).unyields == ()
 
 
-def test_nothing_is_raised_where_too_much_is_booked():
-    """Goal: a model whose size was above its estimate waits for room, even if it has booked all
-    that it needs, and gets it from a victim."""
-    grown = a_model("a", S.PENDING, base=6, kv=0, waits_since=NOW)
-    busy = a_model("x", S.AWAKE, base=1, kv=5, in_flight=1, awake_since_ms=NOW)
-    found = planned([grown, busy], {"0": 10})
-    assert found.decisions["a"].until_ms == NOW + 10_000.0
-    assert found.decisions["a"].why.startswith(
-        "a waits: 2.0 GiB more is in use on device 0 than fits"
-    )
-    late = planned([grown, busy], {"0": 10}, now=NOW + 10_000.0)
-    assert late.decisions["a"] == Yield((Victim("x", Tier.WARM),))
-
-
-def test_lease_waits_and_then_never_yields():
-    asked = LeaseAsked("train", "0", 10 * GIB, NOW)
-    lease = a_lease(asked)
-    idle = a_model("x", S.AWAKE)
-    found = planned([lease, idle], {"0": 15})
-    assert found.decisions == {"lease/train": Yield((Victim("x", Tier.WARM),))}
-    grant(lease)
-    found = planned([lease, a_model("a", waits_since=NOW)], {"0": 15})
-    assert found.decisions["a"].why.endswith("15.0 GiB: lease train holds 10.0 GiB")
-
-
 def test_device_that_nobody_has_measured_is_waited_for():
     found = planned([a_model("a", on=("0", "1"), waits_since=NOW)], {"0": 15})
     assert found.decisions["a"] == Wait(None, "device 1 has not been measured yet")
@@ -399,23 +310,6 @@ def test_shadow_is_launched_only_into_room_that_nobody_waits_for():
     assert planned([a_model("x", S.OFFLOADED, shadow_base=2, shadow=Tier.COLD)], {"0": 9}) == (
         planned([], {"0": 9})
     )
-
-
-def test_cold_model_takes_its_kept_shadow_along():
-    keeps = a_model(
-        "x", S.OFFLOADED, base=2, shadow_base=2, shadow=Tier.OFFLOADED, rules={"shadow_keeps": True}
-    )
-    models = [a_model("a", kv=4, waits_since=NOW), keeps]
-    assert planned(models, {"0": 4}).decisions["a"] == Yield((Victim("x", Tier.COLD),))
-
-
-def test_room_of_a_kept_shadow_is_part_of_what_a_model_needs():
-    keeps = a_model(
-        "a", kv=10, waits_since=NOW, shadow_base=2, shadow=Tier.COLD, rules={"shadow_keeps": True}
-    )
-    idle = a_model("x", weights=3)
-    assert planned([keeps, idle], {"0": 14}).decisions["a"] == Yield((Victim("x", Tier.OFFLOADED),))
-    assert planned([keeps, idle], {"0": 15}).decisions["a"] == Raise()
 
 
 UP = a_model("up", S.AWAKE, last_request_ms=NOW, switch_ms=300.0)  # idle at NOW + 300

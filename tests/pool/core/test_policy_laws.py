@@ -53,7 +53,10 @@ def _model(draw, name, devices):
         waits_since=NOW - draw(TIMES) if waits else None,
         priority=draw(st.integers(-1, 1)),
         shadow_base=draw(st.integers(0, 2)) if state in (S.WARM, S.AWAKE) else 0,
-        rules={"is_pinned": draw(st.integers(0, 5)) == 0, "shadow_keeps": draw(st.booleans())},
+        rules={
+            "is_pinned": draw(st.integers(0, 5)) == 0,
+            "shadow": draw(st.sampled_from(["follows", "keeps"])),
+        },
         awake_since_ms=NOW - draw(TIMES) if state is S.AWAKE else None,
         last_request_ms=NOW - draw(TIMES),
         in_flight=draw(st.integers(0, 2)) if state in (S.AWAKE, S.DRAINING) else 0,

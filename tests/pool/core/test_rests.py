@@ -91,7 +91,7 @@ def test_model_does_not_rest(model):
 
 def test_model_that_is_ordered_to_sleep_does_so_once_it_has_no_request():
     ordered = {"is_sleep_ordered": True, "keep_alive_ms": float("inf"), "awake_since_ms": ASKED}
-    for rest, tier in ((Tier.AWAKE, Tier.WARM), (Tier.COLD, Tier.COLD)):
+    for rest, tier in ((Tier.WARM, Tier.WARM), (Tier.COLD, Tier.COLD)):
         model = a_model("x", S.AWAKE, rules={"rest": rest}, **ordered)
         assert rests_of([model], (), ASKED)[0] == (Victim("x", tier),)
         assert rests_of([but(model, in_flight=1)], (), ASKED)[0] == ()

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from engine.core.events import State
 from plumbing.pod.messages import Tier
-from pool.core.bound import bound_ms as product_bound_ms
 from pool.core.events import (
     GrantLease,
     KillEngine,
@@ -26,6 +25,7 @@ from pool.core.events import (
     binds_alike,
 )
 from pool.core.states import HOST, GoalGeneration, ModelState
+from pool.core.who_yields import bound_ms as product_bound_ms
 from tests.sim.pool.engine import RANK
 from tests.sim.pool.law_books import Books
 from tests.sim.pool.law_bound import bound_ms
@@ -226,8 +226,6 @@ class Law(Books):
             return
         wait = self.world.timeline.now_ms - request.since_ms
         bound = bound_ms(self.world, request)
-        if bound is None:
-            return
         self.longest = max(self.longest, wait / bound)
         name = "P15" if request.ticket is TicketKind.PARKED else "P7"
         assert wait <= bound, f"{name}: {request.model} waits {wait:.0f} ms, bound {bound:.0f}"

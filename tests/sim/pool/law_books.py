@@ -21,7 +21,7 @@ from pool.core.events import (
     TellEngine,
 )
 from pool.core.saved import PoolSnapshot
-from pool.core.states import HOST, EngineSizes, GoalGeneration, ModelState
+from pool.core.states import HOST, NEVER_MS, EngineSizes, GoalGeneration, ModelState
 from tests.sim.pool.engine import RANK
 
 if TYPE_CHECKING:
@@ -200,7 +200,7 @@ class Books:
     def _keeps_copy(self, model: str) -> bool:
         """It is to be offloaded, or a copy was made where there was room."""
         rules, parts = self.world.rules[model], self.world.devices[HOST].parts
-        is_needed = rules.rest is Tier.OFFLOADED or rules.offload_after_ms is not None
+        is_needed = rules.rest == Tier.OFFLOADED or rules.offload_after_ms < NEVER_MS
         return is_needed or ("copy", model) in parts
 
     def _is_up(self, engine: str) -> bool:

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pool.core.states import ModelRules
-
 if TYPE_CHECKING:
     from tests.sim.pool.gateway import Request
     from tests.sim.pool.world import World
@@ -18,25 +16,17 @@ IDLE_MS = 2_000.0  # in which a head may wait for an awake model to be idle; `ma
 RELEASE_MS = 10_000.0  # S: what the slowest release of a calm world takes, and its messages
 
 
-def bound_ms(world: World, request: Request) -> float | None:
-    """None: never, if the drain of a model that shares devices has no end."""
+def bound_ms(world: World, request: Request) -> float:
     mine = world.rules[request.model]
     total = max(mine.max_wait_ms, IDLE_MS) + RAISE_MS
     for name in competitors(world, request.model):
         rules = world.rules[name]
-        drain = drain_ms(world, rules)
-        if drain is None:
-            return None
-        total += drain + RELEASE_MS
+        total += (rules.cut_ms if world.has_unparkable else rules.park_ms) + RELEASE_MS
         if name != request.model:
             total += RAISE_MS + max(rules.min_runtime_ms, RAISE_MS)
     best = min([0, *world.priorities])
     worse = max(0, request.priority - best)
     return total + world.pool_rules.starve_after_ms * worse
-
-
-def drain_ms(world: World, rules: ModelRules) -> float | None:
-    return rules.cut_ms if world.has_unparkable else rules.park_ms
 
 
 def competitors(world: World, model: str) -> set[str]:

@@ -14,8 +14,7 @@ import random
 from collections.abc import Callable
 
 from engine.core.events import State
-from plumbing.pod.messages import Tier
-from pool.core.states import HOST, EngineSizes, ModelRules, PoolRules
+from pool.core.states import HOST, NEVER_MS, EngineSizes, ModelRules, PoolRules
 from tests.sim.pool.engine import Engine
 from tests.sim.pool.faults import FAULTS
 from tests.sim.pool.gateway import Gateway, Kind, Request
@@ -138,12 +137,12 @@ class World:
             devices=on,
             priority=priority,
             is_pinned=not is_calm and rng.random() < 0.08,
-            shadow_keeps=rng.random() < 0.3,
-            rest=Tier.OFFLOADED if HOST in self.devices and rng.random() < 0.3 else Tier.WARM,
+            shadow="keeps" if rng.random() < 0.3 else "follows",
+            rest="offloaded" if HOST in self.devices and rng.random() < 0.3 else "warm",
             is_on_demand=True,
             keep_alive_ms=300_000.0 if rng.random() < 0.6 else 15_000.0,
-            offload_after_ms=20_000.0 if HOST in self.devices and rng.random() < 0.3 else None,
-            unload_after_ms=40_000.0 if rng.random() < 0.2 else None,
+            offload_after_ms=20_000.0 if HOST in self.devices and rng.random() < 0.3 else NEVER_MS,
+            unload_after_ms=40_000.0 if rng.random() < 0.2 else NEVER_MS,
         )
 
     # ------------------------------------------------------------------ driving it

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from pool.pool_file import parse, settle
-from pool.settings import digests
+from pool.pool_file import digests, parse, settle
 from tests.documents import mismatches
 from tests.understudy.doctor.examining import FAIL, PASS, SKIP, WARN
 from tests.understudy.pools import GIB, device, model, pool
