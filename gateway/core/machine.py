@@ -40,9 +40,8 @@ from gateway.core.client_request import (
 from gateway.core.events import BreakCause, Ending, GatewayEffect, GatewayEvent, GatewayRules
 from gateway.core.queue import EXPECTED_MS, RequestQueue
 from gateway.core.replay import Replay
-from gateway.core.target import GREET_AGAIN_MS, LaneTarget, Numbers
+from gateway.core.target import GREET_AGAIN_MS, LaneTarget
 from plumbing.gateway_protocol import (
-    HOP_PATHS,
     JOURNAL_TOKENS_MAX,
     Continuation,
     Hello,
@@ -128,9 +127,9 @@ class Gateway:
         self.attempts: dict[int, Attempt] = {}  # those that are not over
         self.queue = RequestQueue(rules.resumes_max)
         self.resuming = 0  # replays under way
-        self._numbers = Numbers(lane, step)
+        self._attempt, self._step = lane, step  # the last one; `number % step` is the lane
         self.shared.requests.append(self.requests)
-        self.target = LaneTarget(Numbers(lane, step))
+        self.target = LaneTarget(lane, step)
         self.sleep_door = ev.DoorSet(0)
         self._is_final = False  # no engine will be granted any more
         self._expected: dict[tuple[str, int], float] = {}  # engine and token → until when
@@ -210,9 +209,7 @@ class Gateway:
 
     def _came(self, came: ev.RequestCame, now_ms: float) -> None:
         request = self.add(came, now_ms)
-        if came.path.startswith(HOP_PATHS):
-            self.fail(request, failure("gateway.not_found"))
-        elif request.is_lean and (self.waits_for or len(self.queue.waiting) > 1):
+        if request.is_lean and (self.waits_for or len(self.queue.waiting) > 1):
             self.fail(request, failure("gateway.memory"))
 
     def look(self) -> None:
@@ -392,7 +389,7 @@ class Gateway:
         """Send it to the engine of `hello`, from the start or with its journal."""
         is_resume = request.state is RequestState.PARKED
         self.fire(request, Turn.SEND)
-        number = self._numbers.next()
+        self._attempt = number = self._attempt + self._step
         attempt = Attempt(number, request, token, hello, self)
         self.attempts[number] = request.attempt = attempt
         request.entered_as = 0 if request.is_inside else number

@@ -13,22 +13,11 @@ UNHEARD = "the lock server has not reported yet which engine is active"
 GREET_AGAIN_MS = 50.0  # an engine that is granted answers within milliseconds of serving
 
 
-class Numbers:
-    """The numbers of one lane's attempts, or greetings, such that `number % step` is the lane."""
-
-    def __init__(self, lane: int = 0, step: int = 1) -> None:
-        self.last = lane
-        self._step = step
-
-    def next(self) -> int:
-        self.last += self._step
-        return self.last
-
-
 class LaneTarget:
     """Of one lane. `greet_at_ms`: when the engine is to be greeted again; None: it is not."""
 
-    def __init__(self, numbers: Numbers) -> None:
+    def __init__(self, lane: int = 0, step: int = 1) -> None:
+        """The numbers of its greetings are such that `number % step` is the lane."""
         self.grant: EngineGranted | None = None  # the newest
         self.granted_ms = 0.0  # when it was heard of
         self.idle: str | None = None  # why no engine is known to hold the lock, once that was said
@@ -37,7 +26,7 @@ class LaneTarget:
         self.last_hello: Hello | None = None  # of any engine so far
         self.greet_at_ms: float | None = None
         self._no_hello = ""  # why it has not answered the last greeting
-        self._greetings = numbers
+        self._greeting, self._step = lane, step  # the last one
 
     @property
     def is_granted(self) -> bool:
@@ -78,16 +67,17 @@ class LaneTarget:
     def part(self) -> None:
         """The engine must be greeted anew before it gets a request."""
         self.hello, self.greet_at_ms = None, None
-        self._greetings.next()  # what an earlier greeting brings is about the past
+        self._greeting += self._step  # what an earlier greeting brings is about the past
 
     def greet(self) -> GreetEngine:
         assert self.grant is not None
         self.greet_at_ms = None
-        return GreetEngine(self._greetings.next(), self.grant.engine, self.grant.token)
+        self._greeting += self._step
+        return GreetEngine(self._greeting, self.grant.engine, self.grant.token)
 
     def greeted(self, event: HelloCame, greet_at_ms: float) -> None:
         """The answer to a greeting. If it is not the granted engine's, greet again then."""
-        if event.greeting != self._greetings.last or self.grant is None:
+        if event.greeting != self._greeting or self.grant is None:
             return
         hello, self._no_hello = event.hello, event.problem
         if hello is not None:

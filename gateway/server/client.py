@@ -11,9 +11,9 @@ import asyncio
 import time
 from typing import Protocol, cast
 
-from gateway.core.answers import Failure, error_body
+from gateway.core.answers import Failure
 from gateway.server.requests import HttpRequest, Intake, RequestReader, fresh_id
-from gateway.server.responses import error_response
+from gateway.server.responses import OwnAnswer
 
 IDLE_S = 75.0  # between two requests, as nginx
 HEAD_S = 10.0  # from a connection or the first byte of a request to the end of its head
@@ -104,6 +104,11 @@ class ClientConnection(asyncio.Protocol):
         """A whole response; the request is over."""
         self._write(response)
         self.finish()
+
+    def answer_own(self, own: OwnAnswer, to: HttpRequest) -> None:
+        self.answer(
+            own.response(to.request_id, keeps_alive=to.keeps_alive, is_to_head=to.is_to_head)
+        )
 
     def begin(self, head: bytes, *, is_chunked: bool, has_body: bool = True) -> None:
         """The head of an answer whose body follows by `send_body`."""
@@ -299,15 +304,8 @@ class ClientConnection(asyncio.Protocol):
     def _refuse(self, refused: Failure) -> None:
         request_id = self._reader.refused_id or fresh_id()
         self._owner.refused(refused, request_id)
-        self._write(
-            error_response(
-                refused.status,
-                error_body(refused, ""),
-                request_id,
-                keeps_alive=False,
-                retry_after_s=refused.retry_after_s,
-            )
-        )
+        own = OwnAnswer.of(refused, "")
+        self._write(own.response(request_id, keeps_alive=False))
         self._linger()
 
     def _write(self, data: bytes) -> None:

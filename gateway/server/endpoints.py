@@ -19,13 +19,13 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from http import HTTPStatus
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import unquote
 
 import msgspec
 from msgspec import Struct
 
-from gateway.core.answers import RETRY_AFTER_S, Failure, error_body, failure
+from gateway.core.answers import RETRY_AFTER_S, Failure, failure
 from gateway.core.lanes import Lanes
 from gateway.core.wishes import (
     BadWish,
@@ -38,7 +38,7 @@ from gateway.core.wishes import (
     wait_ms,
 )
 from gateway.server.requests import HttpRequest, is_endpoint, is_hop_path, path_of, value_of
-from gateway.server.responses import error_response, fetch
+from gateway.server.responses import OwnAnswer, fetch
 from plumbing import __version__
 from plumbing.pod.paths import engine_http_socket
 from plumbing.service.clock import rfc3339
@@ -52,27 +52,6 @@ PAGE_BYTES_MAX = 8 << 20  # vLLM's has some 200 KiB
 NO_WISHES = Wishes("")
 UNHEARD = "unknown"  # the state of a model that no pool has spoken of
 QUOTED_CHARS_MAX = 64  # of a name that a client has sent
-
-
-class OwnAnswer(NamedTuple):
-    """An answer of the gateway itself, as JSON unless it says otherwise. `code`: of a refusal."""
-
-    status: int
-    body: bytes
-    code: str = ""
-    retry_after_s: int | None = None
-    content_type: bytes = b"application/json"
-
-    def response(self, http: HttpRequest) -> bytes:
-        return error_response(
-            self.status,
-            self.body,
-            http.request_id,
-            keeps_alive=http.keeps_alive,
-            is_to_head=http.is_to_head,
-            retry_after_s=self.retry_after_s,
-            content_type=self.content_type,
-        )
 
 
 class Endpoints:
@@ -101,20 +80,19 @@ class Endpoints:
         Where the path or a header names the model, a broken body is the engine's to refuse."""
         is_pool = bool(self._lanes.lanes)
         in_path = unquote(self._strip(http)) if is_pool else ""
+        if is_hop_path(http.path):
+            return OwnAnswer.of(failure("gateway.not_found"), http.path)
         if is_endpoint(http.method, http.path):
             model = self._router.find(in_path)[0] if in_path else ""
             if in_path and not model:
-                return _refusal(self._unknown(in_path), http.path)
+                return OwnAnswer.of(self._unknown(in_path), http.path)
             if http.path == "/metrics":
                 return self._metrics(model)
             return self._version(model) if http.path == "/version" else self._health(model)
         if not is_pool:
             return NO_WISHES
-        own = None
-        if http.method in (b"GET", b"HEAD"):
-            own = self._about_models(http.path, in_path)
-        elif is_hop_path(http.path):
-            own = _refusal(failure("gateway.not_found"), http.path)
+        is_read = http.method in (b"GET", b"HEAD")
+        own = self._about_models(http.path, in_path) if is_read else None
         return own or self._wishes(http, in_path)
 
     # ------------------------------------------------------------------ health and version
@@ -184,13 +162,13 @@ class Endpoints:
             return _json({"object": "list", "data": models})
         elif path.startswith("/v1/models/"):
             return self._one(path.removeprefix("/v1/models/"), path)
-        return _refusal(failure("gateway.not_found"), path) if is_hop_path(path) else None
+        return None
 
     def _one(self, name: str, path: str) -> OwnAnswer:
         model, _ = self._router.find(name)
         if model:
             return _json(self.describe(model))
-        return _refusal(self._unknown(name), path)
+        return OwnAnswer.of(self._unknown(name), path)
 
     def describe(self, model: str) -> dict[str, Any]:
         """One entry of `/v1/models`."""
@@ -232,7 +210,7 @@ class Endpoints:
         named = said.get(b"x-understudy-model", b"").decode(errors="replace")
         model, name = self._router.find(in_body, in_path, named)
         if not model:
-            return _refusal(self._no_model(name, fault, http), http.path)
+            return OwnAnswer.of(self._no_model(name, fault, http), http.path)
         try:
             return Wishes(
                 model,
@@ -249,7 +227,7 @@ class Endpoints:
                 ),
             )
         except BadWish as bad:
-            return _refusal(failure(f"gateway.bad_{bad.field}", **vars(bad)), http.path)
+            return OwnAnswer.of(failure(f"gateway.bad_{bad.field}", **vars(bad)), http.path)
 
     def _no_model(self, name: str, fault: str, http: HttpRequest) -> Failure:
         """Why a request is for none of the models: it names `name`, or nothing."""
@@ -308,10 +286,6 @@ def _json(
     retry_after_s: int | None = None,
 ) -> OwnAnswer:
     return OwnAnswer(status, to_json(document).encode() + b"\n", retry_after_s=retry_after_s)
-
-
-def _refusal(why: Failure, path: str) -> OwnAnswer:
-    return OwnAnswer(why.status, error_body(why, path), why.code, why.retry_after_s)
 
 
 def _wish(raw: msgspec.Raw) -> object:

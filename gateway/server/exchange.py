@@ -30,7 +30,7 @@ from gateway.schema import GatewayLoad, GatewayUpstream
 from gateway.server.accounts import Accounts, Tell
 from gateway.server.client import WRITE_BUFFER_BYTES, ClientConnection
 from gateway.server.connections import IdleConnections, take_over
-from gateway.server.endpoints import Endpoints, OwnAnswer
+from gateway.server.endpoints import Endpoints
 from gateway.server.files import open_api_keys, open_certificate
 from gateway.server.listener import ServiceListener
 from gateway.server.requests import (
@@ -40,7 +40,7 @@ from gateway.server.requests import (
     HttpRequest,
     Intake,
 )
-from gateway.server.responses import greet
+from gateway.server.responses import OwnAnswer, greet
 from gateway.server.settings import GatewaySettings
 from gateway.server.tracing import open_spans
 from gateway.server.upstream import ReplayTurns, Upstream
@@ -286,7 +286,7 @@ class GatewayExchange:
         elif isinstance(found, OwnAnswer):
             if found.code:
                 self.refused(found, request.request_id)
-            client.answer(found.response(request))
+            client.answer_own(found, request)
         else:
             self._start(self._answer_later(client, request, found))
 
@@ -315,7 +315,7 @@ class GatewayExchange:
     ) -> None:
         found = await answer
         if client.request is request:  # else the client has left
-            client.answer(found.response(request))
+            client.answer_own(found, request)
 
     def refused(self, refused: Failure | OwnAnswer, request_id: bytes) -> None:
         self.accounts.refused(refused.code, refused.status, request_id)
@@ -485,7 +485,7 @@ class GatewayExchange:
                 request.status = effect.status
                 request.keeps_alive = request.keeps_alive and not self.is_final
                 own = OwnAnswer(effect.status, effect.body, retry_after_s=effect.retry_after_s)
-                client.answer(own.response(request))
+                client.answer_own(own, request)
 
     def _forget(self, request: HttpRequest, sent_bytes: int | None = None) -> ClientConnection:
         """Its client is free for the next one; the core's last record of it is still to come."""

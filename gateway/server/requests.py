@@ -424,9 +424,6 @@ class RequestReader:
             return Failure(400, "bad_request", "HTTP/1.0 has no transfer encodings.")
         if sum(name == b"host" for name, _ in current.headers) > 1:
             return Failure(400, "bad_request", "There is more than one Host header.")
-        path = path_of(current.url)
-        if is_hop_path(path):
-            return Failure(404, "not_found", "There is nothing at this path.")
         declared = int(named.get(b"content-length", b"0"))  # llhttp has checked it
         refused = self._intake.check(current.headers)
         if refused is not None:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from http import HTTPStatus
+from typing import NamedTuple
 
 import httptools
 import msgspec
 
+from gateway.core.answers import Failure, error_body
 from gateway.server.requests import Headers, HttpRequest
 from plumbing import gateway_protocol as hop
 from plumbing.gateway_protocol import Continuation, Hello
@@ -163,30 +165,34 @@ class ResponseReader:
 STATUS_LINES = {int(code): b"HTTP/1.1 %d %b" % (code, code.phrase.encode()) for code in HTTPStatus}
 
 
-def error_response(
-    status: int,
-    body: bytes,
-    request_id: bytes,
-    *,
-    keeps_alive: bool,
-    retry_after_s: int | None = None,
-    is_to_head: bool = False,
-    content_type: bytes = b"application/json",
-) -> bytes:
-    """A whole response."""
-    lines = [
-        status_line(status),
-        b"content-type: " + content_type,
-        b"content-length: %d" % len(body),
-        b"x-request-id: " + request_id,
-    ]
-    if status == HTTPStatus.UNAUTHORIZED:
-        lines.append(b'www-authenticate: Bearer realm="gateway"')
-    if retry_after_s is not None:
-        lines.append(b"retry-after: %d" % retry_after_s)
-    if not keeps_alive:
-        lines.append(b"connection: close")
-    return b"\r\n".join(lines) + b"\r\n\r\n" + (b"" if is_to_head else body)
+class OwnAnswer(NamedTuple):
+    """An answer of the gateway itself, as JSON unless it says otherwise. `code`: of a refusal."""
+
+    status: int
+    body: bytes
+    code: str = ""
+    retry_after_s: int | None = None
+    content_type: bytes = b"application/json"
+
+    @classmethod
+    def of(cls, why: Failure, path: str) -> OwnAnswer:
+        return cls(why.status, error_body(why, path), why.code, why.retry_after_s)
+
+    def response(self, request_id: bytes, *, keeps_alive: bool, is_to_head: bool = False) -> bytes:
+        """The whole response."""
+        lines = [
+            status_line(self.status),
+            b"content-type: " + self.content_type,
+            b"content-length: %d" % len(self.body),
+            b"x-request-id: " + request_id,
+        ]
+        if self.status == HTTPStatus.UNAUTHORIZED:
+            lines.append(b'www-authenticate: Bearer realm="gateway"')
+        if self.retry_after_s is not None:
+            lines.append(b"retry-after: %d" % self.retry_after_s)
+        if not keeps_alive:
+            lines.append(b"connection: close")
+        return b"\r\n".join(lines) + b"\r\n\r\n" + (b"" if is_to_head else self.body)
 
 
 def status_line(status: int) -> bytes:

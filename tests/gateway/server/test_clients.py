@@ -39,7 +39,9 @@ async def test_requests_are_served_in_turn(bench):
     assert content(await client.answer()) == text_of(b'{"a":1}', 8)
     refused = await client.answer()
     assert (refused.status, refused.headers["x-request-id"]) == (404, "me")
-    assert await client.rest() == b""
+    for path in ("/%75nderstudy%2Fhello", "http://x/understudy/hello"):
+        client.ask(path)
+        assert (await client.answer()).status == 404
 
 
 @scene()

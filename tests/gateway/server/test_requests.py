@@ -100,8 +100,6 @@ def test_a_request_id_that_is_not_sane_is_replaced(sent):
         (b"FETCH / HTTP/1.1\r\n\r\n", 501),
         (b"CONNECT a:1 HTTP/1.1\r\n\r\n", 405),
         (GET.replace(b"1.1", b"2.0"), 505),
-        (b"GET /understudy/hello HTTP/1.1\r\n\r\n", 404),
-        (b"GET http://x/understudy/hello HTTP/1.1\r\n\r\n", 404),
         (POST.replace(b"Length: 3", b"Length: 1001"), 413),
         (b"GET / HTTP/1.1\r\nX: " + b"x" * HEAD_BYTES_MAX + b"\r\n\r\n", 431),
         (b"GET /" + b"x" * HEAD_BYTES_MAX + b" HTTP/1.1\r\n\r\n", 431),
@@ -155,12 +153,6 @@ def test_a_post_that_asks_for_a_websocket_is_read_with_its_body():
 )
 def test_paths_of_the_hop_in_every_spelling(path, is_hop):
     assert is_hop_path(path) is is_hop
-
-
-def test_a_percent_encoded_path_of_the_hop_is_refused():
-    found = read(b"GET /%75nderstudy%2Fhello HTTP/1.1\r\n\r\n")
-    assert found.refused is not None
-    assert found.refused.status == 404
 
 
 WEBSOCKET = (
