@@ -28,11 +28,14 @@ from gateway.core.machine import TICK_MS
 from gateway.core.wishes import Wishes
 from gateway.schema import GatewayLoad, GatewayUpstream
 from gateway.server.accounts import Accounts, Tell
-from gateway.server.client import WRITE_BUFFER_BYTES, ClientConnection
-from gateway.server.connections import IdleConnections, take_over
+from gateway.server.client import (
+    WRITE_BUFFER_BYTES,
+    ClientConnection,
+    ServiceListener,
+    take_over,
+)
 from gateway.server.endpoints import Endpoints
 from gateway.server.files import open_api_keys, open_certificate
-from gateway.server.listener import ServiceListener
 from gateway.server.requests import (
     BODY_BYTES_MAX,
     NOT_PASSED_ON,
@@ -43,7 +46,7 @@ from gateway.server.requests import (
 from gateway.server.responses import OwnAnswer, greet
 from gateway.server.settings import GatewaySettings
 from gateway.server.tracing import open_spans
-from gateway.server.upstream import ReplayTurns, Upstream
+from gateway.server.upstream import IdleConnections, ReplayTurns, Upstream
 from plumbing.pod.paths import engine_http_socket, engine_queue
 from plumbing.pod.queue_page import QueueReader, attempt_name
 from plumbing.wire.fds import OwnedFd
@@ -55,7 +58,6 @@ BODIES_SHARE = 0.75  # of the memory, which bodies that are being sent may keep
 FLUSH_S = 0.5  # for the errors of requests that are cut at the end
 BEGIN_S = 1.0  # after its connect a client sends its first request within milliseconds
 SWEEP_S = 1.0  # a deadline is noticed this much late at most
-HEAD_MS = 10_000.0  # from the first byte of a response's head to its end
 QUOTED_CHARS_MAX = 300  # of what is wrong with a hello, which may quote it
 KEEPALIVE_COMMENT = b": keepalive\n\n"
 
@@ -556,7 +558,6 @@ class GatewayExchange:
         self._cut_slowest()
         self.idle_connections.close_old()
         self._fill_pauses(self._settings.keepalive_comments_ms)
-        self._break_endless_heads()
         self.accounts.tell()
         for watched in (self.keys, self.certificate):
             if watched is not None:
@@ -594,14 +595,6 @@ class GatewayExchange:
             if now_ms - sent_ms >= keepalive_ms and not client.is_full:
                 self._paused[number] = now_ms
                 client.send_body(KEEPALIVE_COMMENT)
-
-    def _break_endless_heads(self) -> None:
-        now_ms = self.now_ms()
-        for upstream in tuple(self.upstreams.values()):
-            since_ms = upstream.head_since_ms
-            if since_ms is not None and now_ms - since_ms > HEAD_MS:
-                upstream.drop()
-                self.handle(ev.AnswerEnded(upstream.attempt.number, ev.BreakCause.GARBAGE))
 
 
 class EngineQueues:

@@ -11,6 +11,13 @@ A replay takes a microsecond or more for each token, and a failover starts many 
 So they are read in slices, in turns, `TURN_S` in each turn of the loop: clients, other streams and
 the watchdog's beat wait no longer for them.
 
+Using an idle connection again saves a connect here, and an accept and a turn of the loop in the
+engine. Idle connections do not delay a drain: the engine closes them at the end. Anything that
+happens on one ends it, but for the last chunk of the answer before, which many servers write behind
+everything else. A request may cross the engine's close. On a Unix socket the kernel says whether
+the engine has read it: sending fails, or reading does with ECONNRESET, if it has not. Only such a
+request is sent again; end of file is a break, as on any other connection.
+
 `GroupCutter` cuts a marked stream behind the hop's comments and does not look into events. A dying
 engine may write an error event that no comment follows, and keep its connection. Such an event is a
 group of its own: the core knows what it means.
@@ -35,9 +42,87 @@ from gateway.core.events import (
     HeadCame,
 )
 from gateway.server.client import ClientConnection
-from gateway.server.connections import Buffer, IdleConnection, IdleConnections, connect_to, send_now
 from gateway.server.responses import ResponseReader
 from plumbing.gateway_protocol import END, GROUP_MARK, HANDED_OVER, Continuation, read_group_end
+
+Buffer: TypeAlias = "bytes | bytearray | memoryview"
+
+
+def send_now(connection: socket.socket, parts: Sequence[Buffer]) -> Sequence[Buffer]:
+    """Send as much as the kernel takes now; what remains.
+
+    Raises:
+        OSError: the other side has closed, or nothing can be taken.
+    """
+    sent_bytes = connection.sendmsg(parts)
+    left: list[Buffer] = []
+    for part in parts:
+        if sent_bytes < len(part):
+            left.append(memoryview(part)[sent_bytes:])
+        sent_bytes = max(0, sent_bytes - len(part))
+    return left
+
+
+IDLE_MAX = 32  # of all engines together: as many as clients are accepted in one turn of the loop
+# Engines close theirs after five seconds (uvicorn), so requests hardly ever cross that.
+IDLE_S = 2.0
+_LAST_CHUNK = b"0\r\n\r\n"
+
+
+class IdleConnection(asyncio.Protocol):
+    """One of them. `is_over`: the answer before has ended with its last byte."""
+
+    def __init__(
+        self,
+        owner: IdleConnections,
+        grant: tuple[str, int],
+        transport: asyncio.Transport,
+        connection: socket.socket,
+        *,
+        is_over: bool,
+    ) -> None:
+        self._owner, self.grant, self.transport, self.is_over = owner, grant, transport, is_over
+        self.socket = connection  # the transport's, for whoever sends without waiting for the loop
+        self.since_s = time.monotonic()
+
+    def data_received(self, data: bytes) -> None:
+        if self.is_over or data != _LAST_CHUNK:
+            self._owner.close(self)
+        self.is_over = True
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._owner.pop(self, None)
+
+
+class IdleConnections(dict[IdleConnection, None]):
+    """Those of one gateway, longest idle first. Each is for requests to one engine under one grant,
+    by id and token."""
+
+    def keep(self, idle: IdleConnection) -> None:
+        """Take it; the one that has been idle longest gives its place up."""
+        if len(self) >= IDLE_MAX:
+            self.close(next(iter(self)))
+        idle.transport.set_protocol(idle)
+        self[idle] = None
+
+    def find(self, grant: tuple[str, int]) -> IdleConnection | None:
+        """The one that was used last, for one more request."""
+        for idle in reversed(self):
+            if idle.is_over and idle.grant == grant:
+                del self[idle]
+                return idle
+        return None
+
+    def close(self, *which: IdleConnection) -> None:
+        for idle in which:
+            self.pop(idle, None)
+            idle.transport.abort()
+
+    def close_old(self) -> None:
+        """Close those that have been idle for `IDLE_S`."""
+        now_s = time.monotonic()
+        self.close(*[each for each in self if now_s - each.since_s >= IDLE_S])
+
 
 TURN_S = 0.005  # a slice more is less than twice that, unless one event has megabytes
 
@@ -99,7 +184,7 @@ class Upstream(asyncio.Protocol):
         *("_cutter", "_is_behind", "_is_between", "_is_head_told", "_is_passed_on", "_is_paused"),
         *("_is_reused", "_outbox", "_owner", "_client", "_replayed", "_request", "_socket"),
         *("_transport", "_unsent"),
-        *("attempt", "head_since_ms", "held", "is_dropped", "response"),
+        *("_is_silent", "attempt", "held", "is_dropped", "response"),
     )
 
     def __init__(
@@ -114,7 +199,6 @@ class Upstream(asyncio.Protocol):
         self.attempt = attempt
         self.response: ResponseReader = ResponseReader(is_to_head=is_to_head)
         self.held: list[bytes] = []
-        self.head_since_ms: float | None = None  # a head has begun then, and is not whole
         self._owner = owner
         self._outbox = owner.outbox
         self._client = client
@@ -123,6 +207,7 @@ class Upstream(asyncio.Protocol):
         self._socket: socket.socket | None = None
         self._transport: asyncio.Transport | None = None
         self._is_reused = False
+        self._is_silent = True  # nothing of the response has come
         self._cutter: GroupCutter | None = None
         self._is_between = False  # the next byte begins a chunk and, within it, a group
         self._replayed = bytearray()  # that waits for its turn,
@@ -134,11 +219,6 @@ class Upstream(asyncio.Protocol):
 
     # ------------------------------------------------------------------ for the owner
 
-    @property
-    def unsent_bytes(self) -> int:
-        """Bytes that wait in this process until the engine takes them."""
-        return 0 if self._transport is None else self._transport.get_write_buffer_size()
-
     def connect(self, path: str) -> socket.socket:
         """Connect and send the request at once: the engine works while the loop takes the socket
         over, which the caller lets it do. A Unix socket connects without waiting.
@@ -146,7 +226,12 @@ class Upstream(asyncio.Protocol):
         Raises:
             OSError: no socket, nobody listens, its backlog is full, or descriptors have run out.
         """
-        connection = connect_to(path)
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        try:
+            connection.connect(path)
+        except OSError:
+            connection.close()
+            raise
         try:
             self._unsent = send_now(connection, self._request)
         except OSError:  # it has closed already, as reading will tell
@@ -238,7 +323,7 @@ class Upstream(asyncio.Protocol):
             self._look_at_room()
 
     def _receive(self, data: bytes) -> None:
-        response = self.response
+        response, self._is_silent = self.response, False
         try:
             response.feed(data)
         except ValueError:
@@ -299,9 +384,8 @@ class Upstream(asyncio.Protocol):
 
     def _was_unread(self, error: Exception | None) -> bool:
         """Whether the engine has closed a connection that was idle before it saw the request."""
-        is_silent = self.head_since_ms is None and not self._is_head_told
         is_reset = isinstance(error, (ConnectionResetError, BrokenPipeError))
-        return self._is_reused and is_reset and is_silent and not self.is_dropped
+        return self._is_reused and is_reset and self._is_silent and not self.is_dropped
 
     def _send(self, data: bytes) -> None:
         """To the client; if it is full, nothing more is read for it. A replay, of which it gets
@@ -326,10 +410,8 @@ class Upstream(asyncio.Protocol):
     def _tell_head(self) -> None:
         response = self.response
         if not response.has_head:
-            if self.head_since_ms is None:
-                self.head_since_ms = self._owner.now_ms()
             return
-        self._is_head_told, self.head_since_ms = True, None
+        self._is_head_told = True
         self._request = ()
         head = HeadCame(
             self.attempt.number,

@@ -9,7 +9,7 @@ import signal
 import time
 from collections.abc import Iterable, Sequence
 
-from gateway.server.connections import IDLE_S
+from gateway.server.upstream import IDLE_S
 from plumbing.service import procfs
 from tests.helpers import auntil, free_port, free_ports, open_fds
 from understudy.pod.ports import Ports

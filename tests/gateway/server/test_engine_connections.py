@@ -18,8 +18,8 @@ import pytest
 
 from gateway.core import machine as attempts
 from gateway.core.events import DoorSet, EngineGranted, NobodyGranted
-from gateway.server import connections as idle_connections
 from gateway.server import responses
+from gateway.server import upstream as idle_connections
 from gateway.server.responses import HEAD_BYTES_MAX, ResponseReader, greet
 from gateway.server.upstream import Upstream
 from plumbing import gateway_protocol as hop

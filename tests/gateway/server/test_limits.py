@@ -9,7 +9,7 @@ import ssl
 
 import pytest
 
-from gateway.server import listener
+from gateway.server import client as listener
 from tests.gateway.server.harness import CHAT, scene, with_bench
 from tests.helpers import auntil, descriptors_below, open_fds
 from tests.plumbing.wire.certificates import Authority

@@ -13,11 +13,11 @@ from types import SimpleNamespace
 
 import msgspec
 
+from gateway.cli import models_line
 from gateway.schema import GatewayPool
 from gateway.server import status
 from gateway.server.links import GatewayPoolLink
 from gateway.server.metrics import of_models
-from gateway.text import models_line
 from plumbing.pod.paths import pool_socket
 from plumbing.service.clock import SystemClock
 from plumbing.service.events import EventLog
