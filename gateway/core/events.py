@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import math
 from enum import StrEnum
-from http import HTTPStatus
 
 import msgspec
 
@@ -98,13 +97,6 @@ class HeadCame(GatewayEvent, frozen=True):
     token: int
     continuation: Continuation
     is_event_stream: bool
-
-    @property
-    def is_unsigned_refusal(self) -> bool:
-        """Whether the engine's HTTP library refused the request before the engine saw it, such as
-        for a header that is too long: no grant is named, and a retry would not help."""
-        is_refusal = 400 <= self.status < 500 and self.status != HTTPStatus.TOO_MANY_REQUESTS
-        return is_refusal and not self.engine and not self.token
 
     @property
     def is_marked(self) -> bool:

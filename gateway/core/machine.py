@@ -417,8 +417,7 @@ class Gateway:
         """A response begins."""
         request = attempt.owner
         request.is_inside = True
-        is_signed = (came.engine, came.token) == (attempt.engine, attempt.token)
-        if not is_signed and not (came.is_unsigned_refusal and request.state is RequestState.SENT):
+        if (came.engine, came.token) != (attempt.engine, attempt.token):
             self.broke(attempt, BreakCause.WRONG_TOKEN, now_ms)
         elif request.state not in (RequestState.SENT, RequestState.RESUMING):
             self.broke(attempt, BreakCause.GARBAGE, now_ms)

@@ -31,31 +31,22 @@ class SleepRules(Struct, frozen=True):
     wakes_on_request: bool = True
 
 
-class SleepEffect(Struct, frozen=True):
-    """What the shell does, in the order given; a `DoorSet` is one too."""
-
-
-class SendGoal(SleepEffect, frozen=True):
+class SendGoal(Struct, frozen=True):
     """Answered by `SleepDoor.heard` with `is_answer`, by `refused`, or by `lost`."""
 
     goal: Tier
 
 
-class HolderWoke(SleepEffect, frozen=True):
-    """The engine is awake, `ms` after the gateway sent the goal."""
-
-    ms: float
-
-
-class SleepTold(SleepEffect, frozen=True):
-    """For the event log."""
+class SleepTold(Struct, frozen=True):
+    """For the event log. `woken_ms`: the engine is awake, so long after it was sent the goal."""
 
     kind: str
     message: str
     severity: str = "info"
+    woken_ms: float | None = None
 
 
-Effects = list[SleepEffect | DoorSet]
+Effects = list[SendGoal | SleepTold | DoorSet]  # what the shell does, in the order given
 
 # The states of an engine that holds the lock; first those in which it must get no request.
 WAY_DOWN = frozenset({"draining", "releasing", "resting"})
@@ -111,7 +102,9 @@ class SleepDoor:
             self.awake_since_ms = now_ms
         is_awake = said.state == "active" and self.goal is Tier.AWAKE
         if self._woken_ms is not None and is_awake:
-            self._out.append(HolderWoke(now_ms - self._woken_ms))
+            woken_ms = now_ms - self._woken_ms
+            message = f"{self.engine} is awake after {duration(woken_ms)}"
+            self._out.append(SleepTold("woken", message, woken_ms=woken_ms))
             self._woken_ms = None
         return self._follow()
 

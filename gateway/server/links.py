@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from gateway.core.events import DoorSet, EngineGranted, NobodyGranted
-from gateway.core.sleep_door import Effects, HolderWoke, SendGoal, SleepDoor, SleepTold
+from gateway.core.sleep_door import Effects, SendGoal, SleepDoor, SleepTold
 from gateway.server.accounts import HistogramTally
 from gateway.server.exchange import GatewayExchange
 from gateway.server.settings import GatewaySettings
@@ -247,16 +247,13 @@ class GatewayEngineLink(KeptLink):
                 case SendGoal():
                     self.goals[effect.goal] += 1
                     self._ask(SetGoalMsg(effect.goal, BY))
-                case HolderWoke():
-                    self.wakes.observe(effect.ms / 1000)
-                    message = f"{self.core.engine} is awake after {duration(effect.ms)}"
-                    self._record("woken", message, duration_ms=round(effect.ms, 1))
-                case SleepTold():
-                    self._record(effect.kind, effect.message, effect.severity)
-
-    def _record(self, kind: str, message: str, severity: str = "info", **more: float) -> None:
-        data = {"engine_id": self.core.engine, "token": self.core.token, **more}
-        self._log.record(f"gateway.{kind}", message, severity, data)
+                case SleepTold(kind, message, severity, woken_ms):
+                    data: dict[str, object] = {"engine_id": self.core.engine}
+                    data["token"] = self.core.token
+                    if woken_ms is not None:
+                        self.wakes.observe(woken_ms / 1000)
+                        data["duration_ms"] = round(woken_ms, 1)
+                    self._log.record(f"gateway.{kind}", message, severity, data)
 
 
 class GatewayPoolLink(PoolLink):
@@ -270,7 +267,6 @@ class GatewayPoolLink(PoolLink):
         self.changed_ms = clock.now_ms()  # connected, or lost
         self.refusal: str | None = None
         self._exchange, self._clock, self._log = exchange, clock, log
-        self._strangers: frozenset[str] = frozenset()
 
     @property
     def outage(self) -> str | None:
@@ -285,12 +281,6 @@ class GatewayPoolLink(PoolLink):
         self.refusal = None
         said = {model: doors.models.get(model) or _unknown(model) for model in self.models}
         self._exchange.set_model_doors(said)
-        strangers = frozenset(doors.models) - frozenset(self.models)
-        if strangers - self._strangers:
-            names = ", ".join(sorted(strangers))
-            message = f"the pool has models unknown to this gateway: {names}; restart the gateway"
-            self._log.record("gateway.pool_differs", message, "warning")
-        self._strangers = strangers
         self.changed()
 
     def begin(self, conn: Connection) -> None:

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.core.events import DoorSet
-from gateway.core.sleep_door import HolderWoke, SendGoal, SleepDoor, SleepRules
+from gateway.core.sleep_door import SendGoal, SleepDoor, SleepRules
 from plumbing.pod.messages import EngineReportMsg, Tier
 
 AFTER_MS = 5_000.0
@@ -122,7 +122,8 @@ def test_a_request_wakes_an_engine_once_wherever_it_is_on_its_way_down(state: st
     table.said("waking", Tier.AWAKE)
     assert not table.is_shut
     table.now_ms += 20.0
-    assert table.said("active", Tier.AWAKE) == [HolderWoke(20.0)]
+    (told,) = table.said("active", Tier.AWAKE)
+    assert (told.kind, told.woken_ms) == ("woken", 20.0)
     table.said("draining", Tier.WARM)  # by order: who waited before is served
     assert goals(table.load()) == []
 
