@@ -61,20 +61,14 @@ class GatewayEngine(Schema):
     state: Annotated[str, "its state"]
     since: Annotated[Time, "since when"]
     for_ms: Annotated[float, "time since then"]
-    tier: Annotated[str, "what is resident: `awake`, `warm`, `offloaded`, `cold`"]
     goal: Annotated[str, "the tier of its newest goal"]
     goal_by: Annotated[str | None, "who told it last"]
-    can_rest: Annotated[bool, "it can rest and wake without a relaunch"]
-    fault: Annotated[str | None, "why it is not at its goal, and not on its way"]
 
 
 class GatewayRest(Schema):
     sleep_after_ms: Annotated[float, "idle time before the engine is put to sleep; 0: never"]
     wake: Annotated[str, "who wakes it, `on-request` or `manual`"]
     door: Annotated[str, "`open`, or `shut`: requests wait"]
-    quiet_ms: Annotated[float, "time without a request while the engine is awake"]
-    sleeps_total: Annotated[int, "sleeps since it started"]
-    wakes_total: Annotated[int, "wakes for a request"]
     engine: Annotated[GatewayEngine | None, "the lock holder's own report; null: unreachable"]
     problem: Annotated[str | None, "why it does not report, or its fault"]
 
@@ -85,12 +79,8 @@ class GatewayModel(Schema):
     door: Annotated[
         str | None, "its requests are sent (`open`), wait (`shut`) or `refused`; null: not known"
     ]
-    running: Annotated[str | None, "running requests behind a shut door: `finish`, `park`, `cut`"]
-    obeyed: Annotated[bool, "the gateway obeys this door"]
     engine: Annotated[str | None, "the engine that serves it"]
-    token: Annotated[int | None, "the token of that engine's grant"]
     in_flight: Annotated[int, "requests that an engine has"]
-    cannot_park: Annotated[int, "of these, those that can neither be parked nor wait again"]
     waiting: Annotated[int, "requests that wait, of which nothing was answered"]
     parked: Annotated[int, "streams that wait for the model's next turn"]
 
@@ -122,15 +112,10 @@ class GatewayRequest(Schema):
 
 class GatewayTotal(Schema):
     requests: list[GatewayRequest]
-    tokens: Annotated[int, "tokens delivered, each once"]
     replayed_tokens: Annotated[int, "tokens that engines were given to resume streams"]
     pauses: Annotated[int, "how often a stream was interrupted"]
     pause_ms: Annotated[float, "for how long, in all"]
     resumes: Annotated[int, "how often one went on"]
-    continuations_lost: Annotated[
-        int, "streams that can no longer be continued, for lack of memory"
-    ]
-    limits: Annotated[dict[str, int], "how often, by its name"]
 
 
 class OfflineGateway(Schema):

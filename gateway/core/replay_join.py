@@ -21,7 +21,6 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum, auto
 from hashlib import blake2b
-from itertools import chain
 from typing import Any, NamedTuple
 
 import msgspec
@@ -117,7 +116,7 @@ class Joined:
 
     def _take(self, parts: list[EventPart]) -> None:
         for kind, path, value, _ in parts:
-            if kind in (PartKind.TEXT, PartKind.ITEMS):
+            if kind is PartKind.TEXT:
                 self._join(path, value)
             elif kind is PartKind.LAST:
                 self.values[path] = value
@@ -157,7 +156,6 @@ SEQUENCE = "sequence_number"
 VALUE_CHARS_MAX = 64  # of a longer one only its digest is kept
 _members = msgspec.json.Decoder(dict[str, Raw]).decode
 _items = msgspec.json.Decoder(list[Raw]).decode
-_lists = msgspec.json.Decoder(list[list[Raw]]).decode
 _texts = msgspec.json.Decoder(list[str]).decode
 _numbers = msgspec.json.Decoder(list[int]).decode
 _text = msgspec.json.Decoder(str).decode
@@ -174,7 +172,6 @@ class PartKind(Enum):
     """What becomes of a part in the sum of many events."""
 
     TEXT = auto()  # a string of a delta: a piece, joined to those before
-    ITEMS = auto()  # of a list in a delta, such as token ids: the same
     LAST = auto()  # any other value: the last one counts
     ID = auto()  # an id or a time
     TIMES = auto()  # events of this kind are counted
@@ -183,9 +180,8 @@ class PartKind(Enum):
 
 
 class EventPart(NamedTuple):
-    """`value`: UTF-8 of a text, what is written of items. `written`: the JSON behind the last key
-    of `path`, of parts that may differ between events of one form; empty where the form must not
-    be used."""
+    """`value`: UTF-8 of a text. `written`: the JSON behind the last key of `path`, of parts that
+    may differ between events of one form; empty where the form must not be used."""
 
     kind: PartKind
     path: Path
@@ -205,7 +201,10 @@ def parts_of(data: bytes) -> list[EventPart]:
         choices, kind = bytes(event.get("choices", b"")), bytes(event.get("type", b""))
         if choices.startswith(b"["):
             del event["choices"]
-            if not _items(choices):
+            items = _items(choices)
+            if not all(bytes(each).startswith(b"{") for each in items):
+                raise UnknownEvent
+            if not items:
                 parts.append(EventPart(PartKind.TIMES, ("without choices", "usage" in event)))
             _take_members(event, (), parts, is_delta=False)
             _take_list(choices, ("choices",), parts, is_delta=True)
@@ -266,16 +265,14 @@ def _take_list(written: bytes, path: Path, parts: list[EventPart], *, is_delta: 
     items = [bytes(each) for each in _items(written)]
     if not is_delta:
         parts.append(EventPart(PartKind.LAST, (*path, "length"), len(items)))
-    elif not any(each.startswith(b"{") for each in items):
-        parts.append(EventPart(PartKind.ITEMS, path, _joined(items), written))
+    elif not all(each.startswith(b"{") for each in items):
+        parts.append(EventPart(PartKind.LEFT_OUT, path, None, written))  # token ids: the journal's
         return
     for position, item in enumerate(items):
         if item.startswith(b"{"):
             members = _members(item)
             at = (*path, _index(members.get("index"), position))
             _take_members(members, at, parts, is_delta=is_delta)
-        elif is_delta:
-            parts.append(EventPart(PartKind.ITEMS, path, _joined((item,))))
         else:
             _take(item, (*path, position), parts, is_delta=False)
 
@@ -284,10 +281,6 @@ def _index(raw: Raw | None, otherwise: int) -> int:
     """The place that an engine gives, or our own count where it gives none."""
     value = None if raw is None else _value(raw)
     return value if isinstance(value, int) else otherwise
-
-
-def _joined(items: Sequence[bytes | Raw]) -> bytes:
-    return b",".join((*items, b"")) if items else b""
 
 
 def _short(value: Any) -> Any:
@@ -308,14 +301,6 @@ def _read_texts(column: _Column) -> bytes | None:
     return "".join(texts).encode() if len(texts) == len(column) else None
 
 
-def _read_items(column: _Column) -> bytes | None:
-    written = b",".join(column)
-    if b"{" in written or b"\n" in written or b"\r" in written:
-        return None
-    lists = _lists(b"[%b]" % written)
-    return _joined(list(chain.from_iterable(lists))) if len(lists) == len(column) else None
-
-
 def _read_number(column: _Column) -> int | None:
     written = b",".join(column)
     numbers = _numbers(b"[%b]" % written)
@@ -333,7 +318,6 @@ def _skip(column: _Column) -> bytes | None:
 # of them is not of this kind.
 _READERS: dict[PartKind, Callable[[_Column], bytes | int | None]] = {
     PartKind.TEXT: _read_texts,
-    PartKind.ITEMS: _read_items,
     PartKind.NUMBER: _read_number,
     PartKind.LEFT_OUT: _skip,
 }

@@ -175,7 +175,6 @@ class Endpoints:
         lane, said = self._lanes.lanes[model], self.said.get(model)
         now_ms = time.monotonic() * 1000
         demand = lane.demand(now_ms)
-        expected_ms = lane.expected_wait_ms(now_ms)
         return {
             "id": model,
             "object": "model",
@@ -189,13 +188,10 @@ class Endpoints:
             "meta": {
                 "understudy": {
                     "aliases": list(self._aliases[model]),
-                    "tier": None if said is None else said.tier,
                     "door": lane.door_word,
                     "in_flight": demand.in_flight,
                     "waiting": len(demand.tickets) - lane.parked,
                     "parked": lane.parked,
-                    "expected_wait_ms": None if expected_ms is None else round(expected_ms),
-                    "memory": {} if said is None else dict(said.memory),
                 }
             },
         }

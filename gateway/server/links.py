@@ -177,12 +177,6 @@ class GatewayEngineLink(KeptLink):
         wanting, now_ms = load.waiting + load.parked, self._clock.now_ms()
         self._perform(self.core.load(wanting, quiet_ms, now_ms))
 
-    @property
-    def quiet_ms(self) -> float:
-        """For how long the engine is awake without a request."""
-        awake_ms = self._clock.now_ms() - self.core.awake_since_ms
-        return 0.0 if self.core.has_predecessor else min(self._exchange.quiet_ms, awake_ms)
-
     def watch(self) -> None:
         """Call this every 100 ms or so."""
         now_ms = self._clock.now_ms()

@@ -13,12 +13,11 @@ from gateway.core.target import LaneTarget
 from gateway.server.exchange import GatewayExchange
 from gateway.server.links import GatewayEngineLink, GatewayLockLink, GatewayPoolLink
 from gateway.server.settings import MANUAL, ON_REQUEST, GatewaySettings
-from plumbing.pod.messages import Tier
 from plumbing.service.clock import Clock, moment
 from plumbing.service.events import EventLog
 from plumbing.service.http import Probe
 from plumbing.service.notify import restarts
-from pool.core.events import ModelDemand, ShutDoor, TicketKind
+from pool.core.events import ModelDemand, TicketKind
 
 
 class GatewayParts:
@@ -137,19 +136,13 @@ def _rest(gateway: GatewayParts) -> doc.GatewayRest:
         engine = doc.GatewayEngine(
             state=said.state,
             **moment(link.said_ms - said.since_ms, gateway.clock),
-            tier=said.tier,
             goal=said.goal,
             goal_by=said.goal_by or None,
-            can_rest=said.can_rest,
-            fault=said.fault or None,
         )
     return doc.GatewayRest(
         sleep_after_ms=round(rules.keep_alive_ms),
         wake=ON_REQUEST if rules.wakes_on_request else MANUAL,
         door="shut" if link.core.door.is_shut else "open",
-        quiet_ms=round(link.quiet_ms),
-        sleeps_total=link.goals[Tier.WARM],
-        wakes_total=link.goals[Tier.AWAKE],
         engine=engine,
         problem=link.problem,
     )
@@ -171,16 +164,12 @@ def pool_of(gateway: GatewayParts) -> doc.GatewayPool | None:
 
 def _model(gateway: GatewayParts, model: str, demand: ModelDemand) -> doc.GatewayModel:
     said, lane = gateway.exchange.endpoints.said.get(model), gateway.exchange.core.lanes[model]
-    door, grant = lane.door, lane.target.grant
+    grant = lane.target.grant
     return doc.GatewayModel(
         state=None if said is None else said.state,
         reason="" if said is None else said.reason,
         door=lane.door_word,
-        running=door.running if isinstance(door, ShutDoor) else None,
-        obeyed=door is not None and demand.door != 0,
         engine=None if grant is None else grant.engine,
-        token=None if grant is None else grant.token,
-        cannot_park=demand.cannot_park,
         **counts_of(demand),
     )
 
@@ -195,13 +184,10 @@ def _totals(gateway: GatewayParts) -> doc.GatewayTotal:
     accounts = gateway.exchange.accounts
     return doc.GatewayTotal(
         requests=[doc.GatewayRequest(*key, count) for key, count in accounts.requests.items()],
-        tokens=accounts.tokens,
         replayed_tokens=accounts.replayed_tokens,
         pauses=accounts.paused,
         pause_ms=round(accounts.pauses.sum_s * 1000, 1),
         resumes=accounts.resumed,
-        continuations_lost=accounts.continuations_lost,
-        limits=dict(accounts.limits),
     )
 
 

@@ -11,7 +11,6 @@ import random
 
 import pytest
 
-from gateway.core import events as ev
 from tests.gateway.core.model import KINDS
 from tests.gateway.core.pod import Pod, Upstream
 
@@ -69,26 +68,6 @@ def test_stream_cut_many_times_is_whole(kind):
         pod.clients[1].check_whole()
         assert pod.gateway.shared.memory_bytes == 0
         assert pod.gateway.attempts == {}
-
-
-def test_stream_whose_client_leaves_is_cancelled_everywhere():
-    """Goal: no work for a client that is gone. Method: leave at each group, streaming or parked."""
-
-    def leave(pod, upstream):
-        if pod.rng.random() < 0.5:
-            pod.kill()
-        pod.leave(pod.clients[1])
-
-    for cut in range(1, TOKENS):
-        pod = cut_stream(cut, "chat", [cut], leave)
-        client = pod.clients[1]
-        assert pod.upstreams == {}
-        assert len(client.asked) == 1
-        assert pod.gateway.stats(0.0).by_state == {}
-        if client.outcome == "left":
-            assert client.ending.ending is ev.Ending.CLIENT_GONE
-        else:
-            client.check_whole()  # merged into fewer groups than the cut
 
 
 def test_replay_that_says_something_else_ends_with_an_error():

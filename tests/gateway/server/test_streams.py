@@ -209,28 +209,6 @@ async def test_a_stream_that_cannot_go_on_ends_with_an_error_and_no_end(bench):
 
 
 @scene()
-async def test_a_stream_of_class_none_passes_as_it_comes(bench):
-    engine = await bench.active()
-    go_on = asyncio.Event()
-
-    async def route(request, reply):
-        reply.head(content_type="text/event-stream", continuation=Continuation.NONE)
-        reply.write(b"data: 1\n\n")
-        await go_on.wait()
-        reply.write(b": u=forged|1\n\ndata: 2\n\n")  # only in marked streams it means a thing
-        reply.end()
-
-    engine.routes["/v1/other"] = route
-    client = await bench.client()
-    client.ask("/v1/other", {})
-    await client.head()
-    assert await client.chunk() == b"data: 1\n\n"
-    go_on.set()
-    assert await client.chunk() == b": u=forged|1\n\ndata: 2\n\n"
-    assert await client.chunk() == b""
-
-
-@scene()
 async def test_an_engine_of_another_release_is_served_and_status_says_that_its_streams_end(bench):
     """Goal: an upgrade in which versions of the hop meet refuses nobody. Method: a newer engine,
     which marks nothing for this gateway; what it says of itself includes words of its own."""
