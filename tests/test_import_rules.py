@@ -396,7 +396,7 @@ LINES_MAX = {
     "lockserver": 7_570,
     "gms": 9_510,
     "engine": 18_858,
-    "gateway": 8_490,
+    "gateway": 8_320,
     "pool": 8_200,
     "understudy": 10_510,
     "hack": 6_250,

@@ -57,6 +57,7 @@ PROBLEM_CHARS_MAX = 4096  # an engine says what it likes
 BODIES_SHARE = 0.75  # of the memory, which bodies that are being sent may keep
 FLUSH_S = 0.5  # for the errors of requests that are cut at the end
 BEGIN_S = 1.0  # after its connect a client sends its first request within milliseconds
+LOOK_S = 0.01  # between two looks at whether everything has ended
 SWEEP_S = 1.0  # a deadline is noticed this much late at most
 QUOTED_CHARS_MAX = 300  # of what is wrong with a hello, which may quote it
 KEEPALIVE_COMMENT = b": keepalive\n\n"
@@ -112,7 +113,6 @@ class GatewayExchange:
         self._begin_by_s = 0.0  # new connections may still send their first request
         self._idle_clients: dict[ClientConnection, None] = {}  # longest idle first
         self._client_of: dict[int, ClientConnection] = {}  # of each request
-        self._idle = asyncio.Event()
         self._quiet_since_ms = 0.0  # long ago: a fresh gateway keeps no engine awake
         self._paused: dict[int, float] = {}  # request → when it was sent something last, in ms
         self._inbox: deque[ev.GatewayEvent] = deque()
@@ -259,12 +259,10 @@ class GatewayExchange:
     def closed(self, client: ClientConnection) -> None:
         self.clients.discard(client)
         self._idle_clients.pop(client, None)
-        self._idle.set()
 
     def became_idle(self, client: ClientConnection) -> None:
         self._idle_clients.pop(client, None)
         self._idle_clients[client] = None
-        self._idle.set()
 
     def close_an_idle_one(self) -> bool:
         """Close the connection that has been idle longest, for a new one; False: none is idle."""
@@ -510,7 +508,6 @@ class GatewayExchange:
                 self.accounts.ended(self.requests.pop(record.request), record, self.now_ms())
                 if not self.requests:
                     self._quiet_since_ms = self.now_ms()
-                    self._idle.set()
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)
@@ -537,13 +534,11 @@ class GatewayExchange:
             client.close_idle()
 
     async def _until_idle(self, budget_s: float) -> bool:
-        try:
-            async with asyncio.timeout(budget_s):
-                while self._is_busy:
-                    self._idle.clear()
-                    await self._idle.wait()
-        except TimeoutError:
-            return False
+        end_s = time.monotonic() + budget_s
+        while self._is_busy:
+            if time.monotonic() >= end_s:
+                return False
+            await asyncio.sleep(LOOK_S)
         return True
 
     # ------------------------------------------------------------------ once a second
@@ -553,7 +548,6 @@ class GatewayExchange:
         now_s = time.monotonic()
         for client in [each for each in self.clients if each.deadline_s <= now_s]:
             client.expire()
-        self._idle.set()  # `BEGIN_S` may be over
         self._refuse_largest_bodies()
         self._cut_slowest()
         self.idle_connections.close_old()
