@@ -8,8 +8,7 @@ then drills a pod of two engines with those answers and measures what the pod ta
 The report is the drill's own; `--json` has the same keys and, under `vllm`, the figures.
 
 The prompts are long and most share their beginning, so that blocks of the KV cache are published
-and adopted. With `--kv-compare` a second pod, whose engines adopt none, is drilled in the same way;
-what the pod takes of the machine is not measured then.
+and adopted. With `--no-adoption` the engines adopt none, for comparison.
 
 With `--device` it runs on GPUs, with the model runner, the scheduling and the graphs that vLLM
 chooses by itself, and measures each device's memory. Before the kills the active engine sleeps and
@@ -30,7 +29,6 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +46,13 @@ from plumbing.pod.cli import fail
 from plumbing.service.config import Option, Resolved, resolve
 from understudy.cli.settings import DRILL_OPTIONS
 from understudy.drill.clients import Target
-from understudy.drill.page import check_destination
-from understudy.drill.run import LENT_KV, NO_ADOPTION, Drill, DrillPlan
+from understudy.drill.page import check_destination, page_data, write_page
+from understudy.drill.records import Exchange, Prompt
+from understudy.drill.run import Drill, DrillPlan
 from understudy.pod.runner import PodRunner
 from understudy.status.gather import gather
 from understudy.up.models import VLLM_RANDOM_MODEL
-from understudy.up.sessions import DrillResult, compare_adoption, run_drill
+from understudy.up.sessions import DrillResult, run_drill
 
 DEFAULTS: Mapping[str, Any] = {"kills": 15, "target": ("api", "core", "worker")}
 TAKEN = (
@@ -73,7 +72,7 @@ OPTIONS: tuple[Option, ...] = tuple(
     if option.name in TAKEN
 )
 
-NO_ADOPTING = (*LENT_KV, *NO_ADOPTION)
+Expected = tuple[Sequence[Prompt], dict[str, Exchange]]
 KV_FLAG = "--kv-cache-memory-bytes"
 LEFT_SHOWN = 5
 # On GPUs. The random model has heads of 256, the widest that attention kernels take.
@@ -114,7 +113,7 @@ class Run:
     base: Path
     config: Resolved
     idle_s: float | None
-    compares_kv: bool
+    adopts: bool
     vllm_flags: tuple[str, ...]
     runner: str | None
     gpus: tuple[Nvml, ...]  # () : on the CPU
@@ -154,22 +153,12 @@ class Run:
         model = await model_of(self.base, self.config["model"], shape)
         found = Found(v2_on_cpu.name_of(self.runner))
         self._note_memory(found, "nothing")
-        file = self.base / "expected.json"
-        if not await self._ask_stock(model, file, found):
-            return None
-        answers = file if file.exists() else None
-        if not self.compares_kv:
-            result = await self._drill(model, answers, found)
-        else:
-            result = await compare_adoption(
-                partial(self._drill, model, answers, None, "kept", LENT_KV),
-                partial(self._drill, model, answers, None, "empty", NO_ADOPTING),
-                rig.say,
-            )
+        is_done, expected = await self._ask_stock(model, found)
+        result = await self._drill(model, expected, found) if is_done else None
         return (result, found) if result is not None else None
 
-    async def _ask_stock(self, model: Path, file: Path, found: Found) -> bool:
-        """Write the expected answers into `file`; False: interrupted."""
+    async def _ask_stock(self, model: Path, found: Found) -> tuple[bool, Expected | None]:
+        """Whether it was not interrupted, and the expected answers; None: the pod's own."""
         ranks = self.config["tensor_parallel"]
         temporary(self.base).mkdir()
         stock = Stock(model, self.base / "stock", ranks, self.flags, self.env)
@@ -182,31 +171,26 @@ class Run:
 
         rig.say(f"starting stock vLLM with {ranks} ranks, for its answers")
         gap_min = DEVICE_GAP_MIN if self.gpus else GAP_MIN
+        done: tuple[list[Question], Expected] | None
         try:
-            # Short answers to short prompts fill no block, so no KV cache would be adopted.
-            questions = await stock.write_answers(
-                file, rig.say, is_long=True, gap_min=gap_min, look=look
-            )
+            done = await stock.answers(rig.say, gap_min=gap_min, look=look)
         except UnderstudyError as error:
             if not self.gpus or error.code != "drill.no_answers":
                 raise
             rig.say(f"the pod's own answers are compared: {error.message}")
-            questions = []
-        shutil.rmtree(temporary(self.base))
-        found.questions = questions or ()
-        return questions is not None
+            return True, None
+        finally:
+            shutil.rmtree(temporary(self.base))
+        if done is None:
+            return False, None
+        found.questions, expected = done
+        return True, expected
 
     async def _drill(
-        self,
-        model: Path,
-        expected: Path | None,
-        found: Found | None,
-        name: str = "",
-        more: tuple[str, ...] = (),
+        self, model: Path, expected: Expected | None, found: Found
     ) -> DrillResult | None:
-        """A pod in the directory `name`, with `more` of our own flags; `found`: measured in it."""
-        config, before, base = self.config, leftovers.there_now(), self.base / name
-        base.mkdir(exist_ok=True)
+        """Drill a pod, and measure it."""
+        config, before, base = self.config, leftovers.there_now(), self.base
         plan = DrillPlan(
             config["kills"],
             config["target"],
@@ -216,6 +200,7 @@ class Run:
             duration_s=config["duration_s"],
         )
         ranks = config["tensor_parallel"]
+        more = () if self.adopts else ("--no-kv-adoption",)
         pod = make_pod(base, model, ranks, (*self.flags, *more), config["device_bytes"])
         if self.gpus:
             env = {**self.env, "UNDERSTUDY_WAKE": "manual"}  # it sleeps although requests wait
@@ -224,9 +209,9 @@ class Run:
         directory, seen = pod.directory, list[str]()
 
         async def look(target: Target) -> None:
-            if found is not None and self.gpus:
+            if self.gpus:
                 seen.extend(await self._look_at_devices(drill, target, found))
-            elif found is not None:
+            else:
                 found.figures = await look_at(
                     directory, self.kv_bytes, found.stock_private_bytes, self.idle_s
                 )
@@ -237,7 +222,7 @@ class Run:
         result = await run_drill(drill, runner, plan, rig.say, look)
         if result is not None:
             problems = result.report.problems
-            if found is not None and not self.gpus:
+            if not self.gpus:
                 problems += (
                     problems_of(found.figures) if found.figures else ["nothing was measured"]
                 )
@@ -304,14 +289,18 @@ def main() -> None:
     async def measure(base: Path) -> Figures | None:
         shown = gpus[: config["tensor_parallel"]]
         more = (tuple(flags.vllm), flags.runner, shown)
-        done = await Run(base, config, flags.idle_s, flags.kv_compare, *more).everything()
+        done = await Run(base, config, flags.idle_s, not flags.no_adoption, *more).everything()
         if done is None:
             return None
         result, found = done
         backend = result.backend or "vllm"
         if page is not None:
-            result.write_page(page, backend)
-        return {**result.report.to_dict(backend, rig.machine()), "vllm": found.to_dict()}
+            write_page(page, page_data(result.records, result.report, backend))
+        return {
+            **result.report.to_dict(backend),
+            "machine": rig.machine(),
+            "vllm": found.to_dict(),
+        }
 
     rig.finish(rig.run("understudy-vllm-", measure), is_json=flags.json)
 
@@ -343,9 +332,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--device", metavar="UUIDS", help="run on these GPUs, or on all")
     parser.add_argument(
-        "--kv-compare",
-        action="store_true",
-        help="use long prompts, and drill a second pod whose engines adopt no KV blocks",
+        "--no-adoption", action="store_true", help="drill engines that adopt no KV blocks"
     )
     parser.add_argument(
         "--idle-s",

@@ -305,7 +305,7 @@ def document(client: OpenaiClients, drill: Drill, kills: int, backend: str) -> r
     killed_ms = [kill.killed_ms for kill in records.kills]
     met = [sum(each.overlaps(at_ms, None) for each in client.attempts) for at_ms in killed_ms]
     report = judge(records, kills)
-    drilled = report.to_dict(backend, {})
+    drilled = report.to_dict(backend)
     problems = [*first["first_error"], *first["first_wrong"], *report.problems]
     if not fates:
         problems.append("no request was made")

@@ -7,7 +7,6 @@ ends meanwhile is told again: its next launch does not know the order.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -38,28 +37,33 @@ class ToldEngine:
     """One engine: what it reported before the order, and what it reports now."""
 
     name: str
+    path: str
     before: EngineReportMsg | None = None
     now: EngineReportMsg | None = None  # None until it was told, or while it does not answer
-    refusal: UnderstudyError | None = None
-    absence: str = ""
+    error: UnderstudyError | None = None  # why it was not told
 
-    @property
-    def holds(self) -> bool:
-        """Whether it holds the lock, as far as it knows."""
-        return self.now is not None and self.now.token > 0 and State(self.now.state) in HOLDING
+    async def tell(self, goal: Tier) -> None:
+        """Tell it once in each of its lives, and note what it reports."""
+        try:
+            if self.before is None:
+                self.before = await self._report(SetGoalMsg())
+            is_told = self.now is not None and self.error is None
+            self.now = await self._report(SetGoalMsg() if is_told else SetGoalMsg(goal, BY))
+            self.error = None
+        except UnderstudyError as error:
+            self.now = self.before if isinstance(error, RemoteError) else None
+            self.error = error
 
-    @property
-    def problem(self) -> str | None:
-        """Why it was not told."""
-        if self.refusal is not None:
-            return self.refusal.message
-        return None if self.now is not None else self.absence or "no answer"
+    async def _report(self, message: SetGoalMsg) -> EngineReportMsg:
+        answer = (await ask(self.path, GOAL_CATALOGUE, message, ANSWER_S)).message
+        assert isinstance(answer, EngineReportMsg)  # the catalogue has no other answer
+        return answer
 
     def row(self) -> GoalEngine:
-        now = self.now
+        now, problem = self.now, self.error.message if self.error is not None else None
         said = (now.state, now.tier, now.goal) if now is not None else (None, None, None)
         state, tier, goal = said
-        return GoalEngine(engine=self.name, state=state, tier=tier, goal=goal, problem=self.problem)
+        return GoalEngine(engine=self.name, state=state, tier=tier, goal=goal, problem=problem)
 
 
 async def give_goal(
@@ -71,59 +75,34 @@ async def give_goal(
     Raises:
         UnderstudyError: refused, overridden, no engine, or `pod.goal_timeout`.
     """
-    begun, changed = time.monotonic(), asyncio.Event()
-    engines = [ToldEngine(name) for name in paths]
-    tasks = [
-        asyncio.create_task(_follow(each, path, goal, changed))
-        for each, path in zip(engines, paths.values(), strict=True)
-    ]
+    begun, engines = time.monotonic(), [ToldEngine(*pair) for pair in paths.items()]
+    result = None
     try:
         async with asyncio.timeout(timeout_s):
-            while (result := _verdict(goal, engines, is_one=is_one)) is None:
-                changed.clear()
-                await changed.wait()
-        took_ms = (time.monotonic() - begun) * 1000
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(ANSWER_S):
-                while not all(each.now or each.refusal or each.absence for each in engines):
-                    changed.clear()
-                    await changed.wait()
+            while result is None:
+                await asyncio.gather(*(each.tell(goal) for each in engines))
+                result = _verdict(goal, engines, is_one=is_one)
+                await asyncio.sleep(LOOK_S if result is None else 0)
     except TimeoutError:
         raise _late(goal, engines, timeout_s) from None
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-    return _text(goal, engines, result, took_ms), _document(goal, engines, result, took_ms)
+    took_ms, holder = (time.monotonic() - begun) * 1000, _holder(engines)
+    document = GoalDocument(
+        schema=1,
+        result=result,
+        goal=goal,
+        engine=holder[0].name if holder else None,
+        token=holder[1].token if holder else None,
+        took_ms=round(took_ms, 1),
+        engines=[each.row() for each in engines],
+    )
+    return _text(goal, document), document
 
 
-async def _follow(engine: ToldEngine, path: str, goal: Tier, changed: asyncio.Event) -> None:
-    """Tell `engine` its goal, again after each of its ends, and keep what it reports."""
-    look, order = SetGoalMsg(), SetGoalMsg(goal, BY)
-    while True:
-        try:
-            if engine.before is None:
-                engine.before = await _report(path, look)
-            engine.now = await _report(path, order if engine.now is None else look)
-            engine.absence = ""
-        except RemoteError as error:
-            engine.refusal, engine.now = error, engine.before
-        except UnderstudyError as error:
-            engine.now, engine.absence = None, error.message
-        changed.set()
-        await asyncio.sleep(LOOK_S)
-
-
-async def _report(path: str, message: SetGoalMsg) -> EngineReportMsg:
-    answer = (await ask(path, GOAL_CATALOGUE, message, ANSWER_S)).message
-    assert isinstance(answer, EngineReportMsg)  # the catalogue has no other answer
-    return answer
-
-
-def _holder(engines: Sequence[ToldEngine]) -> ToldEngine | None:
-    """Who holds the lock; one that was superseded may not know it yet."""
-    holding = [each for each in engines if each.holds]
-    return max(holding, key=lambda each: each.now.token if each.now else 0, default=None)
+def _holder(engines: Sequence[ToldEngine]) -> tuple[ToldEngine, EngineReportMsg] | None:
+    """Who holds the lock, and its report; one that was superseded may not know it yet."""
+    said = [(each, each.now) for each in engines if each.now is not None]
+    holding = [pair for pair in said if pair[1].token > 0 and State(pair[1].state) in HOLDING]
+    return max(holding, key=lambda pair: pair[1].token, default=None)
 
 
 def _verdict(goal: Tier, engines: Sequence[ToldEngine], *, is_one: bool) -> str | None:
@@ -132,21 +111,17 @@ def _verdict(goal: Tier, engines: Sequence[ToldEngine], *, is_one: bool) -> str 
     Raises:
         UnderstudyError: it will not be done.
     """
-    holder = _holder(engines)
-    if holder is None:
-        if any(not (each.now or each.refusal or each.absence) for each in engines):
-            return None
-        refusals = [each.refusal for each in engines if each.refusal is not None]
-        if len(refusals) == len(engines):
-            raise refusals[0]
-        if all(each.absence for each in engines):
-            why = "; ".join(f"{each.name}: {each.absence}" for each in engines)
-            raise UnreachableError("pod.no_engine", f"no engine can be reached: {why}")
-        return KEPT if is_one else None
-    if holder.refusal is not None:
-        raise holder.refusal
-    now = holder.now
-    assert now is not None
+    found = _holder(engines)
+    if found is None:
+        errors = [each.error for each in engines if each.error is not None]
+        if len(errors) < len(engines):
+            return KEPT if is_one else None
+        refused = next((each for each in errors if isinstance(each, RemoteError)), None)
+        why = "; ".join(each.message for each in errors)
+        raise refused or UnreachableError("pod.no_engine", f"no engine can be reached: {why}")
+    holder, now = found
+    if holder.error is not None:
+        raise holder.error
     if now.goal is not goal:
         raise UnderstudyError("pod.goal_overridden", _overridden(goal, now), engine=holder.name)
     if not _is_there(goal, now):
@@ -172,12 +147,12 @@ def _overridden(goal: Tier, now: EngineReportMsg) -> str:
 
 
 def _late(goal: Tier, engines: Sequence[ToldEngine], timeout_s: float) -> UnderstudyError:
-    after, holder = duration(timeout_s * 1000), _holder(engines)
-    if holder is None or holder.now is None:
-        told = ", ".join(each.name for each in engines if each.problem is None)
+    after, found = duration(timeout_s * 1000), _holder(engines)
+    if found is None:
+        told = ", ".join(each.name for each in engines if each.now and not each.error)
         then = f"; {told} will be {WANTED[goal]} at the next grant" if told else ""
         return WaitTimeoutError("pod.goal_timeout", f"no engine holds the lock after {after}{then}")
-    now = holder.now
+    now = found[1]
     busy = f", with {now.in_flight} requests in flight" if now.in_flight else ""
     why = f" ({now.fault})" if now.fault else ""
     return WaitTimeoutError(
@@ -187,27 +162,13 @@ def _late(goal: Tier, engines: Sequence[ToldEngine], timeout_s: float) -> Unders
     )
 
 
-def _document(
-    goal: Tier, engines: Sequence[ToldEngine], result: str, took_ms: float
-) -> GoalDocument:
-    holder = _holder(engines)
-    return GoalDocument(
-        schema=1,
-        result=result,
-        goal=goal,
-        engine=holder.name if holder else None,
-        token=holder.now.token if holder and holder.now else None,
-        took_ms=round(took_ms, 1),
-        engines=[each.row() for each in engines],
-    )
-
-
-def _text(goal: Tier, engines: Sequence[ToldEngine], result: str, took_ms: float) -> str:
+def _text(goal: Tier, document: GoalDocument) -> str:
     """One line, and one more for each engine that was not told."""
-    holder, wanted = _holder(engines), WANTED[goal]
-    when = "already" if result.startswith("already") else f"after {duration(took_ms)}"
-    first = f"{holder.name if holder else ''} is {wanted} {when}"
-    if result == KEPT:
-        first = f"{engines[0].name} does not hold the lock; it will be {wanted} once it does"
-    rest = [f"{each.name} did not get the goal: {each.problem}" for each in engines if each.problem]
+    wanted, engines = WANTED[goal], document.engines
+    is_already = document.result.startswith("already")
+    when = "already" if is_already else f"after {duration(document.took_ms)}"
+    first = f"{document.engine} is {wanted} {when}"
+    if document.result == KEPT:
+        first = f"{engines[0].engine} does not hold the lock; it will be {wanted} once it does"
+    rest = [f"{it.engine} did not get the goal: {it.problem}" for it in engines if it.problem]
     return "\n".join([first, *rest])

@@ -110,17 +110,6 @@ def slabs_of(pid: int) -> dict[int, SlabUse]:
     return found
 
 
-def physical_bytes(pids: Iterable[int]) -> int:
-    """The bytes of all slabs that `pids` hold, each slab once."""
-    found: dict[int, SlabUse] = {}
-    for pid in pids:
-        for inode, slab in slabs_of(pid).items():
-            known = found.get(inode)
-            if known is None or (slab.is_open, slab.size_bytes) > (known.is_open, known.size_bytes):
-                found[inode] = slab
-    return sum(slab.size_bytes for slab in found.values())
-
-
 def _mapped_slabs(pid: int) -> dict[int, SlabUse]:
     found: dict[int, SlabUse] = {}
     try:

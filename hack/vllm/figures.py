@@ -14,11 +14,10 @@ from typing import Any
 import psutil
 
 from plumbing.errors import UnderstudyError
-from plumbing.service.procfs import descendants
+from plumbing.service.procfs import descendants, parent
 from understudy.drill.killer import committed_devices
-from understudy.drill.machine import roots_of
-from understudy.host import MEMFD, MEMFD_KV, physical_bytes
-from understudy.status.gather import gather, pids_of
+from understudy.host import MEMFD, MEMFD_KV, slabs_of
+from understudy.status.gather import engine_parts, gather, memory_parts, pids_of
 
 # A parked engine is checked once in this time for each rank, and vLLM's workers spin for a second
 # after that: the CPU is measured over exactly one period.
@@ -77,8 +76,13 @@ async def look_at(
     active = engines.pop(view["active"])
     (standby,) = engines.values()
     committed = sum(int(each["committed_bytes"]) for each in committed_devices(view).values())
-    roots = roots_of(await pids_of(directory))
+    servers = (await pids_of(memory_parts(directory))).values()
+    supervisors = (await pids_of(engine_parts(directory))).values()
+    roots = {*supervisors, *filter(None, map(parent, servers))}
     everybody = {pid for root in roots for pid in (root, *descendants(root))}
+    sizes: dict[int, int] = {}  # of each slab, once
+    for slab in (slab for pid in everybody for slab in slabs_of(pid).items()):
+        sizes[slab[0]] = max(sizes.get(slab[0], 0), slab[1].size_bytes)
     slabs = sum(
         each.pss for pid in everybody for each in mappings(pid) if each.path.startswith(MEMFD)
     )
@@ -86,7 +90,7 @@ async def look_at(
     cpu = await cpu_percent(tree_of(standby), idle_s)
     return {
         "weights_committed_bytes": committed,
-        "weights_physical_bytes": physical_bytes(everybody),
+        "weights_physical_bytes": sum(sizes.values()),
         "weights_pss_bytes": slabs,
         "kv_bytes": kv_bytes,
         "standby_kv_resident_bytes": kv_resident(workers_of(standby), kv_bytes),

@@ -25,8 +25,8 @@ from plumbing.errors import UnderstudyError
 from plumbing.service.procfs import descendants
 from plumbing.service.signals import SignalInbox
 from understudy.drill.clients import Target
-from understudy.drill.prompts import bank_of, learn_answers, write_expected
-from understudy.drill.records import Prompt
+from understudy.drill.prompts import learn_answers, long_prompts
+from understudy.drill.records import Exchange, Prompt
 from understudy.pod.ports import free_ports
 from understudy.pod.runner import PodRunner, run_pod
 from understudy.pod.table import Container, HttpProbe
@@ -72,31 +72,28 @@ class Stock:
             pid for first in self.runner.pids().values() for pid in (first, *descendants(first))
         ]
 
-    async def write_answers(
+    async def answers(
         self,
-        file: Path,
         say: Callable[[str], None],
         *,
-        is_long: bool = False,
         gap_min: float = GAP_MIN,
         look: Callable[[], None] = lambda: None,
-    ) -> list[Question] | None:
-        """Start the server, write the answers that a pod must give into `file`, and stop it. The
-        questions, which are of the drill's bank, with `is_long` of that with long prompts. `look`
-        is called while the server runs. None: interrupted.
+    ) -> tuple[list[Question], tuple[list[Prompt], dict[str, Exchange]]] | None:
+        """Start the server, ask it, and stop it: the questions, and the answers that a pod must
+        give. They are long: short answers to short prompts fill no block, so no KV cache would be
+        adopted. `look` is called while the server runs. None: interrupted.
 
         Raises:
             UnderstudyError: `drill.no_answers`, too few can be compared.
         """
 
-        async def body() -> list[Question]:
-            questions = await self._questions(is_long=is_long, gap_min=gap_min)
+        async def body() -> tuple[list[Question], tuple[list[Prompt], dict[str, Exchange]]]:
+            questions = await self._questions(gap_min)
             asked = [each.prompt for each in questions]
             prompts, answers = await learn_answers(self.target, asked, needs_token=False)
-            write_expected(file, prompts, answers, source="stock vLLM")
             look()
             self._left = leftovers.held_by(self.tree())
-            return [each for each in questions if each.prompt.key in answers]
+            return [e for e in questions if e.prompt.key in answers], (prompts, answers)
 
         inbox = SignalInbox()
         try:
@@ -106,8 +103,8 @@ class Stock:
             for name in self._left - leftovers.still_held(self._left):
                 leftovers.remove(name)  # it always leaves some shared memory behind
 
-    async def _questions(self, *, is_long: bool, gap_min: float) -> list[Question]:
-        bank = bank_of("vllm", self.model, is_long=is_long)
+    async def _questions(self, gap_min: float) -> list[Question]:
+        bank = long_prompts(self.model)
         asked = [await asyncio.to_thread(self._ask, prompt) for prompt in bank]
         found = [each for each in asked if each.gap >= gap_min]
         if len(found) < PROMPTS_MIN:

@@ -17,7 +17,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from plumbing.service.procfs import children, is_alive
 from tests.deploy.container_image import PODMAN
 from tests.deploy.manifests import (
     INIT,
@@ -30,7 +29,7 @@ from tests.deploy.manifests import (
     pod_spec,
     words,
 )
-from tests.helpers import auntil, free_ports
+from tests.helpers import free_ports
 from understudy.http_get import get
 
 OVERLAY = "cpu"
@@ -145,15 +144,6 @@ class PodmanPod:
     async def pid(self, name: str) -> int:
         """Its PID 1, as it is called outside."""
         return int((await self.state(name))["Pid"])
-
-    async def program(self, name: str) -> int:
-        """The program below its PID 1, as it is called outside."""
-        first = await self.pid(name)
-
-        def living() -> int | None:
-            return next((pid for pid in children(first) if is_alive(pid)), None)
-
-        return await auntil(living, f"the program of {name}")
 
     async def processes(self, name: str) -> list[int]:
         """Everything in the container: whatever is in the PID namespace of its PID 1."""

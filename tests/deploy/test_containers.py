@@ -14,12 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from plumbing.service.procfs import is_alive
 from tests.deploy.container_image import why_not
 from tests.deploy.podman_pod import PodmanPod, pid_namespace
 from tests.e2e.pods import CLIENTS, grants_in, load_on
 from tests.e2e.processes import Processes, kill
-from tests.helpers import POLL_S, auntil
+from tests.helpers import POLL_S
 from understudy.drill.clients import Target
 from understudy.drill.killer import Whole, wait_whole
 from understudy.drill.run import Drill, DrillPlan
@@ -139,40 +138,6 @@ def test_killed_container_is_gone_before_the_next_is_granted_and_comes_back_as_s
             assert len(grants.made) == 1
 
     home.run(scenario)
-
-
-def test_program_killed_restarts_no_container(home: Home):
-    """Goal: what users had to wait for the kubelet for happens below PID 1. Method: SIGKILL to each
-    program in turn, under load; every PID 1 lives, nobody is refused. (`tests/e2e/test_inits.py`
-    kills each again and again.)"""
-
-    async def scenario(home: Home) -> None:
-        pod = home.pod
-        firsts = {each: await pod.pid(each) for each in pod.names}
-        async with home.load() as load:
-            for name in ("lockserver", "gms", "standby", "active", "gateway"):
-                await load.answers()
-                before = await home.whole()
-                engines = {"active": before.engine, "standby": before.standbys[0]}
-                await program_killed(pod, engines.get(name, name))
-                if name == "active":
-                    await load.newer(before.token)
-                await home.whole()
-                assert name == "gateway" or not load.lost()
-            await load.answers()
-            assert not load.refused()
-            assert len(load.lost()) <= CLIENTS
-        assert {each: await pod.pid(each) for each in pod.names} == firsts
-
-    home.run(scenario)
-
-
-async def program_killed(pod: PodmanPod, name: str) -> None:
-    """Kill the program below the PID 1 of `name`, and wait for its successor."""
-    program = await pod.program(name)
-    kill(program)
-    await auntil(lambda: not is_alive(program), "the end of the program")
-    assert await pod.program(name) != program
 
 
 def test_stopped_container_drains_and_nothing_is_lost(home: Home):

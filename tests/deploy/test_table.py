@@ -14,7 +14,6 @@ import pytest
 from plumbing.service.config import size_bytes
 from tests.deploy.manifests import (
     POOLS,
-    Document,
     containers,
     environment,
     init_containers,
@@ -28,14 +27,12 @@ from understudy.pod.table import (
     INIT,
     REPLACING_INIT,
     Container,
-    HttpProbe,
     LocalPod,
     PoolModels,
 )
 
 SHARED = "/run/shared/understudy"
 PODS = ("single-gpu", "tp2", "two-shadows", "cpu", *POOLS)
-PROBES = ("startupProbe", "livenessProbe")
 OF_A_CLUSTER = {"HOME"}  # the root of a container is read-only
 OF_ONE_MACHINE = {"LOCKSERVER_SOCKET", "GMS_SOCKET_DIR"}  # not the user's own
 
@@ -48,7 +45,6 @@ class Said:
     command: list[str]
     env: dict[str, str]
     startup: tuple[Any, ...]
-    liveness: tuple[Any, ...]
     port: int
     grace_s: float
     is_engine: bool
@@ -67,7 +63,8 @@ def in_cluster(pod: str) -> list[Said]:
     found = []
     for each in containers(pod):
         ports = {port["name"]: port["containerPort"] for port in each["ports"]}
-        (port,) = {ports[each[probe]["httpGet"]["port"]] for probe in PROBES}
+        probe = each["startupProbe"]
+        port = ports[probe["httpGet"]["port"]]
         config = environment(pod, {**each, "env": []})
         own = {key: text for key, text in environment(pod, each).items() if key not in config}
         said_port = int(own.pop("UNDERSTUDY_HTTP_PORT", port))
@@ -77,8 +74,7 @@ def in_cluster(pod: str) -> list[Said]:
                 each["name"],
                 plain(words(pod, each)),
                 {name: value for name, value in own.items() if name not in OF_A_CLUSTER},
-                numbers(each["startupProbe"]),
-                numbers(each["livenessProbe"]),
+                (probe["httpGet"]["path"], probe["periodSeconds"], probe["failureThreshold"]),
                 port,
                 pod_spec(pod)["terminationGracePeriodSeconds"],
                 each["name"] in engines,
@@ -87,34 +83,20 @@ def in_cluster(pod: str) -> list[Said]:
     return found
 
 
-def numbers(probe: Document) -> tuple[Any, ...]:
-    return (
-        probe["httpGet"]["path"],
-        probe["periodSeconds"],
-        probe["failureThreshold"],
-        probe.get("timeoutSeconds", 1),
-        probe.get("terminationGracePeriodSeconds"),
-    )
-
-
 def on_one_machine(container: Container) -> Said:
     name = Path(container.command[0]).name
     env = {key: text for key, text in container.env.items() if key not in OF_ONE_MACHINE}
     port = int(env.pop("UNDERSTUDY_HTTP_PORT"))
     assert container.init == (REPLACING_INIT if container.name == GATEWAY else INIT)
-
-    def of(probe: HttpProbe | None) -> tuple[Any, ...]:
-        assert probe is not None
-        url = urlsplit(probe.url)
-        assert url.port == port
-        return url.path, probe.period_s, probe.failure_threshold, probe.timeout_s, probe.grace_s
-
+    probe = container.startup
+    assert probe is not None
+    url = urlsplit(probe.url)
+    assert url.port == port
     return Said(
         container.name,
         plain((name, *container.command[1:])),
         env,
-        of(container.startup),
-        of(container.liveness),
+        (url.path, probe.period_s, probe.failure_threshold),
         port,
         container.grace_s,
         container.is_engine,

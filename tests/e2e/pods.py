@@ -56,7 +56,7 @@ class Pod:
         has_inits: bool = False,
     ) -> None:
         """`starts_in_order`: engine-0 is up, and active, before engine-1 starts. `has_inits`: as
-        users run it. Without inits and liveness probes, processes that a test stops stay."""
+        users run it. Without inits, processes that a test stops stay."""
         self.local = local
         self._whole_deadline_s = whole_deadline_s
         self._whole_poll_s = max(WHOLE_POLL_S, whole_deadline_s * POLL_SHARE)
@@ -66,7 +66,7 @@ class Pod:
             for each in local.containers()
         ]
         if not has_inits:
-            containers = [replace(each, liveness=None, init=()) for each in containers]
+            containers = [replace(each, init=()) for each in containers]
         self.runner = PodRunner(containers, self.directory / "log")
         self._drill = Drill(self.directory, DrillPlan(), lambda line: None)
         self._target: Target | None = None

@@ -98,27 +98,6 @@ def test_both_engines_killed_at_once_clients_wait_and_none_is_refused(home: PodH
     home.run(scenario)
 
 
-@pytest.mark.slow
-def test_every_process_killed_at_once_returns_under_newer_tokens(home: PodHome):
-    """Goal: restarts need no particular order, and no token is reused. Method: SIGKILL every
-    process of the pod at once; the runner restarts what it finds dead."""
-
-    async def scenario(pod: Pod) -> None:
-        before = await pod.whole()
-        counter = (await pod.view())["lockserver"]["token"]
-        kill(*pod.processes())
-        after = await pod.whole_after(before.token)
-        assert after.token > counter  # also above every grant of the other lock
-        assert await commits(pod) == 1
-        async with pod.load() as load:
-            await load.answers()
-            assert load.tokens() == {after.token}
-            assert not load.lost()
-            assert not load.refused()
-
-    home.run(scenario)
-
-
 def test_standby_killed_returns_without_affecting_the_active_engine(home: PodHome):
     """Goal: deaths of the parked engine cost nothing. Method: SIGKILL one of its backend's
     processes, then its supervisor, under load."""

@@ -22,7 +22,6 @@ from understudy.drill.schema import PoolDrillDocument
 
 UNDERSTUDY = str(Path(sys.executable).parent / "understudy")
 TARGETS = ("pool", "backend-model")
-SWITCHES = 6
 WAIT_S = 480.0
 
 
@@ -33,7 +32,7 @@ def test_drill_of_a_pool_passes_and_prints_what_is_documented(
     temporary = tmp_path_factory.mktemp("t")  # sockets have short paths only
     page = temporary / "drill.html"
     flags = [f"--target={each}" for each in TARGETS]
-    flags += [f"--kills={len(TARGETS)}", f"--switches={SWITCHES}", f"--report={page}"]
+    flags += [f"--kills={len(TARGETS)}", "--duration-s=8", f"--report={page}"]
     done = subprocess.run(
         [UNDERSTUDY, "drill", "--pool", *flags, "--json"],
         env={**os.environ, **AS_USERS_RUN_IT, "TMPDIR": str(temporary)},
@@ -47,13 +46,13 @@ def test_drill_of_a_pool_passes_and_prints_what_is_documented(
     assert report["passed"]
     assert report["problems"] == []
     assert report["killed"] == dict.fromkeys(TARGETS, 1)
-    assert report["switches"] >= SWITCHES
+    assert report["switches"]
     assert all(each["back_ms"] is not None for each in report["outcomes"])
     assert all(each["answered"] for each in report["models"].values())
     assert 0 < report["longest_wait_of_bound"] <= 1
     assert mismatches(report, PoolDrillDocument) == []
     text = page.read_text(encoding="utf-8")
-    assert all(f'"name":"{model}"' in text for model in report["models"])
+    assert all(each["outcome"] in text for each in report["outcomes"])
     assert list(temporary.glob("understudy-*")) == []
 
 
@@ -66,7 +65,6 @@ def test_drill_of_a_pool_passes_and_prints_what_is_documented(
         (["--pool", "--dir=/run/x"], "drill.needless_flag"),
         (["--pool", "/no/such/file.yaml"], "pool."),
         (["--target=pool"], "drill.needs_pool"),
-        (["--switches=3"], "drill.needs_pool"),
         (["--target=shadow:backend-model"], "drill.needs_pool"),
     ],
 )

@@ -15,7 +15,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlsplit
 
 COMMIT = "5f727257" * 5
-GATED = {"X-Error-Code": "GatedRepo"}
 
 
 @dataclass
@@ -24,7 +23,6 @@ class Hub:
     that are begun and never finished until `release` is set."""
 
     files: dict[str, Mapping[str, bytes]]
-    gated: frozenset[str] = frozenset()
     status: int | None = None  # of every answer
     block: frozenset[str] = frozenset()
     url: str = ""
@@ -56,9 +54,6 @@ def serving(hub: Hub) -> Iterator[Hub]:
                 return
             repository, _, rest = path[1:].partition("/resolve/")
             commit, _, name = rest.partition("/")
-            if repository in hub.gated:
-                self.answer(403, headers=GATED)
-                return
             content = hub.files.get(repository, {}).get(name)
             if content is None or commit != COMMIT:
                 self.answer(404, headers={"X-Error-Code": "EntryNotFound"})

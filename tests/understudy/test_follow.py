@@ -71,27 +71,22 @@ def test_events_of_a_memory_server_are_followed_across_its_deaths(directory: Pat
 
 
 def test_a_followed_part_reports_each_record_once():
-    """Goal: reconnecting repeats nothing and loses nothing. Method: what a server that replays, and
-    one that does not, say at a first connection, a second to the same process, and to the next."""
+    """Goal: reconnecting repeats nothing and loses nothing. Method: what a server says at a first
+    connection, at a second to the same process, and the next one, whose ids begin anew."""
     heard: list[dict[str, Any]] = []
-    part = FollowedPart("x", heard.append, FakeClock(), is_new=False)
+    part = FollowedPart("x", heard.append, FakeClock(), since_ms=2.5)
 
-    def connects(since: str | None, *ids: int, as_of: int) -> list[int]:
+    def connects(*made: tuple[int, float]) -> list[int]:
         heard.clear()
-        part.received(
-            StatusReplyMsg({"as_of_event_id": as_of, **({"since": since} if since else {})})
-        )
-        for number in ids:
-            part.received(EventMsg({"id": number, "type": "a.b"}))
+        part.received(StatusReplyMsg({}))
+        for number, mono_ms in made:
+            part.received(EventMsg({"id": number, "type": "a.b", "mono_ms": mono_ms}))
         return [record["id"] for record in heard if record["id"]]
 
-    assert connects("monday", 1, 2, 3, as_of=2) == [3]
+    assert connects((1, 1.0), (2, 2.0), (3, 3.0)) == [3]
     part.lost()
     part.lost()
     assert types_of(heard).count("pod.gone") == 1
-    assert connects("monday", 1, 2, 3, 4, as_of=4) == [4]
+    assert connects((1, 1.0), (2, 2.0), (3, 3.0), (4, 3.0)) == [4]
     assert types_of(heard).count("pod.back") == 1
-    assert connects("tuesday", 1, 2, as_of=2) == [1, 2]
-    part = FollowedPart("lockserver", heard.append, FakeClock(), is_new=False)
-    assert connects(None, 8, as_of=7) == [8]
-    assert connects(None, 2, as_of=1) == [2]
+    assert connects((1, 8.0), (2, 9.0)) == [1, 2]

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from plumbing.errors import UnderstudyError, WaitTimeoutError
-from plumbing.service.procfs import parent
+from plumbing.service.procfs import is_alive, parent
 from tests.helpers import auntil, free_port, open_fds
 from understudy.pod import runner as runner_module
 from understudy.pod.output import LINE_MAX_BYTES, ContainerLog
@@ -22,7 +22,7 @@ from understudy.pod.table import INIT, Container, HttpProbe
 
 # Answers 503 to the first probes and 200 to the later ones, and writes its order of events down.
 WEB = """
-import http.server, os, sys
+import http.server, sys
 name, port, refusals, journal = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 def note(text):
     with open(journal, "a") as file:
@@ -31,61 +31,54 @@ class Handler(http.server.BaseHTTPRequestHandler):
     asked = 0
     def do_GET(self):
         Handler.asked += 1
-        ok = Handler.asked > refusals
-        body = b'{"reason": "never_standby_yet", "message": "loading weights"}'
         if Handler.asked == refusals + 1:
             note("passed")  # before the answer, which starts the next container
-        self.send_response(200 if ok else 503)
+        self.send_response(200 if Handler.asked > refusals else 503)
         self.end_headers()
-        self.wfile.write(body)
     def log_message(self, *args): pass
 note("began")
 http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 """
-
-# Answers every path with the status in a file, or 200 while that is not there.
-SERVER = """
-    import http.server, os, sys
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            status = 200
-            if os.path.exists(sys.argv[2]):
-                status = int(open(sys.argv[2]).read() or 200)
-            self.send_response(status)
-            self.end_headers()
-        def log_message(self, *args): pass
-    print("serving")
-    http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+ARMED = """
+from plumbing.service.process import arm_from_environment
+import signal
+arm_from_environment()
+print("armed")
+signal.pause()
+"""
+DEAF = """
+import signal
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("deaf")
+while True:
+    signal.pause()
+"""
+# At SIGTERM it makes a file, waits for another, and writes its name down.
+ENDS = """
+import os, signal, sys, time
+journal, name, mine, awaited = sys.argv[1:]
+def end(*_):
+    open(mine, "w")
+    while not os.path.exists(awaited):
+        time.sleep(0.01)
+    open(journal, "a").write(name + "\\n")
+    raise SystemExit(0)
+signal.signal(signal.SIGTERM, end)
+print("armed")
+while True:
+    signal.pause()
 """
 
-ARMED = (
-    "from plumbing.service.process import arm_from_environment as arm; import signal; "
-    "arm(); print('armed'); signal.pause()"
-)
 
-
-def python(name: str, code: str, *args: str, **more) -> Container:
-    command = (sys.executable, "-u", "-c", textwrap.dedent(code), *args)
+def python(name: str, code: str, *args: object, **more) -> Container:
+    command = (sys.executable, "-u", "-c", textwrap.dedent(code), *map(str, args))
     return Container(name, command, **more)
 
 
-def startup(url: str, seconds: int = 60) -> HttpProbe:
-    return HttpProbe(url, 1, seconds)
-
-
-def web(name: str, journal, refusals: int = 0, **more) -> Container:
+def web(name: str, journal: Path, refusals: int = 0) -> Container:
     port = free_port()
-    probe = startup(f"http://127.0.0.1:{port}/startup")
-    words = (name, str(port), str(refusals), str(journal))
-    return python(name, WEB, *words, startup=probe, **more)
-
-
-def is_gone(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rsplit(")", 1)[1].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
+    probe = HttpProbe(f"http://127.0.0.1:{port}/startup", 1, 60)
+    return python(name, WEB, name, port, refusals, journal, startup=probe)
 
 
 @asynccontextmanager
@@ -128,7 +121,7 @@ def test_start_that_takes_long_says_why_and_ends_at_its_deadline(tmp_path, monke
     async def main():
         async with await asyncio.start_server(refuse, "127.0.0.1", 0) as server:
             url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/startup"
-            slow = python("slow", "import signal; signal.pause()", startup=startup(url, 1))
+            slow = python("slow", "import signal; signal.pause()", startup=HttpProbe(url, 1, 1))
             with pytest.raises(WaitTimeoutError, match=r"slow did not start.*503"):
                 async with running(tmp_path, slow, say=lines.append):
                     pass
@@ -137,56 +130,59 @@ def test_start_that_takes_long_says_why_and_ends_at_its_deadline(tmp_path, monke
     assert "waiting for slow: loading weights" in lines
 
 
-def test_start_of_a_container_that_exits_fails_with_its_own_sentence(tmp_path):
-    """Goal: a bad flag is told at once. Method: a process that says why and exits with code 2; one
-    that says nothing; a path where there is no program."""
-    probe = startup(f"http://127.0.0.1:{free_port()}/")
-    code = "print('error: no model at /nowhere'); print('bye'); raise SystemExit(2)"
-    bad = python("bad", code, startup=probe)
-    mute = python("mute", "raise SystemExit(3)", startup=probe)
-    ghost = Container("ghost", ("/no/such/program",), startup=probe)
+@pytest.mark.parametrize(
+    ("command", "words", "exit_code"),
+    [
+        (
+            (sys.executable, "-c", "print('error: no model'); print('bye'); exit(2)"),
+            "code 2.*: no model",
+            2,
+        ),
+        ((sys.executable, "-c", "exit(3)"), "code 3 while starting: no output", 1),
+        (("/no/such/program",), "/no/such/program cannot be started", 1),
+    ],
+)
+def test_start_of_a_container_that_exits_fails_with_its_own_sentence(
+    tmp_path, command, words, exit_code
+):
+    probe = HttpProbe(f"http://127.0.0.1:{free_port()}/", 1, 60)
 
     async def main():
-        for container, words, exit_code in (
-            (bad, r"code 2.*: no model at /nowhere", 2),
-            (mute, "code 3 while starting: no output", 1),
-            (ghost, "/no/such/program cannot be started", 1),
-        ):
-            with pytest.raises(UnderstudyError, match=words) as caught:
-                async with running(tmp_path, container):
-                    pass
-            assert (caught.value.code, caught.value.exit_code) == ("pod.start_failed", exit_code)
+        async with running(tmp_path, Container("bad", command, startup=probe)):
+            pass
 
-    asyncio.run(main())
+    with pytest.raises(UnderstudyError, match=words) as caught:
+        asyncio.run(main())
+    assert (caught.value.code, caught.value.exit_code) == ("pod.start_failed", exit_code)
 
 
-def test_killed_container_is_started_again_and_leaks_no_descriptor(tmp_path):
-    """Goal: what dies comes back. Method: SIGKILL to a real process, then look for a new pid."""
+def test_program_is_restarted_by_its_init_and_the_init_by_the_runner(tmp_path):
+    """Method: SIGKILL to the program, whose init lives on; then to the init, with which its program
+    dies; the count goes on, and no descriptor is left."""
 
     async def main():
-        before = len(open_fds())
-        async with running(tmp_path, python("worker", "import signal; signal.pause()")) as runner:
-            await auntil(runner.pids, "the worker")
-            for count in (1, 2):
-                first = runner.pids()["worker"]
-                os.kill(first, signal.SIGKILL)
-                await auntil(
-                    lambda old=first: runner.pids().get("worker", old) != old, "a new process"
-                )
-                assert runner.restarts() == {"worker": count}
+        lines, before = list[str](), len(open_fds())
+        worker = python("worker", ARMED, init=INIT)
+        async with running(tmp_path / "log", worker, say=lines.append) as runner:
+
+            async def program(restarts: int) -> int:
+                await auntil(lambda: lines.count("worker | armed") == 1 + restarts, "its start")
+                assert runner.restarts() == {"worker": restarts}
+                return runner.pids()["worker"]
+
+            first = await program(0)
+            init = parent(first)
+            assert init is not None
+            os.kill(first, signal.SIGKILL)
+            second = await program(1)
+            assert parent(second) == init
+            os.kill(init, signal.SIGKILL)
+            assert parent(await program(2)) not in (init, None)
+            await auntil(lambda: not is_alive(second), "the program to die with its init")
         await auntil(lambda: len(open_fds()) <= before, "descriptors to be closed")
 
     asyncio.run(main())
-    assert "died of signal 9; restarting now" in (tmp_path / "worker.log").read_text()
-
-
-DEAF = """
-    import signal
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    print("deaf")
-    while True:
-        signal.pause()
-"""
+    assert "died of signal 9; restarting now" in (tmp_path / "log/worker.log").read_text()
 
 
 def test_stop_kills_containers_that_ignore_sigterm_within_one_grace_period(tmp_path, monkeypatch):
@@ -197,12 +193,8 @@ def test_stop_kills_containers_that_ignore_sigterm_within_one_grace_period(tmp_p
     async def main():
         lines = []
         deaf = [python(name, DEAF, grace_s=0.5) for name in ("one", "two")]
-        runner = PodRunner(deaf, tmp_path / "log", lines.append)
-        await runner.start()
-        await auntil(lambda: {"one | deaf", "two | deaf"} <= {*lines}, "both processes")
-        pids = [*runner.pids().values()]
-        await runner.stop()
-        assert all(map(is_gone, pids))
+        async with running(tmp_path / "log", *deaf, say=lines.append):
+            await auntil(lambda: {"one | deaf", "two | deaf"} <= {*lines}, "both processes")
         assert [line for line in lines if "SIGKILL" in line] == [
             "two | (runner) still running after 0.5 s: SIGKILL",
             "one | (runner) still running after 0.125 s: SIGKILL",
@@ -233,76 +225,24 @@ def test_second_signal_kills_at_once(tmp_path):
     asyncio.run(main())
 
 
-def server(status: Path, **liveness: float) -> Container:
-    """A server with a startup probe, and with one of liveness by its numbers."""
-    port = free_port()
-    url = f"http://127.0.0.1:{port}/"
-    more = {"liveness": HttpProbe(url, **liveness)} if liveness else {}
-    return python(
-        *("server", SERVER, str(port), str(status)),
-        startup=HttpProbe(url, 1, 5, grace_s=0.1),
-        backoff_max_s=0,
-        **more,
-    )
-
-
-def test_process_that_hangs_is_found_by_its_liveness_probe_and_replaced(tmp_path: Path):
-    """Goal: SIGSTOP is a hang. Method: a real server, stopped; it is deaf to SIGTERM, too."""
-    liveness = {"period_s": 0.05, "timeout_s": 1.0, "failure_threshold": 2, "grace_s": 0.1}
-
-    async def main():
-        container = server(tmp_path / "status", **liveness)
-        async with running(tmp_path / "log", container) as runner:
-            first = runner.pids()["server"]
-            os.kill(first, signal.SIGSTOP)
-            await auntil(lambda: runner.restarts()["server"] >= 1, "its replacement")
-            await auntil(lambda: not runner.not_up(), "the new one to be up")
-            assert is_gone(first)
-
-    asyncio.run(main())
-    log = (tmp_path / "log/server.log").read_text()
-    assert "liveness probe failed 2 times (127.0.0.1:" in log
-    assert "SIGTERM, and SIGKILL after 0.1 s" in log
-    assert "died of signal 9; restarting now" in log
-
-
 def test_engines_are_stopped_together_and_before_what_they_need(tmp_path: Path):
     """Goal: an engine that drains needs its lock server. Method: two that end only once both are
     told to, and two servers that note their own ends."""
-    journal = tmp_path / "journal"
-    ends = """
-        import os, signal, sys, time
-        def end(*_):
-            open(sys.argv[2], "w")
-            while not os.path.exists(sys.argv[3]):
-                time.sleep(0.01)
-            open(sys.argv[1], "a").write("main\\n")
-            raise SystemExit(0)
-        signal.signal(signal.SIGTERM, end)
-        print("armed")
-        while True:
-            signal.pause()
-    """
-    one, two = str(tmp_path / "one"), str(tmp_path / "two")
-    open(tmp_path / "here", "w").close()
-    here = str(tmp_path / "here")
-    sidecar = ends.replace('"main', '"sidecar')
+    journal, one, two = (tmp_path / name for name in ("journal", "one", "two"))
     containers = [
-        python("first", sidecar.replace("sidecar", "first"), str(journal), here, here),
-        python("second", sidecar.replace("sidecar", "second"), str(journal), here, here),
-        python("one", ends, str(journal), one, two, is_engine=True),
-        python("two", ends, str(journal), two, one, is_engine=True),
+        python("first", ENDS, journal, "first", tmp_path / "1", tmp_path / "1"),
+        python("second", ENDS, journal, "second", tmp_path / "2", tmp_path / "2"),
+        python("one", ENDS, journal, "engine", one, two, is_engine=True),
+        python("two", ENDS, journal, "engine", two, one, is_engine=True),
     ]
 
     async def main():
         lines: list[str] = []
-        runner = PodRunner(containers, tmp_path / "log", lines.append)
-        await runner.start()
-        await auntil(lambda: sum("armed" in line for line in lines) == 4, "four processes")
-        await runner.stop()
+        async with running(tmp_path / "log", *containers, say=lines.append):
+            await auntil(lambda: sum("armed" in line for line in lines) == 4, "four processes")
 
     asyncio.run(main())
-    assert journal.read_text().split() == ["main", "main", "second", "first"]
+    assert journal.read_text().split() == ["engine", "engine", "second", "first"]
 
 
 def test_backoff_first_restart_is_immediate_then_doubles_to_its_limit():
@@ -310,34 +250,6 @@ def test_backoff_first_restart_is_immediate_then_doubles_to_its_limit():
     assert [backoff_s(n, 30) for n in range(9)] == [0, 0.5, 1, 2, 4, 8, 16, 30, 30]
     assert [backoff_s(n, 1) for n in range(4)] == [0, 0.5, 1, 1]
     assert backoff_s(100_000, 30) == 30  # a week of crashes overflows no float
-
-
-def test_program_is_restarted_by_its_init_and_the_init_by_the_runner(tmp_path):
-    """Method: SIGKILL to the program, whose init lives on; then to the init, with which its program
-    dies; the count goes on."""
-
-    async def main():
-        lines: list[str] = []
-        async with running(
-            tmp_path / "log", python("worker", ARMED, init=INIT), say=lines.append
-        ) as runner:
-
-            async def program(restarts: int) -> int:
-                await auntil(lambda: lines.count("worker | armed") == 1 + restarts, "its start")
-                assert runner.restarts() == {"worker": restarts}
-                return runner.pids()["worker"]
-
-            first = await program(0)
-            init = parent(first)
-            assert init is not None
-            os.kill(first, signal.SIGKILL)
-            second = await program(1)
-            assert parent(second) == init
-            os.kill(init, signal.SIGKILL)
-            assert parent(await program(2)) not in (init, None)
-            await auntil(lambda: is_gone(second), "the program to die with its init")
-
-    asyncio.run(main())
 
 
 def test_log_rotates_once_at_its_limit_and_cuts_endless_lines(tmp_path):

@@ -24,7 +24,6 @@ from tests.lockserver.processes import ServerProcess
 from tests.understudy.pools import GIB, SINCE, device, model, pool, waits
 from tests.understudy.terminals import WAIT_S, terminal
 from understudy.status.gather import gather, states_on_file
-from understudy.status.parts_view import has_gateway, has_pool
 from understudy.status.view import is_reachable, lines, offline_lines, pod_view, watch_lines
 
 GOLDEN = Path(__file__).with_name("status.txt")
@@ -169,21 +168,6 @@ def test_pod_whose_engines_were_all_told_to_exit_is_stopping(engines, stopping, 
         assert lines(view, NOW)[0].split()[:4] == ["pod", "stopping", "2", "in"]
 
 
-@pytest.mark.parametrize(
-    ("lock", "document", "has_socket", "is_one"),
-    [
-        (BEHIND, gone("gateway"), False, True),  # it is missed
-        ({**BEHIND, "service": {}}, gone("gateway"), True, False),  # for what?
-        ({"mode": "direct"}, gone("gateway"), True, False),  # a stale socket means nothing
-        (gone("lockserver"), gone("gateway"), True, True),
-        (gone("lockserver"), gone("gateway"), False, False),
-        ({"mode": "direct"}, {"pid": 1}, True, True),
-    ],
-)
-def test_whether_a_pod_has_a_gateway(lock, document, has_socket, is_one):
-    assert has_gateway(lock, document, has_socket=has_socket) is is_one
-
-
 LOCKS = {"locks": {"active:chat": {"problem": None}, "active:coder": {"problem": None}}}
 OF_MODELS = {**LOCKS, "models": ["chat", "coder"], **BEHIND}
 SHADOWED = [
@@ -217,20 +201,6 @@ def test_state_of_a_pods_pool_follows_from_its_parts(found, door, state):
     assert (shown["state"], bool(shown["problems"])) == (state, state != "healthy"), shown
     without = pod_view("/d", OF_MODELS, [], [engine("chat-0", "resting")], OPEN, gone("pool"))
     assert without["state"] == "down"
-
-
-@pytest.mark.parametrize(
-    ("lock", "found", "has_socket", "expected"),
-    [
-        ({"locks": {"active": {}, "active:chat": {}}, "models": []}, gone("pool"), False, False),
-        (gone("lockserver"), gone("pool"), False, False),
-        (OF_MODELS, gone("pool"), False, True),
-        (gone("lockserver"), gone("pool"), True, True),
-        (gone("lockserver"), pool(), True, True),
-    ],
-)
-def test_pod_has_a_pool_if_one_answers_or_should(lock, found, has_socket, expected):
-    assert has_pool(lock, found, has_socket=has_socket) is expected
 
 
 # --- the text

@@ -24,14 +24,13 @@ from pathlib import Path
 from typing import Any
 
 from plumbing.errors import UnderstudyError, UsageError
-from plumbing.pod.paths import pool_socket
 from plumbing.service import procfs
 from plumbing.service.metrics import build_info
 from plumbing.text import size, table
 from understudy.bundle import redact
 from understudy.doctor.checks import document, examine
 from understudy.doctor.pod import ExaminedPod, look
-from understudy.host import descriptors, installed, machine, output_of
+from understudy.host import fd_count, installed, machine
 from understudy.pod.ports import Ports
 from understudy.status.events import past_events
 from understudy.status.gather import gather
@@ -46,8 +45,6 @@ FILE_BYTES_MAX = 256 << 10  # state files have a few KiB, the journal of a large
 FILES_MAX = 128  # of one kind; a pod has a dozen, plus stale ones
 ENTRY_BYTES_MAX = 4 << 20  # of other entries: a thousand events of ten parts
 BUNDLE_BYTES_MAX = 32 << 20  # before compression: the result fits mail and issue trackers
-
-POOL_LOCK = os.path.basename(pool_socket("")).removesuffix(".sock") + ".lock"  # outlives the pool
 
 
 class Bundle:
@@ -79,14 +76,15 @@ class Bundle:
 
 
 async def collect(directory: Path, log_dir: Path, output: Path | None, say: Say) -> Path:
-    """Write a bundle of the pod in `directory` to `output`, or to a new file in the current or the
-    temporary directory; `say` gets its contents and its path.
+    """Write a bundle of the pod in `directory` to `output`, or to a new file in the current
+    directory; `say` gets its contents and its path.
 
     Raises:
         UsageError: `bundle.exists`, `bundle.not_written`.
     """
     name = f"understudy-support-{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
-    path, file = _opened(output, f"{name}.tar.gz")
+    path = output or Path.cwd() / f"{name}.tar.gz"
+    file = _create(path)
     try:
         with file:
             bundle = await _gather(directory, log_dir)
@@ -124,20 +122,18 @@ async def _gather(directory: Path, log_dir: Path) -> Bundle:
         return document(str(directory), examine(pods[0]))
 
     # At the same time: a part that hangs is waited for by each that asks it.
-    questions = [
+    await asyncio.gather(
         entry("status.json", gather(directory)),
         entry("events.jsonl", _events(directory)),
         entry("doctor.json", doctor()),
-    ]
-    if (directory / POOL_LOCK).exists():
-        questions.append(entry("pool-explain.json", _explain(directory)))
-    await asyncio.gather(*questions)
+    )
     pids = pods[0].pids if pods else frozenset()
     if pods and pods[0].pool_path:
-        path = Path(pods[0].pool_path)
-        await entry("pool-file.yaml", asyncio.to_thread(_pool_file, path))
-    await entry("machine.json", asyncio.to_thread(machine_facts))
-    await entry("processes.json", asyncio.to_thread(process_facts, pids))
+        with contextlib.suppress(OSError):  # then doctor says why
+            text = _tail(Path(pods[0].pool_path), FILE_BYTES_MAX)
+            bundle.add("pool-file.yaml", redact.arguments(text))
+    bundle.add("machine.json", _json(machine_facts()))
+    bundle.add("processes.json", _json(process_facts(pids)))
     _add_files(bundle, "state", directory, "*.json*", FILE_BYTES_MAX)
     _add_files(bundle, "log", log_dir, "*.log*", LOG_TAIL_BYTES)
     if not any(name.startswith("log/") for name in (*bundle.entries, *bundle.missing)):
@@ -152,19 +148,6 @@ def _why(error: OSError) -> str:
 
 async def _events(directory: Path) -> str:
     return "".join(f"{json.dumps(each, default=str)}\n" for each in await past_events(directory))
-
-
-async def _explain(directory: Path) -> str:
-    """The output of `understudy pool explain`."""
-    words = ("-m", "pool.cli", "explain", "--json", "--dir", str(directory))
-    _, output, errors = await output_of(sys.executable, *words)
-    return output + errors
-
-
-def _pool_file(path: Path) -> str:
-    """The pool file without the values of arguments that are secrets; the rest of it is redacted
-    as all text is."""
-    return redact.arguments(_tail(path, FILE_BYTES_MAX))
 
 
 def _add_files(bundle: Bundle, kind: str, folder: Path, pattern: str, bytes_max: int) -> None:
@@ -205,23 +188,10 @@ def _json(content: Any) -> str:
     return json.dumps(content, indent=1, default=str, ensure_ascii=False) + "\n"
 
 
-def _opened(output: Path | None, name: str) -> tuple[Path, io.BufferedWriter]:
-    """Containers have a read-only root, and some no temporary directory either."""
-    if output == STDOUT:
-        return STDOUT, open(os.dup(sys.stdout.fileno()), "wb")
-    path = output or Path.cwd() / name
-    try:
-        return path, _create(path)
-    except UsageError as error:
-        temporary = Path(os.environ.get("TMPDIR") or "/tmp") / name
-        if output is None:
-            with contextlib.suppress(UsageError):
-                return temporary, _create(temporary)
-        raise error from None
-
-
 def _create(path: Path) -> io.BufferedWriter:
     """Create the file, private, before anything is collected."""
+    if path == STDOUT:
+        return open(os.dup(sys.stdout.fileno()), "wb")
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except FileExistsError as error:
@@ -292,21 +262,11 @@ def process_facts(pids: Collection[int]) -> list[dict[str, Any]]:
                 "command": redact.command_line(words),
                 "environment": redact.environment({name: value for name, _, value in variables}),
                 "rss_bytes": procfs.rss_bytes(pid),
-                "descriptors": _kinds([target for _, target in descriptors(pid)]),
+                "descriptors": fd_count(pid),
                 "files": {name: _read(f"/proc/{pid}/{name}") for name in PROCESS_FILES},
             }
         )
     return found
-
-
-def _kinds(targets: Collection[str]) -> dict[str, int]:
-    """The number of descriptors by kind: `socket`, `memfd`, `anon_inode`, `file`."""
-    counts: dict[str, int] = {}
-    for target in targets:
-        kind = "memfd" if target.startswith("/memfd:") else target.partition(":")[0]
-        kind = "file" if kind.startswith("/") and kind != "memfd" else kind
-        counts[kind] = counts.get(kind, 0) + 1
-    return counts
 
 
 def _read(path: str) -> str:

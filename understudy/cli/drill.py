@@ -29,10 +29,10 @@ from understudy.cli.pods import (
 )
 from understudy.cli.settings import DRILL_OPTIONS, NOT_WITH_POOL, POD_OPTIONS
 from understudy.drill.clients import outside_target
-from understudy.drill.page import check_destination
-from understudy.drill.run import LENT_KV, NO_ADOPTION, DrillPlan
+from understudy.drill.page import check_destination, page_data, write_page
+from understudy.drill.report import print_report
+from understudy.drill.run import DrillPlan
 from understudy.drill.targets import is_only_in_pool
-from understudy.host import machine
 from understudy.status.gather import require_pod
 from understudy.up import sessions
 from understudy.up.pods import Prepare, prepare_pool, prepare_random_pool
@@ -41,18 +41,19 @@ from understudy.up.sessions import DrillResult
 say = partial(click.echo, err=True)
 Work = Callable[[], Coroutine[Any, Any, DrillResult | None]]
 
-# Drills of a pod that they start in their own way: the options that they do not take, and why.
-ALONE = {
+# Options that a kind of drill does not take, and why.
+NOT_TAKEN: dict[str, tuple[set[str], str]] = {
     "--pool": (
-        {*(each.name for each in NOT_WITH_POOL), "url"},
+        {*(each.name for each in NOT_WITH_POOL), "url", "dir"},
         "which starts its own pod, whose models are in the pool file",
     ),
     "--upgrade": (
-        {"kills", "target", "duration_s"},
+        {"kills", "target", "duration_s", "url", "dir"},
         "which starts its own pod and has no kills; to upgrade a running pod, follow"
         " docs/operations.md",
     ),
-    "--kv-compare": (set[str](), "which starts two pods and kills in both; remove one of the two"),
+    "--attach": ({each.name for each in POD_OPTIONS}, "the pod in --dir is already running"),
+    "a new pod": ({"url", "dir"}, "add --attach to drill the pod in --dir"),
 }
 
 
@@ -63,11 +64,6 @@ ALONE = {
 @click.option("--attach", is_flag=True, help="Drill the running pod in --dir.")
 @click.option("--yes", is_flag=True, help="With --attach, do not ask for confirmation.")
 @click.option("--upgrade", is_flag=True, help="Instead of killing, upgrade both engines in turn.")
-@click.option(
-    "--kv-compare",
-    is_flag=True,
-    help="Use long prompts, and drill a second pod whose engines adopt no KV blocks.",
-)
 @click.option(
     "--pool",
     "pool_file",
@@ -83,7 +79,6 @@ def drill(
     attach: bool,
     yes: bool,
     upgrade: bool,
-    kv_compare: bool,
     pool_file: str | None,
 ) -> None:
     """Kill parts of a pod under load and report the result.
@@ -93,14 +88,8 @@ def drill(
     page = Path(config["report"]) if config["report"] else None
     if page is not None:
         check_destination(page)
-    kinds = {"--pool": pool_file is not None, "--upgrade": upgrade, "--kv-compare": kv_compare}
-    kinds["--attach"] = attach
-    _refuse_together(config, [name for name, is_set in kinds.items() if is_set], arguments)
-    if config["url"] is not None and not attach:
-        raise UsageError(
-            "drill.needless_flag",
-            "--url works only with --attach: a pod that the drill starts has no external address",
-        )
+    kinds = {"--pool": pool_file is not None, "--upgrade": upgrade, "--attach": attach}
+    _refuse_others(config, [name for name, is_set in kinds.items() if is_set], arguments)
     plan = DrillPlan(
         config["kills"],
         config["target"],
@@ -108,40 +97,31 @@ def drill(
         is_upgrade=upgrade,
         burn=config["burn"],
         duration_s=config["duration_s"],
-        has_long_prompts=kv_compare,
         outside=outside_target(config["url"]) if config["url"] is not None else None,
-        switches=config["switches"],
     )
     if attach:
-        work = _of_running_pod(config, arguments, plan, as_json=as_json, yes=yes)
+        work = _of_running_pod(config, plan, as_json=as_json, yes=yes)
     else:
-        work = _of_new_pod(config, arguments, plan, pool_file, is_compared=kv_compare)
+        work = _of_new_pod(config, arguments, plan, pool_file)
     result = run_async(work, as_json=as_json)
     if result is None:
         sys.exit(INTERRUPTED)
     backend = result.backend or config["backend"]
     if as_json:
-        click.echo(to_json(result.report.to_dict(backend, machine())))
+        click.echo(to_json(result.report.to_dict(backend)))
     else:
         from rich.console import Console
 
-        result.print(Console(), backend)
+        print_report(result.report, Console(), backend)
     for problem in result.report.problems:
         click.echo(f"error: {problem}", err=True)
     if page is not None:
-        result.write_page(page, backend)
+        write_page(page, page_data(result.records, result.report, backend))
         click.echo(f"report written to {page}", err=True)
     sys.exit(0 if result.report.passed else 1)
 
 
-def _of_running_pod(
-    config: Resolved, arguments: tuple[str, ...], plan: DrillPlan, *, as_json: bool, yes: bool
-) -> Work:
-    refuse_flags(
-        "drill.needless_flag",
-        [*given_flags(POD_OPTIONS, config), *arguments[:1]],
-        "--attach: the pod in --dir is already running; remove them, or remove --attach",
-    )
+def _of_running_pod(config: Resolved, plan: DrillPlan, *, as_json: bool, yes: bool) -> Work:
     directory = Path(os.path.abspath(config["dir"]))
     run_async(lambda: require_pod(directory), as_json=as_json)  # before anybody is asked
     _ask_first(directory, plan, yes=yes)
@@ -149,56 +129,34 @@ def _of_running_pod(
 
 
 def _of_new_pod(
-    config: Resolved,
-    arguments: tuple[str, ...],
-    plan: DrillPlan,
-    pool_file: str | None,
-    *,
-    is_compared: bool,
+    config: Resolved, arguments: tuple[str, ...], plan: DrillPlan, pool_file: str | None
 ) -> Work:
-    if config.origin("dir") == "flag":
-        raise UsageError(
-            "drill.needless_flag",
-            "--dir requires --attach: without it, a drill starts its own pod in a new directory; "
-            "remove --dir, or add --attach",
-        )
-    if pool_file is not None:
+    prepare: Prepare
+    if pool_file is None:
+        prepare = pod_of(config, DRILL_OPTIONS, arguments)
+    elif pool_file:
         pod = local_pod(config, DRILL_OPTIONS, ())
-        prepare: Prepare = partial(prepare_random_pool, pod)
-        if pool_file:
-            prepare = partial(prepare_pool, pod, Path(os.path.abspath(pool_file)), 0)
-        return partial(sessions.drill_new_pod, prepare, plan, say)
-
-    def drilled(*more: str) -> Work:
-        pod = pod_of(config, DRILL_OPTIONS, (*more, *arguments))
-        return partial(sessions.drill_new_pod, pod, plan, say)
-
-    if not is_compared:
-        return drilled()
-    return partial(
-        sessions.compare_adoption, drilled(*LENT_KV), drilled(*LENT_KV, *NO_ADOPTION), say
-    )
+        prepare = partial(prepare_pool, pod, Path(os.path.abspath(pool_file)), 0)
+    else:
+        prepare = partial(prepare_random_pool, local_pod(config, DRILL_OPTIONS, ()))
+    return partial(sessions.drill_new_pod, prepare, plan, say)
 
 
-def _refuse_together(config: Resolved, kinds: Sequence[str], arguments: tuple[str, ...]) -> None:
+def _refuse_others(config: Resolved, kinds: Sequence[str], arguments: tuple[str, ...]) -> None:
     """Refuse flags that the first of these kinds of a drill does not take, and those of a pool's
     drill without one.
 
     Raises:
         UsageError: `drill.needless_flag`, `drill.needs_pool`.
     """
-    kind, *others = kinds or [""]
-    if kind in ALONE:
-        names, why = ALONE[kind]
-        declared = [each for each in DRILL_OPTIONS if each.name in names]
-        given = [*others, *given_flags(declared, config)]
-        given += arguments[:1] if kind == "--pool" else ()
-        refuse_flags("drill.needless_flag", given, f"{kind}, {why}")
-    if kind != "--pool":
-        named = [f"--target {each}" for each in config["target"] if is_only_in_pool(each)]
-        named += ["--switches"] if config.origin("switches") == "flag" else []
-        if named:
-            raise UsageError("drill.needs_pool", f"{named[0]} requires --pool")
+    kind, *others = kinds or ["a new pod"]
+    names, why = NOT_TAKEN[kind]
+    given = [*others, *given_flags([it for it in DRILL_OPTIONS if it.name in names], config)]
+    given += arguments[:1] if kind in ("--pool", "--attach") else ()
+    refuse_flags("drill.needless_flag", given, f"{kind}, {why}")
+    only = [each for each in config["target"] if is_only_in_pool(each)]
+    if kind != "--pool" and only:
+        raise UsageError("drill.needs_pool", f"--target {only[0]} requires --pool")
 
 
 def _ask_first(directory: Path, plan: DrillPlan, *, yes: bool) -> None:

@@ -29,7 +29,7 @@ from understudy.cli.pods import (
     refuse_flags,
 )
 from understudy.cli.settings import NOT_WITH_POOL, UP_OPTIONS
-from understudy.pod.output import Terminal
+from understudy.pod.output import terminal
 from understudy.up import pods
 
 
@@ -63,8 +63,8 @@ def up(config: Resolved, arguments: tuple[str, ...]) -> None:
         why = "--pool, where the pool file says it for each model"
         refuse_flags("pod.needless_flag", given, why)
     prepare = pod_of(config, UP_OPTIONS, arguments)
-    with Terminal() as terminal:
-        killed_by = run_async(lambda: pods.stay_up(prepare, directory, terminal.say))
+    with terminal() as say:
+        killed_by = run_async(lambda: pods.stay_up(prepare, directory, say))
     if killed_by is not None:
         sys.exit(128 + killed_by)
 

@@ -129,13 +129,6 @@ DRILL_OPTIONS = (
         maximum=256,
     ),
     Option(
-        "switches",
-        int,
-        0,
-        "With --pool: keep running after the last kill until N model switches have happened.",
-        minimum=0,
-    ),
-    Option(
         "burn",
         int,
         0,

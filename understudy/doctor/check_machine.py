@@ -15,9 +15,8 @@ from pathlib import Path
 
 from engine.backends.process_memory import read_room
 from engine.backends.vllm.versions import OVERRIDE_FLAG, check_version, supported_range
-from engine.supervisor.settings import TERMINATION_LOG
-from gms.client import look_for_mps, memory_for
-from plumbing.errors import UnderstudyError, UsageError
+from gms.client import look_for_mps
+from plumbing.errors import UsageError
 from plumbing.pod.models import device_of
 from plumbing.service import procfs
 from plumbing.service.process import FDS_ADVISED
@@ -34,7 +33,6 @@ from understudy.doctor.pod import (
     passed,
     process,
     skipped,
-    text_of,
     warned,
 )
 from understudy.host import fd_count, slabs_of
@@ -46,19 +44,11 @@ from understudy.status.view import parts_of
 FDS_MIN = 1024
 FDS_USED_SHARE_MAX = 0.8  # of its limit: the next attach brings up to 250 more
 UNLIMITED = 2**31  # in place of RLIM_INFINITY, which is -1: more than any kernel allows
-# Reading one of these costs a microsecond or more, and an engine reads the clock thousands of times
-# a second.
-SLOW_CLOCKS = ("hpet", "acpi_pm", "jiffies", "refined-jiffies", "pit")
-CLOCK_SOURCE = "/sys/devices/system/clocksource/clocksource0/current_clocksource"
-SHARED_HUGE_PAGES = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
-HOST_DEVICE, TRIED_BYTES = "HOST-0", 4 << 20
 SHM = "/dev/shm"
 SHM_MIN_BYTES = 65_536_000  # podman's default for a container; docker's is 64 MiB
 SHM_VLLM_BYTES = 1 << 30  # ranks of vLLM communicate through it
-START_METHOD = "VLLM_WORKER_MULTIPROCESSING_METHOD"
 DEVICE_VARIABLES = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "UNDERSTUDY_GPUS")
 SHARE_PIDS = "share the PID namespace of the pod's containers (shareProcessNamespace)"
-ALLOCATING = "allocating"  # of a writer's session: it waits for a slab, else for a moment only
 SLAB_NAME_DIGITS = 8  # of an epoch's id, in the names of its slabs
 NO_GPU = "no GPU is visible; see the NVIDIA driver check"
 
@@ -97,31 +87,13 @@ def peer_pidfd(pod: ExaminedPod) -> Finding:
         who = f"the lock server cannot see the processes of {', '.join(blind)}"
         return failed(f"{kernel} has no SO_PEERPIDFD, and {who}", f"{fix}, or {SHARE_PIDS}")
     if not has_pidfd_open():
-        return failed(f"{kernel} has no SO_PEERPIDFD and no pidfd_open", fix)
+        return failed(
+            f"{kernel}, or a seccomp profile, refuses SO_PEERPIDFD and pidfd_open, so no process"
+            " can be watched",
+            f"{fix}, or a profile that allows pidfd_open",
+        )
     found = f"{kernel} has no SO_PEERPIDFD: all parts must share a PID namespace"
     return warned(found, f"{fix}, or {SHARE_PIDS}")
-
-
-def pidfd_open(pod: ExaminedPod) -> Finding:
-    """A supervisor watches its backend's processes by pidfd."""
-    if has_pidfd_open():
-        return passed("supported")
-    return failed(
-        "pidfd_open is refused, so an engine cannot watch its backend's processes",
-        "use Linux 5.3 or newer; in a container, a seccomp profile that allows pidfd_open",
-    )
-
-
-def start_method(pod: ExaminedPod) -> Finding:
-    """Forking a process with threads or an open GPU is unsafe."""
-    chosen = pod.environ.get(START_METHOD)
-    if chosen in (None, "", "spawn"):
-        return passed("backends spawn their processes")
-    return warned(
-        f"{START_METHOD} is {chosen}: forked workers inherit locks, descriptors and a driver that "
-        "does not survive a fork",
-        f"unset {START_METHOD}, or set it to spawn, for every engine",
-    )
 
 
 def _fd_limits(pod: ExaminedPod) -> Iterator[tuple[str, int, int, int]]:
@@ -161,19 +133,6 @@ def descriptors(pod: ExaminedPod) -> Finding:
     return passed(f"the limit is at least {least}; processes checked: {len(limits)}")
 
 
-def clock_source(pod: ExaminedPod) -> Finding:
-    """Deadlines and heartbeats read the clock constantly."""
-    source = text_of(CLOCK_SOURCE)
-    if not source:
-        return skipped("the kernel does not report its clock source")
-    if source in SLOW_CLOCKS:
-        return warned(
-            f"the clock source is {source}, which is slow to read",
-            "find out why the kernel rejected tsc (dmesg | grep -i tsc), and boot with another",
-        )
-    return passed(source)
-
-
 # --- memory, files, ports, packages
 
 
@@ -199,38 +158,6 @@ def shared_memory(pod: ExaminedPod) -> Finding:
 def _host_devices(pod: ExaminedPod) -> list[Document]:
     found = [device for part in pod.view["gms"] for device in devices(part)]
     return [each for each in found if str(each.get("device_uuid")).startswith("HOST-")]
-
-
-def huge_pages(pod: ExaminedPod) -> Finding:
-    """An engine that dies unmaps its host memory page by page, and the next one waits for that."""
-    if not _host_devices(pod):
-        return skipped("no host-memory device is served")
-    if _gets_huge_pages():
-        return passed("the memory service's memory gets huge pages")
-    setting = text_of(SHARED_HUGE_PAGES).partition("[")[2].partition("]")[0]
-    return warned(
-        f"kernel {platform.release()} gives the memory service's memory small pages, so the fence"
-        " of a dead engine takes 0.1 to 0.2 s more for each GiB that it used; shmem_enabled is"
-        f" {setting or 'missing: it has no transparent huge pages'}",
-        "on the host, `echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled`, or use"
-        " Linux 6.1 or newer, built with them",
-    )
-
-
-def _gets_huge_pages() -> bool:
-    """By trying, as an engine does."""
-    memory = memory_for(HOST_DEVICE)
-    try:
-        slab = memory.create(TRIED_BYTES, "doctor")
-    except UnderstudyError:
-        return False
-    place = memory.reserve(TRIED_BYTES)
-    try:
-        place.map(0, [slab], writable=True)
-        return place.fill(0) > 0
-    finally:
-        place.free()
-        slab.release()
 
 
 def memory_here(pod: ExaminedPod) -> tuple[int, str]:
@@ -262,19 +189,6 @@ def host_memory(pod: ExaminedPod) -> Finding:
             "give `gms serve` a smaller --device-bytes, or the machine more memory",
         )
     return passed(found)
-
-
-def termination_log(pod: ExaminedPod) -> Finding:
-    """Where `kubectl describe pod` reads why a container exited."""
-    path = pod.environ.get("UNDERSTUDY_TERMINATION_LOG") or TERMINATION_LOG
-    if not os.path.exists(path):
-        return skipped("there is none: this is not a Kubernetes container")
-    if not os.access(path, os.W_OK):
-        return warned(
-            f"{path} is not writable: permission denied",
-            "run the container as the owner of the file, or set --termination-log",
-        )
-    return passed(f"{path} is writable")
 
 
 def ports(pod: ExaminedPod) -> Finding:
@@ -461,35 +375,6 @@ def _slabs_outside(pod: ExaminedPod) -> Iterator[Held]:
         sizes = sum(it.size_bytes for it in slabs if it.name[:SLAB_NAME_DIGITS] in digits)
         if sizes:
             yield pid, sizes
-
-
-def kv_memory(pod: ExaminedPod) -> Finding:
-    """Each device's KV memory has a server, and no engine waits for it."""
-    found = [(str(it.get("device_uuid")), it, it.get("kv") or {}) for it in pod.view["gms"]]
-    for name, _, kv in found:
-        for waiter in kv.get("waiting") or ():
-            return warned(
-                f"{waiter['engine']} waits for the KV memory of {name}: {waiter['message']}",
-                "resume (`kill -CONT`) or kill the process that it names, or free memory",
-            )
-    wrong = [
-        f"{name}: {why}" for name, _, kv in found if (why := kv.get("reason") or kv.get("problem"))
-    ]
-    if wrong:
-        return warned(
-            f"the KV memory has no working server ({'; '.join(wrong)}); engines that wake wait for"
-            " it",
-            "read the log of `gms serve`, which restarts it",
-        )
-    idle = ""
-    for name, device, kv in found:
-        if kv.get("state") == "idle":
-            kept = f"{size(kv.get('pool_bytes'))} of KV memory of {name} are idle"
-            idle += f"; {kept}"
-            if any(it.get("state") == ALLOCATING for it in device.get("sessions") or ()):
-                waits = "an engine waits for memory of that device"
-                return warned(f"{kept}, and {waits}", f"`gms drop-kv --device {name}` frees it")
-    return passed(f"no engine waits for KV memory{idle}")
 
 
 def _well(pod: ExaminedPod, found: str) -> Finding:

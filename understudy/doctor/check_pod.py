@@ -8,7 +8,6 @@ kernel lists every Unix socket in it by its path.
 from __future__ import annotations
 
 import fcntl
-import math
 import os
 import stat
 import tempfile
@@ -17,20 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from plumbing.pod.paths import (
-    GATEWAY_SOCKET,
-    HTTP_SUFFIX,
     LOCKSERVER_SOCKET,
-    LONGEST_COMMON_NAME,
-    gms_socket,
 )
 from plumbing.service import procfs
-from plumbing.text import duration, size
-from plumbing.wire.limits import SOCKET_PATH_BYTES_MAX
+from plumbing.text import size
 from pool.core.states import HOST
-from pool.pool_file import PoolFile, digests
-from understudy.doctor.check_machine import memory_here
+from pool.pool_file import digests
 from understudy.doctor.pod import (
-    GMS,
     ExaminedPod,
     Finding,
     failed,
@@ -41,12 +33,7 @@ from understudy.doctor.pod import (
 )
 from understudy.host import descriptors
 from understudy.status.parts_view import (
-    AWAKE,
-    FAILED,
-    gateway_faults,
     models_of,
-    needs_gateway,
-    pool_faults,
 )
 
 ONE_VOLUME = (
@@ -57,8 +44,6 @@ CLOSED = "the directory belongs to another user and cannot be read"
 ABSENT = "the directory does not exist yet"
 NO_POOL, NOT_RUNNING = "this pod has no pool file", "no pool answers, so sizes are not known"
 UNIX_LISTENS = 1 << 16  # __SO_ACCEPTCON, the flag of a listening socket (linux/net.h)
-# Of the gateway, and of a lock server over TCP.
-TLS_VARIABLES = ("UNDERSTUDY_TLS_CERT", "UNDERSTUDY_TLS_KEY", "UNDERSTUDY_TLS_CA")
 
 # --- the directory
 
@@ -91,19 +76,6 @@ def directory(pod: ExaminedPod) -> Finding:
             f"chmod 700 {path}",
         )
     return passed(f"{path} is private (uid {our_uid}, mode {mode:04o})")
-
-
-def path_length(pod: ExaminedPod) -> Finding:
-    """A socket's path has a limit of 107 bytes, and a GPU's UUID is long."""
-    listed = [u for it in pod.listed for u in (it["instances"] if it["is_mig"] else (it["uuid"],))]
-    names = [LONGEST_COMMON_NAME, *(each.name for each in pod.sockets)]
-    longest = max((*names, *(gms_socket("", it) for it in pod.served or listed)), key=len)
-    length = len(os.fsencode(f"{pod.path}/{longest}"))
-    found = f"the longest socket path, to {longest}, is {length} of {SOCKET_PATH_BYTES_MAX} bytes"
-    if length > SOCKET_PATH_BYTES_MAX:
-        spare = SOCKET_PATH_BYTES_MAX - len(longest) - 1
-        return failed(found, f"choose a --dir of at most {spare} bytes")
-    return passed(found)
 
 
 def listeners(path: str) -> Iterator[tuple[str, int | None]]:
@@ -217,66 +189,7 @@ def flock(pod: ExaminedPod) -> Finding:
     )
 
 
-def stale_sockets(pod: ExaminedPod) -> Finding:
-    """Killed parts leave them behind until their next start."""
-    stale = [each.name for each in pod.sockets if not each.is_answered]
-    if stale:
-        paths = " ".join(f"{pod.path}/{name}" for name in stale)
-        return warned(
-            f"no process listens on {', '.join(stale)}: their owners were killed and not restarted",
-            f"restart these parts, or, if none of them is starting, rm {paths}",
-        )
-    return passed(f"none ({len(pod.sockets)} sockets, each with a listener)")
-
-
 # --- the gateway and the engines
-
-
-def gateway(pod: ExaminedPod) -> Finding:
-    """Clients reach the engines through it alone, except with a lock over TCP."""
-    found, lockserver = pod.view.get("gateway"), pod.view["lockserver"]
-    if found is None and not needs_gateway(lockserver):
-        return skipped("the lock server has no service address, or is down")
-    if found is None:
-        faults = ["no gateway answers, so requests wait and are refused after 10 s"]
-    else:
-        faults = gateway_faults(found, lockserver, has_pool=pod.view.get("pool") is not None)
-    if found is None or "error" in found:
-        return failed("; ".join(faults), "start one (`gateway serve`, in this --dir), or resume it")
-    if not found.get("accepting"):
-        return failed("; ".join(faults), "see `gateway status`")
-    return passed("it accepts connections")
-
-
-def one_gateway(pod: ExaminedPod) -> Finding:
-    """Two would take turns at the same port."""
-    found = [process(pid) for name, pid in listeners(pod.path) if name == GATEWAY_SOCKET]
-    if len(found) > 1:
-        return failed(
-            f"{len(found)} gateways listen on {pod.path}/{GATEWAY_SOCKET}: {', '.join(found)}",
-            "stop all of them, then start one; new requests wait meanwhile",
-        )
-    borrowers = pod.view["lockserver"].get("gateways") or ()
-    if len(borrowers) > 1:
-        pids = ", ".join(str(each.get("pid") or "not visible here") for each in borrowers)
-        return warned(
-            f"the lock server has lent its socket to {len(borrowers)} gateways: pids {pids}",
-            "stop one of them, unless one is replacing the other",
-        )
-    return passed(*found) if found else skipped("no gateway is running on this directory")
-
-
-def private_sockets(pod: ExaminedPod) -> Finding:
-    """A client of such a socket can set the headers of the private hop."""
-    found = [each for each in pod.sockets if each.name.endswith(HTTP_SUFFIX)]
-    opened = [each for each in found if (each.mode or 0) & 0o077]
-    if opened:
-        return failed(
-            "; ".join(f"{each.name} has mode {each.mode or 0:04o}" for each in opened),
-            f"chmod 600 {' '.join(f'{pod.path}/{each.name}' for each in opened)}",
-        )
-    names = ", ".join(each.name for each in found)
-    return passed(f"{names}: private") if found else skipped("no engine is active behind a gateway")
 
 
 def engines(pod: ExaminedPod) -> Finding:
@@ -288,40 +201,7 @@ def engines(pod: ExaminedPod) -> Finding:
     return passed("no engine reports a problem") if answered else skipped("no engine answers")
 
 
-def tls_files(pod: ExaminedPod) -> Finding:
-    """The gateway reads them when it starts, so a bad one is found at the worst moment."""
-    named = {name: pod.environ[name] for name in TLS_VARIABLES if pod.environ.get(name)}
-    bad = []
-    for name, path in named.items():
-        try:
-            problem = "" if Path(path).read_bytes() else "it is empty"
-        except OSError as error:
-            problem = os.strerror(error.errno or 0)
-        bad += [f"{name} is {path}: {problem}"] if problem else []
-    if bad:
-        fix = "make the file readable for the pod's user, and its key private to that user"
-        return failed("; ".join(bad), fix)
-    text = ", ".join(f"{name} is {path}" for name, path in named.items())
-    return passed(text) if named else skipped("this environment names no certificate")
-
-
 # --- a pool; a pod without a pool file has nothing to check here
-
-
-def pool(pod: ExaminedPod) -> Finding:
-    """It decides which models are awake."""
-    found = pod.view.get("pool")
-    if found is None:
-        return skipped(NO_POOL)
-    faults = "; ".join(pool_faults(found))
-    if "error" in found:
-        return failed(faults, "start it: `pool serve --file FILE` with the same --dir")
-    if bad := [each["model"] for each in models_of(found) if each["state"] == FAILED]:
-        return failed(faults, f"remove the cause, then `understudy pool reset {bad[0]}`")
-    if found["problems"] or found["recovering"]:
-        return warned(faults, "see `understudy pool explain`")
-    awake = sum(each["state"] == AWAKE for each in models_of(found))
-    return passed(f"{awake} of {len(models_of(found))} models are awake")
 
 
 def pool_file(pod: ExaminedPod) -> Finding:
@@ -359,29 +239,8 @@ def _not_running(pod: ExaminedPod) -> Finding | None:
     return None
 
 
-def pool_sizes(pod: ExaminedPod) -> Finding:
-    """A guess may be too small, and then a wake fails; or too large, and nothing fits beside it."""
-    if (absent := _not_running(pod)) is not None:
-        return absent
-    models = models_of(pod.view["pool"])
-    unknown = [each["model"] for each in models if each["sizes"] is None]
-    guessed = [each["model"] for each in models if each["sizes"] and each["estimated"]]
-    parts = []
-    if unknown:
-        parts = [f"the size of {', '.join(unknown)} is unknown, so whole devices are reserved"]
-    if guessed:
-        parts.append(f"the size of {', '.join(guessed)} is estimated")
-    if parts:
-        return warned(
-            "; ".join(parts),
-            f"load it once, and it is measured: `understudy pool load {(unknown + guessed)[0]}`;"
-            " or write `memory:` in the pool file",
-        )
-    return passed(f"all {len(models)} models have been measured")
-
-
 def pool_fit(pod: ExaminedPod) -> Finding:
-    """Each model can be awake, also beside those that never yield, and copies have room."""
+    """Each model can be awake, also beside those that never yield."""
     if (absent := _not_running(pod)) is not None:
         return absent
     document = pod.view["pool"]
@@ -392,7 +251,7 @@ def pool_fit(pod: ExaminedPod) -> Finding:
             found = _fit(device["device"], device["total_bytes"] - used, known)
             if found is not None:
                 return found
-    return _copies(pod, known) or passed("each model can be awake")
+    return passed("each model can be awake")
 
 
 def _fit(device: str, room: int, known: Mapping[str, Mapping[str, Any]]) -> Finding | None:
@@ -425,60 +284,3 @@ def _fit(device: str, room: int, known: Mapping[str, Mapping[str, Any]]) -> Find
             fix,
         )
     return None
-
-
-def _copies(pod: ExaminedPod, known: Mapping[str, Mapping[str, Any]]) -> Finding | None:
-    """Whether the copies of offloaded weights have room in host memory."""
-    file = pod.pool_file
-    if not isinstance(file, PoolFile):
-        return None
-    kept, (has_bytes, limited_by) = file.host_memory, memory_here(pod)
-    offloading = [
-        name
-        for name, each in file.models.items()
-        if each.rest == "offloaded" or math.isfinite(each.offload_after_ms)
-    ]
-    if offloading and not kept:
-        return warned(
-            f"{', '.join(offloading)} cannot be offloaded without `host_memory` in the pool file:"
-            " they are unloaded instead",
-            "set `host_memory:` to the size of these models' weights",
-        )
-    if kept > has_bytes > 0 and not pod.is_hidden(GMS):
-        return failed(
-            f"host_memory is {size(kept)}; {limited_by} is {size(has_bytes)}",
-            "lower host_memory, or raise the limit of the container",
-        )
-    needed = sum(sum(each["sizes"]["weights"].values()) for each in known.values())
-    if kept and needed > kept:
-        return warned(
-            f"the copies of all models' weights need {size(needed)}, and host_memory is"
-            f" {size(kept)}: the last models are unloaded instead of offloaded",
-            "raise host_memory",
-        )
-    return None
-
-
-def pool_waits(pod: ExaminedPod) -> Finding:
-    """Requests fail whose turn would come, if the queue's limit is shorter than the pool's bound on
-    their wait."""
-    if (absent := _not_running(pod)) is not None:
-        return absent
-    file = pod.pool_file
-    if not isinstance(file, PoolFile):
-        return skipped("the pool file cannot be read here")
-    endless = [name for name, each in file.models.items() if math.isinf(each.cut_ms)]
-    if endless:
-        return warned(
-            f"`cut: never` of {', '.join(endless)}: others on the same devices may wait for ever",
-            "set `drain_timeout: {cut: 30s}`, unless that is intended",
-        )
-    bounds = {str(it["model"]): it["bound_ms"] or 0.0 for it in models_of(pod.view["pool"])}
-    longest, limit_ms = max(bounds, key=lambda name: bounds[name]), file.queue.wait_ms
-    if bounds[longest] > limit_ms:
-        return warned(
-            f"a request for {longest} may wait for {duration(bounds[longest])}, and `queue: wait`"
-            f" ends it after {duration(limit_ms)}; see `understudy pool explain {longest}`",
-            "shorten min_runtime or drain_timeout, or let requests wait longer",
-        )
-    return passed(f"a request waits for {duration(bounds[longest])} at most")

@@ -20,30 +20,16 @@ SCHEMA = 1
 
 CHECKS: tuple[tuple[str, Callable[[ExaminedPod], Finding]], ...] = (
     ("pod directory", check_pod.directory),
-    ("socket path length", check_pod.path_length),
     ("shared directory", check_pod.shared),
     ("single lock server", check_pod.one_lockserver),
     ("file locks", check_pod.flock),
-    ("stale sockets", check_pod.stale_sockets),
-    ("gateway", check_pod.gateway),
-    ("single gateway", check_pod.one_gateway),
-    ("engines' private sockets", check_pod.private_sockets),
     ("engines' own reports", check_pod.engines),
-    ("TLS files", check_pod.tls_files),
-    ("pool", check_pod.pool),
     ("pool file", check_pod.pool_file),
-    ("models' sizes", check_pod.pool_sizes),
     ("models' memory", check_pod.pool_fit),
-    ("models' turns", check_pod.pool_waits),
     ("peer pidfd (SO_PEERPIDFD)", check_machine.peer_pidfd),
-    ("pidfd_open", check_machine.pidfd_open),
-    ("worker start method", check_machine.start_method),
     ("open file descriptors", check_machine.descriptors),
-    ("clock source", check_machine.clock_source),
     ("/dev/shm size", check_machine.shared_memory),
-    ("huge pages", check_machine.huge_pages),
     ("host memory", check_machine.host_memory),
-    ("termination log", check_machine.termination_log),
     ("ports", check_machine.ports),
     ("vLLM version", check_machine.vllm_version),
     ("NVIDIA driver", check_machine.driver),
@@ -52,7 +38,6 @@ CHECKS: tuple[tuple[str, Callable[[ExaminedPod], Finding]], ...] = (
     ("MIG mode", check_machine.mig_mode),
     ("compute mode and MPS", check_machine.sharing_mode),
     ("memory held outside the pod", check_machine.memory_outside),
-    ("KV memory", check_machine.kv_memory),
 )
 COUNTED = {"fail": "failed", "warn": "warnings", "pass": "passed", "skip": "skipped"}
 

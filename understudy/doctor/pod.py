@@ -77,12 +77,11 @@ def skipped(why: str) -> Finding:
 
 
 class SocketFile(NamedTuple):
-    """A socket in the directory. `pid`: its listener, None if not visible; `mode`: of the file."""
+    """A socket in the directory. `pid`: its listener, None if not visible."""
 
     name: str
     is_answered: bool
     pid: int | None = None
-    mode: int | None = None
 
 
 @dataclass(slots=True)
@@ -163,10 +162,10 @@ def look_at_sockets(directory: str) -> Iterator[SocketFile]:
         return
     for entry in entries:
         try:
-            mode = entry.stat(follow_symlinks=False).st_mode
+            is_socket = stat.S_ISSOCK(entry.stat(follow_symlinks=False).st_mode)
         except OSError:  # its engine has just removed it
             continue
-        if not stat.S_ISSOCK(mode):
+        if not is_socket:
             continue
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
             probe.setblocking(False)  # EAGAIN means a full backlog: it listens
@@ -178,7 +177,7 @@ def look_at_sockets(directory: str) -> Iterator[SocketFile]:
             except OSError as error:
                 # Only ECONNREFUSED proves that there is no listener; EACCES does not.
                 is_answered = error.errno != errno.ECONNREFUSED
-        yield SocketFile(entry.name, is_answered, pid, stat.S_IMODE(mode))
+        yield SocketFile(entry.name, is_answered, pid)
 
 
 def _processes(sockets: Sequence[SocketFile]) -> frozenset[int]:

@@ -48,11 +48,11 @@ from understudy.drill.targets import (
     process_of,
 )
 from understudy.status.gather import (
-    Pids,
     PodPart,
     gateway_part,
     gather,
     lockserver_part,
+    memory_parts,
     pids_of,
     pool_part,
     status_of,
@@ -68,6 +68,7 @@ POLL_S = 0.01
 BACK_DEADLINE_S = 90.0  # a container restarts within seconds; its runner may back off
 COMMITTED = "committed"
 FIRST = 1  # pid 1 ignores SIGKILL and SIGSTOP from its own namespace
+SINGLE = {LOCKSERVER: lockserver_part, GATEWAY: gateway_part, POOL: pool_part}
 COPIES, KEEPER_VERB = "OFFLOAD-", "keep-copy"  # of host copies: their places, and who keeps them
 
 clock = SystemClock()
@@ -75,16 +76,12 @@ Say = Callable[[str], None]
 T = TypeVar("T")
 
 
-def say_nothing(line: str) -> None:
-    pass
-
-
 async def wait_for(
     look: Callable[[], Awaitable[T | str]],
     deadline_s: float,
     code: str,
     what: str,
-    say: Say = say_nothing,
+    say: Say = lambda line: None,
     poll_s: float = POLL_S,
 ) -> T:
     """Poll until `look` returns something else than the reason why to wait on.
@@ -121,7 +118,7 @@ class Whole:
 
 async def wait_whole(
     directory: Path,
-    say: Say = say_nothing,
+    say: Say = lambda line: None,
     deadline_s: float = WHOLE_DEADLINE_S,
     poll_s: float = WHOLE_POLL_S,
 ) -> Whole:
@@ -310,35 +307,34 @@ async def find_part(
     Raises:
         UnderstudyError: `drill.no_memory`, nothing is committed; `drill.not_here`.
     """
-    view, pids = await gather(directory), await pids_of(directory)
+    view = await gather(directory)
     memory = tuple(committed_devices(view).values())
     if is_pool:  # models come and go: only that their servers answer is compared
         answered = (each for part in view["gms"] for each in devices(part))
         memory = tuple({"device_uuid": str(it["device_uuid"])} for it in answered)
-    pid = _pid_of(target, pids, model)
+    pid = await _pid_of(directory, target, model)
     if target == GMS:
         memory = tuple(it for it in memory if not _is_copy(it))
         if not memory:
             raise UnderstudyError("drill.no_memory", "no memory service has committed weights")
-        pid = pids.gms.get(memory[number % len(memory)]["device_uuid"])
-        memory = tuple(it for it in memory if pids.gms.get(it["device_uuid"]) == pid)
+        pids = await pids_of(memory_parts(directory))
+        pid = pids.get(memory[number % len(memory)]["device_uuid"])
+        memory = tuple(it for it in memory if pids.get(it["device_uuid"]) == pid)
     elif target == GMS_COPY:
         memory = tuple(filter(_is_copy, memory))
     elif target != GMS_SUPERVISOR:
         memory = ()
     if pid is None and is_pool:
         return None
-    what = f"the server of {memory[0]['device_uuid']}" if target == GMS else target
-    held = [stack.enter_context(hold(each, what)) for each in (pid, *descendants(pid or 0))]
+    held = [stack.enter_context(hold(each, target)) for each in (pid, *descendants(pid or 0))]
     return HeldPart(target, tuple(held), memory, model)
 
 
-def _pid_of(target: str, pids: Pids, model: str) -> int | None:
+async def _pid_of(directory: Path, target: str, model: str) -> int | None:
     """The main process of a part; of a device's server, of any."""
-    single = {LOCKSERVER: pids.lockserver, POOL: pids.pool, GATEWAY: pids.gateway}
-    servers = list(pids.gms.values())
-    if target in single:
-        return single[target]
+    if target in SINGLE:
+        return (await pids_of([SINGLE[target](directory)])).get(target)
+    servers = [*(await pids_of(memory_parts(directory))).values()]
     if target == GMS or not servers:
         return servers[0] if servers else None
     supervisor = parent(servers[0])
@@ -379,7 +375,11 @@ async def kill_part(victim: HeldPart, kill: Kill) -> None:
 
 
 async def wait_back(
-    directory: Path, victim: HeldPart, kill: Kill, say: Say = say_nothing, stretch: float = 1.0
+    directory: Path,
+    victim: HeldPart,
+    kill: Kill,
+    say: Say = lambda line: None,
+    stretch: float = 1.0,
 ) -> None:
     """Wait until the part works again with all that it had; records when.
 
@@ -398,25 +398,22 @@ async def wait_back(
 
 async def missing_of(directory: Path, victim: HeldPart) -> str | None:
     """What a killed part lacks until it works again."""
-    match victim.target:
-        case "lockserver":
-            return (await status_of(lockserver_part(directory))).get("error")
-        case "gateway":
-            gateway = await status_of(gateway_part(directory))
-            is_back, why = gateway.get("accepting"), "it does not accept"
-            return None if is_back else str(gateway.get("error") or why)
-        case "pool":
-            pool = await status_of(pool_part(directory))
-            is_back = pool.get("gateways") and not pool.get("recovering")
-            return None if is_back else str(pool.get("error") or "it is recovering")
+    if victim.target in SINGLE:
+        said = await status_of(SINGLE[victim.target](directory))
+        is_back = {
+            LOCKSERVER: "error" not in said,
+            GATEWAY: said.get("accepting"),
+            POOL: said.get("gateways") and not said.get("recovering"),
+        }
+        return None if is_back[victim.target] else str(said.get("error") or "it is not ready")
     for was in victim.memory:
         place = str(was["device_uuid"])
         path = gms_socket(str(directory), place)
         now = await status_of(PodPart(place, path, gms_messages.CATALOGUE))
         if (missing := _changed_memory(was, now, is_own=victim.target == GMS)) is not None:
             return missing
-    is_running = _pid_of(victim.target, await pids_of(directory), victim.model) is not None
-    return None if is_running else f"no {victim.target} runs"
+    pid = await _pid_of(directory, victim.target, victim.model)
+    return None if pid is not None else f"no {victim.target} runs"
 
 
 def _changed_memory(was: Document, now: Document, *, is_own: bool) -> str | None:

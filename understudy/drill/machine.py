@@ -1,4 +1,4 @@
-"""The machine of a drill: busy loops beside the pod, and the supervisors of its processes.
+"""Busy loops beside a drilled pod.
 
 The loops run at the pod's own priority. Each dies with the drill, however that ends
 (PR_SET_PDEATHSIG), and has a session of its own: where the kernel shares CPUs out by session
@@ -16,9 +16,7 @@ import time
 
 from plumbing.errors import UnderstudyError
 from plumbing.service.process import parent_environment
-from plumbing.service.procfs import parent
 from understudy.drill.schema import DrillBurn
-from understudy.status.gather import Pids
 
 LOOP = """
 from plumbing.service.process import arm_from_environment
@@ -75,9 +73,3 @@ def _children_cpu_s() -> float:
     """CPU time of all children that were waited for."""
     times = os.times()
     return times.children_user + times.children_system
-
-
-def roots_of(pids: Pids) -> list[int]:
-    """The supervisors of engines and memory service that are visible here."""
-    supervisors = {parent(pid) for pid in pids.gms.values()}
-    return [pid for pid in (*pids.engines.values(), *supervisors) if pid]

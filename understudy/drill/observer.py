@@ -4,8 +4,7 @@ Owns the pidfds of the engine that is about to be killed, opened *before* the ki
 recycled. When the lock server announces the next grant, each of these processes must have exited,
 or have neither memory nor descriptors left; otherwise it could still touch memory that now belongs
 to the new engine. One that hands over in place must have let go of its serving file instead
-(docs/lock.md, promise 7). The evidence is the kernel's, not the pod's. The other moments are for
-the report page only: they pass through an event loop that is busy with the load.
+(docs/lock.md, promise 7). The evidence is the kernel's, not the pod's.
 """
 
 from __future__ import annotations
@@ -34,22 +33,12 @@ from plumbing.service.procfs import name as process_name
 from plumbing.wire.messages import Message
 from plumbing.wire.peer import is_gone
 from pool.messages import CATALOGUE as POOL_CATALOGUE
-from understudy.drill.records import GONE, LOCK, MODEL, EngineDeath, Kill, Moment, Records, Switch
+from understudy.drill.records import GONE, MODEL, EngineDeath, Kill, Moment, Records, Switch
 from understudy.drill.targets import POOL
 
 clock = SystemClock()
 
-# The lock's state after an event of the lock server; other events do not change it.
-LOCK_STATES = {
-    "lock.granted": "held",
-    "lock.confirmed": "held",
-    "lock.claimed": "held",
-    "lock.releasing": "releasing",
-    "lock.recovering": "recovering",
-    "lock.free": "free",
-}
-
-
+LOCKSERVER = "the lock server"
 SWITCH_TIMES = ("drain_ms", "release_ms", "raise_ms")  # without the wait until it could begin
 
 
@@ -57,8 +46,7 @@ SWITCH_TIMES = ("drain_ms", "release_ms", "raise_ms")  # without the wait until 
 class OldTree:
     """The processes of one engine, by pidfds, or all together by the witness file they lock."""
 
-    pids: dict[int, int] = field(default_factory=dict)  # pidfd → 17
-    names: dict[int, str] = field(default_factory=dict)  # pidfd → "pid 17 (engine)"
+    pids: dict[int, tuple[int, str]] = field(default_factory=dict)  # pidfd → 17, "engine"
     witness: int | None = None
     serving: tuple[int, int] | None = None  # the file that each of them holds while it may serve
 
@@ -70,9 +58,8 @@ class OldTree:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):  # it has just exited by itself
                 name = process_name(pid)
-                pidfd = os.pidfd_open(pid)
-                tree.names[pidfd], tree.pids[pidfd] = f"pid {pid} ({name})", pid
-        if serving_file and all(holds_flock(pid, *serving_file) for pid in tree.pids.values()):
+                tree.pids[os.pidfd_open(pid)] = pid, name
+        if serving_file and all(holds_flock(pid, *serving_file) for pid, _ in tree.pids.values()):
             tree.serving = serving_file
         return tree
 
@@ -88,7 +75,7 @@ class OldTree:
     @property
     def is_evidence(self) -> bool:
         """Whether it can prove that processes are gone."""
-        return bool(self.names) or self.witness is not None
+        return bool(self.pids) or self.witness is not None
 
     def alive(self) -> list[str]:
         """Those that have not exited and can still touch something."""
@@ -96,8 +83,8 @@ class OldTree:
             return ["a process that holds its witness"] if _is_held(self.witness) else []
         # The pid cannot be recycled: the process had not exited, let alone been reaped.
         return [
-            self.names[pidfd]
-            for pidfd, pid in self.pids.items()
+            f"pid {pid} ({name})"
+            for pidfd, (pid, name) in self.pids.items()
             if not is_gone(pidfd)
             and (self.serving is None or holds_flock(pid, *self.serving))
             and not is_spent(pid)
@@ -105,11 +92,10 @@ class OldTree:
 
     def close(self) -> None:
         """Release them; a stopped process that was not detected continues."""
-        for pidfd in self.names:
+        for pidfd in self.pids:
             with contextlib.suppress(OSError):  # it exited, as it should
                 signal.pidfd_send_signal(pidfd, signal.SIGCONT)
             os.close(pidfd)
-        self.names.clear()
         self.pids.clear()
         if self.witness is not None:
             os.close(self.witness)
@@ -123,10 +109,10 @@ class Observer:
         self._records = records
         self._kill: Kill | None = None
         self._tree = OldTree()
-        self._states: dict[str, tuple[str, str]] = {}  # last state and note of each part
+        self._states: dict[str, str] = {}  # the last of each part
         self._running: dict[str, str] = {}  # the living incarnation of each engine
         self._waiting: list[tuple[str, Collection[str], asyncio.Future[str]]] = []
-        watched = [(LOCK, LOCKSERVER_SOCKET, lock_messages.CATALOGUE, self._on_lockserver)]
+        watched = [(LOCKSERVER, LOCKSERVER_SOCKET, lock_messages.CATALOGUE, self._on_lockserver)]
         for engine, path in engines.items():
             heard = partial(self._on_engine, engine)
             watched.append((engine, path, engine_messages.CONTROL, heard))
@@ -141,10 +127,8 @@ class Observer:
 
     def unwatched(self) -> list[str]:
         """The lock server or the pool, if it is not connected, so that its events are not seen."""
-        parts = {LOCK: "the lock server", **({POOL: "the pool"} if self._records.models else {})}
-        return [
-            name for part, name in parts.items() if self._states.get(part, (GONE, ""))[0] == GONE
-        ]
+        parts = (LOCKSERVER, *((POOL,) if self._records.models else ()))
+        return [each for each in parts if self._states.get(each, GONE) == GONE]
 
     async def entered(self, state: str, models: Collection[str], timeout_s: float) -> str | None:
         """The next of `models` that enters `state`; None: none did in time."""
@@ -165,55 +149,34 @@ class Observer:
 
     def expect(self, kill: Kill, tree: OldTree) -> None:
         """Attribute events from now on to `kill`; takes ownership of `tree`."""
-        self._forget_tree()
+        self._tree.close()
         self._kill, self._tree = kill, tree
-        kill.deaths_ms = dict.fromkeys(tree.names.values())
-        for pidfd in tree.names:
-            asyncio.get_running_loop().add_reader(pidfd, self._ended, pidfd)
 
     async def close(self) -> None:
         for watch in self._watches:
             await watch.close()
-        self._forget_tree()
-
-    def _forget_tree(self) -> None:
-        for pidfd in self._tree.names:
-            asyncio.get_running_loop().remove_reader(pidfd)
         self._tree.close()
 
-    def _ended(self, pidfd: int) -> None:
-        asyncio.get_running_loop().remove_reader(pidfd)  # it stays readable
-        assert self._kill is not None  # a tree comes with its kill
-        self._kill.deaths_ms[self._tree.names[pidfd]] = clock.now_ms()
-
-    def _note(self, part: str, state: str, note: str = "", at_ms: Any = None) -> None:
+    def _note(self, part: str, state: str, at_ms: Any = None) -> None:
         """Record that `part` is in `state`, since `at_ms` if known; repetitions are dropped."""
-        if self._states.get(part) != (state, note):
-            self._states[part] = state, note
+        if self._states.get(part) != state:
+            self._states[part] = state
             moment_ms = float(at_ms) if isinstance(at_ms, (int, float)) else clock.now_ms()
-            self._records.moments.append(Moment(moment_ms, part, state, note))
+            self._records.moments.append(Moment(moment_ms, part, state))
 
     # ------------------------------------------------------------------ messages
 
     def _on_lockserver(self, message: Message) -> None:
+        self._note(LOCKSERVER, "connected")
         wanted = self._kill.lock if self._kill is not None else "active"
         if isinstance(message, lock_messages.GrantedMsg) and message.lock == wanted:
             self._granted(message.engine, message.token, message.incarnation)
         elif isinstance(message, EventMsg):
             record, data = message.record, message.record.get("data") or {}
-            if data.get("lock") != wanted:
-                return
-            if record.get("type") in LOCK_STATES:
-                state = LOCK_STATES[record["type"]]
-                self._note(LOCK, state, str(data.get("engine") or ""), record.get("mono_ms"))
-            if record.get("type") == "lock.granted":
+            if record.get("type") == "lock.granted" and data.get("lock") == wanted:
                 engine, token = str(data.get("engine")), int(data.get("token", 0))
                 self._granted(engine, token, data.get("incarnation"))
                 self._note_grant(data)
-        elif isinstance(message, StatusReplyMsg):
-            lock = (message.document.get("locks") or {}).get(wanted) or {}
-            holder = (lock.get("holder") or {}).get("engine")
-            self._note(LOCK, str(lock.get("state", "unknown")), str(holder or ""))
 
     def _granted(self, engine: str, token: int, incarnation: str | None) -> None:
         """A newer grant: the old tree must be gone. Reported twice, as message and as event."""
@@ -296,21 +259,21 @@ class Observer:
         if isinstance(message, StatusReplyMsg):
             for each in message.document.get("models") or ():
                 at_ms = clock.now_ms() - float(each.get("for_ms") or 0.0)
-                self._note_model(each["model"], each["state"], str(each.get("reason") or ""), at_ms)
+                self._note_model(each["model"], each["state"], at_ms)
         elif isinstance(message, EventMsg):
             kind, data = message.record.get("type"), message.record.get("data") or {}
             at_ms = float(message.record.get("mono_ms") or clock.now_ms())
             if kind == "pool.model":
-                self._note_model(str(data["model"]), str(data["to"]), str(data["cause"]), at_ms)
+                self._note_model(str(data["model"]), str(data["to"]), at_ms)
             elif kind == "pool.switch":
                 length_ms = sum(float(data[name]) for name in SWITCH_TIMES)
                 self._records.switches.append(Switch(at_ms, str(data["model"]), length_ms))
 
-    def _note_model(self, model: str, state: str, reason: str, at_ms: float) -> None:
+    def _note_model(self, model: str, state: str, at_ms: float) -> None:
         part = MODEL + model
-        if self._states.get(part, ("", ""))[0] == state:
+        if self._states.get(part) == state:
             return
-        self._note(part, state, reason, at_ms)
+        self._note(part, state, at_ms)
         for wanted, models, future in self._waiting:
             if wanted == state and model in models and not future.done():
                 future.set_result(model)

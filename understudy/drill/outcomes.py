@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 from understudy.drill.records import (
@@ -109,48 +108,31 @@ def doubled_pieces(exchange: Exchange, expected: Exchange | None) -> int:
 # ------------------------------------------------------------------ failovers
 
 
-def first_answer(kill: Kill, exchanges: Iterable[Exchange]) -> Exchange | None:
-    """The request after the kill that got the first token under a newer grant."""
-    served = [
-        exchange
-        for exchange in exchanges
-        if exchange.sent_ms >= kill.killed_ms
-        and exchange.first_token_ms is not None
-        and exchange.token is not None
-        and exchange.token > kill.old_token
-    ]
-    return min(served, key=lambda exchange: exchange.first_token_ms or math.inf, default=None)
-
-
 def first_answers(kills: Sequence[Kill], exchanges: Iterable[Exchange]) -> list[Exchange | None]:
-    """`first_answer` of every kill, among the requests before the next kill."""
+    """For each kill, the request after it, and before the next one, that got the first token under
+    a newer grant."""
     ordered = sorted(exchanges, key=lambda exchange: exchange.sent_ms)
     starts = [bisect_left(ordered, kill.killed_ms, key=lambda e: e.sent_ms) for kill in kills]
     ends = [*starts, len(ordered)][1:]
-    return [
-        first_answer(kill, ordered[start:end])
-        for kill, start, end in zip(kills, starts, ends, strict=True)
-    ]
-
-
-def moments_of(kill: Kill, first: Exchange | None) -> dict[str, float | None]:
-    """When each phase of one failover ended, by name; None: not observed."""
-    return {
-        "killed": kill.killed_ms,
-        "detected": kill.detected_ms,
-        "fenced": kill.fenced_ms,
-        "granted": kill.granted_ms,
-        "active": kill.active_ms,
-        "first token": first.first_token_ms if first is not None else None,
-    }
+    found = []
+    for kill, start, end in zip(kills, starts, ends, strict=True):
+        served = [
+            (each.first_token_ms, number)
+            for number, each in enumerate(ordered[start:end], start)
+            if each.first_token_ms is not None and (each.token or 0) > kill.old_token
+        ]
+        found.append(ordered[min(served)[1]] if served else None)
+    return found
 
 
 def phases_of(kill: Kill, first: Exchange | None) -> dict[str, float]:
-    """Milliseconds of each phase of one failover whose start and end were observed.
+    """Milliseconds of each phase of one failover whose start and end were observed; `first`: the
+    first answer after it.
 
     Clamped at zero: two processes may see the same instant in either order.
     """
-    moments = list(moments_of(kill, first).values())
+    moments = [kill.killed_ms, kill.detected_ms, kill.fenced_ms, kill.granted_ms, kill.active_ms]
+    moments.append(first.first_token_ms if first is not None else None)
     return {
         name: max(0.0, after - before)
         for name, before, after in zip(PHASES, moments, moments[1:], strict=False)
@@ -161,25 +143,15 @@ def phases_of(kill: Kill, first: Exchange | None) -> dict[str, float]:
 # ------------------------------------------------------------------ pauses
 
 
-@dataclass(frozen=True, slots=True)
-class Pause:
-    """A gap between two texts of a stream."""
-
-    from_ms: float
-    to_ms: float
-
-    @property
-    def length_ms(self) -> float:
-        return self.to_ms - self.from_ms
+def longest_gap(
+    times_ms: Iterable[float], from_ms: float = -math.inf, until_ms: float = math.inf
+) -> float | None:
+    """The longest gap between two texts that ends after `from_ms` and begins before `until_ms`."""
+    pairs = (pair for pair in pairwise(times_ms) if pair[1] > from_ms and pair[0] < until_ms)
+    return max((after - before for before, after in pairs), default=None)
 
 
-def longest_gap(times_ms: Iterable[float], from_ms: float, until_ms: float) -> Pause | None:
-    """The longest gap that ends after `from_ms` and begins before `until_ms`."""
-    gaps = (Pause(*pair) for pair in pairwise(times_ms) if pair[1] > from_ms and pair[0] < until_ms)
-    return max(gaps, key=lambda pause: pause.length_ms, default=None)
-
-
-def pause_at(kill: Kill, until_ms: float, exchange: Exchange) -> Pause | None:
+def pause_at(kill: Kill, until_ms: float, exchange: Exchange) -> float | None:
     """The pause of a stream at this kill, before the next one at `until_ms`; None if it did not
     continue at another engine."""
     times = exchange.text_ms
@@ -191,7 +163,7 @@ def pause_at(kill: Kill, until_ms: float, exchange: Exchange) -> Pause | None:
     return longest_gap(seen, kill.killed_ms, until_ms)
 
 
-def failover_pauses(records: Records) -> list[Pause]:
+def failover_pauses(records: Records) -> list[float]:
     """One for each kill that a stream continued after."""
     kills, found = records.engine_kills, []
     killed_ms = [*(kill.killed_ms for kill in kills), math.inf]
@@ -212,9 +184,7 @@ def times_away(moments: Iterable[Moment], model: str) -> list[tuple[float, float
     """From when to when the model was not awake, each time."""
     found: list[tuple[float, float]] = []
     since_ms: float | None = None
-    for moment in sorted(moments, key=lambda each: each.at_ms):
-        if moment.part != MODEL + model:
-            continue
+    for moment in (each for each in moments if each.part == MODEL + model):
         if moment.state == AWAKE and since_ms is not None:
             found.append((since_ms, moment.at_ms))
             since_ms = None
@@ -223,7 +193,7 @@ def times_away(moments: Iterable[Moment], model: str) -> list[tuple[float, float
     return found
 
 
-def pauses_in(exchange: Exchange, away: Sequence[tuple[float, float]]) -> list[Pause]:
+def pauses_in(exchange: Exchange, away: Sequence[tuple[float, float]]) -> list[float]:
     """A stream's pauses in the times when its model was not awake, if it continued afterwards."""
     times = exchange.text_ms
     found = []
@@ -231,7 +201,7 @@ def pauses_in(exchange: Exchange, away: Sequence[tuple[float, float]]) -> list[P
         if len(times) < 2 or times[0] > from_ms or times[-1] < to_ms:
             continue
         start, end = bisect_left(times, from_ms), bisect_right(times, to_ms)
-        longest = longest_gap(times[max(0, start - 1) : end + 1], -math.inf, math.inf)
+        longest = longest_gap(times[max(0, start - 1) : end + 1])
         found += [longest] if longest is not None else []
     return found
 

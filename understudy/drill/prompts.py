@@ -3,23 +3,17 @@
 With greedy sampling an answer depends on the model alone, so every engine must give the same one;
 where the backend computes every request alike whatever runs beside it, that holds for sampling with
 a seed, too. Answers are learnt before the first kill; prompts of a kind that the server refuses, or
-with too short an answer, are not used. They can
-also come from a file, written by a server without failover that serves the same model: that detects
-errors that both engines share. Its prompts must have a clear best token at each step.
+with too short an answer, are not used. `hack.drill_vllm` takes them from a server without failover,
+which detects errors that both engines share.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-import msgspec
-from msgspec import Struct
-from msgspec.structs import replace
-
-from plumbing.errors import UnderstudyError, UsageError
+from plumbing.errors import UnderstudyError
 from understudy.drill.clients import Target, send
 from understudy.drill.records import End, Exchange, Prompt
 from understudy.http_get import get
@@ -51,25 +45,13 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
     "whole-seed": {"stream": False, "temperature": 1.0, "seed": 11, "max_tokens": 32},
 }
 # Some 500 tokens of the random model, of one byte each, and most of a small context.
-SYSTEM = (
-    "You are the prompter of a small theatre. You sit below the stage with the book of the play,"
-    " follow every line, and whisper the next words to whoever has lost them. Answer in one short"
-    " sentence. Never explain the plot, never mention that you are a prompter, and never invent a"
-    " line that is not in the book. If an actor asks for another scene, name its page. If two"
-    " actors ask at once, the one who is on stage comes first. Numbers are spelled out. "
-)
-QUESTIONS = (
-    "Who speaks after the storm?",
-    "What does the captain say to the crew?",
-    "On which page does the third act begin?",
-    "Whisper the last line of the first scene.",
-)
 DOCUMENTS = (
     "The log of the lighthouse. "
     + "Wind from the west, two ships passed, the lamp was trimmed. " * 9,
     "An inventory of the wardrobe. "
     + "One cloak, two masks, a crown of paper, boots in pairs. " * 9,
 )
+ASKED = ("Summary:", "The last entry again:", "The first entry again:", "Who wrote this:")
 LONG_STREAM_TOKENS = 160  # longer than a turn with streams beside it: it is parked, and resumes
 # In the body of a stream that outlasts its model's turn.
 LONG_KINDS: Mapping[str, Mapping[str, Any]] = {
@@ -105,18 +87,16 @@ def all_prompts(model: str) -> list[Prompt]:
 
 
 def long_prompts(model: str) -> list[Prompt]:
-    """Many that share a system prompt, two about each of two long documents, and short ones."""
+    """Several about each of two long documents, and short ones."""
     short = all_prompts(model)[:2]
     common = short[0].body
-    shared = [SYSTEM + question for question in QUESTIONS]
-    about = [text + ask for text in DOCUMENTS for ask in ("Summary:", "The last entry again:")]
     long = [
         Prompt(
             f"long-{number}",
             "/v1/completions",
             {**common, "prompt": text, "max_tokens": LONG_TOKENS, "ignore_eos": True},
         )
-        for number, text in enumerate([*shared, *about])
+        for number, text in enumerate(text + ask for text in DOCUMENTS for ask in ASKED)
     ]
     return _mixed(short, long, every=4)
 
@@ -132,17 +112,15 @@ def varied_prompts(model: str) -> list[Prompt]:
     return [*plain, *varied]
 
 
-def bank_of(backend: str | None, model: str, *, is_long: bool) -> list[Prompt]:
-    """The prompts that a drill sends to `backend`; `is_long`: most share a long beginning."""
-    if is_long:
-        return long_prompts(model)
+def bank_of(backend: str | None, model: str) -> list[Prompt]:
+    """The prompts that a drill sends to `backend`."""
     return all_prompts(model) if backend == "vllm" else varied_prompts(model)
 
 
 def pool_prompts(backend: str | None, model: str) -> list[Prompt]:
     """Short and long streams, whole answers, and the state that must survive a pause; their keys
     name the model."""
-    mixed = bank_of(backend, model, is_long=False)
+    mixed = bank_of(backend, model)
     common = {**mixed[0].body, "max_tokens": LONG_STREAM_TOKENS, "ignore_eos": True}
     kinds = LONG_KINDS if backend != "vllm" else {"stream": {}}  # as in `bank_of`
     long = [Prompt(name, mixed[0].path, {**common, **more}) for name, more in kinds.items()]
@@ -233,40 +211,3 @@ def _chunks_min(prompt: Prompt) -> int:
     nothing but a stop string makes it short."""
     is_free = "stop" not in prompt.body
     return CHUNKS_MIN if is_free and prompt.body.get("stream") else 1
-
-
-class ExpectedAnswers(Struct):
-    """A file of prompts and of the answers that `source` gave to them, by key."""
-
-    source: str
-    prompts: list[Prompt]
-    answers: dict[str, Exchange]
-
-
-def write_expected(
-    path: Path, prompts: Sequence[Prompt], answers: Mapping[str, Exchange], source: str
-) -> None:
-    """Write the answers of `source` to `prompts`."""
-    kept = {key: Exchange(key, 0.0, End.DONE, status=200) for key in answers}
-    for key, answer in answers.items():
-        kept[key].text, kept[key].finish_reason = answer.text, answer.finish_reason
-    path.write_bytes(msgspec.json.encode(ExpectedAnswers(source, [*prompts], kept)))
-
-
-def read_expected(path: Path, model: str) -> tuple[list[Prompt], dict[str, Exchange]]:
-    """The prompts, for `model` as `/v1/models` names it, and the expected answer to each.
-
-    Raises:
-        UsageError: `drill.bad_expected`, the file is not valid.
-    """
-    try:
-        found = msgspec.json.decode(path.read_bytes(), type=ExpectedAnswers)
-        prompts = [replace(each, body={**each.body, "model": model}) for each in found.prompts]
-        return prompts, {each.key: found.answers[each.key] for each in prompts}
-    except OSError as error:
-        raise UsageError("drill.bad_expected", f"cannot read {path}: {error.strerror}") from error
-    except (msgspec.DecodeError, KeyError) as error:
-        raise UsageError(
-            "drill.bad_expected",
-            f"{path} is not a file of expected answers ({error}); `make drill-vllm` writes one",
-        ) from error

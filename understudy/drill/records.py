@@ -18,7 +18,6 @@ from understudy.drill.targets import TARGETS
 
 PHASES = ("detect", "fence", "grant", "wake", "serve")  # of a failover, in order
 
-LOCK = "lock active"  # the part whose states are those of the lock
 MODEL = "model "  # prefix of a model as a part: an engine may have the same name
 GONE = "gone"  # the state of an unreachable part
 MOMENTS_MAX = 100_000  # some ten per kill; the oldest are dropped
@@ -85,10 +84,9 @@ class Kill(Struct):
 
     `engine`: whose process was killed; None: a part that is not an engine, then of `device` if it
     is a memory server. `gone_ms`: when all processes of a part had exited; `back_ms`: when the
-    victim worked again. `deaths_ms`: when each process of the old engine was seen to have exited.
-    `kept_blocks` of KV memory were there for the next engine by the old one's last status, and
-    `adopted_blocks` are those that its cache began with. `lock`: the one that the engine may have
-    held; `peers`: the engines that may be granted it next, () for all.
+    victim worked again. `kept_blocks` of KV memory were there for the next engine by the old one's
+    last status, and `adopted_blocks` are those that its cache began with. `lock`: the one that the
+    engine may have held; `peers`: the engines that may be granted it next, () for all.
     In a pool: the kill was made as `model` entered `phase`, and `result` is how it ended.
     """
 
@@ -102,7 +100,6 @@ class Kill(Struct):
     active_ms: float | None = None
     new_token: int | None = None
     new_engine: str | None = None
-    deaths_ms: dict[str, float | None] = {}
     incarnation: str | None = None
     kept_blocks: int = 0
     adopted_blocks: int | None = None
@@ -126,12 +123,11 @@ class Kill(Struct):
 
 
 class Moment(Struct, frozen=True):
-    """From `at_ms` on, `part` was in `state`: an engine, `LOCK`, or `MODEL` and a model's name."""
+    """From `at_ms` on, `part` was in `state`: an engine, or `MODEL` and a model's name."""
 
     at_ms: float
     part: str
     state: str
-    note: str = ""
 
 
 class Switch(Struct, frozen=True):
@@ -173,20 +169,11 @@ class EngineDeath(Struct, frozen=True):
     message: str
 
 
-class MemoryUse(Struct):
-    """Physical memory of the weights: committed bytes and observed peak."""
-
-    committed_bytes: int
-    device_bytes_min: int  # of the smallest device: any second copy has at least as much
-    peak_bytes: int = 0
-
-
 class Records(Struct):
     """Everything one drill observed.
 
     `overlaps`: grants while a process of the old engine was alive; `disturbed`: changes caused by
-    the death of a part; `deaths`: of engines, rehearsed or not. `memory` is set if a memory server
-    is to be killed, `upgrade` in an upgrade.
+    the death of a part; `deaths`: of engines, rehearsed or not. `upgrade` is set in an upgrade.
     `targets`: those of every engine of this pod, which are counted even if none was killed.
     `url`: the address outside the pod that clients used, if they did.
     The token of an exchange says where the answer began: text that follows may be of any newer
@@ -201,7 +188,6 @@ class Records(Struct):
     expected: dict[str, Exchange] = {}
     overlaps: list[str] = []
     grants_checked: int = 0
-    memory: MemoryUse | None = None
     disturbed: list[str] = []
     upgrade: Upgrade | None = None
     deaths: list[EngineDeath] = []

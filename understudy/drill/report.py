@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from plumbing.text import duration, size
+from plumbing.text import duration
 from understudy.drill.targets import GATEWAY
 from understudy.drill.verdict import IN_POOL, DrillReport
 from understudy.host import machine
@@ -67,9 +67,6 @@ def print_report(report: DrillReport, console: Console, backend: str) -> None:
     if "burn" in figures:
         burn = figures["burn"]
         row("burn", f"busy loops {burn['processes']}, which got {burn['cpu_s']:.1f} s of CPU time")
-    if "gms" in figures:
-        committed, peak = figures["gms"]["committed_bytes"], figures["gms"]["peak_physical_bytes"]
-        row("weights", f"{size(committed)} committed, peak {size(peak)}")
     for missed in figures.get("not_reached", ()):
         row("not made", f"{missed}: no model came there in time")
     for problem in report.problems:
@@ -78,35 +75,28 @@ def print_report(report: DrillReport, console: Console, backend: str) -> None:
 
 
 def _print_times(report: DrillReport, console: Console) -> None:
-    """Times by phase, and in the whole; beside them those of the drill without adoption."""
+    """Times by phase, and in the whole."""
     from rich.table import Table
 
-    table, other = Table(), report.without_adoption
+    table, figures = Table(), report.values
     table.add_column("milliseconds")
-    for prefix in ("", "no adoption: ") if other is not None else ("",):
-        for column in PERCENTILES:
-            table.add_column(f"{prefix}{column}", justify="right")
+    for column in PERCENTILES:
+        table.add_column(column, justify="right")
 
-    def row(name: str, *keys: str, style: str | None = "bold") -> None:
-        """The spread that these keys lead to, in each report."""
-        cells: list[str] = []
-        for found in (report.values, *((other.values,) if other is not None else ())):
-            spread: Mapping[str, Any] = found
-            for key in keys:
-                spread = spread[key]
-            times = (spread[each] for each in PERCENTILES)
-            cells += ["-" if each is None else f"{each:.1f}" for each in times]
+    def row(name: str, spread: Mapping[str, float | None], style: str | None = "bold") -> None:
+        times = (spread[each] for each in PERCENTILES)
+        cells = ("-" if each is None else f"{each:.1f}" for each in times)
         table.add_row(name, *cells, style=style)
 
-    if report.failovers_ms or "gms" not in report.values:
-        for phase in report.values.get("phases_ms", {}):
-            row(f"  {phase}", "phases_ms", phase, style=None)
+    if report.failovers_ms or "gms" not in figures:
+        for phase, spread in figures.get("phases_ms", {}).items():
+            row(f"  {phase}", spread, style=None)
         table.add_section()
         for key, name in TIMES.items():
-            if key in report.values:
-                row(name, key)
-    if "gms" in report.values:
-        row("memory recovery", "gms", "recovery_ms")
+            if key in figures:
+                row(name, figures[key])
+    if "gms" in figures:
+        row("memory recovery", figures["gms"]["recovery_ms"])
     console.print(table)
 
 

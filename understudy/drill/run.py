@@ -16,13 +16,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import socket
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
+
+from msgspec import structs
 
 from engine import messages as engine_messages
 from lockserver.client import messages as lock_messages
@@ -38,8 +39,9 @@ from plumbing.pod.models import ACTIVE, lock_of
 from plumbing.pod.observers import ask
 from plumbing.pod.paths import engine_socket, engine_sockets, lockserver_socket, pool_socket
 from plumbing.service.clock import SystemClock
-from plumbing.service.procfs import descendants, environment_of
+from plumbing.service.procfs import environment_of
 from plumbing.text import duration
+from plumbing.wire.server import guard_holder
 from pool.core.events import Order
 from pool.core.states import ModelState
 from pool.messages import CATALOGUE, OrderMsg
@@ -51,7 +53,6 @@ from understudy.drill.killer import (
     Whole,
     backend_processes,
     changes,
-    committed_devices,
     find_part,
     kill_engine,
     kill_part,
@@ -61,13 +62,13 @@ from understudy.drill.killer import (
     wait_for,
     wait_whole,
 )
-from understudy.drill.machine import Burn, roots_of
+from understudy.drill.machine import Burn
 from understudy.drill.observer import Observer, OldTree
-from understudy.drill.prompts import bank_of, learn_answers, model_name, pool_prompts, read_expected
+from understudy.drill.prompts import bank_of, learn_answers, model_name, pool_prompts
 from understudy.drill.records import (
     End,
+    Exchange,
     Kill,
-    MemoryUse,
     Prompt,
     Records,
     StatedBound,
@@ -75,7 +76,6 @@ from understudy.drill.records import (
 )
 from understudy.drill.targets import (
     ALL_PARTS,
-    GMS,
     OF_MODEL,
     SHADOW,
     STOP,
@@ -86,14 +86,12 @@ from understudy.drill.targets import (
     process_of,
     targets_of,
 )
-from understudy.host import physical_bytes
 from understudy.pod.runner import PodRunner
 from understudy.status.gather import (
     engine_parts,
     gateway_part,
     gather,
     lockserver_part,
-    pids_of,
     pool_part,
     require_pod,
     status_of,
@@ -104,10 +102,9 @@ START_DEADLINE_S = 120.0  # until gateway, pool and engines have found one anoth
 UP_DEADLINE_S = 300.0  # a container's probe may run only every ten seconds
 TAKEOVER_DEADLINE_S = 90.0  # more than the wake budget (60 s) and the hold (10 s)
 PROBE_PAUSE_S = 0.002  # else a refusing port gets thousands of requests a second
-GONE_AFTER_S = 3.0  # a part that is restarted listens again within a second
-LOOK_S = 1.0  # the look costs the pod one connection
+GONE_AFTER_S = 3.0  # a part that is restarted runs again within a second
+LOOK_S = 1.0
 ANSWERS_DEADLINE_S = 90.0  # longer than a client waits for a silent server
-SAMPLE_S = 0.05  # a copy of the weights lasts as long as an engine maps it
 
 # In a pool.
 WORKING = ("standby", "resting", "active")  # of an engine that has come back from its death
@@ -115,7 +112,6 @@ NO_SUCH_PROCESS = "engine.unknown_target"
 LEARNED_AT_ONCE = 5
 POOL_ANSWERS_DEADLINE_S = 300.0  # as long as a request may wait
 SILENCE_S = 330.0  # longer than a ticket waits in the gateway by default, which ends in an answer
-SWITCHES_DEADLINE_S = 120.0  # for the next switch: turns take seconds
 CLIENTS_MIN = 2  # of each model: one that streams for longer than a turn, one that sends anew
 BURST, FIRST_BURST = 4, 12  # requests of a client, after which its model is left alone
 PAUSE_S = 2.5
@@ -126,8 +122,6 @@ FIND_S = 0.005  # between two looks for a process that is just being started
 FIND_DEADLINE_S = 1.5  # after that, the engine has no such process
 STATED_EVERY_S = 1.0  # how often the bounds are read: they change with costs and requests
 
-# Flags of both backends: the KV cache in memory that outlives its engine, and not using that.
-LENT_KV, NO_ADOPTION = ("--kv-memory", "gms"), ("--no-kv-adoption",)
 # What an upgrade sets: a real setting of every backend that no answer depends on.
 SETTING, VALUE = "UNDERSTUDY_DRAIN_MS", "44000"  # the default is 43000
 SWITCHOVER_TIMEOUT_S = 120.0  # the drain's budget, the reap's, and a wake on a slow machine
@@ -142,25 +136,21 @@ class DrillPlan:
 
     `targets` are killed in turn; default: every process of an engine of this pod, and `also`, or,
     in a pool, every part.
-    `expected`: a file of prompts and answers; default: the first active engine's answers.
+    `expected`: prompts and their answers; default: the first active engine's answers.
     `is_upgrade`: no kills; both engines get a new configuration instead.
     `burn`: number of busy loops per CPU meanwhile; `duration_s`: spread the kills over this time.
-    `has_long_prompts`: most requests share a long beginning.
     `outside`: where clients send requests instead of to the pod itself.
-    `switches`: of a pool, how many to wait for after the last kill.
     """
 
     kills: int = 20
     targets: Sequence[str] = ()
     clients: int = 4
-    expected: Path | None = None
+    expected: tuple[Sequence[Prompt], dict[str, Exchange]] | None = None
     also: Sequence[str] = ()
     is_upgrade: bool = False
     burn: int = 0
     duration_s: float = 0.0
-    has_long_prompts: bool = False
     outside: Target | None = None
-    switches: int = 0
 
     @property
     def kills_wanted(self) -> int:
@@ -198,7 +188,6 @@ class Drill:
         self._plan, self._say, self._runner = plan, say, runner
         self._targets = tuple(plan.targets)
         self._models: dict[str, tuple[str, ...]] = {}  # of a pool: each model's engines
-        self._roots: Sequence[int] = ()  # of the processes whose physical memory is sampled
         self._missed: set[tuple[ModelState, tuple[str, ...]]] = set()  # waited for in vain
         if file is not None:
             self._models = {name: engines_of(name, each) for name, each in file.models.items()}
@@ -240,9 +229,12 @@ class Drill:
         self.records.url = target.url
         model = await model_name(inside)
         if self._plan.expected is not None:
-            self.prompts, self.records.expected = read_expected(self._plan.expected, model)
+            prompts, self.records.expected = self._plan.expected
+            self.prompts = [
+                structs.replace(each, body={**each.body, "model": model}) for each in prompts
+            ]
         else:
-            bank = bank_of(self.backend, model, is_long=self._plan.has_long_prompts)
+            bank = bank_of(self.backend, model)
             self.prompts, self.records.expected = await learn_answers(target, bank, len(bank))
         newest = (await self._whole()).token if target.url else 0
         for each in self.records.expected.values():
@@ -296,13 +288,10 @@ class Drill:
         burn.start()
         records.began_ms = clock.now_ms()
         self._observer = Observer(self.directory, engine_sockets(self.directory), records)
-        work = [*self._clients(target, stopping), self._sample_memory(stopping)]
-        tasks = [asyncio.create_task(each) for each in work]
+        tasks = [asyncio.create_task(each) for each in self._clients(target, stopping)]
         try:
             if self._plan.is_upgrade:
                 await self._upgrade()
-            elif GMS in self._targets and not self._models:
-                await self._watch_memory()
             await self._make_kills(target)
             stopping.set()
             await asyncio.gather(*tasks)
@@ -342,22 +331,6 @@ class Drill:
             ]
             await pause(stopping, STATED_EVERY_S)
 
-    async def _watch_memory(self) -> None:
-        """Note the committed memory, and sample the physical memory of the processes that there
-        are now: earlier kills may have replaced engines."""
-        if self.records.memory is None:
-            found = committed_devices(await gather(self.directory))
-            sizes = [int(each["committed_bytes"]) for each in found.values()]
-            self.records.memory = MemoryUse(sum(sizes), min(sizes, default=0))
-        self._roots = roots_of(await pids_of(self.directory))
-
-    async def _sample_memory(self, stopping: asyncio.Event) -> None:
-        while not stopping.is_set():
-            if (use := self.records.memory) is not None:
-                tree = {pid for root in self._roots for pid in (root, *descendants(root))}
-                use.peak_bytes = max(use.peak_bytes, physical_bytes(tree))
-            await pause(stopping, SAMPLE_S)
-
     async def _make_kills(self, target: Target) -> None:
         """
         Raises:
@@ -387,9 +360,7 @@ class Drill:
                     "drill.no_phase", f"{MISSED_MAX} times no model entered the state for a kill"
                 )
         await self._until_due(wanted)
-        if self._models:
-            await self._until_switched()
-        else:
+        if not self._models:
             await self._whole()  # the last victim recovers, too
 
     def _line(self, kill: Kill) -> str:
@@ -437,8 +408,6 @@ class Drill:
         kill.result = "restarted"
         if not models:
             await self._whole()
-        if records.memory is not None:
-            await self._watch_memory()
         await self._answers()
         if before is not None:
             changed = changes(before, await gather(self.directory))
@@ -657,21 +626,6 @@ class Drill:
             self._missed.add(wanted)
         return found
 
-    async def _until_switched(self) -> None:
-        """Wait for as many switches as are wanted.
-
-        Raises:
-            WaitTimeoutError: `drill.no_switch`.
-        """
-        switches, wanted = self.records.switches, self._plan.switches
-        while (seen := len(switches)) < wanted:
-
-            async def look(seen: int = seen) -> str | None:
-                return None if len(switches) > seen else f"{seen} of {wanted} switches were seen"
-
-            what = "no model was switched to"
-            await self._wait(look, SWITCHES_DEADLINE_S, "drill.no_switch", what)
-
     async def _pool(self) -> Mapping[str, Any]:
         return await status_of(pool_part(self.directory))
 
@@ -715,7 +669,7 @@ async def _release(together: asyncio.Barrier, stopping: asyncio.Event) -> None:
 
 async def unless_gone(directory: Path, work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`, which is cancelled if the pod in `directory` is gone: what it waits for
-    will not come. A drill kills one part at a time, so some part of a living pod always listens.
+    will not come. A drill kills one part at a time, so some part of a living pod always runs.
 
     Raises:
         UnreachableError: `drill.pod_gone`.
@@ -723,31 +677,16 @@ async def unless_gone(directory: Path, work: Coroutine[Any, Any, T]) -> T:
     working, seen_ms = asyncio.create_task(work), clock.now_ms()
     try:
         while not (await asyncio.wait({working}, timeout=LOOK_S))[0]:
-            # The lock server comes first, as it is nearly always there.
-            paths = [lockserver_socket(str(directory)), *map(str, directory.glob("*.sock"))]
-            if any(listens(path) for path in paths):
+            if any(guard_holder(str(each)) for each in directory.glob("*.lock")):
                 seen_ms = clock.now_ms()
             elif clock.now_ms() - seen_ms >= GONE_AFTER_S * 1000:
                 raise UnreachableError(
                     "drill.pod_gone",
                     f"the pod in {directory} is gone: for {GONE_AFTER_S:g} s no part of it has"
-                    " listened; see its logs, and start it again with `understudy up`",
+                    " run; see its logs, and start it again with `understudy up`",
                     dir=str(directory),
                 )
         return working.result()
     finally:
         working.cancel()
         await asyncio.gather(working, return_exceptions=True)
-
-
-def listens(path: str) -> bool:
-    """Whether a process may listen on the Unix socket `path`: only the kernel's refusal says no."""
-    with socket.socket(socket.AF_UNIX) as probe:
-        probe.setblocking(False)
-        try:
-            probe.connect(path)
-        except (ConnectionRefusedError, FileNotFoundError):
-            return False
-        except OSError:  # a full backlog is one of a listener
-            return True
-    return True

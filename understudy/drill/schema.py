@@ -27,8 +27,6 @@ class DrillBurn(Schema):
 
 class DrillGms(Schema):
     recovery_ms: Annotated[Percentiles, "from SIGKILL until the epoch has its readers again"]
-    committed_bytes: Annotated[int, "size of the committed weights"]
-    peak_physical_bytes: Annotated[int, "most physical memory of weights at any time"]
 
 
 class DrillUpgrade(Schema):
@@ -88,9 +86,6 @@ class DrillDocument(AnyDrillDocument, kw_only=True):
     adopted_share: Annotated[
         float | None, "`adopted_blocks` of `published_blocks`; null: none published"
     ]
-    without_adoption: Annotated[
-        dict[str, Any] | UnsetType, "only when run with `--kv-compare`: the drill without adoption"
-    ] = UNSET
     url: Annotated[
         str | UnsetType, "only when run with `--url`: the address outside the pod that clients used"
     ] = UNSET

@@ -30,7 +30,6 @@ ALL_PARTS = (*PARTS, *POOL_ONLY)
 
 # The targets in an engine of one rank, by backend; vLLM's have no prefix.
 TARGETS = ("backend-model", SUPERVISOR)
-OLD_TARGETS = {"backend-http": "backend-model"}  # until November 2026 a process of its own
 VLLM_TARGETS = ("api", "core", "worker", SUPERVISOR)
 BACKEND = "backend-"  # prefix of all backend processes in an engine's own names
 STOP = "stop:"  # SIGSTOP to a process of an engine: a simulated hang
@@ -49,8 +48,6 @@ def check_target(text: str) -> str:
             if process in ALL_PARTS or process.startswith((prefix, SHADOW)):
                 raise ValueError(f"{prefix} is for processes of an engine: {process} is not one")
             return prefix + process
-    if text in OLD_TARGETS:
-        return OLD_TARGETS[text]
     if text in (*TARGETS, *ALL_PARTS) or re.fullmatch(r"backend-model-[1-9]\d?", text):
         return text
     plain = text.removeprefix(BACKEND)

@@ -30,7 +30,8 @@ from understudy.drill.outcomes import (
     times_away,
 )
 from understudy.drill.records import PHASES, Exchange, Kill, Outcome, Records, StatedBound
-from understudy.drill.targets import GMS, PARTS, POOL
+from understudy.drill.targets import GMS, POOL
+from understudy.host import machine
 
 ENGINES_MIN = 2  # an active engine and a standby
 CUT_CODE = "pool.cut"  # the marked error of a request that could neither finish nor be parked
@@ -40,17 +41,15 @@ CUT_CODE = "pool.cut"  # the marked error of a request that could neither finish
 WANTED_BY_UPGRADE = frozenset({"", "sigterm", "second_signal", "drained", "hand_over"})
 WANTED_BY_POOL = frozenset({"", "asked_to_be_cold"})
 
-# Of the report of a drill without adoption, in the document of the one that it is compared with.
-COMPARED = ("passed", "requests", "kills", "resumed", "failover_ms", "pause_ms")
 IN_POOL = "pool"  # the mode of a pool's drill
 
 
 class Evidence:
     """The records of a drill, with what follows from them."""
 
-    def __init__(self, records: Records, kills_wanted: int, switches_wanted: int = 0) -> None:
+    def __init__(self, records: Records, kills_wanted: int) -> None:
         self.records, self.is_pool = records, records.mode == IN_POOL
-        self.kills_wanted, self.switches_wanted = kills_wanted, switches_wanted
+        self.kills_wanted = kills_wanted
         self.outcomes = [(each, outcome_of(each, records)) for each in records.exchanges]
         self.bounds = Bounds(records.bounds)
         kills = records.engine_kills
@@ -70,11 +69,8 @@ class Evidence:
     def parked(self) -> list[float]:
         """How long each stream paused that continued in its model's next turn."""
         away = {name: times_away(self.records.moments, name) for name in self.records.models}
-        return [
-            pause.length_ms
-            for each in self.records.exchanges
-            for pause in pauses_in(each, away.get(each.model, ()))
-        ]
+        found = (pauses_in(it, away.get(it.model, ())) for it in self.records.exchanges)
+        return [pause_ms for pauses in found for pause_ms in pauses]
 
     @cached_property
     def waits(self) -> list[tuple[Exchange, float]]:
@@ -196,12 +192,6 @@ def problems_of(
         yield "outside", f"{records.url} refused {of_all} ({kinds})"
     yield from _left_undone(evidence)
     yield from (("disturbed", each) for each in records.disturbed)
-    if (use := records.memory) is not None:
-        if not use.peak_bytes:
-            yield "memory", "the physical memory of the weights is not visible here"
-        if use.peak_bytes > use.committed_bytes + use.device_bytes_min // 2:
-            used = f"up to {use.peak_bytes} bytes, but only {use.committed_bytes} are committed"
-            yield "copy", f"the weights used {used}: something was loaded a second time"
     if (burn := records.burn) is not None and burn.ended:
         ended = f"{burn.ended} of {burn.processes}"
         yield "burn", f"{ended} busy loops ended before the drill stopped them"
@@ -219,10 +209,7 @@ def _left_undone(evidence: Evidence) -> Iterator[tuple[str, str]]:
     """What was to happen, and did not, or not as often."""
     records = evidence.records
     kills = len(evidence.failovers)
-    wanted = [
-        ("kills", len(records.kills), evidence.kills_wanted, "kills were made"),
-        ("switches", len(records.switches), evidence.switches_wanted, "switches were seen"),
-    ]
+    wanted = [("kills", len(records.kills), evidence.kills_wanted, "kills were made")]
     if not evidence.is_pool:
         checked = "grants could be checked against the old processes"
         wanted += [
@@ -264,7 +251,6 @@ class DrillReport:
     failovers_ms: list[float] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     faults: dict[str, int] = field(default_factory=dict)
-    without_adoption: DrillReport | None = None  # the same drill of a pod that adopts no KV block
 
     def __getitem__(self, key: str) -> Any:
         return self.values[key]
@@ -277,21 +263,17 @@ class DrillReport:
     def passed(self) -> bool:
         return not any(self.faults.values()) and not self.problems
 
-    def to_dict(self, backend: str, machine: dict[str, Any]) -> dict[str, Any]:
+    def to_dict(self, backend: str) -> dict[str, Any]:
         """The JSON document of `understudy drill --json`."""
         document = {"passed": self.passed, "problems": self.problems, **self.values}
-        document |= {"backend": backend, "machine": machine}
-        if self.without_adoption is not None:
-            other = self.without_adoption.to_dict(backend, machine)
-            document["without_adoption"] = {name: other[name] for name in COMPARED}
-        return document
+        return document | {"backend": backend, "machine": machine()}
 
 
-def judge(records: Records, kills_wanted: int, switches_wanted: int = 0) -> DrillReport:
+def judge(records: Records, kills_wanted: int) -> DrillReport:
     """The report of a whole drill."""
-    evidence = Evidence(records, kills_wanted, switches_wanted)
+    evidence = Evidence(records, kills_wanted)
     counts, pauses = counted(evidence), failover_pauses(records)
-    pause_ms = spread(pause.length_ms for pause in pauses)
+    pause_ms = spread(pauses)
     faults = {name: len(found) for name, found in counts.items()}
     values: dict[str, Any] = {
         "mode": records.mode,
@@ -315,9 +297,7 @@ def _killed(records: Records) -> dict[str, int]:
     made = Counter(kill.target for kill in records.kills)
     if records.models:
         return dict(made)
-    always = {*records.targets, *([GMS] if records.memory is not None else [])}
-    names = dict.fromkeys([*records.targets, *made, *PARTS])
-    return {name: made[name] for name in names if made[name] or name in always}
+    return {name: made[name] for name in dict.fromkeys([*records.targets, *made])}
 
 
 def _values(evidence: Evidence, pause_ms: Spread) -> dict[str, Any]:
@@ -333,13 +313,8 @@ def _values(evidence: Evidence, pause_ms: Spread) -> dict[str, Any]:
     }
     if records.url:
         found["url"] = records.url
-    if records.memory is not None:
-        back = [kill.took_ms for kill in records.kills if kill.target == GMS and kill.took_ms]
-        found["gms"] = {
-            "recovery_ms": spread(back),
-            "committed_bytes": records.memory.committed_bytes,
-            "peak_physical_bytes": records.memory.peak_bytes,
-        }
+    if back := [kill.took_ms for kill in records.kills if kill.target == GMS and kill.took_ms]:
+        found["gms"] = {"recovery_ms": spread(back)}
     if (upgrade := records.upgrade) is not None:
         found["upgrade"] = {
             "setting": upgrade.setting,

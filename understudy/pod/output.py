@@ -6,10 +6,9 @@ import asyncio
 import contextlib
 import os
 import queue
-import select
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 LINES_MAX = 10_000  # some megabyte
@@ -21,53 +20,33 @@ READ_BYTES = 64 * 1024  # the size of a pipe
 TAIL_LINES = 20  # enough to find the error of a failed start
 
 
-class Terminal:
-    """Writes lines to the descriptor `fd`, which stays the caller's. `say` never blocks.
+@contextlib.contextmanager
+def terminal(fd: int = 1, lines_max: int = LINES_MAX) -> Iterator[Callable[[str], None]]:
+    """What writes a line to the descriptor `fd`, and never blocks.
 
     A terminal stopped with Ctrl-S, or a pager at its first page, blocks its writer. In the event
     loop that would stop probes, restarts and SIGTERM handling. So a thread writes, and lines are
-    queued up to a limit; beyond it they are dropped and counted. The logs have them all.
+    queued up to a limit; beyond it they are dropped. The logs have them all.
     """
+    lines: queue.Queue[str | None] = queue.Queue(lines_max)
 
-    def __init__(self, fd: int = 1, lines_max: int = LINES_MAX) -> None:
-        self._fd = fd
-        self._lines: queue.Queue[str | None] = queue.Queue(lines_max)
-        self._dropped = 0
-        self._writer = threading.Thread(target=self._write, name="terminal", daemon=True)
+    def write() -> None:
+        while (line := lines.get()) is not None:
+            with contextlib.suppress(OSError):  # the reader has closed it
+                os.write(fd, f"{line}\n".encode(errors="replace"))
 
-    def __enter__(self) -> Terminal:
-        self._writer.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
+    def say(line: str) -> None:
         with contextlib.suppress(queue.Full):
-            if self._dropped:
-                self._lines.put(self._gap(), timeout=FLUSH_S)
-            self._lines.put(None, timeout=FLUSH_S)
-        self._writer.join(FLUSH_S)
+            lines.put_nowait(line)
 
-    def say(self, line: str) -> None:
-        try:
-            self._lines.put_nowait(f"{self._gap()}{line}\n")
-            self._dropped = 0
-        except queue.Full:
-            self._dropped += 1
-
-    def _gap(self) -> str:
-        count = self._dropped
-        return f"({count} lines dropped: the terminal did not read them)\n" if count else ""
-
-    def _write(self) -> None:
-        is_read = True
-        while (text := self._lines.get()) is not None:
-            raw = text.encode(errors="replace")
-            while raw and is_read:
-                try:
-                    raw = raw[os.write(self._fd, raw) :]
-                except BlockingIOError:  # made non-blocking by a process that shares it
-                    select.select([], [self._fd], [])
-                except OSError:  # the reader has closed it
-                    is_read = False
+    writer = threading.Thread(target=write, name="terminal", daemon=True)
+    writer.start()
+    try:
+        yield say
+    finally:
+        with contextlib.suppress(queue.Full):
+            lines.put(None, timeout=FLUSH_S)
+        writer.join(FLUSH_S)
 
 
 class ContainerLog:

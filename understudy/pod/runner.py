@@ -1,8 +1,8 @@
 """Runs the containers of a pod on this machine: starts them in order, restarts them, stops them.
 
-A container's first process is an init, which restarts its program in place. The runner restarts a
-container whose first process has ended: an init that was killed or has given up. Children die with
-the runner: they ask the kernel to be killed when it exits.
+A container's first process is an init, which restarts its program in place, also one that hangs.
+The runner restarts a container whose first process has ended: an init that was killed or has given
+up. Children die with the runner: they ask the kernel to be killed when it exits.
 
 The surprising thing: during the *first* start an exit with a code (not by a signal) is final,
 because a retry does not cure a bad flag, and the user waits for the error. For the same reason the
@@ -167,7 +167,7 @@ class RunningContainer:
             os.close(writing)
         if self._stopping.is_set():  # stopped while the process was being created
             self._signal(signal.SIGTERM)
-        probing = asyncio.create_task(self._probe(), name=f"probes of {container.name}")
+        probing = asyncio.create_task(self._probe(), name=f"probe of {container.name}")
         try:
             return await self._process.wait()
         finally:
@@ -175,13 +175,11 @@ class RunningContainer:
             await asyncio.gather(probing, return_exceptions=True)
 
     async def _probe(self) -> None:
-        """Send the probes of this life, and end it if one fails; its exit cancels this."""
+        """Wait until this life is up; its exit cancels this."""
         if (startup := self.container.startup) is not None:
             await self._wait_started(startup)
         self._is_started = self.was_up = True
         self.settled.set()
-        if (liveness := self.container.liveness) is not None:
-            await self._watch(liveness)
 
     async def _wait_started(self, probe: HttpProbe) -> None:
         loop = asyncio.get_running_loop()
@@ -192,29 +190,11 @@ class RunningContainer:
                 return
             if self.was_up and loop.time() > end_s:
                 reply = self.last_reply.summary()
-                await self._end(f"startup probe failed for {probe.patience_s:g} s ({reply})", probe)
+                why = f"startup probe failed for {probe.patience_s:g} s ({reply})"
+                self.log.note(f"(runner) {why}: SIGKILL")
+                self._signal(signal.SIGKILL)
+                return
             await asyncio.sleep(STARTUP_PERIOD_S)
-
-    async def _watch(self, probe: HttpProbe) -> None:
-        loop, failures = asyncio.get_running_loop(), 0
-        due_s = loop.time()
-        while True:
-            reply = await get(probe.url, probe.timeout_s)
-            failures = 0 if reply.status in OK else failures + 1
-            if failures >= probe.failure_threshold:
-                why = f"liveness probe failed {failures} times ({reply.summary()})"
-                await self._end(why, probe)
-            due_s = max(due_s + probe.period_s, loop.time())
-            await asyncio.sleep(due_s - loop.time())
-
-    async def _end(self, why: str, probe: HttpProbe) -> None:
-        """SIGTERM, and SIGKILL after the probe's grace period."""
-        grace_s = self.container.grace_s if probe.grace_s is None else probe.grace_s
-        self.log.note(f"(runner) {why}: SIGTERM, and SIGKILL after {grace_s:g} s")
-        self._signal(signal.SIGTERM)
-        await asyncio.sleep(grace_s)
-        self._signal(signal.SIGKILL)
-        await asyncio.Event().wait()
 
     def _signal(self, number: int) -> None:
         """To a child that is not reaped yet, so never to a recycled pid."""

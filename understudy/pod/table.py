@@ -1,8 +1,9 @@
 """The containers of a pod on one machine: one table, for a pod of one model and for a pool's.
 
 `deploy/base` and `deploy/overlays/pool` say the same to Kubernetes, and a test compares them with
-the table. Two things differ on one machine: the containers share a directory instead of volumes,
-and startup probes are sent more often, because a user waits.
+the table. Three things differ on one machine: the containers share a directory instead of volumes,
+startup probes are sent more often, because a user waits, and there are no liveness probes: what
+hangs is replaced by the init above it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 
@@ -32,14 +33,11 @@ REPLACING_INIT = (*INIT, init.REPLACEABLE)  # starts a successor on SIGHUP
 
 @dataclass(frozen=True, slots=True)
 class HttpProbe:
-    """A periodic HTTP GET, with Kubernetes' numbers. `grace_s`: from SIGTERM to SIGKILL if the
-    probe stops the container; None: the container's own."""
+    """A periodic HTTP GET, with Kubernetes' numbers."""
 
     url: str
     period_s: float
     failure_threshold: int
-    timeout_s: float = 1.0
-    grace_s: float | None = None
 
     @property
     def patience_s(self) -> float:
@@ -61,7 +59,6 @@ class Container:
     command: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)
     startup: HttpProbe | None = None
-    liveness: HttpProbe | None = None
     init: tuple[str, ...] = ()
     is_engine: bool = False
     is_restarted: bool = True
@@ -122,68 +119,50 @@ class LocalPod:
         models = [f"--model={name}" for name in pool.file.models] if pool else []
         file = {"UNDERSTUDY_POOL": str(pool.path.absolute())} if pool else {}
         buffers = f"--memory-bytes={GATEWAY_MEMORY}"
-        table = [
-            self._server("lockserver", ports.lockserver, [service, *models], startup="live"),
-            self._server("gms", ports.gms, [*self._memory(), *models], startup_s=120),
-            self._server(GATEWAY, ports.gateway, [buffers], env=file, by=REPLACING_INIT),
-            self._server(POOL, ports.pool, env=file),
+        lock = ("lockserver", "serve", service, *models)
+        memory = ("gms", "serve", *self._memory(), *models)
+        gateway = ("gateway", "serve", buffers)
+        return [
+            self._row("lockserver", lock, ports.lockserver, "live"),
+            self._row("gms", memory, ports.gms, failures=120),
+            self._row(GATEWAY, gateway, ports.gateway, env=file, by=REPLACING_INIT),
+            *([self._row(POOL, ("pool", "serve"), ports.pool, env=file)] if pool else []),
             *self._engines(file),
-            *([self._page()] if ports.ui else []),
+            # It shows the others, and none of them needs it.
+            *([self._row(UI, ("understudy", "ui"), ports.ui, "live")] if ports.ui else []),
         ]
-        return [each for each in table if pool or each.name != POOL]
 
-    def _server(
+    def _engines(self, file: Mapping[str, str]) -> Iterator[Container]:
+        """A row for each engine."""
+        command = ("engine", "run", *self._backend())
+        for number, port in enumerate(self.ports.engines):
+            name = self.pool.engines[number] if self.pool else f"engine-{number}"
+            env = {"ENGINE_ID": name, **file}
+            row = self._row(name, command, port, period_s=2, failures=3600, env=env)
+            yield replace(row, is_engine=True)
+
+    def _row(
         self,
         name: str,
+        command: Sequence[str],
         port: int,
-        arguments: Sequence[str] = (),
+        page: str = "startup",
         *,
-        startup: str = "startup",
-        startup_s: int = 60,
+        period_s: int = 1,
+        failures: int = 60,
         env: Mapping[str, str] | None = None,
         by: tuple[str, ...] = INIT,
     ) -> Container:
-        """A row whose program has the container's name. `startup`: the page of its startup probe;
-        `startup_s`: for how many seconds that may fail."""
+        """A row. `page`, `period_s` and `failures` are of its startup probe."""
+        url = f"http://{reachable(self.http_host)}:{port}/{page}"
         return Container(
             name,
-            (*program(name), "serve", *arguments),
+            (*program(command[0]), *command[1:]),
             self._environment(port, env),
-            startup=HttpProbe(self._url(port, startup), 1, startup_s),
-            liveness=HttpProbe(self._url(port, "live"), 10, 3, timeout_s=5, grace_s=2),
+            startup=HttpProbe(url, period_s, failures),
             init=by,
             backoff_max_s=self.backoff_max_s,
         )
-
-    def _page(self) -> Container:
-        """The row of the page that shows the others, which none of them needs."""
-        return Container(
-            UI,
-            (*program("understudy"), "ui"),
-            self._environment(self.ports.ui),
-            startup=HttpProbe(self._url(self.ports.ui, "live"), 1, 60),
-            liveness=HttpProbe(self._url(self.ports.ui, "live"), 10, 3, timeout_s=5, grace_s=2),
-            init=INIT,
-            backoff_max_s=self.backoff_max_s,
-        )
-
-    def _engines(self, file: Mapping[str, str]) -> Iterator[Container]:
-        """A row for each engine. No two have the same patience with a liveness probe: one long
-        stall of the machine must not end all of them."""
-        for number, port in enumerate(self.ports.engines):
-            name = self.pool.engines[number] if self.pool else f"engine-{number}"
-            yield Container(
-                name,
-                (*program("engine"), "run", *self._backend()),
-                self._environment(port, {"ENGINE_ID": name, **file}),
-                startup=HttpProbe(self._url(port, "startup"), 2, 3600),
-                liveness=HttpProbe(
-                    self._url(port, "live"), 10, 3 * (number + 1), timeout_s=5, grace_s=1
-                ),
-                init=INIT,
-                is_engine=True,
-                backoff_max_s=self.backoff_max_s,
-            )
 
     def _backend(self) -> tuple[str, ...]:
         """An engine's arguments; in a pool the file has them."""
@@ -216,9 +195,6 @@ class LocalPod:
             **self.env,
             **(more or {}),
         }
-
-    def _url(self, port: int, page: str) -> str:
-        return f"http://{reachable(self.http_host)}:{port}/{page}"
 
 
 def starts(containers: Sequence[Container]) -> list[list[Container]]:

@@ -37,7 +37,6 @@ from plumbing.service.files import read_json
 from plumbing.wire.messages import Catalogue
 from plumbing.wire.server import guard_holder
 from pool import messages as pool_messages
-from understudy.status.parts_view import has_gateway, has_pool
 from understudy.status.view import is_reachable, pod_view
 
 DRAINED = "drained"  # the reason in the state file of an engine that was asked to end
@@ -126,6 +125,13 @@ def engine_parts(directory: Path) -> list[PodPart]:
     return [PodPart(engine, path, engine_messages.CONTROL) for engine, path in found]
 
 
+def pod_parts(directory: Path) -> list[PodPart]:
+    """Every part that has a socket in `directory`."""
+    single = (lockserver_part(directory), gateway_part(directory), pool_part(directory))
+    found = [part for part in single if os.path.exists(part.path)]
+    return [*found, *memory_parts(directory), *engine_parts(directory)]
+
+
 async def status_of(part: PodPart, timeout_s: float = ASK_TIMEOUT_S) -> dict[str, Any]:
     """The part's status document, or `{"name", "error"}` with the reason for its absence."""
     try:
@@ -155,44 +161,17 @@ async def _kv_of(part: PodPart, timeout_s: float) -> dict[str, Any] | None:
     return answer.document if isinstance(answer, StatusReplyMsg) else None
 
 
-@dataclass(frozen=True, slots=True)
-class Pids:
-    """The pids of the parts that answer, as this process sees them: a part knows only its pid in
-    its own PID namespace. Processes that are not visible here are left out."""
+async def pids_of(parts: Sequence[PodPart]) -> dict[str, int]:
+    """The pids of those parts that answer, by name, as this process sees them: a part knows only
+    its pid in its own PID namespace. Processes that are not visible here are left out."""
 
-    lockserver: int | None
-    gms: dict[str, int]  # a device's server, by device
-    engines: dict[str, int]  # a supervisor, by engine
-    gateway: int | None = None  # the parent, whose child has the clients' connections
-    pool: int | None = None
-
-    def named(self) -> list[str]:
-        """`pid 17 is lockserver`, …: every part that answers here."""
-        single = {"lockserver": self.lockserver, "gateway": self.gateway, "pool": self.pool}
-        found = single | self.gms | self.engines
-        return [f"pid {pid} is {name}" for name, pid in found.items() if pid]
-
-
-async def pids_of(directory: Path) -> Pids:
-    """The pids of the parts that answer in `directory`, from the kernel."""
-    single, gms, engines = await asyncio.gather(
-        _pids([lockserver_part(directory), gateway_part(directory), pool_part(directory)]),
-        _pids(memory_parts(directory)),
-        _pids(engine_parts(directory)),
-    )
-    return Pids(single.get("lockserver"), gms, engines, single.get("gateway"), single.get("pool"))
-
-
-async def _pids(parts: Sequence[PodPart]) -> dict[str, int]:
-    found = await asyncio.gather(*map(_pid, parts))
-    return {part.name: pid for part, pid in zip(parts, found, strict=True) if pid}
-
-
-async def _pid(part: PodPart) -> int:
-    try:
-        return (await ask(part.path, part.catalogue, StatusMsg())).pid
-    except UnderstudyError:
+    async def pid_of(part: PodPart) -> int:
+        with contextlib.suppress(UnderstudyError):
+            return (await ask(part.path, part.catalogue, StatusMsg())).pid
         return 0
+
+    found = await asyncio.gather(*map(pid_of, parts))
+    return {part.name: pid for part, pid in zip(parts, found, strict=True) if pid}
 
 
 async def gather(directory: Path, timeout_s: float = ASK_TIMEOUT_S) -> dict[str, Any]:
@@ -202,12 +181,18 @@ async def gather(directory: Path, timeout_s: float = ASK_TIMEOUT_S) -> dict[str,
     parts = (*single, *gms, *engines)
     answers = await asyncio.gather(*(status_of(part, timeout_s) for part in parts))
     lock, gateway, pool, *others = answers
-    has_socket = os.path.exists(gateway_socket(str(directory)))
-    found = gateway if has_gateway(lock, gateway, has_socket=has_socket) else None
-    has_socket = os.path.exists(pool_socket(str(directory)))
-    there = pool if has_pool(lock, pool, has_socket=has_socket) else None
-    answered = [*others[len(gms) :], *ended_engines(directory)]
-    return pod_view(str(directory), lock, others[: len(gms)], answered, found, there)
+    # With a lock over TCP there is no gateway, and without a pool file no pool. Whether there is
+    # to be one says the lock server, or a socket that is there.
+    has_gateway = lock.get("service") or os.path.exists(gateway_socket(str(directory)))
+    has_pool = lock.get("models") or os.path.exists(pool_socket(str(directory)))
+    return pod_view(
+        str(directory),
+        lock,
+        others[: len(gms)],
+        [*others[len(gms) :], *ended_engines(directory)],
+        gateway if has_gateway else None,
+        pool if has_pool else None,
+    )
 
 
 async def require_pod(directory: Path) -> None:

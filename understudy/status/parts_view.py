@@ -29,18 +29,6 @@ Engines = Mapping[int, str]  # which engine each pid belongs to
 PARKED_LONG_MS = 10_000  # the time for which new requests wait; a failover takes far less
 
 
-def has_gateway(lockserver: Document, gateway: Document, *, has_socket: bool) -> bool:
-    """Whether the pod has one, or should: what the lock server says counts, then what is there."""
-    is_missed = has_socket if "error" in lockserver else needs_gateway(lockserver)
-    return "error" not in gateway or is_missed
-
-
-def needs_gateway(lockserver: Document) -> bool:
-    """Whether requests can come in through a gateway only. Without a service address there are
-    none, as with a lock over TCP."""
-    return bool(lockserver.get("service"))
-
-
 def is_open(gateway: Document | None, *, is_resting: bool = False) -> bool:
     """Whether requests can come in, through the gateway or without one, and will be answered."""
     if gateway is None:
@@ -120,12 +108,6 @@ AWAKE, FAILED, COLD = "awake", "failed", "cold"
 MODELS_SHOWN = 20  # what fits on a screen; `understudy pool status` shows all
 WAITING_SHOWN = 5
 NOTHING_SWITCHES = "awake models are still served, but no model switches"
-
-
-def has_pool(lockserver: Document, pool: Document, *, has_socket: bool) -> bool:
-    """Whether the pod has one, or should: the lock server was started with models. Locks do not say
-    so: it keeps those that an earlier pod in this directory held last."""
-    return "error" not in pool or has_socket or bool(lockserver.get("models"))
 
 
 def models_of(pool: Document | None) -> list[dict[str, Any]]:

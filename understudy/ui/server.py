@@ -30,8 +30,7 @@ from plumbing.service.hosts import KnownHosts, bind
 from plumbing.service.signals import until_ended
 from plumbing.text import to_json
 from plumbing.wire.messages import Message
-from understudy.status.events import watched_parts
-from understudy.status.gather import PodPart, status_of
+from understudy.status.gather import PodPart, pod_parts, status_of
 
 PAGE = Path(__file__).parent / "page.html"
 KINDS = {
@@ -121,7 +120,7 @@ class Hub:
         """Follow every part that has or had a socket, until cancelled."""
         try:
             while True:
-                for part in watched_parts(self._directory):
+                for part in pod_parts(self._directory):
                     if part.path not in self._parts and len(self._parts) < PARTS_MAX:
                         kind = KINDS.get(part.catalogue, "pool")
                         self._parts[part.path] = Followed(part, kind, self)

@@ -20,9 +20,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 from engine.backends.registry import command_line
 from plumbing.errors import UnderstudyError, UsageError
@@ -173,7 +170,7 @@ async def with_hub_model(pod: LocalPod, model: str, say: Callable[[str], None]) 
     """`pod` with the directory of the Hub's `model`, and the name that vLLM would serve it under.
 
     Raises:
-        UnderstudyError: `hub.…`, with the repository, the cause and the fix.
+        UnderstudyError: `hub.failed`, with the cause in the library's words.
         UsageError: `engine.no_vllm`; `pod.no_model`, vLLM would not ask the Hub.
     """
     directory = await hub_directory(model, pod.backend_args)
@@ -218,17 +215,18 @@ async def hub_directory(model: str, arguments: Sequence[str]) -> Path:
             process.kill()
         await process.wait()
         raise
-    try:
-        found: Mapping[str, Any] = json.loads(output)
-    except ValueError:
+    with suppress(ValueError):  # it was killed
+        found: Mapping[str, str] = json.loads(output)
+        if "directory" in found:
+            return Path(found["directory"])
         raise UnderstudyError(
             "hub.failed",
-            f"the download of {model} ended with code {process.returncode} and without a reason;"
-            " what it wrote is above",
-        ) from None
-    if "directory" in found:
-        return Path(found["directory"])
-    raise UnderstudyError(found["code"], found["message"], model=model)
+            f"{model} cannot be downloaded: {found['error']}; for a private or gated model set"
+            " HF_TOKEN, for another disk HF_HOME, or download it yourself and pass its directory",
+        )
+    raise UnderstudyError(
+        "hub.failed", f"the download of {model} ended with code {process.returncode}"
+    )
 
 
 def _quiet() -> dict[str, str]:
@@ -237,17 +235,11 @@ def _quiet() -> dict[str, str]:
 
 
 def vllm_options(arguments: Sequence[str]) -> dict[str, str]:
-    """vLLM's flags by name, with their first value, "" without one. Those on the command line win
-    over those in vLLM's own --config file, which vLLM refuses if it cannot be read."""
+    """vLLM's flags by name, with their first value, "" without one."""
     found: dict[str, str] = {}
     for flag, following in pairwise([*arguments, "-"]):
         if flag.startswith("--"):
             name, has_value, value = flag[2:].partition("=")
             after = "" if following.startswith("-") else following
             found[name.replace("_", "-")] = value if has_value else after
-    if file := found.get("config"):
-        with suppress(OSError, yaml.YAMLError, AttributeError):
-            values = yaml.safe_load(Path(file).read_text(encoding="utf-8")).items()
-            in_file = {str(name).replace("_", "-"): str(value) for name, value in values}
-            found = {**in_file, **found}
     return found

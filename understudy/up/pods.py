@@ -25,7 +25,6 @@ from plumbing.errors import UnderstudyError, UsageError
 from plumbing.pod.paths import engine_states, up_guard
 from plumbing.service.clock import SystemClock
 from plumbing.service.signals import SignalInbox
-from plumbing.text import duration
 from plumbing.wire.server import PathGuard, guard_holder
 from pool.pool_file import PoolFile, read_pool_file
 from pool.server.state_file import begin_new_pod
@@ -43,7 +42,7 @@ from understudy.pod.table import (
     program,
     reachable,
 )
-from understudy.status.gather import gather, pids_of
+from understudy.status.gather import gather, pids_of, pod_parts
 from understudy.status.parts_view import is_open
 from understudy.status.view import awaited, is_reachable
 from understudy.up.models import (
@@ -221,13 +220,17 @@ async def claim(directory: Path) -> PathGuard:
     Raises:
         UnderstudyError: `pod.already_running`, with the pod that runs there.
     """
+    path = up_guard(str(directory))
     try:
-        return PathGuard(up_guard(str(directory)), "understudy up")
+        return PathGuard(path, "understudy up")
     except UnderstudyError as error:
         if error.code != "wire.address_in_use":
             raise
         pid = str(error.details.get("holder") or "an unknown process").removeprefix("pid ")
-        raise await _already_running(directory, pid) from error
+        since_s = Path(path).stat().st_mtime  # its holder has written its pid then
+        began = datetime.fromtimestamp(since_s, UTC).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+        who = f"`understudy up` with pid {pid} has run one since {began}"
+        raise _already_running(directory, who, f"`kill {pid}`") from error
 
 
 async def refuse_second_pod(directory: Path) -> None:
@@ -236,46 +239,27 @@ async def refuse_second_pod(directory: Path) -> None:
     Raises:
         UnderstudyError: `pod.already_running`.
     """
-    end_s = time.monotonic() + DYING_S
-    while held := _held_guards(directory):
+    end_s, own = time.monotonic() + DYING_S, up_guard(str(directory))
+    while True:
+        locks = (str(each) for each in sorted(directory.glob("*.lock")))
+        held = [each for each in locks if each != own and guard_holder(each) is not None]
+        if not held:
+            return
         if is_reachable(await gather(directory, ASK_S)) or time.monotonic() > end_s:
-            named = ", ".join((await pids_of(directory)).named()) or f"{', '.join(held)} are locked"
-            raise UnderstudyError(
-                "pod.already_running",
-                f"parts of a pod are running in {directory}: {named}; {_ways_out(directory)}",
-            )
+            pids = (await pids_of(pod_parts(directory))).items()
+            named = [f"pid {pid} is {name}" for name, pid in pids]
+            named = named or [f"{each} is locked" for each in held]
+            who = f"parts of a pod run: {', '.join(named)}"
+            raise _already_running(directory, who, "what started them")
         await asyncio.sleep(POLL_S)
 
 
-async def _already_running(directory: Path, pid: str) -> UnderstudyError:
-    began_s = Path(up_guard(str(directory))).stat().st_mtime  # its holder has written its pid then
-    began = datetime.fromtimestamp(began_s, UTC).astimezone().strftime("%Y-%m-%d %H:%M:%S")
-    ago = duration(max(0.0, time.time() - began_s) * 1000)
-    view = await gather(directory, ASK_S)
-    service = (view["lockserver"].get("service") or {}).get("active") or {}
-    address = f", and takes requests at {service['address']}" if service.get("address") else ""
+def _already_running(directory: Path, who: str, stop: str) -> UnderstudyError:
     return UnderstudyError(
         "pod.already_running",
-        f"a pod is already running in {directory}: `understudy up` with pid {pid} has run it since"
-        f" {began} ({ago} ago){address}; {_ways_out(directory, pid)}",
-        dir=str(directory),
-        pid=pid,
+        f"in {directory} {who}; look at it with `understudy status --dir {directory}`, stop it with"
+        f" {stop}, or start another one with --dir OTHER --port-offset 100",
     )
-
-
-def _ways_out(directory: Path, pid: str = "") -> str:
-    stop = f"stop it with `kill {pid}`" if pid.isdigit() else "stop it"
-    return (
-        f"look at it with `understudy status --dir {directory}`, {stop}, or start another one with"
-        " --dir OTHER --port-offset 100"
-    )
-
-
-def _held_guards(directory: Path) -> list[str]:
-    """The lock files of parts that a living process has locked."""
-    own = up_guard(str(directory))
-    found = (each for each in sorted(directory.glob("*.lock")) if str(each) != own)
-    return [path.name for path in found if guard_holder(str(path)) is not None]
 
 
 def forget_last_pod(directory: Path) -> None:

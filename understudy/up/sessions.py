@@ -9,27 +9,18 @@ import os
 import shutil
 import tempfile
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from plumbing.errors import UnderstudyError, UsageError
 from plumbing.pod.paths import pool_socket
-from plumbing.service.clock import rfc3339
 from plumbing.service.signals import SignalInbox
 from understudy.drill.clients import Target
-from understudy.drill.page import page_data, write_page
 from understudy.drill.records import Records
-from understudy.drill.report import print_report
 from understudy.drill.run import Drill, DrillPlan, unless_gone
 from understudy.drill.verdict import DrillReport, judge
-from understudy.host import machine
 from understudy.pod.runner import PodRunner, run_pod
 from understudy.up.pods import Prepare, Say
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 
 @dataclass(slots=True)
@@ -37,22 +28,8 @@ class DrillResult:
     """What a drill found. `backend`: as reported by the engines."""
 
     report: DrillReport
-    backend: str | None = None
-    records: Records = field(default_factory=Records)
-
-    def print(self, console: Console, backend: str) -> None:
-        """Print the report; `backend` is the name to show."""
-        print_report(self.report, console, backend)
-
-    def write_page(self, path: Path, backend: str) -> None:
-        """Write the report page; `backend` is the name to show.
-
-        Raises:
-            UnderstudyError: `drill.report_not_written`.
-        """
-        now = rfc3339(datetime.now(UTC))
-        data = page_data(self.records, self.report, backend, machine(), now)
-        write_page(path, data)
+    backend: str | None
+    records: Records
 
 
 async def drill_new_pod(prepare: Prepare, plan: DrillPlan, say: Say) -> DrillResult | None:
@@ -76,29 +53,6 @@ async def drill_new_pod(prepare: Prepare, plan: DrillPlan, say: Say) -> DrillRes
             say(f"the logs are kept in {directory / 'log'}")
         else:
             shutil.rmtree(directory, ignore_errors=True)
-
-
-async def compare_adoption(
-    adopting: Callable[[], Awaitable[DrillResult | None]],
-    empty: Callable[[], Awaitable[DrillResult | None]],
-    say: Say,
-) -> DrillResult | None:
-    """Drill a pod, and then one whose engines begin with an empty KV cache. None: interrupted."""
-    result = await adopting()
-    if result is None:
-        return None
-    say("the same again, with engines that adopt nothing")
-    other = await empty()
-    if other is None:
-        return None
-    report = result.report
-    report.without_adoption = other.report
-    if not other.report.passed:
-        why = "; ".join(other.report.problems) or "see its figures"
-        report.problems.append(f"without adoption the drill did not pass: {why}")
-    if report["adopted_share"] is None:
-        report.problems.append("no engine published a KV block, so nothing could be adopted")
-    return result
 
 
 async def drill_running_pod(directory: Path, plan: DrillPlan, say: Say) -> DrillResult | None:
@@ -142,6 +96,6 @@ async def run_drill(
             return None
     finally:
         inbox.close()
-    report = judge(drill.records, plan.kills_wanted, plan.switches)
+    report = judge(drill.records, plan.kills_wanted)
     report.problems += failure
     return DrillResult(report, drill.backend, drill.records)

@@ -64,7 +64,6 @@ def sized(name: str, weights: int, kv: int, base: int = GIB, **more: Any) -> dic
     return model(name, "warm", **{"sizes": {k: {"HOST-0": v} for k, v in kinds.items()}, **more})
 
 
-ENDLESS = "drain_timeout: {cut: never}"
 FILE = "devices: [HOST-0]\nmodels:\n  chat: {model: /m}\n"
 IDLE = {"state": "idle", "pool": "p", "pool_bytes": 2**31}
 FITS = (sized("chat", 2 * GIB, 3 * GIB), sized("coder", 0, 0))
@@ -77,29 +76,13 @@ BLIND = {"supervisors": [{"engine": "engine-0", "connected": True, "pidfd_source
         ("directory", seen(), FAIL),
         ("shared", seen(NOTHING), SKIP),
         ("shared", seen({"engines": [{"engine": {}, "lock": {"connected": False}}]}), FAIL),
-        ("gateway", seen(), PASS),
-        ("gateway", seen(NOTHING), SKIP),
-        ("gateway", seen({"gateway": None}), FAIL),
-        ("gateway", seen({"gateway": {"error": "gone"}}), FAIL),
-        ("gateway", seen({"gateway": {"accepting": False, "problems": ["full"]}}), FAIL),
-        ("one_gateway", seen(), SKIP),
-        ("one_gateway", seen({"lockserver": {"gateways": [{"pid": 1}, {"pid": 2}]}}), WARN),
-        ("private_sockets", seen(), SKIP),
-        ("private_sockets", seen(sockets=[SocketFile("e.http.sock", True, 3, 0o666)]), FAIL),
-        ("private_sockets", seen(sockets=[SocketFile("e.http.sock", True, 3, 0o600)]), PASS),
         ("engines", seen(), PASS),
         ("engines", seen(NOTHING), SKIP),
         ("engines", seen({"engines": [{"engine": {"id": "e"}, "problems": ["it"]}]}), WARN),
-        ("tls_files", seen(), SKIP),
-        ("tls_files", seen(environ={"UNDERSTUDY_TLS_CERT": "/no/such"}), FAIL),
-        ("tls_files", seen(environ={"UNDERSTUDY_TLS_CERT": "/proc/version"}), PASS),
-        ("start_method", seen(), PASS),
-        ("start_method", seen(environ={check_machine.START_METHOD: "fork"}), WARN),
         ("host_memory", seen(), PASS),
         ("host_memory", seen({"gms": [{"device_uuid": "HOST-0", "capacity_bytes": 2**60}]}), WARN),
         ("host_memory", seen(sockets=[SocketFile("gms_x.sock", True)]), SKIP),
         ("shared_memory", seen(sockets=[SocketFile("engine_x.sock", True)]), SKIP),
-        ("termination_log", seen(environ={"UNDERSTUDY_TERMINATION_LOG": "/no/such"}), SKIP),
         ("ports", seen({"lockserver": {"service": {"active": {"problem": "taken"}}}}), FAIL),
         ("vllm_version", seen(), SKIP),
         *(
@@ -125,25 +108,11 @@ BLIND = {"supervisors": [{"engine": "engine-0", "connected": True, "pidfd_source
         ("memory_outside", replace(held_by(HELD_BY_NOBODY), served=("HOST-0",)), WARN),
         ("memory_outside", replace(held_by(7), pids=frozenset({7})), PASS),
         ("memory_outside", replace(held_by(7), sockets=[SocketFile("a.sock", True)]), SKIP),
-        ("kv_memory", kv({}), PASS),
-        ("kv_memory", kv({"reason": "no server is listening"}), WARN),
-        ("kv_memory", kv({"waiting": [{"engine": "e", "message": "mapped by pid 7"}]}), WARN),
-        ("kv_memory", kv(IDLE), PASS),
-        ("kv_memory", kv(IDLE, sessions=[{"state": "allocating"}]), WARN),
-        ("pool", seen(), SKIP),
-        ("pool", of_file(FILE), PASS),
-        ("pool", seen({"pool": {"error": "gone"}}), FAIL),
-        ("pool", of_file(FILE, problems=["no gateway is connected"]), WARN),
-        ("pool", of_file(FILE, model("chat", "failed", fault="no file")), FAIL),
         ("pool_file", seen(), SKIP),
         ("pool_file", of_file(FILE), PASS),
         ("pool_file", of_file(FILE, file={"digests": {"chat": "another"}}), WARN),
         ("pool_file", of_file(FILE.replace("HOST-0", "0"), devices=[]), WARN),
         ("pool_file", seen(pool_path="pool.yaml", pool_file="line 3 is wrong"), FAIL),
-        ("pool_sizes", seen(), SKIP),
-        ("pool_sizes", of_file(FILE, *FITS), PASS),
-        ("pool_sizes", of_file(FILE, sized("chat", 1, 1, estimated=True)), WARN),
-        ("pool_sizes", of_file(FILE), WARN),
         ("pool_fit", of_file(FILE, *FITS), PASS),
         ("pool_fit", of_file(FILE, sized("chat", 9 * GIB, 9 * GIB)), FAIL),
         ("pool_fit", of_file(FILE, *FITS, devices=[device(outside_bytes=9 * GIB)]), FAIL),
@@ -157,13 +126,6 @@ BLIND = {"supervisors": [{"engine": "engine-0", "connected": True, "pidfd_source
             ),
             WARN,
         ),
-        ("pool_fit", of_file(FILE.replace("/m", "/m, rest: offloaded"), *FITS), WARN),
-        ("pool_fit", of_file(f"host_memory: 9999GiB\n{FILE}", *FITS), FAIL),
-        ("pool_fit", of_file(f"host_memory: 1GiB\n{FILE}", *FITS), WARN),
-        ("pool_waits", seen(), SKIP),
-        ("pool_waits", of_file(FILE), PASS),
-        ("pool_waits", of_file(FILE, model("chat", "awake", bound_ms=9e9)), WARN),
-        ("pool_waits", of_file(FILE.replace("/m", f"/m, {ENDLESS}")), WARN),
     ],
 )
 def test_each_check_names_the_problem_and_its_fix(check, pod, status):
@@ -180,7 +142,6 @@ def test_lock_server_that_cannot_see_a_process_fails_on_an_old_kernel(monkeypatc
     assert check_machine.peer_pidfd(seen({"lockserver": BLIND})).status is FAIL
     monkeypatch.setattr(check_machine, "has_pidfd_open", lambda: False)
     assert check_machine.peer_pidfd(seen()).status is FAIL
-    assert check_machine.pidfd_open(seen()).status is FAIL
 
 
 def test_every_check_is_in_the_reference_in_order():
@@ -194,7 +155,7 @@ def test_every_check_is_in_the_reference_in_order():
 
 def test_document_and_lines_agree_most_serious_first():
     """Goal: people and programs read the same report, and warnings fail only with --strict."""
-    results = examine(seen({"pool": {"error": "gone"}}))
+    results = examine(seen(pool_path="pool.yaml", pool_file="line 3 is wrong"))
     found, text = document("/d", results), lines(results)
     assert sum(found["counts"].values()) == len(CHECKS)
     words = [line.split()[0] for line in text[:-1] if not line.startswith(" ")]
@@ -205,7 +166,6 @@ def test_document_and_lines_agree_most_serious_first():
     assert mismatches(found, DoctorDocument) == []
     assert not is_well(results, is_strict=False)
     mild = [each for each in results if each.status != "fail"]
-    forked = examine(seen(environ={check_machine.START_METHOD: "fork"}))
-    mild += [each for each in forked if each.id == "start_method"]
+    mild += [each for each in examine(gpu(is_persistent=False)) if each.status == "warn"]
     assert is_well(mild, is_strict=False)
     assert not is_well(mild, is_strict=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from understudy.drill.records import End, Exchange, Kill, MemoryUse, Records, StatedBound, Upgrade
+from understudy.drill.records import End, Exchange, Kill, Records, StatedBound, Upgrade
 from understudy.drill.schema import DrillBurn
 
 TEXT = "hello"
@@ -15,7 +15,7 @@ ANSWER = Exchange(
 )
 EXPECTED = {"p": ANSWER}
 KILL = Kill(
-    "backend-http",
+    "backend-model",
     "engine-0",
     old_token=1,
     killed_ms=100,
@@ -63,8 +63,7 @@ def of_engines() -> Records:
 
 
 def of_memory() -> Records:
-    """Two kills of memory servers under requests that all came through; 100 bytes on each of two
-    devices, and never more than that."""
+    """Two kills of memory servers under requests that all came through."""
     kills = [
         Kill("gms", killed_ms=killed, back_ms=killed + 30, device=f"HOST-{number}")
         for number, killed in enumerate((100.0, 200.0))
@@ -73,7 +72,6 @@ def of_memory() -> Records:
         exchanges=[served(1, sent=0, first=50), served(1, sent=90, first=250)],
         kills=kills,
         expected=EXPECTED,
-        memory=MemoryUse(committed_bytes=200, device_bytes_min=100, peak_bytes=200),
     )
 
 

@@ -6,17 +6,16 @@ import asyncio
 import json
 import socket
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import pytest
 from aiohttp import web
 
-from plumbing.errors import UnderstudyError, UsageError
+from plumbing.errors import UnderstudyError
 from tests.helpers import free_port
 from understudy.drill.clients import Target, send
 from understudy.drill.outcomes import classify
-from understudy.drill.prompts import all_prompts, learn_answers, read_expected, write_expected
-from understudy.drill.records import End, Exchange, Outcome, Prompt
+from understudy.drill.prompts import all_prompts, learn_answers
+from understudy.drill.records import End, Outcome, Prompt
 
 WORDS = ("to ", "be ", "or ", "not")
 PROMPT = Prompt("p", "/v1/completions", {"model": "m", "prompt": "x", "stream": True})
@@ -177,16 +176,3 @@ def test_learn_answers_from_a_server_that_gives_none_says_why(mood, code):
             await learn_answers(target, all_prompts("m"))  # the server is gone
 
     asyncio.run(main())
-
-
-def test_answers_of_another_server_are_kept_in_a_file(tmp_path: Path):
-    """Goal: what both engines have wrong is found, too. Method: the file, for the pod's model."""
-    file, answer = tmp_path / "answers.json", Exchange("p", 0.0, text="be", finish_reason="stop")
-    write_expected(file, [PROMPT], {"p": answer}, "a server")
-    (prompt,), answers = read_expected(file, "served")
-    assert prompt == Prompt("p", PROMPT.path, {**PROMPT.body, "model": "served"})
-    assert (answers["p"].text, answers["p"].end) == ("be", End.DONE)
-    file.write_text("{}")
-    for bad in (file, tmp_path / "none.json"):
-        with pytest.raises(UsageError, match=bad.name):
-            read_expected(bad, "served")

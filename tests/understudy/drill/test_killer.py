@@ -296,7 +296,6 @@ def test_targets_of_an_engine_are_all_its_ranks_in_order(backend, processes, fou
 @pytest.mark.parametrize(
     ("text", "target", "message", "is_only"),
     [
-        ("backend-http", "backend-model", None, False),
         ("backend-model-1", "backend-model-1", KillMsg("backend-model-1"), False),
         ("supervisor", "supervisor", KillMsg("supervisor"), False),
         ("backend-api", "api", KillMsg("backend-api"), False),
