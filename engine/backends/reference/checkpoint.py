@@ -2,8 +2,8 @@
 
 The first engine writes the weights into the memory service as float32, the next one maps them;
 which of the two is the service's answer, not a setting. The surprising thing: nothing is ever held
-twice. float32 is read straight into its place; bfloat16 and float16 go through one small scratch
-buffer, because a loader that needs a second copy of the weights does not fit beside them. A
+twice. float32 is read straight into its place; bfloat16 goes through one small scratch buffer,
+because a loader that needs a second copy of the weights does not fit beside them. A
 tensor-parallel rank reads its own part of each file and nothing else.
 """
 
@@ -44,7 +44,7 @@ Progress = Callable[[int, int], None]
 Bytes = NDArray[np.uint8]
 
 READ_BYTES = 4 << 20  # per read: long enough for full disk speed, short enough to report progress
-FLOAT_DTYPES = ("F32", "BF16", "F16")
+FLOAT_DTYPES = ("F32", "BF16")
 DTYPE = "float32"
 
 # Left by old exporters; the decoder computes the same numbers itself.
@@ -191,9 +191,7 @@ def _load_tensor(fd: int, tensor: TensorSource, view: memoryview, scratch: Bytes
                     f"{stored.shard} ended inside tensor {stored.name}: it was replaced or cut"
                     " while it was read; load again when it is complete.",
                 )
-            if stored.dtype == "F16":
-                np.copyto(piece, raw.view("<f2"))
-            elif stored.dtype == "BF16":
+            if stored.dtype == "BF16":
                 bits = piece.view(np.uint32)  # bfloat16 is the upper half of a float32
                 np.copyto(bits, raw.view("<u2"))
                 np.left_shift(bits, 16, out=bits)

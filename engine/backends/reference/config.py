@@ -45,7 +45,6 @@ ORIGINAL = "original_max_position_embeddings"
 # What each rope type needs beside its base.
 ROPE_KEYS: dict[str, tuple[str, ...]] = {
     "default": (),
-    "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", ORIGINAL),
 }
 
@@ -84,7 +83,7 @@ class Rope(
     `rope_parameters` of transformers 5."""
 
     theta: Positive = 10000.0
-    kind: Literal["default", "linear", "llama3"] = "default"
+    kind: Literal["default", "llama3"] = "default"
     factor: Positive = 1.0
     low_freq_factor: Positive = 1.0
     high_freq_factor: Positive = 4.0

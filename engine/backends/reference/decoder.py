@@ -195,8 +195,6 @@ def rope_frequencies(rope: Rope, head_dim: int) -> Array:
     if rope.kind == "default":
         return plain
     stretched: Array = plain / np.float32(rope.factor)
-    if rope.kind == "linear":
-        return stretched
     # llama3: long waves are stretched, short ones are kept, those between are blended.
     waves_per_context = np.float32(rope.original_max_position) * plain / np.float32(2 * math.pi)
     low, high = np.float32(rope.low_freq_factor), np.float32(rope.high_freq_factor)

@@ -47,24 +47,6 @@ def run(health: GenerationHealth, until_ms: float, state, *, canary_passes: bool
     return None
 
 
-def test_idle_engine_gets_a_canary_every_thirty_seconds():
-    """Count the canaries of two idle minutes."""
-    canaries = []
-    health = make()
-    now = 0.0
-    while now < 121_000:
-        actions = health.tick(now)
-        assert not isinstance(actions, Unhealthy)
-        for action in actions:
-            if action is Action.CANARY:
-                canaries.append(now)
-                health.canary_done(now, ok=True, detail="")
-            else:
-                health.answered(now, 0, 7)
-        now = max(now + 1, health.next_ms())
-    assert len(canaries) == 4
-
-
 def test_idle_canary_that_fails_or_hangs():
     """A wrong canary is a verdict at once, a silent one after hang_ms."""
     health = make()

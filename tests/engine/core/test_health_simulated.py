@@ -33,7 +33,7 @@ BOUND_STEADY_MS = HANG_MS + 3 * LOOK_MS
 # From the hang, also when no look ever meets a request: the canary that comes by itself.
 BOUND_MS = IDLE_CANARY_MS + BOUND_SEEN_MS
 BATCH = 4
-PATTERNS = ("steady", "retrying", "bursts", "random", "once", "ambush", "none")
+PATTERNS = ("steady", "retrying", "bursts", "ambush")
 
 
 class World:
@@ -165,21 +165,9 @@ class Clients:
         pause_ms = self._rng.choice((500, 10_000, IDLE_CANARY_MS - 100, IDLE_CANARY_MS + 100))
         self._world.at(self._world.now + pause_ms, self._bursts)
 
-    def _random(self) -> None:
-        self.patience_ms = self._rng.choice((math.inf, self._rng.uniform(1, 6_000)))
-        self._ask()
-        self._world.at(self._world.now + self._rng.expovariate(1 / 1_500), self._random)
-
-    def _once(self) -> None:
-        self.patience_ms = self._rng.uniform(300, 10_000)
-        self._world.at(self._rng.uniform(0, 60_000), self._ask)
-
     def _ambush(self) -> None:
         """A burst that comes just before each canary, after the last look."""
         self.before_canary = lambda: [self._ask() for _ in range(self._rng.randint(0, 20))]
-
-    def _none(self) -> None:
-        pass
 
 
 class Simulation:

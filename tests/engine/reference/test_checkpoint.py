@@ -55,7 +55,6 @@ WRONG: list[tuple[str, Any, str]] = [
     ("eos_token_id", "</s>", "model.broken"),
     ("rope_parameters", "llama3", "model.broken"),
     ("rope_parameters", {"rope_type": "llama3"}, "model.broken"),
-    ("rope_parameters", {"rope_type": "linear", "factor": 0}, "model.broken"),
 ]
 
 
@@ -84,8 +83,8 @@ def test_parse_config_older_transformers_keys_mean_the_same():
     new = {**plain, "rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **scaling}}
     assert parse_config(old, {}, "c") == parse_config(new, {}, "c")
     assert parse_config(old, {}, "c").rope == Rope(5e5, "llama3", 8.0, 1.0, 4.0, 64)
-    oldest = {**plain, "rope_scaling": {"type": "linear", "factor": 2.0}}
-    assert parse_config(oldest, {}, "c").rope == Rope(10000.0, "linear", 2.0)
+    oldest = {**plain, "rope_scaling": {"type": "llama3", **scaling}}
+    assert parse_config(oldest, {}, "c").rope == Rope(10000.0, "llama3", 8.0, 1.0, 4.0, 64)
     assert parse_config({**plain, "rope_scaling": None}, {}, "c").rope == Rope(10000.0)
 
 
