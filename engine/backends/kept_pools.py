@@ -12,22 +12,13 @@ from engine.kv.adopter import Adoption, Checksums, adoptable, audited
 from engine.kv.layout import IndexHeader, IndexPage
 from engine.kv.writer import IndexWriter
 from gms.client import ADOPTED, ADOPTING, KvLease
-from plumbing.wire import sockets
 
 logger = logging.getLogger(__name__)
 
 
 def page_of(lease: KvLease) -> IndexPage:
-    """The index in the lease's pool. Its mapping lives until the page is released.
-
-    Raises:
-        UnreachableError: `wire.no_descriptors`.
-    """
-    try:
-        mapping = mmap.mmap(lease.index.fileno(), lease.index_bytes)
-    except OSError as error:
-        raise sockets.no_descriptors("map the index of the KV memory", error) from error
-    return IndexPage.over(memoryview(mapping))
+    """The index in the lease's pool. Its mapping lives until the page is released."""
+    return IndexPage.over(memoryview(mmap.mmap(lease.index.fileno(), lease.index_bytes)))
 
 
 class KeptPools:

@@ -201,27 +201,18 @@ class ProgressPage:
         self._counter = memory[:COUNTER_BYTES].cast("Q")  # aligned, so written in one piece
 
     @classmethod
-    def create(cls) -> tuple[ProgressPage, OwnedFd | None]:
-        """The supervisor's page, and the descriptor for the backend, if there can be one."""
-        try:
-            with OwnedFd(os.memfd_create("progress", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)) as fd:
-                os.ftruncate(fd.fileno(), mmap.PAGESIZE)
-                fcntl.fcntl(fd.fileno(), fcntl.F_ADD_SEALS, SIZE_SEALS)
-                return cls(mmap.mmap(fd.fileno(), mmap.PAGESIZE)), fd.duplicate()
-        except OSError:
-            return cls(), None
+    def create(cls) -> tuple[ProgressPage, OwnedFd]:
+        """The supervisor's page, and the descriptor for the backend."""
+        with OwnedFd(os.memfd_create("progress", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)) as fd:
+            os.ftruncate(fd.fileno(), mmap.PAGESIZE)
+            fcntl.fcntl(fd.fileno(), fcntl.F_ADD_SEALS, SIZE_SEALS)
+            return cls(mmap.mmap(fd.fileno(), mmap.PAGESIZE)), fd.duplicate()
 
     @classmethod
     def take(cls, environ: MutableMapping[str, str] = os.environ) -> ProgressPage:
         """The backend's page; once, since neither variable nor descriptor is inherited further."""
-        number = environ.pop(PROGRESS_ENV, "")
-        if not number.isdecimal():
-            return cls()
-        try:
-            with OwnedFd(int(number)) as fd:
-                return cls(mmap.mmap(fd.fileno(), mmap.PAGESIZE))
-        except (OSError, ValueError):
-            return cls()
+        with OwnedFd(int(environ.pop(PROGRESS_ENV))) as fd:
+            return cls(mmap.mmap(fd.fileno(), mmap.PAGESIZE))
 
     @property
     def count(self) -> int:

@@ -4,36 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 from plumbing.errors import UsageError
 
-Launcher = Callable[[Sequence[str]], list[str]]
-
-
-def _reference(arguments: Sequence[str]) -> list[str]:
-    return [sys.executable, "-m", "engine.backends.reference.main", *arguments]
-
-
-def _vllm(arguments: Sequence[str]) -> list[str]:
-    if importlib.util.find_spec("vllm") is None:  # looks for it without importing it
-        raise UsageError(
-            "engine.no_vllm",
-            f"--backend vllm needs vLLM for {sys.executable}: run `pip install '.[vllm,cuda]'` in a"
-            " copy of the repository, or see docs/vllm.md for a machine without a GPU",
-        )
-    return [sys.executable, "-m", "engine.backends.vllm.api.main", *arguments]
-
-
-def _command(arguments: Sequence[str]) -> list[str]:
-    """Any program with the channel's protocol: `engine run --backend command -- PROGRAM ARGS…`."""
-    if not arguments:
-        raise UsageError("engine.no_command", "--backend command needs a program, after `--`")
-    return list(arguments)
-
-
 HELP = frozenset({"-h", "--help"})
-REGISTRY: Mapping[str, Launcher] = {"reference": _reference, "vllm": _vllm, "command": _command}
+BACKENDS = ("reference", "vllm", "command")
 
 
 def asks_for_help(backend: str, arguments: Sequence[str]) -> bool:
@@ -45,17 +21,28 @@ def asks_for_help(backend: str, arguments: Sequence[str]) -> bool:
 def command_line(backend: str, arguments: Sequence[str]) -> list[str]:
     """What to execute for `backend` with the user's `arguments`.
 
+    Any program with the channel's protocol: `engine run --backend command -- PROGRAM ARGS…`.
+
     Raises:
-        UsageError: `engine.unknown_backend`.
+        UsageError: `engine.no_vllm`, `engine.no_command`, `engine.unknown_backend`.
     """
-    launcher = REGISTRY.get(backend)
-    if launcher is None:
-        raise UsageError(
-            "engine.unknown_backend",
-            f"unknown backend {backend!r}; available: {', '.join(sorted(REGISTRY))}",
-            backend=backend,
-        )
-    return launcher(arguments)
+    match backend:
+        case "reference":
+            return [sys.executable, "-m", "engine.backends.reference.main", *arguments]
+        case "vllm":
+            if importlib.util.find_spec("vllm") is not None:  # looks for it without importing it
+                return [sys.executable, "-m", "engine.backends.vllm.api.main", *arguments]
+            raise UsageError(
+                "engine.no_vllm",
+                f"--backend vllm needs vLLM for {sys.executable}: run `pip install '.[vllm,cuda]'`"
+                " in a copy of the repository, or see docs/vllm.md for a machine without a GPU",
+            )
+        case "command" if arguments:
+            return list(arguments)
+        case "command":
+            raise UsageError("engine.no_command", "--backend command needs a program, after `--`")
+    what = f"unknown backend {backend!r}; available: {', '.join(BACKENDS)}"
+    raise UsageError("engine.unknown_backend", what)
 
 
 def model_arguments(backend: str, model: str, ranks: int) -> tuple[str, ...]:

@@ -73,14 +73,6 @@ class Loading:
     def is_waiting(self) -> bool:
         return bool(self._waiting)
 
-    def objection(self, rank: int, ranks: int) -> str | None:
-        """What is wrong with a request of `rank` of `ranks`, if anything."""
-        if rank >= ranks:
-            return f"rank {rank} of {ranks} does not exist"
-        if self._has_asked and ranks != self.ranks:
-            return f"rank {rank} reports {ranks} ranks, another one reported {self.ranks}"
-        return None
-
     def asked(self, rank: int, ranks: int) -> list[LoadPermit]:
         """A rank asks for its weights: which ranks may load now."""
         self._has_asked = True

@@ -83,10 +83,13 @@ class Control(Handler):
     ) -> None:
         match message:
             case msg.RegisterMsg():
-                self._register(conn, message, fds[0].fileno() if fds else None)
+                lifeline = fds[0].fileno() if fds else None
+                self._named(message.incarnation).tree.register(message.name, message.pid, lifeline)
                 conn.send(msg.OkMsg(), request_id)
             case msg.MayLoadMsg():
-                self._may_load(conn, message, request_id)
+                self._named(message.incarnation).may_load(
+                    message.rank, message.ranks, lambda load: conn.send(load, request_id)
+                )
             case msg.AttachedMsg():
                 self._named(message.incarnation).attached(
                     message.rank, message.identity, message.place or ""
@@ -132,21 +135,6 @@ class Control(Handler):
                 incarnation=incarnation,
             )
         return running
-
-    def _register(self, conn: Connection, message: msg.RegisterMsg, lifeline: int | None) -> None:
-        # The kernel reports 0 for a peer in another PID namespace.
-        if conn.peer.pid not in (0, message.pid):
-            raise ProtocolError(
-                "engine.false_pid", f"pid {conn.peer.pid} registers itself as pid {message.pid}"
-            )
-        self._named(message.incarnation).tree.register(message.name, message.pid, lifeline)
-
-    def _may_load(self, conn: Connection, message: msg.MayLoadMsg, request_id: int) -> None:
-        incarnation = self._named(message.incarnation)
-        objection = incarnation.loading.objection(message.rank, message.ranks)
-        if objection is not None:
-            raise ProtocolError("engine.bad_rank", objection)
-        incarnation.may_load(message.rank, message.ranks, lambda load: conn.send(load, request_id))
 
     def _rehearse(self, message: msg.KillMsg) -> msg.KillingMsg:
         """Kill or stop the process that is named."""

@@ -139,14 +139,15 @@ class Incarnation:
         settings = self._settings
         self._leftovers.starting()
         self.progress, progress_end = ProgressPage.create()
-        with progress_end or contextlib.nullcontext(), self.channel.open() as backend_end:
+        with progress_end, self.channel.open() as backend_end:
             self.witness_path, held = witness.create(settings.directory, self.id)
             with OwnedFd(held):
                 found = os.fstat(held)
                 self.witness_id = (found.st_dev, found.st_ino)
-                lent = {process.CHANNEL_ENV: backend_end.fileno()}
-                if progress_end is not None:
-                    lent[PROGRESS_ENV] = progress_end.fileno()
+                lent = {
+                    process.CHANNEL_ENV: backend_end.fileno(),
+                    PROGRESS_ENV: progress_end.fileno(),
+                }
                 environ = self._environment(lent)
                 if not settings.is_remote:  # only a lock server on this host can try it
                     self._serving_path, file = serving.create(settings.directory, self.id)

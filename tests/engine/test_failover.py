@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 from typing import Any
 
 import pytest
@@ -60,43 +59,6 @@ def test_memory_and_metrics_of_a_takeover(pair):
     detected = 'understudy_failover_phase_duration_seconds_count{phase="detect"} 1.0'
     # The other engine may have taken over before this supervisor knows that its last process ended.
     until(lambda: detected in first.get("/metrics")[1], "the death to be counted")
-
-
-@pytest.mark.slow
-def test_grants_of_an_incarnation_that_died_meanwhile_crash_no_supervisor(pair):
-    """Kill the active engine's supervisor and the standby's backend together, with all delays up to
-    5 ms between the two: the lock may be granted to an incarnation that has ended by then. The
-    standby's supervisor must live on and take over with its next one."""
-    pod, first, second = pair
-    for delay_ms in range(6):
-        number = second.status()["engine"]["number"]
-        backend = second.pids()["http"]
-        first.process.kill()
-        time.sleep(delay_ms / 1000)  # the delay itself: it is what varies
-        os.kill(backend, signal.SIGKILL)
-        first.wait()
-        second.until("active", number=number + 1)  # fails if its supervisor has ended
-        first, second = second, pod.engine(first.name, "--grandchild", "joined", "--load")
-        second.until("standby")
-
-
-@pytest.mark.slow
-def test_model_that_makes_no_token_hands_over_only_to_a_standby(pod, directory):
-    """An endless loop in the model: alone, the engine keeps its lock for many times hang_ms; as
-    soon as another one stands by, that one serves."""
-    switch = directory / "hang"
-    flags = ("--hang-ms", "300", "--hang-alone-ms", "3600000")
-    pod.start_lock()
-    first = pod.engine("engine-0", "--hang-generation-if", str(switch), flags=flags)
-    first.until("active")
-    switch.touch()
-    until(lambda: first.status()["inflight"] == 1, "the request to be seen")
-    second = pod.engine("engine-1")  # its start takes longer than twice the budget
-    second.until("active")
-    (death,) = until(lambda: first.status()["deaths"], "the death to be listed")
-    assert death["cause"] == "unhealthy"
-    assert "1 request in flight and no token in" in death["message"]
-    assert "(budget 0." in death["message"]
 
 
 # ---------------------------------------------------------------------- first start

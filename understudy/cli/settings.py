@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.backends.registry import REGISTRY
+from engine.backends.registry import BACKENDS
 from engine.messages import RANKS_MAX
 from plumbing.service.config import Option, Resolved, size_list
 from plumbing.service.hosts import ALLOWED_HOST, PORT_MAX
@@ -44,7 +44,7 @@ POD_OPTIONS = (
         str,
         "reference",
         "The inference backend of the engines.",
-        choices=tuple(REGISTRY),
+        choices=BACKENDS,
     ),
     Option(
         "device_bytes",

@@ -15,7 +15,7 @@ import math
 import os
 import platform
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn, cast
 
@@ -33,9 +33,9 @@ from engine.backends.shards import (
     read_shards,
     reading,
 )
-from gms.client import Reader, TensorRecord, Writer
+from gms.client import Reader, Writer
 from plumbing import __version__
-from plumbing.errors import UnderstudyError, UsageError
+from plumbing.errors import UsageError
 
 Place = Callable[[str, int, tuple[int, ...], str], memoryview]
 """`place(name, nbytes, shape, dtype)` gives a writable view of exactly `nbytes` bytes."""
@@ -247,7 +247,6 @@ def map_weights(checkpoint: Checkpoint, member: BackendProcess) -> tuple[Reader,
     session = attach(member, device, leave.mode, mine, rank)
     with loading(device, checkpoint.directory, DTYPE, checkpoint.weights_bytes):
         reader = _load(checkpoint, session, mine) if isinstance(session, Writer) else session
-    check_bound(checkpoint.tensors, reader.epoch, reader.tensors)
     member.attached(reader.epoch, same_on_every_rank(mine), rank, device)
     return reader, mine
 
@@ -263,29 +262,3 @@ def _load(checkpoint: Checkpoint, writer: Writer, before: dict[str, Any]) -> Rea
     after = identity(checkpoint.directory, rank=checkpoint.rank, size=checkpoint.ranks)
     device = host_device(checkpoint.rank)
     return commit(writer, before, after, checkpoint.directory, device, start)
-
-
-def check_bound(
-    wanted: Iterable[TensorSource], epoch: str, found: Mapping[str, TensorRecord]
-) -> None:
-    """Check that `epoch` has exactly the tensors `wanted`, each with the shape and type read here.
-
-    A tensor that the epoch lacks, or one in it that no part of the model reads, belongs to a model
-    that computes something else: an error, because a warning would be served.
-
-    Raises:
-        UnderstudyError: `model.unbound`, naming the tensors.
-    """
-    needed = {(each.name, DTYPE, each.shape, each.nbytes, None) for each in wanted}
-    there = {
-        (name, each.dtype, tuple(each.shape), each.nbytes, each.strides)
-        for name, each in found.items()
-    }
-    if tensors := sorted({name for name, *_ in needed ^ there}):
-        raise UnderstudyError(
-            "model.unbound",
-            f"{', '.join(tensors)[:300]}: the model and epoch {epoch} differ in these tensors; stop"
-            " every engine that maps this epoch, so that the next one loads it again, and run the"
-            " same release of understudy in every container",
-            tensors=tensors,
-        )

@@ -24,7 +24,7 @@ from engine.backends.process import BackendProcess
 from engine.backends.reference.checkpoint import map_weights, open_checkpoint
 from engine.backends.reference.config import Settings
 from engine.backends.reference.decoder import Decoder, KVCache, weights_from
-from engine.backends.reference.generation import CANARY_FAILED, Generator, canary
+from engine.backends.reference.generation import Generator, canary
 from engine.backends.reference.kv_blocks import (
     BlockStore,
     KeptBlocks,
@@ -94,7 +94,14 @@ class Rank:
             kv_bytes=sum(each.kv_bytes for each in everyone),
             epoch=",".join(each.epoch for each in everyone),
         )
-        self._canary_tokens = () if settings.rank else self._canary(SCRATCH, 0)
+        self._canary_tokens = () if settings.rank else canary(self._decoder, scratch)
+        if not settings.rank and not self._canary_tokens:
+            self.distrust()
+            raise UnderstudyError(
+                "engine.canary_failed",
+                "The canary's logits are not finite: the weights in memory are damaged and must be"
+                " loaded again.",
+            )
 
     def follow(self) -> NoReturn:
         """On a rank above 0: do what rank 0 does, at the same time. Ends with the UnderstudyError
@@ -121,28 +128,27 @@ class Rank:
 
     def take_memory(self, token: int, era: str) -> WokenMsg:
         """As the holder of `active` under `token`, take KV memory once it is really free, rank 0
-        last; repeated calls do nothing more."""
+        last."""
         self._peers.call("take_memory", token, era)
         others: list[WokenMsg] = self._peers.answers()
         settings, size, member = self._settings, self._size, self._member
         self._weights.bring_back(RESTAGE_S)
-        if self._memory is None:
-            if member.seat is not None and settings.rank:  # rank 0's process has joined already
-                member.seat.join(token)
-            sizes = size.kv_bytes, index_bytes(size.blocks)
-            claim = KvClaim(member.engine, member.incarnation, token, era, *sizes)
-            memory = kv_memory(claim, size, settings)
-            config, slots = self._decoder.config, settings.slots
-            cache = KVCache(config, memory.view, slots, size.context, SERVING)
-            if size.blocks:
-                blocks = memory.view[size.slots_bytes :]
-                self._blocks = BlockStore(config, blocks, size.blocks, cache, self._peers)
-            self._caches[SERVING], self._memory = cache, memory
-            if settings.rank == 0:
-                prefixes = self._prefixes(claim, memory)
-                interval_s = settings.token_interval_ms / 1000
-                self.generator = Generator(self._decoder, cache, prefixes, self._queue, interval_s)
-                self.generator.progress = self._progress
+        if member.seat is not None and settings.rank:  # rank 0's process has joined already
+            member.seat.join(token)
+        sizes = size.kv_bytes, index_bytes(size.blocks)
+        claim = KvClaim(member.engine, member.incarnation, token, era, *sizes)
+        memory = kv_memory(claim, size, settings)
+        config, slots = self._decoder.config, settings.slots
+        cache = KVCache(config, memory.view, slots, size.context, SERVING)
+        if size.blocks:
+            blocks = memory.view[size.slots_bytes :]
+            self._blocks = BlockStore(config, blocks, size.blocks, cache, self._peers)
+        self._caches[SERVING], self._memory = cache, memory
+        if settings.rank == 0:
+            prefixes = self._prefixes(claim, memory)
+            interval_s = settings.token_interval_ms / 1000
+            self.generator = Generator(self._decoder, cache, prefixes, self._queue, interval_s)
+            self.generator.progress = self._progress
         kind: KvMemoryKind = "gms" if self._memory.lease is not None else "private"
         if any(each.kv_memory != kind for each in others):
             raise UnderstudyError(
@@ -223,12 +229,8 @@ class Rank:
     def check(self) -> CanaryMsg:
         """One real inference, over the real cache if a slot of that is free."""
         slot = self.generator.unused_slot() if self.generator is not None else None
-        try:
-            made = self._canary(SCRATCH, 0) if slot is None else self._canary(SERVING, slot)
-        except UnderstudyError as error:
-            if error.code != CANARY_FAILED:
-                raise
-            return CanaryMsg(False, error.message)
+        cache = self._caches[SCRATCH if slot is None else SERVING]
+        made = canary(self._decoder, cache, slot or 0)
         if made != self._canary_tokens:
             self.distrust()
             expected = f"{self._canary_tokens} when it was prepared"
@@ -236,15 +238,6 @@ class Rank:
         if self.kept is not None:
             self.kept.canary_passed()
         return CanaryMsg(True, "the same tokens as when it was prepared")
-
-    def _canary(self, cache: int, slot: int) -> tuple[int, ...]:
-        """The canary's tokens; a failure is reported to the memory service before it is raised."""
-        try:
-            return canary(self._decoder, self._caches[cache], slot)
-        except UnderstudyError as error:
-            if error.code == CANARY_FAILED:
-                self.distrust()
-            raise
 
     def distrust(self) -> bool:
         """Report that a canary failed: the weights may be damaged.

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from aiohttp import http_exceptions, web
 
 from engine.backends import process
-from engine.backends.channel import POLL_S, Channel, Phases, is_private, until_done
+from engine.backends.channel import POLL_S, Channel, is_private, until_done
 from engine.backends.process import BackendProcess, ProgressPage
 from engine.backends.reference.application import ServedModel, continuation_id, make_app
 from engine.backends.reference.config import Settings
@@ -84,7 +84,7 @@ class ReferenceBackend:
 
     def __init__(self, served: ServedModel, seat: serving.ServingSeat | None) -> None:
         """`seat`: this process's; without one it cannot sleep."""
-        self._phases, self._seat = Phases(), seat
+        self._seat = seat
         self._served, self._model = served, served.model
         self._lent: socket.socket | None = None  # from a wake until it serves
         self._accepting: asyncio.Server | None = None
@@ -102,7 +102,6 @@ class ReferenceBackend:
         """Build the HTTP server while the model loads, so that waking need not; wait for both."""
         await self._runner.setup()
         ready = self._served.ready = await self._model.ready()
-        self._phases.step("ready")
         return ready
 
     async def wake(
@@ -115,7 +114,6 @@ class ReferenceBackend:
     ) -> WokenMsg:
         """Take KV memory and keep `listening` for `serve`. Takes the fd."""
         with listening:
-            self._phases.step("wake")
             if self._seat is not None:
                 self._seat.join(token)
             self._served.engine, self._served.token = engine, token
@@ -126,11 +124,9 @@ class ReferenceBackend:
         return woken
 
     async def run_canary(self) -> CanaryMsg:
-        self._phases.step("run_canary")
         return await self._model.check()
 
     async def serve(self) -> None:
-        self._phases.step("serve")
         assert self._lent is not None
         loop, lent = asyncio.get_running_loop(), self._lent
         self._accepting = await loop.create_server(self._server, sock=lent, backlog=BACKLOG)
@@ -150,7 +146,6 @@ class ReferenceBackend:
     async def drain(self, budget_s: float, *, resume: bool = False) -> None:
         """Accept no more, answer requests on open connections, cut them when the budget is spent.
         With `resume`, streams that the gateway continues are left to that at once."""
-        self._phases.step("drain")
         self._served.is_draining = True
         self._served.is_continued = resume
         if self._accepting is not None:
@@ -176,7 +171,6 @@ class ReferenceBackend:
         Raises:
             UnderstudyError: `engine.in_flight`, requests that the drain has cut have not ended.
         """
-        self._phases.step("rest")
         loop, served = asyncio.get_running_loop(), self._served
         end = loop.time() + budget_s
         while served.requests_open or self._model.in_flight:
@@ -191,12 +185,10 @@ class ReferenceBackend:
         left_s = max(0.0, end - loop.time())
         rested = await self._model.call(lambda rank: rank.give_memory(keep_kv, left_s))
         self._model.published = self._model.kept = 0
-        self._phases.step("rested")
         return rested
 
     async def place_weights(self, budget_s: float, *, is_away: bool) -> WeightsPlacedMsg:
         """Release the weights on every rank, or map them again."""
-        self._phases.step("place_weights")
         return await self._model.call(lambda rank: rank.place(is_away, budget_s))
 
     @property

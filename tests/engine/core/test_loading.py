@@ -19,18 +19,6 @@ def test_one_rank_wants_the_loader_until_it_is_attached():
     assert loading.token == 0
 
 
-def test_loader_is_kept_until_every_rank_is_attached():
-    """Two ranks, the second one late: it goes on at once, under the same token."""
-    loading = Loading(Role.PRIMARY)
-    loading.asked(0, 2)
-    loading.granted(5)
-    loading.attached(0, {"model": "m"})
-    assert loading.wants_loader
-    assert loading.asked(1, 2) == [LoadPermit(1, "rw_or_ro", 5)]
-    loading.attached(1, {"model": "m"})
-    assert not loading.wants_loader
-
-
 def test_shadow_never_asks_for_the_loader():
     """A shadow may only read, so it waits for no lock."""
     loading = Loading(Role.SHADOW)
@@ -65,13 +53,3 @@ def test_no_backend_is_prepared_while_a_rank_has_no_weights():
     assert loading.missing == "of 3 ranks, 1 attached no weights"
     loading.attached(1, {"model": "m"})
     assert loading.missing is None
-
-
-def test_ranks_agree_on_how_many_they_are():
-    """A rank beyond the last, and one that counts otherwise than the first."""
-    loading = Loading(Role.AUTO)
-    assert loading.objection(0, 2) is None
-    assert loading.objection(2, 2) == "rank 2 of 2 does not exist"
-    loading.asked(0, 2)
-    assert loading.objection(1, 2) is None
-    assert loading.objection(1, 4) == "rank 1 reports 4 ranks, another one reported 2"

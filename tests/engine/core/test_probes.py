@@ -68,10 +68,3 @@ def test_cold_engine_is_started_and_alive_and_not_ready():
     view = View(State.DEAD, False, False, is_healthy=True, is_crash_loop=False, is_cold=True)
     answers = {name: answer(name, view).ok for name in TABLE}
     assert answers == {"startup": True, "live": True, "ready": False, "serving": False}
-
-
-def test_reason_is_one_word():
-    """Programs read the reason: it has no spaces in any cell."""
-    for endpoint in TABLE:
-        for state in State:
-            assert all(" " not in answer(endpoint, view).reason for view in views(state))

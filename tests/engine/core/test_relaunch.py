@@ -10,11 +10,6 @@ def die(rule: Relaunch, at_ms: float, *, standby: bool = False, rehearsed: bool 
     rule.died(Death(at_ms, "it fell over", standby, rehearsed))
 
 
-def test_first_launch_is_due_at_once():
-    """Nobody has died yet: no wait."""
-    assert Relaunch().due(0.0, is_other_active=False).at_ms == 0
-
-
 def test_backoff_doubles_from_half_a_second_to_thirty():
     """Failures before standby, an hour apart; a standby resets the waits."""
     rule = Relaunch()

@@ -8,19 +8,15 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from msgspec.structs import replace
 
 from engine.backends.process import fault_report
 from engine.backends.reference import checkpoint as module
 from engine.backends.reference.checkpoint import (
-    DTYPE,
-    check_bound,
     identity,
     open_checkpoint,
 )
 from engine.backends.reference.config import Rope, parse_config, read_config
 from engine.backends.shards import read_file, read_shard
-from gms.manifest import TensorRecord
 from plumbing.errors import UnderstudyError, UsageError
 from tests.engine.reference.support import (
     GOLDEN_NAMES,
@@ -231,23 +227,3 @@ def test_a_file_that_cannot_be_opened_for_lack_of_descriptors_is_not_called_brok
     assert caught.value.code == "model.shortage"
     assert not isinstance(caught.value, UsageError)
     assert path in caught.value.message
-
-
-def test_epoch_with_other_tensors_than_the_models_is_refused():
-    """What the writer places is what an importer binds, with its shape and type (a peer leaves a
-    tensor that is missing on `meta`); the error names the tensor."""
-    checkpoint = open_checkpoint(golden("tied-f32"))
-    found = {
-        each.name: TensorRecord(each.name, 0, each.nbytes, each.shape, DTYPE)
-        for each in checkpoint.tensors
-    }
-    check_bound(checkpoint.tensors, "epoch", found)
-    changes = [{"shape": (1, 4)}, {"dtype": "float16"}, {"nbytes": 4}]
-    wrong = [found | {NORM: replace(found[NORM], **change)} for change in changes]
-    wrong += [{name: found[name] for name in found if name != NORM}]
-    for each in wrong:
-        with pytest.raises(UnderstudyError, match=f"{NORM}: the model and epoch epoch") as caught:
-            check_bound(checkpoint.tensors, "epoch", each)
-        assert (caught.value.code, caught.value.details) == ("model.unbound", {"tensors": [NORM]})
-    with pytest.raises(UnderstudyError, match="extra"):
-        check_bound(checkpoint.tensors, "epoch", found | {"extra": found[NORM]})

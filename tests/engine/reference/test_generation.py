@@ -20,7 +20,6 @@ from engine.backends.reference.generation import (
     TokenRequest,
     canary,
 )
-from plumbing.errors import UnderstudyError
 from tests.engine.reference.support import (
     GOLDEN_NAMES,
     GREEDY,
@@ -84,14 +83,12 @@ def test_step_logits_do_not_depend_on_the_batch(decoder: Decoder):
 
 
 def test_canary_repeats_and_damaged_weights_fail_it():
-    """The canary gates `active`: equal twice over; NaN in the weights is an error, not a token."""
+    """The canary gates `active`: equal twice over; NaN in the weights gives no token."""
     decoder = decoder_of(golden("tied-f32"))
     first = canary(decoder, cache_for(decoder, slots=1, max_context=64))
     assert canary(decoder, cache_for(decoder)) == first
     decoder._embedding = np.full_like(decoder._embedding, np.nan)
-    with pytest.raises(UnderstudyError) as caught:
-        canary(decoder, cache_for(decoder))
-    assert caught.value.code == "engine.canary_failed"
+    assert canary(decoder, cache_for(decoder)) == ()
 
 
 # ---------------------------------------------------------------------- turns and slots
