@@ -30,8 +30,7 @@ from hack import gateway_load as ends
 from hack import rig
 from hack.gateway_load import Seen, one_by_one, request, stream
 from hack.processes import ServerProcess, Usage
-from lockserver.client import Stage
-from lockserver.messages import CATALOGUE, BorrowMsg, GrantedMsg, ServiceMsg
+from lockserver.messages import CATALOGUE, BorrowMsg, GrantedMsg, ServiceMsg, Stage
 from plumbing.pod.paths import engine_http_socket, lockserver_socket
 from plumbing.service import procfs
 from plumbing.service.process import parent_environment, raise_fd_limit

@@ -29,7 +29,7 @@ from hack import rig
 from hack.lock_holder import HOLDERS, LARGE_MIB
 from hack.processes import LockServer, ProcessError, ReportingProcess, until
 from lockserver import witness
-from lockserver.client import LockCallbacks, LockClient
+from lockserver.client.client import LockCallbacks, LockClient
 from plumbing.pod.paths import lockserver_socket
 from plumbing.service.files import SlotFile, SlotFormat
 

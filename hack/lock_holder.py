@@ -23,7 +23,7 @@ from functools import partial
 import uvloop
 
 from lockserver import witness
-from lockserver.client import LockCallbacks, LockClient
+from lockserver.client.client import LockCallbacks, LockClient
 from plumbing.pod.paths import lockserver_socket
 from plumbing.service.process import arm_from_environment, die_with_parent
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from plumbing.errors import (
     RemoteError,
-    UnderstudyError,
     UnreachableError,
     UsageError,
     WaitTimeoutError,
@@ -35,13 +34,12 @@ from plumbing.service.hosts import ALLOWED_HOST
 from plumbing.text import duration
 
 if TYPE_CHECKING:
+    from lockserver.messages import SwitchedOverMsg
     from plumbing.wire.tcp import Security
     from plumbing.wire.tcp_address import TcpAddress
 
-SWITCHED, ALREADY_ACTIVE = "switched", "already_active"
-
 # With less, one late heartbeat on a busy machine would cost the holder its lock.
-LEASE_MS_MIN = 200
+LEASE_MS_MIN, LEASE_MS_MAX = 200, 3_600_000
 
 DIR = Option("dir", str, DIRECTORY, "The directory that the pod's processes share.")
 
@@ -96,13 +94,6 @@ SERVE = (
         3_000.0,
         "Time without a heartbeat after which an engine counts as silent.",
     ),
-    Option(
-        "direct",
-        bool,
-        False,
-        gone="clients reach engines through the gateway (`gateway serve`); only with --listen do"
-        " engines accept connections themselves, each at its --service-address",
-    ),
     Option("listen", _tcp, None, "tcp://HOST:PORT to listen on for engines on other hosts."),
     Option(
         "lease_ms",
@@ -110,7 +101,7 @@ SERVE = (
         5_000,
         "Over TCP: how long a lease lasts.",
         minimum=LEASE_MS_MIN,
-        maximum=3_600_000,
+        maximum=LEASE_MS_MAX,
     ),
     Option(
         "lease_margin_ms",
@@ -118,7 +109,7 @@ SERVE = (
         1_000,
         "Over TCP: extra wait after a lease has expired.",
         minimum=0,
-        maximum=3_600_000,
+        maximum=LEASE_MS_MAX,
     ),
     Option("tls_cert", str, None, "Over TCP: this server's certificate, a PEM file."),
     Option("tls_key", str, None, "Over TCP: the private key of this certificate."),
@@ -154,25 +145,21 @@ def serve(config: Resolved) -> None:
 
     configure("lockserver")
     arm_from_environment()
-    listen = config["listen"]
+    same = ("listen", "lease_ms", "lease_margin_ms", "service", "window_ms", "hold_ms", "silent_ms")
     settings = LockSettings(
         directory=runtime_dir(config["dir"]),
-        listen=listen,
-        security=_security(config) if listen is not None else None,
-        lease_ms=config["lease_ms"],
-        lease_margin_ms=config["lease_margin_ms"],
-        service=config["service"],
+        security=_security(config),
         models=model_names(config["model"]),
-        window_ms=config["window_ms"],
-        hold_ms=config["hold_ms"],
-        silent_ms=config["silent_ms"],
+        **{name: config[name] for name in same},
     )
     http = (config["http_host"], config["http_port"], config["http_allowed_host"])
     run_async(lambda: run(settings, *http))
 
 
-def _security(config: Resolved) -> Security:
-    """How engines authenticate; an impossible combination is a `UsageError`."""
+def _security(config: Resolved) -> Security | None:
+    """How engines on other hosts authenticate; an impossible combination is a `UsageError`."""
+    if config["listen"] is None:
+        return None
     from plumbing.wire.tcp import settle
 
     if config["service"]:
@@ -181,8 +168,7 @@ def _security(config: Resolved) -> Security:
             "--service lends a listening socket to engines on this host, which is impossible for"
             " engines on other hosts (--listen); give those engines --service-address instead",
         )
-    files = (config[name] for name in ("tls_cert", "tls_key", "tls_ca"))
-    return settle(config["listen"], *files)
+    return settle(config["listen"], config["tls_cert"], config["tls_key"], config["tls_ca"])
 
 
 @main.command()
@@ -222,20 +208,20 @@ def _look(directory: str) -> Look:
         UnreachableError: there is neither.
     """
     from lockserver.messages import CATALOGUE
-    from lockserver.status import offline as on_file
+    from lockserver.status import document
     from lockserver.status.text import text_of
 
     try:
-        offline: UnderstudyError | None = None
-        document = ask_status(lockserver_socket(directory), CATALOGUE)
+        found = ask_status(lockserver_socket(directory), CATALOGUE)
+        return Look(found, text_of(found))
     except (UnreachableError, WaitTimeoutError) as error:
-        silent = on_file.silent_server(directory, error)
-        offline = error if silent is None else silent.error()
-        found = on_file.offline(directory, silent=silent)
-        if found is None:
-            raise offline from error
-        document = found
-    return Look(document, text_of(document, idle=on_file.idle(directory, document)), offline)
+        silent, why = document.silent_server(directory, error), error
+        if silent is not None:
+            why = UnreachableError("lock.not_answering", "; ".join(silent))
+        on_file = document.offline(directory, silent)
+        if on_file is None:
+            raise why from error
+        return Look(on_file, text_of(on_file), why)
 
 
 @main.command()
@@ -285,20 +271,23 @@ def switchover(
     except KeyboardInterrupt:
         click.echo("the switchover continues: see `lockserver status`", err=True)
         sys.exit(INTERRUPTED)
+    is_news = done.engine != done.source
     if as_json:
-        click.echo(json.dumps(done))
-    elif done["result"] == ALREADY_ACTIVE:
-        click.echo(f"{done['engine']} already holds the {lock} lock, token {done['token']}")
-    else:
+        document = {"schema": 1, "result": "switched" if is_news else "already_active"}
+        document |= {"lock": done.lock, "from": done.source, "engine": done.engine}
+        click.echo(json.dumps(document | {"token": done.token, "took_ms": done.took_ms}))
+    elif is_news:
         click.echo(
-            f"{done['from']} handed the {lock} lock over to {done['engine']} in"
-            f" {duration(done['took_ms'])}, token {done['token']}"
+            f"{done.source} handed the {lock} lock over to {done.engine} in"
+            f" {duration(done.took_ms)}, token {done.token}"
         )
+    else:
+        click.echo(f"{done.engine} already holds the {lock} lock, token {done.token}")
 
 
 def _switch_over(
     directory: str, lock: str, to: str | None, timeout_s: float, *, drain: bool
-) -> dict[str, Any]:
+) -> SwitchedOverMsg:
     """Request a switchover and wait for its end.
 
     Raises:
@@ -325,15 +314,7 @@ def _switch_over(
                 " the active engine may still hand over: check `lockserver status`, then try again",
             ) from error
     assert isinstance(answer, SwitchedOverMsg)
-    return {
-        "schema": 1,
-        "result": SWITCHED if answer.engine != answer.source else ALREADY_ACTIVE,
-        "lock": answer.lock,
-        "from": answer.source,
-        "engine": answer.engine,
-        "token": answer.token,
-        "took_ms": answer.took_ms,
-    }
+    return answer
 
 
 if __name__ == "__main__":

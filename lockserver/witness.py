@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import stat
 from contextlib import suppress
 
 from lockserver import flocks
@@ -166,7 +165,7 @@ def probe(path: str, dev: int, ino: int, *, seal: bool = True) -> WitnessState:
 
 
 def discard(path: str, dev: int, ino: int) -> bool:
-    """Remove an ended incarnation's witness if it is free; return whether it is gone."""
+    """Seal and remove an ended incarnation's witness if it is free; return whether it is gone."""
     if probe(path, dev, ino) is WitnessState.FREE:
         with suppress(OSError):  # a directory that cannot be written to: it stays
             os.unlink(path)
@@ -202,15 +201,3 @@ def scan(directory: str, *, seal: bool = False, keep: frozenset[str] = frozenset
         if not is_free and not (result is WitnessState.UNPROVEN and flocks.is_missing(path)):
             held.add(name)
     return held
-
-
-def sealed(directory: str) -> list[WitnessFile]:
-    """The sealed witnesses in `directory`: leftovers to remove after the next grant."""
-    found = []
-    for name in os.listdir(directory):
-        if name.startswith(PREFIX):
-            with suppress(FileNotFoundError):
-                state = os.stat(os.path.join(directory, name), follow_symlinks=False)
-                if stat.S_ISREG(state.st_mode) and state.st_size:
-                    found.append(WitnessFile(name, state.st_dev, state.st_ino))
-    return found

@@ -30,8 +30,9 @@ from engine.core.lifecycle import Situation
 from engine.schema import EngineOther
 from engine.supervisor.hub import EngineHub, shortage
 from engine.supervisor.incarnation import Incarnation
-from lockserver.client import LockCallbacks, LockClient, witness
 from lockserver.client import messages as lock_messages
+from lockserver.client import witness
+from lockserver.client.client import LockCallbacks, LockClient
 from plumbing.errors import UnderstudyError, is_shortage
 from plumbing.pod.models import ACTIVE
 from plumbing.service import procfs
@@ -95,7 +96,7 @@ class LockSide:
     @property
     def problem(self) -> str | None:
         """What keeps this engine from getting the lock, or from serving under it."""
-        return self._refusal or self.client.unreachable or self.listener.problem
+        return self._refusal or self.client.problem or self.listener.problem
 
     def era_of(self, token: int) -> str:
         """The era of a token under which `active` was granted."""

@@ -209,7 +209,7 @@ class EngineStatus:
         client = self._engine.lock.client
         if client.is_connected:
             return ""
-        why = f": {client.unreachable}" if client.unreachable else ""
+        why = f": {client.problem}" if client.problem else ""
         return f" (the lock server cannot be reached{why})"
 
     def _without_lease(self) -> str:

@@ -21,7 +21,7 @@ from gateway.core.sleep_door import Effects, SendGoal, SleepDoor, SleepTold
 from gateway.server.accounts import HistogramTally
 from gateway.server.exchange import GatewayExchange
 from gateway.server.settings import GatewaySettings
-from lockserver.client import Borrower, BorrowerCallbacks
+from lockserver.client.borrower import Borrower, BorrowerCallbacks
 from plumbing.errors import UnderstudyError
 from plumbing.pod.messages import GOAL_CATALOGUE, EngineReportMsg, SetGoalMsg, Tier
 from plumbing.pod.paths import engine_socket, lockserver_socket

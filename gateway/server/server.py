@@ -33,7 +33,7 @@ from gateway.server.exchange import GatewayExchange
 from gateway.server.links import GatewayEngineLink, GatewayLockLink, GatewayPoolLink
 from gateway.server.settings import GatewaySettings
 from gateway.server.status import GatewayParts
-from lockserver.client import Stage
+from lockserver.client.borrower import Stage
 from plumbing.errors import ProtocolError, UnderstudyError, UsageError, WaitTimeoutError
 from plumbing.pod.observers import Observers
 from plumbing.pod.paths import gateway_socket

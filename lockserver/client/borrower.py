@@ -10,12 +10,11 @@ counts until something newer is; and a grant with an older token of the same era
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from lockserver.client.reconnect import NewestGrants, keep_connected
+from lockserver.client.reconnect import NewestGrants, Reconnecting
 from lockserver.messages import CATALOGUE, BorrowMsg, GrantedMsg, IdleMsg, ServiceMsg, YieldMsg
 from lockserver.messages import Stage as Stage
 from plumbing.errors import RemoteError, UnderstudyError
@@ -61,7 +60,7 @@ class BorrowerCallbacks:
     on_refused: Callable[[UnderstudyError], object] = _ignore
 
 
-class Borrower:
+class Borrower(Reconnecting):
     """Keeps one gateway's connection to the lock server."""
 
     def __init__(
@@ -78,19 +77,13 @@ class Borrower:
             path: the lock server's Unix socket.
             gateway: this gateway's id, 16 hex digits; random unless given.
         """
+        super().__init__()
         self.path, self.lock = path, lock
         self.gateway = gateway or secrets.token_hex(8)
-        self.problem: str | None = None  # why there is no connection, or why it is of no use
         self._callbacks = callbacks
         self.stage = Stage.ASKS
         self._service: OwnedFd | None = None
         self._grants = NewestGrants()
-        self._conn: Connection | None = None
-        self._ended = asyncio.Event()
-
-    @property
-    def is_connected(self) -> bool:
-        return self._conn is not None
 
     def set_stage(self, stage: Stage) -> None:
         """Tell the server how far this gateway is with the socket. What no longer accepts keeps no
@@ -104,11 +97,8 @@ class Borrower:
     async def run(self) -> None:
         """Stay connected until cancelled."""
         try:
-            await keep_connected(self._connect, self._ended, self._failed)
+            await super().run()
         finally:
-            if self._conn is not None:
-                self._conn.close("the gateway is ending")
-                self._conn = None
             self._drop()
 
     def _drop(self) -> None:
@@ -118,9 +108,6 @@ class Borrower:
 
     async def _connect(self) -> None:
         await connect(self.path, CATALOGUE, self, CONNECT_DEADLINE_S)
-
-    def _failed(self, why: str) -> None:
-        self.problem = why
 
     # ------------------------------------------------------------------ as the wire's handler
 
@@ -153,12 +140,8 @@ class Borrower:
             case FaultMsg():
                 self._refused(RemoteError(message.code, message.message, **message.details))
 
-    def closed(self, conn: Connection, reason: str) -> None:
-        if self._conn is conn:
-            self._conn = None
-            self.problem = self.problem or f"the connection ended: {reason}"
-            self._callbacks.on_lost(reason)
-        self._ended.set()
+    def _lost(self, reason: str) -> None:
+        self._callbacks.on_lost(reason)
 
     def _granted(self, message: GrantedMsg) -> None:
         refusal = self._grants.check(message)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from lockserver.client.lease import DeadMan, LeaseWatch
-from lockserver.client.reconnect import HEARTBEAT_MS, NewestGrants, keep_connected
+from lockserver.client.reconnect import HEARTBEAT_MS, NewestGrants, Reconnecting
 from lockserver.messages import (
     CATALOGUE,
     NO_ERA,
@@ -84,7 +84,7 @@ class LockCallbacks:
     on_lease_lost: Callable[[str], object] = _ignore
 
 
-class LockClient:
+class LockClient(Reconnecting):
     """Keeps one supervisor's connection to the lock server."""
 
     def __init__(
@@ -108,9 +108,9 @@ class LockClient:
         Raises:
             UnderstudyError: `lock.no_dead_man`: over TCP, and this process cannot have a timer.
         """
+        super().__init__()
         self.address = address
         self.engine = engine
-        self.unreachable: str | None = None  # why there is no connection
         self.supervisor = supervisor or secrets.token_hex(8)
         self._callbacks = callbacks
         self._security = security
@@ -123,13 +123,7 @@ class LockClient:
             self.supervisor, engine, None, None, (), {}
         )  # without `progress`, which belongs to one sending
         self._grants = NewestGrants()
-        self._conn: Connection | None = None
-        self._ended = asyncio.Event()
         self._progress = 0
-
-    @property
-    def is_connected(self) -> bool:
-        return self._conn is not None
 
     @property
     def lease(self) -> dict[str, Any] | None:
@@ -187,16 +181,10 @@ class LockClient:
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._beat())
-                await keep_connected(self._connect, self._ended, self._unreached)
+                await super().run()
         finally:
-            if self._conn is not None:
-                self._conn.close("the supervisor is ending")
-                self._conn = None
             if self._lease is not None:
                 self._lease.close()
-
-    def _unreached(self, why: str) -> None:
-        self.unreachable = why
 
     async def _connect(self) -> None:
         if not self.address.startswith(SCHEME):
@@ -236,7 +224,7 @@ class LockClient:
     # ------------------------------------------------------------------ as the wire's handler
 
     def opened(self, conn: Connection) -> None:
-        self._conn, self.unreachable = conn, None
+        self._conn, self.problem = conn, None
         if self._lease is not None:
             self._lease.heard()
         conn.send(self._message())
@@ -262,13 +250,10 @@ class LockClient:
             case FaultMsg(code, why, details):
                 self._callbacks.on_refused(RemoteError(code, why, **details))
 
-    def closed(self, conn: Connection, reason: str) -> None:
-        if self._conn is conn:
-            self._conn, self.unreachable = None, f"the connection ended: {reason}"
-            if self._lease is not None:
-                self._lease.cut()
-            self._callbacks.on_lost(reason)
-        self._ended.set()
+    def _lost(self, reason: str) -> None:
+        if self._lease is not None:
+            self._lease.keeper.cut()
+        self._callbacks.on_lost(reason)
 
     def _granted(self, message: GrantedMsg) -> None:
         """Report any grant that can be believed; act on our own only under a valid lease."""

@@ -35,13 +35,13 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import math
 import os
 import signal
 import struct
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from lockserver.messages import RenewedMsg
@@ -130,39 +130,24 @@ SILENT_MS_MAX = 3_000.0  # for long leases too: a connection should be there whe
 FIRST_BEAT_MS = 100.0
 
 
-@dataclass(frozen=True, slots=True)
-class RenewedLease:
-    """A lease as it was last renewed; times in milliseconds of the supervisor's own clock."""
-
-    sent_ms: float
-    lease_ms: int
-
-    @property
-    def stop_at_ms(self) -> float:
-        return self.sent_ms + STOP_FRACTION * self.lease_ms
-
-    @property
-    def kill_at_ms(self) -> float:
-        return self.sent_ms + KILL_FRACTION * self.lease_ms
-
-    @property
-    def valid_until_ms(self) -> float:
-        return self.sent_ms + self.lease_ms
-
-
 class LeaseKeeper:
-    """What was sent when, what was answered, and until when that holds. Pure."""
+    """What was sent when, what was answered, and until when that holds. Pure. `sent_ms`: when the
+    message was sent whose answer renewed the lease of `lease_ms` last, if any did."""
 
     def __init__(self) -> None:
-        self.lease: RenewedLease | None = None
+        self.begin()
+
+    def begin(self) -> None:
+        """Another incarnation, or none: messages of the last one renew nothing."""
+        self.lease_ms: int | None = None
+        self.sent_ms = 0.0
         self.is_held = False  # a grant was acted on
         self.is_lost = False  # it was, and the lock had to be given up
         self._sent: deque[tuple[int, float]] = deque(maxlen=SENT_MAX)
 
-    def begin(self) -> None:
-        """Another incarnation, or none: messages of the last one renew nothing."""
-        self.lease, self.is_lost, self.is_held = None, False, False
-        self._sent.clear()
+    def at_ms(self, fraction: float) -> float:
+        """When this fraction of the lease is over; long ago without one."""
+        return -math.inf if self.lease_ms is None else self.sent_ms + fraction * self.lease_ms
 
     def sent(self, progress: int, now_ms: float) -> None:
         """A `want` or heartbeat for an incarnation is sent now; `progress` grows each time."""
@@ -179,15 +164,15 @@ class LeaseKeeper:
         if not self._sent or self._sent[0][0] != progress:
             return False  # answered twice, sent for another incarnation, or never sent
         _, sent_ms = self._sent.popleft()
-        if self.is_held and (self.lease is None or now_ms >= self.lease.valid_until_ms):
+        if self.is_held and now_ms >= self.at_ms(1.0):
             self.is_lost = True  # the server may have answered before it gave up
             return False
-        self.lease = RenewedLease(sent_ms, lease_ms)
+        self.sent_ms, self.lease_ms = sent_ms, lease_ms
         return True
 
     def may_act(self, now_ms: float) -> bool:
         """Whether a grant that is read now may be acted on."""
-        return not self.is_lost and self.lease is not None and now_ms < self.lease.stop_at_ms
+        return not self.is_lost and now_ms < self.at_ms(STOP_FRACTION)
 
     def hold(self) -> None:
         """A grant is acted on; repeating it is harmless. Only after `may_act`."""
@@ -195,15 +180,13 @@ class LeaseKeeper:
 
     def must_stop(self, now_ms: float) -> bool:
         """Whether the held lock is lost, because no answer arrived for too long. Stays true."""
-        if self.is_held and (self.lease is None or now_ms >= self.lease.stop_at_ms):
+        if self.is_held and now_ms >= self.at_ms(STOP_FRACTION):
             self.is_lost = True
         return self.is_lost
 
     def valid_for_ms(self, now_ms: float) -> float:
         """For status: how long the engine may still serve under the lease; 0 if it may not."""
-        if self.lease is None or self.is_lost:
-            return 0.0
-        return max(0.0, self.lease.stop_at_ms - now_ms)
+        return 0.0 if self.is_lost else max(0.0, self.at_ms(STOP_FRACTION) - now_ms)
 
 
 class LeaseWatch:
@@ -243,9 +226,6 @@ class LeaseWatch:
         """A message of the server arrived, or a connection was made, which it may now answer on."""
         self.heard_ms = self._clock()
 
-    def cut(self) -> None:
-        self.keeper.cut()
-
     def renewed(self, message: RenewedMsg) -> None:
         if self.keeper.renewed(message.progress, message.lease_ms, self._clock()):
             self._arm()
@@ -262,24 +242,22 @@ class LeaseWatch:
 
     def is_silent(self) -> bool:
         """Whether the server has not been heard for so long that the connection is suspect."""
-        lease, limit_ms = self.keeper.lease, SILENT_MS_MAX
-        if lease is not None:
-            limit_ms = min(SILENT_FRACTION * lease.lease_ms, limit_ms)
+        lease_ms = self.keeper.lease_ms
+        limit_ms = min(SILENT_FRACTION * lease_ms, SILENT_MS_MAX) if lease_ms else SILENT_MS_MAX
         return self.heard_ms is not None and self._clock() - self.heard_ms >= limit_ms
 
     def beat_ms(self, usual_ms: float) -> float:
         """The delay before the next heartbeat."""
-        lease = self.keeper.lease
-        return min(usual_ms, lease.lease_ms / BEATS_PER_LEASE if lease else FIRST_BEAT_MS)
+        lease_ms = self.keeper.lease_ms
+        return min(usual_ms, lease_ms / BEATS_PER_LEASE if lease_ms else FIRST_BEAT_MS)
 
     def document(self) -> dict[str, Any]:
         """For status: how long the lease is valid, and when the server was last heard."""
-        now_ms, lease = self._clock(), self.keeper.lease
-        heard_ms = None if self.heard_ms is None else round(now_ms - self.heard_ms, 1)
+        now_ms = self._clock()
         return {
-            "lease_ms": lease.lease_ms if lease else None,
+            "lease_ms": self.keeper.lease_ms,
             "valid_for_ms": round(self.keeper.valid_for_ms(now_ms), 1),
-            "server_heard_ms_ago": heard_ms,
+            "server_heard_ms_ago": self.heard_ms and round(now_ms - self.heard_ms, 1),
             "is_held": self.keeper.is_held,
             "is_lost": self.keeper.is_lost,
         }
@@ -291,30 +269,28 @@ class LeaseWatch:
             self._timer = None
 
     def _arm(self) -> None:
-        lease = self.keeper.lease
-        if self.keeper.is_held and lease is not None:
-            self._ender.arm(lease.kill_at_ms)
+        if self.keeper.is_held and self.keeper.lease_ms is not None:
+            self._ender.arm(self.keeper.at_ms(KILL_FRACTION))
 
     def _look(self) -> None:
         """Report the lease lost if it is, and look again when it could be: the loop's clock stops
         while the machine sleeps, and the lease's does not."""
         self.close()
-        now_ms, lease = self._clock(), self.keeper.lease
+        now_ms = self._clock()
         if self.keeper.must_stop(now_ms):
             if not self._is_reported:
                 self._is_reported = True
                 self._on_lost(self._why(now_ms))
-        elif self.keeper.is_held and lease is not None:
-            delay_s = max(0.0, lease.stop_at_ms - now_ms) / 1000
+        elif self.keeper.is_held:
+            delay_s = max(0.0, self.keeper.at_ms(STOP_FRACTION) - now_ms) / 1000
             self._timer = asyncio.get_running_loop().call_later(delay_s, self._look)
 
     def _why(self, now_ms: float) -> str:
-        lease = self.keeper.lease
-        if lease is None:
+        if self.keeper.lease_ms is None:
             return "the lease has ended"
-        silent_ms = now_ms - lease.sent_ms
+        silent_ms, lease_ms = now_ms - self.keeper.sent_ms, self.keeper.lease_ms
         return (
             f"the lock server has not answered for {duration(silent_ms)}; this engine must stop"
-            f" before its lease of {duration(lease.lease_ms)} expires, because another engine may"
-            " be granted the lock then"
+            f" before its lease of {duration(lease_ms)} expires, because another engine may be"
+            " granted the lock then"
         )

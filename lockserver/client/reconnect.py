@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import abc
 import asyncio
 from collections.abc import Awaitable, Callable
 
 from lockserver.messages import NO_ERA, GrantedMsg
 from plumbing.errors import UnderstudyError
 from plumbing.wire import sockets
+from plumbing.wire.connection import Connection
 
 HEARTBEAT_MS = 500  # six of them fit into the server's silent_ms of 3 s
 RETRY_MS_MIN = 10.0
@@ -39,6 +41,45 @@ async def keep_connected(
                 retry_ms = RETRY_MS_MIN
         await asyncio.sleep(retry_ms / 1000)
         retry_ms = min(retry_ms * RETRY_GROWTH, RETRY_MS_MAX)
+
+
+class Reconnecting(abc.ABC):
+    """One connection to the lock server, made again whenever it ends; as the wire's handler."""
+
+    def __init__(self) -> None:
+        self.problem: str | None = None  # why there is no connection, or why it is of no use
+        self._conn: Connection | None = None
+        self._ended = asyncio.Event()
+
+    @property
+    def is_connected(self) -> bool:
+        return self._conn is not None
+
+    async def run(self) -> None:
+        """Stay connected until cancelled."""
+        try:
+            await keep_connected(self._connect, self._ended, self._failed)
+        finally:
+            if self._conn is not None:
+                self._conn.close("this process is ending")
+                self._conn = None
+
+    @abc.abstractmethod
+    async def _connect(self) -> None: ...
+
+    @abc.abstractmethod
+    def _lost(self, reason: str) -> None:
+        """The connection has ended."""
+
+    def _failed(self, why: str) -> None:
+        self.problem = why
+
+    def closed(self, conn: Connection, reason: str) -> None:
+        if self._conn is conn:
+            self._conn = None
+            self.problem = self.problem or f"the connection ended: {reason}"
+            self._lost(reason)
+        self._ended.set()
 
 
 class NewestGrants:

@@ -26,7 +26,16 @@ from lockserver.core.names import (
     name_of,
     serving_name_of,
 )
-from lockserver.messages import NO_ERA, WantMsg
+from lockserver.messages import (
+    NO_ERA,
+    GrantedMsg,
+    HandOverMsg,
+    RenewedMsg,
+    StandbyMsg,
+    SwitchedOverMsg,
+    WantMsg,
+)
+from plumbing.errors import UnderstudyError
 
 LEASE_MS_MAX = 3_600_000
 
@@ -197,43 +206,16 @@ class LockEffect(msgspec.Struct, frozen=True):
     """What the shell must do, at once and in order."""
 
 
-class SendGrant(LockEffect, frozen=True):
-    """`is_leaving`: the holder was told to end."""
-
+class Send(LockEffect, frozen=True):
     conn: int
-    lock: str
-    holder: Holder
-    era: str
-    is_leaving: bool = False
-
-
-class Renew(LockEffect, frozen=True):
-    """Over TCP: answer the message that carried `progress`; its sender's lease restarts."""
-
-    conn: int
-    progress: int
-    lease_ms: int
-
-
-class TellStandby(LockEffect, frozen=True):
-    """Tell the holder on this connection whether another engine could be granted `lock`, and
-    whether the next one could continue its streams. `is_settled`: as in `StandbyMsg`."""
-
-    conn: int
-    lock: str
-    holder: Holder
-    is_ready: bool
-    continues: bool = False
-    is_settled: bool = False
+    message: GrantedMsg | StandbyMsg | HandOverMsg | RenewedMsg
 
 
 class Announce(LockEffect, frozen=True):
     """Send the grant to every connected supervisor but the holder's, every gateway and observer."""
 
-    lock: str
-    holder: Holder
-    era: str
-    is_leaving: bool = False
+    supervisor: str  # the holder's
+    message: GrantedMsg
 
 
 class RefuseConnection(LockEffect, frozen=True):
@@ -250,20 +232,8 @@ class Close(LockEffect, frozen=True):
     reason: str
 
 
-class Lend(LockEffect, frozen=True):
-    """The first `want` of this connection was accepted: lend it the service sockets."""
-
-    conn: int
-
-
 class Persist(LockEffect, frozen=True):
     record: LockRecord
-
-
-class Discard(LockEffect, frozen=True):
-    """Ended incarnations whose end is on disk: remove their witnesses."""
-
-    witnesses: tuple[WitnessFile, ...]
 
 
 class Forget(LockEffect, frozen=True):
@@ -272,40 +242,23 @@ class Forget(LockEffect, frozen=True):
     supervisor: str
 
 
-class SendHandOver(LockEffect, frozen=True):
-    """Ask the holder on this connection to hand `lock` over to engine `to`."""
-
-    conn: int
-    lock: str
-    incarnation: str
-    to: str
-    resume: bool = False
-
-
-class ReportSwitchOver(LockEffect, frozen=True):
-    """Answer the requester: `holder` has the lock that was `source`'s."""
+class Answer(LockEffect, frozen=True):
+    """Tell who requested a switchover how it ended, or why it was not begun."""
 
     ask: int
-    lock: str
-    source: str
-    holder: Holder
-    took_ms: float
-
-
-class RefuseSwitchOver(LockEffect, frozen=True):
-    """Answer the requester: it was not begun, or it ended otherwise."""
-
-    ask: int
-    code: str
-    message: str
-    details: Mapping[str, Any] = {}
+    answer: SwitchedOverMsg | UnderstudyError
 
 
 class Happened(LockEffect, frozen=True):
-    """An event to record; with `evidence`, the shell adds the processes that hold that witness."""
+    """An event to record."""
 
     type: str
     message: str
     severity: str = "info"
     data: Mapping[str, Any] = {}
-    evidence: WitnessFile | None = None
+
+
+def grant_of(lock: str, holder: Holder, era: str, *, is_leaving: bool = False) -> GrantedMsg:
+    """The message that says who holds the lock."""
+    who = holder.engine, holder.incarnation, holder.token
+    return GrantedMsg(lock, *who, era, is_leaving)

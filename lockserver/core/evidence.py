@@ -77,17 +77,13 @@ def fall_silent(
         if supervisor.is_silent or supervisor.heard_ms >= heard_before_ms:
             continue
         supervisor.is_silent = True
-        held = [
-            (lock, lock.holder)
-            for lock in locks.values()
-            if lock.holder is not None and lock.holder.supervisor == supervisor.id
-        ]
+        held = [k for k in locks.values() if k.holder and k.holder.supervisor == supervisor.id]
         if not held:
             yield sentences.of_supervisor("lock.silent", supervisor)
         if supervisor.is_leased and supervisor.conn is not None:
             yield Close(supervisor.conn, "it has sent nothing for too long")
-        for lock, holder in held:
-            yield sentences.unresponsive(lock, holder, supervisor)
+        for lock in held:
+            yield sentences.of_wait("lock.unresponsive", lock)
 
 
 def report_overdue(locks: Locks, now_ms: float, window_end_ms: float) -> Iterable[LockEffect]:
@@ -131,20 +127,20 @@ def scan_frees(
     that stand for another model are known, and serve under that model's lock.
     """
     doubtful = set(serving) - kept_serving(locks)
-    connected = {s.witness_name: s for s in supervisors.values() if s.conn is not None}
+    connected = {s.said.witness: s for s in supervisors.values() if s.conn is not None}
     owners = [connected.get(name) for name in held]
     return [
         lock.name
         for lock in locks.values()
         if lock.is_unknown
         and not (lock.is_fenced and doubtful)
-        and all(owner is not None and lock.name not in owner.tokens for owner in owners)
+        and all(owner is not None and lock.name not in owner.said.tokens for owner in owners)
     ]
 
 
 def kept_witnesses(supervisors: Supervisors) -> frozenset[str]:
     """Witnesses of connected supervisors, which a scan must not seal: they may be starting."""
-    named = (s.witness_name for s in supervisors.values() if s.conn is not None)
+    named = (s.said.witness for s in supervisors.values() if s.conn is not None)
     return frozenset(name for name in named if name)
 
 

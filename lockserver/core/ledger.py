@@ -17,11 +17,9 @@ from lockserver.core import events as ev
 from lockserver.core import sentences
 from lockserver.core.events import Holder, LockEffect
 from lockserver.core.lock import Lock, LockState, Signal, Waiter, next_waiter
-from lockserver.core.names import WitnessFile
-from lockserver.core.supervisors import Locks, SilentOnes, Supervisors
+from lockserver.core.supervisors import Locks, SilentOnes, Supervisors, holder_of
 
 RETRY_MS = 1000.0  # a grant that cannot be written is tried again this often
-ENDED_MAX = 256  # witnesses to be removed after the next grant; more stay until a later start
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +41,6 @@ class Ledger:
         self._grant: _Grant | None = None
         self._writes_due = 0  # without a grant: the record on disk is behind
         self._retry_ms = 0.0
-        self._ended: dict[str, WitnessFile] = {}
 
     def claim(self, token: int) -> None:
         """A living holder has shown the token that a lost file did not have.
@@ -56,11 +53,6 @@ class Ledger:
     def reach(self, token: int) -> None:
         """This token is over, according to a serving file or to whom it was granted."""
         self.token = max(self.token, token)
-
-    def end(self, witness: WitnessFile) -> None:
-        """An incarnation has ended: its witness is removed once no record on disk may need it."""
-        if len(self._ended) < ENDED_MAX:
-            self._ended[witness.name] = witness
 
     def next_write(self, locks: Locks, supervisors: Supervisors, now_ms: float) -> list[LockEffect]:
         """Choose the next grant, or nothing: what must be on disk before it is made."""
@@ -79,20 +71,8 @@ class Ledger:
             waiter = next_waiter(lock.waiters, SilentOnes(supervisors), lock.preferred)
             if waiter is None:
                 continue
-            supervisor = supervisors[waiter.supervisor]
-            witness = supervisor.witness
-            assert witness is not None  # checked before it was queued
-            token = self.token + 1
-            holder = Holder(
-                engine=waiter.engine,
-                incarnation=waiter.incarnation,
-                supervisor=waiter.supervisor,
-                witness=witness,
-                token=token,
-                since_mono_ms=now_ms,
-                lease_ms=supervisor.lease_ms,
-                serving=supervisor.serving,
-            )
+            want = supervisors[waiter.supervisor].want
+            holder = holder_of(want, self.token + 1, now_ms)
             return _Grant(lock, holder, waiter)
         return None
 
@@ -106,9 +86,7 @@ class Ledger:
             token, holders, frozenset(k.name for k in locks.values() if k.is_unknown), self.era
         )
 
-    def written(
-        self, locks: Locks, supervisors: Supervisors, now_ms: float
-    ) -> Iterable[LockEffect]:
+    def written(self, supervisors: Supervisors, now_ms: float) -> Iterable[LockEffect]:
         """The record is on disk: make the grant."""
         self.is_writing = False
         self._writes_due = max(0, self._writes_due - 1)
@@ -118,11 +96,6 @@ class Ledger:
         grant, self._grant = self._grant, None
         if grant is not None:
             yield from self._make(grant, supervisors, now_ms)
-        on_file = {lock.holder.witness.name for lock in locks.values() if lock.holder is not None}
-        over = tuple(w for name, w in self._ended.items() if name not in on_file)
-        self._ended = {name: w for name, w in self._ended.items() if name in on_file}
-        if over:
-            yield ev.Discard(over)
 
     def _make(self, grant: _Grant, supervisors: Supervisors, now_ms: float) -> Iterable[LockEffect]:
         lock, holder = grant.lock, grant.holder
@@ -132,8 +105,9 @@ class Ledger:
         self.token = holder.token
         conn = supervisors[holder.supervisor].conn
         assert conn is not None  # a closed connection leaves the queue
-        yield ev.SendGrant(conn, lock.name, holder, self.era)
-        yield ev.Announce(lock.name, holder, self.era)
+        message = ev.grant_of(lock.name, holder, self.era)
+        yield ev.Send(conn, message)
+        yield ev.Announce(holder.supervisor, message)
         yield event
 
     def failed(self, reason: str, now_ms: float) -> Iterable[LockEffect]:

@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from lockserver.core.events import Holder, LockRecord
+from lockserver.messages import StandbyMsg
 from plumbing.errors import InvariantError
 from plumbing.pod.models import ACTIVE, LOADER, kind_of, lock_of
 from plumbing.transitions import Table
@@ -141,8 +142,7 @@ class Lock:
     is_reported: bool = False  # what this state waits for has been reported
     previous: Holder | None = None
     preferred: str | None = None  # the engine that a switchover wants the next grant to go to
-    # Connection, token, and the last `TellStandby`.
-    told: tuple[int, int, bool, bool, bool] | None = None
+    told: tuple[int, int, StandbyMsg] | None = None  # the last one; its connection and token
 
     @property
     def is_unknown(self) -> bool:

@@ -24,19 +24,19 @@ from lockserver.core.events import LockEffect, Wanted
 from lockserver.core.leases import Leases
 from lockserver.core.ledger import Ledger
 from lockserver.core.lock import KINDS, Lock, LockState, Signal, Waiter
-from lockserver.core.names import WitnessFile, WitnessState
+from lockserver.core.names import WitnessState
 from lockserver.core.supervisors import (
     LEASE,
     SupervisorRecord,
-    claimant,
     end_of,
     engine_id_taken,
-    needs_a_look,
+    holder_of,
     rank,
     refuse,
     twins_of,
 )
 from lockserver.core.switchover import Switchovers, tell_holders, tell_standbys
+from lockserver.messages import RenewedMsg
 from plumbing.errors import InvariantError
 
 SILENT_MS = 3000.0
@@ -87,12 +87,14 @@ class LockMachine:
         )
         return effects + self.ledger.next_write(self.locks, self.supervisors, now_ms)
 
-    def begin(self, leftovers: Iterable[WitnessFile] = ()) -> list[LockEffect]:
-        """The events to record at start; `leftovers`: sealed witnesses of an earlier server."""
-        for witness in leftovers:
-            self.ledger.end(witness)
+    def begin(self) -> list[LockEffect]:
+        """The events to record at start."""
         locks = self.locks.values()
-        return [sentences.recovering(k) for k in locks if k.state is LockState.RECOVERING]
+        return [
+            sentences.of_wait("lock.recovering", k)
+            for k in locks
+            if k.state is LockState.RECOVERING
+        ]
 
     def may_have_engines(self, now_ms: float) -> bool:
         """Whether an engine may be running, connected or not."""
@@ -109,7 +111,7 @@ class LockMachine:
             case Wanted():
                 return self._wanted(event, now_ms)
             case ev.Persisted():
-                return self.ledger.written(self.locks, self.supervisors, now_ms)
+                return self.ledger.written(self.supervisors, now_ms)
             case ev.PersistFailed():
                 return self.ledger.failed(event.reason, now_ms)
             case ev.WitnessFree():
@@ -165,24 +167,22 @@ class LockMachine:
             if known is None and not rank(supervisor.id, self.locks):
                 yield from self._drop(supervisor)  # it was never accepted
         elif is_first:
-            yield ev.Lend(want.conn)
             yield from tell_holders(supervisor, self.locks, self.supervisors, self.ledger.era)
 
     def _evict_twins(self, want: Wanted) -> Iterable[LockEffect]:
         """A holder that returns late stays; a supervisor that took its engine's id must leave."""
         for twin in twins_of(want, self.supervisors):
             if twin.conn is not None:
-                yield engine_id_taken(twin.conn, want.msg.engine, want.pid)
+                taken = engine_id_taken(want.msg.engine, want.pid)
+                yield ev.RefuseConnection(twin.conn, *taken)
             yield from self._drop(twin)
 
     def _enrol(self, want: Wanted, now_ms: float) -> SupervisorRecord:
         """The supervisor's record, updated from its `want`."""
         supervisor = self.supervisors.get(want.msg.supervisor)
         if supervisor is None:
-            supervisor = SupervisorRecord(want.msg.supervisor, want.msg.engine, now_ms)
+            supervisor = SupervisorRecord(want, now_ms)
             self.supervisors[supervisor.id] = supervisor
-        if supervisor.witness is not None and supervisor.incarnation != want.msg.incarnation:
-            self.ledger.end(supervisor.witness)
         if supervisor.conn != want.conn:
             self._hang_up(supervisor)
             self._by_conn[want.conn] = supervisor
@@ -212,38 +212,36 @@ class LockMachine:
             return  # the connection is about to close: one reason is enough
         elif is_its_own and not (lock.is_handed_over and lock.name in want.msg.over):
             yield sentences.incarnation_ended(lock, want)
-        elif needs_a_look(want, lock):
-            yield sentences.unseen(lock, want)
         elif claimed is not None and lock.is_unknown and is_proven:
             yield from self._claim(lock, want, claimed, now_ms)
         elif claimed is not None:
             yield sentences.stale_claim(lock, want, claimed)
-        elif want.witness_state is WitnessState.UNSEEN:
-            return  # it leaves, or was looked at when it was queued
         elif want.witness_file is None or (lock.is_fenced and not is_proven):
             yield sentences.unproven(lock, want)
         elif not want.msg.is_leaving and not lock.has_waiter(want.msg.supervisor):
             waiter = Waiter(want.msg.supervisor, want.msg.engine, want.msg.incarnation, now_ms)
             lock.waiters.append(waiter)
-            yield sentences.queued(lock, waiter)
+            yield sentences.of_holder("lock.queue", lock, waiter)
 
     def _confirm(self, lock: Lock, conn: int, now_ms: float) -> Iterable[LockEffect]:
         was_held, holder = lock.state is LockState.HELD, lock.holder
         assert holder is not None
         lock.fire(Signal.CONFIRMED, now_ms)
-        yield ev.SendGrant(conn, lock.name, holder, self.ledger.era)
+        grant = ev.grant_of(lock.name, holder, self.ledger.era)
+        yield ev.Send(conn, grant)
         if not was_held:  # supervisors that connected meanwhile have not been sent the holder
-            yield ev.Announce(lock.name, holder, self.ledger.era)
+            yield ev.Announce(holder.supervisor, grant)
             yield sentences.of_holder("lock.confirmed", lock, holder)
             yield from self.switchovers.remind(lock, conn)
 
     def _claim(self, lock: Lock, want: Wanted, token: int, now_ms: float) -> Iterable[LockEffect]:
         """The state file is lost, and a living incarnation knows its token."""
-        holder = claimant(want, token, now_ms)
+        holder = holder_of(want, token, now_ms)
         lock.fire(Signal.CLAIMED, now_ms, holder)
         self.ledger.claim(token)
-        yield ev.SendGrant(want.conn, lock.name, holder, self.ledger.era)
-        yield ev.Announce(lock.name, holder, self.ledger.era)
+        grant = ev.grant_of(lock.name, holder, self.ledger.era)
+        yield ev.Send(want.conn, grant)
+        yield ev.Announce(holder.supervisor, grant)
         yield sentences.of_holder("lock.claimed", lock, holder)
 
     # ------------------------------------------------------------------ heartbeats and losses
@@ -259,11 +257,12 @@ class LockMachine:
         heard = self._mark_heard(supervisor, now_ms)
         return [self._renew(supervisor, now_ms), *heard] if supervisor.is_leased else heard
 
-    def _renew(self, supervisor: SupervisorRecord, now_ms: float) -> ev.Renew:
+    def _renew(self, supervisor: SupervisorRecord, now_ms: float) -> ev.Send:
+        """Over TCP: answer the message that carried `progress`; its sender's lease restarts."""
         assert supervisor.conn is not None
         who = supervisor.engine, supervisor.id, supervisor.incarnation
         lease_ms = self.leases.renew(*who, now_ms)
-        return ev.Renew(supervisor.conn, supervisor.progress, lease_ms)
+        return ev.Send(supervisor.conn, RenewedMsg(supervisor.progress, lease_ms))
 
     def _hang_up(self, supervisor: SupervisorRecord) -> None:
         """Forget its connection: it closed, or another one replaces it."""
@@ -293,8 +292,6 @@ class LockMachine:
             return
         if supervisor.conn is not None:  # a copy in another process may keep it open
             yield ev.Close(supervisor.conn, "its supervisor's process has exited")
-        if supervisor.witness is not None:
-            self.ledger.end(supervisor.witness)
         yield from self._drop(supervisor)
         yield from self._lose_all(supervisor, Signal.PROCESS_GONE, now_ms)
 
@@ -320,7 +317,7 @@ class LockMachine:
         assert holder is not None
         lock.fire(signal, now_ms)
         if was_held or signal in (Signal.NOT_WANTED, Signal.HANDED_OVER):
-            yield sentences.releasing(lock, holder)
+            yield sentences.releasing(lock, holder, lock.cause, lock.lost_ms)
         if not lock.is_fenced and (lock.is_ended or holder.supervisor not in self.supervisors):
             yield from self._free(lock, now_ms)
 
@@ -334,7 +331,7 @@ class LockMachine:
         if not evidence.is_decisive(lock, self.supervisors):
             return
         if lock.state is LockState.HELD:
-            yield sentences.dead_in_silence(lock, holder, now_ms)
+            yield sentences.releasing(lock, holder, "silent", now_ms)
         yield from self._free(lock, now_ms)
 
     def _serving_file_free(self, event: ev.ServingFileFree, now_ms: float) -> Iterable[LockEffect]:
@@ -359,10 +356,6 @@ class LockMachine:
     def _free(self, lock: Lock, now_ms: float) -> Iterable[LockEffect]:
         holder, is_handed_over = lock.holder, lock.is_handed_over
         lock.fire(Signal.EVIDENCE_GONE, now_ms)
-        if holder is not None:
-            supervisor = self.supervisors.get(holder.supervisor)
-            if supervisor is None or supervisor.incarnation != holder.incarnation:
-                self.ledger.end(holder.witness)
         yield sentences.freed(lock, holder, is_handed_over=is_handed_over)
 
     # ------------------------------------------------------------------ time
@@ -373,7 +366,7 @@ class LockMachine:
         if is_stalled:
             evidence.forgive(self.supervisors, now_ms)
         for lease in self.leases.tick(now_ms, is_stalled=is_stalled):
-            yield sentences.lease_expired(lease)
+            yield sentences.of_supervisor("lock.lease_expired", lease)
             yield from self._process_gone(ev.ProcessGone(lease.supervisor), now_ms)
         yield from evidence.fall_silent(self.locks, self.supervisors, now_ms - self.silent_ms)
         yield from evidence.report_overdue(self.locks, now_ms, self.started_ms + self.window_ms)

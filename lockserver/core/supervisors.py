@@ -7,20 +7,14 @@ engine's grant ever depends on how much another's takes.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 from lockserver.core.events import Holder, RefuseConnection, Wanted
 from lockserver.core.lock import Lock, Signal
-from lockserver.core.names import (
-    ENGINE_ID,
-    INCARNATION,
-    ServingFile,
-    WitnessFile,
-    WitnessState,
-    name_of,
-)
+from lockserver.core.names import ENGINE_ID, INCARNATION, name_of
 from lockserver.messages import TOKEN_CLAIMED_MAX, WantMsg
 from plumbing.pod.models import model_of
 
@@ -38,72 +32,63 @@ class SupervisorRecord:
     its connection closes). It makes a second supervisor of the same engine visible, and its absence
     makes a dead holder's witness decisive."""
 
-    id: str
-    engine: str
+    want: Wanted  # the last one, of the connection that it opened last
     heard_ms: float
     conn: int | None = None
-    newest: int = -1  # the most recently opened connection that it sent a `want` on
-    pid: int = 0
-    process: str = "none"  # where its pidfd came from, or "lease"; "none": its connection counts
-    incarnation: str | None = None
-    witness: WitnessFile | None = None
-    witness_name: str | None = None
-    lease_ms: int | None = None
-    serving: ServingFile | None = None
-    locks: tuple[str, ...] = ()
-    tokens: Mapping[str, int] = field(default_factory=dict)
-    over: Mapping[str, int] = field(default_factory=dict)
-    continuation: str = ""
-    is_leaving: bool = False
-    is_announced: bool = False  # that it leaves
-    succeeds: int = 0
     progress: int = -1
     is_silent: bool = False
+    is_announced: bool = False  # that it leaves
+
+    @property
+    def said(self) -> WantMsg:
+        return self.want.msg
+
+    @property
+    def id(self) -> str:
+        return self.want.msg.supervisor
+
+    @property
+    def engine(self) -> str:
+        return self.want.msg.engine
+
+    @property
+    def incarnation(self) -> str | None:
+        return self.want.msg.incarnation
 
     @property
     def has_process(self) -> bool:
-        return self.process not in ("none", LEASE)
+        return self.want.process not in ("none", LEASE)
 
     @property
     def is_leased(self) -> bool:
         """Whether it is on another host, so that its lease counts instead of its process."""
-        return self.process == LEASE
+        return self.want.process == LEASE
 
     def has_outrun(self, want: Wanted) -> bool:
-        """Whether `want` was sent before what has been received of this supervisor. Over TCP a
-        connection that was opened earlier may be accepted later."""
+        """Whether `want` was sent before one that has been adopted: on an older connection, or over
+        TCP, where connections may be accepted in any order, with a smaller count."""
         if want.process == LEASE:
             return want.msg.progress < self.progress
-        return want.conn < self.newest
+        return want.conn < self.want.conn
 
     def may_wait_for(self, lock: str) -> bool:
         """Whoever was told to end keeps what it holds, and is granted nothing."""
-        return lock in self.locks and not self.is_leaving
+        return lock in self.said.locks and not self.said.is_leaving
 
     def adopt(self, want: Wanted) -> None:
         """Replace what is known with what `want` says."""
-        is_unseen = want.witness_state is WitnessState.UNSEEN and want.witness_file is None
-        if not is_unseen or self.incarnation != want.msg.incarnation:
-            self.witness = want.witness_file  # else it is the one that was seen before
         if want.process == LEASE:
             self.progress = want.msg.progress
         elif self.conn != want.conn:
             self.progress = -1
-        self.conn, self.pid, self.process = want.conn, want.pid, want.process
-        self.newest = want.conn
-        self.incarnation, self.witness_name = want.msg.incarnation, want.msg.witness
-        self.lease_ms, self.serving = want.lease_ms, want.serving
-        self.locks, self.tokens = want.msg.locks, dict(want.msg.tokens)
-        self.over = dict(want.msg.over)
-        self.continuation = want.msg.continuation
-        self.is_leaving, self.succeeds = want.msg.is_leaving, want.msg.succeeds
+        self.want, self.conn = want, want.conn
 
 
-def claimant(want: Wanted, token: int, now_ms: float) -> Holder:
-    """The holder that a claim with a token makes of its sender, whose witness was looked at."""
+def holder_of(want: Wanted, token: int, now_ms: float) -> Holder:
+    """The holder that a grant, or a claim with a token, makes of its sender."""
     msg, file = want.msg, want.witness_file
     assert msg.incarnation is not None
-    assert file is not None
+    assert file is not None  # checked before it was queued, or its claim believed
     return Holder(
         engine=msg.engine,
         incarnation=msg.incarnation,
@@ -132,73 +117,7 @@ class SilentOnes:
 
 def can_continue(source: SupervisorRecord, other: SupervisorRecord) -> bool:
     """Whether the streams of one engine's backend could go on in the other's."""
-    return source.continuation != "" and source.continuation == other.continuation
-
-
-def check_want(conn: int, want: WantMsg, locks: Collection[str]) -> RefuseConnection | None:
-    """Why this `want` is malformed, whoever holds what; None if it is not."""
-    incarnation = INCARNATION.fullmatch(want.incarnation) if want.incarnation else None
-    if not ENGINE_ID.fullmatch(want.engine):
-        code, why = "lock.bad_engine_id", f"{want.engine!r} is not a valid engine id"
-    elif want.incarnation is not None and (
-        incarnation is None or incarnation["engine"] != want.engine
-    ):
-        code = "lock.bad_incarnation"
-        why = (
-            f"{want.incarnation!r} is not a valid incarnation of {want.engine}: it must be"
-            f" {want.engine}-<16 hex digits>"
-        )
-    elif want.incarnation is None and (want.locks or want.tokens or want.witness):
-        code = "lock.bad_want"
-        why = "a `want` without an incarnation must not name a lock, a token or a witness"
-    elif want.incarnation and want.witness and want.witness != name_of(want.incarnation):
-        code = "lock.bad_witness_name"
-        why = (
-            f"the witness of {want.incarnation} must be named {name_of(want.incarnation)}, not"
-            f" {want.witness}"
-        )
-    elif want.locks and not want.witness:
-        code, why = "lock.bad_witness_name", "a `want` that names a lock must name a witness"
-    elif unknown := [lock for lock in (*want.locks, *want.tokens) if lock not in locks]:
-        code, why = "lock.unknown_lock", _unknown(unknown[0], locks)
-    elif len({model_of(lock) for lock in want.locks}) > 1:
-        code, why = "lock.bad_want", "a `want` must not name the locks of several models"
-    elif len(set(want.locks)) != len(want.locks) or not set(want.tokens) <= set(want.locks):
-        code = "lock.bad_want"
-        why = "a `want` must name each lock once, and a token only for a lock that it names"
-    else:
-        return None
-    return RefuseConnection(conn, code, why)
-
-
-def _unknown(name: str, locks: Collection[str]) -> str:
-    known = ", ".join(islice(locks, LOCKS_NAMED_MAX))
-    more = ", …" if len(locks) > LOCKS_NAMED_MAX else ""
-    return f"there is no lock named {name!r}, only {known}{more}: check --model-name"
-
-
-def check_over(want: Wanted, locks: Locks, token: int) -> RefuseConnection | None:
-    """Why what this `want` says is handed over in place cannot be so; None if it can.
-
-    `token`: the largest one that was granted, unless a lock's holder is not on file.
-    """
-    for name, over in want.msg.over.items():
-        lock = locks.get(name)
-        if lock is None or not lock.is_fenced or want.msg.incarnation is None:
-            code, why = "lock.bad_want", f"an engine cannot hand the {name!r} lock over in place"
-        elif want.msg.tokens.get(name, over + 1) <= over:
-            code = "lock.bad_want"
-            why = f"a `want` must not claim the {name} lock with a token that it has handed over"
-        elif over > token and not lock.is_unknown:
-            code = "lock.stale_claim"
-            why = (
-                f"{want.msg.incarnation} has handed the {name} lock over under token {over}, which"
-                f" this server never granted: its last token is {token}"
-            )
-        else:
-            continue
-        return RefuseConnection(want.conn, code, why, {"lock": name, "token": over})
-    return None
+    return source.said.continuation != "" and source.said.continuation == other.said.continuation
 
 
 def refuse(
@@ -211,12 +130,67 @@ def refuse(
 ) -> RefuseConnection | None:
     """Why this `want` counts for nothing, or None; `sender`: who used its connection, `token`: the
     last one that was granted, `share_bytes`: what each lock may take of the file."""
-    return (
-        check_want(want.conn, want.msg, locks)
-        or check_identity(want, sender, locks, supervisors)
-        or check_over(want, locks, token)
-        or check_fits(want, locks, share_bytes)
+    found = (
+        _malformed(want.msg, locks)
+        or _misplaced(want, sender, locks, supervisors)
+        or _handed_over_wrongly(want, locks, token)
+        or _does_not_fit(want, locks, share_bytes)
     )
+    return None if found is None else RefuseConnection(want.conn, *found)
+
+
+Refusal = tuple[str, str] | tuple[str, str, Mapping[str, Any]]  # code, sentence, details
+
+
+def _malformed(want: WantMsg, locks: Locks) -> Refusal | None:
+    """A want that contradicts itself, whoever holds what: no supervisor of ours sends one. Of a
+    lock that there is not, a wrong flag is the cause."""
+    match = INCARNATION.fullmatch(want.incarnation or "")
+    is_of_its_engine = match is not None and match["engine"] == want.engine
+    names = want.locks or want.tokens or want.witness
+    witness = name_of(want.incarnation) if match and want.incarnation else None
+    contradictions = {
+        "a valid engine id": not ENGINE_ID.fullmatch(want.engine),
+        "an incarnation of its engine": want.incarnation is not None and not is_of_its_engine,
+        "an incarnation for what it names": want.incarnation is None and bool(names),
+        "the witness of its incarnation": want.witness not in (None, witness),
+        "a witness for its locks": bool(want.locks) and not want.witness,
+        "the locks of one model": len({model_of(lock) for lock in want.locks}) > 1,
+        "each lock once": len(set(want.locks)) != len(want.locks),
+    }
+    missing = next((what for what, is_missing in contradictions.items() if is_missing), None)
+    if missing is not None:
+        return "lock.bad_want", f"a `want` of {want.engine!r} must name {missing}"
+    unknown = next((lock for lock in (*want.locks, *want.tokens) if lock not in locks), None)
+    if unknown is not None:
+        known = ", ".join(islice(locks, LOCKS_NAMED_MAX))
+        more = ", …" if len(locks) > LOCKS_NAMED_MAX else ""
+        why = f"there is no lock named {unknown!r}, only {known}{more}: check --model-name"
+        return "lock.unknown_lock", why
+    if not set(want.tokens) <= set(want.locks):
+        return "lock.bad_want", "a `want` must name each lock that it has a token for"
+    return None
+
+
+def _handed_over_wrongly(want: Wanted, locks: Locks, token: int) -> Refusal | None:
+    """What this `want` says is handed over in place cannot be so. `token`: the largest one that was
+    granted, unless a lock's holder is not on file."""
+    for name, over in want.msg.over.items():
+        lock, code = locks.get(name), "lock.bad_want"
+        if lock is None or not lock.is_fenced or want.msg.incarnation is None:
+            why = f"an engine cannot hand the {name!r} lock over in place"
+        elif want.msg.tokens.get(name, over + 1) <= over:
+            why = f"a `want` must not claim the {name} lock with a token that it has handed over"
+        elif over > token and not lock.is_unknown:
+            code = "lock.stale_claim"
+            why = (
+                f"{want.msg.incarnation} has handed the {name} lock over under token {over}, which"
+                f" this server never granted: its last token is {token}"
+            )
+        else:
+            continue
+        return code, why, {"lock": name, "token": over}
+    return None
 
 
 def end_of(lock: Lock, holder: Holder, supervisor: SupervisorRecord) -> Signal | None:
@@ -225,9 +199,9 @@ def end_of(lock: Lock, holder: Holder, supervisor: SupervisorRecord) -> Signal |
         return None if lock.is_ended and not lock.is_handed_over else Signal.NOT_WANTED
     if lock.is_ended:
         return None
-    if supervisor.over.get(lock.name, 0) >= holder.token:
+    if supervisor.said.over.get(lock.name, 0) >= holder.token:
         return Signal.HANDED_OVER
-    return None if lock.name in supervisor.locks else Signal.NOT_WANTED
+    return None if lock.name in supervisor.said.locks else Signal.NOT_WANTED
 
 
 def twins_of(want: Wanted, supervisors: Supervisors) -> list[SupervisorRecord]:
@@ -245,47 +219,39 @@ def rank(supervisor_id: str, locks: Locks) -> int:
     return max((1 + lock.is_fenced for lock in held), default=0)
 
 
-def check_identity(
+def _misplaced(
     want: Wanted, sender: SupervisorRecord | None, locks: Locks, supervisors: Supervisors
-) -> RefuseConnection | None:
-    """Why this `want` cannot be from whom it claims, or None; `sender`: who used its connection."""
+) -> Refusal | None:
+    """This `want` cannot be from whom it claims, or there is no room for its sender."""
     known = sender or supervisors.get(want.msg.supervisor)
+    code, why = "lock.identity_changed", None
     if known is not None and (known.id, known.engine) != (want.msg.supervisor, want.msg.engine):
         why = (
             f"this connection belongs to supervisor {known.id} of {known.engine} and cannot be used"
             " for another one"
         )
-        return RefuseConnection(want.conn, "lock.identity_changed", why)
-    if known is not None and known.has_process and want.pid and known.pid not in (0, want.pid):
+    elif (
+        known is not None and known.has_process and want.pid and known.want.pid not in (0, want.pid)
+    ):
         why = (
-            f"supervisor {known.id} of {known.engine} is pid {known.pid}, which is alive; pid"
+            f"supervisor {known.id} of {known.engine} is pid {known.want.pid}, which is alive; pid"
             f" {want.pid} cannot act for it"
         )
-        return RefuseConnection(want.conn, "lock.identity_changed", why)
-    is_full = known is None and len(supervisors) >= SUPERVISORS_MAX
-    if is_full and not rank(want.msg.supervisor, locks):  # a holder on file is always let in
-        why = f"the limit of {SUPERVISORS_MAX} supervisors is reached; stop some of them"
-        return RefuseConnection(want.conn, "lock.too_many_waiters", why)
+    elif known is None and len(supervisors) >= SUPERVISORS_MAX:
+        code = "lock.too_many_waiters"
+        if not rank(want.msg.supervisor, locks):  # a holder on file is always let in
+            why = f"the limit of {SUPERVISORS_MAX} supervisors is reached; stop some of them"
+    if why is not None:
+        return code, why
     twins = twins_of(want, supervisors)
     if twins and rank(want.msg.supervisor, locks) <= max(rank(twin.id, locks) for twin in twins):
-        return engine_id_taken(want.conn, want.msg.engine, twins[0].pid)
+        return engine_id_taken(want.msg.engine, twins[0].want.pid)
     return None
 
 
-def needs_a_look(want: Wanted, lock: Lock) -> bool:
-    """Whether the answer to `want` depends on a witness that could not be looked at. Then nothing
-    is decided, and its sender asks again."""
-    if want.witness_state is not WitnessState.UNSEEN:
-        return False
-    if lock.name in want.msg.tokens:
-        return lock.is_unknown  # else the claim is stale, whatever its witness shows
-    return not lock.has_waiter(want.msg.supervisor) and not want.msg.is_leaving
-
-
-def engine_id_taken(conn: int, engine: str, pid: int) -> RefuseConnection:
+def engine_id_taken(engine: str, pid: int) -> Refusal:
     who = f"pid {pid}" if pid else "on another host or in another container"
-    return RefuseConnection(
-        conn,
+    return (
         "lock.engine_id_taken",
         f"engine {engine} already has a running supervisor, {who}; stop that one, or choose another"
         " ENGINE_ID",
@@ -298,16 +264,15 @@ def bytes_on_file(name: str, holder: Holder) -> int:
     return len(json.dumps({name: holder.to_dict()}, separators=(",", ":")).encode())
 
 
-def check_fits(want: Wanted, locks: Locks, share_bytes: int | None) -> RefuseConnection | None:
-    """Why what is wanted anew could not be written if it were granted; None if it could."""
+def _does_not_fit(want: Wanted, locks: Locks, share_bytes: int | None) -> Refusal | None:
+    """What is wanted anew could not be written if it were granted."""
     if share_bytes is None or want.witness_file is None or want.msg.incarnation is None:
         return None
-    longest = claimant(want, TOKEN_CLAIMED_MAX, SINCE_MS_MAX)
+    longest = holder_of(want, TOKEN_CLAIMED_MAX, SINCE_MS_MAX)
     for name in want.msg.locks:
         needed = bytes_on_file(name, longest)
         if needed > share_bytes and not locks[name].is_held_by(want.msg.incarnation):
-            return RefuseConnection(
-                want.conn,
+            return (
                 "lock.does_not_fit",
                 f"{want.msg.engine} cannot be granted the {name} lock: its record takes {needed}"
                 f" bytes, and each of the {len(locks)} locks has {share_bytes} bytes of the state"

@@ -23,18 +23,10 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from lockserver.core import events as ev
 from lockserver.core import sentences
-from lockserver.core.events import (
-    Announce,
-    Holder,
-    LockEffect,
-    SendGrant,
-    SwitchOverAsked,
-    TellStandby,
-)
+from lockserver.core.events import Holder, LockEffect, SwitchOverAsked, grant_of
 from lockserver.core.lock import Lock, LockState, Waiter, next_waiter
 from lockserver.core.sentences import event, facts
 from lockserver.core.supervisors import (
@@ -44,6 +36,8 @@ from lockserver.core.supervisors import (
     Supervisors,
     can_continue,
 )
+from lockserver.messages import SWITCHOVER_MS_MAX, HandOverMsg, StandbyMsg, SwitchedOverMsg
+from plumbing.errors import UnderstudyError
 
 
 @dataclass(slots=True)
@@ -67,13 +61,8 @@ class Switchover:
     def is_held_by_source(self, lock: Lock) -> bool:
         return lock.holder is not None and lock.holder.token == self.source.token
 
-
-class Refusal(Exception):
-    """Why a switchover may not begin. Nothing has changed."""
-
-    def __init__(self, code: str, message: str) -> None:
-        super().__init__(message)
-        self.code, self.message = code, message
+    def message(self, lock: Lock) -> HandOverMsg:
+        return HandOverMsg(lock.name, self.source.incarnation, self.to, self.resume)
 
 
 class Switchovers:
@@ -91,16 +80,17 @@ class Switchovers:
         try:
             lock, holder = self._check_holder(asked, locks, supervisors)
             if asked.to == holder.engine:
-                yield ev.ReportSwitchOver(asked.ask, lock.name, holder.engine, holder, 0.0)
+                yield ev.Answer(asked.ask, _report(lock, holder.engine, holder, 0.0))
                 return
             waiter = _find_target(asked, lock, supervisors)
-        except Refusal as refusal:
-            yield ev.RefuseSwitchOver(asked.ask, refusal.code, refusal.message)
+        except UnderstudyError as refusal:
+            yield ev.Answer(asked.ask, refusal)
             data = {"lock": asked.lock, "to": asked.to, "pid": asked.pid}
             by = sentences.requester(asked.pid)
             yield event("lock.switchover_refused", data, by=by, why=refusal.message)
             return
-        found = Switchover(
+        source, target = supervisors[holder.supervisor], supervisors[waiter.supervisor]
+        found = self.under_way[lock.name] = Switchover(
             ask=asked.ask,
             pid=asked.pid,
             source=holder,
@@ -108,27 +98,18 @@ class Switchovers:
             is_named=asked.to is not None,
             since_ms=now_ms,
             deadline_ms=now_ms + asked.timeout_ms,
-            resume=self._may_resume(
-                asked, supervisors[holder.supervisor], supervisors[waiter.supervisor]
-            ),
+            resume=self.resumes and not asked.drain and can_continue(source, target),
         )
-        self.under_way[lock.name] = found
         lock.preferred = found.to
-        conn = supervisors[holder.supervisor].conn
-        assert conn is not None  # checked: it is connected
-        yield ev.SendHandOver(conn, lock.name, holder.incarnation, found.to, found.resume)
-        more = {"pid": found.pid, "timeout_ms": round(asked.timeout_ms), "resume": found.resume}
+        assert source.conn is not None  # checked: it is connected
+        yield ev.Send(source.conn, found.message(lock))
+        data = facts(lock, holder) | {"from": holder.engine, "to": found.to, "pid": found.pid}
         yield event(
             "lock.switchover",
-            _facts(lock, found, holder) | more,
+            data | {"timeout_ms": round(asked.timeout_ms), "resume": found.resume},
             by=sentences.requester(found.pid),
             streams=", which continues its streams" if found.resume else "",
         )
-
-    def _may_resume(
-        self, asked: SwitchOverAsked, holder: SupervisorRecord, target: SupervisorRecord
-    ) -> bool:
-        return self.resumes and not asked.drain and can_continue(holder, target)
 
     def _check_holder(
         self, asked: SwitchOverAsked, locks: Locks, supervisors: Supervisors
@@ -137,33 +118,33 @@ class Switchovers:
         if lock is None or not lock.is_fenced:
             fenced = ", ".join(sorted(each.name for each in locks.values() if each.is_fenced))
             why = f"lock {asked.lock!r} cannot be switched over; only {fenced} can"
-            raise Refusal("lock.unknown_lock", why)
+            raise UnderstudyError("lock.unknown_lock", why)
         other = self.under_way.get(asked.lock)
         if other is not None and not other.is_overdue:
             why = (
                 f"{other.source.engine} is already handing {lock.name} over to {other.to}, as"
                 f" requested by {sentences.requester(other.pid)}; wait for that to end"
             )
-            raise Refusal("lock.switchover_busy", why)
+            raise UnderstudyError("lock.switchover_busy", why)
         holder = lock.holder
         if lock.state is not LockState.HELD or holder is None:
             last = f" (held by {holder.engine})" if holder is not None else ""
             why = f"{lock.name} is {lock.state}{last}: no engine can hand it over now"
-            raise Refusal("lock.not_held", why)
+            raise UnderstudyError("lock.not_held", why)
         supervisor = supervisors.get(holder.supervisor)
         if supervisor is None or supervisor.conn is None or supervisor.is_silent:
             why = (
                 f"{holder.engine} holds {lock.name} and is silent, so it cannot hand it over; see"
                 " `lockserver status`"
             )
-            raise Refusal("lock.not_held", why)
+            raise UnderstudyError("lock.not_held", why)
         return lock, holder
 
     def remind(self, lock: Lock, conn: int) -> Iterable[LockEffect]:
         """The holder has a new connection: the request may have been lost with the old one."""
         found = self.under_way.get(lock.name)
         if found is not None and not found.is_overdue and found.is_held_by_source(lock):
-            yield ev.SendHandOver(conn, lock.name, found.source.incarnation, found.to, found.resume)
+            yield ev.Send(conn, found.message(lock))
 
     def observe(self, locks: Locks, now_ms: float) -> Iterable[LockEffect]:
         """After every event: whether a switchover has ended or its deadline has passed."""
@@ -178,36 +159,42 @@ class Switchovers:
                 source, waited_s = found.source.engine, (now_ms - found.since_ms) / 1000
                 data = {"lock": lock.name, "from": source, "to": found.to, "pid": found.pid}
                 overdue = event("lock.switchover_overdue", data, waited_s=waited_s)
-                yield ev.RefuseSwitchOver(
-                    found.ask, "lock.switchover_failed", overdue.message, {"reason": "timeout"}
-                )
+                yield ev.Answer(found.ask, _failed(overdue.message, reason="timeout"))
                 yield overdue
                 found.ask = None
+
+
+def _report(lock: Lock, source: str, holder: Holder, took_ms: float) -> SwitchedOverMsg:
+    took = min(round(took_ms), SWITCHOVER_MS_MAX)
+    return SwitchedOverMsg(lock.name, source, holder.engine, holder.token, took)
+
+
+def _failed(why: str, **details: object) -> UnderstudyError:
+    return UnderstudyError("lock.switchover_failed", why, **details)
 
 
 def _find_target(asked: SwitchOverAsked, lock: Lock, supervisors: Supervisors) -> Waiter:
     """The named engine, or the first one waiting; all of its processes must be alive.
 
     Raises:
-        Refusal: there is none; with what is wrong with each.
+        UnderstudyError: there is none; with what is wrong with each.
     """
     if asked.to is not None and not any(s.engine == asked.to for s in supervisors.values()):
         known = ", ".join(sorted({s.engine for s in supervisors.values()}))
         why = f"there is no engine {asked.to!r}; known engines: {known}"
-        raise Refusal("lock.unknown_engine", why)
-    waiters = [w for w in lock.waiters if asked.to in (None, w.engine)]
-    objections = [_objection(waiter, supervisors, asked.whole) for waiter in waiters]
-    for waiter, objection in zip(waiters, objections, strict=True):
-        if objection is None:
-            return waiter
+        raise UnderstudyError("lock.unknown_engine", why)
+    objections = []
+    for waiter in lock.waiters:
+        if asked.to in (None, waiter.engine):
+            objection = _objection(waiter, supervisors, asked.whole)
+            if objection is None:
+                return waiter
+            objections.append(objection)
     who = "no engine is" if asked.to is None else f"{asked.to} is not"
-    why = (
-        "; ".join(each for each in objections if each) or f"{who} waiting for the {lock.name} lock"
-    )
-    raise Refusal(
+    raise UnderstudyError(
         "lock.no_standby",
-        f"{why}: a switchover needs an engine in standby with all its processes alive; see"
-        " `understudy status`",
+        f"{'; '.join(objections) or f'{who} waiting for the {lock.name} lock'}: a switchover needs"
+        " an engine in standby with all its processes alive; see `understudy status`",
     )
 
 
@@ -222,39 +209,27 @@ def _objection(waiter: Waiter, supervisors: Supervisors, whole: Container[str]) 
 
 def _ended(lock: Lock, holder: Holder, found: Switchover, now_ms: float) -> Iterable[LockEffect]:
     """The lock has been granted again: was the outcome the requested one?"""
-    took_ms = now_ms - found.since_ms
-    failure = None
-    if holder.engine == found.source.engine:
-        failure = (
-            f"{holder.engine} was granted the {lock.name} lock again, because no other engine was"
-            " ready"
-        )
+    source, took_ms, failure = found.source.engine, now_ms - found.since_ms, None
+    if holder.engine == source:
+        failure = f"{source} was granted the {lock.name} lock again, because no other was ready"
     elif not found.is_released:
         failure = (
-            f"{found.source.engine} ended before it handed the {lock.name} lock over;"
-            f" {holder.engine} took"
-            " over as in any failover"
+            f"{source} ended before it handed the {lock.name} lock over; {holder.engine} took over"
+            " as in any failover"
         )
     elif found.is_named and holder.engine != found.to:
         failure = (
             f"{found.to} was gone when the {lock.name} lock became free; {holder.engine} holds it"
             " now"
         )
-    if failure is None:
-        if found.ask is not None:
-            yield ev.ReportSwitchOver(found.ask, lock.name, found.source.engine, holder, took_ms)
+    if found.ask is not None and failure is None:
+        yield ev.Answer(found.ask, _report(lock, source, holder, took_ms))
     elif found.ask is not None:
         details = {"reason": "not_as_asked", "engine": holder.engine, "token": holder.token}
-        yield ev.RefuseSwitchOver(
-            found.ask, "lock.switchover_failed", f"{failure}, token {holder.token}", details
-        )
+        yield ev.Answer(found.ask, _failed(f"{failure}, token {holder.token}", **details))
     kind = "lock.switched_over" if failure is None else "lock.switchover_failed"
-    data = facts(lock, holder) | {"from": found.source.engine, "to": holder.engine}
-    yield event(kind, data | {"took_ms": round(took_ms, 3)}, why=failure)
-
-
-def _facts(lock: Lock, found: Switchover, holder: Holder) -> dict[str, Any]:
-    return facts(lock, holder) | {"from": found.source.engine, "to": found.to}
+    data = facts(lock, holder, to=holder.engine, took_ms=round(took_ms, 3)) | {"from": source}
+    yield event(kind, data, why=failure)
 
 
 def tell_standbys(
@@ -268,47 +243,34 @@ def tell_standbys(
         supervisor = supervisors.get(holder.supervisor) if holder is not None else None
         if holder is None or supervisor is None or supervisor.conn is None:
             continue
-        if supervisor.is_leaving and not supervisor.is_announced:
+        if supervisor.said.is_leaving and not supervisor.is_announced:
             supervisor.is_announced = True
-            effects.append(Announce(lock.name, holder, era, is_leaving=True))
+            grant = grant_of(lock.name, holder, era, is_leaving=True)
+            effects.append(ev.Announce(supervisor.id, grant))
             effects.append(sentences.of_holder("lock.told_to_end", lock, holder))
-        standby, is_settled = _standby(lock, supervisors), False
-        if supervisor.is_leaving:
-            is_settled = standby is None or standby.succeeds == holder.token
+        # Who would be granted the lock next; a silent waiter would not be.
+        waiter = next_waiter(lock.waiters, SilentOnes(supervisors), lock.preferred)
+        standby, is_settled = supervisors[waiter.supervisor] if waiter else None, False
+        if supervisor.said.is_leaving:
+            is_settled = standby is None or standby.said.succeeds == holder.token
             standby = standby if is_settled else None
-        is_ready = standby is not None
         continues = resumes and standby is not None and can_continue(supervisor, standby)
-        news = (supervisor.conn, holder.token, is_ready, continues, is_settled)
-        if news != lock.told:
-            lock.told = news
-            effects.append(
-                TellStandby(supervisor.conn, lock.name, holder, is_ready, continues, is_settled)
-            )
+        news = StandbyMsg(lock.name, holder.incarnation, standby is not None, continues, is_settled)
+        if lock.told != (supervisor.conn, holder.token, news):
+            lock.told = (supervisor.conn, holder.token, news)
+            effects.append(ev.Send(supervisor.conn, news))
     return effects
 
 
 def tell_holders(
     supervisor: SupervisorRecord, locks: Locks, supervisors: Supervisors, era: str
-) -> list[LockEffect]:
+) -> Iterable[LockEffect]:
     """Who holds which lock, for a supervisor that has just connected."""
     assert supervisor.conn is not None
-    return [
-        SendGrant(
-            supervisor.conn, lock.name, lock.holder, era, _is_leaving(lock.holder, supervisors)
-        )
-        for lock in locks.values()
-        if lock.state is LockState.HELD
-        and lock.holder is not None
-        and lock.holder.supervisor != supervisor.id
-    ]
-
-
-def _is_leaving(holder: Holder, supervisors: Supervisors) -> bool:
-    supervisor = supervisors.get(holder.supervisor)
-    return supervisor is not None and supervisor.is_leaving
-
-
-def _standby(lock: Lock, supervisors: Supervisors) -> SupervisorRecord | None:
-    """Who would be granted the lock next; a silent waiter would not be."""
-    waiter = next_waiter(lock.waiters, SilentOnes(supervisors), lock.preferred)
-    return supervisors[waiter.supervisor] if waiter is not None else None
+    for lock in locks.values():
+        holder = lock.holder if lock.state is LockState.HELD else None
+        if holder is not None and holder.supervisor != supervisor.id:
+            other = supervisors.get(holder.supervisor)
+            is_leaving = other is not None and other.said.is_leaving
+            message = grant_of(lock.name, holder, era, is_leaving=is_leaving)
+            yield ev.Send(supervisor.conn, message)

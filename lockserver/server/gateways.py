@@ -33,7 +33,7 @@ from lockserver.messages import (
     YieldMsg,
 )
 from lockserver.server.service_socket import AWAY, CLOSED, LENT, WAITING, ServiceSocket
-from lockserver.status.reasons import MissingGateway, gateway_wait
+from lockserver.status.reasons import MissingGateway
 from plumbing.errors import ProtocolError
 from plumbing.pod.models import ACTIVE, kind_of
 from plumbing.service.clock import Clock, moment
@@ -44,7 +44,6 @@ GATEWAYS_MAX = 8  # a pod has one, two while it is replaced; a process that loop
 # A gateway that was never here is reported after this, if `hold_ms` is shorter: the processes of a
 # pod start together, and a slow start is no fault.
 START_MS = 60_000.0
-TELL_MS = 1000.0  # a sentence that changes is sent no more often
 EVERY_ENGINE_ENDS = "every engine was told to end"
 WHY_IDLE = {
     LockState.FREE: "no engine is ready yet",
@@ -64,8 +63,7 @@ class ConnectedGateway:
     stage: Stage
     stage_ms: float  # since when
     is_owed: bool = False  # the socket is to be lent to it, and could not be yet
-    # By lock: the last sentence and when it was sent; nothing after a grant.
-    told: dict[str, tuple[str, float]] = field(default_factory=dict)
+    told: dict[str, str] = field(default_factory=dict)  # by lock, why nobody serves; no grant since
 
     @property
     def is_accepting(self) -> bool:
@@ -86,13 +84,12 @@ class GatewayDesk:
         record: Callable[[ev.Happened], None],
         address: str | None,
         hold_ms: float,
-        directory: str,
     ) -> None:
         self.gateways: dict[int, ConnectedGateway] = {}
         self.missing: MissingGateway | None = None  # no gateway accepts
         self.service = None if address is None else ServiceSocket(address)
         self._listener = Listener(hold_ms, clock.now_ms())
-        self._hold_ms, self._directory = hold_ms, directory
+        self._hold_ms = hold_ms
         self._machine, self._clock, self._record = machine, clock, record
         self._was_here = False  # a gateway has accepted
         # Every engine was told to end. It stays so when the last one is gone.
@@ -105,65 +102,47 @@ class GatewayDesk:
         lacks.
 
         Raises:
-            ProtocolError: `lock.no_service`, `lock.identity_changed`, `lock.too_many_gateways`,
-                `lock.bad_service`.
+            ProtocolError: `lock.no_service`, `lock.too_many_gateways`, `lock.bad_service`.
         """
         now_ms = self._clock.now_ms()
-        found = self.gateways.get(conn.id)
         try:
+            service = self._service_of(message.lock)
+            found = self.gateways.get(conn.id)
             if found is None:
                 found = self._enter(conn, message, now_ms)
-                self._tell(found, now_ms)
-            elif found.id != message.gateway:
-                raise ProtocolError(
-                    "lock.identity_changed",
-                    f"this connection belongs to gateway {found.id} and cannot be used for another",
-                )
-            assert self.service is not None  # or nobody would have entered
+                self._tell(found)
             for fd in fds:
-                if self.service.take(fd):  # after a restart of the server
-                    self._happened("lock.service_back", found, "returned the service socket")
+                service.take(fd)  # after a restart of the server
         finally:
             close_all(fds)
         if message.stage is not found.stage:
-            was_accepting, found.stage = found.is_accepting, message.stage
-            found.stage_ms = now_ms
-            if found.is_accepting != was_accepting:
-                self._tell_accepting(found)
+            found.stage, found.stage_ms = message.stage, now_ms
         self._perform(self._listener.said(found.id, message.stage, now_ms))
         self._look_for_missing(now_ms)  # status names those that are here now
 
-    def _enter(self, conn: Connection, message: BorrowMsg, now_ms: float) -> ConnectedGateway:
-        known = {each.id for each in self.gateways.values()}
-        if self.service is None or message.lock != ACTIVE:
-            code = "lock.no_service"
-            why = (
-                f"this lock server has no address for the {message.lock} lock; start it with"
-                f" --service {ACTIVE}=HOST:PORT"
+    def _service_of(self, lock: str) -> ServiceSocket:
+        if self.service is None or lock != ACTIVE:
+            raise ProtocolError(
+                "lock.no_service",
+                f"this lock server has no address for the {lock} lock; start it with --service"
+                f" {ACTIVE}=HOST:PORT",
             )
-        elif conn.state is not None:
-            code = "lock.identity_changed"
-            why = "this connection belongs to an engine's supervisor; a gateway needs its own"
-        elif message.gateway not in known and len(known) >= GATEWAYS_MAX:
-            code = "lock.too_many_gateways"
-            why = f"the limit of {GATEWAYS_MAX} gateways is reached; stop some of them"
-        else:
-            for other in tuple(self.gateways.values()):
-                if other.id == message.gateway:  # its newest connection counts
-                    del self.gateways[other.conn.id]
-                    other.conn.close("a newer connection replaces this one")
-            found = self.gateways[conn.id] = ConnectedGateway(
-                message.gateway, conn, now_ms, message.stage, now_ms
-            )
-            self._happened("lock.gateway_connected", found, "has connected")
-            if found.is_accepting:
-                self._tell_accepting(found)
-            return found
-        raise ProtocolError(code, why)
+        return self.service
 
-    def _tell_accepting(self, gateway: ConnectedGateway) -> None:
-        does = "accepts" if gateway.is_accepting else "no longer accepts"
-        self._happened("lock.gateway_accepting", gateway, f"{does} connections")
+    def _enter(self, conn: Connection, message: BorrowMsg, now_ms: float) -> ConnectedGateway:
+        for other in tuple(self.gateways.values()):
+            if other.id == message.gateway:  # its newest connection counts
+                del self.gateways[other.conn.id]
+                other.conn.close("a newer connection replaces this one")
+        if len(self.gateways) >= GATEWAYS_MAX:
+            raise ProtocolError(
+                "lock.too_many_gateways",
+                f"the limit of {GATEWAYS_MAX} gateways is reached; stop some of them",
+            )
+        found = ConnectedGateway(message.gateway, conn, now_ms, message.stage, now_ms)
+        self.gateways[conn.id] = found
+        self._happened("lock.gateway_connected", f"{found} has connected", "info", found)
+        return found
 
     def left(self, conn: Connection, reason: str) -> None:
         """Forget this closed connection; harmless where it was no gateway's."""
@@ -171,7 +150,7 @@ class GatewayDesk:
         if found is None:
             return
         now_ms = self._clock.now_ms()
-        self._happened("lock.gateway_lost", found, f"has left: {reason}", "warning")
+        self._happened("lock.gateway_lost", f"{found} has left: {reason}", "warning", found)
         self._perform(self._listener.left(found.id, now_ms))
         self._look_for_missing(now_ms)
 
@@ -190,8 +169,7 @@ class GatewayDesk:
                     f"no gateway for {self._hold_ms / 1000:g} s: closed {self.service.address};"
                     " clients are refused until one asks for it"
                 )
-                data = {"lock": ACTIVE}
-                self._record(ev.Happened("lock.service_closed", message, "warning", data))
+                self._happened("lock.service_closed", message, "warning")
 
     def _lend(self, gateway: ConnectedGateway) -> None:
         """Send a copy now, or as soon as there is a descriptor and an address for it."""
@@ -215,8 +193,7 @@ class GatewayDesk:
         """That no gateway has accepted for too long, for operators."""
         if self.missing is None or not self.missing.is_overdue:
             return None
-        found = gateway_wait(self.missing, self._directory)
-        return f"{found.message}; {found.fix}"
+        return f"{self.missing.message}; see `lockserver status`"
 
     def _look_for_missing(self, now_ms: float) -> None:
         before, self.missing = self.missing, None
@@ -227,14 +204,11 @@ class GatewayDesk:
             return
         since_ms = before.since_ms if before is not None else now_ms
         patience_ms = max(self._hold_ms, 0.0 if self._was_here else START_MS)
-        connected = self.gateways.values()
-        why = [f"{each} is connected and does not accept" for each in connected]
+        why = [f"{each} is connected and does not accept" for each in self.gateways.values()]
         is_overdue = now_ms - since_ms >= patience_ms
         self.missing = MissingGateway(self.service.address, since_ms, why, is_overdue)
         if is_overdue and before is not None and not before.is_overdue:
-            message = f"no gateway accepts connections on {self.service.address}"
-            data = {"lock": ACTIVE}
-            self._record(ev.Happened("lock.gateway_missing", message, "error", data))
+            self._happened("lock.gateway_missing", self.missing.message, "error")
 
     # ------------------------------------------------------------------ what they are told
 
@@ -245,9 +219,9 @@ class GatewayDesk:
                 each.conn.send(message)
 
     def tick(self, now_ms: float) -> None:
-        self.look_for_end(now_ms)
+        self.look_for_end()
         for each in self.gateways.values():
-            self._tell_idle(each, now_ms)
+            self._tell_idle(each)
             if each.is_owed:
                 self._lend(each)
         if self.service is not None:
@@ -255,39 +229,36 @@ class GatewayDesk:
             self._perform(self._listener.tick(now_ms))
             self._look_for_missing(now_ms)
 
-    def look_for_end(self, now_ms: float) -> None:
+    def look_for_end(self) -> None:
         """Whether any engine is left that may be granted a lock; gateways hear it at once."""
         was_final, supervisors = self.is_final, self._machine.supervisors.values()
         if supervisors:
-            self.is_final = all(each.is_leaving for each in supervisors)
+            self.is_final = all(each.said.is_leaving for each in supervisors)
         if self.is_final != was_final:
             for each in self.gateways.values():
-                each.told.clear()
-                self._tell(each, now_ms)
+                self._tell(each)
 
-    def _tell(self, gateway: ConnectedGateway, now_ms: float) -> None:
+    def _tell(self, gateway: ConnectedGateway) -> None:
         """What a new borrower must know first."""
+        gateway.told.clear()
         for lock in self._served():
-            holder = lock.holder
-            if holder is not None and _may_be_served(lock):
+            if lock.holder is not None and _may_be_served(lock):
                 era = self._machine.ledger.era
-                grant = GrantedMsg(lock.name, holder.engine, holder.incarnation, holder.token, era)
-                gateway.conn.send(grant)
-        self._tell_idle(gateway, now_ms)
+                gateway.conn.send(ev.grant_of(lock.name, lock.holder, era))
+        self._tell_idle(gateway)
 
     def _served(self) -> Iterator[Lock]:
         """The locks whose holders gateways send requests to."""
         locks = self._machine.locks.values()
         return (lock for lock in locks if kind_of(lock.name) == ACTIVE)
 
-    def _tell_idle(self, gateway: ConnectedGateway, now_ms: float) -> None:
+    def _tell_idle(self, gateway: ConnectedGateway) -> None:
         for lock in self._served():
             if _may_be_served(lock) and not self.is_final:
                 continue
             reason = EVERY_ENGINE_ENDS if self.is_final else why_idle(lock)[:REASON_CHARS_MAX]
-            told, told_ms = gateway.told.get(lock.name, (None, -TELL_MS))
-            if reason != told and (told is None or now_ms - told_ms >= TELL_MS):
-                gateway.told[lock.name] = reason, now_ms
+            if gateway.told.get(lock.name) != reason:
+                gateway.told[lock.name] = reason
                 gateway.conn.send(IdleMsg(lock.name, reason, self.is_final))
 
     # ------------------------------------------------------------------ for operators
@@ -321,15 +292,12 @@ class GatewayDesk:
         return {ACTIVE: shown}
 
     def _happened(
-        self, kind: str, gateway: ConnectedGateway, what: str, severity: str = "info"
+        self, kind: str, message: str, severity: str, gateway: ConnectedGateway | None = None
     ) -> None:
-        data = {
-            "gateway": gateway.id,
-            "lock": ACTIVE,
-            "pid": gateway.conn.peer.pid,
-            "accepting": gateway.is_accepting,
-        }
-        self._record(ev.Happened(kind, f"{gateway} {what}", severity, data))
+        data: dict[str, object] = {"lock": ACTIVE}
+        if gateway is not None:
+            data |= {"gateway": gateway.id, "pid": gateway.conn.peer.pid}
+        self._record(ev.Happened(kind, message, severity, data))
 
 
 def why_idle(lock: Lock) -> str:

@@ -14,7 +14,6 @@ from plumbing.pod.models import ACTIVE, kind_of
 from plumbing.service.events import Event
 from plumbing.service.metrics import Metrics
 
-LOSS_REASONS = ("not_wanted", "process_gone", "connection_closed", "silent")
 GRANT_REASONS = ("first", "same_engine", "takeover")
 PHASES = ("fence", "grant")
 GAUGES = {
@@ -26,7 +25,6 @@ GAUGES = {
     "lock_lease_remaining_seconds": (
         "Over TCP: time until the holder's lease expires, unless renewed."
     ),
-    "lock_gateways": "Gateways that are connected for the lock's service socket.",
     "lock_gateways_accepting": "Gateways that accept connections from it.",
 }
 # The events that end a switchover, or report it overdue, and how they are counted.
@@ -52,9 +50,6 @@ class LockMetrics:
         self._grants = counter(
             "lock_grants_total", "Grants, by what went before.", "reason", GRANT_REASONS
         )
-        self._losses = counter(
-            "lock_losses_total", "Locks lost by their holders, by cause.", "reason", LOSS_REASONS
-        )
         self._switchovers = counter(
             "lock_switchovers_total",
             "Switchovers requested, by how they ended; an overdue one ends later, too.",
@@ -63,12 +58,6 @@ class LockMetrics:
         )
         self._write_problem = metrics.gauge(
             "lock_write_problem", "1 while grants cannot be written to the state file."
-        )
-        self._wait = metrics.histogram(
-            "lock_wait_duration_seconds", "From the request to the grant.", known
-        )
-        self._sync = metrics.histogram(
-            "lock_state_sync_duration_seconds", "One write of the state file, with its sync."
         )
         self._phases = metrics.histogram(
             "failover_phase_duration_seconds",
@@ -80,9 +69,6 @@ class LockMetrics:
         text = "The lock's service socket."
         served = {"lock": tuple(dict.fromkeys((*locks, ACTIVE)))}
         self._services = metrics.one_hot("lock_service_state", text, STATES, served)
-
-    def synced(self, seconds: float) -> None:
-        self._sync.observe(seconds)
 
     def service(self, state: str) -> None:
         self._services.set(state, lock=ACTIVE)
@@ -107,7 +93,6 @@ class LockMetrics:
                 "lock_unresponsive": supervisor is not None and supervisor.is_silent,
                 "lock_switchover": lock.name in machine.switchovers.under_way,
                 "lock_lease_remaining_seconds": left_ms / 1000,
-                "lock_gateways": len(borrowers),
                 "lock_gateways_accepting": sum(each.is_accepting for each in borrowers),
             }
             for name, value in values.items():
@@ -117,16 +102,13 @@ class LockMetrics:
     def count(self, event: Event) -> None:
         """Count an event; for `EventLog.subscribe`."""
         data = event.data
-        if event.type == "lock.releasing":
-            self._losses.labels(lock=data["lock"], reason=data["cause"]).inc()
-        elif event.type in SWITCHOVER_RESULTS:
+        if event.type in SWITCHOVER_RESULTS:
             result = SWITCHOVER_RESULTS[event.type]
             self._switchovers.labels(lock=data["lock"], result=result).inc()
         elif event.type == "lock.granted":
             reason = "takeover" if data["contended"] else "same_engine"
             reason = reason if data["previous"] else "first"
             self._grants.labels(lock=data["lock"], reason=reason).inc()
-            self._wait.labels(lock=data["lock"]).observe(data["waited_ms"] / 1000)
             if data["contended"] and kind_of(data["lock"]) == ACTIVE:
                 fenced_ms = data["fenced_mono_ms"]
                 fence_s = (fenced_ms - data["lost_mono_ms"]) / 1000

@@ -14,14 +14,14 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 
-from lockserver import serving, witness
+from lockserver import flocks, serving, witness
 from lockserver.core import evidence
 from lockserver.core.events import DirectoryScanned, Input, ServingFileFree, WitnessFree
 from lockserver.core.machine import LockMachine
-from lockserver.core.names import PREFIX, SERVING_PREFIX, WitnessFile, WitnessState
+from lockserver.core.names import PREFIX, SERVING_PREFIX, WitnessState
 
 DENSE_S = 0.0002
 DENSE_FOR_S = 0.020
@@ -115,13 +115,16 @@ class Prober:
         self._feed(DirectoryScanned(frozenset(held), frozenset(serves), sealed))
 
 
-def discard(directory: str, files: Iterable[WitnessFile]) -> None:
-    """Remove these witnesses, and the serving files beside them, if they are free. What cannot be
-    removed stays until a later start."""
-    for file in files:
-        path = os.path.join(directory, file.name)
-        if witness.probe(path, file.dev, file.ino) is WitnessState.FREE:
-            serves = SERVING_PREFIX + file.name.removeprefix(PREFIX)
-            for each in (os.path.join(directory, serves), path):
-                with suppress(OSError):
-                    os.unlink(each)
+def remove_dead(directory: str, keep: Collection[str]) -> None:
+    """Remove the witnesses that no process holds, but those named in `keep`, and the serving files
+    beside them: each is held from its birth, so these launches are over. What cannot be removed
+    stays until the next time."""
+    with suppress(OSError):
+        for name in os.listdir(directory):
+            path = os.path.join(directory, name)
+            found = flocks.stat_file(path) if name.startswith(PREFIX) else None
+            if found is None or name in keep:
+                continue
+            if witness.discard(path, found.st_dev, found.st_ino):
+                with suppress(FileNotFoundError):
+                    os.unlink(os.path.join(directory, SERVING_PREFIX + name.removeprefix(PREFIX)))

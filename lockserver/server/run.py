@@ -55,7 +55,7 @@ async def _outlast(server: LockServer) -> None:
     loop = asyncio.get_running_loop()
     told_s, supervisors = loop.time(), server.machine.supervisors
     while supervisors and loop.time() - told_s < OUTLAST_S:
-        is_leaving = any(each.is_leaving for each in supervisors.values())
+        is_leaving = any(each.said.is_leaving for each in supervisors.values())
         if not is_leaving and loop.time() - told_s > SETTLE_S:
             return
         await asyncio.sleep(POLL_S)

@@ -23,15 +23,11 @@ import asyncio
 import itertools
 import os
 import resource
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
-from itertools import islice
 from typing import TYPE_CHECKING, Any
-
-from msgspec import to_builtins
 
 from lockserver import schema, serving, witness
 from lockserver.core import events as ev
@@ -42,14 +38,9 @@ from lockserver.core.names import INCARNATION, WitnessState
 from lockserver.core.supervisors import LEASE, SUPERVISORS_MAX, SupervisorRecord
 from lockserver.messages import (
     CATALOGUE,
-    SWITCHOVER_MS_MAX,
     BeatMsg,
     BorrowMsg,
-    GrantedMsg,
-    HandOverMsg,
-    RenewedMsg,
     ServiceMsg,
-    StandbyMsg,
     StatusMsg,
     StatusReplyMsg,
     SwitchedOverMsg,
@@ -60,17 +51,15 @@ from lockserver.messages import (
 from lockserver.server.directory import LockDirectory
 from lockserver.server.gateways import GatewayDesk
 from lockserver.server.metrics import LockMetrics
-from lockserver.server.prober import Prober, discard
+from lockserver.server.prober import Prober, remove_dead
 from lockserver.state_file import LockStateFile
-from lockserver.status.online import SCHEMA, lock_status, processes_of, supervisor_status
-from lockserver.status.reasons import Here, named
+from lockserver.status.document import online
 from plumbing.errors import InvariantError, ProtocolError, UnderstudyError, UsageError
 from plumbing.pod.models import ACTIVE
 from plumbing.pod.observers import Observers
 from plumbing.pod.paths import lockserver_guard, lockserver_socket
 from plumbing.service.clock import Clock, SystemClock, rfc3339
 from plumbing.service.events import Event, EventLog
-from plumbing.service.notify import restarts
 from plumbing.service.process import strangers_max
 from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd, close_all
@@ -89,6 +78,7 @@ DELAY_S = 0.005  # a small process is dead and its successor granted by then; no
 # Descriptors: for each connection its socket, a pidfd, and the pidfd of a supervisor that is cut
 # off; beside them an eighth of the limit each for probes and handshakes, and this server's own.
 FDS_EACH, FDS_OWN = 3, 32
+LAST_GRANTS = 20
 CONNECTIONS_MIN = 8  # what a plain pod needs
 
 
@@ -150,9 +140,9 @@ class LockServer:
         self.metrics = LockMetrics(tuple(settings.kinds))
         self.http_problem: Callable[[], str | None] = lambda: None
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.last_grants: deque[schema.LockLastGrant] = deque(maxlen=LAST_GRANTS)
         self.conns: dict[int, Connection] = {}
         self.tcp: TcpServer | None = None
-        self._unsaid_ms: dict[int, float] = {}  # over TCP: connections without a `want` yet
         self._observers = Observers(self.events, self.document)
         self._wire = Server(
             lockserver_socket(settings.directory),
@@ -185,8 +175,9 @@ class LockServer:
             await self._wire.close()
             raise
         self.events.subscribe(self.metrics.count)
-        self.report.record_start()
-        self._perform(self.machine.begin(witness.sealed(self.settings.directory)))
+        self.events.subscribe(self._keep_grant)
+        self._record_start()
+        self._perform(self.machine.begin())
         self.flush()
         self.metrics.metrics.refresh = self._refresh_metrics
         self._tick()
@@ -196,6 +187,21 @@ class LockServer:
         except BaseException:
             await self.close()
             raise
+
+    def _record_start(self) -> None:
+        """Record what was wrong on disk, and whether the service address is in use."""
+        loaded, service = self.state.loaded, self.gateways.service
+        if loaded.problem is not None:
+            kept = f"; moved to {loaded.aside}" if loaded.aside else ""
+            message = f"{self.state.path}: {loaded.problem}{kept}"
+            self.events.record("lock.state_lost", message, "error", {"aside": loaded.aside})
+        if service is not None and service.is_away:
+            message = f"waiting for a gateway to hand {service.address} back: {service.problem}"
+            self.events.record("lock.service_away", message, "warning", {"lock": ACTIVE})
+
+    def _keep_grant(self, event: Event) -> None:
+        if event.type == "lock.granted":
+            self.last_grants.append(schema.LockLastGrant(**event.data, ts=rfc3339(event.ts)))
 
     def _open(self) -> None:
         settings, clock = self.settings, self.clock
@@ -226,7 +232,7 @@ class LockServer:
             leases=leases,
         )
         self.gateways = GatewayDesk(
-            machine, clock, self._happened, settings.service, settings.hold_ms, settings.directory
+            machine, clock, self._happened, settings.service, settings.hold_ms
         )
         service = self.gateways.service
         is_away = service is not None and not service.bind()
@@ -246,7 +252,6 @@ class LockServer:
             )
         self.processes = ProcessWatch(lambda supervisor: self.feed(ev.ProcessGone(supervisor)))
         self.prober = Prober(settings.directory, machine, self.feed)
-        self.report = LockReport(self)
 
     async def close(self) -> None:
         """Stop. Nothing is released: a holder keeps its lock until a server is back."""
@@ -270,7 +275,7 @@ class LockServer:
     def document(self) -> dict[str, Any]:
         """The status document, the same for the CLI, `/status` and observers."""
         self.flush()
-        return self.report.document(self.http_problem())
+        return online(self, self.http_problem())
 
     def conn_of(self, supervisor: SupervisorRecord) -> Connection | None:
         """The connection of a supervisor's record, if it has one here."""
@@ -280,8 +285,6 @@ class LockServer:
 
     def opened(self, conn: Connection) -> None:
         self.conns[conn.id] = conn
-        if conn.peer.uid == NO_UID:
-            self._unsaid_ms[conn.id] = self.clock.now_ms()
 
     def received(
         self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
@@ -289,7 +292,6 @@ class LockServer:
         is_remote = conn.peer.uid == NO_UID
         match message:
             case WantMsg() if is_remote:
-                self._unsaid_ms.pop(conn.id, None)
                 self.feed(ev.Wanted(conn.id, message, process=LEASE))
             case WantMsg():
                 self._want(conn, message)
@@ -313,7 +315,6 @@ class LockServer:
 
     def closed(self, conn: Connection, reason: str) -> None:
         self.conns.pop(conn.id, None)
-        self._unsaid_ms.pop(conn.id, None)
         self._observers.leave(conn)
         self._asks = {ask: who for ask, who in self._asks.items() if who[0] is not conn}
         self.gateways.left(conn, reason)
@@ -323,15 +324,17 @@ class LockServer:
 
     def _want(self, conn: Connection, want: WantMsg) -> None:
         """A `want`, with what its witness shows and the process of the peer."""
-        if conn.id in self.gateways.gateways:
-            raise ProtocolError(
-                "lock.identity_changed", "a gateway needs no lock; an engine needs its connection"
-            )
         directory, file, state, serves = self.settings.directory, None, WitnessState.UNPROVEN, None
         if want.incarnation is not None and INCARNATION.fullmatch(want.incarnation):
             serves = serving.find(directory, want.incarnation)
         if want.witness is not None and want.incarnation is not None and "/" not in want.witness:
             file, state = witness.identify(os.path.join(directory, want.witness))
+        if state is WitnessState.UNSEEN:
+            raise ProtocolError(
+                "lock.witness_unseen",
+                f"the witness of {want.incarnation} cannot be looked at, because descriptors or"
+                " memory are short on the lock server's machine; ask again",
+            )
         self.feed(
             ev.Wanted(
                 conn.id,
@@ -345,9 +348,11 @@ class LockServer:
         )
         known = self.machine.supervisors.get(want.supervisor)
         if known is not None and known.conn == conn.id:
+            if conn.state is None and self.settings.service is not None:
+                conn.send(ServiceMsg(ACTIVE, self.settings.service))
             conn.state = want.supervisor
             self.processes.watch(want.supervisor, conn.peer)
-        self.gateways.look_for_end(self.clock.now_ms())
+        self.gateways.look_for_end()
 
     # ------------------------------------------------------------------ switchovers
 
@@ -370,17 +375,17 @@ class LockServer:
         lease is valid."""
         if supervisor.is_leased:
             return supervisor.incarnation in self.machine.leases.valid
-        if supervisor.witness is None:
+        known = supervisor.want.witness_file
+        if known is None:
             return False
-        path = os.path.join(self.settings.directory, supervisor.witness.name)
-        file, state = witness.identify(path)
+        file, state = witness.identify(os.path.join(self.settings.directory, known.name))
         if state is WitnessState.UNSEEN:
             raise UnderstudyError(
                 "lock.no_descriptors",
                 f"it cannot be checked whether {supervisor.engine} is alive, because descriptors or"
                 " memory are short on the lock server's machine; try again",
             )
-        return file == supervisor.witness and state is WitnessState.HELD
+        return file == known and state is WitnessState.HELD
 
     def _answer(self, ask: int, answer: SwitchedOverMsg | UnderstudyError) -> None:
         conn, request_id = self._asks.pop(ask, (None, 0))
@@ -399,9 +404,6 @@ class LockServer:
         except UnderstudyError as error:
             self._fail(error)
         self.feed(ev.TimePassed())
-        for number, since_ms in self._unsaid_ms.items():
-            if now_ms - since_ms > self.settings.silent_ms:
-                self.conns[number].close("it has sent no `want` for too long")
         self.gateways.tick(now_ms)
         service = self.gateways.service
         if service is not None:
@@ -433,11 +435,8 @@ class LockServer:
             self._flusher = None
         pending, self._pending = self._pending, []
         for effect, ts, mono_ms in pending:
-            data, message = dict(effect.data), effect.message
-            if effect.evidence is not None:
-                data["pids"] = processes_of(effect.evidence)
-                message = f"{message}: {named(data['pids'])}"
-            self.events.record(effect.type, message, effect.severity, data, at=(ts, mono_ms))
+            what = effect.type, effect.message, effect.severity, effect.data
+            self.events.record(*what, at=(ts, mono_ms))
 
     # ------------------------------------------------------------------ effects
 
@@ -450,38 +449,22 @@ class LockServer:
 
     def _do(self, effect: ev.LockEffect) -> None:
         match effect:
-            case ev.SendGrant():
-                self._send(effect.conn, granted(effect))
-            case ev.Renew(conn, progress, lease_ms):
-                self._send(conn, RenewedMsg(progress, lease_ms))
-            case ev.TellStandby():
-                news = effect.is_ready, effect.continues, effect.is_settled
-                self._send(effect.conn, StandbyMsg(effect.lock, effect.holder.incarnation, *news))
-            case ev.SendHandOver(conn, lock, incarnation, to, resume):
-                self._send(conn, HandOverMsg(lock, incarnation, to, resume))
+            case ev.Send(number, message):
+                self._send(number, message)
             case ev.RefuseConnection(number, code, message, details):
                 if (refused := self.conns.get(number)) is not None:
                     refused.fault(ProtocolError(code, message, **details))
             case ev.Close(number, reason):
                 if (closed := self.conns.get(number)) is not None:
                     closed.close(reason)
-            case ev.Lend(number):
-                if self.settings.service is not None:
-                    self._send(number, ServiceMsg(ACTIVE, self.settings.service))
             case ev.Announce():
                 self._announce(effect)
             case ev.Persist():
                 self._persist(effect.record)
-            case ev.Discard():
-                discard(self.settings.directory, effect.witnesses)
             case ev.Forget():
                 self.processes.forget(effect.supervisor)
-            case ev.ReportSwitchOver():
-                took_ms, new = min(round(effect.took_ms), SWITCHOVER_MS_MAX), effect.holder
-                who = effect.lock, effect.source, new.engine, new.token
-                self._answer(effect.ask, SwitchedOverMsg(*who, took_ms))
-            case ev.RefuseSwitchOver(ask, code, message, details):
-                self._answer(ask, UnderstudyError(code, message, **details))
+            case ev.Answer(ask, answer):
+                self._answer(ask, answer)
             case ev.Happened():
                 self._happened(effect)
 
@@ -492,119 +475,21 @@ class LockServer:
             conn.send(message)
 
     def _announce(self, effect: ev.Announce) -> None:
-        message = granted(effect)
+        message = effect.message
         self.gateways.announce(message)  # first: clients wait for what it resumes
         for supervisor in self.machine.supervisors.values():
             conn = self.conn_of(supervisor)
-            if conn is not None and supervisor.id != effect.holder.supervisor:
+            if conn is not None and supervisor.id != effect.supervisor:
                 conn.send(message)
         self._observers.send(message)
 
     def _persist(self, record: ev.LockRecord) -> None:
-        began = time.perf_counter()
         try:
             self.state.write(record)
         except OSError as error:
             self.feed(ev.PersistFailed(f"{self.state.path}: {error.strerror}"))
             return
-        took_s = time.perf_counter() - began
         self.feed(ev.Persisted())
-        self.metrics.synced(took_s)
-
-
-def granted(effect: ev.SendGrant | ev.Announce) -> GrantedMsg:
-    holder = effect.holder
-    who = holder.engine, holder.incarnation, holder.token
-    return GrantedMsg(effect.lock, *who, effect.era, effect.is_leaving)
-
-
-SUPERVISORS_NAMED_MAX = 100
-LAST_GRANTS = 20
-DIRECT, GATEWAY = "direct", "gateway"  # who accepts connections: engines (over TCP), a gateway
-
-
-class LockReport:
-    """The status document of one server; keeps the last grants. Its fields are the structs of
-    `lockserver/schema.py`; a lock's and a supervisor's values are in `status/online.py`."""
-
-    def __init__(self, server: LockServer) -> None:
-        self._server = server
-        self._last_grants: deque[schema.LockLastGrant] = deque(maxlen=LAST_GRANTS)
-        server.events.subscribe(self._keep_grant)
-
-    def document(self, http_problem: str | None = None) -> dict[str, Any]:
-        """The status document; `http_problem` is one that the server itself does not know."""
-        server = self._server
-        machine, settings, gateways = server.machine, server.settings, server.gateways
-        here = Here(
-            machine,
-            server.clock,
-            settings.directory,
-            reach=server.directory,
-            service=gateways.service,
-            no_gateway=gateways.missing,
-        )
-        status = schema.LockserverStatus(
-            schema=SCHEMA,
-            **server.events.newest(),
-            server=schema.LockServerFields(
-                pid=os.getpid(),
-                since=rfc3339(server.started),
-                dir=settings.directory,
-                online=True,
-                restarts=restarts(),
-            ),
-            models=list(settings.models),
-            mode=GATEWAY if settings.listen is None else DIRECT,
-            era=machine.ledger.era,
-            token=machine.ledger.token,
-            problem=next(filter(None, (*self._problems(), http_problem)), None),
-            locks={name: lock_status(lock, here) for name, lock in machine.locks.items()},
-            tcp=self._tcp(),
-            supervisors=[
-                supervisor_status(each, server.conn_of(each), here)
-                for each in islice(machine.supervisors.values(), SUPERVISORS_NAMED_MAX)
-            ],
-            supervisors_total=len(machine.supervisors),
-            service=gateways.services(),
-            gateways=gateways.documents(),
-            last_grants=list(self._last_grants),
-        )
-        document: dict[str, Any] = to_builtins(status)
-        return document
-
-    def _problems(self) -> list[str | None]:
-        server, tcp = self._server, self._server.tcp
-        over_tcp = None if tcp is None else tcp.problem or tcp.security_problem
-        ledger, directory = server.machine.ledger.problem, server.directory.problem
-        return [ledger, directory, over_tcp, server.gateways.problem]
-
-    def _tcp(self) -> schema.LockTcp | None:
-        tcp, leases = self._server.tcp, self._server.machine.leases
-        if tcp is None:
-            return None
-        return schema.LockTcp(
-            address=str(tcp.address),
-            secured=True,  # by certificates, always; scripts read it
-            lease_ms=leases.lease_ms,
-            lease_margin_ms=round(leases.margin_ms),
-            connections=len(tcp.connections),
-            refused=tcp.refused_count,
-            last_refusal=tcp.last_refusal,
-        )
-
-    def record_start(self) -> None:
-        """Record what was wrong on disk, and whether the service address is in use."""
-        events, loaded = self._server.events, self._server.state.loaded
-        if loaded.problem is not None:
-            kept = f"; moved to {loaded.aside}" if loaded.aside else ""
-            message = f"{self._server.state.path}: {loaded.problem}{kept}"
-            events.record("lock.state_lost", message, "error", {"aside": loaded.aside})
-        service = self._server.gateways.service
-        if service is not None and service.is_away:
-            message = f"waiting for a gateway to hand {service.address} back: {service.problem}"
-            events.record("lock.service_away", message, "warning", {"lock": "active"})
-
-    def _keep_grant(self, event: Event) -> None:
-        if event.type == "lock.granted":
-            self._last_grants.append(schema.LockLastGrant(**event.data, ts=rfc3339(event.ts)))
+        connected = {s.said.witness for s in self.machine.supervisors.values() if s.said.witness}
+        on_file = {holder.witness.name for holder in record.holders.values()}
+        remove_dead(self.settings.directory, on_file | connected)

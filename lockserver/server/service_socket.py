@@ -84,35 +84,30 @@ class ServiceSocket:
             pid=pid,
         )
 
-    def take(self, fd: OwnedFd) -> bool:
-        """Take a copy that a gateway hands back; True if it was needed.
+    def take(self, fd: OwnedFd) -> None:
+        """Take a copy that a gateway hands back, if it is needed.
 
         Raises:
             ProtocolError: `lock.bad_service`, not the listening socket of this address.
         """
         try:
             sock = socket.socket(fileno=fd.fileno())
-        except OSError as error:
-            fd.close()
-            raise ProtocolError(
-                "lock.bad_service", "the descriptor that was handed back is not a socket"
-            ) from error
-        fd.detach()  # the socket has it now
-        try:
             is_listening = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-            if not is_listening or sock.getsockname()[:2] != self._sockaddr[:2]:
-                raise ProtocolError(
-                    "lock.bad_service",
-                    f"the socket that was handed back does not listen on {self.address}",
-                )
-        except BaseException:
+            fd.detach()  # the socket has it now
+        except OSError:
+            fd.close()
+            sock, is_listening = None, 0
+        if sock is None or not is_listening or sock.getsockname()[:2] != self._sockaddr[:2]:
+            if sock is not None:
+                sock.close()
+            raise ProtocolError(
+                "lock.bad_service",
+                f"what was handed back is not a socket that listens on {self.address}",
+            )
+        if self._sock is None:
+            self._adopt(sock)
+        else:
             sock.close()
-            raise
-        if self._sock is not None:
-            sock.close()
-            return False
-        self._adopt(sock)
-        return True
 
     def copy(self) -> OwnedFd | None:
         """A copy to lend; the address is bound first if need be. None, with a `problem`: it is

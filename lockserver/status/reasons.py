@@ -1,7 +1,7 @@
 """What a lock waits for: `TEXTS` is the table of the states that can last, each with its sentence
 and its fix; `waits_of` finds those that a lock is in, with who, since when and the evidence.
 
-Pure: `online` looks at witnesses and /proc. Waits that are no fault are listed too: a queue
+Pure: `document` looks at witnesses and /proc. Waits that are no fault are listed too: a queue
 behind a live holder and a lock that no engine asks for are the two questions that operators ask
 about a healthy pod.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from lockserver.core.events import Holder
 from lockserver.core.evidence import is_decisive
@@ -18,10 +18,15 @@ from lockserver.core.lock import Lock, LockState, Signal, next_waiter
 from lockserver.core.machine import LockMachine
 from lockserver.core.names import WitnessState
 from lockserver.core.sentences import requester
-from lockserver.core.supervisors import SupervisorRecord
+from lockserver.core.supervisors import SilentOnes, SupervisorRecord
+from lockserver.schema import LockWaitFields
 from plumbing.pod.models import ACTIVE, kind_of, model_of
-from plumbing.service.clock import Clock
+from plumbing.service.clock import Clock, moment
 from plumbing.text import duration
+
+if TYPE_CHECKING:
+    from lockserver.server.directory import LockDirectory
+    from lockserver.server.service_socket import ServiceSocket
 
 FROZEN = "frozen"  # of `procfs.halted`
 NAMED_MAX = 8  # engines or witnesses named in one message
@@ -68,7 +73,7 @@ TEXTS: Mapping[str, tuple[str, str]] = {
         "waiting for {address}: the gateway that has it hands it back when it connects",
         "nothing if it is part of this pod; otherwise stop that process, or change --service",
     ),
-    "no_gateway": ("no gateway accepts connections on {address}", "{end} --dir {directory}"),
+    "no_gateway": ("{what}", "{end} --dir {directory}"),
     "unreachable": (
         "engines that are not connected cannot request the lock",
         "{end}; the server retries on its own",
@@ -83,38 +88,31 @@ Who = tuple[str | None, str | None, int | None, int | None]  # engine, incarnati
 NOBODY: Who = (None, None, None, None)
 
 
-@dataclass(frozen=True, slots=True)
-class LockWait:
-    """One thing that is waited for. `is_fault`: an operator should look; otherwise all is well."""
-
-    reason: str
-    message: str
-    fix: str
-    since_ms: float
-    evidence: tuple[str, ...]
-    engine: str | None = None
-    incarnation: str | None = None
-    token: int | None = None
-    pid: int | None = None
-    is_fault: bool = True
-
-    @property
-    def sentence(self) -> str:
-        return f"{self.message}: {'; '.join(self.evidence)}; {self.fix}"
-
-
 def wait(
     reason: str,
+    clock: Clock,
     since_ms: float,
     evidence: Sequence[str],
     who: Who = NOBODY,
     *,
     is_fault: bool = True,
     **words: Any,
-) -> LockWait:
-    """The wait for `reason`, with the words of its text."""
-    message, fix = (text.format(**{"engine": who[0], **words}) for text in TEXTS[reason])
-    return LockWait(reason, message, fix, since_ms, tuple(evidence), *who, is_fault=is_fault)
+) -> LockWaitFields:
+    """The wait for `reason`, with the words of its text. `is_fault`: an operator should look."""
+    engine, incarnation, token, pid = who
+    message, fix = (text.format(**{"engine": engine, **words}) for text in TEXTS[reason])
+    return LockWaitFields(
+        reason=reason,
+        message=message,
+        engine=engine,
+        incarnation=incarnation,
+        token=token,
+        pid=pid,
+        **moment(since_ms, clock),
+        evidence=list(evidence),
+        fix=fix,
+        is_fault=is_fault,
+    )
 
 
 # ---------------------------------------------------------------------- facts
@@ -148,25 +146,9 @@ class MissingGateway:
     connected: Sequence[str]
     is_overdue: bool
 
-
-class Reach(Protocol):
-    """Whether engines can connect: the server's directory."""
-
-    problem: str | None
-    problem_ms: float  # since when
-
     @property
-    def is_short(self) -> bool: ...
-
-
-class Address(Protocol):
-    """The service address, and why it is not here if it `is_away`."""
-
-    address: str
-    problem: str | None
-
-    @property
-    def is_away(self) -> bool: ...
+    def message(self) -> str:
+        return f"no gateway accepts connections on {self.address}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,22 +158,22 @@ class Here:
     machine: LockMachine
     clock: Clock
     directory: str
-    reach: Reach
-    service: Address | None
+    reach: LockDirectory
+    service: ServiceSocket | None
     no_gateway: MissingGateway | None
 
 
 # ---------------------------------------------------------------------- one lock's waits
 
 
-def waits_of(lock: Lock, here: Here, seen: Seen, now_ms: float) -> list[LockWait]:
+def waits_of(lock: Lock, here: Here, seen: Seen) -> list[LockWaitFields]:
     """Everything that this lock and its waiters wait for, the gravest first."""
-    found: list[LockWait] = []
+    found: list[LockWaitFields] = []
     if lock.holder is not None:
-        found += _holder_waits(lock, lock.holder, here, seen, now_ms)
+        found += _holder_waits(lock, lock.holder, here, seen)
     elif lock.is_unknown:
         found.append(_unknown_wait(here, seen))
-    found += _queue_waits(lock, here, now_ms)
+    found += _queue_waits(lock, here)
     found += _server_waits(lock, here)
     return found
 
@@ -204,75 +186,81 @@ def since_ms(lock: Lock, machine: LockMachine) -> float:
     return machine.started_ms if entered is None else entered
 
 
-def _holder_waits(
-    lock: Lock, holder: Holder, here: Here, seen: Seen, now_ms: float
-) -> Iterator[LockWait]:
-    machine, entered_ms = here.machine, since_ms(lock, here.machine)
+def _holder_waits(lock: Lock, holder: Holder, here: Here, seen: Seen) -> Iterator[LockWaitFields]:
+    machine, now_ms, is_leased = here.machine, here.clock.now_ms(), holder.lease_ms is not None
     supervisor = machine.supervisors.get(holder.supervisor)
-    pid = supervisor.pid if supervisor is not None and supervisor.pid else None
-    who = holder.engine, holder.incarnation, holder.token, pid
-    if lock.is_handed_over:
-        name = holder.serving.name if holder.serving else f"witness {holder.witness.name}"
-        evidence = f"{name} is held by {named(seen.processes)}, or was removed or replaced"
-        end = kill_command(holder.engine, seen.processes)
-        yield wait(
-            *("releasing", entered_ms, (evidence,), who),
-            lost="has handed the lock over",
-            lives="it is not proven that none of its processes serves",
-            end=f"nothing: if it does not stop serving in time, its supervisor kills them; {end}",
-        )
-        return
-    evidences: Sequence[str] = _witness(holder, seen), _process(lock, supervisor, seen.halted)
-    if holder.lease_ms is not None:
-        evidences = (_lease(supervisor, seen, now_ms),)
-    lives = "its processes are alive" if holder.lease_ms is None else "its lease is valid"
-    words: dict[str, Any] = {"witness": holder.witness.name, "directory": here.directory}
-    words["lives"] = lives
-    if lock.is_fenced and holder.lease_ms is None and not seen.is_same_file:
-        yield wait("witness_lost", entered_ms, evidences, who, **words)
-    elif (
-        seen.probe is WitnessState.FREE
-        and lock.is_fenced
-        and is_decisive(lock, machine.supervisors)
-    ):
-        yield wait("witness_unsealed", entered_ms, evidences, who, **words)
-        return
+    pid = (supervisor.want.pid or None) if supervisor is not None else None
     left_ms = machine.started_ms + machine.window_ms - now_ms
-    if lock.state is LockState.RECOVERING and left_ms > 0:
-        left = duration(left_ms)
-        yield wait("recovering", machine.started_ms, evidences, who, left=left, **words)
-    elif lock.state is LockState.RECOVERING:
-        end = _end(holder, seen)
-        yield wait("unresponsive", machine.started_ms, evidences, who, end=end, **words)
+    evidence = [_witness(holder, seen), _process(lock, supervisor, seen.halted)]
+    words: dict[str, Any] = {
+        "witness": holder.witness.name,
+        "directory": here.directory,
+        "lives": "its processes are alive",
+        "left": duration(left_ms),
+        "lost": "has released the lock" if lock.is_ended else "has lost the lock server",
+        "end": kill_command(
+            holder.engine, seen.processes, None if lock.is_ended else supervisor, seen.halted
+        ),
+    }
+    if lock.cause == Signal.PROCESS_GONE:
+        words["lost"] = "has lost its supervisor"
+    if is_leased:
+        left = duration(seen.left_ms)
+        evidence = [_lease(supervisor, seen, now_ms)]
+        words["lives"] = "its lease is valid"
+        words["end"] = (
+            f"nothing: its lease expires in {left} unless it is renewed; if {holder.engine} hangs"
+            " and keeps renewing it, kill its container or host"
+        )
+    elif lock.is_handed_over:
+        name = holder.serving.name if holder.serving else f"witness {holder.witness.name}"
+        evidence = [f"{name} is held by {named(seen.processes)}, or was removed or replaced"]
+        words["lost"] = "has handed the lock over"
+        words["lives"] = "it is not proven that none of its processes serves"
+        words["end"] = (
+            "nothing: if it does not stop serving in time, its supervisor kills them;"
+            f" {words['end']}"
+        )
+
+    def found(reason: str, since_ms: float) -> LockWaitFields:
+        who = holder.engine, holder.incarnation, holder.token, pid
+        return wait(reason, here.clock, since_ms, evidence, who, **words)
+
+    entered_ms = since_ms(lock, machine)
+    if lock.is_fenced and not is_leased and not lock.is_handed_over:
+        if not seen.is_same_file:
+            yield found("witness_lost", entered_ms)
+        elif seen.probe is WitnessState.FREE and is_decisive(lock, machine.supervisors):
+            yield found("witness_unsealed", entered_ms)
+            return
+    if lock.state is LockState.RECOVERING:
+        yield found("recovering" if left_ms > 0 else "unresponsive", machine.started_ms)
     elif lock.state is LockState.RELEASING:
-        end = _end(holder, seen, None if lock.is_ended else supervisor)
-        lost = "has released the lock" if lock.is_ended else "has lost the lock server"
-        if lock.cause == Signal.PROCESS_GONE:
-            lost = "has lost its supervisor"
-        yield wait("releasing", entered_ms, evidences, who, lost=lost, end=end, **words)
+        yield found("releasing", entered_ms)
     elif supervisor is not None and supervisor.is_silent:
-        end = _end(holder, seen, supervisor)
-        yield wait("unresponsive", supervisor.heard_ms, evidences, who, end=end, **words)
+        yield found("unresponsive", supervisor.heard_ms)
 
 
 def _witness(holder: Holder, seen: Seen) -> str:
-    name = holder.witness.name
+    name = f"witness {holder.witness.name}"
     if not seen.is_same_file:
         alive = f"; {named(seen.processes)} had it open" if seen.processes else ""
-        return f"witness {name} was removed or replaced{alive}"
-    if seen.probe is WitnessState.HELD:
-        return f"witness {name} is held by {named(seen.processes)}"
-    if seen.probe is WitnessState.UNSEEN:
-        return f"witness {name} cannot be checked: the lock server has no descriptor for it"
-    what = "free" if seen.probe is WitnessState.FREE else "sealed, or cannot be opened"
-    return f"witness {name} is {what}"
+        return f"{name} was removed or replaced{alive}"
+    match seen.probe:
+        case WitnessState.HELD:
+            return f"{name} is held by {named(seen.processes)}"
+        case WitnessState.UNSEEN:
+            return f"{name} cannot be checked: the lock server has no descriptor for it"
+        case WitnessState.FREE:
+            return f"{name} is free"
+    return f"{name} is sealed, or cannot be opened"
 
 
 def _process(lock: Lock, supervisor: SupervisorRecord | None, halted: str | None) -> str:
     if lock.is_ended:
         return "its supervisor has ended this launch"
     if supervisor is not None:
-        return pidfd_of(supervisor, halted)
+        return _pidfd(supervisor, halted)
     if lock.state is LockState.RECOVERING:
         return "its supervisor has not connected to this server"
     return "its supervisor has exited" if lock.cause == Signal.PROCESS_GONE else "no pidfd"
@@ -286,18 +274,7 @@ def _lease(supervisor: SupervisorRecord | None, seen: Seen, now_ms: float) -> st
     return f"{lease}{here}; last message {duration(now_ms - supervisor.heard_ms)} ago"
 
 
-def _end(holder: Holder, seen: Seen, supervisor: SupervisorRecord | None = None) -> str:
-    """What would end the wait."""
-    if holder.lease_ms is None:
-        halted = seen.halted if supervisor is not None else None
-        return kill_command(holder.engine, seen.processes, supervisor, halted)
-    return (
-        f"nothing: its lease expires in {duration(seen.left_ms)} unless it is renewed; if"
-        f" {holder.engine} hangs and keeps renewing it, kill its container or host"
-    )
-
-
-def _unknown_wait(here: Here, seen: Seen) -> LockWait:
+def _unknown_wait(here: Here, seen: Seen) -> LockWaitFields:
     shown = list(seen.strangers.items())[:NAMED_MAX]
     evidence = [f"witness {name} is held by {named(processes)}" for name, processes in shown]
     if len(seen.strangers) > len(shown):
@@ -309,29 +286,28 @@ def _unknown_wait(here: Here, seen: Seen) -> LockWait:
     kill = f"kill -9 {' '.join(map(str, pids))}" if pids else "kill their containers"
     end = f"if these should not be running: {kill}; " if seen.strangers else ""
     evidence = evidence or ["no unknown process holds a witness"]
-    return wait("unknown_holder", here.machine.started_ms, evidence, end=end)
+    return wait("unknown_holder", here.clock, here.machine.started_ms, evidence, end=end)
 
 
-def _queue_waits(lock: Lock, here: Here, now_ms: float) -> Iterator[LockWait]:
+def _queue_waits(lock: Lock, here: Here) -> Iterator[LockWaitFields]:
     """What keeps the next grant from being made."""
-    machine = here.machine
-    supervisors = machine.supervisors
-    silent_ids = {each.id for each in supervisors.values() if each.is_silent}
-    waiter = next_waiter(lock.waiters, silent_ids, lock.preferred)
-    ledger = machine.ledger
+    machine, clock = here.machine, here.clock
+    supervisors, ledger = machine.supervisors, machine.ledger
+    waiter = next_waiter(lock.waiters, SilentOnes(supervisors), lock.preferred)
     if ledger.problem is not None:
-        who = (waiter.engine, waiter.incarnation, None, None) if waiter else NOBODY
-        since, why = ledger.problem_ms, (ledger.problem,)
-        yield wait("write_failed", since, why, who, directory=here.directory)
+        who: Who = (waiter.engine, waiter.incarnation, None, None) if waiter else NOBODY
+        why = (ledger.problem,)
+        directory = here.directory
+        yield wait("write_failed", clock, ledger.problem_ms, why, who, directory=directory)
     if lock.name in machine.switchovers.under_way:
-        yield _switchover_wait(lock, machine, now_ms)
-    silent = [each for each in lock.waiters if each.supervisor in silent_ids]
+        yield _switchover_wait(lock, here)
+    silent = [each for each in lock.waiters if supervisors[each.supervisor].is_silent]
     for each in silent[:SILENT_NAMED_MAX]:
         its = supervisors[each.supervisor]
         yield wait(
-            *("waiter_silent", its.heard_ms),
-            ("connected, but no heartbeat since", pidfd_of(its)),
-            (each.engine, each.incarnation, None, its.pid),
+            *("waiter_silent", clock, its.heard_ms),
+            ("connected, but no heartbeat since", _pidfd(its)),
+            (each.engine, each.incarnation, None, its.want.pid),
             is_fault=lock.state is LockState.FREE,  # otherwise nothing is delayed by it
             end=kill_command(each.engine, (), its),
         )
@@ -343,22 +319,22 @@ def _queue_waits(lock: Lock, here: Here, now_ms: float) -> Iterator[LockWait]:
     end = f"nothing more: {waiter.engine} is granted the lock once it is free"
     supervisor = supervisors.get(holder.supervisor) if holder is not None else None
     if holder is not None and supervisor is not None and lock.state is LockState.HELD:
-        heard = duration(now_ms - supervisor.heard_ms)
+        heard = duration(clock.now_ms() - supervisor.heard_ms)
         evidence = f"{holder.engine} holds it, token {holder.token}, last heartbeat {heard} ago"
         end = f"nothing: {waiter.engine} is granted when {holder.engine} releases it or is gone"
         if lock.is_fenced and not supervisor.is_silent:
             flag = f" --lock {lock.name}" if model_of(lock.name) else ""
             end += f"; to switch now: lockserver switchover{flag} --to {waiter.engine}"
-    first = waiter.engine, waiter.incarnation, None, supervisors[waiter.supervisor].pid
+    first = waiter.engine, waiter.incarnation, None, supervisors[waiter.supervisor].want.pid
     words: dict[str, Any] = {"count": len(lock.waiters), "end": end}
-    yield wait("queue", waiter.since_ms, (evidence,), first, is_fault=False, **words)
+    yield wait("queue", clock, waiter.since_ms, (evidence,), first, is_fault=False, **words)
 
 
-def _switchover_wait(lock: Lock, machine: LockMachine, now_ms: float) -> LockWait:
-    found = machine.switchovers.under_way[lock.name]
-    source, left_ms = found.source, max(0.0, found.deadline_ms - now_ms)
-    supervisor = machine.supervisors.get(source.supervisor)
-    pid = supervisor.pid if supervisor is not None else None
+def _switchover_wait(lock: Lock, here: Here) -> LockWaitFields:
+    found = here.machine.switchovers.under_way[lock.name]
+    source, left_ms = found.source, max(0.0, found.deadline_ms - here.clock.now_ms())
+    supervisor = here.machine.supervisors.get(source.supervisor)
+    pid = supervisor.want.pid if supervisor is not None else None
     does = "it is finishing its requests: its processes are alive"
     deadline = f"{duration(left_ms)} until its deadline"
     end = f"nothing: {found.to} is granted the lock once {source.engine} has finished its requests"
@@ -370,7 +346,7 @@ def _switchover_wait(lock: Lock, machine: LockMachine, now_ms: float) -> LockWai
             f" {source.engine} and lose its requests in flight"
         )
     return wait(
-        *("switchover", found.since_ms),
+        *("switchover", here.clock, found.since_ms),
         ("it has released the lock" if found.is_released else does, deadline),
         (source.engine, source.incarnation, source.token, pid),
         is_fault=found.is_overdue,
@@ -380,11 +356,11 @@ def _switchover_wait(lock: Lock, machine: LockMachine, now_ms: float) -> LockWai
     )
 
 
-def _nobody_asks_wait(lock: Lock, here: Here) -> LockWait:
+def _nobody_asks_wait(lock: Lock, here: Here) -> LockWaitFields:
     machine, model = here.machine, model_of(lock.name)
     connected = [each for each in machine.supervisors.values() if each.conn is not None]
     evidence = [
-        f"{each.engine} ({pid_of(each)}) "
+        f"{each.engine} ({_pid(each)}) "
         + ("has not launched" if each.incarnation is None else f"is preparing {each.incarnation}")
         for each in connected[:NAMED_MAX]
     ]
@@ -393,31 +369,33 @@ def _nobody_asks_wait(lock: Lock, here: Here) -> LockWait:
     if connected:
         end = f"see why: engine status --dir {here.directory} --engine-id {connected[0].engine}"
     evidence = evidence or ["no engine is connected"]
-    return wait("nobody_asks", since_ms(lock, machine), evidence, is_fault=False, end=end)
+    since = since_ms(lock, machine)
+    return wait("nobody_asks", here.clock, since, evidence, is_fault=False, end=end)
 
 
-def _server_waits(lock: Lock, here: Here) -> Iterator[LockWait]:
+def _server_waits(lock: Lock, here: Here) -> Iterator[LockWaitFields]:
     """What the lock server itself, its address and its gateways owe."""
-    service, directory = here.service, here.reach
+    service, directory, clock = here.service, here.reach, here.clock
     if kind_of(lock.name) == ACTIVE:  # one service for all models
         if service is not None and service.is_away:
             started_ms, why = here.machine.started_ms, service.problem or "it is in use"
-            yield wait("address_away", started_ms, (why,), address=service.address)
+            yield wait("address_away", clock, started_ms, (why,), address=service.address)
         if here.no_gateway is not None:
-            yield gateway_wait(here.no_gateway, here.directory)
+            yield gateway_wait(here.no_gateway, clock, here.directory)
     if directory.problem is not None and lock.is_fenced:  # told once for the whole document
         end = f"remove the file that replaced it (ls -la {here.directory})"
         if directory.is_short:
             end = "raise the limit of open files or of memory, or close what uses them up"
-        yield wait("unreachable", directory.problem_ms, (directory.problem,), end=end)
+        yield wait("unreachable", clock, directory.problem_ms, (directory.problem,), end=end)
 
 
-def gateway_wait(missing: MissingGateway, directory: str) -> LockWait:
+def gateway_wait(missing: MissingGateway, clock: Clock, directory: str) -> LockWaitFields:
     """What requests wait for. Engines are granted their locks all the same."""
     evidence = tuple(missing.connected) or ("no gateway is connected",)
     end = "see why: gateway status" if missing.connected else "start one: gateway serve"
-    words: dict[str, Any] = {"address": missing.address, "end": end, "directory": directory}
-    return wait("no_gateway", missing.since_ms, evidence, is_fault=missing.is_overdue, **words)
+    words: dict[str, Any] = {"what": missing.message, "end": end, "directory": directory}
+    is_fault = missing.is_overdue
+    return wait("no_gateway", clock, missing.since_ms, evidence, is_fault=is_fault, **words)
 
 
 # ---------------------------------------------------------------------- words that several share
@@ -438,17 +416,17 @@ def named(processes: Sequence[Process]) -> str:
     )
 
 
-def pid_of(supervisor: SupervisorRecord) -> str:
-    return f"pid {supervisor.pid}" if supervisor.pid else "pid not visible here"
+def _pid(supervisor: SupervisorRecord) -> str:
+    return f"pid {supervisor.want.pid}" if supervisor.want.pid else "pid not visible here"
 
 
-def pidfd_of(supervisor: SupervisorRecord, halted: str | None = None) -> str:
+def _pidfd(supervisor: SupervisorRecord, halted: str | None = None) -> str:
     """What the kernel shows of a known supervisor; `halted`: what keeps it from running."""
     if supervisor.is_leased:
         return "over TCP: its lease counts instead of its processes"
     if not supervisor.has_process:
         return "no pidfd: the supervisor counts as alive while it is connected"
-    return f"its supervisor ({pid_of(supervisor)}) is alive" + (f", {halted}" if halted else "")
+    return f"its supervisor ({_pid(supervisor)}) is alive" + (f", {halted}" if halted else "")
 
 
 def kill_command(
@@ -460,14 +438,14 @@ def kill_command(
     """How to kill the remaining processes, by their visible pids; never pid 0, which would be the
     process group of the operator's shell."""
     pids = [int(each["pid"]) for each in processes]
-    if supervisor is not None and supervisor.pid and supervisor.pid not in pids:
-        pids.insert(0, supervisor.pid)
+    if supervisor is not None and supervisor.want.pid not in (0, *pids):
+        pids.insert(0, supervisor.want.pid)
     if not pids:
         return f"if it hangs, kill the container of {engine} (kubectl delete pod, podman kill)"
     kill = f"kill -9 {' '.join(map(str, pids))} (if it was only stopped: kill -CONT)"
     if FROZEN in (halted, *(each.get("halted") for each in processes)):
         return (
-            "thaw its container or cgroup first (docker unpause; echo THAWED to its freezer.state):"
-            f" frozen processes may not even die before; if it still hangs then: {kill}"
+            f"{RESUME[FROZEN]}: frozen processes may not even die before; if it still hangs then:"
+            f" {kill}"
         )
     return f"if it hangs: {kill}"

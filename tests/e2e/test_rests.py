@@ -13,14 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from lockserver.status.offline import idle
-from lockserver.status.text import text_of
 from tests.e2e.pods import Pod, PodHome
 from tests.helpers import POLL_S
-from understudy.status.gather import lockserver_part, status_of
 
 DEADLINE_S = 60.0
-COLUMNS = 400  # no line is folded
 
 
 @pytest.fixture(scope="module")
@@ -61,10 +57,6 @@ def test_idle_pod_rests_and_the_next_request_wakes_it(home: PodHome):
         first = await rests(pod)
         await answered(pod)
         assert await rests(pod) == first
-        server = await status_of(lockserver_part(pod.directory))
-        said = idle(str(pod.directory), server)[first]
-        assert "asked to be warm by gateway" in said
-        assert said in text_of(server, COLUMNS, {first: said})
         os.kill((await pod.engine_tree(first))[0], signal.SIGKILL)
         await answered(pod)
         assert await rests(pod) != first

@@ -172,8 +172,8 @@ def test_forged_messages_affect_only_their_sender(home: PodHome):
         control = engine_messages
         cases = [
             (lock, want(**claim), "lock.engine_id_taken"),
-            (lock, want(**{**stranger, "witness": "../x"}), "lock.bad_witness_name"),
-            (lock, want(**stranger), "lock.bad_witness_name"),
+            (lock, want(**{**stranger, "witness": "../x"}), "lock.bad_want"),
+            (lock, want(**stranger), "lock.bad_want"),
             (lock, lock_messages.BeatMsg(1), "lock.want_first"),
             (
                 memory,

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lockserver import witness
-from lockserver.client import LockCallbacks, LockClient
+from lockserver.client.client import LockCallbacks, LockClient
 from plumbing.service import procfs
 from plumbing.wire.fds import OwnedFd
 from tests.helpers import auntil, free_witness

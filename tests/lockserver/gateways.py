@@ -7,7 +7,7 @@ import contextlib
 import os
 import socket
 
-from lockserver.client import Borrower, BorrowerCallbacks, Stage
+from lockserver.client.borrower import Borrower, BorrowerCallbacks, Stage
 from plumbing.errors import UnderstudyError
 from plumbing.wire.fds import OwnedFd
 from tests.helpers import auntil

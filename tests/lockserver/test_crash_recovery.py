@@ -15,9 +15,7 @@ import pytest
 
 from lockserver.state_file import FORMAT, SLOT_BYTES
 from tests.helpers import auntil, until
-from tests.lockserver.doomed_server import MOMENTS
 from tests.lockserver.engines import Engine
-from tests.lockserver.processes import ServerProcess
 
 KILLS = 12
 
@@ -35,40 +33,6 @@ def owners(engines: Iterable[Engine]) -> dict[int, set[str]]:
 def served(engines: Iterable[Engine]) -> list[str]:
     """The engines that were told that they hold the lock."""
     return [engine.client.engine for engine in engines if engine.token()]
-
-
-@pytest.mark.parametrize("moment", MOMENTS)
-def test_server_killed_at_any_step_of_a_grant_reuses_no_token(pod_dir, start_engine, moment):
-    """Goal: what is on disk is never behind what was sent, whenever the server dies. Method: kill a
-    server at one step of the second grant, while two engines wait, and start another. A grant on
-    file is repeated to the same engine; no token is ever received for two engines."""
-    doomed = ServerProcess(pod_dir)
-    doomed.command = (sys.executable, "-m", "tests.lockserver.doomed_server", moment, "2")
-    server = ServerProcess(pod_dir)
-
-    async def scenario() -> None:
-        async with Engine(pod_dir, "engine-1") as one, Engine(pod_dir, "engine-2") as two:
-            for engine in (one, two):
-                await engine.stand_by()
-            assert doomed.process is not None
-            holder.signal(signal.SIGKILL, tree=True)
-            assert await asyncio.to_thread(doomed.process.wait) == -signal.SIGKILL
-            doomed.process = None
-            await asyncio.to_thread(server.start)
-            await auntil(lambda: one.token() or two.token(), "one of them to be granted")
-            await auntil(lambda: one.connects + two.connects == 4, "both to be back")
-            await auntil(lambda: server.lock()["waiters"], "the other one to wait")
-            assert len(served((one, two))) == 1
-            if moment in ("before_sync", "before_send", "after_send"):
-                assert served((one, two)) == ["engine-1"]  # it was on file
-                assert one.token() == 2
-            assert all(len(who) == 1 for who in owners((one, two)).values())
-
-    with contextlib.closing(doomed), contextlib.closing(server):
-        doomed.start()
-        holder = start_engine("engine-0")
-        assert holder.granted() == 1
-        asyncio.run(scenario())
 
 
 @pytest.mark.slow

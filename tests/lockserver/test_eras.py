@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from lockserver import state_file
-from lockserver.client import Borrower, BorrowerCallbacks, LockCallbacks, LockClient
+from lockserver.client.borrower import Borrower, BorrowerCallbacks
+from lockserver.client.client import LockCallbacks, LockClient
 from lockserver.messages import CATALOGUE, NO_ERA, GrantedMsg
 from plumbing.wire.server import Server
 from tests.helpers import auntil, free_port

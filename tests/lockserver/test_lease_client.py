@@ -11,8 +11,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 
 from lockserver import witness
-from lockserver.client import LockCallbacks, LockClient
-from lockserver.client.lease import SENT_MAX, LeaseKeeper, RenewedLease, now_ms
+from lockserver.client.client import LockCallbacks, LockClient
+from lockserver.client.lease import KILL_FRACTION, SENT_MAX, LeaseKeeper, now_ms
 from plumbing.errors import UnderstudyError
 from tests.helpers import auntil
 from tests.lockserver.lease_server import LeaseServer
@@ -32,9 +32,7 @@ def test_lease_counts_from_its_request():
     keeper.sent(1, 100.0)
     assert not keeper.may_act(100.0)
     assert keeper.renewed(1, 1000, 600.0)
-    assert keeper.lease == RenewedLease(100.0, 1000)
-    assert (keeper.lease.stop_at_ms, keeper.lease.kill_at_ms) == (700.0, 900.0)
-    assert keeper.lease.valid_until_ms == 1100.0
+    assert (keeper.at_ms(KILL_FRACTION), keeper.at_ms(1.0)) == (900.0, 1100.0)
     assert keeper.may_act(699.0)
     assert not keeper.may_act(700.0)
     assert (keeper.valid_for_ms(650.0), keeper.valid_for_ms(800.0)) == (50.0, 0.0)
@@ -82,7 +80,7 @@ def test_expired_lease_of_a_holder_is_not_renewed():
     keeper.hold()
     keeper.sent(2, 950.0)
     assert not keeper.renewed(2, 1000, 1000.0)
-    assert keeper.lease == RenewedLease(0.0, 1000)
+    assert keeper.at_ms(1.0) == 1000.0
     assert keeper.must_stop(1001.0)
 
 
@@ -258,11 +256,11 @@ async def test_server_restart_within_the_lease_costs_nothing(server):
         port = server.server.port
         await server.stop()
         await auntil(lambda: not member.client.is_connected, "the connection to end")
-        await auntil(lambda: member.client.unreachable, "an attempt to fail")
+        await auntil(lambda: member.client.problem, "an attempt to fail")
         await server.start(port)
         await auntil(lambda: len(member.heard("active")) >= 2, "the same grant again")
         assert len(set(member.heard("active"))) == 1
-        assert member.client.unreachable is None
+        assert member.client.problem is None
         assert member.heard("lease_lost") == []
 
 

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from pathlib import Path
 
 import pytest
 
-from lockserver.client import Borrower, BorrowerCallbacks
-from lockserver.status.offline import idle
-from lockserver.status.text import text_of
-from tests.helpers import auntil, free_port, until
+from lockserver.client.borrower import Borrower, BorrowerCallbacks
+from tests.helpers import auntil, free_port
 from tests.lockserver.by_hand import Hand
 from tests.lockserver.gateways import Gateway
 from tests.lockserver.test_server import http
@@ -91,24 +88,6 @@ def test_pod_is_ready_with_an_engine_of_any_model_and_metrics_name_the_models_lo
         assert (status, json.loads(body)["engines"]) == (200, {"coder": "coder-0"})
         page = http(server, "/metrics")[1].decode()
         assert f'understudy_lock_token{{lock="active:coder"}} {float(token)}' in page
-
-
-def test_status_says_why_an_engine_of_a_model_runs_no_backend(pod_dir, server):
-    """Goal: nobody looks for a fault where an engine is meant to be cold. Method: a supervisor
-    without an incarnation, and what it wrote; then with another goal."""
-    engine = {"state": "dead", "since": "noon", "reason": "cold because it was asked to be"}
-    with Hand(pod_dir, "chat-0") as hand, hand.connect() as line:
-        line.notify(hand.want(incarnation=None, witness=None, locks=()))
-        until(lambda: server.status()["supervisors"], "the supervisor to be known")
-        for goal, said in (("cold", {"chat-0": f"since noon: {engine['reason']}"}), ("warm", {})):
-            document = {"engine": engine, "goal": {"goal": goal}}
-            Path(pod_dir, "engine_chat-0.json").write_text(json.dumps(document))
-            found = idle(pod_dir, server.status())
-            assert found == said
-            lines = text_of(server.status(), 200, idle=found).splitlines()
-            assert [each for each in lines if each.startswith("cold")] == [
-                f"cold     {name} {sentence}" for name, sentence in said.items()
-            ]
 
 
 def test_gateway_borrows_once_and_is_told_of_every_model(pod_dir, server, port):

@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import select
-import socket
 import subprocess
 import sys
 import urllib.error
@@ -19,20 +18,13 @@ import pytest
 
 from lockserver.messages import CATALOGUE, EventMsg, WantMsg, WatchMsg
 from plumbing.wire.blocking import BlockingClient
-from plumbing.wire.frames import encode_frame
 from tests.helpers import open_fds, until
 from tests.lockserver.engines import Engine, EngineProcess
-from tests.lockserver.processes import ServerProcess, settled_fds
+from tests.lockserver.processes import ServerProcess
 
 
 def connect(server: ServerProcess) -> BlockingClient:
     return BlockingClient(os.path.join(server.directory, "lockserver.sock"), CATALOGUE)
-
-
-def raw(server: ServerProcess) -> socket.socket:
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    sock.connect(os.path.join(server.directory, "lockserver.sock"))
-    return sock
 
 
 def want(**fields):
@@ -54,18 +46,6 @@ def http(server: ServerProcess, path: str):
     except urllib.error.HTTPError as error:
         with error:
             return error.code, error.read()
-
-
-def test_server_supervisor_that_dies_at_any_byte_leaves_no_trace(pod_dir, start_server):
-    """Goal: no half-registered supervisors. Method: cut a want after each byte."""
-    server = start_server()
-    frame = encode_frame(CATALOGUE.encode(want()), 0)
-    before = settled_fds(server.pid)
-    for size in range(1, len(frame), 7):
-        with raw(server) as sock:
-            sock.sendall(frame[:size])
-    until(lambda: len(open_fds(server.pid)) == before, "every connection to be closed")
-    assert server.status()["supervisors"] == []
 
 
 def test_server_observer_sees_grants_and_never_queues(pod_dir, start_server, start_engine):

@@ -13,7 +13,7 @@ import sys
 import psutil
 import pytest
 
-from lockserver.status.offline import silent_server
+from lockserver.status.document import silent_server
 from plumbing.errors import UnreachableError, WaitTimeoutError
 from plumbing.pod.paths import lockserver_guard
 from tests.helpers import auntil, until
@@ -78,10 +78,10 @@ def test_silent_server_is_whoever_has_the_guard_open(tmp_path):
                     file.write(said.ljust(32))
                 found = silent_server(directory, REFUSED)
                 assert found is not None
-                assert f"pid {holder.pid} (sleep), holds {path}" in found.message
-                assert f"kill -9 {holder.pid}" in found.fix
+                assert f"pid {holder.pid} (sleep), holds {path}" in found[0]
+                assert f"kill -9 {holder.pid}" in found[1]
             holder.send_signal(signal.SIGSTOP)
-            until(lambda: "stopped" in silent_server(directory, REFUSED).message, "it to stop")
+            until(lambda: "stopped" in silent_server(directory, REFUSED)[0], "it to stop")
         finally:
             holder.kill()
 
@@ -91,8 +91,8 @@ def test_silent_server_that_is_not_visible_is_known_by_its_open_door(tmp_path):
     request that was accepted and not answered."""
     found = silent_server(str(tmp_path), TIMED_OUT)
     assert found is not None
-    assert "not visible from here" in found.message
-    assert "container" in found.fix
+    assert "not visible from here" in found[0]
+    assert "container" in found[1]
 
 
 LEFTOVERS = 3000

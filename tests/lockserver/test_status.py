@@ -6,12 +6,12 @@ shown; test_silent_server.py has the others.
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import os
 import re
 import subprocess
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,10 +23,7 @@ from lockserver.core.leases import Leases
 from lockserver.core.names import ServingFile, WitnessState, serving_name_of
 from lockserver.core.supervisors import LEASE
 from lockserver.status.reasons import TEXTS, Here, MissingGateway, Seen, waits_of
-from lockserver.status.text import text_of
-from tests.helpers import auntil, free_port
 from tests.lockserver.core.shell import A, B, Shell, held_by_a, want
-from tests.lockserver.gateways import Gateway
 
 ALIVE = Seen(probe=WitnessState.HELD, processes=[{"pid": 12, "name": "backend", "halted": None}])
 
@@ -35,7 +32,7 @@ class Frozen:
     """The machine's time, for the sentences."""
 
     def __init__(self, shell: Shell) -> None:
-        self.now_ms = lambda: shell.now_ms
+        self.now_ms, self.wall = lambda: shell.now_ms, lambda: datetime.now(UTC)
 
 
 def here(shell: Shell, **around) -> Here:
@@ -223,26 +220,25 @@ def test_every_state_that_lasts_names_engine_evidence_and_fix(scene):
     """Goal: no silent waits. Method: each state; every wait has its evidence and its fix."""
     build, seen, expected = SCENES[scene]
     shell = build()
-    found = waits_of(shell.active, here(shell, **AROUND.get(scene, {})), seen, shell.now_ms)
+    found = waits_of(shell.active, here(shell, **AROUND.get(scene, {})), seen)
     assert [(each.reason, each.engine, each.is_fault) for each in found] == expected
     for each in found:
         assert each.evidence
         assert all(each.evidence)
         assert each.message
         assert each.fix
-        assert each.since_ms <= shell.now_ms
 
 
 def test_commands_in_a_fix_name_the_processes_and_no_process_0():
     """Goal: what is pasted kills what is meant. Method: a dead supervisor, whose tree lives; a
     waiter whose process is not visible."""
-    (wait, _) = waits_of(
-        supervisor_dead().active, here(supervisor_dead()), ALIVE, supervisor_dead().now_ms
-    )
+    shell = supervisor_dead()
+    (wait, _) = waits_of(shell.active, here(shell), ALIVE)
     assert "kill -9 12" in wait.fix
     shell = silent_waiter(True)
-    shell.machine.supervisors[f"{'engine-1':0>16}"].pid = 0
-    (silent,) = waits_of(shell.active, here(shell), ALIVE, shell.now_ms)
+    waiter = shell.machine.supervisors[f"{'engine-1':0>16}"]
+    waiter.want = replace(waiter.want, pid=0)
+    (silent,) = waits_of(shell.active, here(shell), ALIVE)
     assert "kill -9" not in silent.fix
 
 
@@ -286,25 +282,6 @@ def test_status_in_an_80_column_terminal_and_its_exit_codes(pod_dir, start_serve
     assert f"to do start it: lockserver serve --dir {pod_dir}" in plain
     os.unlink(os.path.join(pod_dir, "lockserver.json"))
     assert run(COLUMNS) == (UNREACHABLE, "")
-
-
-def test_status_of_a_healthy_pod_takes_at_most_15_lines(pod_dir, start_server, start_engine):
-    """Goal: the status of a healthy pod is short. Method: a holder, a standby, a gateway; count
-    lines."""
-    server = start_server("--service", f"active=127.0.0.1:{free_port()}")
-    start_engine("engine-0").granted()
-    start_engine("engine-1")
-
-    async def scenario() -> None:
-        async with Gateway(pod_dir) as gateway:
-            await gateway.accepts()
-            await auntil(lambda: server.status()["gateways"][0]["accepting"], "it to accept")
-            await auntil(lambda: server.lock()["waiters"], "the standby to be in line")
-            document = server.status()
-        assert len(text_of(document, COLUMNS).splitlines()) <= 15
-        assert document["locks"]["active"]["problem"] is None
-
-    asyncio.run(scenario())
 
 
 def test_every_wait_reason_has_a_scene_and_a_line_in_the_reference():

@@ -108,11 +108,11 @@ class LoaderService:
         for effect in self.machine.handle(event, self.now_ms):
             if isinstance(effect, ev.Persist):
                 self._feed(ev.Persisted())
-            elif isinstance(effect, ev.SendGrant | ev.RefuseConnection | ev.Close):
+            elif isinstance(effect, ev.Send | ev.RefuseConnection | ev.Close):
                 wire = self.wires.get(effect.conn)
                 if wire is not None and not wire.is_closed:
-                    wire.hear(effect)
-                    if not isinstance(effect, ev.SendGrant):
+                    wire.hear(effect.message if isinstance(effect, ev.Send) else effect)
+                    if not isinstance(effect, ev.Send):
                         wire.is_closed = True
                         wire.up.clear()
 

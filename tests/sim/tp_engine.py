@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.core.loading import Loading, Role
 from lockserver.core import events as lock_ev
+from lockserver.messages import GrantedMsg
 from tests.sim.loader_service import Wire
 from tests.sim.tp_rank import At, Move, Rank
 
@@ -121,10 +122,10 @@ class Engine:
         message = self.grants.popleft()
         if isinstance(message, lock_ev.RefuseConnection):
             self.world.trace.append(f"({self.name}'s want was refused: {message.code})")
-        elif isinstance(message, lock_ev.SendGrant):
-            mine = message.holder.incarnation == self.incarnation
+        elif isinstance(message, GrantedMsg):
+            mine = message.incarnation == self.incarnation
             if mine and self.loading is not None and not self.is_dying:
-                self._let_go(self.loading.granted(message.holder.token))
+                self._let_go(self.loading.granted(message.token))
                 self._say()
 
     # ------------------------------------------------------------------ the way to the weights

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from msgspec.structs import replace
 
 from lockserver.core import events as ev
 from lockserver.core import evidence
 from lockserver.core.machine import LockMachine
 from lockserver.core.names import WitnessFile, WitnessState, name_of
-from lockserver.messages import WantMsg
+from lockserver.messages import GrantedMsg, WantMsg
 
 A = "engine-0-000000000000000a"
 A2 = "engine-0-00000000000000a2"
@@ -79,7 +81,17 @@ def want(conn, incarnation, *locks, engine=None, supervisor=None, **fields) -> e
 
 
 def sent(effects) -> list[tuple[int, str, int]]:
-    return [(e.conn, e.holder.incarnation, e.holder.token) for e in effects if _is(e, "SendGrant")]
+    return [
+        (each.conn, each.message.incarnation, each.message.token)
+        for each in effects
+        if isinstance(each, ev.Send) and isinstance(each.message, GrantedMsg)
+    ]
+
+
+def messages(effects, kind) -> list[Any]:
+    """The messages of this type that are sent, or announced."""
+    found = (each.message for each in effects if isinstance(each, ev.Send | ev.Announce))
+    return [message for message in found if isinstance(message, kind)]
 
 
 def refused(effects) -> list[str]:
@@ -88,10 +100,6 @@ def refused(effects) -> list[str]:
 
 def happened(effects) -> list[str]:
     return [effect.type for effect in effects if isinstance(effect, ev.Happened)]
-
-
-def _is(effect, name) -> bool:
-    return type(effect).__name__ == name
 
 
 def held_by_a(**options) -> Shell:

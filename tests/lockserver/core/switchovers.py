@@ -5,7 +5,8 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from lockserver.core import events as ev
-from tests.lockserver.core.shell import Shell, want
+from lockserver.messages import HandOverMsg, SwitchedOverMsg
+from tests.lockserver.core.shell import Shell, messages, want
 
 A = "engine-0-000000000000000a"
 A2 = "engine-0-00000000000000a2"
@@ -31,15 +32,15 @@ def ask(shell: Shell, **changes) -> list[ev.LockEffect]:
 
 
 def told(effects) -> list[str]:
-    return [f"{e.incarnation} to {e.to}" for e in effects if isinstance(e, ev.SendHandOver)]
+    return [f"{each.incarnation} to {each.to}" for each in messages(effects, HandOverMsg)]
 
 
 def answers(effects) -> list[tuple[int, str]]:
     """Which connections were answered, and with what: an engine's id, or a code."""
     return [
-        (e.ask, e.holder.engine if isinstance(e, ev.ReportSwitchOver) else e.code)
+        (e.ask, e.answer.engine if isinstance(e.answer, SwitchedOverMsg) else e.answer.code)
         for e in effects
-        if isinstance(e, ev.ReportSwitchOver | ev.RefuseSwitchOver)
+        if isinstance(e, ev.Answer)
     ]
 
 

@@ -46,7 +46,6 @@ def test_holder_that_hands_over_frees_the_lock_by_its_serving_file_and_waits_ane
     assert shell.serving_due() == [(A, 1)]
     assert shell.active.holder.serving == FILE_A
     assert sent(shell.feed(ev.ServingFileFree("active", A, 1)))[0] == (2, B, 2)
-    assert not any(isinstance(each, ev.Discard) for each in shell.effects)  # its witness lives
     assert [waiter.incarnation for waiter in shell.active.waiters] == [A]
     shell.feed(asks(2, B, "active", over=2))
     assert sent(shell.feed(ev.ServingFileFree("active", B, 2)))[0] == (1, A, 3)
@@ -147,7 +146,7 @@ def test_lost_state_waits_for_serving_files_and_goes_on_above_what_is_over():
     shell.feed(asks(2, B, "active"))
     assert evidence.seal_at(shell.machine.ledger, 5) == 7
     assert evidence.seal_at(shell.machine.ledger, 9) == 9
-    held = frozenset(s.witness_name for s in shell.machine.supervisors.values())
+    held = frozenset(s.said.witness for s in shell.machine.supervisors.values())
     assert not sent(shell.feed(ev.DirectoryScanned(held, frozenset([FILE_A.name]), 9)))
     assert shell.machine.locks["loader"].state is LockState.FREE  # that one needs no fence
     assert sent(shell.feed(ev.DirectoryScanned(held, frozenset(), 9)))[0] == (1, A, 10)

@@ -11,7 +11,8 @@ from lockserver.core import events as ev
 from lockserver.core.leases import Leases
 from lockserver.core.lock import LockState
 from lockserver.core.supervisors import LEASE
-from tests.lockserver.core.shell import A2, A, B, Shell, happened, refused, sent
+from lockserver.messages import RenewedMsg
+from tests.lockserver.core.shell import A2, A, B, Shell, happened, messages, refused, sent
 from tests.lockserver.core.shell import want as want_of
 
 SPAN_MS = 6000  # 5000 and a margin of 1000
@@ -93,7 +94,7 @@ def test_lease_on_file_keeps_the_length_that_its_engine_was_sent(held):
     timed = Timed(held.disk, lease_ms=1000)
     timed.pass_ms(2000)
     answer = timed.want(1, A, "active", tokens={"active": 1})
-    assert [e.lease_ms for e in answer if isinstance(e, ev.Renew)] == [5000]
+    assert [each.lease_ms for each in messages(answer, RenewedMsg)] == [5000]
     timed.pass_ms(SPAN_MS - 100)
     assert timed.active.holder.incarnation == A
     timed.pass_ms(100)

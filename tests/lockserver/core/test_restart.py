@@ -29,13 +29,13 @@ def test_restart_earlier_waiters_are_sent_the_returning_holder():
     shell = restarted(held_by_a())
     shell.feed(want(2, B, "active"))
     told = [e for e in shell.feed(want(1, A, "active")) if isinstance(e, ev.Announce)]
-    assert [(each.lock, each.holder.incarnation) for each in told] == [("active", A)]
+    assert [(each.message.lock, each.message.incarnation) for each in told] == [("active", A)]
     assert not any(isinstance(e, ev.Announce) for e in shell.feed(want(1, A, "active")))  # no news
 
     shell = Shell(ev.LockRecord(token=8, unknown=frozenset({"active"})))
     shell.feed(want(2, B, "active"))
     told = shell.feed(want(1, A, "active", tokens={"active": 7}))
-    assert [e.holder.token for e in told if isinstance(e, ev.Announce)] == [7]
+    assert [e.message.token for e in told if isinstance(e, ev.Announce)] == [7]
 
 
 def test_restart_returning_holder_evicts_a_twin():
@@ -88,7 +88,7 @@ def test_restart_reports_the_last_holder_of_each_recovering_lock():
     shell = restarted(held_by_a())
     (told,) = shell.machine.begin()
     assert told.type == "lock.recovering"
-    assert "engine-0 held the active lock, token 1" in told.message
+    assert A in told.message
     first, second = Shell(LOST).machine.begin()
     assert {first.data["lock"], second.data["lock"]} == {"active", "loader"}
     assert "is not on file" in first.message

@@ -7,15 +7,20 @@ from hypothesis import strategies as st
 
 from lockserver.core import events as ev
 from lockserver.core.lock import LockState
+from lockserver.messages import StandbyMsg
 from tests.lockserver.core.shell import A, B, Shell, happened, want
 
 C = "engine-2-000000000000000c"
 ENGINES = (A, B, C)
 
 
+def standbys(effects) -> list[tuple[int, StandbyMsg]]:
+    found = [each for each in effects if isinstance(each, ev.Send)]
+    return [(each.conn, each.message) for each in found if isinstance(each.message, StandbyMsg)]
+
+
 def told(effects) -> list[tuple[int, str, bool]]:
-    found = [effect for effect in effects if isinstance(effect, ev.TellStandby)]
-    return [(effect.conn, effect.lock, effect.is_ready) for effect in found]
+    return [(conn, each.lock, each.is_ready) for conn, each in standbys(effects)]
 
 
 def test_holder_is_told_at_its_grant_and_at_every_change():
@@ -31,7 +36,7 @@ def test_holder_is_told_at_its_grant_and_at_every_change():
 
 
 def continues(effects) -> list[bool]:
-    return [effect.continues for effect in effects if isinstance(effect, ev.TellStandby)]
+    return [each.continues for _, each in standbys(effects)]
 
 
 def test_holder_is_told_whether_the_engine_that_is_next_can_continue_its_streams():
@@ -114,13 +119,12 @@ def test_last_message_to_a_connected_holder_is_true(steps):
 
 
 def announced(effects) -> list[tuple[str, int, bool]]:
-    found = [effect for effect in effects if isinstance(effect, ev.Announce)]
-    return [(each.lock, each.holder.token, each.is_leaving) for each in found]
+    found = [each.message for each in effects if isinstance(each, ev.Announce)]
+    return [(each.lock, each.token, each.is_leaving) for each in found]
 
 
 def news(effects) -> list[tuple[int, bool, bool]]:
-    found = [effect for effect in effects if isinstance(effect, ev.TellStandby)]
-    return [(each.conn, each.is_ready, each.is_settled) for each in found]
+    return [(conn, each.is_ready, each.is_settled) for conn, each in standbys(effects)]
 
 
 def test_holder_that_was_told_to_end_has_a_standby_only_in_an_engine_that_vouches_for_it():

@@ -10,7 +10,8 @@ from msgspec.structs import replace
 
 from lockserver.core import events as ev
 from lockserver.core.lock import LockState, Waiter, next_waiter
-from tests.lockserver.core.shell import Shell, happened, sent, want
+from lockserver.messages import HandOverMsg
+from tests.lockserver.core.shell import Shell, happened, messages, sent, want
 from tests.lockserver.core.switchovers import A2, ASKED, A, B, C, answers, ask, give_up, pod, told
 
 # ---------------------------------------------------------------------- done
@@ -28,8 +29,8 @@ def test_holder_is_asked_and_the_first_waiter_is_granted():
     effects = give_up(shell)
     assert sent(effects) == [(2, B, 2)]
     assert answers(effects) == [(1, "engine-1")]
-    (report,) = [e for e in effects if isinstance(e, ev.ReportSwitchOver)]
-    assert (report.source, report.holder.token, report.took_ms) == ("engine-0", 2, 2500.0)
+    (report,) = [each.answer for each in effects if isinstance(each, ev.Answer)]
+    assert (report.source, report.token, report.took_ms) == ("engine-0", 2, 2500)
     assert happened(effects)[-1] == "lock.switched_over"
     assert not shell.machine.switchovers.under_way
     assert shell.active.preferred is None
@@ -52,7 +53,7 @@ def test_incomplete_standby_is_skipped():
 
 
 def resumes(effects) -> list[bool]:
-    return [effect.resume for effect in effects if isinstance(effect, ev.SendHandOver)]
+    return [each.resume for each in messages(effects, HandOverMsg)]
 
 
 @pytest.mark.parametrize(
@@ -140,7 +141,7 @@ def test_refused_switchover_changes_nothing(waiting, before, changes, code, says
     was = (shell.active.state, shell.active.holder, shell.active.preferred)
     effects = ask(shell, ask=9, **changes)
     assert answers(effects) == [(9, code)]
-    assert says in next(e for e in effects if isinstance(e, ev.RefuseSwitchOver)).message
+    assert says in next(each for each in effects if isinstance(each, ev.Answer)).answer.message
     assert happened(effects) == ["lock.switchover_refused"]
     assert told(effects) == []
     assert (shell.active.state, shell.active.holder, shell.active.preferred) == was
@@ -155,7 +156,7 @@ def test_free_lock_has_no_holder_to_hand_it_over():
     again.feed(want(2, B, "active"))
     effects = ask(again)
     assert answers(effects) == [(1, "lock.not_held")]
-    assert "recovering (held by engine-0)" in effects[0].message
+    assert "recovering (held by engine-0)" in effects[0].answer.message
 
 
 # ---------------------------------------------------------------------- other ends
@@ -297,9 +298,9 @@ def test_switchovers_never_grant_early_and_answer_once(steps):
         holder = shell.active.holder
         effects = shell.feed(event)
         seen.extend(answers(effects))
-        for grant in (e for e in effects if isinstance(e, ev.SendGrant)):
-            if grant.holder.token > token:
-                token = grant.holder.token
+        for *_, granted in sent(effects):
+            if granted > token:
+                token = granted
                 last = holder or shell.active.previous
                 assert last is None or last.incarnation in freed
 

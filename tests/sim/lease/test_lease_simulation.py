@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lockserver.client.lease import LeaseKeeper, RenewedLease
+from lockserver.client.lease import LeaseKeeper
 from lockserver.core.leases import Leases
 from lockserver.core.supervisors import SupervisorRecord
 from tests.sim.kit import replayable, seeds
@@ -47,7 +47,7 @@ class CountsFromReceipt(LeaseWorld):
         def renewed(self, progress, lease_ms, now_ms):
             is_new = super().renewed(progress, lease_ms, now_ms)
             if is_new:
-                self.lease = RenewedLease(now_ms, lease_ms)
+                self.sent_ms, self.lease_ms = now_ms, lease_ms
             return is_new
 
 
@@ -57,8 +57,8 @@ class RenewsByMereSending(LeaseWorld):
     class keeper_type(LeaseKeeper):
         def sent(self, progress, now_ms):
             super().sent(progress, now_ms)
-            if self.lease is not None:
-                self.lease = RenewedLease(now_ms, self.lease.lease_ms)
+            if self.lease_ms is not None:
+                self.sent_ms = now_ms
 
 
 class ActsOnOldGrants(LeaseWorld):
@@ -66,9 +66,9 @@ class ActsOnOldGrants(LeaseWorld):
 
     class keeper_type(LeaseKeeper):
         def may_act(self, now_ms):
-            if self.lease is not None:
-                self.lease = RenewedLease(now_ms, self.lease.lease_ms)
-            return self.lease is not None
+            if self.lease_ms is not None:
+                self.sent_ms = now_ms
+            return self.lease_ms is not None
 
 
 class ForgetsAtRestart(LeaseWorld):

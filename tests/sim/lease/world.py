@@ -245,9 +245,8 @@ class Node:
             self.want()
 
     def arm(self) -> None:
-        lease = self.keeper.lease
-        assert lease is not None
-        self.kill_at_ms = lease.sent_ms + self.world.kill_fraction * lease.lease_ms
+        assert self.keeper.lease_ms is not None
+        self.kill_at_ms = self.keeper.at_ms(self.world.kill_fraction)
 
     # ------------------------------------------------------------------ its tree, and its own end
 
@@ -356,15 +355,12 @@ class Server:
                     return
                 case ev.Persist():
                     self.persist(effect.record)
-                case ev.SendGrant():
-                    network.send_down(effect.conn, granted(effect))
+                case ev.Send():
+                    network.send_down(effect.conn, effect.message)
                 case ev.Announce():
                     for each in self.machine.supervisors.values():
-                        if each.conn is not None and each.id != effect.holder.supervisor:
-                            network.send_down(each.conn, granted(effect))
-                case ev.Renew():
-                    answer = RenewedMsg(effect.progress, effect.lease_ms)
-                    network.send_down(effect.conn, answer)
+                        if each.conn is not None and each.id != effect.supervisor:
+                            network.send_down(each.conn, effect.message)
                 case ev.RefuseConnection() | ev.Close():
                     network.send_down(effect.conn, effect)
                     line = network.lines.get(effect.conn)
@@ -423,12 +419,6 @@ class Server:
         is_due = evidence.scan_is_due(self.machine.locks)
         if is_due and not self.machine.leases.may_have_strangers:
             self.feed(ev.DirectoryScanned(frozenset()))
-
-
-def granted(effect: ev.SendGrant | ev.Announce) -> GrantedMsg:
-    holder = effect.holder
-    who = holder.engine, holder.incarnation, holder.token
-    return GrantedMsg(effect.lock, *who, effect.era)
 
 
 # A fifth of the shortest lease in any test plus the margin, minus the difference of two clocks.

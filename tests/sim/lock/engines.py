@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockserver.core import events as ev
 from lockserver.core.names import ServingFile, WitnessFile
+from lockserver.messages import GrantedMsg, StandbyMsg
 from lockserver.witness import name_of
 from plumbing.pod.models import ACTIVE as ACTIVE
 from plumbing.pod.models import LOADER as LOADER
@@ -213,11 +214,11 @@ class Supervisors:
         assert sup.conn is not None
         message, tree = sup.conn.down.popleft(), sup.tree
         departures = self.world.departures
-        if isinstance(message, ev.TellStandby):
+        if isinstance(message, StandbyMsg):
             assert departures is not None
             departures.heard_news(sup, message)
             return
-        if departures is not None and isinstance(message, ev.SendGrant) and message.is_leaving:
+        if departures is not None and isinstance(message, GrantedMsg) and message.is_leaving:
             departures.heard_leaving(sup, message)
         if isinstance(message, ev.RefuseConnection):
             sup.is_patient = True
@@ -225,9 +226,9 @@ class Supervisors:
                 self.give_up(sup)
         elif tree is None or sup.is_killing:
             return
-        elif message.holder.incarnation == tree.incarnation:
-            self.won(sup, tree, message.lock, message.holder.token)
-        elif message.lock == sup.active and tree.is_told and message.holder.engine != sup.engine:
+        elif message.incarnation == tree.incarnation:
+            self.won(sup, tree, message.lock, message.token)
+        elif message.lock == sup.active and tree.is_told and message.engine != sup.engine:
             self.give_up(sup)  # another engine was granted the lock
 
     def won(self, sup: Sup, tree: Tree, lock: str, token: int) -> None:
@@ -359,9 +360,9 @@ class Departures:
 
     # ------------------------------------------------------------------ the successor
 
-    def heard_leaving(self, sup: Sup, message: ev.SendGrant) -> None:
-        if message.lock == sup.active and message.holder.engine != sup.engine:
-            sup.knows = message.holder.token
+    def heard_leaving(self, sup: Sup, message: GrantedMsg) -> None:
+        if message.lock == sup.active and message.engine != sup.engine:
+            sup.knows = message.token
 
     def vouch(self, sup: Sup) -> None:
         sup.succeeds = sup.knows
@@ -370,14 +371,14 @@ class Departures:
 
     # ------------------------------------------------------------------ the engine that leaves
 
-    def heard_news(self, sup: Sup, news: ev.TellStandby) -> None:
-        is_mine = sup.tree is not None and news.holder.incarnation == sup.tree.incarnation
+    def heard_news(self, sup: Sup, news: StandbyMsg) -> None:
+        is_mine = sup.tree is not None and news.incarnation == sup.tree.incarnation
         is_answer = news.is_settled or not self.waits_for_settled
         if is_mine and sup.awaits_answer and is_answer:
             sup.awaits_answer = False
             if news.continues:
                 self.left += 1
-                self.world.promises.left_streams(sup, news.holder.token)
+                self.world.promises.left_streams(sup, sup.tokens[sup.active])
 
     def stop_waiting(self, sup: Sup) -> None:
         """No answer came in time."""

@@ -20,6 +20,7 @@ from lockserver.core.lock import Lock, LockState, Signal
 from lockserver.core.machine import LockMachine
 from lockserver.core.names import WitnessState
 from lockserver.core.supervisors import SupervisorRecord
+from lockserver.messages import GrantedMsg
 from tests.sim.kit import Patch, PlantedRules
 from tests.sim.lock.engines import Departures, Tree
 from tests.sim.lock.faults import Faults
@@ -88,14 +89,13 @@ def witness_ignored(real: Any, self: Server) -> list[tuple[Any, Any]]:
 # ---------------------------------------------------------------------- rules of the core
 
 
-def older_connection_counts(real: Any, self: SupervisorRecord, want: ev.Wanted) -> None:
+def older_connection_counts(real: Any, self: SupervisorRecord, want: ev.Wanted) -> bool:
     """A late message from an older connection counts as new."""
-    real(self, want)
-    self.newest = -1
+    return False
 
 
 CORE.instead(
-    "newest-connection", "not given its grant|waits|does not wait", SupervisorRecord, "adopt"
+    "newest-connection", "not given its grant|waits|does not wait", SupervisorRecord, "has_outrun"
 )(older_connection_counts)
 
 
@@ -140,23 +140,7 @@ def any_claim_is_believed(
 def free_witness_is_let_in(self: LockMachine, event: ev.Input) -> ev.Input:
     """Every requester that was looked at counts as alive."""
     is_want = isinstance(event, ev.Wanted)
-    return event if not is_want or event.witness_state is UNSEEN else seen(event, HELD)
-
-
-@hears("unseen-lets-nobody-in", "does not wait, or is known dead")
-def unseen_is_held(self: LockMachine, event: ev.Input) -> ev.Input:
-    """A requester whose witness could not be looked at counts as alive."""
-    return seen(event, HELD) if getattr(event, "witness_state", None) is UNSEEN else event
-
-
-@hears("unseen-puts-nobody-out", "refused without a look")
-def unseen_is_unproven(self: LockMachine, event: ev.Input) -> ev.Input:
-    """A requester whose witness could not be looked at is refused."""
-    is_unseen = getattr(event, "witness_state", None) is UNSEEN
-    return seen(event, WitnessState.UNPROVEN) if is_unseen else event
-
-
-HELD, UNSEEN = WitnessState.HELD, WitnessState.UNSEEN
+    return seen(event, WitnessState.HELD) if is_want else event
 
 
 def seen(event: Any, state: WitnessState) -> Any:
@@ -177,7 +161,7 @@ def helper_opens_a_device(real: Any, self: Faults, tree: Tree) -> None:
 @CORE.instead("same-grant-again", "was not given its grant", LockMachine, "_confirm")
 def grant_is_not_repeated(real: Any, *asked: Any) -> Any:
     """A holder that asks again is not sent its grant again."""
-    return (effect for effect in real(*asked) if not isinstance(effect, ev.SendGrant))
+    return (effect for effect in real(*asked) if not isinstance(effect, ev.Send))
 
 
 @CORE.instead("silent-waiter-passed-over", "granted in its silence", ledger, "next_waiter")
@@ -266,25 +250,6 @@ def unwritten_grant_is_sent(self: LockMachine, event: ev.Input) -> ev.Input:
 CORE.put("written-again", STUCK, ledger, "RETRY_MS", 1e12)
 
 
-@CORE.rule("witness-kept-while-on-file", "witness is removed")
-def witness_is_removed_early(patch: Patch) -> None:
-    """An ended incarnation's witness is removed while the file still names it."""
-    end, handle = Ledger.end, LockMachine.handle
-    early: list[Any] = []
-
-    def forget(self: Ledger, witness: Any) -> None:
-        end(self, witness)
-        early.append(witness)
-
-    def handle_hastily(self: LockMachine, event: ev.Input, now_ms: float) -> list[ev.LockEffect]:
-        effects = handle(self, event, now_ms)
-        gone, early[:] = tuple(early), []
-        return [ev.Discard(gone), *effects]
-
-    patch.setattr(Ledger, "end", forget)
-    patch.setattr(LockMachine, "handle", handle_hastily)
-
-
 # ---------------------------------------------------------------------- a hand-over in place
 
 
@@ -304,8 +269,8 @@ def no_seal(real: Any, self: Server, tree: Tree, token: int) -> None:
 def seal_is_taken_off(real: Any, self: Server, effects: Any) -> None:
     """The next grant takes the seal off."""
     for effect in effects:
-        if isinstance(effect, ev.SendGrant):
-            self.world.trees[effect.holder.incarnation].length = 0
+        if isinstance(getattr(effect, "message", None), GrantedMsg):
+            self.world.trees[effect.message.incarnation].length = 0
     real(self, effects)
 
 
@@ -317,7 +282,7 @@ def any_file_will_do(real: Any, self: Server, tree: Tree, holder: ev.Holder) -> 
 
 HAND_OVER.put("over-in-each-want", STUCK, Serving, "says_over", False)
 HAND_OVER.instead(
-    "newest-connection", f"{STUCK}|not given its grant", SupervisorRecord, "adopt", seed=250
+    "newest-connection", f"{STUCK}|not given its grant", SupervisorRecord, "has_outrun", seed=250
 )(older_connection_counts)
 
 
@@ -359,7 +324,7 @@ UNVOUCHED = "no engine vouched for them"
 @DEPARTURES.instead("leaver-is-not-granted", LEAVES, SupervisorRecord, "may_wait_for")
 def leaver_is_granted(real: Any, self: SupervisorRecord, lock: str) -> bool:
     """An engine that leaves keeps its place in the queue."""
-    return lock in self.locks
+    return lock in self.said.locks
 
 
 class Everything(int):
@@ -372,8 +337,8 @@ class Everything(int):
 @DEPARTURES.instead("successor-knows", "none vouched", SupervisorRecord, "adopt")
 def any_waiter_is_a_successor(real: Any, self: SupervisorRecord, want: ev.Wanted) -> None:
     """Whoever waits counts as a successor, whether or not it knows that the holder leaves."""
-    real(self, want)
-    self.succeeds = Everything()
+    msg = msgspec.structs.replace(want.msg, succeeds=Everything())
+    real(self, msgspec.structs.replace(want, msg=msg))
 
 
 DEPARTURES.put("vouch-only-untold", VOUCHES, Departures, "vouches_untold", False)

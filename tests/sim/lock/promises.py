@@ -13,7 +13,8 @@ from lockserver.core import events as ev
 from lockserver.core import evidence
 from lockserver.core.lock import LockState
 from lockserver.core.machine import SILENT_MS
-from lockserver.core.names import WitnessFile, WitnessState
+from lockserver.core.names import WitnessState
+from lockserver.messages import StandbyMsg
 from plumbing.pod.models import kind_of
 from tests.sim.lock.engines import ACTIVE, Conn, Said, Sup, Tree
 
@@ -86,8 +87,6 @@ class Promises:
             event: with what the server saw of its witness.
         """
         sup, tree = conn.sup, said.tree
-        is_unseen = event.witness_state is WitnessState.UNSEEN
-        assert not (is_unseen and UNPROVEN in codes), f"{sup.engine} is refused without a look"
         self.owed = []
         other = self.known.get(sup.engine)
         if not IDENTITY.isdisjoint(codes):
@@ -135,8 +134,6 @@ class Promises:
                     self.owed.append((lock, holder))
             elif key not in self.asked or self.asked[key][0] is not tree:
                 self.asked.pop(key, None)
-                if is_unseen:
-                    continue  # it is to ask again
                 self.questions += 1
                 self.asked[key] = (tree, self.questions)
                 tree.was_held = event.witness_state is WitnessState.HELD
@@ -267,12 +264,11 @@ class Promises:
         assert not sup.is_leaving, f"{sup.engine} vouches, and was told to end"
         self.vouched.add((sup.id, token))
 
-    def told_of_standby(self, news: ev.TellStandby) -> None:
+    def told_of_standby(self, news: StandbyMsg, token: int) -> None:
         """A holder that leaves hears of an engine that vouched, and is not known to leave."""
-        token = news.holder.token
         if news.is_settled and news.is_ready:
             stay = {who for who, what in self.vouched if what == token} - self.leavers
-            assert stay, f"{news.holder.incarnation} hears of a successor, and none vouched"
+            assert stay, f"{news.incarnation} hears of a successor, and none vouched"
 
     def left_streams(self, sup: Sup, token: int) -> None:
         """It leaves its streams: another engine knew of its order, and had none itself."""
@@ -294,11 +290,6 @@ class Promises:
         assert self.is_over(tree, token) or not self.is_heard(tree.sup), (
             f"{tree.incarnation} loses the lock while its supervisor lives and is heard"
         )
-
-    def discarded(self, witnesses: Sequence[WitnessFile]) -> None:
-        newest = self.world.server.slots[1]
-        needed = {holder.witness for holder in newest.holders.values()} if newest else set()
-        assert needed.isdisjoint(witnesses), "a holder's witness is removed"
 
     # ------------------------------------------------------------------ after every step
 

@@ -14,7 +14,7 @@ from lockserver.core import evidence
 from lockserver.core.lock import KINDS
 from lockserver.core.machine import LockMachine
 from lockserver.core.names import WitnessState
-from lockserver.messages import WantMsg
+from lockserver.messages import GrantedMsg, StandbyMsg, WantMsg
 from plumbing.pod.models import kind_of
 from tests.sim.lock.engines import ACTIVE, CONTINUATION, Conn, Said, Sup, Tree
 
@@ -60,10 +60,7 @@ class Server:
         resumes = self.world.departures is not None
         self.machine = LockMachine(record, self.world.now_ms, kinds=self.kinds, resumes=resumes)
         self.world.promises.server_started()
-        trees = self.world.trees.values()
-        self.perform(
-            self.machine.begin([t.witness for t in trees if t.is_sealed and not t.is_removed])
-        )
+        self.perform(self.machine.begin())
 
     def kill(self) -> None:
         self.machine = None
@@ -89,31 +86,28 @@ class Server:
             if isinstance(effect, ev.Persist):
                 assert effect is effects[-1], "something happens after a write is begun"
                 self.write(effect.record)
-            elif isinstance(effect, ev.SendGrant):
-                promises.granted(effect.lock, effect.holder, effect.era)
-                self.send(effect.conn, effect)
+            elif isinstance(effect, ev.Send):
+                if isinstance(effect.message, GrantedMsg):
+                    grant = effect.message
+                    promises.granted(grant.lock, self.holder_of(grant.lock), grant.era)
+                elif isinstance(effect.message, StandbyMsg) and self.world.departures is not None:
+                    token = self.holder_of(effect.message.lock).token
+                    promises.told_of_standby(effect.message, token)
+                elif isinstance(effect.message, StandbyMsg):
+                    continue
+                self.send(effect.conn, effect.message)
             elif isinstance(effect, ev.Announce):
                 self.announce(effect)
-            elif isinstance(effect, ev.TellStandby) and self.world.departures is not None:
-                promises.told_of_standby(effect)
-                self.send(effect.conn, effect)
             elif isinstance(effect, ev.RefuseConnection | ev.Close):
                 self.close(effect)
-            elif isinstance(effect, ev.Discard):
-                promises.discarded(effect.witnesses)
-                names = {file.name for file in effect.witnesses}
-                for tree in self.world.trees.values():
-                    if tree.witness.name in names and not tree.is_alive:
-                        tree.is_removed = True
             elif isinstance(effect, ev.Forget):
                 self.watched.pop(effect.supervisor, None)
 
     def announce(self, effect: ev.Announce) -> None:
         assert self.machine is not None, NO_MACHINE
         for known in self.machine.supervisors.values():
-            if known.conn is not None and known.id != effect.holder.supervisor:
-                grant = effect.lock, effect.holder, effect.era, effect.is_leaving
-                self.send(known.conn, ev.SendGrant(known.conn, *grant))
+            if known.conn is not None and known.id != effect.supervisor:
+                self.send(known.conn, effect.message)
 
     def write(self, record: ev.LockRecord) -> None:
         if self.disk_fails:
@@ -126,6 +120,16 @@ class Server:
             self.kill()
             return
         self.feed(ev.Persisted())
+        self.remove_dead(record)
+
+    def remove_dead(self, record: ev.LockRecord) -> None:
+        """The witnesses that no process holds, but those on file and of connected supervisors."""
+        assert self.machine is not None, NO_MACHINE
+        kept = {holder.witness.name for holder in record.holders.values()}
+        kept |= evidence.kept_witnesses(self.machine.supervisors)
+        for tree in self.world.trees.values():
+            if not tree.is_alive and tree.witness.name not in kept:
+                tree.is_removed = True
 
     def conn_of(self, conn_id: int) -> Conn | None:
         return next((conn for conn in self.world.conns if conn.id == conn_id), None)
@@ -190,8 +194,6 @@ class Server:
         self.hear(conn, conn.up.popleft())
 
     def look(self, tree: Tree | None) -> WitnessState:
-        if tree is not None and self.is_short:
-            return WitnessState.UNSEEN
         if tree is not None and not tree.is_sealed and not tree.is_removed:
             return WitnessState.HELD if tree.is_alive else WitnessState.FREE
         return WitnessState.UNPROVEN
@@ -199,6 +201,9 @@ class Server:
     def hear(self, conn: Conn, said: Said) -> None:
         """A `want` arrives; the server looks at the witness that it names."""
         sup, tree = conn.sup, said.tree
+        if tree is not None and self.is_short:
+            self.close(ev.RefuseConnection(conn.id, "lock.witness_unseen", "ask again"))
+            return
         event = ev.Wanted(
             conn.id,
             WantMsg(

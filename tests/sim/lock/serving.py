@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from lockserver.core import events as ev
 from lockserver.core.names import ServingFile, serving_name_of
+from lockserver.messages import GrantedMsg
 from tests.sim.lock.engines import Conn, Said, Sup, Tree, Worker
 
 if TYPE_CHECKING:
@@ -204,7 +204,7 @@ class Serving:
         found += [
             (self.repeat_grant, conn)
             for conn in self.world.conns
-            if any(isinstance(message, ev.SendGrant) for message in conn.down)
+            if any(isinstance(message, GrantedMsg) for message in conn.down)
         ]
         return found
 
@@ -244,5 +244,5 @@ class Serving:
 
     def repeat_grant(self, conn: Conn) -> None:
         """A grant is heard twice."""
-        message = next(each for each in conn.down if isinstance(each, ev.SendGrant))
+        message = next(each for each in conn.down if isinstance(each, GrantedMsg))
         conn.down.append(replace(message))

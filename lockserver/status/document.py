@@ -1,0 +1,371 @@
+"""The status document, of a running server and from its files while none answers.
+
+Finding out which processes have a witness open walks /proc, so it is done when status is asked for
+or when an event needs it, never in the path of a grant.
+
+Without a server the document shows the state file's contents, and what can be seen. It must not
+guess: only the witness proves whether a holder is alive, and the waiters are unknown until a server
+is back. A server may also run and not answer: then a second one could not start in its directory,
+and `silent_server` says which process it is.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from msgspec import to_builtins
+
+from lockserver import schema, state_file, witness
+from lockserver.core.events import Holder
+from lockserver.core.lock import KINDS, Lock, LockState, kinds_of, with_filed
+from lockserver.core.names import ServingFile, WitnessFile, WitnessState
+from lockserver.core.supervisors import SupervisorRecord
+from lockserver.status.reasons import (
+    ELSEWHERE,
+    NAMED_MAX,
+    NOBODY,
+    RESUME,
+    Here,
+    Process,
+    Seen,
+    named,
+    since_ms,
+    wait,
+    waits_of,
+)
+from plumbing.errors import UnderstudyError, WaitTimeoutError
+from plumbing.pod.paths import lockserver_guard
+from plumbing.service import procfs
+from plumbing.service.clock import Clock, SystemClock, moment, rfc3339
+from plumbing.service.notify import restarts
+from plumbing.text import duration
+
+if TYPE_CHECKING:
+    from lockserver.server.server import LockServer
+
+SCHEMA = 1
+# The document must fit into one frame: more are counted, not listed. A pod has a handful.
+WAITERS_NAMED_MAX = SUPERVISORS_NAMED_MAX = 100
+PIDS_MAX = 32  # processes listed in one place; a backend with 8 ranks has a dozen
+DIRECT, GATEWAY = "direct", "gateway"  # who accepts connections: engines (over TCP), a gateway
+
+
+def online(server: LockServer, http_problem: str | None) -> dict[str, Any]:
+    """The document of a running server; `http_problem` is one that it does not know itself."""
+    machine, settings, gateways = server.machine, server.settings, server.gateways
+    here = Here(
+        machine,
+        server.clock,
+        settings.directory,
+        reach=server.directory,
+        service=gateways.service,
+        no_gateway=gateways.missing,
+    )
+    tcp, problems = server.tcp, [machine.ledger.problem, server.directory.problem]
+    if tcp is not None:
+        problems.append(tcp.problem or tcp.security_problem)
+    problems += gateways.problem, http_problem
+    return _built(
+        **server.events.newest(),
+        server=schema.LockServerFields(
+            pid=os.getpid(),
+            since=rfc3339(server.started),
+            dir=settings.directory,
+            online=True,
+            restarts=restarts(),
+        ),
+        models=list(settings.models),
+        mode=GATEWAY if settings.listen is None else DIRECT,
+        era=machine.ledger.era,
+        token=machine.ledger.token,
+        problem=next(filter(None, problems), None),
+        locks={name: _lock(lock, here) for name, lock in machine.locks.items()},
+        tcp=None
+        if tcp is None
+        else schema.LockTcp(
+            address=str(tcp.address),
+            secured=True,  # by certificates, always; scripts read it
+            lease_ms=machine.leases.lease_ms,
+            lease_margin_ms=round(machine.leases.margin_ms),
+            connections=len(tcp.connections),
+            refused=tcp.refused_count,
+            last_refusal=tcp.last_refusal,
+        ),
+        supervisors=[
+            _supervisor(each, server)
+            for each in islice(machine.supervisors.values(), SUPERVISORS_NAMED_MAX)
+        ],
+        supervisors_total=len(machine.supervisors),
+        service=gateways.services(),
+        gateways=gateways.documents(),
+        last_grants=list(server.last_grants),
+    )
+
+
+def _built(**fields: Any) -> dict[str, Any]:
+    document: dict[str, Any] = to_builtins(schema.LockserverStatus(schema=SCHEMA, **fields))
+    return document
+
+
+def processes_of(file: WitnessFile | ServingFile) -> list[dict[str, Any]]:
+    """The processes that have this file open, where they are visible from here."""
+    pids = procfs.holders_of(file.dev, file.ino)[:PIDS_MAX]
+    return [
+        {"pid": pid, "name": procfs.name(pid), "halted": procfs.halted(pid)}
+        for pid in pids
+        if pid != os.getpid()
+    ]
+
+
+# ---------------------------------------------------------------------- while a server runs
+
+
+def _lock(lock: Lock, here: Here) -> schema.LockLock:
+    machine, clock = here.machine, here.clock
+    now_ms = clock.now_ms()
+    seen = _look(lock, here, now_ms)
+    waits = waits_of(lock, here, seen)
+    faults = (each for each in waits if each.is_fault and each.reason not in ELSEWHERE)
+    window_ms = max(0.0, machine.started_ms + machine.window_ms - now_ms)
+    switchover = machine.switchovers.under_way.get(lock.name)
+    return schema.LockLock(
+        kind="fenced" if lock.is_fenced else "plain",
+        state=str(lock.state),
+        **moment(since_ms(lock, machine), clock),
+        cause=lock.cause,
+        holder=_online_holder(lock, here, is_overdue=window_ms <= 0),
+        waiters=[
+            schema.LockWaiter(
+                engine=waiter.engine,
+                incarnation=waiter.incarnation,
+                silent=machine.supervisors[waiter.supervisor].is_silent,
+                **moment(waiter.since_ms, clock),
+                since_mono_ms=waiter.since_ms,
+            )
+            for waiter in lock.waiters[:WAITERS_NAMED_MAX]
+        ],
+        waiters_total=len(lock.waiters),
+        waiting_for=[schema.LockWaitingFor(**each) for each in seen.processes],
+        waits=waits,
+        problem=next((f"{w.message}: {'; '.join(w.evidence)}; {w.fix}" for w in faults), None),
+        window=schema.LockWindow(ms=machine.window_ms, left_ms=round(window_ms)),
+        switchover=None
+        if switchover is None
+        else schema.LockSwitchover(
+            from_=switchover.source.engine,
+            to=switchover.to,
+            pid=switchover.pid,
+            **moment(switchover.since_ms, clock),
+            since_mono_ms=switchover.since_ms,
+            deadline_mono_ms=switchover.deadline_ms,
+            left_ms=max(0, round(switchover.deadline_ms - now_ms)),
+            overdue=switchover.is_overdue,
+        ),
+    )
+
+
+def _holder(holder: Holder, clock: Clock, **known: Any) -> schema.LockHolder:
+    return schema.LockHolder(
+        engine=holder.engine,
+        incarnation=holder.incarnation,
+        token=holder.token,
+        **moment(holder.since_mono_ms, clock),
+        since_mono_ms=holder.since_mono_ms,
+        **known,
+    )
+
+
+def _online_holder(lock: Lock, here: Here, *, is_overdue: bool) -> schema.LockHolder | None:
+    holder = lock.holder
+    if holder is None:
+        return None
+    supervisor = here.machine.supervisors.get(holder.supervisor)
+    process = supervisor.want.process if supervisor else "none"
+    evidence = "witness" if process == "none" else "pidfd+witness"
+    is_silent = supervisor is not None and supervisor.is_silent
+    return _holder(
+        holder,
+        here.clock,
+        connected=supervisor is not None and supervisor.conn is not None,
+        unresponsive=is_silent or (lock.state is LockState.RECOVERING and is_overdue),
+        pid=supervisor.want.pid if supervisor else None,
+        evidence=evidence if holder.lease_ms is None else "lease",
+        pidfd_source=process,
+    )
+
+
+def _look(lock: Lock, here: Here, now_ms: float) -> Seen:
+    """What shows of a lock's holder; /proc is read only if its end is in question."""
+    holder, machine = lock.holder, here.machine
+    leases = machine.leases
+    if holder is None:
+        if not lock.is_unknown:
+            return Seen()
+        left_ms = leases.strangers_until_ms - now_ms if leases.may_have_strangers else 0.0
+        return Seen(strangers=_strangers(lock, here), strangers_ms=left_ms)
+    if holder.lease_ms is not None:
+        return Seen(left_ms=leases.left_ms(holder.incarnation, now_ms) or 0.0)
+    supervisor = machine.supervisors.get(holder.supervisor)
+    is_silent = supervisor is not None and supervisor.is_silent
+    is_suspect = lock.state is not LockState.HELD or is_silent
+    file, probe = witness.identify(os.path.join(here.directory, holder.witness.name))
+    proof = holder.serving if lock.is_handed_over and holder.serving else holder.witness
+    pid = supervisor.want.pid if is_suspect and supervisor is not None else 0
+    return Seen(
+        is_same_file=file == holder.witness or probe is WitnessState.UNSEEN,
+        probe=probe,
+        processes=processes_of(proof) if is_suspect else [],
+        halted=procfs.halted(pid) if pid else None,
+    )
+
+
+def _strangers(lock: Lock, here: Here) -> dict[str, list[dict[str, Any]]]:
+    """The witnesses that keep a lock unknown, by name, each with the processes that hold it."""
+    known = {
+        each.said.witness
+        for each in here.machine.supervisors.values()
+        if each.conn is not None and lock.name not in each.said.tokens
+    }
+    strangers: dict[str, list[dict[str, Any]]] = {}
+    try:
+        held = witness.scan(here.directory)
+    except OSError:  # no descriptor or memory to look with
+        return strangers
+    for name in sorted(held - known)[: NAMED_MAX + 1]:
+        file, _ = witness.identify(os.path.join(here.directory, name))
+        strangers[witness.shown(name)] = processes_of(file) if file is not None else []
+    return strangers
+
+
+def _supervisor(each: SupervisorRecord, server: LockServer) -> schema.LockSupervisor:
+    now_ms, conn = server.clock.now_ms(), server.conn_of(each)
+    left_ms = server.machine.leases.left_ms(each.incarnation, now_ms)
+    return schema.LockSupervisor(
+        engine=each.engine,
+        supervisor=each.id,
+        incarnation=each.incarnation,
+        pid=each.want.pid,
+        pidfd_source=each.want.process,
+        connected=conn is not None,
+        silent=each.is_silent,
+        heard_ms_ago=round(now_ms - each.heard_ms),
+        wants=list(each.said.locks),
+        peer=str(conn.peer) if conn is not None and each.is_leased else None,
+        lease_left_ms=None if left_ms is None else round(left_ms),
+    )
+
+
+# ---------------------------------------------------------------------- while none answers
+
+MEANWHILE = "active engines keep serving, and no other engine is granted the lock"
+HANGS = "if it stays so, kill it: kill -9 {pid}; then start another, or let its container restart"
+UNANSWERED = "no lock server answers; this is its state file"
+
+
+def silent_server(directory: str, error: UnderstudyError) -> tuple[str, str] | None:
+    """A sentence on the server that did not answer a request, which failed with `error`, and one on
+    what to do; None if there is no server.
+
+    One in another PID namespace is not visible. Then it is known by accepting the connection.
+    """
+    path = lockserver_guard(directory)
+    try:
+        guard = os.stat(path)
+        pids = procfs.holders_of(guard.st_dev, guard.st_ino)  # only a server opens it
+    except OSError:
+        pids = []
+    pid = next((each for each in pids if each != os.getpid()), None)
+    if pid is not None:
+        halted = procfs.halted(pid)
+        state = f", {halted}" if halted else ""
+        who = f"pid {pid} ({procfs.name(pid)}{state})"
+        fix = RESUME.get(halted or "", HANGS).format(pid=pid)
+        message = f"the lock server, {who}, holds {path} and does not answer"
+    elif isinstance(error, WaitTimeoutError):
+        fix = "see whether its container is paused, stopped or out of CPU time"
+        message = (
+            f"the lock server in {directory} accepts connections and does not answer; its process"
+            " is not visible from here"
+        )
+    else:
+        return None
+    return message, f"{fix}; {MEANWHILE}"
+
+
+def offline(directory: str, silent: tuple[str, str] | None = None) -> dict[str, Any] | None:
+    """The view from the state file while no server answers; None if there is none either. `silent`:
+    as `silent_server` says.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    found = state_file.read(directory, KINDS)
+    if found is None:
+        return None
+    clock = SystemClock()
+    written_s = os.stat(os.path.join(directory, state_file.NAME)).st_mtime
+    written_ms = clock.now_ms() - (time.time() - written_s) * 1000
+    start = f"start it: lockserver serve --dir {directory}; until then"
+    what, fix = silent or (UNANSWERED, f"{start} {MEANWHILE}")
+    locks = {}
+    for name, is_fenced in with_filed(kinds_of(found.models), found.record).items():
+        holder = found.record.holders.get(name)
+        processes = [] if holder is None else processes_of(holder.witness)
+        evidence, whose, shown, since_ms = "no holder is on file", NOBODY, None, written_ms
+        if name in found.record.unknown:
+            evidence = "the holder is not on file"
+        if holder is not None:
+            state = _witness_state(directory, holder)
+            evidence, since_ms = _evidence(holder, state, processes), holder.since_mono_ms
+            whose = (holder.engine, holder.incarnation, holder.token, None)
+            shown = _holder(holder, clock, witness=state)
+        end = fix
+        if holder is not None and holder.lease_ms is not None and silent is None:
+            end = f"{start} the active engine stops before its lease expires"
+        locks[name] = schema.LockLock(
+            kind="fenced" if is_fenced else "plain",
+            state="unknown",
+            **moment(since_ms, clock),
+            holder=shown,
+            waiters=[],
+            waiters_total=0,
+            waiting_for=[schema.LockWaitingFor(**each) for each in processes],
+            waits=[wait("no_server", clock, since_ms, (evidence,), whose, what=what, end=end)],
+            problem=what,
+        )
+    return _built(
+        as_of_event_id=0,
+        last_event=None,
+        server=schema.LockServerFields(pid=None, since=None, dir=directory, online=False),
+        models=list(found.models),
+        mode=None,
+        era=found.record.era,
+        token=found.record.token,
+        problem=found.problem,
+        locks=locks,
+        tcp=None,
+        supervisors=[],
+        supervisors_total=0,
+        service={},
+        gateways=[],
+        last_grants=[],
+    )
+
+
+def _evidence(holder: Holder, state: str, processes: Sequence[Process]) -> str:
+    if holder.lease_ms is not None:
+        return f"it cannot renew its lease of {duration(holder.lease_ms)}"
+    if state == WitnessState.UNPROVEN:
+        return f"witness {holder.witness.name} is missing or was replaced: it proves nothing"
+    who = f" by {named(processes)}" if state == WitnessState.HELD else ""
+    return f"witness {holder.witness.name} is {state}{who}"
+
+
+def _witness_state(directory: str, holder: Holder) -> str:
+    file, probe = witness.identify(os.path.join(directory, holder.witness.name))
+    is_same = file == holder.witness or probe is WitnessState.UNSEEN
+    return str(probe if is_same else WitnessState.UNPROVEN)
