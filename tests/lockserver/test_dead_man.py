@@ -63,25 +63,19 @@ def start():
         program.close()
 
 
-def test_a_process_that_does_nothing_is_killed(start):
-    """Goal: the timer ends the process by itself.
-    Method: arm, then wait for a signal that never comes."""
-    program = start("DeadMan().arm(now_ms() + 50); signal.pause()")
-    assert program.ended() == -signal.SIGKILL
-
-
-def test_a_stopped_process_is_killed(start):
-    """Goal: SIGSTOP does not protect a process from the timer. Method: arm it far enough ahead to
-    stop the process first; the process is stopped, then dead."""
-    program = start("DeadMan().arm(now_ms() + 500); os.kill(os.getpid(), signal.SIGSTOP)")
-    assert program.ended() == -signal.SIGKILL
-
-
-def test_a_process_that_holds_the_interpreter_is_killed(start):
-    """Goal: the timer needs neither the event loop nor Python. Method: run C code that never
-    returns and holds the interpreter's lock."""
-    program = start("import ctypes; DeadMan().arm(now_ms() + 50); ctypes.PyDLL(None).pause()")
-    assert program.ended() == -signal.SIGKILL
+@pytest.mark.parametrize(
+    "body",
+    [
+        "DeadMan().arm(now_ms() + 50); signal.pause()",
+        "DeadMan().arm(now_ms() + 500); os.kill(os.getpid(), signal.SIGSTOP)",
+        # C code that never returns and holds the interpreter's lock.
+        "import ctypes; DeadMan().arm(now_ms() + 50); ctypes.PyDLL(None).pause()",
+    ],
+    ids=["idle", "stopped", "holds the interpreter"],
+)
+def test_process_is_killed_whatever_it_does(start, body):
+    """Goal: the timer needs neither the event loop nor Python, and SIGSTOP is no protection."""
+    assert start(body).ended() == -signal.SIGKILL
 
 
 def test_rearmed_or_disarmed_timer_does_nothing_at_the_old_time(start):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 
 import pytest
 
 from lockserver.client.borrower import Borrower, BorrowerCallbacks
 from tests.helpers import auntil, free_port
-from tests.lockserver.by_hand import Hand
+from tests.lockserver.engines import Engine
 from tests.lockserver.gateways import Gateway
 from tests.lockserver.test_server import http
 
@@ -47,29 +48,29 @@ class PoolGateway(Gateway):
 def test_engines_of_two_models_are_active_at_once_and_each_model_fails_over_alone(pod_dir, server):
     """Goal: a model's locks exclude its own engines only. Method: two engines of one model and one
     of another want theirs; the first holder dies."""
-    with (
-        Hand(pod_dir, "chat-0") as first,
-        Hand(pod_dir, "chat-1") as second,
-        Hand(pod_dir, "coder-0") as other,
-        first.connect() as one,
-        second.connect() as two,
-        other.connect() as line,
-    ):
-        one.notify(first.want("active:chat", "loader:chat"))
-        tokens = {first.granted(one), first.granted(one)}
-        two.notify(second.want("active:chat"))
-        line.notify(other.want("active:coder", "loader:coder"))
-        tokens |= {other.granted(line), other.granted(line)}
-        assert len(tokens) == 4  # one series for all locks
-        locks = server.status()["locks"]
-        assert list(locks) == ["active:chat", "loader:chat", "active:coder", "loader:coder"]
-        assert locks["active:chat"]["waiters"][0]["engine"] == "chat-1"
-        queue = next(w for w in locks["active:chat"]["waits"] if w["reason"] == "queue")
-        assert "--lock active:chat --to chat-1" in queue["fix"]
-        first.end()
-        one.notify(first.want(incarnation=None, witness=None, locks=()))
-        assert second.granted(two) > max(tokens)
-        assert server.status()["locks"]["active:coder"]["holder"]["engine"] == "coder-0"
+
+    async def scenario() -> None:
+        names = ("chat-0", "chat-1", "coder-0")
+        async with contextlib.AsyncExitStack() as stack:
+            first, second, other = [
+                await stack.enter_async_context(Engine(pod_dir, name)) for name in names
+            ]
+            tokens = {await first.hold("active:chat"), await other.hold("active:coder")}
+            second.launch()
+            second.want("active:chat")
+            locks = await auntil(lambda: waiting(server.status()["locks"]), "the second to wait")
+            assert list(locks) == ["active:chat", "loader:chat", "active:coder", "loader:coder"]
+            queue = next(w for w in locks["active:chat"]["waits"] if w["reason"] == "queue")
+            assert "--lock active:chat --to chat-1" in queue["fix"]
+            first.reap()
+            first.relent()
+            assert await second.granted("active:chat") > max(tokens) == 2  # one series
+            assert server.status()["locks"]["active:coder"]["holder"]["engine"] == "coder-0"
+
+    def waiting(locks):
+        return locks if locks["active:chat"]["waiters"] else None
+
+    asyncio.run(scenario())
 
 
 def test_pod_is_ready_with_an_engine_of_any_model_and_metrics_name_the_models_locks(
@@ -81,13 +82,16 @@ def test_pod_is_ready_with_an_engine_of_any_model_and_metrics_name_the_models_lo
     page = http(server, "/metrics")[1].decode()
     assert 'understudy_lock_held{lock="active:coder"} 0.0' in page
     assert 'understudy_lock_service_state{lock="active",state="lent"}' in page
-    with Hand(pod_dir, "coder-0") as engine, engine.connect() as line:
-        line.notify(engine.want("active:coder"))
-        token = engine.granted(line)
-        status, body = http(server, "/ready")
-        assert (status, json.loads(body)["engines"]) == (200, {"coder": "coder-0"})
-        page = http(server, "/metrics")[1].decode()
-        assert f'understudy_lock_token{{lock="active:coder"}} {float(token)}' in page
+
+    async def scenario() -> None:
+        async with Engine(pod_dir, "coder-0") as engine:
+            token = await engine.hold("active:coder")
+            status, body = await asyncio.to_thread(http, server, "/ready")
+            assert (status, json.loads(body)["engines"]) == (200, {"coder": "coder-0"})
+            page = (await asyncio.to_thread(http, server, "/metrics"))[1].decode()
+            assert f'understudy_lock_token{{lock="active:coder"}} {float(token)}' in page
+
+    asyncio.run(scenario())
 
 
 def test_gateway_borrows_once_and_is_told_of_every_model(pod_dir, server, port):
@@ -99,9 +103,8 @@ def test_gateway_borrows_once_and_is_told_of_every_model(pod_dir, server, port):
             await gateway.lent()
             await auntil(lambda: gateway.last("chat") and gateway.last("coder"), "two reasons")
             assert "the active:chat lock is free" in str(gateway.last("chat"))
-            with Hand(pod_dir, "chat-0") as engine, engine.connect() as line:
-                await asyncio.to_thread(line.notify, engine.want("active:chat"))
-                token = await asyncio.to_thread(engine.granted, line)
+            async with Engine(pod_dir, "chat-0") as engine:
+                token = await engine.hold("active:chat")
                 await auntil(lambda: isinstance(gateway.last("chat"), tuple), "the grant")
                 assert gateway.last("chat") == ("chat-0", token, server.status()["era"])
                 assert "free" in str(gateway.last("coder"))

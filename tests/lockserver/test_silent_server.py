@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import os
-import resource
 import signal
-import socket
 import subprocess
 import sys
 
 import psutil
 import pytest
 
+from lockserver.core.names import new_incarnation
 from lockserver.status.document import silent_server
 from plumbing.errors import UnreachableError, WaitTimeoutError
 from plumbing.pod.paths import lockserver_guard
-from tests.helpers import auntil, until
-from tests.lockserver.by_hand import Hand
-from tests.lockserver.engines import Engine
-from tests.lockserver.processes import ServerProcess
+from tests.helpers import auntil, free_witness, until
+from tests.lockserver.engines import Engine, spawn_backend
 
 REFUSED = UnreachableError("wire.unreachable", "refused")
 TIMED_OUT = WaitTimeoutError("wire.timeout", "timed out")
@@ -96,18 +93,6 @@ def test_silent_server_that_is_not_visible_is_known_by_its_open_door(tmp_path):
 
 
 LEFTOVERS = 3000
-EVENTS = 200  # four log lines each, of about 300 bytes: three times a pipe's capacity
-
-
-def may_open(server: ServerProcess, count: int) -> None:
-    """Limit the descriptors of `server`; it keeps those already open."""
-    _, hard = resource.prlimit(server.pid, resource.RLIMIT_NOFILE)
-    resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (min(count, hard), hard))
-
-
-def is_listening(path: str) -> bool:
-    with socket.socket(socket.AF_UNIX) as sock:
-        return sock.connect_ex(path) == 0
 
 
 @pytest.mark.slow
@@ -120,7 +105,7 @@ def test_lost_state_with_thousands_of_leftover_witnesses_does_not_starve_the_loo
     for number in range(LEFTOVERS):
         with open(os.path.join(pod_dir, f"witness_old_{number:016x}"), "wb"):
             pass
-    with Hand(pod_dir, "engine-0") as stranger:
+    with spawn_backend(free_witness(pod_dir, new_incarnation("engine-0"))) as stranger:
         server = start_server()
         assert server.lock()["state"] == "recovering"
 
@@ -131,7 +116,7 @@ def test_lost_state_with_thousands_of_leftover_witnesses_does_not_starve_the_loo
                 await auntil(lambda: server.lock()["waiters"], "it to wait")
                 assert server.lock()["state"] == "recovering"
                 assert not server.lock()["waiters"][0]["silent"]
-                stranger.end()
+                stranger.kill()
                 assert await engine.granted() == 2
 
         asyncio.run(scenario())

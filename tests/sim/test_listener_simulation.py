@@ -458,35 +458,6 @@ def lends_to_the_oldest(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Listener, "_lend", lend)
 
 
-def a_gateway_accepts_after_its_yield(patch: pytest.MonkeyPatch) -> None:
-    def told(self, world):
-        if self.stage is Stage.ACCEPTS:
-            self.say(world, Stage.YIELDS)
-
-    patch.setattr(GatewayModel, "told_to_yield", told)
-
-
-def a_gateway_keeps_its_word_to_itself(patch: pytest.MonkeyPatch) -> None:
-    """It stops accepting and does not say so, and the server's patience is long."""
-    patch.setattr("lockserver.core.listener.YIELD_MS", 60_000.0)
-
-    def told(self, world):
-        self.listening, self.stage = False, Stage.YIELDS
-
-    patch.setattr(GatewayModel, "told_to_yield", told)
-
-
-def a_gateway_closes_its_connections_when_it_yields(patch: pytest.MonkeyPatch) -> None:
-    told = GatewayModel.told_to_yield
-
-    def cut(self, world):
-        told(self, world)
-        world.counts["lost"] += len(self.requests)
-        self.requests.clear()
-
-    patch.setattr(GatewayModel, "told_to_yield", cut)
-
-
 Rule = Callable[[pytest.MonkeyPatch], None]
 CAUGHT_BY: dict[Rule, Callable[[], object]] = {
     lends_before_the_yield: test_planned_replacements_lose_and_refuse_nothing,
@@ -498,11 +469,6 @@ CAUGHT_BY: dict[Rule, Callable[[], object]] = {
     gives_nothing_back_to_one_that_has_yielded: lambda: run(RACES, 50),
     forgets_who_hands_the_socket_back: test_a_lock_server_that_restarts_gets_its_socket_back,
     lends_to_the_oldest: test_planned_replacements_lose_and_refuse_nothing,
-    a_gateway_accepts_after_its_yield: test_planned_replacements_lose_and_refuse_nothing,
-    a_gateway_keeps_its_word_to_itself: test_planned_replacements_lose_and_refuse_nothing,
-    a_gateway_closes_its_connections_when_it_yields: (
-        test_planned_replacements_lose_and_refuse_nothing
-    ),
 }
 
 

@@ -79,22 +79,6 @@ def test_closed_connection_alone_frees_nothing_and_starts_no_probe():
     assert shell.active.state is LockState.HELD
 
 
-def test_without_pidfd_the_closed_connection_stands_for_the_process():
-    """Goal: older kernels. Method: the holder has no pidfd."""
-    shell = Shell()
-    shell.feed(want(1, A, "active", process="none"))
-    assert shell.due() == []
-    shell.feed(ev.ConnectionClosed(1))
-    assert shell.due() == [A]
-
-
-def test_released_lock_cannot_be_requested_by_the_same_incarnation():
-    """Goal: a reaped incarnation stays dead. Method: drop the lock, ask again."""
-    shell = held_by_a()
-    shell.feed(want(1, A))
-    assert refused(shell.feed(want(1, A, "active"))) == ["lock.incarnation_ended"]
-
-
 def test_silent_holder_is_tried_and_reported_and_keeps_the_lock_while_it_lives():
     """Goal: the server never kills and never guesses. Method: no beat for silent_ms."""
     shell = held_by_a(silent_ms=1000)
@@ -114,13 +98,6 @@ def test_repeated_progress_is_not_a_sign_of_life():
         shell.feed(ev.Beaten(1, 7))
         shell.pass_ms(100)
     assert shell.machine.supervisors[f"{'engine-0':0>16}"].is_silent
-
-
-def test_stopped_server_reports_no_engine_silent():
-    """Goal: our own stall is not blamed on engines. Method: one tick after a minute."""
-    shell = held_by_a()
-    shell.now_ms += 60_000
-    assert "lock.unresponsive" not in happened(shell.feed(ev.TimePassed()))
 
 
 def test_plain_lock_is_free_when_unwanted_or_its_supervisor_is_gone():

@@ -76,25 +76,6 @@ def test_word_about_an_older_token_is_not_about_this_one():
     assert shell.feed(ev.ServingFileFree("active", A, 1)) == []
 
 
-def test_holder_that_handed_over_and_dies_is_proven_by_its_witness():
-    """Goal: no dead end. Method: die after the word."""
-    shell = held_by_a()
-    shell.feed(asks(1, A, "active", over=1))
-    shell.feed(ev.ConnectionClosed(1))
-    assert shell.due() == [A]
-    assert shell.serving_due() == [(A, 1)]  # orphans that rest harm nobody
-    assert sent(shell.feed(ev.WitnessFree("active", A)))[0] == (2, B, 2)
-
-
-def test_engine_without_a_serving_file_cannot_hand_over_in_place():
-    """Goal: what is not filed proves nothing. Method: the word of such an engine."""
-    shell = Shell()
-    shell.feed(want(1, A, "active"))
-    shell.feed(want(1, A, "active", over={"active": 1}))
-    assert (shell.serving_due(), shell.due()) == ([], [A])
-    assert "serving" not in shell.disk.holders["active"].to_dict()
-
-
 def test_handing_over_survives_a_restart_of_the_server():
     """Goal: the word counts for a holder on file. Method: restart before it, and before the next
     grant is written."""
@@ -104,15 +85,6 @@ def test_handing_over_survives_a_restart_of_the_server():
     shell.feed(asks(5, A, "active", over=1))
     assert shell.serving_due() == [(A, 1)]
     assert sent(shell.feed(ev.ServingFileFree("active", A, 1))) == [(5, A, 2)]
-
-
-def test_old_grant_is_not_repeated_to_whoever_handed_it_over():
-    """Goal: no way back into a term that is over. Method: ask again, with and without the word."""
-    shell = held_by_a()
-    assert not sent(shell.feed(asks(1, A, "active", over=1)))
-    assert not sent(shell.feed(asks(7, A, "active", over=1)))
-    effects = shell.feed(asks(7, A, "active"))
-    assert (sent(effects), refused(effects)) == ([], ["lock.incarnation_ended"])
 
 
 @pytest.mark.parametrize(
@@ -131,13 +103,6 @@ def test_impossible_word_is_refused_and_changes_no_lock(over, tokens, code):
     assert shell.active.state is LockState.HELD
 
 
-def test_no_incarnation_has_handed_nothing_over():
-    """Goal: the word is an incarnation's. Method: name none."""
-    shell = held_by_a()
-    nobody = want(1, None, engine="engine-0", over={"active": 1})
-    assert refused(shell.feed(nobody)) == ["lock.bad_want"]
-
-
 def test_lost_state_waits_for_serving_files_and_goes_on_above_what_is_over():
     """Goal: whoever handed over may not have let go yet. Method: lose the file; one serving file
     is held, then none."""
@@ -150,12 +115,3 @@ def test_lost_state_waits_for_serving_files_and_goes_on_above_what_is_over():
     assert not sent(shell.feed(ev.DirectoryScanned(held, frozenset([FILE_A.name]), 9)))
     assert shell.machine.locks["loader"].state is LockState.FREE  # that one needs no fence
     assert sent(shell.feed(ev.DirectoryScanned(held, frozenset(), 9)))[0] == (1, A, 10)
-
-
-def test_claim_after_a_lost_state_files_the_serving_file():
-    """Goal: a holder that was only remembered by itself can hand over too. Method: claim; word."""
-    shell = Shell(ev.LockRecord(unknown=frozenset(["active"])))
-    shell.feed(asks(1, A, "active", tokens={"active": 4}))
-    assert shell.active.holder.serving == FILE_A
-    shell.feed(asks(1, A, "active", over=4))
-    assert sent(shell.feed(ev.ServingFileFree("active", A, 4))) == [(1, A, 6)]

@@ -115,13 +115,6 @@ def test_holder_that_is_cut_keeps_the_lock_until_its_lease_has_expired(held):
     assert refused(held.want(4, A, "active", tokens={"active": 1})) == ["lock.stale_claim"]
 
 
-def test_holder_that_is_reaped_frees_the_lock_at_once(held):
-    """Goal: an orderly end costs no waiting time. Method: name no incarnation, or another one."""
-    assert (2, B, 2) in sent(held.want(1, None, engine="engine-0"))
-    held.want(1, A2, "active")
-    assert (1, A2, 3) in sent(held.want(2, None, engine="engine-1"))
-
-
 def test_another_supervisor_is_refused_until_the_lease_expires(held):
     """Goal: an engine lost for good can be replaced, and is told the time. Method: ask at once, and
     later."""

@@ -17,22 +17,11 @@ from lockserver.core.names import (
     new_incarnation,
     serving_name_of,
 )
-from lockserver.core.supervisors import bytes_on_file
 from plumbing.errors import UsageError
-from tests.lockserver.core.shell import A, B, Shell, held_by_a, refused, restarted, want
+from tests.lockserver.core.shell import A, Shell, held_by_a, refused, restarted, want
 from tests.lockserver.test_state_file import HOLDER
 
 TWO = kinds_of(("a", "b"))
-
-
-def test_engine_holds_the_locks_of_one_model_beside_an_engine_of_another():
-    shell = Shell(kinds=TWO)
-    shell.feed(want(1, A, "active:a", "loader:a"))
-    shell.feed(want(2, B, "active:b"))
-    held = {
-        name: lock.holder and lock.holder.incarnation for name, lock in shell.machine.locks.items()
-    }
-    assert held == {"active:a": A, "loader:a": A, "active:b": B, "loader:b": None}
 
 
 def test_want_of_two_models_locks_is_refused():
@@ -52,11 +41,6 @@ def test_want_whose_grant_would_not_fit_its_share_of_the_file_is_refused():
     assert "shorter engine id, or fewer models" in refusal.message
     again = restarted(held_by_a(), share_bytes=100)
     assert refused(again.feed(want(1, A, "active", tokens={"active": 1}))) == []
-
-
-def test_size_on_file_counts_what_is_written():
-    short, long = (bytes_on_file(name, HOLDER) for name in ("active", "active:chat"))
-    assert long - short == len(":chat")
 
 
 @pytest.mark.parametrize(("name", "is_fenced"), [("active:gone", True), ("loader:gone", False)])

@@ -38,15 +38,6 @@ def test_restart_earlier_waiters_are_sent_the_returning_holder():
     assert [e.message.token for e in told if isinstance(e, ev.Announce)] == [7]
 
 
-def test_restart_returning_holder_evicts_a_twin():
-    """Goal: the holder on file has precedence. Method: a twin connected first."""
-    shell = restarted(held_by_a())
-    assert refused(shell.feed(want(9, A2, "active", supervisor="f" * 16))) == []
-    effects = shell.feed(want(1, A, "active"))
-    assert refused(effects) == ["lock.engine_id_taken"]
-    assert sent(effects) == [(1, A, 1)]
-
-
 def test_restart_stale_claim_of_one_lock_confirms_the_other():
     """Goal: a refusal never strands a lock in recovering. Method: loader on file, active stale."""
     shell = Shell()

@@ -142,10 +142,3 @@ def test_holder_that_was_told_to_end_has_a_standby_only_in_an_engine_that_vouche
     assert news(shell.feed(want(2, B, "active", succeeds=7))) == []
     assert news(shell.feed(want(2, B, "active", succeeds=1))) == [(1, True, True)]
     assert news(shell.feed(want(2, B, "active", succeeds=1, is_leaving=True))) == [(1, False, True)]
-
-
-def test_holder_that_was_told_to_end_hears_at_once_that_no_engine_waits():
-    shell = Shell()
-    shell.feed(want(1, A, "active"))
-    leaves = want(1, A, "active", tokens={"active": 1}, is_leaving=True)
-    assert news(shell.feed(leaves)) == [(1, False, True)]
