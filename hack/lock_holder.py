@@ -55,8 +55,7 @@ class Supervisor:
 
     def __init__(self, directory: str, name: str) -> None:
         self.incarnation = witness.new_incarnation(name)
-        self.witness, fd = witness.create(directory, self.incarnation)
-        os.close(fd)  # its processes hold it
+        self.witness, self.held = witness.create(directory, self.incarnation)
         path = lockserver_socket(directory)
         self.client = LockClient(path, LockCallbacks(on_granted=self._granted), engine=name)
 
@@ -96,6 +95,7 @@ def alone(directory: str, name: str) -> None:
     """A supervisor that is its own backend."""
     supervisor = Supervisor(directory, name)
     witness.join(supervisor.witness)
+    os.close(supervisor.held)
     shrink_on_signal()
     uvloop.run(supervisor.run())
 
@@ -104,6 +104,7 @@ def tree(directory: str, name: str, dirty_mib: int = 0) -> None:
     """With two backend processes."""
     supervisor = Supervisor(directory, name)
     backends = [supervisor.launch(dirty_mib) for _ in range(2)]
+    os.close(supervisor.held)  # its processes hold it
     report("backends", [backend.pid for backend in backends])
     uvloop.run(supervisor.run())
 

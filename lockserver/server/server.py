@@ -48,7 +48,6 @@ from lockserver.messages import (
     WantMsg,
     WatchMsg,
 )
-from lockserver.server.directory import LockDirectory
 from lockserver.server.gateways import GatewayDesk
 from lockserver.server.metrics import LockMetrics
 from lockserver.server.prober import Prober, remove_dead
@@ -143,6 +142,7 @@ class LockServer:
         self.last_grants: deque[schema.LockLastGrant] = deque(maxlen=LAST_GRANTS)
         self.conns: dict[int, Connection] = {}
         self.tcp: TcpServer | None = None
+        self.unreachable: tuple[str, float] | None = None  # why nobody can connect, since when
         self._observers = Observers(self.events, self.document)
         self._wire = Server(
             lockserver_socket(settings.directory),
@@ -206,7 +206,6 @@ class LockServer:
     def _open(self) -> None:
         settings, clock = self.settings, self.clock
         is_remote = settings.listen is not None
-        self.directory = LockDirectory(settings.directory, self._wire, self.events)
         self.state = LockStateFile(
             settings.directory,
             settings.kinds,
@@ -399,10 +398,7 @@ class LockServer:
     def _tick(self) -> None:
         self._ticker = self._loop.call_later(TICK_S, self._tick)
         now_ms = self.clock.now_ms()
-        try:
-            self.directory.look(now_ms)
-        except UnderstudyError as error:
-            self._fail(error)
+        self._look_at_path(now_ms)
         self.feed(ev.TimePassed())
         self.gateways.tick(now_ms)
         service = self.gateways.service
@@ -410,6 +406,23 @@ class LockServer:
             self.metrics.service(self.gateways.state)
             if service.is_taken and not self.machine.may_have_engines(now_ms):
                 self._fail(service.in_use())
+
+    def _look_at_path(self, now_ms: float) -> None:
+        """Files can be removed from under a server without notice. Then it ends: engines connect to
+        whichever server starts there and show their tokens, and two over one pod would be worse
+        than none. A shortage that lets nobody connect passes by itself."""
+        try:
+            self._wire.check_path()
+        except UnderstudyError as error:
+            self._fail(error)
+        except OSError:
+            return  # no memory to look: the next look will tell
+        problem = self._wire.problem
+        if problem is None:
+            self.unreachable = None
+        elif self.unreachable is None:
+            self.unreachable = problem, now_ms
+            self.events.record("lock.unreachable", problem, "error")
 
     def _fail(self, error: UnderstudyError) -> None:
         if not self.failed.done():

@@ -61,11 +61,13 @@ def online(server: LockServer, http_problem: str | None) -> dict[str, Any]:
         machine,
         server.clock,
         settings.directory,
-        reach=server.directory,
+        unreachable=server.unreachable,
         service=gateways.service,
         no_gateway=gateways.missing,
     )
-    tcp, problems = server.tcp, [machine.ledger.problem, server.directory.problem]
+    tcp, problems = server.tcp, [machine.ledger.problem]
+    if server.unreachable is not None:
+        problems.append(server.unreachable[0])
     if tcp is not None:
         problems.append(tcp.problem or tcp.security_problem)
     problems += gateways.problem, http_problem

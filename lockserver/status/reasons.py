@@ -25,7 +25,6 @@ from plumbing.service.clock import Clock, moment
 from plumbing.text import duration
 
 if TYPE_CHECKING:
-    from lockserver.server.directory import LockDirectory
     from lockserver.server.service_socket import ServiceSocket
 
 FROZEN = "frozen"  # of `procfs.halted`
@@ -76,7 +75,8 @@ TEXTS: Mapping[str, tuple[str, str]] = {
     "no_gateway": ("{what}", "{end} --dir {directory}"),
     "unreachable": (
         "engines that are not connected cannot request the lock",
-        "{end}; the server retries on its own",
+        "raise the limit of open files or of memory, or close what uses them up; the server retries"
+        " on its own",
     ),
     "no_server": ("{what}", "{end}"),
 }
@@ -158,7 +158,7 @@ class Here:
     machine: LockMachine
     clock: Clock
     directory: str
-    reach: LockDirectory
+    unreachable: tuple[str, float] | None  # why nobody can connect, and since when
     service: ServiceSocket | None
     no_gateway: MissingGateway | None
 
@@ -375,18 +375,16 @@ def _nobody_asks_wait(lock: Lock, here: Here) -> LockWaitFields:
 
 def _server_waits(lock: Lock, here: Here) -> Iterator[LockWaitFields]:
     """What the lock server itself, its address and its gateways owe."""
-    service, directory, clock = here.service, here.reach, here.clock
+    service, clock = here.service, here.clock
     if kind_of(lock.name) == ACTIVE:  # one service for all models
         if service is not None and service.is_away:
             started_ms, why = here.machine.started_ms, service.problem or "it is in use"
             yield wait("address_away", clock, started_ms, (why,), address=service.address)
         if here.no_gateway is not None:
             yield gateway_wait(here.no_gateway, clock, here.directory)
-    if directory.problem is not None and lock.is_fenced:  # told once for the whole document
-        end = f"remove the file that replaced it (ls -la {here.directory})"
-        if directory.is_short:
-            end = "raise the limit of open files or of memory, or close what uses them up"
-        yield wait("unreachable", clock, directory.problem_ms, (directory.problem,), end=end)
+    if here.unreachable is not None and lock.is_fenced:  # told once for the whole document
+        problem, since = here.unreachable
+        yield wait("unreachable", clock, since, (problem,))
 
 
 def gateway_wait(missing: MissingGateway, clock: Clock, directory: str) -> LockWaitFields:

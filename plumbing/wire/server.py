@@ -78,25 +78,24 @@ class BaseServer(abc.ABC):
             conn.close(f"{self._service} is stopping")
         await asyncio.sleep(0)  # the loop calls the handlers' `closed`
 
-    def _acceptable(self) -> bool:
-        """Accept one connection; False if there was none, or no room for it."""
+    def _acceptable(self) -> None:
+        """Accept one connection, if there is one and room for it."""
         assert self._sock is not None
         try:
             sock, name = self._sock.accept()
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
             self.problem = None  # the kernel takes a descriptor before it looks: there is one
-            return False
+            return
         except OSError as error:
             self._pause(error)
-            return False
+            return
         try:
             self._accepted(sock, name)
         except OSError as error:  # it needed another descriptor
             sock.close()
             self._pause(error)
-            return False
-        self.problem = None
-        return True
+        else:
+            self.problem = None
 
     def _pause(self, error: OSError) -> None:
         """Out of descriptors or memory: new connections wait in the backlog."""
@@ -275,49 +274,30 @@ class Server(BaseServer):
         sockets.check_path(self.path)
         self._guard = PathGuard(self._guard_path, f"{self._service} on {self.path}")
         try:
-            self._listen_at_path(_bind(self.path, self._connections_max))
+            sock = _bind(self.path, self._connections_max)
+            self._bound = _identity(self.path)
+            self._listen(sock)
         except BaseException:
             self._guard.close()
             raise
 
-    def _listen_at_path(self, sock: socket.socket) -> None:
-        self._bound = _identity(self.path)
-        self._listen(sock)
-
-    def reclaim_guard(self) -> str | None:
-        """Recreate the guard file if it was removed or replaced; its path if so.
-
-        Call this and `reclaim_socket` periodically: nothing else reveals that a file is gone, since
-        existing connections are not affected.
+    def check_path(self) -> None:
+        """Call this periodically: nothing else reveals that guard or socket were removed or
+        replaced, since existing connections are not affected.
 
         Raises:
-            UnderstudyError: `wire.address_in_use`: another server has it now; `wire.no_guard`.
+            UnderstudyError: `wire.path_replaced`: nobody can connect any more, or another server
+                may be here. This one must end; the next one makes both anew.
+            OSError: there is no memory to look.
         """
         assert self._guard is not None
-        if self._guard.is_at(self._guard_path):
-            return None
-        guard = PathGuard(self._guard_path, f"{self._service} on {self.path}")
-        self._guard.close()
-        self._guard = guard
-        return self._guard_path
-
-    def reclaim_socket(self) -> str | None:
-        """Listen at the path again if its socket was removed or replaced; the path if so.
-
-        Connections in the old backlog are accepted.
-
-        Raises:
-            UnderstudyError: as for `start`.
-            OSError: no space, no permission.
-        """
-        if _identity(self.path) == self._bound:
-            return None
-        sock = _bind(self.path, self._connections_max)
-        while self._acceptable():  # the backlog is lost when its socket is closed
-            pass
-        self._stop_listening()
-        self._listen_at_path(sock)
-        return self.path
+        if not self._guard.is_at(self._guard_path) or _identity(self.path) != self._bound:
+            raise UnderstudyError(
+                "wire.path_replaced",
+                f"{self.path} or {self._guard_path} was removed or replaced while {self._service}"
+                " was running; it ends, and the next one that starts here makes both anew",
+                path=self.path,
+            )
 
     async def close(self) -> None:
         """Stop listening, close every connection and release the path."""

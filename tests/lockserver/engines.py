@@ -22,7 +22,7 @@ from lockserver import witness
 from lockserver.client.client import LockCallbacks, LockClient
 from plumbing.service import procfs
 from plumbing.wire.fds import OwnedFd
-from tests.helpers import auntil, free_witness
+from tests.helpers import auntil
 
 BACKEND = """
 import ctypes, signal, sys
@@ -98,8 +98,9 @@ class Engine:
 
     def launch(self, processes: int = 1, dirty_mib: int = 0, fate: str = "dies_with_parent") -> str:
         self.incarnation = witness.new_incarnation(self.client.engine)
-        self.witness = free_witness(self.directory, self.incarnation)
+        self.witness, held = witness.create(self.directory, self.incarnation)
         self.backends = [spawn_backend(self.witness, dirty_mib, fate) for _ in range(processes)]
+        os.close(held)  # a server may remove a witness that nobody holds
         return self.incarnation
 
     def want(self, *locks: str, tokens: dict[str, int] | None = None) -> None:

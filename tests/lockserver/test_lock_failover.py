@@ -152,7 +152,7 @@ def test_second_server_in_an_emptied_directory_first_exits_and_grants_nothing(
             assert "unreadable" not in " ".join(os.listdir(pod_dir))
 
     asyncio.run(scenario())
-    assert "[wire.address_in_use]" in first.log()
+    assert "[wire.path_replaced]" in first.log()
 
 
 @pytest.mark.parametrize("how", ["moved", "removed"])
@@ -187,5 +187,5 @@ def test_directory_replaced_while_held_the_server_exits_and_grants_nothing(pod_d
         with contextlib.closing(EngineProcess(place, "engine-0")) as holder:
             assert holder.granted() == 1
             asyncio.run(scenario())
-    assert "[lock.directory_replaced]" in server.log()
+    assert "[wire.path_replaced]" in server.log()
     assert "Traceback" not in server.log()

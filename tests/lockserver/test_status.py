@@ -36,9 +36,8 @@ class Frozen:
 
 
 def here(shell: Shell, **around) -> Here:
-    reach = around.pop("reach", SimpleNamespace(problem=None, problem_ms=0.0, is_short=False))
-    nothing = {"service": None, "no_gateway": None, **around}
-    return Here(shell.machine, Frozen(shell), "/run/x", reach, **nothing)
+    nothing = {"unreachable": None, "service": None, "no_gateway": None, **around}
+    return Here(shell.machine, Frozen(shell), "/run/x", **nothing)
 
 
 def cut():
@@ -207,7 +206,7 @@ AWAY = SimpleNamespace(address="127.0.0.1:8000", problem="in use by pid 7 (x)", 
 AROUND = {
     "address_away": {"service": AWAY},
     "no_gateway": {"no_gateway": MissingGateway("127.0.0.1:8000", 0.0, ["g1 waits"], True)},
-    "unreachable": {"reach": SimpleNamespace(problem="a file", problem_ms=0.0, is_short=False)},
+    "unreachable": {"unreachable": ("no descriptor", 0.0)},
 }
 SCENES |= {
     reason: (nobody, Seen(), [("nobody_asks", None, False), (reason, None, True)])

@@ -307,9 +307,8 @@ def test_paths_that_cannot_be_looked_at_are_not_taken_for_replaced_ones(
                 raise OSError(errno.ENOMEM, "no memory")
 
             patch.setattr("plumbing.wire.server.os.lstat", fail)
-            for reclaim in (server.reclaim_guard, server.reclaim_socket):
-                with pytest.raises(OSError, match="no memory"):
-                    reclaim()
+            with pytest.raises(OSError, match="no memory"):
+                server.check_path()
             await server.close()
         assert os.path.exists(path)  # the next server replaces it
 
@@ -392,61 +391,31 @@ def test_holder_of_a_guard_is_named_and_a_look_at_it_takes_nothing(tmp_path: Pat
     PathGuard(path, "up").close()
 
 
-@loops
-def test_guard_that_was_removed_or_replaced_is_recreated(loop: str, tmp_path: Path):
-    """Goal: after the guard file was removed and recreated, a second server is refused again; a
-    guard that another server holds by then is an error. Method: remove it, replace it, let another
-    server lock it."""
+@pytest.mark.parametrize("name", ["echo.lock", "echo.sock"])
+@pytest.mark.parametrize("is_replaced", [False, True], ids=["removed", "replaced"])
+def test_server_whose_files_were_removed_or_replaced_sees_it_and_the_next_one_starts(
+    tmp_path: Path, name: str, is_replaced: bool
+):
+    """Goal: nobody waits for a server that nobody can reach. Method: each file, with the server
+    that has it and the next one."""
 
     async def main() -> None:
-        server = _server(tmp_path)
+        server, successor = _server(tmp_path), _server(tmp_path)
         await server.start()
-        guard = str(tmp_path / "echo.lock")
-        assert server.reclaim_guard() is None
-        os.unlink(guard)
-        assert server.reclaim_guard() == guard
-        with pytest.raises(UnderstudyError, match="already running: pid"):
-            PathGuard(guard, "echo")
-        os.unlink(guard)
-        other = PathGuard(guard, "another echo")
-        with pytest.raises(UnderstudyError, match=r"wire\.address_in_use"):
-            server.reclaim_guard()
-        other.close()
-        assert server.reclaim_guard() == guard
-        os.unlink(guard)
-        os.mkdir(guard)
-        with pytest.raises(UnderstudyError, match=r"wire\.no_guard"):
-            server.reclaim_guard()
+        server.check_path()
+        os.unlink(tmp_path / name)
+        if is_replaced:
+            (tmp_path / name).write_text("")
+        with pytest.raises(UnderstudyError, match=r"wire\.path_replaced"):
+            server.check_path()
         await server.close()
+        if name == "echo.sock" and is_replaced:
+            os.unlink(tmp_path / name)
+        await successor.start()
+        successor.check_path()
+        await successor.close()
 
-    run_on(loop, main())
-
-
-@loops
-def test_removed_socket_is_recreated(loop: str, tmp_path: Path):
-    """Goal: a server whose socket file was removed can be reached again after `reclaim_socket`;
-    connections, also those in the backlog, are not affected. Method: connect, remove the file
-    before the server accepts, reclaim, connect again."""
-
-    async def main() -> None:
-        server, client = _server(tmp_path), Client()
-        await server.start()
-        assert server.reclaim_socket() is None
-        before = await connect(server.path, CATALOGUE, client)
-        os.unlink(server.path)
-        with pytest.raises(UnreachableError, match="no such socket"):
-            await connect(server.path, CATALOGUE, client)
-        assert server.reclaim_socket() == server.path
-        after = await connect(server.path, CATALOGUE, client)
-        for conn in (before, after):
-            conn.send(Echo("still here"))
-        await auntil(lambda: len(client.received_messages) == 2, "both echoes")
-        before.close("done")
-        after.close("done")
-        await server.close()
-        assert not os.path.exists(server.path)
-
-    run_on(loop, main())
+    asyncio.run(main())
 
 
 def test_closing_server_does_not_remove_a_replaced_socket(tmp_path: Path):
