@@ -242,7 +242,7 @@ class Forget(LockEffect, frozen=True):
     supervisor: str
 
 
-class Answer(LockEffect, frozen=True):
+class AnswerSwitchOver(LockEffect, frozen=True):
     """Tell who requested a switchover how it ended, or why it was not begun."""
 
     ask: int

@@ -80,11 +80,11 @@ class Switchovers:
         try:
             lock, holder = self._check_holder(asked, locks, supervisors)
             if asked.to == holder.engine:
-                yield ev.Answer(asked.ask, _report(lock, holder.engine, holder, 0.0))
+                yield ev.AnswerSwitchOver(asked.ask, _report(lock, holder.engine, holder, 0.0))
                 return
             waiter = _find_target(asked, lock, supervisors)
         except UnderstudyError as refusal:
-            yield ev.Answer(asked.ask, refusal)
+            yield ev.AnswerSwitchOver(asked.ask, refusal)
             data = {"lock": asked.lock, "to": asked.to, "pid": asked.pid}
             by = sentences.requester(asked.pid)
             yield event("lock.switchover_refused", data, by=by, why=refusal.message)
@@ -159,7 +159,7 @@ class Switchovers:
                 source, waited_s = found.source.engine, (now_ms - found.since_ms) / 1000
                 data = {"lock": lock.name, "from": source, "to": found.to, "pid": found.pid}
                 overdue = event("lock.switchover_overdue", data, waited_s=waited_s)
-                yield ev.Answer(found.ask, _failed(overdue.message, reason="timeout"))
+                yield ev.AnswerSwitchOver(found.ask, _failed(overdue.message, reason="timeout"))
                 yield overdue
                 found.ask = None
 
@@ -223,10 +223,10 @@ def _ended(lock: Lock, holder: Holder, found: Switchover, now_ms: float) -> Iter
             " now"
         )
     if found.ask is not None and failure is None:
-        yield ev.Answer(found.ask, _report(lock, source, holder, took_ms))
+        yield ev.AnswerSwitchOver(found.ask, _report(lock, source, holder, took_ms))
     elif found.ask is not None:
         details = {"reason": "not_as_asked", "engine": holder.engine, "token": holder.token}
-        yield ev.Answer(found.ask, _failed(f"{failure}, token {holder.token}", **details))
+        yield ev.AnswerSwitchOver(found.ask, _failed(f"{failure}, token {holder.token}", **details))
     kind = "lock.switched_over" if failure is None else "lock.switchover_failed"
     data = facts(lock, holder, to=holder.engine, took_ms=round(took_ms, 3)) | {"from": source}
     yield event(kind, data, why=failure)

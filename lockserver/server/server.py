@@ -27,6 +27,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from lockserver import schema, serving, witness
@@ -52,13 +53,15 @@ from lockserver.server.gateways import GatewayDesk
 from lockserver.server.metrics import LockMetrics
 from lockserver.server.prober import Prober, remove_dead
 from lockserver.state_file import LockStateFile
-from lockserver.status.document import online
+from lockserver.status.document import built, lock_status, supervisor_status
+from lockserver.status.reasons import Here
 from plumbing.errors import InvariantError, ProtocolError, UnderstudyError, UsageError
 from plumbing.pod.models import ACTIVE
 from plumbing.pod.observers import Observers
 from plumbing.pod.paths import lockserver_guard, lockserver_socket
 from plumbing.service.clock import Clock, SystemClock, rfc3339
 from plumbing.service.events import Event, EventLog
+from plumbing.service.notify import restarts
 from plumbing.service.process import strangers_max
 from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd, close_all
@@ -77,7 +80,7 @@ DELAY_S = 0.005  # a small process is dead and its successor granted by then; no
 # Descriptors: for each connection its socket, a pidfd, and the pidfd of a supervisor that is cut
 # off; beside them an eighth of the limit each for probes and handshakes, and this server's own.
 FDS_EACH, FDS_OWN = 3, 32
-LAST_GRANTS = 20
+LAST_GRANTS, SUPERVISORS_NAMED_MAX = 20, 100  # in the document, which must fit into one frame
 CONNECTIONS_MIN = 8  # what a plain pod needs
 
 
@@ -274,7 +277,48 @@ class LockServer:
     def document(self) -> dict[str, Any]:
         """The status document, the same for the CLI, `/status` and observers."""
         self.flush()
-        return online(self, self.http_problem())
+        machine, settings, gateways, tcp = self.machine, self.settings, self.gateways, self.tcp
+        unreachable, missing = self.unreachable, gateways.missing
+        around = (unreachable, gateways.service, missing)
+        here = Here(machine, self.clock, settings.directory, *around)
+        problems = [machine.ledger.problem, unreachable[0] if unreachable else None]
+        problems += [tcp.problem or tcp.security_problem] if tcp is not None else []
+        problems += gateways.problem, self.http_problem()
+        return built(
+            **self.events.newest(),
+            server=schema.LockServerFields(
+                pid=os.getpid(),
+                since=rfc3339(self.started),
+                dir=settings.directory,
+                online=True,
+                restarts=restarts(),
+            ),
+            models=list(settings.models),
+            mode="gateway" if settings.listen is None else "direct",
+            era=machine.ledger.era,
+            token=machine.ledger.token,
+            problem=next(filter(None, problems), None),
+            locks={name: lock_status(lock, here) for name, lock in machine.locks.items()},
+            tcp=None
+            if tcp is None
+            else schema.LockTcp(
+                address=str(tcp.address),
+                secured=True,  # by certificates, always; scripts read it
+                lease_ms=machine.leases.lease_ms,
+                lease_margin_ms=round(machine.leases.margin_ms),
+                connections=len(tcp.connections),
+                refused=tcp.refused_count,
+                last_refusal=tcp.last_refusal,
+            ),
+            supervisors=[
+                supervisor_status(each, self.conn_of(each), here)
+                for each in islice(machine.supervisors.values(), SUPERVISORS_NAMED_MAX)
+            ],
+            supervisors_total=len(machine.supervisors),
+            service=gateways.services(),
+            gateways=gateways.documents(),
+            last_grants=list(self.last_grants),
+        )
 
     def conn_of(self, supervisor: SupervisorRecord) -> Connection | None:
         """The connection of a supervisor's record, if it has one here."""
@@ -476,7 +520,7 @@ class LockServer:
                 self._persist(effect.record)
             case ev.Forget():
                 self.processes.forget(effect.supervisor)
-            case ev.Answer(ask, answer):
+            case ev.AnswerSwitchOver(ask, answer):
                 self._answer(ask, answer)
             case ev.Happened():
                 self._happened(effect)

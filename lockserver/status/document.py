@@ -14,8 +14,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from msgspec import to_builtins
 
@@ -40,75 +39,18 @@ from lockserver.status.reasons import (
 from plumbing.errors import UnderstudyError, WaitTimeoutError
 from plumbing.pod.paths import lockserver_guard
 from plumbing.service import procfs
-from plumbing.service.clock import Clock, SystemClock, moment, rfc3339
-from plumbing.service.notify import restarts
+from plumbing.service.clock import Clock, SystemClock, moment
 from plumbing.text import duration
-
-if TYPE_CHECKING:
-    from lockserver.server.server import LockServer
+from plumbing.wire.connection import Connection
 
 SCHEMA = 1
 # The document must fit into one frame: more are counted, not listed. A pod has a handful.
-WAITERS_NAMED_MAX = SUPERVISORS_NAMED_MAX = 100
+WAITERS_NAMED_MAX = 100
 PIDS_MAX = 32  # processes listed in one place; a backend with 8 ranks has a dozen
-DIRECT, GATEWAY = "direct", "gateway"  # who accepts connections: engines (over TCP), a gateway
 
 
-def online(server: LockServer, http_problem: str | None) -> dict[str, Any]:
-    """The document of a running server; `http_problem` is one that it does not know itself."""
-    machine, settings, gateways = server.machine, server.settings, server.gateways
-    here = Here(
-        machine,
-        server.clock,
-        settings.directory,
-        unreachable=server.unreachable,
-        service=gateways.service,
-        no_gateway=gateways.missing,
-    )
-    tcp, problems = server.tcp, [machine.ledger.problem]
-    if server.unreachable is not None:
-        problems.append(server.unreachable[0])
-    if tcp is not None:
-        problems.append(tcp.problem or tcp.security_problem)
-    problems += gateways.problem, http_problem
-    return _built(
-        **server.events.newest(),
-        server=schema.LockServerFields(
-            pid=os.getpid(),
-            since=rfc3339(server.started),
-            dir=settings.directory,
-            online=True,
-            restarts=restarts(),
-        ),
-        models=list(settings.models),
-        mode=GATEWAY if settings.listen is None else DIRECT,
-        era=machine.ledger.era,
-        token=machine.ledger.token,
-        problem=next(filter(None, problems), None),
-        locks={name: _lock(lock, here) for name, lock in machine.locks.items()},
-        tcp=None
-        if tcp is None
-        else schema.LockTcp(
-            address=str(tcp.address),
-            secured=True,  # by certificates, always; scripts read it
-            lease_ms=machine.leases.lease_ms,
-            lease_margin_ms=round(machine.leases.margin_ms),
-            connections=len(tcp.connections),
-            refused=tcp.refused_count,
-            last_refusal=tcp.last_refusal,
-        ),
-        supervisors=[
-            _supervisor(each, server)
-            for each in islice(machine.supervisors.values(), SUPERVISORS_NAMED_MAX)
-        ],
-        supervisors_total=len(machine.supervisors),
-        service=gateways.services(),
-        gateways=gateways.documents(),
-        last_grants=list(server.last_grants),
-    )
-
-
-def _built(**fields: Any) -> dict[str, Any]:
+def built(**fields: Any) -> dict[str, Any]:
+    """The document with these fields of `LockserverStatus`."""
     document: dict[str, Any] = to_builtins(schema.LockserverStatus(schema=SCHEMA, **fields))
     return document
 
@@ -126,7 +68,7 @@ def processes_of(file: WitnessFile | ServingFile) -> list[dict[str, Any]]:
 # ---------------------------------------------------------------------- while a server runs
 
 
-def _lock(lock: Lock, here: Here) -> schema.LockLock:
+def lock_status(lock: Lock, here: Here) -> schema.LockLock:
     machine, clock = here.machine, here.clock
     now_ms = clock.now_ms()
     seen = _look(lock, here, now_ms)
@@ -243,9 +185,11 @@ def _strangers(lock: Lock, here: Here) -> dict[str, list[dict[str, Any]]]:
     return strangers
 
 
-def _supervisor(each: SupervisorRecord, server: LockServer) -> schema.LockSupervisor:
-    now_ms, conn = server.clock.now_ms(), server.conn_of(each)
-    left_ms = server.machine.leases.left_ms(each.incarnation, now_ms)
+def supervisor_status(
+    each: SupervisorRecord, conn: Connection | None, here: Here
+) -> schema.LockSupervisor:
+    now_ms = here.clock.now_ms()
+    left_ms = here.machine.leases.left_ms(each.incarnation, now_ms)
     return schema.LockSupervisor(
         engine=each.engine,
         supervisor=each.id,
@@ -339,7 +283,7 @@ def offline(directory: str, silent: tuple[str, str] | None = None) -> dict[str, 
             waits=[wait("no_server", clock, since_ms, (evidence,), whose, what=what, end=end)],
             problem=what,
         )
-    return _built(
+    return built(
         as_of_event_id=0,
         last_event=None,
         server=schema.LockServerFields(pid=None, since=None, dir=directory, online=False),

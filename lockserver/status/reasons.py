@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from lockserver.core.events import Holder
 from lockserver.core.evidence import is_decisive
@@ -23,9 +23,6 @@ from lockserver.schema import LockWaitFields
 from plumbing.pod.models import ACTIVE, kind_of, model_of
 from plumbing.service.clock import Clock, moment
 from plumbing.text import duration
-
-if TYPE_CHECKING:
-    from lockserver.server.service_socket import ServiceSocket
 
 FROZEN = "frozen"  # of `procfs.halted`
 NAMED_MAX = 8  # engines or witnesses named in one message
@@ -151,6 +148,16 @@ class MissingGateway:
         return f"no gateway accepts connections on {self.address}"
 
 
+class Address(Protocol):
+    """The service address, and why it is not here if it `is_away`."""
+
+    address: str
+    problem: str | None
+
+    @property
+    def is_away(self) -> bool: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Here:
     """Where the facts are: the machine and what is around it."""
@@ -159,7 +166,7 @@ class Here:
     clock: Clock
     directory: str
     unreachable: tuple[str, float] | None  # why nobody can connect, and since when
-    service: ServiceSocket | None
+    service: Address | None
     no_gateway: MissingGateway | None
 
 

@@ -40,7 +40,7 @@ def answers(effects) -> list[tuple[int, str]]:
     return [
         (e.ask, e.answer.engine if isinstance(e.answer, SwitchedOverMsg) else e.answer.code)
         for e in effects
-        if isinstance(e, ev.Answer)
+        if isinstance(e, ev.AnswerSwitchOver)
     ]
 
 

@@ -29,7 +29,7 @@ def test_holder_is_asked_and_the_first_waiter_is_granted():
     effects = give_up(shell)
     assert sent(effects) == [(2, B, 2)]
     assert answers(effects) == [(1, "engine-1")]
-    (report,) = [each.answer for each in effects if isinstance(each, ev.Answer)]
+    (report,) = [each.answer for each in effects if isinstance(each, ev.AnswerSwitchOver)]
     assert (report.source, report.token, report.took_ms) == ("engine-0", 2, 2500)
     assert happened(effects)[-1] == "lock.switched_over"
     assert not shell.machine.switchovers.under_way
@@ -141,7 +141,10 @@ def test_refused_switchover_changes_nothing(waiting, before, changes, code, says
     was = (shell.active.state, shell.active.holder, shell.active.preferred)
     effects = ask(shell, ask=9, **changes)
     assert answers(effects) == [(9, code)]
-    assert says in next(each for each in effects if isinstance(each, ev.Answer)).answer.message
+    assert (
+        says
+        in next(each for each in effects if isinstance(each, ev.AnswerSwitchOver)).answer.message
+    )
     assert happened(effects) == ["lock.switchover_refused"]
     assert told(effects) == []
     assert (shell.active.state, shell.active.holder, shell.active.preferred) == was
