@@ -7,6 +7,7 @@ name a problem? Must not know why a call fails.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 from collections.abc import Callable, Mapping
@@ -16,6 +17,7 @@ from typing import Any
 
 from engine import messages as engine_messages
 from lockserver import messages as lock_messages
+from plumbing.errors import UnderstudyError
 from plumbing.pod.observers import PeerWatch, ask
 from plumbing.pod.paths import engine_sockets, lockserver_socket
 from plumbing.service.procfs import children
@@ -70,7 +72,7 @@ class Standing:
     active: str
     standby: str
     token: int
-    lives: Mapping[str, str]  # of each part: what changes if it is started again
+    lives: Mapping[str, object]  # of each part: what changes if it is started again
 
     def program(self, role: str) -> tuple[str, ...]:
         """The parts of the command line of `role`."""
@@ -146,19 +148,20 @@ class SweptPod:
             look.missing = "; ".join([view["state"], *view["problems"], *_in_between(view)])
         elif not standbys or view["active"] is None:
             look.missing = f"{states}, queued: {sorted(map(str, queued))}"
-        elif _kv_missing(view):
-            look.missing = _kv_missing(view)
+        elif missing := _kv_missing(view):
+            look.missing = missing
         else:
             look.standing = Standing(view["active"], standbys[0], view["token"], self._lives(view))
         return look
 
-    def _lives(self, view: Document) -> dict[str, str]:
+    def _lives(self, view: Document) -> dict[str, object]:
         engines = [part["engine"] for part in _answering(view)]
         return {
-            **{name: str(pid) for name, pid in self.runner.pids().items()},
-            **{str(each["id"]): str(each["incarnation"]) for each in engines},
-            **{supervisor_of(each["id"]): str(each["pid"]) for each in engines},
-            "gms-server": ",".join(str(part.get("pid")) for part in view["gms"]),
+            **self.runner.pids(),
+            **{each["id"]: each["incarnation"] for each in engines},
+            **{supervisor_of(each["id"]): each["pid"] for each in engines},
+            "gms-server": view["gms"][0].get("pid"),
+            "token": view["token"],
         }
 
     async def whole(self, deadline_s: float) -> Standing:
@@ -210,31 +213,37 @@ class SweptPod:
     # ------------------------------------------------------------------ what happens to it
 
     async def kill_model(self, engine: str) -> None:
-        """Through its control socket: such a death counts for no crash loop."""
-        path = engine_sockets(self.directory).get(engine, "")
-        await ask(path, engine_messages.CONTROL, kill_request("backend-model"))
+        """Through its control socket: such a death counts for no crash loop. The call that fails
+        may be one that the supervisor makes for this request, which is sent once more then."""
+        path, request = (
+            engine_sockets(self.directory).get(engine, ""),
+            kill_request("backend-model"),
+        )
+        try:
+            await ask(path, engine_messages.CONTROL, request)
+        except UnderstudyError:
+            await ask(path, engine_messages.CONTROL, request)
 
-    async def kill_container(self, name: str) -> None:
-        await self.kill(self.runner.pids()[name])
+    def kill_container(self, name: str) -> None:
+        self.kill(self.runner.pids()[name])
 
-    async def kill(self, pid: int) -> None:
+    def kill(self, pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
     def gms_server(self) -> int:
         """The process of the only device's server."""
         _, words = PROGRAMS["gms-server"]
-        found = children(self.runner.pids()["gms"])
-        return next(pid for pid in found if words in _command_line(pid))
+        for pid in children(self.runner.pids()["gms"]):
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+            if words in command:
+                return pid
+        raise SweepError("gms has no server")
 
     async def visit(self) -> None:
         """Ask for everything that can be asked for, once."""
         ports = (self.ports.lockserver, self.ports.gms, *self.ports.engines)
         pages = [f"http://127.0.0.1:{port}/{page}" for port in ports for page in PAGES]
-        await asyncio.gather(
-            *map(get, pages),
-            self._watch(),
-            self._command("lockserver", "status"),
-        )
+        await asyncio.gather(*map(get, pages), self._watch(), self._lockserver("status"))
         await asyncio.gather(*(send(self._target, each, SILENCE_S) for each in self._prompts))
 
     async def _watch(self) -> None:
@@ -243,30 +252,22 @@ class SweptPod:
         watch = PeerWatch(
             path, lock_messages.CATALOGUE, lock_messages.WatchMsg(), lambda message: heard.set()
         )
-        try:
+        with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(heard.wait(), VISIT_S)
-        except TimeoutError:
-            pass
-        finally:
-            await watch.close()
+        await watch.close()
 
-    async def _command(self, name: str, *arguments: str) -> None:
+    async def _lockserver(self, command: str) -> int:
         process = await asyncio.create_subprocess_exec(
-            *program(name),
-            *arguments,
+            *program("lockserver"),
+            command,
             env={**os.environ, "UNDERSTUDY_DIR": str(self.directory)},
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.DEVNULL,
-            stderr=asyncio.subprocess.DEVNULL,
+            **dict.fromkeys(("stdin", "stdout", "stderr"), asyncio.subprocess.DEVNULL),
         )
-        await process.wait()
+        return await process.wait()
 
     async def switch_over(self) -> None:
-        await self._command("lockserver", "switchover")
-
-
-def _command_line(pid: int) -> str:
-    return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+        if await self._lockserver("switchover"):  # as in `kill_model`
+            await self._lockserver("switchover")
 
 
 def _answering(view: Document) -> list[Document]:

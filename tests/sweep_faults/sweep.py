@@ -17,7 +17,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from plumbing.errors import UnderstudyError
-from tests.sweep_faults.phases import PHASES, unexpected
+from tests.sweep_faults.phases import PHASES
 from tests.sweep_faults.pod import WHOLE_S, Look, Standing, SweptPod, kv_cost
 from tests.sweep_faults.shim import KINDS, Control, SweepError
 
@@ -168,7 +168,7 @@ class Sweep:
         if look.standing is None:
             await self._explain(outcome, pod, look)
         else:
-            outcome.cost = unexpected(standing, look.standing, phase) + kv_cost(look.view)
+            outcome.cost = phase.unexpected(standing, look.standing) + kv_cost(look.view)
             await self._take_over(outcome, pod, look.standing)
         if outcome.verdict is Verdict.WHOLE and not outcome.failed_calls:
             outcome.verdict = Verdict.NOT_REACHED
