@@ -9,7 +9,7 @@ from typing import Any
 
 from engine.backends.vllm.api.gateway_endpoints import Traffic
 
-FINE = {"rank": 0, "ok": True, "code": "", "error": ""}
+FINE = {"rank": 0, "code": "", "problem": ""}
 STATUS = {
     **FINE,
     "weights_bytes": 10,
@@ -43,7 +43,7 @@ class FakeEngine:
             "understudy_rest": [self.rested],
             "understudy_place_weights": [self.placed],
         }
-        self.core: Any = {"problem": "", "adopted": 0, "why_empty": "", "torn": 0}
+        self.core: Any = {"code": "", "problem": "", "adopted": 0, "why_empty": "", "torn": 0}
         count = lambda: self.in_flight  # noqa: E731  # as vLLM's processor has it
         self.output_processor = SimpleNamespace(get_num_unfinished_requests=count)
         self.model_config = SimpleNamespace(

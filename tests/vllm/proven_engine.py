@@ -54,7 +54,7 @@ async def prove(model: str, faults: list[str]) -> dict[str, Any]:
 
     async def take() -> None:
         (answer,) = await engine.collective_rpc("understudy_scratch")
-        assert answer["ok"], answer
+        assert not answer["problem"], answer
 
     await park()
     for fault in [HEALTHY, *(faults or [*FAULTS, HEALTHY])]:

@@ -203,12 +203,12 @@ def test_an_index_that_nobody_keeps_is_forgotten_before_the_first_step(
     assert woken.kv_note.startswith("no block is published")
     assert (problem or "no pool") in woken.kv_note
     assert engine.asked[-2:] == ["understudy_forget_kv", "wake_up"]
-    engine.answers["understudy_forget_kv"] = [{**FINE, "ok": False, "code": "c.d", "error": "x"}]
+    engine.answers["understudy_forget_kv"] = [{**FINE, "code": "c.d", "problem": "x"}]
     with pytest.raises(UnderstudyError, match="x"):
         _woken(engine, tmp_path, monkeypatch, core, problem)
 
 
-async def no_core(method, asked):
+async def no_core(method, *asked):
     raise AssertionError("the core is not asked: there is no pool")
 
 
@@ -240,7 +240,7 @@ def test_a_pool_that_can_never_fit_or_a_service_that_vanishes_is_no_reason_not_t
             if method != "understudy_take_kv":
                 return [STATUS]
             asked.append(len(args))
-            refused = {**FINE, "ok": False, "code": code, "error": "too much"}
+            refused = {**FINE, "code": code, "problem": "too much"}
             return [refused] if len(args) > 1 else [{**FINE, "kv_bytes": 7, "pool": {}}]
 
         return rpc
@@ -261,11 +261,11 @@ def test_a_pool_that_can_never_fit_or_a_service_that_vanishes_is_no_reason_not_t
 def test_what_is_published_is_followed_until_the_core_gives_it_up(engine, monkeypatch):
     """A core that is busy is asked again; what it has said is in the answer to `health`."""
     monkeypatch.setattr(kept_memory, "REPORT_EVERY_S", 0.01)
-    reported = {"problem": "", "published": 3, "kept": 2}
+    reported = {"code": "", "problem": "", "published": 3, "kept": 2}
     answers = [reported, None, reported | {"published": 4}, {**reported, "problem": "why"}]
     seen = []
 
-    async def core(method, asked):
+    async def core(method, *asked):
         if method == "understudy_begin_kv":
             return {"problem": "", "adopted": 1, "why_empty": "new", "torn": 0}
         seen.append((kept.published, backend.health().kept_blocks))

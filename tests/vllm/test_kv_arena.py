@@ -174,7 +174,7 @@ def test_waking_without_memory_is_refused_and_repeating_is_harmless(
         found.wake_up()
     for _ in range(2):
         answer = found.understudy_take_kv(0.0)
-        assert (answer["ok"], answer["rank"], answer["kv_bytes"]) == (True, 1, SIZE)
+        assert (answer["problem"], answer["rank"], answer["kv_bytes"]) == ("", 1, SIZE)
         found.wake_up(["kv_cache"])
     assert ours.is_awake
     found.discard(("weights",))
@@ -195,11 +195,11 @@ def test_methods_that_the_backend_calls_never_raise(
     allocate(arena)
     room.free_bytes = 0
     answer = found.understudy_take_kv(0.0)
-    assert (answer["ok"], answer["rank"], answer["code"]) == (False, 1, "engine.kv_memory_busy")
-    assert "needs 4.0 MiB and 0 B are free" in answer["error"]
+    assert (answer["rank"], answer["code"]) == (1, "engine.kv_memory_busy")
+    assert "needs 4.0 MiB and 0 B are free" in answer["problem"]
     answer = found.understudy_distrust("why")  # these weights cannot be distrusted
-    assert (answer["ok"], answer["code"]) == (False, "vllm.worker_failed")
-    assert "AttributeError" in answer["error"]
+    assert answer["code"] == "vllm.process_failed"
+    assert "AttributeError" in answer["problem"]
 
 
 def test_rank_that_cannot_park_says_so_later_and_keeps_its_place(
@@ -217,16 +217,16 @@ def test_rank_that_cannot_park_says_so_later_and_keeps_its_place(
     found = make_worker()
     found.arena = arena
     allocate(arena)
-    assert "before the serving file was joined" in found.understudy_take_kv(0.0)["error"]
-    assert found.understudy_join(1)["ok"]
-    assert found.understudy_take_kv(0.0)["ok"]
+    assert "before the serving file was joined" in found.understudy_take_kv(0.0)["problem"]
+    assert not found.understudy_join(1)["problem"]
+    assert not found.understudy_take_kv(0.0)["problem"]
     assert found.understudy_rest(False)["code"] == "vllm.not_parked"
     with monkeypatch.context() as broken:
         broken.setattr(arena, "release", lambda: 1 / 0)
         found.sleep()
     for answer in (found.understudy_status(), found.understudy_rest(False)):
-        assert (answer["ok"], answer["code"]) == (False, "vllm.not_parked")
-        assert "ZeroDivisionError" in answer["error"]
+        assert answer["code"] == "vllm.not_parked"
+        assert "ZeroDivisionError" in answer["problem"]
     assert seat.token == 1
     found.sleep()
     assert found.understudy_rest(False)["kv_resident_bytes"] == 0

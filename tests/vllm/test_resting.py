@@ -137,7 +137,7 @@ def test_an_engine_that_is_not_parked_everywhere_fails_and_holds_on(
         if what == "core":
             engine.core = {"code": "vllm.not_parked", "problem": "it cannot"}
         if what == "rank":
-            engine.rested |= {"ok": False, "code": "vllm.not_parked", "error": "it has some"}
+            engine.rested |= {"code": "vllm.not_parked", "problem": "it has some"}
         with pytest.raises(UnderstudyError) as found:
             await world.backend.rest(BUDGET_S, keep_kv=False)
         with pytest.raises(UnderstudyError):
@@ -214,12 +214,12 @@ def test_weights_that_are_needed_or_not_the_services_stay(monkeypatch: pytest.Mo
     ours = SimpleNamespace(is_awake=True, is_away=False)
     found, _ = make_worker(ours, monkeypatch)
     answer = found.understudy_place_weights(True, 1.0)
-    assert (answer["ok"], answer["code"]) == (False, "vllm.not_parked")
+    assert answer["code"] == "vllm.not_parked"
     private = weights.RankWeights(SimpleNamespace())  # type: ignore[arg-type]
     private.cannot_offload = "it has a private copy"
     found, _ = make_worker(private, monkeypatch)
     answer = found.understudy_place_weights(True, 1.0)
-    assert answer["ok"]
+    assert not answer["problem"]
     assert (answer["is_away"], answer["note"]) == (False, "it has a private copy")
 
 
@@ -246,10 +246,10 @@ def test_a_wake_maps_what_was_released_before_it_takes_memory(world: World):
         restored = [taking[0], taking[1], (PLACE, False, 45.0), taking[2]]
         assert await woken(5) == restored
         assert await woken(6) == taking
-        world.engine.placed |= {"ok": False, "code": "x.y", "error": "it cannot"}
+        world.engine.placed |= {"code": "x.y", "problem": "it cannot"}
         with pytest.raises(UnderstudyError, match="it cannot"):
             await backend.place_weights(9.0, is_away=True)
-        world.engine.placed["ok"] = True
+        world.engine.placed["problem"] = ""
         assert await woken(7) == restored
         await world.wake(8)
         with pytest.raises(ProtocolError, match="awake"):

@@ -54,7 +54,7 @@ def test_a_kv_cache_is_planned_in_one_step_or_two(
     if is_grouped_before:
         plans.get_global_kv_cache_groups = lambda *given: given
     monkeypatch.setitem(sys.modules, "plans", plans)  # type: ignore[arg-type]  # no real module
-    monkeypatch.setattr(versions, "_KV_PLANS", ("plans",))
+    monkeypatch.setattr(versions, "_KV_PLANS", ("plans", "plans"))
     versions.get_kv_cache_configs("config", [{}], [1])
     groups = [("config", [{}])] if is_grouped_before else []
     assert asked == [("config", [{}], [1], *groups)]

@@ -13,19 +13,17 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.util
-import os
 import re
 import sys
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from msgspec import Struct, structs
+from msgspec import Struct
 
 from engine.backends.vllm import versions
 from engine.backends.vllm.versions import FILES, runner_of
-from plumbing.errors import InvariantError, UsageError
+from plumbing.errors import UsageError
 
 HERE = Path(__file__).resolve().parent
 PACKAGE = "vllm"
@@ -34,7 +32,7 @@ OTHERS = "..."  # as a parameter: there may be more
 Node = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
-class Contract(Struct, frozen=True):
+class Contract(Struct):
     """`name` says what holds of the class or function `qualname` of vLLM's `file`: its parameters
     but `self`, None where they do not count, and texts in its source. With `places` instead, one of
     these modules has the name that follows it."""
@@ -52,7 +50,8 @@ class Contract(Struct, frozen=True):
         return modules or f"{self.file}: {self.qualname}"
 
     def is_kept_by(self, node: Node) -> bool:
-        return self._has_parameters(node) and all(map(_is_in(ast.unparse(node)), self.texts))
+        source = ast.unparse(node)
+        return self._has_parameters(node) and all(_is_in(source, text) for text in self.texts)
 
     def _has_parameters(self, node: Node) -> bool:
         if self.parameters is None:
@@ -68,53 +67,36 @@ class Contract(Struct, frozen=True):
         return not is_open and found == ["self", *self.parameters]
 
 
-def _is_in(source: str) -> Callable[[str], bool]:
-    def check(text: str) -> bool:
-        counted = re.fullmatch(r"(\d+)x (.+)", text)
-        if counted is not None:
-            return source.count(counted[2]) == int(counted[1])
-        return any(each in source for each in text.split(" || "))
-
-    return check
+def _is_in(source: str, text: str) -> bool:
+    counted = re.fullmatch(r"(\d+)x (.+)", text)
+    if counted is not None:
+        return source.count(counted[2]) == int(counted[1])
+    return any(each in source for each in text.split(" || "))
 
 
-def read_contracts(text: str) -> dict[str, tuple[Contract, ...]]:
+def read_contracts(text: str) -> dict[str, list[Contract]]:
     """The contracts by our file that relies on them, from `contracts.txt`, which says its form."""
-    found: dict[str, tuple[Contract, ...]] = {}
-    user = ""
+    found: dict[str, list[Contract]] = {}
+    contracts: list[Contract] = []
     for line in text.splitlines():
         depth, said = len(line) - len(line.lstrip()), line.strip()
         if not said or line.startswith("#"):
             continue
         if depth == 0:
-            user, found[said] = said, ()
-            continue
-        *others, last = found[user] or (Contract(""),)
-        match depth:
-            case 2:
-                others, last = list(found[user]), Contract(said)
-            case 4:
-                last = structs.replace(last, **_about(said))
-            case 6:
-                last = structs.replace(last, texts=(*last.texts, said))
-            case _:
-                raise InvariantError(f"contracts.txt: {line!r} is indented by {depth}")
-        found[user] = (*others, last)
+            contracts = found[said] = []
+        elif depth == 2:
+            contracts.append(Contract(said))
+        elif depth == 6:
+            contracts[-1].texts += (said,)
+        elif said.startswith("import "):
+            modules = (each.rpartition(".") for each in said.removeprefix("import ").split(" or "))
+            contracts[-1].places = tuple((module, name) for module, _, name in modules)
+        else:
+            contracts[-1].file, _, of = said.partition(": ")
+            contracts[-1].qualname, is_open, names = of.removesuffix(")").partition(" (")
+            if is_open:
+                contracts[-1].parameters = tuple(each for each in names.split(", ") if each)
     return found
-
-
-def _about(said: str) -> dict[str, Any]:
-    if said.startswith("import "):
-        modules = (each.rpartition(".") for each in said.removeprefix("import ").split(" or "))
-        return {"places": tuple((module, name) for module, _, name in modules)}
-    file, _, of = said.partition(": ")
-    qualname, has_parameters, parameters = of.removesuffix(")").partition(" (")
-    names = tuple(each for each in parameters.split(", ") if each)
-    return {
-        "file": file,
-        "qualname": qualname,
-        "parameters": names if has_parameters else None,
-    }
 
 
 CONTRACTS = read_contracts((HERE / "contracts.txt").read_text(encoding="utf-8"))
@@ -130,7 +112,7 @@ class Sources:
         self.path = path
         self._parsed: dict[str, ast.Module | None] = {}
         try:
-            self._wheel = zipfile.ZipFile(path) if path.endswith(".whl") else None
+            self._root = zipfile.Path(path) if path.endswith(".whl") else Path(path)
         except (OSError, zipfile.BadZipFile) as error:
             raise UsageError("vllm.no_sources", f"cannot read {path}: {error}") from error
         if self.module("__init__.py") is None:
@@ -143,8 +125,9 @@ class Sources:
     def module(self, file: str) -> ast.Module | None:
         """`file`, relative to vllm/, parsed; None if there is none."""
         if file not in self._parsed:
-            text = self._read(f"{PACKAGE}/{file}")
-            self._parsed[file] = None if text is None else ast.parse(text)
+            place = self._root / PACKAGE / file
+            is_there = place.is_file()
+            self._parsed[file] = ast.parse(place.read_text("utf-8")) if is_there else None
         return self._parsed[file]
 
     def find(self, file: str, qualname: str) -> Node | None:
@@ -175,15 +158,6 @@ class Sources:
         found = found or self.module(f"{base}/__init__.py".lstrip("/"))
         return found is not None and name in _names_in(found.body)
 
-    def _read(self, file: str) -> str | None:
-        try:
-            if self._wheel is not None:
-                return self._wheel.read(file).decode()
-            with open(os.path.join(self.path, file), encoding="utf-8") as stream:
-                return stream.read()
-        except (KeyError, FileNotFoundError, NotADirectoryError):
-            return None
-
 
 def installed() -> Sources:
     """The vLLM of this environment.
@@ -194,7 +168,7 @@ def installed() -> Sources:
     found = importlib.util.find_spec(PACKAGE)
     if found is None or found.origin is None:
         raise UsageError("vllm.no_sources", "vLLM is not installed here; name a wheel of it")
-    return Sources(os.path.dirname(os.path.dirname(found.origin)))
+    return Sources(str(Path(found.origin).parents[1]))
 
 
 class BrokenContract(Struct, frozen=True):
@@ -248,16 +222,15 @@ def changed(sources: Sources, users: tuple[str, ...], runner: str) -> str:
 def imported(users: str | tuple[str, ...] = "") -> frozenset[tuple[str, str, str]]:
     """File, module, name: every `from vllm… import …` of this package, in the files whose names
     begin with `users`."""
-    found = set()
-    for path in sorted(HERE.rglob("*.py")):
-        file = path.relative_to(HERE).as_posix()
-        if not file.startswith(users):
-            continue
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == PACKAGE:
-                found |= {(file, str(node.module), each.name) for each in node.names}
-    return frozenset(found)
+    files = {path.relative_to(HERE).as_posix(): path for path in HERE.rglob("*.py")}
+    return frozenset(
+        (file, str(node.module), each.name)
+        for file, path in files.items()
+        if file.startswith(users)
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == PACKAGE
+        for each in node.names
+    )
 
 
 def _base_of(module: str) -> str:

@@ -74,11 +74,6 @@ def refusal(vllm_config: Any) -> UsageError:
         f" {found.size_bytes}: {found.sequences} sequences of {found.tokens} tokens at"
         f" {found.bytes_per_token} bytes per token, rounded up to {STEP_BYTES >> 20} MiB; each of"
         f" the engine's ranks ({ranks}) takes that much",
-        proposed_bytes=found.size_bytes,
-        bytes_per_token=found.bytes_per_token,
-        tokens=found.tokens,
-        sequences=found.sequences,
-        ranks=ranks,
     )
 
 
@@ -110,19 +105,18 @@ def bytes_of_requests(vllm_config: Any, sequences: int) -> tuple[int, int]:
 
 
 def _of_requests(vllm_config: Any) -> list[str]:
-    if versions.in_use(vllm_config) != versions.V2:
-        return []
     sequences = vllm_config.scheduler_config.max_num_seqs
     device, pinned = bytes_of_requests(vllm_config, sequences)
-    if max(device, pinned) < REQUESTS_BYTES_MAX:
+    is_much = max(device, pinned) >= REQUESTS_BYTES_MAX
+    if versions.in_use(vllm_config) != versions.V2 or not is_much:
         return []
-    kv_bytes = vllm_config.cache_config.kv_cache_memory_bytes or 0
-    tokens = kv_bytes // propose(vllm_config).bytes_per_token
-    enough = 1 << max(4, (tokens // REQUEST_TOKENS).bit_length())
     said = (
         f"--max-num-seqs {sequences}: every engine, also one that stands by or sleeps, keeps"
         f" {size(device)} of each device and {size(pinned)} of pinned host memory for its requests"
     )
+    kv_bytes = vllm_config.cache_config.kv_cache_memory_bytes or 0
+    tokens = kv_bytes // propose(vllm_config).bytes_per_token
+    enough = 1 << max(4, (tokens // REQUEST_TOKENS).bit_length())
     if enough >= sequences:
         return [f"{said}; where memory is short, lower it"]
     device, pinned = bytes_of_requests(vllm_config, enough)

@@ -23,8 +23,11 @@ from lockserver.client import serving
 from plumbing.errors import InvariantError, UnderstudyError
 from plumbing.service.process import die_with_parent
 
+logger = logging.getLogger(__name__)
+
 CORE = "core"
 WORKER = "worker"
+FAILED = "vllm.process_failed"
 
 _member: BackendProcess | None = None
 
@@ -103,10 +106,6 @@ def name_of(process_name: str) -> str:
     return WORKER if rank == 0 else f"{WORKER}-{rank}"
 
 
-logger = logging.getLogger(__name__)
-
-CODE_UNEXPECTED = "vllm.worker_failed"
-
 Answer = dict[str, Any]
 
 
@@ -120,20 +119,21 @@ def reporting() -> Iterator[None]:
         raise
 
 
-def answering(method: Callable[..., Answer]) -> Callable[..., Answer]:
-    """Make `method` never raise, and add the rank and whether it succeeded to its answer."""
+def answering(method: Callable[..., Answer | None]) -> Callable[..., Answer]:
+    """Make a method of a worker or of the engine core never raise. To its answer are added the
+    rank, and `code` and `problem`, which are empty if it succeeded."""
 
     @functools.wraps(method)
     def answer(self: Any, *args: Any) -> Answer:
-        about: Answer = {"rank": self.rank, "ok": True, "code": "", "error": ""}
+        about = {"rank": getattr(self, "rank", 0), "code": "", "problem": ""}
         try:
-            return about | method(self, *args)
+            return about | (method(self, *args) or {})
         except UnderstudyError as error:
             logger.error("%s: %s", method.__name__, error)
-            return about | {"ok": False, "code": error.code, "error": error.message}
+            return about | {"code": error.code, "problem": error.message}
         except Exception as error:
             logger.exception("%s failed", method.__name__)
-            text = f"{method.__name__} failed: {type(error).__name__}: {error}"
-            return about | {"ok": False, "code": CODE_UNEXPECTED, "error": text}
+            problem = f"{method.__name__} failed: {type(error).__name__}: {error}"
+            return about | {"code": FAILED, "problem": problem}
 
     return answer

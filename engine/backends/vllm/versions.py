@@ -71,34 +71,28 @@ def check_version(allow_any: bool, version: str | None = None) -> None:
 def cli_args() -> Any:
     """vLLM's module with the flags of `vllm serve` (`make_arg_parser`), and its own checks of them
     (`validate_parsed_serve_args`, which raises ValueError or TypeError)."""
-    return _find("parser of its flags", _CLI_ARGS)
+    return _either(*_CLI_ARGS)
 
 
 def get_kv_cache_configs(vllm_config: Any, specs: list[Any], sizes_bytes: list[int]) -> Any:
     """The engine core's own plan of a KV cache from each rank's layers and bytes; raises ValueError
     if one sequence does not fit."""
-    plans = _find("plan of a KV cache", _KV_PLANS)
+    plans = _either(*_KV_PLANS)
     groups_of = getattr(plans, "get_global_kv_cache_groups", None)  # a separate step since 0.33
     groups = [] if groups_of is None else [groups_of(vllm_config, specs)]
     return plans.get_kv_cache_configs(vllm_config, specs, sizes_bytes, *groups)
 
 
-def _find(what: str, places: tuple[str, ...]) -> Any:
-    """The first of these modules that the installed vLLM has."""
+def _either(new: str, old: str) -> Any:
+    """Of these modules the one that the installed vLLM has."""
     import importlib
 
-    for place in places:
-        try:
-            return importlib.import_module(place)
-        except ModuleNotFoundError as error:
-            if not place.startswith(str(error.name)):
-                raise  # the module exists, but something that it needs does not
-    raise UsageError(
-        "vllm.unsupported_version",
-        f"vLLM {vllm_version()} has its {what} in none of {', '.join(places)};"
-        f" this backend supports {supported_range()}",
-        installed=vllm_version(),
-    )
+    try:
+        return importlib.import_module(new)
+    except ModuleNotFoundError as error:
+        if not new.startswith(str(error.name)):
+            raise  # the module exists, but something that it needs does not
+        return importlib.import_module(old)
 
 
 V1, V2 = "v1", "v2"

@@ -2,7 +2,7 @@
 
     python -m tests.vllm.kv_kills [--backend reference|vllm] [--runner v1|v2] [--kills N] [--json]
 
-Starting vLLM takes a minute of two cores, and a fork of it a moment. One process loads the model
+Starting vLLM takes a minute of two cores, and a fork of it a moment. This process loads the model
 and parks; every fork of it borrows the KV pool from a real memory service, adopts what it finds,
 answers the same questions again and again and kills itself inside a step. An engine is one process
 here and has no supervisor. Every answer must be that of a fork that never saw the pool. Exit code 1
@@ -16,7 +16,6 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -31,11 +30,10 @@ from typing import Any
 
 from hack import v2_on_cpu
 from tests.gms.bench import GmsProcess
-from tests.vllm.about import ROOT, commit, machine
-from tests.vllm.kv_kills.seams import SEAMS, Control, any_skip
+from tests.vllm.about import commit, machine
+from tests.vllm.kv_kills.seams import SEAMS, Points
 from understudy.up.models import RandomModel, make_random_model
 
-INNER_ENV = "KV_KILLS_INNER"
 ENGINE = "engine-0"
 DEVICE_BYTES = 1 << 30
 ASKED_MAX, BEGINNINGS, BEGINNING_TOKENS, REST_TOKENS_MAX = 40, 4, 70, 70
@@ -49,7 +47,6 @@ VARIABLES = {
     "UNDERSTUDY_VLLM_KV": "1",
     "ENGINE_ID": ENGINE,
 }
-
 
 Known = tuple[list[int], list[int]]  # a question and its answer
 
@@ -78,8 +75,7 @@ def learn(parked: Any, rng: Random) -> list[Known]:
         for _ in range(ASKED_MAX)
     ]
     parked.wake(0)
-    clear = [prompt for prompt in prompts if parked.is_clear(prompt)]
-    return [(prompt, parked.ask([prompt])[0]) for prompt in clear]
+    return [(each, parked.ask([each])[0]) for each in prompts if parked.is_clear(each)]
 
 
 def live(parked: Any, token: int, known: Sequence[Known], life: Life, out: int) -> None:
@@ -114,16 +110,15 @@ def in_a_fork(work: Any) -> tuple[list[dict[str, Any]], int]:
     os.close(writer)
     with os.fdopen(reader) as lines:
         told = [json.loads(line) for line in lines]
-    _, status = os.waitpid(pid, 0)
-    return told, status
+    return told, os.waitpid(pid, 0)[1]
 
 
-def load(flags: argparse.Namespace, model: str, directory: str) -> Any:
-    """The engine of the backend that the flags name, loaded and parked. `wake(token)` borrows the
-    pool and adopts, and says how many blocks were `adopted` and `torn`, and `why_empty`; with token
-    0 it takes private memory. `ask(prompts)` answers all at the same time, and `is_clear(prompt)`
-    says whether rounding cannot change the answer."""
-    if flags.backend == "reference":
+def load(backend: str, model: str, directory: str) -> Any:
+    """The engine of `backend`, loaded and parked. `wake(token)` borrows the pool and adopts, and
+    says how many blocks were `adopted` and `torn`, and `why_empty`; with token 0 it takes private
+    memory. `ask(prompts)` answers all at the same time, and `is_clear(prompt)` says whether
+    rounding cannot change the answer."""
+    if backend == "reference":
         from tests.vllm.kv_kills.reference import ParkedReference
 
         return ParkedReference(model, directory, ENGINE)
@@ -132,42 +127,36 @@ def load(flags: argparse.Namespace, model: str, directory: str) -> Any:
     return ParkedVllm(model, directory, ENGINE)
 
 
-def inner(flags: argparse.Namespace, base: Path) -> dict[str, Any]:
-    """In the process that is parked."""
-    control, rng = Control(base), Random(SEED)
-    parked = load(flags, str(base / "model"), str(base / "pod"))
+def run(flags: argparse.Namespace, base: Path) -> dict[str, Any]:
+    """Lives until enough have been killed, or one was misled."""
+    parked, rng = load(flags.backend, str(base / "model"), str(base / "pod")), Random(SEED)
     told, _ = in_a_fork(lambda out: _tell(out, {"known": learn(parked, rng)}))
     if "known" not in told[0]:
         raise RuntimeError(told[0]["error"])
     known = [(prompt, answer) for prompt, answer in told[0]["known"]]
     say(f"{len(known)} questions")
+    points, names = Points(flags.backend), [*SEAMS[flags.backend]]
     lives: list[Life] = []
-    points = list(SEAMS[flags.backend])
-    killed = 0
-    while killed < flags.kills:
-        point = points[len(lives) % len(points)]
-        life = Life(point, any_skip(rng, flags.backend, point))
-        life.asked = lives[-1].asked if lives else []
-        control.arm(ENGINE, point, life.skip)
+    killed: list[str] = []
+    while len(killed) < flags.kills:
+        point = names[len(lives) % len(names)]
+        life = Life(point, points.arm(point, rng), asked=lives[-1].asked if lives else [])
         told, life.status = in_a_fork(partial(live, parked, len(lives) + 1, known, life))
-        for each in told:
-            for name, value in each.items():
-                setattr(life, name, value)
+        for name, value in (each for one in told for each in one.items()):
+            setattr(life, name, value)
         lives.append(life)
-        killed += os.WIFSIGNALED(life.status) and os.WTERMSIG(life.status) == signal.SIGKILL
-        say(f"{killed}/{flags.kills} {point} (+{life.skip}): {life.adopted} adopted {life.error}")
+        if os.WIFSIGNALED(life.status) and os.WTERMSIG(life.status) == signal.SIGKILL:
+            killed.append(point)
+        about = f"{point} (+{life.skip}): {life.adopted} adopted {life.error}"
+        say(f"{len(killed)}/{flags.kills} {about}")
         if life.wrong or life.torn or life.error:
             break
-    return document(lives, killed)
-
-
-def document(lives: list[Life], killed: int) -> dict[str, Any]:
     adopted, torn = sum(each.adopted for each in lives), sum(each.torn for each in lives)
     wrong, errors = sum(each.wrong for each in lives), [each.error for each in lives if each.error]
     return {
         "passed": bool(adopted) and not torn and not wrong and not errors,
-        "kills": killed,
-        "kills_by_point": dict(Counter(e.point for e in lives if os.WIFSIGNALED(e.status))),
+        "kills": len(killed),
+        "kills_by_point": dict(Counter(killed)),
         "adopted_blocks": adopted,
         "torn_blocks": torn,
         "wrong_answers": wrong,
@@ -175,37 +164,6 @@ def document(lives: list[Life], killed: int) -> dict[str, Any]:
         "why_empty": dict(Counter(each.why_empty for each in lives if not each.adopted)),
         "each": [asdict(each) for each in lives],
     }
-
-
-def outer(flags: argparse.Namespace) -> int:
-    """Model and memory service, and the process that is parked, with the points in it."""
-    began_s = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="kv-kills-") as directory:
-        base = Path(directory)
-        (base / "pod").mkdir(mode=0o700)
-        asyncio.run(make_random_model(base / "model", RandomModel.of(flags.backend).shape))
-        control = Control(base)
-        server = GmsProcess(str(base / "pod"), device_bytes=DEVICE_BYTES).start()
-        environment = {**os.environ, **RandomModel.of(flags.backend).env, **VARIABLES}
-        environment |= {**control.environment, INNER_ENV: directory}
-        if flags.backend == "vllm":
-            environment |= v2_on_cpu.environment(flags.runner)
-        command = [sys.executable, "-m", "tests.vllm.kv_kills", *sys.argv[1:]]
-        try:
-            done = subprocess.run(
-                command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, check=False
-            )
-        finally:
-            server.stop()
-    if not done.stdout:
-        say("error: the engine could not be loaded")
-        return 1
-    found = json.loads(done.stdout.splitlines()[-1])
-    head = {"machine": machine(), "commit": commit(), "took_s": round(time.monotonic() - began_s)}
-    if flags.json:
-        print(json.dumps({**head, **vars(flags), **found}, indent=1))
-    say(str({name: value for name, value in found.items() if name != "each"}))
-    return 0 if found["passed"] else 1
 
 
 def _tokens(rng: Random, count: int) -> list[int]:
@@ -233,10 +191,28 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=200, help="how many [default: %(default)s]")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     flags = parser.parse_args()
-    if INNER_ENV in os.environ:
-        print(json.dumps(inner(flags, Path(os.environ[INNER_ENV]))))
-    else:
-        sys.exit(outer(flags))
+    if os.environ.get("ENGINE_ID") != ENGINE:  # libraries read the environment as they are loaded
+        environment = {**os.environ, **RandomModel.of(flags.backend).env, **VARIABLES}
+        if flags.backend == "vllm":
+            environment |= v2_on_cpu.environment(flags.runner)
+        words = [sys.executable, "-m", "tests.vllm.kv_kills", *sys.argv[1:]]
+        os.execve(sys.executable, words, environment)
+    out, began_s = os.dup(sys.stdout.fileno()), time.monotonic()
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what vLLM prints is no report
+    with tempfile.TemporaryDirectory(prefix="kv-kills-") as directory:
+        base = Path(directory)
+        (base / "pod").mkdir(mode=0o700)
+        asyncio.run(make_random_model(base / "model", RandomModel.of(flags.backend).shape))
+        server = GmsProcess(str(base / "pod"), device_bytes=DEVICE_BYTES).start()
+        try:
+            found = run(flags, base)
+        finally:
+            server.stop()
+    head = {"machine": machine(), "commit": commit(), "took_s": round(time.monotonic() - began_s)}
+    if flags.json:
+        os.write(out, json.dumps({**head, **vars(flags), **found}, indent=1).encode() + b"\n")
+    say(str({name: value for name, value in found.items() if name != "each"}))
+    sys.exit(0 if found["passed"] else 1)
 
 
 if __name__ == "__main__":

@@ -1,20 +1,15 @@
-"""The points of a step at which an engine can be killed, and the control block that says at which.
-
-The engine's processes map the block and count for themselves how often they have been at a point
-(`inside/sitecustomize.py`), so a kill hits exactly: the process dies inside the call.
-"""
+"""The points of a step at which an engine dies: wrapped around functions of its process, which
+kills itself inside the call. What death may cut is cut, too: a long store to the index and the copy
+of a block are done by half at some points."""
 
 from __future__ import annotations
 
-import mmap
 import os
-import struct
-from collections.abc import Mapping
-from pathlib import Path
+import signal
+import sys
+from collections.abc import Callable, Mapping
 from random import Random
-
-INSIDE = Path(__file__).parent / "inside"
-BLOCK = struct.Struct("=III64s64s")  # armings, fired, skip, engine, point
+from typing import Any
 
 # By backend: each point, and the most calls that succeed first. An adoption counts as proven after
 # some dozens of steps: most kills come later, so that not every other one empties the cache.
@@ -39,27 +34,91 @@ SEAMS: Mapping[str, Mapping[str, int]] = {
 }
 
 
-class Control:
-    """The control block in `directory`; the pod's processes get `environment`."""
+class Points:
+    """The point at which this process dies; forks inherit it."""
 
-    def __init__(self, directory: Path) -> None:
-        path = directory / "kills"
-        with path.open("w+b") as file:
-            file.truncate(BLOCK.size)
-            self._memory = mmap.mmap(file.fileno(), BLOCK.size)
-        self._armings = 0
-        paths = [str(INSIDE), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-        self.environment: Mapping[str, str] = {
-            "UNDERSTUDY_KV_KILLS": str(path),
-            "PYTHONPATH": os.pathsep.join(each for each in paths if each),
-        }
+    def __init__(self, backend: str) -> None:
+        self._seams = SEAMS[backend]
+        self._point, self._left = "", 0
+        self._wrap_index()
+        if backend == "vllm":
+            self._wrap_vllm()
+        else:
+            self._wrap_reference()
 
-    def arm(self, engine: str, point: str, skip: int) -> None:
-        """Kill the process of `engine` that passes `point` for the `skip` + 1st time."""
-        self._armings += 1
-        BLOCK.pack_into(self._memory, 0, self._armings, 0, skip, engine.encode(), point.encode())
+    def arm(self, point: str, rng: Random) -> int:
+        """Die at `point` after some calls, few about as often as many; how many."""
+        self._point, self._left = point, int(rng.random() ** 2 * self._seams[point])
+        return self._left
 
+    def is_due(self, point: str) -> bool:
+        self._left -= point == self._point
+        return point == self._point and self._left < 0
 
-def any_skip(rng: Random, backend: str, point: str) -> int:
-    """How many calls succeed first: few about as often as many."""
-    return int(rng.random() ** 2 * SEAMS[backend][point])
+    def die(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def reach(self, point: str) -> None:
+        if self.is_due(point):
+            self.die()
+
+    def _wrap(self, owner: Any, name: str, *, before: str = "", after: str = "") -> None:
+        real: Callable[..., Any] = getattr(owner, name)
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            self.reach(before or "-")
+            result = real(*args, **kwargs)
+            self.reach(after or "-")
+            return result
+
+        setattr(owner, name, wrapped)
+
+    def _wrap_index(self) -> None:
+        from engine.kv.layout import IndexCells
+
+        real = IndexCells.store
+
+        def store(cells: Any, offset: int, content: bytes) -> None:
+            if self.is_due("store"):
+                real(cells, offset, content[: len(content) // 2])
+                self.die()
+            real(cells, offset, content)
+
+        self._wrap(IndexCells, "store_word", before="store")
+        IndexCells.store = store  # type: ignore[method-assign]  # the same, or its half
+
+    def _wrap_reference(self) -> None:
+        from engine.backends.reference.decoder import Decoder, KVCache
+        from engine.backends.reference.generation import Generator
+        from engine.backends.reference.kv_blocks import BlockStore
+
+        real: Any = BlockStore.run
+
+        def run(memory: Any, kind: str, number: int, *place: int) -> Any:
+            if kind == "save" and self.is_due("copying"):
+                block = memory._blocks[number]
+                half = block.shape[-2] // 2
+                chunk = memory._cache.chunk(*place, block.shape[-2])
+                block[..., :half, :] = chunk[..., :half, :]
+                self.die()
+            result = real(memory, kind, number, *place)
+            if kind == "save":
+                self.reach("copied")
+            return result
+
+        BlockStore.run = run  # type: ignore[method-assign]  # the same, or its half
+        self._wrap(Decoder, "forward", before="sent", after="done")
+        self._wrap(KVCache, "layer", before="running")
+        self._wrap(Generator, "step", after="processed")
+
+    def _wrap_vllm(self) -> None:
+        from vllm.model_executor.models.llama import LlamaDecoderLayer
+
+        from engine.backends.vllm.kv.scheduler import Keeping
+
+        self._wrap(Keeping, "schedule", after="sent")
+        self._wrap(Keeping, "update_from_output", before="done", after="processed")
+        self._wrap(LlamaDecoderLayer, "forward", before="running")
+        for name in ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner"):
+            if name in sys.modules:
+                self._wrap(sys.modules[name].GPUModelRunner, "sample_tokens", after="written")

@@ -52,4 +52,4 @@ class Worker(StockWorker):  # type: ignore[misc]  # unknown where types are chec
         return self._answer(kv_bytes=0)
 
     def _answer(self, **more: Any) -> dict[str, Any]:
-        return {"rank": self.rank, "ok": True, "code": "", "error": "", **more}
+        return {"rank": self.rank, "code": "", "problem": "", **more}

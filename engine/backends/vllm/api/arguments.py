@@ -68,40 +68,51 @@ OWNED_VARIABLES: Mapping[str, str] = {
 }
 PLUGINS_ENV = "VLLM_PLUGINS"  # an allow-list of entry points, ours among them
 
-UNSHAREABLE_FLAG = "--unshareable"
-BODY_FLAG = "--body-bytes-max"
-NO_RESUME_FLAG = "--no-resume"
-NO_SLEEP_FLAG = "--no-sleep"
-SELF_TEST_FLAG = "--self-test"
 UNTESTED_FLAG = "--resume-untested"  # of the last release; it does nothing
-KV_MEMORY_FLAG = "--kv-memory"
-NO_ADOPTION_FLAG = "--no-kv-adoption"
-AUDIT_FLAG = "--kv-audit"
-OURS: Mapping[str, str] = {
-    UNSHAREABLE_FLAG: "what to do if the model's quantisation cannot be shared: "
-    f"`{REFUSE}` to start (the default), or load a `{PRIVATE}` copy into every engine",
-    BODY_FLAG: "the largest request body, such as 64MiB; larger ones are refused with 413, because"
-    " parsing one blocks all others (the default depends on the model's length)",
-    NO_RESUME_FLAG: "end streams with their engine, instead of letting the next one continue them",
-    NO_SLEEP_FLAG: "never sleep; hand over by a relaunch",
-    SELF_TEST_FLAG: "test resuming, KV blocks and a wake while the engine prepares, also on the CPU"
-    " and whatever the result of the last test (default: on GPUs, once for each configuration)",
-    KV_MEMORY_FLAG: f"where the KV cache lives: `{GMS}` (survives the engine; the next one reuses"
-    f" its blocks), `{OWN}` (ends with the engine), or `{AUTO}` (default): `{OWN}` on GPUs, until"
-    f" the fence was measured on one; `{GMS}` on host memory, unless the service lends none or no"
-    " block could be kept",
-    NO_ADOPTION_FLAG: "start with an empty cache, ignoring the KV blocks of earlier engines",
-    AUDIT_FLAG: f"with `{KV_MEMORY_FLAG} {GMS}`: publish a checksum of every block, and adopt none"
-    " whose bytes have changed; for tests, because it slows every step",
-    versions.OVERRIDE_FLAG: f"run a vLLM outside {versions.supported_range()}, which is untested",
-}
-# How they are parsed; the others are switches.
-VALUES: Mapping[str, Mapping[str, Any]] = {
-    UNSHAREABLE_FLAG: {"choices": (REFUSE, PRIVATE), "default": REFUSE},
-    BODY_FLAG: {"type": size_bytes},
-    KV_MEMORY_FLAG: {"choices": (AUTO, GMS, OWN), "default": AUTO},
-}
 SWITCH: Mapping[str, Any] = {"action": "store_true"}
+# Our own flags: what each is for, and how it is parsed.
+OURS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "--unshareable": (
+        "what to do if the model's quantisation cannot be shared: "
+        f"`{REFUSE}` to start (the default), or load a `{PRIVATE}` copy into every engine",
+        {"choices": (REFUSE, PRIVATE), "default": REFUSE},
+    ),
+    "--body-bytes-max": (
+        "the largest request body, such as 64MiB; larger ones are refused with 413, because"
+        " parsing one blocks all others (the default depends on the model's length)",
+        {"type": size_bytes},
+    ),
+    "--no-resume": (
+        "end streams with their engine, instead of letting the next one continue them",
+        SWITCH,
+    ),
+    "--no-sleep": ("never sleep; hand over by a relaunch", SWITCH),
+    "--self-test": (
+        "test resuming, KV blocks and a wake while the engine prepares, also on the CPU"
+        " and whatever the result of the last test (default: on GPUs, once for each configuration)",
+        SWITCH,
+    ),
+    "--kv-memory": (
+        f"where the KV cache lives: `{GMS}` (survives the engine; the next one reuses"
+        f" its blocks), `{OWN}` (ends with the engine), or `{AUTO}` (default): `{OWN}` on GPUs,"
+        f" until the fence was measured on one; `{GMS}` on host memory, unless the service lends"
+        " none or no block could be kept",
+        {"choices": (AUTO, GMS, OWN), "default": AUTO},
+    ),
+    "--no-kv-adoption": (
+        "start with an empty cache, ignoring KV blocks of earlier engines",
+        SWITCH,
+    ),
+    "--kv-audit": (
+        f"with `--kv-memory {GMS}`: publish a checksum of every block, and adopt none"
+        " whose bytes have changed; for tests, because it slows every step",
+        SWITCH,
+    ),
+    versions.OVERRIDE_FLAG: (
+        f"run a vLLM outside {versions.supported_range()}, which is untested",
+        SWITCH,
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +133,7 @@ def help_text(argv: Sequence[str] = ()) -> str:
     parser = _parser()
     if any(each.startswith("--help=") for each in argv):
         parser.parse_args(list(argv))
-    flags = "\n".join(f"  {flag}: {text}" for flag, text in OURS.items())
+    flags = "\n".join(f"  {flag}: {text}" for flag, (text, _) in OURS.items())
     return f"{parser.format_help()}\nflags of understudy:\n{flags}\n"
 
 
@@ -146,24 +157,20 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> Serve
     if args.model_tag is not None:
         args.model = args.model_tag
     _refuse(parser, args, environ)
-    _refuse_mps(args, environ)
-    kv = _kv_choice(args)
-    given = vars(args)
     names = (flag.lstrip("-").replace("-", "_") for flag in (*OURS, UNTESTED_FLAG))
-    ours = {name: given.pop(name) for name in names}
+    ours = argparse.Namespace(**{name: vars(args).pop(name) for name in names})
     args.api_server_count = None
     try:
         versions.cli_args().validate_parsed_serve_args(args)
     except (TypeError, ValueError) as error:
         raise UsageError("vllm.arguments", f"vLLM refuses its arguments: {error}") from error
-    _own(args, ours["unshareable"])
     return ServeArguments(
         args,
-        ours["body_bytes_max"],
-        no_resume=f"it was started with {NO_RESUME_FLAG}" if ours["no_resume"] else "",
-        no_sleep=f"it was started with {NO_SLEEP_FLAG}" if ours["no_sleep"] else "",
-        self_test=ours["self_test"],
-        kv=kv,
+        ours.body_bytes_max,
+        no_resume="it was started with --no-resume" if ours.no_resume else "",
+        no_sleep="it was started with --no-sleep" if ours.no_sleep else "",
+        self_test=ours.self_test,
+        kv=_own(args, ours, environ),
     )
 
 
@@ -197,38 +204,12 @@ def _refuse(
         )
 
 
-def _refuse_mps(args: argparse.Namespace, environ: Mapping[str, str]) -> None:
-    """The fence proves that a process is gone, which under MPS does not end what it launched."""
-    from vllm.platforms import current_platform
-
-    mps = look_for_mps(environ) if args.kv_memory == GMS and current_platform.is_cuda() else None
-    if mps is not None:
-        raise UsageError(
-            "vllm.mps",
-            f"{KV_MEMORY_FLAG} {GMS} is not safe under the Multi-Process Service ({mps}): a "
-            f"kernel of a killed engine may still write into memory that the next engine reads; "
-            f"run the"
-            f" pod without MPS, or with {KV_MEMORY_FLAG} {OWN}",
-            flag=KV_MEMORY_FLAG,
-        )
-
-
-def _kv_choice(args: argparse.Namespace) -> KvChoice:
-    """By default private on GPUs: whether a write of a killed process can follow the fence there is
-    measured by `make device-check`, and nobody has yet. On the host the kernel excludes it."""
-    from vllm.platforms import current_platform
-
-    is_auto = args.kv_memory == AUTO
-    return KvChoice(
-        is_shared=current_platform.is_cpu() if is_auto else args.kv_memory == GMS,
-        may_adopt=not args.no_kv_adoption,
-        has_audit=args.kv_audit,
-        may_be_private=is_auto,
-    )
-
-
-def _own(args: argparse.Namespace, unshareable: str) -> None:
-    """Set what the runtime owns."""
+def _own(
+    args: argparse.Namespace, ours: argparse.Namespace, environ: Mapping[str, str]
+) -> KvChoice:
+    """Set what the runtime owns; returns where the KV cache lives. By default that is private on
+    GPUs: whether a write of a killed process can follow the fence there is measured by `make
+    device-check`, and nobody has yet. On the host the kernel excludes it."""
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
@@ -238,6 +219,15 @@ def _own(args: argparse.Namespace, unshareable: str) -> None:
         # It sizes nothing, since the KV cache's size is given. But vLLM refuses to start unless
         # this part of the device is free, and beside a serving engine little is.
         args.gpu_memory_utilization = 0.01
+        mps = look_for_mps(environ) if ours.kv_memory == GMS else None
+        if mps is not None:
+            raise UsageError(
+                "vllm.mps",
+                f"--kv-memory {GMS} is not safe under the Multi-Process Service ({mps}): a kernel"
+                " of a killed engine may still write into memory that the next engine reads; run"
+                f" the pod without MPS, or with --kv-memory {OWN}",
+                flag="--kv-memory",
+            )
     else:
         raise UsageError(
             "vllm.unsupported_platform",
@@ -247,11 +237,18 @@ def _own(args: argparse.Namespace, unshareable: str) -> None:
     args.model_loader_extra_config = {
         "load_format": args.load_format,
         "extra": args.model_loader_extra_config or {},
-        "unshareable": unshareable,
+        "unshareable": ours.unshareable,
     }
     args.load_format = LOAD_FORMAT
     args.worker_cls = f"engine.backends.vllm.worker.{worker}"
     args.distributed_executor_backend = "mp"
+    is_auto = ours.kv_memory == AUTO
+    return KvChoice(
+        is_shared=current_platform.is_cpu() if is_auto else ours.kv_memory == GMS,
+        may_adopt=not ours.no_kv_adoption,
+        has_audit=ours.kv_audit,
+        may_be_private=is_auto,
+    )
 
 
 def _parser() -> Any:
@@ -263,7 +260,7 @@ def _parser() -> Any:
 
     parser = versions.cli_args().make_arg_parser(Parser(prog=PROG))
     ours = parser.add_argument_group("understudy", "Flags that the runtime adds to vLLM's own.")
-    for flag, text in OURS.items():
-        ours.add_argument(flag, help=text, **VALUES.get(flag, SWITCH))
+    for flag, (text, how) in OURS.items():
+        ours.add_argument(flag, help=text, **how)
     ours.add_argument(UNTESTED_FLAG, help=argparse.SUPPRESS, **SWITCH)
     return parser

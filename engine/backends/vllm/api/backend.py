@@ -37,18 +37,12 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from engine.backends import process_memory
 from engine.backends.channel import Phases, is_private
 from engine.backends.process import ProgressPage
-from engine.backends.vllm.api.features import (
-    KEEP_KV,
-    OFFLOAD,
-    PROVEN,
-    RESUME,
-    SLEEP,
-    Features,
-)
+from engine.backends.vllm.api.features import KEEP_KV, OFFLOAD, PROVEN, RESUME, SLEEP, Features
 from engine.backends.vllm.api.gateway_endpoints import Door
 from engine.backends.vllm.api.http import TRIAL_PROMPT, Front
-from engine.backends.vllm.api.kept_memory import OWN_MEMORY, Answer, KeptMemory, ask_core
-from engine.backends.vllm.api.self_test import Prove
+from engine.backends.vllm.api.kept_memory import OWN_MEMORY, KeptMemory, ask_core
+from engine.backends.vllm.api.self_test import Prove, SelfTest
+from engine.backends.vllm.membership import Answer
 from engine.backends.vllm.resume.answer import Continuing
 from engine.backends.vllm.versions import vllm_version
 from engine.messages import (
@@ -152,7 +146,11 @@ class VllmBackend:
         self._kv.problem = self._kv.problem or features.why_not[KEEP_KV]
         if not features.has(SLEEP):
             self._seat = None
-        await self._into_huge_pages()
+        # So that they die sooner (`process_memory.py`).
+        await self._ask_ranks("understudy_into_huge_pages", STATUS_WAIT_S)
+        if self._seat is not None:  # else this vLLM's core may not be as we know it
+            await self._ask_core("understudy_into_huge_pages")
+        await asyncio.to_thread(process_memory.into_huge_pages)
         self.phases.step("ready")
         return PreparedMsg(
             weights_bytes=sum(status["weights_bytes"] for status in statuses),
@@ -171,8 +169,6 @@ class VllmBackend:
         return await self._ask_ranks("understudy_status", STATUS_WAIT_S)
 
     async def _self_test(self) -> str:
-        from engine.backends.vllm.api.self_test import SelfTest  # its vLLM may lack what is used
-
         take = partial(self._ask_ranks, "understudy_scratch", STATUS_WAIT_S)
         return await SelfTest(self._engine, self._park, take).run()
 
@@ -182,20 +178,8 @@ class VllmBackend:
         self._continuing = self._find_continuing(identity) if can_resume else Continuing()
         self._engine.continuing = self._continuing
 
-    async def _into_huge_pages(self) -> None:
-        """So that they die sooner (`process_memory.py`)."""
-        await self._ask_ranks("understudy_into_huge_pages", STATUS_WAIT_S)
-        if self._seat is not None:  # else this vLLM's core may not be as we know it
-            await self._ask_core("understudy_into_huge_pages")
-        await asyncio.to_thread(process_memory.into_huge_pages)
-
     async def wake(
-        self,
-        engine: str,
-        token: int,
-        listening: OwnedFd,
-        *,
-        era: str = NO_ERA,
+        self, engine: str, token: int, listening: OwnedFd, *, era: str = NO_ERA
     ) -> WokenMsg:
         """Take KV memory on all ranks. Keeps a copy of `listening`."""
         self.phases.step("wake")
@@ -311,25 +295,20 @@ class VllmBackend:
     async def _sleep(self, wait_s: float | None) -> None:
         """Wait for requests that only the core knows of; None: abort those there are."""
         try:
-            if wait_s is None:
-                await self._abort()
-                return
-            falling = asyncio.ensure_future(self._engine.sleep(level=1, mode="wait"))
-            done, _ = await asyncio.wait({falling}, timeout=wait_s)
-            if not done:
-                await self._abort()
+            falling, is_done = None, False
+            if wait_s is not None:
+                falling = asyncio.ensure_future(self._engine.sleep(level=1, mode="wait"))
+                is_done = bool((await asyncio.wait({falling}, timeout=wait_s))[0])
             async with asyncio.timeout(ABORT_S):
-                await falling
+                if not is_done:  # their clients are gone, or have waited for the whole budget
+                    logger.warning("aborting vLLM's remaining requests before sleep")
+                    await self._engine.sleep(level=1, mode="abort")
+                if falling is not None:
+                    await falling
         except Exception as error:  # vLLM says whatever went wrong in the core as it likes
             raise UnderstudyError(
                 "vllm.rest_failed", f"vLLM does not fall asleep: {type(error).__name__}: {error}"
             ) from error
-
-    async def _abort(self) -> None:
-        """Their clients are gone, or have waited for the whole budget."""
-        logger.warning("aborting vLLM's remaining requests before sleep")
-        async with asyncio.timeout(ABORT_S):
-            await self._engine.sleep(level=1, mode="abort")
 
     async def place_weights(self, budget_s: float, *, is_away: bool) -> WeightsPlacedMsg:
         """Have every rank release its weights, or map them again.
@@ -373,11 +352,12 @@ class VllmBackend:
         )
 
     def _warnings(self) -> tuple[str, ...]:
-        problem, why = self._features.why_not[RESUME], self._features.why_not[SLEEP]
-        found = [f"streams end with this engine: {problem}"] if problem else []
-        if why:
-            found.append(f"it hands over by a relaunch and never sleeps: {why}")
-        return tuple(found)
+        why_not = self._features.why_not
+        said = {
+            "streams end with this engine": why_not[RESUME],
+            "it hands over by a relaunch and never sleeps": why_not[SLEEP],
+        }
+        return tuple(f"{what}: {why}" for what, why in said.items() if why)
 
     def _hello(self) -> Hello:
         front, can = self._front, self._continuing
@@ -446,10 +426,9 @@ class VllmBackend:
                 " or is stopped",
             ) from error
         for answer in answers:
-            if not answer["ok"]:
-                raise UnderstudyError(
-                    answer["code"], f"rank {answer['rank']}: {answer['error']}", rank=answer["rank"]
-                )
+            if answer["problem"]:
+                why = f"rank {answer['rank']}: {answer['problem']}"
+                raise UnderstudyError(answer["code"], why, rank=answer["rank"])
         return answers
 
     async def _distrust(self, detail: str) -> None:

@@ -84,12 +84,10 @@ class Traffic:
     """
 
     def __init__(self) -> None:
-        self._continuable: dict[_Marked, Any] = {}  # with the connection of each
+        self.continuable: set[_Marked] = set()
         self.is_dead: Callable[[], bool] = lambda: False
         self.on_dead: Callable[[], None] = lambda: None
         self.rejected = self.in_flight = 0
-        self.idle = asyncio.Event()
-        self.idle.set()
         self.renew()
 
     def renew(self) -> None:
@@ -100,12 +98,9 @@ class Traffic:
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Empty before the first grant."""
-        if not self.engine:
-            return []
-        return [
-            (b"x-understudy-engine", self.engine.encode()),
-            (b"x-understudy-token", str(self.token).encode()),
-        ]
+        engine, token = self.engine.encode(), b"%d" % self.token
+        headers = [(b"x-understudy-engine", engine), (b"x-understudy-token", token)]
+        return headers if engine else []
 
     async def stay_silent(self) -> None:
         """Send nothing more for a dead engine: this process ends within milliseconds, and its
@@ -113,39 +108,10 @@ class Traffic:
         self.on_dead()
         await asyncio.Event().wait()
 
-    async def began(self, scope: Scope, stream: _Marked) -> None:
-        """A stream that the gateway can continue."""
-        self._continuable[stream] = scope["state"][CONNECTION]
-        if self.is_handing_over:
-            await self._hand_over(stream, self._continuable[stream])
-
-    def ended(self, stream: _Marked) -> None:
-        self._continuable.pop(stream, None)
-
     async def hand_over(self) -> None:
         """Leave all streams that can be continued to the next engine, and those that still come."""
         self.is_handing_over = True
-        await asyncio.gather(*(self._hand_over(*each) for each in self._continuable.items()))
-
-    async def _hand_over(self, stream: _Marked, connection: Any) -> None:
-        """Each group of events is one write, and what was written is still sent after a close: so
-        every stream ends behind a whole group."""
-        try:
-            async with asyncio.timeout(HAND_OVER_S):
-                await stream.hand_over()
-        except TimeoutError:
-            pass  # the gateway takes nothing more; to it this is a break
-        finally:
-            connection.transport.close()
-
-    def begin(self) -> None:
-        self.in_flight += 1
-        self.idle.clear()
-
-    def end(self) -> None:
-        self.in_flight -= 1
-        if not self.in_flight:
-            self.idle.set()
+        await asyncio.gather(*(each.hand_over() for each in self.continuable))
 
 
 class Gate:
@@ -165,7 +131,7 @@ class Gate:
             traffic.rejected += 1
             await exchange.send({"type": "websocket.close", "code": TRY_AGAIN_LATER})
             return
-        traffic.begin()
+        traffic.in_flight += 1
         try:
             if traffic.is_dead():
                 await traffic.stay_silent()
@@ -174,7 +140,7 @@ class Gate:
             elif traffic.door is None or await self._admit(traffic.door, scope, exchange):
                 await exchange.run(self._app, scope)
         finally:
-            traffic.end()
+            traffic.in_flight -= 1
 
     async def _admit(self, door: Door, scope: Scope, exchange: _Exchange) -> bool:
         """Behind a gateway: whether the application gets the request. Only what the gateway itself
@@ -208,19 +174,22 @@ class _Exchange:
 
     async def run(self, app: App, scope: Scope) -> None:
         declared = dict(scope["headers"]).get(LENGTH, b"0")  # uvicorn refuses what is no number
-        if declared.isdigit() and int(declared) > self._body_max:
-            self._is_too_large = True
-        else:
+        self._is_too_large = declared.isdigit() and int(declared) > self._body_max
+        if not self._is_too_large:
             try:
                 await app(scope, self.receive, self.send)
             except Exception:
                 if not self._is_too_large:  # otherwise we made the client appear disconnected
                     raise
-        if self._is_too_large and not self._has_begun:
-            await self._discard()
-            self._traffic.rejected += 1
-            what = f"This request is larger than the limit of {self._body_max} bytes."
-            await send_json(self.send, 413, error_document(what, "request_too_large"), CLOSE)
+        if not self._is_too_large or self._has_begun:
+            return
+        # Read the rest: a client whose connection ends while it sends never sees the answer.
+        self._left = DISCARDED_MAX * self._body_max
+        while not self._is_whole and self._left > 0:
+            await self.receive()
+        self._traffic.rejected += 1
+        what = f"This request is larger than the limit of {self._body_max} bytes."
+        await send_json(self.send, 413, error_document(what, "request_too_large"), CLOSE)
 
     async def receive(self) -> Message:
         message = await self._receive()
@@ -247,16 +216,23 @@ class _Exchange:
         Raises:
             ValueError: the journal does not fit the request.
         """
-        headers: list[tuple[bytes, bytes]] = list(scope["headers"])
-        header = dict(headers).get(JOURNAL)
-        scope["headers"] = [each for each in headers if not each[0].startswith(PREFIX)]
+        header = dict(scope["headers"]).get(JOURNAL)
+        scope["headers"] = [each for each in scope["headers"] if not each[0].startswith(PREFIX)]
         if header is None:
             return None
-        whole = await self._read(self._body_max + JOURNAL_BYTES_MAX)
-        body, journal = hop.without_journal(whole, header.decode("latin-1"))
-        length = str(len(body)).encode()
+        whole, bytes_max, more = bytearray(), self._body_max + JOURNAL_BYTES_MAX, True
+        while more:
+            message = await self._receive()
+            if message["type"] != "http.request":
+                raise ValueError("the connection ended within the body")
+            whole += message.get("body", b"")
+            if len(whole) > bytes_max:
+                raise ValueError(f"it and the body are larger than {bytes_max} bytes")
+            more = message.get("more_body", False)
+        body, journal = hop.without_journal(bytes(whole), header.decode("latin-1"))
         scope["headers"] = [
-            (name, length if name == LENGTH else value) for name, value in scope["headers"]
+            (name, b"%d" % len(body) if name == LENGTH else value)
+            for name, value in scope["headers"]
         ]
         receive, waiting = self._receive, [{"type": "http.request", "body": body}]
 
@@ -265,26 +241,6 @@ class _Exchange:
 
         self._receive = next_message
         return journal
-
-    async def _read(self, bytes_max: int) -> bytes:
-        body, is_whole = bytearray(), False
-        while not is_whole:
-            message = await self._receive()
-            if message["type"] != "http.request":
-                raise ValueError("the connection ended within the body")
-            body += message.get("body", b"")
-            if len(body) > bytes_max:
-                raise ValueError(f"it and the body are larger than {bytes_max} bytes")
-            is_whole = not message.get("more_body", False)
-        return bytes(body)
-
-    async def _discard(self) -> None:
-        """Read the rest: a client whose connection ends while it sends never sees the answer."""
-        left = DISCARDED_MAX * self._body_max
-        while not self._is_whole and left > 0:
-            message = await self._receive()
-            left -= len(message.get("body", b""))
-            self._is_whole = not message.get("more_body")
 
 
 @dataclass(frozen=True)
@@ -344,7 +300,7 @@ class Marks:
         try:
             await self._app(scope, receive, marked.send)
         finally:
-            self._traffic.ended(marked)
+            self._traffic.continuable.discard(marked)
 
 
 class _Marked:
@@ -367,9 +323,16 @@ class _Marked:
             await self._send(message)
 
     async def hand_over(self) -> None:
-        """Say so, behind a whole group, and send nothing more."""
+        """Say so, behind a whole group, and send nothing more. Each group of events is one write,
+        and what was written is still sent after a close: so the stream ends behind a whole one."""
         self._is_over, self._events = True, [hop.HANDED_OVER]
-        await self._write(more_body=True)
+        try:
+            async with asyncio.timeout(HAND_OVER_S):
+                await self._write(more_body=True)
+        except TimeoutError:
+            pass  # the gateway takes nothing more; to it this is a break
+        finally:
+            self._scope["state"][CONNECTION].transport.close()
 
     async def _start(self, message: Message) -> None:
         answer = self._answer
@@ -388,7 +351,9 @@ class _Marked:
         await self._send(message)
         if self._is_marked:
             answer.on_group = self._end_group
-            await self._traffic.began(self._scope, self)
+            self._traffic.continuable.add(self)
+            if self._traffic.is_handing_over:
+                await self.hand_over()
 
     async def _body(self, message: Message) -> None:
         self._events.append(message.get("body", b""))

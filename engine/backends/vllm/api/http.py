@@ -15,6 +15,7 @@ import contextlib
 import logging
 import os
 import socket
+import time
 from typing import Any
 
 import aiohttp
@@ -76,8 +77,7 @@ class Front:
     def __init__(self, args: argparse.Namespace, model_config: Any) -> None:
         self.traffic = Traffic()
         self.body_max = 0
-        self._args = args
-        self._model_config = model_config
+        self._args, self._model_config = args, model_config
         self._app: Any = None
         self._task: asyncio.Task[Any] | None = None
         self._lent: asyncio.Server | None = None
@@ -112,14 +112,14 @@ class Front:
         router.middleware_stack = Marks(router.middleware_stack, front.traffic)
         await init_app_state(engine, front._app.state, args, tasks)
         await front._listen_privately(sock)
-        config = front._app.state.server.config
-        if body_max is None:
-            body_max = body_bytes_max(model.max_model_len, is_multimodal=model.is_multimodal_model)
-        front.body_max = body_max
+        front.body_max = body_max or body_bytes_max(
+            model.max_model_len, is_multimodal=model.is_multimodal_model
+        )
         front.traffic.is_dead = lambda: engine.errored
         front.traffic.on_dead = front.close
         # uvicorn uses it for every connection from now on.
-        config.loaded_app = Gate(config.loaded_app, front.traffic, body_max)
+        config = front._app.state.server.config
+        config.loaded_app = Gate(config.loaded_app, front.traffic, front.body_max)
         return front
 
     @property
@@ -156,28 +156,27 @@ class Front:
             )
 
     async def _listen_privately(self, sock: socket.socket) -> None:
-        self._task = asyncio.create_task(self._serve(sock))
-        end = asyncio.get_running_loop().time() + START_WAIT_S
-        while not getattr(getattr(self._app.state, "server", None), "started", False):
-            if self._task.done() or asyncio.get_running_loop().time() > end:
-                raise UnderstudyError(
-                    "vllm.front_failed", "vLLM's HTTP server did not start; its log has the reason"
-                )
-            await asyncio.sleep(START_POLL_S)
-
-    async def _serve(self, sock: socket.socket) -> None:
         """Serve as `vllm serve` does, with the same settings."""
         args, log_config = self._args, get_uvicorn_log_config(self._args)
-        more = {} if log_config is None else {"log_config": log_config}
-        await serve_http(
+        settings = {name: getattr(args, name) for name in SERVER_FLAGS}
+        if log_config is not None:
+            settings["log_config"] = log_config
+        serving = serve_http(
             self._app,
             sock=sock,
             log_level=args.uvicorn_log_level,
             access_log=not args.disable_uvicorn_access_log,
             timeout_keep_alive=envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
-            **{name: getattr(args, name) for name in SERVER_FLAGS},
-            **more,
+            **settings,
         )
+        self._task = asyncio.create_task(serving)
+        end = time.monotonic() + START_WAIT_S
+        while not getattr(getattr(self._app.state, "server", None), "started", False):
+            if self._task.done() or time.monotonic() > end:
+                raise UnderstudyError(
+                    "vllm.front_failed", "vLLM's HTTP server did not start; its log has the reason"
+                )
+            await asyncio.sleep(START_POLL_S)
 
     async def warm_up(self) -> None:
         """Send one request through the whole stack, so that a client's is never the first; then
@@ -195,7 +194,7 @@ class Front:
             "stream": True,
         }
         try:
-            status, text = await self._ask_privately("/v1/completions", body)
+            status, text = await self._ask_privately(body)
         except aiohttp.ClientError as error:  # for example, a client certificate is required
             logger.warning("the trial request got no answer: %s", error)
             return
@@ -208,16 +207,17 @@ class Front:
         if status >= 400:  # another kind of model; the canary does not need this
             logger.warning("the trial request was refused with %d: %s", status, text[:500])
 
-    async def _ask_privately(self, path: str, body: Any) -> tuple[int, str]:
+    async def _ask_privately(self, body: Any) -> tuple[int, str]:
         keys = self._args.api_key or [envs.VLLM_API_KEY]
         headers = {"Authorization": f"Bearer {keys[0]}"} if keys[0] else {}
         scheme = "https" if self._args.ssl_keyfile else "http"
+        url = f"{scheme}://trial/v1/completions"
         timeout = aiohttp.ClientTimeout(total=TRIAL_WAIT_S)
         connector = aiohttp.UnixConnector(self._args.uds)
         async with (
             aiohttp.ClientSession(connector=connector, timeout=timeout) as session,
             # The certificate names the public host, and this is our own socket.
-            session.post(f"{scheme}://trial{path}", json=body, headers=headers, ssl=False) as reply,
+            session.post(url, json=body, headers=headers, ssl=False) as reply,
         ):
             return reply.status, await reply.text()
 
@@ -234,9 +234,8 @@ class Front:
 
     async def open(self, listening: OwnedFd) -> None:
         """Let the running server accept from `listening`; takes it."""
-        server = self._app.state.server
+        server, loop = self._app.state.server, asyncio.get_running_loop()
         config = server.config
-        loop = asyncio.get_running_loop()
 
         def protocol() -> asyncio.Protocol:
             state = dict(server.lifespan.state)
@@ -265,7 +264,7 @@ class Front:
         connections = self._app.state.server.server_state.connections
         await until_done(
             lambda: [connection.transport for connection in connections],
-            self.traffic.idle.is_set,
+            lambda: not self.traffic.in_flight,
             budget_s,
         )
         for connection in list(connections):
@@ -279,10 +278,9 @@ class Front:
             UnderstudyError: `vllm.rest_in_flight`.
         """
         connections, traffic = self._app.state.server.server_state.connections, self.traffic
-        loop = asyncio.get_running_loop()
-        began = loop.time()
+        began = time.monotonic()
         while connections or traffic.in_flight:
-            spent_s = loop.time() - began
+            spent_s = time.monotonic() - began
             if spent_s > budget_s:
                 raise UnderstudyError(
                     "vllm.rest_in_flight",

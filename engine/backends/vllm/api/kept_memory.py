@@ -20,6 +20,7 @@ from msgspec import Struct, structs
 from engine.backends.memory_session import SOCKET_DIR_ENV, host_device
 from engine.backends.process import INCARNATION_ENV
 from engine.backends.vllm.kv import Lending
+from engine.backends.vllm.membership import FAILED, Answer
 from gms.client import pool_service_answers
 from plumbing.errors import UnderstudyError
 
@@ -40,7 +41,6 @@ CLOSE_WAIT_S = 5.0  # the core is idle then
 # How often the core is asked how much it has published, for `status`: it answers between two steps.
 REPORT_EVERY_S = 5.0
 
-Answer = dict[str, Any]
 AskRanks = Callable[..., Awaitable[Sequence[Answer]]]
 
 
@@ -151,8 +151,8 @@ class KeptMemory:
         """Keep `published` and `kept` current, until the core gives the index up or fails."""
         while self._is_kept and not engine.errored:
             await asyncio.sleep(REPORT_EVERY_S)
-            answer = await ask_core(engine, REPORT_EVERY_S, "understudy_report_kv", "")
-            if answer.get("code"):  # a long step; the watch notices a core that has failed
+            answer = await ask_core(engine, REPORT_EVERY_S, "understudy_report_kv")
+            if answer["code"]:  # a long step; the watch notices a core that has failed
                 continue
             self.published, self.problem = int(answer["published"]), str(answer["problem"])
             self.kept = int(answer["kept"])
@@ -167,7 +167,7 @@ class KeptMemory:
         if not self._is_kept:
             return
         await self.judge(engine)  # an adoption that is not judged counts as one that has failed
-        problem = (await ask_core(engine, CLOSE_WAIT_S, "understudy_close_kv", ""))["problem"]
+        problem = (await ask_core(engine, CLOSE_WAIT_S, "understudy_close_kv"))["problem"]
         if problem:
             logger.warning("the next engine finds no KV block of this one: %s", problem)
 
@@ -180,7 +180,7 @@ class KeptMemory:
 
 async def ask_core(engine: Any, wait_s: float, method: str, *asked: Any) -> Answer:
     """Call `method` in the engine core. Never raises: vLLM says whatever went wrong there as it
-    likes. With a `code` in the answer, that is why there is none."""
+    likes."""
     try:
         async with asyncio.timeout(wait_s):
             answer: Answer = await engine.engine_core.call_utility_async(method, *asked)
@@ -188,5 +188,5 @@ async def ask_core(engine: Any, wait_s: float, method: str, *asked: Any) -> Answ
         why = f"it did not answer {method} within {wait_s:g} s: it hangs or is stopped"
         return {"code": "vllm.silent", "problem": why}
     except Exception as error:
-        return {"code": "vllm.core_failed", "problem": f"{type(error).__name__}: {error}"}
+        return {"code": FAILED, "problem": f"{type(error).__name__}: {error}"}
     return answer

@@ -19,7 +19,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from multiprocessing import resource_tracker
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from msgspec import structs
 
@@ -82,30 +82,21 @@ def main() -> int:
         raise_fd_limit()
         process_tuning.pause_collector()
         count_all()
-        _serve(channel, page, seat)
+        import uvloop
+
+        from engine.backends.vllm.api import arguments
+
+        parsed = arguments.parse(sys.argv[1:])
+        _fit_cpu(parsed.vllm.tensor_parallel_size)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_run(parsed, channel, page, seat))
+        raise AssertionError("the backend returned while the process lives")
     except UnderstudyError as error:
         channel.end(process.fault_report(error))
     except Exception as error:
         logger.exception("vLLM failed")
-        text = f"vLLM failed: {type(error).__name__}: {error}"
-        is_machine = is_disk_fault(error)
-        channel.end(
-            FaultReportMsg("vllm.failed", text[:4096], permanent=False, is_machine=is_machine)
-        )
-
-
-def _serve(
-    channel: ChannelThread, page: ProgressPage, seat: serving.ServingSeat | None
-) -> NoReturn:
-    import uvloop
-
-    from engine.backends.vllm.api import arguments
-
-    parsed = arguments.parse(sys.argv[1:])
-    _fit_cpu(parsed.vllm.tensor_parallel_size)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_run(parsed, channel, page, seat))
-    raise AssertionError("the backend returned while the process lives")
+        text, is_machine = f"vLLM failed: {type(error).__name__}: {error}", is_disk_fault(error)
+        channel.end(FaultReportMsg("vllm.failed", text[:4096], False, is_machine=is_machine))
 
 
 async def _run(
@@ -119,23 +110,27 @@ async def _run(
     from engine.backends.vllm.api.kept_memory import KeptMemory
     from engine.backends.vllm.api.self_test import Proof
 
-    args, steps = parsed.vllm, StepCounter(page)
-    sock = bind(args, _private_path())
+    args, steps, directory = parsed.vllm, StepCounter(page), os.environ[DIRECTORY_ENV]
+    # Named after the engine, not the incarnation: the next one replaces a killed one's socket.
+    sock = bind(args, os.path.join(directory, f"trial_{os.environ[process.ENGINE_ID_ENV]}.sock"))
     made = make_engine(parsed, steps)
     process_tuning.resume_collector()
     front = await Front.start(made.engine, args, sock, parsed.body_bytes_max)
-    prove = None
-    if made.tested is not None:
-        directory = os.environ[DIRECTORY_ENV]
-        prove = Proof(directory, made.tested, forced=parsed.self_test).obtain
-    kept = KeptMemory(parsed.kv)
+    proof = made.tested and Proof(directory, made.tested, forced=parsed.self_test)
     backend = VllmBackend(
-        made.engine, front, steps, made.features, kept, seat, made.find_continuing, prove
+        made.engine,
+        front,
+        steps,
+        made.features,
+        KeptMemory(parsed.kv),
+        seat,
+        made.find_continuing,
+        proof.obtain if proof else None,
     )
     prepared = await backend.prepare()
-    for warning in prepared.warnings:
-        logger.warning("%s", warning)
     warnings = (*made.warnings, *prepared.warnings)
+    for warning in warnings:
+        logger.warning("%s", warning)
     channel.prepared(backend, structs.replace(prepared, warnings=warnings))
     await backend.watch(lambda error: channel.end(process.fault_report(error)))
 
@@ -161,7 +156,8 @@ def make_engine(parsed: ServeArguments, steps: Any) -> _Made:
     from vllm.usage.usage_lib import UsageContext
 
     from engine.backends.vllm import contracts, kv_size
-    from engine.backends.vllm.api import continuation, features, self_test
+    from engine.backends.vllm.api import features, self_test
+    from engine.backends.vllm.api.continuation import continuing
 
     args, usage = parsed.vllm, UsageContext.OPENAI_API_SERVER
     engine_args = AsyncEngineArgs.from_cli_args(args)
@@ -173,9 +169,6 @@ def make_engine(parsed: ServeArguments, steps: Any) -> _Made:
         ) from error
     if args.kv_cache_memory_bytes is None:
         raise kv_size.refusal(config)
-    warnings = tuple(kv_size.warnings(config))
-    for warning in warnings:
-        logger.warning("%s", warning)
     can = features.Features.find(
         config,
         contracts.installed(),
@@ -191,22 +184,14 @@ def make_engine(parsed: ServeArguments, steps: Any) -> _Made:
         aggregate_engine_logging=engine_args.aggregate_engine_logging,
     )
     engine.progressed = steps.record
-    has_use = any(can.has(feature) for feature in features.PROVEN)
+    is_tested = parsed.self_test or (self_test.is_needed() and any(map(can.has, features.PROVEN)))
     return _Made(
         engine,
-        warnings,
+        tuple(kv_size.warnings(config)),
         can,
-        lambda identity: continuation.continuing(engine, args, identity),
-        self_test.about(config)
-        if parsed.self_test or (has_use and self_test.is_needed())
-        else None,
+        lambda identity: continuing(engine, args, identity),
+        self_test.about(config) if is_tested else None,
     )
-
-
-def _private_path() -> str:
-    """Named after the engine, not the incarnation: the next one replaces a killed one's socket."""
-    engine = os.environ[process.ENGINE_ID_ENV]
-    return os.path.join(os.environ[DIRECTORY_ENV], f"trial_{engine}.sock")
 
 
 def _fit_cpu(ranks: int) -> None:

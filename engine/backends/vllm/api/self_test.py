@@ -25,13 +25,14 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import hashlib
+import itertools
 import json
 import logging
 import os
 import platform
 import random
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -48,6 +49,8 @@ from plumbing.errors import UnderstudyError
 from plumbing.gateway_protocol import Continuation, Journal
 from plumbing.service.files import write_atomic
 from plumbing.wire.fds import OwnedFd
+
+logger = logging.getLogger(__name__)
 
 MADE = 24  # tokens of an answer
 # Behind so many tokens a prompt of `prompt_tokens` ends one token into a block: the blocks before
@@ -131,42 +134,22 @@ def rows(length: int, vocabulary: int, digits: tuple[int, int] | None) -> list[T
 
     same = prompt(*choices)
     one, two, stop, *new = others
+    shrunk = {"repetition_penalty": SHRINK}
+    first = {token: FIRST - STEP * index for index, token in enumerate(new)}
+    then = {token: CHOICE + STEP * index for index, token in enumerate(choices[:8])}
+    penalties = {**shrunk, "frequency_penalty": 0.8, "presence_penalty": 0.1}
+    of_choices = {"allowed_token_ids": choices, "logit_bias": dict.fromkeys(choices, CHOICE)}
+    late = {"min_tokens": MADE // 2, "stop_token_ids": [stop]}
     found = [
         Trial("plain bias", same, {"logit_bias": {one: SECOND}}),
+        # Each of `new` once, because it counts in full until it was made.
         Trial(
-            "penalties",  # each of `new` once, because it counts in full until it was made
+            "penalties",
             same,
-            {
-                "repetition_penalty": SHRINK,
-                "frequency_penalty": 0.8,
-                "presence_penalty": 0.1,
-                "allowed_token_ids": [*new, *choices[:8]],
-                "logit_bias": {
-                    **{token: FIRST - STEP * index for index, token in enumerate(new)},
-                    **{token: CHOICE + STEP * index for index, token in enumerate(choices[:8])},
-                },
-            },
+            {**penalties, "allowed_token_ids": [*first, *then], "logit_bias": {**first, **then}},
         ),
-        Trial(
-            "seed",
-            same,
-            {
-                "temperature": 1.0,
-                "seed": SEED,
-                "repetition_penalty": SHRINK,
-                "allowed_token_ids": choices,
-                "logit_bias": dict.fromkeys(choices, CHOICE),
-            },
-        ),
-        Trial(
-            "min tokens",
-            same,
-            {
-                "min_tokens": MADE // 2,
-                "stop_token_ids": [stop],
-                "logit_bias": {stop: FIRST, one: SECOND},
-            },
-        ),
+        Trial("seed", same, {**shrunk, **of_choices, "temperature": 1.0, "seed": SEED}),
+        Trial("min tokens", same, {**late, "logit_bias": {stop: FIRST, one: SECOND}}),
         Trial(  # behind each `one` comes `two`
             "bad words",
             same,
@@ -180,11 +163,8 @@ def rows(length: int, vocabulary: int, digits: tuple[int, int] | None) -> list[T
         asked = {"structured_outputs": grammar, "logit_bias": bias, "ignore_eos": False}
         found.append(Trial("grammar", same, asked))
     more = {"logprobs": 2}  # the second one tells how far the first is ahead
-    return [
-        *found,
-        Trial("greedy", prompt(), more, NUMBERS),
-        Trial("greedy, another prompt", prompt(), more, NUMBERS),
-    ]
+    greedy = [("greedy", prompt()), ("greedy, another prompt", prompt())]
+    return [*found, *(Trial(name, tokens, more, NUMBERS) for name, tokens in greedy)]
 
 
 # ---------------------------------------------------------------------- what must be equal
@@ -223,22 +203,19 @@ class SelfTest:
         self, engine: Any, park: Callable[[], Awaitable[Any]], take: Callable[[], Awaitable[Any]]
     ) -> None:
         self._engine, self._park, self._take = engine, park, take
-        config = engine.vllm_config
         is_whole = str(engine.model_config.dtype) == "torch.float32"
         self._tolerance = TOLERANCE if is_whole else TOLERANCE_16_BIT
-        at_once = min(ANSWERS_AT_ONCE, config.scheduler_config.max_num_seqs)
-        self._turn = asyncio.Semaphore(at_once)
-        self._asked = 0
+        most = engine.vllm_config.scheduler_config.max_num_seqs
+        self._turn = asyncio.Semaphore(min(ANSWERS_AT_ONCE, most))
+        self._names = (f"self-test-{number}" for number in itertools.count(1))
         self._resumable: set[str] = set()
         self._wholes: dict[Trial, TrialAnswer] = {}
 
     async def run(self) -> str:
         """What is wrong, or nothing."""
-        model = self._engine.model_config
+        model, cache = self._engine.model_config, self._engine.vllm_config.cache_config
         try:
-            length = prompt_tokens(
-                self._engine.vllm_config.cache_config.block_size, model.max_model_len
-            )
+            length = prompt_tokens(cache.block_size, model.max_model_len)
         except ValueError as error:
             return str(error)
         asked = rows(length, model.get_vocab_size(), _digits(self._engine.get_tokenizer()))
@@ -255,7 +232,7 @@ class SelfTest:
 
     async def _compare(self, asked: Sequence[Trial]) -> str:
         await self._wake()
-        answers = await self._all((row, 0) for row in asked)
+        answers = await self._all([(row, 0) for row in asked])
         wholes = self._wholes = {row: seen for (row, _), seen in answers if seen is not None}
         if not any(row.by == NUMBERS for row in wholes):
             return "vLLM refuses to give log probabilities"
@@ -267,24 +244,24 @@ class SelfTest:
             if cut <= len(seen.tokens)
         ]
         random.Random(SEED).shuffle(cuts)  # so that each slot of a batch gets another owner
-        if problem := await self._repeat(cuts, ""):
+        if problem := await self._repeat(cuts):
             return problem
         await self._park()
         await self._wake()
-        if problem := await self._repeat([(row, 0) for row in reversed(wholes)], ", after a sleep"):
+        if problem := await self._repeat([(row, 0) for row in reversed(wholes)]):
             return problem
         await self._park()
         await self._wake()  # without one block in the cache
-        return await self._repeat([each for each in cuts if each[1] == ONE_LEFT], "")
+        return await self._repeat([each for each in cuts if each[1] == ONE_LEFT])
 
     async def _wake(self) -> None:
         await self._take()
         await self._engine.wake_up()
 
-    async def _repeat(self, cuts: Sequence[tuple[Trial, int]], when: str) -> str:
+    async def _repeat(self, cuts: Sequence[tuple[Trial, int]]) -> str:
         """Ask again, resumed behind that many tokens; what differs from the whole answers."""
         for (row, cut), seen in await self._all(cuts):
-            how = f"{row.name}, resumed behind {cut} tokens" if cut else f"{row.name}{when}"
+            how = f"{row.name}, " + (f"resumed behind {cut} tokens" if cut else "after a sleep")
             if seen is None:
                 return f"{how}: vLLM refuses it"
             if wrong := difference(row, self._wholes[row], seen, self._tolerance, cut):
@@ -292,30 +269,25 @@ class SelfTest:
         return ""
 
     async def _all(
-        self, asked: Iterable[tuple[Trial, int]]
+        self, asked: Sequence[tuple[Trial, int]]
     ) -> list[tuple[tuple[Trial, int], TrialAnswer | None]]:
         """Each with its answer; None: vLLM refuses such a request, so no client's is affected."""
-        known, asked = self._wholes, list(asked)
-        made = [known[row].tokens[:cut] if cut else [] for row, cut in asked]
         async with asyncio.timeout(WAIT_S):
-            answers = await asyncio.gather(
-                *(self._ask(row, tokens) for (row, _), tokens in zip(asked, made, strict=True))
-            )
+            answers = await asyncio.gather(*(self._ask(row, cut) for row, cut in asked))
         return list(zip(asked, answers, strict=True))
 
-    async def _ask(self, row: Trial, made: Sequence[int]) -> TrialAnswer | None:
+    async def _ask(self, row: Trial, cut: int) -> TrialAnswer | None:
+        made = self._wholes[row].tokens[:cut] if cut else []
         sampling = {"temperature": 0.0, "ignore_eos": True, **row.sampling}
         kind = RequestOutputKind.DELTA
         params = SamplingParams(max_tokens=MADE, detokenize=False, output_kind=kind, **sampling)
         answer = Answer(Journal(made, [len(made)]) if made else None, has_boundaries=False)
         CURRENT.set(answer)  # of this task alone
-        self._asked += 1
         prompt = {"prompt_token_ids": list(row.prompt)}
         seen = TrialAnswer([], [], [])
-        name = f"self-test-{self._asked}"
         try:
             async with self._turn:
-                async for output in self._engine.generate(prompt, params, name):
+                async for output in self._engine.generate(prompt, params, next(self._names)):
                     (part,) = output.outputs
                     seen.tokens.extend(part.token_ids)
                     for token, each in zip(part.token_ids, part.logprobs or (), strict=False):
@@ -340,15 +312,14 @@ def _digits(tokenizer: Any) -> tuple[int, int] | None:
     return seven[-1], three[-1]
 
 
-logger = logging.getLogger(__name__)
+# ---------------------------------------------------------------------- the proof, filed
 
 NAME = "vllm_self_test.json"
 SELF_TEST = 1  # of what is tested; a change makes results of the past worthless
 ATTEMPTS_MAX = 3
 RESULTS_MAX = 32
-FILE_BYTES_MAX = 1 << 20
 DRIVER = "/proc/driver/nvidia/version"
-# Another engine's test: that takes seconds, or it fails after three waits of `self_test.WAIT_S`.
+# Another engine's test: that takes seconds, or it fails after three waits of `WAIT_S`.
 TURN_S, TURN_POLL_S = 600.0, 0.1
 
 Run = Callable[[], Awaitable[str]]
@@ -371,14 +342,16 @@ def is_needed() -> bool:
 def about(config: Any) -> dict[str, Any]:
     """On what the result depends, of an engine with this `VllmConfig`."""
     cache, scheduler = config.cache_config, config.scheduler_config
-    ranks = range(config.parallel_config.world_size)
+    name = current_platform.get_device_name if is_needed() else lambda rank: platform.machine()
+    try:
+        with open(DRIVER, encoding="utf-8") as file:
+            driver = file.readline().strip()
+    except OSError:
+        driver = platform.release()
     return {
         "self_test": SELF_TEST,
-        "devices": [
-            current_platform.get_device_name(rank) if is_needed() else platform.machine()
-            for rank in ranks
-        ],
-        "driver": _driver(),
+        "devices": [name(rank) for rank in range(config.parallel_config.world_size)],
+        "driver": driver,
         "vllm": versions.vllm_version(),
         "torch": versions.torch_version(),
         "runner": versions.in_use(config),
@@ -390,14 +363,6 @@ def about(config: Any) -> dict[str, Any]:
         "max_num_seqs": scheduler.max_num_seqs,
         "max_num_batched_tokens": scheduler.max_num_batched_tokens,
     }
-
-
-def _driver() -> str:
-    try:
-        with open(DRIVER, encoding="utf-8") as file:
-            return file.readline().strip()
-    except OSError:
-        return platform.release()
 
 
 class Proof:
@@ -419,42 +384,38 @@ class Proof:
             fd = os.open(f"{self._path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             return f"its self-test cannot be filed: {error}"
-        with OwnedFd(fd):
-            if not await _locked(fd):
-                return f"another engine holds {self._path}.lock for {TURN_S:g} s: it tests itself"
-            return await self._obtain(run)
+        with OwnedFd(fd):  # the lock ends with it
+            end = time.monotonic() + TURN_S
+            while not _locks(fd):
+                if time.monotonic() > end:
+                    return f"another engine holds {self._path}.lock for {TURN_S:g} s for its test"
+                await asyncio.sleep(TURN_POLL_S)
+            problem = await self._obtain(run)
+        return problem and (
+            f"the self-test on this device failed: {problem}; to repeat it, remove {self._path} or"
+            " start with --self-test"
+        )
 
     async def _obtain(self, run: Run) -> str:
-        filed = self._read().get(self._key)
+        filed = None if self._forced else self._read().get(self._key)
         attempts = filed.attempts if filed is not None else 0
-        if filed is not None and not self._forced:
-            if filed.problem is not None:
-                logger.info(
-                    "the self-test of %s is filed: %s", self._key, filed.problem or "passed"
-                )
-                return self._sentence(filed.problem)
-            if attempts >= ATTEMPTS_MAX:
-                return self._sentence(f"{attempts} engines ended in the middle of it")
+        if filed is not None and filed.problem is not None:
+            logger.info("the self-test of %s is filed: %s", self._key, filed.problem or "passed")
+            return filed.problem
+        if attempts >= ATTEMPTS_MAX:
+            return f"{attempts} engines ended in the middle of it"
         self._file(Result(self._about, attempts + 1))
         began = time.monotonic()
         problem = await run()
         seconds = round(time.monotonic() - began, 3)
         self._file(Result(self._about, attempts + 1, problem, seconds))
         logger.info("the self-test took %.1f s: %s", seconds, problem or "passed")
-        return self._sentence(problem)
-
-    def _sentence(self, problem: str) -> str:
-        if not problem:
-            return ""
-        return (
-            f"the self-test on this device failed: {problem}; to repeat it, remove {self._path} or"
-            " start with --self-test"
-        )
+        return problem
 
     def _read(self) -> dict[str, Result]:
         try:
             with open(self._path, "rb") as file:
-                return msgspec.json.decode(file.read(FILE_BYTES_MAX), type=dict[str, Result])
+                return msgspec.json.decode(file.read(), type=dict[str, Result])
         except (OSError, msgspec.MsgspecError):
             return {}  # then it is tested again
 
@@ -468,13 +429,9 @@ class Proof:
             logger.warning("the result of the self-test is not filed: %s", error)
 
 
-async def _locked(fd: int) -> bool:
-    """Whether the lock was taken within `TURN_S`. It ends with the descriptor."""
-    end = time.monotonic() + TURN_S
-    while time.monotonic() < end:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            await asyncio.sleep(TURN_POLL_S)
-    return False
+def _locks(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

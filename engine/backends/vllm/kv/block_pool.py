@@ -61,16 +61,10 @@ class KeptIndex:
     def kept(self) -> int:
         return self._writer.kept if self._writer is not None else 0
 
-    def open(
-        self,
-        writer: IndexWriter,
-        checksums: Checksums | None = None,
-    ) -> None:
+    def open(self, writer: IndexWriter, checksums: Checksums | None = None) -> None:
         """Before the first step, with no step in flight. `checksums`: publish them, too."""
-        self._writer, self._publisher = writer, LatePublisher(writer, checksums)
-        self._fresh.clear()
-        self._steps.clear()
-        self.problem = ""
+        self._writer, self.problem = writer, ""
+        self._publish_by(LatePublisher(writer, checksums))
 
     def give_up(self, problem: str) -> None:
         """Nothing is published any more, and nothing of what was is believed."""
@@ -83,13 +77,15 @@ class KeptIndex:
         raises from now on, until `let_go` or `open`."""
         if self._writer is not None:
             self._writer.close()
-        self._publisher = None
-        self._fresh.clear()
-        self._steps.clear()
+        self._publish_by(None)
 
     def let_go(self) -> None:
         """The index is about to be unmapped, and vLLM is paused until another one is opened."""
-        self._writer = self._publisher = None
+        self._writer = None
+        self._publish_by(None)
+
+    def _publish_by(self, publisher: LatePublisher | None) -> None:
+        self._publisher = publisher
         self._fresh.clear()
         self._steps.clear()
 

@@ -94,8 +94,8 @@ def asking(executor: Any) -> Checksums:
             "understudy_checksum_kv", timeout=ANSWER_S, args=(list(blocks),)
         )
         for answer in answers:
-            if not answer["ok"]:
-                raise UnderstudyError(answer["code"], answer["error"], rank=answer["rank"])
+            if answer["problem"]:
+                raise UnderstudyError(answer["code"], answer["problem"], rank=answer["rank"])
         of_ranks = (answer["checksums"] for answer in answers)
         return [joined(parts) for parts in zip(*of_ranks, strict=True)]
 

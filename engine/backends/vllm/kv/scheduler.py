@@ -2,8 +2,7 @@
 begins with that index.
 
 vLLM finds these classes by name (`scheduler_cls`), and the backend calls the core's methods by name
-(`call_utility_async`), so four are added to it here. They never raise: the answer says what went
-wrong.
+(`call_utility_async`), so four are added to it here.
 
 `PoolIndex` owns the order in which an engine begins: borrow, compare, adopt into the block pool or
 begin empty, and only then may a step be sent. What fails here costs the adoption and the
@@ -28,14 +27,13 @@ from vllm.v1.engine.core import EngineCore
 from engine.backends.kept_pools import KeptPools
 from engine.backends.vllm.kv import facts
 from engine.backends.vllm.kv.block_pool import KeptBlockPool, KeptIndex, problem_with_groups
+from engine.backends.vllm.membership import Answer, answering
 from engine.kv.adopter import Adoption, Checksums
 from engine.kv.layout import IndexHeader
 from gms.client import KvClaim, KvLease, borrow_pool
 from plumbing.errors import UnderstudyError
 
 logger = logging.getLogger(__name__)
-
-Answer = dict[str, Any]
 
 
 class Keeping:
@@ -88,49 +86,43 @@ class KeepingAsyncScheduler(Keeping, AsyncScheduler):
 # ---------------------------------------------------------------------- called by the backend
 
 
-def _answering(method: Callable[[PoolIndex, Any, Any], Answer]) -> Callable[[Any, Any], Answer]:
-    """`method` of the scheduler's index as a method of the core, which is its last argument."""
-
-    def answer(core: Any, asked: Any) -> Answer:
-        scheduler = core.scheduler
-        if scheduler.pool_index is None:
-            return {"problem": scheduler.kv_problem}
-        try:
-            return {"problem": "", **method(scheduler.pool_index, asked, core)}
-        except Exception as error:  # whatever it is, the engine can serve without an index
-            logger.exception("the index of the KV pool cannot be kept")
-            return {"problem": f"{type(error).__name__}: {error}"}
-
-    return answer
+def _index(core: Any) -> PoolIndex:
+    index: PoolIndex | None = core.scheduler.pool_index
+    if index is None:
+        raise UnderstudyError("vllm.no_index", core.scheduler.kv_problem)
+    return index
 
 
-def _begin(index: PoolIndex, asked: Any, core: Any) -> Answer:
+@answering
+def _begin(core: Any, asked: Any) -> Answer:
     checksums = facts.asking(core.model_executor)
-    return msgspec.structs.asdict(index.begin(msgspec.convert(asked, Beginning), checksums))
+    begun = _index(core).begin(msgspec.convert(asked, Beginning), checksums)
+    return msgspec.structs.asdict(begun)
 
 
-def _judge(index: PoolIndex, why: str, core: Any) -> Answer:
+@answering
+def _judge(core: Any, why: str) -> None:
     """`why` the content is not to be trusted; empty: the canary has passed."""
-    index.judge(why)
-    return {}
+    _index(core).judge(why)
 
 
-def _report(index: PoolIndex, _: Any, core: Any) -> Answer:
-    kept = index.kept
+@answering
+def _report(core: Any) -> Answer:
+    kept = _index(core).kept
     return {"problem": kept.problem, "published": kept.published, "kept": kept.kept}
 
 
-def _close(index: PoolIndex, _: Any, core: Any) -> Answer:
+@answering
+def _close(core: Any) -> None:
     if core.scheduler.has_unfinished_requests():  # more than the API process knows of
-        return {"problem": "requests are in progress"}
-    index.kept.close()  # the content is the next engine's, before vLLM resets its prefix cache
-    return {}
+        raise UnderstudyError("vllm.in_progress", "requests are in progress")
+    _index(core).kept.close()  # the content is the next engine's, before vLLM resets its cache
 
 
-EngineCore.understudy_close_kv = _answering(_close)
-EngineCore.understudy_begin_kv = _answering(_begin)
-EngineCore.understudy_report_kv = _answering(_report)
-EngineCore.understudy_judge_kv = _answering(_judge)
+EngineCore.understudy_close_kv = _close
+EngineCore.understudy_begin_kv = _begin
+EngineCore.understudy_report_kv = _report
+EngineCore.understudy_judge_kv = _judge
 
 
 class RankPool(Struct, frozen=True):

@@ -19,12 +19,12 @@ returns, and the model would generate nonsense.
 from __future__ import annotations
 
 import ctypes
-import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from torch import nn
 from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
@@ -41,8 +41,7 @@ ABOUT = ".model"  # no parameter's name begins with a dot
 RELEASE_BYTES = 64 << 20
 
 
-@dataclass(frozen=True)
-class About:
+class About(msgspec.Struct):
     """The record `<model>/.model`.
 
     `created`: data type and shape of each parameter before anything was loaded; processing may
@@ -53,11 +52,11 @@ class About:
 
     architecture: str
     is_shared: bool = True
-    created: dict[str, str] = field(default_factory=dict)
-    buffers: list[str] = field(default_factory=list)
-    on_host: list[str] = field(default_factory=list)
-    dropped: list[str] = field(default_factory=list)
-    flags: dict[str, bool] = field(default_factory=dict)
+    created: dict[str, str] = {}
+    buffers: list[str] = []
+    on_host: list[str] = []
+    dropped: list[str] = []
+    flags: dict[str, bool] = {}
 
 
 def name_in_epoch(model: int, name: str) -> str:
@@ -66,7 +65,7 @@ def name_in_epoch(model: int, name: str) -> str:
 
 def write_about(writer: Writer, model: int, about: About) -> None:
     """Put `<model>/.model` into the epoch."""
-    content, name = json.dumps(asdict(about)).encode(), name_in_epoch(model, ABOUT)
+    content, name = msgspec.json.encode(about), name_in_epoch(model, ABOUT)
     writer.place(name, len(content), (len(content),), "uint8")
     writer.write(name, content)
 
@@ -74,7 +73,9 @@ def write_about(writer: Writer, model: int, about: About) -> None:
 def read_about(reader: Reader, model: int) -> About | None:
     """The record of `model`; None if the epoch has no such model."""
     name = name_in_epoch(model, ABOUT)
-    return About(**json.loads(reader.read(name))) if name in reader.tensors else None
+    if name not in reader.tensors:
+        return None
+    return msgspec.json.decode(reader.read(name), type=About)
 
 
 def tensors_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
@@ -112,50 +113,44 @@ def rehome(
     sizes = [layout.nbytes for layout in tensors]
     before = sum(record.nbytes for record in writer.tensors.values())
     writer.plan(before + sum(sizes), max(sizes, default=0))
-    move = _Move(writer, number, device, meter)
+    freed_bytes = 0
     for storage, views in layouts.items():
         for layout in views:
-            move.copy(tensors[layout], layout, names[layout])
+            _copy(writer, number, names[layout], tensors[layout], layout, device)
+            meter.add(layout.nbytes)
+            meter.report()
         # A buffer is small and may be shared with a bound model (rotary tables).
         if storage not in buffers:
-            move.free(tensors[views[0]])
-    move.release_cached()
+            memory: Any = tensors[views[0]].untyped_storage()
+            freed_bytes += memory.nbytes()
+            memory.resize_(0)
+        if freed_bytes >= RELEASE_BYTES:
+            _release_cached(device)
+            freed_bytes = 0
+    _release_cached(device)
 
 
-class _Move:
-    """Copies tensors into the epoch and frees their memory."""
+def _copy(
+    writer: Writer,
+    number: int,
+    names: list[str],
+    tensor: torch.Tensor,
+    layout: Layout,
+    device: torch.device,
+) -> None:
+    """One tensor into the epoch, under all of its names."""
+    first, *others = [name_in_epoch(number, name) for name in names]
+    strides = None if tensor.is_contiguous() else layout.strides
+    address = writer.place(first, layout.nbytes, layout.shape, dtype_name(layout.dtype), strides)
+    for other in others:
+        writer.alias(other, first)
+    bytes_at(address, layout.nbytes, device).copy_(bytes_of(tensor))
 
-    def __init__(self, writer: Writer, number: int, device: torch.device, meter: Meter) -> None:
-        self._writer, self._number, self._device = writer, number, device
-        self._meter, self._freed_bytes = meter, 0
 
-    def copy(self, tensor: torch.Tensor, layout: Layout, names: list[str]) -> None:
-        first, *others = [name_in_epoch(self._number, name) for name in names]
-        address = self._writer.place(
-            first,
-            layout.nbytes,
-            layout.shape,
-            dtype_name(layout.dtype),
-            None if tensor.is_contiguous() else layout.strides,
-        )
-        for other in others:
-            self._writer.alias(other, first)
-        bytes_at(address, layout.nbytes, self._device).copy_(bytes_of(tensor))
-        self._meter.add(layout.nbytes)
-        self._meter.report()
-
-    def free(self, tensor: torch.Tensor) -> None:
-        storage: Any = tensor.untyped_storage()
-        self._freed_bytes += storage.nbytes()
-        storage.resize_(0)
-        if self._freed_bytes >= RELEASE_BYTES:
-            self.release_cached()
-
-    def release_cached(self) -> None:
-        self._freed_bytes = 0
-        if self._device.type == "cuda":
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()
+def _release_cached(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
 
 
 # Smaller ones are scales and norms: cheap to copy, and vLLM writes to some of them.
@@ -185,7 +180,13 @@ def forms_of(model: nn.Module) -> dict[str, str]:
 
 
 class Binding:
-    """Binds one model to its tensors in one epoch."""
+    """Binds one model to its tensors in one epoch.
+
+    Args:
+        model: from `skeleton`.
+        records: the model's tensors by their names in the model.
+        address_of: the address of a tensor's first byte, by its name in the model.
+    """
 
     def __init__(
         self,
@@ -195,19 +196,13 @@ class Binding:
         address_of: Callable[[str], int],
         device: torch.device,
     ) -> None:
-        """
-        Args:
-            model: from `skeleton`.
-            records: the model's tensors by their names in the model.
-            address_of: the address of a tensor's first byte, by its name in the model.
-        """
         self._model, self._epoch, self._device = model, epoch, device
         self._records, self._address_of = records, address_of
         # By every full name, also of modules that occur twice.
         self._modules = dict(model.named_modules(remove_duplicate=False))
-        self._parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        self._forms = forms_of(model)
         self._made: dict[Any, torch.Tensor] = {}
-        self.shared: dict[str, nn.Parameter] = {}
+        self.shared: dict[str, torch.Tensor] = {}
 
     def run(self, about: About, model_config: Any) -> nn.Module:
         """Bind everything, then let vLLM rebuild what is not a tensor.
@@ -215,7 +210,15 @@ class Binding:
         Raises:
             UnderstudyError: `model.unbound`, `model.written`, naming the tensor.
         """
-        self._check_same_forms(about.created)
+        for name, form in self._forms.items():
+            # Fresh models are compared: what processing does to a tensor is no difference.
+            there = about.created.get(name, form)
+            if there != form:
+                raise self._unbound(
+                    f"tensor {name} is {there} in epoch {self._epoch} and {form} in this engine's"
+                    " model, so a flag that shapes weights differs between them",
+                    name,
+                )
         for name in self._records:
             if name != ABOUT:
                 self._bind(name, about)
@@ -225,8 +228,19 @@ class Binding:
         with set_default_torch_dtype(model_config.dtype), weights_already_processed():
             process_weights_after_loading(self._model, model_config, self._device)
         self._drop(about.dropped)
-        self._check_complete()
-        self._check_unwritten(versions)
+        for name, tensor in _all_tensors(self._model):
+            if tensor.is_meta and tensor.numel():
+                raise self._unbound(
+                    f"tensor {name} of the model is not in epoch {self._epoch}", name
+                )
+        for name, tensor in self.shared.items():
+            if tensor._version != versions[name]:
+                raise UnderstudyError(
+                    "model.written",
+                    f"vLLM writes to tensor {name} of this model after it was loaded, so it cannot"
+                    " be shared; run this model with --unshareable private, and report it",
+                    tensor=name,
+                )
         return self._model.eval()
 
     def _bind(self, name: str, about: About) -> None:
@@ -248,66 +262,27 @@ class Binding:
         else:
             module.register_parameter(leaf, tensor)
 
-    def _tensor(self, name: str, *, is_buffer: bool, is_on_host: bool) -> torch.Tensor:
+    def _tensor(self, name: str, *, is_buffer: bool, is_on_host: bool) -> Any:
         """The tensor for `name`: one object for all names of the same bytes."""
         record = self._records[name]
-        is_shared = (
-            not is_buffer
-            and not is_on_host
-            and name in self._parameters
-            and record.nbytes >= SHARED_BYTES_MIN
-        )
+        is_private = is_buffer or is_on_host or name not in self._forms
+        is_shared = not is_private and record.nbytes >= SHARED_BYTES_MIN
         key = (record.offset, record.shape, record.strides, is_buffer, is_shared, is_on_host)
         if key not in self._made:
             tensor = tensor_at(self._address_of(name), record, self._device)
             if not is_shared:
-                tensor = tensor.cpu() if is_on_host else tensor
-                tensor = tensor.clone()
+                tensor = (tensor.cpu() if is_on_host else tensor).clone()
             self._made[key] = tensor if is_buffer else nn.Parameter(tensor, requires_grad=False)
-        made = self._made[key]
         if is_shared:
-            assert isinstance(made, nn.Parameter)
-            self.shared[name] = made
-        return made
-
-    # ------------------------------------------------------------------ nothing is forgotten
-
-    def _check_same_forms(self, created: Mapping[str, str]) -> None:
-        """Compare fresh models: what processing does to a tensor is no difference."""
-        for name, form in forms_of(self._model).items():
-            there = created.get(name, form)
-            if there != form:
-                raise self._unbound(
-                    f"tensor {name} is {there} in epoch {self._epoch} and {form} in this engine's"
-                    " model, so a flag that shapes weights differs between them",
-                    name,
-                )
+            self.shared[name] = self._made[key]
+        return self._made[key]
 
     def _drop(self, dropped: list[str]) -> None:
         """Remove the parameters that processing removes after a real load."""
         for name in dropped:
             owner, _, leaf = name.rpartition(".")
-            module = self._modules.get(owner)
-            found = None if module is None else module._parameters.get(leaf)
-            if module is not None and found is not None and found.is_meta:
-                delattr(module, leaf)
-
-    def _check_complete(self) -> None:
-        for name, tensor in _all_tensors(self._model):
-            if tensor.is_meta and tensor.numel():
-                raise self._unbound(
-                    f"tensor {name} of the model is not in epoch {self._epoch}", name
-                )
-
-    def _check_unwritten(self, versions: Mapping[str, int]) -> None:
-        for name, tensor in self.shared.items():
-            if tensor._version != versions[name]:
-                raise UnderstudyError(
-                    "model.written",
-                    f"vLLM writes to tensor {name} of this model after it was loaded, so it cannot"
-                    " be shared; run this model with --unshareable private, and report it",
-                    tensor=name,
-                )
+            if getattr(self._modules[owner]._parameters.get(leaf), "is_meta", False):
+                delattr(self._modules[owner], leaf)
 
     def _unbound(self, what: str, name: str) -> UnderstudyError:
         return UnderstudyError("model.unbound", f"{what}; {_AGAIN}", tensor=name)
@@ -327,12 +302,9 @@ def _all_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """`value` itself, or the tensors in a list, tuple or dictionary."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        yield from (item for item in value if isinstance(item, torch.Tensor))
-    elif isinstance(value, dict):
-        yield from (item for item in value.values() if isinstance(item, torch.Tensor))
+    values = value.values() if isinstance(value, dict) else value
+    inside = values if isinstance(value, list | tuple | dict) else (value,)
+    return (item for item in inside if isinstance(item, torch.Tensor))
 
 
 # A tensor over a bare address keeps nothing alive: its memory stays mapped while the process lives.
@@ -380,7 +352,8 @@ def bytes_at(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
     if device.type == "cpu":
         buffer = (ctypes.c_uint8 * nbytes).from_address(address)
         return torch.frombuffer(buffer, dtype=torch.uint8)
-    return torch.as_tensor(_OnDevice(address, nbytes), device=device)
+    about = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
+    return torch.as_tensor(SimpleNamespace(__cuda_array_interface__=about), device=device)
 
 
 def tensor_at(address: int, record: TensorRecord, device: torch.device) -> torch.Tensor:
@@ -396,15 +369,3 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     first = tensor.storage_offset() * tensor.dtype.itemsize
     flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return flat.set_(tensor.untyped_storage(), first, (Layout.of(tensor).nbytes,), (1,))
-
-
-class _OnDevice:
-    """Lets torch make a tensor without a copy (CUDA array interface, version 3)."""
-
-    def __init__(self, address: int, nbytes: int) -> None:
-        self.__cuda_array_interface__: dict[str, Any] = {
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 3,
-        }

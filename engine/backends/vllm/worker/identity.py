@@ -42,11 +42,7 @@ class Identity:
     """The identity of one rank of one engine, target and draft model together."""
 
     def __init__(self, vllm_config: Any, load_config: Any, load_format: str) -> None:
-        """`load_format` is the user's own, `load_config` names ours.
-
-        Raises:
-            UsageError: `model.missing`, the checkpoint cannot be read.
-        """
+        """`load_format` is the user's own, `load_config` names ours."""
         self._load_format, self._load_config = load_format, load_config
         self._configs = {"target": vllm_config.model_config}
         draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
@@ -58,19 +54,18 @@ class Identity:
         }
 
     def read(self) -> Document:
-        """The identity, with the checkpoint's files as they are now."""
-        models = {
-            role: {**self._models[role], "shards": self._files(config)}
-            for role, config in self._configs.items()
-        }
+        """The identity, with the checkpoint's files as they are now.
+
+        Raises:
+            UsageError: `model.missing`, `model.broken`.
+        """
+        models = {role: {**about, "shards": {}} for role, about in self._models.items()}
+        if self._load_format != DUMMY:
+            for role, config in self._configs.items():
+                models[role]["shards"] = files_of(_location(config, self._load_config))
         # Also on its own: otherwise an error would name all of a model's settings.
         draft = self._models["draft"]["name"] if "draft" in self._models else "none"
         return {**self._settings, "draft": draft, "models": models}
-
-    def _files(self, config: Any) -> Document:
-        if self._load_format == DUMMY:
-            return {}
-        return files_of(_location(config, self._load_config))
 
 
 def same_on_every_rank(identity: Document) -> Document:
@@ -89,9 +84,8 @@ def files_of(path: str) -> Document:
     found = sorted(glob.glob(os.path.join(glob.escape(path), SAFETENSORS)))
     if found:
         return identity_of(map(read_shard, found))
-    others = sorted(
-        name for kind in OTHER_FILES for name in glob.glob(os.path.join(glob.escape(path), kind))
-    )
+    here = glob.escape(path)
+    others = sorted(name for kind in OTHER_FILES for name in glob.glob(os.path.join(here, kind)))
     if not others:
         raise UsageError(
             "model.missing",
@@ -130,17 +124,23 @@ def _location(config: Any, load_config: Any) -> str:
 
 def _settings(vllm_config: Any, load_format: str) -> Document:
     parallel, kernel = vllm_config.parallel_config, vllm_config.kernel_config
+    draft = getattr(vllm_config.speculative_config, "draft_parallel_config", None)
+    if current_platform.is_cpu():
+        architecture = platform.machine()
+    else:
+        architecture = "sm_{}{}".format(*torch.cuda.get_device_capability())
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith("VLLM_") and any(word in name for word in KERNEL_WORDS)
+    }
     return {
-        "architecture": _architecture(),
+        "architecture": architecture,
         "engine": "vllm",
         "engine_version": versions.vllm_version(),
         "format": FORMAT,
         "kernels": {
-            "environment": {
-                name: value
-                for name, value in os.environ.items()
-                if name.startswith("VLLM_") and any(word in name for word in KERNEL_WORDS)
-            },
+            "environment": environment,
             "linear": str(getattr(kernel, "linear_backend", "")),
             "linear_per_method": str(getattr(kernel, "linear_backend_per_quant", "")),
             "moe": str(getattr(kernel, "moe_backend", "")),
@@ -157,7 +157,7 @@ def _settings(vllm_config: Any, load_format: str) -> Document:
             "pipeline": parallel.pipeline_parallel_size,
             "query_replicated": bool(getattr(parallel, "dcp_q_replicate", False)),
             "tensor": parallel.tensor_parallel_size,
-            "tensor_draft": _draft_ranks(vllm_config),
+            "tensor_draft": int(getattr(draft, "tensor_parallel_size", 0)),
         },
         "rank": parallel.rank,
         "torch": versions.torch_version(),
@@ -165,9 +165,10 @@ def _settings(vllm_config: Any, load_format: str) -> Document:
 
 
 def _model_settings(config: Any, vllm_config: Any) -> Document:
-    cache, settings = vllm_config.cache_config, config.hf_config.to_dict()
-    for name in NO_SETTINGS:
-        settings.pop(name, None)
+    cache, model = vllm_config.cache_config, str(config.model)
+    settings = {
+        name: value for name, value in config.hf_config.to_dict().items() if name not in NO_SETTINGS
+    }
     return {
         "architectures": list(getattr(config.hf_config, "architectures", None) or []),
         "dtype": str(config.dtype),
@@ -176,17 +177,13 @@ def _model_settings(config: Any, vllm_config: Any) -> Document:
         "implementation": str(config.model_impl),
         "max_model_len": config.max_model_len,
         "multimodal": _multimodal(config),
-        "name": _name(str(config.model)),
+        # A directory's last part: another container may mount it elsewhere.
+        "name": os.path.basename(os.path.realpath(model)) if os.path.exists(model) else model,
         "quantization": str(config.quantization),
         "quantization_settings": _hash(str(config.quantization_config)),
         "revision": str(config.revision),
         "settings": _hash(json.dumps(settings, sort_keys=True, default=str)),
     }
-
-
-def _draft_ranks(vllm_config: Any) -> int:
-    draft = getattr(vllm_config.speculative_config, "draft_parallel_config", None)
-    return 0 if draft is None else int(draft.tensor_parallel_size)
 
 
 def _multimodal(config: Any) -> Document:
@@ -204,17 +201,5 @@ def _multimodal(config: Any) -> Document:
     }
 
 
-def _name(model: str) -> str:
-    """A directory's last part: another container may mount it elsewhere."""
-    return os.path.basename(os.path.realpath(model)) if os.path.exists(model) else model
-
-
 def _hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _architecture() -> str:
-    if current_platform.is_cpu():
-        return platform.machine()
-    major, minor = torch.cuda.get_device_capability()
-    return f"sm_{major}{minor}"

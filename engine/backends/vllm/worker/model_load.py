@@ -8,8 +8,8 @@ between creating a model and reading its weights can the CPU build be kept from 
 
 Weights can be shared if they are still tensors of the layer after processing. vLLM's quantisation
 methods declare that (`supports_pre_processed_weights`). Most kernels of the CPU build pack weights
-into memory of their own, even unquantised ones (oneDNN). Such layers get a method here that leaves
-the weight in place, at about half of oneDNN's speed.
+into memory of their own, even unquantised ones (oneDNN). The methods of such layers are kept from
+it here, at about half of oneDNN's speed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from __future__ import annotations
 import dataclasses
 import gc
 import logging
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -58,7 +57,8 @@ class Registries:
 
     A writer builds each model twice, once to load it and once to run it. But vLLM lets every layer
     register once (`static_forward_context` refuses a duplicate name), and passes rotary embeddings
-    from one model to the next. So what is registered is saved and restored.
+    from one model to the next. So what is registered is saved and restored, in place, because other
+    parts of vLLM hold these objects.
     """
 
     def __init__(self, vllm_config: Any) -> None:
@@ -67,11 +67,9 @@ class Registries:
         self._expert_layers = compilation.static_all_moe_layers
 
     def snapshot(self) -> tuple[list[dict[Any, Any]], list[str]]:
-        """A copy of what is registered."""
         return [dict(each) for each in self._mappings], list(self._expert_layers)
 
     def restore(self, snapshot: tuple[list[dict[Any, Any]], list[str]]) -> None:
-        """Register exactly that, in place: other parts of vLLM hold these objects."""
         mappings, self._expert_layers[:] = snapshot
         for live, saved in zip(self._mappings, mappings, strict=True):
             live.clear()
@@ -108,10 +106,16 @@ class ModelLoad:
         keep_in_place(self._model, self._device)
         why = obstacle(self._model, self._device)
         self.is_shared = why is None
-        if why is not None:
-            if config.model_loader_extra_config["unshareable"] != PRIVATE:
-                raise refusal(self.name, why)
-            logger.warning("every engine loads a private copy of %s: %s", self.name, why)
+        if why is None:
+            return
+        if config.model_loader_extra_config["unshareable"] != PRIVATE:
+            raise UsageError(
+                "model.unshareable",
+                f"{self.name} cannot be shared between engines: {why}; choose another checkpoint"
+                " (docs/vllm.md lists what can be shared), or give every engine its own copy with"
+                " --unshareable private",
+            )
+        logger.warning("every engine loads a private copy of %s: %s", self.name, why)
 
     def read(self) -> nn.Module:
         """The model, with the epoch's tensors.
@@ -122,7 +126,13 @@ class ModelLoad:
         assert isinstance(self._attached, Reader)
         about = binding.read_about(self._attached, self._number)
         if about is None or about.is_shared != self.is_shared:
-            raise self._incompatible(about)
+            there = "lacks" if about is None else "shares" if about.is_shared else "does not share"
+            raise UnderstudyError(
+                "model.unbound",
+                f"epoch {self._attached.epoch} {there} {self.name}, which this engine would"
+                f" {'share' if self.is_shared else 'load privately'}; run the same release of"
+                " understudy and of vLLM, with the same flags, in every container",
+            )
         return self._bound(about) if self.is_shared else self._loaded(inner_loader(self._config))
 
     def write(self, meter: Meter) -> nn.Module:
@@ -158,22 +168,23 @@ class ModelLoad:
         )
         return bound.run(about, self._model_config)
 
-    def _incompatible(self, about: About | None) -> UnderstudyError:
-        there = "lacks" if about is None else "shares" if about.is_shared else "does not share"
-        return UnderstudyError(
-            "model.unbound",
-            f"epoch {self._attached.epoch} {there} {self.name}, which this engine would"
-            f" {'share' if self.is_shared else 'load privately'}; run the same release of"
-            " understudy and of vLLM, with the same flags, in every container",
-        )
-
     # ------------------------------------------------------------------ vLLM's own load
 
     def _write(self, writer: Writer, meter: Meter) -> About:
         """Load the model as vLLM does, beside the one that will run, and move it into the epoch."""
-        inner, created = inner_loader(self._config), dict[str, str]()
-        _after_creation(inner, lambda model: self._note(model, created))
-        _before_reading(inner, meter)
+        inner: Any = inner_loader(self._config)
+        created: dict[str, str] = {}
+        create, weights = inner.create_model, getattr(inner, "get_all_weights", None)
+
+        def create_model(*args: Any, **kwargs: Any) -> nn.Module:
+            model: nn.Module = create(*args, **kwargs)
+            keep_in_place(model, self._device)
+            created.update(binding.forms_of(model))
+            return model
+
+        inner.create_model = create_model
+        if weights is not None:  # it exposes what it reads
+            inner.get_all_weights = lambda *args, **kwargs: meter.counted(weights(*args, **kwargs))
         meter.expect(2 * self.needed_bytes)  # read, then moved
         running = self._registries.snapshot()
         with Pulse(meter):
@@ -198,10 +209,6 @@ class ModelLoad:
         gc.collect()
         return about
 
-    def _note(self, model: nn.Module, created: dict[str, str]) -> None:
-        keep_in_place(model, self._device)
-        created.update(binding.forms_of(model))
-
     def _loaded(self, loader: BaseModelLoader) -> nn.Module:
         """What `loader` loads, as if nothing had been built before."""
         self._registries.restore(self._before)
@@ -211,25 +218,6 @@ class ModelLoad:
         return model
 
 
-def _after_creation(loader: Any, then: Any) -> None:
-    """Call `then(model)` after this loader has created its model and before it reads anything."""
-    create = loader.create_model
-
-    def created(*args: Any, **kwargs: Any) -> nn.Module:
-        model: nn.Module = create(*args, **kwargs)
-        then(model)
-        return model
-
-    loader.create_model = created
-
-
-def _before_reading(loader: Any, meter: Meter) -> None:
-    """Count what this loader reads, if it exposes that."""
-    weights = getattr(loader, "get_all_weights", None)
-    if weights is not None:
-        loader.get_all_weights = lambda *args, **kwargs: meter.counted(weights(*args, **kwargs))
-
-
 def _torch_device(vllm_config: Any) -> torch.device:
     device = torch.device(vllm_config.device_config.device)
     if device.type == "cuda" and device.index is None:
@@ -237,25 +225,13 @@ def _torch_device(vllm_config: Any) -> torch.device:
     return device
 
 
-class SharedLinearMethod(UnquantizedLinearMethod):
-    """A linear layer on the CPU whose weight stays in place."""
-
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
-        layer.cpu_linear = nn.functional.linear
-
-
-class SharedEmbeddingMethod(UnquantizedEmbeddingMethod):
-    """An embedding or output head on the CPU whose weight stays in place."""
-
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
-        layer.cpu_linear = nn.functional.linear
-
-
 # Exact types: subclasses may pack.
-_CPU_METHODS: Mapping[type, type] = {
-    UnquantizedLinearMethod: SharedLinearMethod,
-    UnquantizedEmbeddingMethod: SharedEmbeddingMethod,
-}
+_CPU_METHODS = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+
+
+def _keep(layer: nn.Module) -> None:
+    """In place of a method's processing of weights on the CPU, which packs them."""
+    layer.cpu_linear = nn.functional.linear
 
 
 def keep_in_place(model: nn.Module, device: torch.device) -> None:
@@ -263,51 +239,24 @@ def keep_in_place(model: nn.Module, device: torch.device) -> None:
     if device.type != "cpu":
         return
     for module in model.modules():
-        method = getattr(module, "quant_method", None)
-        ours = _CPU_METHODS.get(type(method))
-        if ours is not None and _has_matrix(module):
-            module.quant_method = _recast(method, ours)
+        method: Any = getattr(module, "quant_method", None)
+        weight = getattr(module, "weight", None)
+        # A causal convolution's weight has three dimensions, and its kernel needs it packed.
+        is_matrix = isinstance(weight, torch.Tensor) and weight.ndim == 2
+        if type(method) in _CPU_METHODS and is_matrix:
+            method.process_weights_after_loading = _keep
 
 
 def obstacle(model: nn.Module, device: torch.device) -> str | None:
     """Why `model` (weights not needed yet) cannot be shared, as part of a sentence; or None."""
-    for name, method in _methods(model):
-        if not method.supports_pre_processed_weights:
-            return f"layer {name} uses {type(method).__name__}, whose weights vLLM cannot share"
-        if device.type != "cpu":
-            continue
-        if not isinstance(method, SharedLinearMethod | SharedEmbeddingMethod | BaseKVCacheMethod):
-            return (
-                f"layer {name} uses {type(method).__name__}, which on the CPU packs weights into"
-                " memory of its own"
-            )
-    return None
-
-
-def refusal(model: str, why: str) -> UsageError:
-    """The error for a model with an obstacle, without `--unshareable private`."""
-    return UsageError(
-        "model.unshareable",
-        f"{model} cannot be shared between engines: {why}; choose another checkpoint (docs/vllm.md"
-        " lists what can be shared), or give every engine its own copy with --unshareable private",
-    )
-
-
-def _methods(model: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, module in model.named_modules():
-        method = getattr(module, "quant_method", None)
-        if isinstance(method, QuantizeMethodBase):
-            yield name or "<root>", method
-
-
-def _has_matrix(module: nn.Module) -> bool:
-    """A causal convolution's weight has three dimensions, and its kernel needs it packed."""
-    weight = getattr(module, "weight", None)
-    return isinstance(weight, torch.Tensor) and weight.ndim == 2
-
-
-def _recast(method: Any, ours: type) -> Any:
-    """`method` as an instance of `ours`, with all its attributes."""
-    recast: Any = object.__new__(ours)
-    recast.__dict__.update(method.__dict__)
-    return recast
+        method: Any = getattr(module, "quant_method", None)
+        if not isinstance(method, QuantizeMethodBase):
+            continue
+        uses = f"layer {name or '<root>'} uses {type(method).__name__}"
+        if not method.supports_pre_processed_weights:
+            return f"{uses}, whose weights vLLM cannot share"
+        is_kept = method.process_weights_after_loading is _keep
+        if device.type == "cpu" and not (is_kept or isinstance(method, BaseKVCacheMethod)):
+            return f"{uses}, which on the CPU packs weights into memory of its own"
+    return None

@@ -86,8 +86,8 @@ class RankWeights:
         """
         if self._session is None:
             self._session = self._attach(config, vllm_config)
-        number, self._models = self._models, self._models + 1
-        load = ModelLoad(self._session, number, config, vllm_config, model_config, prefix)
+        load = ModelLoad(self._session, self._models, config, vllm_config, model_config, prefix)
+        self._models += 1
         if not load.is_shared:
             self.cannot_offload = (
                 f"it has a private copy of {load.name}, which the memory service cannot free"

@@ -25,7 +25,7 @@ from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 
 from engine.backends import process_memory
 from engine.backends.kept_pools import page_of
-from engine.backends.process_memory import Room, check_can_ever_fit
+from engine.backends.process_memory import check_can_ever_fit
 from engine.backends.vllm import membership
 from engine.backends.vllm.kv import INSTALL_ENV as KEEP_KV_ENV
 from engine.backends.vllm.kv import Lending, facts
@@ -34,14 +34,13 @@ from engine.backends.vllm.membership import Answer, answering, reporting
 from engine.backends.vllm.resume import INSTALL_ENV, hook
 from engine.backends.vllm.worker import kv_cuda, weights
 from engine.backends.vllm.worker.identity import same_on_every_rank
-from engine.backends.vllm.worker.kv_arena import AddressRange, Backing, KVArena
+from engine.backends.vllm.worker.kv_arena import Backing, KVArena
 from engine.backends.vllm.worker.offloading import OffloadingWorker
 from gms.client import BEGUN, KvLease, borrow_pool
 from plumbing.errors import InvariantError, UnderstudyError, UsageError
 
 logger = logging.getLogger(__name__)
 
-FIX = "lower --kv-cache-memory-bytes"
 GIVE_UP_S = 5.0  # to unmap and free takes milliseconds; the backend asks for longer
 MEETING_FILE = "file://"  # torch's FileStore; over TCP there is no file to remove
 
@@ -60,21 +59,12 @@ class ParkingWorker(OffloadingWorker):
     _not_parked = ""  # why the last `sleep` has failed
     _lease: KvLease | None = None  # of the device's KV memory, from the wake on
 
-    # ------------------------------------------------------------------ what differs
-
-    # Each platform's worker has these three. They cannot be abstract methods: the classes of vLLM
-    # that we extend have no ABCMeta, and a worker that lacks one fails while it starts.
-
-    def room(self) -> Room:
-        """The memory available for KV caches."""
-        raise NotImplementedError
-
-    def kv_bytes_of_all(self, kv_bytes: int) -> int:
-        """What all ranks that share this memory need together."""
-        raise NotImplementedError
-
-    def reserve(self, kv_bytes: int) -> AddressRange:
-        raise NotImplementedError
+    # Methods of each platform's worker: the memory available for KV caches (`Room`), what all ranks
+    # that share it need together, and addresses for a cache. The classes of vLLM that we extend
+    # have no ABCMeta, and a worker that lacks one of these fails while it starts.
+    room: Any
+    kv_bytes_of_all: Any
+    reserve: Any
 
     # ------------------------------------------------------------------ the start
 
@@ -83,15 +73,12 @@ class ParkingWorker(OffloadingWorker):
             super().init_device()
             if os.environ.get(INSTALL_ENV):
                 self._cannot_resume = hook.install(self.vllm_config, self.model_runner)
-            self._report_meeting_file()
-            kv_bytes = self._kv_bytes_asked()
-            check_can_ever_fit(self.kv_bytes_of_all(kv_bytes), self.room(), FIX)
-
-    def _report_meeting_file(self) -> None:
-        """Ranks on one machine meet through a file that none keeps open; it outlives SIGKILL."""
-        place = str(self.distributed_init_method)
-        if self.rank == 0 and place.startswith(MEETING_FILE):
-            membership.current().leftover(place.removeprefix(MEETING_FILE))
+            # Ranks on one machine meet through a file that none keeps open; it outlives SIGKILL.
+            place = str(self.distributed_init_method)
+            if self.rank == 0 and place.startswith(MEETING_FILE):
+                membership.current().leftover(place.removeprefix(MEETING_FILE))
+            needed_bytes = self.kv_bytes_of_all(self._kv_bytes_asked())
+            check_can_ever_fit(needed_bytes, self.room(), "lower --kv-cache-memory-bytes")
 
     def load_model(self, **kwargs: Any) -> None:
         """Load as vLLM does, with our loader. A draft model is loaded after the target, so only now
@@ -118,8 +105,14 @@ class ParkingWorker(OffloadingWorker):
                     "this vLLM allocated its KV cache without asking its worker for memory; does it"
                     " have a KV connector?",
                 )
-            if os.environ.get(KEEP_KV_ENV):
-                self._find_kv_facts(kv_cache_config, self.arena.addresses.address)
+            if not os.environ.get(KEEP_KV_ENV):
+                return
+            try:
+                address = self.arena.addresses.address
+                self._kv_facts = facts.facts_of(self, kv_cache_config, address)
+            except Exception as error:  # an engine that publishes nothing serves all the same
+                logger.exception("what KV blocks depend on cannot be found out")
+                self._cannot_keep = f"{type(error).__name__}: {error}"
 
     def compile_or_warm_up_model(self) -> Any:
         """As vLLM does, at the start. Its warm-up writes to KV blocks as if they were its own.
@@ -134,13 +127,6 @@ class ParkingWorker(OffloadingWorker):
             )
         return super().compile_or_warm_up_model()
 
-    def _find_kv_facts(self, kv_cache_config: Any, address: int) -> None:
-        try:
-            self._kv_facts = facts.facts_of(self, kv_cache_config, address)
-        except Exception as error:  # an engine that publishes nothing serves all the same
-            logger.exception("what KV blocks depend on cannot be found out")
-            self._cannot_keep = f"{type(error).__name__}: {error}"
-
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[Any]:
         if tag != "kv_cache":
             elsewhere: AbstractContextManager[Any] = super()._maybe_get_memory_pool_context(tag)
@@ -149,6 +135,9 @@ class ParkingWorker(OffloadingWorker):
         return self.arena
 
     def _kv_bytes_asked(self) -> int:
+        """Raises:
+        UsageError: `vllm.no_kv_size`.
+        """
         asked = self.cache_config.kv_cache_memory_bytes
         if not asked:
             raise UsageError(
@@ -179,7 +168,7 @@ class ParkingWorker(OffloadingWorker):
             self._not_parked = ""
         except Exception as error:
             logger.exception("rank %d cannot be parked", self.rank)
-            self._not_parked = f"{type(error).__name__}: {error}"
+            self._not_parked = f"the KV memory was not freed: {type(error).__name__}: {error}"
 
     def _park(self) -> None:
         weights.of_this_process().is_awake = False
@@ -208,7 +197,7 @@ class ParkingWorker(OffloadingWorker):
     def understudy_status(self) -> Answer:
         ours, arena = weights.of_this_process(), self.arena
         if self._not_parked:
-            raise _not_given_back(self._not_parked)
+            raise UnderstudyError("vllm.not_parked", self._not_parked)
         return {
             "weights_bytes": ours.bytes,
             "kv_bytes": arena.kv_bytes if arena else 0,
@@ -247,19 +236,17 @@ class ParkingWorker(OffloadingWorker):
         began = time.monotonic()
         membership.check_serving()
         self.check_weights()
-        weights.of_this_process().is_awake = True
-        pool: Answer = {}
-        if self.arena is not None and lending is None:
-            if self._lease is not None:  # another rank could not borrow
-                self._park()
-                self._give_back(keep_kv=True)
-                weights.of_this_process().is_awake = True
-            self.arena.take(deadline_s)
-        elif self.arena is not None:
-            pool = self._borrow(msgspec.convert(lending, Lending), self.arena, deadline_s)
+        if lending is None and self._lease is not None:  # another rank could not borrow
+            self._park()
+            self._give_back(keep_kv=True)
+        weights.of_this_process().is_awake = True  # no digests from now on
+        arena, pool = self.arena, {}
+        if arena is not None and lending is None:
+            arena.take(deadline_s)
+        elif arena is not None:
+            pool = self._borrow(msgspec.convert(lending, Lending), arena, deadline_s)
         ms = (time.monotonic() - began) * 1000
-        kv_bytes = self.arena.kv_bytes if self.arena else 0
-        return {"kv_bytes": kv_bytes, "ms": round(ms, 3), "pool": pool}
+        return {"kv_bytes": arena.kv_bytes if arena else 0, "ms": round(ms, 3), "pool": pool}
 
     def _borrow(self, lending: Lending, arena: KVArena, deadline_s: float) -> Answer:
         """What the engine core needs, to keep the index of this rank's pool. The first holder of a
@@ -282,17 +269,11 @@ class ParkingWorker(OffloadingWorker):
             )
         arena.borrow(self._lease.slabs, is_new=self._lease.is_fresh)
         self._lease.mark(BEGUN)  # the memory is zero or a predecessor's; from here on it is written
-        return {"device": device, "claim": structs.asdict(claim), "facts": self._all_kv_facts()}
-
-    def _all_kv_facts(self) -> Answer | None:
-        if self._kv_facts is None:
-            return None
-        ours = weights.of_this_process()
-        of_weights = {
-            "weights_epoch": ours.epoch,
-            "identity_digest": facts.digest_of(ours.identity),
-        }
-        return self._kv_facts | of_weights
+        known, ours = self._kv_facts, weights.of_this_process()
+        if known is not None:
+            digest = facts.digest_of(ours.identity)
+            known = {**known, "weights_epoch": ours.epoch, "identity_digest": digest}
+        return {"device": device, "claim": structs.asdict(claim), "facts": known}
 
     @answering
     def understudy_rest(self, keep_kv: bool) -> Answer:
@@ -303,12 +284,14 @@ class ParkingWorker(OffloadingWorker):
             UnderstudyError: `vllm.not_parked`, or the memory service's reason; it holds the serving
                 file still.
         """
-        resident_bytes = self.arena.addresses.resident_bytes() if self.arena is not None else 0
-        is_parked = self.arena is None or self.arena.backing is Backing.PARKED
-        if self._not_parked or not is_parked or resident_bytes:
-            state = "parked" if is_parked else "still mapped"
-            why = self._not_parked or f"it is {state}, with {resident_bytes} bytes resident"
-            raise _not_given_back(why)
+        arena = self.arena
+        resident_bytes = arena.addresses.resident_bytes() if arena is not None else 0
+        is_mapped = arena is not None and arena.backing is not Backing.PARKED
+        if self._not_parked or is_mapped or resident_bytes:
+            why = (
+                f"the KV memory is still mapped: {is_mapped}, with {resident_bytes} bytes resident"
+            )
+            raise UnderstudyError("vllm.not_parked", self._not_parked or why)
         self._give_back(keep_kv=keep_kv)
         membership.leave_serving()
         stop_spinning()
@@ -360,10 +343,6 @@ class ParkingWorker(OffloadingWorker):
     reload_weights = update_weights = reset_weights = _refuse
     init_weight_transfer_engine = start_weight_update = start_draft_weight_update = _refuse
     finish_weight_update = elastic_ep_execute = _refuse
-
-
-def _not_given_back(why: str) -> UnderstudyError:
-    return UnderstudyError("vllm.not_parked", f"the KV memory was not freed: {why}")
 
 
 LONG_AGO_S = 0.0  # on the monotonic clock
