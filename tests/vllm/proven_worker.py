@@ -16,28 +16,25 @@ class InCore(UniProcExecutor):
 
 
 class FaultyWorker(PrivateWorker):
-    site: Site | None = None
     last_block = 0
 
     def init_device(self) -> None:
         super().init_device()
-        hand_out = BlockPool.get_new_blocks
+        self.site = Site(self)
 
-        def noting(pool: Any, *asked: Any) -> Any:
-            blocks = hand_out(pool, *asked)
+        def noting(old: Any, pool: Any, *asked: Any) -> Any:
+            blocks = old(pool, *asked)
             self.last_block = max(self.last_block, *(each.block_id for each in blocks), 0)
             return blocks
 
-        BlockPool.get_new_blocks = noting
+        Site(self).put(BlockPool, "get_new_blocks", noting)
 
     def find_last_block(self) -> int:
         """The highest block that was ever handed out."""
         return self.last_block
 
     def plant(self, name: str) -> None:
-        self.site = Site(self)
         FAULTS[name](self.site)
 
     def heal(self) -> None:
-        if self.site is not None:
-            self.site.heal()
+        self.site.heal()
