@@ -35,13 +35,11 @@ class FakeEngine:
         self.aborted = asyncio.Event()
         self.hangs: set[str] = set()
         self.token, self.logprob = 5, -0.5  # of everything that it generates
-        self.rested: dict[str, Any] = {**FINE, "kv_resident_bytes": 0}
-        self.placed: dict[str, Any] = {**FINE, "is_away": True, "freed_bytes": 1, "note": ""}
         self.answers: dict[str, list[dict[str, Any]]] = {
             "understudy_status": [STATUS],
             "understudy_take_kv": [{**FINE, "kv_bytes": 7, "pool": POOL}],
-            "understudy_rest": [self.rested],
-            "understudy_place_weights": [self.placed],
+            "understudy_rest": [{**FINE, "kv_resident_bytes": 0}],
+            "understudy_place_weights": [{**FINE, "is_away": True, "freed_bytes": 1, "note": ""}],
         }
         self.core: Any = {"code": "", "problem": "", "adopted": 0, "why_empty": "", "torn": 0}
         count = lambda: self.in_flight  # noqa: E731  # as vLLM's processor has it

@@ -1,103 +1,161 @@
 """Goal: what vLLM's answers mean for an incarnation: ranks that fail or fall silent, invalid
-tokens, a loop that hangs.
+tokens, a loop that hangs; and an engine that rests has given everything back, or ends.
 
-Method: the backend around a fake engine and front, whose answers are chosen.
+Method: the backend around a fake engine and front that write down what is asked of them, and the
+real serving file. What a real vLLM does is in `test_pod_resume.py`.
 """
+
+from __future__ import annotations
 
 import asyncio
 import math
 import socket
+from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from engine.backends.vllm import contracts, membership
 from engine.backends.vllm.api import backend as backend_module
 from engine.backends.vllm.api import kept_memory
 from engine.backends.vllm.api.backend import StepCounter, VllmBackend, generate_one
+from engine.backends.vllm.api.features import Features
 from engine.backends.vllm.api.kept_memory import KeptMemory, KvChoice
 from engine.backends.vllm.resume.answer import Continuing
-from engine.messages import WokenMsg
+from engine.backends.vllm.worker import offloading, weights
+from engine.messages import WeightsPlacedMsg, WokenMsg
 from gms.names import KV, socket_path
-from plumbing.errors import UnderstudyError
+from lockserver import serving
+from plumbing.errors import ProtocolError, UnderstudyError
 from plumbing.gateway_protocol import Continuation
 from plumbing.wire.fds import OwnedFd
 from tests.vllm.fake_engine import FINE, POOL, STATUS, FakeEngine, FakeFront
 
+INCARNATION = f"e-{1:016x}"
+BUDGET_S = 60.0
+SHARED = KvChoice(is_shared=True)
+AUTO = KvChoice(is_shared=True, may_be_private=True)
+
+
+class World:
+    """An engine with the memory service's KV memory, and its serving file."""
+
+    def __init__(self, directory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("GMS_SOCKET_DIR", str(directory))
+        monkeypatch.setenv("UNDERSTUDY_INCARNATION", INCARNATION)
+        self.directory = str(directory)
+        self.path, self.file = serving.create(self.directory, INCARNATION)
+        self.engine = FakeEngine()
+        self.asked = self.engine.asked
+        self.kept = KeptMemory(SHARED)
+        self.backend = self.made(kv=self.kept, seat=serving.ServingSeat(self.path, self.file))
+
+    def made(self, *more: Any, **named: Any) -> VllmBackend:
+        front: Any = FakeFront(self.engine)
+        engine: Any = self.engine
+        self.backend = VllmBackend(engine, front, StepCounter(), *more, **named)
+        return self.backend
+
+    async def wake(self, token: int) -> WokenMsg:
+        with OwnedFd(socket.socket().detach()) as listening:
+            return await self.backend.wake("e", token, listening, era="e" * 16)
+
+    async def awake(self) -> None:
+        """For token 3, and drained."""
+        self.backend.phases.step("ready")
+        await self.wake(3)
+        self.asked.clear()
+        await self.backend.drain(BUDGET_S)
+
+    async def woken(self) -> WokenMsg:
+        """The answer to a wake of a prepared engine."""
+        await self.backend.prepare()
+        self.asked.clear()
+        self.engine.arguments.clear()
+        try:
+            return await self.wake(3)
+        finally:
+            await self.backend.drain(0.0)  # closes the copy that it has kept
+
+    def is_held(self) -> bool:
+        return serving.probe(self.path, self.file, 0).value == "held"
+
 
 @pytest.fixture
-def engine():
-    """Of two ranks, without a pool."""
-    found = FakeEngine()
-    found.answers["understudy_status"] = [STATUS, {**STATUS, "rank": 1}]
-    found.answers["understudy_take_kv"] = [{**FINE, "kv_bytes": 7}] * 2
-    return found
+def world(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> World:
+    return World(tmp_path, monkeypatch)
 
 
-def _backend(engine, *more, **named):
-    return VllmBackend(engine, FakeFront(engine), StepCounter(), *more, **named)
+@pytest.fixture
+def alone(world: World) -> World:
+    """Of two ranks, with private memory and no serving file."""
+    world.engine.answers["understudy_status"] = [STATUS, {**STATUS, "rank": 1}]
+    world.engine.answers["understudy_take_kv"] = [{**FINE, "kv_bytes": 7}] * 2
+    world.made()
+    return world
 
 
-def test_an_engine_is_parked_before_it_reports_prepared(engine):
-    """Goal: an engine holds no KV memory when it reports `prepared`; method: the order of calls."""
-    prepared = asyncio.run(_backend(engine).prepare())
-    asked = [("sleep", 1, "abort"), "understudy_status", "understudy_into_huge_pages"]
-    assert engine.asked == asked
+def test_an_engine_is_parked_before_it_reports_prepared(alone: World):
+    """Goal: an engine holds no KV memory when it reports `prepared`; a wake asks every rank before
+    it waits for memory, so that a rank that hangs costs seconds. Method: the order of calls."""
+    prepared = asyncio.run(alone.backend.prepare())
+    assert alone.asked == [("sleep", 1, "abort"), "understudy_status", "understudy_into_huge_pages"]
     of_both = (prepared.weights_bytes, prepared.kv_bytes, prepared.epoch)
     assert of_both == (20, 40, "e")
+    alone.made()
+    assert asyncio.run(alone.woken()) == WokenMsg(14)
+    assert alone.asked == ["understudy_join", "understudy_take_kv", "wake_up"]
 
 
 @pytest.mark.parametrize("why", ["", "the seed is lost"])
-def test_without_a_proof_nothing_is_continued_published_or_put_to_sleep(engine, why):
+def test_without_a_proof_nothing_is_continued_published_or_put_to_sleep(alone: World, why: str):
     """The engine serves all the same. A reason of its own, which stood before, is kept."""
     found = Continuing(Continuation.STATE, "an id")
-    kept = KeptMemory(KvChoice(is_shared=True))
-    seat = SimpleNamespace()
 
-    async def prove(run):
+    async def prove(run: Any) -> str:
         return why
 
-    backend = _backend(engine, None, kept, seat, lambda identity: found, prove)
+    backend = alone.made(None, alone.kept, SimpleNamespace(), lambda identity: found, prove)
     prepared = asyncio.run(backend.prepare())
     assert prepared.continuation == ("" if why else "an id")
     assert prepared.can_rest == (not why)
     assert [why in each for each in prepared.warnings] == ([True, True] if why else [])
-    assert kept.problem == why
-    assert engine.continuing == (Continuing() if why else found)
+    assert alone.kept.problem == why
+    assert alone.engine.continuing == (Continuing() if why else found)  # type: ignore[attr-defined]
 
 
-def test_a_parked_engine_that_falls_silent_is_reported_dead(engine, monkeypatch):
+def test_a_parked_engine_that_falls_silent_is_reported_dead(alone: World, monkeypatch):
     """Goal: a standby that could not take over is found before it is needed; method: a call to the
     ranks that never ends, after the engine has been prepared."""
     monkeypatch.setattr(backend_module, "PARKED_WAIT_S", 0.01)
     monkeypatch.setattr(backend_module, "PARKED_CHECK_S_PER_RANK", 0.0)
+    said = []
 
-    async def scenario():
-        backend = _backend(engine)
-        await backend.prepare()
-        engine.hangs.add("understudy_status")
-        said = []
+    def dead(error: UnderstudyError) -> None:
+        said.append(error.code)
+        alone.engine.errored = True  # what ends the watch; the process would be gone
 
-        def dead(error):
-            said.append(error)
-            engine.errored = True  # what ends the watch; the process would be gone
+    async def scenario() -> None:
+        await alone.backend.prepare()
+        alone.engine.hangs.add("understudy_status")
+        await alone.backend.watch(dead)
 
-        await backend.watch(dead)
-        return said
-
-    said = asyncio.run(scenario())
-    assert said[0].code == "vllm.silent"
+    asyncio.run(scenario())
+    assert said[0] == "vllm.silent"
 
 
 @pytest.mark.parametrize(
     ("token", "logprob", "what"),
     [(5, float("nan"), "nan"), (5, float("inf"), "inf"), (5, 0.5, "0.5"), (100, -1.0, "100")],
 )
-def test_an_invalid_token_fails_the_canary_and_is_reported(engine, token, logprob, what):
-    """Goal: damaged weights do not serve, and their epoch is distrusted; method: numbers that no
-    sound model gives. A positive number is none of a log-probability, but may be a logit."""
+def test_an_invalid_token_fails_the_canary_and_is_reported(alone, token, logprob, what):
+    """Goal: damaged weights do not serve, and their epoch is distrusted; nor does an engine that
+    fails its trial become a standby. Method: numbers that no sound model gives. A positive number
+    is none of a log-probability, but may be a logit."""
+    engine, backend = alone.engine, alone.backend
 
     async def scenario():
-        backend = _backend(engine)
         await backend.prepare()
         backend.phases.step("wake")
         assert (await backend.run_canary()).ok
@@ -108,104 +166,62 @@ def test_an_invalid_token_fails_the_canary_and_is_reported(engine, token, logpro
     assert not canary.ok
     assert what in canary.detail
     assert engine.asked[-1] == ("understudy_distrust", canary.detail)
+    with pytest.raises(UnderstudyError) as error:
+        asyncio.run(alone.made().prepare())
+    assert error.value.code == "vllm.trial_failed"
     engine.model_config.logprobs_mode = "raw_logits"
     is_number = math.isfinite(logprob) and token < 100
     assert (asyncio.run(generate_one(engine, "r")) is None) == is_number
 
 
-def test_a_loop_that_does_not_turn_counts_as_work_without_progress(engine, monkeypatch):
+def test_a_loop_that_does_not_turn_counts_as_work_without_progress(alone: World, monkeypatch):
     """Goal: a hang of vLLM's own loop is found although another thread answers; method: a clock
     that has gone on while the loop has not."""
-    backend = _backend(engine)
-    assert backend.health().in_flight == 0
+    assert alone.backend.health().in_flight == 0
     later = backend_module.time.monotonic() + 2 * backend_module.LATE_S
     monkeypatch.setattr(backend_module, "time", SimpleNamespace(monotonic=lambda: later))
-    assert backend.health().in_flight == 1
+    assert alone.backend.health().in_flight == 1
 
 
-def test_an_engine_that_fails_its_trial_does_not_become_a_standby(engine):
-    """Goal: what would fail at the takeover fails before; method: a trial canary without a number,
-    on the CPU, where the KV cache is real while the engine prepares."""
-    engine.logprob = float("nan")
-    with pytest.raises(UnderstudyError) as error:
-        asyncio.run(_backend(engine).prepare())
-    assert error.value.code == "vllm.trial_failed"
+# ---------------------------------------------------------------------- KV memory that is lent
 
 
-def test_a_wake_asks_every_rank_before_it_takes_memory(engine, tmp_path):
-    """Goal: a rank that hangs costs seconds and not the wait for memory; method: the order of the
-    calls of a wake, and one whose ranks are silent."""
-
-    async def scenario():
-        backend = _backend(engine)
-        await backend.prepare()
-        engine.asked.clear()
-        with OwnedFd(socket.socket().detach()) as listening:
-            taken = await backend.wake("engine-0", 3, listening)
-        await backend.drain(0.0)  # closes the copy that it has kept
-        return taken
-
-    assert asyncio.run(scenario()) == WokenMsg(14)
-    assert engine.asked == ["understudy_join", "understudy_take_kv", "wake_up"]
+def woken(world: World, core: Any = None, problem: str = "", choice: KvChoice = SHARED) -> WokenMsg:
+    """With `core` for vLLM's."""
+    if core is not None:
+        world.engine.engine_core = SimpleNamespace(call_utility_async=core)
+    world.made(kv=KeptMemory(choice, problem))
+    return asyncio.run(world.woken())
 
 
-SHARED = KvChoice(is_shared=True)
-AUTO = KvChoice(is_shared=True, may_be_private=True)
-
-
-def _woken(engine, tmp_path, monkeypatch, core, problem="", choice=SHARED):
-    """The answer to a wake of an engine on the memory service's KV memory."""
-    monkeypatch.setenv("GMS_SOCKET_DIR", str(tmp_path))
-    monkeypatch.setenv("UNDERSTUDY_INCARNATION", "engine-0-1")
-    engine.engine_core = SimpleNamespace(call_utility_async=core)
-    engine.answers["understudy_take_kv"] = [{**FINE, "kv_bytes": 7, "pool": POOL}]
-    kept = KeptMemory(choice, problem)
-    backend = _backend(engine, kv=kept)
-
-    async def scenario():
-        await backend.prepare()
-        engine.asked.clear()
-        engine.arguments.clear()
-        try:
-            with OwnedFd(socket.socket().detach()) as listening:
-                return await backend.wake("engine-0", 3, listening, era="e" * 16)
-        finally:
-            await backend.drain(0.0)  # closes the copy that it has kept
-
-    return asyncio.run(scenario())
-
-
-def test_a_wake_on_borrowed_memory_says_what_was_adopted(engine, tmp_path, monkeypatch):
+def test_a_wake_on_borrowed_memory_says_what_was_adopted(world: World):
     """Every rank is told by which grant it borrows, and the core which pools there are."""
 
     async def core(method, asked):
         assert (method, asked["ranks"], asked["may_adopt"]) == ("understudy_begin_kv", [POOL], True)
         return {"problem": "", "adopted": 5, "why_empty": "", "torn": 0}
 
-    woken = _woken(engine, tmp_path, monkeypatch, core)
-    assert woken == WokenMsg(7, "gms", 5)
-    ((_, lending),) = engine.arguments["understudy_take_kv"]
-    assert (lending["incarnation"], lending["token"], lending["era"]) == ("engine-0-1", 3, "e" * 16)
-    assert "understudy_forget_kv" not in engine.asked
+    assert woken(world, core) == WokenMsg(7, "gms", 5)
+    ((_, lending),) = world.engine.arguments["understudy_take_kv"]
+    assert (lending["incarnation"], lending["token"], lending["era"]) == (INCARNATION, 3, "e" * 16)
+    assert "understudy_forget_kv" not in world.asked
 
 
 @pytest.mark.parametrize("problem", ["", "prefix caching is off"])
-def test_an_index_that_nobody_keeps_is_forgotten_before_the_first_step(
-    engine, tmp_path, monkeypatch, problem
-):
+def test_an_index_that_nobody_keeps_is_forgotten_before_the_first_step(world: World, problem: str):
     """The core fails, or is not even asked: the engine is about to write over blocks that the index
     describes."""
 
     async def core(method, asked):
         raise RuntimeError("no pool")
 
-    woken = _woken(engine, tmp_path, monkeypatch, core, problem)
-    assert woken.kv_note.startswith("no block is published")
-    assert (problem or "no pool") in woken.kv_note
-    assert engine.asked[-2:] == ["understudy_forget_kv", "wake_up"]
-    engine.answers["understudy_forget_kv"] = [{**FINE, "code": "c.d", "problem": "x"}]
+    found = woken(world, core, problem)
+    assert found.kv_note.startswith("no block is published")
+    assert (problem or "no pool") in found.kv_note
+    assert world.asked[-2:] == ["understudy_forget_kv", "wake_up"]
+    world.engine.answers["understudy_forget_kv"] = [{**FINE, "code": "c.d", "problem": "x"}]
     with pytest.raises(UnderstudyError, match="x"):
-        _woken(engine, tmp_path, monkeypatch, core, problem)
+        woken(world, core, problem)
 
 
 async def no_core(method, *asked):
@@ -215,27 +231,25 @@ async def no_core(method, *asked):
 @pytest.mark.parametrize(
     ("problem", "why"), [("", "lends none for HOST-0"), ("no caching", "no caching")]
 )
-def test_private_memory_is_taken_where_none_is_lent_or_nothing_is_kept(
-    engine, tmp_path, monkeypatch, problem, why
-):
+def test_private_memory_is_taken_where_none_is_lent_or_nothing_is_kept(world, problem, why):
     """By default only: no service in the directory, or no block could be kept."""
-    woken = _woken(engine, tmp_path, monkeypatch, no_core, problem, AUTO)
-    assert (woken.kv_memory, woken.adopted_blocks) == ("private", 0)
-    assert woken.kv_note.startswith("private KV memory: ")
-    assert woken.kv_note.endswith(why)
-    (asked,) = engine.arguments["understudy_take_kv"]
+    found = woken(world, no_core, problem, AUTO)
+    assert (found.kv_memory, found.adopted_blocks) == ("private", 0)
+    assert found.kv_note.startswith("private KV memory: ")
+    assert found.kv_note.endswith(why)
+    (asked,) = world.engine.arguments["understudy_take_kv"]
     assert len(asked) == 1, "no rank borrows"
 
 
 @pytest.mark.parametrize("passable", ["gms.kv_too_large", "wire.unreachable", "wire.closed"])
 def test_a_pool_that_can_never_fit_or_a_service_that_vanishes_is_no_reason_not_to_wake(
-    engine, tmp_path, monkeypatch, passable
+    world: World, passable: str
 ):
     """By default every rank is asked again, for private memory; another refusal ends the wake, and
     so does this one where the service's memory was asked for."""
-    asked = []
+    asked: list[int] = []
 
-    def refusing(code):
+    def refusing(code: str) -> Callable[..., Awaitable[Any]]:
         async def rpc(method, timeout, args):  # noqa: ASYNC109  # as vLLM names it
             if method != "understudy_take_kv":
                 return [STATUS]
@@ -246,24 +260,24 @@ def test_a_pool_that_can_never_fit_or_a_service_that_vanishes_is_no_reason_not_t
         return rpc
 
     with socket.socket(socket.AF_UNIX) as server:
-        server.bind(socket_path(str(tmp_path), "HOST-0", KV))
+        server.bind(socket_path(world.directory, "HOST-0", KV))
         server.listen()
-        engine.collective_rpc = refusing(passable)
-        woken = _woken(engine, tmp_path, monkeypatch, no_core, choice=AUTO)
-        assert (woken.kv_memory, asked) == ("private", [2, 1])
-        assert "too much" in woken.kv_note
+        world.engine.collective_rpc = refusing(passable)  # type: ignore[method-assign]
+        found = woken(world, no_core, choice=AUTO)
+        assert (found.kv_memory, asked) == ("private", [2, 1])
+        assert "too much" in found.kv_note
         for code, choice in ((passable, SHARED), ("gms.kv_busy", AUTO)):
-            engine.collective_rpc = refusing(code)
+            world.engine.collective_rpc = refusing(code)  # type: ignore[method-assign]
             with pytest.raises(UnderstudyError, match="too much"):
-                _woken(engine, tmp_path, monkeypatch, no_core, choice=choice)
+                woken(world, no_core, choice=choice)
 
 
-def test_what_is_published_is_followed_until_the_core_gives_it_up(engine, monkeypatch):
+def test_what_is_published_is_followed_until_the_core_gives_it_up(world: World, monkeypatch):
     """A core that is busy is asked again; what it has said is in the answer to `health`."""
     monkeypatch.setattr(kept_memory, "REPORT_EVERY_S", 0.01)
     reported = {"code": "", "problem": "", "published": 3, "kept": 2}
     answers = [reported, None, reported | {"published": 4}, {**reported, "problem": "why"}]
-    seen = []
+    kept, backend, seen = world.kept, world.backend, []
 
     async def core(method, *asked):
         if method == "understudy_begin_kv":
@@ -272,16 +286,220 @@ def test_what_is_published_is_followed_until_the_core_gives_it_up(engine, monkey
         answer = answers.pop(0)
         return answer if answer is not None else await asyncio.Event().wait()
 
-    monkeypatch.setenv("GMS_SOCKET_DIR", "/nowhere")
-    engine.engine_core = SimpleNamespace(call_utility_async=core)
-    kept = KeptMemory(KvChoice(is_shared=True))
-    backend = _backend(engine, kv=kept)
+    world.engine.engine_core = SimpleNamespace(call_utility_async=core)
 
-    async def scenario():
-        began = await kept.begin(engine, None, [{"pool": POOL}])
+    async def scenario() -> None:
+        began = await kept.begin(world.engine, None, [{"pool": POOL}])  # type: ignore[arg-type]
         assert began == (1, "no block was adopted: new", 0)
-        await kept.follow(engine)
+        await kept.follow(world.engine)
 
     asyncio.run(scenario())
     assert (seen, kept.problem) == ([(0, 1), (3, 2), (3, 2), (4, 2)], "why")
     assert (backend.health().published_blocks, backend.health().kept_blocks) == (3, 0)
+
+
+# ---------------------------------------------------------------------- sleep
+
+
+def test_a_rest_gives_back_in_order_and_a_wake_takes_again(world: World):
+    """Goal: what was published survives the reset of vLLM's cache at a hand-over; the core lets go
+    before the ranks wait until the memory is free; this process leaves last. Method: the calls of a
+    hand-over, of the wake after it under a later token, and of a rest that keeps nothing."""
+    asked, backend = world.asked, world.backend
+
+    async def scenario() -> None:
+        await world.awake()
+        assert world.is_held()
+        rested = await backend.rest(BUDGET_S, keep_kv=True)
+        assert (rested.kv_bytes_resident, world.is_held()) == (0, False)
+        in_order = [("sleep", 1, "wait"), "understudy_leave"]
+        closing = ["understudy_judge_kv", "understudy_close_kv"]
+        assert asked == ["stop", *closing, *in_order, ("understudy_rest", True)]
+        assert backend.phases.is_parked
+        assert serving.probe(world.path, world.file, 3).value == "free"  # what the server does
+        asked.clear()
+        await world.wake(4)
+        assert world.is_held()
+        joining = ["understudy_join", "understudy_join"]  # the core, and the ranks
+        assert asked == [*joining, "understudy_take_kv", "understudy_begin_kv", "wake_up"]
+        asked.clear()
+        await backend.drain(BUDGET_S)
+        await backend.rest(BUDGET_S, keep_kv=False)
+        assert asked == ["stop", *in_order, ("understudy_rest", False)]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("what", ["sleep", "requests"])
+def test_a_rest_past_its_budget_aborts_requests(world: World, what: str):
+    """A sleep that waits is overtaken, and not given up, which would park the engine later, when it
+    is awake again. Where requests do not end no index is kept: their steps would write over blocks
+    after it was closed."""
+    world.engine.is_busy = what == "sleep"
+    world.engine.in_flight = int(what == "requests")
+
+    async def scenario() -> None:
+        await world.awake()
+        await world.backend.rest(0.05, keep_kv=what == "requests")
+        waiting = [("sleep", 1, "wait")] if what == "sleep" else []
+        calls = ["stop", *waiting, ("sleep", 1, "abort"), "understudy_leave"]
+        assert world.asked[: len(calls)] == calls
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("what", ["requests", "core", "rank"])
+def test_an_engine_that_is_not_parked_everywhere_fails_and_holds_on(
+    world: World, what: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Goal: such an incarnation ends: it does not say `rested`, cannot be woken, and still holds
+    its serving file. Method: a request that vLLM has although it sleeps, a core that keeps its
+    index, a rank with memory."""
+    engine = world.engine
+
+    async def sleep(level: int, mode: str) -> None:
+        engine.in_flight = 1 if what == "requests" else 0
+
+    async def scenario() -> str:
+        await world.awake()
+        monkeypatch.setattr(engine, "sleep", sleep)
+        refused = {"code": "vllm.not_parked", "problem": "it cannot"}
+        if what == "core":
+            engine.core = refused
+        if what == "rank":
+            engine.answers["understudy_rest"][0] |= refused
+        with pytest.raises(UnderstudyError) as found:
+            await world.backend.rest(BUDGET_S, keep_kv=False)
+        with pytest.raises(UnderstudyError):
+            await world.wake(4)
+        assert world.is_held()
+        return found.value.code
+
+    code = "vllm.rest_in_flight" if what == "requests" else "vllm.not_parked"
+    assert asyncio.run(scenario()) == code
+
+
+def test_an_order_to_wake_for_a_token_that_is_over_takes_nothing(world: World):
+    """The server has sealed the file: the order was sent before, and arrives after."""
+    assert serving.probe(world.path, world.file, 3).value == "free"
+    world.backend.phases.step("ready")
+    with pytest.raises(UnderstudyError) as found:
+        asyncio.run(world.wake(3))
+    assert (found.value.code, world.asked) == ("serving.over", [])
+
+
+def test_an_engine_that_cannot_rest_says_why(monkeypatch: pytest.MonkeyPatch, world: World):
+    """One contract is broken: `prepared` does not promise it, and the warning has the contract."""
+    config = SimpleNamespace(kv_transfer_config=None, use_v2_model_runner=False)
+    others = {"resume": "not asked", "keep_kv": "not asked"}
+    sources = contracts.installed()
+    found = Features.find(config, sources, **others)
+    assert (found.has("sleep"), found.has("offload")) == (True, True)
+    monkeypatch.setattr(contracts, "broken", lambda *asked: ["a pause ends", "another"])
+    why = Features.find(config, sources, **others).why_not["sleep"]
+    assert why.endswith("a pause ends, and 1 more")
+    config.kv_transfer_config = object()
+    assert "connector" in Features.find(config, sources, **others).why_not["sleep"]
+    warnings = world.made(Features(sleep=why))._warnings()
+    assert warnings == (f"it hands over by a relaunch and never sleeps: {why}",)
+
+
+# ---------------------------------------------------------------------- sleep without weights
+
+PLACE = "understudy_place_weights"
+
+
+def make_worker(ours: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[str]]:
+    """Our worker of rank 1 with `ours` for weights, and the reasons that it reports."""
+    reported: list[str] = []
+    member = SimpleNamespace(report=lambda error: reported.append(error.code))
+    monkeypatch.setattr(membership, "_member", member)
+    monkeypatch.setattr(weights, "_of_this_process", ours)
+    found = object.__new__(offloading.OffloadingWorker)
+    found.rank = 1
+    return found, reported
+
+
+def test_nothing_is_computed_without_weights(monkeypatch: pytest.MonkeyPatch):
+    """Goal: a step that comes too early ends the incarnation with a reason, not by a SIGSEGV.
+    Method: both kinds of steps, while the weights are away and once they are back."""
+    ours = SimpleNamespace(is_away=True)
+    found, reported = make_worker(ours, monkeypatch)
+    done: list[str] = []
+    stock = offloading.StockGPUWorker
+    monkeypatch.setattr(stock, "execute_model", lambda self, asked: done.append("step"))
+    monkeypatch.setattr(stock, "execute_dummy_batch", lambda self: done.append("empty"))
+    for step in (lambda: found.execute_model(None), found.execute_dummy_batch):
+        with pytest.raises(UnderstudyError, match="rank 1 was asked to compute"):
+            step()
+    assert (reported, done) == (["vllm.weights_away"] * 2, [])
+    ours.is_away = False
+    found.execute_model(None)
+    found.execute_dummy_batch()
+    assert done == ["step", "empty"]
+
+
+def test_weights_that_are_needed_or_not_the_services_stay(monkeypatch: pytest.MonkeyPatch):
+    """A rank with KV memory refuses; private copies are no error: the note has the reason."""
+    found, _ = make_worker(SimpleNamespace(is_awake=True, is_away=False), monkeypatch)
+    assert found.understudy_place_weights(True, 1.0)["code"] == "vllm.not_parked"
+    private = weights.RankWeights(SimpleNamespace())  # type: ignore[arg-type]
+    private.cannot_offload = "it has a private copy"
+    found, _ = make_worker(private, monkeypatch)
+    answer = found.understudy_place_weights(True, 1.0)
+    assert (answer["problem"], answer["is_away"]) == ("", False)
+    assert answer["note"] == "it has a private copy"
+
+
+def test_a_wake_maps_what_was_released_before_it_takes_memory(world: World):
+    """Goal: vLLM is never woken without its weights, also if a release was not answered. Method:
+    the calls of a release and of the wake after it; of a wake after one that failed; and of one
+    without any, which asks for nothing."""
+    asked, backend = world.asked, world.backend
+    taking = ["understudy_join", "understudy_join", "understudy_take_kv"]
+    placed = world.engine.answers[PLACE][0]
+
+    async def wakes(token: int) -> list[Any]:
+        asked.clear()
+        await world.wake(token)
+        found = [each for each in asked if each in taking or each[0] == PLACE]
+        await backend.drain(BUDGET_S)
+        await backend.rest(BUDGET_S, keep_kv=False)
+        return found
+
+    async def scenario() -> None:
+        await world.awake()
+        await backend.rest(BUDGET_S, keep_kv=False)
+        assert await wakes(4) == taking
+        assert await backend.place_weights(9.0, is_away=True) == WeightsPlacedMsg(True, 1)
+        restored = [taking[0], taking[1], (PLACE, False, 45.0), taking[2]]
+        assert await wakes(5) == restored
+        assert await wakes(6) == taking
+        placed.update({"code": "x.y", "problem": "it cannot"})
+        with pytest.raises(UnderstudyError, match="it cannot"):
+            await backend.place_weights(9.0, is_away=True)
+        placed["problem"] = ""
+        assert await wakes(7) == restored
+        await world.wake(8)
+        with pytest.raises(ProtocolError, match="awake"):
+            await backend.place_weights(9.0, is_away=True)
+        await backend.drain(BUDGET_S)
+
+    asyncio.run(scenario())
+
+
+def test_a_release_that_a_wake_overtakes_does_nothing(world: World):
+    """It waits for an earlier one, and finds that the engine is awake."""
+    backend = world.backend
+
+    async def scenario() -> None:
+        backend.phases.step("ready")
+        async with backend._placing:
+            late = asyncio.create_task(backend.place_weights(9.0, is_away=True))
+            await asyncio.sleep(0)
+            await world.wake(3)
+        assert await late == WeightsPlacedMsg(False)
+        assert not [each for each in world.asked if each[0] == PLACE]
+        await backend.drain(BUDGET_S)
+
+    asyncio.run(scenario())

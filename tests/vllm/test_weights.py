@@ -18,15 +18,14 @@ from safetensors.torch import load_file
 from torch import nn
 
 from engine.backends import memory_session as session
-from engine.backends.reference.random_model import write_random_model
-from engine.backends.vllm.worker import identity, model_load
+from engine.backends.vllm.worker import model_load
 from engine.backends.vllm.worker.binding import SHARED_BYTES_MIN
 from gms import names
 from plumbing.errors import RemoteError, UnderstudyError, UsageError
 from tests.gms.bench import GmsProcess
 from tests.gms.test_gms_offload import Copies
 from tests.helpers import until
-from tests.vllm.ranks import SHAPE, Rank, one_rank, written
+from tests.vllm.ranks import Rank, one_rank, written
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -217,13 +216,6 @@ def test_another_fine_tune_of_the_same_shape_is_refused(
     assert "models.target.shards.model.safetensors.sample is " in said
 
 
-def test_another_tensor_parallel_size_is_refused(rank: Callable[[str], Rank], checkpoint: Path):
-    """Rank 0 of two comes to what was written for one; the sentence has both sizes."""
-    rank("engine-0").load(checkpoint)
-    said = refused(rank("engine-1"), checkpoint, tensor_parallel_size=2)
-    assert "parallel.tensor is 1 there and 2 here" in said
-
-
 def test_checkpoint_that_changes_while_it_is_loaded_is_not_published(
     rank: Callable[[str], Rank], tmp_path: Path, gms: GmsProcess
 ):
@@ -239,45 +231,20 @@ def test_checkpoint_that_changes_while_it_is_loaded_is_not_published(
     until(lambda: gms.status()["state"] == "empty", "the staging epoch to be dropped")
 
 
-def test_model_of_other_shapes_is_refused_despite_an_equal_identity(
-    rank: Callable[[str], Rank], checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """What no field of the identity tells apart: the tensor is named, with both shapes."""
-    monkeypatch.setattr(identity.Identity, "read", lambda self: {"engine": "vllm", "rank": 0})
-    rank("engine-0").load(checkpoint)
-    other = tmp_path / "other"
-    write_random_model(str(other), seed=1, **{**SHAPE, "intermediate": 512})
-    with pytest.raises(
-        UnderstudyError, match=r"\[512, 128\] in .* and float32 \[1024, 128\]"
-    ) as found:
-        rank("engine-1").load(other)
-    assert found.value.code == "model.unbound"
-    assert found.value.details == {"tensor": "model.layers.0.mlp.gate_up_proj.weight"}
-
-
 # ------------------------------------------------------------------ what cannot be shared
 
 
-def in_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_load, "obstacle", lambda model, device: "layer x uses GPTQ")
-
-
-def test_unshareable_model_is_refused_with_both_fixes(
-    rank: Callable[[str], Rank], checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """By default: no engine holds a second copy without being told to."""
-    in_the_way(monkeypatch)
-    with pytest.raises(UsageError, match=r"layer x uses GPTQ.*--unshareable private") as found:
-        rank("engine-0").load(checkpoint)
-    assert found.value.code == "model.unshareable"
-
-
-def test_unshareable_model_is_loaded_privately_on_request(
+def test_unshareable_model_is_refused_or_loaded_privately_on_request(
     rank: Callable[[str], Rank], checkpoint: Path, draft: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Every engine loads for itself, on one epoch that says what it is: another model is refused
-    as ever."""
-    in_the_way(monkeypatch)
+    """By default no engine holds a second copy. On request every engine loads for itself, on one
+    epoch that says what it is: another model is refused as ever."""
+    monkeypatch.setattr(model_load, "obstacle", lambda model, device: "layer x uses GPTQ")
+    first = rank("engine-3")
+    with pytest.raises(UsageError, match=r"layer x uses GPTQ.*--unshareable private") as found:
+        first.load(checkpoint)
+    assert found.value.code == "model.unshareable"
+    first.close()  # it was to write them
     ranks = [rank("engine-0"), rank("engine-1")]
     for each in ranks:
         (model,) = each.load(checkpoint, unshareable="private")

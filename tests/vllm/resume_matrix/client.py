@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -76,12 +77,9 @@ class Answer:
 
 def journal_of(answer: Answer, tokens: int) -> Journal:
     """What a gateway has that has delivered the first `tokens`."""
-    chunks: list[int] = []
-    left = tokens
-    for size in answer.chunks:
-        if left > 0:
-            chunks.append(min(size, left))
-            left -= size
+    ends = itertools.accumulate(answer.chunks)
+    sizes = zip(answer.chunks, ends, strict=True)
+    chunks = [min(size, tokens - end + size) for size, end in sizes if end - size < tokens]
     return Journal(answer.tokens[:tokens], chunks)
 
 
