@@ -31,7 +31,6 @@ FEATURES = {
     ("resume/", "api/continuation.py"): "streams end with their engine (class none)",
     ("kv/",): "no KV block is published or adopted",
     ("api/resting.py", "core_serving.py"): "engines do not sleep, and hand over by a relaunch",
-    ("worker/offloading.py",): "engines do not sleep without their weights",
 }
 ELSE = "engines may not start"
 

@@ -284,22 +284,20 @@ def _in_between(view: Document) -> list[str]:
     ]
 
 
-def _kv(part: Document) -> Document:
-    return part.get("kv") or {}
+def _kv_servers(view: Document) -> list[Document]:
+    return [part.get("kv") or {} for part in view["gms"]]
 
 
 def _kv_of_active(view: Document) -> Document:
     """What the active engine says of its KV memory."""
-    for part in _answering(view):
-        if part["engine"]["id"] == view["active"]:
-            return part["backend"].get("kv") or {}
-    return {}
+    active = [each for each in _answering(view) if each["engine"]["id"] == view["active"]]
+    return (active[0]["backend"].get("kv") if active else None) or {}
 
 
 def _kv_missing(view: Document) -> str:
     """Why a KV server is not whole: it does not answer, or has not got back what is mapped."""
     is_lent = _kv_of_active(view).get("memory") == "gms"
-    for kv in map(_kv, view["gms"]):
+    for kv in _kv_servers(view):
         holder = (kv.get("holder") or {}).get("engine")
         if "pid" not in kv:
             return f"no KV server: {kv.get('reason')}"
@@ -319,7 +317,7 @@ def _named(view: Document) -> list[str]:
     found = [each for each in view["problems"] if not each.startswith(SAYS_NOT_WHY)]
     for part in (view["lockserver"], *view["gms"], *_answering(view)):
         found += part.get("problems") or []
-    for kv in map(_kv, view["gms"]):
+    for kv in _kv_servers(view):
         found += [text for text in (kv.get("reason"), kv.get("problem")) if text]
         found += [f"{each['engine']} waits: {each['message']}" for each in kv.get("waiting") or ()]
     for part in _answering(view):

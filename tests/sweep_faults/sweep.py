@@ -11,7 +11,7 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
@@ -107,11 +107,9 @@ class Sweep:
         deadline_s: float,
         say: Callable[[str], None],
     ) -> None:
-        self._directory = directory
-        self._model = model
+        self._directory, self._model = directory, model
         self._control = Control(directory, library)
-        self._deadline_s = deadline_s
-        self._say = say
+        self._deadline_s, self._say = deadline_s, say
         self._pod: SweptPod | None = None
         self._standing: Standing | None = None
         self._pods = self._cases = self._disturbed = 0
@@ -140,13 +138,12 @@ class Sweep:
                 f"{phase} did not end in a whole pod without any fault: {look.missing}"
             )
         self._standing = look.standing
-        found: dict[Case, None] = {}
-        for call in calls:
-            role = standing.role(call.process)
-            site = IMPORT_AT_START.sub("@import", call.site)
-            for kind, about in KINDS.items():
-                if role is not None and call.kinds & about.bit:
-                    found[Case(phase, role, kind, site)] = None
+        found = dict.fromkeys(
+            Case(phase, role, kind, IMPORT_AT_START.sub("@import", call.site))
+            for call in calls
+            for kind, about in KINDS.items()
+            if (role := standing.role(call.process)) is not None and call.kinds & about.bit
+        )
         self._say(f"{phase}: {len(found)} cases")
         return list(found)
 
@@ -166,7 +163,13 @@ class Sweep:
         self._control.rest()
         self._cases += 1
         if look.standing is None:
-            await self._explain(outcome, pod, look)
+            outcome.detail, outcome.named, outcome.whole_ms = look.missing, look.named, None
+            outcome.verdict = Verdict.NAMED
+            if not look.named:  # does it heal later?
+                later = await pod.until_whole(LATE_S)
+                outcome.verdict = Verdict.LATE if later.standing else Verdict.SILENT
+                outcome.named = later.named
+            await self.close()
         else:
             outcome.cost = phase.unexpected(standing, look.standing) + kv_cost(look.view)
             await self._take_over(outcome, pod, look.standing)
@@ -191,18 +194,6 @@ class Sweep:
                 break
         await asyncio.sleep(SETTLE_S)
 
-    async def _explain(self, outcome: Outcome, pod: SweptPod, look: Look) -> None:
-        """It is not whole in time: is it named, and does it heal later?"""
-        outcome.detail, outcome.named = look.missing, look.named
-        outcome.whole_ms = None
-        if look.named:
-            outcome.verdict = Verdict.NAMED
-        else:
-            later = await pod.until_whole(LATE_S)
-            outcome.verdict = Verdict.LATE if later.standing else Verdict.SILENT
-            outcome.named = later.named
-        await self.close()
-
     async def _take_over(self, outcome: Outcome, pod: SweptPod, old: Standing) -> None:
         """Kill the active engine: the standby must take over, or the pod was not whole."""
         try:
@@ -212,11 +203,8 @@ class Sweep:
             look = Look({}, missing=str(error))
         self._standing = look.standing
         if look.standing is None or look.standing.active != old.standby:
-            outcome.verdict = Verdict.TAKEOVER
-            outcome.detail, outcome.named = (
-                look.missing or "the standby did not take over",
-                look.named,
-            )
+            outcome.verdict, outcome.named = Verdict.TAKEOVER, look.named
+            outcome.detail = look.missing or "the standby did not take over"
             await self.close()
 
     # ------------------------------------------------------------------ the pod
@@ -248,26 +236,15 @@ class Log:
         return [f"{path.stem}: {line[:LINE_SHOWN]}" for path in paths for line in self._bad(path)]
 
     def _bad(self, path: Path) -> Iterator[str]:
-        with path.open("rb") as file:
-            file.seek(self._began.get(path, 0))
-            lines = file.read().decode(errors="replace").splitlines()
-        for line in lines:
+        new = path.read_bytes()[self._began.get(path, 0) :]
+        for line in new.decode(errors="replace").splitlines():
             try:
                 record = json.loads(line)
             except ValueError:
+                record = {}
                 if NOT_JSON.match(line):
                     yield line
-                continue
             if isinstance(record, dict) and record.get("level") == "error":
                 message = str(record.get("msg")).partition("\n")[0]
                 last = str(record.get("traceback") or "").rstrip().rpartition("\n")[2]
                 yield f"{message} | {last}" if last else message
-
-
-def chosen(cases: Sequence[Case], process: str, kind: str, site: str) -> list[Case]:
-    """Those that the flags choose; an empty flag chooses all."""
-    return [
-        each
-        for each in cases
-        if process in ("", each.role) and kind in ("", each.kind) and site in each.site
-    ]

@@ -23,7 +23,8 @@ from engine.backends.vllm.api.backend import StepCounter, VllmBackend, generate_
 from engine.backends.vllm.api.features import Features
 from engine.backends.vllm.api.kept_memory import KeptMemory, KvChoice
 from engine.backends.vllm.resume.answer import Continuing
-from engine.backends.vllm.worker import offloading, weights
+from engine.backends.vllm.worker import weights
+from engine.backends.vllm.worker.worker import ParkingWorker, StockGPUWorker
 from engine.messages import WeightsPlacedMsg, WokenMsg
 from gms.names import KV, socket_path
 from lockserver import serving
@@ -415,7 +416,7 @@ def make_worker(ours: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[s
     member = SimpleNamespace(report=lambda error: reported.append(error.code))
     monkeypatch.setattr(membership, "_member", member)
     monkeypatch.setattr(weights, "_of_this_process", ours)
-    found = object.__new__(offloading.OffloadingWorker)
+    found = object.__new__(ParkingWorker)
     found.rank = 1
     return found, reported
 
@@ -426,9 +427,8 @@ def test_nothing_is_computed_without_weights(monkeypatch: pytest.MonkeyPatch):
     ours = SimpleNamespace(is_away=True)
     found, reported = make_worker(ours, monkeypatch)
     done: list[str] = []
-    stock = offloading.StockGPUWorker
-    monkeypatch.setattr(stock, "execute_model", lambda self, asked: done.append("step"))
-    monkeypatch.setattr(stock, "execute_dummy_batch", lambda self: done.append("empty"))
+    monkeypatch.setattr(StockGPUWorker, "execute_model", lambda self, asked: done.append("step"))
+    monkeypatch.setattr(StockGPUWorker, "execute_dummy_batch", lambda self: done.append("empty"))
     for step in (lambda: found.execute_model(None), found.execute_dummy_batch):
         with pytest.raises(UnderstudyError, match="rank 1 was asked to compute"):
             step()

@@ -18,7 +18,7 @@ from engine.backends.process_memory import RESERVE_BYTES, Room
 from engine.backends.vllm import membership
 from engine.backends.vllm.worker import worker, worker_cpu
 from engine.backends.vllm.worker.kv_arena import Backing, KVArena
-from engine.backends.vllm.worker.offloading import StockGPUWorker
+from engine.backends.vllm.worker.worker import StockGPUWorker
 from engine.backends.vllm.worker.worker_cpu import CPUWorker, StockCPUWorker
 from gms.vmm.host import HostMemory
 from gms.vmm.interface import release_all

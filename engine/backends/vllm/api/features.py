@@ -28,7 +28,7 @@ FILES: Mapping[str, tuple[str, ...]] = {
     RESUME: ("resume/", "api/continuation.py"),
     KEEP_KV: ("kv/",),
     SLEEP: ("core_serving.py",),
-    OFFLOAD: ("worker/offloading.py",),
+    OFFLOAD: (),
 }
 PROVEN = (RESUME, KEEP_KV, SLEEP)  # by the self-test
 PROCESSORS = "vllm.logits_processors"  # entry points of packages that are installed

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -47,19 +47,17 @@ class ContinuingLLM(AsyncLLM):
     ) -> AsyncGenerator[Any, None]:
         """Not a coroutine: the class of an answer must be known before its first event is asked
         for, and it is said in its headers."""
-        answer = CURRENT.get()
-        if answer is None:
-            params = with_made(sampling_params, ())
-            outputs: AsyncGenerator[Any, None] = super().generate(
-                prompt, params, request_id, **more
-            )
+        answer, asked = CURRENT.get(), Continuation.NONE
+        tokens: Sequence[int] = ()
+        if answer is not None:
+            asked = self._continuation_of(prompt, sampling_params, more.get("lora_request"))
+            journal = answer.asked(asked)
+            tokens = () if journal is None else journal.tokens
+        params = with_made(sampling_params, tokens, answer.attempt if answer else b"")
+        outputs: AsyncGenerator[Any, None] = super().generate(prompt, params, request_id, **more)
+        if answer is None or asked is Continuation.NONE:
             return outputs
-        asked = self._continuation_of(prompt, sampling_params, more.get("lora_request"))
-        journal = answer.asked(asked)
-        tokens = () if journal is None else journal.tokens
-        params = with_made(sampling_params, tokens, answer.attempt)
-        outputs = super().generate(prompt, params, request_id, **more)
-        return outputs if asked is Continuation.NONE else answer.through(outputs)
+        return answer.through(outputs)
 
     async def _add_request(
         self, request: Any, prompt: Any, parent_req: Any, index: int, queue: Any
@@ -73,20 +71,8 @@ class ContinuingLLM(AsyncLLM):
         self.output_processor.add_request(request, prompt, parent_req, index, queue)
         answer = CURRENT.get()
         journal = answer.journal if answer is not None and answer.has_boundaries else None
-
-        async def go_on() -> None:
-            await self.engine_core.add_request_async(request)
-
-        replay = EngineReplay(
-            self.output_processor,
-            request,
-            made,
-            None if journal is None else journal.chunks,
-            self.model_config.max_model_len,
-            go_on,
-            self.progressed,
-        )
-        ReplayCollector.of(queue, replay)
+        queue.__class__ = ReplayCollector
+        queue.begin(self, request, made, None if journal is None else journal.chunks)
 
     async def _admit(self, request_id: str) -> None:
         """vLLM's serving layer has asked the same before the response began, and the gateway asks
@@ -154,56 +140,57 @@ TOKENS_AT_ONCE = 4096
 CHUNKS_AT_ONCE = 128
 
 
-class EngineReplay:
-    """One request's replay.
+class ReplayCollector(RequestOutputCollector):
+    """Hands out the replay of one request, and then what the engine makes. vLLM has made and keeps
+    the object."""
 
-    Args:
-        processor: vLLM's output processor, to which the request has been added.
-        request: the `EngineCoreRequest`.
-        chunks: how many tokens each output has; None: any number.
-        go_on: tells the engine core of the request.
-        progressed: called for each output, because a replay is progress, too.
-    """
+    is_replaying = False
 
-    def __init__(
-        self,
-        processor: Any,
-        request: Any,
-        tokens: Sequence[int],
-        chunks: Sequence[int] | None,
-        max_model_len: int,
-        go_on: Callable[[], Awaitable[None]],
-        progressed: Callable[[], None],
+    def begin(
+        self, llm: ContinuingLLM, request: Any, made: Sequence[int], chunks: Sequence[int] | None
     ) -> None:
-        self._processor, self._request = processor, request
-        self._tokens, self._at = list(tokens), 0
+        """`request` is an `EngineCoreRequest`, which has been added to the output processor.
+        `chunks`: how many tokens each output has; None: any number."""
+        self._llm, self._request = llm, request
+        self._tokens, self._at, self._since_pause = list(made), 0, 0
         self._sizes = iter(chunks) if chunks is not None else itertools.repeat(TOKENS_AT_ONCE)
-        self._go_on, self._progressed = go_on, progressed
-        self._since_pause = 0
         self._seen = Request.from_engine_core_request(request, None)
         self._seen.append_output_token_ids(self._tokens)
-        self._has_ended = check_stop(self._seen, max_model_len)
-        self._state = processor.request_states[request.request_id]
+        self._has_ended = check_stop(self._seen, llm.model_config.max_model_len)
+        self._state = llm.output_processor.request_states[request.request_id]
+        self.is_replaying = True
 
     @property
-    def is_paused(self) -> bool:
-        return self._since_pause >= CHUNKS_AT_ONCE
+    def _waits(self) -> bool:
+        """All is played, or others are to have their turn."""
+        return self._at == len(self._tokens) or self._since_pause >= CHUNKS_AT_ONCE
 
-    @property
-    def is_over(self) -> bool:
-        return self._at == len(self._tokens)
+    def get_nowait(self) -> Any:
+        while self.is_replaying and self.output is None:
+            if self._waits:
+                return None  # `get` is asked next
+            self._play()
+        return super().get_nowait()
 
-    async def pause(self) -> None:
-        self._since_pause = 0
-        await asyncio.sleep(0)
+    async def get(self) -> Any:
+        while self.is_replaying and self.output is None:
+            if not self._waits:
+                self._play()
+            elif self._at < len(self._tokens):
+                self._since_pause = 0
+                await asyncio.sleep(0)
+            else:
+                self.is_replaying = False
+                await self._go_on()
+        return await super().get()
 
-    def play(self) -> bool:
-        """Play the next chunk into the request's collector; True: the request has ended."""
+    def _play(self) -> None:
+        """The next chunk; the request may end with it."""
         part = self._tokens[self._at : self._at + next(self._sizes)]
         self._at += len(part)
         self._since_pause += 1
-        self._progressed()
-        is_last = self.is_over and self._has_ended
+        self._llm.progressed()  # a replay is progress, too
+        is_last = self._at == len(self._tokens) and self._has_ended
         output = EngineCoreOutput(
             request_id=self._request.request_id,
             new_token_ids=part,
@@ -211,53 +198,18 @@ class EngineReplay:
             finish_reason=self._seen.get_finished_reason() if is_last else None,
             stop_reason=self._seen.stop_reason if is_last else None,
         )
-        self._processor.process_outputs([output])
-        if self._request.request_id not in self._processor.request_states:  # or a stop string was
-            self._at = len(self._tokens)
-            return True
-        return False
+        processor = self._llm.output_processor
+        processor.process_outputs([output])
+        # It may also have ended by a stop string.
+        self.is_replaying = self._request.request_id in processor.request_states
 
-    async def go_on(self) -> None:
-        """Everything was played: the rest is the engine's."""
+    async def _go_on(self) -> None:
+        """The rest is the engine's."""
         stats = self._state.stats
         if stats is not None:  # else the next token's latency counts from the beginning of time
             stats.first_token_ts = stats.last_token_ts = time.monotonic()
             stats.num_generation_tokens = len(self._tokens)
-        await self._go_on()
-
-
-class ReplayCollector(RequestOutputCollector):
-    """Hands out a replay, and then what the engine makes."""
-
-    replay: EngineReplay | None = None
-
-    @classmethod
-    def of(cls, collector: RequestOutputCollector, replay: EngineReplay) -> None:
-        """Let `collector`, which vLLM has made and keeps, play `replay` first."""
-        collector.__class__ = cls
-        collector.replay = replay
-
-    def get_nowait(self) -> Any:
-        while (replay := self.replay) is not None and self.output is None:
-            if replay.is_over or replay.is_paused:
-                return None  # `get` is asked next
-            self._play(replay)
-        return super().get_nowait()
-
-    async def get(self) -> Any:
-        while (replay := self.replay) is not None and self.output is None:
-            if replay.is_over:
-                self.replay = None
-                await replay.go_on()
-            elif replay.is_paused:
-                await replay.pause()
-            else:
-                self._play(replay)
-        return await super().get()
-
-    def _play(self, replay: EngineReplay) -> None:
-        if replay.play():
-            self.replay = None
+        await self._llm.engine_core.add_request_async(self._request)
 
 
 def _no_logprobs(params: Any, tokens: Sequence[int]) -> Any:

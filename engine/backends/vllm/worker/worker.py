@@ -22,6 +22,7 @@ import msgspec
 import torch
 from msgspec import structs
 from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+from vllm.v1.worker.gpu_worker import Worker as StockGPUWorker
 
 from engine.backends import process_memory
 from engine.backends.kept_pools import page_of
@@ -35,7 +36,6 @@ from engine.backends.vllm.resume import INSTALL_ENV, hook
 from engine.backends.vllm.worker import kv_cuda, weights
 from engine.backends.vllm.worker.identity import same_on_every_rank
 from engine.backends.vllm.worker.kv_arena import Backing, KVArena
-from engine.backends.vllm.worker.offloading import OffloadingWorker
 from gms.client import BEGUN, KvLease, borrow_pool
 from plumbing.errors import InvariantError, UnderstudyError, UsageError
 
@@ -45,7 +45,7 @@ GIVE_UP_S = 5.0  # to unmap and free takes milliseconds; the backend asks for lo
 MEETING_FILE = "file://"  # torch's FileStore; over TCP there is no file to remove
 
 
-class ParkingWorker(OffloadingWorker):
+class ParkingWorker(StockGPUWorker):
     """What both workers have in common; its `super()` is the platform's worker (vLLM's CPU worker
     is a subclass of its GPU worker)."""
 
@@ -330,6 +330,60 @@ class ParkingWorker(OffloadingWorker):
     def understudy_distrust(self, detail: str) -> Answer:
         weights.of_this_process().distrust(detail)
         return {}
+
+    # ------------------------------------------------------------------ without weights
+
+    # The tensors of the model stay what they are: addresses where for a while nothing is mapped. On
+    # a GPU captured graphs keep these addresses, too. Surprising: `sleep` and `wake_up` know
+    # nothing of this. vLLM sleeps with its weights mapped; the backend has them released
+    # afterwards, and mapped again before it wakes vLLM.
+
+    def execute_model(self, *asked: Any, **more: Any) -> Any:
+        self.check_weights()
+        return super().execute_model(*asked, **more)
+
+    def execute_dummy_batch(self) -> None:
+        self.check_weights()
+        super().execute_dummy_batch()
+
+    def check_weights(self) -> None:
+        """Report that something was to be computed without weights, which ends this incarnation: it
+        would end the process (SIGSEGV; on a GPU the context is lost), and nobody would say why.
+
+        Raises:
+            UnderstudyError: `vllm.weights_away`.
+        """
+        if weights.of_this_process().is_away:
+            with reporting():
+                raise UnderstudyError(
+                    "vllm.weights_away",
+                    f"rank {self.rank} was asked to compute while its weights are only in host"
+                    " memory",
+                )
+
+    def finish_work(self) -> None:
+        """Nothing that was started may still read weights; on host memory nothing can."""
+
+    @answering
+    def understudy_place_weights(self, is_away: bool, budget_s: float) -> Answer:
+        """While parked: release the weights and have their memory freed, or map them again where
+        they were. `note`: why they are still mapped, or why their memory is not free yet.
+
+        Raises:
+            UnderstudyError: `vllm.not_parked`; they cannot be mapped again, so this process must
+                end.
+        """
+        ours, freed_bytes, note = weights.of_this_process(), 0, ""
+        if not is_away:
+            ours.bring_back(budget_s)
+        elif ours.is_awake:
+            raise UnderstudyError(
+                "vllm.not_parked", "the weights are in use: this rank has KV memory"
+            )
+        else:
+            self.finish_work()
+            freed_bytes, note = ours.let_go()
+        return {"is_away": ours.is_away, "freed_bytes": freed_bytes, "note": note}
 
     # ------------------------------------------------------------------ refused
 
