@@ -14,9 +14,8 @@ undone: the incarnation ends, and another is launched.
   True does not prove that every rank is awake. So requests are counted and ranks are asked.
 - The prefix cache must be reset, or later requests would read memory that is not theirs. Every
   level of `sleep` from 1 on does that. For a hand-over the index of the cache is closed before.
-
-No engine is woken without its weights: it is noted that a rank may be without them before that rank
-is asked to release them, so an unanswered request counts as released.
+- That a rank may be without its weights is noted before it is asked to release them, so an
+  unanswered request counts as released.
 """
 
 from __future__ import annotations
@@ -106,21 +105,17 @@ class VllmBackend:
         `prove` says why none of its features is proved here, and may run the test that it is
         given."""
         self.phases = Phases()
-        self._engine = engine
-        self._front = front
-        self._steps = steps
+        self._engine, self._front, self._steps = engine, front, steps
         self._features = features or Features()
-        self._find_continuing = find_continuing
-        self._continuing = Continuing()
+        self._find_continuing, self._continuing = find_continuing, Continuing()
         self._kv = kv or KeptMemory(OWN_MEMORY)
         self._seat = seat if self._features.has(SLEEP) else None
         self._placing = asyncio.Lock()  # held while ranks release their weights or map them again
         self._may_be_away = False
-        self._prove = prove
+        self._prove, self._canaries = prove, 0
         self._listening: OwnedFd | None = None
-        self._canaries = 0
-        self._turned_s = time.monotonic()
         self._trusting: asyncio.Task[None] | None = None
+        self._turned_s = time.monotonic()
 
     async def prepare(self) -> PreparedMsg:
         """Try the engine once, then release its KV memory and stop its scheduler.
@@ -214,7 +209,11 @@ class VllmBackend:
         found = await generate_one(self._engine, f"understudy-canary-{self._canaries}")
         if found is None:
             return CanaryMsg(True)
-        await self._distrust(found)
+        await self._kv.judge(self._engine, f"a canary failed: {found}")
+        try:
+            await self._ask_ranks("understudy_distrust", DISTRUST_WAIT_S, found)
+        except Exception as error:  # this incarnation is about to end in any case
+            logger.warning("could not report the failed canary to every rank: %s", error)
         return CanaryMsg(False, found)
 
     async def serve(self) -> None:
@@ -318,10 +317,9 @@ class VllmBackend:
         """
         self.phases.step("place_weights")
         async with self._placing:
-            if not self.phases.is_parked:  # woken meanwhile, which has mapped them
-                return WeightsPlacedMsg(False)
-            if not is_away:
+            if not is_away and self.phases.is_parked:
                 await self._restore(budget_s)
+            if not is_away or not self.phases.is_parked:  # woken meanwhile, which has mapped them
                 return WeightsPlacedMsg(False)
             self._may_be_away = True
             wait_s = RESTORE_S + RESTORE_GRACE_S
@@ -431,19 +429,11 @@ class VllmBackend:
                 raise UnderstudyError(answer["code"], why, rank=answer["rank"])
         return answers
 
-    async def _distrust(self, detail: str) -> None:
-        await self._kv.judge(self._engine, f"a canary failed: {detail}")
-        try:
-            await self._ask_ranks("understudy_distrust", DISTRUST_WAIT_S, detail)
-        except Exception as error:  # this incarnation is about to end in any case
-            logger.warning("could not report the failed canary to every rank: %s", error)
-
 
 async def generate_one(engine: Any, request_id: str) -> str | None:
     """Generate one greedy token; what is wrong with it, or None."""
     sampling = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, logprobs=0)
-    last = None
-    config = engine.model_config
+    last, config = None, engine.model_config
     prompt = {"prompt_token_ids": list(TRIAL_PROMPT[: max(1, config.max_model_len - 1)])}
     async for output in engine.generate(prompt, sampling, request_id):
         last = output
@@ -465,8 +455,7 @@ class StepCounter(StatLoggerBase):
 
     A stat logger is called for every step, also for one that only prefills. vLLM calls its
     interface unstable, so the arguments are ignored. The count is on the page that the supervisor
-    reads, too: it moves when the loop that hands tokens to clients turns, whatever the channel's
-    thread has to wait for.
+    reads, too, whatever the channel's thread has to wait for.
     """
 
     def __init__(self, page: ProgressPage | None = None) -> None:

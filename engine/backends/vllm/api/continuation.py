@@ -14,6 +14,7 @@ import argparse
 import hashlib
 import json
 import os
+from pathlib import Path
 from typing import Any
 
 from vllm import envs
@@ -66,19 +67,19 @@ FLAGS = (
 def continuing(engine: Any, args: argparse.Namespace, identity: dict[str, Any]) -> Continuing:
     """For an engine that can resume, with this identity of its weights."""
     is_exact = bool(envs.VLLM_BATCH_INVARIANT)
-    modules = args.lora_modules or ()
+    adapters = {
+        each.name: files_of(each.path) if os.path.isdir(each.path) else each.path
+        for each in args.lora_modules or ()
+    }
     document = {
-        "adapters": {
-            each.name: files_of(each.path) if os.path.isdir(each.path) else each.path
-            for each in modules
-        },
+        "adapters": adapters,
         "hop": hop.VERSION,
         "flags": {name: getattr(args, name, None) for name in FLAGS},
         "identity": identity if is_exact else identity.get("models"),
         "names": args.served_model_name or [args.model],
         # Each runner makes other noise of the same seed. vLLM may choose V1 for a feature, so that
         # VLLM_USE_V2_MODEL_RUNNER does not tell which one runs.
-        "runner": "v2" if engine.vllm_config.use_v2_model_runner else "v1",
+        "runner": versions.in_use(engine.vllm_config),
         "sampling": engine.model_config.get_diff_sampling_param(),
         "template": _text_of(args.chat_template),
         "tokenizer": _tokenizer(engine.get_tokenizer()),
@@ -88,17 +89,14 @@ def continuing(engine: Any, args: argparse.Namespace, identity: dict[str, Any]) 
     return Continuing(
         Continuation.EXACT if is_exact else Continuation.STATE,
         hashlib.sha256(text.encode()).hexdigest()[:ID_CHARACTERS],
-        adapters=frozenset(each.name for each in modules),
+        adapters=frozenset(adapters),
     )
 
 
 def _text_of(template: str | None) -> str | None:
     """A chat template is given as a file or as its text."""
-    if template is None:
-        return None
     try:
-        with open(template, encoding="utf-8") as file:
-            return file.read()
+        return Path(template or "").read_text(encoding="utf-8")
     except OSError:
         return template
 

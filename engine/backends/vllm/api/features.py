@@ -86,21 +86,17 @@ class Features:
     def _scheduler(self, config: Any) -> str:
         """Our subclass of the scheduler that vLLM would choose."""
         kind = "AsyncScheduler" if config.scheduler_config.async_scheduling else "Scheduler"
-        if not self.has(KEEP_KV):
-            place = "resume.scheduler.Resuming"
-        elif self.has(RESUME):
+        place = "kv.scheduler.Keeping" if self.has(KEEP_KV) else "resume.scheduler.Resuming"
+        if self.has(KEEP_KV) and self.has(RESUME):
             place = "kv.scheduler_resuming.KeepingResuming"
-        else:
-            place = "kv.scheduler.Keeping"
         return f"engine.backends.vllm.{place}{kind}"
 
 
 def _cannot_resume(config: Any) -> str:
     if config.scheduler_config.scheduler_cls is not None:
         return "it has a scheduler of its own (--scheduler-cls)"
-    if versions.in_use(config) == versions.V2 and (
-        config.model_config.logits_processors or entry_points(group=PROCESSORS)
-    ):
+    has_own = config.model_config.logits_processors or entry_points(group=PROCESSORS)
+    if versions.in_use(config) == versions.V2 and has_own:
         return (
             "it has logits processors of its own, and vLLM's model runner V2 does not give them "
             "the tokens already generated"

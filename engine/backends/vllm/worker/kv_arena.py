@@ -56,7 +56,7 @@ class KVArena(TorchFunctionMode):
     def __exit__(self, *exc_info: Any) -> None:
         super().__exit__(*exc_info)
         if exc_info[0] is None:
-            self._check(is_over=True)
+            self._check()
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -65,15 +65,14 @@ class KVArena(TorchFunctionMode):
         if func is not torch.zeros or kwargs.get("dtype") is not torch.int8:
             return func(*args, **kwargs)
         self._seen_bytes.append(args[0] if len(args) == 1 else args)
-        self._check(is_over=False)
+        self._check()
         self.addresses.scratch()
         self.backing = Backing.SCRATCH
         return bytes_at(self.addresses.address, self.kv_bytes, self._device).view(torch.int8)
 
-    def _check(self, *, is_over: bool) -> None:
+    def _check(self) -> None:
         """Refuse a vLLM that allocates its KV cache in an unknown way."""
-        expected = [self.kv_bytes]
-        if self._seen_bytes == expected or (not is_over and self._seen_bytes == expected[:0]):
+        if self._seen_bytes == [self.kv_bytes]:
             return
         seen = " and ".join(map(str, self._seen_bytes)) or "none"
         raise UsageError(

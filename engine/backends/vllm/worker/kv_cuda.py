@@ -98,7 +98,8 @@ class CudaRange:
             WaitTimeoutError: `engine.kv_memory_busy`; the range stays parked.
             UnderstudyError: `gms.driver_failed`; likewise.
         """
-        parts = _parts(self.pool_bytes, self._memory.allocation_bytes_max)
+        most, size_bytes = self._memory.allocation_bytes_max or self.pool_bytes, self.pool_bytes
+        parts = [min(most, size_bytes - at) for at in range(0, size_bytes, most)]
         with contextlib.ExitStack() as undo:
             blocks: list[Allocation] = []
 
@@ -149,13 +150,6 @@ def _up(size_bytes: int, step_bytes: int) -> int:
     return -(-size_bytes // step_bytes) * step_bytes
 
 
-def _parts(size_bytes: int, most_bytes: int | None) -> list[int]:
-    """`size_bytes` in parts of at most `most_bytes`."""
-    most = most_bytes or size_bytes
-    whole, rest = divmod(size_bytes, most)
-    return [most] * whole + ([rest] if rest else [])
-
-
 BLOCKS = 192  # of each group of layers: what a self-test uses at most (`self_test.most_blocks`)
 
 Range = tuple[int, int]  # from, to: bytes
@@ -176,9 +170,9 @@ def ranges(kv_cache_config: Any) -> list[Range] | None:
     joined: list[Range] = []
     for start, end in sorted(found):
         if joined and start <= joined[-1][1]:
-            joined[-1] = joined[-1][0], max(end, joined[-1][1])
-        else:
-            joined.append((start, end))
+            start, before = joined.pop()
+            end = max(end, before)
+        joined.append((start, end))
     return joined
 
 
