@@ -16,16 +16,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from vllm.config import MultiModalConfig
 
 from engine.backends import memory_session as session
-from engine.backends.vllm.worker import model_load
+from engine.backends.vllm.worker import identity, model_load
 from engine.backends.vllm.worker.binding import SHARED_BYTES_MIN
 from gms import names
 from plumbing.errors import RemoteError, UnderstudyError, UsageError
 from tests.gms.bench import GmsProcess
 from tests.gms.test_gms_offload import Copies
 from tests.helpers import until
-from tests.vllm.ranks import Rank, one_rank, written
+from tests.vllm.ranks import Rank, config_of, one_rank, written
+
+MIB = 1 << 20
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -281,3 +284,71 @@ def test_quantised_layers_have_an_obstacle_by_name():
     assert "UnquantizedLinearMethod" in str(model_load.obstacle(linear, cpu))
     model_load.keep_in_place(linear, cpu)
     assert model_load.obstacle(linear, cpu) is None
+
+
+# ------------------------------------------------------------------ what makes them the same
+
+
+def read(config: Any) -> Any:
+    return identity.Identity(config, config.load_config, "auto").read()
+
+
+def differences(one: dict[str, Any], other: dict[str, Any]) -> set[str]:
+    return {name for name in one if one[name] != other[name]}
+
+
+def test_identity_tells_files_apart(tmp_path: Path):
+    """Safetensors by header and sample, other files by sample, and nothing is an error."""
+    with pytest.raises(UsageError, match="has no") as found:
+        identity.files_of(str(tmp_path))
+    assert found.value.code == "model.missing"
+    (tmp_path / "weights.bin").write_bytes(b"1" * MIB)
+    one = identity.files_of(str(tmp_path))
+    (tmp_path / "weights.bin").write_bytes(b"1" * (MIB - 1) + b"2")
+    assert identity.files_of(str(tmp_path)) != one
+    assert identity.files_of(str(tmp_path / "weights.bin")) == identity.files_of(str(tmp_path))
+    model = written(tmp_path / "model", seed=6)
+    assert set(identity.files_of(str(model))["model.safetensors"]) == {"header", "sample"}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("rank", 1, set()),
+        ("decode_context_parallel_size", 2, {"decode_context"}),
+        ("expert_placement_strategy", "round_robin", {"expert_placement"}),
+        ("all2all_backend", "deepep_low_latency", {"all2all"}),
+        ("dcp_q_replicate", True, {"query_replicated"}),
+    ],
+)
+def test_identity_tells_apart_what_splits_weights(
+    checkpoint: Path, field: str, value: Any, said: set[str]
+):
+    """A setting that gives a rank other weights of the same checkpoint, by its field. What the
+    ranks of one engine must agree on is all but their number."""
+    config = config_of(checkpoint)
+    one = read(config)
+    setattr(config.parallel_config, field, value)
+    other = read(config)
+    assert differences(one["parallel"], other["parallel"]) == said
+    assert differences(one, other) == ({"parallel"} if said else {"rank"})
+    same = identity.same_on_every_rank(one) == identity.same_on_every_rank(other)
+    assert same == (field == "rank")
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"mm_encoder_tp_mode": "data"}, "encoder_split"),
+        ({"mm_encoder_only": True}, "encoder_only"),
+        ({"language_model_only": True}, "language_only"),
+        ({"limit_per_prompt": {"image": 0}}, "absent"),
+    ],
+)
+def test_identity_tells_encoders_apart(checkpoint: Path, settings: dict[str, Any], said: str):
+    """Whether the parts beside the language model are there, and whether ranks split them."""
+    config, found = config_of(checkpoint), []
+    for each in ({}, settings):
+        config.model_config.multimodal_config = MultiModalConfig(**each)
+        found.append(read(config)["models"]["target"]["multimodal"])
+    assert differences(*found) == {said}
