@@ -46,8 +46,8 @@ class ParkedVllm:
         lending = Lending(self._directory, self._engine, f"i-{token}", token, NO_ERA, math.inf)
         asked = (DEADLINE_S, structs.asdict(lending)) if token else (DEADLINE_S,)
         (taken,) = self._llm.collective_rpc("understudy_take_kv", args=asked)
-        if not taken["ok"]:
-            raise RuntimeError(taken["error"])
+        if taken["problem"]:
+            raise RuntimeError(taken["problem"])
         answer: dict[str, Any] = {}
         if token:
             beginning = {
