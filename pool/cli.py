@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import click
@@ -170,19 +171,9 @@ def explain(config: Resolved, model: str | None, as_json: bool) -> None:
     chosen = [each for each in pool["models"] if model in (None, each["model"])]
     if not chosen:
         raise UsageError("model_not_found", f"this pool has no model {model}; see `pool status`")
-    models = [
-        {
-            "model": each["model"],
-            "state": each["state"],
-            "lines": status_text.explained(pool, each),
-        }
-        for each in chosen
-    ]
-    if as_json:
-        click.echo(to_json({"schema": 1, "models": models}, indent=2))
-        return
-    for each in models:
-        click.echo("\n  ".join(each["lines"]))
+    models = [{"model": it["model"], "lines": status_text.explained(pool, it)} for it in chosen]
+    text = "\n".join("\n  ".join(each["lines"]) for each in models)
+    click.echo(to_json({"schema": 1, "models": models}, indent=2) if as_json else text)
 
 
 def _read(read: Callable[[str], Any]) -> Callable[[Any, Any, str], Any]:
@@ -201,7 +192,7 @@ def _read(read: Callable[[str], Any]) -> Callable[[Any, Any, str], Any]:
     "--device", required=True, help="The device whose memory COMMAND will use: HOST-0, GPU-<uuid>."
 )
 @click.option(
-    "--bytes", "size", required=True, callback=_read(size_bytes), help="How much, e.g. 20GiB."
+    "--bytes", "size_bytes", required=True, callback=_read(size_bytes), help="How much, e.g. 20GiB."
 )
 @click.option(
     "--priority",
@@ -210,17 +201,14 @@ def _read(read: Callable[[str], Any]) -> Callable[[Any, Any, str], Any]:
     help="As for requests; lower values go first.",
 )
 @click.option(
-    "--timeout", default="1h", callback=_read(duration_s), help="How long to wait, e.g. 1h."
+    *("--timeout", "timeout_s"),
+    default="1h",
+    callback=_read(duration_s),
+    show_default=True,
+    help="How long to wait for the memory, e.g. 30m.",
 )
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- COMMAND")
-def lease(
-    config: Resolved,
-    device: str,
-    size: int,
-    priority: int,
-    timeout: float,
-    command: tuple[str, ...],
-) -> None:
+def lease(config: Resolved, command: tuple[str, ...], **asked: Any) -> None:
     """Reserve memory while COMMAND runs.
 
     The lease queues with requests, and the pool evicts models to make room. It ends when all of
@@ -232,39 +220,24 @@ def lease(
     from pool.client.lease import run_with_lease
 
     with until_interrupted():
-        code = run_with_lease(
-            os.path.abspath(config["dir"]),
-            device,
-            size,
-            command,
-            priority=priority,
-            timeout_s=timeout,
-            say=lambda text: click.echo(text, err=True),
-        )
-    sys.exit(code)
+        directory = os.path.abspath(config["dir"])
+        say = partial(click.echo, err=True)
+        sys.exit(run_with_lease(directory, command, say=say, **asked))
 
 
 main.add_command(lease)
 
 
 def _order(config: Resolved, message: Message, *, as_json: bool) -> None:
-    answer = _ask(config, message)
-    assert isinstance(answer, OrderedMsg)
-    document: dict[str, Any] = {
-        "schema": 1,
-        "state": answer.state,
-        "message": answer.sentence,
-    }
-    click.echo(to_json(document) if as_json else answer.sentence)
-
-
-def _ask(config: Resolved, message: Message) -> Message:
     directory = os.path.abspath(config["dir"])
     try:
         with BlockingClient(pool_socket(directory), CATALOGUE) as client:
-            return client.request(message, timeout_s=ANSWER_S).message
+            answer = client.request(message, timeout_s=ANSWER_S).message
     except UnreachableError as error:
         raise _no_pool(directory, error) from error
+    assert isinstance(answer, OrderedMsg)
+    document = {"schema": 1, "state": answer.state, "message": answer.sentence}
+    click.echo(to_json(document) if as_json else answer.sentence)
 
 
 def _had_pool(directory: str) -> bool:

@@ -138,7 +138,7 @@ class OrderedMsg(Message, frozen=True, tag="ordered"):
     """The order was taken."""
 
     state: ModelState | None  # of the model, now
-    sentence: Sentence
+    sentence: str
 
 
 CATALOGUE = Catalogue(*messages_in(globals()), frame_bytes_max=FRAME_BYTES_MAX)

@@ -151,7 +151,6 @@ class PoolStatus(Schema):
 
 class ExplainedModel(Schema):
     model: Annotated[str, "its name"]
-    state: Annotated[str, "its state"]
     lines: Annotated[list[str], "why, what it waits for, who holds what, the bound"]
 
 

@@ -134,10 +134,10 @@ def explained(pool: Document, model: Document) -> list[str]:
     if model["in_flight"]:
         is_full = model["tickets"] and model["door"].get("type") == "open"
         full = ", as many as it may have (`max_in_flight`)" if is_full else ""
-        body.append(f"its engine has {model['in_flight']} requests{full}")
+        body.append(f"requests in its engine: {model['in_flight']}{full}")
     if model["tickets"]:
         oldest = duration(model["oldest_ticket_ms"])
-        body.append(f"{model['tickets']} requests wait for it, the oldest for {oldest}")
+        body.append(f"requests that wait for it: {model['tickets']}, the oldest for {oldest}")
     if model["expected_ms"]:  # 0: it takes longer than ever before
         soon = duration(model["expected_ms"])
         body.append(f"it should be awake in {soon} if each phase takes as long as before")

@@ -32,10 +32,10 @@ FORWARDED = (signal.SIGTERM, signal.SIGHUP)
 
 def run_with_lease(
     directory: str,
-    device: str,
-    size_bytes: int,
     command: Sequence[str],
     *,
+    device: str,
+    size_bytes: int,
     priority: int,
     timeout_s: float,
     say: Callable[[str], None],

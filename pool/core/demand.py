@@ -21,7 +21,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from msgspec import Struct
 
 from pool.core.events import DemandCame, ModelDemand, Ticket, TicketKind
-from pool.core.states import PoolRules
+from pool.core.states import NEVER_MS, PoolRules
 
 NOTHING = ModelDemand()
 
@@ -116,16 +116,11 @@ class TicketView(Struct, frozen=True):
 
     priority: int
     since_ms: float
-    is_parked: bool = False
 
 
 def level_of(priority: int, since_ms: float, now_ms: float, rules: PoolRules) -> int:
     """The priority that its age has earned it."""
-    return priority - _levels(since_ms, now_ms, rules)
-
-
-def _levels(since_ms: float, now_ms: float, rules: PoolRules) -> int:
-    return int(max(0.0, now_ms - since_ms + ROUNDING_MS) // rules.starve_after_ms)
+    return priority - int(max(0.0, now_ms - since_ms + ROUNDING_MS) // rules.starve_after_ms)
 
 
 def order_of(ticket: TicketView, now_ms: float, rules: PoolRules) -> tuple[int, float]:
@@ -138,25 +133,18 @@ def first_ticket(
 ) -> TicketView | None:
     """The one of a model's tickets that decides for it, as other models see it. `drained_ms`: when
     its last drain began; None: it had no turn yet."""
-    first: Ticket | None = None
-    first_order = (0, 0.0)
     floor_ms = float("-inf") if drained_ms is None else drained_ms
-    starve_after_ms = rules.starve_after_ms
+    oldest: dict[int, float] = {}  # of each priority; the others are behind it for ever
     for ticket in tickets:
-        since_ms = max(floor_ms, ticket.since_ms)
-        age_ms = now_ms - since_ms + ROUNDING_MS
-        aged = int(age_ms // starve_after_ms) if age_ms > 0 else 0
-        order = (ticket.priority - aged, since_ms)
-        if first is None or order < first_order:
-            first, first_order = ticket, order
-    if first is None:
-        return None
-    return TicketView(first.priority, first_order[1], first.kind is TicketKind.PARKED)
+        if ticket.since_ms < oldest.get(ticket.priority, NEVER_MS):
+            oldest[ticket.priority] = ticket.since_ms
+    views = (TicketView(priority, max(floor_ms, ms)) for priority, ms in oldest.items())
+    return min(views, key=lambda each: order_of(each, now_ms, rules), default=None)
 
 
 def next_level_ms(since_ms: float, now_ms: float, rules: PoolRules) -> float:
     """When a ticket of that age counts for more."""
-    return since_ms + (_levels(since_ms, now_ms, rules) + 1) * rules.starve_after_ms
+    return since_ms + (1 - level_of(0, since_ms, now_ms, rules)) * rules.starve_after_ms
 
 
 def next_change_ms(

@@ -190,9 +190,9 @@ class LeaseOver(PoolEvent, frozen=True):
 
 
 class RulesChanged(PoolEvent, frozen=True):
-    """An operator has changed a setting of a running pool. `model` None: `rules` are the pool's."""
+    """An operator has changed a setting of a running pool. `model` "": `rules` are the pool's."""
 
-    model: str | None
+    model: str
     rules: ModelRules | PoolRules
 
 

@@ -10,7 +10,7 @@ from plumbing.pod.messages import Tier
 from pool.core import events as ev
 from pool.core.facts import Facts, OrderRefused, WrongMessage
 from pool.core.model import WITHOUT_KV, Model, ModelEngine, Stander, a_lease
-from pool.core.states import REST, RISING, GoalGeneration, ModelRules, ModelState, PoolRules
+from pool.core.states import REST, RISING, GoalGeneration, ModelState, PoolRules
 
 # States in which an engine that has rested under our last goal cannot be awake again.
 ASLEEP = frozenset({ModelState.COLD, *REST, ModelState.PENDING, ModelState.FAILED})
@@ -32,7 +32,7 @@ def hear(facts: Facts, event: ev.PoolEvent) -> None:
         case ev.EngineSaid():
             _engine(facts, event)
         case ev.EngineLost():
-            engine = _named(facts, event.engine)
+            engine = facts.engines[event.engine]
             engine.is_connected = False
             facts.touch(engine.model)
         case ev.EngineDead():
@@ -40,11 +40,9 @@ def hear(facts: Facts, event: ev.PoolEvent) -> None:
         case ev.HolderNamed():
             _holder(facts, event)
         case ev.MemoryIs():
-            _check_device(facts, event.device)
             facts.ledger.hear_memory(event, facts.models)
             facts.touch_all()
         case ev.DeviceIs():
-            _check_device(facts, event.device)
             facts.ledger.set_device(event.device, event.total_bytes, event.outside_bytes)
             facts.touch_all()
         case ev.Ordered():
@@ -67,7 +65,7 @@ def hear(facts: Facts, event: ev.PoolEvent) -> None:
 def _demand(facts: Facts, event: ev.DemandCame) -> None:
     for name in event.models:
         if name not in facts.models:
-            raise WrongMessage(f"{event.gateway} names model {name}, which this pool does not have")
+            raise WrongMessage(f"no model {name} here; start the gateway with the same pool file")
     for name, demand in event.models.items():
         if demand.door > facts.door_number:  # of a pool before this one, whose state file is lost
             facts.renumber_doors(demand.door)
@@ -82,15 +80,8 @@ def _demand(facts: Facts, event: ev.DemandCame) -> None:
 # ------------------------------------------------------------------ engines
 
 
-def _named(facts: Facts, name: str) -> ModelEngine:
-    engine = facts.engines.get(name)
-    if engine is None:
-        raise WrongMessage(f"{name} is not an engine of this pool")
-    return engine
-
-
 def _engine(facts: Facts, said: ev.EngineSaid) -> None:
-    engine = _named(facts, said.engine)
+    engine = facts.engines[said.engine]
     model = facts.models[engine.model]
     _judge(model, engine, said)
     is_news = said != engine.said or not engine.is_connected
@@ -135,15 +126,10 @@ def _catch_up(facts: Facts, model: Model, engine: ModelEngine, seen: GoalGenerat
 
 def _judge(model: Model, engine: ModelEngine, said: ev.EngineSaid) -> None:
     """Raises: WrongMessage."""
-    if said.model != model.name:
-        raise WrongMessage(f"{said.engine} belongs to model {model.name}, not to {said.model}")
-    for sizes in (said.base_bytes, said.weights_bytes, said.kv_bytes):
-        for device, size_bytes in sizes.items():
-            if device not in model.rules.devices or size_bytes < 0:
-                raise WrongMessage(
-                    f"{said.engine} says that it has {size_bytes} bytes on {device}, but model"
-                    f" {model.name} is on {', '.join(model.rules.devices)}"
-                )
+    for device in {**said.base_bytes, **said.weights_bytes, **said.kv_bytes}:
+        if device not in model.rules.devices:
+            where = f"{device}, but model {model.name} is on {', '.join(model.rules.devices)}"
+            raise WrongMessage(f"{said.engine} says that it has memory on {where}")
     if said.tier is Tier.AWAKE and not said.token:
         raise WrongMessage(f"{said.engine} is awake without the lock active:{model.name}")
     if model.is_unknown or said.goal_seen != engine.generation or said.incarnation in engine.dead:
@@ -165,7 +151,7 @@ def _claim(model: Model, engine: ModelEngine, said: ev.EngineSaid) -> None:
 
 
 def _dead(facts: Facts, event: ev.EngineDead) -> None:
-    engine = _named(facts, event.engine)
+    engine = facts.engines[event.engine]
     model = facts.models[engine.model]
     if event.incarnation and event.incarnation == engine.incarnation:
         model.lost = engine.name, event.incarnation
@@ -178,9 +164,7 @@ def _dead(facts: Facts, event: ev.EngineDead) -> None:
 
 
 def _holder(facts: Facts, event: ev.HolderNamed) -> None:
-    model = facts.models.get(event.model)
-    if model is None:
-        raise WrongMessage(f"the lock server names model {event.model}, which is not in this pool")
+    model = facts.models[event.model]
     if event.engine and model.engine(event.engine) is None:
         raise WrongMessage(f"{event.engine} holds active:{event.model} and is no engine of it")
     holder = model.holder
@@ -193,18 +177,11 @@ def _holder(facts: Facts, event: ev.HolderNamed) -> None:
     facts.touch(model.name)
 
 
-def _check_device(facts: Facts, device: str) -> None:
-    if device not in facts.ledger.devices:
-        raise WrongMessage(f"{device} is not a device of this pool")
-
-
 # ------------------------------------------------------------------ people
 
 
 def _order(facts: Facts, event: ev.Ordered) -> None:
-    model = facts.models.get(event.model)
-    if model is None:
-        raise OrderRefused("model_not_found", f"this pool has no model {event.model}")
+    model = facts.models[event.model]
     match event.order:
         case ev.Order.LOAD if model.state is ModelState.FAILED:
             raise OrderRefused(
@@ -234,17 +211,11 @@ def _order(facts: Facts, event: ev.Ordered) -> None:
 
 
 def _rules(facts: Facts, event: ev.RulesChanged) -> None:
-    model = facts.models.get(event.model) if event.model is not None else None
-    match event.rules:
-        case PoolRules() if event.model is None:
-            facts.rules = event.rules
-            facts.ledger.margin_bytes = event.rules.margin_bytes
-        case ModelRules() if model is not None and event.rules.devices == model.rules.devices:
-            model.rules = event.rules
-        case _:
-            raise OrderRefused(
-                "pool.cannot_change", f"the pool cannot change {event.rules} of {event.model}"
-            )
+    if isinstance(event.rules, PoolRules):
+        facts.rules = event.rules
+        facts.ledger.margin_bytes = event.rules.margin_bytes
+    else:
+        facts.models[event.model].rules = event.rules
     facts.touch_all()
 
 
@@ -254,9 +225,6 @@ def _check_pinned(model: Model, way_out: str) -> None:
 
 
 def _lease(facts: Facts, event: ev.LeaseAsked) -> None:
-    _check_device(facts, event.device)
-    if event.bytes < 0:
-        raise WrongMessage(f"a lease of {event.bytes} bytes")
     lease = facts.leases.get(event.lease)
     if lease is None:
         facts.leases[event.lease] = a_lease(event)

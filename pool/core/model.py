@@ -301,14 +301,15 @@ class Model(KeptModel, eq=False, kw_only=True):
 
     # ------------------------------------------------------------------ faults
 
+    def _recent(self, now_ms: float) -> list[float]:
+        return [ms for ms in self.faults_ms if now_ms - ms < FAULT_WINDOW_MS]
+
     def is_exhausted(self, now_ms: float) -> bool:
         """Whether it has failed too often to try again."""
-        recent = [ms for ms in self.faults_ms if now_ms - ms < FAULT_WINDOW_MS]
-        return self.is_permanent or len(recent) >= FAULTS_MAX
+        return self.is_permanent or len(self._recent(now_ms)) >= FAULTS_MAX
 
     def add_fault(self, now_ms: float, why: str, *, is_permanent: bool = False) -> None:
-        recent = [ms for ms in self.faults_ms if now_ms - ms < FAULT_WINDOW_MS]
-        self.faults_ms = (*recent, now_ms)[-FAULTS_MAX:]
+        self.faults_ms = (*self._recent(now_ms), now_ms)[-FAULTS_MAX:]
         self.fault, self.is_permanent = why, self.is_permanent or is_permanent
         self.back_off(now_ms)
 

@@ -28,7 +28,7 @@ from plumbing.text import duration
 from plumbing.wire.connection import Connection
 from plumbing.wire.messages import FaultMsg, Message
 from pool.client.link import KeptLink
-from pool.core.events import EngineDead, EngineLost, EngineSaid, PoolEvent
+from pool.core.events import EngineLost, EngineSaid, PoolEvent
 from pool.server.locks import WitnessWatch
 
 
@@ -49,11 +49,7 @@ class EngineSide:
             for model, engines in models.items()
             for engine in engines
         }
-        self.witnesses = WitnessWatch(
-            directory,
-            lambda engine, incarnation: feed(EngineDead(engine, incarnation)),
-            lambda engine, number: feed(EngineDead(engine, "", number)),
-        )
+        self.witnesses = WitnessWatch(directory, feed)
 
     @property
     def problems(self) -> Iterator[str]:

@@ -10,21 +10,18 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 
-from msgspec.structs import replace
-
-from plumbing.errors import ProtocolError, UnderstudyError
+from plumbing.errors import UnderstudyError
 from plumbing.wire.connection import Connection
 from plumbing.wire.peer import ProcessWatch
 from pool.core.events import (
     DemandCame,
     GatewayGone,
-    ModelDemand,
     PoolEvent,
     SetModelDoor,
 )
-from pool.core.reconcile import ModelPool
+from pool.core.facts import Facts
 from pool.core.states import PooledRules
 from pool.messages import DemandMsg, DoorsMsg, PooledModel
 from pool.pool_file import PoolFile
@@ -38,13 +35,10 @@ class PoolGateways:
 
     def __init__(
         self,
-        models: Collection[str],
         doors: Callable[[], Mapping[str, PooledModel]],
         feed: Callable[[PoolEvent], None],
-        now_ms: Callable[[], float],
     ) -> None:
-        self._models = models
-        self._doors, self._feed, self._now_ms = doors, feed, now_ms
+        self._doors, self._feed = doors, feed
         self._processes = ProcessWatch(self._ended)
         self.conns: dict[str, Connection] = {}  # by gateway
         self._due: asyncio.Handle | None = None
@@ -53,14 +47,8 @@ class PoolGateways:
     def said(self, conn: Connection, message: DemandMsg) -> None:
         """
         Raises:
-            UnderstudyError: `pool.unknown_model`, `pool.too_many_gateways`.
+            UnderstudyError: `pool.wrong_message`, `pool.too_many_gateways`.
         """
-        unknown = sorted(set(message.models) - set(self._models))
-        if unknown:
-            raise ProtocolError(
-                "pool.unknown_model",
-                f"this pool has no model {unknown[0]}; start the gateway with the same pool file",
-            )
         gateway = message.gateway
         if gateway not in self.conns and len(self.conns) >= GATEWAYS_MAX:
             raise UnderstudyError(
@@ -72,9 +60,7 @@ class PoolGateways:
             self._processes.watch(gateway, conn.peer)
             if before is not None:
                 before.close("the gateway has connected anew")
-        now_ms = self._now_ms()
-        models = {name: _settled(demand, now_ms) for name, demand in message.models.items()}
-        self._feed(DemandCame(gateway, models))
+        self._feed(DemandCame(gateway, message.models))
         if before is not conn:  # it is on file by now: a restarted pool waits for its word
             conn.send(DoorsMsg(dict(self._doors())))
 
@@ -116,27 +102,15 @@ class PoolGateways:
         self._feed(GatewayGone(gateway, is_dead=True))
 
 
-def _settled(demand: ModelDemand, now_ms: float) -> ModelDemand:
-    """`demand` without times to come."""
-    if (demand.last_request_ms or 0.0) > now_ms:
-        demand = replace(demand, last_request_ms=now_ms)
-    if any(ticket.since_ms > now_ms for ticket in demand.tickets):
-        tickets = tuple(
-            replace(each, since_ms=min(each.since_ms, now_ms)) for each in demand.tickets
-        )
-        demand = replace(demand, tickets=tickets)
-    return demand
-
-
 def for_gateways(
-    pool: ModelPool, doors: Mapping[str, SetModelDoor], file: PoolFile
+    facts: Facts, doors: Mapping[str, SetModelDoor], file: PoolFile
 ) -> dict[str, PooledModel]:
     """All models, as the message `doors` has them. `file`: with what was set at runtime."""
     found = {}
     for name, told in doors.items():
-        known, settings = pool.facts.models[name], file.models[name]
+        known, settings = facts.models[name], file.models[name]
         memory: dict[str, int] = {}
-        for key, size_bytes in pool.facts.ledger.booked(known).items():
+        for key, size_bytes in facts.ledger.booked(known).items():
             memory[key.device] = memory.get(key.device, 0) + size_bytes
         found[name] = PooledModel(
             number=told.number,

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from msgspec import Struct, convert
-from msgspec.structs import asdict, replace
+from msgspec.structs import asdict
 
 from lockserver.client import witness
 from plumbing.errors import UnderstudyError
@@ -72,7 +72,7 @@ class LeaseDesk:
         found = self.leases.values()
         return [RecordedLease(**{name: getattr(each, name) for name in names}) for each in found]
 
-    def asked(self, conn: Connection, message: LeaseMsg, request_id: int, now_ms: float) -> None:
+    def asked(self, conn: Connection, message: LeaseMsg, request_id: int) -> None:
         """
         Raises:
             UnderstudyError: `pool.unknown_device`, `pool.too_many_leases`, `pool.no_lease_file`.
@@ -97,12 +97,13 @@ class LeaseDesk:
         if file is None or state is not witness.WitnessState.HELD:
             why = f"no process holds {path}, so this lease would never end"
             raise UnderstudyError("pool.no_lease_file", why)
-        asked = replace(message, since_ms=min(message.since_ms, now_ms))
-        held = HeldLease(asked=asked, device=device, dev=file.dev, ino=file.ino, pid=conn.peer.pid)
-        held.conn, held.request_id, conn.state = conn, request_id, asked.lease
-        self.leases[asked.lease] = held
-        size_bytes, since_ms = asked.size_bytes, asked.since_ms
-        self._feed(LeaseAsked(asked.lease, device, size_bytes, since_ms, asked.priority))
+        held = HeldLease(
+            asked=message, device=device, dev=file.dev, ino=file.ino, pid=conn.peer.pid
+        )
+        held.conn, held.request_id, conn.state = conn, request_id, message.lease
+        self.leases[message.lease] = held
+        size_bytes, since_ms = message.size_bytes, message.since_ms
+        self._feed(LeaseAsked(message.lease, device, size_bytes, since_ms, message.priority))
         self._arm()
 
     def granted(self, lease: str) -> None:

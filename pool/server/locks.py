@@ -30,22 +30,18 @@ from plumbing.pod.paths import lockserver_socket
 from plumbing.wire.connection import Connection
 from plumbing.wire.messages import Message
 from pool.client.link import KeptLink
+from pool.core.events import EngineDead, HolderNamed, PoolEvent
+
+Feed = Callable[[PoolEvent], None]
 
 LOOK_S = 0.05  # between two looks at the status: it costs the lock server a walk through /proc
 
 
 class PoolLockSide(KeptLink):
-    """`on_holder(model, engine, token, era)`; nobody: "" and 0."""
-
-    def __init__(
-        self,
-        directory: str,
-        models: Collection[str],
-        on_holder: Callable[[str, str, int, str], None],
-    ) -> None:
+    def __init__(self, directory: str, models: Collection[str], feed: Feed) -> None:
         super().__init__(lockserver_socket(directory), lock.CATALOGUE)
-        self.holders: dict[str, tuple[str, int, str]] = {}
-        self._models, self._on_holder = models, on_holder
+        self._models, self._feed = models, feed
+        self._told: dict[str, HolderNamed] = {}
         self._grants = NewestGrants()
 
     def begin(self, conn: Connection) -> None:
@@ -70,7 +66,7 @@ class PoolLockSide(KeptLink):
         if refusal is not None:
             self.problem = refusal.message
             return
-        self._say(model_of(grant.lock), grant.engine, grant.token, grant.era)
+        self._say(HolderNamed(model_of(grant.lock), grant.engine, grant.token, grant.era))
 
     def _look_at(self, document: dict[str, Any]) -> None:
         locks, era = document["locks"], str(document["era"])
@@ -82,18 +78,16 @@ class PoolLockSide(KeptLink):
             )
         for model in self._models:
             found = locks.get(lock_of(ACTIVE, model), {}).get("holder")
-            if found is None:
-                self._say(model, "", 0, era)
-                continue
+            found = found or {"engine": "", "token": 0}  # nobody
             known = self._grants.newest(lock_of(ACTIVE, model))
             is_old = known is not None and known.era == era and found["token"] < known.token
-            if not is_old:  # the document was written before the grant that has come meanwhile
-                self._say(model, found["engine"], found["token"], era)
+            if not (found["token"] and is_old):  # of before a grant that has come meanwhile
+                self._say(HolderNamed(model, found["engine"], found["token"], era))
 
-    def _say(self, model: str, engine: str, token: int, era: str) -> None:
-        if model in self._models and self.holders.get(model) != (engine, token, era):
-            self.holders[model] = (engine, token, era)
-            self._on_holder(model, engine, token, era)
+    def _say(self, said: HolderNamed) -> None:
+        if said.model in self._models and self._told.get(said.model) != said:
+            self._told[said.model] = said
+            self._feed(said)
 
 
 LINK_PREFIX = "pool_"  # before the name of a witness, `witness_<engine>_<16 hex>`
@@ -107,16 +101,11 @@ RANDOM_CHARS = 16  # of an incarnation
 
 
 class WitnessWatch:
-    """The witnesses in `directory`; `on_dead(engine, incarnation)` is called once for each, and
-    `on_all_dead(engine, number)` once for each question."""
+    """The witnesses in `directory`; `feed` gets `EngineDead` once for each that is free, and once
+    for each question."""
 
-    def __init__(
-        self,
-        directory: str,
-        on_dead: Callable[[str, str], None],
-        on_all_dead: Callable[[str, int], None],
-    ) -> None:
-        self._directory, self._on_dead, self._on_all_dead = directory, on_dead, on_all_dead
+    def __init__(self, directory: str, feed: Feed) -> None:
+        self._directory, self._feed = directory, feed
         self._asked: dict[str, int] = {}  # by engine, the newest question
         self._kept: dict[str, tuple[str, int, int]] = {}  # by incarnation: engine, dev, ino
         self._since_s: dict[str, float] = {}  # of those that are tried now
@@ -214,10 +203,10 @@ class WitnessWatch:
             del self._since_s[incarnation]
             with contextlib.suppress(OSError):
                 os.unlink(self._link(incarnation))
-            self._on_dead(engine, incarnation)
+            self._feed(EngineDead(engine, incarnation))
         for engine, number in [each for each in self._asked.items() if self._has_none(each[0])]:
             del self._asked[engine]
-            self._on_all_dead(engine, number)
+            self._feed(EngineDead(engine, "", number))
         self._arm()
 
     def _has_none(self, engine: str) -> bool:

@@ -46,38 +46,29 @@ class MemorySide:
         feed: Callable[[PoolEvent], None],
         bases: Callable[[str], int | None],
     ) -> None:
-        """
-        Args:
-            models: the devices of each.
-            host_bytes: for copies of weights, 0 for none.
-            bases: what engines have on a device beside weights and KV memory; None while that is
-                not known of one of them.
-        """
+        """`models`: the devices of each. `host_bytes`: for copies of weights, 0 for none. `bases`:
+        what engines have on a device beside weights and KV memory; None while that is not known of
+        one of them."""
         self._host_bytes, self._feed, self._bases = host_bytes, feed, bases
         self._places: dict[str, list[PlaceLink]] = {}  # by device, HOST included
-        self._told: dict[str, MemoryIs] = {}
+        self._told: dict[tuple[str, type[PoolEvent]], PoolEvent] = {}
         self._outside: dict[str, deque[int]] = {}  # the last samples
         self._sampled_s: dict[str, float] = {}  # when the newest of them was begun
-        self._said: dict[str, DeviceIs] = {}
         for model, devices in models.items():
             for device in devices:
                 place = place_of(device, model)
-                self._add(device, PlaceLink(directory, place, WEIGHTS, self._changed))
-                self._add(device, PlaceLink(directory, place, KV, self._changed))
+                links = self._places.setdefault(device, [])
+                links += [PlaceLink(directory, place, tag, self._changed) for tag in (WEIGHTS, KV)]
                 if host_bytes:
                     copy = offload_device(place)
                     link = PlaceLink(directory, copy, WEIGHTS, self._changed, is_copy=True)
-                    self._add(HOST, link)
+                    self._places.setdefault(HOST, []).append(link)
 
     @property
     def problems(self) -> Iterator[str]:
         for link in self.links():
             if link.problem is not None:
                 yield f"memory of {link.place} ({link.tag}): {link.problem}"
-
-    @property
-    def heard(self) -> int:
-        return sum(link.held_bytes is not None for link in self.links())
 
     def links(self, model: str | None = None) -> Iterator[PlaceLink]:
         for links in self._places.values():
@@ -108,9 +99,6 @@ class MemorySide:
             if and_kv or link.tag != KV:
                 link.keep()
 
-    def _add(self, device: str, link: PlaceLink) -> None:
-        self._places.setdefault(device, []).append(link)
-
     def _changed(self, link: PlaceLink) -> None:
         device = next(name for name, links in self._places.items() if link in links)
         links = self._places[device]
@@ -130,12 +118,14 @@ class MemorySide:
                 held[link.tag][model] = link.held_bytes
         asked = {model: number for model, number in asked.items() if number}
         if device == HOST:
-            told = MemoryIs(HOST, {}, {}, held[WEIGHTS], asked)
+            self._tell(MemoryIs(HOST, {}, {}, held[WEIGHTS], asked))
         else:
-            told = MemoryIs(device, held[WEIGHTS], held[KV], {}, asked)
-        if told != self._told.get(device):
-            self._told[device] = told
-            self._feed(told)
+            self._tell(MemoryIs(device, held[WEIGHTS], held[KV], {}, asked))
+
+    def _tell(self, said: MemoryIs | DeviceIs) -> None:
+        if said != self._told.get((said.device, type(said))):
+            self._told[said.device, type(said)] = said
+            self._feed(said)
 
     def _tell_device(
         self, device: str, links: Sequence[PlaceLink], total_bytes: int, used_bytes: int | None
@@ -153,10 +143,7 @@ class MemorySide:
             else:
                 self._sampled_s[device] = now_s
             samples.append(max(0, used_bytes - ours) // GRAIN_BYTES * GRAIN_BYTES)
-        said = DeviceIs(device, total_bytes, min(samples, default=0))
-        if said != self._said.get(device):
-            self._said[device] = said
-            self._feed(said)
+        self._tell(DeviceIs(device, total_bytes, min(samples, default=0)))
 
 
 LOOK_S = 0.002  # after an event; those of one change come together
@@ -233,12 +220,13 @@ class PlaceLink(KeptLink):
             self.conn.send(question, self._asked[0])
 
     async def _free(self) -> None:
+        drop = (
+            weights.DropPoolMsg()
+            if self.tag == KV
+            else weights.DropMsg(even_if_mapped=self._is_copy)
+        )
         try:
-            if self.tag == KV:
-                await ask(self.path, weights.CATALOGUE, weights.DropPoolMsg())
-            else:
-                drop = weights.DropMsg(even_if_mapped=self._is_copy)
-                await ask(self.path, weights.CATALOGUE, drop)
+            await ask(self.path, weights.CATALOGUE, drop)
         except UnderstudyError as error:
             self.problem = f"{self.place} is not freed yet: {error.message}"
             await asyncio.sleep(RETRY_S)

@@ -15,7 +15,6 @@ import functools
 import gc
 import secrets
 from collections import deque
-from collections.abc import Mapping
 
 import msgspec
 
@@ -36,7 +35,6 @@ from pool import messages as msg
 from pool.core import events as ev
 from pool.core.reconcile import ModelPool
 from pool.core.saved import PoolSnapshot
-from pool.messages import PooledModel
 from pool.pool_file import PoolFile, engines_of, with_changes
 from pool.server import status
 from pool.server.engines import EngineSide
@@ -116,10 +114,10 @@ class PoolServer(status.PoolParts, Handler):
         self.metrics = PoolMetrics(models, setup.devices)
         self.metrics.metrics.refresh = self._refresh
         self.serving = ServingShare(file.devices, clock.now_ms())
-        self.gateways = PoolGateways(models, self._doors, feed, clock.now_ms)
+        self.gateways = PoolGateways(lambda: for_gateways(self.facts, self.doors, self.file), feed)
         engines_by_model = {name: engines_of(name, each) for name, each in models.items()}
         self.engines = EngineSide(directory, engines_by_model, clock, feed)
-        self.locks = PoolLockSide(directory, models, self._held)
+        self.locks = PoolLockSide(directory, models, feed)
         devices = {name: each.devices for name, each in models.items()}
         bases = self.engines.bases
         self.memory = MemorySide(directory, devices, file.host_memory, feed, bases)
@@ -182,7 +180,7 @@ class PoolServer(status.PoolParts, Handler):
             why = f"it cannot be written to the state file: {error.strerror}"
             raise UnderstudyError("pool.state_unwritable", why) from error
         self.file = file
-        self.feed(ev.RulesChanged(model or None, file.models[model] if model else file))
+        self.feed(ev.RulesChanged(model, file.models[model] if model else file))
         self.gateways.tell(is_urgent=True)
 
     def _handle(self, event: ev.PoolEvent) -> None:
@@ -259,12 +257,6 @@ class PoolServer(status.PoolParts, Handler):
         self._rearm(SAVE_RETRY_S)
 
     # ------------------------------------------------------------------ neighbours and time
-
-    def _doors(self) -> Mapping[str, PooledModel]:
-        return for_gateways(self.pool, self.doors, self.file)
-
-    def _held(self, model: str, engine: str, token: int, era: str) -> None:
-        self.feed(ev.HolderNamed(model, engine, token, era))
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         """A task that ends by itself is a bug, and ends the pool."""
@@ -370,7 +362,7 @@ class PoolServer(status.PoolParts, Handler):
             case msg.DemandMsg():
                 self.gateways.said(conn, message)
             case msg.LeaseMsg():
-                self.leases.asked(conn, message, request_id, self.clock.now_ms())
+                self.leases.asked(conn, message, request_id)
             case msg.StatusMsg():
                 conn.send(msg.StatusReplyMsg(status.document(self)), request_id)
             case msg.WatchMsg():
@@ -391,27 +383,20 @@ class PoolServer(status.PoolParts, Handler):
             UnderstudyError: it is not obeyed, and nothing has changed.
         """
         if message.model is not None and message.model not in self.doors:
-            known = ", ".join(self.doors)
-            raise UsageError(
-                "model_not_found", f"this pool has no model {message.model}; it has {known}"
-            )
-        match message:
-            case msg.OrderMsg():
-                return self._order(message)
-            case msg.SetMsg():
-                self._change(message.model or "", message.setting, message.value)
-                whose = f"of {message.model}" if message.model else "of the pool"
-                value = "as in the pool file" if message.value is None else f"now {message.value}"
-                sentence = f"{message.setting} {whose} is {value}"
-                self.log.record("pool.set", sentence, data={"setting": message.setting})
-                return msg.OrderedMsg(None, sentence)
-
-    def _order(self, message: msg.OrderMsg) -> msg.OrderedMsg:
+            why = f"this pool has no model {message.model}; it has {', '.join(self.doors)}"
+            raise UsageError("model_not_found", why)
+        if isinstance(message, msg.SetMsg):
+            self._change(message.model or "", message.setting, message.value)
+            whose = f"of {message.model}" if message.model else "of the pool"
+            value = "as in the pool file" if message.value is None else f"now {message.value}"
+            sentence = f"{message.setting} {whose} is {value}"
+            self.log.record("pool.set", sentence, data={"setting": message.setting})
+            return msg.OrderedMsg(None, sentence)
         self.feed(ev.Ordered(message.model, message.order, message.is_forced))
         text = f"an operator requested: {message.order} {message.model}"
         data = {"model": message.model, "order": message.order}
         self.log.record("pool.order", text, data=data)
-        sentence = status.sentence(self, message.model)[: msg.SENTENCE_CHARS_MAX]
+        sentence = status.sentence(self, message.model)
         return msg.OrderedMsg(self.facts.models[message.model].state, sentence)
 
 
@@ -427,10 +412,8 @@ def _as_changed(
                 file = with_changes(file, {model: {setting: value}})
             except UnderstudyError as error:
                 del settings_of[setting]
-                what = f"{setting}={value}{f' of {model}' if model else ''}"
-                message = f"dropped the setting {what}, because the pool file has changed:"
-                data = {"error_code": error.code}
-                log.record("pool.change_dropped", f"{message} {error.message}", "warning", data)
+                what = f"dropped {setting}={value}{f' of {model}' if model else ''}"
+                log.record("pool.set", f"{what}: {error.message}", "warning", {"setting": setting})
         if not settings_of:
             del changed[model]
     return file

@@ -123,11 +123,11 @@ class Locks(Handler):
 
 
 class StandInEngine(Handler):
-    """One engine's supervisor. `launches` counts; `goals` has each new goal with its generation."""
+    """One engine's supervisor."""
 
     def __init__(self, world, name, model):
         self.world, self.name, self.model = world, name, model
-        self.launches, self.goals, self.conns = 0, [], set()
+        self.told, self.conns = 0, set()
         self.generation, self.goal = None, Tier.COLD
         self.incarnation, self.token, self.state, self.tier = "", 0, "dead", Tier.COLD
         self.witness_fd, self.ref = None, None
@@ -154,7 +154,7 @@ class StandInEngine(Handler):
             tier=self.tier,
             goal=self.goal,
             goal_by="pool",
-            goal_seen=len(self.goals),
+            goal_seen=self.told,
             since_ms=0,
             kv_bytes=20 * MIB,
             in_flight=0,
@@ -169,7 +169,7 @@ class StandInEngine(Handler):
             self.generation is None or self.generation.is_older(wanted.generation)
         ):
             self.generation, self.goal = wanted.generation, message.goal
-            self.goals.append((message.goal, wanted.generation))
+            self.told += 1
             self._obey()
         conn.send(self.am(), request_id)
         self.conns.add(conn)
@@ -194,7 +194,6 @@ class StandInEngine(Handler):
         kv.set(20 * MIB if is_awake else 0, is_mapped=is_awake)
 
     def _launch(self):
-        self.launches += 1
         self.incarnation = witness.new_incarnation(self.name)
         path, self.witness_fd = witness.create(self.world.directory, self.incarnation)
         found = os.fstat(self.witness_fd)
@@ -206,10 +205,6 @@ class StandInEngine(Handler):
             os.close(self.witness_fd)
         self.witness_fd, self.ref, self.incarnation, self.token = None, None, "", 0
         self.state, self.tier = "dead", Tier.COLD
-
-    def tell(self):
-        for conn in self.conns:
-            conn.send(self.am())
 
 
 class PoolProcess:
@@ -236,10 +231,6 @@ class PoolProcess:
     def kill(self):
         self.process.send_signal(signal.SIGKILL)
         self.process.wait()
-
-    def log(self):
-        with open(self.log_path) as log:
-            return log.read()
 
 
 def linked(directory, demand, on_doors=lambda doors: None, on_lost=lambda reason: None):
@@ -269,7 +260,6 @@ class World:
         }
         self.engines = {model: StandInEngine(self, f"{model}-0", model) for model in models}
         self.demand, self.doors = {}, {}
-        self.heard = []  # every word on doors of this pool
         self.link = linked(directory, lambda: self.demand, self._doors, self._lost)
         self._running = None
 
@@ -290,7 +280,6 @@ class World:
     def _doors(self, message):
         """Obey at once: nothing is ever in flight here."""
         self.doors = message.models
-        self.heard.append(message.models)
         for name, model in message.models.items():
             has = self.demand.get(name, ModelDemand())
             is_open = isinstance(model.door, OpenDoor)
@@ -301,7 +290,7 @@ class World:
         self.link.changed()
 
     def _lost(self, _reason):
-        self.doors, self.heard = {}, []
+        self.doors = {}
 
     async def loses_the_pool(self):
         """Wait until the last word of a pool that was killed has been read."""

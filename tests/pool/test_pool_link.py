@@ -4,6 +4,7 @@ Method: a real server on the real path, which collects what it is sent.
 """
 
 import asyncio
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -41,98 +42,72 @@ def directory(tmp_path):
     return str(tmp_path)
 
 
+@asynccontextmanager
+async def running(link, directory):
+    """The link, with a pool that it connects to."""
+    pool = CollectingPool(directory)
+    await pool.server.start()
+    task = asyncio.create_task(link.run())
+    try:
+        await auntil(lambda: pool.said, "the first demand")
+        yield pool
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await pool.server.close()
+
+
 def test_demand_is_first_on_every_connection(directory):
-    asyncio.run(demand_is_first(directory))
-
-
-async def demand_is_first(directory):
     """Goal: a restarted pool hears the demand of now. Method: doors are sent, the server ends,
     another one starts."""
-    demand, doors, lost = {"chat": ModelDemand(in_flight=1)}, [], []
-    link = linked(directory, lambda: demand, doors.append, lost.append)
-    first = CollectingPool(directory)
-    await first.server.start()
-    running = asyncio.create_task(link.run())
-    try:
-        await auntil(lambda: first.said, "the first demand")
-        assert first.said[0].models == demand
-        said = DoorsMsg({"chat": PooledModel(1, OpenDoor("engine-0", 2), ModelState.AWAKE)})
-        first.conns[0].send(said)
-        await auntil(lambda: doors, "the doors")
-        assert doors == [said]
-        assert link.problem is None
 
-        await first.server.close()
-        await auntil(lambda: lost, "the loss")
-        assert link.problem is not None
-        demand["chat"] = ModelDemand(in_flight=2)
-        second = CollectingPool(directory)
-        await second.server.start()
-        await auntil(lambda: second.said, "the demand of the new connection")
-        assert second.said[0].models == demand
-        await second.server.close()
-    finally:
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
+    async def body():
+        demand, doors, lost = {"chat": ModelDemand(in_flight=1)}, [], []
+        link = linked(directory, lambda: demand, doors.append, lost.append)
+        async with running(link, directory) as first:
+            assert first.said[0].models == demand
+            said = DoorsMsg({"chat": PooledModel(1, OpenDoor("engine-0", 2), ModelState.AWAKE)})
+            first.conns[0].send(said)
+            await auntil(lambda: doors, "the doors")
+            assert (doors, link.problem) == ([said], None)
+            await first.server.close()
+            await auntil(lambda: lost, "the loss")
+            assert link.problem is not None
+            demand["chat"] = ModelDemand(in_flight=2)
+            second = CollectingPool(directory)
+            await second.server.start()
+            await auntil(lambda: second.said, "the demand of the new connection")
+            assert second.said[0].models == demand
+            await second.server.close()
+
+    asyncio.run(body())
 
 
-def test_changes_at_once_are_one_message(directory):
-    asyncio.run(changes_are_one_message(directory))
+def test_demand_is_sent_once_for_what_changes_together_and_not_again_as_it_was(directory):
+    """Goal: a burst of requests costs the pool a message, and it judges only what is new. Method: a
+    thousand changes in one turn of the loop; a change that changes nothing; a new connection."""
 
+    async def body():
+        demand, looks = {"chat": ModelDemand()}, []
 
-async def changes_are_one_message(directory):
-    """Goal: a burst of requests costs the pool a message, with the last state in it. Method: a
-    thousand changes in one turn of the loop."""
-    demand = {"chat": ModelDemand()}
-    link = PoolLink(directory, lambda: demand)
-    pool = CollectingPool(directory)
-    await pool.server.start()
-    running = asyncio.create_task(link.run())
-    try:
-        await auntil(lambda: pool.said, "the first demand")
-        for number in range(1, 1001):
-            demand["chat"] = ModelDemand(in_flight=number)
+        def look():
+            looks.append(dict(demand))
+            return demand
+
+        link = PoolLink(directory, look)
+        async with running(link, directory) as pool:
+            for number in range(1, 1001):
+                demand["chat"] = ModelDemand(in_flight=number)
+                link.changed()
+            await auntil(lambda: len(pool.said) > 1, "the change")
+            seen = len(looks)
             link.changed()
-        await auntil(lambda: len(pool.said) > 1, "the change")
-        assert [each.models["chat"].in_flight for each in pool.said] == [0, 1000]
-    finally:
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-        await pool.server.close()
+            await auntil(lambda: len(looks) > seen, "the look at what has changed")
+            pool.conns[0].close("a test")
+            await auntil(lambda: len(pool.said) > 2, "the new connection's demand")
+            assert [each.models["chat"].in_flight for each in pool.said] == [0, 1000, 1000]
 
-
-def test_demand_that_is_as_it_was_is_not_sent_again_but_on_a_new_connection(directory):
-    asyncio.run(same_demand_is_sent_once(directory))
-
-
-async def same_demand_is_sent_once(directory):
-    """Goal: a pool judges only what is new. Method: a change that changes nothing, then a real one,
-    which comes second; then a new connection, which hears it again."""
-    demand, looks = {"chat": ModelDemand(in_flight=1)}, []
-
-    def look():
-        looks.append(dict(demand))
-        return demand
-
-    link = PoolLink(directory, look)
-    pool = CollectingPool(directory)
-    await pool.server.start()
-    running = asyncio.create_task(link.run())
-    try:
-        await auntil(lambda: pool.said, "the first demand")
-        link.changed()
-        await auntil(lambda: len(looks) > 1, "the look at what has changed")
-        demand["chat"] = ModelDemand(in_flight=2)
-        link.changed()
-        await auntil(lambda: len(pool.said) > 1, "the change")
-        assert [each.models["chat"].in_flight for each in pool.said] == [1, 2]
-        pool.conns[0].close("a test")
-        await auntil(lambda: len(pool.said) > 2, "the new connection's demand")
-        assert pool.said[2].models["chat"].in_flight == 2
-    finally:
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-        await pool.server.close()
+    asyncio.run(body())
 
 
 async def first_look_that_is_wanted_counts():

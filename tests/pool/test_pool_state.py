@@ -3,7 +3,6 @@
 Method: the file itself, whole and damaged as by a power cut, a newer version, or a hand.
 """
 
-import errno
 import os
 
 import pytest
@@ -23,16 +22,6 @@ def loaded(directory):
         return file
     finally:
         file.close()
-
-
-def test_newest_record_is_found_again(directory):
-    file = PoolStateFile(directory)
-    assert (file.record, file.problem) == (None, None)
-    for number in range(3):
-        file.write({"number": number})
-    file.close()
-    assert loaded(directory).record == {"number": 2}
-    assert loaded(directory).record == {"number": 2}  # looking changes nothing
 
 
 @pytest.mark.parametrize("slot", [0, 1])
@@ -80,20 +69,3 @@ def test_only_what_must_survive_a_power_cut_waits_for_the_disk(directory, monkey
     assert len(synced) == 1
     file.close()
     assert loaded(directory).record == {"number": 2}
-
-
-def test_second_user_of_the_file_is_refused(directory):
-    file = PoolStateFile(directory)
-    with pytest.raises(UnderstudyError, match="another process has locked"):
-        PoolStateFile(directory)
-    file.close()
-
-
-def test_record_that_does_not_fit_leaves_the_last_one(directory):
-    file = PoolStateFile(directory)
-    file.write({"number": 1})
-    with pytest.raises(OSError, match="so many models") as refused:
-        file.write({"number": "x" * SLOT_BYTES})
-    assert refused.value.errno == errno.EFBIG
-    file.close()
-    assert loaded(directory).record == {"number": 1}

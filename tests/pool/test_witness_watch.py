@@ -6,12 +6,13 @@ Method: the real watch in a real directory, in a process that cannot open anythi
 import asyncio
 import resource
 
+from pool.core.events import EngineDead, PoolEvent
 from pool.server.locks import WitnessWatch
 from tests.helpers import auntil
 
 
 def test_question_that_meets_a_shortage_of_descriptors_is_answered_after_it(tmp_path):
-    answers, tries = list[tuple[str, int]](), list[int]()
+    answers, tries = list[PoolEvent](), list[int]()
 
     class CountedWatch(WitnessWatch):
         def _try(self) -> None:
@@ -19,7 +20,7 @@ def test_question_that_meets_a_shortage_of_descriptors_is_answered_after_it(tmp_
             super()._try()
 
     async def body() -> None:
-        watch = CountedWatch(str(tmp_path), lambda *_: None, lambda *said: answers.append(said))
+        watch = CountedWatch(str(tmp_path), answers.append)
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
@@ -32,4 +33,4 @@ def test_question_that_meets_a_shortage_of_descriptors_is_answered_after_it(tmp_
         watch.close()
 
     asyncio.run(body())
-    assert answers == [("m-0", 7)]
+    assert answers == [EngineDead("m-0", "", 7)]

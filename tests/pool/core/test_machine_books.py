@@ -38,18 +38,6 @@ def releasing(engines=1, deaf=()):
     return pod
 
 
-def test_sizes_that_were_measured_replace_what_was_estimated():
-    pod = Pod(total_bytes=1500 * MIB).start()
-    pod.ask("a")
-    pod.obey_goals()
-    engine = pod.supervisors["a0"]
-    pod.handle(engine.said(base_bytes={GPU: 30 * MIB}, kv_bytes={GPU: 400 * MIB}))
-    assert booked(pod)[base("a0")] == 30 * MIB
-    assert booked(pod)[KV] == 400 * MIB
-    pod.handle(ev.MemoryIs(GPU, {}, {"a": 450 * MIB}, {}))
-    assert booked(pod)[KV] == 450 * MIB  # more is held
-
-
 def test_memory_that_does_not_come_back_is_an_alarm_and_stays_booked():
     pod = releasing(deaf=["a0"])
     pod.handle(ev.Ordered("a", ev.Order.UNLOAD))

@@ -1,11 +1,14 @@
-"""Goal: a drain loses nothing and ends; what is behind a shut door stays there."""
+"""Goal: a drain loses nothing and ends; what is behind a shut door stays there; a turn is protected
+from when its streams have resumed; the machine refuses what is not safe even if the policy asks."""
 
 import pytest
 
 from plumbing.pod.messages import Tier
 from pool.core import events as ev
-from pool.core.states import ModelState
-from tests.pool.core.pod import MIB, Pod, rules
+from pool.core.reconcile import ModelPool
+from pool.core.states import EngineSizes, ModelState
+from pool.core.who_wakes import Plan, Raise
+from tests.pool.core.pod import ERA, GPU, MIB, Pod, rules
 
 S = ModelState
 
@@ -152,3 +155,133 @@ def test_idle_model_rests_after_its_keep_alive_and_comes_back_at_once_if_it_is_a
     pod.tick(60_000)
     pod.settle()
     assert pod.state("a") is S.WARM
+
+
+def awake_for_parked_streams():
+    pod = Pod(total_bytes=1300 * MIB).start()
+    pod.ask("a", kind=ev.TicketKind.PARKED)
+    for _ in range(3):
+        pod.obey_goals()
+    assert pod.state("a") is S.AWAKE
+    return pod
+
+
+def resuming(pod, *, parked=0, count=0):
+    """`a` is awake; so many of its streams wait for their next token."""
+    tickets = tuple(ev.Ticket(n + 1, pod.now_ms, kind=ev.TicketKind.PARKED) for n in range(parked))
+    demand = ev.ModelDemand(tickets, in_flight=3, resuming=count, door=pod.obeyed["a"])
+    waits = ev.ModelDemand((ev.Ticket(9, pod.now_ms - 60_000.0),))
+    pod.handle(ev.DemandCame("gateway", {"a": demand, "b": waits}))
+
+
+def test_protection_of_a_turn_counts_from_when_its_streams_have_resumed():
+    """Goal: no model only ever replays its streams. Method: a replay that takes longer than the
+    protection, while an older ticket waits."""
+    pod = awake_for_parked_streams()
+    resuming(pod, parked=3)
+    pod.tick(12_000)  # above `min_runtime`
+    resuming(pod, count=3)
+    pod.tick(12_000)
+    assert pod.state("a") is S.AWAKE
+    resuming(pod)
+    known = pod.pool.facts.models["a"]
+    assert known.costs.resume_ms == 24_000.0
+    pod.tick(23_999)  # the protection is at least what the switch has cost
+    assert pod.state("a") is S.AWAKE
+    pod.tick(1)
+    assert pod.state("a") is S.DRAINING
+
+
+def test_streams_that_never_resume_do_not_keep_the_device():
+    pod = awake_for_parked_streams()
+    resuming(pod, count=3)
+    due_ms = pod.pool.facts.models["a"].raise_due_ms
+    pod.tick(due_ms - pod.now_ms)
+    assert pod.state("a") is S.AWAKE
+    assert pod.pool.due_ms is not None
+    pod.tick(due_ms + 100_000.0 - pod.now_ms)
+    for _ in range(3):
+        pod.tick(max(0.0, pod.pool.due_ms - pod.now_ms))
+    assert pod.state("a") is S.DRAINING
+
+
+def raise_all(_now_ms, models, _devices, _rules):
+    return Plan({view.name: Raise() for view in models if view.state is S.PENDING})
+
+
+def reckless(total_bytes):
+    pod = Pod(total_bytes=total_bytes)
+    pod.pool = ModelPool(pod.setup, pod.now_ms, ERA, planner=raise_all)
+    return pod
+
+
+def test_on_a_device_that_nobody_has_described_nothing_is_raised_whatever_the_policy_says():
+    pod = reckless(1300 * MIB)
+    pod.handle(ev.DeviceIs(GPU, pod.total_bytes, 0))
+    for engine in pod.supervisors.values():
+        pod.handle(engine.said())
+    pod.ask("a")
+    assert pod.state("a") is S.PENDING
+    pod.say_memory()
+    pod.ask("a")
+    assert pod.state("a") is S.LOADING
+
+
+def test_model_that_turns_out_larger_than_its_estimate_rests_until_there_is_room():
+    pod = Pod(total_bytes=1300 * MIB).start()
+    small = EngineSizes({GPU: MIB}, {GPU: MIB}, {GPU: MIB}, is_estimated=True)
+    pod.pool.facts.models["b"].sizes = small
+    pod.ask("a")
+    pod.settle()
+    pod.in_flight["a"] = pod.supervisors["a0"].in_flight = 1
+    pod.ask("b")
+    assert (pod.state("a"), pod.state("b")) == (S.AWAKE, S.LOADING)
+    engine = pod.supervisors["b0"]
+    engine.state, engine.incarnation, engine.token, engine.count = "resting", "b0.1", 9, 1
+    pod.weights.add("b")
+    pod.holders["b"] = engine
+    pod.handle(engine.said())  # measured: 610 MiB awake, and 178 are free
+    assert engine.goal is Tier.WARM
+    pod.handle(engine.said())
+    assert (pod.state("a"), pod.state("b")) == (S.AWAKE, S.PENDING)
+    pod.in_flight["a"] = pod.supervisors["a0"].in_flight = 0
+    pod.tick(20_000)
+    pod.settle()
+    assert (pod.state("a"), pod.state("b")) == (S.WARM, S.AWAKE)
+
+
+@pytest.mark.parametrize("is_waking", [False, True])
+def test_order_to_unload_a_model_that_comes_back_from_a_death_shuts_its_open_door_first(is_waking):
+    """As when it yields: its next engine may serve behind the open door before we hear of it."""
+    pod = Pod(total_bytes=1300 * MIB).start()
+    pod.ask("a")
+    pod.settle()
+    pod.in_flight["a"] = 1
+    engine = pod.supervisors["a0"]
+    pod.kill(engine)
+    if is_waking:
+        engine.state, engine.incarnation = "standby", "a0.2"
+        pod.grant("a")
+        engine.state = "waking"
+        pod.handle(engine.said())
+    assert pod.state("a") is (S.WAKING if is_waking else S.LOADING)
+    assert isinstance(pod.pool.facts.models["a"].door, ev.OpenDoor)
+    pod.all.clear()
+    pod.handle(ev.Ordered("a", ev.Order.UNLOAD))
+    assert isinstance(pod.doors["a"].door, ev.ShutDoor)
+    pod.obey_doors()  # and the gateway still counts a request
+    assert not any(isinstance(each, ev.TellEngine) for each in pod.all)
+    pod.in_flight["a"] = 0
+    pod.obey_doors()
+    assert pod.state("a") is S.UNLOADING
+    pod.settle()
+    assert pod.state("a") is S.COLD
+
+
+def test_tickets_of_a_model_that_is_being_unloaded_do_not_bring_it_back():
+    """Even if the gateway has not obeyed the door yet that refuses them."""
+    pod = Pod(total_bytes=1300 * MIB).start()
+    pod.ask("a")
+    assert pod.state("a") is S.LOADING
+    pod.handle(ev.Ordered("a", ev.Order.UNLOAD))
+    assert not pod.pool.facts.models["a"].is_wanted

@@ -42,23 +42,6 @@ def test_failover_keeps_the_door_open_and_tells_no_goal():
     assert not any(isinstance(each, ev.TellEngine) for each in pod.all)
 
 
-def test_failover_is_no_fault_and_its_order_does_not_matter():
-    """The grant is heard before the death, and the engine's word before the lock server's."""
-    pod = awake()
-    old, new = pod.supervisors["a0"], pod.supervisors["a1"]
-    pod.tokens += 1
-    new.token, new.state = pod.tokens, "waking"
-    pod.handle(new.said())
-    assert pod.state("a") is S.WAKING
-    pod.handle(ev.EngineDead("a0", old.incarnation))
-    old.state, old.incarnation, old.token = "dead", "", 0
-    pod.handle(ev.HolderNamed("a", "a1", pod.tokens, "locks"))
-    pod.holders["a"] = new
-    pod.settle()
-    assert pod.state("a") is S.AWAKE
-    assert pod.pool.facts.models["a"].faults_ms == ()
-
-
 def test_holder_that_is_named_late_replaces_nobody_unless_the_lock_server_has_lost_its_state():
     pod = awake()
     pod.kill(pod.supervisors["a0"])
@@ -94,16 +77,6 @@ def test_model_without_a_shadow_is_loaded_again_behind_its_open_door():
     assert pod.state("a") is S.AWAKE
 
 
-def test_death_at_rest_is_repaired_up_to_the_same_tier():
-    pod = awake(engines=1)
-    pod.handle(ev.Ordered("a", ev.Order.SLEEP))
-    pod.settle()
-    pod.kill(pod.supervisors["a0"])
-    assert pod.state("a") is S.LOADING
-    pod.settle()
-    assert pod.state("a") is S.WARM
-
-
 def test_living_shadow_that_is_never_granted_is_not_waited_for_for_ever():
     pod = awake()
     pod.kill(pod.supervisors["a0"])
@@ -111,17 +84,6 @@ def test_living_shadow_that_is_never_granted_is_not_waited_for_for_ever():
     assert pod.pool.due_ms <= pod.now_ms + 60_000
     pod.tick(60_000)
     assert pod.state("a") is S.LOADING
-
-
-def test_engine_that_dies_on_its_way_down_frees_by_its_witness():
-    pod = awake(engines=1)
-    pod.handle(ev.Ordered("a", ev.Order.SLEEP))
-    pod.obey_doors()
-    assert pod.state("a") is S.RELEASING
-    pod.kill(pod.supervisors["a0"])
-    assert pod.state("a") is S.UNLOADING
-    pod.settle()
-    assert (pod.state("a"), pod.pool.facts.ledger.entries) == (S.COLD, {})
 
 
 def crash(pod, fault="out of memory", *, is_permanent=False):
@@ -180,28 +142,6 @@ def test_engine_that_was_told_to_stop_is_no_fault_of_its_model():
     assert len(faults(pod)) == 1
 
 
-def test_faults_of_the_machine_count_against_no_model_however_they_are_heard():
-    """The witness may be free before the supervisor says what the engine died of."""
-    pod = Pod({"a": rules()}, total_bytes=1500 * MIB).start()
-    pod.ask("a")
-    engine = pod.supervisors["a0"]
-    for is_witness_first in (False, True) * FAULTS_MAX:
-        engine.count += 1
-        engine.state, engine.incarnation = "init", f"a0.{engine.count}"
-        pod.handle(engine.said())
-        gone = engine.incarnation
-        if is_witness_first:
-            pod.handle(ev.EngineDead("a0", gone))
-        engine.state, engine.incarnation = "dead", ""
-        pod.handle(engine.said(fault="no space left on the disk", is_machine=True))
-        pod.handle(ev.EngineDead("a0", gone))
-        assert (pod.state("a"), faults(pod)) == (S.LOADING, ())
-        pod.tick(60_000)
-    assert pod.pool.due_ms is None or pod.pool.due_ms > pod.now_ms  # it does not spin
-    pod.settle()
-    assert pod.state("a") is S.AWAKE
-
-
 def test_permanent_fault_is_not_tried_again():
     pod = Pod({"a": rules()}, total_bytes=1500 * MIB).start()
     pod.ask("a")
@@ -209,23 +149,6 @@ def test_permanent_fault_is_not_tried_again():
     pod.settle()
     assert pod.state("a") is S.FAILED
     assert pod.doors["a"].door.retry_after_s is None
-
-
-def test_raise_that_takes_longer_than_its_budget_is_a_fault_and_backs_off():
-    pod = Pod({"a": rules()}, total_bytes=1500 * MIB).start()
-    pod.supervisors["a0"].is_deaf = False
-    pod.ask("a")
-    engine = pod.supervisors["a0"]
-    engine.count, engine.state, engine.incarnation = 1, "init", "a0.1"
-    pod.handle(engine.said())
-    pod.tick(1_800_000)  # nobody has measured a load
-    assert pod.state("a") is S.UNLOADING
-    assert any(isinstance(each, ev.KillEngine) for each in pod.all)
-    pod.settle()
-    assert pod.state("a") is S.PENDING
-    pod.tick(1_000)
-    pod.settle()
-    assert pod.state("a") is S.AWAKE
 
 
 def test_budget_of_a_wake_is_twice_what_was_measured_and_at_least_a_minute():

@@ -4,13 +4,12 @@ Method: a second machine from the first one's snapshot, as its file has it.
 """
 
 import msgspec
-import pytest
 
 from plumbing.pod.messages import Tier
 from pool.core import events as ev
 from pool.core.reconcile import ModelPool
 from pool.core.saved import PoolSnapshot
-from pool.core.states import EntryKey, EntryKind, GoalGeneration, ModelState
+from pool.core.states import GoalGeneration, ModelState
 from tests.pool.core.pod import GPU, MIB, Pod, rules
 
 S = ModelState
@@ -109,25 +108,6 @@ def test_lost_file_waits_for_an_engine_that_is_on_its_way():
     assert pod.state("a") is S.AWAKE
 
 
-def test_engine_that_was_on_its_way_up_when_it_was_adopted_is_no_liar_and_is_booked():
-    """It was a standby with a goal of its own, and was granted before it heard ours."""
-    pod = Pod(total_bytes=1500 * MIB)
-    engine = pod.supervisors["a0"]
-    engine.state, engine.incarnation, engine.count = "standby", "a0.1", 1
-    pod.start()
-    assert pod.state("a") is S.WARM
-    engine.token = 1
-    pod.holders["a"] = engine
-    kv = EntryKey(GPU, EntryKind.KV, "a")
-    for state, tier in (("waking", Tier.WARM), ("active", Tier.AWAKE), ("releasing", Tier.AWAKE)):
-        engine.state = state
-        pod.handle(engine.said(tier=tier))
-        assert kv in pod.pool.facts.ledger.entries
-    pod.settle()
-    assert pod.state("a") is S.WARM
-    assert kv not in pod.pool.facts.ledger.entries
-
-
 def test_doors_are_numbered_above_what_a_gateway_obeys_of_a_lost_pool():
     pod = served()
     pod.obeyed = dict.fromkeys(pod.obeyed, 500)
@@ -174,15 +154,3 @@ def test_goal_that_is_newer_than_the_file_is_followed_by_a_newer_one():
     told = [each for each in pod.all if isinstance(each, ev.TellEngine) and each.engine == "a0"]
     assert told[-1].goal is Tier.AWAKE
     assert seen.is_older(told[-1].generation)
-
-
-@pytest.mark.parametrize("model", ["a", "b"])
-def test_tickets_are_not_forgotten_while_no_gateway_is_heard(model):
-    pod = Pod(total_bytes=1500 * MIB).start()
-    pod.ask(model)
-    assert pod.state(model) is S.LOADING
-    restart(pod).handle(ev.PoolTick())
-    assert pod.pool.facts.models[model].is_wanted
-    pod.tickets[model] = []
-    hear_all(pod)
-    assert not pod.pool.facts.models[model].is_wanted

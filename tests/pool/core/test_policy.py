@@ -68,11 +68,6 @@ def test_model_without_a_size_takes_the_whole_device():
     assert planned([unknown], {"0": 15}).decisions == {"a": Raise()}
 
 
-def test_pinned_model_may_be_raised_beside_what_it_holds_itself():
-    models = [a_model("a", weights=5, kv=10, waits_since=NOW, rules={"is_pinned": True})]
-    assert planned(models, {"0": 15}).decisions["a"] == Raise()
-
-
 def test_least_recently_asked_of_a_class_yields():
     models = [
         a_model("a", kv=5, waits_since=NOW),
@@ -80,26 +75,6 @@ def test_least_recently_asked_of_a_class_yields():
         a_model("old", weights=5, last_request_ms=1.0),
     ]
     assert planned(models, {"0": 10}).decisions["a"] == Yield((Victim("old", Tier.OFFLOADED),))
-
-
-def test_model_that_is_unloaded_blocks_nobody():
-    models = [
-        a_model("a", S.UNLOADING, kv=1, waits_since=1.0, leaving=Leaving.HEAD),
-        a_model("b", kv=10, waits_since=2.0),
-        a_model("x", S.AWAKE),
-    ]
-    found = planned(models, {"0": 11})
-    assert found.decisions["a"] == Wait(None, "a is being unloaded")
-    assert found.decisions["b"] == Yield((Victim("x", Tier.WARM),))
-
-
-def test_load_for_a_ticket_blocks_nobody_though_it_has_grown():
-    """Its size was measured, and is above what was booked for it."""
-    models = [
-        a_model("a", S.LOADING, kv=8, waits_since=1.0, booked={"0": 5 * GIB}),
-        a_model("b", kv=5, waits_since=2.0),
-    ]
-    assert planned(models, {"0": 10}).decisions == {"b": Raise()}
 
 
 def test_claims_on_host_memory_are_in_each_others_way():
@@ -115,18 +90,6 @@ def test_claims_on_host_memory_are_in_each_others_way():
     with_margin = type(NO_MARGIN)(margin_bytes=GIB)
     devices = devices_of(models, {"0": 9, "1": 9, HOST: 4})
     assert plan(NOW, models, devices, with_margin).decisions["a"] == Raise()
-
-
-def test_age_changes_the_order_only_between_priorities():
-    busy = a_model("x", S.AWAKE, in_flight=1, priority=-9)
-    for priority, due_ms in ((0, None), (1, NOW + 20_000.0)):
-        models = [
-            a_model("a", waits_since=NOW),
-            a_model("b", waits_since=NOW - 40_000.0, priority=priority),
-        ]
-        found = planned([*models, busy], {"0": 15})
-        assert [*found.decisions] == (["b", "a"] if due_ms is None else ["a", "b"])
-        assert due_ms is None or found.due_ms == due_ms
 
 
 @pytest.mark.parametrize(
@@ -194,16 +157,6 @@ def test_model_on_its_way_up_blocks_nobody_and_is_waited_for():
     assert (only_up.until_ms, "up is waking" in only_up.why) == (None, True)
 
 
-def test_failed_model_is_no_head_before_its_back_off_ends():
-    models = [
-        a_model("a", waits_since=1.0, back_off_until_ms=NOW + 700.0),
-        a_model("b", waits_since=2.0),
-    ]
-    found = planned(models, {"0": 10})
-    assert found.decisions["b"] == Raise()
-    assert found.decisions["a"].until_ms == NOW + 700.0 == found.due_ms
-
-
 def test_head_that_nobody_can_help_blocks_nobody():
     """Goal: memory that cannot be asked for is waited for, and others go on."""
     stuck = a_model("hung", S.UNLOADING, leaving=Leaving.ORDER)
@@ -219,17 +172,6 @@ def test_head_that_nobody_can_help_blocks_nobody():
     assert found.decisions["big"].until_ms is None
     assert "hung is unloading and holds 10.0 GiB" in found.decisions["big"].why
     assert found.decisions["b"] == Yield((Victim("x", Tier.WARM),))
-
-
-def test_never_claims_nothing():
-    models = [
-        a_model("big", kv=12, waits_since=1.0),
-        a_model("b", kv=5, waits_since=2.0),
-        a_model("x", S.AWAKE, kv=10, rules={"is_pinned": True}),
-    ]
-    found = planned(models, {"0": 15})
-    assert isinstance(found.decisions["big"], Never)
-    assert found.decisions["b"] == Raise()
 
 
 def test_work_goes_on_while_something_at_rest_has_room():
@@ -260,15 +202,6 @@ def test_model_that_drains_turns_round_if_its_room_is_not_needed(leaving):
     resting = [a_model("x", S.DRAINING, leaving=leaving)]
     unyields = planned(resting, {"0": 10}).unyields
     assert unyields == (("x",) if leaving is Leaving.HEAD else ())
-
-
-def test_of_two_that_drain_only_the_one_that_is_not_needed_turns_round():
-    models = [
-        a_model("a", kv=10, waits_since=NOW, has_plan=True),
-        a_model("x", S.DRAINING, leaving=Leaving.HEAD, in_flight=1),
-        a_model("y", S.DRAINING, leaving=Leaving.HEAD, in_flight=1),
-    ]
-    assert planned(models, {"0": 20}).unyields == ("x",)
 
 
 def test_copies_in_host_memory_yield_to_what_needs_it():

@@ -12,64 +12,42 @@ ASKED = 1_000_000.0  # the last request
 MINUTE = 60_000.0
 
 
-@pytest.mark.parametrize(
-    ("model", "due_ms", "tier"),
-    [
-        (a_model("x", S.AWAKE), ASKED + 5 * MINUTE, Tier.WARM),
-        (a_model("x", S.AWAKE, keep_alive_ms=MINUTE), ASKED + MINUTE, Tier.WARM),
-        (
-            a_model("x", S.AWAKE, keep_alive_ms=0.0, awake_since_ms=ASKED - 1.0),
-            ASKED + 10_000.0 - 1.0,
-            Tier.WARM,
-        ),
-        (a_model("x", S.AWAKE, rules={"rest": Tier.OFFLOADED}), ASKED + 5 * MINUTE, Tier.OFFLOADED),
-        (
-            a_model("x", S.AWAKE, rules={"rest": Tier.OFFLOADED}, has_copy=False),
-            ASKED + 5 * MINUTE,
-            Tier.WARM,
-        ),
-        (
-            a_model("x", rules={"offload_after_ms": MINUTE}, asleep_since_ms=ASKED + 7.0),
-            ASKED + 7.0 + MINUTE,
-            Tier.OFFLOADED,
-        ),
-        (
-            a_model("x", rules={"rest": Tier.OFFLOADED}, asleep_since_ms=ASKED + 7.0),
-            ASKED + 5 * MINUTE,
-            Tier.OFFLOADED,
-        ),
-        (
-            a_model("x", S.OFFLOADED, rules={"unload_after_ms": MINUTE}, asleep_since_ms=ASKED),
-            ASKED + MINUTE,
-            Tier.COLD,
-        ),
-        (
-            a_model(
-                "x",
-                rules={"offload_after_ms": 1.0, "unload_after_ms": MINUTE},
-                asleep_since_ms=ASKED,
-                has_copy=False,
-            ),
-            ASKED + MINUTE,
-            Tier.COLD,
-        ),
-    ],
-    ids=[
-        *("keep-alive", "as requests ask", "not before its least time", "deeper rest"),
-        *("no copy", "offload after", "evicted above its rest", "unload after"),
-        "unload after, no copy",
-    ],
-)
-def test_model_rests_when_it_is_due(model, due_ms, tier):
-    model = _asked_last(model)
+AFTER = {"offload_after_ms": MINUTE, "unload_after_ms": MINUTE}
+RESTS = {
+    "keep-alive": (S.AWAKE, {}, {}, 5 * MINUTE, Tier.WARM),
+    "as requests ask": (S.AWAKE, {}, {"keep_alive_ms": MINUTE}, MINUTE, Tier.WARM),
+    "not before its least time": (
+        *(S.AWAKE, {}, {"keep_alive_ms": 0.0, "awake_since_ms": ASKED - 1.0}),
+        *(10_000.0 - 1.0, Tier.WARM),
+    ),
+    "deeper rest": (S.AWAKE, {"rest": "offloaded"}, {}, 5 * MINUTE, Tier.OFFLOADED),
+    "no copy": (S.AWAKE, {"rest": "offloaded"}, {"has_copy": False}, 5 * MINUTE, Tier.WARM),
+    "offload after": (
+        *(S.WARM, {"offload_after_ms": MINUTE}, {"asleep_since_ms": ASKED + 7.0}),
+        *(MINUTE + 7.0, Tier.OFFLOADED),
+    ),
+    "evicted above its rest": (
+        *(S.WARM, {"rest": "offloaded"}, {"asleep_since_ms": ASKED + 7.0}),
+        *(5 * MINUTE, Tier.OFFLOADED),
+    ),
+    "unload after": (
+        *(S.OFFLOADED, {"unload_after_ms": MINUTE}, {"asleep_since_ms": ASKED}),
+        *(MINUTE, Tier.COLD),
+    ),
+    "unload after, no copy": (
+        *(S.WARM, AFTER, {"asleep_since_ms": ASKED, "has_copy": False}),
+        *(MINUTE, Tier.COLD),
+    ),
+    "the deepest of two": (S.WARM, AFTER, {"asleep_since_ms": ASKED}, MINUTE, Tier.COLD),
+}
+
+
+@pytest.mark.parametrize("case", RESTS.values(), ids=RESTS)
+def test_model_rests_when_it_is_due(case):
+    state, rules, facts, after_ms, tier = case
+    model, due_ms = _asked_last(a_model("x", state, rules=rules, **facts)), ASKED + after_ms
     assert rests_of([model], (), due_ms - 1.0) == ((), due_ms)
     assert rests_of([model], (), due_ms)[0] == (Victim("x", tier),)
-
-
-def test_deepest_of_two_that_are_due_counts():
-    rules = {"offload_after_ms": 1.0, "unload_after_ms": 2.0}
-    model = a_model("x", rules=rules, asleep_since_ms=ASKED)
-    assert rests_of([_asked_last(model)], (), ASKED + 2.0)[0] == (Victim("x", Tier.COLD),)
 
 
 @pytest.mark.parametrize(
@@ -95,10 +73,6 @@ def test_model_that_is_ordered_to_sleep_does_so_once_it_has_no_request():
         model = a_model("x", S.AWAKE, rules={"rest": rest}, **ordered)
         assert rests_of([model], (), ASKED)[0] == (Victim("x", tier),)
         assert rests_of([but(model, in_flight=1)], (), ASKED)[0] == ()
-
-
-def test_victim_of_a_head_does_not_rest_as_well():
-    assert rests_of([_asked_last(a_model("x", S.AWAKE))], {"x"}, 10 * ASKED)[0] == ()
 
 
 def _asked_last(model):

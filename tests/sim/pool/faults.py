@@ -10,9 +10,7 @@ from msgspec.structs import replace
 from plumbing.pod.messages import Tier
 from pool.core.events import (
     DemandCame,
-    DeviceIs,
     HolderNamed,
-    MemoryIs,
     ModelDemand,
     Order,
     Ordered,
@@ -127,16 +125,10 @@ def lie(world: World) -> None:
     engine, gateway = some_engine(world), world.gateways[0]
     said = engine.am()
     lies: tuple[PoolEvent, ...] = (
-        replace(said, model="nobody"),
-        replace(said, engine="nobody"),
         replace(said, base_bytes={"gpu9": 1}),
-        replace(said, kv_bytes={world.rules[engine.model].devices[0]: -1}),
         replace(said, tier=Tier.AWAKE, token=0),
         DemandCame(gateway.name, {engine.model: ModelDemand(), "nobody": ModelDemand()}),
-        HolderNamed("nobody", engine.name, 1, world.era),
         HolderNamed(engine.model, "nobody", 1, world.era),
-        MemoryIs("gpu9", {}, {}, {}),
-        DeviceIs("gpu9", 1, 0),
     )
     pool.lie(lies[int(rng.random() * len(lies))])
     if rng.random() < 0.5:

@@ -19,7 +19,6 @@ from pool.core.events import (
     PoolEffect,
     RefusedDoor,
     SetModelDoor,
-    ShutDoor,
     TellEngine,
     TicketKind,
     binds_alike,
@@ -106,15 +105,12 @@ class Law(Books):
         model, now = effect.model, self.world.timeline.now_ms
         is_new = effect.number > self.numbers.get(model, 0)
         assert effect.number >= self.numbers.get(model, 0), f"P14: the door of {model} goes back"
-        was_open = isinstance(self.doors.get(model), OpenDoor)
         assert is_new or binds_alike(effect.door, self.doors.get(model)), (
             f"P14: {model}: one number, two doors"
         )
         self.numbers[model], self.doors[model] = effect.number, effect.door
         if isinstance(effect.door, OpenDoor):
             self.opened_ms.setdefault(model, now)
-        elif was_open and isinstance(effect.door, ShutDoor):
-            self.shut_ms[model] = now
 
     def yields(self, model: str, now: float) -> None:
         """Who serves is asked to yield: for whom, and may it be?"""
@@ -136,8 +132,6 @@ class Law(Books):
     def told_state(self, effect: ModelChanged) -> None:
         model, old, new = effect.model, effect.old, effect.new
         self.states[model] = new
-        if effect.reason.startswith("evicted to make room for"):
-            self.planned.add(effect.reason.split()[-1])
         self.seen.add((old, new))
         self.knows_enough(model, old, new)
         if new is ModelState.AWAKE:
@@ -148,25 +142,6 @@ class Law(Books):
             self.switches += 1
             is_asked = self.is_wanted(model) or model in self.faulted or model in self.orders
             assert is_asked, f"P9: {model} is raised for nobody"
-            if model not in self.planned:  # a plan that stands goes first
-                self.delays_no_head(model)
-            self.planned.discard(model)
-
-    def delays_no_head(self, model: str) -> None:
-        """P17: an older ticket's model, which what is free and leaving would do for, still fits."""
-        now, mine = self.world.timeline.now_ms, self.order_of(model)
-        if self.orders or not self.world.is_scene:
-            return  # who is ordered down gives more than is counted here, and is no head
-        for other in self.world.rules:
-            order = self.order_of(other)
-            if other == model or order is None or mine is None or order >= mine:
-                continue
-            if self.is_unheard(other):
-                continue  # nobody knows what it holds: it is not raised yet
-            if other in self.faulted or self.states.get(other) in (*RAISED, ModelState.AWAKE):
-                continue
-            if self.will_fit({other}) and not self.will_fit({other, model}):
-                raise AssertionError(f"P17: {model} takes the room of {other} at {now:.0f}")
 
     def fits(self, devices: tuple[str, ...], why: str, heard: Mapping[str, int]) -> None:
         """P1: what is used or may be, by the goals that engines have or may still obey, beside the

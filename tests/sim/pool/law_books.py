@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from plumbing.pod.messages import Tier
 from pool.core.events import (
     DemandCame,
     DeviceIs,
@@ -21,7 +20,7 @@ from pool.core.events import (
     TellEngine,
 )
 from pool.core.saved import PoolSnapshot
-from pool.core.states import HOST, NEVER_MS, EngineSizes, GoalGeneration, ModelState
+from pool.core.states import HOST, EngineSizes, GoalGeneration, ModelState
 from tests.sim.pool.engine import RANK
 
 if TYPE_CHECKING:
@@ -50,11 +49,9 @@ class Books:
         self.awake: set[str] = set()  # models, by the pool's file
         self.on_file: GoalGeneration | None = None  # the newest
         self.inherited: GoalGeneration | None = None  # the newest that a predecessor decided
-        self.shut_ms: dict[str, float] = {}
         self.faulted: set[str] = set()  # models whose engines failed or were killed, ever
         self.killed: set[str] = set()  # engines, until they are told a goal
         self.states: dict[str, ModelState] = {}
-        self.planned: set[str] = set()  # models that others have yielded for
         self.seen: set[tuple[str, str]] = set()  # coverage: state and event
         self.outcomes: dict[str, int] = {}
         self.switches = self.starts = 0
@@ -148,68 +145,6 @@ class Books:
             if asked.device == name:
                 parts[f"lease {lease}"] = asked.bytes
         return parts
-
-    def order_of(self, model: str) -> tuple[float, float] | None:
-        """Of its first ticket, as the policy sorts; a turn makes what is left of it younger."""
-        now, rules = self.world.timeline.now_ms, self.world.pool_rules
-        drained = self.shut_ms.get(model, 0.0)
-        orders = []
-        for demand in self.of(model):
-            for ticket in demand.tickets:
-                since = max(ticket.since_ms, drained)
-                aged = (now - since) // rules.starve_after_ms
-                orders.append((ticket.priority - aged, since))
-        return min(orders, default=None)
-
-    def will_fit(self, raised: set[str]) -> bool:
-        """Once all that was told to go has gone."""
-        world = self.world
-        for name in {each for model in raised for each in world.rules[model].devices}:
-            device, used = world.devices[name], 0
-            for engine in world.engines.values():
-                sizes, last = self.sizes[engine.model], self.last.get(engine.name)
-                rank = RANK[last.goal] if last is not None else 0
-                if self.states.get(engine.model) is ModelState.DRAINING:
-                    rank = min(rank, RANK[Tier.WARM])
-                if engine.model in raised and engine.name.endswith(".a"):
-                    rank = RANK[Tier.AWAKE]
-                if not engine.name.endswith(".a"):
-                    used += sizes.base.get(name, 0) * (rank > 0)
-                    continue
-                parts = (sizes.base, sizes.weights, sizes.kv)
-                for part in parts[: (0, 1, 2, 3)[rank]]:
-                    used += part.get(name, 0)
-            used += sum(each.bytes for each in self.leases.values() if each.device == name)
-            usable = device.total_bytes - world.pool_rules.margin_bytes
-            if used + self.outside.get(name, 0) > usable:
-                return False
-        return self._copies_fit(raised)
-
-    def _copies_fit(self, raised: set[str]) -> bool:
-        """Copies of weights in host memory stay until a model is cold."""
-        host = self.world.devices.get(HOST)
-        if host is None:
-            return True
-        up = {each.model for each in self.world.engines.values() if self._is_up(each.name)}
-        kept = {model for model in up | raised if self._keeps_copy(model)}
-        copies = [sum(self.sizes[model].weights.values()) for model in kept]
-        leases = sum(each.bytes for each in self.leases.values() if each.device == HOST)
-        used = sum(size for size in copies if size <= host.total_bytes) + leases
-        return used + self.outside.get(HOST, 0) <= host.total_bytes
-
-    def _keeps_copy(self, model: str) -> bool:
-        """It is to be offloaded, or a copy was made where there was room."""
-        rules, parts = self.world.rules[model], self.world.devices[HOST].parts
-        is_needed = rules.rest == Tier.OFFLOADED or rules.offload_after_ms < NEVER_MS
-        return is_needed or ("copy", model) in parts
-
-    def _is_up(self, engine: str) -> bool:
-        last = self.last.get(engine)
-        return last is not None and last.goal is not Tier.COLD
-
-    def is_unheard(self, model: str) -> bool:
-        """Whether an engine of it has said nothing since the pool started."""
-        return any(self.world.engines[name].model == model for name in self.unheard)
 
     def of(self, model: str) -> list[ModelDemand]:
         return [models[model] for models in self.demand.values() if model in models]

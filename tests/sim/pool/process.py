@@ -26,11 +26,11 @@ from pool.core.events import (
     SetModelDoor,
     TellEngine,
 )
-from pool.core.facts import OrderRefused, WrongMessage
+from pool.core.facts import ModelSetup, OrderRefused, PoolSetup, WrongMessage
 from pool.core.reconcile import ModelPool
 from pool.core.saved import PoolSnapshot
 from pool.core.states import HOST
-from tests.sim.pool.core_api import make_pool
+from tests.sim.pool.law_plan import judged_plan
 from tests.sim.pool.memory import seen_device, seen_memory
 from tests.sim.pool.timeline import Line
 
@@ -64,7 +64,20 @@ class PoolProcess:
             return
         world = self.world
         now = world.timeline.now_ms
-        self.core = make_pool(world, self.file, now)
+        world.eras += self.file is None
+        setup = PoolSetup(
+            {
+                name: ModelSetup(
+                    rules,
+                    tuple(engine for engine, model in world.roles.items() if model == name),
+                    world.estimates[name],
+                )
+                for name, rules in world.rules.items()
+            },
+            tuple(world.devices),
+            world.pool_rules,
+        )
+        self.core = ModelPool(setup, now, f"era-{world.eras}", self.file, judged_plan)
         self.goals, self.doors, self.asked, self.answered = {}, {}, {}, {}
         self.lines = {name: Line() for name in ("locks", "memory", "devices", "witnesses")}
         world.law.pool_started()

@@ -23,8 +23,6 @@ Parts = tuple[int, int, int]  # base, weights, KV
 class SceneWorld(World):
     """Models m0, m1, … of these sizes, each with one engine. `estimates`: what the pool is told."""
 
-    is_scene = True
-
     def __init__(self, *sizes: Parts, estimates: tuple[Parts, ...] = ()) -> None:
         self.parts, self.believed = sizes, estimates or sizes
         self.spans: dict[str, float] = {}

@@ -64,8 +64,6 @@ class Shape:
 
 
 class World:
-    is_scene = False  # a scene judges P17 by what is told; elsewhere `law_plan` judges each plan
-
     def __init__(self, seed: int, shape: Shape | None = None) -> None:
         self.rng = rng = Dice(seed)
         self.shape = shape = shape or Shape(rng, is_calm=seed % 3 == 0)
