@@ -230,13 +230,12 @@ class Usage:
 
     def add(self, sign: int, seen: Counts | None = None) -> None:
         """`sign`: -1 at the begin, 1 at the end."""
-        found = procfs.cpu_times(self.pid)
+        ran, waited, _ = Path(f"/proc/{self.pid}/schedstat").read_text().split()
         text = Path(f"/proc/{self.pid}/io").read_text()
         written = re.search(r"^syscw: (\d+)$", text, re.MULTILINE)  # man 5 proc
-        assert found is not None
         assert written is not None
         self.events += sign * seen.events if seen else 0
         self.wall_ms += sign * time.monotonic() * 1000
-        self.cpu_ms += sign * found[1]
-        self.waited_ms += sign * found[2]
+        self.cpu_ms += sign * int(ran) / 1e6
+        self.waited_ms += sign * int(waited) / 1e6
         self.writes += sign * int(written[1])

@@ -173,8 +173,8 @@ def _security(config: Resolved) -> Security | None:
 
 @main.command()
 @options((HOST,))
-@click.argument("directory", metavar="DIR", required=False)
-def certificates(config: Resolved, directory: str | None) -> None:
+@click.argument("directory", metavar="DIR")
+def certificates(config: Resolved, directory: str) -> None:
     """Write a CA, a lock server's and an engine's certificate.
 
     DIR/lockserver and DIR/engine each get tls.crt, tls.key and ca.crt, for --tls-cert, --tls-key
@@ -182,8 +182,6 @@ def certificates(config: Resolved, directory: str | None) -> None:
     """
     from lockserver.certificates import create
 
-    if not directory:  # click would refuse --print-config without it
-        raise UsageError("lock.no_directory", "name the directory to write: certificates DIR")
     for path in create(os.path.abspath(directory), config["host"]):
         click.echo(path)
 

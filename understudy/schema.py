@@ -23,10 +23,8 @@ from plumbing.service.schema import (
     EventRecord,
     Percentiles,
     PortIndex,
-    PrintedConfig,
     ProbeAnswerFields,
     Schema,
-    SettingRow,
 )
 from pool.schema import ExplainDocument, OfflinePool, OrderDocument, PoolStatus
 from understudy.drill.schema import DrillDocument, PoolDrillDocument
@@ -161,8 +159,6 @@ DOCUMENTS: dict[str, type[Schema]] = {
     "No answer of a device": SilentDevice,
     "engine status, /status of an engine": EngineDocument,
     "engine drain": DrainDocument,
-    "--print-config": PrintedConfig,
-    "A setting": SettingRow,
     "The spread of a duration": Percentiles,
     "Probes": ProbeAnswerFields,
     "Ports": PortIndex,

@@ -21,9 +21,9 @@ from collections.abc import Callable
 from engine.core.events import EngineEvent
 from engine.supervisor.settings import EngineSettings
 from plumbing.errors import InvariantError
-from plumbing.pod.supervision import SHORTAGE_EXIT_CODE
 from plumbing.service.clock import Clock
 from plumbing.service.events import EventLog
+from plumbing.service.init import SHORTAGE
 from plumbing.wire.sockets import no_descriptors
 
 
@@ -81,7 +81,7 @@ def shortage(what: str, error: OSError) -> str:
     reason = no_descriptors(what, error)
     if error.errno == errno.EMFILE:
         os.write(2, f"error: {reason}\n".encode())
-        os._exit(SHORTAGE_EXIT_CODE)
+        os._exit(SHORTAGE)
     return reason.message
 
 

@@ -26,7 +26,6 @@ from plumbing.service.clock import Clock, SystemClock
 from plumbing.service.http import HttpServer
 from plumbing.service.process import become_subreaper
 from plumbing.service.signals import SignalInbox
-from plumbing.text import encoded
 
 EXIT_USAGE = 2
 # A host that signals every process, and the runner that it signals too, tell this one twice.
@@ -138,4 +137,4 @@ def _write_termination_log(settings: EngineSettings, reason: str) -> None:
         path = TERMINATION_LOG
     text = f"engine {settings.engine}: {reason}\n"
     with contextlib.suppress(OSError), open(path, "wb") as stream:
-        stream.write(encoded(text)[:TERMINATION_LOG_BYTES_MAX])
+        stream.write(text.encode(errors="backslashreplace")[:TERMINATION_LOG_BYTES_MAX])

@@ -3,12 +3,13 @@ restarted in place.
 
 It relays the servers' events, so that one address serves all devices. It holds no memory and
 decides nothing about it. The servers die with it (PDEATHSIG), so none is ever left unwatched. What
-happens to one device's server, even that it cannot be started, disturbs no other's.
+happens to one device's server, even that it cannot be started, disturbs no other's: an init's
+`Restarter` decides when it is restarted, and only one that keeps failing to start ends the program.
 
 `Child` is such a process. Every memory that it serves, the weights or the KV memory of a device (of
 a model, in a pool), has a socket of its own: a `Served` watches it. A process that hangs is killed:
-its memory lives on in its readers. But only for its own silence: not while it waits for a CPU, nor
-while this process has no descriptor left to ask with.
+its memory lives on in its readers. But only for its own silence: not while this process itself
+waits for a CPU, or has no descriptor left to ask with.
 
 A child that keeps a device's host copy (`gms.host_copy`) serves nothing: the supervisor knows only
 whether it runs. Neither it nor the copies' server is ever given up: weights are served without a
@@ -29,21 +30,14 @@ from typing import Any
 from gms import messages as msg
 from gms import names
 from gms.server.metrics import ServerMetrics
-from plumbing.errors import UnderstudyError, explain_shortage
+from plumbing.errors import UnderstudyError, UsageError, explain_shortage
 from plumbing.pod.gms_files import AbsenceFile
 from plumbing.pod.paths import gms_socket
-from plumbing.pod.supervision import (
-    ChildProcess,
-    CpuTimes,
-    GiveUp,
-    Restarts,
-    Silence,
-    StartAgain,
-)
-from plumbing.service import procfs
+from plumbing.pod.supervision import SHORTAGES, ChildProcess
 from plumbing.service.clock import Clock, SystemClock
 from plumbing.service.events import EventLog
 from plumbing.service.http import HttpServer, Probe
+from plumbing.service.init import SHORTAGE, Program, Restarter
 from plumbing.service.metrics import Metrics
 from plumbing.service.notify import restarts
 from plumbing.service.process import parent_environment
@@ -63,11 +57,15 @@ SILENT_MS = 5000.0  # several pings: a server that is silent for longer is not r
 # before we watch it.
 FIRST_PING_S = 0.005
 PING_GROWTH = 1.1  # fewer questions during a long start: many servers start at once on few CPUs
-LOOK_EVERY_MS = 100.0  # at how long it has been silent, and why
+LOOK_EVERY_MS = 100.0  # at how long it has been silent
+LATE_MS = 1500.0  # a look that comes later proves that this process itself had to wait
 FINAL_READ_S = 1.0  # to read what a dead server has sent: it has all arrived already
 # Driver calls and fsyncs run on threads, so a loop that could run and did not for half a minute
 # never will.
 HANG_MS = 30_000.0
+# Bad flags do not fix themselves. But flags that have worked once are not bad: then what they name
+# is gone, for example a GPU.
+USAGE = UsageError.exit_code
 
 Command = Callable[[str, int], Sequence[str]]
 Environment = Callable[[str], Mapping[str, str]]
@@ -188,15 +186,12 @@ class GmsSupervisor:
         }
 
     async def _keep(self, child: Child) -> None:
-        """Keep it running: what is vital, until it keeps dying."""
+        """Keep it running: what is vital, until its starts keep failing."""
         while True:
-            match await child.live():
-                case StartAgain(delay_ms):
-                    await asyncio.sleep(delay_ms / 1000)
-                case GiveUp(exit_code) if child.is_vital:
-                    return self._end(exit_code)
-                case _:
-                    await asyncio.sleep(COPIES_RETRY_S)
+            delay_s = await child.live()
+            if delay_s is None and child.is_vital:
+                return self._end(child.restarter.exit_code)
+            await asyncio.sleep(COPIES_RETRY_S if delay_s is None else delay_s)
 
     async def _keep_copies(self) -> None:
         """Start what keeps host copies once the others answer, or have failed: a dozen starts at
@@ -267,33 +262,37 @@ class Child:
         self.device, self.name, self.is_vital = device, name, is_vital
         self.log, self.clock = parent.log, parent.clock
         self.served: list[Served] = []
-        self.restarts = Restarts()
+        self.restarter = Restarter()
         self.process: ChildProcess | None = None
         self.problem: str | None = None  # why there is no server, until one answers
         self.settled = asyncio.Event()  # all that it serves has answered once, or it has failed
         self._command, self._parent = command, parent
-        self._silence, self._looked_ms = Silence(), 0.0
-        self._is_killed_for_silence = False
+        self._program, self._has_ever_answered = Program(), False
+        self._silent_ms = self._looked_ms = 0.0
+        self._is_short = False
 
     @property
     def is_answering(self) -> bool:
         return any(each.answered_ms is not None for each in self.served)
 
-    async def live(self) -> StartAgain | GiveUp:
-        """Start the server, wait for its end; what to do then."""
-        words = self._command(self.device, self.restarts.deaths_total)
+    async def live(self) -> float | None:
+        """Start the server and wait for its end. The seconds until it is restarted; None: no start
+        can help."""
+        words = self._command(self.device, self.restarter.restarts)
         environ = {**os.environ, **self._parent.environment(self.device), **parent_environment()}
+        self._program = Program()
         try:
             process = self.process = ChildProcess(words, environ)
         except OSError as error:
-            verdict = self.restarts.not_started(error.errno)
             what = f"{self.name} cannot be started: {explain_shortage(error.errno)}"
-            self._failed("gms.cannot_start", what, verdict, {"errno": error.errno})
-            return verdict
+            code = SHORTAGE if error.errno in SHORTAGES else 1
+            return self._failed("gms.cannot_start", what, code, {"errno": error.errno})
         started_ms = self._looked_ms = self.clock.now_ms()
-        self._silence, self._is_killed_for_silence = Silence(), False
+        self._silent_ms = 0.0
         for each in self.served:
             each.begin(process.pid)
+        if not self.served:  # nobody asks it
+            self._program.told(b"READY=1", started_ms / 1000)
         async with asyncio.TaskGroup() as tasks:
             pinging = tasks.create_task(self._ping(process))
             returncode = await process.wait()
@@ -302,43 +301,45 @@ class Child:
             async with asyncio.timeout(FINAL_READ_S):
                 for each in self.served:
                     await each.read_out()
-        had_answered = self.is_answering
         self.end()
-        lived_ms = self.clock.now_ms() - started_ms
-        verdict = self.restarts.died(lived_ms, returncode, had_answered=had_answered)
         silent = ", killed because it had stopped answering"
-        what = f"{self.name} ended {_how(returncode)} after {duration(lived_ms)}"
-        what += silent if self._is_killed_for_silence else ""
-        self._failed("gms.child_exit", what, verdict, {"returncode": returncode})
-        if isinstance(verdict, StartAgain):
+        lived = duration(self.clock.now_ms() - started_ms)
+        what = f"{self.name} ended {_how(returncode)} after {lived}"
+        what += silent if self._silent_ms > HANG_MS else ""
+        is_misused = returncode == USAGE and not self._has_ever_answered
+        is_told = returncode < 0 or returncode == SHORTAGE or is_misused
+        code = returncode if is_told else 1  # whatever else it says, other devices' servers go on
+        delay_s = self._failed("gms.child_exit", what, code, {"returncode": returncode})
+        if delay_s is not None:
             for each in self.served:
                 each.metrics.restarted(each.place)
-        return verdict
+        return delay_s
 
-    def _failed(
-        self, kind: str, what: str, verdict: StartAgain | GiveUp, data: Mapping[str, Any]
-    ) -> None:
-        """Show why the device has no server, and record it: a shortage once while it lasts."""
-        is_again = isinstance(verdict, StartAgain)
-        if isinstance(verdict, StartAgain):
-            delay_ms = verdict.delay_ms
-            then = "restarting it" + (f" in {duration(delay_ms)}" if delay_ms else "")
+    def _failed(self, kind: str, what: str, code: int, data: Mapping[str, Any]) -> float | None:
+        """Show why the device has no server, and record it: a shortage once while it lasts. The
+        seconds until the next start; None: there is none."""
+        delay_s = self.restarter.ended(code, self._program, self.clock.now_ms() / 1000)
+        if delay_s is not None:
+            then = "restarting it" + (f" in {duration(delay_s * 1000)}" if delay_s else "")
         elif not self.is_vital:
             then = f"restarting it in {COPIES_RETRY_S:g} s; weights are still served"
         else:
-            then = f"giving up after {self.restarts.deaths} attempts in a row"
-        is_known = self.restarts.shortages > 1 and self.problem == what
+            then = f"giving up after {self.restarter.failed_starts} attempts in a row"
+        is_known = self._is_short and code == SHORTAGE and self.problem == what
+        self._is_short = code == SHORTAGE
         self.problem = what
         self.settled.set()
         self._parent.tell_why()
         if not is_known:
+            severity = "error" if delay_s is None else "warning"
             about = {"device_uuid": self.device, **data}
-            self.log.record(kind, f"{what}; {then}", "warning" if is_again else "error", about)
+            self.log.record(kind, f"{what}; {then}", severity, about)
+        return delay_s
 
     async def _ping(self, process: ChildProcess) -> None:
         """Ping the server while it runs; kill it when it hangs."""
         first_s = FIRST_PING_S
-        while self._silence.ms <= HANG_MS:
+        while self._silent_ms <= HANG_MS:
             could_ask = all([await each.ask() for each in self.served])
             is_up = all(each.answered_ms is not None for each in self.served)
             await asyncio.sleep(PING_S if is_up else first_s)
@@ -347,15 +348,14 @@ class Child:
             elapsed_ms = now_ms - self._looked_ms
             if elapsed_ms >= LOOK_EVERY_MS:  # how long has it been silent, if it was asked?
                 self._looked_ms = now_ms
-                if could_ask and self.served:
-                    found = procfs.cpu_times(process.pid)
-                    self._silence.look(elapsed_ms, None if found is None else CpuTimes(*found))
-        self._is_killed_for_silence = True
+                if elapsed_ms <= LATE_MS and could_ask and self.served:
+                    self._silent_ms += elapsed_ms
         process.kill()
 
     def answered(self) -> None:
         """Something that it serves has answered."""
-        self._silence.answered()
+        self._silent_ms, self._has_ever_answered = 0.0, True
+        self._program.told(b"READY=1", self.clock.now_ms() / 1000)
         if all(each.answered_ms is not None for each in self.served):
             self.settled.set()
         if self.problem is not None:
@@ -398,7 +398,7 @@ class Served(Handler):
 
     def status(self) -> dict[str, Any]:
         """The server's own document, or state `down`."""
-        restarts_total = self.child.restarts.deaths_total
+        restarts_total = self.child.restarter.restarts
         base = {"online": self.is_responsive, "restarts_total": restarts_total}
         if self._document is None or self.answered_ms is None:
             down = {"device_uuid": self.place, "tag": self.tag, "state": "down", **base}

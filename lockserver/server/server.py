@@ -154,7 +154,7 @@ class LockServer:
             service="lockserver",
             guard_path=lockserver_guard(settings.directory),
             connections_max=room_for_connections(),
-            per_process_max=SUPERVISORS_MAX,  # the rest is for other processes
+            per_peer_max=SUPERVISORS_MAX,  # the rest is for other processes
         )
         self._pending: list[tuple[ev.Happened, datetime, float]] = []  # not recorded yet
         self._asks: dict[int, tuple[Connection, int]] = {}  # switchovers: who waits for an answer

@@ -25,9 +25,9 @@ import uvloop
 
 from plumbing.errors import UnderstudyError, UnreachableError
 from plumbing.pod.messages import EventMsg, StatusMsg, StatusReplyMsg, WatchMsg
-from plumbing.service.config import Option, Resolved, resolve
+from plumbing.service.config import Option, resolve
 from plumbing.service.process import raise_fd_limit
-from plumbing.text import ERRORS, to_json
+from plumbing.text import to_json
 from plumbing.wire.messages import Catalogue
 
 T = TypeVar("T")
@@ -38,32 +38,23 @@ INTERRUPTED = 130  # what shells report for a program ended by SIGINT
 
 
 def options(declared: Sequence[Option]) -> Callable[[Command], Command]:
-    """Add the flags of `declared` and `--print-config` to a click command.
+    """Add the flags of `declared` to a click command, which is called with `config: Resolved`.
 
-    The command is called with `config: Resolved`. Put this directly under `@click.command()`. A
-    command that has a `--json` of its own names it `as_json`; others get one for `--print-config`.
+    Put this directly under `@click.command()`. A command with a `--json` names it `as_json`.
     """
 
     def decorate(function: Command) -> Command:
         @functools.wraps(function)
-        def wrapper(*args: Any, print_config: bool, **params: Any) -> Any:
+        def wrapper(*args: Any, **params: Any) -> Any:
             flags = {option.name: params.pop(option.name) for option in declared}
             _show_any_name()
-            as_json = bool(params["as_json"] if owns_json else params.pop("as_json"))
             try:
-                config = resolve(declared, flags)
-                if print_config:
-                    click.echo(_describe(config, as_json=as_json))
-                    return None
-                return function(*args, config=config, **params)
+                return function(*args, config=resolve(declared, flags), **params)
             except UnderstudyError as error:
-                fail(error, as_json=as_json and owns_json)
+                fail(error, as_json=params.get("as_json", False))
 
-        owns_json = any(
-            "--json" in parameter.opts for parameter in getattr(function, "__click_params__", [])
-        )
-        for add in reversed(_click_options(declared, owns_json=owns_json)):
-            wrapper = add(wrapper)
+        for option in reversed(declared):
+            wrapper = _click_option(option)(wrapper)
         return wrapper  # type: ignore[return-value] # click calls it by keyword only
 
     return decorate
@@ -115,10 +106,10 @@ def _crash_on_our_fault(loop: asyncio.AbstractEventLoop, context: dict[str, Any]
 
 
 def _show_any_name() -> None:
-    """A path that is not UTF-8 must not end the program that names it."""
+    """A path that is not UTF-8 must not end the program that names it: `\\udcff`."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors=ERRORS)
+            stream.reconfigure(errors="backslashreplace")
 
 
 def fail(error: UnderstudyError, *, as_json: bool = False) -> NoReturn:
@@ -132,34 +123,18 @@ def fail(error: UnderstudyError, *, as_json: bool = False) -> NoReturn:
     sys.exit(error.exit_code)
 
 
-def _click_options(declared: Sequence[Option], *, owns_json: bool) -> list[Callable[[Any], Any]]:
+def _click_option(option: Option) -> Callable[[Any], Any]:
     # Every value reaches `resolve` as the user wrote it: one place understands and refuses values,
     # wherever they come from. So click is told nothing of types and defaults.
-    added = []
-    for option in declared:
-        flag = f"{option.flag}/--no-{option.flag[2:]}" if option.type is bool else option.flag
-        shown = "" if option.default in (None, ()) else f" [default: {_text(option.default)}]"
-        added.append(
-            click.option(
-                flag,
-                option.name,
-                default=None,
-                multiple=option.many,
-                metavar=_metavar(option),
-                hidden=bool(option.gone),
-                help=f"{option.help} [env: {option.env_name}]{shown}",
-            )
-        )
-    added.append(
-        click.option(
-            "--print-config", is_flag=True, help="Print every setting and its source, then exit."
-        )
+    shown = "" if option.default in (None, ()) else f" [default: {_text(option.default)}]"
+    return click.option(
+        f"{option.flag}/--no-{option.flag[2:]}" if option.type is bool else option.flag,
+        option.name,
+        default=None,
+        multiple=option.many,
+        metavar=_metavar(option),
+        help=f"{option.help} [env: {option.env_name}]{shown}",
     )
-    if not owns_json:
-        added.append(
-            click.option("--json", "as_json", is_flag=True, help="With --print-config, print JSON.")
-        )
-    return added
 
 
 def _metavar(option: Option) -> str | None:
@@ -169,26 +144,8 @@ def _metavar(option: Option) -> str | None:
     return "|".join(option.choices) or number
 
 
-def _describe(config: Resolved, *, as_json: bool) -> str:
-    settings = config.describe()
-    if as_json:
-        return to_json({"config": settings}, indent=2)
-    rows = [("setting", "value", "origin", "environment")] + [
-        (item["name"], _text(item["value"]), item["origin"], item["env"]) for item in settings
-    ]
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    )
-
-
 def _text(value: Any) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, (tuple, list)):
-        return ",".join(str(item) for item in value) or "-"
-    return str(value)
+    return ",".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)
 
 
 ANSWER_TIMEOUT_S = 5.0

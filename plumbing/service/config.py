@@ -28,8 +28,7 @@ class Option:
 
     `type` is bool or turns a string into the value (int, float, str, `size_bytes`, `duration_s`,
     …), raising ValueError with a reason. `many` makes it a tuple: a repeatable flag, a
-    comma-separated environment variable. A default of None means "not set". `gone`: this setting
-    no longer exists, and this sentence says what replaces it; only its default is accepted.
+    comma-separated environment variable. A default of None means "not set".
     """
 
     name: str
@@ -41,7 +40,6 @@ class Option:
     choices: tuple[str, ...] = ()
     minimum: float | None = None
     maximum: float | None = None
-    gone: str = ""
 
     @property
     def flag(self) -> str:
@@ -55,11 +53,9 @@ class Option:
 class Resolved(dict[str, Any]):
     """The settings of one command by name, each with its origin."""
 
-    def __init__(
-        self, options: Sequence[Option], values: Mapping[str, Any], origins: Mapping[str, str]
-    ) -> None:
+    def __init__(self, values: Mapping[str, Any], origins: Mapping[str, str]) -> None:
         super().__init__(values)
-        self._options, self._origins = tuple(options), origins
+        self._origins = origins
 
     def origin(self, name: str) -> str:
         """`flag`, `environment` or `default`, or what `changed` was told."""
@@ -68,21 +64,7 @@ class Resolved(dict[str, Any]):
     def changed(self, values: Mapping[str, Any], origin: str) -> Resolved:
         """With these values, which come from `origin`."""
         origins = {**self._origins, **dict.fromkeys(values, origin)}
-        return Resolved(self._options, {**self, **values}, origins)
-
-    def describe(self) -> list[dict[str, Any]]:
-        """One entry per setting, in order of declaration: name, value, origin, env, flag."""
-        return [
-            {
-                "name": option.name,
-                "value": self[option.name],
-                "origin": self._origins[option.name],
-                "env": option.env_name,
-                "flag": option.flag,
-            }
-            for option in self._options
-            if not option.gone
-        ]
+        return Resolved({**self, **values}, origins)
 
 
 def resolve(
@@ -94,7 +76,7 @@ def resolve(
         flags: by option name; None (or an empty tuple, for `many`) means not given.
 
     Raises:
-        UsageError: `config.bad_value`, `config.gone`.
+        UsageError: `config.bad_value`.
     """
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
@@ -112,7 +94,7 @@ def resolve(
             many = tuple(_convert(option, each, place) for each in (raw if option.many else (raw,)))
             raw = many if option.many else many[0]
         values[option.name], origins[option.name] = raw, origin
-    return Resolved(options, values, origins)
+    return Resolved(values, origins)
 
 
 def _in_units(text: str, units: Mapping[str, float], what: str) -> float:
@@ -155,8 +137,6 @@ def _convert(option: Option, raw: Any, place: str) -> Any:
         reasons: dict[Any, str] = {int: "it must be a whole number", float: "it must be a number"}
         reason = reasons.get(option.type, str(error))  # Python's own message is about Python
         raise _bad(option, raw, place, reason) from error
-    if option.gone and value != option.default:
-        raise UsageError("config.gone", f"{place} no longer exists: {option.gone}")
     if option.choices and value not in option.choices:
         raise _bad(option, raw, place, "it must be one of " + ", ".join(option.choices))
     if option.minimum is not None and not value >= option.minimum:

@@ -14,7 +14,6 @@ from typing import Any
 
 import msgspec
 
-from plumbing.errors import InvariantError
 from plumbing.service.clock import Clock, rfc3339
 
 logger = logging.getLogger(__name__)
@@ -122,13 +121,5 @@ class EventLog:
 
     def _append(self, event: Event) -> None:
         self._ring.append(event)
-        for subscriber in tuple(self._subscribers):
-            try:
-                subscriber(event)
-            except InvariantError:
-                raise
-            except Exception:
-                # A subscriber's bug must not hide the event from the others. It is dropped, so that
-                # the error is reported once and not for every event.
-                logger.exception("a subscriber to events raised and was dropped")
-                self._subscribers.remove(subscriber)
+        for subscriber in self._subscribers:
+            subscriber(event)

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from plumbing.errors import UnderstudyError
-from plumbing.text import encoded, to_json
+from plumbing.text import to_json
 
 SLOT_BYTES = 4096  # one page
 FILE_BYTES = 2 * SLOT_BYTES
@@ -52,7 +52,7 @@ def write_atomic(
     """
     if isinstance(content, dict):
         content = to_json(content, indent=1) + "\n"
-    payload = encoded(content) if isinstance(content, str) else content
+    payload = content.encode(errors="backslashreplace") if isinstance(content, str) else content
     directory, name = os.path.split(os.path.abspath(path))
     _remove_stale(directory, name)
     temporary = os.path.join(directory, f".{name}.{os.urandom(8).hex()}.tmp")

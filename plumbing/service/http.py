@@ -13,6 +13,7 @@ first line and `Host`: a whole HTTP library would cost each process 0.1 s of its
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import re
 import socket
@@ -40,11 +41,11 @@ logger = logging.getLogger(__name__)
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"  # of metrics
 CONNECTIONS_MAX = 64  # a kubelet, Prometheus, and a few programs
 HEAD_BYTES_MAX = 16 * 1024  # clients send some hundred bytes
-REQUEST_BYTES_MAX = 32 * 1024  # with a body, which nobody needs; times CONNECTIONS_MAX is 2 MiB
+RECEIVE_BYTES = 64 * 1024  # so that most bodies, which nobody needs, are read with their head
 DEADLINE_S = 10.0  # from accept to the end of the answer; probes wait a second or two for theirs
 RETRY_S = 0.05  # out of descriptors: until some are closed
 PROBLEM_S = 10.0  # how long a problem is shown after it was last met
-STOP_LOOKS, STOP_LOOK_S = 50, 0.01  # for answers in progress, which take milliseconds
+STOP_S = 0.5  # for answers in progress, which take milliseconds
 DIGITS_MAX = 19  # of an event's id; int() refuses more than some thousand digits
 _LINE = re.compile(r"([A-Z]+) (?:http://[^/?#\s]*)?([/*][^?#\s]*)(?:\?(\S*))? HTTP/1\.[01]")
 _HOST = re.compile(r"^host:[ \t]*(.*?)[ \t]*$", re.IGNORECASE | re.MULTILINE)
@@ -83,8 +84,7 @@ class HttpServer:
         self._metrics = metrics if callable(metrics) else lambda: metrics
         self._events, self._hosts = events, KnownHosts(allowed_hosts)
         self._socks: list[socket.socket] = []
-        self._open: dict[_Connection, None] = {}  # oldest first
-        self._arrivals: set[asyncio.Task[object]] = set()
+        self._open: dict[asyncio.Task[None], bool] = {}  # oldest first; whether it is answered
         self._problem = (0.0, "")  # when it was last met
 
     @property
@@ -120,13 +120,11 @@ class HttpServer:
             self._loop.remove_reader(sock.fileno())
             sock.close()
         self._socks = []
-        await asyncio.gather(*self._arrivals, return_exceptions=True)
-        for _ in range(STOP_LOOKS):
-            if not any(each.is_answered for each in self._open):
-                break
-            await asyncio.sleep(STOP_LOOK_S)
-        for each in tuple(self._open):
-            each.transport.abort()
+        if answered := [each for each, is_answered in self._open.items() if is_answered]:
+            await asyncio.wait(answered, timeout=STOP_S)
+        for each in self._open:
+            each.cancel()
+        await asyncio.gather(*self._open, return_exceptions=True)
 
     def _accept(self, sock: socket.socket) -> None:
         # One for each turn of the loop, so that requests that have arrived are answered in between.
@@ -136,7 +134,7 @@ class HttpServer:
             if is_shortage(error):
                 self._pause(sock, error)
             return  # otherwise the peer has left
-        if len(self._open) + len(self._arrivals) >= self.connections_max:
+        if len(self._open) >= self.connections_max:
             self._limit_hits.inc()
             self._note(
                 f"{self.connections_max} HTTP connections are open, the limit, and the oldest are"
@@ -144,23 +142,15 @@ class HttpServer:
             )
             self._close_oldest()
         connection.setblocking(False)
-        arrival = self._loop.create_task(self._adopt(connection))
-        self._arrivals.add(arrival)
-        arrival.add_done_callback(self._arrivals.discard)
-
-    async def _adopt(self, connection: socket.socket) -> None:
-        try:
-            await self._loop.connect_accepted_socket(partial(_Connection, self), connection)
-        except OSError:  # the peer has left
-            connection.close()
+        task = self._loop.create_task(self._serve(connection))
+        self._open[task] = False
+        task.add_done_callback(self._open.pop)
 
     def _close_oldest(self) -> bool:
         """Close the connection that is missed least; False if all are closing already."""
-        closable = (each for each in self._open if not each.is_closing)
-        oldest = min(closable, key=lambda each: each.is_answered, default=None)  # keeps the order
-        if oldest is not None:
-            oldest.abort()
-        return oldest is not None
+        closable = (each for each in self._open if not each.cancelling())
+        oldest = min(closable, key=self._open.__getitem__, default=None)  # keeps the order
+        return oldest is not None and oldest.cancel()
 
     def _pause(self, sock: socket.socket, error: OSError) -> None:
         """Connections wait in the backlog meanwhile."""
@@ -176,7 +166,43 @@ class HttpServer:
     def _note(self, problem: str) -> None:
         self._problem = (self._loop.time(), problem)
 
-    def answer(self, method: str, path: str, query: str, host: str | None) -> Answer:
+    async def _serve(self, sock: socket.socket) -> None:
+        """One request and its answer; what follows the request is not read."""
+        data = head = end = b""
+        with sock, contextlib.suppress(OSError):  # the peer has left, or the deadline has passed
+            async with asyncio.timeout(DEADLINE_S):
+                while not end and len(data) <= HEAD_BYTES_MAX and (not data or data[:1].isupper()):
+                    more = await self._loop.sock_recv(sock, RECEIVE_BYTES)
+                    if not more:
+                        return
+                    data += more
+                    head, end, _ = data.partition(b"\r\n\r\n")
+                answer = self._respond(head.decode("latin-1") if end else "")
+                self._open[cast("asyncio.Task[None]", asyncio.current_task())] = True
+                await self._loop.sock_sendall(sock, answer)
+
+    def _respond(self, head: str) -> bytes:
+        """The whole answer to a request of this head; "" if it is none."""
+        line, _, headers = head.replace("\r\n", "\n").partition("\n")
+        request, host = _LINE.fullmatch(line), _HOST.search(headers)
+        method = request[1] if request else ""
+        try:
+            found = _text(400, "This is not a valid HTTP request.")
+            if request is not None:
+                query, name = request[3] or "", host[1] if host else None
+                found = self._answer(method, request[2], query, name)
+        except Exception:  # a bug costs this answer; probes go on being answered
+            logger.exception("cannot answer %r", line)
+            found = _text(500)
+        status, body, kind = found
+        allow = "Allow: GET, HEAD\r\n" if status == HTTPStatus.METHOD_NOT_ALLOWED else ""
+        start = (
+            f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\n{allow}Content-Type: {kind}\r\n"
+            f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+        )
+        return start.encode() + (b"" if method == "HEAD" else body)
+
+    def _answer(self, method: str, path: str, query: str, host: str | None) -> Answer:
         """Answer, unless the client uses a name that may be an attacker's."""
         name = path.strip("/")
         # Probes are answered in any case: they say little, and a refusal would restart a container.
@@ -205,62 +231,6 @@ class HttpServer:
             return _json({"error": error.to_dict()}, 400)
         found = [event.to_dict() for event in self._events.kept_since(int(since))]
         return _json({"as_of_event_id": self._events.last_id, "events": found})
-
-
-class _Connection(asyncio.Protocol):
-    """One request, of bounded size, and its answer, until a deadline."""
-
-    transport: asyncio.Transport  # from `connection_made` on
-
-    def __init__(self, server: HttpServer) -> None:
-        self.is_answered = self.is_closing = False
-        self._server, self._data, self._received_bytes = server, b"", 0
-
-    def abort(self) -> None:
-        self.is_closing = True
-        self.transport.abort()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast("asyncio.Transport", transport)
-        self._deadline = asyncio.get_running_loop().call_later(DEADLINE_S, self.abort)
-        self._server._open[self] = None
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self._deadline.cancel()
-        self._server._open.pop(self, None)
-
-    def data_received(self, data: bytes) -> None:
-        self._received_bytes += len(data)
-        if self._received_bytes > REQUEST_BYTES_MAX:
-            self.abort()
-        elif not self.is_answered:
-            self._data += data
-            head, end, _ = self._data.partition(b"\r\n\r\n")
-            if end or len(self._data) > HEAD_BYTES_MAX or not self._data[:1].isupper():
-                self._answer(head[:HEAD_BYTES_MAX].decode("latin-1") if end else "")
-
-    def _answer(self, head: str) -> None:
-        """The one answer of this connection: what follows the request is not read."""
-        line, _, headers = head.replace("\r\n", "\n").partition("\n")
-        request, host = _LINE.fullmatch(line), _HOST.search(headers)
-        method = request[1] if request else ""
-        try:
-            answer = _text(400, "This is not a valid HTTP request.")
-            if request is not None:
-                path, query = request[2], request[3] or ""
-                answer = self._server.answer(method, path, query, host[1] if host else None)
-        except Exception:  # a bug costs this answer; probes go on being answered
-            logger.exception("cannot answer %r", line)
-            answer = _text(500)
-        self.is_answered = True
-        status, body, kind = answer
-        allow = "Allow: GET, HEAD\r\n" if status == HTTPStatus.METHOD_NOT_ALLOWED else ""
-        start = (
-            f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\n{allow}Content-Type: {kind}\r\n"
-            f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
-        )
-        self.transport.write(start.encode() + (b"" if method == "HEAD" else body))
-        self.transport.close()
 
 
 def _json(document: dict[str, Any], status: int = 200) -> Answer:

@@ -7,7 +7,7 @@ where that matters, use a pidfd. Not psutil: it would cost every supervisor and 
 
 The surprising thing: a process that has no descriptor or memory left to look cannot tell whether
 another one is there. That is raised as an OSError; only what is merely shown to users (`name`,
-`rss_bytes`, `holders_of`, `listener_pid`) or estimated (`cpu_times`) is left out instead.
+`rss_bytes`, `holders_of`, `listener_pid`) is left out instead.
 
 `CpuPressure` is the share of time in which a process that could run had to wait for a CPU, from the
 kernel's pressure stall information (Documentation/accounting/psi.rst): that of this process's own
@@ -20,7 +20,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 
 from plumbing.errors import is_shortage
@@ -118,18 +117,6 @@ def private_bytes(pid: int) -> int | None:
     """Resident memory of `pid` that no file or memfd is behind."""
     fields = _shown(f"/proc/{pid}/statm").split()
     return (int(fields[1]) - int(fields[2])) * PAGE_BYTES if len(fields) > 2 else None
-
-
-def cpu_times(pid: int) -> tuple[bool, float, float] | None:
-    """Of the main thread of `pid`: whether it runs or waits for a CPU, and how many milliseconds
-    it has run and has waited for one so far; None if that cannot be read."""
-    try:
-        fields, counts = _stat(pid), _read(f"/proc/{pid}/schedstat").split()
-    except OSError:
-        return None
-    if fields is None or len(counts) < 2:
-        return None
-    return fields[0] == "R", int(counts[0]) / 1e6, int(counts[1]) / 1e6
 
 
 def children(pid: int) -> list[int]:
@@ -280,24 +267,21 @@ def _shown(path: str) -> str:
 CGROUP_ROOTS = ("/sys/fs/cgroup", "/sys/fs/cgroup/unified")  # the second: beside version 1
 MACHINE = "/proc/pressure/cpu"
 FILE_BYTES_MAX = 4096
-
-# The pressure is the larger one of these two: the short one sees at once that a machine has become
-# busy, and the long one remembers it for longer than any budget that it stretches.
-WINDOWS_MS = (2_000.0, 10_000.0)
-SAMPLE_MS = 200.0  # between two samples at least, which limits how many are kept
-
-_TOTAL = re.compile(rb"^some .*\btotal=(\d+)", re.MULTILINE)
+WINDOW_MS = 2_000.0  # of our own measurement, which sees at once that a machine has become busy
+_SOME = re.compile(rb"^some avg10=([\d.]+) .*\btotal=(\d+)", re.MULTILINE)
 
 
 class CpuPressure:
-    """The pressure of the last seconds, from samples that the owner takes."""
+    """The pressure of the last seconds: the larger one of the last window's and the kernel's own
+    average of ten seconds, which remembers it for longer than any budget that it stretches."""
 
     def __init__(self, paths: Sequence[str] | None = None) -> None:
         """`paths`: candidates, the best one first."""
         self.path: str | None = None
         self.share: float | None = None  # 0 to 1; None: unknown
         self._fd = -1
-        self._samples: deque[tuple[float, int]] = deque()
+        self._began: tuple[float, int] | None = None  # of the window: when, and the total then
+        self._of_window = 0.0  # the last one's share
         for path in candidates() if paths is None else paths:
             if self._open(path):
                 break
@@ -308,27 +292,20 @@ class CpuPressure:
             self._fd = -1
 
     def sample(self, now_ms: float) -> float | None:
-        """Read the file, unless that was a moment ago; the pressure."""
-        samples = self._samples
-        if self._fd < 0 or (samples and now_ms - samples[-1][0] < SAMPLE_MS):
-            return self.share
-        total_us = self._read()
-        if total_us is None or (samples and total_us < samples[-1][1]):
-            samples.clear()  # unreadable, or a counter that began again
-            self.share = None
-        if total_us is not None:
-            samples.append((now_ms, total_us))
-            while len(samples) > 2 and samples[1][0] <= now_ms - max(WINDOWS_MS):
-                samples.popleft()
-            if len(samples) > 1:
-                self.share = max(self._over(window_ms) for window_ms in WINDOWS_MS)
+        """The pressure, once a window has passed."""
+        found = self._read()
+        if found is None:
+            self.share = self._began = None
+            return None
+        average, total_us = found
+        began_ms, began_us = self._began or (now_ms, total_us)
+        if self._began is None or total_us < began_us:  # or a counter that began again
+            self._began = (now_ms, total_us)
+        elif now_ms - began_ms >= WINDOW_MS:
+            self._of_window = min(1.0, (total_us - began_us) / 1000 / (now_ms - began_ms))
+            self._began = (now_ms, total_us)
+        self.share = max(self._of_window, average)
         return self.share
-
-    def _over(self, window_ms: float) -> float:
-        now_ms, total_us = self._samples[-1]
-        before = [each for each in self._samples if each[0] <= now_ms - window_ms]
-        first_ms, first_us = before[-1] if before else self._samples[0]
-        return min(1.0, (total_us - first_us) / 1000 / (now_ms - first_ms))
 
     def _open(self, path: str) -> bool:
         with contextlib.suppress(OSError):
@@ -339,12 +316,13 @@ class CpuPressure:
         self.close()
         return False
 
-    def _read(self) -> int | None:
+    def _read(self) -> tuple[float, int] | None:
+        """The average as a share, and the total in microseconds."""
         try:
-            found = _TOTAL.search(os.pread(self._fd, FILE_BYTES_MAX, 0))
+            found = _SOME.search(os.pread(self._fd, FILE_BYTES_MAX, 0))
         except OSError:  # the kernel was started without it (psi=0), or the control group is gone
             return None
-        return int(found[1]) if found else None
+        return (float(found[1]) / 100, int(found[2])) if found else None
 
 
 def candidates(membership: str = "/proc/self/cgroup") -> list[str]:

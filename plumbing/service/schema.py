@@ -69,22 +69,6 @@ class EventRecord(Schema):
     data: Annotated[dict[str, Any], "depends on the type; `engine.state`: `from`, `to`, `cause`"]
 
 
-class SettingRow(Schema):
-    """A setting of a command, and where its value comes from."""
-
-    name: Annotated[str, "the name of the setting"]
-    value: Annotated[Any, "null or an empty list: not set"]
-    origin: Annotated[str, "`flag`, `environment`, `default`"]
-    env: Annotated[str, "its environment variable"]
-    flag: Annotated[str, "its flag"]
-
-
-class PrintedConfig(Schema):
-    """Available for every command that has settings: the value and the origin of each."""
-
-    config: Annotated[list[SettingRow], "in the order of `--help`"]
-
-
 class ProbeAnswerFields(Schema, kw_only=True):
     """`/startup`, `/live`, `/ready`, `/serving`: status 200 if `ok`, otherwise 503.
 

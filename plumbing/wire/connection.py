@@ -272,7 +272,7 @@ class UnixConnection(Connection):
         except BaseException:
             self.peer.close()
             raise
-        if not self.is_closed:
+        if not self.is_closed and self._closing_reason is None:
             self._resume_reading()
 
     # ------------------------------------------------------------------ sending

@@ -15,8 +15,9 @@ FDS_PER_FRAME_MAX = 250
 CONNECTIONS_MAX = 128
 
 # Three quarters of them: one process that opens connections in a loop must not lock the others
-# out. Where PID namespaces hide the process, only the total is limited.
-CONNECTIONS_PER_PROCESS_MAX = 96
+# out. Where PID namespaces hide the process, only the total is limited. Over TCP it is unknown, so
+# this counts by address; behind address translation, one may stand for all engines of a node.
+CONNECTIONS_PER_PEER_MAX = 96
 
 # An error is one sentence and a few facts. Both are cut to these sizes because they may quote what
 # a peer sent, and an error frame that is too large to send would be an error in sending an error.
@@ -47,10 +48,6 @@ RETRY_S = 0.05
 
 # struct sockaddr_un: sun_path is 108 bytes with its terminator (man 7 unix).
 SOCKET_PATH_BYTES_MAX = 107
-
-# Over TCP the connecting process is unknown, so connections are counted by remote address. Three
-# quarters again: behind address translation, one address may stand for all engines of a node.
-CONNECTIONS_PER_ADDRESS_MAX = 96
 
 # A handshake is two round trips and a millisecond of arithmetic. Until it is done the peer is
 # unauthenticated; above these numbers, in all or per address, further ones are dropped at once.

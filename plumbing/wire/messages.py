@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 import msgspec
 
 from plumbing.errors import DISK, ProtocolError, UnderstudyError, is_disk_fault
-from plumbing.text import printable
 from plumbing.wire.limits import FAULT_DETAILS_BYTES_MAX, FAULT_MESSAGE_CHARS_MAX, FRAME_BYTES_MAX
 
 REQUEST_ID_MAX = 2**63 - 1
@@ -80,9 +79,6 @@ class Catalogue:
         for cls in known:
             if type_of(cls) in self.classes:
                 raise TypeError(f"two messages are called {type_of(cls)!r}")
-            if "id" in cls.__struct_fields__:
-                raise TypeError(f"{cls.__name__}: the field name `id` belongs to the frame")
-            msgspec.msgpack.Decoder(cls)  # raises TypeError for a field that cannot be decoded
             self.classes[type_of(cls)] = cls
 
     def encode(self, message: Message, request_id: int = 0) -> bytes:
@@ -119,7 +115,10 @@ class Catalogue:
         try:
             message = msgspec.convert(body, self.classes[kind], builtin_types=(bytes,))
         except msgspec.ValidationError as error:
-            raise _bad_body(kind, str(error), request_id) from error
+            # "Expected `str`, got `int` - at `$.lock`"; it may quote the peer's field names.
+            reason = str(error)[:REASON_CHARS_MAX].replace("`$", f"`{kind}")
+            why = f"bad {kind!r} message: {reason}"
+            raise ProtocolError("wire.bad_field", why, request_id=request_id) from error
         least, most = message.FDS
         if not least <= fd_count <= most:
             raise ProtocolError(
@@ -155,7 +154,15 @@ def _pack(value: Any) -> bytes:
         return msgspec.msgpack.encode(value, enc_hook=_builtin)
     except UnicodeEncodeError:  # a name of a file that is not UTF-8
         plain = msgspec.to_builtins(value, enc_hook=_builtin, builtin_types=(bytes,))
-        return msgspec.msgpack.encode(printable(plain))
+        return msgspec.msgpack.encode(_printable(plain))
+
+
+def _printable(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode(errors="backslashreplace").decode()
+    if isinstance(value, dict):
+        return {_printable(key): _printable(each) for key, each in value.items()}
+    return [_printable(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def _builtin(value: Any) -> Any:
@@ -166,16 +173,3 @@ def _builtin(value: Any) -> Any:
     if isinstance(value, Mapping):
         return dict(value)
     raise TypeError(f"a {type(value).__name__} cannot travel")
-
-
-def _bad_body(kind: str, reason: str, request_id: int) -> ProtocolError:
-    """The error for a body that msgspec refuses, with `reason` such as "Expected `str`, got `int` -
-    at `$.lock`"; it may quote the peer's field names."""
-    if reason.startswith("Object contains unknown field"):
-        code = "wire.unknown_field"
-    elif reason.startswith("Object missing required field"):
-        code = "wire.missing_field"
-    else:
-        code = "wire.bad_field"
-    reason = reason[:REASON_CHARS_MAX].replace("`$", f"`{kind}")
-    return ProtocolError(code, f"bad {kind!r} message: {reason}", request_id=request_id)

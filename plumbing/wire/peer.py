@@ -37,6 +37,11 @@ class Peer:
     name: str = ""
     host: str = ""  # over TCP: the address that it connects from
 
+    @property
+    def origin(self) -> str:
+        """What its connections are counted by; "" if that is not known."""
+        return self.host or (f"pid {self.pid}" if self.pid else "")
+
     def take_pidfd(self) -> OwnedFd | None:
         """Hand the pidfd over; the connection no longer closes it."""
         pidfd, self.pidfd = self.pidfd, None

@@ -26,7 +26,7 @@ from plumbing.wire.connection import Connection, Handler, UnixConnection
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.limits import (
     CONNECTIONS_MAX,
-    CONNECTIONS_PER_PROCESS_MAX,
+    CONNECTIONS_PER_PEER_MAX,
     FIRST_FRAME_DEADLINE_S,
     RETRY_S,
 )
@@ -43,12 +43,13 @@ class BaseServer(abc.ABC):
         handler: Handler,
         service: str,
         connections_max: int,
+        per_peer_max: int,
     ) -> None:
         self.connections: set[Connection] = set()
         self._catalogue = catalogue
         self._handler = handler
         self._service = service
-        self._connections_max = connections_max
+        self._connections_max, self._per_peer_max = connections_max, per_peer_max
         self.problem: str | None = None  # why no new connection is accepted
         self._sock: socket.socket | None = None
         self._first_frame_deadlines: dict[Connection, asyncio.TimerHandle] = {}
@@ -58,9 +59,25 @@ class BaseServer(abc.ABC):
         """Make a connection of `sock`; `name` is the address of its other end. After an `OSError`
         `sock` is closed and accepting pauses."""
 
-    @abc.abstractmethod
-    def _over_quota(self, conn: Connection) -> str | None:
-        """Why the peer of `conn` has too many connections, `conn` included; None if it has not."""
+    def _refusal(self, conn: Connection) -> ProtocolError | None:
+        """Why `conn` cannot be kept; the other connections include it already."""
+        origin = conn.peer.origin
+        if len(self.connections) > self._connections_max:
+            why = (
+                f"{self._service} has {self._connections_max} connections, its limit; close some"
+                " (idle observers?) and try again"
+            )
+        elif origin and self._count_of(origin) > self._per_peer_max:
+            why = (
+                f"{origin} has {self._per_peer_max} connections to {self._service}, the limit for"
+                " one peer; close some"
+            )
+        else:
+            return None
+        return ProtocolError("wire.too_many_connections", why)
+
+    def _count_of(self, origin: str) -> int:
+        return sum(each.peer.origin == origin for each in self.connections)
 
     def _listen(self, sock: socket.socket) -> None:
         """Own `sock`, a listening socket, and start accepting."""
@@ -113,23 +130,6 @@ class BaseServer(abc.ABC):
 
         loop.call_later(RETRY_S, resume)
 
-    def _admit(self, conn: Connection) -> None:
-        """Keep a connection that was `opened`, or close it with an error."""
-        if len(self.connections) > self._connections_max:
-            why = (
-                f"{self._service} has {self._connections_max} connections, its limit; close some"
-                " (idle observers?) and try again"
-            )
-        elif (excess := self._over_quota(conn)) is not None:
-            why = excess
-        else:
-            loop = asyncio.get_running_loop()
-            self._first_frame_deadlines[conn] = loop.call_later(
-                FIRST_FRAME_DEADLINE_S, self._first_frame_timed_out, conn
-            )
-            return
-        conn.fault(ProtocolError("wire.too_many_connections", why))
-
     def _first_frame_timed_out(self, conn: Connection) -> None:
         conn.fault(
             ProtocolError(
@@ -146,6 +146,14 @@ class BaseServer(abc.ABC):
     def opened(self, conn: Connection) -> None:
         self.connections.add(conn)
         self._handler.opened(conn)
+        if conn.is_closed:
+            return
+        if (refusal := self._refusal(conn)) is not None:
+            conn.fault(refusal)
+            return
+        self._first_frame_deadlines[conn] = asyncio.get_running_loop().call_later(
+            FIRST_FRAME_DEADLINE_S, self._first_frame_timed_out, conn
+        )
 
     def received(
         self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
@@ -255,12 +263,11 @@ class Server(BaseServer):
         service: str,
         guard_path: str | None = None,
         connections_max: int = CONNECTIONS_MAX,
-        per_process_max: int = CONNECTIONS_PER_PROCESS_MAX,
+        per_peer_max: int = CONNECTIONS_PER_PEER_MAX,
     ) -> None:
-        super().__init__(catalogue, handler, service, connections_max)
+        super().__init__(catalogue, handler, service, connections_max, per_peer_max)
         self.path = path
         self._guard_path = guard_path or f"{path.removesuffix('.sock')}.lock"
-        self._per_process_max = per_process_max
         self._guard: PathGuard | None = None
         self._bound: tuple[int, int] | None = None  # identity of our socket file
 
@@ -312,27 +319,15 @@ class Server(BaseServer):
         self._guard = None
 
     def _accepted(self, sock: socket.socket, name: object) -> None:
-        conn = UnixConnection(sock, self._catalogue, self)
-        if conn.is_closed:
-            return
-        if conn.peer.uid in (os.geteuid(), 0):
-            self._admit(conn)
-            return
-        conn.fault(
-            ProtocolError(
-                "wire.forbidden",
-                f"uid {conn.peer.uid} may not connect to {self._service}, which runs as uid"
-                f" {os.geteuid()}; every part of a pod must run as the same user",
-            )
-        )
+        UnixConnection(sock, self._catalogue, self)
 
-    def _over_quota(self, conn: Connection) -> str | None:
-        pid = conn.peer.pid
-        if not pid or sum(c.peer.pid == pid for c in self.connections) <= self._per_process_max:
-            return None
-        return (
-            f"pid {pid} has {self._per_process_max} connections to {self._service}, the limit for"
-            " one process; close some"
+    def _refusal(self, conn: Connection) -> ProtocolError | None:
+        if conn.peer.uid in (os.geteuid(), 0):
+            return super()._refusal(conn)
+        return ProtocolError(
+            "wire.forbidden",
+            f"uid {conn.peer.uid} may not connect to {self._service}, which runs as uid"
+            f" {os.geteuid()}; every part of a pod must run as the same user",
         )
 
 

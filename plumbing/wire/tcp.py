@@ -16,12 +16,11 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import ipaddress
 import os
 import socket
 import ssl
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -37,7 +36,7 @@ from plumbing.wire.fds import OwnedFd
 from plumbing.wire.limits import (
     CONNECT_DEADLINE_S,
     CONNECTIONS_MAX,
-    CONNECTIONS_PER_ADDRESS_MAX,
+    CONNECTIONS_PER_PEER_MAX,
     FLUSH_DEADLINE_S,
     HANDSHAKE_DEADLINE_S,
     HANDSHAKES_MAX,
@@ -58,14 +57,6 @@ _Stamp = tuple[tuple[int, ...] | None, ...]
 
 
 @dataclass
-class _Kept:
-    """Contexts by side, each with the state of the files it was made from."""
-
-    contexts: dict[ssl._SSLMethod, tuple[_Stamp, ssl.SSLContext]] = field(default_factory=dict)
-    problem: str | None = None
-
-
-@dataclass(frozen=True)
 class Security:
     """Paths of a certificate, its private key and the peers' CA.
 
@@ -76,12 +67,10 @@ class Security:
     cert: str
     key: str
     ca: str
-    _kept: _Kept = field(default_factory=_Kept, init=False, repr=False, compare=False)
-
-    @property
-    def problem(self) -> str | None:
-        """What was wrong with the files when they were last checked."""
-        return self._kept.problem
+    problem: str | None = field(default=None, init=False, compare=False)
+    _kept: dict[ssl._SSLMethod, tuple[_Stamp, ssl.SSLContext]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def server_context(self) -> ssl.SSLContext:
         """For the accepting side. Sessions are not resumed: each connection authenticates.
@@ -101,20 +90,17 @@ class Security:
 
     def _context(self, side: ssl._SSLMethod) -> ssl.SSLContext:
         stamp = tuple(_stamp(path) for path in (self.cert, self.key, self.ca))
-        kept = self._kept.contexts.get(side)
-        if kept is not None and kept[0] == stamp:
-            self._kept.problem = None
-            return kept[1]
-        try:
-            context = self._make(side)
-        except UsageError as error:
-            if kept is None:
-                raise
-            self._kept.problem = f"{error}; the previous files stay in use"
-            return kept[1]
-        self._kept.contexts[side] = (stamp, context)
-        self._kept.problem = None
-        return context
+        kept = self._kept.get(side)
+        if kept is None or kept[0] != stamp:
+            try:
+                kept = self._kept[side] = (stamp, self._make(side))
+            except UsageError as error:
+                if kept is None:
+                    raise
+                self.problem = f"{error}; the previous files stay in use"
+                return kept[1]
+        self.problem = None
+        return kept[1]
 
     def _make(self, side: ssl._SSLMethod) -> ssl.SSLContext:
         context = ssl.SSLContext(side)
@@ -123,36 +109,23 @@ class Security:
         context.verify_mode = ssl.CERT_REQUIRED
         if side is ssl.PROTOCOL_TLS_SERVER:
             context.num_tickets = 0
-        cert = read_file(self.cert, "the certificate", is_secret=False)
-        key = read_file(self.key, "the private key", is_secret=True)
-        ca = read_file(self.ca, "the CA's certificate", is_secret=False)
-        self._load(context, cert, key, ca)
-        return context
-
-    def _load(self, context: ssl.SSLContext, cert: bytes, key: bytes, ca: bytes) -> None:
+        check_file(self.cert, "the certificate")
+        check_file(self.key, "the private key", is_secret=True)
+        check_file(self.ca, "the CA's certificate")
+        what = f"{self.ca} contains no CA certificate in PEM"
         try:
-            context.load_verify_locations(cadata=ca.decode("ascii"))
-        except (ssl.SSLError, ValueError) as error:
-            raise UsageError(
-                "wire.bad_certificate", f"{self.ca} contains no CA certificate in PEM: {error}"
-            ) from error
-        try:
-            # OpenSSL reads files only; this one is in memory, and both parts of it were read at the
-            # same time.
-            with OwnedFd(os.memfd_create("understudy-key", os.MFD_CLOEXEC)) as memory:
-                _write(memory.fileno(), cert + b"\n" + key)
-                place = f"/proc/self/fd/{memory.fileno()}"
-                context.load_cert_chain(place, password=_no_password)
-        except (ssl.SSLError, ValueError) as error:
-            raise UsageError(
-                "wire.bad_certificate",
+            context.load_verify_locations(self.ca)
+            what = (
                 f"{self.cert} and {self.key} are not a certificate and its private key, in PEM and"
-                f" without a passphrase: {error}",
-            ) from error
-        except OSError as error:  # no descriptor or memory for the copy
-            raise UsageError(
-                "wire.file", f"cannot load the private key {self.key}: {error.strerror}"
-            ) from error
+                " without a passphrase"
+            )
+            context.load_cert_chain(self.cert, self.key, password=_no_password)
+        except (ssl.SSLError, ValueError) as error:
+            raise UsageError("wire.bad_certificate", f"{what}: {error}") from error
+        except OSError as error:  # such as no descriptor
+            why = f"cannot read {self.cert}, {self.key} or {self.ca}: {error.strerror}"
+            raise UsageError("wire.file", why) from error
+        return context
 
 
 def settle(address: TcpAddress, cert: str | None, key: str | None, ca: str | None) -> Security:
@@ -172,37 +145,27 @@ def settle(address: TcpAddress, cert: str | None, key: str | None, ca: str | Non
     )
 
 
-def read_file(path: str, what: str, *, is_secret: bool) -> bytes:
-    """The contents of `path`, which errors call `what`.
+def check_file(path: str, what: str, *, is_secret: bool = False) -> None:
+    """Refuse a file, which errors call `what`, that cannot be used.
 
     A secret must be readable by this user only; if it belongs to root, its group may read it too.
     That is the only way in which Kubernetes can pass a Secret to a process that is not root: with
     `fsGroup`, the files belong to root and have mode 0440. PostgreSQL has the same rule for its
-    keys. Links are followed, as Kubernetes uses them; the open file is what is checked.
+    keys. Links are followed, as Kubernetes uses them.
 
     Raises:
         UsageError: `wire.file`: it cannot be read; `wire.secret_readable`.
     """
     try:
-        # Non-blocking: opening a pipe must not hang.
-        with OwnedFd(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)) as fd:
-            found = os.fstat(fd.fileno())
-            if is_secret:
-                _check_secret(path, what, found)
-            if not stat.S_ISREG(found.st_mode) or found.st_size > FILE_BYTES_MAX:
-                raise UsageError(
-                    "wire.file",
-                    f"{what}, {path}, is not a file of at most {FILE_BYTES_MAX} bytes",
-                    path=path,
-                )
-            return os.read(fd.fileno(), FILE_BYTES_MAX)
+        found = os.stat(path)
     except OSError as error:
-        raise UsageError(
-            "wire.file", f"cannot read {what}, {path}: {error.strerror}", path=path
-        ) from error
-
-
-def _check_secret(path: str, what: str, found: os.stat_result) -> None:
+        why = f"cannot read {what}, {path}: {error.strerror}"
+        raise UsageError("wire.file", why, path=path) from error
+    if not stat.S_ISREG(found.st_mode) or found.st_size > FILE_BYTES_MAX:
+        why = f"{what}, {path}, is not a file of at most {FILE_BYTES_MAX} bytes"
+        raise UsageError("wire.file", why, path=path)
+    if not is_secret:
+        return
     if found.st_uid not in (0, os.geteuid()):
         why, fix = f"it belongs to uid {found.st_uid}", f"chown it to uid {os.geteuid()}"
     elif found.st_mode & (0o037 if found.st_uid == 0 else 0o077):
@@ -226,11 +189,6 @@ def _stamp(path: str) -> tuple[int, ...] | None:
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
-def _write(fd: int, data: bytes) -> None:
-    written = os.write(fd, data)
-    assert written == len(data)
-
-
 def _no_password() -> str:
     raise ValueError("the key has a passphrase")
 
@@ -239,18 +197,33 @@ def _no_password() -> str:
 _FIX = "both sides need a certificate, and each must trust the CA of the other's"
 
 
-class TcpConnection(Connection):
-    """A stream of messages over a transport that is connected and trusted."""
+class TcpConnection(Connection, asyncio.Protocol):
+    """A stream of messages, from the end of its transport's TLS handshake on: the handler's
+    `opened` is called then."""
 
-    def __init__(
-        self, transport: asyncio.Transport, peer: Peer, catalogue: Catalogue, handler: Handler
-    ) -> None:
-        """Own `transport`; the handler's `opened` is called at once."""
-        super().__init__(peer, catalogue, handler, fds_max=0)
-        self._transport = transport
-        handler.opened(self)
+    _transport: asyncio.Transport
 
-    # ------------------------------------------------------------------ called by the protocol
+    def __init__(self, host: str, who: str, catalogue: Catalogue, handler: Handler) -> None:
+        """`who`: what to call a peer whose certificate has no common name."""
+        super().__init__(Peer(NO_UID, 0, None, "none", who, host), catalogue, handler, fds_max=0)
+        self.is_made = False
+
+    # ------------------------------------------------------------------ called by the loop
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Send at once, give up on a host that is gone (man 7 tcp), and take the peer's name."""
+        # A cast, not isinstance: uvloop's transports are not subclasses.
+        self._transport, self.is_made = cast("asyncio.Transport", transport), True
+        sock = transport.get_extra_info("socket")
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNACKNOWLEDGED_MS_MAX)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_IDLE_S)
+        certificate: Any = transport.get_extra_info("peercert")
+        parts = dict(pair for part in certificate["subject"] for pair in part)
+        self.peer.name = parts.get("commonName", self.peer.name)
+        self._handler.opened(self)
 
     def data_received(self, data: bytes) -> None:
         """While closing, bytes are read and dropped: closing a socket with unread bytes resets it,
@@ -298,69 +271,26 @@ class TcpConnection(Connection):
         self._transport.abort()
 
 
-class TcpProtocol(asyncio.Protocol):
-    """The loop's callbacks: makes a connection once the transport's TLS handshake is done."""
-
-    def __init__(self, connect: Callable[[asyncio.Transport], TcpConnection]) -> None:
-        self._connect = connect
-        self._connection: TcpConnection
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        tune(transport.get_extra_info("socket"))
-        # A cast, not isinstance: uvloop's transports are not subclasses.
-        self._connection = self._connect(cast("asyncio.Transport", transport))
-
-    def data_received(self, data: bytes) -> None:
-        self._connection.data_received(data)
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self._connection.connection_lost(error)
-
-
-def tune(sock: socket.socket) -> None:
-    """Send at once, and give up on a host that is gone (man 7 tcp)."""
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNACKNOWLEDGED_MS_MAX)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_IDLE_S)
-
-
-def peer_of(transport: asyncio.Transport, host: str, who: str) -> Peer:
-    """The peer, named by its certificate's common name, or `who` if that has none."""
-    name = _common_name(transport.get_extra_info("ssl_object"))
-    return Peer(NO_UID, 0, None, "none", name or who, host)
-
-
-def _common_name(tls: ssl.SSLObject) -> str | None:
-    certificate: Any = tls.getpeercert()
-    parts = dict(pair for part in certificate["subject"] for pair in part)
-    return parts.get("commonName")
-
-
-def host_of(name: tuple[str, int]) -> str:
-    """The host of a socket's address; an IPv4-mapped IPv6 address as IPv4."""
-    address = ipaddress.ip_address(name[0])
-    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
-        return str(address.ipv4_mapped)
-    return str(address)
-
-
-def shown(name: tuple[str, int]) -> str:
-    """A socket's address as `host:port`."""
-    host = host_of(name)
-    return f"[{host}]:{name[1]}" if ":" in host else f"{host}:{name[1]}"
-
-
 def reason_of(error: BaseException | None) -> str:
-    """Why a transport was closed, for use in a sentence."""
+    """Why a transport was closed, or not made, for use in a sentence."""
     if error is None:
         return "the peer closed the connection"
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate is not trusted: {error.verify_message}"
     if isinstance(error, ssl.SSLError):
         return f"TLS failed: {(error.reason or str(error)).lower().replace('_', ' ')}"
-    return f"the peer is gone: {getattr(error, 'strerror', None) or error}"
+    if why := getattr(error, "strerror", None) or str(error):
+        return f"the peer is gone: {why}"
+    return f"the peer closed the connection during the handshake; {_FIX}"
+
+
+def _tls(context: ssl.SSLContext, handshake_deadline_s: float) -> dict[str, Any]:
+    """Keyword arguments with which the loop makes a transport use TLS."""
+    return {
+        "ssl": context,
+        "ssl_handshake_timeout": handshake_deadline_s,
+        "ssl_shutdown_timeout": FLUSH_DEADLINE_S,
+    }
 
 
 async def connect_tcp(
@@ -378,47 +308,36 @@ async def connect_tcp(
         UnreachableError: `wire.unreachable`, with the reason, or the code of the server's refusal.
         UsageError: the security's files cannot be used.
     """
-    options = tls_options(security.client_context(), deadline_s)
-    options["server_hostname"] = address.host
+    options = {**_tls(security.client_context(), deadline_s), "server_hostname": address.host}
     greeter = _Greeter(handler, address)
-    made: list[TcpConnection] = []
-
-    def connect(transport: asyncio.Transport) -> TcpConnection:
-        peer = peer_of(transport, address.host, str(address))
-        made.append(TcpConnection(transport, peer, catalogue, greeter))
-        return made[0]
-
+    conn = TcpConnection(address.host, str(address), catalogue, greeter)
     loop = asyncio.get_running_loop()
     try:
         async with asyncio.timeout(deadline_s):
-            await loop.create_connection(
-                lambda: TcpProtocol(connect), address.host, address.port, **options
-            )
-            refusal = await greeter.answered
-            if refusal is not None:
-                raise refusal
-            return made[0]
-    except TimeoutError as error:
-        _give_up(made)
-        raise _unreachable(address, f"it did not answer within {deadline_s:g} s") from error
-    except OSError as error:
-        if is_shortage(error):
+            await loop.create_connection(lambda: conn, address.host, address.port, **options)
+            await greeter.answered
+            return conn
+    except BaseException as error:
+        if conn.is_made:
+            conn.close("connecting failed or was cancelled")
+        if isinstance(error, TimeoutError):
+            why = f"it did not answer within {deadline_s:g} s"
+        elif isinstance(error, OSError) and is_shortage(error):
             raise no_descriptors(f"open a socket to {address}", error) from error
-        raise _unreachable(address, refusal_reason(error)) from error
-    except BaseException:
-        _give_up(made)
-        raise
+        elif isinstance(error, OSError):
+            why = reason_of(error)
+        else:
+            raise
+        raise _unreachable(address, why) from error
 
 
-class _Greeter:
+class _Greeter(Handler):
     """Sends `hello`; passes the connection on to the handler once it was answered."""
 
     def __init__(self, handler: Handler, address: TcpAddress) -> None:
-        self._address = address
-        self.answered: asyncio.Future[UnreachableError | None]
-        self.answered = asyncio.get_running_loop().create_future()
-        self._handler = handler
+        self.answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._is_welcome = False
+        self._handler, self._address = handler, address
 
     def opened(self, conn: Connection) -> None:
         conn.send(HelloMsg())
@@ -442,33 +361,11 @@ class _Greeter:
         if self._is_welcome:
             self._handler.closed(conn, reason)
         else:
-            why = f"{reason} before it sent welcome; {_FIX}"
-            self._answer(_unreachable(self._address, why))
+            self._answer(_unreachable(self._address, f"{reason} before it sent welcome; {_FIX}"))
 
-    def _answer(self, refusal: UnreachableError | None) -> None:
+    def _answer(self, why: UnreachableError | None) -> None:
         if not self.answered.done():
-            self.answered.set_result(refusal)
-
-
-def _give_up(made: list[TcpConnection]) -> None:
-    for conn in made:
-        conn.close("connecting failed or was cancelled")
-
-
-def tls_options(context: ssl.SSLContext, handshake_deadline_s: float) -> dict[str, Any]:
-    """Keyword arguments with which the loop makes a transport use TLS."""
-    return {
-        "ssl": context,
-        "ssl_handshake_timeout": handshake_deadline_s,
-        "ssl_shutdown_timeout": FLUSH_DEADLINE_S,
-    }
-
-
-def refusal_reason(error: OSError) -> str:
-    """Why a connection was not made: the error, explained."""
-    if isinstance(error, ssl.SSLError) or error.errno or str(error):
-        return reason_of(error)
-    return f"the peer closed the connection during the handshake; {_FIX}"
+            self.answered.set_exception(why) if why else self.answered.set_result(None)
 
 
 def _unreachable(address: TcpAddress, why: str) -> UnreachableError:
@@ -489,16 +386,15 @@ class TcpServer(BaseServer):
         service: str,
         security: Security,
         connections_max: int = CONNECTIONS_MAX,
-        per_address_max: int = CONNECTIONS_PER_ADDRESS_MAX,
+        per_peer_max: int = CONNECTIONS_PER_PEER_MAX,
         handshakes_max: int = HANDSHAKES_MAX,
     ) -> None:
-        super().__init__(catalogue, handler, service, connections_max)
+        super().__init__(catalogue, handler, service, connections_max, per_peer_max)
         self.address = address
         self.port = address.port
         self.refused_count = 0
         self.last_refusal: str | None = None
         self._security = security
-        self._per_address_max = per_address_max
         self._handshakes_max = handshakes_max
         self._handshakes: dict[asyncio.Task[None], str] = {}
 
@@ -532,8 +428,11 @@ class TcpServer(BaseServer):
         return self._security.problem
 
     def _accepted(self, sock: socket.socket, name: tuple[str, int]) -> None:
-        host, who = host_of(name), shown(name)
-        if self._has_too_many_handshakes(host):
+        host = name[0].removeprefix("::ffff:")  # an IPv4 address on a socket for both
+        who = str(TcpAddress(host, name[1]))
+        of_host = sum(other == host for other in self._handshakes.values())
+        at_most = min(HANDSHAKES_MAX, self._handshakes_max)
+        if len(self._handshakes) >= at_most or of_host >= HANDSHAKES_PER_ADDRESS_MAX:
             sock.close()
             self._refuse(who, "too many unfinished handshakes")
             return
@@ -541,39 +440,18 @@ class TcpServer(BaseServer):
         self._handshakes[task] = host
         task.add_done_callback(self._handshakes.pop)
 
-    def _has_too_many_handshakes(self, host: str) -> bool:
-        of_host = sum(other == host for other in self._handshakes.values())
-        at_most = min(HANDSHAKES_MAX, self._handshakes_max)
-        return len(self._handshakes) >= at_most or of_host >= HANDSHAKES_PER_ADDRESS_MAX
-
     async def _handshake(self, sock: socket.socket, host: str, who: str) -> None:
-        options = tls_options(self._security.server_context(), HANDSHAKE_DEADLINE_S)
-
-        def connect(transport: asyncio.Transport) -> TcpConnection:
-            peer = peer_of(transport, host, who)
-            conn = TcpConnection(transport, peer, self._catalogue, self)
-            if not conn.is_closed:
-                self._admit(conn)
-            return conn
-
+        conn = TcpConnection(host, who, self._catalogue, self)
+        options = _tls(self._security.server_context(), HANDSHAKE_DEADLINE_S)
         loop = asyncio.get_running_loop()
         try:
-            await loop.connect_accepted_socket(lambda: TcpProtocol(connect), sock, **options)
+            await loop.connect_accepted_socket(lambda: conn, sock, **options)
         except OSError as error:  # includes TLS errors and the handshake's deadline
-            self._refuse(who, refusal_reason(error))
+            self._refuse(who, reason_of(error))
 
     def _refuse(self, who: str, why: str) -> None:
         self.refused_count += 1
         self.last_refusal = f"{who}: {why}"
-
-    def _over_quota(self, conn: Connection) -> str | None:
-        host = conn.peer.host
-        if sum(c.peer.host == host for c in self.connections) <= self._per_address_max:
-            return None
-        return (
-            f"{host} has {self._per_address_max} connections to {self._service}, the limit for one"
-            " address; close some"
-        )
 
 
 async def _bind(address: TcpAddress, service: str, backlog: int) -> socket.socket:

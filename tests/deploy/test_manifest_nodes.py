@@ -7,15 +7,16 @@ key and the certificates are, a lock server for the probe.
 from __future__ import annotations
 
 import base64
-import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from click.testing import CliRunner
 
 from lockserver import certificates
 from plumbing.errors import UsageError
+from plumbing.service.config import resolve
 from plumbing.wire.tcp import Security
 from plumbing.wire.tcp_address import TcpAddress
 from tests.deploy.manifests import (
@@ -45,14 +46,24 @@ def engines() -> list[Document]:
     return [each for each in containers(NODES) if each["command"][0] == "engine"]
 
 
+class Settled(Exception):
+    """What a command would run with."""
+
+
 def settings(pod: str, container: Document, index: int = 0) -> dict[str, Any]:
     """What the container's program makes of its flags and its environment, by setting."""
     program, verb, *rest = words(pod, container)
     rest = rest[: rest.index("--")] if "--" in rest else rest
     command, env = PROGRAMS[program].commands[verb], environment(pod, container, index)
-    said = CliRunner(env=env).invoke(command, [*rest, "--print-config", "--json"])
-    assert said.exit_code == 0, f"{container['name']}: {said.output}"
-    return {each["name"]: each["value"] for each in json.loads(said.stdout)["config"]}
+
+    def settle(declared: Any, flags: Any) -> None:
+        raise Settled(resolve(declared, flags))
+
+    with mock.patch("plumbing.pod.cli.resolve", settle):
+        said = CliRunner(env=env).invoke(command, rest)
+    assert isinstance(said.exception, Settled), f"{container['name']}: {said.output}"
+    found: dict[str, Any] = said.exception.args[0]
+    return found
 
 
 def test_only_one_lock_server_and_its_state_outlives_its_pod():

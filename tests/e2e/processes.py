@@ -10,8 +10,7 @@ import time
 from collections.abc import Iterable, Sequence
 
 from gateway.server.upstream import IDLE_S
-from plumbing.service import procfs
-from tests.helpers import auntil, free_port, free_ports, open_fds
+from tests.helpers import auntil, free_port, free_ports, is_running, open_fds
 from understudy.pod.ports import Ports
 
 SETTLED_AFTER = 25  # equal readings in a row
@@ -86,8 +85,7 @@ async def settled_fds(pids: Sequence[int]) -> dict[int, int]:
 
     def look(pid: int) -> bool:
         counts = seen[pid]
-        times = procfs.cpu_times(pid)
-        if times is not None and not times[0]:
+        if not is_running(pid):
             counts.append(len(open_fds(pid)))
             if counts[-1:] != counts[-2:-1]:
                 changed_s[pid] = time.monotonic()

@@ -98,7 +98,6 @@ def printed(home: PodHome, tmp_path_factory: pytest.TempPathFactory) -> Printed:
     """Every document of a pod after a failover, of the files it leaves, and of no pod at all."""
     found = Printed()
     failures(found, tmp_path_factory.mktemp("none"))
-    settings(found)
 
     async def scenario(pod: Pod) -> None:
         directory = pod.directory
@@ -134,14 +133,6 @@ def failures(found: Printed, nowhere: Path) -> None:
             result = CliRunner().invoke(command, [*words, f"--dir={nowhere}", "--json"])
             assert result.exit_code == UNREACHABLE, f"{name}: {result.output}"
             found.add("Errors", json.loads(result.stdout))
-
-
-def settings(found: Printed) -> None:
-    for name, command in every_command():
-        if has_option(command, "--print-config"):
-            result = CliRunner().invoke(command, ["--print-config", "--json"])
-            assert result.exit_code == 0, f"{name}: {result.output}"
-            found.add("--print-config", json.loads(result.stdout))
 
 
 async def commands(found: Printed, directory: Path) -> None:
@@ -262,12 +253,12 @@ def every_command() -> list[tuple[str, click.Command]]:
 
 
 def with_json() -> list[tuple[str, click.Command]]:
-    """The commands that have their own `--json`, and not only for `--print-config`."""
+    """The commands that print JSON."""
     return [
         (name, command)
         for name, command in every_command()
         for option in command.params
-        if "--json" in option.opts and "--print-config" not in (getattr(option, "help", "") or "")
+        if "--json" in option.opts
     ]
 
 

@@ -19,7 +19,7 @@ from tests.e2e.pods import Pod, PodHome
 from tests.e2e.test_inspection import understudy
 from tests.helpers import until
 
-SHOWN = "odd-\\xff"
+SHOWN = "odd-\\udcff"
 
 
 @pytest.fixture

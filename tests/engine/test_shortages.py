@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from plumbing.pod.supervision import SHORTAGE_EXIT_CODE
 from plumbing.service import procfs
+from plumbing.service.init import SHORTAGE
 from tests.engine.pod import QUICK
 from tests.helpers import until
 
@@ -46,7 +46,7 @@ def test_supervisor_that_has_used_up_its_descriptors_ends_and_an_init_restarts_i
     backend = engine.pids()["http"]
     resource.prlimit(engine.process.pid, resource.RLIMIT_NOFILE, (NONE, NONE))
     code = engine.wait()
-    assert code == SHORTAGE_EXIT_CODE, engine.errors.read_text()
+    assert code == SHORTAGE, engine.errors.read_text()
     assert "[wire.no_descriptors]" in engine.errors.read_text().splitlines()[-1]
     until(lambda: not procfs.is_alive(backend), "the backend's end")
 

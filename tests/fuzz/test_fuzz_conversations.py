@@ -219,18 +219,6 @@ def recovering() -> Iterator[Recovering]:
     shutil.rmtree(directory)
 
 
-@pytest.mark.parametrize("place", range(SLABS))
-@pytest.mark.parametrize("kind", MAD)
-def test_offer_with_one_descriptor_that_is_no_slab_is_refused(
-    kind: str, place: int, recovering: Recovering
-):
-    """Every kind of descriptor that is not the committed memory, in every place."""
-    kinds = ["good"] * SLABS
-    kinds[place] = kind
-    recovering.offer(kinds, {}, in_first=0)
-    recovering.check()
-
-
 WRONG = st.fixed_dictionaries(
     {},
     optional={

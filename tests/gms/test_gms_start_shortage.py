@@ -20,8 +20,8 @@ from gms import status as statuses
 from gms.server import supervisor as child_module
 from gms.server.supervisor import GmsSupervisor
 from plumbing.errors import GivenUpError
-from plumbing.pod import supervision
-from plumbing.pod.supervision import DEATHS_MAX
+from plumbing.service import init
+from plumbing.service.init import FAILED_STARTS_MAX
 from tests.gms.test_gms_supervisor import serve
 from tests.helpers import auntil
 
@@ -41,31 +41,43 @@ def one_device(directory: str, *words: str) -> GmsSupervisor:
     )
 
 
+@pytest.mark.parametrize(
+    ("words", "kind", "count", "code"),
+    [
+        (("{}/python",), "gms.cannot_start", FAILED_STARTS_MAX, GivenUpError.exit_code),
+        (("sh", "-c", "exit 3"), "gms.child_exit", FAILED_STARTS_MAX, GivenUpError.exit_code),
+        (("sh", "-c", "exit 2"), "gms.child_exit", 1, 2),
+    ],
+)
 def test_program_that_cannot_run_ends_the_supervisor(
-    directory: str, monkeypatch: pytest.MonkeyPatch
+    directory: str,
+    words: tuple[str, ...],
+    kind: str,
+    count: int,
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
 ):
-    """There is no such interpreter: tried as often as a server may die, then the exit code."""
-    monkeypatch.setattr(supervision, "BACKOFF_MS", 1.0)
-    supervisor = one_device(directory, f"{directory}/python")
-    assert asyncio.run(supervisor.run()) == GivenUpError.exit_code
-    told = [event for event in supervisor.log.kept_since(0) if event.type == "gms.cannot_start"]
-    assert len(told) == DEATHS_MAX
-    assert "No such file" in told[-1].message
+    """Tried as often as a start may fail, then the exit code; with bad flags once."""
+    monkeypatch.setattr(init, "BACKOFF_S_MAX", 0.001)
+    supervisor = one_device(directory, *(word.format(directory) for word in words))
+    assert asyncio.run(supervisor.run()) == code
+    told = [event for event in supervisor.log.kept_since(0) if event.type == kind]
+    assert len(told) == count
     assert "giving up" in told[-1].message
 
 
 def test_shortage_of_processes_is_waited_out_and_told_once(
     directory: str, monkeypatch: pytest.MonkeyPatch
 ):
-    """fork fails with EAGAIN, more often than a server may die; then it does not: the device is
+    """fork fails with EAGAIN, more often than a start may fail; then it does not: the device is
     served, and of all the attempts there is one event."""
-    monkeypatch.setattr(supervision, "BACKOFF_MS", 1.0)
+    monkeypatch.setattr(init, "BACKOFF_S_MAX", 0.001)
     popen, attempts, is_over = subprocess.Popen, 0, False
 
     def fails(*args: Any, **more: Any) -> Any:
         nonlocal attempts
         attempts += 1
-        if attempts <= 2 * DEATHS_MAX or not is_over:
+        if attempts <= 2 * FAILED_STARTS_MAX or not is_over:
             raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
         return popen(*args, **more)
 
@@ -109,15 +121,14 @@ def test_service_that_may_open_too_few_files_says_so(directory: str):
 
 
 def test_server_that_never_answers_is_killed(directory: str, monkeypatch: pytest.MonkeyPatch):
-    """A process that sleeps: killed for its silence, and another is started. That waiting for a CPU
-    is no silence, `test_silence_counts_only_the_time_in_which_the_server_could_run` proves."""
+    """A process that sleeps: killed for its silence, and another is started."""
     monkeypatch.setattr(child_module, "HANG_MS", 300.0)
     supervisor = one_device(directory, "sleep", "60")
 
     async def scenario() -> None:
         running = asyncio.create_task(supervisor.run())
         child = supervisor.children[0]
-        await auntil(lambda: child.restarts.deaths_total, "it to be killed")
+        await auntil(lambda: child.restarter.restarts, "it to be killed")
         os.kill(os.getpid(), signal.SIGTERM)
         await running
 

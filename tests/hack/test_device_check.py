@@ -95,27 +95,3 @@ def test_rehearsal_is_never_written_to_bench_device(tmp_path: Path):
     assert "nothing was written: this was the stand-in" in done.stdout
     assert run("--only", "nonsense").returncode == 2
     assert written() == before
-
-
-def test_whole_run_on_a_real_device_is_written_under_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """A report of an H200: bench/device/nvidia-h200-<date>.json; not of the stand-in, not of some
-    parts only."""
-    monkeypatch.setattr(device_check, "BENCH", tmp_path)
-    part = {"status": "ok", "reason": None, "seconds": 1.0, "question": "Which?"}
-    report: dict[str, Any] = {
-        "date": "2026-01-02",
-        "is_stand_in": False,
-        "claims": {"it_holds": True, "it_does_not": False},
-        "parts": {"device": {**part, "figures": {"name": "NVIDIA H200"}}},
-    }
-    flags = device_check.argparse.Namespace(out=None, only="context")
-    device_check._finish(report, flags)
-    flags.only, report["parts"]["device"]["figures"]["name"] = "", "Stand-in"
-    device_check._finish(report, flags)
-    assert list(tmp_path.iterdir()) == []
-    report["parts"]["device"]["figures"]["name"], report["is_stand_in"] = "NVIDIA H200", False
-    device_check._finish(report, flags)
-    assert json.loads((tmp_path / "nvidia-h200-2026-01-02.json").read_text()) == report
-    assert not device_check._is_good(report)

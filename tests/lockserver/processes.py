@@ -16,7 +16,7 @@ from plumbing.errors import UnderstudyError
 from plumbing.service import procfs
 from plumbing.wire.blocking import BlockingClient
 from plumbing.wire.fds import OwnedFd
-from tests.helpers import free_port, open_fds, until
+from tests.helpers import free_port, is_running, open_fds, until
 
 SETTLED_READINGS = 25  # equal readings in a row: recently closed descriptors are gone by then
 
@@ -27,9 +27,7 @@ def settled_fds(pid: int) -> int:
     readings: list[int] = []
 
     def is_settled() -> bool:
-        times = procfs.cpu_times(pid)
-        is_runnable = times is not None and times[0]
-        if is_runnable:
+        if is_running(pid):
             readings.clear()
         readings.append(len(open_fds(pid)))
         return len(readings) >= SETTLED_READINGS and len(set(readings[-SETTLED_READINGS:])) == 1

@@ -82,14 +82,6 @@ def test_death_within_a_change_clears_nobody(path: str, moment: str, expected: s
     assert queued(path) == expected
 
 
-def test_error_within_a_change_clears_nobody_for_good(path: str):
-    page = QueuePage(path)
-    page.add(attempt_name(OURS, 1))
-    with pytest.raises(ZeroDivisionError), page.changing():
-        raise ZeroDivisionError
-    assert queued(path) == set()
-
-
 def test_reader_keeps_the_page_of_the_incarnation_that_died(path: str):
     """Goal: the next incarnation changes nothing of it. Method: open one, make another."""
     QueuePage(path).add(attempt_name(OURS, 1))

@@ -56,12 +56,6 @@ POD_OPTIONS = (
     Option(
         "tensor_parallel", int, 1, "Number of devices per engine.", minimum=1, maximum=RANKS_MAX
     ),
-    Option(
-        "direct",
-        bool,
-        False,
-        gone="every pod has a gateway, which continues streams when an engine dies",
-    ),
 )
 
 UP_OPTIONS = (

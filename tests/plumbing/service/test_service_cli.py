@@ -45,23 +45,6 @@ def invoke(command, *args, **environ):
     return CliRunner().invoke(command, args, env=environ)
 
 
-def test_print_config_shows_origins_and_runs_nothing():
-    """Goal: "which value, and why"; method: the table, then the JSON."""
-    result = invoke(serve, "--print-config", "--http-port", "1", UNDERSTUDY_SERVICE="a")
-    assert result.exit_code == 0
-    rows = [line.split() for line in result.output.splitlines()]
-    assert rows == [
-        ["setting", "value", "origin", "environment"],
-        ["http_port", "1", "flag", "UNDERSTUDY_HTTP_PORT"],
-        ["service", "a", "environment", "UNDERSTUDY_SERVICE"],
-        ["verify", "True", "default", "UNDERSTUDY_VERIFY"],
-    ]
-    document = json.loads(invoke(serve, "--print-config", "--json").output)
-    assert document["config"][0]["origin"] == "default"
-    document = json.loads(invoke(status, "--print-config", "--json").output)
-    assert document["config"][0]["value"] == 9400
-
-
 @pytest.mark.parametrize(
     "module", ["lockserver.cli", "gms.cli", "engine.cli", "understudy.cli.main"]
 )

@@ -93,7 +93,7 @@ def test_frames_of_a_connection_can_be_limited_further():
 def test_connections_of_one_process_are_limited(tmp_path: Path):
     """Goal: one process cannot take all connections; the error names its pid and its limit. Method:
     a server that accepts more than one process may have."""
-    options = {"connections_max": 10, "per_process_max": 2}
+    options = {"connections_max": 10, "per_peer_max": 2}
     with ServerThread(str(tmp_path / "echo.sock"), **options) as thread:
         clients = [BlockingClient(thread.path, CATALOGUE) for _ in range(2)]
         for client in clients:

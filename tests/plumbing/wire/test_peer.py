@@ -23,52 +23,42 @@ _CONNECT = (
 )
 
 
+@pytest.mark.parametrize("is_dead", [False, True])
 @pytest.mark.parametrize("option", [peer.SO_PEERPIDFD, 9999])
 def test_peer_is_identified_and_its_death_is_detected(
-    option: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    option: int, is_dead: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Goal: uid, pid and a pidfd that becomes readable when the process dies, through SO_PEERPIDFD
-    and, where the kernel lacks it, through pidfd_open. Method: a real child, SIGKILL."""
+    and, where the kernel lacks it, through pidfd_open, which has none for a peer that was reaped.
+    Method: a real child, SIGKILL."""
     monkeypatch.setattr(peer, "SO_PEERPIDFD", option)
     path = str(tmp_path / "peer.sock")
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(path)
-    listener.listen(1)
-    child = subprocess.Popen([sys.executable, "-c", _CONNECT, path])
-    accepted, _ = listener.accept()
-    found = peer.identify(accepted)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen(1)
+        child = subprocess.Popen([sys.executable, "-c", _CONNECT, path])
+        accepted, _ = listener.accept()
+    if is_dead:
+        child.kill()
+        child.wait()
+    with accepted:
+        found = peer.identify(accepted)
     assert (found.uid, found.pid) == (os.geteuid(), child.pid)
-    assert found.pidfd_source in ("SO_PEERPIDFD", "pidfd_open")
-    if option == 9999:
-        assert found.pidfd_source == "pidfd_open"
     pidfd = found.take_pidfd()
-    assert pidfd is not None
-    assert not os.get_inheritable(pidfd.fileno())
-    assert not peer.is_gone(pidfd.fileno())
-    child.kill()
-    until(lambda: peer.is_gone(pidfd.fileno()), "the pidfd to become readable")
-    child.wait()
-    pidfd.close()
     found.close()
-    accepted.close()
-    listener.close()
-
-
-def test_dead_peer_has_no_pidfd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Goal: a peer that was reaped before it is identified has no pidfd."""
-    monkeypatch.setattr(peer, "SO_PEERPIDFD", 9999)
-    path = str(tmp_path / "peer.sock")
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(path)
-    listener.listen(1)
-    child = subprocess.Popen([sys.executable, "-c", _CONNECT, path])
-    accepted, _ = listener.accept()
-    child.kill()
-    child.wait()
-    found = peer.identify(accepted)
-    assert (found.pidfd, found.pidfd_source) == (None, "none")
-    accepted.close()
-    listener.close()
+    if option == 9999:
+        assert found.pidfd_source == ("none" if is_dead else "pidfd_open")
+    if is_dead:
+        assert option != 9999 or pidfd is None
+    else:
+        assert pidfd is not None
+        assert not os.get_inheritable(pidfd.fileno())
+        assert not peer.is_gone(pidfd.fileno())
+        child.kill()
+        until(lambda: peer.is_gone(pidfd.fileno()), "the pidfd to become readable")
+        child.wait()
+    if pidfd is not None:
+        pidfd.close()
 
 
 class _Socket:
