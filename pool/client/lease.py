@@ -22,6 +22,7 @@ from plumbing.pod.paths import pool_socket
 from plumbing.service.clock import SystemClock
 from plumbing.text import one_line
 from plumbing.wire.blocking import BlockingClient
+from plumbing.wire.messages import Message
 from pool.messages import CATALOGUE, LeaseGrantedMsg, LeaseMsg, LeaseWaitingMsg
 
 RETRY_S = 0.2  # while the pool is away
@@ -92,50 +93,31 @@ def _granted(
     path: str, asked: LeaseMsg, timeout_s: float, say: Callable[[str], None]
 ) -> Iterator[None]:
     """Until the block ends, the pool knows that somebody is there; it looks at once afterwards."""
-    end = time.monotonic() + timeout_s
-    was_there = False
-    while True:
-        try:
-            with BlockingClient(path, CATALOGUE) as client:
-                was_there = True
-                client.notify(asked, request_id=1)
-                _wait(client, end, asked, timeout_s, say)
-                yield
-                return
-        except UnreachableError as error:
-            if not was_there:
-                raise
-            if time.monotonic() > end:
-                raise _late(asked, timeout_s) from error
-            say("the pool is restarting; the lease keeps its place")
-            time.sleep(RETRY_S)
+    end_s, was_there = time.monotonic() + timeout_s, False
+    try:
+        while True:
+            try:
+                with BlockingClient(path, CATALOGUE) as client:
+                    was_there = True
+                    client.notify(asked, request_id=1)
+                    while not isinstance(answer := _next(client, end_s), LeaseGrantedMsg):
+                        if isinstance(answer, LeaseWaitingMsg):
+                            say(f"waiting: {answer.why}")
+                    yield
+                    return
+            except UnreachableError:
+                if not was_there or time.monotonic() > end_s:
+                    raise
+                say("the pool is restarting; the lease keeps its place")
+                time.sleep(RETRY_S)
+    except WaitTimeoutError as error:
+        why = f"the pool could not free {asked.size_bytes} bytes of {asked.device} within"
+        why += f" {timeout_s:g} s; see `understudy pool explain`"
+        raise WaitTimeoutError("pool.lease_timeout", why) from error
 
 
-def _wait(
-    client: BlockingClient,
-    end: float,
-    asked: LeaseMsg,
-    timeout_s: float,
-    say: Callable[[str], None],
-) -> None:
-    while True:
-        try:
-            message = client.receive(timeout_s=max(0.0, end - time.monotonic())).message
-        except WaitTimeoutError as error:
-            raise _late(asked, timeout_s) from error
-        match message:
-            case LeaseGrantedMsg():
-                return
-            case LeaseWaitingMsg():
-                say(f"waiting: {message.why}")
-
-
-def _late(asked: LeaseMsg, timeout_s: float) -> WaitTimeoutError:
-    return WaitTimeoutError(
-        "pool.lease_timeout",
-        f"the pool could not free {asked.size_bytes} bytes of {asked.device} within {timeout_s:g} "
-        "s; see `understudy pool explain`",
-    )
+def _next(client: BlockingClient, end_s: float) -> Message:
+    return client.receive(timeout_s=max(0.0, end_s - time.monotonic())).message
 
 
 def _run(command: Sequence[str], witness: int) -> int:

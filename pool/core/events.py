@@ -21,6 +21,7 @@ from plumbing.pod.messages import Tier
 from pool.core.states import (
     TICKETS_MAX,
     Count,
+    EntryKind,
     GoalGeneration,
     Millis,
     ModelRules,
@@ -153,9 +154,7 @@ class MemoryIs(PoolEvent, frozen=True):
     this answers, or that an earlier one of this device has answered."""
 
     device: str
-    weights_bytes: Mapping[str, int]
-    kv_bytes: Mapping[str, int]
-    copy_bytes: Mapping[str, int]  # for the device `HOST` only
+    held: Mapping[tuple[EntryKind, str], int]  # by kind and model
     asked: Mapping[str, int] = {}
 
 
@@ -305,8 +304,7 @@ class GrantLease(PoolEffect, frozen=True):
 
 class RefuseLease(PoolEffect, frozen=True):
     lease: str
-    code: str
-    sentence: str
+    why: str
 
 
 class PoolRecord(PoolEffect, frozen=True):
@@ -340,8 +338,7 @@ class LeaseWaits(PoolRecord, frozen=True):
 
 
 class Alarm(PoolRecord, frozen=True):
-    """Something that an operator should look at: memory that does not come back, a lie."""
+    """Memory does not come back: something that an operator should look at."""
 
-    code: str
     model: str
     sentence: str

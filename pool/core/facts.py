@@ -197,7 +197,7 @@ class Facts:
             model.cannot_park = model.in_flight
         model.keep_alive_ms = demand.keep_alive_ms(name)
         host = ledger.memory.get(HOST)
-        model.has_copy = host is not None and host.copy_bytes.get(name, 0) > 0
+        model.has_copy = host is not None and (EntryKind.COPY, name) in host.held
         model.needs = needs_of(model.sizes, has_copy=ledger.copies(model))
         shadows = model.shadows()
         names = {each.name for each in shadows}
@@ -594,7 +594,7 @@ def _alarm(facts: Facts, model: Model) -> None:
     facts.touch(model.name)
     why = facts.ledger.why_not_free(model) or "its memory is not proven to be free"
     model.alarm = f"model {model.name} was unloaded and still has memory: {why}"
-    facts.say(ev.Alarm("pool.memory_not_freed", model.name, model.alarm))
+    facts.say(ev.Alarm(model.name, model.alarm))
 
 
 def begin_turn(facts: Facts, model: Model) -> None:

@@ -189,19 +189,12 @@ class PoolLedger:
     def hear_memory(self, event: MemoryIs, models: Mapping[str, Model]) -> None:
         """What is held is booked, whatever there is room for."""
         self.memory[event.device] = event
-        for kind, sizes in self._held(event):
-            for name, size_bytes in sizes.items():
-                key = EntryKey(event.device, kind, name)
-                if name in models and size_bytes > self.entries.get(key, 0):
-                    self.settle(key, size_bytes)
-        for name in event.weights_bytes.keys() & models.keys():
-            self.learn_sizes(models[name])
-
-    @staticmethod
-    def _held(event: MemoryIs) -> Iterator[tuple[EntryKind, Mapping[str, int]]]:
-        yield EntryKind.WEIGHTS, event.weights_bytes
-        yield EntryKind.KV, event.kv_bytes
-        yield EntryKind.COPY, event.copy_bytes
+        for (kind, name), size_bytes in event.held.items():
+            key = EntryKey(event.device, kind, name)
+            if name in models and size_bytes > self.entries.get(key, 0):
+                self.settle(key, size_bytes)
+            if name in models and kind is EntryKind.WEIGHTS:
+                self.learn_sizes(models[name])
 
     def learn_sizes(self, model: Model) -> None:
         """Take what its engines have measured; what is booked for their goals follows. Where nobody
@@ -212,9 +205,11 @@ class PoolLedger:
         weights = _largest([said.weights_bytes for said in words]) or before.weights
         sizes = EngineSizes(
             base=base or before.base,
+            # The memory service counts whole pages where an engine counts its tensors. With the
+            # smaller figure, all who rest could give way and a page of each would still be booked.
             weights={
-                device: max(size_bytes, self._weights_held(model, device))
-                for device, size_bytes in weights.items()
+                name: max(size, self._bytes_held(EntryKey(name, EntryKind.WEIGHTS, model.name)))
+                for name, size in weights.items()
             },
             kv=_largest([said.kv_bytes for said in words]) or before.kv,
             is_estimated=before.is_estimated and not base,
@@ -226,11 +221,6 @@ class PoolLedger:
             if key in self.entries:
                 held = self._bytes_held(key)
                 self.settle(key, max(size_bytes, held))
-
-    def _weights_held(self, model: Model, device: str) -> int:
-        """By the memory service, which counts whole pages where an engine counts its tensors. With
-        the smaller figure, all who rest could give way and a page of each would still be booked."""
-        return self._bytes_held(EntryKey(device, EntryKind.WEIGHTS, model.name))
 
     def book_living(self, model: Model) -> None:
         """An engine that lives has its base, whoever has launched it, and one that wakes or serves
@@ -321,12 +311,7 @@ class PoolLedger:
 
     def _bytes_held(self, key: EntryKey) -> int:
         memory = self.memory.get(key.device)
-        if memory is None:
-            return 0
-        for kind, sizes in self._held(memory):
-            if kind is key.kind:
-                return sizes.get(key.owner, 0)
-        return 0
+        return 0 if memory is None else memory.held.get((key.kind, key.owner), 0)
 
 
 def _names(engines: Iterable[ModelEngine]) -> str:

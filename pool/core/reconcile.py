@@ -357,7 +357,7 @@ def _decide_lease(facts: Facts, name: str, decision: Decision) -> None:
         case Never():
             del facts.leases[lease_id]
             facts.is_plan_old = True
-            facts.say(ev.RefuseLease(lease_id, "pool.no_room", decision.why))
+            facts.say(ev.RefuseLease(lease_id, decision.why))
 
 
 def _lease_waits(facts: Facts, lease: Model, why: str) -> None:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import copy
+from operator import attrgetter
 from zlib import crc32
 
 from msgspec import Struct
@@ -36,6 +37,7 @@ from pool.core.model import SETTLED, KeptModel, Model, ModelEngine, a_lease, gra
 from pool.core.states import EngineSizes, GoalGeneration, ModelState
 
 TEXT_MAX = 100  # characters of a reason or a fault on file
+_kept_of = attrgetter(*KeptModel.__struct_fields__)
 KEPT_ANEW = ("pinned", "costs", "last_request_ms", "door_number")  # by a new pod, of an old one
 
 
@@ -109,7 +111,7 @@ def shape_of(model: Model) -> int:
 
 
 def _saved_model(facts: Facts, model: Model) -> SavedModel:
-    kept = KeptModel(*(getattr(model, name) for name in KeptModel.__struct_fields__))
+    kept = KeptModel(*_kept_of(model))
     kept.costs = copy(kept.costs)
     kept.fault, kept.reason = kept.fault[:TEXT_MAX], kept.reason[:TEXT_MAX]
     sizes, devices = model.sizes, model.rules.devices

@@ -113,11 +113,11 @@ class LeaseDesk:
             if held.conn is not None:
                 held.conn.send(LeaseGrantedMsg(lease), held.request_id)
 
-    def refused(self, lease: str, code: str, sentence: str) -> None:
+    def refused(self, lease: str, why: str) -> None:
         held = self.leases.pop(lease, None)
         if held is not None:
             if held.conn is not None:
-                held.conn.fault(UnderstudyError(code, sentence), held.request_id, close=False)
+                held.conn.fault(UnderstudyError("pool.no_room", why), held.request_id, close=False)
             self._remove(lease)
 
     def waits(self, lease: str, why: str) -> None:

@@ -28,7 +28,7 @@ from plumbing.wire.connection import Connection
 from plumbing.wire.messages import Message
 from pool.client.link import KeptLink
 from pool.core.events import DeviceIs, MemoryIs, PoolEvent
-from pool.core.states import HOST
+from pool.core.states import HOST, EntryKind
 
 SAMPLE_S = 1.0  # between two samples of a device
 SAMPLES = 3
@@ -109,18 +109,16 @@ class MemorySide:
                 self._tell_device(device, links, *sample)
 
     def _tell_memory(self, device: str, links: Sequence[PlaceLink]) -> None:
-        held: dict[str, dict[str, int]] = {WEIGHTS: {}, KV: {}}
+        held: dict[tuple[EntryKind, str], int] = {}
         asked: dict[str, int] = {}
         for link in links:
             model = model_at(link.place)
             asked[model] = min(asked.get(model, link.answered), link.answered)
             if link.held_bytes:
-                held[link.tag][model] = link.held_bytes
+                kind = EntryKind.COPY if device == HOST else EntryKind(link.tag)
+                held[kind, model] = link.held_bytes
         asked = {model: number for model, number in asked.items() if number}
-        if device == HOST:
-            self._tell(MemoryIs(HOST, {}, {}, held[WEIGHTS], asked))
-        else:
-            self._tell(MemoryIs(device, held[WEIGHTS], held[KV], {}, asked))
+        self._tell(MemoryIs(device, held, asked))
 
     def _tell(self, said: MemoryIs | DeviceIs) -> None:
         if said != self._told.get((said.device, type(said))):

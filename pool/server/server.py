@@ -22,7 +22,7 @@ from plumbing.errors import InvariantError, ProtocolError, UnderstudyError, Usag
 from plumbing.pod.messages import Tier
 from plumbing.pod.observers import Observers
 from plumbing.pod.paths import pool_socket
-from plumbing.service.clock import Clock, SystemClock
+from plumbing.service.clock import SystemClock
 from plumbing.service.events import EventLog
 from plumbing.service.http import HttpServer
 from plumbing.service.signals import until_ended
@@ -57,9 +57,8 @@ DUE_S_MAX = 3600.0
 class PoolServer(status.PoolParts, Handler):
     """One directory's pool, and its socket for gateways, leases and users."""
 
-    def __init__(self, settings: PoolSettings, clock: Clock | None = None) -> None:
-        self.settings = settings
-        self.clock = clock or SystemClock()
+    def __init__(self, settings: PoolSettings) -> None:
+        self.settings, self.clock = settings, SystemClock()
         self.log = EventLog("pool", self.clock)
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         path = pool_socket(settings.directory)
@@ -323,12 +322,12 @@ class PoolServer(status.PoolParts, Handler):
                 self.leases.granted(effect.lease)
                 self._record("pool.lease", f"lease {effect.lease} is granted", lease=effect.lease)
             case ev.RefuseLease():
-                self.leases.refused(effect.lease, effect.code, effect.sentence)
-                self._record("pool.lease", effect.sentence, "warning", lease=effect.lease)
+                self.leases.refused(effect.lease, effect.why)
+                self._record("pool.lease", effect.why, "warning", lease=effect.lease)
             case ev.LeaseWaits():
                 self.leases.waits(effect.lease, effect.why)
-            case ev.Alarm(code=code, model=model, sentence=sentence):
-                self._record("pool.alarm", sentence, "error", model=model, error_code=code)
+            case ev.Alarm(model=model, sentence=sentence):
+                self._record("pool.alarm", sentence, "error", model=model)
             case ev.ModelChanged(model=model, old=old, new=new, reason=reason):
                 self.gateways.tell(is_urgent=False)
                 self.metrics.count(effect, self.facts.models[model].leaving)

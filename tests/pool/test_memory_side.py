@@ -11,6 +11,7 @@ from gms.client import messages as weights_messages
 from gms.client import offload_device
 from plumbing.pod.paths import KV, WEIGHTS
 from pool.core.events import DeviceIs, MemoryIs
+from pool.core.states import EntryKind
 from pool.server.memory import GRAIN_BYTES, MemorySide
 from tests.helpers import auntil
 from tests.pool.neighbours import DEVICE, MIB, Memory
@@ -80,7 +81,8 @@ def test_device_is_unknown_until_all_of_its_servers_are_heard(tmp_path):
             assert seen.events == []
             seen.servers["coder", KV].set(20 * MIB, is_mapped=True)
             await seen.serve("coder")
-            whole = MemoryIs(DEVICE, {"chat": 10 * MIB}, {"coder": 20 * MIB}, {})
+            held = {(EntryKind.WEIGHTS, "chat"): 10 * MIB, (EntryKind.KV, "coder"): 20 * MIB}
+            whole = MemoryIs(DEVICE, held)
             await seen.until(MemoryIs, lambda found: found == whole, "both models' memory")
             await seen.until(DeviceIs, lambda found: found.outside_bytes == 0, "the device")
 
@@ -112,14 +114,14 @@ def test_memory_is_freed_once_nobody_maps_it_and_not_if_it_is_needed_again(tmp_p
             chat, coder = seen.servers["chat", KV], seen.servers["coder", KV]
             for each in (chat, coder):
                 each.set(20 * MIB, is_mapped=True)
-            await seen.until(MemoryIs, lambda found: len(found.kv_bytes) == 2, "both in use")
+            await seen.until(MemoryIs, lambda found: len(found.held) == 2, "both in use")
             seen.side.ask("chat", 1, frees_kv=True, frees_weights=False)
             seen.side.ask("coder", 2, frees_kv=True, frees_weights=False)
             seen.side.keep("coder", and_kv=True)
             for each in (chat, coder):
                 each.set(20 * MIB, is_mapped=False)
-            only = {"coder": 20 * MIB}
-            await seen.until(MemoryIs, lambda found: found.kv_bytes == only, "chat's to be free")
+            only = {(EntryKind.KV, "coder"): 20 * MIB}
+            await seen.until(MemoryIs, lambda found: found.held == only, "chat's to be free")
             assert (chat.drops, coder.drops) == (1, 0)
 
     asyncio.run(scene())
@@ -136,8 +138,8 @@ def test_copy_that_only_its_keeper_maps_is_dropped_with_the_weights(tmp_path):
             keeper = {"engine": weights_messages.COPIER, "mode": "ro"}
             copy.sessions = [keeper, {"engine": "chat-0", "mode": "ro"}]
             copy.set(10 * MIB, is_mapped=True)
-            held = {"chat": 10 * MIB}
-            await seen.until(MemoryIs, lambda found: found.copy_bytes == held, "the copy")
+            held = {(EntryKind.COPY, "chat"): 10 * MIB}
+            await seen.until(MemoryIs, lambda found: found.held == held, "the copy")
             seen.side.ask("chat", 1, frees_kv=False, frees_weights=True)
             await seen.until(MemoryIs, lambda found: found.asked == {"chat": 1}, "an answer")
             assert copy.drops == 0

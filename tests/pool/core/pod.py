@@ -12,7 +12,7 @@ from pool.core import events as ev
 from pool.core.facts import ModelSetup, PoolSetup
 from pool.core.reconcile import ModelPool
 from pool.core.saved import PoolSnapshot
-from pool.core.states import EngineSizes, GoalGeneration, ModelRules, ModelState
+from pool.core.states import EngineSizes, EntryKind, GoalGeneration, ModelRules, ModelState
 
 GPU = "HOST-0"
 MIB = 1 << 20
@@ -113,9 +113,9 @@ class Pod:
         return self
 
     def say_memory(self) -> None:
-        weights = dict.fromkeys(self.weights, SIZES.weights[GPU])
-        kv = dict.fromkeys(self.kv, SIZES.kv[GPU])
-        self.handle(ev.MemoryIs(GPU, weights, kv, {}, dict(self.asked)))
+        held = {(EntryKind.WEIGHTS, model): SIZES.weights[GPU] for model in self.weights}
+        held |= {(EntryKind.KV, model): SIZES.kv[GPU] for model in self.kv}
+        self.handle(ev.MemoryIs(GPU, held, dict(self.asked)))
 
     def say_demand(self) -> list[ev.PoolEffect]:
         models = {

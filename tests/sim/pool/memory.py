@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from plumbing.pod.messages import Tier
 from pool.core.events import AskMemory, DeviceIs, MemoryIs
-from pool.core.states import HOST
+from pool.core.states import HOST, EntryKind
 
 if TYPE_CHECKING:
     from tests.sim.pool.engine import Engine, Tree
@@ -182,17 +182,12 @@ class Memory:
 
 def seen_memory(world: World, name: str, asked: Mapping[str, int]) -> MemoryIs:
     """What the memory service holds on this device, by model."""
-    held: dict[str, dict[str, int]] = {"weights": {}, "kv": {}, "copy": {}}
-    for (kind, owner), size in world.devices[name].parts.items():
-        if kind in held:
-            held[kind][owner] = size
-    return MemoryIs(
-        device=name,
-        weights_bytes=held["weights"],
-        kv_bytes=held["kv"],
-        copy_bytes=held["copy"],
-        asked=dict(asked),
-    )
+    held = {
+        (EntryKind(kind), owner): size
+        for (kind, owner), size in world.devices[name].parts.items()
+        if kind in ("weights", "kv", "copy")
+    }
+    return MemoryIs(name, held, dict(asked))
 
 
 def seen_device(world: World, name: str) -> DeviceIs:
