@@ -17,7 +17,8 @@ import click
 from gms import names
 from gms import status as statuses
 from gms.server.devices import VISIBLE, devices_to_serve
-from gms.server.server import STALL_MS, DeviceProcess
+from gms.server.memory_server import STALL_MS
+from gms.server.server import DeviceProcess
 from gms.vmm.host import HostMemory
 from gms.vmm.interface import DeviceMemory
 from plumbing.errors import UnreachableError, UsageError

@@ -26,7 +26,7 @@ from gms import names
 from gms.client import Keeper, Reader, Writer, open_copy, open_session
 from gms.messages import COPIER
 from gms.questions import status_of
-from plumbing.errors import InvariantError, UnderstudyError
+from plumbing.errors import UnderstudyError
 from plumbing.service.process import parent_environment
 
 LOOK_S = 0.5  # a look is two questions to servers that answer in a millisecond
@@ -152,15 +152,13 @@ def make_copy(directory: str, device: str) -> str:
     """
     me = msg.AttachMsg(COPIER, f"gms-copy-{os.getpid()}", "ro")
     source = open_session(directory, device, me)
-    if not isinstance(source, Reader):
-        raise InvariantError("a reader was asked for")
+    assert isinstance(source, Reader)  # it asked for `ro`
     with source:
         to = replace(
             me, mode="rw", identity=source.identity, wait_ms=round(WAIT_S * 1000), replace=True
         )
         target = open_session(directory, names.offload_device(device), to)
-        if not isinstance(target, Writer):
-            raise InvariantError("a writer was asked for")
+        assert isinstance(target, Writer)
         with target:
             target.copy(source)
             with target.commit(source.identity) as copy:

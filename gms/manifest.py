@@ -47,17 +47,17 @@ ITEM_BYTES = {
 }  # fmt: skip
 
 
-# A list of integers may be small on the wire and large in memory, so its length has a limit.
-Dimensions = Annotated[tuple[int, ...], Meta(max_length=TENSORS_MAX)]
+Size = Annotated[int, Meta(ge=0)]
+Dimensions = Annotated[tuple[Size, ...], Meta(max_length=DIMENSIONS_MAX)]
 
 
 class TensorRecord(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """One tensor: `offset` from the start of the epoch and `nbytes` in bytes, `shape` and
     `strides` in elements. It may span slabs, which are mapped side by side."""
 
-    name: str
-    offset: int
-    nbytes: int
+    name: Annotated[str, Meta(min_length=1, max_length=NAME_LENGTH_MAX)]
+    offset: Size
+    nbytes: Size
     shape: Dimensions
     dtype: str
     strides: Dimensions | None = None  # None: C-contiguous
@@ -160,33 +160,23 @@ def _record(index: int, row: Raw) -> TensorRecord:
 
 
 def _check_record(record: TensorRecord, size_bytes: int) -> None:
-    if not 0 < len(record.name) <= NAME_LENGTH_MAX:
-        raise _bad(f"a tensor's name must have 1 to {NAME_LENGTH_MAX} characters")
+    """A reader must be able to trust that shape and strides stay inside the tensor's bytes."""
     end = record.offset + record.nbytes
-    if record.offset < 0 or record.nbytes < 0 or end > size_bytes:
+    if end > size_bytes:
         raise _bad(
             f"tensor {record.name!r} from {record.offset} to {end} is outside the epoch of "
             f"{size_bytes} bytes"
         )
-    if len(record.shape) > DIMENSIONS_MAX or any(n < 0 for n in record.shape):
-        raise _bad(f"tensor {record.name!r} has the impossible shape {record.shape}")
-    _check_extent(record)
-
-
-def _check_extent(record: TensorRecord) -> None:
-    """A reader must be able to trust that shape and strides stay inside the tensor's bytes."""
-    item = ITEM_BYTES.get(record.dtype)
-    if record.strides is not None and (
-        len(record.strides) != len(record.shape) or any(step < 0 for step in record.strides)
-    ):
-        raise _bad(f"tensor {record.name!r} has strides that do not fit its shape")
-    if item is None:  # an unknown packed type has at least one bit for each element
-        fits = prod(record.shape) <= 8 * record.nbytes
+    item, elements = ITEM_BYTES.get(record.dtype), prod(record.shape)
+    if record.strides is not None and len(record.strides) != len(record.shape):
+        fits = False
+    elif item is None:  # an unknown packed type has at least one bit for each element
+        fits = elements <= 8 * record.nbytes
     elif record.strides is None:
-        fits = prod(record.shape) * item == record.nbytes
+        fits = elements * item == record.nbytes
     else:
         steps = zip(record.shape, record.strides, strict=True)
-        last = sum((n - 1) * step for n, step in steps) if all(record.shape) else -1
+        last = sum((n - 1) * step for n, step in steps) if elements else -1
         fits = (last + 1) * item <= record.nbytes
     if not fits:
         raise _bad(
@@ -233,22 +223,18 @@ def first_mismatch(expected: Any, offered: Any, field: str = "identity") -> Mism
     """
     if isinstance(expected, dict) and isinstance(offered, dict):
         for key in sorted(expected.keys() | offered.keys()):
-            inner = str(key) if field == "identity" else f"{field}.{key}"
-            inner = inner[:FIELD_CHARS_MAX]
+            inner = (key if field == "identity" else f"{field}.{key}")[:FIELD_CHARS_MAX]
             if key not in expected or key not in offered:
                 return Mismatch(inner, expected.get(key, ABSENT), offered.get(key, ABSENT))
-            found = first_mismatch(expected[key], offered[key], inner)
-            if found is not None:
+            if found := first_mismatch(expected[key], offered[key], inner):
                 return found
         return None
     if isinstance(expected, list | tuple) and isinstance(offered, list | tuple):
         if len(expected) != len(offered):
             return Mismatch(field, list(expected), list(offered))
-        for index, (left, right) in enumerate(zip(expected, offered, strict=True)):
-            found = first_mismatch(left, right, f"{field}[{index}]")
-            if found is not None:
-                return found
-        return None
+        pairs = enumerate(zip(expected, offered, strict=True))
+        inside = (first_mismatch(a, b, f"{field}[{n}]") for n, (a, b) in pairs)
+        return next((each for each in inside if each is not None), None)
     # True == 1 in Python, but not in a checkpoint's configuration.
     if type(expected) is not type(offered) or expected != offered:
         return Mismatch(field, expected, offered)
@@ -265,9 +251,11 @@ def check_identity(identity: Any) -> None:
     """Check that an identity is plain data: what JSON can hold, not too deep, not too large.
 
     Raises:
-        ProtocolError: `gms.bad_identity`, naming the field; `gms.identity_too_large`.
+        ProtocolError: `gms.bad_identity`, `gms.identity_too_large`.
     """
-    _check(identity, "identity", 0)
+    why = _why_not_plain(identity, 0)
+    if why is not None:
+        raise ProtocolError("gms.bad_identity", f"an identity {why}")
     size = len(json.dumps(identity))
     if size > IDENTITY_CHARS_MAX:
         raise ProtocolError(
@@ -278,24 +266,16 @@ def check_identity(identity: Any) -> None:
         )
 
 
-def _check(identity: Any, field: str, depth: int) -> None:
-    field = field[:FIELD_CHARS_MAX]  # a peer chooses it, and it may be repeated for many fields
+def _why_not_plain(value: Any, depth: int) -> str | None:
     if depth > DEPTH_MAX:
-        raise ProtocolError("gms.bad_identity", f"{field} is nested too deep", field=field)
-    if isinstance(identity, dict):
-        for key, value in identity.items():
-            if not isinstance(key, str):
-                raise ProtocolError(
-                    "gms.bad_identity", f"{field} has a key that is not a string", field=field
-                )
-            _check(value, f"{field}.{key}", depth + 1)
-    elif isinstance(identity, list | tuple):
-        for value in identity:
-            _check(value, f"{field}[]", depth + 1)
-    elif identity is not None and not isinstance(identity, str | int | float | bool):
-        raise ProtocolError(
-            "gms.bad_identity",
-            f"{field} is a {type(identity).__name__}; identities are made of maps, lists, "
-            "strings, numbers and booleans",
-            field=field,
-        )
+        return f"is nested deeper than {DEPTH_MAX} levels"
+    if isinstance(value, dict):
+        if not all(isinstance(key, str) for key in value):
+            return "has keys that are not strings"
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        found = (_why_not_plain(each, depth + 1) for each in value)
+        return next((why for why in found if why is not None), None)
+    if value is None or isinstance(value, str | int | float | bool):
+        return None
+    return f"has a {type(value).__name__}: it is made of maps, lists, strings, numbers and booleans"

@@ -16,7 +16,6 @@ from gms import names
 from gms.questions import status_of
 from gms.server import journal
 from plumbing.errors import UnderstudyError, UnreachableError
-from plumbing.pod.gms_files import absences
 from plumbing.service.files import read_json
 from plumbing.text import size
 
@@ -38,8 +37,7 @@ def devices_in(directory: str) -> list[str]:
     """Every device that has, or had, a server in `directory`."""
     try:
         listed = map(_SERVER_FILE.fullmatch, os.listdir(directory))
-        # Also one whose first server could not be started.
-        found = sorted({match[1] for match in listed if match} | absences(directory).keys())
+        found = sorted({match[1] for match in listed if match})
     except OSError as error:
         raise UnreachableError(
             "gms.no_devices", f"cannot read {directory}: {error.strerror}; check --dir"
@@ -108,13 +106,12 @@ def _ask(directory: str, device: str) -> dict[str, Any]:
         return {**document, "online": True, "kv": look_at_kv(directory, device)}
     except UnderstudyError as error:
         record = journal.peek(names.journal_path(directory, device))
-        why = absences(directory).get(device)
         return {
             "device_uuid": device,
             "tag": names.WEIGHTS,
             "online": False,
             "state": "offline",
-            "reason": f"{error.message}; {why}" if why else error.message,
+            "reason": error.message,
             "epoch": record.epoch if record else None,
             "committed_bytes": record.size_bytes if record else 0,
         }

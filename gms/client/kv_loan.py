@@ -105,7 +105,8 @@ def borrow_pool(
     away_end = math.inf
     while True:
         try:
-            return _borrow(directory, device, claim, end, on_wait, on_change, memory)
+            wait_s = max(0.0, end - time.monotonic())
+            return KvLease(directory, device, claim, wait_s, on_wait, on_change, memory)
         except UnderstudyError as error:
             now = time.monotonic()
             is_away = isinstance(error, UnreachableError)
@@ -113,41 +114,6 @@ def borrow_pool(
             if not (is_away or error.code in PASSING) or now + BACKOFF_S > min(end, away_end):
                 raise
             time.sleep(BACKOFF_S)
-
-
-def _borrow(
-    directory: str,
-    device: str,
-    claim: KvClaim,
-    end: float,
-    on_wait: OnText,
-    on_change: OnText,
-    memory: DeviceMemory | None,
-) -> KvLease:
-    rest_s = max(0.0, end - time.monotonic())
-    request = replace(claim, wait_ms=round(rest_s * 1000))
-    path = names.socket_path(directory, device, names.KV)
-    with contextlib.ExitStack() as stack:
-        low = stack.enter_context(placeholder())
-        client = stack.enter_context(BlockingClient(path, msg.CATALOGUE, ACCEPT_TIMEOUT_S))
-        reply = wait_for_grant(client, request, on_wait, "gms.kv_busy", "the KV memory")
-        granted = reply.message
-        if not isinstance(granted, msg.PoolGrantedMsg):
-            close_all(reply.fds)
-            raise unexpected_answer(granted.TYPE, "borrow")
-        flock = stack.enter_context(join_file(directory, device, names.KV, granted.pool, low))
-        make_fd_room(msg.POOL_SLABS_MAX + 1)
-        reply = client.request(msg.TakeMsg(), timeout_s=GRACE_S)
-        fds, taken = reply.fds, reply.message
-        try:
-            if not isinstance(taken, msg.PoolTakenMsg) or len(fds) != len(taken.slab_sizes) + 1:
-                raise unexpected_answer(f"{taken.TYPE} and {len(fds)} descriptors", "take")
-            lease = KvLease(path, device, client, claim, taken, flock, fds, memory, on_change)
-        except BaseException:
-            close_all(fds)
-            raise
-        stack.pop_all()
-        return lease
 
 
 class KvLease(RegionSession):
@@ -159,27 +125,46 @@ class KvLease(RegionSession):
 
     def __init__(
         self,
-        path: str,
+        directory: str,
         device: str,
-        client: BlockingClient,
         claim: KvClaim,
-        taken: msg.PoolTakenMsg,
-        flock: OwnedFd,
-        fds: Sequence[OwnedFd],
-        memory: DeviceMemory | None,
+        wait_s: float,
+        on_wait: OnText,
         on_change: OnText,
+        memory: DeviceMemory | None,
     ) -> None:
-        """Takes `client`, `flock` and `fds`, unless it raises."""
-        super().__init__(path, client)
-        self.claim, self.pool, self.is_fresh = claim, taken.pool, taken.is_fresh
-        self.slab_sizes, self.index_bytes = taken.slab_sizes, taken.index_bytes
-        self.index = fds[0]  # lent to the caller, to map it writable
-        self._device, self._memory, self._flock = device, memory, flock
-        self._fds: list[OwnedFd] = list(fds[1:])  # of the slabs, until they are adopted
-        self._slabs: list[Allocation] = []
-        self._mark, self._discarded = "", ""
-        self._keeper = Keeper(self, on_change=on_change)
-        self._keeper.start()
+        """Borrow it, as `borrow_pool` does."""
+        self.claim, self._device, self._memory = claim, device, memory
+        path = names.socket_path(directory, device, names.KV)
+        with contextlib.ExitStack() as stack:
+            low = stack.enter_context(placeholder())
+            client = stack.enter_context(BlockingClient(path, msg.CATALOGUE, ACCEPT_TIMEOUT_S))
+            super().__init__(path, client)
+            request = replace(claim, wait_ms=round(wait_s * 1000))
+            reply = wait_for_grant(client, request, on_wait, "gms.kv_busy", "the KV memory")
+            stack.callback(close_all, reply.fds)
+            granted = reply.message
+            if not isinstance(granted, msg.PoolGrantedMsg):
+                raise unexpected_answer(granted.TYPE, "borrow")
+            self.pool = granted.pool
+            self._flock = stack.enter_context(
+                join_file(directory, device, names.KV, self.pool, low)
+            )
+            make_fd_room(msg.POOL_SLABS_MAX + 1)
+            reply = client.request(msg.TakeMsg(), timeout_s=GRACE_S)
+            stack.callback(close_all, reply.fds)
+            fds, taken = reply.fds, reply.message
+            if not isinstance(taken, msg.PoolTakenMsg) or len(fds) != len(taken.slab_sizes) + 1:
+                raise unexpected_answer(f"{taken.TYPE} and {len(fds)} descriptors", "take")
+            self.slab_sizes, self.index_bytes = taken.slab_sizes, taken.index_bytes
+            self.is_fresh = taken.is_fresh
+            self.index = fds[0]  # lent to the caller, to map it writable
+            self._fds: list[OwnedFd] = list(fds[1:])  # of the slabs, until they are adopted
+            self._slabs: list[Allocation] = []
+            self._mark, self._discarded = "", ""
+            self._keeper = Keeper(self, on_change=on_change)
+            self._keeper.start()
+            stack.pop_all()
 
     @property
     def state(self) -> str:

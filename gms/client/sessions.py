@@ -361,14 +361,8 @@ class Attachment:
     @property
     def range(self) -> Reservation:
         """The addresses of the epoch."""
-        if self._range is None:
-            raise InvariantError("this attachment has no addresses")
+        assert self._range is not None, "this attachment has no addresses"
         return self._range
-
-    @property
-    def size_bytes(self) -> int:
-        """How much is mapped."""
-        return sum(slab.size_bytes for slab in self.slabs)
 
     def hold(self, flock: OwnedFd) -> None:
         """Takes the descriptor with the shared flock."""
@@ -390,7 +384,7 @@ class Attachment:
             for size_bytes in sizes:
                 slab = self._memory.adopt(rest.popleft(), size_bytes)
                 fresh.append(slab)
-            self.range.map(self.size_bytes, fresh, writable=writable)
+            self.range.map(self.range.mapped_bytes, fresh, writable=writable)
         except BaseException:
             close_all(rest)
             release_all(fresh)

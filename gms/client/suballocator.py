@@ -4,8 +4,7 @@ them.
 It computes numbers; the writer opens the slabs. A place is an offset from the start of the epoch,
 because its slabs are mapped side by side. With few slabs, attaching takes one request and one frame
 of descriptors. A slab is as large as the largest of 64 MiB, the weights ÷ 128 and the largest
-tensor. For a writer that does not announce its total, slabs grow with what it has placed, so that
-their number stays small too.
+tensor.
 
 Only a tensor larger than the slab limit (`slab_bytes_cap`: some drivers fail with large handles)
 spans slabs; a smaller one never crosses an edge.
@@ -17,7 +16,6 @@ from msgspec import Struct
 
 SLAB_BYTES_MIN = 64 << 20
 SLABS_WANTED = 128  # half of what one frame carries, so that odd tensor sizes cannot exceed it
-GROWTH_DIVISOR = 32  # unplanned: each slab at least 1/32 of what lies before it; 1 TiB in < 250
 ALIGNMENT_BYTES = 256  # what cudaMalloc gives and vectorised kernels expect
 
 
@@ -119,9 +117,7 @@ class Suballocator:
 
     def _next_slab_bytes(self, needed: int, at_hand_bytes: int = 0) -> int:
         wanted = self._slab_bytes
-        if self._planned_bytes is None:
-            wanted = max(wanted, self.placed_bytes // GROWTH_DIVISOR)
-        else:
+        if self._planned_bytes is not None:
             # What remains, and a little for alignment; if that is short, the next slab is small.
             remaining = self._planned_bytes - self.placed_bytes - at_hand_bytes
             wanted = min(wanted, remaining + remaining // 64)

@@ -31,7 +31,7 @@ from gms.client.suballocator import NeedSlab, Suballocator
 from gms.manifest import TensorRecord, WeightsManifest, encode, layout_hash
 from gms.questions import unexpected_answer
 from gms.vmm.host import HostMemory
-from plumbing.errors import InvariantError, RemoteError, UnderstudyError, UnreachableError
+from plumbing.errors import RemoteError, UnderstudyError, UnreachableError
 from plumbing.wire.blocking import BlockingClient
 from plumbing.wire.fds import close_all
 from plumbing.wire.messages import Message
@@ -235,8 +235,7 @@ class Writer(WeightsSession):
         Raises:
             RemoteError: `gms.out_of_memory`, naming what holds the device. The session is over.
         """
-        if name in self._records:
-            raise InvariantError(f"tensor {name!r} was placed before")
+        assert name not in self._records, f"tensor {name!r} was placed before"
         offset = self._places.place(nbytes)
         while isinstance(offset, NeedSlab):  # several times, for a tensor that spans slabs
             self._open_slab(offset.size_bytes)
@@ -247,19 +246,14 @@ class Writer(WeightsSession):
 
     def alias(self, name: str, of: str) -> None:
         """Let `name` be the tensor `of` too, in the same bytes: weights that are tied."""
-        if name in self._records:
-            raise InvariantError(f"tensor {name!r} was placed before")
+        assert name not in self._records, f"tensor {name!r} was placed before"
         self._records[name] = replace(self._records[of], name=name)
 
     def write(self, name: str, data: bytes | memoryview, at: int = 0) -> None:
         """Copy `data` to byte `at` of tensor `name`; into device memory too."""
         record = self._records[name]
         size_bytes = memoryview(data).nbytes
-        if not 0 <= at <= record.nbytes - size_bytes:
-            raise InvariantError(
-                f"bytes {at} to {at + size_bytes} are not inside tensor {name!r} of "
-                f"{record.nbytes} bytes"
-            )
+        assert 0 <= at <= record.nbytes - size_bytes, f"{size_bytes} bytes at {at} of {record}"
         self._attachment.range.write(record.offset + at, data)
 
     def copy(self, source: Reader) -> None:
@@ -268,8 +262,7 @@ class Writer(WeightsSession):
         Raises:
             RemoteError: `gms.out_of_memory`, …; the session is over.
         """
-        if self._records or self._places.slab_sizes:
-            raise InvariantError("a copy is made of a whole epoch, into an empty one")
+        assert not self.tensors, "a copy is made into an empty epoch"
         for size_bytes in source.slab_sizes:
             self._open_slab(size_bytes)
         mapped = source._attachment.range

@@ -56,8 +56,7 @@ class Pool(Region):
     @property
     def why(self) -> tuple[str, str]:
         """Code and sentence of a wait for this pool."""
-        name = f"KV pool {self.id[:8]}"
-        pids = ", ".join(f"pid {pid}" for pid in self.pids)
+        name, pids = f"KV pool {self.id[:8]}", self.holders_shown
         match self.phase:
             case RegionPhase.MAKING:
                 return (

@@ -139,6 +139,10 @@ class Region(Struct):
     def size_bytes(self) -> int:
         return sum(self.slab_sizes)
 
+    @property
+    def holders_shown(self) -> str:
+        return ", ".join(f"pid {pid}" for pid in self.pids)
+
     def turn(self, verb: str) -> None:
         """Move to the next phase, by the table."""
         target = TURNS.target(self.phase, verb)
@@ -422,8 +426,7 @@ class Machine(abc.ABC, Generic[R]):
 
     def region_of(self, session: Session) -> R:
         region = self.regions.get(session.region or "")
-        if region is None:
-            raise InvariantError(f"session {session.id} is {session.state} without a region")
+        assert region is not None, f"session {session.id} is {session.state} without a region"
         return region
 
     def _done(self, effect: ev.Effect, result: Any, error: UnderstudyError | None) -> None:

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from enum import Enum, auto
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from gms import messages as msg
 from gms.core import events as ev
@@ -41,7 +41,7 @@ from gms.manifest import (
     identity_hash,
     layout_hash,
 )
-from plumbing.errors import InvariantError, ProtocolError, UnderstudyError, WaitTimeoutError
+from plumbing.errors import ProtocolError, UnderstudyError, WaitTimeoutError
 from plumbing.text import size as size_of
 
 EPOCHS_MAX = 8  # one is committed, one superseded; each keeps a manifest of up to 15 MiB here
@@ -208,31 +208,29 @@ class WeightsMachine(Upkeep):
         self._settle_offloads()
         self._judge_allocation()  # before the others: refusing it may make RW free
         for session in self.waiting:
-            verdict = self.decide(session.request)
-            if verdict is GrantVerdict.READ:
-                self._grant_read(session)
-            elif verdict is GrantVerdict.WRITE:
-                self._grant_write(session)
-            elif isinstance(verdict, UnderstudyError):
-                self._refuse(session, verdict)
+            match self.decide(session.request):
+                case "read":
+                    self._grant_read(session)
+                case "write":
+                    self._grant_write(session)
+                case UnderstudyError() as error:
+                    self._refuse(session, error)
         # Reasons last: a session earlier in the queue may now wait for one that was granted above.
         for session in self.waiting:
             verdict = self.decide(session.request)
-            if not isinstance(verdict, tuple):
-                raise InvariantError(f"session {session.id} waits although {verdict}")
+            assert isinstance(verdict, tuple), verdict
             self._wait(session, *verdict)
 
-    def decide(self, wish: msg.AttachMsg) -> GrantVerdict | UnderstudyError | tuple[str, str]:
-        """The verdict on `wish`: a grant, a refusal, or code and sentence of a wait."""
+    def decide(self, wish: msg.AttachMsg) -> Verdict | tuple[str, str]:
+        """The verdict on `wish`: `read`, `write`, a refusal, or code and sentence of a wait."""
         committed, offloaded = self.committed, self.offloaded
-        if committed is None and offloaded is not None and not wish.replace:
-            other = _on_offloaded(wish, offloaded)
-            if other is not None:
-                return other
+        verdict = None
         if committed is not None:
             verdict = _on_committed(wish, committed)
-            if verdict is not None:
-                return verdict
+        elif offloaded is not None and not wish.replace:
+            verdict = _on_offloaded(wish, offloaded)
+        if verdict is not None:
+            return verdict
         if self.orphans:
             return (
                 "recovering",
@@ -260,23 +258,15 @@ class WeightsMachine(Upkeep):
                 f"{len(self.regions)} epochs of this device are still read, which is the limit;"
                 " stop the engines that read superseded ones",
             )
-        return GrantVerdict.WRITE
+        return "write"
 
     def _refuse(self, session: Session, error: UnderstudyError) -> None:
-        label = session.label
         super()._refuse(session, error)
-        self.record(
-            "gms.session",
-            f"{label} was refused: {error.message}",
-            "warning",
-            engine=session.request.engine,
-            error_code=error.code,
-        )
+        self._tell_of(session, f"was refused: {error.message}", "warning", error_code=error.code)
 
     def _grant_read(self, session: Session) -> None:
         epoch = self.committed
-        if epoch is None:
-            raise InvariantError("RO granted with nothing committed")
+        assert epoch is not None, "RO granted with nothing committed"
         session.move("read", self.now_ms)
         session.region, session.deadline_ms = epoch.id, None
         self.exports_total += 1
@@ -598,8 +588,8 @@ class WeightsMachine(Upkeep):
         self.journal()  # the record may be lost, or name a predecessor too
 
     def _free(self, region: Epoch, event: ev.RegionFree) -> None:
-        if region.phase in (RegionPhase.SERVED, RegionPhase.MAKING):
-            raise InvariantError(f"epoch {region.id} was reported as free while it is in use")
+        in_use = (RegionPhase.SERVED, RegionPhase.MAKING)
+        assert region.phase not in in_use, f"epoch {region.id} in use was reported as free"
         super()._free(region, event)
 
     def _freed(self, region: Epoch, was: RegionPhase, event: ev.RegionFree) -> None:
@@ -672,14 +662,11 @@ class WeightsMachine(Upkeep):
         return holders, shown
 
     def _what_is_freed(self) -> str:
-        epochs = [f"epoch {e.id[:8]}" + _pids(e) for e in self.being_freed]
         kv = f"; KV memory takes {size_of(self.kv_bytes)}" if self.kv_bytes else ""
-        return f"memory is being freed: {'; '.join(epochs) or 'the replaced epoch'}{kv}"
+        return f"memory is being freed: {_held(self.being_freed) or 'the replaced epoch'}{kv}"
 
 
-class GrantVerdict(Enum):
-    READ = auto()
-    WRITE = auto()
+Verdict = Literal["read", "write"] | UnderstudyError
 
 
 class Fit(Enum):
@@ -701,7 +688,7 @@ def _on_offloaded(wish: msg.AttachMsg, offloaded: ev.JournalRecord) -> Understud
     )
 
 
-def _on_committed(wish: msg.AttachMsg, committed: Epoch) -> GrantVerdict | UnderstudyError | None:
+def _on_committed(wish: msg.AttachMsg, committed: Epoch) -> Verdict | None:
     """The verdict where something is committed; None: the request is to replace it."""
     if wish.mode == Mode.RW:
         if wish.replace:
@@ -712,11 +699,11 @@ def _on_committed(wish: msg.AttachMsg, committed: Epoch) -> GrantVerdict | Under
             "ask to replace it",
             epoch=committed.id,
         )
-    if wish.identity is None or committed.identity is None:
-        return GrantVerdict.READ
-    mismatch = first_mismatch(committed.identity, wish.identity)
+    expected = committed.identity
+    known = wish.identity is not None and expected is not None
+    mismatch = first_mismatch(expected, wish.identity) if known else None
     if mismatch is None:
-        return GrantVerdict.READ
+        return "read"
     if wish.mode == Mode.RW_OR_RO and wish.replace:
         return None
     return UnderstudyError(
@@ -730,16 +717,11 @@ def _on_committed(wish: msg.AttachMsg, committed: Epoch) -> GrantVerdict | Under
     )
 
 
-def _pids(epoch: Epoch) -> str:
-    return "".join(f", pid {pid}" for pid in epoch.pids)
-
-
 def _held(epochs: Iterable[Epoch]) -> str:
-    parts = []
-    for epoch in epochs:
-        pids = ", ".join(f"pid {pid}" for pid in epoch.pids)
-        parts.append(f"epoch {epoch.id}" + (f" by {pids}" if pids else ""))
-    return "; ".join(parts)
+    return "; ".join(
+        f"epoch {epoch.id}" + (f" by {epoch.holders_shown}" if epoch.pids else "")
+        for epoch in epochs
+    )
 
 
 def orphans_of(

@@ -11,9 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import queue
-import resource
 import sys
 import threading
 from collections.abc import Callable
@@ -103,11 +101,3 @@ def attempt(work: Callable[[], T]) -> T:
         raise UnderstudyError(
             "gms.driver_failed", f"a call to the driver or the kernel failed: {why}"
         ) from error
-
-
-def open_fds() -> int:
-    """The number of open descriptors; the limit, if none is left to look with."""
-    try:
-        return len(os.listdir("/proc/self/fd")) - 1  # less the listing's own
-    except OSError:
-        return resource.getrlimit(resource.RLIMIT_NOFILE)[0]

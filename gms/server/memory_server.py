@@ -20,6 +20,7 @@ import abc
 import asyncio
 import logging
 import os
+import resource
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar, Generic, TypeVar
@@ -32,7 +33,7 @@ from gms import messages as msg
 from gms.core import events as ev
 from gms.core.region import Machine
 from gms.manifest import check_size
-from gms.server.driver_thread import DriverThread, attempt, open_fds
+from gms.server.driver_thread import DriverThread, attempt
 from gms.server.slab_store import Part, SlabStore
 from gms.vmm.interface import DeviceMemory, release_all
 from plumbing.errors import ProtocolError, UnderstudyError, explain_shortage, is_shortage
@@ -51,6 +52,10 @@ FAST_MS, FAST_FOR_MS = 1.0, 1000.0
 SLOW_MS = 10.0
 HOLDERS_AFTER_MS = 100.0  # a scan of /proc takes milliseconds: only for those that linger
 HOLDERS_EVERY_MS = 1000.0
+
+# How long a writer may make no progress. It reports per tensor; reading one from the slowest
+# network file system takes seconds.
+STALL_MS = 120_000.0
 
 logger = logging.getLogger(__name__)
 
@@ -193,10 +198,21 @@ class MemoryServer(Handler, abc.ABC, Generic[M]):
     machine: M
 
     def __init__(
-        self, directory: str, device: str, memory: DeviceMemory, restarts_total: int
+        self,
+        directory: str,
+        device: str,
+        memory: DeviceMemory,
+        capacity_bytes: int,
+        *,
+        is_bounded: bool = True,
+        stall_ms: float = STALL_MS,
+        restarts_total: int = 0,
     ) -> None:
+        """`is_bounded`: `capacity_bytes` is the limit of weights and KV memory together.
+        `restarts_total`: of this server, as the supervisor counts."""
         self.directory, self.device, self.memory = directory, device, memory
-        self.restarts_total = restarts_total  # of this server, as the supervisor counts
+        self.capacity_bytes, self.is_bounded = capacity_bytes, is_bounded
+        self.stall_ms, self.restarts_total = stall_ms, restarts_total
         self.clock = SystemClock()
         suffix = "" if self.tag == names.WEIGHTS else f"-{self.tag}"
         self.log = EventLog(f"gms-{device}{suffix}", self.clock)
@@ -547,6 +563,14 @@ class MemoryServer(Handler, abc.ABC, Generic[M]):
     def warn(self, why: str) -> None:
         """Record that a region's file cannot be used."""
         self.log.record(f"gms.{self.what}_file", why, "warning")
+
+
+def open_fds() -> int:
+    """The number of open descriptors; the limit, if none is left to look with."""
+    try:
+        return len(os.listdir("/proc/self/fd")) - 1  # less the listing's own
+    except OSError:
+        return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def exhausted(error: OSError) -> UnderstudyError:

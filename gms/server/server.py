@@ -28,15 +28,12 @@ from gms.server.driver_thread import FOREIGN, attempt
 from gms.server.journal import CommitJournal, left_behind, peek, read_tokens, write_tokens
 from gms.server.memory_server import MemoryServer, holders
 from gms.server.slab_store import KvRoom, Part, pool_parts, slab_sizes, weights_parts
-from gms.vmm.interface import DeviceMemory, release_all
+from gms.vmm.interface import release_all
 from plumbing.errors import UnderstudyError
 from plumbing.pod.models import device_of
 from plumbing.text import size
 from plumbing.wire.limits import MANIFEST_FRAME_BYTES_MAX
 
-# How long a writer may make no progress. It reports per tensor; reading one from the slowest
-# network file system takes seconds.
-STALL_MS = 120_000.0
 RETRY_S = 1.0  # of a place that cannot be served
 
 logger = logging.getLogger(__name__)
@@ -48,24 +45,9 @@ class WeightsServer(MemoryServer[WeightsMachine]):
     tag, service, what, blocked = names.WEIGHTS, "gms", "epoch", "load"
     is_lent_writable = False
 
-    def __init__(
-        self,
-        directory: str,
-        device: str,
-        memory: DeviceMemory,
-        capacity_bytes: int,
-        *,
-        stall_ms: float = STALL_MS,
-        restarts_total: int = 0,
-        counts_kv: bool = True,
-    ) -> None:
-        """`counts_kv`: `capacity_bytes` is the limit of weights and KV memory together."""
-        super().__init__(directory, device, memory, restarts_total)
-        self.capacity_bytes, self.stall_ms = capacity_bytes, stall_ms
-        self._usage = None if names.is_host(device) else DeviceUsage(device_of(device))
-        self.counts_kv = counts_kv
-
     def _begin(self) -> None:
+        is_gpu = not names.is_host(self.device)
+        self._usage = DeviceUsage(device_of(self.device)) if is_gpu else None
         self._journal = CommitJournal(
             names.journal_path(self.directory, self.device),
             has_epochs=bool(names.regions_on_disk(self.directory, self.device, names.WEIGHTS)),
@@ -109,7 +91,7 @@ class WeightsServer(MemoryServer[WeightsMachine]):
 
     def _with_facts(self, event: ev.Received) -> ev.Received:
         match event.message:
-            case msg.AttachMsg() | msg.AllocateMsg() if self.counts_kv:
+            case msg.AttachMsg() | msg.AllocateMsg() if self.is_bounded:
                 return replace(event, kv_bytes=self.bytes_beside)
             case msg.DropMsg(even_if_mapped=False) | msg.OffloadMsg():
                 committed = self.machine.committed
@@ -181,20 +163,6 @@ class KvServer(MemoryServer[KvMachine]):
     tag, service, what, blocked = names.KV, "gms-kv", "pool", "use the KV memory"
     is_lent_writable = True
 
-    def __init__(
-        self,
-        directory: str,
-        device: str,
-        memory: DeviceMemory,
-        capacity_bytes: int | None,
-        *,
-        restarts_total: int = 0,
-    ) -> None:
-        """`capacity_bytes`: of the device, for weights and KV together; None: all that the machine
-        has free."""
-        super().__init__(directory, device, memory, restarts_total)
-        self.capacity_bytes = capacity_bytes
-
     def _begin(self) -> None:
         self._token_path = names.journal_path(self.directory, self.device, names.KV)
         found = names.regions_on_disk(self.directory, self.device, names.KV)
@@ -205,12 +173,17 @@ class KvServer(MemoryServer[KvMachine]):
         )
 
     @property
+    def limit_bytes(self) -> int | None:
+        """Of the device, for weights and KV together; None: all that the machine has free."""
+        return self.capacity_bytes if self.is_bounded else None
+
+    @property
     def held_bytes(self) -> int:
         """Its files know, also of a pool that is not handed back yet."""
         return epoch_file.kv_bytes(self.directory, self.device)
 
     def _snapshot(self) -> dict[str, Any]:
-        return {**kv_snapshot(self.machine, self._at), "capacity_bytes": self.capacity_bytes}
+        return {**kv_snapshot(self.machine, self._at), "capacity_bytes": self.limit_bytes}
 
     def _with_facts(self, event: ev.Received) -> ev.Received:
         pool = self.machine.current if isinstance(event.message, msg.DropPoolMsg) else None
@@ -273,34 +246,20 @@ class KvServer(MemoryServer[KvMachine]):
         mine = [each for each in weights if each.device == self.device]
         others_bytes = self.bytes_beside - sum(each.held_bytes for each in mine)
         weights_bytes = sum(each.all_bytes for each in mine)
-        return KvRoom(self.device, self.capacity_bytes, weights_bytes, others_bytes)
+        return KvRoom(self.device, self.limit_bytes, weights_bytes, others_bytes)
 
 
 class DeviceProcess:
     """Everything that the server process of one device serves."""
 
-    def __init__(
-        self,
-        directory: str,
-        places: Sequence[str],
-        memory: DeviceMemory,
-        capacity_bytes: int,
-        *,
-        is_bounded: bool,
-        stall_ms: float = STALL_MS,
-        restarts_total: int = 0,
-    ) -> None:
-        """`is_bounded`: `capacity_bytes` is the limit of weights and KV memory together."""
-        self.servers: list[MemoryServer[Any]] = []
-        told: dict[str, Any] = {"restarts_total": restarts_total}
-        for place in places:
-            of = directory, place, memory
-            weights = WeightsServer(
-                *of, capacity_bytes, stall_ms=stall_ms, counts_kv=is_bounded, **told
-            )
-            self.servers.append(weights)
-            if not names.is_offload(place):
-                self.servers.append(KvServer(*of, capacity_bytes if is_bounded else None, **told))
+    def __init__(self, directory: str, places: Sequence[str], *device: Any, **options: Any) -> None:
+        """The rest as for each server."""
+        kinds = (WeightsServer, KvServer)
+        self.servers: list[MemoryServer[Any]] = [
+            kind(directory, place, *device, **options)
+            for place in places
+            for kind in (kinds[:1] if names.is_offload(place) else kinds)
+        ]
         self._running: list[MemoryServer[Any]] = []
         for server in self.servers:
             server.beside = self._running

@@ -24,17 +24,16 @@ import itertools
 import logging
 import os
 import signal
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from gms import messages as msg
 from gms import names
 from gms.server.metrics import ServerMetrics
 from plumbing.errors import UnderstudyError, UsageError, explain_shortage
-from plumbing.pod.gms_files import AbsenceFile
 from plumbing.pod.paths import gms_socket
 from plumbing.pod.supervision import SHORTAGES, ChildProcess
-from plumbing.service.clock import Clock, SystemClock
+from plumbing.service.clock import SystemClock
 from plumbing.service.events import EventLog
 from plumbing.service.http import HttpServer, Probe
 from plumbing.service.init import SHORTAGE, Program, Restarter
@@ -86,14 +85,13 @@ class GmsSupervisor:
         http_port: int,
         allowed_hosts: Sequence[str] = (),
         environment: Environment = lambda device: {},
-        clock: Clock | None = None,
         copy_command: Callable[[str], Sequence[str]] | None = None,
     ) -> None:
         """`devices`: the places that each device's server serves; `command`: how that server is
         started, given how many it had before; `copy_command`: for what keeps the copy of a place's
         weights in host memory, whose places `command` serves under the name of `names.COPIES`."""
         self.directory = directory
-        self.clock = clock or SystemClock()
+        self.clock = SystemClock()
         self.log = EventLog("gms", self.clock)
         places = [place for served in devices.values() for place in served]
         copies = [names.offload_device(place) for place in places if copy_command is not None]
@@ -127,8 +125,6 @@ class GmsSupervisor:
             events=self.log,
             allowed_hosts=allowed_hosts,
         )
-        self._absence: AbsenceFile | None = None
-        self._exit_code: asyncio.Future[int] | None = None
 
     def _child(
         self,
@@ -146,27 +142,21 @@ class GmsSupervisor:
     async def run(self) -> int:
         """Serve until SIGTERM or SIGINT (0), or until a server keeps dying (its exit code)."""
         guard_path = os.path.join(self.directory, "gms.lock")
-        with (
-            contextlib.closing(PathGuard(guard_path, f"gms in {self.directory}")),
-            contextlib.closing(AbsenceFile(self.directory)) as self._absence,
-        ):
-            self._exit_code = asyncio.get_running_loop().create_future()
+        with contextlib.closing(PathGuard(guard_path, f"gms in {self.directory}")):
             inbox = SignalInbox()
             await self.http.start()
+            works = [self._signalled(inbox), self._keep_copies(), *map(self._keep, self.children)]
+            tasks = [asyncio.create_task(work) for work in works]
             try:
-                async with asyncio.TaskGroup() as tasks:
-                    works: list[Coroutine[Any, Any, None]] = [self._keep_copies()]
-                    works += [self._keep(child) for child in self.children]
-                    works.append(self._await_signal(inbox))
-                    running = [tasks.create_task(work) for work in works]
-                    code = await self._exit_code
-                    for task in running:
-                        task.cancel()
+                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                return done.pop().result()
             finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
                 await self._stop_children()
                 await self.http.stop()
                 inbox.close()
-            return code
 
     def status(self) -> dict[str, Any]:
         """`{schema, as_of_event_id, pid, problem, devices: […]}`, as of the last ping."""
@@ -185,37 +175,26 @@ class GmsSupervisor:
             ],
         }
 
-    async def _keep(self, child: Child) -> None:
-        """Keep it running: what is vital, until its starts keep failing."""
+    async def _keep(self, child: Child) -> int:
+        """Keep it running: what is vital, until its starts keep failing (the exit code then)."""
         while True:
             delay_s = await child.live()
             if delay_s is None and child.is_vital:
-                return self._end(child.restarter.exit_code)
+                return child.restarter.exit_code
             await asyncio.sleep(COPIES_RETRY_S if delay_s is None else delay_s)
 
-    async def _keep_copies(self) -> None:
+    async def _keep_copies(self) -> int:
         """Start what keeps host copies once the others answer, or have failed: a dozen starts at
         once would share the CPUs, and nobody waits for these."""
         for child in self.children:
             await child.settled.wait()
-        async with asyncio.TaskGroup() as tasks:
-            for child in self.copies:
-                tasks.create_task(self._keep(child))
+        await asyncio.gather(*map(self._keep, self.copies))
+        return await asyncio.Future()  # there are none
 
-    def tell_why(self) -> None:
-        """To whoever asks a server that is not there."""
-        if self._absence is not None:
-            problems = [(each.place, c.problem) for c in self.children for each in c.served]
-            self._absence.write({place: problem for place, problem in problems if problem})
-
-    async def _await_signal(self, inbox: SignalInbox) -> None:
+    async def _signalled(self, inbox: SignalInbox) -> int:
         signum = await inbox.get()
         self.log.record("gms.stopping", f"stopping: {signal.Signals(signum).name}")
-        self._end(0)
-
-    def _end(self, code: int) -> None:
-        if self._exit_code is not None and not self._exit_code.done():
-            self._exit_code.set_result(code)
+        return 0
 
     async def _stop_children(self) -> None:
         processes = [child.process for child in (*self.children, *self.copies)]
@@ -329,7 +308,6 @@ class Child:
         self._is_short = code == SHORTAGE
         self.problem = what
         self.settled.set()
-        self._parent.tell_why()
         if not is_known:
             severity = "error" if delay_s is None else "warning"
             about = {"device_uuid": self.device, **data}
@@ -358,9 +336,7 @@ class Child:
         self._program.told(b"READY=1", self.clock.now_ms() / 1000)
         if all(each.answered_ms is not None for each in self.served):
             self.settled.set()
-        if self.problem is not None:
-            self.problem = None
-            self._parent.tell_why()
+        self.problem = None
 
     def end(self) -> None:
         """The process is gone: its status is void."""

@@ -20,7 +20,7 @@ from typing import Any
 
 from gms.vmm.cuda_driver import Driver
 from gms.vmm.interface import Allocation, Reservation
-from plumbing.errors import InvariantError, UnderstudyError, UsageError
+from plumbing.errors import UnderstudyError, UsageError
 from plumbing.wire.fds import OwnedFd
 
 # Handles above about 4 GiB have tripped the driver's memory scrubber on some machines.
@@ -48,8 +48,7 @@ class CudaAllocation:
     @property
     def handle(self) -> Any:
         """Lend the handle."""
-        if self._handle is None:
-            raise InvariantError("this memory was released")
+        assert self._handle is not None, "this memory was released"
         return self._handle
 
     def fileno(self) -> int:
@@ -57,8 +56,7 @@ class CudaAllocation:
         return self._fd.fileno()
 
     def export(self, *, writable: bool) -> OwnedFd:
-        if writable and self._is_sealed:
-            raise InvariantError("sealed memory is not exported writable")
+        assert not (writable and self._is_sealed), "sealed memory is not exported writable"
         return self._fd.duplicate()
 
     def seal(self) -> None:
@@ -92,8 +90,7 @@ class CudaReservation(Reservation):
 
     def map(self, offset_bytes: int, allocations: Sequence[Allocation], *, writable: bool) -> None:
         cuda = [each for each in allocations if isinstance(each, CudaAllocation)]
-        if len(cuda) != len(allocations):
-            raise InvariantError("addresses of a device take memory of a device only")
+        assert len(cuda) == len(allocations), "addresses of a device take memory of a device only"
         size_bytes = sum(each.size_bytes for each in cuda)
         self.check_next(offset_bytes, size_bytes, writable=writable)
         start = at = self.address + offset_bytes
@@ -212,8 +209,8 @@ class CudaMemory:
         self._version = self.driver.version()
 
     def create(self, size_bytes: int, name: str) -> CudaAllocation:
-        if size_bytes <= 0 or size_bytes % self.granularity_bytes:
-            raise InvariantError(f"{size_bytes} bytes are not a multiple of the granularity")
+        assert size_bytes > 0
+        assert size_bytes % self.granularity_bytes == 0
         handle = self.driver.call("MemCreate", size_bytes, self._prop, 0)
         try:
             fd = int(self.driver.call("MemExportToShareableHandle", handle, self._fd_type, 0))

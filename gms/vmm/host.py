@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from gms.vmm.interface import Allocation, Reservation
-from plumbing.errors import InvariantError, UnderstudyError
+from plumbing.errors import UnderstudyError
 from plumbing.wire.fds import OwnedFd
 
 # man 2 mmap; the mmap module has these too, but not MAP_FIXED and MAP_NORESERVE on 3.11.
@@ -75,8 +75,7 @@ class HostAllocation:
     def export(self, *, writable: bool) -> OwnedFd:
         if writable == self.is_writable:
             return self._fd.duplicate()
-        if writable:
-            raise InvariantError("read-only memory cannot be exported writable")
+        assert not writable, "read-only memory cannot be exported writable"
         return _reopen_read_only(self._fd)
 
     def seal(self) -> None:
@@ -146,8 +145,7 @@ class HostReservation(Reservation):
 
     def map(self, offset_bytes: int, allocations: Sequence[Allocation], *, writable: bool) -> None:
         host = [each for each in allocations if isinstance(each, HostAllocation)]
-        if len(host) != len(allocations):
-            raise InvariantError("host addresses take host memory only")
+        assert len(host) == len(allocations), "host addresses take host memory only"
         size_bytes = sum(each.size_bytes for each in host)
         self.check_next(offset_bytes, size_bytes, writable=writable)
         self._place(offset_bytes, host, writable=writable)
@@ -177,8 +175,7 @@ class HostReservation(Reservation):
     def write(self, offset_bytes: int, data: bytes | memoryview) -> None:
         flat = memoryview(data).cast("B")
         self.check_mapped(offset_bytes, len(flat))
-        if not self.is_writable:
-            raise InvariantError("this range is mapped read-only")
+        assert self.is_writable, "this range is mapped read-only"
         # Through the files, which takes two thirds of the time of the mapping, where each new page
         # is a fault, and lets other threads run.
         for allocation in self._mapped:
@@ -232,8 +229,8 @@ class HostMemory:
         self.allocation_bytes_max = allocation_bytes_max
 
     def create(self, size_bytes: int, name: str) -> HostAllocation:
-        if size_bytes <= 0 or size_bytes % self.granularity_bytes:
-            raise InvariantError(f"{size_bytes} bytes are not a multiple of the granularity")
+        assert size_bytes > 0
+        assert size_bytes % self.granularity_bytes == 0
         try:
             fd = OwnedFd(os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
         except OSError as error:

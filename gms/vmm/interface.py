@@ -15,7 +15,6 @@ import abc
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
-from plumbing.errors import InvariantError
 from plumbing.wire.fds import OwnedFd, close_all
 
 
@@ -31,7 +30,7 @@ class Allocation(Protocol):
         """A descriptor for another process, which the caller owns.
 
         Raises:
-            InvariantError: writable, of memory that is sealed or was imported read-only.
+            AssertionError: writable, of memory that is sealed or was imported read-only.
         """
 
     def seal(self) -> None:
@@ -106,7 +105,7 @@ class Reservation(abc.ABC):
         and is writable as a whole or not at all.
 
         Raises:
-            InvariantError: they do not fit, or are of another kind.
+            AssertionError: they do not fit, or are of another kind.
             UnderstudyError: `gms.driver_failed`.
         """
 
@@ -152,21 +151,17 @@ class Reservation(abc.ABC):
         """
 
     def check_next(self, offset_bytes: int, added_bytes: int, *, writable: bool) -> None:
-        end_bytes = offset_bytes + added_bytes
-        if offset_bytes != self.mapped_bytes or end_bytes > self.size_bytes:
-            raise InvariantError(
-                f"bytes {offset_bytes} to {end_bytes} do not follow the {self.mapped_bytes} that "
-                f"are mapped in this range of {self.size_bytes}"
-            )
-        if self.mapped_bytes and writable != self.is_writable:
-            raise InvariantError("a range is mapped writable as a whole or not at all")
+        mapped_bytes = self.mapped_bytes
+        fits = offset_bytes == mapped_bytes and offset_bytes + added_bytes <= self.size_bytes
+        assert fits, (
+            f"{added_bytes} bytes at {offset_bytes} do not follow the {mapped_bytes} mapped"
+        )
+        is_same = not mapped_bytes or writable == self.is_writable
+        assert is_same, "a range is mapped writable as a whole or not at all"
 
     def check_mapped(self, offset_bytes: int, size_bytes: int) -> None:
-        if offset_bytes < 0 or offset_bytes + size_bytes > self.mapped_bytes:
-            raise InvariantError(
-                f"bytes {offset_bytes} to {offset_bytes + size_bytes} are not mapped: only the "
-                f"first {self.mapped_bytes} are"
-            )
+        fits = 0 <= offset_bytes <= self.mapped_bytes - size_bytes
+        assert fits, f"{size_bytes} bytes at {offset_bytes} are not mapped"
 
 
 class DeviceMemory(Protocol):

@@ -89,12 +89,6 @@ def gms_journal(directory: str, device: str, tag: str = WEIGHTS) -> str:
     return os.path.join(directory, f"gms_{device}_{tag}.json")
 
 
-def gms_absence(directory: str) -> str:
-    """Why devices have no memory server, as their supervisor knows it
-    (`plumbing.pod.gms_files`)."""
-    return os.path.join(directory, "gms.json")
-
-
 def device_list(directory: str) -> str:
     """What the devices are called, in the memory service's order (`plumbing.pod.gms_files`)."""
     return os.path.join(directory, "devices.json")

@@ -40,12 +40,6 @@ def memory() -> CudaMemory:
     return CudaMemory(GPU)
 
 
-def error_of(memory: CudaMemory, *, size_bytes: int = STEP) -> UnderstudyError:
-    with pytest.raises(UnderstudyError) as caught:
-        memory.create(size_bytes, "t")
-    return caught.value
-
-
 @stand_in_only
 def test_device_is_found_by_its_uuid_whatever_its_number():
     """Both devices, by name: each serves its own memory; the other's is refused."""
@@ -145,52 +139,37 @@ def test_slab_of_another_size_is_refused_whether_or_not_less_can_be_mapped(
 
 
 @stand_in_only
-def test_size_that_could_not_be_found_out_is_no_fault_of_the_slab(
-    memory: CudaMemory, monkeypatch: pytest.MonkeyPatch
-):
-    """The driver fails at the second trial map for a reason of its own: an error to retry, not
-    proof of the size, and not a bad slab."""
-    slab = memory.create(STEP, "t")
-    monkeypatch.setenv("STANDIN_FAIL", "cuMemMap:2:999")
-    with pytest.raises(UnderstudyError, match=r"gms\.driver_failed"):
-        slab.check("t")
-    slab.check("t")
-    slab.release()
-
-
-@stand_in_only
-def test_full_device_is_an_error_of_its_own(memory: CudaMemory, monkeypatch: pytest.MonkeyPatch):
-    """The driver is out of memory: `gms.device_full`, which the service waits on."""
-    monkeypatch.setenv("STANDIN_MEMORY", str(2 * STEP))
-    slab = memory.create(STEP, "t")
-    full = error_of(memory, size_bytes=2 * STEP)
-    assert full.code == "gms.device_full"
-    assert full.details["driver_error"] == "CUDA_ERROR_OUT_OF_MEMORY"
-    slab.release()
-
-
-@stand_in_only
-@pytest.mark.parametrize("code", [214, 304, 700, 999])
+@pytest.mark.parametrize(
+    ("failing", "code"),
+    [
+        ("cuMemCreate:1:2", "gms.device_full"),  # which the service waits for
+        ("cuMemCreate:1:214", "gms.driver_failed"),
+        ("cuMemCreate:1:999", "gms.driver_failed"),
+        ("cuMemExportToShareableHandle:1:304", "gms.driver_failed"),  # the handle is given back
+        ("cuMemMap:2:999", "gms.driver_failed"),  # no proof of a size, and no bad slab
+    ],
+)
 def test_errors_carry_the_drivers_name_and_a_fix(
-    memory: CudaMemory, monkeypatch: pytest.MonkeyPatch, code: int
+    memory: CudaMemory, monkeypatch: pytest.MonkeyPatch, failing: str, code: str
 ):
-    """Any other failure: which call, the driver's own name for it, what to do about the usual."""
-    monkeypatch.setenv("STANDIN_FAIL", f"cuMemCreate:1:{code}")
-    failed = error_of(memory)
-    assert failed.code == "gms.driver_failed"
-    name = failed.details["driver_error"]
-    assert failed.message == f"cuMemCreate failed with {name}" + (
-        f": {FIXES[name]}" if name in FIXES else ""
-    )
+    """Which call failed, the driver's own name for it, what to do about the usual; the next try
+    succeeds, and nothing is left of the first."""
+    monkeypatch.setenv("STANDIN_FAIL", failing)
+    slabs: list[CudaAllocation] = []
 
+    def make() -> None:
+        slabs.append(memory.create(STEP, "t"))
+        slabs[-1].check("t")
 
-@stand_in_only
-def test_slab_that_cannot_be_exported_is_given_back(
-    memory: CudaMemory, monkeypatch: pytest.MonkeyPatch
-):
-    """Creation succeeds and export fails: the handle is released (no descriptor stays open)."""
-    monkeypatch.setenv("STANDIN_FAIL", "cuMemExportToShareableHandle:1:304")
-    assert "ulimit" in error_of(memory).message
+    with pytest.raises(UnderstudyError) as caught:
+        make()
+    assert caught.value.code == code
+    name = caught.value.details["driver_error"]
+    fix = f": {FIXES[name]}" if name in FIXES else ""
+    assert caught.value.message == f"{failing.partition(':')[0]} failed with {name}{fix}"
+    make()
+    for slab in slabs:
+        slab.release()
 
 
 @stand_in_only

@@ -13,7 +13,7 @@ import pytest
 from gms.client import memory_for
 from gms.vmm.host import HostMemory
 from gms.vmm.interface import DeviceMemory
-from plumbing.errors import InvariantError, UnderstudyError
+from plumbing.errors import UnderstudyError
 from plumbing.wire.fds import OwnedFd
 from tests.helpers import open_fds
 from tests.standin import build
@@ -41,20 +41,20 @@ def test_memory_is_mapped_side_by_side_all_or_none_at_addresses_that_stay(memory
     first, second = memory.create(step, "a"), memory.create(2 * step, "b")
     reservation = memory.reserve(4 * step)
     address = reservation.address
-    with pytest.raises(InvariantError, match="do not follow"):
+    with pytest.raises(AssertionError, match="do not follow"):
         reservation.map(step, [first], writable=True)
     reservation.map(0, [first], writable=True)
-    with pytest.raises(InvariantError, match="as a whole"):
+    with pytest.raises(AssertionError, match="as a whole"):
         reservation.map(step, [second], writable=False)
-    with pytest.raises(InvariantError, match="do not follow"):
+    with pytest.raises(AssertionError, match="do not follow"):
         reservation.map(step, [second, second], writable=True)
-    with pytest.raises(InvariantError, match="not mapped"):
+    with pytest.raises(AssertionError, match="not mapped"):
         reservation.read(step, 1)
     reservation.map(step, [second], writable=True)
     reservation.write(step - 2, memoryview(b"..span")[2:])
     reservation.write(0, b"")
     for offset, size in ((-1, 1), (3 * step, 1)):
-        with pytest.raises(InvariantError, match="not mapped"):
+        with pytest.raises(AssertionError, match="not mapped"):
             reservation.read(offset, size)
     reservation.make_read_only()
     assert (reservation.read(step - 2, 4), reservation.read(0, 0)) == (b"span", b"")
@@ -65,16 +65,6 @@ def test_memory_is_mapped_side_by_side_all_or_none_at_addresses_that_stay(memory
     for undo in (reservation.free, first.release, second.release):
         undo()
         undo()
-
-
-def test_memory_of_the_other_kind_is_not_mapped(memory: DeviceMemory, kind: str):
-    if kind == "host":
-        pytest.skip("there may be no device")
-    other, reservation = HostMemory().create(memory.granularity_bytes, "h"), memory.reserve(1 << 22)
-    with pytest.raises(InvariantError, match="take memory of a device"):
-        reservation.map(0, [other], writable=True)
-    reservation.free()
-    other.release()
 
 
 def test_memory_is_cleared_where_it_is_mapped(memory: DeviceMemory):
@@ -107,15 +97,9 @@ def test_sealed_memory_is_lent_to_readers_only(memory: DeviceMemory):
     slab = memory.create(memory.granularity_bytes, "t")
     slab.export(writable=True).close()
     slab.seal()
-    with pytest.raises(InvariantError):
+    with pytest.raises(AssertionError):
         slab.export(writable=True)
     with slab.export(writable=False) as lent:
         assert not os.get_inheritable(lent.fileno())
     assert not os.get_inheritable(slab.fileno())
     slab.release()
-
-
-def test_sizes_are_multiples_of_the_granularity(memory: DeviceMemory):
-    for size in (0, memory.granularity_bytes + 1):
-        with pytest.raises(InvariantError):
-            memory.create(size, "t")

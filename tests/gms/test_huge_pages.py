@@ -5,8 +5,6 @@ Whether a kernel has any left is not ours to say, so nothing here requires a num
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 from gms.vmm import host as huge_pages
@@ -56,20 +54,6 @@ def test_filled_memory_keeps_its_content_and_is_in_huge_pages(reservation: HostR
     for each in (reservation, again):
         each.free()
     allocation.release()
-
-
-def test_only_what_lies_behind_the_offset_is_filled(reservation: HostReservation):
-    """A second slab: the first one, untouched, takes no memory."""
-    memory = HostMemory()
-    slabs = [memory.create(4 * MIB, name) for name in ("a", "b")]
-    reservation.map(0, slabs, writable=True)
-    reservation.fill(4 * MIB)
-    assert os.fstat(slabs[0].fileno()).st_blocks == 0
-    huge_bytes = mapped(reservation.address + 4 * MIB)["ShmemPmdMapped"]
-    assert os.fstat(slabs[1].fileno()).st_blocks * 512 >= huge_bytes
-    reservation.free()
-    for each in slabs:
-        each.release()
 
 
 def test_filling_beside_a_user_ends_when_it_is_stopped(reservation: HostReservation):

@@ -49,11 +49,10 @@ def test_row_4_driver_error_costs_the_writer_only(
     with an error, what is committed stays, readers come, and the next writer succeeds."""
     with faulty.load() as old:
         pid, fds = faulty.pid, len(open_fds(faulty.pid))
-        faulty.tell(f"fail {call} {nth} {kind}")
+        faulty.memory.fail(call, nth, kind)
         with replacing(faulty) as writer, pytest.raises(UnderstudyError) as caught:
             write_one(writer)
         assert caught.value.code.startswith("gms.")
-        assert faulty.status()["pid"] == pid
         assert faulty.status()["epoch"] == old.epoch
         with faulty.reader() as reader:
             assert reader.read("t") == b"\7" * 64
@@ -67,7 +66,7 @@ def test_row_4_driver_error_costs_the_writer_only(
 def test_row_4_driver_error_costs_the_reader_only(faulty: FaultyGms, kind: str):
     """Fail the export for one reader: it gets an error, the one beside it and the next do not."""
     with write_one(faulty.writer()) as old, faulty.reader() as beside:
-        faulty.tell(f"fail export 2 {kind}")
+        faulty.memory.fail("export", 2, kind)
         with pytest.raises(UnderstudyError):
             faulty.reader()
         with faulty.reader() as reader:
@@ -80,7 +79,7 @@ def test_row_4_failing_release_loses_nothing_else(faulty: FaultyGms, kind: str):
     """Memory that the driver does not take back: the server continues to grant."""
     writer = replacing(faulty)
     writer.place("t", 4096, (4096,), "uint8")
-    faulty.tell(f"fail release 1 {kind}")
+    faulty.memory.fail("release", 1, kind)
     writer.close()
     with faulty.load() as reader:
         assert faulty.status()["epoch"] == reader.epoch
@@ -102,16 +101,16 @@ def test_row_5_driver_call_that_blocks_delays_no_reader(faulty: FaultyGms, call:
     with faulty.load() as old:
         writer = replacing(faulty)
         done: list[Reader] = []
-        faulty.tell(f"block {call}")
+        faulty.memory.block(call)
         thread = in_thread(lambda: done.append(write_one(writer)))
-        faulty.hear(f"blocked {call}")
+        faulty.memory.wait_until_blocked()
         assert faulty.status()["epoch"] == old.epoch
         with faulty.reader(engine="engine-2") as newcomer:
             assert newcomer.read("t") == b"\7" * 64
             engines = [s["engine"] for s in faulty.status()["sessions"]]
             assert sorted(engines) == ["engine-0", "engine-1", "engine-2"]
         assert not done, "the driver call is still blocked"
-        faulty.tell("free")
+        faulty.memory.may_go_on.set()
         thread.join(20)
         assert faulty.status()["epoch"] == done[0].epoch
         done[0].close()
@@ -123,9 +122,9 @@ def test_row_5_blocked_release_delays_no_client(faulty: FaultyGms):
     it is granted when the memory is free."""
     old = faulty.load()
     with faulty.load(mode="rw", replace=True, engine="engine-1") as new:
-        faulty.tell("block release")
+        faulty.memory.block("release")
         old.close()
-        faulty.hear("blocked release")
+        faulty.memory.wait_until_blocked()
         assert faulty.status()["epoch"] == new.epoch
         faulty.reader(engine="engine-2").close()
         reasons: list[str] = []
@@ -140,7 +139,7 @@ def test_row_5_blocked_release_delays_no_client(faulty: FaultyGms):
         assert "not free yet" in reasons[0]
         assert not granted
         faulty.reader(engine="engine-4").close()
-        faulty.tell("free")
+        faulty.memory.may_go_on.set()
         thread.join(20)
         assert granted
         granted[0].close()

@@ -21,12 +21,12 @@ from gms.core.weights import WeightsMachine
 from plumbing.errors import UnderstudyError
 from tests.sim.faults import Hazard
 from tests.sim.gms_device import SimDevice
+from tests.sim.kit import Patch
 from tests.sim.tp_world import World
 
 CRASHES = Hazard.DEATHS | Hazard.SERVER
 CHANGES = Hazard.DEATHS | Hazard.CHECKPOINT
-
-Unwanted = Callable[[WeightsMachine, msg.HandBackMsg], bool]
+NO_END = "no end after|cannot become whole"
 
 
 @dataclass(frozen=True)
@@ -34,14 +34,28 @@ class Rule:
     """`leave_out` breaks it; then schedules with these hazards must fail with `caught`."""
 
     name: str
-    leave_out: Callable[[pytest.MonkeyPatch], None]
+    leave_out: Callable[[Patch], None]
     hazards: Hazard
     caught: str  # a regular expression
-    roles: tuple[Role, ...] = (Role.AUTO, Role.AUTO)
     is_tight: bool = False
+    roles: tuple[Role, ...] = (Role.AUTO, Role.AUTO)
 
 
-def numbers_for_epochs(patch: pytest.MonkeyPatch) -> None:
+RULES: list[Rule] = []
+
+
+def rule(name: str, hazards: Hazard, caught: str, *, is_tight: bool = False) -> Any:
+    """The decorated function leaves out the rule `name`."""
+
+    def add(leave_out: Callable[[Patch], None]) -> Callable[[Patch], None]:
+        RULES.append(Rule(name, leave_out, hazards, caught, is_tight))
+        return leave_out
+
+    return add
+
+
+@rule("uuids", CRASHES | CHANGES, "two memories|two files|stale|lost")
+def numbers_for_epochs(patch: Patch) -> None:
     """Ids that start over with every server."""
     boot = SimDevice.boot
 
@@ -52,7 +66,8 @@ def numbers_for_epochs(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SimDevice, "boot", boot_counting)
 
 
-def a_deadline_ends_recovery(patch: pytest.MonkeyPatch) -> None:
+@rule("evidence", CRASHES, "lost|doubled")
+def a_deadline_ends_recovery(patch: Patch) -> None:
     """A survivor that has not come back by then is given up."""
     due, done = WeightsMachine._due, WeightsMachine._done
 
@@ -70,17 +85,19 @@ def a_deadline_ends_recovery(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(WeightsMachine, "_done", ignore_strangers)
 
 
-def write_beside_an_orphan(patch: pytest.MonkeyPatch) -> None:
+@rule("orphans-block-rw", CRASHES, "doubled|lost")
+def write_beside_an_orphan(patch: Patch) -> None:
     """Memory of the previous server does not block a load."""
     _forget(patch, "orphans")
 
 
-def write_beside_a_dying_process(patch: pytest.MonkeyPatch) -> None:
+@rule("releasing-blocks-rw", Hazard.DEATHS, "doubled")
+def write_beside_a_dying_process(patch: Patch) -> None:
     """Memory that was given up is taken for free."""
     _forget(patch, "being_freed")
 
 
-def _forget(patch: pytest.MonkeyPatch, what: str) -> None:
+def _forget(patch: Patch, what: str) -> None:
     decide = WeightsMachine.decide
 
     def hasty(self: WeightsMachine, wish: msg.AttachMsg) -> Any:
@@ -91,12 +108,14 @@ def _forget(patch: pytest.MonkeyPatch, what: str) -> None:
     patch.setattr(WeightsMachine, "decide", hasty)
 
 
-def refuse_late_survivors(patch: pytest.MonkeyPatch) -> None:
+@rule("late-survivors", CRASHES, "has its session|no end after")
+def refuse_late_survivors(patch: Patch) -> None:
     """Once the epoch is back, who comes after is not taken in."""
     _refuse(patch, lambda self, message: self.committed is not None)
 
 
-def refuse_survivors_of_other_epochs(patch: pytest.MonkeyPatch) -> None:
+@rule("orphan-survivors", CRASHES | CHANGES, f"has its session|{NO_END}")
+def refuse_survivors_of_other_epochs(patch: Patch) -> None:
     """Only the journalled epoch's readers are let back."""
 
     def is_other(self: WeightsMachine, message: msg.HandBackMsg) -> bool:
@@ -106,12 +125,12 @@ def refuse_survivors_of_other_epochs(patch: pytest.MonkeyPatch) -> None:
     _refuse(patch, is_other)
 
 
-def abort_in_doubt(patch: pytest.MonkeyPatch) -> None:
+def abort_in_doubt(patch: Patch) -> None:
     """A writer whose commit was not answered has lost, whatever the journal says."""
     _refuse(patch, lambda self, message: not (message.epoch and message.epoch.was_committed))
 
 
-def _refuse(patch: pytest.MonkeyPatch, is_unwanted: Unwanted) -> None:
+def _refuse(patch: Patch, is_unwanted: Callable[[WeightsMachine, msg.HandBackMsg], bool]) -> None:
     judge = WeightsMachine._judge_survivor
 
     def refuse(self: WeightsMachine, session: Any, message: msg.HandBackMsg) -> None:
@@ -123,7 +142,11 @@ def _refuse(patch: pytest.MonkeyPatch, is_unwanted: Unwanted) -> None:
     patch.setattr(WeightsMachine, "_judge_survivor", refuse)
 
 
-def check_only_one_survivor(patch: pytest.MonkeyPatch) -> None:
+IN_TURN = CRASHES | Hazard.SESSIONS | Hazard.DRIVER
+
+
+@rule("next-survivor", IN_TURN, f"session|returning|{NO_END}")
+def check_only_one_survivor(patch: Patch) -> None:
     """A hand-back that fails its check was the only one."""
     take_back, checked = WeightsMachine._take_back, set[tuple[WeightsMachine, str]]()
 
@@ -135,47 +158,22 @@ def check_only_one_survivor(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(WeightsMachine, "_take_back", take_once)
 
 
-def never_condemn(patch: pytest.MonkeyPatch) -> None:
+@rule("condemn", Hazard.DEATHS | Hazard.BAD_PAGE, NO_END)
+def never_condemn(patch: Patch) -> None:
     """A bad epoch stays in service."""
     patch.setattr(Upkeep, "_condemn", lambda self, event, message: None)
 
 
-def never_evict(patch: pytest.MonkeyPatch) -> None:
+@rule("evict", CHANGES, NO_END, is_tight=True)
+def never_evict(patch: Patch) -> None:
     """A committed epoch is not freed to make room, even where no process maps it."""
     fit = WeightsMachine.fit
-
-    def fit_beside(self: WeightsMachine, size_bytes: int, *, may_replace: bool) -> Any:
-        return fit(self, size_bytes, may_replace=False)
-
-    patch.setattr(WeightsMachine, "fit", fit_beside)
+    patch.setattr(
+        WeightsMachine, "fit", lambda self, size, *, may_replace: fit(self, size, may_replace=False)
+    )
 
 
-def identity_of_structure_only(patch: pytest.MonkeyPatch) -> None:
+@rule("content-identity", CHANGES, "mixed weights")
+def identity_of_structure_only(patch: Patch) -> None:
     """An identity that does not tell two checkpoints of one model apart."""
     patch.setattr(World, "identity", lambda self, version, rank: {"rank": rank})
-
-
-NO_END = "no end after|cannot become whole"
-
-RULES = [
-    Rule("uuids", numbers_for_epochs, CRASHES | CHANGES, "two memories|two files|stale|lost"),
-    Rule("evidence", a_deadline_ends_recovery, CRASHES, "lost|doubled"),
-    Rule("orphans-block-rw", write_beside_an_orphan, CRASHES, "doubled|lost"),
-    Rule("releasing-blocks-rw", write_beside_a_dying_process, Hazard.DEATHS, "doubled"),
-    Rule("late-survivors", refuse_late_survivors, CRASHES, "has its session|no end after"),
-    Rule(
-        "orphan-survivors",
-        refuse_survivors_of_other_epochs,
-        CRASHES | CHANGES,
-        f"has its session|{NO_END}",
-    ),
-    Rule(
-        "next-survivor",
-        check_only_one_survivor,
-        CRASHES | Hazard.SESSIONS | Hazard.DRIVER,
-        f"session|returning|{NO_END}",
-    ),
-    Rule("condemn", never_condemn, Hazard.DEATHS | Hazard.BAD_PAGE, NO_END),
-    Rule("evict", never_evict, CHANGES, NO_END, is_tight=True),
-    Rule("content-identity", identity_of_structure_only, CHANGES, "mixed weights"),
-]

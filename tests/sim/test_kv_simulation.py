@@ -6,15 +6,13 @@ out one by one, which the same schedules must catch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from gms.core import events as ev
 from gms.core.kv import KvMachine, Pool
 from gms.core.region import RegionPhase
 from plumbing.errors import UnderstudyError
-from tests.sim.kit import replayable, seeds
+from tests.sim.kit import PlantedRule, PlantedRules, replayable, seeds
 from tests.sim.kv_world import KvWorld
 
 STEPS = 300
@@ -37,135 +35,74 @@ def test_no_schedule_lends_memory_to_two_engines_or_makes_it_twice():
     assert sum(each.dropped for each in worlds) > 5
 
 
-def no_look_at_the_file(patch: pytest.MonkeyPatch) -> None:
+RULES = PlantedRules()
+
+
+@RULES.instead("look at the file", "beside|same time", KvMachine, "_judge")
+def no_look_at_the_file(judge, self, session):
     """The end of the last session counts as the end of its process."""
-    judge = KvMachine._judge
-
-    def judged(self, session):
-        for pool in self.regions.values():
-            pool.is_free = not self.is_held(pool)
-        judge(self, session)
-
-    patch.setattr(KvMachine, "_judge", judged)
+    for pool in self.regions.values():
+        pool.is_free = not self.is_held(pool)
+    judge(self, session)
 
 
-def no_look_at_the_sessions(patch: pytest.MonkeyPatch) -> None:
-    """A free file counts, although a session was granted the pool and has not locked it yet."""
-    patch.setattr(KvMachine, "holders", lambda self, region: [])
+@RULES.instead("newest tokens on disk", "had claimed", KvMachine, "__init__")
+def tokens_are_forgotten(init, self, *, newest=(), **more):
+    init(self, **more)
 
 
-def stale_tokens_wait(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(KvMachine, "stale", lambda self, who: None)
+@RULES.instead("wait for orphans", "beside|same time|second pool|two pools", KvMachine, "__init__")
+def orphans_are_not_waited_for(init, self, *, orphans=None, **more):
+    init(self, **more)
 
 
-def tokens_are_forgotten(patch: pytest.MonkeyPatch) -> None:
-    init = KvMachine.__init__
-
-    def without(self, *, newest=(), **more):
-        init(self, **more)
-
-    patch.setattr(KvMachine, "__init__", without)
-
-
-def orphans_are_not_waited_for(patch: pytest.MonkeyPatch) -> None:
-    init = KvMachine.__init__
-
-    def without(self, *, orphans=None, **more):
-        init(self, **more)
-
-    patch.setattr(KvMachine, "__init__", without)
-
-
-def discards_are_forgotten(patch: pytest.MonkeyPatch) -> None:
-    """One that a server was told and the survivors do not repeat."""
-    patch.setattr(KvWorld, "is_marking", False)
-
-
-def unknown_zeroes_are_believed(patch: pytest.MonkeyPatch) -> None:
+@RULES.instead("uncertain zeroes", "written before", KvMachine, "_recovered")
+def unknown_zeroes_are_believed(recovered, self, pool, offer, tensors):
     """Memory that came back without a mark counts as never written."""
-    recovered = KvMachine._recovered
-
-    def back(self, pool, offer, tensors):
-        pool.has_begun, pool.is_certain = pool.is_certain, True
-        recovered(self, pool, offer, tensors)
-
-    patch.setattr(KvMachine, "_recovered", back)
+    pool.has_begun, pool.is_certain = pool.is_certain, True
+    recovered(self, pool, offer, tensors)
 
 
-def any_size_fits(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Pool, "fits", lambda self, claim: True)
-
-
-def stale_tokens_free(patch: pytest.MonkeyPatch) -> None:
+@RULES.instead("a rest needs the newest token", "freed what", KvMachine, "_give_up")
+def stale_tokens_free(give_up, self, event, message):
     """Whoever was lent the pool may give it up."""
-    give_up = KvMachine._give_up
-
-    def given_up(self, event, message):
-        with pytest.MonkeyPatch.context() as unchecked:
-            unchecked.setattr(KvMachine, "_check_token", lambda self, who: None)
-            give_up(self, event, message)
-
-    patch.setattr(KvMachine, "_give_up", given_up)
+    with pytest.MonkeyPatch.context() as unchecked:
+        unchecked.setattr(KvMachine, "_check_token", lambda self, who: None)
+        give_up(self, event, message)
 
 
-def given_up_is_free(patch: pytest.MonkeyPatch) -> None:
+@RULES.instead("a rest waits for every process", "mapped pool", KvMachine, "give_up")
+def given_up_is_free(give_up, self, pool, by):
     """The word of one process is taken for that of its engine."""
-    give_up = KvMachine.give_up
-
-    def given_up(self, pool, by):
-        was = pool.phase
-        give_up(self, pool, by)
-        if pool.phase is not was:
-            pool.turn("free")
-            self.do(ev.Release(pool.id))
-
-    patch.setattr(KvMachine, "give_up", given_up)
+    was = pool.phase
+    give_up(self, pool, by)
+    if pool.phase is not was:
+        pool.turn("free")
+        self.do(ev.Release(pool.id))
 
 
-def given_up_is_kept(patch: pytest.MonkeyPatch) -> None:
-    """The next engine is lent what was to be freed."""
-    patch.setattr(KvMachine, "give_up", lambda self, pool, by: None)
-
-
-def drops_are_not_judged(patch: pytest.MonkeyPatch) -> None:
+@RULES.instead("drops are judged", "was dropped that", KvMachine, "_drop")
+def drops_are_not_judged(_, self, event):
     """An operator's word counts, whoever has the memory."""
-
-    def drop(self, event):
-        pool = self.current
-        if pool is None or pool.phase is not RegionPhase.SERVED:
-            raise UnderstudyError("gms.no_kv_pool", "there is none")
-        self.discard(pool, "an operator dropped it")
-
-    patch.setattr(KvMachine, "_drop", drop)
+    pool = self.current
+    if pool is None or pool.phase is not RegionPhase.SERVED:
+        raise UnderstudyError("gms.no_kv_pool", "there is none")
+    self.discard(pool, "an operator dropped it")
 
 
-RULES: list[tuple[Callable[[pytest.MonkeyPatch], None], str]] = [
-    (no_look_at_the_file, "beside|same time"),
-    (no_look_at_the_sessions, "beside|same time|second pool|two pools|mapped pool"),
-    (stale_tokens_wait, "had claimed"),
-    (tokens_are_forgotten, "had claimed"),
-    (orphans_are_not_waited_for, "beside|same time|second pool|two pools"),
-    (discards_are_forgotten, "discarded pool"),
-    (unknown_zeroes_are_believed, "written before"),
-    (any_size_fits, "another size"),
-    (stale_tokens_free, "freed what"),
-    (given_up_is_free, "mapped pool"),
-    (given_up_is_kept, "discarded pool"),
-    (drops_are_not_judged, "was dropped that"),
-]
+# A free file counts, although a session was granted the pool and has not locked it yet.
+GRANTED = "beside|same time|second pool|two pools|mapped pool"
+RULES.put("look at the sessions", GRANTED, KvMachine, "holders", lambda self, region: [])
+RULES.put("refuse stale tokens", "had claimed", KvMachine, "stale", lambda self, who: None)
+# One that a server was told and the survivors do not repeat.
+RULES.put("mark what is discarded", "discarded pool", KvWorld, "is_marking", False)
+RULES.put("compare sizes", "another size", Pool, "fits", lambda self, claim: True)
+# The next engine is lent what was to be freed.
+RULES.put("free at a rest", "discarded pool", KvMachine, "give_up", lambda self, pool, by: None)
 
 
-@pytest.mark.parametrize(
-    ("leave_out", "caught"), RULES, ids=lambda each: getattr(each, "__name__", "")
-)
-def test_each_rule_is_needed(monkeypatch: pytest.MonkeyPatch, leave_out, caught: str):
+@RULES.parametrized()
+def test_each_rule_is_needed(monkeypatch: pytest.MonkeyPatch, rule: PlantedRule):
     """Goal: the schedules reach what the rules are for. Method: without the rule, one of them fails
     as expected."""
-    leave_out(monkeypatch)
-    with pytest.raises(AssertionError, match=caught):
-        run_all()
-
-
-def run_all() -> None:
-    for seed in range(1, 401):
-        KvWorld(seed).run(STEPS)
+    rule.is_caught(monkeypatch, lambda seed: KvWorld(seed).run(STEPS), range(1, 401))

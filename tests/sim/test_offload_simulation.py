@@ -3,7 +3,6 @@ every step; and for each rule the proof that the simulation would see it missing
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from msgspec.structs import replace
 from gms.core import upkeep
 from gms.core.upkeep import Upkeep
 from gms.core.weights import WeightsMachine
-from tests.sim.kit import replayable, seeds
+from tests.sim.kit import PlantedRule, PlantedRules, replayable, seeds
 from tests.sim.offload_world import OffloadWorld
 
 STEPS, FAULT_RATE = 400, 0.03
@@ -35,38 +34,35 @@ def test_no_schedule_loses_offloaded_weights_or_brings_condemned_ones_back():
     assert sum(world.restages for world in worlds) > len(worlds)
 
 
-def any_copy_will_do(patch: pytest.MonkeyPatch) -> None:
+RULES = PlantedRules()
+LOADED = "although a copy stands for them"
+
+
+@RULES.instead(
+    "the copy has the same bytes",
+    "its bytes are not those of its digest|condemned bytes are back",
+    upkeep,
+    "checked_copy",
+)
+def any_copy_will_do(real: Any, copy: Any, epoch: Any) -> Any:
     """Whatever is committed in host memory stands for the weights."""
-    real = upkeep.checked_copy
-
-    def unchecked(copy: Any, epoch: Any) -> Any:
-        return real(copy and epoch.digest and replace(copy, digest=epoch.digest), epoch) and copy
-
-    patch.setattr(upkeep, "checked_copy", unchecked)
+    return real(copy and epoch.digest and replace(copy, digest=epoch.digest), epoch) and copy
 
 
+@RULES.rule("nobody maps what is freed", "is not free")
 def mapped_weights_are_freed(patch: pytest.MonkeyPatch) -> None:
-    """A process that maps them need not be waited for."""
     patch.setattr(Upkeep, "_check_unmapped", lambda self, epoch, fix, *, is_mapped: None)
     patch.setattr(upkeep, "HELD", ())
 
 
-def given_up_is_free(patch: pytest.MonkeyPatch) -> None:
-    """The answer does not wait for the kernel."""
-    patch.setattr(upkeep, "HELD", ())
-
-
-def the_link_ends_with_the_grant(patch: pytest.MonkeyPatch) -> None:
+@RULES.instead("the link outlives the grant", LOADED, WeightsMachine, "_epoch_opened")
+def the_link_ends_with_the_grant(real: Any, self: Any, session: Any) -> None:
     """The writer has been told of the copy: that is the end of it."""
-    real = WeightsMachine._epoch_opened
-
-    def opened(self: WeightsMachine, session: Any) -> None:
-        real(self, session)
-        self.offloaded = None
-
-    patch.setattr(WeightsMachine, "_epoch_opened", opened)
+    real(self, session)
+    self.offloaded = None
 
 
+@RULES.rule("the link ends with the commit", "condemned bytes are back")
 def the_link_outlives_the_commit(patch: pytest.MonkeyPatch) -> None:
     """A condemned epoch's copy stands for it again."""
     real, kept = WeightsMachine.journal, {}
@@ -81,37 +77,18 @@ def the_link_outlives_the_commit(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(WeightsMachine, "journal", journal)
 
 
-def lost_weights_are_loaded_again(patch: pytest.MonkeyPatch) -> None:
+@RULES.instead("a lost epoch's copy is found", LOADED, WeightsMachine, "_journalled_is_gone")
+def lost_weights_are_loaded_again(real: Any, self: Any, record: Any, copy: Any) -> None:
     """A server died while they left: its successor knows of no copy."""
-    real = WeightsMachine._journalled_is_gone
-
-    def gone(self: WeightsMachine, record: Any, copy: Any) -> None:
-        real(self, record, None)
-
-    patch.setattr(WeightsMachine, "_journalled_is_gone", gone)
+    real(self, record, None)
 
 
-@pytest.mark.parametrize(
-    ("leave_out", "caught"),
-    [
-        (any_copy_will_do, "its bytes are not those of its digest|condemned bytes are back"),
-        (mapped_weights_are_freed, "is not free"),
-        (given_up_is_free, "is not free"),
-        (the_link_ends_with_the_grant, "although a copy stands for them"),
-        (the_link_outlives_the_commit, "condemned bytes are back"),
-        (lost_weights_are_loaded_again, "although a copy stands for them"),
-    ],
-    ids=lambda each: getattr(each, "__name__", ""),
-)
+RULES.put("the answer waits for the kernel", "is not free", upkeep, "HELD", ())
+
+
+@RULES.parametrized()
 def test_a_rule_of_offloading_that_is_left_out_is_caught(
-    leave_out: Callable[[pytest.MonkeyPatch], None], caught: str, monkeypatch: pytest.MonkeyPatch
+    rule: PlantedRule, monkeypatch: pytest.MonkeyPatch
 ):
     """Goal: every rule is needed, and the simulation can fail. Method: leave one out."""
-    leave_out(monkeypatch)
-
-    def search() -> None:
-        for seed in range(300):
-            run(seed)
-
-    with pytest.raises(AssertionError, match=caught):
-        search()
+    rule.is_caught(monkeypatch, run, range(300))

@@ -19,7 +19,6 @@ from gateway import messages as gateway_messages
 from gms.client import messages as gms_messages
 from lockserver.client import messages as lock_messages
 from plumbing.errors import UnderstudyError, UnreachableError
-from plumbing.pod.gms_files import absences
 from plumbing.pod.messages import StatusMsg, StatusReplyMsg
 from plumbing.pod.observers import ASK_TIMEOUT_S, ask
 from plumbing.pod.paths import (
@@ -113,10 +112,9 @@ def pool_part(directory: Path) -> PodPart:
 
 
 def memory_parts(directory: Path) -> list[PodPart]:
-    """The devices' memory servers that have a socket, or that cannot be started."""
-    found = {name: gms_socket(str(directory), name) for name in absences(str(directory))}
-    found |= gms_sockets(directory)
-    return [PodPart(device, path, gms_messages.CATALOGUE) for device, path in found.items()]
+    """The devices' memory servers that have a socket."""
+    found = gms_sockets(directory).items()
+    return [PodPart(device, path, gms_messages.CATALOGUE) for device, path in found]
 
 
 def engine_parts(directory: Path) -> list[PodPart]:
@@ -137,8 +135,7 @@ async def status_of(part: PodPart, timeout_s: float = ASK_TIMEOUT_S) -> dict[str
     try:
         answer = (await ask(part.path, part.catalogue, StatusMsg(), timeout_s)).message
     except UnderstudyError as error:
-        why = absences(os.path.dirname(part.path)).get(part.name) if part.is_memory else None
-        return {"name": part.name, "error": f"{error.message}; {why}" if why else error.message}
+        return {"name": part.name, "error": error.message}
     if not isinstance(answer, StatusReplyMsg):
         error_text = f"it answered a status request with {answer.TYPE}"
         return {"name": part.name, "error": error_text}

@@ -6,9 +6,9 @@ import pytest
 
 from gms import messages as msg
 from gms.core import events as ev
-from gms.core.region import WAITERS_MAX, RegionPhase
+from gms.core.region import WAITERS_MAX
 from gms.core.weights import JOURNAL_RETRY_MS
-from plumbing.errors import InvariantError, UnderstudyError
+from plumbing.errors import UnderstudyError
 from tests.gms.core.driver import MIB, Answer, Bench
 
 OTHER = {"model": "tiny", "shards": {"a": "2"}}
@@ -17,47 +17,6 @@ OTHER = {"model": "tiny", "shards": {"a": "2"}}
 def refusal(answer: Answer | None) -> UnderstudyError:
     assert isinstance(answer, ev.RefuseRequest), answer
     return answer.error
-
-
-def test_no_session_writes_while_a_dead_writers_memory_is_mapped():
-    """The dead writer's file is still held: the waiter waits, names its pids, then writes."""
-    bench = Bench()
-    bench.attach(1)
-    epoch = bench.device.staging
-    bench.mapped.add(epoch.id)
-    bench.attach(2)
-    bench.close(1)
-    waiting = bench.last(2)
-    assert isinstance(waiting, msg.WaitingMsg)
-    assert waiting.reason == "releasing"
-    bench.tell(ev.HoldersSeen(epoch.id, (77,)))
-    waiting = bench.last(2)
-    assert isinstance(waiting, msg.WaitingMsg)
-    assert "pid 77" in waiting.message
-    bench.unmap(epoch.id)
-    assert isinstance(bench.last(2), msg.WritingMsg)
-
-
-def test_plain_rw_on_a_committed_device_is_an_error_at_once():
-    """RW without `replace` where something is committed, also when it was committed meanwhile."""
-    bench = Bench()
-    bench.attach(1)
-    bench.attach(2, "rw")
-    bench.allocate(1)
-    bench.commit(1)
-    assert refusal(bench.last(2)).code == "gms.already_committed"
-    assert refusal(bench.attach(3, "rw")).code == "gms.already_committed"
-
-
-@pytest.mark.parametrize("mode", ["ro", "rw_or_ro"])
-def test_identity_mismatch_names_the_field(mode: str):
-    """Attach with another identity: the error names the differing field and both values."""
-    bench = Bench()
-    bench.load(1)
-    error = refusal(bench.attach(2, mode, identity=OTHER))
-    assert error.code == "gms.identity_mismatch"
-    assert error.details["field"] == "shards.a"
-    assert (error.details["expected"], error.details["offered"]) == ("1", "2")
 
 
 def test_wait_ends_at_its_deadline_with_the_reason():
@@ -87,20 +46,6 @@ def test_writer_that_stalls_loses_its_staging_but_slow_progress_is_no_stall():
     bench.advance(100)
     assert refusal(bench.last(1)).code == "gms.writer_stalled"
     assert isinstance(bench.last(2), msg.WritingMsg)
-
-
-def test_replace_keeps_the_old_epoch_until_its_last_reader_leaves():
-    """Replace with room: old readers keep the superseded epoch, newcomers get the new one."""
-    bench = Bench()
-    old = bench.load(1)
-    new = bench.load(2, mode="rw", replace=True, identity=OTHER)
-    assert bench.device.regions[old].phase is RegionPhase.RETIRED
-    answer = bench.attach(3, "ro", identity=OTHER)
-    assert isinstance(answer, ev.SendRegion)
-    assert answer.region == new
-    bench.close(1)
-    assert bench.released == [old]
-    assert set(bench.device.regions) == {new}
 
 
 def test_rw_or_ro_with_replace_writes_only_where_the_identity_differs():
@@ -216,7 +161,7 @@ def test_reporting_an_epoch_in_use_as_free_is_our_own_fault():
     """A shell that reports a live epoch as free would lose weights: it crashes instead."""
     bench = Bench()
     epoch = bench.load(1)
-    with pytest.raises(InvariantError):
+    with pytest.raises(AssertionError):
         bench.tell(ev.RegionFree(epoch))
 
 

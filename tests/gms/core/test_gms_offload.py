@@ -9,7 +9,6 @@ from msgspec.structs import replace
 
 from gms import messages as msg
 from gms.core import events as ev
-from gms.core.weights import orphans_of
 from plumbing.errors import UnderstudyError
 from tests.gms.core.driver import IDENTITY, MIB, Bench
 
@@ -67,19 +66,6 @@ def test_offload_frees_the_epoch_and_the_copy_stands_for_it():
     assert writing(again.attach(2)) == ("0" * 31 + "1", COPY)
 
 
-def test_offload_is_answered_when_the_kernel_says_that_the_memory_is_free():
-    """A process that died a moment ago still maps it: no answer before its file is free, and a
-    second request waits beside the first."""
-    bench, epoch = loaded()
-    bench.mapped.add(epoch)
-    assert offload(bench, copy_of(bench)) is None
-    bench.tell(ev.Received(8, 4, msg.OffloadMsg()))
-    assert bench.last(8) is None
-    bench.unmap(epoch)
-    assert bench.last(9) == bench.last(8) == msg.OffloadedMsg(COPY, MIB)
-    assert offload(bench, None) == msg.OffloadedMsg(COPY, MIB)  # repeated: done already
-
-
 def test_offload_waits_for_its_record_on_disk():
     """A full disk: the answer comes with the record that could be written at last."""
     bench, epoch = loaded()
@@ -114,19 +100,6 @@ def test_only_a_copy_of_the_same_bytes_stands_for_an_epoch(changes: dict[str, An
     assert bench.device.committed.id == epoch
 
 
-def test_mapped_epoch_is_not_offloaded():
-    """By a session, or by a process that only the kernel sees; a writer is in the way, too."""
-    bench, _ = loaded()
-    bench.attach(2)
-    assert refused(bench, copy_of(bench)) == "gms.epoch_mapped"
-    bench.close(2)
-    assert refused(bench, copy_of(bench), is_mapped=True) == "gms.epoch_mapped"
-    bench.attach(3, "rw", replace=True)
-    assert refused(bench, copy_of(bench)) == "gms.writer"
-    bench.close(3)
-    assert offload(bench, copy_of(bench)) == msg.OffloadedMsg(COPY, MIB)
-
-
 def test_reader_that_asks_has_left_whether_the_memory_is_freed_or_not():
     """On its own session: it is no reader any more; the other one still is."""
     bench, epoch = loaded()
@@ -154,31 +127,6 @@ def test_restage_commits_with_the_digest_of_the_copy():
     assert (committed.digest, bench.device.restages_total) == (DIGEST, 1)
     assert (bench.journal.digest, bench.offloaded) == (DIGEST, None)
     assert bench.records[-1].type == "gms.restaged"
-
-
-def test_restage_that_breaks_off_leaves_the_copy_in_force():
-    """The writer dies before its commit; or the server dies with the record of it on disk, and no
-    process has the memory: the copy still stands for the weights."""
-    bench, _ = offloaded()
-    bench.attach(2)
-    bench.allocate(2)
-    bench.close(2)
-    assert bench.device.state == "offloaded"
-    grant = bench.attach(3)
-    assert isinstance(grant, msg.WritingMsg)
-    assert grant.copy == COPY
-    bench.allocate(3)
-    bench.auto = False
-    bench.commit(3, restaged_from=COPY)
-    bench.complete(bench.pending.pop(0))  # sealed
-    written = bench.pending.pop(0)
-    assert isinstance(written, ev.WriteJournal)
-    orphans = orphans_of([written.record.epoch], written.record)
-    after = Bench(orphans=orphans, offloaded=written.offloaded)
-    assert after.device.state == "recovering"
-    after.tell(ev.RegionFree(written.record.epoch))
-    assert after.device.state == "offloaded"
-    assert (after.journal, after.offloaded) == (None, written.offloaded)
 
 
 def test_commit_that_is_not_the_copy_is_refused():

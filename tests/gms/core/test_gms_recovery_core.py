@@ -159,17 +159,6 @@ def test_epoch_whose_file_was_removed_and_replaced_is_history():
     assert phases(bench)[NEW] is RegionPhase.RETIRED
 
 
-def test_epoch_without_readers_is_marked_when_it_is_dropped():
-    """A process that was stopped since a restart may map it, and come back without a journal."""
-    bench = Bench()
-    epoch = bench.load(1)
-    bench.close(1)
-    bench.mapped.add(epoch)
-    bench.tell(ev.Received(9, 4, msg.DropMsg(None, even_if_mapped=True)))
-    assert bench.marked == {epoch}
-    assert isinstance(bench.last(9), msg.DroppedMsg)
-
-
 def replaced_and_cut(capacity_bytes: int = 100 * MIB) -> tuple[Bench, str]:
     """Epoch one is superseded, and the connection of its only reader breaks; it comes back."""
     bench = Bench(capacity_bytes)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from typing import Any
 
 import pytest
@@ -13,46 +12,14 @@ from gms.core import events as ev
 from gms.core.events import Mode
 from gms.core.region import (
     SESSIONS,
-    TURNS,
     WRITER_STATES,
     Input,
-    Region,
     RegionPhase,
-    Session,
     SessionState,
 )
-from plumbing.errors import InvariantError, ProtocolError, UnderstudyError
+from plumbing.errors import ProtocolError, UnderstudyError
 from plumbing.wire.messages import Message
 from tests.gms.core.driver import IDENTITY, Bench
-
-
-def test_session_pair_is_in_the_table_or_raises_and_changes_nothing():
-    """Every pair of state and input moves as the table says, or raises."""
-    for state, kind in itertools.product(SessionState, {kind for _, kind, _ in SESSIONS}):
-        session, target = Session(1, state), SESSIONS.target(state, kind)
-        if target is None:
-            with pytest.raises(InvariantError):
-                session.move(kind, 1.0)
-            assert session == Session(1, state)
-        else:
-            session.move(kind, 1.0)
-            assert session.state is target
-
-
-def test_memory_turns_as_its_table_says_or_raises_and_changes_nothing():
-    for phase, verb in itertools.product(RegionPhase, {verb for _, verb, _ in TURNS}):
-        memory, target = Region("e", phase), TURNS.target(phase, verb)
-        if target is None:
-            with pytest.raises(InvariantError):
-                memory.turn(verb)
-        else:
-            memory.turn(verb)
-        assert memory == Region("e", target or phase)
-
-
-def test_every_session_can_end():
-    for state in set(SessionState) - {SessionState.CLOSED}:
-        assert SESSIONS.target(state, ev.Closed) is SessionState.CLOSED
 
 
 def at(state: SessionState) -> Bench:

@@ -30,22 +30,6 @@ def test_processes_of_one_engine_share_one_pool_that_is_made_at_the_first_claim(
     assert [each.TYPE for each in (desk.machine.all_holders[0].request,)] == ["borrow_pool"]
 
 
-def test_next_engine_waits_for_session_and_kernel_and_finds_what_was_written():
-    """Goal: one incarnation at a time. Method: the holder's session ends before its process."""
-    desk = Desk()
-    pool = desk.hold(1)
-    desk.mark(1, msg.BEGUN)
-    desk.borrow(2, token=2)
-    assert desk.last_to(2).reason == "gms.kv_busy"
-    assert "engine-1 (token 1, pid 101)" in desk.last_to(2).message
-    assert of(desk.tell(Closed(1)), ev.Watch).region == pool
-    desk.tell(ev.HoldersSeen(pool, (101,)))
-    assert "is still mapped by pid 101" in desk.last_to(2).message
-    desk.tell(ev.RegionFree(pool))
-    assert desk.last_to(2) == msg.PoolGrantedMsg(pool)
-    assert desk.take(2).is_fresh is False
-
-
 def test_wait_ends_at_its_deadline_and_names_the_holder():
     desk = Desk()
     desk.hold(1)
@@ -100,32 +84,6 @@ def test_newer_claim_ends_the_wait_of_an_older_one():
     assert desk.last_to(3).TYPE == "waiting"
 
 
-def test_another_size_discards_the_pool_once_nobody_maps_it():
-    """Goal: never two pools. Method: the new one is made when the old one's memory is gone."""
-    desk = Desk()
-    pool = desk.hold(1)
-    other = msg.BorrowPoolMsg("engine-1", "i-1", 1, "e", 2 * SIZE, INDEX, WAIT_MS)
-    desk.tell(Received(9, 1, other))
-    assert desk.last_to(9).code == "gms.kv_size_differs"
-    desk.borrow(2, token=2, size=2 * SIZE)
-    desk.tell(Closed(1))
-    assert "was discarded" in desk.last_to(2).message
-    assert of(desk.tell(ev.RegionFree(pool)), ev.Release).region == pool
-    assert of(desk.done(ev.Release)[1], ev.MakePool).size_bytes == 2 * SIZE
-
-
-def test_discarded_pool_is_freed_without_being_asked_for():
-    desk = Desk()
-    pool = desk.hold(1)
-    desk.tell(Received(1, 0, msg.DiscardMsg("device error")))
-    assert ev.MarkRetired(pool) in desk.effects
-    assert kv_snapshot(desk.machine, str)["discarded"].endswith("device error")
-    of(desk.tell(Closed(1)), ev.Watch)
-    of(desk.tell(ev.RegionFree(pool)), ev.Release)
-    desk.done(ev.Release)
-    assert kv_snapshot(desk.machine, str)["state"] == "empty"
-
-
 def test_content_that_two_engines_died_of_is_discarded():
     """Goal: a poisoned cache must not kill every successor; an adoption that succeeded counts as
     a new beginning. Method: deaths between `adopting` and `adopted`."""
@@ -167,28 +125,6 @@ def test_driver_that_fails_costs_those_who_wait_and_nothing_else():
     desk.borrow(2, token=2)
     desk.make()
     assert isinstance(desk.last_to(2), msg.PoolGrantedMsg)
-
-
-def test_survivor_hands_the_pool_back_and_the_next_engine_gets_it_with_its_content():
-    """Goal: memory outlives its server. Method: a survivor and a newcomer at a restarted one; then
-    the survivor dies."""
-    desk = Desk(orphans={"p": False})
-    desk.borrow(2, token=2)
-    assert desk.last_to(2).reason == "gms.kv_recovering"
-    of(desk.tell(Received(1, 1, hand_back("p", mark=msg.BEGUN), 101)), ev.TakeBack)
-    desk.done(ev.TakeBack)
-    assert desk.last_to(1) == msg.KeptMsg("p")
-    assert "engine-1" in desk.last_to(2).message
-    desk.tell(Closed(1))
-    desk.tell(ev.RegionFree("p"))
-    assert desk.take(2) == ev.SendRegion(2, 2, "p", is_fresh=False)
-
-
-def test_orphan_without_survivors_is_removed_and_a_pool_made():
-    desk = Desk(orphans={"p": False})
-    desk.borrow(2, token=2)
-    of(desk.tell(ev.RegionFree("p")), ev.Release)
-    of(desk.done(ev.Release)[1], ev.MakePool)
 
 
 def test_bad_survivor_costs_itself_and_the_next_one_is_asked():
@@ -322,16 +258,3 @@ def test_memory_that_is_not_free_in_time_is_refused_to_whom_gave_it_up():
     desk.tell(Closed(1))
     desk.tell(Closed(2))
     of(desk.tell(ev.RegionFree(pool)), ev.Release)  # it is freed all the same
-
-
-def test_engine_that_lost_the_lock_does_not_free_what_its_successor_waits_for():
-    """Goal: only the newest borrower gives up. Method: a newer claim waits when the old holder
-    gives up; the memory is kept, and lent with its content."""
-    desk = Desk()
-    pool = desk.hold(1)
-    desk.mark(1, msg.BEGUN)
-    desk.borrow(2, token=2)
-    assert refused(desk, Received(1, 5, msg.GiveUpMsg(WAIT_MS))).code == "gms.kv_stale_token"
-    desk.tell(Closed(1))
-    desk.tell(ev.RegionFree(pool))
-    assert desk.take(2) == ev.SendRegion(2, 2, pool, is_fresh=False)

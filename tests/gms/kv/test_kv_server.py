@@ -194,7 +194,7 @@ def test_what_cannot_be_served_of_one_model_stops_no_other(directory: str):
         assert [each["kv"]["state"] for each in supervisor.status()["devices"]] == ["empty", "down"]
         os.unlink(blocked[1])
         await auntil(lambda: all(each.is_responsive for each in child.served), "everything")
-        assert child.restarts.deaths_total == 0
+        assert child.restarter.restarts == 0
         os.kill(os.getpid(), signal.SIGTERM)
         return await running
 
