@@ -107,13 +107,6 @@ class Action(StrEnum):
     CANARY = "canary"
 
 
-@dataclass(frozen=True, slots=True)
-class Unhealthy:
-    """The verdict, in words."""
-
-    reason: str
-
-
 class ParkedHealth:
     """One parked incarnation. Looks are counted, not time: a supervisor that was stopped together
     with its backend cannot blame it."""
@@ -121,19 +114,20 @@ class ParkedHealth:
     def __init__(self) -> None:
         self._looks = 0
 
-    def looked(self, stopped: Sequence[str]) -> Unhealthy | None:
+    def looked(self, stopped: Sequence[str]) -> str | None:
         """`stopped`: the processes that a signal has stopped; none while it is not parked."""
         self._looks = self._looks + 1 if stopped else 0
         if self._looks < STOPPED_LOOKS_MAX:
             return None
-        return Unhealthy(
+        return (
             f"{' and '.join(stopped)} of the backend {'is' if len(stopped) == 1 else 'are'} stopped"
             " (SIGSTOP), so it could not be woken"
         )
 
 
 class GenerationHealth:
-    """One active period of one incarnation; made when it begins to serve."""
+    """One active period of one incarnation; made when it begins to serve. A verdict is why the
+    engine is unhealthy."""
 
     def __init__(
         self,
@@ -163,7 +157,7 @@ class GenerationHealth:
         self._canary_ms: float | None = None
         self.in_flight = 0
 
-    def tick(self, now_ms: float, signs: Signs = NOTHING_SEEN) -> list[Action] | Unhealthy:
+    def tick(self, now_ms: float, signs: Signs = NOTHING_SEEN) -> list[Action] | str:
         """What to do now; call it at `next_ms` at the latest, and after every answer."""
         self._forgive_a_gap(now_ms)
         if signs.progress != self._signs.progress:
@@ -188,7 +182,7 @@ class GenerationHealth:
         ask_ms = self._next_ask_ms if self._asked_ms is None else math.inf
         return min(ask_ms, self._next_look_ms, self._canary_due_ms())
 
-    def answered(self, now_ms: float, in_flight: int, progress: int) -> Unhealthy | None:
+    def answered(self, now_ms: float, in_flight: int, progress: int) -> str | None:
         """The backend's answer. While there are answers, a hang is judged by them."""
         self._forgive_a_gap(now_ms)
         self._asked_ms, self._sign_ms = None, now_ms
@@ -211,10 +205,10 @@ class GenerationHealth:
             return self._verdict(f"the idle canary made no token in {silent}")
         return None
 
-    def canary_done(self, now_ms: float, *, ok: bool, detail: str) -> Unhealthy | None:
+    def canary_done(self, now_ms: float, *, ok: bool, detail: str) -> str | None:
         self._canary_ms = None
         self._prove(now_ms)
-        return None if ok else Unhealthy(f"the idle canary failed: {detail or 'wrong tokens'}")
+        return None if ok else f"the idle canary failed: {detail or 'wrong tokens'}"
 
     def late_ms(self, now_ms: float) -> float:
         """How late the backend's answer is; 0 while it is on time."""
@@ -229,8 +223,8 @@ class GenerationHealth:
         is_late = self._asked_ms is not None and now_ms - self._asked_ms >= self._limit_ms
         return is_late and now_ms - self._sign_ms >= self._patience.budget_ms(self._signs)
 
-    def _verdict(self, what: str) -> Unhealthy:
-        return Unhealthy(f"{what} ({self._patience.explain(self._signs)})")
+    def _verdict(self, what: str) -> str:
+        return f"{what} ({self._patience.explain(self._signs)})"
 
     def _canary_due_ms(self) -> float:
         """At once when requests have left without progress since they were seen."""

@@ -7,7 +7,6 @@ it never waits for this lock.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -23,15 +22,6 @@ class Role(StrEnum):
     @property
     def may_write(self) -> bool:
         return self is not Role.SHADOW
-
-
-@dataclass(frozen=True, slots=True)
-class LoadPermit:
-    """`rank` may load, in `mode`, under `token` (0 where it may only read)."""
-
-    rank: int
-    mode: str
-    token: int
 
 
 class Loading:
@@ -73,16 +63,20 @@ class Loading:
     def is_waiting(self) -> bool:
         return bool(self._waiting)
 
-    def asked(self, rank: int, ranks: int) -> list[LoadPermit]:
-        """A rank asks for its weights: which ranks may load now."""
+    @property
+    def mode(self) -> str:
+        return MODE_WRITE if self._role.may_write else MODE_READ
+
+    def asked(self, rank: int, ranks: int) -> list[int]:
+        """A rank asks for its weights: which ranks may load now, in `mode` and under `token`."""
         self._has_asked = True
         self.ranks = ranks
         if not self._role.may_write:
-            return [LoadPermit(rank, MODE_READ, 0)]
+            return [rank]
         self._waiting.append(rank)
         return self._permit_all() if self.token else []
 
-    def granted(self, token: int) -> list[LoadPermit]:
+    def granted(self, token: int) -> list[int]:
         """The loader lock is ours; a grant that arrives when it is not wanted is ignored."""
         if not self.wants_loader:
             return []
@@ -102,6 +96,6 @@ class Loading:
             return None
         return f"rank {rank} has other weights than rank {first_rank}: {names[0]} differs"
 
-    def _permit_all(self) -> list[LoadPermit]:
+    def _permit_all(self) -> list[int]:
         ranks, self._waiting = self._waiting, []
-        return [LoadPermit(rank, MODE_WRITE, self._token) for rank in ranks]
+        return ranks

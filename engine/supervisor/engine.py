@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from engine.core import events as ev
 from engine.core.events import Command, EngineEvent, Failed, State, WakingStep
-from engine.core.health import Action, GenerationHealth, Patience, Signs, Unhealthy
+from engine.core.health import Action, GenerationHealth, Patience, Signs
 from engine.core.lifecycle import PARKED, IllegalEvent, Lifecycle, Situation
 from engine.core.relaunch import Death, Relaunch
 from engine.messages import FaultReportMsg, HealthMsg, HealthyMsg
@@ -359,7 +359,7 @@ class HealthWatch:
 
     def _tick(self) -> None:
         actions = self._health.tick(self._clock.now_ms(), self._look())
-        if isinstance(actions, Unhealthy):
+        if isinstance(actions, str):
             self._fail(actions)
             return
         for action in actions:
@@ -379,14 +379,13 @@ class HealthWatch:
         if not self._is_over:
             self._go_on(self._health.canary_done(self._clock.now_ms(), ok=ok, detail=detail))
 
-    def _go_on(self, verdict: Unhealthy | None) -> None:
+    def _go_on(self, verdict: str | None) -> None:
         if verdict is not None:
             self._fail(verdict)
         else:
             self._tick()
 
-    def _fail(self, verdict: Unhealthy) -> None:
+    def _fail(self, verdict: str) -> None:
         problem = self._running.canaries.problem
         self.close()
-        reason = f"{verdict.reason}; {problem}" if problem else verdict.reason
-        self._hub.post(Failed("unhealthy", reason))
+        self._hub.post(Failed("unhealthy", f"{verdict}; {problem}" if problem else verdict))

@@ -29,7 +29,7 @@ from engine.backends.process import MODEL_ENV, PROGRESS_ENV, ProgressPage
 from engine.core import events as ev
 from engine.core.events import EngineEvent, Failed, State, WakingStep
 from engine.core.health import ParkedHealth
-from engine.core.loading import Loading, LoadPermit
+from engine.core.loading import Loading
 from engine.supervisor.channel import BackendChannel, Canaries
 from engine.supervisor.cpu_share import CpuShare
 from engine.supervisor.hub import EngineHub, shortage
@@ -185,7 +185,7 @@ class Incarnation:
         self._leftovers.tick(self.tree.everyone(), is_prepared=self.prepared is not None)
         verdict = self._parked.looked(stopped)
         if verdict is not None:
-            self._hub.post(Failed("stopped", verdict.reason))
+            self._hub.post(Failed("stopped", verdict))
 
     def _dying(self, what: str) -> None:
         self._hub.post(Failed("child_exit", what))
@@ -301,10 +301,10 @@ class Incarnation:
             self._hub.post(Failed("identity_mismatch", objection))
         self._on_loader()
 
-    def _permit(self, permits: list[LoadPermit]) -> None:
+    def _permit(self, ranks: list[int]) -> None:
         self._on_loader()
-        for permit in permits:
-            self._loads.pop(permit.rank)(messages.LoadMsg(permit.mode, permit.token))
+        for rank in ranks:
+            self._loads.pop(rank)(messages.LoadMsg(self.loading.mode, self.loading.token))
 
     def _budget_ms(self, state: State) -> int:
         return self._settings.budgets_ms[state]

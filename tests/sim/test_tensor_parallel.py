@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from engine.core.loading import MODE_WRITE, Loading, LoadPermit, Role
+from engine.core.loading import Loading, Role
 from tests.sim.broken_rules import write_beside_a_dying_process
 from tests.sim.gms_device import SimDevice
 from tests.sim.kit import SEED, replayable, seeds
@@ -118,11 +118,11 @@ def test_an_engine_whose_ranks_hold_different_weights_refuses_to_go_on():
 class NoLoader(Loading):
     """Roles alone: an engine that may write goes at once."""
 
-    def asked(self, rank: int, ranks: int) -> list[LoadPermit]:
+    def asked(self, rank: int, ranks: int) -> list[int]:
         leaves = super().asked(rank, ranks)
         mine = [rank] if self._role.may_write else []
         self._waiting.clear()
-        return leaves or [LoadPermit(number, MODE_WRITE, 0) for number in mine]
+        return leaves or mine
 
     @property
     def wants_loader(self) -> bool:

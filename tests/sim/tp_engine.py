@@ -148,11 +148,11 @@ class Engine:
         granted = (At.WRITING, At.COMMITTING, At.READING, At.ATTACHED)
         return not self.world.has_barrier or all(other.at in granted for other in self.ranks)
 
-    def _let_go(self, leaves: list[Any]) -> None:
-        for leave in leaves:
-            rank = self.ranks[leave.rank]
+    def _let_go(self, leaves: list[int]) -> None:
+        for number in leaves:
+            rank = self.ranks[number]
             if rank.at is At.ASKING:
-                rank.at, rank.mode = At.LEFT, leave.mode
+                rank.at, rank.mode = At.LEFT, self.loading.mode
 
     def _say(self) -> None:
         """The whole truth to the lock server, if it is another than was said last."""

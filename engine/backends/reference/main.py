@@ -108,14 +108,14 @@ def main() -> int:
     gc.disable()
     from engine.backends.reference.ranks import start_ranks
 
-    peers, children = start_ranks(settings)
+    peers = start_ranks(settings)
     import uvloop
 
     from engine.backends.reference.service import serve
 
     gc.freeze()
     gc.enable()
-    uvloop.run(serve(settings, names, sock, member, peers, children, page))
+    uvloop.run(serve(settings, names, sock, member, peers, page))
     raise AssertionError("the backend stopped serving by itself")
 
 

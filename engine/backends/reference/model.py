@@ -13,13 +13,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import os
 import queue
-import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
 
@@ -54,8 +52,7 @@ class ModelThread:
         on_failed: Callable[[FaultReportMsg], None],
         page: ProgressPage | None = None,
     ) -> None:
-        """`prepare` makes rank 0, on its thread. `on_failed` is called once the model has failed,
-        or another rank has ended; why, that one has told the supervisor itself if it could."""
+        """`prepare` makes rank 0, on its thread. `on_failed` gets why the model has failed."""
         self.slots = slots  # requests that are generated at once
         self.page = ProgressPage() if page is None else page
         self.published = 0  # blocks that the next engine was told of
@@ -73,12 +70,6 @@ class ModelThread:
         self._is_delivering = False
         self._next_news_s = 0.0
         threading.Thread(target=self._run, args=(prepare,), name="model", daemon=True).start()
-
-    def watch(self, children: Sequence[subprocess.Popen[bytes]]) -> None:
-        """Watch the processes of ranks 1, 2, …."""
-        for rank, child in enumerate(children, 1):
-            pidfd = os.pidfd_open(child.pid)  # until this process ends
-            self._loop.add_reader(pidfd, self._child_ended, pidfd, rank, child)
 
     @property
     def in_flight(self) -> int:
@@ -143,17 +134,6 @@ class ModelThread:
                 tokens.put_nowait(made)
             if made.finish_reason is not None:
                 self._unfinished.pop(made.request, None)
-
-    def _child_ended(self, pidfd: int, rank: int, child: subprocess.Popen[bytes]) -> None:
-        self._loop.remove_reader(pidfd)
-        self._on_failed(
-            FaultReportMsg(
-                "engine.model_died",
-                f"the model process of rank {rank} ended with exit status {child.poll()} without"
-                " giving a reason; it was probably killed",
-                permanent=False,
-            )
-        )
 
     # ------------------------------------------------------------------ on the model's thread
 

@@ -119,13 +119,16 @@ class Peers:
             pipe.send(message)
 
 
-def start_ranks(settings: Settings) -> tuple[Peers, list[subprocess.Popen[bytes]]]:
+_children: list[subprocess.Popen[bytes]] = []  # kept: one that is forgotten warns
+
+
+def start_ranks(settings: Settings) -> Peers:
     """Start the processes of ranks 1, 2, …, which inherit the witness on descriptor 0. No copy of
-    their sockets stays here, so each rank notices the end of another.
+    their sockets stays here, so each rank notices the end of another; the supervisor watches all.
 
     Call it on the main thread: a child dies when the thread that started it ends.
     """
-    pipes, children = list[Pipe](), list[subprocess.Popen[bytes]]()
+    pipes = list[Pipe]()
     for rank in range(1, settings.ranks):
         ours, theirs = socket.socketpair()
         with theirs:
@@ -133,9 +136,9 @@ def start_ranks(settings: Settings) -> tuple[Peers, list[subprocess.Popen[bytes]
             environment = {**process.child_environment(), PEERS_ENV: str(number)}
             about = msgspec.json.encode(replace(settings, rank=rank)).decode()
             command = [sys.executable, "-m", MODULE, about]
-            children.append(subprocess.Popen(command, env=environment, pass_fds=[number]))
+            _children.append(subprocess.Popen(command, env=environment, pass_fds=[number]))
         pipes.append(Pipe(ours, f"rank {rank}"))
-    return Peers(pipes), children
+    return Peers(pipes)
 
 
 def leader_pipe() -> Pipe:

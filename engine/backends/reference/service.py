@@ -8,8 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-import subprocess
-from collections.abc import Sequence
 
 from aiohttp import http_exceptions, web
 
@@ -51,14 +49,11 @@ async def serve(
     sock: socket.socket,
     member: BackendProcess,
     peers: Peers,
-    children: Sequence[subprocess.Popen[bytes]],
     page: ProgressPage,
 ) -> None:
-    """Serve for the supervisor at the other end of `sock`, which decides when this process ends.
-    `children` are the processes of ranks 1, 2, …."""
+    """Serve for the supervisor at the other end of `sock`, which decides when this process ends."""
     channel = Channel(sock)
     model = ModelThread(lambda: Rank(settings, member, peers), settings.slots, channel.end, page)
-    model.watch(children)
     try:
         served = ServedModel(names, Tokenizer.load(settings.directory), model)
         backend = ReferenceBackend(served, member.seat)

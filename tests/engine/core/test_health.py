@@ -13,7 +13,6 @@ from engine.core.health import (
     ParkedHealth,
     Patience,
     Signs,
-    Unhealthy,
 )
 
 
@@ -33,8 +32,8 @@ def run(health: GenerationHealth, until_ms: float, state, *, canary_passes: bool
     now = 0.0
     while now <= until_ms:
         actions = health.tick(now)
-        if isinstance(actions, Unhealthy):
-            return now, actions.reason
+        if isinstance(actions, str):
+            return now, actions
         for action in actions:
             verdict = None
             if action is Action.ASK:
@@ -42,7 +41,7 @@ def run(health: GenerationHealth, until_ms: float, state, *, canary_passes: bool
             elif canary_passes:
                 verdict = health.canary_done(now, ok=True, detail="")
             if verdict is not None:
-                return now, verdict.reason
+                return now, verdict
         now = max(now + 1, health.next_ms())
     return None
 
@@ -51,7 +50,7 @@ def test_idle_canary_that_fails_or_hangs():
     """A wrong canary is a verdict at once, a silent one after hang_ms."""
     health = make()
     verdict = health.canary_done(5, ok=False, detail="token 7 is 8")
-    assert verdict == Unhealthy("the idle canary failed: token 7 is 8")
+    assert verdict == "the idle canary failed: token 7 is 8"
     verdict = run(make(), 40_000, lambda now: (0, 7), canary_passes=False)
     assert verdict is not None
     assert 33_000 <= verdict[0] <= 33_500
@@ -70,7 +69,7 @@ def test_supervisor_that_did_not_run_blames_no_backend():
     assert health.tick(60_001) == [Action.ASK]
     for now in range(60_500, 63_001, 500):
         assert health.tick(now) == []
-    assert isinstance(health.tick(63_001), Unhealthy)
+    assert isinstance(health.tick(63_001), str)
 
 
 def test_answer_unread_while_the_supervisor_was_stopped_is_no_hang():
@@ -111,7 +110,7 @@ def test_canary_has_hang_ms_of_its_own():
         assert health.tick(now) == [Action.ASK]
         assert health.answered(now, 1, 7) is None
     assert health.tick(5500) == [Action.ASK]
-    assert isinstance(health.answered(5500, 1, 7), Unhealthy)
+    assert isinstance(health.answered(5500, 1, 7), str)
 
 
 # ---------------------------------------------------------------------- progress is life
@@ -120,7 +119,7 @@ def test_canary_has_hang_ms_of_its_own():
 def look(health: GenerationHealth, now_ms: float, signs: Signs) -> str | None:
     """One look; the reason of a verdict."""
     found = health.tick(now_ms, signs)
-    return found.reason if isinstance(found, Unhealthy) else None
+    return found if isinstance(found, str) else None
 
 
 def silent_until(
@@ -176,7 +175,7 @@ def test_alone_only_the_long_budget_counts():
     assert look(health, 30_000, Signs(has_standby=False)) is None
     found = health.answered(30_000, 1, 7)
     assert found is not None
-    assert found.reason.startswith("1 request in flight and no token in 30 s")
+    assert found.startswith("1 request in flight and no token in 30 s")
 
 
 def test_supervisor_that_is_often_late_still_finds_a_hang():
@@ -211,9 +210,9 @@ def test_verdict_never_comes_within_the_budget(steps):
             progress, moved_ms = progress + 1, now
         signs = Signs(progress, pressure, has_standby)
         found = health.tick(now, signs)
-        if not isinstance(found, Unhealthy) and has_answered:
+        if not isinstance(found, str) and has_answered:
             found = health.answered(now, in_flight, 0)
-        if isinstance(found, Unhealthy):
+        if isinstance(found, str):
             patience = Patience(hang_ms=3000, hang_alone_ms=30_000)
             assert now - moved_ms >= patience.budget_ms(signs) >= 3000
             assert has_standby or now - moved_ms >= 30_000
@@ -229,7 +228,7 @@ def test_parked_backend_is_given_up_after_several_looks_in_a_row():
     assert parked.looked([]) is None
     looks = [parked.looked(who) for _ in range(STOPPED_LOOKS_MAX)]
     assert looks[:-1] == [None] * (STOPPED_LOOKS_MAX - 1)
-    assert looks[-1] == Unhealthy(
+    assert looks[-1] == (
         "http (pid 7) and model (pid 8) of the backend are stopped (SIGSTOP), so it could not be"
         " woken"
     )

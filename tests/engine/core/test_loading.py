@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.core.loading import Loading, LoadPermit, Role
+from engine.core.loading import Loading, Role
 
 
 def test_one_rank_wants_the_loader_until_it_is_attached():
@@ -12,8 +12,8 @@ def test_one_rank_wants_the_loader_until_it_is_attached():
     assert loading.asked(0, 1) == []
     assert loading.wants_loader
     assert loading.is_waiting
-    assert loading.granted(5) == [LoadPermit(0, "rw_or_ro", 5)]
-    assert (loading.token, loading.is_waiting) == (5, False)
+    assert loading.granted(5) == [0]
+    assert (loading.mode, loading.token, loading.is_waiting) == ("rw_or_ro", 5, False)
     assert loading.attached(0, {"model": "m"}) is None
     assert not loading.wants_loader
     assert loading.token == 0
@@ -22,8 +22,8 @@ def test_one_rank_wants_the_loader_until_it_is_attached():
 def test_shadow_never_asks_for_the_loader():
     """A shadow may only read, so it waits for no lock."""
     loading = Loading(Role.SHADOW)
-    assert loading.asked(0, 1) == [LoadPermit(0, "ro", 0)]
-    assert not loading.wants_loader
+    assert loading.asked(0, 1) == [0]
+    assert (loading.mode, loading.token, loading.wants_loader) == ("ro", 0, False)
 
 
 def test_ranks_with_other_weights_are_refused():
