@@ -190,7 +190,7 @@ class ServedModel:
             self.rejected += 1
         return web.json_response(refusal.body(), status=refusal.status, headers=refusal.headers())
 
-    # ------------------------------------------------------------------ models, metrics, gateway
+    # ------------------------------------------------------------------ models, gateway
 
     def check_model(self, name: str | None) -> None:
         """Raises ApiError 404."""
@@ -213,22 +213,6 @@ class ServedModel:
         name = request.match_info.get("model")
         self.check_model(name)
         return web.json_response({"object": "list", "data": [card]} if name is None else card)
-
-    async def metrics(self, request: web.Request) -> web.StreamResponse:
-        """vLLM's gauges. Each request that runs has a slot of the KV cache."""
-        in_flight, slots = self.model.in_flight, self.model.slots
-        running = min(in_flight, slots)
-        labels = f'engine="0",model_name={json.dumps(self.names[0])}'
-        lines = [
-            f"# HELP vllm:{name} As vLLM's.\n"
-            f"# TYPE vllm:{name} gauge\nvllm:{name}{{{labels}}} {value}\n"
-            for name, value in (
-                ("num_requests_running", running),
-                ("num_requests_waiting", in_flight - running),
-                ("kv_cache_usage_perc", running / slots),
-            )
-        ]
-        return web.Response(text="".join(lines))
 
     async def hello(self, request: web.Request) -> web.StreamResponse:
         self._check_gateway()
@@ -452,7 +436,6 @@ def make_app(served: ServedModel) -> web.Application:
     app.router.add_get("/v1/models/{model:.+}", served.list_models)
     for path in PARSERS:
         app.router.add_post(path, served.complete)
-    app.router.add_get("/metrics", served.metrics)
     app.router.add_get(hop.HELLO_PATH, served.hello)
     app.router.add_post(hop.CANARY_PATH, served.canary)
     app.on_response_prepare.append(served.add_headers)

@@ -31,8 +31,7 @@ class StubModel:
     def __init__(self, directory: str) -> None:
         decoder = decoder_of(directory)
         self.generator = Generator(decoder, cache_for(decoder, 2, MAX_CONTEXT))
-        self.started = self.in_flight = 0
-        self.slots = self.generator._cache.slots
+        self.started = 0
 
     @contextmanager
     def generate(self, wanted: TokenRequest) -> Iterator[StubModel]:
