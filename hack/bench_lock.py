@@ -14,10 +14,8 @@ import asyncio
 import contextlib
 import os
 import random
-import select
 import signal
 import tempfile
-import threading
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -26,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from hack import rig
-from hack.lock_holder import HOLDERS, LARGE_MIB
+from hack.lock_holder import HOLDERS
 from hack.processes import LockServer, ProcessError, ReportingProcess, until
 from lockserver import witness
 from lockserver.client.client import LockCallbacks, LockClient
@@ -76,7 +74,6 @@ class Lane:
     def __init__(self, contender: str, directory: str) -> None:
         self.contender, self._directory = contender, directory
         self.took_ms: list[float] = []
-        self.after_last_ms: list[float] = []  # from the end of the last process killed
         self._count = 0
         self._random = random.Random(contender)
         self._holders: list[Holder] = []
@@ -99,37 +96,18 @@ class Lane:
         if self.contender == SHRINKING:
             holder.shrink()  # it sends no more heartbeats, and is dead long before that matters
         time.sleep(SETTLE_S + self._random.uniform(0, PHASE_S))
-        killed = [holder.process.pid, *holder.backends]
-        ends_ns: list[int] = []
-        pidfds = [os.pidfd_open(pid) for pid in killed]
-        watching = threading.Thread(target=_watch_ends, args=(pidfds, ends_ns))
-        watching.start()
         began_ns = time.monotonic_ns()
-        for pidfd in pidfds:
+        for pid in (holder.process.pid, *holder.backends):
             with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-        try:
-            granted_ns = waiter.wait_for("granted_ns", GRANT_S)
-        finally:
-            watching.join()
-            for pidfd in pidfds:
-                os.close(pidfd)
+                os.kill(pid, signal.SIGKILL)  # the bench's own, not reaped yet, or its child
+        granted_ns = waiter.wait_for("granted_ns", GRANT_S)
         self.took_ms.append((granted_ns - began_ns) / 1e6)
-        self.after_last_ms.append(max(0, granted_ns - max(ends_ns)) / 1e6)
         self._holders.pop(0).close()
 
     def close(self) -> None:
         for holder in self._holders:
             holder.close()
         self._holders.clear()
-
-
-def _watch_ends(pidfds: Sequence[int], ends_ns: list[int]) -> None:
-    for pidfd in pidfds:
-        poll = select.poll()
-        poll.register(pidfd, select.POLLIN)
-        poll.poll()
-        ends_ns.append(time.monotonic_ns())
 
 
 def in_memory() -> tempfile.TemporaryDirectory[str]:
@@ -163,9 +141,6 @@ def race(contenders: Sequence[str], kills: int) -> rig.Figures:
         return {
             "kills": kills,
             "kill_to_grant_ms": {each.contender: rig.spread(each.took_ms) for each in lanes},
-            "grant_after_last_process_ms": {
-                each.contender: rig.spread(each.after_last_ms) for each in lanes
-            },
             "server_rss_mib": {name: server.rss_mib for name, server in servers.items()},
         }
 
@@ -215,7 +190,7 @@ async def measure(contenders: Sequence[str], kills: int, cycles: int, base: Path
     with in_memory() as directory, contextlib.closing(LockServer(directory)) as server:
         server.start()
         found["uncontended"] = await uncontended(directory, cycles)
-    return rig.document({"cycles": cycles, "large_mib": LARGE_MIB, **found}, [])
+    return rig.document({"cycles": cycles, **found}, [])
 
 
 def main() -> None:

@@ -9,9 +9,8 @@
 | S5 | switches through streams that last far longer than a turn |
 
 Each runs on a pod of `understudy up --pool` that is started for it. Every answer is compared with
-the one that was given alone. Exits 1 if one was lost, refused, cut or wrong, if a wait was longer
-than its bound, or (not with --quick) if a goal is missed. With vLLM, run it with the Python of
-.venv-vllm. The goals hold for an idle machine.
+the one that was given alone. Exits 1 if one was lost, refused, cut or wrong, or if a wait was
+longer than its bound. With vLLM, run it with the Python of .venv-vllm.
 """
 
 from __future__ import annotations
@@ -35,8 +34,6 @@ MIXED_TOKENS = (140, 280, 200, 300, 240, 160, 260)
 # Clients that stream without pause: four times as many as an engine has slots.
 SATURATING = 16
 NEVER = ("lost", "refused", "cut", "wrong_tokens")  # whatever is measured
-# What an idle machine has to reach (docs/pool.md): p50 and p99 of a switch from `warm`.
-SWITCH_MS: Mapping[str, tuple[float, float]] = {"reference": (30.0, 100.0), "vllm": (80.0, 200.0)}
 SWITCH_S_MAX = 10.0  # of S5, on average; then the scenario is given up
 # As short as the drain and the protection of S5 are to be.
 THROUGH_STREAMS: Mapping[str, Any] = {
@@ -62,12 +59,12 @@ class Plan:
     stream_tokens: int = 300
     token_ms: int = 200  # of the reference backend's streams: as slow as a large model's
     clients: int = 2  # of each model in S5
-    is_judged: bool = True
+    is_quick: bool = False
 
 
 def quick(backend: str) -> Plan:
     return Plan(backend, 10, offloads=2, waits=1, starved_s=60.0, streamed_switches=8,
-                stream_tokens=60, token_ms=50, is_judged=False)  # fmt: skip
+                stream_tokens=60, token_ms=50, is_quick=True)  # fmt: skip
 
 
 async def s1(plan: Plan, pool: BenchedPool) -> rig.Figures:
@@ -221,14 +218,10 @@ async def measure(plan: Plan, only: Sequence[str], base: Path) -> rig.Figures:
         rig.say(f"{name} …")
         is_slowed = name == "S5" and plan.backend == "reference"
         arguments = ("--token-interval-ms", str(plan.token_ms)) if is_slowed else ()
-        defaults = THROUGH_STREAMS if name == "S5" else {} if plan.is_judged else HURRIED
+        defaults = THROUGH_STREAMS if name == "S5" else HURRIED if plan.is_quick else {}
         pod = PoolPlan(plan.backend, defaults=defaults, arguments=arguments)
         found[name] = await with_pool(base / name, pod, partial(SCENARIOS[name], plan))
         problems += problems_of(name, found[name])
-    if plan.is_judged and "S1" in found:
-        took, goal = found["S1"]["switch_ms"], SWITCH_MS[plan.backend]
-        if took["p50"] > goal[0] or took["p99"] > goal[1]:
-            problems.append(f"S1: {took['p50']} and {took['p99']} ms, goal {goal}")
     return rig.document({"backend": plan.backend, "scenarios": found}, problems)
 
 

@@ -5,9 +5,8 @@
 One pod of two engines behind a gateway. In each round the active engine is told to sleep; a request
 then wakes it, and is timed from the client's side to the first byte of its answer. Then clients
 stream without pause while the engine sleeps and wakes in the middle of their streams. Every answer
-is compared with the one from before. Exits 1 if an answer differs or a goal is missed (--quick:
-without the goals). With vLLM, run it with the Python of .venv-vllm. The goals hold for an idle
-machine.
+is compared with the one from before. Exits 1 if an answer differs. With vLLM, run it with the
+Python of .venv-vllm.
 """
 
 from __future__ import annotations
@@ -39,12 +38,6 @@ STREAMED_SLEEPS, STREAMED_S = 20, 0.3  # sleeps under streams; awake between two
 CLIENTS = 8
 HOST_MEMORY = "1GiB"  # for copies of the weights; a limit, not a size
 PROBLEMS_MAX = 10
-# p50 and p99, from the request to the first byte. The reference backend's random model has some MiB
-# of weights: what 0.4 s for each GiB adds does not count.
-GOALS_MS: dict[str, dict[Tier, tuple[float, float | None]]] = {
-    "reference": {Tier.WARM: (30.0, 100.0), Tier.OFFLOADED: (60.0, None)},
-    "vllm": {Tier.WARM: (80.0, 200.0), Tier.OFFLOADED: (200.0, None)},
-}
 
 
 @dataclass
@@ -156,19 +149,6 @@ async def measure(pod: StandingPod, rounds: int, sleeps: int, problems: list[str
     return {"to_awake_ms": tiers, "under_streams": streamed}
 
 
-def missed(backend: str, tiers: dict[str, Any]) -> list[str]:
-    """The goals that the times do not reach."""
-    found = []
-    for tier, (p50_ms, p99_ms) in GOALS_MS[backend].items():
-        figures = tiers[tier.value]
-        if figures is None:
-            found.append(f"{tier}: nothing was measured")
-        elif figures["p50"] > p50_ms or (p99_ms is not None and figures["p99"] > p99_ms):
-            goal = f"{p50_ms:g}" + (f" and {p99_ms:g}" if p99_ms is not None else "")
-            found.append(f"{tier}: {figures['p50']} and {figures['p99']} ms, goal {goal}")
-    return found
-
-
 async def run(
     backend: str, rounds: int, model: Path | None, base: Path, *, is_quick: bool
 ) -> rig.Figures:
@@ -188,13 +168,12 @@ async def run(
             await pod.close()
 
     found = await rig.with_pod(local.containers(), base / "log", body)
-    problems += [] if is_quick else missed(backend, found["to_awake_ms"])
     return rig.document({"backend": backend, **found}, problems[:PROBLEMS_MAX])
 
 
 def main() -> None:
     parser = rig.arguments("bench_sleep", "sleeps and wakes of an engine, in time")
-    parser.add_argument("--backend", choices=sorted(GOALS_MS), default="reference")
+    parser.add_argument("--backend", choices=("reference", "vllm"), default="reference")
     parser.add_argument("--rounds", type=int, default=100, help="of each tier")
     parser.add_argument("--model", type=Path, help="a checkpoint [default: a random one]")
     flags = parser.parse_args()

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import msgspec
 
+from hack.gen_states import write
 from plumbing.service.schema import Schema, Unit
 from understudy.schema import DOCUMENTS
 
@@ -179,15 +180,5 @@ def page() -> str:
     return "\n".join([HEAD, *(section(*each) for each in DOCUMENTS.items())])
 
 
-def main() -> int:
-    if "--check" in sys.argv[1:]:
-        if page() != PAGE.read_text():
-            print("docs/cli_json.md is stale; run `make docs`", file=sys.stderr)
-            return 1
-        return 0
-    PAGE.write_text(page())
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write(PAGE, page()))

@@ -5,8 +5,8 @@ The program enforces these tables, so the page cannot be wrong about what may ha
 
 from __future__ import annotations
 
-import os
 import sys
+from pathlib import Path
 
 from engine.core import lifecycle, probes
 from engine.core.events import State
@@ -17,7 +17,7 @@ from plumbing.transitions import Edge
 from plumbing.transitions import page as page_of
 from pool.core import model
 
-PAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "docs/states.md")
+PAGE = Path(__file__).resolve().parent.parent / "docs/states.md"
 
 HEAD = """# States
 
@@ -113,21 +113,15 @@ def page() -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def main() -> int:
-    wanted = page()
-    if "--check" in sys.argv[1:]:
-        found = ""
-        if os.path.exists(PAGE):
-            with open(PAGE, encoding="utf-8") as file:
-                found = file.read()
-        if found != wanted:
-            print("docs/states.md is stale; run `make docs`", file=sys.stderr)
-            return 1
-        return 0
-    with open(PAGE, "w", encoding="utf-8") as file:
-        file.write(wanted)
+def write(page: Path, text: str) -> int:
+    """Write it, or with `--check` only say whether it is stale; the exit code."""
+    if "--check" not in sys.argv[1:]:
+        page.write_text(text)
+    elif not page.exists() or page.read_text() != text:
+        print(f"docs/{page.name} is stale; run `make docs`", file=sys.stderr)
+        return 1
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write(PAGE, page()))

@@ -18,7 +18,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 
 import uvloop
 
@@ -27,11 +26,7 @@ from lockserver.client.client import LockCallbacks, LockClient
 from plumbing.pod.paths import lockserver_socket
 from plumbing.service.process import arm_from_environment, die_with_parent
 
-LARGE_MIB = 256  # enough that a process visibly takes longer to die than the grant takes
-SMALL_BACKEND = ("sleep", "infinity")
-# Says so once its memory is written: descriptor 1 is a pipe to the supervisor.
-LARGE_BACKEND = "import signal, sys; held = b'x' * (int(sys.argv[1]) << 20); print(flush=True); "
-LARGE_BACKEND += "signal.pause()"
+BACKEND = ("sleep", "infinity")
 
 
 def report(key: str, value: int | list[int]) -> None:
@@ -70,25 +65,14 @@ class Supervisor:
         self.client.set_want(self.incarnation, self.witness, ("active",))
         await self.client.run()
 
-    def launch(self, dirty_mib: int = 0) -> subprocess.Popen[bytes]:
-        """A backend process with the witness on descriptor 0, which has written `dirty_mib`."""
-        fd = os.open(self.witness, os.O_RDWR | os.O_CLOEXEC)
-        fcntl.flock(fd, fcntl.LOCK_SH)
+    def launch(self) -> int:
+        """A backend process with the witness on descriptor 0; its pid."""
         parent = os.getpid()
-        large = (sys.executable, "-S", "-c", LARGE_BACKEND, str(dirty_mib))
-        try:
-            backend = subprocess.Popen(
-                large if dirty_mib else SMALL_BACKEND,
-                stdin=fd,
-                stdout=subprocess.PIPE,
-                preexec_fn=lambda: die_with_parent(parent),
-            )
-        finally:
-            os.close(fd)
-        if dirty_mib:
-            assert backend.stdout is not None
-            backend.stdout.readline()
-        return backend
+        with open(self.witness, "r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_SH)
+            return subprocess.Popen(
+                BACKEND, stdin=file, preexec_fn=lambda: die_with_parent(parent)
+            ).pid
 
 
 def alone(directory: str, name: str) -> None:
@@ -100,19 +84,18 @@ def alone(directory: str, name: str) -> None:
     uvloop.run(supervisor.run())
 
 
-def tree(directory: str, name: str, dirty_mib: int = 0) -> None:
+def tree(directory: str, name: str) -> None:
     """With two backend processes."""
     supervisor = Supervisor(directory, name)
-    backends = [supervisor.launch(dirty_mib) for _ in range(2)]
+    pids = [supervisor.launch() for _ in range(2)]
     os.close(supervisor.held)  # its processes hold it
-    report("backends", [backend.pid for backend in backends])
+    report("backends", pids)
     uvloop.run(supervisor.run())
 
 
 HOLDERS: dict[str, Callable[[str, str], None]] = {
     "unix": alone,
     "unix_tree": tree,
-    "unix_large_tree": partial(tree, dirty_mib=LARGE_MIB),
 }
 
 if __name__ == "__main__":

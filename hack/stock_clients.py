@@ -48,39 +48,26 @@ SHOWN_MAX = 20  # of errors and of wrong answers
 CHAT, TEXT = "chat", "completion"
 MESSAGES = [{"role": "user", "content": "Name three colours."}]
 PROMPT = "The understudy steps onto the stage and"
-SCHEMA = {"type": "object", "properties": {"a": {"enum": ["left", "right"]}}, "required": ["a"]}
-IN_SCHEMA = {"type": "json_schema", "json_schema": {"name": "side", "schema": SCHEMA}}
 SAMPLED: dict[str, Any] = {"temperature": 1, "seed": 7}
-SMALL = {
-    "type": "object",
-    "properties": {"a": {"type": "string", "maxLength": 6}, "n": {"type": "integer"}},
-    "required": ["a", "n"],
-    "additionalProperties": False,
-}
-TOOL = {"type": "function", "function": {"name": "look", "parameters": SMALL}}
 
 
 @dataclass(frozen=True, slots=True)
 class RequestKind:
     """One kind of request, as keyword arguments of the package: greedy or with a seed, so there is
-    one right answer. `is_continued`: a failover must not be seen; else a stream may end with an
-    error."""
+    one right answer."""
 
     name: str
     api: str
     arguments: Mapping[str, Any]
-    is_continued: bool = True
 
 
-def both(
-    name: str, api: str, *, is_continued: bool = True, **more: Any
-) -> tuple[RequestKind, RequestKind]:
-    """Streamed and not. What cannot be continued is asked again where nothing was sent."""
+def both(name: str, api: str, **more: Any) -> tuple[RequestKind, RequestKind]:
+    """Streamed and not."""
     common: dict[str, Any] = {"temperature": 0, **more}
     usage: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
     common |= {"messages": MESSAGES} if api == CHAT else {"prompt": PROMPT}
     return (
-        RequestKind(f"{name}, streamed", api, {**common, **usage}, is_continued),
+        RequestKind(f"{name}, streamed", api, {**common, **usage}),
         RequestKind(name, api, common),
     )
 
@@ -90,7 +77,8 @@ def body(**more: Any) -> dict[str, Any]:
     return {"extra_body": more}
 
 
-REFERENCE = (
+# tests/vllm/resume_matrix has what vLLM does beyond: log probabilities, grammars, tools.
+KINDS = (
     *both("chat", CHAT, max_tokens=48),
     *both("completion", TEXT, max_tokens=64),
     *both("long", TEXT, max_tokens=96, **body(ignore_eos=True)),
@@ -104,48 +92,8 @@ REFERENCE = (
     ),
     *both("stop strings", TEXT, stop=["e", "qu"], max_tokens=48),
 )
-NAMED = {"type": "function", "function": {"name": "look"}}
-# tests/vllm/resume_matrix has the others: log probabilities, responses, grammars, chosen tools.
-VLLM = (
-    *REFERENCE,
-    *both("JSON schema", CHAT, response_format=IN_SCHEMA, max_tokens=48),
-    *both("named tool", CHAT, max_tokens=80, tools=[TOOL], tool_choice=NAMED, **SAMPLED),
-    *both("two choices", TEXT, is_continued=False, max_tokens=48, n=2, **SAMPLED),
-)
-KINDS = {"reference": REFERENCE, "vllm": VLLM}
 
 # ---------------------------------------------------------------------- what came
-
-
-@dataclass(slots=True)
-class ToolCall:
-    name: str = ""
-    arguments: str = ""
-    ids: set[str] = field(default_factory=set)
-
-
-@dataclass(slots=True)
-class ChoiceSeen:
-    """One choice of an answer."""
-
-    text: str = ""
-    reason: str | None = None
-    calls: dict[int, ToolCall] = field(default_factory=dict)
-
-    def add(self, choice: Mapping[str, Any]) -> None:
-        """Take up one event's choice, or that of a whole answer."""
-        said = choice.get("delta") or choice.get("message") or choice
-        self.text += said.get("content") or said.get("text") or ""
-        self.reason = choice.get("finish_reason") or self.reason
-        for number, each in enumerate(said.get("tool_calls") or ()):
-            call = self.calls.setdefault(each.get("index", number), ToolCall())
-            call.name += each["function"].get("name") or ""
-            call.arguments += each["function"].get("arguments") or ""
-            call.ids |= {each["id"]} if each.get("id") else set()
-
-    def exact(self) -> tuple[Any, ...]:
-        calls = [(call.name, call.arguments, len(call.ids)) for call in self.calls.values()]
-        return self.text, self.reason, calls
 
 
 @dataclass(slots=True)
@@ -154,7 +102,8 @@ class WholeAnswer:
     its answers by timing. One answer must have one id from its first event to its last, also where
     engines have taken turns."""
 
-    parts: dict[int, ChoiceSeen] = field(default_factory=dict)
+    text: str = ""
+    reason: str | None = None
     usage: int | None = None  # tokens of the answer
     ids: set[str] = field(default_factory=set)
 
@@ -163,14 +112,16 @@ class WholeAnswer:
         self.ids.add(event["id"])
         self.usage = (event.get("usage") or {}).get("completion_tokens", self.usage)
         for choice in event["choices"]:
-            self.parts.setdefault(choice["index"], ChoiceSeen()).add(choice)
+            said = choice.get("delta") or choice.get("message") or choice
+            self.text += said.get("content") or said.get("text") or ""
+            self.reason = choice.get("finish_reason") or self.reason
 
     def is_like(self, other: WholeAnswer) -> bool:
         """Whether both say the same, each under one id."""
         return self.exact() == other.exact() and len(self.ids) == 1
 
     def exact(self) -> tuple[Any, ...]:
-        return self.usage, {index: part.exact() for index, part in self.parts.items()}
+        return self.text, self.reason, self.usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +130,6 @@ class Attempt:
     differ."""
 
     kind: str
-    is_continued: bool
     began_ms: float
     ended_ms: float
     error: str = ""
@@ -193,16 +143,12 @@ class Attempt:
 def fate_of(attempt: Attempt, records: Records) -> str:
     """What became of one request, given what the drill has killed. A wrong answer is always a
     fault, and so is a refused connection. A request that was in the gateway when the gateway's own
-    process was killed is lost with it; so is a stream of a kind that cannot be continued."""
+    process was killed is lost with it."""
     if not attempt.error:
         return "wrong" if attempt.detail else "ok"
-    if attempt.is_refused:
-        return "error"
     gateways = [kill for kill in records.kills if kill.target == GATEWAY]
-    if any(attempt.overlaps(kill.killed_ms, kill.gone_ms) for kill in gateways):
-        return "lost_in_gateway"
-    is_killed = any(attempt.overlaps(kill.killed_ms, None) for kill in records.engine_kills)
-    return "not_continued" if is_killed and not attempt.is_continued else "error"
+    is_lost = any(attempt.overlaps(kill.killed_ms, kill.gone_ms) for kill in gateways)
+    return "lost_in_gateway" if is_lost and not attempt.is_refused else "error"
 
 
 class OpenaiClients:
@@ -266,9 +212,7 @@ class OpenaiClients:
                 is_refused = type(raised.__cause__).__name__ == "ConnectError"
                 await asyncio.sleep(AFTER_ERROR_S)
             ended_ms = clock.now_ms()
-            self.attempts.append(
-                Attempt(kind.name, kind.is_continued, began_ms, ended_ms, error, is_refused, detail)
-            )
+            self.attempts.append(Attempt(kind.name, began_ms, ended_ms, error, is_refused, detail))
 
 
 async def _answer(client: openai.AsyncOpenAI, model: str, kind: RequestKind) -> WholeAnswer:
@@ -336,7 +280,7 @@ async def run(flags: Any, base: Path) -> rig.Figures:
 
     async def measure(runner: PodRunner) -> rig.Figures:
         drill = Drill(pod.directory, plan, rig.say, runner)
-        client = OpenaiClients(KINDS[flags.backend], flags.clients)
+        client = OpenaiClients(KINDS, flags.clients)
         await client.run(await drill.prepare(), drill)
         return document(client, drill, plan.kills_wanted, flags.backend)
 
@@ -348,7 +292,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--apart-s", type=float, default=APART_S, help="from kill to kill")
-    parser.add_argument("--backend", choices=sorted(KINDS), default="reference")
+    parser.add_argument("--backend", choices=("reference", "vllm"), default="reference")
     parser.add_argument("--model", type=Path, help="a checkpoint [default: a random one]")
     parser.add_argument(
         "--target", action="append", default=[], help="as the drill's [default: all]"

@@ -1,4 +1,4 @@
-"""How large the project is, beside its budget: `python -m hack.volume [--json]`.
+"""How large the project is, beside its budget: `python -m hack.volume`.
 
 Counts each package's lines, modules and code lines, the share of blanks, comments and docstrings,
 and the words of the docs without generated pages. Budgets are upper bounds, not goals: a share of
@@ -7,12 +7,10 @@ prose and blanks below 28 % says that something was packed to meet one.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import io
-import json
 import tokenize
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -92,29 +90,16 @@ def _code_lines(source: str) -> set[int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Print the project's size beside its budget.")
-    parser.add_argument("--json", action="store_true", help="Print one JSON document.")
-    as_json: bool = parser.parse_args().json
     volumes = {name: measure(name) for name in (*PRODUCT, "hack", "tests")}
     volumes["product"] = measure(*PRODUCT)
     counts = {name: volume.lines for name, volume in volumes.items()}
     counts |= {"modules": volumes["product"].modules, "docs words": docs_words()}
-    rows = {
-        name: {"now": counts[name], "step": step, "final": final}
-        | (
-            {**asdict(volumes[name]), "prose_percent": volumes[name].prose_share}
-            if name in volumes
-            else {}
-        )
-        for name, (final, step) in BUDGETS.items()
-    }
-    if as_json:
-        print(json.dumps(rows, indent=2))
-        return
     columns = ("now", "step", "final", "modules", "code", "prose_percent")
     print(f"{'':12}" + "".join(f"{column:>14}" for column in columns))
-    for name, row in rows.items():
-        cells = [row.get(column) for column in columns]
+    for name, (final, step) in BUDGETS.items():
+        volume = volumes.get(name)
+        found = (volume.modules, volume.code, volume.prose_share) if volume else (None,) * 3
+        cells = (counts[name], step, final, *found)
         print(f"{name:12}" + "".join(f"{'-' if cell is None else cell:>14}" for cell in cells))
 
 

@@ -8,7 +8,6 @@ test can say that there was nothing.
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import itertools
 import json
@@ -126,11 +125,6 @@ class Tab:
         """Show the page as on paper (`print`), or in a dark scheme."""
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         await self.tell("Emulation.setEmulatedMedia", media=kind, features=[scheme])
-
-    async def screenshot(self, *, whole: bool = False) -> bytes:
-        """The page as PNG."""
-        shot = await self.tell("Page.captureScreenshot", captureBeyondViewport=whole)
-        return base64.b64decode(shot["data"])
 
     async def _read(self) -> None:
         async for frame in self._socket:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import itertools
 import logging
 import os
@@ -30,9 +31,9 @@ from typing import Any
 from gms import messages as msg
 from gms import names
 from gms.server.metrics import ServerMetrics
-from plumbing.errors import UnderstudyError, UsageError, explain_shortage
+from plumbing.errors import UnderstudyError, UsageError, explain_shortage, is_shortage
 from plumbing.pod.paths import gms_socket
-from plumbing.pod.supervision import SHORTAGES, ChildProcess
+from plumbing.pod.supervision import ChildProcess
 from plumbing.service.clock import SystemClock
 from plumbing.service.events import EventLog
 from plumbing.service.http import HttpServer, Probe
@@ -264,7 +265,8 @@ class Child:
             process = self.process = ChildProcess(words, environ)
         except OSError as error:
             what = f"{self.name} cannot be started: {explain_shortage(error.errno)}"
-            code = SHORTAGE if error.errno in SHORTAGES else 1
+            is_short = is_shortage(error) or error.errno == errno.EAGAIN  # of fork
+            code = SHORTAGE if is_short else 1
             return self._failed("gms.cannot_start", what, code, {"errno": error.errno})
         started_ms = self._looked_ms = self.clock.now_ms()
         self._silent_ms = 0.0

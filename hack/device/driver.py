@@ -6,7 +6,7 @@ import os
 import time
 
 from hack.device.part import GIB, MIB, NOISE_BYTES, Part, Skipped, mib
-from hack.device.remote import Peer, PeerError
+from hack.device.remote import PeerError
 from plumbing.wire.fds import OwnedFd
 
 SIZE = 64 * MIB
@@ -17,36 +17,6 @@ CLOSED = 7  # times the settling time: until a device is torn down after its las
 def device(part: Part) -> None:
     """Which device and driver is this, and how are they set?"""
     part.note(**part.nvml.facts(), cuda=part.peer()("open", context=False))
-
-
-def context(part: Part) -> None:
-    """Does it take a context to create, export, import and check memory; what does one cost?"""
-    nvml, base = part.nvml, part.nvml.settled()
-    one, used, has_context = part.peer(), {}, {}
-
-    def row(step: str, peer: Peer, beyond: int = 0) -> None:
-        used[step] = mib(nvml.settled() - base - beyond)
-        has_context[step] = peer("has_context")
-
-    row("open", one)
-    one("create", size_bytes=SIZE)
-    row("create_and_export", one, SIZE)
-    other = part.peer()
-    other("adopt", one.lend(), size_bytes=SIZE)
-    row("import_in_another_process", other, SIZE)
-    other("check")
-    row("map_and_set_access", other, SIZE)
-    other.close()
-    one.close()
-    began, base = time.monotonic(), nvml.settled()
-    part.peer(context=True)
-    part.note(
-        has_context=has_context,
-        used_beyond_the_memory_mib=used,
-        process_with_context_ms=round((time.monotonic() - began) * 1e3),
-        used_by_context_mib=mib(nvml.settled() - base),
-    )
-    part.claim(memory_needs_no_context=not any(has_context.values()))
 
 
 def read_only(part: Part) -> None:

@@ -11,7 +11,6 @@ from hack.device import death, driver, fence, rest, service
 # The first line of a function's docstring is its question.
 PARTS = {
     "device": (driver.device, 30.0),
-    "context": (driver.context, 40.0),
     "read_only": (driver.read_only, 60.0),
     "descriptors": (driver.descriptors, 60.0),
     "refcount": (driver.refcount, 40.0),

@@ -48,11 +48,6 @@ class Requests:
         self.driver = self.memory.driver
         return {**self.memory.facts(), "capacity_bytes": self.memory.capacity_bytes}
 
-    def do_has_context(self) -> bool:
-        """Whether there is one, created by us or by the driver itself."""
-        _, _, is_active = self.driver.api.cuDevicePrimaryCtxGetState(self.driver.ordinal)
-        return self.driver.has_context or bool(is_active)
-
     # -- physical memory
 
     def do_create(self, size_bytes: int, count: int = 1) -> None:

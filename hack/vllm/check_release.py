@@ -61,14 +61,6 @@ FIELDS = (
         " passes",
     ),
 )
-# Without a contract, because nothing here calls it: what a change of it may mean.
-WATCHED = {
-    ("v1/worker/gpu/sample/sampler.py", "Sampler.__init__"): "V2 keeps other state of a request",
-    ("v1/worker/gpu/states.py", "RequestState.__init__"): "V2 keeps other state of a request",
-    ("v1/worker/gpu/warmup.py", "_warmup_kernels"): "V2 warms up in another way",
-    ("v1/kv_cache_interface.py", "KVCacheTensor"): "a self-test's scratch memory is sized by it"
-    " (worker/kv_cuda.py)",
-}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -120,9 +112,6 @@ def changed_lines(old: Sources, new: Sources) -> Iterator[str]:
             yield f"new {look.what}: {name}\n    {look.todo}"
         for name in sorted(fields(old, look) - fields(new, look)):
             yield f"{look.what} that is gone: {name}"
-    for (file, qualname), meaning in WATCHED.items():
-        if code(old, file, qualname) != code(new, file, qualname):
-            yield f"changed: {file}: {qualname}\n    {meaning}"
     about: dict[tuple[str, str], set[str]] = {}
     for user, found in CONTRACTS.items():
         for each in found:

@@ -6,7 +6,6 @@ Kubernetes, systemd and `understudy up` are told the same `GRACE_MS`: change all
 from __future__ import annotations
 
 import asyncio
-import errno
 import os
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -16,12 +15,6 @@ from plumbing.wire.fds import OwnedFd
 GRACE_MS = 45_000
 ENDING_MS = 2_000  # of it: for the errors of streams that are left, for dying trees, for exits
 DRAIN_MS = GRACE_MS - ENDING_MS
-
-# What the kernel answers while descriptors, processes, threads or memory run out (fork(2), open(2),
-# socket(2)).
-SHORTAGES = frozenset(
-    {errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ETOOMANYREFS}
-)
 
 
 class ChildProcess:

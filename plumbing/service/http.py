@@ -46,7 +46,6 @@ DEADLINE_S = 10.0  # from accept to the end of the answer; probes wait a second 
 RETRY_S = 0.05  # out of descriptors: until some are closed
 PROBLEM_S = 10.0  # how long a problem is shown after it was last met
 STOP_S = 0.5  # for answers in progress, which take milliseconds
-DIGITS_MAX = 19  # of an event's id; int() refuses more than some thousand digits
 _LINE = re.compile(r"([A-Z]+) (?:http://[^/?#\s]*)?([/*][^?#\s]*)(?:\?(\S*))? HTTP/1\.[01]")
 _HOST = re.compile(r"^host:[ \t]*(.*?)[ \t]*$", re.IGNORECASE | re.MULTILINE)
 
@@ -224,12 +223,13 @@ class HttpServer:
         """The events that are kept, or those of them after the id `since`."""
         assert self._events is not None  # the page exists only then
         since = parse_qs(query).get("since", ["0"])[0]
-        if not since.isascii() or not since.isdigit() or len(since) > DIGITS_MAX:
+        try:
+            found = [event.to_dict() for event in self._events.kept_since(int(since))]
+        except ValueError:
             error = UnderstudyError(
                 "service.bad_since", f"since is {since!r}; it must be the id of an event"
             )
             return _json({"error": error.to_dict()}, 400)
-        found = [event.to_dict() for event in self._events.kept_since(int(since))]
         return _json({"as_of_event_id": self._events.last_id, "events": found})
 
 

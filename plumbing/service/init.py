@@ -9,7 +9,8 @@ init runs beside each program (PSS under 8 MiB), so it imports little.
 SIGHUP replaces a replaceable program: init starts a second one, with the first one's pid in
 SUCCEEDS_ENV; the first ends by itself. Init restarts the newest that has sent READY=1.
 
-The watchdog follows systemd's protocol: the program sends READY=1 and WATCHDOG=1 to NOTIFY_SOCKET.
+The watchdog follows systemd's protocol: the program sends READY=1, and from then on WATCHDOG=1, to
+NOTIFY_SOCKET.
 The surprising thing: silence is counted in ticks that init itself got on time. A pod that is frozen
 or starved of CPU delays init too, and then nothing counts.
 """
@@ -36,7 +37,6 @@ RESTARTED = (1, 70, SHORTAGE)  # 70, EX_SOFTWARE: a bug; any other exit ends ini
 CRASH_LOOP = 69  # EX_UNAVAILABLE: no further start can help; init uses it, too
 KILL_DEADLINE_S = 30.0  # a process with 80 GiB of memory takes ten seconds to end
 KILL_POLL_S, KILL_POLL_S_MAX = 0.002, 0.02  # a takeover needs the CPU meanwhile
-MINE = str(os.getpid())
 TERMINATION_LOG = "/dev/termination-log"
 ENDING = (signal.SIGTERM, signal.SIGINT)
 FORWARDED = (*ENDING, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
@@ -49,26 +49,23 @@ FIRST_START_ENV = "UNDERSTUDY_FIRST_START"  # "final": an exit with a code befor
 
 
 class Program:
-    """One life of the program: whether it is ready, and whether it hangs. Pure."""
+    """One life of the program: whether it is ready, and, from then on, whether it hangs. Pure."""
 
     def __init__(self, pid: int = 0) -> None:
         self.pid = pid
         self.ready_s: float | None = None
-        self.is_watched = False  # from the first WATCHDOG=1 on
         self._silent_ticks = 0
 
     def told(self, message: bytes, now_s: float) -> None:
         """It has sent `message` (sd_notify(3))."""
-        lines = message.split(b"\n")
         self._silent_ticks = 0
-        self.is_watched |= b"WATCHDOG=1" in lines
-        if b"READY=1" in lines and self.ready_s is None:
+        if b"READY=1" in message.split(b"\n") and self.ready_s is None:
             self.ready_s = now_s
 
     def ticked(self, late_s: float, is_blocked: bool = False) -> bool:
         """A tick came `late_s` after it was due. True: the program hangs and must be killed."""
         self._silent_ticks = 0 if late_s > LATE_S or is_blocked else self._silent_ticks + 1
-        return self.is_watched and self._silent_ticks >= SILENT_TICKS
+        return self.ready_s is not None and self._silent_ticks >= SILENT_TICKS
 
 
 class Restarter:
@@ -77,7 +74,7 @@ class Restarter:
     def __init__(self, is_first_start_final: bool = False) -> None:
         self.restarts = self.failed_starts = 0  # the latter in a row
         self.exit_code = 0  # init's own, once `ended` returned None
-        self.is_ending = self.is_crash_loop = False
+        self.is_ending = False
         self._is_first_start_final = is_first_start_final
 
     def ended(self, code: int, program: Program, now_s: float) -> float | None:
@@ -95,7 +92,7 @@ class Restarter:
             return 0.0
         self.failed_starts += 1
         if self.failed_starts >= FAILED_STARTS_MAX and code != SHORTAGE:
-            self.is_crash_loop, self.exit_code = True, CRASH_LOOP
+            self.exit_code = CRASH_LOOP
             return None
         self.restarts += 1
         return min(BACKOFF_S * 2.0 ** min(self.failed_starts - 1, 9), BACKOFF_S_MAX)
@@ -172,7 +169,7 @@ class Init:
             self._wait(0.0)  # for a SIGTERM that came meanwhile
         delay_s = self.restarter.ended(code, program, time.monotonic())
         self.restarter.is_ending |= delay_s is None
-        if self.restarter.is_crash_loop:
+        if self.restarter.exit_code == CRASH_LOOP != code:
             why = f"{self.command[0]} {how}; its last {FAILED_STARTS_MAX} starts failed"
             say(f"error: {why} [init.crash_loop]")
             with contextlib.suppress(OSError), open(TERMINATION_LOG, "r+") as log:
@@ -188,7 +185,7 @@ class Init:
             return
         self._due_s += late_s + TICK_S
         for each in self.programs:
-            if each.is_watched and each.ticked(late_s, is_blocked(each.pid)):
+            if each.ready_s is not None and each.ticked(late_s, is_blocked(each.pid)):
                 say(f"{self.command[0]} (pid {each.pid}) hangs: SIGKILL")
                 os.kill(each.pid, signal.SIGKILL)
 
@@ -196,7 +193,7 @@ class Init:
         """Wait for a signal, a message, a tick or the next start, and handle the first two."""
         if timeout_s is None:
             dues = [] if self._start_s is None else [self._start_s]
-            dues += [self._due_s] if any(each.is_watched for each in self.programs) else []
+            dues += [self._due_s] if any(each.ready_s is not None for each in self.programs) else []
             timeout_s = max(0.0, min(dues) - time.monotonic()) if dues else None
         self._poll.poll(timeout_s and timeout_s * 1000)
         with contextlib.suppress(BlockingIOError):
@@ -247,7 +244,9 @@ def kill_rest() -> None:
     its own descendants and nothing else, ever: as a subreaper it becomes the parent of each.
     """
     end_s, is_first, pause_s = time.monotonic() + KILL_DEADLINE_S, os.getpid() == 1, KILL_POLL_S
-    while reap() is not None or (is_first and has_others()):
+    while reap() is not None or (
+        is_first and any(name.isdigit() and name != "1" for name in os.listdir("/proc"))
+    ):
         with contextlib.suppress(OSError):
             if is_first:
                 os.kill(-1, signal.SIGKILL)
@@ -260,10 +259,6 @@ def kill_rest() -> None:
             os._exit(CRASH_LOOP)
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, KILL_POLL_S_MAX)
-
-
-def has_others() -> bool:
-    return any(name.isdigit() and name != MINE for name in os.listdir("/proc"))
 
 
 def say(line: str) -> None:

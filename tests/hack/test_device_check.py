@@ -71,12 +71,12 @@ def test_driver_error_fails_one_part_and_sets_the_exit_code(tmp_path: Path):
     """The first import of every process fails: that part fails with its reason, another claims
     what does not hold, others go on; exit 1, and the figures so far are kept."""
     failing = "cuMemImportFromShareableHandle:1:999"
-    only = "context,descriptors,device"
+    only = "lies,descriptors,device"
     code, report = rehearse(tmp_path / "r.json", "--only", only, STANDIN_FAIL=failing)
     assert code == 1
-    context, descriptors = report["parts"]["context"], report["parts"]["descriptors"]
-    assert context["status"] == "failed"
-    assert "CUDA_ERROR_UNKNOWN" in context["reason"]
+    lies, descriptors = report["parts"]["lies"], report["parts"]["descriptors"]
+    assert lies["status"] == "failed"
+    assert "CUDA_ERROR_UNKNOWN" in lies["reason"]
     assert descriptors["figures"]["fd_with_device_closed"].startswith("lost: gms.driver_failed")
     assert report["claims"]["descriptor_alone_keeps_memory"] is False
     assert report["parts"]["device"]["status"] == "ok"

@@ -144,7 +144,7 @@ def test_events_are_the_last_ones_or_those_after_an_id(serve):
         found = service.get(f"/events{query}").document
         assert found["as_of_event_id"] == 3
         assert [each["id"] for each in found["events"]] == ids
-    for bad in ("x", "-1", "²", "9" * 20):
+    for bad in ("x", "²", "9" * 5000):
         found = service.get(f"/events?since={quote(bad)}")
         assert (found.status, found.document["error"]["code"]) == (400, "service.bad_since")
 

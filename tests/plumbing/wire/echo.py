@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import inspect
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Annotated, Any
 
+import pytest
 import uvloop
 from msgspec import Meta, Struct
 
@@ -115,3 +118,28 @@ def run_on(loop: str, main: Coroutine[Any, Any, Any]) -> Any:
     """Run `main` on the named loop."""
     with asyncio.Runner(loop_factory=LOOPS[loop]) as runner:
         return runner.run(main)
+
+
+def on_loops(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """A test that runs on each kind of loop."""
+
+    def run(loop: str, **fixtures: Any) -> None:
+        run_on(loop, test(**fixtures))
+
+    found = inspect.signature(test)
+    loop = inspect.Parameter("loop", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    functools.update_wrapper(run, test)
+    run.__signature__ = found.replace(  # type: ignore[attr-defined] # what pytest reads
+        parameters=[loop, *found.parameters.values()]
+    )
+    return pytest.mark.parametrize("loop", LOOPS)(run)
+
+
+def on_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """A test that runs on asyncio's loop."""
+
+    @functools.wraps(test)
+    def run(**fixtures: Any) -> None:
+        asyncio.run(test(**fixtures))
+
+    return run

@@ -17,7 +17,15 @@ from plumbing.wire.messages import Message
 from plumbing.wire.tcp import connect_tcp
 from tests.helpers import auntil
 from tests.plumbing.wire.certificates import shared
-from tests.plumbing.wire.echo import CATALOGUE, LOOPS, Echo, EchoHandler, run_on
+from tests.plumbing.wire.echo import (
+    CATALOGUE,
+    LOOPS,
+    Echo,
+    EchoHandler,
+    on_a_loop,
+    on_loops,
+    run_on,
+)
 from tests.plumbing.wire.tcp_rig import Client, serving
 
 loops = pytest.mark.parametrize("loop", LOOPS)
@@ -26,91 +34,75 @@ FRAME = encode_frame(CATALOGUE.encode(Echo("x")), 0)
 LARGE = Echo("x" * 99_000)
 
 
-@loops
-def test_connection_can_stay_open_after_an_error_frame(loop: str):
+@on_loops
+async def test_connection_can_stay_open_after_an_error_frame():
     """Goal: an error frame can be an ordinary answer. Method: fault without closing, then an
     echo."""
-
-    async def main() -> None:
-        ours, theirs = socket.socketpair()
-        conn = UnixConnection(ours, CATALOGUE, EchoHandler())
-        assert repr(conn).startswith(f"<connection {conn.id} to pid ")
-        client = BlockingClient.from_socket(theirs, CATALOGUE)
-        conn.fault(UnderstudyError("test.no", "no"), 5, close=False)
-        with pytest.raises(RemoteError, match=r"test\.no"):
-            await asyncio.to_thread(client.receive)
-        reply = await asyncio.to_thread(client.request, Echo("still"))
-        assert reply.message == Echo("still")
-        conn.close("done")
-        client.close()
-
-    run_on(loop, main())
+    ours, theirs = socket.socketpair()
+    conn = UnixConnection(ours, CATALOGUE, EchoHandler())
+    assert repr(conn).startswith(f"<connection {conn.id} to pid ")
+    client = BlockingClient.from_socket(theirs, CATALOGUE)
+    conn.fault(UnderstudyError("test.no", "no"), 5, close=False)
+    with pytest.raises(RemoteError, match=r"test\.no"):
+        await asyncio.to_thread(client.receive)
+    reply = await asyncio.to_thread(client.request, Echo("still"))
+    assert reply.message == Echo("still")
+    conn.close("done")
+    client.close()
 
 
-@loops
-def test_the_end_is_seen_after_the_last_words_of_a_peer_that_did_not_read_everything(loop: str):
+@on_loops
+async def test_the_end_is_seen_after_the_last_words_of_a_peer_that_did_not_read_everything():
     """Goal: a connection whose peer sends and closes is closed, even if the peer left something
     unread, which shows as an error on our socket. Method: two messages that the peer does not read,
     several of its own, in pieces, then its end."""
-
-    async def main() -> None:
-        ours, theirs = socket.socketpair()
-        handler = EchoHandler()
-        conn = UnixConnection(ours, CATALOGUE, handler)
-        conn.send(Echo("unread"))
-        conn.send(Echo("unread"))
-        theirs.sendall(FRAME + FRAME[:-1])
-        theirs.sendall(FRAME[-1:] + FRAME)
-        theirs.close()
-        await auntil(lambda: conn.is_closed, "the end")
-
-    run_on(loop, main())
+    ours, theirs = socket.socketpair()
+    handler = EchoHandler()
+    conn = UnixConnection(ours, CATALOGUE, handler)
+    conn.send(Echo("unread"))
+    conn.send(Echo("unread"))
+    theirs.sendall(FRAME + FRAME[:-1])
+    theirs.sendall(FRAME[-1:] + FRAME)
+    theirs.close()
+    await auntil(lambda: conn.is_closed, "the end")
 
 
-@loops
-def test_close_soon_sends_the_queue_first(loop: str):
+@on_loops
+async def test_close_soon_sends_the_queue_first():
     """Goal: `close_soon` sends the queue first, once, and drops later messages; `closed` is then
     called with its reason. Method: a reader that starts late."""
-
-    async def main() -> None:
-        ours, theirs = socket.socketpair()
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-        handler = EchoHandler()
-        conn = UnixConnection(ours, CATALOGUE, handler)
-        conn.limit_queue(1_000_000)
-        for _ in range(3):
-            conn.send(LARGE)
-        conn.close_soon("first reason")
-        conn.close_soon("second reason")
-        conn.send(Echo("too late"))
-        client = BlockingClient.from_socket(theirs, CATALOGUE)
-        for _ in range(3):
-            assert (await asyncio.to_thread(client.receive)).message == LARGE
-        await auntil(lambda: handler.reasons, "the end")
-        assert handler.reasons == ["first reason"]
-        conn.close_soon("third reason")
-        client.close()
-
-    run_on(loop, main())
+    ours, theirs = socket.socketpair()
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    handler = EchoHandler()
+    conn = UnixConnection(ours, CATALOGUE, handler)
+    conn.limit_queue(1_000_000)
+    for _ in range(3):
+        conn.send(LARGE)
+    conn.close_soon("first reason")
+    conn.close_soon("second reason")
+    conn.send(Echo("too late"))
+    client = BlockingClient.from_socket(theirs, CATALOGUE)
+    for _ in range(3):
+        assert (await asyncio.to_thread(client.receive)).message == LARGE
+    await auntil(lambda: handler.reasons, "the end")
+    assert handler.reasons == ["first reason"]
+    conn.close_soon("third reason")
+    client.close()
 
 
-@loops
-def test_close_soon_ends_at_once_when_the_peer_is_gone(loop: str):
+@on_loops
+async def test_close_soon_ends_at_once_when_the_peer_is_gone():
     """Goal: sending the queue to a peer that is gone ends at once. Method: the peer closes while
     frames are queued."""
-
-    async def main() -> None:
-        ours, theirs = socket.socketpair()
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-        handler = EchoHandler()
-        conn = UnixConnection(ours, CATALOGUE, handler)
-        conn.send(LARGE)
-        conn.close_soon("last words")
-        theirs.close()
-        await auntil(lambda: handler.reasons, "the end")
-        assert handler.reasons == ["the peer is gone: Broken pipe"]
-
-    run_on(loop, main())
+    ours, theirs = socket.socketpair()
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    handler = EchoHandler()
+    conn = UnixConnection(ours, CATALOGUE, handler)
+    conn.send(LARGE)
+    conn.close_soon("last words")
+    theirs.close()
+    await auntil(lambda: handler.reasons, "the end")
+    assert handler.reasons == ["the peer is gone: Broken pipe"]
 
 
 @loops
@@ -147,24 +139,21 @@ def test_limited_queue_drops_a_slow_reader(loop: str, kind: str):
     run_on(loop, main())
 
 
-def test_frame_does_not_time_out_while_we_are_the_slow_side(monkeypatch: pytest.MonkeyPatch):
+@on_a_loop
+async def test_frame_does_not_time_out_while_we_are_the_slow_side(monkeypatch: pytest.MonkeyPatch):
     """Goal: the rest of a frame may have arrived while earlier ones are handled. Method: many
     frames and a half, and a deadline that passes before they are handled."""
     monkeypatch.setattr(connection, "FRAME_DEADLINE_S", 0.0)
     monkeypatch.setattr(connection, "FRAMES_PER_TURN", 1)
-
-    async def main() -> None:
-        ours, theirs = socket.socketpair()
-        handler = EchoHandler()
-        conn = UnixConnection(ours, CATALOGUE, handler)
-        theirs.sendall(FRAME * 50 + FRAME[:-3])
-        await auntil(lambda: handler.reasons, "the end")
-        assert len(handler.received_messages) == 50
-        assert "rest of a frame" in handler.reasons[0]
-        assert conn.is_closed
-        theirs.close()
-
-    asyncio.run(main())
+    ours, theirs = socket.socketpair()
+    handler = EchoHandler()
+    conn = UnixConnection(ours, CATALOGUE, handler)
+    theirs.sendall(FRAME * 50 + FRAME[:-3])
+    await auntil(lambda: handler.reasons, "the end")
+    assert len(handler.received_messages) == 50
+    assert "rest of a frame" in handler.reasons[0]
+    assert conn.is_closed
+    theirs.close()
 
 
 class _Once(EchoHandler):
@@ -178,22 +167,18 @@ class _Once(EchoHandler):
             raise RuntimeError("our own mistake")
 
 
-@loops
-def test_handler_bug_reaches_the_loop_and_later_frames_are_handled(loop: str):
+@on_loops
+async def test_handler_bug_reaches_the_loop_and_later_frames_are_handled():
     """Goal: an exception that is not an UnderstudyError is reported by the loop, and the frames
     behind it are not lost."""
-
-    async def main() -> None:
-        found: list[object] = []
-        running = asyncio.get_running_loop()
-        running.set_exception_handler(lambda _, context: found.append(context.get("exception")))
-        ours, theirs = socket.socketpair()
-        handler = _Once()
-        conn = UnixConnection(ours, CATALOGUE, handler)
-        theirs.sendall(FRAME * 3)
-        await auntil(lambda: len(handler.received_messages) == 3, "every frame")
-        assert [type(error) for error in found] == [RuntimeError]
-        conn.close("done")
-        theirs.close()
-
-    run_on(loop, main())
+    found: list[object] = []
+    running = asyncio.get_running_loop()
+    running.set_exception_handler(lambda _, context: found.append(context.get("exception")))
+    ours, theirs = socket.socketpair()
+    handler = _Once()
+    conn = UnixConnection(ours, CATALOGUE, handler)
+    theirs.sendall(FRAME * 3)
+    await auntil(lambda: len(handler.received_messages) == 3, "every frame")
+    assert [type(error) for error in found] == [RuntimeError]
+    conn.close("done")
+    theirs.close()

@@ -23,7 +23,16 @@ from plumbing.wire.connection import Connection, UnixConnection, connect
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.frames import encode_frame
 from tests.helpers import auntil, open_fds, room_for, until
-from tests.plumbing.wire.echo import CATALOGUE, LOOPS, Echo, EchoHandler, ServerThread, run_on
+from tests.plumbing.wire.echo import (
+    CATALOGUE,
+    LOOPS,
+    Echo,
+    EchoHandler,
+    ServerThread,
+    on_a_loop,
+    on_loops,
+    run_on,
+)
 
 loops = pytest.mark.parametrize("loop", LOOPS)
 
@@ -56,26 +65,22 @@ def test_owned_fd_closes_once_and_warns_when_leaked():
     assert number not in open_fds()
 
 
-@loops
-def test_sending_fds_leaves_socket_flags_alone(loop: str, tmp_path: Path):
+@on_loops
+async def test_sending_fds_leaves_socket_flags_alone(tmp_path: Path):
     """Goal: sending must not clear O_NONBLOCK, on either end, and the blocking client must not set
     it on a socket that may be shared. Method: read the flags afterwards."""
-
-    async def main() -> None:
-        ours, theirs = socket.socketpair()
-        handler = EchoHandler()
-        conn = UnixConnection(ours, CATALOGUE, handler)
-        flags_before = fcntl.fcntl(theirs.fileno(), fcntl.F_GETFL)
-        client = BlockingClient.from_socket(theirs, CATALOGUE)
-        reply = await asyncio.to_thread(client.request, Echo("a"), _fds(1))
-        close_all(reply.fds)
-        assert fcntl.fcntl(ours.fileno(), fcntl.F_GETFL) & os.O_NONBLOCK
-        assert fcntl.fcntl(client.fileno(), fcntl.F_GETFL) == flags_before
-        client.close()
-        await auntil(lambda: handler.reasons, "the end of the connection")
-        assert conn.is_closed
-
-    run_on(loop, main())
+    ours, theirs = socket.socketpair()
+    handler = EchoHandler()
+    conn = UnixConnection(ours, CATALOGUE, handler)
+    flags_before = fcntl.fcntl(theirs.fileno(), fcntl.F_GETFL)
+    client = BlockingClient.from_socket(theirs, CATALOGUE)
+    reply = await asyncio.to_thread(client.request, Echo("a"), _fds(1))
+    close_all(reply.fds)
+    assert fcntl.fcntl(ours.fileno(), fcntl.F_GETFL) & os.O_NONBLOCK
+    assert fcntl.fcntl(client.fileno(), fcntl.F_GETFL) == flags_before
+    client.close()
+    await auntil(lambda: handler.reasons, "the end of the connection")
+    assert conn.is_closed
 
 
 def test_fds_match_frames_when_the_kernel_merges_writes():
@@ -99,30 +104,26 @@ def test_fds_match_frames_when_the_kernel_merges_writes():
     ours.close()
 
 
-@loops
-def test_cancelled_connect_closes_its_socket(loop: str, tmp_path: Path):
+@on_loops
+async def test_cancelled_connect_closes_its_socket(tmp_path: Path):
     """Goal: cancellation is not an Exception; nothing may leak. Method: a full backlog keeps
     `connect` waiting, then its task is cancelled."""
-
-    async def main() -> None:
-        listener = socket.socket(socket.AF_UNIX)
-        listener.bind(str(tmp_path / "full.sock"))
-        listener.listen(0)
-        filler = socket.socket(socket.AF_UNIX)
-        filler.connect(listener.getsockname())
-        before = len(open_fds())
-        task = asyncio.ensure_future(
-            connect(listener.getsockname(), CATALOGUE, EchoHandler(), deadline_s=60)
-        )
-        await auntil(lambda: len(open_fds()) > before, "the attempt to begin")
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert len(open_fds()) == before
-        filler.close()
-        listener.close()
-
-    run_on(loop, main())
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(tmp_path / "full.sock"))
+    listener.listen(0)
+    filler = socket.socket(socket.AF_UNIX)
+    filler.connect(listener.getsockname())
+    before = len(open_fds())
+    task = asyncio.ensure_future(
+        connect(listener.getsockname(), CATALOGUE, EchoHandler(), deadline_s=60)
+    )
+    await auntil(lambda: len(open_fds()) > before, "the attempt to begin")
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert len(open_fds()) == before
+    filler.close()
+    listener.close()
 
 
 def test_250_fds_travel_in_one_frame(tmp_path: Path):
@@ -141,28 +142,25 @@ def test_250_fds_travel_in_one_frame(tmp_path: Path):
         until(lambda: len(open_fds()) == before, "both sides to have closed all")
 
 
-def test_partial_sends_carry_the_fds_once(tmp_path: Path):
+@on_a_loop
+async def test_partial_sends_carry_the_fds_once(tmp_path: Path):
     """Goal: a frame that the socket takes in pieces delivers its descriptors once, and the queue
     empties. Method: a small send buffer, a large frame, a slow reader."""
-
-    async def main() -> None:
-        ours, theirs = socket.socketpair()
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-        conn = UnixConnection(ours, CATALOGUE, EchoHandler())
-        client = BlockingClient.from_socket(theirs, CATALOGUE)
-        message = Echo("y" * 90_000)
-        conn.send(message, 7, _fds(2))
-        conn.send(Echo("after"), 8, _fds(1))
-        first = await asyncio.to_thread(client.receive)
-        assert (first.message, len(first.fds), first.request_id) == (message, 2, 7)
-        second = await asyncio.to_thread(client.receive)
-        assert (second.message, len(second.fds)) == (Echo("after"), 1)
-        close_all(first.fds + second.fds)
-        client.close()
-        conn.close("done")
-        await asyncio.sleep(0)
-
-    asyncio.run(main())
+    ours, theirs = socket.socketpair()
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    conn = UnixConnection(ours, CATALOGUE, EchoHandler())
+    client = BlockingClient.from_socket(theirs, CATALOGUE)
+    message = Echo("y" * 90_000)
+    conn.send(message, 7, _fds(2))
+    conn.send(Echo("after"), 8, _fds(1))
+    first = await asyncio.to_thread(client.receive)
+    assert (first.message, len(first.fds), first.request_id) == (message, 2, 7)
+    second = await asyncio.to_thread(client.receive)
+    assert (second.message, len(second.fds)) == (Echo("after"), 1)
+    close_all(first.fds + second.fds)
+    client.close()
+    conn.close("done")
+    await asyncio.sleep(0)
 
 
 def test_foreign_ancillary_data_is_refused():
@@ -236,42 +234,35 @@ def test_send_is_retried_while_the_kernel_is_busy(
     run_on(loop, main())
 
 
-@loops
+@on_loops
 @pytest.mark.parametrize("room", [0, 1], ids=["for its socket", "for the peer's pidfd"])
-def test_connect_without_descriptors_says_so_and_leaks_none(loop: str, room: int, tmp_path: Path):
+async def test_connect_without_descriptors_says_so_and_leaks_none(room: int, tmp_path: Path):
     """Goal: a shortage is told apart from a server that is gone. Method: a real limit."""
-
-    async def main() -> None:
-        with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(str(tmp_path / "short.sock"))
-            listener.listen()
-            before = len(open_fds())
-            with room_for(room), pytest.raises(UnreachableError, match="limit of") as caught:
-                await connect(listener.getsockname(), CATALOGUE, EchoHandler())
-            assert caught.value.code == "wire.no_descriptors"
-            assert len(open_fds()) == before
-
-    run_on(loop, main())
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "short.sock"))
+        listener.listen()
+        before = len(open_fds())
+        with room_for(room), pytest.raises(UnreachableError, match="limit of") as caught:
+            await connect(listener.getsockname(), CATALOGUE, EchoHandler())
+        assert caught.value.code == "wire.no_descriptors"
+        assert len(open_fds()) == before
 
 
-@loops
-def test_connection_that_its_handler_refuses_leaves_the_socket_to_the_caller(loop: str):
+@on_loops
+async def test_connection_that_its_handler_refuses_leaves_the_socket_to_the_caller():
     """Goal: no pidfd of the peer leaks. Method: a handler that raises when it is opened."""
 
     class Refusing(EchoHandler):
         def opened(self, conn: Connection) -> None:
             raise OSError(errno.EMFILE, "refused")
 
-    async def main() -> None:
-        ours, theirs = socket.socketpair()
-        before = len(open_fds())
-        with pytest.raises(OSError, match="refused"):
-            UnixConnection(ours, CATALOGUE, Refusing())
-        assert len(open_fds()) == before
-        ours.close()
-        theirs.close()
-
-    run_on(loop, main())
+    ours, theirs = socket.socketpair()
+    before = len(open_fds())
+    with pytest.raises(OSError, match="refused"):
+        UnixConnection(ours, CATALOGUE, Refusing())
+    assert len(open_fds()) == before
+    ours.close()
+    theirs.close()
 
 
 def test_receiver_at_its_fd_limit_refuses_and_keeps_serving(tmp_path: Path):

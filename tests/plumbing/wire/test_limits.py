@@ -22,14 +22,12 @@ from plumbing.wire.messages import fault_of
 from tests.helpers import auntil, until
 from tests.plumbing.wire.echo import (
     CATALOGUE,
-    LOOPS,
     Echo,
     EchoHandler,
     ServerThread,
-    run_on,
+    on_a_loop,
+    on_loops,
 )
-
-loops = pytest.mark.parametrize("loop", LOOPS)
 
 
 def test_fault_is_cut_to_its_limits_and_keeps_what_fits():
@@ -41,53 +39,46 @@ def test_fault_is_cut_to_its_limits_and_keeps_what_fits():
     assert len(CATALOGUE.encode(fault)) < FAULT_MESSAGE_CHARS_MAX + FAULT_DETAILS_BYTES_MAX
 
 
-@loops
-def test_busy_peer_does_not_starve_others(loop: str):
+@on_loops
+async def test_busy_peer_does_not_starve_others():
     """Goal: a peer that sends a thousand requests at once is served a few at a time. Method: both
     peers have written before the loop looks; where in the order is the quiet one's request?"""
-
-    async def main() -> None:
-        handler = EchoHandler()
-        (ours, talker), (also_ours, quiet) = socket.socketpair(), socket.socketpair()
-        frame = encode_frame(CATALOGUE.encode(Echo("again")), 0)
-        talker.sendall(frame * 1000)
-        quiet.sendall(encode_frame(CATALOGUE.encode(Echo("once")), 0))
-        conns = [UnixConnection(sock, CATALOGUE, handler) for sock in (ours, also_ours)]
-        await auntil(lambda: len(handler.received_messages) == 1001, "every request")
-        assert handler.received_messages.index(Echo("once")) <= 2 * FRAMES_PER_TURN
-        talker.sendall(frame)
-        await auntil(lambda: len(handler.received_messages) == 1002, "reading to go on")
-        for conn in conns:
-            conn.close("done")
-        await asyncio.sleep(0)
-        talker.close()
-        quiet.close()
-
-    run_on(loop, main())
+    handler = EchoHandler()
+    (ours, talker), (also_ours, quiet) = socket.socketpair(), socket.socketpair()
+    frame = encode_frame(CATALOGUE.encode(Echo("again")), 0)
+    talker.sendall(frame * 1000)
+    quiet.sendall(encode_frame(CATALOGUE.encode(Echo("once")), 0))
+    conns = [UnixConnection(sock, CATALOGUE, handler) for sock in (ours, also_ours)]
+    await auntil(lambda: len(handler.received_messages) == 1001, "every request")
+    assert handler.received_messages.index(Echo("once")) <= 2 * FRAMES_PER_TURN
+    talker.sendall(frame)
+    await auntil(lambda: len(handler.received_messages) == 1002, "reading to go on")
+    for conn in conns:
+        conn.close("done")
+    await asyncio.sleep(0)
+    talker.close()
+    quiet.close()
 
 
-def test_frames_of_a_connection_can_be_limited_further():
+@on_a_loop
+async def test_frames_of_a_connection_can_be_limited_further():
     """Goal: a connection can have a lower frame limit: a larger frame is an error that names the
     limit; the limit can be raised again."""
-
-    async def main() -> None:
-        handler = EchoHandler()
-        ours, theirs = socket.socketpair()
-        conn = UnixConnection(ours, CATALOGUE, handler)
-        conn.limit_frames(1000)
-        conn.limit_frames(2000)
-        theirs.sendall(encode_frame(CATALOGUE.encode(Echo("x" * 1500)), 0))
-        await auntil(lambda: handler.received_messages, "the larger frame")
-        conn.limit_frames(1000)
-        theirs.sendall(encode_frame(CATALOGUE.encode(Echo("x" * 1500)), 0))
-        await auntil(lambda: conn.is_closed, "the refusal")
-        with BlockingClient.from_socket(theirs, CATALOGUE) as client:
+    handler = EchoHandler()
+    ours, theirs = socket.socketpair()
+    conn = UnixConnection(ours, CATALOGUE, handler)
+    conn.limit_frames(1000)
+    conn.limit_frames(2000)
+    theirs.sendall(encode_frame(CATALOGUE.encode(Echo("x" * 1500)), 0))
+    await auntil(lambda: handler.received_messages, "the larger frame")
+    conn.limit_frames(1000)
+    theirs.sendall(encode_frame(CATALOGUE.encode(Echo("x" * 1500)), 0))
+    await auntil(lambda: conn.is_closed, "the refusal")
+    with BlockingClient.from_socket(theirs, CATALOGUE) as client:
+        client.receive()
+        with pytest.raises(RemoteError, match=r"wire\.frame_too_large") as caught:
             client.receive()
-            with pytest.raises(RemoteError, match=r"wire\.frame_too_large") as caught:
-                client.receive()
-        assert caught.value.details["limit_bytes"] == 1000
-
-    asyncio.run(main())
+    assert caught.value.details["limit_bytes"] == 1000
 
 
 def test_connections_of_one_process_are_limited(tmp_path: Path):

@@ -40,6 +40,8 @@ from tests.plumbing.wire.echo import (
     EchoHandler,
     Refuse,
     ServerThread,
+    on_a_loop,
+    on_loops,
     run_on,
 )
 from tests.plumbing.wire.tcp_rig import Client, stranger
@@ -239,89 +241,79 @@ def test_blocking_client_uses_the_deadline_of_the_call(tmp_path: Path):
     listener.close()
 
 
-@loops
+@on_loops
 @pytest.mark.parametrize("room", [0, 1], ids=["none", "for the socket only"])
-def test_server_at_the_limit_of_descriptors_accepts_when_there_is_room(
-    loop: str, room: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_server_at_the_limit_of_descriptors_accepts_when_there_is_room(
+    room: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Goal: without descriptors, new connections wait in the backlog and are accepted later; one
     that has no descriptor for its pidfd is dropped and may retry; existing connections are served.
     Method: a real limit."""
     monkeypatch.setattr(base_server, "RETRY_S", 0.01)
-
-    async def main() -> None:
-        handler, client = EchoHandler(), Client()
-        path = str(tmp_path / "echo.sock")
-        server = Server(path, CATALOGUE, handler, service="echo")
-        await server.start()
-        conn = await connect(path, CATALOGUE, client)
-        await auntil(lambda: handler.opened_count == 1, "the first")
-        newcomer = socket.socket(socket.AF_UNIX)
-        pauses = []
-        pause = server._pause
-        monkeypatch.setattr(server, "_pause", lambda error: (pauses.append(error), pause(error)))
-        with room_for(room):
-            newcomer.connect(path)
-            await auntil(lambda: len(pauses) >= 2 - room, "the server to wait, and to try again")
-            conn.send(Echo("meanwhile"))
-            await auntil(lambda: client.received_messages, "the echo")
-            assert handler.opened_count == 1
-        if room:
-            assert newcomer.recv(1) == b""
-            newcomer.close()
-            newcomer = socket.socket(socket.AF_UNIX)
-            newcomer.connect(path)
-        await auntil(lambda: handler.opened_count == 2, "the newcomer")
-        assert {error.errno for error in pauses} == {errno.EMFILE}
+    handler, client = EchoHandler(), Client()
+    path = str(tmp_path / "echo.sock")
+    server = Server(path, CATALOGUE, handler, service="echo")
+    await server.start()
+    conn = await connect(path, CATALOGUE, client)
+    await auntil(lambda: handler.opened_count == 1, "the first")
+    newcomer = socket.socket(socket.AF_UNIX)
+    pauses = []
+    pause = server._pause
+    monkeypatch.setattr(server, "_pause", lambda error: (pauses.append(error), pause(error)))
+    with room_for(room):
+        newcomer.connect(path)
+        await auntil(lambda: len(pauses) >= 2 - room, "the server to wait, and to try again")
+        conn.send(Echo("meanwhile"))
+        await auntil(lambda: client.received_messages, "the echo")
+        assert handler.opened_count == 1
+    if room:
+        assert newcomer.recv(1) == b""
         newcomer.close()
-        conn.close("done")
-        await server.close()
+        newcomer = socket.socket(socket.AF_UNIX)
+        newcomer.connect(path)
+    await auntil(lambda: handler.opened_count == 2, "the newcomer")
+    assert {error.errno for error in pauses} == {errno.EMFILE}
+    newcomer.close()
+    conn.close("done")
+    await server.close()
 
-    run_on(loop, main())
 
-
-def test_paths_that_cannot_be_looked_at_are_not_taken_for_replaced_ones(
+@on_a_loop
+async def test_paths_that_cannot_be_looked_at_are_not_taken_for_replaced_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Goal: without memory to look, a server does not fight itself for its own guard; it stops all
     the same. Method: `lstat` without memory."""
+    path = str(tmp_path / "echo.sock")
+    server = Server(path, CATALOGUE, EchoHandler(), service="echo")
+    await server.start()
+    with monkeypatch.context() as patch:
 
-    async def main() -> None:
-        path = str(tmp_path / "echo.sock")
-        server = Server(path, CATALOGUE, EchoHandler(), service="echo")
-        await server.start()
-        with monkeypatch.context() as patch:
+        def fail(path: str) -> None:
+            raise OSError(errno.ENOMEM, "no memory")
 
-            def fail(path: str) -> None:
-                raise OSError(errno.ENOMEM, "no memory")
-
-            patch.setattr("plumbing.wire.server.os.lstat", fail)
-            with pytest.raises(OSError, match="no memory"):
-                server.check_path()
-            await server.close()
-        assert os.path.exists(path)  # the next server replaces it
-
-    asyncio.run(main())
+        patch.setattr("plumbing.wire.server.os.lstat", fail)
+        with pytest.raises(OSError, match="no memory"):
+            server.check_path()
+        await server.close()
+    assert os.path.exists(path)  # the next server replaces it
 
 
-def test_server_can_be_closed_while_accepting_is_paused(
+@on_a_loop
+async def test_server_can_be_closed_while_accepting_is_paused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Goal: closing while accepting is paused does not accept again; any other error is a bug and
     is not swallowed."""
     monkeypatch.setattr(base_server, "RETRY_S", 0.01)
-
-    async def main() -> None:
-        server = Server(str(tmp_path / "echo.sock"), CATALOGUE, EchoHandler(), service="echo")
-        await server.start()
-        with pytest.raises(OSError, match="Bad file"):
-            server._pause(OSError(errno.EBADF, "Bad file descriptor"))
-        server._pause(OSError(errno.EMFILE, "full"))
-        await server.close()
-        await asyncio.sleep(0.02)
-        assert server._sock is None
-
-    asyncio.run(main())
+    server = Server(str(tmp_path / "echo.sock"), CATALOGUE, EchoHandler(), service="echo")
+    await server.start()
+    with pytest.raises(OSError, match="Bad file"):
+        server._pause(OSError(errno.EBADF, "Bad file descriptor"))
+    server._pause(OSError(errno.EMFILE, "full"))
+    await server.close()
+    await asyncio.sleep(0.02)
+    assert server._sock is None
 
 
 class _Doorman(EchoHandler):
@@ -332,34 +324,30 @@ class _Doorman(EchoHandler):
         conn.close("nobody may enter")
 
 
-@loops
+@on_loops
 @pytest.mark.parametrize("kind", ["unix", "tcp"])
-def test_service_may_close_a_connection_in_opened(loop: str, kind: str, tmp_path: Path):
+async def test_service_may_close_a_connection_in_opened(kind: str, tmp_path: Path):
     """Goal: a connection that its service closes in `opened` is over: nothing is read from it, no
     deadline runs, and `closed` is called once."""
-
-    async def main() -> None:
-        handler = _Doorman()
-        server: Server | TcpServer
-        if kind == "unix":
-            server = Server(str(tmp_path / "echo.sock"), CATALOGUE, handler, service="echo")
-            await server.start()
-            newcomer = socket.socket(socket.AF_UNIX)
-            newcomer.connect(server.path)
-        else:
-            address = TcpAddress("127.0.0.1", 0)
-            server = TcpServer(address, CATALOGUE, handler, service="echo", security=shared())
-            await server.start()
-            here = TcpAddress("127.0.0.1", server.port)
-            _, newcomer = await stranger(here, shared().client_context())
-        await auntil(lambda: handler.reasons, "the end")
-        assert handler.reasons == ["nobody may enter"]
-        assert server.connections == set()
-        assert server._first_frame_deadlines == {}
-        newcomer.close()
-        await server.close()
-
-    run_on(loop, main())
+    handler = _Doorman()
+    server: Server | TcpServer
+    if kind == "unix":
+        server = Server(str(tmp_path / "echo.sock"), CATALOGUE, handler, service="echo")
+        await server.start()
+        newcomer = socket.socket(socket.AF_UNIX)
+        newcomer.connect(server.path)
+    else:
+        address = TcpAddress("127.0.0.1", 0)
+        server = TcpServer(address, CATALOGUE, handler, service="echo", security=shared())
+        await server.start()
+        here = TcpAddress("127.0.0.1", server.port)
+        _, newcomer = await stranger(here, shared().client_context())
+    await auntil(lambda: handler.reasons, "the end")
+    assert handler.reasons == ["nobody may enter"]
+    assert server.connections == set()
+    assert server._first_frame_deadlines == {}
+    newcomer.close()
+    await server.close()
 
 
 def _server(place: Path, handler: EchoHandler | None = None) -> Server:
@@ -382,60 +370,51 @@ def test_holder_of_a_guard_is_named_and_a_look_at_it_takes_nothing(tmp_path: Pat
 
 @pytest.mark.parametrize("name", ["echo.lock", "echo.sock"])
 @pytest.mark.parametrize("is_replaced", [False, True], ids=["removed", "replaced"])
-def test_server_whose_files_were_removed_or_replaced_sees_it_and_the_next_one_starts(
+@on_a_loop
+async def test_server_whose_files_were_removed_or_replaced_sees_it_and_the_next_one_starts(
     tmp_path: Path, name: str, is_replaced: bool
 ):
     """Goal: nobody waits for a server that nobody can reach. Method: each file, with the server
     that has it and the next one."""
-
-    async def main() -> None:
-        server, successor = _server(tmp_path), _server(tmp_path)
-        await server.start()
+    server, successor = _server(tmp_path), _server(tmp_path)
+    await server.start()
+    server.check_path()
+    os.unlink(tmp_path / name)
+    if is_replaced:
+        (tmp_path / name).write_text("")
+    with pytest.raises(UnderstudyError, match=r"wire\.path_replaced"):
         server.check_path()
+    await server.close()
+    if name == "echo.sock" and is_replaced:
         os.unlink(tmp_path / name)
-        if is_replaced:
-            (tmp_path / name).write_text("")
-        with pytest.raises(UnderstudyError, match=r"wire\.path_replaced"):
-            server.check_path()
-        await server.close()
-        if name == "echo.sock" and is_replaced:
-            os.unlink(tmp_path / name)
-        await successor.start()
-        successor.check_path()
-        await successor.close()
-
-    asyncio.run(main())
+    await successor.start()
+    successor.check_path()
+    await successor.close()
 
 
-def test_closing_server_does_not_remove_a_replaced_socket(tmp_path: Path):
+@on_a_loop
+async def test_closing_server_does_not_remove_a_replaced_socket(tmp_path: Path):
     """Goal: a file that replaced the socket is not removed; closing a server that never started
     does nothing."""
-
-    async def main() -> None:
-        server = _server(tmp_path)
-        await server.close()
-        await server.start()
-        os.unlink(server.path)
-        Path(server.path).write_text("somebody else's")
-        await server.close()
-        assert Path(server.path).read_text() == "somebody else's"
-
-    asyncio.run(main())
+    server = _server(tmp_path)
+    await server.close()
+    await server.start()
+    os.unlink(server.path)
+    Path(server.path).write_text("somebody else's")
+    await server.close()
+    assert Path(server.path).read_text() == "somebody else's"
 
 
-def test_server_with_a_full_backlog_is_alive(tmp_path: Path):
+@on_a_loop
+async def test_server_with_a_full_backlog_is_alive(tmp_path: Path):
     """Goal: a running server that is too busy to accept does not lose its path to another one."""
-
-    async def main() -> None:
-        with socket.socket(socket.AF_UNIX) as busy, socket.socket(socket.AF_UNIX) as waiting:
-            busy.bind(str(tmp_path / "echo.sock"))
-            busy.listen(0)
-            waiting.connect(busy.getsockname())
-            with pytest.raises(UnderstudyError, match="another server is listening on"):
-                await _server(tmp_path).start()
-            assert os.path.exists(busy.getsockname())
-
-    asyncio.run(main())
+    with socket.socket(socket.AF_UNIX) as busy, socket.socket(socket.AF_UNIX) as waiting:
+        busy.bind(str(tmp_path / "echo.sock"))
+        busy.listen(0)
+        waiting.connect(busy.getsockname())
+        with pytest.raises(UnderstudyError, match="another server is listening on"):
+            await _server(tmp_path).start()
+        assert os.path.exists(busy.getsockname())
 
 
 def test_path_that_cannot_be_bound_leaves_nothing_open(tmp_path: Path):
@@ -447,18 +426,14 @@ def test_path_that_cannot_be_bound_leaves_nothing_open(tmp_path: Path):
     assert len(open_fds()) == before
 
 
-@loops
-def test_connecting_to_a_path_has_a_deadline(loop: str, tmp_path: Path):
+@on_loops
+async def test_connecting_to_a_path_has_a_deadline(tmp_path: Path):
     """Goal: with a backlog that stays full, connecting fails at the deadline and leaks nothing."""
-
-    async def main() -> None:
-        with socket.socket(socket.AF_UNIX) as busy, socket.socket(socket.AF_UNIX) as waiting:
-            busy.bind(str(tmp_path / "echo.sock"))
-            busy.listen(0)
-            waiting.connect(busy.getsockname())
-            before = len(open_fds())
-            with pytest.raises(UnreachableError, match="cannot reach"):
-                await connect(busy.getsockname(), CATALOGUE, Client(), deadline_s=0.01)
-            assert len(open_fds()) == before
-
-    run_on(loop, main())
+    with socket.socket(socket.AF_UNIX) as busy, socket.socket(socket.AF_UNIX) as waiting:
+        busy.bind(str(tmp_path / "echo.sock"))
+        busy.listen(0)
+        waiting.connect(busy.getsockname())
+        before = len(open_fds())
+        with pytest.raises(UnreachableError, match="cannot reach"):
+            await connect(busy.getsockname(), CATALOGUE, Client(), deadline_s=0.01)
+        assert len(open_fds()) == before

@@ -26,7 +26,15 @@ from plumbing.wire.tcp import Security, TcpConnection, TcpServer, connect_tcp
 from plumbing.wire.tcp_address import TcpAddress
 from tests.helpers import auntil, open_fds, room_for
 from tests.plumbing.wire.certificates import Authority, shared, write_secret
-from tests.plumbing.wire.echo import CATALOGUE, LOOPS, Echo, EchoHandler, Refuse, run_on
+from tests.plumbing.wire.echo import (
+    CATALOGUE,
+    LOOPS,
+    Echo,
+    EchoHandler,
+    Refuse,
+    on_a_loop,
+    on_loops,
+)
 from tests.plumbing.wire.tcp_rig import (
     HELLO,
     Client,
@@ -47,57 +55,50 @@ loops = pytest.mark.parametrize("loop", LOOPS)
 # ---------------------------------------------------------------------- a connection
 
 
-def test_tcp_refuses_to_send_descriptors(tmp_path: Path):
+@on_a_loop
+async def test_tcp_refuses_to_send_descriptors(tmp_path: Path):
     """Goal: sending descriptors over TCP is refused here, and they are closed."""
-
-    async def main() -> None:
-        async with serving(shared()) as (server, address):
-            assert server.security_problem is None
-            conn = await connect_tcp(address, CATALOGUE, Client(), shared())
-            fd = OwnedFd(os.memfd_create("x"))
-            with pytest.raises(ProtocolError, match="over TCP, none") as caught:
-                conn.send(Echo("x"), 0, [fd])
-            assert caught.value.code == "wire.too_many_fds"
-            assert fd.is_closed
-            conn.close("done")
-
-    asyncio.run(main())
+    async with serving(shared()) as (server, address):
+        assert server.security_problem is None
+        conn = await connect_tcp(address, CATALOGUE, Client(), shared())
+        fd = OwnedFd(os.memfd_create("x"))
+        with pytest.raises(ProtocolError, match="over TCP, none") as caught:
+            conn.send(Echo("x"), 0, [fd])
+        assert caught.value.code == "wire.too_many_fds"
+        assert fd.is_closed
+        conn.close("done")
 
 
-@loops
-def test_tcp_final_error_reaches_a_peer_that_is_still_sending(
-    loop: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@on_loops
+async def test_tcp_final_error_reaches_a_peer_that_is_still_sending(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Goal: everything that was sent before the end arrives, the error last: closing a socket with
     bytes unread resets it, which loses unsent data. Method: answers that do not fit the socket, an
     error, and a peer that reads late and keeps sending."""
     monkeypatch.setattr(connection, "FLUSH_DEADLINE_S", 30.0)
-
-    async def main() -> None:
-        ours, theirs = settings(tmp_path)
-        handler = EchoHandler()
-        async with serving(ours, handler) as (server, address):
-            reader, writer = await stranger(address, theirs.client_context())
-            await auntil(lambda: server.connections, "the connection")
-            ended: Any = next(iter(server.connections))
-            writer.transport.pause_reading()
-            ended._transport.get_extra_info("socket").setsockopt(
-                socket.SOL_SOCKET, socket.SO_SNDBUF, 4096
-            )
-            large = encode_frame(CATALOGUE.encode(Echo("x" * 90_000), 2), 0)
-            writer.write(large * 5 + encode_frame(CATALOGUE.encode(Refuse(), 1), 0) + large * 20)
-            await auntil(lambda: len(handler.received_messages) == 6, "the refusal")
-            assert not ended.is_closed
-            writer.transport.resume_reading()
-            found = await heard(reader, 6)
-            assert found[:5] == [Echo("x" * 90_000)] * 5
-            assert isinstance(found[5], FaultMsg)
-            assert found[5].code == "test.refused"
-            await gone(writer)
-            await auntil(lambda: handler.reasons, "the end")
-            assert handler.reasons == ["refused as asked [test.refused]"]
-
-    run_on(loop, main())
+    ours, theirs = settings(tmp_path)
+    handler = EchoHandler()
+    async with serving(ours, handler) as (server, address):
+        reader, writer = await stranger(address, theirs.client_context())
+        await auntil(lambda: server.connections, "the connection")
+        ended: Any = next(iter(server.connections))
+        writer.transport.pause_reading()
+        ended._transport.get_extra_info("socket").setsockopt(
+            socket.SOL_SOCKET, socket.SO_SNDBUF, 4096
+        )
+        large = encode_frame(CATALOGUE.encode(Echo("x" * 90_000), 2), 0)
+        writer.write(large * 5 + encode_frame(CATALOGUE.encode(Refuse(), 1), 0) + large * 20)
+        await auntil(lambda: len(handler.received_messages) == 6, "the refusal")
+        assert not ended.is_closed
+        writer.transport.resume_reading()
+        found = await heard(reader, 6)
+        assert found[:5] == [Echo("x" * 90_000)] * 5
+        assert isinstance(found[5], FaultMsg)
+        assert found[5].code == "test.refused"
+        await gone(writer)
+        await auntil(lambda: handler.reasons, "the end")
+        assert handler.reasons == ["refused as asked [test.refused]"]
 
 
 _CABLE = """
@@ -173,174 +174,154 @@ def _calls(transport: mock.Mock) -> list[str]:
     return [name for name, *_ in transport.method_calls if name in asked]
 
 
-def test_tcp_connection_with_a_closing_transport_handles_its_frames_and_closes_at_once():
+@on_a_loop
+async def test_tcp_connection_with_a_closing_transport_handles_its_frames_and_closes_at_once():
     """Goal: a closing transport is neither paused nor resumed, which uvloop would refuse; the
     frames that arrived are handled, and nothing can be sent."""
-
-    async def main() -> None:
-        handler = Client()
-        conn, transport = _over(handler, is_closing=True)
-        conn.data_received(FRAME * 20)
-        await auntil(lambda: len(handler.received_messages) == 20, "every frame")
-        conn.send(Echo("x"))
-        assert _calls(transport) == []
-        conn.close_soon("enough")
-        assert conn.is_closed
-        conn.connection_lost(OSError("late"))
-        conn.data_received(FRAME)
-        await asyncio.sleep(0)
-        assert (handler.reasons, _calls(transport)) == (["enough"], ["abort"])
-
-    asyncio.run(main())
+    handler = Client()
+    conn, transport = _over(handler, is_closing=True)
+    conn.data_received(FRAME * 20)
+    await auntil(lambda: len(handler.received_messages) == 20, "every frame")
+    conn.send(Echo("x"))
+    assert _calls(transport) == []
+    conn.close_soon("enough")
+    assert conn.is_closed
+    conn.connection_lost(OSError("late"))
+    conn.data_received(FRAME)
+    await asyncio.sleep(0)
+    assert (handler.reasons, _calls(transport)) == (["enough"], ["abort"])
 
 
-def test_tcp_connection_is_paused_reads_on_and_drops_what_comes_after_close_soon():
+@on_a_loop
+async def test_tcp_connection_is_paused_reads_on_and_drops_what_comes_after_close_soon():
     """Goal: TLS may deliver decrypted data after it was paused; it is handled in order, a few
     frames at a time. A paused connection resumes reading when it closes, to detect the peer's end.
     """
-
-    async def main() -> None:
-        handler = Client()
-        conn, transport = _over(handler)
-        conn.data_received(FRAME * 20)
-        conn.data_received(encode_frame(CATALOGUE.encode(Echo("last")), 0))
-        assert len(handler.received_messages) < 20
-        await auntil(lambda: len(handler.received_messages) == 21, "every frame")
-        await asyncio.sleep(0)
-        assert handler.received_messages[-1] == Echo("last")
-        assert _calls(transport) == ["pause_reading", "resume_reading"]
-        conn.data_received(FRAME * 20)
-        count = len(handler.received_messages)
-        conn.close_soon("enough")
-        conn.data_received(FRAME)
-        assert _calls(transport)[2:] == ["pause_reading", "resume_reading"]
-        await asyncio.sleep(0)
-        assert len(handler.received_messages) == count
-        conn.connection_lost(None)
-        await asyncio.sleep(0)
-        assert handler.reasons == ["enough"]
-
-    asyncio.run(main())
+    handler = Client()
+    conn, transport = _over(handler)
+    conn.data_received(FRAME * 20)
+    conn.data_received(encode_frame(CATALOGUE.encode(Echo("last")), 0))
+    assert len(handler.received_messages) < 20
+    await auntil(lambda: len(handler.received_messages) == 21, "every frame")
+    await asyncio.sleep(0)
+    assert handler.received_messages[-1] == Echo("last")
+    assert _calls(transport) == ["pause_reading", "resume_reading"]
+    conn.data_received(FRAME * 20)
+    count = len(handler.received_messages)
+    conn.close_soon("enough")
+    conn.data_received(FRAME)
+    assert _calls(transport)[2:] == ["pause_reading", "resume_reading"]
+    await asyncio.sleep(0)
+    assert len(handler.received_messages) == count
+    conn.connection_lost(None)
+    await asyncio.sleep(0)
+    assert handler.reasons == ["enough"]
 
 
 # ---------------------------------------------------------------------- the server
 
 
-def test_tcp_server_that_cannot_start_says_why(tmp_path: Path):
+@on_a_loop
+async def test_tcp_server_that_cannot_start_says_why(tmp_path: Path):
     """Goal: a port in use and another host's address are errors that name the address and the fix;
     files that cannot be used are detected at the start, not by the first client; nothing leaks."""
-
-    async def main() -> None:
-        none = Security(*[str(tmp_path / "none")] * 3)
-        async with serving(shared()) as (_, address):
-            before = len(open_fds())
-            for taken, security, code in (
-                (address, shared(), "wire.address_in_use"),
-                (TcpAddress("192.0.2.1", 7443), shared(), "wire.cannot_listen"),
-                (TcpAddress("127.0.0.1", 0), none, "wire.file"),
-            ):
-                options: dict[str, Any] = {"service": "echo", "security": security}
-                server = TcpServer(taken, CATALOGUE, EchoHandler(), **options)
-                with pytest.raises(UnderstudyError) as caught:
-                    await server.start()
-                assert caught.value.code == code
-                assert str(taken) in caught.value.message or code == "wire.file"
-            assert len(open_fds()) == before
-
-    asyncio.run(main())
+    none = Security(*[str(tmp_path / "none")] * 3)
+    async with serving(shared()) as (_, address):
+        before = len(open_fds())
+        for taken, security, code in (
+            (address, shared(), "wire.address_in_use"),
+            (TcpAddress("192.0.2.1", 7443), shared(), "wire.cannot_listen"),
+            (TcpAddress("127.0.0.1", 0), none, "wire.file"),
+        ):
+            options: dict[str, Any] = {"service": "echo", "security": security}
+            server = TcpServer(taken, CATALOGUE, EchoHandler(), **options)
+            with pytest.raises(UnderstudyError) as caught:
+                await server.start()
+            assert caught.value.code == code
+            assert str(taken) in caught.value.message or code == "wire.file"
+        assert len(open_fds()) == before
 
 
-def test_tcp_over_ipv6_and_ipv4_on_one_socket(tmp_path: Path):
+@on_a_loop
+async def test_tcp_over_ipv6_and_ipv4_on_one_socket(tmp_path: Path):
     """Goal: a server on [::] serves both, and shows IPv4 peers as such. Method: one of each."""
-
-    async def main() -> None:
-        authority = Authority(tmp_path)
-        theirs = authority.issue("engine-0")
-        ours = authority.issue("lockserver", hosts=("::1", "127.0.0.1"))
-        options = {"service": "echo", "security": ours}
-        server = TcpServer(TcpAddress("::", 0), CATALOGUE, EchoHandler(), **options)
-        try:
-            await server.start()
-        except UnderstudyError as error:
-            pytest.skip(f"no IPv6 here: {error}")
-        for host in ("::1", "127.0.0.1"):
-            address = TcpAddress(host, server.port)
-            conn = await connect_tcp(address, CATALOGUE, Client(), theirs)
-            (peer,) = [other.peer for other in server.connections]
-            assert peer.host == host
-            conn.close("done")
-            await auntil(lambda: not server.connections, "the end")
-        await server.close()
-
-    asyncio.run(main())
+    authority = Authority(tmp_path)
+    theirs = authority.issue("engine-0")
+    ours = authority.issue("lockserver", hosts=("::1", "127.0.0.1"))
+    options = {"service": "echo", "security": ours}
+    server = TcpServer(TcpAddress("::", 0), CATALOGUE, EchoHandler(), **options)
+    try:
+        await server.start()
+    except UnderstudyError as error:
+        pytest.skip(f"no IPv6 here: {error}")
+    for host in ("::1", "127.0.0.1"):
+        address = TcpAddress(host, server.port)
+        conn = await connect_tcp(address, CATALOGUE, Client(), theirs)
+        (peer,) = [other.peer for other in server.connections]
+        assert peer.host == host
+        conn.close("done")
+        await auntil(lambda: not server.connections, "the end")
+    await server.close()
 
 
-@loops
-def test_tcp_server_close_ends_connections_and_handshakes(
-    loop: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@on_loops
+async def test_tcp_server_close_ends_connections_and_handshakes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Goal: closing leaves nothing open, finished or not. Method: one connection, and one socket
     that never starts its handshake, which has a very long deadline."""
     monkeypatch.setattr(tcp, "HANDSHAKE_DEADLINE_S", 600.0)
-
-    async def main() -> None:
-        ours, theirs = settings(tmp_path)
-        handler, client = EchoHandler(), Client()
-        for _ in range(2):  # libuv opens one file of its own at the first connection
-            before = len(open_fds())
-            async with serving(ours, handler) as (server, address):
-                await connect_tcp(address, CATALOGUE, client, theirs)
-                mute = socket.create_connection((address.host, address.port))
-                await auntil(lambda: server._handshakes, "its handshake to begin")
-                await asyncio.wait_for(server.close(), 30)
-            assert server.connections == set()
-            await auntil(lambda: len(client.reasons) == len(handler.reasons), "the client to hear")
-            mute.close()
-            await server.close()
-        assert handler.reasons == ["echo is stopping"] * 2
-        await auntil(lambda: len(open_fds()) <= before, "everything to be closed")
-
-    run_on(loop, main())
+    ours, theirs = settings(tmp_path)
+    handler, client = EchoHandler(), Client()
+    for _ in range(2):  # libuv opens one file of its own at the first connection
+        before = len(open_fds())
+        async with serving(ours, handler) as (server, address):
+            await connect_tcp(address, CATALOGUE, client, theirs)
+            mute = socket.create_connection((address.host, address.port))
+            await auntil(lambda: server._handshakes, "its handshake to begin")
+            await asyncio.wait_for(server.close(), 30)
+        assert server.connections == set()
+        await auntil(lambda: len(client.reasons) == len(handler.reasons), "the client to hear")
+        mute.close()
+        await server.close()
+    assert handler.reasons == ["echo is stopping"] * 2
+    await auntil(lambda: len(open_fds()) <= before, "everything to be closed")
 
 
-@loops
-def test_tcp_renewed_certificates_are_used_by_new_connections(loop: str, tmp_path: Path):
+@on_loops
+async def test_tcp_renewed_certificates_are_used_by_new_connections(tmp_path: Path):
     """Goal: a new CA applies to the next connection without a restart, open ones stay open, and a
     broken file is a visible problem that keeps the old ones in use. Method: renew while serving."""
-
-    async def main() -> None:
-        (tmp_path / "new").mkdir()
-        old, new = Authority(tmp_path), Authority(tmp_path / "new")
-        ours, theirs = old.issue("lockserver"), old.issue("engine-0")
-        assert ours.cert
-        assert ours.key
-        assert ours.ca
-        client = Client()
-        async with serving(ours) as (server, address):
-            conn = await connect_tcp(address, CATALOGUE, client, theirs)
-            write_secret(ours.cert, b"nonsense")
-            assert "stay in use" in str(server.security_problem)
-            assert await answers(address, theirs)
-            renewed = new.issue("lockserver")
-            for path, source in (
-                (ours.cert, renewed.cert),
-                (ours.key, renewed.key),
-                (ours.ca, renewed.ca),
-            ):
-                write_secret(path, Path(source).read_bytes())
-            assert server.security_problem is None
-            assert await answers(address, new.issue("engine-1"))
-            stale = Security(theirs.cert, theirs.key, renewed.ca)
-            with pytest.raises(UnreachableError):
-                await connect_tcp(address, CATALOGUE, Client(), stale)
-            conn.send(Echo("as before"))
-            await auntil(lambda: client.received_messages, "the old connection's echo")
-            conn.close("done")
-
-    run_on(loop, main())
+    (tmp_path / "new").mkdir()
+    old, new = Authority(tmp_path), Authority(tmp_path / "new")
+    ours, theirs = old.issue("lockserver"), old.issue("engine-0")
+    assert ours.cert
+    assert ours.key
+    assert ours.ca
+    client = Client()
+    async with serving(ours) as (server, address):
+        conn = await connect_tcp(address, CATALOGUE, client, theirs)
+        write_secret(ours.cert, b"nonsense")
+        assert "stay in use" in str(server.security_problem)
+        assert await answers(address, theirs)
+        renewed = new.issue("lockserver")
+        for path, source in (
+            (ours.cert, renewed.cert),
+            (ours.key, renewed.key),
+            (ours.ca, renewed.ca),
+        ):
+            write_secret(path, Path(source).read_bytes())
+        assert server.security_problem is None
+        assert await answers(address, new.issue("engine-1"))
+        stale = Security(theirs.cert, theirs.key, renewed.ca)
+        with pytest.raises(UnreachableError):
+            await connect_tcp(address, CATALOGUE, Client(), stale)
+        conn.send(Echo("as before"))
+        await auntil(lambda: client.received_messages, "the old connection's echo")
+        conn.close("done")
 
 
-@loops
+@on_loops
 @pytest.mark.parametrize(
     ("data", "words"),
     [
@@ -351,100 +332,85 @@ def test_tcp_renewed_certificates_are_used_by_new_connections(loop: str, tmp_pat
     ],
     ids=["a TLS alert", "no welcome", "silence", "the end"],
 )
-def test_tcp_server_that_does_not_send_welcome(
-    loop: str, data: bytes | None, words: str, monkeypatch: pytest.MonkeyPatch
+async def test_tcp_server_that_does_not_send_welcome(
+    data: bytes | None, words: str, monkeypatch: pytest.MonkeyPatch
 ):
     """Goal: whatever answers at the address, connecting fails in time with a reason, the handler is
     not called, and nothing is left open. Method: a server of raw bytes, which does not close by
     itself."""
     monkeypatch.setattr(connection, "FLUSH_DEADLINE_S", 0.1)
 
-    async def main() -> None:
-        async def say(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            peers.append((reader, writer))
-            if data is None:
-                writer.close()
-            elif data:
-                writer.write(data)
+    async def say(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        peers.append((reader, writer))
+        if data is None:
+            writer.close()
+        elif data:
+            writer.write(data)
 
-        client, tls = Client(), shared().server_context()
-        for _ in range(2):  # libuv opens one file of its own at the first connection
-            peers: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
-            before = len(open_fds())
-            server = await asyncio.start_server(say, "127.0.0.1", 0, ssl=tls)
-            address = TcpAddress("127.0.0.1", server.sockets[0].getsockname()[1])
-            with pytest.raises(UnreachableError, match=words) as caught:
-                await connect_tcp(
-                    address, CATALOGUE, client, shared(), 0.3 if data == b"" else 30.0
-                )
-            assert caught.value.code == "wire.unreachable"
-            for reader, writer in peers:
-                said = [type(message) for message in await heard(reader)]  # until it closes
-                assert data is None or said in ([HelloMsg], [HelloMsg, FaultMsg])
-                await gone(writer)
-            server.close()
-            await server.wait_closed()
-        await auntil(lambda: len(open_fds()) <= before, "everything to be closed")
-        assert (client.opened_count, client.reasons) == (0, [])
-
-    run_on(loop, main())
+    client, tls = Client(), shared().server_context()
+    for _ in range(2):  # libuv opens one file of its own at the first connection
+        peers: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+        before = len(open_fds())
+        server = await asyncio.start_server(say, "127.0.0.1", 0, ssl=tls)
+        address = TcpAddress("127.0.0.1", server.sockets[0].getsockname()[1])
+        with pytest.raises(UnreachableError, match=words) as caught:
+            await connect_tcp(address, CATALOGUE, client, shared(), 0.3 if data == b"" else 30.0)
+        assert caught.value.code == "wire.unreachable"
+        for reader, writer in peers:
+            said = [type(message) for message in await heard(reader)]  # until it closes
+            assert data is None or said in ([HelloMsg], [HelloMsg, FaultMsg])
+            await gone(writer)
+        server.close()
+        await server.wait_closed()
+    await auntil(lambda: len(open_fds()) <= before, "everything to be closed")
+    assert (client.opened_count, client.reasons) == (0, [])
 
 
-@loops
-def test_tcp_server_certificate_must_have_the_expected_name(loop: str, tmp_path: Path):
+@on_loops
+async def test_tcp_server_certificate_must_have_the_expected_name(tmp_path: Path):
     """Goal: an engine's certificate is not accepted as the lock server's: the name is checked.
     Method: a server whose certificate, of the right CA, names another host."""
-
-    async def main() -> None:
-        ca = Authority(tmp_path)
-        async with serving(ca.issue("lockserver", hosts=("10.0.0.1",))) as (_, address):
-            with pytest.raises(UnreachableError, match="mismatch"):
-                await connect_tcp(address, CATALOGUE, Client(), ca.issue("engine-0"))
-
-    run_on(loop, main())
+    ca = Authority(tmp_path)
+    async with serving(ca.issue("lockserver", hosts=("10.0.0.1",))) as (_, address):
+        with pytest.raises(UnreachableError, match="mismatch"):
+            await connect_tcp(address, CATALOGUE, Client(), ca.issue("engine-0"))
 
 
-def test_connect_over_tcp_without_descriptors_says_so():
-    async def main() -> None:
-        pair = shared()
-        pair.client_context()  # reads its files, which is another error
-        with room_for(0), pytest.raises(UnreachableError, match="limit of") as caught:
-            await connect_tcp(TcpAddress("127.0.0.1", 9), CATALOGUE, EchoHandler(), pair)
-        assert caught.value.code == "wire.no_descriptors"
-
-    asyncio.run(main())
+@on_a_loop
+async def test_connect_over_tcp_without_descriptors_says_so():
+    pair = shared()
+    pair.client_context()  # reads its files, which is another error
+    with room_for(0), pytest.raises(UnreachableError, match="limit of") as caught:
+        await connect_tcp(TcpAddress("127.0.0.1", 9), CATALOGUE, EchoHandler(), pair)
+    assert caught.value.code == "wire.no_descriptors"
 
 
-@loops
-def test_tcp_cancelled_connect_leaves_nothing_open(loop: str, tmp_path: Path):
+@on_loops
+async def test_tcp_cancelled_connect_leaves_nothing_open(tmp_path: Path):
     """Goal: cancelling at any moment of connecting closes the socket, and the handler's `opened`
     and `closed` are called equally often. Method: cancel after one, two, three turns of the loop
     and so on, until it connects first."""
-
-    async def main() -> None:
-        ours, theirs = settings(tmp_path)
-        client = Client()
-        async with serving(ours) as (server, address):
-            assert await answers(address, theirs)
-            await auntil(lambda: not server.connections, "the first to be gone")
-            before = len(open_fds())
-            for turns in range(2000):
-                coroutine = connect_tcp(address, CATALOGUE, client, theirs)
-                task = asyncio.ensure_future(coroutine)
-                for _ in range(turns):
-                    await asyncio.sleep(0)
-                is_late = task.done()
-                task.cancel()
-                with suppress(asyncio.CancelledError):
-                    (await task).close("enough")
-                await auntil(lambda: len(client.reasons) == client.opened_count, "the ends")
-                if is_late:
-                    break
-            assert is_late
-            await auntil(lambda: not server.connections and not server._handshakes, "the ends")
-            await auntil(lambda: len(open_fds()) == before, "everything to be closed")
-
-    run_on(loop, main())
+    ours, theirs = settings(tmp_path)
+    client = Client()
+    async with serving(ours) as (server, address):
+        assert await answers(address, theirs)
+        await auntil(lambda: not server.connections, "the first to be gone")
+        before = len(open_fds())
+        for turns in range(2000):
+            coroutine = connect_tcp(address, CATALOGUE, client, theirs)
+            task = asyncio.ensure_future(coroutine)
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            is_late = task.done()
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                (await task).close("enough")
+            await auntil(lambda: len(client.reasons) == client.opened_count, "the ends")
+            if is_late:
+                break
+        assert is_late
+        await auntil(lambda: not server.connections and not server._handshakes, "the ends")
+        await auntil(lambda: len(open_fds()) == before, "everything to be closed")
 
 
 # ---------------------------------------------------------------------- strangers
@@ -482,7 +448,7 @@ def _by_an_engine(_: Path, ca: Authority) -> tuple[Security, str, str]:
     return ca.issue("engine-1", issuer="engine-0"), "not trusted", "sent welcome"
 
 
-@loops
+@on_loops
 @pytest.mark.parametrize(
     "made",
     [
@@ -494,102 +460,86 @@ def _by_an_engine(_: Path, ca: Authority) -> tuple[Security, str, str]:
         _by_an_engine,
     ],
 )
-def test_tcp_stranger_is_refused_and_both_sides_know_the_reason(
-    loop: str, made: Callable[..., tuple[Security, str, str]], tmp_path: Path
+async def test_tcp_stranger_is_refused_and_both_sides_know_the_reason(
+    made: Callable[..., tuple[Security, str, str]], tmp_path: Path
 ):
     """Goal: each wrong certificate is refused before the service is called, and the
     client's own handler is not called either. Method: a table, with the errors of both sides."""
-
-    async def main() -> None:
-        ca = Authority(tmp_path)
-        ours, friend = ca.issue("lockserver"), ca.issue("engine-0")
-        theirs, server_says, client_says = made(tmp_path, ca)
-        handler, client = EchoHandler(), Client()
-        async with serving(ours, handler) as (server, address):
-            with pytest.raises(UnreachableError) as caught:
-                await connect_tcp(address, CATALOGUE, client, theirs)
-            assert client_says in caught.value.message
-            await auntil(lambda: server.refused_count == 1, "the server to refuse it")
-            assert server_says in str(server.last_refusal)
-            assert (handler.opened_count, client.opened_count, client.reasons) == (0, 0, [])
-            assert await answers(address, friend)
-
-    run_on(loop, main())
+    ca = Authority(tmp_path)
+    ours, friend = ca.issue("lockserver"), ca.issue("engine-0")
+    theirs, server_says, client_says = made(tmp_path, ca)
+    handler, client = EchoHandler(), Client()
+    async with serving(ours, handler) as (server, address):
+        with pytest.raises(UnreachableError) as caught:
+            await connect_tcp(address, CATALOGUE, client, theirs)
+        assert client_says in caught.value.message
+        await auntil(lambda: server.refused_count == 1, "the server to refuse it")
+        assert server_says in str(server.last_refusal)
+        assert (handler.opened_count, client.opened_count, client.reasons) == (0, 0, [])
+        assert await answers(address, friend)
 
 
-@loops
-def test_tcp_client_without_a_certificate_or_with_old_tls_is_refused(loop: str, tmp_path: Path):
+@on_loops
+async def test_tcp_client_without_a_certificate_or_with_old_tls_is_refused(tmp_path: Path):
     """Goal: TLS alone is not enough: without a certificate, or below TLS 1.3, a client is refused.
     Method: a client that trusts any server and has no certificate."""
-
-    async def main() -> None:
-        ours, theirs = settings(tmp_path)
-        old = theirs._make(ssl.PROTOCOL_TLS_CLIENT)
-        old.minimum_version = old.maximum_version = ssl.TLSVersion.TLSv1_2
-        handler = EchoHandler()
-        async with serving(ours, handler) as (server, address):
-            reader, writer = await stranger(address, anybody())
-            writer.write(HELLO)
-            assert await heard(reader) == []
-            await auntil(lambda: server.refused_count == 1, "the refusal")
-            assert "did not return a certificate" in str(server.last_refusal)
-            await gone(writer)
-            with pytest.raises((OSError, ssl.SSLError)):
-                await stranger(address, old)
-            await auntil(lambda: server.refused_count == 2, "the refusal")
-            assert "unsupported protocol" in str(server.last_refusal)
-            assert handler.opened_count == 0
-
-    run_on(loop, main())
+    ours, theirs = settings(tmp_path)
+    old = theirs._make(ssl.PROTOCOL_TLS_CLIENT)
+    old.minimum_version = old.maximum_version = ssl.TLSVersion.TLSv1_2
+    handler = EchoHandler()
+    async with serving(ours, handler) as (server, address):
+        reader, writer = await stranger(address, anybody())
+        writer.write(HELLO)
+        assert await heard(reader) == []
+        await auntil(lambda: server.refused_count == 1, "the refusal")
+        assert "did not return a certificate" in str(server.last_refusal)
+        await gone(writer)
+        with pytest.raises((OSError, ssl.SSLError)):
+            await stranger(address, old)
+        await auntil(lambda: server.refused_count == 2, "the refusal")
+        assert "unsupported protocol" in str(server.last_refusal)
+        assert handler.opened_count == 0
 
 
-@loops
+@on_loops
 @pytest.mark.parametrize("limit", ["HANDSHAKES_MAX", "HANDSHAKES_PER_ADDRESS_MAX"])
-def test_tcp_unfinished_handshakes_are_limited(
-    loop: str, limit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_tcp_unfinished_handshakes_are_limited(
+    limit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Goal: unfinished handshakes are limited: sockets beyond the limit are closed at once, and
     later ones are accepted when there is room. Method: a limit of three, and silent peers."""
     monkeypatch.setattr(tcp, limit, 3)
-
-    async def main() -> None:
-        ours, theirs = settings(tmp_path)
-        async with serving(ours) as (server, address):
-            mutes = []
-            for count in range(1, 4):
-                mutes.append(socket.create_connection((address.host, address.port)))
-                await auntil(lambda n=count: len(server._handshakes) == n, "the handshake")
-            with pytest.raises(UnreachableError):
-                await connect_tcp(address, CATALOGUE, Client(), theirs)
-            assert "too many unfinished handshakes" in str(server.last_refusal)
-            for mute in mutes:
-                mute.close()
-            await auntil(lambda: not server._handshakes, "the handshakes to be over")
-            assert await answers(address, theirs)
-
-    run_on(loop, main())
+    ours, theirs = settings(tmp_path)
+    async with serving(ours) as (server, address):
+        mutes = []
+        for count in range(1, 4):
+            mutes.append(socket.create_connection((address.host, address.port)))
+            await auntil(lambda n=count: len(server._handshakes) == n, "the handshake")
+        with pytest.raises(UnreachableError):
+            await connect_tcp(address, CATALOGUE, Client(), theirs)
+        assert "too many unfinished handshakes" in str(server.last_refusal)
+        for mute in mutes:
+            mute.close()
+        await auntil(lambda: not server._handshakes, "the handshakes to be over")
+        assert await answers(address, theirs)
 
 
-@loops
+@on_loops
 @pytest.mark.parametrize("limit", ["connections_max", "per_peer_max"])
-def test_tcp_connections_are_limited(loop: str, limit: str, tmp_path: Path):
+async def test_tcp_connections_are_limited(limit: str, tmp_path: Path):
     """Goal: one connection too many, in all or from one address, gets an error; when one closes
     there is room. Method: a limit of two."""
-
-    async def main() -> None:
-        ours, theirs = settings(tmp_path)
-        async with serving(ours, **{limit: 2}) as (server, address):
-            conns = [await connect_tcp(address, CATALOGUE, Client(), theirs) for _ in range(2)]
-            client = Client()
-            with pytest.raises(UnreachableError) as caught:
-                await connect_tcp(address, CATALOGUE, client, theirs)
-            assert caught.value.code == "wire.too_many_connections"
-            subject = "echo" if limit == "connections_max" else "127.0.0.1"
-            assert caught.value.message.startswith(f"{subject} has 2 connections")
-            assert (client.opened_count, client.reasons) == (0, [])
-            conns.pop().close("done")
-            await auntil(lambda: len(server.connections) < 2, "room")
-            assert await answers(address, theirs)
-            conns.pop().close("done")
-
-    run_on(loop, main())
+    ours, theirs = settings(tmp_path)
+    async with serving(ours, **{limit: 2}) as (server, address):
+        conns = [await connect_tcp(address, CATALOGUE, Client(), theirs) for _ in range(2)]
+        client = Client()
+        with pytest.raises(UnreachableError) as caught:
+            await connect_tcp(address, CATALOGUE, client, theirs)
+        assert caught.value.code == "wire.too_many_connections"
+        subject = "echo" if limit == "connections_max" else "127.0.0.1"
+        assert caught.value.message.startswith(f"{subject} has 2 connections")
+        assert (client.opened_count, client.reasons) == (0, [])
+        conns.pop().close("done")
+        await auntil(lambda: len(server.connections) < 2, "room")
+        assert await answers(address, theirs)
+        conns.pop().close("done")
