@@ -81,11 +81,6 @@ class BlockingClient:
         """The socket's descriptor, borrowed, to poll for the end of the connection."""
         return self._sock.fileno()
 
-    @property
-    def has_pending(self) -> bool:
-        """Whether a message that was already read waits for `receive`: no poll shows that."""
-        return bool(self._pending)
-
     def request(
         self, message: Message, fds: Sequence[OwnedFd] = (), timeout_s: float = REQUEST_TIMEOUT_S
     ) -> Reply:

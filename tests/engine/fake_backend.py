@@ -134,8 +134,8 @@ class Backend:
             if self.serving and self.listener is not None and not self.is_stuck:
                 waiting.append(self.listener.fileno())
             # What was read along with the frame before is announced by no descriptor.
-            ready, _, _ = select.select(waiting, [], [], 0 if self.channel.has_pending else pause_s)
-            if self.channel.has_pending or self.channel.fileno() in ready:
+            ready, _, _ = select.select(waiting, [], [], 0 if self.channel._pending else pause_s)
+            if self.channel._pending or self.channel.fileno() in ready:
                 self.answer(self.channel.receive())
             elif ready and not self.is_stuck:
                 self.accept()

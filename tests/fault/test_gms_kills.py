@@ -115,18 +115,3 @@ def test_no_death_loses_or_alters_a_committed_epoch(pod: Pod):
     for _ in range(KILLS):
         rng.choice([*deaths, pod.kill_server, pod.send_garbage])(rng)
         pod.check()
-
-
-@pytest.mark.slow
-def test_descriptors_do_not_leak_through_deaths(pod: Pod):
-    """Goal: no descriptor leaks. Method: after a garbage sender and dead writers the server has as
-    many descriptors as before."""
-    rng = random.Random(SEED)
-    pod.check()
-    until(lambda: len(pod.gms.status()["sessions"]) == READERS, "the newcomer to be gone")
-    before = pod.gms.status()["open_fds"]
-    for _ in range(5):
-        pod.send_garbage(rng)
-        pod.kill_writer(rng)
-    pod.check()
-    until(lambda: pod.gms.status()["open_fds"] <= before, "descriptors to be closed")

@@ -366,6 +366,8 @@ def test_holder_of_a_guard_is_named_and_a_look_at_it_takes_nothing(tmp_path: Pat
     guard.close()
     assert guard_holder(path) is None
     PathGuard(path, "up").close()
+    with pytest.raises(UnderstudyError, match=r"wire\.no_guard"):
+        PathGuard(str(tmp_path), "up")
 
 
 @pytest.mark.parametrize("name", ["echo.lock", "echo.sock"])
