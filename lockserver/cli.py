@@ -27,16 +27,16 @@ from plumbing.pod.cli import (
     show_status,
     watch_flag,
 )
-from plumbing.pod.models import model_names
+from plumbing.pod.models import ACTIVE, model_names
 from plumbing.pod.paths import DIRECTORY, lockserver_socket, runtime_dir
 from plumbing.service.config import Option, Resolved
 from plumbing.service.hosts import ALLOWED_HOST
 from plumbing.text import duration
+from plumbing.wire.tcp_address import TcpAddress
 
 if TYPE_CHECKING:
     from lockserver.messages import SwitchedOverMsg
     from plumbing.wire.tcp import Security
-    from plumbing.wire.tcp_address import TcpAddress
 
 # With less, one late heartbeat on a busy machine would cost the holder its lock.
 LEASE_MS_MIN, LEASE_MS_MAX = 200, 3_600_000
@@ -44,23 +44,20 @@ LEASE_MS_MIN, LEASE_MS_MAX = 200, 3_600_000
 DIR = Option("dir", str, DIRECTORY, "The directory that the pod's processes share.")
 
 
-def _tcp(text: str) -> TcpAddress:
-    from plumbing.wire.tcp_address import TcpAddress
-
-    return TcpAddress.parse(text)
-
-
-def _service(text: str) -> str:
-    from lockserver.server.service_socket import parse_service
-
-    return parse_service(text)
+def parse_service(text: str) -> str:
+    """`active=127.0.0.1:8000` → "127.0.0.1:8000"; ValueError says what is wrong."""
+    lock, _, address = text.partition("=")
+    host, _, port = address.rpartition(":")
+    if lock != ACTIVE or not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ValueError(f"it must be {ACTIVE}=HOST:PORT, such as {ACTIVE}=127.0.0.1:8000")
+    return address
 
 
 SERVE = (
     DIR,
     Option(
         "service",
-        _service,
+        parse_service,
         None,
         "active=HOST:PORT: the address that clients send requests to, through the gateway.",
     ),
@@ -94,7 +91,9 @@ SERVE = (
         3_000.0,
         "Time without a heartbeat after which an engine counts as silent.",
     ),
-    Option("listen", _tcp, None, "tcp://HOST:PORT to listen on for engines on other hosts."),
+    Option(
+        "listen", TcpAddress.parse, None, "tcp://HOST:PORT to listen on for engines on other hosts."
+    ),
     Option(
         "lease_ms",
         int,

@@ -20,7 +20,7 @@ def stat_file(path: str) -> os.stat_result | None:
     """The regular file at `path`, without opening it."""
     try:
         found = os.stat(path, follow_symlinks=False)
-    except (OSError, ValueError):
+    except OSError:
         return None
     return found if stat.S_ISREG(found.st_mode) else None
 
@@ -35,9 +35,6 @@ def opened(path: str) -> Iterator[int | None]:
     try:
         # O_NONBLOCK: a foreign fifo of that name must not block the server.
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except ValueError:  # a name from a peer with a NUL in it
-        yield None
-        return
     except OSError as error:
         if is_shortage(error):
             raise
@@ -67,7 +64,7 @@ def is_missing(path: str) -> bool:
     """Whether it is certain that no file has this name."""
     try:
         os.lstat(path)
-    except (FileNotFoundError, ValueError):
+    except FileNotFoundError:
         return True
     except OSError:
         return False

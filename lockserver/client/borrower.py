@@ -14,7 +14,7 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from lockserver.client.reconnect import NewestGrants, Reconnecting
+from lockserver.client.reconnect import NewestGrants, Reconnecting, ignore
 from lockserver.messages import CATALOGUE, BorrowMsg, GrantedMsg, IdleMsg, ServiceMsg, YieldMsg
 from lockserver.messages import Stage as Stage
 from plumbing.errors import RemoteError, UnderstudyError
@@ -24,10 +24,6 @@ from plumbing.wire.fds import OwnedFd
 from plumbing.wire.limits import CONNECT_DEADLINE_S
 from plumbing.wire.messages import FaultMsg, Message
 from plumbing.wire.sockets import no_descriptors
-
-
-def _ignore(*_: object) -> None:
-    """The default of every callback."""
 
 
 def _close(fd: OwnedFd, address: str) -> None:
@@ -52,12 +48,12 @@ class BorrowerCallbacks:
     """
 
     on_service: Callable[[OwnedFd, str], object] = _close
-    on_yield: Callable[[], object] = _ignore
-    on_granted: Callable[[str, str, int, str], object] = _ignore
-    on_idle: Callable[[str, str, bool], object] = _ignore
-    on_connected: Callable[[], object] = _ignore
-    on_lost: Callable[[str], object] = _ignore
-    on_refused: Callable[[UnderstudyError], object] = _ignore
+    on_yield: Callable[[], object] = ignore
+    on_granted: Callable[[str, str, int, str], object] = ignore
+    on_idle: Callable[[str, str, bool], object] = ignore
+    on_connected: Callable[[], object] = ignore
+    on_lost: Callable[[str], object] = ignore
+    on_refused: Callable[[UnderstudyError], object] = ignore
 
 
 class Borrower(Reconnecting):

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from lockserver.client.lease import DeadMan, LeaseWatch
-from lockserver.client.reconnect import HEARTBEAT_MS, NewestGrants, Reconnecting
+from lockserver.client.reconnect import HEARTBEAT_MS, NewestGrants, Reconnecting, ignore
 from lockserver.messages import (
     CATALOGUE,
     NO_ERA,
@@ -47,10 +47,6 @@ TCP_CONNECT_DEADLINE_S = 1.5
 FENCED = frozenset({ACTIVE})  # the locks that no engine may act on once its lease has expired
 
 
-def _ignore(*_: object) -> None:
-    """The default of every callback."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LockCallbacks:
     """What a `LockClient` calls, on its loop; none may block.
@@ -73,15 +69,15 @@ class LockCallbacks:
       that the tree is reaped, or the server is heard.
     """
 
-    on_granted: Callable[[str, str, int], object] = _ignore
-    on_leaving: Callable[[str, int], object] = _ignore
-    on_standby: Callable[[StandbyMsg], object] = _ignore
-    on_service: Callable[[str, str], object] = _ignore
-    on_connected: Callable[[], object] = _ignore
-    on_lost: Callable[[str], object] = _ignore
-    on_refused: Callable[[UnderstudyError], object] = _ignore
-    on_hand_over: Callable[[str, str, str, bool], object] = _ignore
-    on_lease_lost: Callable[[str], object] = _ignore
+    on_granted: Callable[[str, str, int], object] = ignore
+    on_leaving: Callable[[str, int], object] = ignore
+    on_standby: Callable[[StandbyMsg], object] = ignore
+    on_service: Callable[[str, str], object] = ignore
+    on_connected: Callable[[], object] = ignore
+    on_lost: Callable[[str], object] = ignore
+    on_refused: Callable[[UnderstudyError], object] = ignore
+    on_hand_over: Callable[[str, str, str, bool], object] = ignore
+    on_lease_lost: Callable[[str], object] = ignore
 
 
 class LockClient(Reconnecting):

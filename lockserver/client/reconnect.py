@@ -17,6 +17,10 @@ RETRY_MS_MAX = 500.0
 RETRY_GROWTH = 1.1  # a server is found again within a tenth of the time for which it was away
 
 
+def ignore(*_: object) -> None:
+    """The default of every callback."""
+
+
 async def keep_connected(
     connect: Callable[[], Awaitable[object]],
     ended: asyncio.Event,

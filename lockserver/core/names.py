@@ -37,13 +37,8 @@ class WitnessFile:
     ino: int
 
 
-@dataclass(frozen=True, slots=True)
-class ServingFile:
-    """A serving file as the server records it: its name in the directory, its device and inode."""
-
-    name: str
-    dev: int
-    ino: int
+class ServingFile(WitnessFile):
+    """A serving file, likewise."""
 
 
 def new_incarnation(engine: str) -> str:

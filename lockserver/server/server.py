@@ -99,11 +99,6 @@ class LockSettings:
     lease_margin_ms: float = MARGIN_MS
     models: tuple[str, ...] = ()  # each with locks of its own; none: one model without a name
 
-    @property
-    def kinds(self) -> dict[str, bool]:
-        """The locks, and whether each is fenced."""
-        return kinds_of(self.models)
-
 
 def room_for_connections() -> int:
     """How many connections there may be, so that this process never runs out of descriptors.
@@ -139,7 +134,7 @@ class LockServer:
         self.clock = clock or SystemClock()
         self.started = self.clock.wall()
         self.events = EventLog("lockserver", self.clock)
-        self.metrics = LockMetrics(tuple(settings.kinds))
+        self.metrics = LockMetrics(tuple(kinds_of(settings.models)))
         self.http_problem: Callable[[], str | None] = lambda: None
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.last_grants: deque[schema.LockLastGrant] = deque(maxlen=LAST_GRANTS)
@@ -211,12 +206,12 @@ class LockServer:
         is_remote = settings.listen is not None
         self.state = LockStateFile(
             settings.directory,
-            settings.kinds,
+            kinds := kinds_of(settings.models),
             models=settings.models,
             may_be_elsewhere=is_remote,
         )
         record = self.state.loaded.record
-        kinds = with_filed(settings.kinds, record)
+        kinds = with_filed(kinds, record)
         leases = Leases(
             clock.now_ms(),
             lease_ms=settings.lease_ms,
@@ -370,8 +365,9 @@ class LockServer:
         directory, file, state, serves = self.settings.directory, None, WitnessState.UNPROVEN, None
         if want.incarnation is not None and INCARNATION.fullmatch(want.incarnation):
             serves = serving.find(directory, want.incarnation)
-        if want.witness is not None and want.incarnation is not None and "/" not in want.witness:
-            file, state = witness.identify(os.path.join(directory, want.witness))
+            file, state = witness.identify(
+                os.path.join(directory, witness.name_of(want.incarnation))
+            )
         if state is WitnessState.UNSEEN:
             raise ProtocolError(
                 "lock.witness_unseen",

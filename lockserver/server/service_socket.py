@@ -149,15 +149,6 @@ class ServiceSocket:
         self.problem, self.is_taken = None, False
 
 
-def parse_service(text: str) -> str:
-    """`active=127.0.0.1:8000` → "127.0.0.1:8000"; ValueError says what is wrong."""
-    lock, _, address = text.partition("=")
-    host, _, port = address.rpartition(":")
-    if lock != ACTIVE or not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ValueError(f"it must be {ACTIVE}=HOST:PORT, such as {ACTIVE}=127.0.0.1:8000")
-    return address
-
-
 def _resolve(address: str) -> tuple[socket.AddressFamily, tuple[str, int]]:
     host, _, port = address.rpartition(":")
     try:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
 from typing import Any
 
 from msgspec import to_builtins
@@ -29,9 +28,8 @@ from lockserver.status.reasons import (
     NOBODY,
     RESUME,
     Here,
-    Process,
     Seen,
-    named,
+    evidence_of,
     since_ms,
     wait,
     waits_of,
@@ -40,7 +38,6 @@ from plumbing.errors import UnderstudyError, WaitTimeoutError
 from plumbing.pod.paths import lockserver_guard
 from plumbing.service import procfs
 from plumbing.service.clock import Clock, SystemClock, moment
-from plumbing.text import duration
 from plumbing.wire.connection import Connection
 
 SCHEMA = 1
@@ -156,15 +153,21 @@ def _look(lock: Lock, here: Here, now_ms: float) -> Seen:
     supervisor = machine.supervisors.get(holder.supervisor)
     is_silent = supervisor is not None and supervisor.is_silent
     is_suspect = lock.state is not LockState.HELD or is_silent
-    file, probe = witness.identify(os.path.join(here.directory, holder.witness.name))
+    is_same_file, probe = _look_at_witness(holder, here.directory)
     proof = holder.serving if lock.is_handed_over and holder.serving else holder.witness
     pid = supervisor.want.pid if is_suspect and supervisor is not None else 0
     return Seen(
-        is_same_file=file == holder.witness or probe is WitnessState.UNSEEN,
+        is_same_file=is_same_file,
         probe=probe,
         processes=processes_of(proof) if is_suspect else [],
         halted=procfs.halted(pid) if pid else None,
     )
+
+
+def _look_at_witness(holder: Holder, directory: str) -> tuple[bool, WitnessState]:
+    """Whether it is the file that was filed, as far as can be seen, and who holds it."""
+    file, probe = witness.identify(os.path.join(directory, holder.witness.name))
+    return file == holder.witness or probe is WitnessState.UNSEEN, probe
 
 
 def _strangers(lock: Lock, here: Here) -> dict[str, list[dict[str, Any]]]:
@@ -265,10 +268,11 @@ def offline(directory: str, silent: tuple[str, str] | None = None) -> dict[str, 
         if name in found.record.unknown:
             evidence = "the holder is not on file"
         if holder is not None:
-            state = _witness_state(directory, holder)
-            evidence, since_ms = _evidence(holder, state, processes), holder.since_mono_ms
+            is_same_file, probe = _look_at_witness(holder, directory)
+            seen = Seen(is_same_file, probe, processes)
+            evidence, since_ms = evidence_of(holder, seen), holder.since_mono_ms
             whose = (holder.engine, holder.incarnation, holder.token, None)
-            shown = _holder(holder, clock, witness=state)
+            shown = _holder(holder, clock, witness=str(probe if is_same_file else "unproven"))
         end = fix
         if holder is not None and holder.lease_ms is not None and silent is None:
             end = f"{start} the active engine stops before its lease expires"
@@ -300,18 +304,3 @@ def offline(directory: str, silent: tuple[str, str] | None = None) -> dict[str, 
         gateways=[],
         last_grants=[],
     )
-
-
-def _evidence(holder: Holder, state: str, processes: Sequence[Process]) -> str:
-    if holder.lease_ms is not None:
-        return f"it cannot renew its lease of {duration(holder.lease_ms)}"
-    if state == WitnessState.UNPROVEN:
-        return f"witness {holder.witness.name} is missing or was replaced: it proves nothing"
-    who = f" by {named(processes)}" if state == WitnessState.HELD else ""
-    return f"witness {holder.witness.name} is {state}{who}"
-
-
-def _witness_state(directory: str, holder: Holder) -> str:
-    file, probe = witness.identify(os.path.join(directory, holder.witness.name))
-    is_same = file == holder.witness or probe is WitnessState.UNSEEN
-    return str(probe if is_same else WitnessState.UNPROVEN)

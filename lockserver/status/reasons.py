@@ -198,7 +198,7 @@ def _holder_waits(lock: Lock, holder: Holder, here: Here, seen: Seen) -> Iterato
     supervisor = machine.supervisors.get(holder.supervisor)
     pid = (supervisor.want.pid or None) if supervisor is not None else None
     left_ms = machine.started_ms + machine.window_ms - now_ms
-    evidence = [_witness(holder, seen), _process(lock, supervisor, seen.halted)]
+    evidence = [evidence_of(holder, seen), _process(lock, supervisor, seen.halted)]
     words: dict[str, Any] = {
         "witness": holder.witness.name,
         "directory": here.directory,
@@ -248,7 +248,10 @@ def _holder_waits(lock: Lock, holder: Holder, here: Here, seen: Seen) -> Iterato
         yield found("unresponsive", supervisor.heard_ms)
 
 
-def _witness(holder: Holder, seen: Seen) -> str:
+def evidence_of(holder: Holder, seen: Seen) -> str:
+    """What its witness shows; without a server an engine over TCP has no other evidence."""
+    if holder.lease_ms is not None:
+        return f"it cannot renew its lease of {duration(holder.lease_ms)}"
     name = f"witness {holder.witness.name}"
     if not seen.is_same_file:
         alive = f"; {named(seen.processes)} had it open" if seen.processes else ""
@@ -367,7 +370,7 @@ def _nobody_asks_wait(lock: Lock, here: Here) -> LockWaitFields:
     machine, model = here.machine, model_of(lock.name)
     connected = [each for each in machine.supervisors.values() if each.conn is not None]
     evidence = [
-        f"{each.engine} ({_pid(each)}) "
+        f"{each.engine} ({requester(each.want.pid)}) "
         + ("has not launched" if each.incarnation is None else f"is preparing {each.incarnation}")
         for each in connected[:NAMED_MAX]
     ]
@@ -421,17 +424,15 @@ def named(processes: Sequence[Process]) -> str:
     )
 
 
-def _pid(supervisor: SupervisorRecord) -> str:
-    return f"pid {supervisor.want.pid}" if supervisor.want.pid else "pid not visible here"
-
-
 def _pidfd(supervisor: SupervisorRecord, halted: str | None = None) -> str:
     """What the kernel shows of a known supervisor; `halted`: what keeps it from running."""
     if supervisor.is_leased:
         return "over TCP: its lease counts instead of its processes"
     if not supervisor.has_process:
         return "no pidfd: the supervisor counts as alive while it is connected"
-    return f"its supervisor ({_pid(supervisor)}) is alive" + (f", {halted}" if halted else "")
+    return f"its supervisor ({requester(supervisor.want.pid)}) is alive" + (
+        f", {halted}" if halted else ""
+    )
 
 
 def kill_command(

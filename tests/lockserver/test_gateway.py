@@ -12,8 +12,9 @@ import sys
 
 import pytest
 
+from lockserver.cli import parse_service
 from lockserver.messages import CATALOGUE, BorrowMsg, Stage
-from lockserver.server.service_socket import ServiceSocket, parse_service
+from lockserver.server.service_socket import ServiceSocket
 from plumbing.errors import ProtocolError, RemoteError
 from plumbing.wire.blocking import BlockingClient
 from plumbing.wire.fds import OwnedFd, close_all
