@@ -54,12 +54,10 @@ class Prober:
 
     def _find_subject(self) -> object | None:
         """What is being tried; a change means that a new wait has begun."""
-        machine = self._machine
-        due = evidence.probes_due(machine.locks, machine.supervisors)
-        handed_over = evidence.handed_over(machine.locks)
-        is_scan = evidence.scan_is_due(machine.locks)
-        is_any = due or handed_over or is_scan
-        return (tuple(due), tuple(handed_over), is_scan) if is_any else None
+        locks = self._machine.locks
+        due = evidence.probes_due(locks, self._machine.supervisors), evidence.handed_over(locks)
+        is_scan = evidence.scan_is_due(locks)
+        return (*due, is_scan) if any(due) or is_scan else None
 
     def _look(self) -> None:
         self._timer = None

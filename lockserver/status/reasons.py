@@ -370,8 +370,7 @@ def _nobody_asks_wait(lock: Lock, here: Here) -> LockWaitFields:
     machine, model = here.machine, model_of(lock.name)
     connected = [each for each in machine.supervisors.values() if each.conn is not None]
     evidence = [
-        f"{each.engine} ({requester(each.want.pid)}) "
-        + ("has not launched" if each.incarnation is None else f"is preparing {each.incarnation}")
+        f"{each.engine} has not launched" if each.incarnation is None else f"{each.engine} prepares"
         for each in connected[:NAMED_MAX]
     ]
     end = f"start one: engine run --dir {here.directory}"
