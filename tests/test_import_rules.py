@@ -380,7 +380,7 @@ def test_the_package_alone_brings_what_it_imports_and_reads():
 # Lines of each package, at most; lowered after each step towards the budgets of `hack/volume.py`.
 LINES_MAX = {
     "plumbing": 6_680,
-    "lockserver": 6_920,
+    "lockserver": 6_870,
     "gms": 9_510,
     "engine": 18_304,
     "gateway": 8_320,
