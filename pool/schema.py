@@ -15,12 +15,8 @@ class PoolHolder(Schema):
 class PoolEngine(Schema):
     engine: Annotated[str, "an engine of the model"]
     shadow: Annotated[bool, "it stands by to take over from the other one"]
-    connected: Annotated[bool, "it has reported and is connected"]
     goal: Annotated[str | None, "its newest goal"]
-    state: Annotated[str | None, "its state"]
-    tier: Annotated[str | None, "how much of it is resident"]
-    token: Annotated[int | None, "token of its grant; 0: none"]
-    in_flight: Annotated[int | None, "its own count"]
+    state: Annotated[str | None, "its state; null: it is not connected"]
     problem: Annotated[str | None, "why it does not report, or is not at its goal"]
 
 

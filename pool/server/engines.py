@@ -43,13 +43,12 @@ class EngineSide:
         feed: Callable[[PoolEvent], None],
     ) -> None:
         """`models`: the engines of each."""
-        self._feed = feed
+        self.witnesses = WitnessWatch(directory, feed)
         self.links = {
-            engine: EngineLink(directory, engine, model, clock, self._said, self._lost)
+            engine: EngineLink(directory, engine, model, clock, feed, self.witnesses)
             for model, engines in models.items()
             for engine in engines
         }
-        self.witnesses = WitnessWatch(directory, feed)
 
     @property
     def problems(self) -> Iterator[str]:
@@ -95,19 +94,6 @@ class EngineSide:
         engine = incarnation.rpartition("-")[0]
         return engine if engine in self.links else None
 
-    def _said(self, link: EngineLink, am: EngineReportMsg, word: PoolWord) -> None:
-        engine = link.engine
-        if am.incarnation and word.witness is not None:
-            self.witnesses.keep(engine, am.incarnation, word.witness)
-        self.witnesses.trust(am.incarnation)
-        self.witnesses.suspect(engine, but=am.incarnation)
-        said = {**asdict(am), **asdict(word), "engine": engine, "goal_seen": word.generation}
-        self._feed(EngineSaid(**{name: said[name] for name in EngineSaid.__struct_fields__}))
-
-    def _lost(self, link: EngineLink) -> None:
-        self.witnesses.suspect(link.engine)
-        self._feed(EngineLost(link.engine))
-
 
 BY = "pool"  # who wants it, in the engine's status and events
 ANSWER_MS = 3_000.0  # a supervisor answers within a millisecond, and is never blocked
@@ -115,7 +101,7 @@ LOOK_MS, IDLE_LOOK_MS = 1_000.0, 10_000.0
 
 
 class EngineLink(KeptLink):
-    """`on_said(link, am, word)` and `on_lost(link)` are called on the loop."""
+    """`feed` gets its reports, and that it is lost; `witnesses` their evidence."""
 
     def __init__(
         self,
@@ -123,13 +109,13 @@ class EngineLink(KeptLink):
         engine: str,
         model: str,
         clock: Clock,
-        on_said: Callable[[EngineLink, EngineReportMsg, PoolWord], None],
-        on_lost: Callable[[EngineLink], None],
+        feed: Callable[[PoolEvent], None],
+        witnesses: WitnessWatch,
     ) -> None:
         super().__init__(engine_socket(directory, engine), GOAL_CATALOGUE)
         self.engine, self.model, self._clock = engine, model, clock
+        self._feed, self._witnesses = feed, witnesses
         self.said: EngineReportMsg | None = None  # its last word, while it is connected
-        self._on_said, self._on_lost = on_said, on_lost
         self._goal = SetGoalMsg()
         self._asked_ms: float | None = None  # since when an answer is due
         self._heard_ms = 0.0
@@ -177,7 +163,8 @@ class EngineLink(KeptLink):
         was_heard = self.said is not None
         self.said = self._asked_ms = None
         if was_heard:
-            self._on_lost(self)
+            self._witnesses.suspect(self.engine)
+            self._feed(EngineLost(self.engine))
 
     def refused(self, error: FaultMsg, request_id: int) -> None:
         self._answered(request_id)
@@ -192,9 +179,18 @@ class EngineLink(KeptLink):
         match message:
             case EngineReportMsg(pool=PoolWord() as word) if word.model == self.model:
                 self.said, self.problem = message, message.fault or None
-                self._on_said(self, message, word)
+                self._report(message, word)
             case EngineReportMsg():
                 found = f"model {message.pool.model}" if message.pool else "no model's name"
                 self.problem = f"it runs with {found}; start it with --model-name {self.model}"
             case _:
                 raise ProtocolError("pool.not_an_answer", f"engines do not send {message.TYPE}")
+
+    def _report(self, am: EngineReportMsg, word: PoolWord) -> None:
+        engine, witnesses = self.engine, self._witnesses
+        if am.incarnation and word.witness is not None:
+            witnesses.keep(engine, am.incarnation, word.witness)
+        witnesses.trust(am.incarnation)
+        witnesses.suspect(engine, but=am.incarnation)
+        said = {**asdict(am), **asdict(word), "engine": engine, "goal_seen": word.generation}
+        self._feed(EngineSaid(**{name: said[name] for name in EngineSaid.__struct_fields__}))

@@ -39,7 +39,7 @@ from pool.schema import (
     PoolPlan,
     PoolStatus,
 )
-from pool.server.engines import EngineSide
+from pool.server.engines import EngineLink, EngineSide
 from pool.server.gateways import PoolGateways
 from pool.server.leases import LeaseDesk
 from pool.server.locks import PoolLockSide
@@ -166,7 +166,7 @@ def _model(server: PoolParts, model: Model) -> PoolModel:
         in_flight=facts.demand.in_flight(model.name),
         door={"number": told.number, **(msgspec.to_builtins(told.door) if told.door else {})},
         holder=None if holder is None else PoolHolder(holder.engine, holder.token),
-        engines=[_engine(server, model, each.name) for each in model.engines],
+        engines=[_engine(server.engines.links[each.name], model) for each in model.engines],
         bytes=booked,
         estimated=sizes is None or sizes.is_estimated,
         sizes=None
@@ -199,20 +199,10 @@ def _rounded(spent_ms: float | None) -> int | None:
     return None if spent_ms is None or math.isinf(spent_ms) else round(spent_ms)
 
 
-def _engine(server: PoolParts, model: Model, name: str) -> PoolEngine:
-    link = server.engines.links[name]
-    said = link.said
-    return PoolEngine(
-        engine=link.engine,
-        shadow=name != model.main().name,
-        connected=said is not None,
-        goal=link.goal,
-        state=said.state if said is not None else None,
-        tier=said.tier if said is not None else None,
-        token=said.token if said is not None else None,
-        in_flight=said.in_flight if said is not None else None,
-        problem=link.problem,
-    )
+def _engine(link: EngineLink, model: Model) -> PoolEngine:
+    state = link.said.state if link.said is not None else None
+    is_shadow = link.engine != model.main().name
+    return PoolEngine(link.engine, is_shadow, link.goal, state, link.problem)
 
 
 def plan(server: PoolParts) -> list[PoolPlan]:
