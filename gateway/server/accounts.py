@@ -30,8 +30,6 @@ from plumbing.gateway_protocol import Continuation
 access_logger = logging.getLogger("gateway.access")
 
 PATH_CHARS_MAX = 256  # of a path in the access log
-EXPIRED = ("pool.not_awake", "pool.busy", "gateway.park_timeout")
-CUT = "pool.cut"
 
 
 # Told of what happens, for the event log: its type, a sentence, its severity, data. No bodies, no
@@ -74,6 +72,18 @@ class PoolOutcome(StrEnum):
     REFUSED = "refused"  # at once: the queue is full, the model does not fit or has failed
     CUT = "cut"  # its model yielded, and the answer could not be parked
     LOST = "lost"  # its answer broke off
+
+
+OUTCOME_BY_CODE = {
+    **dict.fromkeys(("pool.not_awake", "pool.busy", "gateway.park_timeout"), PoolOutcome.EXPIRED),
+    "pool.cut": PoolOutcome.CUT,
+}
+OUTCOME_BY_ENDING = {
+    Ending.WHOLE: PoolOutcome.ANSWERED,
+    Ending.CLIENT_GONE: PoolOutcome.CANCELLED,
+    Ending.REFUSED: PoolOutcome.REFUSED,
+    Ending.BROKEN: PoolOutcome.LOST,
+}
 
 
 class Accounts:
@@ -142,7 +152,8 @@ class Accounts:
         """`request` is over; the record was noted."""
         self.requests[record.ending.value, request.continuation] += 1
         if request.model:
-            self.models[request.model, outcome_of(record)] += 1
+            outcome = OUTCOME_BY_CODE.get(record.code) or OUTCOME_BY_ENDING[record.ending]
+            self.models[request.model, outcome] += 1
         if self._spans is not None:
             self._spans.ended(request, record, now_ms - request.came_ms)
         if not self._has_access_log:
@@ -202,19 +213,6 @@ class Accounts:
 
     def _tell(self, kind: str, message: str, severity: str = "info", **data: object) -> None:
         self._tell_of(f"gateway.{kind}", message, severity, data)
-
-
-def outcome_of(record: RequestEnded) -> PoolOutcome:
-    match record.ending:
-        case Ending.WHOLE:
-            return PoolOutcome.ANSWERED
-        case Ending.CLIENT_GONE:
-            return PoolOutcome.CANCELLED
-    if record.code == CUT:
-        return PoolOutcome.CUT
-    if record.code in EXPIRED:
-        return PoolOutcome.EXPIRED
-    return PoolOutcome.REFUSED if record.ending is Ending.REFUSED else PoolOutcome.LOST
 
 
 def _many(count: int, what: str) -> str:

@@ -249,7 +249,8 @@ Scenario = Callable[..., Awaitable[None]]
 
 def scene(**settings: Any) -> Callable[[Scenario], Callable[..., None]]:
     """A test that is `async def test(bench, …)`: it runs with a listener of these settings, on a
-    loop of its own. `sweep_s`: how often it sweeps; other parameters of the test are fixtures."""
+    loop of its own. A setting may be a function of the test's directory, which makes a file there.
+    `sweep_s`: how often it sweeps; other parameters of the test are fixtures."""
     sweep_s = settings.pop("sweep_s", exchange_module.SWEEP_S)
 
     def decorate(scenario: Scenario) -> Callable[..., None]:
@@ -260,8 +261,13 @@ def scene(**settings: Any) -> Callable[[Scenario], Callable[..., None]]:
         def test(**given: Any) -> None:
             directory = given["tmp_path"] if not own else given.pop("tmp_path")
 
+            found = {
+                name: value(directory) if callable(value) else value
+                for name, value in settings.items()
+            }
+
             async def whole() -> None:
-                async with bench(str(directory), **settings) as made:
+                async with bench(str(directory), **found) as made:
                     await scenario(made, **given)
 
             with mock.patch.object(exchange_module, "SWEEP_S", sweep_s):
@@ -276,13 +282,3 @@ def scene(**settings: Any) -> Callable[[Scenario], Callable[..., None]]:
 
 
 _TMP_PATH = inspect.Parameter("tmp_path", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-
-
-def with_bench(directory: Any, scenario: Scenario, **settings: Any) -> None:
-    """Run `scenario` with a listener of these settings, which are known in the test only."""
-
-    async def test() -> None:
-        async with bench(str(directory), **settings) as made:
-            await scenario(made)
-
-    run(test)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
+from pathlib import Path
 
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
@@ -17,7 +17,7 @@ from gateway.core.events import DoorSet, NobodyGranted
 from gateway.server import endpoints
 from gateway.server.endpoints import RequestLoad, page_of
 from pool.core.events import RefusedDoor
-from tests.gateway.server.harness import CHAT, Answer, Bench, scene, with_bench
+from tests.gateway.server.harness import CHAT, Answer, Bench, scene
 from tests.gateway.server.test_models import LANES, models_scene
 from tests.gateway.stub_engine import StubReply, StubRequest
 from tests.helpers import auntil
@@ -176,36 +176,34 @@ async def test_an_engine_that_does_not_give_its_page_delays_it_only_so_long(benc
     client.close()
 
 
-def test_the_four_need_no_key_as_with_vllm(tmp_path):
-    keys = tmp_path / "keys"
-    keys.write_text("secret\n")
-    os.chmod(keys, 0o600)
+def file_of_keys(directory: Path) -> str:
+    (directory / "keys").write_text("secret\n")
+    return str(directory / "keys")
 
-    async def scenario(bench: Bench) -> None:
-        await bench.active()
-        assert await health(bench) == 200
-        assert version(await bench.once("/version")) == "0.32.0"
-        assert len(await gauges(bench)) == 1
-        guarded = (
-            *(("/v1/models", None), ("/metrics", b"{}"), ("/health", b""), ("/metrics/", None)),
-            *(
-                ("/ping", b"a" * 5000),
-                ("/m/chat/metrics", b"{}"),
-                ("/m/chat/v1/models", None),
-                ("/m%2Fa/health", None),
-            ),
-        )
-        for path, document in guarded:
-            assert (await bench.once(path, document)).status == 401, path
 
-    async def in_a_pool(bench: Bench) -> None:
-        assert await gauges(bench, "/m/chat/metrics") == {("chat", "0"): [0.0] * 3}
-        assert await health(bench, "/m/chat") == 503
-        assert version(await bench.once("/m/chat/version")) is None
-        assert (await bench.once("/m/chat/status")).status == 401
+GUARDED = [
+    *(("/v1/models", None), ("/metrics", b"{}"), ("/health", b""), ("/metrics/", None)),
+    *(("/ping", b"a" * 5000), ("/m/chat/metrics", b"{}"), ("/m/chat/v1/models", None)),
+    ("/m%2Fa/health", None),
+]
 
-    with_bench(tmp_path, scenario, api_keys=str(keys))
-    with_bench(tmp_path, in_a_pool, api_keys=str(keys), lanes=LANES)
+
+@scene(api_keys=file_of_keys)
+async def test_the_four_need_no_key_as_with_vllm(bench):
+    await bench.active()
+    assert await health(bench) == 200
+    assert version(await bench.once("/version")) == "0.32.0"
+    assert len(await gauges(bench)) == 1
+    for path, document in GUARDED:
+        assert (await bench.once(path, document)).status == 401, path
+
+
+@scene(api_keys=file_of_keys, lanes=LANES)
+async def test_the_four_of_a_model_need_no_key(bench):
+    assert await gauges(bench, "/m/chat/metrics") == {("chat", "0"): [0.0] * 3}
+    assert await health(bench, "/m/chat") == 503
+    assert version(await bench.once("/m/chat/version")) is None
+    assert (await bench.once("/m/chat/status")).status == 401
 
 
 @models_scene()

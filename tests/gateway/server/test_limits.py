@@ -6,11 +6,12 @@ Method: real sockets, a real limit of descriptors, real certificates.
 import logging
 import os
 import ssl
+from pathlib import Path
 
 import pytest
 
 from gateway.server import client as listener
-from tests.gateway.server.harness import CHAT, scene, with_bench
+from tests.gateway.server.harness import CHAT, scene
 from tests.helpers import auntil, descriptors_below, open_fds
 from tests.plumbing.wire.certificates import Authority
 
@@ -78,90 +79,90 @@ async def test_accepting_without_descriptors_waits_and_retries(bench):
     assert (await late.answer()).status == 200
 
 
-def test_api_keys(tmp_path, monkeypatch):
+def file_of_keys(directory):
+    (directory / "keys").write_text("first\n\n  second  \n")
+    return str(directory / "keys")
+
+
+@scene(api_keys=file_of_keys, sweep_s=0.01)
+async def test_api_keys(bench):
     """Goal: who has no key gets a 401 in OpenAI's form before the body is read, keys can be
     changed while it runs, and a bad file changes nothing."""
     import openai  # two seconds, which every collection of tests would take
 
-    monkeypatch.setattr("gateway.server.exchange.SWEEP_S", 0.01)
-    keys = tmp_path / "keys"
-    keys.write_text("first\n\n  second  \n")
+    engine, keys = await bench.active(), Path(bench.directory, "keys")
+    url = f"http://127.0.0.1:{bench.port}/v1"
 
-    async def scenario(bench):
-        engine = await bench.active()
-        url = f"http://127.0.0.1:{bench.port}/v1"
+    async def ask(key):
+        async with openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0) as client:
+            await client.chat.completions.create(model="stub", messages=[])
 
-        async def ask(key):
-            async with openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0) as client:
-                await client.chat.completions.create(model="stub", messages=[])
-
-        for key in ("first", "second"):
-            await ask(key)
-        assert "authorization" not in engine.requests[-1].headers
-        for key in ("third", "firs", "firstsecond"):
-            with pytest.raises(openai.AuthenticationError):
-                await ask(key)
-        client = await bench.client()
-        client.send(b"POST / HTTP/1.1\r\nContent-Length: 10\r\nAuthorization: Basic x\r\n\r\n")
-        answer = await client.answer()
-        assert (answer.status, answer.error()["code"]) == (401, "invalid_api_key")
-
-        keys.write_text("third\n")
-        await auntil(lambda: bench.exchange.keys.knows(b"third"), "the keys to be read")
-        await ask("third")
+    for key in ("first", "second"):
+        await ask(key)
+    assert "authorization" not in engine.requests[-1].headers
+    for key in ("third", "firs", "firstsecond"):
         with pytest.raises(openai.AuthenticationError):
-            await ask("first")
-        keys.write_text("\n")
-        await auntil(lambda: bench.exchange.problem, "the problem to be shown")
-        await ask("third")
-        keys.write_text("fourth\n")
-        await auntil(lambda: bench.exchange.problem is None, "the problem to end")
-        await ask("fourth")
+            await ask(key)
+    client = await bench.client()
+    client.send(b"POST / HTTP/1.1\r\nContent-Length: 10\r\nAuthorization: Basic x\r\n\r\n")
+    answer = await client.answer()
+    assert (answer.status, answer.error()["code"]) == (401, "invalid_api_key")
 
-    with_bench(tmp_path, scenario, api_keys=str(keys))
+    keys.write_text("third\n")
+    await auntil(lambda: bench.exchange.keys.knows(b"third"), "the keys to be read")
+    await ask("third")
+    with pytest.raises(openai.AuthenticationError):
+        await ask("first")
+    keys.write_text("\n")
+    await auntil(lambda: bench.exchange.problem, "the problem to be shown")
+    await ask("third")
+    keys.write_text("fourth\n")
+    await auntil(lambda: bench.exchange.problem is None, "the problem to end")
+    await ask("fourth")
 
 
-def test_tls(tmp_path, monkeypatch):
+@pytest.fixture
+def authority(tmp_path):
+    """It has issued the certificate of `test_tls`."""
+    found = Authority(tmp_path)
+    found.issue("first", file="pod")
+    return found
+
+
+@scene(
+    tls_cert=lambda path: f"{path}/pod.pem", tls_key=lambda path: f"{path}/pod.key", sweep_s=0.01
+)
+async def test_tls(bench, authority):
     """Goal: a stream over TLS, plain HTTP gets nothing, and a renewed certificate is used."""
-    monkeypatch.setattr("gateway.server.exchange.SWEEP_S", 0.01)
-    authority = Authority(tmp_path)
-    pair = authority.issue("first", file="pod")
+    await bench.active()
 
-    async def scenario(bench):
-        await bench.active()
+    async def ask():
+        client = await bench.client(ssl=ssl.create_default_context(cafile=authority.path))
+        client.ask(CHAT, STREAM)
+        answer = await client.answer()
+        assert answer.is_whole
+        assert answer.body.endswith(b"data: [DONE]\n\n")
+        return dict(each[0] for each in client.writer.get_extra_info("peercert")["subject"])
 
-        async def ask():
-            context = ssl.create_default_context(cafile=pair.ca)
-            client = await bench.client(ssl=context)
-            client.ask(CHAT, STREAM)
-            answer = await client.answer()
-            assert answer.is_whole
-            assert answer.body.endswith(b"data: [DONE]\n\n")
-            return dict(each[0] for each in client.writer.get_extra_info("peercert")["subject"])
-
-        assert await ask() == {"commonName": "first"}
-        plain = await bench.client()
-        plain.ask("/v1/models")
-        assert b"200" not in await plain.rest()
-        seen = bench.exchange.certificate._seen
-        authority.issue("renewed", file="pod")
-        await auntil(lambda: bench.exchange.certificate._seen != seen, "it to be read")
-        await auntil(lambda: bench.exchange.problem is None, "both files to fit")
-        assert await ask() == {"commonName": "renewed"}
-
-    with_bench(tmp_path, scenario, tls_cert=pair.cert, tls_key=pair.key)
+    assert await ask() == {"commonName": "first"}
+    plain = await bench.client()
+    plain.ask("/v1/models")
+    assert b"200" not in await plain.rest()
+    seen = bench.exchange.certificate._seen
+    authority.issue("renewed", file="pod")
+    await auntil(lambda: bench.exchange.certificate._seen != seen, "it to be read")
+    await auntil(lambda: bench.exchange.problem is None, "both files to fit")
+    assert await ask() == {"commonName": "renewed"}
 
 
-def test_the_access_log_has_no_users_text(tmp_path, caplog):
+@scene(access_log=True)
+async def test_the_access_log_has_no_users_text(bench, caplog):
     """Goal: one line for each request, without bodies, queries or keys."""
     caplog.set_level(logging.INFO, logger="gateway.access")
 
-    async def scenario(bench):
-        await bench.active()
-        await bench.once(CHAT + "?secret=1", {"prompt": "secret"}, Authorization="Bearer secret")
-        await bench.once("/understudy/secret")
-
-    with_bench(tmp_path, scenario, access_log=True)
+    await bench.active()
+    await bench.once(CHAT + "?secret=1", {"prompt": "secret"}, Authorization="Bearer secret")
+    await bench.once("/understudy/secret")
     # On a busy machine the loop's debug mode warns of a step that took long.
     records = [each for each in caplog.records if each.name == "gateway.access"]
     answered, refused = [record.getMessage() for record in records]

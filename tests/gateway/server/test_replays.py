@@ -9,7 +9,7 @@ import pytest
 from gateway.core.client_request import Attempt
 from gateway.server import upstream
 from gateway.server import upstream as upstream_owner
-from tests.gateway.server.harness import CHAT, with_bench
+from tests.gateway.server.harness import CHAT, scene
 from tests.gateway.stub_engine import text_of
 
 TOKENS = 1500
@@ -43,29 +43,27 @@ async def count_turns(counts):
 
 @pytest.mark.parametrize("chunk_tokens", [1, 40])
 @pytest.mark.parametrize("keeps_alive", [False, True])
-def test_long_replays_are_read_in_slices_and_in_turns(
-    tmp_path, groups_a_turn, chunk_tokens, keeps_alive
+@scene()
+async def test_long_replays_are_read_in_slices_and_in_turns(
+    bench, groups_a_turn, chunk_tokens, keeps_alive
 ):
-    async def scenario(bench):
-        dying = await bench.active(cut_after_groups=TOKENS - 100)
-        clients = [await bench.client() for _ in range(STREAMS)]
-        for client in clients:
-            client.ask(CHAT, ASKED)
-        answers = [asyncio.ensure_future(client.answer()) for client in clients]
-        await dying.died.wait()
-        turns = asyncio.ensure_future(count_turns(groups_a_turn))
-        successor = await bench.engine(
-            "engine-1", 2, chunk_tokens=chunk_tokens, keeps_alive=keeps_alive
-        )
-        await bench.grant(successor)
-        for answer in await asyncio.gather(*answers):
-            assert answer.is_whole
-            assert answer.text() == WANTED
-        turns.cancel()
-        accepted = successor.accepted
-        assert (await bench.once(CHAT, ASKED)).text() == WANTED
-        assert successor.accepted == accepted + (not keeps_alive)
-
-    with_bench(tmp_path, scenario)
+    dying = await bench.active(cut_after_groups=TOKENS - 100)
+    clients = [await bench.client() for _ in range(STREAMS)]
+    for client in clients:
+        client.ask(CHAT, ASKED)
+    answers = [asyncio.ensure_future(client.answer()) for client in clients]
+    await dying.died.wait()
+    turns = asyncio.ensure_future(count_turns(groups_a_turn))
+    successor = await bench.engine(
+        "engine-1", 2, chunk_tokens=chunk_tokens, keeps_alive=keeps_alive
+    )
+    await bench.grant(successor)
+    for answer in await asyncio.gather(*answers):
+        assert answer.is_whole
+        assert answer.text() == WANTED
+    turns.cancel()
+    accepted = successor.accepted
+    assert (await bench.once(CHAT, ASKED)).text() == WANTED
+    assert successor.accepted == accepted + (not keeps_alive)
     assert sum(groups_a_turn) > STREAMS * (TOKENS - 100) // chunk_tokens // 2
     assert max(groups_a_turn) <= SLICE_BYTES // 100 + 1

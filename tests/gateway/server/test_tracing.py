@@ -7,8 +7,9 @@ import pytest
 from gateway.server import tracing
 from gateway.server.tracing import RequestSpans
 from plumbing.errors import UsageError
-from tests.gateway.server.harness import CHAT, with_bench
+from tests.gateway.server.harness import CHAT, scene
 from tests.gateway.server.test_streams import ASKED, assert_whole
+from tests.helpers import auntil
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
@@ -28,32 +29,27 @@ def exporter():
 
 
 @pytest.mark.parametrize("of_all", [False, True], ids=["pauses", "requests"])
-def test_a_span_continues_the_clients_trace_and_a_pause_is_in_it(
-    tmp_path, monkeypatch, exporter, of_all
-):
+@scene()
+async def test_a_span_continues_the_clients_trace_and_a_pause_is_in_it(bench, exporter, of_all):
     """Method: the SDK's in-memory exporter; a stream whose engine dies, and one that nothing
     happens to."""
-    spans = RequestSpans(exporter.provider, of_all=of_all)
-    monkeypatch.setattr("gateway.server.exchange.open_spans", lambda mode: spans)
-
-    async def scenario(bench):
-        first = await bench.active(cut_after_groups=2)
-        second = await bench.engine("engine-1", 2)
-        client = await bench.client()
-        client.ask(
-            CHAT + "?secret=1",
-            {**ASKED, "messages": ["secret"]},
-            Traceparent=f"00-{TRACE}-{PARENT}-01",
-            Tracestate="vendor=1",
-        )
-        await first.died.wait()
-        await bench.grant(second)
-        answer = await client.answer()
-        assert answer.is_whole
-        assert second.requests[0].headers["traceparent"] == f"00-{TRACE}-{PARENT}-01"
-        assert_whole(await bench.once(CHAT, ASKED))
-
-    with_bench(tmp_path, scenario)
+    spans = bench.exchange.accounts._spans = RequestSpans(exporter.provider, of_all=of_all)
+    first = await bench.active(cut_after_groups=2)
+    second = await bench.engine("engine-1", 2)
+    client = await bench.client()
+    client.ask(
+        CHAT + "?secret=1",
+        {**ASKED, "messages": ["secret"]},
+        Traceparent=f"00-{TRACE}-{PARENT}-01",
+        Tracestate="vendor=1",
+    )
+    await first.died.wait()
+    await bench.grant(second)
+    answer = await client.answer()
+    assert answer.is_whole
+    assert second.requests[0].headers["traceparent"] == f"00-{TRACE}-{PARENT}-01"
+    assert_whole(await bench.once(CHAT, ASKED))
+    await auntil(lambda: not bench.load.in_flight, "both to end")
     paused, *others = exporter.get_finished_spans()
     assert len(others) == of_all
     assert f"{paused.context.trace_id:032x}" == TRACE
