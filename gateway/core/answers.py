@@ -14,18 +14,7 @@ from pool.core.events import RefusedDoor
 
 RETRY_AFTER_S = 1  # as the lock server's own 503
 BUSY = (429, 503)  # of answers after which a retry helps
-KINDS = {
-    **dict.fromkeys((400, 404, 405, 408, 413, 431, 501, 505), "invalid_request_error"),
-    401: "authentication_error",
-    429: "rate_limit_error",
-    503: "service_unavailable",
-}
-ANTHROPIC_KINDS = {
-    400: "invalid_request_error",
-    404: "not_found_error",
-    429: "overloaded_error",
-    503: "overloaded_error",
-}
+KINDS = {401: "authentication_error", 429: "rate_limit_error", 503: "service_unavailable"}
 
 
 class Failure(NamedTuple):
@@ -137,11 +126,11 @@ def error_event(failure: Failure, path: str) -> bytes:
 
 
 def _error(failure: Failure, path: str) -> dict[str, object]:
+    other = "invalid_request_error" if failure.status < 500 else "gateway_error"
+    kind = KINDS.get(failure.status, other)
     if _is_anthropic(path):
-        kind = ANTHROPIC_KINDS.get(failure.status, "api_error")
         text = f"{failure.message} [{failure.code}]"
         return {"type": "error", "error": {"type": kind, "message": text}}
-    kind = KINDS.get(failure.status, "gateway_error")
     said = {"message": failure.message, "type": kind, "param": None, "code": failure.code}
     return {"error": said}
 
