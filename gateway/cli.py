@@ -197,16 +197,14 @@ def _service(document: Document, now: datetime) -> str:
 
 
 def _engine(document: Document) -> str:
-    found, grant, idle = document["upstream"], document["grant"], document["idle"]
+    found, idle = document["upstream"], document["idle"]
     if idle is not None:
         return f"none for {duration(idle['for_ms'])}: {idle['reason']}"
-    if grant is None:
+    if found is None:
         return "none was granted the lock yet"
-    text = f"{grant['engine']}  token {grant['token']}  for {duration(grant['for_ms'])}"
+    text = f"{found['engine']}  token {found['token']}  for {duration(found['for_ms'])}"
     if document["rest"]["door"] == "shut":
         return f"{text}  {_rest(document['rest'])}"
-    if found is None:
-        return text
     if found["continuation"]:
         text += f"  streams: {found['continuation']}"
     if found["continuation_id"]:

@@ -25,6 +25,8 @@ class GatewayService(Schema):
 class GatewayUpstream(Schema):
     engine: Annotated[str, "its id"]
     token: Annotated[int, "the token of its grant"]
+    since: Annotated[Time, "when the gateway heard of it"]
+    for_ms: Annotated[float, "time since then"]
     is_connected: Annotated[bool, "whether it has answered under that grant"]
     continuation_id: Annotated[
         str, "equal in engines that continue each other's streams; empty: unknown"
@@ -41,14 +43,6 @@ class GatewayLockServer(Schema):
     connected: Annotated[bool, "the lock server is connected and serves this gateway"]
     since: Annotated[Time, "since when it is, or is not"]
     problem: Annotated[str | None, "why it is not"]
-
-
-class GatewayGrant(Schema):
-    engine: Annotated[str, "the engine that was granted the lock"]
-    token: Annotated[int, "the token"]
-    era: Annotated[str, "tokens are compared within an era only"]
-    since: Annotated[Time, "when the gateway heard of it"]
-    for_ms: Annotated[float, "time since then"]
 
 
 class GatewayIdle(Schema):
@@ -155,7 +149,6 @@ class GatewayStatus(Schema):
     ]
     upstream: Annotated[GatewayUpstream | None, "the engine that requests go to; null without one"]
     lock_server: GatewayLockServer
-    grant: Annotated[GatewayGrant | None, "the newest grant; null before the first"]
     idle: Annotated[GatewayIdle | None, "no engine is known to serve; null if one is"]
     rest: GatewayRest
     pool: Annotated[

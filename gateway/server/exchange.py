@@ -49,6 +49,7 @@ from gateway.server.tracing import open_spans
 from gateway.server.upstream import IdleConnections, ReplayTurns, Upstream
 from plumbing.pod.paths import engine_http_socket, engine_queue
 from plumbing.pod.queue_page import QueueReader, attempt_name
+from plumbing.service.clock import SystemClock, moment
 from plumbing.wire.fds import OwnedFd
 from pool.core.events import ModelDemand
 from pool.messages import PooledModel
@@ -233,13 +234,16 @@ class GatewayExchange:
         if lane is None or lane.target.grant is None or not lane.target.is_granted:
             return None
         grant, hello = lane.target.grant, lane.target.hello
-        found = GatewayUpstream(
-            grant.engine, grant.token, hello is not None, "", None, lane.waits_for or None
+        problem = (lane.waits_for or None) if hello is None else hello.problem
+        return GatewayUpstream(
+            engine=grant.engine,
+            token=grant.token,
+            **moment(lane.target.granted_ms, SystemClock()),
+            is_connected=hello is not None,
+            continuation_id="" if hello is None else hello.continuation_id,
+            continuation=None if hello is None else hello.continuation,
+            problem=problem and problem[:PROBLEM_CHARS_MAX],
         )
-        if hello is not None:
-            found.continuation_id, found.continuation = hello.continuation_id, hello.continuation
-            found.problem = hello.problem and hello.problem[:PROBLEM_CHARS_MAX]
-        return found
 
     @property
     def quiet_ms(self) -> float:

@@ -57,7 +57,6 @@ def document(gateway: GatewayParts) -> dict[str, Any]:
 def status(gateway: GatewayParts) -> doc.GatewayStatus:
     exchange, lock, settings = gateway.exchange, gateway.lock, gateway.settings
     upstream, target = exchange.upstream(), gateway.target
-    grant = None if target is None else target.grant
     idle = None if target is None else target.idle
     return doc.GatewayStatus(
         schema=SCHEMA,
@@ -79,11 +78,6 @@ def status(gateway: GatewayParts) -> doc.GatewayStatus:
         upstream=upstream,
         lock_server=doc.GatewayLockServer(
             lock.is_served, _since(gateway, lock.changed_ms), lock.outage
-        ),
-        grant=None
-        if grant is None or target is None
-        else doc.GatewayGrant(
-            grant.engine, grant.token, grant.era, **moment(target.granted_ms, gateway.clock)
         ),
         idle=None
         if idle is None or target is None

@@ -18,6 +18,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from plumbing import gateway_protocol as hop
 from plumbing.gateway_protocol import Continuation, Hello, Journal
 
@@ -113,6 +115,7 @@ class StubEngine:
     cut_bytes: int = 0
     hold_after_groups: int | None = None  # wait for `released`
     keeps_alive: bool = False  # serve one request after the other on a connection
+    says: dict[str, Any] = field(default_factory=dict)  # in its hello, in place of what is true
     routes: dict[str, Route] = field(default_factory=dict)
     requests: list[StubRequest] = field(default_factory=list)
     accepted: int = 0  # connections, with those for a hello
@@ -228,7 +231,7 @@ class StubEngine:
             version=self.version,
             backend_version="0.32.0",
         )
-        body = json.dumps(hop_json(hello)).encode()
+        body = json.dumps(msgspec.to_builtins(hello) | self.says).encode()
         reply.head(length=len(body))
         reply.write(body)
         await reply.writer.drain()
@@ -270,10 +273,6 @@ class StubEngine:
         reply.write(last_events(request) + hop.END)
         reply.end()
         await reply.writer.drain()
-
-
-def hop_json(hello: Hello) -> dict[str, Any]:
-    return {name: getattr(hello, name) for name in hello.__struct_fields__}
 
 
 def tokens_max(request: StubRequest) -> int:

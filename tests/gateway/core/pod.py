@@ -83,42 +83,37 @@ class Upstream:
 class Pod:
     """Engines are named by their tokens: e1 holds token 1. One at a time is alive and granted."""
 
+    is_alive = misspells = _is_ticking = False
+    tells_breaks = True  # connections of a dead engine are seen to break
+    token = deaths = resuming_max = 0
+    refusals, refused_with = 0, 503  # so many resumes are answered with it first
+    continuation_id, continuation = "c" * 16, Continuation.EXACT
+    queued: frozenset[int] = frozenset()  # of the engine that died last
+    now_ms = 0.0
+
     def __init__(
         self,
         seed: int,
         rules: ev.GatewayRules | None = None,
         *,
         slots: int | None = None,
-        **options: object,
+        fixes_ids: bool = False,
+        step_ms: float = 5.0,
     ) -> None:
         self.rng = random.Random(seed)
         self.gateway = Gateway(rules or ev.GatewayRules())
-        self.now_ms = 0.0
         self.clients: dict[int, Client] = {}
         self.upstreams: dict[int, Upstream] = {}
-        self.token = 0
-        self.is_alive = False
-        self.deaths = 0
-        self.continuation_id = "c" * 16
-        self.continuation = Continuation.EXACT
-        self.refusals = 0  # so many resumes are answered with 503 first
-        self.fixes_ids = bool(options.get("fixes_ids", False))
-        self.step_ms = float(options.get("step_ms", 5.0))
+        self.fixes_ids, self.step_ms = fixes_ids, step_ms
         self.slots = slots  # requests that run at once; the others are queued
         self.running: set[int] = set()  # attempts
-        self.queued: frozenset[int] = frozenset()  # of the engine that died last
-        self.misspells = False
-        self.tells_breaks = True  # connections of a dead engine are seen to break
         self.on_group: Callable[[Upstream], None] = lambda upstream: None
         self.on_ask: Callable[[Upstream], None] = lambda upstream: None
-        self.refused_with = 503
         self.asks: list[tuple[Client, int]] = []  # with the token of the engine asked
         self.resuming: set[int] = set()
-        self.resuming_max = 0
         self.records: list[ev.GatewayRecord] = []
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._count = itertools.count()
-        self._is_ticking = False
 
     # ---- time
 
@@ -252,13 +247,8 @@ class Pod:
             assert sum(effect.journal.chunks) == len(journal)
         size = None if journal is None else len(journal)
         client.asked.append((self.now_ms, effect.engine, effect.token, size))
-        upstream = Upstream(
-            effect.attempt,
-            client,
-            effect.engine,
-            effect.token,
-            self._attempt(effect.attempt),
-        )
+        core = self._attempt(effect.attempt)
+        upstream = Upstream(effect.attempt, client, effect.engine, effect.token, core)
         self.upstreams[effect.attempt] = upstream
         self.asks.append((client, effect.token))
         if journal is not None:

@@ -24,7 +24,6 @@ from gateway.server.responses import HEAD_BYTES_MAX, ResponseReader, greet
 from gateway.server.upstream import Upstream
 from plumbing import gateway_protocol as hop
 from plumbing.wire.limits import FRAME_BYTES_MAX
-from tests.gateway import stub_engine
 from tests.gateway.server.harness import CHAT, ERA, scene
 from tests.gateway.server.test_streams import ASKED, BODY, assert_whole
 from tests.gateway.stub_engine import StubEngine, group_of, last_events
@@ -277,12 +276,10 @@ def test_engine_that_makes_its_socket_after_its_grant_is_greeted_at_once(
     ids=["problem", "class", "id", "models"],
 )
 @scene()
-async def test_a_hello_of_any_size_fits_into_the_status(bench, monkeypatch, changes, is_greeted):
+async def test_a_hello_of_any_size_fits_into_the_status(bench, changes, is_greeted):
     """Goal: what an engine says of itself fits into one frame of the control socket. Method: fields
     of 300 KB."""
-    said = stub_engine.hop_json
-    monkeypatch.setattr(stub_engine, "hop_json", lambda hello: said(hello) | changes)
-    engine = await bench.engine()
+    engine = await bench.engine(says=changes)
     bench.exchange.told(EngineGranted(engine.name, engine.token, ERA))
     sign = "xxx" if is_greeted else "gave no hello"
     await auntil(lambda: sign in bench.exchange.upstream().problem, "its hello to be seen")
