@@ -17,8 +17,9 @@ class GatewayStop(Schema):
 
 
 class GatewayService(Schema):
-    lock: Annotated[str, "the lock whose service address it accepts on"]
-    address: Annotated[str | None, "that address; null until the lock server has lent its socket"]
+    address: Annotated[
+        str | None, "that it accepts on; null until the lock server has lent its socket"
+    ]
     tls: Annotated[bool, "clients speak HTTPS"]
 
 

@@ -44,7 +44,7 @@ from plumbing.pod.paths import engine_http_socket
 from plumbing.service.clock import rfc3339
 from plumbing.service.http import Probe
 from plumbing.text import duration, to_json
-from pool.core.events import RefusedDoor
+from pool.core.events import ModelDemand, RefusedDoor, TicketKind
 from pool.messages import PooledModel
 
 PAGE_S = 1.0  # an engine that does not give its page in this time is left out of it
@@ -189,9 +189,7 @@ class Endpoints:
                 "understudy": {
                     "aliases": list(self._aliases[model]),
                     "door": lane.door_word,
-                    "in_flight": demand.in_flight,
-                    "waiting": len(demand.tickets) - lane.parked,
-                    "parked": lane.parked,
+                    **counts_of(demand),
                 }
             },
         }
@@ -274,6 +272,12 @@ class Endpoints:
             waiting=waiting,
             kv_usage=self._kv_usage.get(model, 0.0),
         )
+
+
+def counts_of(demand: ModelDemand) -> dict[str, int]:
+    parked = sum(each.kind is TicketKind.PARKED for each in demand.tickets)
+    waiting = len(demand.tickets) - parked
+    return {"in_flight": demand.in_flight, "waiting": waiting, "parked": parked}
 
 
 def _json(

@@ -60,7 +60,7 @@ class GatewayLockLink(Borrower):
             on_lost=self._lost,
             on_refused=self._was_refused,
         )
-        super().__init__(lockserver_socket(settings.directory), callbacks, lock=settings.lock)
+        super().__init__(lockserver_socket(settings.directory), callbacks)
         self.changed_ms = clock.now_ms()  # connected, or lost
         self.is_served = False  # connected, and not refused
         self.refusal: str | None = None

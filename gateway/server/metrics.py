@@ -7,7 +7,8 @@ The gateway imports this module once it accepts: Prometheus's library is an eigh
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -15,15 +16,19 @@ from prometheus_client.registry import Collector
 
 from gateway.core.events import Ending
 from gateway.server.accounts import LIMITS, POOL_LIMITS, HistogramTally, PoolOutcome
-from gateway.server.status import GatewayParts, counts_of, ready
+from gateway.server.endpoints import counts_of
+from gateway.server.exchange import GatewayExchange
+from gateway.server.links import GatewayEngineLink, GatewayLockLink, GatewayPoolLink
 from plumbing.gateway_protocol import Continuation
 from plumbing.pod.messages import Tier
 from plumbing.service.metrics import PREFIX, Metrics
 
 
-def counters(gateway: GatewayParts) -> Iterator[tuple[str, float, str]]:
+def counters(
+    exchange: GatewayExchange, engine: GatewayEngineLink
+) -> Iterator[tuple[str, float, str]]:
     """Names, values and what they are."""
-    accounts, goals = gateway.exchange.accounts, gateway.engine.goals
+    accounts, goals = exchange.accounts, engine.goals
     replayed = "Tokens sent to engines to resume requests; clients already had them."
     pauses = "Streams that were interrupted and waited for an engine."
     lost = "Streams that can no longer be continued, for lack of memory."
@@ -37,11 +42,10 @@ def counters(gateway: GatewayParts) -> Iterator[tuple[str, float, str]]:
     yield "wakes", goals[Tier.AWAKE], "Times that the gateway woke an engine for a request."
 
 
-def gauges(gateway: GatewayParts) -> Iterator[tuple[str, float, str]]:
+def gauges(exchange: GatewayExchange) -> Iterator[tuple[str, float, str]]:
     """As `counters`."""
-    exchange, load = gateway.exchange, gateway.exchange.load()
+    load = exchange.load()
     waiting = "Requests that wait for an engine and have no answer yet."
-    resting = "1 while requests wait because the engine that holds the lock sleeps."
     replaying = "Streams that an engine is replaying, up to where their clients are."
     suspects = "Requests in flight at two engine deaths without progress between."
     yield "in_flight_requests", load.in_flight, "Requests in the gateway."
@@ -56,38 +60,51 @@ def gauges(gateway: GatewayParts) -> Iterator[tuple[str, float, str]]:
     limit = "Limit of that memory; requests above it cannot be continued."
     yield "held_bytes_max", exchange.memory_bytes_max, limit
     yield "accepting", exchange.is_accepting, "1 while connections are accepted."
-    yield "ready", ready(gateway).ok, "1 while /ready is 200."
-    is_served = gateway.lock.is_served
-    yield "lock_server_connected", is_served, "1 while the lock server is connected."
-    yield "engine_resting", gateway.engine.core.door.is_shut, resting
 
 
-def metrics_of(gateway: GatewayParts) -> Metrics:
+def metrics_of(
+    exchange: GatewayExchange,
+    lock: GatewayLockLink,
+    engine: GatewayEngineLink,
+    pool: GatewayPoolLink,
+    is_ready: Callable[[], bool],
+) -> Metrics:
     """What is scraped."""
     metrics = Metrics()
-    metrics.registry.register(_Collected(gateway))
+    metrics.registry.register(_Collected(exchange, lock, engine, pool, is_ready))
     return metrics
 
 
+@dataclass(frozen=True)
 class _Collected(Collector):
-    def __init__(self, gateway: GatewayParts) -> None:
-        self._gateway = gateway
+    exchange: GatewayExchange
+    lock: GatewayLockLink
+    engine: GatewayEngineLink
+    pool: GatewayPoolLink
+    is_ready: Callable[[], bool]
 
     def collect(self) -> Iterator[Metric]:
-        gateway, accounts = self._gateway, self._gateway.exchange.accounts
-        for name, value, text in counters(gateway):
+        accounts = self.exchange.accounts
+        for name, value, text in counters(self.exchange, self.engine):
             yield CounterMetricFamily(_name(name), text, value=value)
-        for name, value, text in gauges(gateway):
+        for name, value, text in gauges(self.exchange):
             yield GaugeMetricFamily(_name(name), text, value=value)
+        text = "1 while /ready is 200."
+        yield GaugeMetricFamily(_name("ready"), text, value=self.is_ready())
+        text = "1 while the lock server is connected."
+        yield GaugeMetricFamily(_name("lock_server_connected"), text, value=self.lock.is_served)
+        text = "1 while requests wait because the engine that holds the lock sleeps."
+        is_shut = self.engine.core.door.is_shut
+        yield GaugeMetricFamily(_name("engine_resting"), text, value=is_shut)
         yield _counters(
             _name("requests"),
             "Requests by how they ended, and by what a failover would have done to them.",
             {"outcome": map(str, Ending), "continuation": map(str, Continuation)},
             {(ending, str(each)): count for (ending, each), count in accounts.requests.items()},
         )
-        if gateway.pool.models:
-            yield from of_models(gateway)
-        names = (*LIMITS, *(POOL_LIMITS if gateway.pool.models else ()))
+        if self.pool.models:
+            yield from of_models(self.exchange, self.pool)
+        names = (*LIMITS, *(POOL_LIMITS if self.pool.models else ()))
         yield _counters(
             _name("limit_hits"),
             "Number of times a limit was reached, by limit.",
@@ -99,27 +116,27 @@ class _Collected(Collector):
         text = "Time from a request, read whole, to its first byte sent to an engine that was free."
         yield _histogram("added_seconds", text, accounts.added)
         text = "Time from a wake that the gateway requested until the engine is active."
-        yield _histogram("wake_seconds", text, gateway.engine.wakes)
+        yield _histogram("wake_seconds", text, self.engine.wakes)
 
 
-def of_models(gateway: GatewayParts) -> Iterator[Metric]:
+def of_models(exchange: GatewayExchange, pool: GatewayPoolLink) -> Iterator[Metric]:
     """Of a pool: what there is for each model, and what has become of its requests, by the names of
     the pool's metrics."""
     text = "Requests for each model of a pool: in its engine, waiting, parked."
     family = GaugeMetricFamily(_name("model_requests"), text, labels=["model", "state"])
-    for model, demand in gateway.exchange.demand().items():
+    for model, demand in exchange.demand().items():
         for state, count in counts_of(demand).items():
             family.add_metric([model, state], count)
     yield family
-    counts = gateway.exchange.accounts.models
+    counts = exchange.accounts.models
     yield _counters(
         f"{PREFIX}_pool_requests",
         "Requests for each model of a pool, by outcome.",
-        {"model": gateway.pool.models, "outcome": map(str, PoolOutcome)},
+        {"model": pool.models, "outcome": map(str, PoolOutcome)},
         {(model, str(outcome)): count for (model, outcome), count in counts.items()},
     )
     text = "1 while the gateway is connected to the pool; without it nothing switches."
-    is_connected = gateway.pool.outage is None
+    is_connected = pool.outage is None
     yield GaugeMetricFamily(_name("pool_connected"), text, value=is_connected)
 
 

@@ -23,29 +23,34 @@ import gc
 import importlib
 import os
 import signal
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from gateway import messages as msg
+from gateway import schema as doc
 from gateway.core.events import DeathExpected
-from gateway.server import status
+from gateway.core.target import LaneTarget
+from gateway.server.endpoints import counts_of
 from gateway.server.exchange import GatewayExchange
 from gateway.server.links import GatewayEngineLink, GatewayLockLink, GatewayPoolLink
-from gateway.server.settings import GatewaySettings
-from gateway.server.status import GatewayParts
+from gateway.server.settings import MANUAL, ON_REQUEST, GatewaySettings
 from lockserver.client.borrower import Stage
 from plumbing.errors import ProtocolError, UnderstudyError, UsageError, WaitTimeoutError
 from plumbing.pod.observers import Observers
 from plumbing.pod.paths import gateway_socket
-from plumbing.service.clock import Clock, SystemClock
+from plumbing.service.clock import Clock, SystemClock, moment
 from plumbing.service.events import EventLog
-from plumbing.service.http import HttpServer
+from plumbing.service.http import HttpServer, Probe
 from plumbing.service.init import SUCCEEDS_ENV
+from plumbing.service.notify import restarts
 from plumbing.service.signals import SignalInbox
 from plumbing.wire.connection import Connection, Handler
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.messages import Message
 from plumbing.wire.server import Server
+from pool.core.events import ModelDemand
 
 if TYPE_CHECKING:
     from plumbing.service.metrics import Metrics
@@ -56,11 +61,18 @@ SAME_ORDER_MS = 1_000.0  # a second signal sooner than this is the first one aga
 FINISH_MS = 3_600_000.0  # a replaced gateway: a stream of an hour is rare, an endless one exists
 SUCCEED_S = 60.0  # a successor waits this long for the socket; the old gateway serves meanwhile
 OPEN_AGAIN_S = 0.02  # the old one closes its port in milliseconds, unless it hangs
+SCHEMA = 1  # of the status document
+UNHEARD_MS = 5_000.0  # a supervisor that is restarted listens again in less
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
-class GatewayServer(GatewayParts, Handler):
-    """One gateway; see the head of this file."""
+class GatewayServer(Handler):
+    """One gateway; see the head of this file. `accepting_ms`: since when; `predecessor`: the pid of
+    the gateway that this one replaces, while that lives."""
+
+    accepting_ms = 0.0
+    is_stopping = False
+    predecessor: int | None = None
 
     def __init__(self, settings: GatewaySettings, *, clock: Clock | None = None) -> None:
         """Raises:
@@ -91,16 +103,19 @@ class GatewayServer(GatewayParts, Handler):
         self.http = HttpServer(
             settings.http_host,
             settings.http_port,
-            probes=status.probes(self),
-            status=lambda: status.document(self),
+            probes=probes(self),
+            status=lambda: document(self),
             metrics=functools.cache(self._make_metrics),
             events=self.log,
             allowed_hosts=settings.allowed_hosts,
         )
         path = gateway_socket(settings.directory)
         self.control = Server(path, msg.CONTROL, self, service="gateway")
-        self._observers = Observers(self.log, lambda: status.document(self))
-        self.troubles = [lambda: self.http.problem, lambda: self.control.problem]
+        self._observers = Observers(self.log, lambda: document(self))
+        self.troubles: list[Callable[[], str | None]] = [
+            lambda: self.http.problem,
+            lambda: self.control.problem,
+        ]
         self._turns: asyncio.Queue[Callable[[], Coroutine[Any, Any, None]]] = asyncio.Queue()
         self._is_open = False  # it has the control socket and the HTTP port
         self._draining: asyncio.Task[None] | None = None
@@ -253,6 +268,12 @@ class GatewayServer(GatewayParts, Handler):
 
     # ------------------------------------------------------------------ for users
 
+    @property
+    def target(self) -> LaneTarget | None:
+        """What is known of the engine that requests go to; None in a pool."""
+        lane = self.exchange.core.alone
+        return None if lane is None else lane.target
+
     def replace(self) -> int:
         """Have the init start a successor; the number of requests that are left to finish.
 
@@ -302,7 +323,7 @@ class GatewayServer(GatewayParts, Handler):
         close_all(fds)
         match message:
             case msg.StatusMsg():
-                conn.send(msg.StatusReplyMsg(status.document(self)), request_id)
+                conn.send(msg.StatusReplyMsg(document(self)), request_id)
             case msg.WatchMsg():
                 self._observers.join(conn, message.since, request_id)
             case msg.ReplaceMsg():
@@ -328,7 +349,8 @@ class GatewayServer(GatewayParts, Handler):
     def _make_metrics(self) -> Metrics:
         from gateway.server.metrics import metrics_of
 
-        return metrics_of(self)
+        links = self.lock, self.engine, self.pool
+        return metrics_of(self.exchange, *links, lambda: ready(self).ok)
 
     async def _tick(self) -> None:
         ticks = 0
@@ -363,3 +385,155 @@ class GatewayServer(GatewayParts, Handler):
         if not task.cancelled() and not self._exit_code.done():
             error = task.exception() or RuntimeError("a task of the gateway has ended")
             self._exit_code.set_exception(error)
+
+
+# ------------------------------------------------------------------------------ status
+
+
+def document(gateway: GatewayServer) -> dict[str, Any]:
+    """The status document, the same for the CLI, `/status` and observers."""
+    exchange, lock, settings = gateway.exchange, gateway.lock, gateway.settings
+    upstream, target = exchange.upstream(), gateway.target
+    idle = None if target is None else target.idle
+    found = doc.GatewayStatus(
+        schema=SCHEMA,
+        online=True,
+        pid=os.getpid(),
+        restarts=restarts(),
+        dir=settings.directory,
+        accepting=exchange.is_accepting,
+        problems=problems(gateway),
+        **gateway.log.newest(),
+        **moment(gateway.started_ms, gateway.clock),
+        stopping=gateway.is_stopping or exchange.is_final,
+        stop=doc.GatewayStop(
+            settings.drain_ms, None if upstream is None else upstream.continuation
+        ),
+        accepting_since=_since(gateway, gateway.accepting_ms) if exchange.is_accepting else None,
+        service=doc.GatewayService(lock.address or None, bool(settings.tls_cert)),
+        predecessor=gateway.predecessor,
+        upstream=upstream,
+        lock_server=doc.GatewayLockServer(
+            lock.is_served, _since(gateway, lock.changed_ms), lock.outage
+        ),
+        idle=None
+        if idle is None or target is None
+        else doc.GatewayIdle(idle, **moment(target.idle_ms, gateway.clock)),
+        rest=_rest(gateway),
+        pool=pool_of(gateway),
+        load=exchange.load(),
+        memory_bytes_max=exchange.memory_bytes_max,
+        totals=_totals(gateway),
+    )
+    said: dict[str, Any] = msgspec.to_builtins(found)
+    return said
+
+
+def _since(gateway: GatewayServer, at_ms: float) -> str:
+    return str(moment(at_ms, gateway.clock)["since"])
+
+
+def problems(gateway: GatewayServer) -> list[str]:
+    """One sentence for each thing that does not work now."""
+    lock = gateway.lock
+    found: list[str | None] = []
+    if lock.outage is not None:
+        is_served = gateway.target is not None and gateway.target.grant is not None
+        meanwhile = "requests are served, a takeover waits" if is_served else "nothing is served"
+        found.append(f"{lock.outage}; {meanwhile}")
+    elif not lock.address:
+        found.append("the lock server has lent no socket yet; see `lockserver status`")
+    found += [gateway.exchange.problem, gateway.pool.outage, _unheard(gateway)]
+    found += [gateway.http.problem, gateway.control.problem]
+    return [each for each in found if each]
+
+
+def _unheard(gateway: GatewayServer) -> str | None:
+    """A takeover loses the engine for a moment; longer is a problem."""
+    link, target = gateway.engine, gateway.target
+    if target is None or target.idle is not None or link.unheard_ms is None:
+        return None
+    if gateway.clock.now_ms() - link.unheard_ms < UNHEARD_MS:
+        return None
+    return (
+        f"{link.core.engine} does not report its state, so the gateway cannot put it to sleep or"
+        f" wake it: {link.problem}"
+    )
+
+
+def _rest(gateway: GatewayServer) -> doc.GatewayRest:
+    """What the engine that holds the lock says of itself, and what the gateway makes of it."""
+    link, rules, said = gateway.engine, gateway.settings.rest, gateway.engine.said
+    engine = None
+    if said is not None:
+        engine = doc.GatewayEngine(
+            state=said.state,
+            **moment(link.said_ms - said.since_ms, gateway.clock),
+            goal=said.goal,
+            goal_by=said.goal_by or None,
+        )
+    return doc.GatewayRest(
+        sleep_after_ms=round(rules.keep_alive_ms),
+        wake=ON_REQUEST if rules.wakes_on_request else MANUAL,
+        door="shut" if link.core.door.is_shut else "open",
+        engine=engine,
+        problem=link.problem,
+    )
+
+
+def pool_of(gateway: GatewayServer) -> doc.GatewayPool | None:
+    """What the pool says of its models, and what there is for them; None without a pool file."""
+    link = gateway.pool
+    if not link.models:
+        return None
+    demand = gateway.exchange.demand()
+    return doc.GatewayPool(
+        connected=link.is_connected,
+        **moment(link.changed_ms, gateway.clock),
+        problem=link.problem,
+        models={model: _model(gateway, model, demand[model]) for model in link.models},
+    )
+
+
+def _model(gateway: GatewayServer, model: str, demand: ModelDemand) -> doc.GatewayModel:
+    said, lane = gateway.exchange.endpoints.said.get(model), gateway.exchange.core.lanes[model]
+    grant = lane.target.grant
+    return doc.GatewayModel(
+        state=None if said is None else said.state,
+        reason="" if said is None else said.reason,
+        door=lane.door_word,
+        engine=None if grant is None else grant.engine,
+        **counts_of(demand),
+    )
+
+
+def _totals(gateway: GatewayServer) -> doc.GatewayTotal:
+    accounts = gateway.exchange.accounts
+    return doc.GatewayTotal(
+        requests=[doc.GatewayRequest(*key, count) for key, count in accounts.requests.items()],
+        replayed_tokens=accounts.replayed_tokens,
+        pauses=accounts.paused,
+        pause_ms=round(accounts.pauses.sum_s * 1000, 1),
+        resumes=accounts.resumed,
+    )
+
+
+# -------------------------------------------------------------------------------------- probes
+
+
+def probes(gateway: GatewayServer) -> Mapping[str, Callable[[], Probe]]:
+    return {
+        "live": lambda: Probe(True, "running"),
+        "startup": lambda: Probe(True, "started"),
+        "ready": lambda: ready(gateway),
+    }
+
+
+def ready(gateway: GatewayServer) -> Probe:
+    """It accepts, and a request would be answered."""
+    exchange = gateway.exchange
+    if gateway.is_stopping or exchange.is_final:
+        return Probe(False, "stopping")
+    if not exchange.is_accepting:
+        return Probe(False, "not_accepting", {"problems": problems(gateway)})
+    return exchange.endpoints.serves()

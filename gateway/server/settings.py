@@ -47,13 +47,6 @@ def sleep_after_s(text: str) -> float:
 DIR = Option("dir", str, DIRECTORY, "The directory that the pod's processes share.")
 OPTIONS = (
     DIR,
-    Option(
-        "service",
-        str,
-        "active",
-        "Accept clients on the service address of this lock, as in the lock server's --service.",
-        env="UNDERSTUDY_GATEWAY_SERVICE",  # UNDERSTUDY_SERVICE is the lock server's, with addresses
-    ),
     Option("http_host", str, "127.0.0.1", "Address of probes, status and metrics."),
     Option("http_port", int, 9403, "Port of probes, status and metrics.", minimum=0, maximum=65535),
     ALLOWED_HOST,
@@ -153,7 +146,6 @@ class GatewaySettings:
     of the pool file, in the order of its models."""
 
     directory: str
-    lock: str = "active"
     http_host: str = "127.0.0.1"
     http_port: int = 0
     allowed_hosts: tuple[str, ...] = ()
@@ -198,7 +190,6 @@ def settle(config: Resolved) -> GatewaySettings:
         )
     return GatewaySettings(
         directory=runtime_dir(config["dir"]),
-        lock=config["service"],
         http_host=config["http_host"],
         http_port=config["http_port"],
         allowed_hosts=config["http_allowed_host"],

@@ -15,9 +15,9 @@ import msgspec
 
 from gateway.cli import models_line
 from gateway.schema import GatewayPool
-from gateway.server import status
 from gateway.server.links import GatewayPoolLink
 from gateway.server.metrics import of_models
+from gateway.server.server import pool_of
 from plumbing.pod.paths import pool_socket
 from plumbing.service.clock import SystemClock
 from plumbing.service.events import EventLog
@@ -117,9 +117,9 @@ async def test_a_switch_under_streams_costs_a_pause(pool):
     assert (await other.answer()).text() == wanted_too
     await pool.waits("chat", 1)
     parts = SimpleNamespace(pool=pool.link, exchange=pool.bench.exchange, clock=SystemClock())
-    document = msgspec.to_builtins(status.pool_of(parts))
+    document = msgspec.to_builtins(pool_of(parts))
     assert mismatches(document, GatewayPool) == []
-    found = {each.name: each for each in of_models(parts)}
+    found = {each.name: each for each in of_models(parts.exchange, parts.pool)}
     assert found["understudy_gateway_pool_connected"].samples[0].value == 1
     answered = {"model": "coder", "outcome": "answered"}
     assert [
