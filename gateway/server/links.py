@@ -57,7 +57,7 @@ class GatewayLockLink(Borrower):
             on_yield=on_yield,
             on_granted=self._was_granted,
             on_idle=self._is_idle,
-            on_lost=self._lost,
+            on_lost=self._was_lost,
             on_refused=self._was_refused,
         )
         super().__init__(lockserver_socket(settings.directory), callbacks)
@@ -112,7 +112,7 @@ class GatewayLockLink(Borrower):
             self.changed_ms = self._clock.now_ms()
             self._log.record("gateway.lock_server", "connected to the lock server")
 
-    def _lost(self, reason: str) -> None:
+    def _was_lost(self, reason: str) -> None:
         if self.is_served:
             self.is_served, self.changed_ms = False, self._clock.now_ms()
             message = (
@@ -192,6 +192,12 @@ class GatewayEngineLink(KeptLink):
     async def run(self) -> None:
         await self._is_named.wait()
         await super().run()
+
+    async def _connect(self) -> None:
+        engine = self.core.engine
+        await super()._connect()
+        if engine != self.core.engine:
+            self.drop("another engine holds the lock")
 
     def begin(self, conn: Connection) -> None:
         self._ask(SetGoalMsg())
