@@ -28,21 +28,10 @@ from gateway.core.machine import TICK_MS
 from gateway.core.wishes import Wishes
 from gateway.schema import GatewayLoad, GatewayUpstream
 from gateway.server.accounts import Accounts, Tell
-from gateway.server.client import (
-    WRITE_BUFFER_BYTES,
-    ClientConnection,
-    ServiceListener,
-    take_over,
-)
+from gateway.server.client import WRITE_BUFFER_BYTES, ClientConnection, ServiceListener, take_over
 from gateway.server.endpoints import Endpoints
 from gateway.server.files import open_api_keys, open_certificate
-from gateway.server.requests import (
-    BODY_BYTES_MAX,
-    NOT_PASSED_ON,
-    Headers,
-    HttpRequest,
-    Intake,
-)
+from gateway.server.requests import BODY_BYTES_MAX, NOT_PASSED_ON, Headers, HttpRequest, Intake
 from gateway.server.responses import OwnAnswer, greet
 from gateway.server.settings import GatewaySettings
 from gateway.server.tracing import open_spans

@@ -34,13 +34,7 @@ from collections.abc import Sequence
 from typing import Protocol, TypeAlias, cast
 
 from gateway.core.client_request import Attempt
-from gateway.core.events import (
-    AnswerEnded,
-    BreakCause,
-    GatewayEffect,
-    GatewayEvent,
-    HeadCame,
-)
+from gateway.core.events import AnswerEnded, BreakCause, GatewayEffect, GatewayEvent, HeadCame
 from gateway.server.client import ClientConnection
 from gateway.server.responses import ResponseReader
 from plumbing.gateway_protocol import END, GROUP_MARK, HANDED_OVER, Continuation, read_group_end

@@ -17,13 +17,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from tests.gateway.gateways import (
-    FINAL,
-    GatewayProcess,
-    StandInEngine,
-    command,
-    ended,
-)
+from tests.gateway.gateways import FINAL, GatewayProcess, StandInEngine, command, ended
 from tests.gateway.server.harness import CHAT, Answer, Client
 from tests.gateway.stub_engine import text_of
 from tests.helpers import auntil, until

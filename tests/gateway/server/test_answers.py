@@ -11,7 +11,6 @@ import pytest
 from gateway.core.events import EngineGranted
 from tests.gateway.server.harness import CHAT, scene
 from tests.gateway.stub_engine import text_of
-from tests.helpers import auntil
 
 ASKED = {"messages": [], "max_tokens": 4}
 STREAM = {**ASKED, "stream": True}
@@ -23,32 +22,6 @@ def wanted(document) -> str:
 
 def content(answer) -> str:
     return json.loads(answer.body)["choices"][0]["message"]["content"]
-
-
-@scene()
-async def test_the_stock_client_sees_nothing_of_a_failover(bench):
-    """Method: a stream and an answer without one, whose engine dies in the middle."""
-    import openai  # two seconds, which every collection of tests would take
-
-    dying = await bench.active(cut_after_groups=2)
-    url = f"http://127.0.0.1:{bench.port}/v1"
-    async with openai.AsyncOpenAI(base_url=url, api_key="k", max_retries=0) as client:
-        stream = await client.chat.completions.create(
-            model="stub", messages=[], stream=True, max_tokens=6
-        )
-        await dying.died.wait()
-        whole = asyncio.ensure_future(
-            client.chat.completions.create(model="stub", messages=[], max_tokens=4)
-        )
-        await auntil(lambda: bench.load.waiting, "a request to wait")
-        successor = await bench.engine("engine-1", 2)
-        await bench.grant(successor)
-        text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
-        bodies = {request.json().get("stream"): request.body for request in successor.requests}
-        assert text == text_of(bodies[True], 6)
-        answer = await whole
-        body = next(each.body for each in successor.requests if not each.json().get("stream"))
-        assert answer.choices[0].message.content == text_of(body, 4)
 
 
 @scene()
