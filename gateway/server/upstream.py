@@ -145,14 +145,12 @@ class ReplayTurns:
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._waiting: deque[Upstream] = deque()
-        self._is_due = False
 
     def add(self, upstream: Upstream) -> None:
         """Call its `read_slice` until that says that there is no more."""
-        self._waiting.append(upstream)
-        if not self._is_due:
-            self._is_due = True
+        if not self._waiting:
             self._loop.call_soon(self._take_turns)
+        self._waiting.append(upstream)
 
     def _take_turns(self) -> None:
         end_s = time.monotonic() + TURN_S
@@ -162,8 +160,7 @@ class ReplayTurns:
                 self._waiting.append(upstream)
             if time.monotonic() >= end_s:
                 break
-        self._is_due = bool(self._waiting)
-        if self._is_due:
+        if self._waiting:
             self._loop.call_soon(self._take_turns)
 
 
