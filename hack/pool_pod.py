@@ -285,8 +285,8 @@ async def with_pool(base: Path, plan: PoolPlan, body: Callable[[BenchedPool], Aw
     file.write_text(json.dumps(plan.document(directories), indent=1))
     directory.mkdir(mode=0o700)
     env = {**backend.env, **rig.PATIENT, "UNDERSTUDY_DEATHS_MAX": rig.DEATHS_MAX}
-    local = LocalPod(Path(), None, device_bytes=DEVICE_BYTES, env=env, backoff_max_s=rig.AT_ONCE_S)
-    pod = await prepare_pool(local, file, 0, directory, rig.say, is_drilled=True)
+    local = LocalPod(Path(), None, device_bytes=DEVICE_BYTES, env=env)
+    pod = await prepare_pool(local, file, directory, rig.say, is_drilled=True)
     service = next(word for each in pod.containers for word in each.command if "active=" in word)
     target = Target("127.0.0.1", int(service.rpartition(":")[2]))
 

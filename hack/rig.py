@@ -38,8 +38,6 @@ POLL_S = 0.02
 WHOLE_S, WHOLE_POLL_S = 600.0, 0.2  # a status of all parts takes CPU from an engine that starts
 # Every death is the bench's, also where others use the machine: that is not what is measured.
 PATIENT = {"UNDERSTUDY_HANG_MS": "60000", "UNDERSTUDY_HANG_ALONE_MS": "60000"}
-# And a restart does not wait for a back-off.
-AT_ONCE_S = 0.01
 DEATHS_MAX = "1000"
 
 

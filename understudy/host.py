@@ -1,7 +1,6 @@
-"""This host as /proc shows it: the machine, what processes use, and who holds the pod's weights.
+"""This host: the machine, its packages, and what processes have open.
 
-A process that has ended or is hidden counts as one that holds nothing, never as an error. Only
-weights in host memory are visible here: the memory service's slabs, which are memfds.
+A process that has ended or is hidden counts as one that holds nothing, never as an error.
 """
 
 from __future__ import annotations
@@ -12,14 +11,7 @@ import os
 import platform
 from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
-
-from plumbing.pod.paths import KV_SLAB_PREFIX, SLAB_PREFIX
-
-MEMFD = f"/memfd:{SLAB_PREFIX}"  # how /proc names the slabs of weights,
-MEMFD_KV = f"/memfd:{KV_SLAB_PREFIX}"  # and those of a KV pool
-BLOCK_BYTES = 512  # the unit of st_blocks, whatever the file system
 
 
 def machine() -> dict[str, Any]:
@@ -66,18 +58,6 @@ async def output_of(*command: str, timeout_s: float | None = None) -> tuple[int,
     return process.returncode, output.decode(errors="replace"), errors.decode(errors="replace")
 
 
-@dataclass(frozen=True, slots=True)
-class SlabUse:
-    """A slab as one process holds it. `name` begins with eight digits of its epoch.
-
-    A slab that is only mapped is counted by its mapping, which may exceed its memory a little.
-    """
-
-    name: str
-    size_bytes: int
-    is_open: bool
-
-
 def fd_count(pid: int) -> int:
     return sum(1 for _ in descriptors(pid))
 
@@ -94,38 +74,6 @@ def descriptors(pid: int) -> Iterator[tuple[str, str]]:
             yield path, os.readlink(path)
         except OSError:
             continue  # closed meanwhile
-
-
-def slabs_of(pid: int) -> dict[int, SlabUse]:
-    """The slabs of weights that `pid` has open or mapped, by inode."""
-    found = _mapped_slabs(pid)
-    for path, target in descriptors(pid):
-        if target.startswith(MEMFD):
-            try:
-                status = os.stat(path)
-            except OSError:
-                continue  # closed meanwhile
-            size_bytes = status.st_blocks * BLOCK_BYTES
-            found[status.st_ino] = SlabUse(target.removeprefix(MEMFD), size_bytes, is_open=True)
-    return found
-
-
-def _mapped_slabs(pid: int) -> dict[int, SlabUse]:
-    found: dict[int, SlabUse] = {}
-    try:
-        with open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as file:
-            for line in file:
-                fields = line.split(maxsplit=5)
-                if len(fields) < 6 or not fields[5].startswith(MEMFD):
-                    continue
-                start, _, end = fields[0].partition("-")
-                inode, size_bytes = int(fields[4]), int(end, 16) - int(start, 16)
-                before = found[inode].size_bytes if inode in found else 0
-                name = fields[5].removeprefix(MEMFD)
-                found[inode] = SlabUse(name, before + size_bytes, is_open=False)
-    except OSError:
-        return {}
-    return found
 
 
 def _cpu_name() -> str:

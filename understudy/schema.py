@@ -66,13 +66,6 @@ class PodStatus(Schema):
     engines: Annotated[list[EngineDocument | Unreachable], "every engine that has a socket"]
 
 
-class VersionDocument(Schema):
-    """The version of Understudy and of its Python."""
-
-    version: Annotated[str, "version of Understudy"]
-    python: Annotated[str, "version of the Python that runs it"]
-
-
 class GoalEngine(Schema):
     engine: Annotated[str, "an engine that got the goal"]
     state: Annotated[str | None, "its state; null if it does not answer"]
@@ -137,7 +130,6 @@ DOCUMENTS: dict[str, type[Schema]] = {
     "understudy doctor": DoctorDocument,
     "understudy drill": DrillDocument,
     "understudy drill --pool": PoolDrillDocument,
-    "understudy version": VersionDocument,
     "understudy sleep, understudy wake": GoalDocument,
     "lockserver status, /status of the lock server": LockserverStatus,
     "lockserver switchover": SwitchoverDocument,

@@ -14,9 +14,9 @@ from typing import Any
 import psutil
 
 from plumbing.errors import UnderstudyError
+from plumbing.pod.paths import KV_SLAB_PREFIX, SLAB_PREFIX
 from plumbing.service.procfs import descendants, parent
 from understudy.drill.killer import committed_devices
-from understudy.host import MEMFD, MEMFD_KV, slabs_of
 from understudy.status.gather import engine_parts, gather, memory_parts, pids_of
 
 # A parked engine is checked once in this time for each rank, and vLLM's workers spin for a second
@@ -27,18 +27,19 @@ COUNTED_TWICE = 1.05  # of the committed bytes; more cannot be the rounding of p
 KV_ROOM_BYTES = 8 << 20  # what the kernel may merge with the mapping of a KV cache
 KV_LEAST = 0.9  # of the requested size: vLLM takes whole blocks for all layers
 MIB = 1 << 20
+MEMFD = f"/memfd:{SLAB_PREFIX}"  # how /proc names the slabs of weights,
+MEMFD_KV = f"/memfd:{KV_SLAB_PREFIX}"  # and those of a KV pool
 Figures = dict[str, Any]
 
 
 def problems_of(found: Figures) -> list[str]:
     """Promises that these figures break."""
     committed = found["weights_committed_bytes"]
-    problems = [
-        f"the {what} memory of the weights is {found[f'weights_{what}_bytes']} bytes with two"
-        f" engines up, and {committed} are committed"
-        for what in ("physical", "pss")
-        if not 0 < found[f"weights_{what}_bytes"] <= COUNTED_TWICE * committed
-    ]
+    problems, used = [], found["weights_pss_bytes"]
+    if not 0 < used <= COUNTED_TWICE * committed:
+        problems.append(
+            f"the weights take {used} bytes with two engines up, and {committed} are committed"
+        )
     stock, ours = found["stock_worker_private_bytes"], found["standby_worker_private_bytes"]
     # Stock workers have private weights, and ours must not. With a model as small as a test's, that
     # difference is lost in the rest.
@@ -80,9 +81,6 @@ async def look_at(
     supervisors = (await pids_of(engine_parts(directory))).values()
     roots = {*supervisors, *filter(None, map(parent, servers))}
     everybody = {pid for root in roots for pid in (root, *descendants(root))}
-    sizes: dict[int, int] = {}  # of each slab, once
-    for slab in (slab for pid in everybody for slab in slabs_of(pid).items()):
-        sizes[slab[0]] = max(sizes.get(slab[0], 0), slab[1].size_bytes)
     slabs = sum(
         each.pss for pid in everybody for each in mappings(pid) if each.path.startswith(MEMFD)
     )
@@ -90,7 +88,6 @@ async def look_at(
     cpu = await cpu_percent(tree_of(standby), idle_s)
     return {
         "weights_committed_bytes": committed,
-        "weights_physical_bytes": sum(sizes.values()),
         "weights_pss_bytes": slabs,
         "kv_bytes": kv_bytes,
         "standby_kv_resident_bytes": kv_resident(workers_of(standby), kv_bytes),

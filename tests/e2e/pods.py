@@ -12,6 +12,7 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -148,13 +149,12 @@ class Pod:
 
     async def restarted(self, container: str, before: int) -> None:
         """Wait until the runner has started `container` once more than `before` times."""
-        await auntil(
-            lambda: self.runner.restarts()[container] == before + 1 and self._runs(container),
-            f"the restart of {container}",
-        )
 
-    def _runs(self, container: str) -> bool:
-        return container in self.runner.pids()
+        def is_back() -> bool:
+            is_counted = self.runner.restarts()[container] == before + 1
+            return is_counted and container in self.runner.pids()
+
+        await auntil(is_back, f"the restart of {container}")
 
     # ------------------------------------------------------------------ using it
 
@@ -212,23 +212,23 @@ class Load:
         self.exchanges: list[Exchange] = []
         self._expected = expected
 
-    def count(self, outcome: Outcome) -> int:
-        return sum(classify(each, self._expected) is outcome for each in self.exchanges)
+    def of(self, *outcomes: Outcome) -> list[Exchange]:
+        return [each for each in self.exchanges if classify(each, self._expected) in outcomes]
 
     async def answers(self, count: int = 12) -> None:
         """Wait until this many more requests have been answered in full."""
-        goal = self.count(Outcome.OK) + count
-        what = f"{count} more answers"
-        await auntil(lambda: self.count(Outcome.OK) >= goal, what, ANSWERS_S)
+        goal, what = len(self.of(Outcome.OK)) + count, f"{count} more answers"
+        await auntil(lambda: len(self.of(Outcome.OK)) >= goal, what, ANSWERS_S)
 
     async def newer(self, token: int) -> int:
         """Wait until a request was answered under a newer grant than `token`; returns that
         grant."""
-        await auntil(lambda: max(self._answered()) > token, f"an answer under more than {token}")
-        return max(self._answered())
 
-    def _answered(self) -> list[int]:
-        return [0, *(each.token for each in self.exchanges if each.chunks and each.token)]
+        def newest() -> int:
+            return max((each or 0 for each in self.tokens()), default=0)
+
+        await auntil(lambda: newest() > token, f"an answer under more than {token}")
+        return newest()
 
     def tokens(self) -> set[int | None]:
         """The grants under which any request was answered."""
@@ -236,21 +236,17 @@ class Load:
 
     def refused(self) -> list[Exchange]:
         """Connections that the kernel refused, and requests that were told to retry later."""
-        return [each for each in self.exchanges if self._is(each, Outcome.REFUSED)]
+        return self.of(Outcome.REFUSED)
 
     def connections_refused(self) -> list[Exchange]:
         return [each for each in self.exchanges if each.end is End.REFUSED]
 
     def lost(self) -> list[Exchange]:
-        return [each for each in self.exchanges if self._is(each, Outcome.LOST, Outcome.BROKEN)]
+        return self.of(Outcome.LOST, Outcome.BROKEN)
 
     def check(self) -> None:
         """What no fault may ever cause."""
-        bad = [each for each in self.exchanges if self._is(each, Outcome.WRONG, Outcome.HUNG)]
-        assert not bad
-
-    def _is(self, exchange: Exchange, *outcomes: Outcome) -> bool:
-        return classify(exchange, self._expected) in outcomes
+        assert not self.of(Outcome.WRONG, Outcome.HUNG)
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,13 +299,18 @@ class PodHome:
         *,
         starts_in_order: bool = True,
         has_inits: bool = False,
+        env: Mapping[str, str] | None = None,
         **differences: Any,
     ) -> None:
-        self._base = base
-        self._model = model
-        self._whole_deadline_s = whole_deadline_s
-        self._starts_in_order, self._has_inits = starts_in_order, has_inits
-        self._differences = differences
+        """`differences`: of its `LocalPod`."""
+        self._base, self._model = base, model
+        self._differences = {"env": {**AS_USERS_RUN_IT, **(env or {})}, **differences}
+        self._make = partial(
+            Pod,
+            whole_deadline_s=whole_deadline_s,
+            starts_in_order=starts_in_order,
+            has_inits=has_inits,
+        )
         self._loop = asyncio.Runner()
         self._pod: Pod | None = None
         self._started = 0
@@ -339,15 +340,8 @@ class PodHome:
         self._started += 1
         directory = self._base / f"pod{self._started}"
         directory.mkdir(mode=0o700)
-        env = {**AS_USERS_RUN_IT, **self._differences.pop("env", {})}
-        local = LocalPod(directory, self._model, pod_ports(), env=env, **self._differences)
-        self._differences["env"] = env
-        self._pod = Pod(
-            local,
-            self._whole_deadline_s,
-            starts_in_order=self._starts_in_order,
-            has_inits=self._has_inits,
-        )
+        local = LocalPod(directory, self._model, pod_ports(), **self._differences)
+        self._pod = self._make(local)
         await self._pod.start()
 
     async def _stop(self) -> None:

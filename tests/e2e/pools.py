@@ -129,7 +129,7 @@ async def running_pool(
     path = directory / "pool.yaml"
     path.write_text(text.replace("MODEL", str(model)))
     local = LocalPod(Path(), None, device_bytes=device_bytes)
-    pod = await prepare_pool(local, path, 0, directory, print, is_drilled=True)
+    pod = await prepare_pool(local, path, directory, print, is_drilled=True)
     port = int(next(w for w in pod.containers[0].command if "service=" in w).rpartition(":")[2])
     # Without inits: tests stop processes, and the runner restarts what dies.
     containers = [replace(each, init=()) for each in pod.containers]

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import select
 import signal
 import time
 from collections.abc import Iterable, Sequence
 
 from gateway.server.upstream import IDLE_S
+from plumbing.errors import UnderstudyError
 from tests.helpers import auntil, free_port, free_ports, is_running, open_fds
-from understudy.pod.ports import Ports
+from understudy.pod.ports import POOL_PORT, UI_PORT, Ports, check_ports
 
 SETTLED_AFTER = 25  # equal readings in a row
 SETTLED_S = IDLE_S + 1.5  # a gateway looks once a second which of its connections are too old
@@ -63,12 +65,13 @@ def pod_ports() -> Ports:
     return Ports(free_port(), free_port(), free_port(), free_port(), (engine, engine + 1))
 
 
-def port_flags(**taken: int) -> list[str]:
-    """The flags of `understudy up` that move every port to a free one, except those in `taken`."""
-    ports = pod_ports()
-    chosen = {"service": ports.service, "lockserver": ports.lockserver, "gms": ports.gms}
-    chosen |= {"gateway": ports.gateway, "engine": ports.engines[0], "ui": free_port(), **taken}
-    return [f"--{name}-port={port}" for name, port in chosen.items()]
+def free_offset() -> int:
+    """An offset that moves all ports of a pod to free ones."""
+    while True:
+        offset = random.randrange(6_000, 20_000)
+        with contextlib.suppress(UnderstudyError):
+            check_ports(Ports(pool=POOL_PORT, ui=UI_PORT).moved(offset))
+            return offset
 
 
 def fd_counts(pids: Iterable[int]) -> dict[int, int]:

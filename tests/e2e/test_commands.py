@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import re
 import signal
 import socket
@@ -17,16 +16,12 @@ from urllib.request import urlopen
 
 import pytest
 
-from plumbing.errors import UnderstudyError
-from plumbing.service.config import resolve
 from plumbing.service.procfs import children, descendants
 from tests.documents import mismatches
 from tests.e2e.pods import AS_USERS_RUN_IT
-from tests.e2e.processes import Processes
+from tests.e2e.processes import Processes, free_offset
 from tests.helpers import until
-from understudy.cli.settings import UP_OPTIONS, ports_of
 from understudy.drill.schema import DrillDocument
-from understudy.pod.ports import check_ports
 
 UNDERSTUDY = str(Path(sys.executable).parent / "understudy")
 ENVIRONMENT = {**os.environ, **AS_USERS_RUN_IT}
@@ -34,17 +29,6 @@ LEFT_BY_A_POOL = ("pool.sock", "engine_chat-0.sock", "gms_HOST-0.chat_weights.so
 # Below `up`: an init for each of six containers; the page; a lock server; a memory service and a
 # device's server; a gateway; two engines of two processes.
 PROCESSES = 6 + 1 + 1 + 2 + 1 + 2 * 2
-
-
-def free_offset() -> int:
-    """An offset that moves all ports of a pod to free ones."""
-    while True:
-        offset = random.randrange(6_000, 20_000)
-        try:
-            check_ports(ports_of(resolve(UP_OPTIONS, {"port_offset": str(offset)}, {})))
-        except UnderstudyError:
-            continue
-        return offset
 
 
 def killed_engines(output: str) -> list[str]:

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from plumbing.pod.paths import engine_sockets
-from tests.e2e.test_commands import free_offset, running_pod
+from tests.e2e.processes import free_offset
+from tests.e2e.test_commands import running_pod
 from understudy.drill.killer import strike, wait_whole
 from understudy.drill.records import Kill
 

@@ -16,6 +16,7 @@ import pytest
 
 from plumbing.errors import DegradedError
 from tests.e2e.pods import AS_USERS_RUN_IT, Pod, PodHome
+from tests.e2e.processes import free_offset
 from understudy.drill.prompts import CHATS, COMPLETIONS
 
 UNDERSTUDY = str(Path(sys.executable).parent / "understudy")
@@ -38,16 +39,9 @@ async def understudy(pod: Pod, *words: str, **env: str) -> tuple[int, str]:
     return process.returncode, out.decode()
 
 
-def port_flags(pod: Pod) -> list[str]:
-    ports = pod.local.ports
-    named = [("service", ports.service), ("lockserver", ports.lockserver)]
-    named += [("gms", ports.gms), ("engine", ports.engines[0])]
-    return [f"--{name}-port={port}" for name, port in named]
-
-
 async def checked(pod: Pod, *flags: str) -> tuple[int, dict[str, dict[str, Any]]]:
     """The results of doctor, by the checks' ids."""
-    code, out = await understudy(pod, "doctor", "--json", *port_flags(pod), *flags)
+    code, out = await understudy(pod, "doctor", "--json", f"--port-offset={free_offset()}", *flags)
     return code, {each["id"]: each for each in json.loads(out)["checks"]}
 
 
@@ -65,7 +59,7 @@ def test_doctor_finds_no_problem_in_a_healthy_pod(home: PodHome):
         ):
             assert checks[check]["status"] == "pass", checks[check]
         assert f"pid {pod.pid('lockserver')} " in checks["one_lockserver"]["found"]
-        _, text = await understudy(pod, "doctor", *port_flags(pod))
+        _, text = await understudy(pod, "doctor", f"--port-offset={free_offset()}")
         assert " failed" not in text.splitlines()[-1]
 
     home.run(scenario)

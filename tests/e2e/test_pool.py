@@ -26,8 +26,8 @@ from plumbing.service.procfs import pids
 from pool.core.events import Order
 from tests.e2e.pods import AS_USERS_RUN_IT
 from tests.e2e.pools import WAIT_S, RunningPool, running_pool
+from tests.e2e.processes import free_offset
 from tests.helpers import auntil
-from understudy.pod.ports import free_pod_ports
 from understudy.pod.table import program
 from understudy.up.models import make_random_model
 
@@ -177,7 +177,7 @@ def doors(pod: RunningPool) -> dict[str, int]:
 
 
 STARTED = f"""
-listen: 127.0.0.1:PORT
+listen: 127.0.0.1:8000
 devices: [HOST-0]
 margin: 0
 defaults: {RULES}
@@ -227,11 +227,10 @@ async def started(
     if not broken.exists():
         shutil.copytree(model, broken)
         os.truncate(broken / "model.safetensors", 100_000)
-    ports, home, file = free_pod_ports(has_pool=True), directory / "pod", directory / "pool.yaml"
-    text = STARTED.replace("MODEL", str(model)).replace("BROKEN", str(broken))
-    file.write_text(text.replace("PORT", str(ports.service)))
-    flags = [f"{flag}={port}" for flag, port in ports.by_flag() if flag != "--service-port"]
-    command = [*program("understudy"), "up", "--pool", str(file), "--dir", str(home), *flags[:-1]]
+    offset, home, file = free_offset(), directory / "pod", directory / "pool.yaml"
+    file.write_text(STARTED.replace("MODEL", str(model)).replace("BROKEN", str(broken)))
+    flags = [f"--pool={file}", f"--dir={home}", f"--port-offset={offset}"]
+    command = [*program("understudy"), "up", *flags]
     said = directory / "said"
     with said.open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output)  # noqa: ASYNC220 - it is stopped below
@@ -242,7 +241,7 @@ async def started(
             WAIT_S,
         )
         assert process.poll() is None, said.read_text()[-2000:]
-        yield RunningPool(home, ports.service), model
+        yield RunningPool(home, 8000 + offset), model
         process.send_signal(signal.SIGINT)
         assert await asyncio.to_thread(process.wait, WAIT_S) == 0, said.read_text()[-2000:]
     finally:

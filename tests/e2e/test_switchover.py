@@ -18,14 +18,13 @@ from engine import messages as m
 from engine.messages import CONTROL
 from plumbing.pod.messages import EngineReportMsg, EventMsg, SetGoalMsg, Tier
 from plumbing.pod.observers import PeerWatch, ask
-from plumbing.pod.paths import engine_socket
+from plumbing.pod.paths import KV_SLAB_PREFIX, engine_socket
 from plumbing.wire.blocking import BlockingClient
 from plumbing.wire.messages import Message
 from tests.e2e.pods import Load, Pod, PodHome
 from tests.e2e.processes import Processes
 from tests.e2e.switching import DEADLINE_S, switch
 from tests.helpers import POLL_S, auntil, open_fds
-from understudy.host import MEMFD_KV
 
 TIMES = 3
 
@@ -116,8 +115,8 @@ def with_kv_memory(pod: Pod) -> list[int]:
     return [
         pid
         for pid in pids
-        if any(MEMFD_KV in link for link in open_fds(pid).values())
-        or MEMFD_KV in Path(f"/proc/{pid}/maps").read_text()
+        if any(KV_SLAB_PREFIX in link for link in open_fds(pid).values())
+        or KV_SLAB_PREFIX in Path(f"/proc/{pid}/maps").read_text()
     ]
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from plumbing.errors import GivenUpError, UnderstudyError, UsageError
 from tests.e2e.pods import AS_USERS_RUN_IT, Pod, PodHome
-from tests.e2e.processes import port_flags
+from tests.e2e.processes import free_offset
 
 BIN = Path(sys.executable).parent
 FAILED, USAGE = UnderstudyError.exit_code, UsageError.exit_code
@@ -97,7 +97,7 @@ def test_second_server_of_a_running_pod_is_refused_by_name(home: PodHome):
                         has("engine-0"),
                         engine,
                     ),
-                    Refusal(("understudy", "up", where, *port_flags()), FAILED, in_pod),
+                    Refusal(("understudy", "up", where), FAILED, in_pod),
                 ]
             )
             await load.answers()
@@ -184,26 +184,23 @@ def test_up_that_cannot_work_is_one_clear_error(
         model = f"--model={pod.local.model}"
 
         def up(name: str, *flags: str) -> tuple[str, ...]:
-            return ("understudy", "up", f"--dir={base / name}", *flags)
+            offset = f"--port-offset={free_offset()}"
+            return ("understudy", "up", f"--dir={base / name}", offset, *flags)
 
         in_use = (f"port {taken_port} ", "in use", "--port-offset")
         await refuse_all(
             [
                 Refusal(
-                    up("a", f"--model={base / 'none'}", *port_flags()),
+                    up("a", f"--model={base / 'none'}"),
                     USAGE,
                     ("none is not a directory", "--model"),
                 ),
                 Refusal(
-                    up("c", model, "--device-bytes=256KiB", *port_flags()),
+                    up("c", model, "--device-bytes=256KiB"),
                     FAILED,
                     ("--device-bytes", "smaller model", "has 256.0 KiB"),
                 ),
-                Refusal(
-                    up("d", model, *port_flags(service=taken_port)),
-                    FAILED,
-                    (*in_use, "--service-port"),
-                ),
+                Refusal(up("d", model, f"--service-port={taken_port}"), FAILED, in_use),
             ]
         )
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.processes import port_flags
+from tests.e2e.processes import free_offset
 
 COMMANDS = ("understudy", "lockserver", "gms", "engine", "gateway", "pool")
 WAIT_S = 60.0
@@ -71,7 +71,7 @@ def test_interrupt_of_what_runs_on_is_silent(
     after the signal handlers are there."""
     flags = [f"--dir={tmp_path / 'pod'}"] if words[0] != "drill" else []
     if words[0] == "up":
-        flags += port_flags()
+        flags += [f"--port-offset={free_offset()}"]
     if words[0] == "ui":
         flags += ["--http-port=0"]
     code, output = interrupted("understudy", *words, *flags, after_s=after_s)

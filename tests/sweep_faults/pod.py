@@ -42,8 +42,6 @@ WHOLE_S = 60.0  # a start on a busy machine
 SILENCE_S = 10.0  # of a request; a whole pod answers in milliseconds
 VISIT_S = 1.0  # to listen for events
 PAGES = ("live", "ready", "startup", "status", "metrics", "events")
-# A sweep kills more often than anything else does; what it looks for is not back-off.
-BACKOFF_MAX_S = 0.5
 NO_CRASH_LOOP = {"UNDERSTUDY_DEATHS_MAX": "1000"}  # one case after the other in the same engine
 
 # The beginnings of sentences that say that the pod is not whole, and not why.
@@ -109,7 +107,7 @@ class SweptPod:
         self.ports: Ports = free_pod_ports()
         directory.mkdir(mode=0o700)
         env = {**ONE_THREAD, **NO_CRASH_LOOP, **control.environment}
-        local = LocalPod(directory, model, self.ports, env=env, backoff_max_s=BACKOFF_MAX_S)
+        local = LocalPod(directory, model, self.ports, env=env)
         # Calls fail in our programs; an init would be one of those that cannot be replaced.
         containers = [replace(each, init=()) for each in local.containers()]
         self.runner = PodRunner(containers, directory / "log")

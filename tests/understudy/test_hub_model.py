@@ -13,7 +13,8 @@ import psutil
 import pytest
 
 from plumbing.errors import UnderstudyError
-from tests.helpers import free_ports, until
+from tests.e2e.processes import free_offset
+from tests.helpers import until
 from tests.understudy.hub import COMMIT, Hub, serving
 from understudy.pod.table import LocalPod, program
 from understudy.up.models import hub_directory
@@ -142,8 +143,5 @@ def located(model: str, flags: Sequence[str]) -> Path:
 
 
 def _command(command: str, directory: Path, model: str) -> list[str]:
-    first = free_ports(8)
-    names = ("service", "lockserver", "gms", "gateway", "engine")
-    ports = [f"--{name}-port={first + number}" for number, name in enumerate(names)]
-    ours = [f"--dir={directory}/pod", *ports] if command == "up" else []
+    ours = [f"--dir={directory}/pod", f"--port-offset={free_offset()}"] if command == "up" else []
     return [*program("understudy"), command, "--backend=vllm", f"--model={model}", *ours]

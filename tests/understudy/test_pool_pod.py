@@ -27,7 +27,7 @@ def prepared(directory: Path, text: str, pod: LocalPod | None = None, **more: An
     path.write_text(text)
     pod = pod or LocalPod(Path(), None)
     more = {"is_drilled": True, **more}
-    return asyncio.run(prepare_pool(pod, path, 9404, directory, print, **more))
+    return asyncio.run(prepare_pool(pod, path, directory, print, **more))
 
 
 def containers(directory: Path, text: str) -> list[Container]:
@@ -43,7 +43,7 @@ def test_parts_are_told_the_pool_file_wherever_they_run(tmp_path: Path, monkeypa
     """Method: a relative path."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pool.yaml").write_text(POOL_FILE)
-    pod = prepare_pool(LocalPod(Path(), None), Path("pool.yaml"), 0, tmp_path, print, True)
+    pod = prepare_pool(LocalPod(Path(), None), Path("pool.yaml"), tmp_path, print, True)
     env = {each.name: each.env.get("UNDERSTUDY_POOL") for each in asyncio.run(pod).containers}
     absent = dict.fromkeys(("lockserver", "gms"))
     told = ("gateway", "pool", "chat-0", "chat-1", "coder-0")
@@ -56,16 +56,11 @@ def test_pod_listens_where_the_file_says_unless_a_flag_does(tmp_path: Path, give
     ports = free_pod_ports()
     listen = f"listen: 127.0.0.2:{free_ports(1)[0]}\n"
     local = LocalPod(Path(), None, ports, http_host="127.0.0.3")
-    file = listen + POOL_FILE.replace("/models/A", "/").replace("/models/B", "/")
+    file = listen + POOL_FILE
     pod = prepared(tmp_path, file, local, is_drilled=False, given=given)
     host = "127.0.0.1" if "host" in given else "127.0.0.2"
     port = str(ports.service) if "service_port" in given else listen.strip().rpartition(":")[2]
     assert f"--service=active={host}:{port}" in pod.containers[0].command
-
-
-def test_a_model_without_its_directory_is_refused(tmp_path: Path):
-    with pytest.raises(UsageError, match="chat: there is no directory /models/A"):
-        prepared(tmp_path, POOL_FILE, is_drilled=False)
 
 
 def test_gpus_and_host_memory_in_one_pool_are_refused(tmp_path: Path):

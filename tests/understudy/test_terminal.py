@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from plumbing.service.config import resolve
-from understudy.cli.pods import local_pod
-from understudy.cli.settings import UP_OPTIONS
+from understudy.cli.settings import UP_OPTIONS, local_pod
 from understudy.pod.output import terminal
 
 

@@ -137,7 +137,7 @@ async def pool_of_two(directory: Path, model: Path) -> AsyncIterator[PoolPod]:
     path.write_text(POOL_FILE.format(model=model, arguments=arguments))
     env = {**VLLM_RANDOM_MODEL.env, **AS_USERS_RUN_IT}
     local = LocalPod(Path(), None, device_bytes=DEVICE_BYTES, env=env)
-    pod = await prepare_pool(local, path, 0, directory, print, is_drilled=True)
+    pod = await prepare_pool(local, path, directory, print, is_drilled=True)
     port = int(next(w for w in pod.containers[0].command if "service=" in w).rpartition(":")[2])
     runner = PodRunner(pod.containers, directory / "log")
     try:

@@ -15,24 +15,25 @@ from typing import Any
 import click
 
 from plumbing.errors import UsageError
-from plumbing.pod.cli import INTERRUPTED, options, run_async
+from plumbing.pod.cli import INTERRUPTED, json_flag, options, run_async
 from plumbing.service.config import Resolved
 from plumbing.text import to_json
-from understudy.cli.pods import (
+from understudy.cli.settings import (
+    DRILL_OPTIONS,
+    NOT_WITH_POOL,
+    POD_OPTIONS,
     BackendCommand,
     backend_arguments,
     given_flags,
-    json_flag,
     local_pod,
     pod_of,
     refuse_flags,
 )
-from understudy.cli.settings import DRILL_OPTIONS, NOT_WITH_POOL, POD_OPTIONS
 from understudy.drill.clients import outside_target
 from understudy.drill.page import check_destination, page_data, write_page
-from understudy.drill.report import print_report
 from understudy.drill.run import DrillPlan
 from understudy.drill.targets import is_only_in_pool
+from understudy.drill.verdict import print_report
 from understudy.status.gather import require_pod
 from understudy.up import sessions
 from understudy.up.pods import Prepare, prepare_pool, prepare_random_pool
@@ -136,7 +137,7 @@ def _of_new_pod(
         prepare = pod_of(config, DRILL_OPTIONS, arguments)
     elif pool_file:
         pod = local_pod(config, DRILL_OPTIONS, ())
-        prepare = partial(prepare_pool, pod, Path(os.path.abspath(pool_file)), 0)
+        prepare = partial(prepare_pool, pod, Path(os.path.abspath(pool_file)))
     else:
         prepare = partial(prepare_random_pool, local_pod(config, DRILL_OPTIONS, ()))
     return partial(sessions.drill_new_pod, prepare, plan, say)
@@ -169,9 +170,7 @@ def _ask_first(directory: Path, plan: DrillPlan, *, yes: bool) -> None:
     what = ", ".join(plan.targets) or "the active engine"
     question = f"Kill {what} of the pod in {directory} {plan.kills} times?"
     try:
-        is_meant = click.confirm(question, err=True)
-    except click.Abort:  # Ctrl-C; click would exit with the code of a failed drill
-        click.echo(err=True)
+        click.confirm(question, err=True, abort=True)
+    except click.Abort:  # click would exit with the code of a failed drill
+        click.echo("nothing was killed", err=True)
         sys.exit(INTERRUPTED)
-    if not is_meant:
-        raise UsageError("drill.declined", "nothing was killed")

@@ -1,7 +1,4 @@
-"""The commands of `understudy` that look at a pod without changing it.
-
-`attach` adds them to the group of `main.py`.
-"""
+"""The commands of `understudy` that look at a pod, and `sleep` and `wake`."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -26,11 +24,13 @@ from plumbing.pod.cli import (
     show_status,
     watch_flag,
 )
-from plumbing.pod.paths import lockserver_socket
+from plumbing.pod.messages import Tier
+from plumbing.pod.paths import engine_sockets, lockserver_socket
 from plumbing.service.config import Option, Resolved
 from plumbing.service.process import arm_from_environment
 from plumbing.text import to_json
 from understudy.cli.settings import DIR, STATUS_OPTIONS, UI_OPTIONS, UP_OPTIONS, ports_of
+from understudy.goal import give_goal
 from understudy.status.events import Record, follow_events, past_events
 from understudy.status.gather import gather, states_on_file, unreachable
 from understudy.status.view import is_reachable, lines, offline_lines, parts_of, watch_lines
@@ -46,14 +46,8 @@ LOG_DIR = Option(
 LOG_OPTIONS = (DIR, LOG_DIR)
 DOCTOR_OPTIONS = (
     DIR,
-    *(each for each in UP_OPTIONS if each.name.endswith("_port") or each.name == "port_offset"),
+    *(each for each in UP_OPTIONS if each.name in ("service_port", "port_offset")),
 )
-
-
-def attach(group: click.Group) -> None:
-    """Add these commands to `group`."""
-    for command in (status, events, doctor, ui, support_bundle):
-        group.add_command(command)
 
 
 @click.command()
@@ -145,7 +139,8 @@ def doctor(config: Resolved, as_json: bool, strict: bool) -> None:
     from understudy.doctor import checks
     from understudy.doctor.pod import look
 
-    directory, ports = _directory(config, is_entered=False), ports_of(config)
+    directory = _directory(config, is_entered=False)
+    ports = replace(ports_of(config), pool=0, ui=0)  # those that every pod has
     pod = run_async(lambda: look(directory, ports, os.environ))
     results = checks.examine(pod)
     if as_json:
@@ -189,6 +184,76 @@ def support_bundle(config: Resolved, output: str | None) -> None:
     path = STDOUT if output == "-" else Path(os.path.abspath(output)) if output else None
     say = partial(click.echo, err=path == STDOUT)
     run_async(lambda: collect(directory, log_dir, path, say))
+
+
+timeout_flag = click.option(
+    "--timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    default=60.0,
+    show_default=True,
+    help="How long to wait until it is done, in seconds.",
+)
+one_engine = click.argument("engine", required=False, metavar="[ENGINE]")
+
+
+@click.command()
+@options((DIR,))
+@click.option("--offloaded", is_flag=True, help="Free the weights' device memory, too.")
+@timeout_flag
+@one_engine
+@json_flag
+def sleep(
+    config: Resolved, engine: str | None, timeout: float, offloaded: bool, as_json: bool
+) -> None:
+    """Put the pod to sleep and free its KV memory. It wakes in milliseconds.
+
+    Applies to all engines, or to ENGINE alone, and returns when the one that holds the lock is
+    asleep. The next request wakes it, unless the gateway runs with --wake manual.
+
+    Exit codes: 0 done, 1 refused or overridden by another goal, 3 no engine, 5 not done in time; it
+    continues in the background.
+    """
+    goal = Tier.OFFLOADED if offloaded else Tier.WARM
+    _order(config, engine, goal, timeout, as_json=as_json)
+
+
+@click.command()
+@options((DIR,))
+@timeout_flag
+@one_engine
+@json_flag
+def wake(config: Resolved, engine: str | None, timeout: float, as_json: bool) -> None:
+    """Wake a sleeping pod.
+
+    Applies to all engines, or to ENGINE alone, and returns when the one that holds the lock is
+    active.
+
+    Exit codes: 0 done, 1 overridden by another goal, 3 no engine, 5 not done in time; it continues
+    in the background.
+    """
+    _order(config, engine, Tier.AWAKE, timeout, as_json=as_json)
+
+
+def _order(
+    config: Resolved, engine: str | None, goal: Tier, timeout_s: float, *, as_json: bool
+) -> None:
+    directory = _directory(config)
+    paths = engine_sockets(directory)
+    if not paths:
+        raise unreachable(directory)
+    if engine is not None:
+        if engine not in paths:
+            raise UsageError(
+                "pod.unknown_engine",
+                f"there is no engine {engine!r} in {directory}; there are {', '.join(paths)}",
+                engine=engine,
+            )
+        paths = {engine: paths[engine]}
+    is_one = engine is not None
+    text, document = run_async(
+        lambda: give_goal(goal, paths, timeout_s, is_one=is_one), as_json=as_json
+    )
+    click.echo(to_json(document) if as_json else text)
 
 
 def _directory(config: Resolved, *, is_entered: bool = True) -> Path:

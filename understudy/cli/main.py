@@ -1,12 +1,10 @@
 """The `understudy` command: starts a pod, drills it, shows it.
 
-Owns flags and output. The commands that only look at a pod are in `look.py`.
+Owns flags and output. The commands for a running pod are in `look.py`.
 """
 
 from __future__ import annotations
 
-import json
-import platform
 import sys
 from pathlib import Path
 
@@ -18,17 +16,17 @@ from plumbing.pod.cli import options, run_async
 from plumbing.pod.paths import runtime_dir
 from plumbing.service.config import Resolved
 from plumbing.service.process import arm_from_environment
-from understudy.cli import goal, look
+from understudy.cli import look
 from understudy.cli.drill import drill
-from understudy.cli.pods import (
+from understudy.cli.settings import (
+    NOT_WITH_POOL,
+    UP_OPTIONS,
     BackendCommand,
     backend_arguments,
     given_flags,
-    json_flag,
     pod_of,
     refuse_flags,
 )
-from understudy.cli.settings import NOT_WITH_POOL, UP_OPTIONS
 from understudy.pod.output import terminal
 from understudy.up import pods
 
@@ -39,11 +37,12 @@ def main() -> None:
     """Understudy: failover for LLM inference, with one copy of the weights."""
 
 
-look.attach(main)
-goal.attach(main)
 main.add_command(pool.cli.main, "pool")
-main.add_command(pool.cli.lease)
-main.add_command(drill)
+for command in (
+    *(look.status, look.events, look.doctor, look.ui, look.support_bundle, look.sleep, look.wake),
+    *(drill, pool.cli.lease),
+):
+    main.add_command(command)
 
 
 @main.command(cls=BackendCommand)
@@ -67,14 +66,6 @@ def up(config: Resolved, arguments: tuple[str, ...]) -> None:
         killed_by = run_async(lambda: pods.stay_up(prepare, directory, say))
     if killed_by is not None:
         sys.exit(128 + killed_by)
-
-
-@main.command()
-@json_flag
-def version(as_json: bool) -> None:
-    """Print the version."""
-    about = {"version": understudy.__version__, "python": platform.python_version()}
-    click.echo(json.dumps(about) if as_json else f"understudy {about['version']}")
 
 
 if __name__ == "__main__":

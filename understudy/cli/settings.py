@@ -1,23 +1,28 @@
-"""The settings of `understudy up`, `drill` and the commands that look at a pod, as data."""
+"""The settings of `understudy up`, `drill` and the commands that look at a pod, as data; the pod
+that they ask for.
+"""
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import click
+
 from engine.backends.registry import BACKENDS
 from engine.messages import RANKS_MAX
+from plumbing.errors import UsageError
 from plumbing.service.config import Option, Resolved, size_list
 from plumbing.service.hosts import ALLOWED_HOST, PORT_MAX
 from understudy.drill.targets import check_target
-from understudy.pod.ports import (
-    ENGINE_PORT,
-    GATEWAY_PORT,
-    GMS_PORT,
-    LOCKSERVER_PORT,
-    POOL_PORT,
-    SERVICE_PORT,
-    UI_PORT,
-    Ports,
-)
-from understudy.pod.table import RESTART_BACKOFF_MAX_S
+from understudy.pod.ports import POOL_PORT, SERVICE_PORT, UI_PORT, Ports
+from understudy.pod.table import LocalPod
+from understudy.up.models import HUB_BACKEND, is_hub_id
+from understudy.up.pods import Prepare, prepare_local, prepare_pool
 
 DIRECTORY = "/run/understudy"
 
@@ -25,10 +30,6 @@ PORT_OFFSET_MAX = 50_000  # leaves room for the ports of some thousand engines
 BURN_MAX = 16  # loops per CPU: the pod's share is then a seventeenth, or less
 
 DIR = Option("dir", str, DIRECTORY, "The directory that the pod's processes share.")
-
-
-def _port(name: str, default: int, text: str) -> Option:
-    return Option(name, int, default, text, minimum=1, maximum=65535)
 
 
 POD_OPTIONS = (
@@ -67,13 +68,6 @@ UP_OPTIONS = (
         "Pool file: serve many models on the same devices; a request wakes its model.",
     ),
     *POD_OPTIONS,
-    Option(
-        "restart_backoff_max",
-        float,
-        RESTART_BACKOFF_MAX_S,
-        "Longest wait in seconds before a part that keeps failing is restarted.",
-        minimum=0,
-    ),
     Option("memory", str, "host", "The kind of memory for the weights.", choices=("host", "cuda")),
     Option("host", str, "127.0.0.1", "Address of the inference port."),
     Option("http_host", str, "127.0.0.1", "Address of probes and metrics."),
@@ -82,22 +76,17 @@ UP_OPTIONS = (
         "port_offset",
         int,
         0,
-        "Add this number to each port that is not set itself, e.g. 100 for a second pod.",
+        "Add this number to each port, but not to --service-port, e.g. 100 for a second pod.",
         minimum=0,
         maximum=PORT_OFFSET_MAX,
     ),
-    _port("service_port", SERVICE_PORT, "Port for inference requests."),
-    _port("lockserver_port", LOCKSERVER_PORT, "Port of the lock server's probes and metrics."),
-    _port("gms_port", GMS_PORT, "Port of the memory service's probes and metrics."),
-    _port("gateway_port", GATEWAY_PORT, "Port of the gateway's probes and metrics."),
-    _port(
-        "pool_port", POOL_PORT, "Port of the pool's probes and metrics, in a pod with a pool file."
-    ),
-    _port("ui_port", UI_PORT, "Port of the page that shows the pod."),
-    _port(
-        "engine_port",
-        ENGINE_PORT,
-        "Port of engine 0's probes and metrics; engine n uses this plus n.",
+    Option(
+        "service_port",
+        int,
+        SERVICE_PORT,
+        "Port for inference requests.",
+        minimum=1,
+        maximum=PORT_MAX,
     ),
 )
 
@@ -161,21 +150,102 @@ UI_OPTIONS = (
 
 
 def ports_of(config: Resolved) -> Ports:
-    """The ports in `UP_OPTIONS`."""
-    service, lockserver, gms, gateway, engine = (
-        port_of(config, part) for part in ("service", "lockserver", "gms", "gateway", "engine")
-    )
-    return Ports(service, lockserver, gms, gateway, (engine, engine + 1))
-
-
-def port_of(config: Resolved, part: str) -> int:
-    """The port of `part`: its own setting, else the default plus --port-offset."""
-    is_own = config.origin(f"{part}_port") != "default"
-    port: int = config[f"{part}_port"]
-    return port if is_own else port + int(config["port_offset"])
+    """The ports in `UP_OPTIONS`, with those of a pool and of the page."""
+    moved = Ports(pool=POOL_PORT, ui=UI_PORT).moved(config["port_offset"])
+    is_own = config.origin("service_port") != "default"
+    return replace(moved, service=config["service_port"]) if is_own else moved
 
 
 def given_address(config: Resolved) -> frozenset[str]:
     """What is said of the service's address, and wins over a pool file's `listen`."""
     names = ("host", "service_port")
     return frozenset(name for name in names if config.origin(name) != "default")
+
+
+# ------------------------------------------------------------------ the pod that they ask for
+
+backend_arguments = click.argument(
+    "arguments", nargs=-1, type=click.UNPROCESSED, metavar="[-- BACKEND FLAGS]"
+)
+
+
+class BackendCommand(click.Command):
+    """A command whose arguments after `--` go to the backends, and that takes no others."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        end = args.index("--") if "--" in args else len(args)
+        rest = super().parse_args(ctx, args[:end])
+        if stray := ctx.params["arguments"]:
+            raise click.UsageError(
+                f"Unexpected argument {stray[0]!r}: name a model with --model, and put the flags of"
+                " the backend after `--`.",
+                ctx,
+            )
+        ctx.params["arguments"] = tuple(args[end + 1 :])
+        return rest
+
+
+def pod_of(config: Resolved, declared: Sequence[Option], arguments: tuple[str, ...]) -> Prepare:
+    """The pod to start, of one model or of a pool file."""
+    if declared is UP_OPTIONS and config["pool"] is not None:
+        pod, file = local_pod(config, declared, ()), Path(config["pool"])
+        place = {"given": given_address(config), "port_offset": config["port_offset"]}
+        return partial(prepare_pool, pod, file, **place)
+    return partial(prepare_local, local_pod(config, declared, arguments))
+
+
+def local_pod(config: Resolved, declared: Sequence[Option], arguments: tuple[str, ...]) -> LocalPod:
+    model, hub_id = _model(config["model"], config["backend"])
+    pod = LocalPod(
+        Path(),
+        model,
+        hub_id=hub_id,
+        backend=config["backend"],
+        device_bytes=config["device_bytes"],
+        tensor_parallel=config["tensor_parallel"],
+        backend_args=arguments,
+    )
+    if declared is not UP_OPTIONS:
+        return pod
+    return replace(
+        pod,
+        ports=ports_of(config) if config["pool"] else replace(ports_of(config), pool=0),
+        host=config["host"],
+        memory=config["memory"],
+        env={**_log_env(), ALLOWED_HOST.env_name: ",".join(config["http_allowed_host"])},
+        http_host=config["http_host"],
+    )
+
+
+def _model(given: str | None, backend: str) -> tuple[Path | None, str | None]:
+    """The absolute path of the checkpoint, which the engine validates, or its id at the Hub. As
+    for vLLM, a directory wins over a model of the Hub with the same name."""
+    if given is None:
+        return None, None
+    path = Path(os.path.abspath(given))
+    if path.is_dir():
+        return path, None
+    if backend == HUB_BACKEND and is_hub_id(given):
+        return None, given
+    wanted = "a Hugging Face checkpoint"
+    if backend == HUB_BACKEND:
+        wanted += ", or a model of the Hugging Face Hub, owner/name"
+    elif is_hub_id(given):
+        wanted += f" on this machine; the {backend} backend downloads nothing, --backend vllm does"
+    raise UsageError("pod.no_model", f"{path} is not a directory; --model must be {wanted}")
+
+
+def _log_env() -> dict[str, str]:
+    """Text logs on a terminal, unless LOG_FORMAT is set."""
+    is_text = sys.stdout.isatty() and "LOG_FORMAT" not in os.environ
+    return {"LOG_FORMAT": "text"} if is_text else {}
+
+
+def given_flags(declared: Sequence[Option], config: Resolved) -> list[str]:
+    """The flags that were used on the command line."""
+    return [each.flag for each in declared if config.origin(each.name) == "flag"]
+
+
+def refuse_flags(code: str, flags: Sequence[str], why: str) -> None:
+    if flags:
+        raise UsageError(code, f"{', '.join(flags)} cannot be used with {why}")

@@ -11,12 +11,9 @@ import platform
 import resource
 import socket
 from collections.abc import Iterator
-from pathlib import Path
 
 from engine.backends.process_memory import read_room
-from engine.backends.vllm.versions import OVERRIDE_FLAG, check_version, supported_range
 from gms.client import look_for_mps
-from plumbing.errors import UsageError
 from plumbing.pod.models import device_of
 from plumbing.service import procfs
 from plumbing.service.process import FDS_ADVISED
@@ -35,9 +32,8 @@ from understudy.doctor.pod import (
     skipped,
     warned,
 )
-from understudy.host import fd_count, slabs_of
-from understudy.status.parts_view import Document, devices
-from understudy.status.view import parts_of
+from understudy.host import fd_count
+from understudy.status.view import Document, devices, parts_of
 
 # Two epochs (committed, loading) of 250 slabs each, one more set in flight, and a server's 128
 # connections. A receiver at its limit loses descriptors without an error.
@@ -49,7 +45,6 @@ SHM_MIN_BYTES = 65_536_000  # podman's default for a container; docker's is 64 M
 SHM_VLLM_BYTES = 1 << 30  # ranks of vLLM communicate through it
 DEVICE_VARIABLES = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "UNDERSTUDY_GPUS")
 SHARE_PIDS = "share the PID namespace of the pod's containers (shareProcessNamespace)"
-SLAB_NAME_DIGITS = 8  # of an epoch's id, in the names of its slabs
 NO_GPU = "no GPU is visible; see the NVIDIA driver check"
 
 # --- the kernel
@@ -204,17 +199,14 @@ def ports(pod: ExaminedPod) -> Finding:
     parts = ["lockserver", "lockserver", "gms", "gateway"]
     parts += [f"engine-{number}" for number in range(len(pod.ports.engines))]
     owners = procfs.tcp_listeners(pod.ports.all())
-    strangers: list[str] = []
-    flags: dict[str, None] = {}  # the engines share one
-    for number, ((flag, port), part) in enumerate(zip(pod.ports.by_flag(), parts, strict=True)):
+    strangers = []
+    for number, (port, part) in enumerate(zip(pod.ports.all(), parts, strict=True)):
         owner = owners.get(port)
         if port in owners and part not in running and owner not in pod.pids:
             what = f"{'probes' if number else 'requests'} of {part}"
             strangers.append(f"port {port} ({what}) is in use by {process(owner)}")
-            flags[flag] = None
     if strangers:
-        fix = f"stop it, or choose another port with {', '.join(flags)}"
-        return failed("; ".join(strangers), fix)
+        return failed("; ".join(strangers), "stop it, or move all ports with --port-offset")
     return passed(f"{', '.join(map(str, pod.ports.all()))}: free, or used by the pod")
 
 
@@ -227,22 +219,6 @@ def _running(pod: ExaminedPod) -> set[str]:
             keys = [name for key, name in names.items() if key in part]
             found.add(str(part["engine"].get("id")) if "engine" in part else (keys or ["gms"])[0])
     return found
-
-
-def vllm_version(pod: ExaminedPod) -> Finding:
-    """The backend depends on internals of vLLM."""
-    found = pod.packages.get("vllm")
-    if found is None:
-        return skipped("vLLM is not installed here")
-    try:
-        check_version(allow_any=False, version=found)
-    except UsageError:
-        return failed(
-            f"vLLM {found} is installed, but only {supported_range()} are supported",
-            f"install a supported version, or pass {OVERRIDE_FLAG} after checking"
-            " `python -m engine.backends.vllm.contracts`",
-        )
-    return passed(f"vLLM {found} (supported: {supported_range()})")
 
 
 # --- GPUs, and who holds their memory
@@ -337,12 +313,6 @@ def sharing_mode(pod: ExaminedPod) -> Finding:
 
 def memory_outside(pod: ExaminedPod) -> Finding:
     """Device memory in use outside the pod, which a takeover may lack."""
-    if slabs := list(_slabs_outside(pod)):
-        return failed(
-            f"processes outside the pod hold its weights: {held(slabs)}",
-            "find out what they are (an engine that lost its supervisor?) and kill them; the "
-            "memory is freed when the last one exits",
-        )
     strangers: list[tuple[Document, Held]] = [
         (gpu, (each["pid"], each["used_bytes"]))
         for gpu in pod.listed
@@ -363,18 +333,6 @@ def memory_outside(pod: ExaminedPod) -> Finding:
     ours = pod.gpus_served() or _named(pod)
     judge = failed if any(_matches(each, listed) for each in ours) else warned
     return judge(found, "stop what is not needed, or give the pod a device of its own")
-
-
-def _slabs_outside(pod: ExaminedPod) -> Iterator[Held]:
-    """Host memory of this pod's epochs that processes outside the pod hold."""
-    epochs = {path.stem.rpartition("_")[2] for path in Path(pod.path).glob("gms_*.epoch")}
-    epochs |= {str(device["epoch"]) for device in pod.view["gms"] if device.get("epoch")}
-    digits = {epoch[:SLAB_NAME_DIGITS] for epoch in epochs}
-    for pid in procfs.pids() if digits else ():
-        slabs = slabs_of(pid).values() if pid not in pod.pids else ()
-        sizes = sum(it.size_bytes for it in slabs if it.name[:SLAB_NAME_DIGITS] in digits)
-        if sizes:
-            yield pid, sizes
 
 
 def _well(pod: ExaminedPod, found: str) -> Finding:

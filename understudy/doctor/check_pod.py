@@ -11,16 +11,13 @@ import fcntl
 import os
 import stat
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from plumbing.pod.paths import (
     LOCKSERVER_SOCKET,
 )
 from plumbing.service import procfs
-from plumbing.text import size
-from pool.core.states import HOST
 from pool.pool_file import digests
 from understudy.doctor.pod import (
     ExaminedPod,
@@ -32,9 +29,6 @@ from understudy.doctor.pod import (
     warned,
 )
 from understudy.host import descriptors
-from understudy.status.parts_view import (
-    models_of,
-)
 
 ONE_VOLUME = (
     "mount one volume into every container, with the same --dir inside it; on a host, start every"
@@ -42,7 +36,6 @@ ONE_VOLUME = (
 )
 CLOSED = "the directory belongs to another user and cannot be read"
 ABSENT = "the directory does not exist yet"
-NO_POOL, NOT_RUNNING = "this pod has no pool file", "no pool answers, so sizes are not known"
 UNIX_LISTENS = 1 << 16  # __SO_ACCEPTCON, the flag of a listening socket (linux/net.h)
 
 # --- the directory
@@ -208,7 +201,8 @@ def pool_file(pod: ExaminedPod) -> Finding:
     """What runs is what the file says."""
     path, file, document = pod.pool_path, pod.pool_file, pod.view.get("pool") or {}
     if not path:
-        return skipped("set UNDERSTUDY_POOL to the pool file" if document else NO_POOL)
+        found = "set UNDERSTUDY_POOL to the pool file" if document else "this pod has no pool file"
+        return skipped(found)
     if isinstance(file, str):
         return failed(file, f"correct {path}; running parts are not affected")
     says, runs = digests(file), (document.get("file") or {}).get("digests") or {}
@@ -230,57 +224,3 @@ def pool_file(pod: ExaminedPod) -> Finding:
     count = sum(map(len, (document.get("changed") or {}).values()))
     extra = f"; {count} settings were changed by `understudy pool set`" if count else ""
     return passed(f"{path}: {len(file.models)} models, as they run{extra}")
-
-
-def _not_running(pod: ExaminedPod) -> Finding | None:
-    document = pod.view.get("pool")
-    if document is None or "error" in document:
-        return skipped(NO_POOL if document is None else NOT_RUNNING)
-    return None
-
-
-def pool_fit(pod: ExaminedPod) -> Finding:
-    """Each model can be awake, also beside those that never yield."""
-    if (absent := _not_running(pod)) is not None:
-        return absent
-    document = pod.view["pool"]
-    known = {each["model"]: each for each in models_of(document) if each["sizes"]}
-    for device in document["devices"]:
-        if device["total_bytes"] is not None and device["device"] != HOST:
-            used = device["margin_bytes"] + device["outside_bytes"]
-            found = _fit(device["device"], device["total_bytes"] - used, known)
-            if found is not None:
-                return found
-    return passed("each model can be awake")
-
-
-def _fit(device: str, room: int, known: Mapping[str, Mapping[str, Any]]) -> Finding | None:
-    """Whether each model has room on `device`, alone and beside models that never yield."""
-    needs = {n: sum(k.get(device, 0) for k in it["sizes"].values()) for n, it in known.items()}
-    where = f"{device}, which has {size(max(0, room))} beside the margin and what others use"
-    for name, needed in needs.items():
-        if needed > room:
-            return failed(
-                f"{name} needs {size(needed)} of {where}: it can never be awake",
-                "give it less KV memory, more devices (tensor_parallel), or another device",
-            )
-    pinned = [name for name, model in known.items() if model["pinned"] and needs[name]]
-    others = [name for name in known if name not in pinned]
-    if not pinned:
-        return None
-    taken, fix = sum(map(needs.__getitem__, pinned)), f"understudy pool unpin {pinned[0]}"
-    who = f"the pinned {', '.join(pinned)} need {size(taken)} of {where}"
-    if taken > room:
-        return failed(f"{who}: they can never be awake together", fix)
-    for name in others:
-        if needs[name] > room - taken:
-            never = f"{name}, which needs {size(needs[name])}, can never be awake"
-            return failed(f"{who}: {never}", fix)
-    bases = sum(known[name]["sizes"]["base"].get(device, 0) for name in others)
-    if taken + bases > room:
-        return warned(
-            f"{who}; the sleeping processes of the others need {size(bases)}: models are unloaded,"
-            " and loaded from disk for the next request",
-            fix,
-        )
-    return None

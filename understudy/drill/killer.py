@@ -57,8 +57,7 @@ from understudy.status.gather import (
     pool_part,
     status_of,
 )
-from understudy.status.parts_view import Document, devices, is_open
-from understudy.status.view import PARKED
+from understudy.status.view import PARKED, Document, devices, is_open
 
 WHOLE_POLL_S = 0.05
 WHOLE_DEADLINE_S = 300.0  # a relaunch takes seconds; with vLLM on 2 cores, minutes

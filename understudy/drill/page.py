@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from plumbing.errors import UnderstudyError, UsageError
 from plumbing.service.clock import rfc3339
@@ -26,20 +26,18 @@ PLACE = "{{data}}"
 MODE = 0o644  # meant to be shared
 DOTS_MAX = 5000  # more than a chart has room for; some 150 KiB
 
-T = TypeVar("T")
-
 
 def page_data(records: Records, report: DrillReport, backend: str) -> dict[str, Any]:
     """The whole document. The kills of a plain pod's engines have phases, all others a time until
     the victim was back."""
-    exchanges = sorted(records.exchanges, key=lambda each: each.sent_ms)
+    exchanges = sorted(records.exchanges, key=_sent)
     starts_ms = [kill.killed_ms for kill in records.kills]
     starts_ms += [each.sent_ms for each in exchanges[:1]]
     began_ms = min(starts_ms, default=0.0)
     kills = [] if records.models else records.engine_kills
     others = [kill for kill in records.kills if kill.engine is None or kill.model]
     outcomes = {id(each): outcome_of(each, records) for each in exchanges}
-    kept = sampled(exchanges, lambda each: outcomes[id(each)] is not Outcome.OK, DOTS_MAX)
+    kept = _sample(exchanges, outcomes)
     pairs = zip(kills, first_answers(kills, exchanges), strict=True)
     return {
         "made_at": rfc3339(datetime.now(UTC)),
@@ -89,15 +87,18 @@ def _kill(kill: Kill, first: Exchange | None) -> dict[str, Any]:
     }
 
 
-def sampled(items: Sequence[T], is_special: Callable[[T], bool], most: int) -> list[T]:
-    """At most `most` of `items`, in order: the special ones as far as there is room, and an even
-    sample of the others."""
-    special = [number for number, each in enumerate(items) if is_special(each)][:most]
-    plain = [number for number, each in enumerate(items) if not is_special(each)]
-    room = most - len(special)
-    step = max(1, math.ceil(len(plain) / room)) if room else len(plain) + 1
-    kept = [*special, *(plain[::step] if room else [])]
-    return [items[number] for number in sorted(kept)]
+def _sample(exchanges: Sequence[Exchange], outcomes: Mapping[int, Outcome]) -> list[Exchange]:
+    """At most `DOTS_MAX`, in order: the failed ones as far as there is room, and an even sample of
+    the others."""
+    failed = [each for each in exchanges if outcomes[id(each)] is not Outcome.OK][:DOTS_MAX]
+    others = [each for each in exchanges if outcomes[id(each)] is Outcome.OK]
+    room = DOTS_MAX - len(failed)
+    kept = others[:: max(1, math.ceil(len(others) / room))] if room else []
+    return sorted([*failed, *kept], key=_sent)
+
+
+def _sent(exchange: Exchange) -> float:
+    return exchange.sent_ms
 
 
 def _named(kill: Kill) -> str:

@@ -9,6 +9,7 @@ which detects errors that both engines share.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -63,52 +64,38 @@ LONG_KINDS: Mapping[str, Mapping[str, Any]] = {
 CHATS = ("Name three colours.", "What is a phone call?", "Count to seven.")
 
 
+def _prompt(key: str, model: str, text: str, **more: Any) -> Prompt:
+    """A short greedy stream of a completion."""
+    body = {"model": model, "max_tokens": ANSWER_TOKENS_MAX, "temperature": 0, "stream": True}
+    return Prompt(key, "/v1/completions", {**body, "prompt": text, **more})
+
+
 def all_prompts(model: str) -> list[Prompt]:
     """All prompts, for `model` as `/v1/models` names it; both kinds alternate."""
-    common: dict[str, Any] = {
-        "model": model,
-        "max_tokens": ANSWER_TOKENS_MAX,
-        "temperature": 0,
-        "stream": True,
-    }
-    completions = [
-        Prompt(f"completion-{number}", "/v1/completions", {**common, "prompt": text})
-        for number, text in enumerate(COMPLETIONS)
-    ]
-    chats = [
-        Prompt(
-            f"chat-{number}",
-            "/v1/chat/completions",
-            {**common, "messages": [{"role": "user", "content": text}]},
-        )
-        for number, text in enumerate(CHATS)
-    ]
+    completions = [_prompt(f"completion-{n}", model, text) for n, text in enumerate(COMPLETIONS)]
+    chats = []
+    for number, text in enumerate(CHATS):
+        body = {**completions[0].body, "messages": [{"role": "user", "content": text}]}
+        del body["prompt"]
+        chats.append(Prompt(f"chat-{number}", "/v1/chat/completions", body))
     return _mixed(chats, completions, every=2)
 
 
 def long_prompts(model: str) -> list[Prompt]:
     """Several about each of two long documents, and short ones."""
-    short = all_prompts(model)[:2]
-    common = short[0].body
-    long = [
-        Prompt(
-            f"long-{number}",
-            "/v1/completions",
-            {**common, "prompt": text, "max_tokens": LONG_TOKENS, "ignore_eos": True},
-        )
-        for number, text in enumerate(text + ask for text in DOCUMENTS for ask in ASKED)
-    ]
-    return _mixed(short, long, every=4)
+    texts = [text + asked for text in DOCUMENTS for asked in ASKED]
+    long = [_prompt(f"long-{n}", model, text, **KINDS["long"]) for n, text in enumerate(texts)]
+    return _mixed(all_prompts(model)[:2], long, every=4)
 
 
 def varied_prompts(model: str) -> list[Prompt]:
     """A few plain prompts, and one of every kind that an engine must continue in its own way."""
     plain = all_prompts(model)[:3]
-    varied: list[Prompt] = []
-    for number, (name, change) in enumerate(KINDS.items()):
-        base = plain[number % len(plain)]
-        body = {**base.body, **change}
-        varied.append(Prompt(f"{name}-{base.key}", base.path, body))
+    pairs = zip(KINDS.items(), itertools.cycle(plain), strict=False)
+    varied = [
+        Prompt(f"{name}-{base.key}", base.path, {**base.body, **change})
+        for (name, change), base in pairs
+    ]
     return [*plain, *varied]
 
 
@@ -193,16 +180,10 @@ async def learn_answers(
         if len(used) == count:
             break
     if not used:
-        if refused is not None:
-            raise UnderstudyError(
-                "drill.no_answers",
-                f"{target.url or f'{target.host}:{target.port}'} refuses connections ({refused});"
-                " no request was answered",
-            )
-        raise UnderstudyError(
-            "drill.no_answers",
-            f"{target.url or 'the model'} gave no usable answer; the last one: {last}",
-        )
+        who = target.url or f"{target.host}:{target.port}"
+        why = f"gave no usable answer; the last one: {last}"
+        why = f"refuses connections ({refused})" if refused is not None else why
+        raise UnderstudyError("drill.no_answers", f"{who} {why}")
     return used, answers
 
 

@@ -25,7 +25,6 @@ ENGINE_PORT = 9410  # engine n: this plus n
 
 OURS = range(15_000, 32_000)  # below the kernel's ephemeral range
 TRIES = 100
-MOVE_ALL = "--port-offset 100"
 ANYWHERE = "0.0.0.0"  # a port in use at any address counts as taken
 
 
@@ -42,24 +41,22 @@ class Ports:
     pool: int = 0
     ui: int = 0
 
-    def by_flag(self) -> list[tuple[str, int]]:
-        """Every port with the flag of `understudy up` that changes it."""
-        return [
-            ("--service-port", self.service),
-            ("--lockserver-port", self.lockserver),
-            ("--gms-port", self.gms),
-            ("--gateway-port", self.gateway),
-            *([("--pool-port", self.pool)] if self.pool else []),
-            *([("--ui-port", self.ui)] if self.ui else []),
-            *(("--engine-port", port) for port in self.engines),
-        ]
-
     def all(self) -> tuple[int, ...]:
-        return tuple(port for _, port in self.by_flag())
+        """Those of the service, the lock server, gms, the gateway, the engines; then of others."""
+        others = [each for each in (self.pool, self.ui) if each]
+        return (self.service, self.lockserver, self.gms, self.gateway, *self.engines, *others)
+
+    def moved(self, offset: int) -> Ports:
+        """Each of them, moved."""
+        engines = tuple(each + offset for each in self.engines)
+        single = (self.service, self.lockserver, self.gms, self.gateway)
+        service, lockserver, gms, gateway = (each + offset for each in single)
+        pool, ui = (each + offset if each else 0 for each in (self.pool, self.ui))
+        return Ports(service, lockserver, gms, gateway, engines, pool, ui)
 
 
-def check_port(port: int, address: str, flag: str) -> None:
-    """Raise if `port` cannot be bound at `address`; `flag` is what changes it.
+def check_port(port: int, address: str) -> None:
+    """Raise if `port` cannot be bound at `address`.
 
     Raises:
         UnderstudyError: `pod.port_in_use`, with the number and the fix.
@@ -71,23 +68,19 @@ def check_port(port: int, address: str, flag: str) -> None:
         except OSError as error:
             raise UnderstudyError(
                 "pod.port_in_use",
-                f"cannot listen on port {port} of {address}: {error.strerror}"
-                f"{_fix(error, port, flag)}",
+                f"cannot listen on port {port} of {address}: {error.strerror}{_fix(error, port)}",
                 port=port,
             ) from error
 
 
-def _fix(error: OSError, port: int, flag: str) -> str:
+def _fix(error: OSError, port: int) -> str:
     if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
         return "; choose an IPv4 address of this machine with --host or --http-host"
     if error.errno == errno.EACCES:
-        return f"; choose a port of 1024 or above with {flag}, or run as root"
+        return "; choose a port of 1024 or above with --service-port, or run as root"
     holder = procfs.listener_pid(port)
     named = f" by pid {holder} ({procfs.name(holder)})" if holder else ""
-    return (
-        f"{named}; move all ports of this pod with {MOVE_ALL}, or this one alone with {flag}, or"
-        " stop what uses it"
-    )
+    return f"{named}; move all ports of this pod with --port-offset 100, or stop what uses it"
 
 
 def free_ports(count: int) -> range:
@@ -100,7 +93,7 @@ def free_ports(count: int) -> range:
         first = random.choice(OURS[:-count])
         try:
             for port in range(first, first + count):
-                check_port(port, ANYWHERE, "")
+                check_port(port, ANYWHERE)
         except UnderstudyError:
             continue
         return range(first, first + count)
@@ -123,5 +116,5 @@ def check_ports(ports: Ports, host: str = "127.0.0.1", http_host: str = "127.0.0
     Raises:
         UnderstudyError: `pod.port_in_use`, with the number and the fix.
     """
-    for flag, port in ports.by_flag():
-        check_port(port, host if port == ports.service else http_host, flag)
+    for port in ports.all():
+        check_port(port, host if port == ports.service else http_host)

@@ -18,7 +18,7 @@ import signal
 from asyncio.subprocess import DEVNULL, Process
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from plumbing.errors import UnderstudyError, UsageError, WaitTimeoutError
 from plumbing.service import init
@@ -34,7 +34,11 @@ LOOK_S = 0.05  # how often a start checks for news
 WAIT_SHOWN_AFTER_S = 1.0  # shorter waits are not reported
 STARTUP_PERIOD_S = 0.05  # a start takes seconds; a probe costs about a millisecond
 STARTUP_TIMEOUT_S = 2.0
-BACKOFF_S, GOOD_LIFE_S = 0.5, 10.0  # the first restart is at once; a good life starts over
+BACKOFF_S, BACKOFF_MAX_S, GOOD_LIFE_S = (
+    0.5,
+    30.0,
+    10.0,
+)  # the first restart is at once; a good life starts over
 LAST_GRACE_S = 2.0  # of each container, once the pod has used up its grace period
 OK = range(200, 400)  # Kubernetes counts a redirect as success
 NOT_STARTED = 127  # the shell's code for a command that cannot be run
@@ -43,10 +47,10 @@ T = TypeVar("T")
 Say = Callable[[str], None]
 
 
-def backoff_s(failures: int, max_s: float) -> float:
+def backoff_s(failures: int) -> float:
     """The wait before a restart, after this many restarts of lives that were not good."""
     # The exponent is capped: a week of crashes must not overflow a float.
-    return min(BACKOFF_S * 2.0 ** min(failures - 1, 16), max_s) if failures else 0.0
+    return min(BACKOFF_S * 2.0 ** min(failures - 1, 16), BACKOFF_MAX_S) if failures else 0.0
 
 
 class RunningContainer:
@@ -136,7 +140,7 @@ class RunningContainer:
                 self.settled.set()
                 return
             failures = 0 if loop.time() - began_s >= GOOD_LIFE_S else failures
-            delay_s = backoff_s(failures, self.container.backoff_max_s)
+            delay_s = backoff_s(failures)
             failures += 1
             when = f"in {duration(delay_s * 1000)}" if delay_s else "now"
             self.log.note(f"(runner) {self.ended}; restarting {when}")
@@ -337,17 +341,21 @@ async def run_pod(
     `while_stopping` runs between the first signal and the end. The pod is stopped whatever `body`
     raises.
     """
-    watching: asyncio.Future[None] | None = None
 
     async def start_and_run() -> T:
         await runner.start()
         return await body()
 
+    async def stop() -> None:
+        work.cancel()
+        await asyncio.gather(work, return_exceptions=True)
+        await runner.stop()
+
     work = asyncio.ensure_future(start_and_run())
     interrupt = asyncio.ensure_future(next_signal())
+    watching: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     try:
-        either: set[asyncio.Future[Any]] = {work, interrupt}
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({work, interrupt}, return_when=asyncio.FIRST_COMPLETED)
         if work.done():
             return work.result()
         say(f"{signal.Signals(interrupt.result()).name}: {runner.stopping}")
@@ -355,30 +363,17 @@ async def run_pod(
             watching = asyncio.ensure_future(while_stopping())
         return None
     finally:
-        work.cancel()
         if interrupt.done():
             interrupt = asyncio.ensure_future(next_signal())
-        await _stop_or_kill(runner, work, interrupt, say)
-        if watching is not None:
-            watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
-
-
-async def _stop_or_kill(
-    runner: PodRunner, work: asyncio.Future[T], interrupt: asyncio.Future[int], say: Say
-) -> None:
-    async def stop() -> None:
-        await asyncio.gather(work, return_exceptions=True)
-        await runner.stop()
-
-    stopping = asyncio.ensure_future(stop())
-    either: set[asyncio.Future[Any]] = {stopping, interrupt}
-    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-    if not stopping.done():
-        runner.killed_by = interrupt.result()
-        if runner.pids():
-            name = signal.Signals(runner.killed_by).name
-            say(f"{name}: killed the pod; requests that were running are cut")
-        runner.kill()
-    interrupt.cancel()
-    await stopping
+        stopping = asyncio.ensure_future(stop())
+        await asyncio.wait({stopping, interrupt}, return_when=asyncio.FIRST_COMPLETED)
+        if not stopping.done():
+            runner.killed_by = interrupt.result()
+            if runner.pids():
+                name = signal.Signals(runner.killed_by).name
+                say(f"{name}: killed the pod; requests that were running are cut")
+            runner.kill()
+        interrupt.cancel()
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+        await stopping

@@ -26,7 +26,6 @@ from understudy.pod.ports import Ports
 GATEWAY, POOL, UI = "gateway", "pool", "ui"
 HOST_PREFIX = "HOST-"  # of a device in host memory
 GATEWAY_MEMORY = "512MiB"  # what it may hold of requests, so that a failover does not lose them
-RESTART_BACKOFF_MAX_S = 30.0
 INIT = (sys.executable, "-I", "-S", init.__file__)  # what `understudy-init` executes
 REPLACING_INIT = (*INIT, init.REPLACEABLE)  # starts a successor on SIGHUP
 
@@ -52,7 +51,6 @@ class Container:
     `init`: what runs `command` and restarts it in place; (): the runner restarts it.
     `is_engine`: stops at the same time as the engines beside it.
     `starts_in_order`: starts once the container before it is up; an engine may do without.
-    `backoff_max_s`: the longest wait before a container whose first process ended is restarted.
     """
 
     name: str
@@ -63,7 +61,6 @@ class Container:
     is_engine: bool = False
     is_restarted: bool = True
     starts_in_order: bool = True
-    backoff_max_s: float = RESTART_BACKOFF_MAX_S
     grace_s: float = GRACE_MS / 1000
 
 
@@ -108,7 +105,6 @@ class LocalPod:
     tensor_parallel: int = 1  # number of devices, and of model processes in each engine
     env: Mapping[str, str] = field(default_factory=dict)
     http_host: str = "127.0.0.1"  # where probes and metrics listen
-    backoff_max_s: float = RESTART_BACKOFF_MAX_S
     hub_id: str | None = None
     pool: PoolModels | None = None
 
@@ -161,7 +157,6 @@ class LocalPod:
             self._environment(port, env),
             startup=HttpProbe(url, period_s, failures),
             init=by,
-            backoff_max_s=self.backoff_max_s,
         )
 
     def _backend(self) -> tuple[str, ...]:

@@ -72,62 +72,54 @@ def policy_of(page: str) -> dict[str, str]:
     }
 
 
-class Followed:
-    """One part: its status, asked again and again, and its events."""
-
-    def __init__(self, part: PodPart, kind: str, hub: Hub) -> None:
-        self._part, self._hub = part, hub
-        self.said: dict[str, Any] = {"part": part.name, "kind": kind, "status": None, "error": None}
-        self._is_due = asyncio.Event()
-        self._watch = PeerWatch(
-            part.path, part.catalogue, WatchMsg(0), self._received, self._is_due.set
-        )
-        self._asking = asyncio.create_task(self._ask())
-
-    async def close(self) -> None:
-        self._asking.cancel()
-        await asyncio.gather(self._asking, return_exceptions=True)
-        await self._watch.close()
-
-    def _received(self, message: Message) -> None:
-        if isinstance(message, EventMsg):
-            self._hub.happened(self._part.name, message.record)
-        self._is_due.set()
-
-    async def _ask(self) -> None:
-        while True:
-            self._is_due.clear()
-            status = await status_of(self._part, ANSWER_S)
-            error = status.get("error")
-            self.said |= {"status": None if error else status, "error": error}
-            self._hub.tell(self.said)
-            await asyncio.sleep(SETTLE_S if error is None else POLL_S / 4)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(POLL_S):
-                    await self._is_due.wait()
-
-
 class Hub:
     """What is known of the pod in `directory`, and the pages that are told."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._parts: dict[str, Followed] = {}
+        self._said: dict[str, dict[str, Any]] = {}  # what was learned last, by a part's socket
         self._events: dict[tuple[str, int, str], dict[str, Any]] = {}  # oldest first
         self._readers: set[asyncio.Queue[str]] = set()
 
     async def run(self) -> None:
         """Follow every part that has or had a socket, until cancelled."""
+        followed: dict[str, asyncio.Task[None]] = {}
         try:
             while True:
                 for part in pod_parts(self._directory):
-                    if part.path not in self._parts and len(self._parts) < PARTS_MAX:
-                        kind = KINDS.get(part.catalogue, "pool")
-                        self._parts[part.path] = Followed(part, kind, self)
+                    if part.path not in followed and len(followed) < PARTS_MAX:
+                        followed[part.path] = asyncio.create_task(self._follow(part))
                 await asyncio.sleep(RESCAN_S)
         finally:
-            for each in self._parts.values():
-                await each.close()
+            for task in followed.values():
+                task.cancel()
+            await asyncio.gather(*followed.values(), return_exceptions=True)
+
+    async def _follow(self, part: PodPart) -> None:
+        """Ask one part for its status again and again, and hear its events."""
+        is_due = asyncio.Event()
+
+        def received(message: Message) -> None:
+            if isinstance(message, EventMsg):
+                self.happened(part.name, message.record)
+            is_due.set()
+
+        watch = PeerWatch(part.path, part.catalogue, WatchMsg(0), received, is_due.set)
+        about = {"part": part.name, "kind": KINDS.get(part.catalogue, "pool")}
+        try:
+            while True:
+                is_due.clear()
+                status = await status_of(part, ANSWER_S)
+                error = status.get("error")
+                said = {**about, "status": None if error else status, "error": error}
+                self._said[part.path] = said
+                self.tell(said)
+                await asyncio.sleep(SETTLE_S if error is None else POLL_S / 4)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(POLL_S):
+                        await is_due.wait()
+        finally:
+            await watch.close()
 
     def happened(self, part: str, record: dict[str, Any]) -> None:
         """Keep and tell an event, unless it is known: a part says all of them to each watch."""
@@ -157,9 +149,8 @@ class Hub:
         queue: asyncio.Queue[str] = asyncio.Queue(QUEUE_MAX)
         self._readers.add(queue)
         try:
-            for said in ([each.said for each in self._parts.values()], [*self._events.values()]):
-                for each in said:
-                    yield to_json(each)
+            for said in (*self._said.values(), *self._events.values()):
+                yield to_json(said)
             while queue in self._readers:
                 try:
                     async with asyncio.timeout(HEARTBEAT_S):

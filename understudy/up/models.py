@@ -22,7 +22,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from engine.backends.registry import command_line
-from plumbing.errors import UnderstudyError, UsageError
+from plumbing.errors import UnderstudyError
 from plumbing.service.process import parent_environment
 from understudy.host import output_of
 from understudy.pod.table import LocalPod
@@ -155,7 +155,6 @@ async def make_random_pool(directory: Path) -> Path:
 HUB_BACKEND = "vllm"  # the only backend that knows the Hub
 # `name` or `owner/name`; what begins like a path is none.
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
-MODELSCOPE = "VLLM_USE_MODELSCOPE"  # vLLM's switch to another hub
 
 NAME, REVISION, CACHE = "served-model-name", "revision", "download-dir"
 FORMAT, TOKEN = "load-format", "hf-token"
@@ -171,7 +170,7 @@ async def with_hub_model(pod: LocalPod, model: str, say: Callable[[str], None]) 
 
     Raises:
         UnderstudyError: `hub.failed`, with the cause in the library's words.
-        UsageError: `engine.no_vllm`; `pod.no_model`, vLLM would not ask the Hub.
+        UsageError: `engine.no_vllm`.
     """
     directory = await hub_directory(model, pod.backend_args)
     say(f"{model} is in {directory}")
@@ -188,12 +187,6 @@ async def hub_directory(model: str, arguments: Sequence[str]) -> Path:
         UnderstudyError, UsageError: as `with_hub_model`.
     """
     command_line(HUB_BACKEND, ())  # nothing is downloaded for a vLLM that is not installed
-    if os.environ.get(MODELSCOPE, "").lower() in ("1", "true"):
-        raise UsageError(
-            "pod.no_model",
-            f"{MODELSCOPE} is set, and only models of the Hugging Face Hub are downloaded; download"
-            f" {model} yourself and pass its directory, or unset it",
-        )
     options = vllm_options(arguments)
     flags = {"--revision": REVISION, "--cache": CACHE, "--load-format": FORMAT}
     given = [f"{flag}={options[name]}" for flag, name in flags.items() if options.get(name)]

@@ -43,8 +43,7 @@ from understudy.pod.table import (
     reachable,
 )
 from understudy.status.gather import gather, pids_of, pod_parts
-from understudy.status.parts_view import is_open
-from understudy.status.view import awaited, is_reachable
+from understudy.status.view import awaited, is_open, is_reachable
 from understudy.up.models import (
     DEVICE_BYTES,
     HUB_BACKEND,
@@ -80,7 +79,6 @@ async def prepare_local(pod: LocalPod, directory: Path, say: Say, is_drilled: bo
     else:
         await refuse_second_pod(directory)
         check_ports(pod.ports, pod.host, pod.http_host)
-        _check_checkpoint(pod)
     pod = replace(pod, directory=directory)
     if pod.hub_id is not None:
         pod = await with_hub_model(pod, pod.hub_id, say)
@@ -91,19 +89,9 @@ async def prepare_local(pod: LocalPod, directory: Path, say: Say, is_drilled: bo
     return PreparedPod(pod.containers())
 
 
-def _check_checkpoint(pod: LocalPod) -> None:
-    """An engine would find out only once everything before it has started."""
-    if pod.backend == "reference" and pod.model and not (pod.model / "config.json").exists():
-        raise UsageError(
-            "pod.no_model",
-            f"{pod.model} has no config.json; --model must be a Hugging Face checkpoint",
-        )
-
-
 async def prepare_pool(
     pod: LocalPod,
     path: Path,
-    port: int,
     directory: Path,
     say: Say,
     is_drilled: bool,
@@ -111,9 +99,8 @@ async def prepare_pool(
     given: Collection[str] = (),
     port_offset: int = 0,
 ) -> PreparedPod:
-    """Prepare the pod of the pool file at `path`; `pod` has what the flags say, `port` is the
-    pool's own. `given`: `host`, `service_port` if they were said, and win over `listen`,
-    whose port `port_offset` moves.
+    """Prepare the pod of the pool file at `path`; `pod` has what the flags say. `given`: `host`,
+    `service_port` if they were said, and win over `listen`, whose port `port_offset` moves.
 
     Raises:
         UsageError: a fault in the file, or a device that `up` cannot give to an engine.
@@ -124,12 +111,11 @@ async def prepare_pool(
     if is_drilled:
         pod = replace(pod, ports=free_pod_ports(engines, has_pool=True))
     else:
-        _check_directories(file)
         first, *_ = pod.ports.engines
         numbers = tuple(range(first, first + engines))
         host, service = file.address
         service = pod.ports.service if "service_port" in given else service + port_offset
-        ports = replace(pod.ports, service=service, engines=numbers, pool=port)
+        ports = replace(pod.ports, service=service, engines=numbers)
         pod = replace(pod, ports=ports, host=pod.host if "host" in given else host)
         await refuse_second_pod(directory)
         check_ports(pod.ports, pod.host, pod.http_host)
@@ -145,7 +131,7 @@ async def prepare_random_pool(
     """Prepare a pool of three random models; the user's own settings win."""
     env = {name: os.environ.get(name, value) for name, value in ONE_THREAD.items()}
     pod = replace(pod, env={**env, **pod.env}, device_bytes=pod.device_bytes or DEVICE_BYTES)
-    return await prepare_pool(pod, await make_random_pool(directory), 0, directory, say, is_drilled)
+    return await prepare_pool(pod, await make_random_pool(directory), directory, say, is_drilled)
 
 
 def _memory(file: PoolFile, wanted: str) -> str:
@@ -158,16 +144,6 @@ def _memory(file: PoolFile, wanted: str) -> str:
             f"{', '.join(file.devices)}: a pod uses either GPUs or host memory; name one kind",
         )
     return kinds.pop() if kinds else wanted
-
-
-def _check_directories(file: PoolFile) -> None:
-    """A request would find out only once others have made room for its model."""
-    for name, each in file.models.items():
-        if each.model.startswith("/") and not Path(each.model).is_dir():
-            raise UsageError(
-                "pool.no_model_directory",
-                f"{name}: there is no directory {each.model}; correct `model` in the pool file",
-            )
 
 
 async def _fill_cache(file: PoolFile, say: Say) -> None:
@@ -289,53 +265,38 @@ async def say_welcome(
 
     async def look() -> list[str] | str:
         view = await gather(directory)
-        if has_pool:
-            return _pool_lines(directory, view)
-        return await _pod_lines(directory, view, clock.now_ms() - began_ms)
+        url, missing = _url(view), "; ".join(view["problems"]) or "no standby is queued"
+        if has_pool:  # no engine needs to be active: a request raises its model
+            pool = view["pool"] or {}
+            models = [str(each["model"]) for each in pool.get("models", ())]
+            if not (url and models and pool.get("gateways") and is_open(view["gateway"])):
+                return missing
+            who = f"Models: {', '.join(models)}. A request wakes its model."
+            return _lines(who, url, models[-1], directory, "pool status", "pool explain")
+        whole = whole_of(view)
+        is_time = whole is not None or clock.now_ms() - began_ms > ALONE_AFTER_S * 1000
+        if not (url and view["active"] and is_open(view["gateway"]) and is_time):
+            return missing
+        answer = await get(f"{url}/v1/models", MODELS_TIMEOUT_S)
+        model = (answer.json().get("data") or [{}])[0].get("id", "?")
+        standby = (
+            f"{', '.join(whole.standbys)} is in standby" if whole else f"NO standby ({missing})"
+        )
+        who = f"{view['active']} is active, {standby}."
+        return _lines(who, url, model, directory, "status", "drill --attach")
 
     lines = await wait_for(look, math.inf, "pod.not_serving", "the pod serves", say, POLL_S)
     for line in ("", *lines, *_page(containers), ""):
         say(line)
 
 
-async def _pod_lines(directory: Path, view: dict[str, Any], waited_ms: float) -> list[str] | str:
-    """What to say, or what is missing."""
-    whole, url = whole_of(view), _url(view)
-    missing = "; ".join(view["problems"]) or "no standby is queued for the lock"
-    is_serving = view["active"] is not None and is_open(view["gateway"])
-    is_time = whole is not None or waited_ms > ALONE_AFTER_S * 1000
-    if not (url and is_serving and is_time):
-        return missing
-    answer = await get(f"{url}/v1/models", MODELS_TIMEOUT_S)
-    models = answer.json().get("data") or [{}]
-    standby = f"{', '.join(whole.standbys)} is in standby" if whole else f"NO standby ({missing})"
+def _lines(who: str, url: str, model: str, directory: Path, *commands: str) -> list[str]:
+    body = json.dumps({"model": model, "prompt": "Hello", "max_tokens": 16})
     command = " ".join(program("understudy"))
     return [
-        f"{view['active']} is active, {standby}. "
-        f"Send requests to {url}; Ctrl-C stops the pod. Try:",
-        _request(url, models[0].get("id", "?")),
-        f"  {command} status --dir {directory}",
-        f"  {command} drill --attach --dir {directory}",
-    ]
-
-
-def _pool_lines(directory: Path, view: dict[str, Any]) -> list[str] | str:
-    """As `_pod_lines`. No engine needs to be active: a request raises its model."""
-    pool, url = view["pool"] or {"error": "the pool does not answer"}, _url(view)
-    models = [str(each["model"]) for each in pool.get("models", ())]
-    if "error" in pool:
-        return str(pool["error"])
-    if not (pool.get("gateways") and models):
-        return "no gateway is connected to the pool"
-    if not (url and is_open(view["gateway"])):
-        return "; ".join(view["problems"]) or "the gateway does not accept"
-    command = " ".join(program("understudy"))
-    return [
-        f"Models: {', '.join(models)}. A request wakes its model. Send requests to {url};"
-        " Ctrl-C stops the pod. Try:",
-        _request(url, models[-1]),
-        f"  {command} pool status --dir {directory}",
-        f"  {command} pool explain --dir {directory}",
+        f"{who} Send requests to {url}; Ctrl-C stops the pod. Try:",
+        f"  curl {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'",
+        *(f"  {command} {each} --dir {directory}" for each in commands),
     ]
 
 
@@ -350,13 +311,6 @@ def _url(view: dict[str, Any]) -> str:
     address = service_of(view["lockserver"])
     host, _, port = address.rpartition(":")
     return f"http://{reachable(host.strip('[]'))}:{port}" if address else ""
-
-
-def _request(url: str, model: str) -> str:
-    body = {"model": model, "prompt": "Hello", "max_tokens": 16}
-    return (
-        f"  curl {url}/v1/completions -H 'Content-Type: application/json' -d '{json.dumps(body)}'"
-    )
 
 
 async def say_farewell(directory: Path, say: Callable[[str], None]) -> None:

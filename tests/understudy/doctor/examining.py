@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.documents import mismatches
+from tests.e2e.processes import free_offset
 from tests.helpers import free_ports
 from understudy.doctor.checks import CHECKS
 from understudy.doctor.pod import Finding, FindingStatus, look
@@ -41,11 +42,9 @@ def doctor(
     *flags: str, before: Sequence[str] = (), **env: str
 ) -> tuple[int, dict[str, dict[str, Any]]]:
     """The command as people run it: its exit code and the checks of its document, by id."""
-    first = free_ports(5)
-    moved = [f"--service-port={first}", f"--lockserver-port={first + 1}"]
-    moved += [f"--gms-port={first + 2}", f"--engine-port={first + 3}"]
+    moved = f"--port-offset={free_offset()}"
     done = subprocess.run(
-        [*before, sys.executable, "-m", "understudy.cli.main", "doctor", "--json", *moved, *flags],
+        [*before, sys.executable, "-m", "understudy.cli.main", "doctor", "--json", moved, *flags],
         capture_output=True,
         text=True,
         check=False,

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gms.bench import ClientProcess, GmsProcess
+from tests.gms.bench import GmsProcess
 from tests.helpers import free_port, free_ports, until
 from tests.lockserver.processes import ServerProcess
 from tests.understudy.doctor.examining import FAIL, PASS, doctor, examined
@@ -154,26 +154,10 @@ def test_port_that_a_stranger_has_is_named_with_its_owner(directory: str, start)
         assert finding.status is FAIL
         assert f"port {ports.lockserver} (probes of lockserver) is in use by" in finding.found
         assert f"pid {os.getpid()} (" in finding.found
-        assert "--lockserver-port" in finding.fix
+        assert "--port-offset" in finding.fix
     server = start(ServerProcess(directory))
     ports = Ports(first, server.http_port, first + 1, first + 4, (first + 2, first + 3))
     assert examined(directory, ports)["ports"].status is PASS
-
-
-def test_host_memory_that_a_process_outside_the_pod_holds_is_named(directory: str, start):
-    """Goal: a process that lost its engine keeps the weights. Method: a writer that is under no
-    engine; it ends, and nothing is found."""
-    start(GmsProcess(directory))
-    writer = ClientProcess(directory, "rw")  # its parent is ours, as the server's is
-    try:
-        writer.expect("writer")
-        writer.do("place 1")
-        finding = examined(directory)["memory_outside"]
-    finally:
-        writer.kill()
-    assert finding.status is FAIL
-    assert f"pid {writer.pid} (python) (1.0 MiB)" in finding.found
-    assert examined(directory)["memory_outside"].status is not FAIL
 
 
 def test_pod_in_another_pid_namespace_is_examined_without_its_pids(directory: str, start):

@@ -41,7 +41,6 @@ from understudy.drill.records import (
     Records,
     StatedBound,
 )
-from understudy.drill.report import print_report
 from understudy.drill.targets import GATEWAY, LOCKSERVER
 from understudy.drill.verdict import (
     Bounds,
@@ -49,6 +48,7 @@ from understudy.drill.verdict import (
     counted,
     judge,
     kv_share,
+    print_report,
     problems_of,
 )
 
