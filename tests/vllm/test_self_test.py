@@ -7,7 +7,6 @@ is planted (`proven_faults.py`); and the plan and the filed result, without an e
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import json
 import os
 import subprocess
@@ -220,38 +219,6 @@ def test_an_engine_that_ends_in_its_test_is_not_launched_into_it_for_ever(tmp_pa
             obtain(tmp_path, test)
     assert f"{self_test.ATTEMPTS_MAX} engines ended" in obtain(tmp_path, test)
     assert test.times == self_test.ATTEMPTS_MAX
-
-
-def test_the_second_engine_of_a_new_pod_waits_for_the_first_ones_result(tmp_path: Path):
-    async def both() -> list[str]:
-        may_end, has_begun = asyncio.Event(), asyncio.Event()
-        first, second = Test(), Test()
-
-        async def slow() -> str:
-            has_begun.set()
-            await may_end.wait()
-            return await first.run()
-
-        begun = asyncio.create_task(Proof(str(tmp_path), ABOUT, forced=False).obtain(slow))
-        await has_begun.wait()
-        other = asyncio.create_task(Proof(str(tmp_path), ABOUT, forced=False).obtain(second.run))
-        await asyncio.sleep(0)
-        may_end.set()
-        found = [await begun, await other]
-        assert (first.times, second.times) == (1, 0)
-        return found
-
-    assert asyncio.run(both()) == ["", ""]
-
-
-def test_an_engine_whose_turn_does_not_come_does_without(tmp_path: Path, monkeypatch: Any):
-    monkeypatch.setattr(self_test, "TURN_S", 0.0)
-    test = Test()
-    with open(tmp_path / f"{NAME}.lock", "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        assert "another engine" in obtain(tmp_path, test)
-    assert "cannot be filed" in obtain(tmp_path / "missing", test)
-    assert test.times == 0
 
 
 GIVEN: dict[str, Any] = {

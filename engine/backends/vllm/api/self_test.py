@@ -15,15 +15,13 @@ and position. Their log probabilities are compared within a tolerance.
 On GPUs an engine continues streams, publishes KV blocks and sleeps only with a proof. On the CPU
 `tests/vllm` prove the same, so an engine there is tested only with `--self-test`. The file is in
 the pod's directory, keyed by all on which a result depends: devices, driver, vLLM, runner and
-settings. A lock lets one engine test at a time, so the second engine of a new pod finds the first
-one's result. An attempt is filed before it begins: an engine that dies in its self-test would
-otherwise be launched again and again, only to die in it.
+settings. An attempt is filed before it begins: an engine that dies in its self-test would otherwise
+be launched again and again, only to die in it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import hashlib
 import itertools
 import json
@@ -48,7 +46,6 @@ from engine.backends.vllm.worker.kv_cuda import BLOCKS
 from plumbing.errors import UnderstudyError
 from plumbing.gateway_protocol import Continuation, Journal
 from plumbing.service.files import write_atomic
-from plumbing.wire.fds import OwnedFd
 
 logger = logging.getLogger(__name__)
 
@@ -319,8 +316,6 @@ SELF_TEST = 1  # of what is tested; a change makes results of the past worthless
 ATTEMPTS_MAX = 3
 RESULTS_MAX = 32
 DRIVER = "/proc/driver/nvidia/version"
-# Another engine's test: that takes seconds, or it fails after three waits of `WAIT_S`.
-TURN_S, TURN_POLL_S = 600.0, 0.1
 
 Run = Callable[[], Awaitable[str]]
 Prove = Callable[[Run], Awaitable[str]]
@@ -380,17 +375,7 @@ class Proof:
         Raises:
             UnderstudyError: `run`'s; the attempt is filed.
         """
-        try:
-            fd = os.open(f"{self._path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            return f"its self-test cannot be filed: {error}"
-        with OwnedFd(fd):  # the lock ends with it
-            end = time.monotonic() + TURN_S
-            while not _locks(fd):
-                if time.monotonic() > end:
-                    return f"another engine holds {self._path}.lock for {TURN_S:g} s for its test"
-                await asyncio.sleep(TURN_POLL_S)
-            problem = await self._obtain(run)
+        problem = await self._obtain(run)
         return problem and (
             f"the self-test on this device failed: {problem}; to repeat it, remove {self._path} or"
             " start with --self-test"
@@ -427,11 +412,3 @@ class Proof:
             write_atomic(self._path, msgspec.json.format(msgspec.json.encode(kept), indent=1))
         except OSError as error:  # the next engine tests itself again
             logger.warning("the result of the self-test is not filed: %s", error)
-
-
-def _locks(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

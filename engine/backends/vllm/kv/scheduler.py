@@ -13,11 +13,9 @@ workers), because this engine is about to write over the blocks that it describe
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import msgspec
-from msgspec import Struct
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -94,10 +92,8 @@ def _index(core: Any) -> PoolIndex:
 
 
 @answering
-def _begin(core: Any, asked: Any) -> Answer:
-    checksums = facts.asking(core.model_executor)
-    begun = _index(core).begin(msgspec.convert(asked, Beginning), checksums)
-    return msgspec.structs.asdict(begun)
+def _begin(core: Any, asked: Answer) -> Answer:
+    return _index(core).begin(facts.asking(core.model_executor), **asked)
 
 
 @answering
@@ -125,32 +121,6 @@ EngineCore.understudy_report_kv = _report
 EngineCore.understudy_judge_kv = _judge
 
 
-class RankPool(Struct, frozen=True):
-    """One rank's device, its claim to that device's pool, and `facts.facts_of` its blocks."""
-
-    device: str
-    claim: KvClaim
-    facts: dict[str, Any]
-
-
-class Beginning(Struct, frozen=True):
-    """What the backend asks of the engine core at a wake."""
-
-    directory: str
-    deadline_s: float
-    may_adopt: bool
-    has_audit: bool
-    ranks: tuple[RankPool, ...]
-
-
-class Begun(Struct, frozen=True):
-    """`adopted` blocks, or why there are none. `torn`: blocks whose bytes had changed."""
-
-    adopted: int = 0
-    why_empty: str = ""
-    torn: int = 0
-
-
 class PoolIndex:
     """The index of the pools of this incarnation."""
 
@@ -165,30 +135,42 @@ class PoolIndex:
     def kept(self) -> KeptIndex:
         return self._pool.kept
 
-    def begin(self, asked: Beginning, checksums: Checksums) -> Begun:
-        """Before the first step. `checksums` are made by the workers.
+    def begin(
+        self,
+        checksums: Checksums,
+        directory: str,
+        deadline_s: float,
+        may_adopt: bool,
+        has_audit: bool,
+        ranks: Sequence[Answer],
+    ) -> Answer:
+        """Before the first step. `checksums` are made by the workers; of each rank its device, its
+        claim to that device's pool, and `facts.facts_of` its blocks. Returns how many blocks were
+        adopted, or why none, and of how many the bytes had changed.
 
         Raises:
             UnderstudyError: a pool cannot be borrowed, and the index was not touched.
         """
-        for rank in asked.ranks:
+        for rank in ranks:
+            claim = KvClaim(**rank["claim"])
             lease = borrow_pool(
-                asked.directory, rank.device, rank.claim, asked.deadline_s, on_change=logger.warning
+                directory, rank["device"], claim, deadline_s, on_change=logger.warning
             )
             self._leases.append(lease)
         headers = [
-            IndexHeader(pool=lease.pool, hash_algorithm=self._hash_algorithm(), **rank.facts)
-            for rank, lease in zip(asked.ranks, self._leases, strict=True)
+            IndexHeader(pool=lease.pool, hash_algorithm=self._hash_algorithm(), **rank["facts"])
+            for rank, lease in zip(ranks, self._leases, strict=True)
         ]
         pools = self._pools = KeptPools(self._leases, headers)
-        adoption = pools.find(checksums, may_adopt=asked.may_adopt)
+        adoption = pools.find(checksums, may_adopt=may_adopt)
         try:
             self._pool.adopt(adoption.records, headers[0].block_tokens)
         except UnderstudyError as error:
             self._pool.reset_prefix_cache()
             adoption = Adoption(why_empty=error.message, torn=adoption.torn)
-        self.kept.open(pools.writer(adoption), checksums if asked.has_audit else None)
-        return Begun(len(adoption.records), adoption.why_empty, len(adoption.torn))
+        self.kept.open(pools.writer(adoption), checksums if has_audit else None)
+        adopted, torn = len(adoption.records), len(adoption.torn)
+        return {"adopted": adopted, "why_empty": adoption.why_empty, "torn": torn}
 
     def judge(self, why: str) -> None:
         """The canary has passed on the adopted blocks; or `why` no engine after this one may
