@@ -24,7 +24,6 @@ from engine.backends.vllm.worker.binding import (
     Layout,
     bytes_of,
     forms_of,
-    name_in_epoch,
     rehome,
     tensor_at,
 )
@@ -83,9 +82,7 @@ def moved(model: nn.Module) -> tuple[Memory, About]:
 
 def bound(model: nn.Module, memory: Memory, about: About) -> Binding:
     """`model` (on meta), bound to what is in `memory`."""
-    prefix = name_in_epoch(0, "")
-    records = {name.removeprefix(prefix): record for name, record in memory.tensors.items()}
-    binding = Binding(model, "e", records, lambda name: memory.address(prefix + name), CPU)
+    binding = Binding(model, memory, 0, CPU)  # type: ignore[arg-type]  # no Writer
     binding.run(about, MODEL_CONFIG)
     return binding
 

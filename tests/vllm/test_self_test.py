@@ -14,7 +14,6 @@ import sys
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -219,28 +218,3 @@ def test_an_engine_that_ends_in_its_test_is_not_launched_into_it_for_ever(tmp_pa
             obtain(tmp_path, test)
     assert f"{self_test.ATTEMPTS_MAX} engines ended" in obtain(tmp_path, test)
     assert test.times == self_test.ATTEMPTS_MAX
-
-
-GIVEN: dict[str, Any] = {
-    "use_v2_model_runner": False,
-    "model_config": SimpleNamespace(use_fp64_gumbel=False),
-    "compute_hash": lambda: "digest",
-    "cache_config": SimpleNamespace(block_size=16, enable_prefix_caching=True),
-    "parallel_config": SimpleNamespace(world_size=2),
-    "scheduler_config": SimpleNamespace(
-        async_scheduling=True, max_num_seqs=8, max_num_batched_tokens=64
-    ),
-}
-OTHERS: list[dict[str, Any]] = [
-    {"use_v2_model_runner": True},
-    {"model_config": SimpleNamespace(use_fp64_gumbel=True)},
-    {"compute_hash": lambda: "other"},
-    {"cache_config": SimpleNamespace(block_size=32, enable_prefix_caching=True)},
-]
-
-
-def test_the_result_is_of_one_device_runner_and_configuration():
-    found = [self_test.about(SimpleNamespace(**{**GIVEN, **each})) for each in ({}, *OTHERS)]
-    assert len(found[0]["devices"]) == 2
-    assert found[0]["driver"]
-    assert len({json.dumps(each) for each in found}) == len(found)

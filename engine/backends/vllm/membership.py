@@ -71,8 +71,7 @@ def join_serving(token: int) -> None:
     Raises:
         UnderstudyError: `serving.over`, `serving.replaced`: it must not map any.
     """
-    seat = _seat()
-    if seat is not None:
+    if (seat := _seat()) is not None:
         seat.join(token)
 
 
@@ -80,15 +79,13 @@ def check_serving() -> None:
     """Raises:
     InvariantError: KV memory is about to be mapped without `join_serving`.
     """
-    seat = _seat()
-    if seat is not None and not seat.token:
+    if (seat := _seat()) is not None and not seat.token:
         raise InvariantError("KV memory was to be mapped before the serving file was joined")
 
 
 def leave_serving() -> None:
     """After this process has unmapped all KV memory. Harmless to repeat."""
-    seat = _seat()
-    if seat is not None:
+    if (seat := _seat()) is not None:
         seat.leave()
 
 
@@ -102,8 +99,7 @@ def name_of(process_name: str) -> str:
     found = re.fullmatch(r"VllmWorker-(\d+)", process_name)
     if found is None:
         return CORE
-    rank = int(found.group(1))
-    return WORKER if rank == 0 else f"{WORKER}-{rank}"
+    return WORKER if found[1] == "0" else f"{WORKER}-{found[1]}"
 
 
 Answer = dict[str, Any]

@@ -193,8 +193,18 @@ class Front:
             "temperature": 0,
             "stream": True,
         }
+        keys = self._args.api_key or [envs.VLLM_API_KEY]
+        headers = {"Authorization": f"Bearer {keys[0]}"} if keys[0] else {}
+        url = f"{'https' if self._args.ssl_keyfile else 'http'}://trial/v1/completions"
+        connector = aiohttp.UnixConnector(self._args.uds)
+        timeout = aiohttp.ClientTimeout(total=TRIAL_WAIT_S)
         try:
-            status, text = await self._ask_privately(body)
+            async with (
+                aiohttp.ClientSession(connector=connector, timeout=timeout) as session,
+                # The certificate names the public host, and this is our own socket.
+                session.post(url, json=body, headers=headers, ssl=False) as reply,
+            ):
+                status, text = reply.status, await reply.text()
         except aiohttp.ClientError as error:  # for example, a client certificate is required
             logger.warning("the trial request got no answer: %s", error)
             return
@@ -206,20 +216,6 @@ class Front:
             )
         if status >= 400:  # another kind of model; the canary does not need this
             logger.warning("the trial request was refused with %d: %s", status, text[:500])
-
-    async def _ask_privately(self, body: Any) -> tuple[int, str]:
-        keys = self._args.api_key or [envs.VLLM_API_KEY]
-        headers = {"Authorization": f"Bearer {keys[0]}"} if keys[0] else {}
-        scheme = "https" if self._args.ssl_keyfile else "http"
-        url = f"{scheme}://trial/v1/completions"
-        timeout = aiohttp.ClientTimeout(total=TRIAL_WAIT_S)
-        connector = aiohttp.UnixConnector(self._args.uds)
-        async with (
-            aiohttp.ClientSession(connector=connector, timeout=timeout) as session,
-            # The certificate names the public host, and this is our own socket.
-            session.post(url, json=body, headers=headers, ssl=False) as reply,
-        ):
-            return reply.status, await reply.text()
 
     # ------------------------------------------------------------------ the lent socket
 

@@ -61,12 +61,8 @@ class KeptMemory:
     """`problem`: why nothing is published."""
 
     def __init__(self, choice: KvChoice, problem: str = "") -> None:
-        self.choice = choice
-        self.problem = problem
-        self.published = self.kept = 0
-        self._is_kept = False
-        self._is_lent = choice.is_shared
-        self._note = ""
+        self.choice, self.problem = choice, problem
+        self.renew()
 
     @property
     def memory(self) -> Literal["gms", "private"]:
@@ -84,15 +80,15 @@ class KeptMemory:
         if not self.choice.is_shared:
             return await take()
         directory, incarnation = os.environ[SOCKET_DIR_ENV], os.environ[INCARNATION_ENV]
-        why = await self._why_private(directory, ranks) if self.choice.may_be_private else ""
+        may_be_private = self.choice.may_be_private
+        why = await self._why_private(directory, ranks) if may_be_private else ""
         if not why:
-            self._is_lent, self._note = True, ""
-            away_s = AWAY_S if self.choice.may_be_private else math.inf
+            away_s = AWAY_S if may_be_private else math.inf
             lending = Lending(directory, engine, incarnation, token, era, away_s)
             try:
                 return await take(structs.asdict(lending))
             except UnderstudyError as error:
-                if not (self.choice.may_be_private and error.code in NOT_OF_PRIVATE):
+                if not (may_be_private and error.code in NOT_OF_PRIVATE):
                     raise
                 why = error.message
         self._is_lent, self._note = False, f"private KV memory: {why}"
@@ -173,8 +169,7 @@ class KeptMemory:
 
     def renew(self) -> None:
         """Once the engine core maps nothing any more: all is as before the wake."""
-        self._is_kept = False
-        self._is_lent, self._note = self.choice.is_shared, ""
+        self._is_kept, self._is_lent, self._note = False, self.choice.is_shared, ""
         self.published = self.kept = 0
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -180,24 +180,18 @@ def forms_of(model: nn.Module) -> dict[str, str]:
 
 
 class Binding:
-    """Binds one model to its tensors in one epoch.
-
-    Args:
-        model: from `skeleton`.
-        records: the model's tensors by their names in the model.
-        address_of: the address of a tensor's first byte, by its name in the model.
-    """
+    """Binds `model`, from `skeleton`, to the tensors of model `number` in an epoch."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        epoch: str,
-        records: Mapping[str, TensorRecord],
-        address_of: Callable[[str], int],
-        device: torch.device,
+        self, model: nn.Module, attached: Reader | Writer, number: int, device: torch.device
     ) -> None:
-        self._model, self._epoch, self._device = model, epoch, device
-        self._records, self._address_of = records, address_of
+        self._model, self._attached, self._device = model, attached, device
+        self._epoch, self._prefix = attached.epoch, name_in_epoch(number, "")
+        self._records = {
+            name.removeprefix(self._prefix): record
+            for name, record in attached.tensors.items()
+            if name.startswith(self._prefix)
+        }
         # By every full name, also of modules that occur twice.
         self._modules = dict(model.named_modules(remove_duplicate=False))
         self._forms = forms_of(model)
@@ -269,7 +263,8 @@ class Binding:
         is_shared = not is_private and record.nbytes >= SHARED_BYTES_MIN
         key = (record.offset, record.shape, record.strides, is_buffer, is_shared, is_on_host)
         if key not in self._made:
-            tensor = tensor_at(self._address_of(name), record, self._device)
+            address = self._attached.address(self._prefix + name)
+            tensor = tensor_at(address, record, self._device)
             if not is_shared:
                 tensor = (tensor.cpu() if is_on_host else tensor).clone()
             self._made[key] = tensor if is_buffer else nn.Parameter(tensor, requires_grad=False)

@@ -153,19 +153,7 @@ class ModelLoad:
         return model
 
     def _bound(self, about: About) -> nn.Module:
-        attached, prefix = self._attached, binding.name_in_epoch(self._number, "")
-        records = {
-            name.removeprefix(prefix): record
-            for name, record in attached.tensors.items()
-            if name.startswith(prefix)
-        }
-        bound = binding.Binding(
-            self._model,
-            attached.epoch,
-            records,
-            lambda name: attached.address(prefix + name),
-            self._device,
-        )
+        bound = binding.Binding(self._model, self._attached, self._number, self._device)
         return bound.run(about, self._model_config)
 
     # ------------------------------------------------------------------ vLLM's own load
