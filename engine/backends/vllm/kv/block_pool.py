@@ -50,10 +50,6 @@ class KeptIndex:
         self._steps: deque[object] = deque()
 
     @property
-    def is_open(self) -> bool:
-        return self._writer is not None
-
-    @property
     def published(self) -> int:
         return self._writer.published if self._writer is not None else 0
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
@@ -201,8 +200,6 @@ class ParkingWorker(StockGPUWorker):
         return {
             "weights_bytes": ours.bytes,
             "kv_bytes": arena.kv_bytes if arena else 0,
-            "kv_resident_bytes": arena.addresses.resident_bytes() if arena else 0,
-            "kv_hold": str(arena.backing) if arena else "",
             "epoch": ours.epoch,
             "identity": same_on_every_rank(ours.identity),
             "cannot_resume": self._cannot_resume,
@@ -211,42 +208,38 @@ class ParkingWorker(StockGPUWorker):
         }
 
     @answering
-    def understudy_into_huge_pages(self) -> Answer:
+    def understudy_into_huge_pages(self) -> None:
         """Once the engine is prepared, so that this process dies sooner."""
-        return {"huge_bytes": process_memory.into_huge_pages()}
+        process_memory.into_huge_pages()
 
     @answering
-    def understudy_scratch(self) -> Answer:
+    def understudy_scratch(self) -> None:
         """For a self-test of an engine that is parked. `sleep` follows."""
         if self.arena is not None:
             self.arena.scratch()
-        return {}
 
     @answering
-    def understudy_join(self, token: int) -> Answer:
+    def understudy_join(self, token: int) -> None:
         """Hold the serving file, before any rank maps KV memory under `token`."""
         membership.join_serving(token)
         resume_spinning()
-        return {}
 
     @answering
     def understudy_take_kv(self, deadline_s: float, lending: Answer | None = None) -> Answer:
         """Wait until the memory is free (the second fence) and take it, or with `lending` borrow
-        the device's pool; `ms` is the duration."""
-        began = time.monotonic()
+        the device's pool."""
         membership.check_serving()
         self.check_weights()
         if lending is None and self._lease is not None:  # another rank could not borrow
             self._park()
             self._give_back(keep_kv=True)
-        weights.of_this_process().is_awake = True  # no digests from now on
+        weights.of_this_process().is_awake = True
         arena, pool = self.arena, {}
         if arena is not None and lending is None:
             arena.take(deadline_s)
         elif arena is not None:
             pool = self._borrow(msgspec.convert(lending, Lending), arena, deadline_s)
-        ms = (time.monotonic() - began) * 1000
-        return {"kv_bytes": arena.kv_bytes if arena else 0, "ms": round(ms, 3), "pool": pool}
+        return {"kv_bytes": arena.kv_bytes if arena else 0, "pool": pool}
 
     def _borrow(self, lending: Lending, arena: KVArena, deadline_s: float) -> Answer:
         """What the engine core needs, to keep the index of this rank's pool. The first holder of a
@@ -311,7 +304,7 @@ class ParkingWorker(StockGPUWorker):
             lease.give_up(GIVE_UP_S)
 
     @answering
-    def understudy_forget_kv(self) -> Answer:
+    def understudy_forget_kv(self) -> None:
         """Nobody keeps the index of this rank's pool, so nobody may believe it, until a writer
         begins it anew."""
         if self._lease is None:
@@ -319,7 +312,6 @@ class ParkingWorker(StockGPUWorker):
         page = page_of(self._lease)
         page.invalidate_header()
         page.release()
-        return {}
 
     @answering
     def understudy_checksum_kv(self, blocks: list[int]) -> Answer:
@@ -327,9 +319,8 @@ class ParkingWorker(StockGPUWorker):
         return {"checksums": facts.checksums(self.model_runner.kv_caches, self._blocks, blocks)}
 
     @answering
-    def understudy_distrust(self, detail: str) -> Answer:
+    def understudy_distrust(self, detail: str) -> None:
         weights.of_this_process().distrust(detail)
-        return {}
 
     # ------------------------------------------------------------------ without weights
 
