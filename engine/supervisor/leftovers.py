@@ -205,7 +205,8 @@ def still_held(names: Iterable[Name]) -> set[Name]:
     return {
         name
         for name in names
-        if name.path in bound or (name.path.startswith(PREFIX) and name.ino in inodes)
+        if name_of(name.path) == name  # or its path is a successor's
+        and (name.path in bound or (name.path.startswith(PREFIX) and name.ino in inodes))
     }
 
 
