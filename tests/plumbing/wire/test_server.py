@@ -311,6 +311,8 @@ async def test_server_can_be_closed_while_accepting_is_paused(
     with pytest.raises(OSError, match="Bad file"):
         server._pause(OSError(errno.EBADF, "Bad file descriptor"))
     server._pause(OSError(errno.EMFILE, "full"))
+    await auntil(lambda: server.problem is None, "room, and nobody who waits")
+    server._pause(OSError(errno.EMFILE, "full"))
     await server.close()
     await asyncio.sleep(0.02)
     assert server._sock is None
