@@ -40,11 +40,6 @@ FREE_TIMEOUT = Option(
 )
 
 MEMORY = Option("memory", str, "host", "The kind of memory.", choices=("host", "cuda"))
-DEVICE_BYTES = Option(
-    "device_bytes", size_bytes, None,
-    "Memory to use per device, e.g. 20GiB. Default: 4GiB of host memory, or all of a GPU.",
-    minimum=1,
-)  # fmt: skip
 DEVICES_BYTES = Option(
     "device_bytes", size_list, None,
     "Memory to use per device, e.g. 20GiB, or one size for each device, separated by commas. "
@@ -90,7 +85,7 @@ SERVE_DEVICE = (
     Option("device", str, help="The device's name."),
     Option("place", str, (), "What of it to serve, HOST-0.MODEL. Repeatable. Default: the device.",
            many=True),
-    DEVICE_BYTES,
+    Option("device_bytes", size_bytes, None, "Memory to use.", minimum=1),
     STALL,
     Option("restarts", int, 0, "Number of servers that the device had before this one.", minimum=0),
 )  # fmt: skip

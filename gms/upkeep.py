@@ -68,29 +68,26 @@ def render(document: dict[str, Any]) -> str:
 
 
 def _line(device: dict[str, Any]) -> str:
-    name, result = f"{device['device_uuid']} ", device.get("result")
+    result, epoch = device.get("result"), str(device.get("epoch"))[:8]
     if "copy" in device:
         freed, copy = size(device["freed_bytes"]), device["copy"][:8]
         said = f"{freed} of weights are offloaded; the copy in host memory is epoch {copy}"
     elif "readers" in device:
-        said = f"epoch {device['epoch'][:8]} is out of service"
+        said = f"epoch {epoch} is out of service"
         if device["readers"]:
             said += f"; its memory is freed when {', '.join(device['readers'])} leave"
-    elif result == ALREADY_EMPTY:
-        said = "there is no KV memory"
     elif result == FREED:
         said = f"KV pool {device['pool'][:8]} was freed: {size(device['pool_bytes'])}"
-    elif device["error"] is not None:  # whose message begins with the name
+    elif device.get("error") is not None:  # whose message begins with the name
         return f"{device['error']['message']} [{device['error']['code']}]"
-    elif result == EMPTY:
-        said = "nothing is committed"
-    elif result == RECOVERING:
-        said = "recovering: the committed epoch has not been handed back yet"
-    elif result == PENDING:
-        said = f"epoch {device['epoch'][:8]} has no digest yet to compare with"
     else:
-        said = f"epoch {device['epoch'][:8]} is {result}, verified by {device['reader']}"
-    return f"{name} {said}"
+        said = {
+            ALREADY_EMPTY: "there is no KV memory",
+            EMPTY: "nothing is committed",
+            RECOVERING: "recovering: the committed epoch has not been handed back yet",
+            PENDING: f"epoch {epoch} has no digest yet to compare with",
+        }.get(str(result), f"epoch {epoch} is {result}, verified by {device.get('reader')}")
+    return f"{device['device_uuid']}  {said}"
 
 
 def drop(

@@ -381,7 +381,7 @@ def test_the_package_alone_brings_what_it_imports_and_reads():
 LINES_MAX = {
     "plumbing": 6_680,
     "lockserver": 6_870,
-    "gms": 9_510,
+    "gms": 9_370,
     "engine": 18_304,
     "gateway": 8_320,
     "pool": 8_005,

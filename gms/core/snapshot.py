@@ -100,10 +100,10 @@ def _waiter(session: Session, at: At) -> dict[str, Any]:
 
 POOL_PHASES = {
     RegionPhase.MAKING: "making",
-    RegionPhase.SERVED: "kept",
+    RegionPhase.SERVED: "idle",
     RegionPhase.RETIRED: "discarded",
     RegionPhase.FREEING: "releasing",
-    RegionPhase.ORPHANED: "orphaned",
+    RegionPhase.ORPHANED: "recovering",
 }
 # What operators see of the pools, the first that applies.
 STATES = ("lent", "recovering", "discarded", "releasing", "making", "idle", "empty")
@@ -114,8 +114,7 @@ def state_of(machine: KvMachine) -> str:
     current = machine.current
     if current is not None and machine.all_holders:
         return "lent" if current.phase is RegionPhase.SERVED else "making"
-    names = {**POOL_PHASES, RegionPhase.ORPHANED: "recovering", RegionPhase.SERVED: "idle"}
-    shown = {names[pool.phase] for pool in machine.regions.values() if pool.phase in names}
+    shown = {POOL_PHASES[pool.phase] for pool in machine.regions.values()}
     return next((state for state in STATES if state in shown), "empty")
 
 

@@ -17,8 +17,10 @@ from gms import messages as msg
 from gms import names
 from gms.client import Keeper, Reader, Writer, open_session
 from gms.server import journal
-from plumbing.errors import UnderstudyError
+from plumbing.errors import RemoteError, UnderstudyError
 from plumbing.wire.blocking import BlockingClient
+from plumbing.wire.fds import close_all
+from plumbing.wire.messages import Message
 from tests.helpers import until
 from tests.standin import build
 
@@ -112,6 +114,17 @@ class GmsProcess:
         writer.place("t", nbytes, (nbytes,), "uint8")
         writer.write("t", b"\7" * nbytes)
         return writer.commit(more.get("identity", IDENTITY))
+
+    def refusal(self, *messages: Message) -> RemoteError:
+        """The error that the last of `messages`, all on one connection, gets."""
+        with self.client() as client:
+            for message in messages[:-1]:
+                close_all(client.request(message).fds)
+            try:
+                client.request(messages[-1])
+            except RemoteError as error:
+                return error
+        raise AssertionError("no error came")
 
     def kill(self) -> None:
         self.process.kill()

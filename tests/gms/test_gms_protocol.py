@@ -13,9 +13,9 @@ from gms import messages as msg
 from gms import names
 from gms.client import Reader
 from gms.vmm.host import HostMemory
-from plumbing.errors import ProtocolError, RemoteError
+from plumbing.errors import ProtocolError
 from plumbing.wire.blocking import BlockingClient, Reply
-from plumbing.wire.fds import OwnedFd, close_all
+from plumbing.wire.fds import OwnedFd
 from plumbing.wire.messages import Message
 from tests.gms.bench import DEVICE, IDENTITY, MIB, GmsProcess
 from tests.gms.faulty import FaultyGms
@@ -114,17 +114,6 @@ def attach(mode: str = "rw_or_ro") -> msg.AttachMsg:
     return msg.AttachMsg("e", "i", mode, identity=IDENTITY, wait_ms=20_000)
 
 
-def fault_of(gms: GmsProcess, *messages: Message) -> str:
-    """The code of the error that the last of `messages` gets."""
-    with gms.client() as client:
-        for message in messages:
-            try:
-                close_all(client.request(message).fds)
-            except RemoteError as error:
-                return error.code
-    raise AssertionError("no error came")
-
-
 def test_bad_requests_cost_their_sender_only(gms: GmsProcess):
     """Every wrong word gets its code; the server serves on and has lost no descriptor."""
     with gms.load():
@@ -140,7 +129,7 @@ def test_bad_requests_cost_their_sender_only(gms: GmsProcess):
             ("gms.unexpected_message", attach("ro"), msg.AllocateMsg(1)),
             ("gms.unexpected_message", msg.CommittedMsg("x")),
         ):
-            assert fault_of(gms, *messages) == code
+            assert gms.refusal(*messages).code == code
         status = gms.status()
         assert len(status["sessions"]) == 1
         assert status["protocol_errors_total"] == 6  # the wire's own refusals are not ours
@@ -150,7 +139,7 @@ def test_bad_requests_cost_their_sender_only(gms: GmsProcess):
 
 def test_allocation_without_the_flock_is_refused(gms: GmsProcess):
     """A writer that does not hold the epoch's file gets no memory: nothing would say it is used."""
-    assert fault_of(gms, attach(), msg.AllocateMsg(4096)) == "gms.not_held"
+    assert gms.refusal(attach(), msg.AllocateMsg(4096)).code == "gms.not_held"
     until(lambda: gms.status()["state"] == "empty", "the staging epoch to be lost")
 
 

@@ -26,9 +26,7 @@ from gms.manifest import (
 from gms.messages import CATALOGUE, REQUEST_BYTES_MAX, EpochAttachedMsg
 from plumbing.errors import ProtocolError, RemoteError
 from plumbing.wire.blocking import BlockingClient
-from plumbing.wire.fds import close_all
 from plumbing.wire.frames import encode_frame
-from plumbing.wire.messages import Message
 from tests.gms.bench import DEVICE, IDENTITY, GmsProcess
 from tests.gms.core.driver import Bench
 from tests.helpers import until
@@ -42,16 +40,6 @@ def host(directory: str) -> Iterator[GmsProcess]:
     server = GmsProcess(directory).start()
     yield server
     server.stop()
-
-
-def refusal(gms: GmsProcess, *messages: Message) -> RemoteError:
-    """The error that the last of `messages`, all on one connection, gets."""
-    with gms.client() as client:
-        for message in messages[:-1]:
-            close_all(client.request(message).fds)
-        with pytest.raises(RemoteError) as caught:
-            client.request(messages[-1])
-    return caught.value
 
 
 # ---------------------------------------------------------------------- a session, in the machine
@@ -91,12 +79,12 @@ def test_epochs_that_are_still_read_are_limited():
 def test_identity_is_limited(host: GmsProcess):
     """Too large by one shard, in attach and in commit: the limit is in the error."""
     large = {"shards": {f"s{n}": "0" * 1000 for n in range(IDENTITY_CHARS_MAX // 1000)}}
-    error = refusal(host, msg.AttachMsg("e", "i", "ro", identity=large))
+    error = host.refusal(msg.AttachMsg("e", "i", "ro", identity=large))
     assert error.code == "gms.identity_too_large"
     assert error.details["limit"] == IDENTITY_CHARS_MAX
     attach = msg.AttachMsg("e", "i", "rw_or_ro", wait_ms=20_000)
     commit = msg.CommitMsg(large, encode([]), layout_hash([], encode([])))
-    assert refusal(host, attach, commit).code == "gms.identity_too_large"
+    assert host.refusal(attach, commit).code == "gms.identity_too_large"
     host.load().close()
 
 
@@ -118,7 +106,7 @@ def test_manifest_is_limited_so_that_readers_can_be_sent_it(host: GmsProcess):
     manifest = encode(records(40_000, 400))
     assert MANIFEST_BYTES_MAX < len(manifest) < CATALOGUE.frame_bytes_max
     attach = msg.AttachMsg("e", "i", "rw_or_ro", identity=IDENTITY, wait_ms=20_000)
-    error = refusal(host, attach, msg.CommitMsg(IDENTITY, manifest, layout_hash([], manifest)))
+    error = host.refusal(attach, msg.CommitMsg(IDENTITY, manifest, layout_hash([], manifest)))
     assert error.code == "gms.manifest_too_large"
     assert error.details["limit"] == MANIFEST_BYTES_MAX
     until(lambda: host.status()["state"] == "empty", "the refused load to be given up")
@@ -142,7 +130,7 @@ def test_survivor_cannot_claim_more_than_any_device_has(host: GmsProcess):
     """Sizes whose sum no status could carry: refused; what is claimed within reason is shown."""
     held = msg.HeldEpoch(True, {}, "0")
     huge = msg.HandBackMsg("e", "i", EPOCH, (2**62,) * 8, epoch=held)
-    error = refusal(host, huge)
+    error = host.refusal(huge)
     assert error.code == "gms.bad_epoch"
     assert error.details["limit"] == EPOCH_BYTES_MAX
     clients = []
@@ -164,6 +152,6 @@ def test_identity_below_one_huge_key_is_checked_in_no_time(host: GmsProcess):
     """A key of 200 KiB with thousands below it: paths in errors are cut before they multiply."""
     key = "k" * 200_000
     identity = {key: {str(n): n for n in range(20_000)}, "x": b"no plain data"}
-    error = refusal(host, msg.AttachMsg("e", "i", "ro", identity=identity))
+    error = host.refusal(msg.AttachMsg("e", "i", "ro", identity=identity))
     assert error.code == "gms.bad_identity"
     assert len(error.message) < 500
