@@ -19,7 +19,9 @@ from gateway import messages as gateway_messages
 from gms.client import messages as gms_messages
 from lockserver.client import messages as lock_messages
 from plumbing.errors import UnderstudyError, UnreachableError
+from plumbing.pod.gms_files import read_device_names
 from plumbing.pod.messages import StatusMsg, StatusReplyMsg
+from plumbing.pod.models import device_of
 from plumbing.pod.observers import ASK_TIMEOUT_S, ask
 from plumbing.pod.paths import (
     KV,
@@ -112,9 +114,13 @@ def pool_part(directory: Path) -> PodPart:
 
 
 def memory_parts(directory: Path) -> list[PodPart]:
-    """The devices' memory servers that have a socket."""
-    found = gms_sockets(directory).items()
-    return [PodPart(device, path, gms_messages.CATALOGUE) for device, path in found]
+    """The devices' memory servers that have a socket, and devices that have none yet."""
+    found = gms_sockets(directory)
+    served = {device_of(place) for place in found}
+    for device in read_device_names(str(directory)):
+        if device not in served:
+            found[device] = gms_socket(str(directory), device)
+    return [PodPart(device, path, gms_messages.CATALOGUE) for device, path in found.items()]
 
 
 def engine_parts(directory: Path) -> list[PodPart]:
