@@ -1,11 +1,7 @@
-"""vLLM's processes: the garbage collector is off while they import, and a rank at rest does not
-spin."""
+"""A rank at rest leaves the CPUs to others at once, and spins again when it wakes."""
 
 from __future__ import annotations
 
-import gc
-import multiprocessing
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,34 +9,9 @@ import pytest
 import zmq
 from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 
-from engine.backends.process import INCARNATION_ENV
-from engine.backends.vllm import membership, process_tuning
-from engine.backends.vllm.worker import plugin
 from engine.backends.vllm.worker import worker as spinning
 
-COUNT = 10_000  # objects, which are frozen or not
 HOUR_S = 3600.0
-
-
-@pytest.fixture
-def enabled() -> Iterator[None]:
-    assert gc.isenabled()
-    yield
-    gc.enable()
-
-
-@pytest.mark.usefixtures("enabled")
-@pytest.mark.parametrize("is_spawned", [True, False])
-def test_plugin_resumes_the_collector_in_spawned_processes(is_spawned, monkeypatch):
-    """The main process has more to import after its plugin; it resumes the collector itself."""
-    monkeypatch.setenv(INCARNATION_ENV, "i")
-    monkeypatch.setattr(membership, "join", lambda: None)
-    monkeypatch.setattr(multiprocessing, "parent_process", lambda: is_spawned or None)
-    process_tuning.pause_collector()
-    new, frozen = [[number] for number in range(COUNT)], gc.get_freeze_count()
-    plugin.register()
-    assert gc.isenabled() is is_spawned
-    assert (gc.get_freeze_count() >= frozen + len(new)) is is_spawned
 
 
 def test_a_rank_at_rest_waits_for_a_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
