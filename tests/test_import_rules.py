@@ -379,14 +379,14 @@ def test_the_package_alone_brings_what_it_imports_and_reads():
 
 # Lines of each package, at most; lowered after each step towards the budgets of `hack/volume.py`.
 LINES_MAX = {
-    "plumbing": 6_680,
+    "plumbing": 6_150,
     "lockserver": 6_870,
     "gms": 9_370,
     "engine": 18_304,
     "gateway": 8_320,
     "pool": 8_005,
     "understudy": 8_850,
-    "hack": 6_250,
+    "hack": 6_000,
     "tests": 66_897,
 }
 
