@@ -52,20 +52,24 @@ class WeightsServer(MemoryServer[WeightsMachine]):
             names.journal_path(self.directory, self.device),
             has_epochs=bool(names.regions_on_disk(self.directory, self.device, names.WEIGHTS)),
         )
-        found = self._journal.loaded
-        self.machine = WeightsMachine(
-            capacity_bytes=self.capacity_bytes,
-            granularity_bytes=self.memory.granularity_bytes,
-            stall_ms=self.stall_ms,
-            new_epoch_id=lambda: uuid.uuid4().hex,
-            orphans=left_behind(self.directory, self.device, found.record),
-            is_journal_lost=found.is_lost,
-            offloaded=found.offloaded,
-            # A server may have died before it had written that this epoch is out of service.
-            is_journal_behind=found.record is not None
-            and epoch_file.is_retired(self.path(found.record.epoch)),
-            now_ms=self.clock.now_ms(),
-        )
+        try:
+            found = self._journal.loaded
+            self.machine = WeightsMachine(
+                capacity_bytes=self.capacity_bytes,
+                granularity_bytes=self.memory.granularity_bytes,
+                stall_ms=self.stall_ms,
+                new_epoch_id=lambda: uuid.uuid4().hex,
+                orphans=left_behind(self.directory, self.device, found.record),
+                is_journal_lost=found.is_lost,
+                offloaded=found.offloaded,
+                # A server may have died before it had written that this epoch is out of service.
+                is_journal_behind=found.record is not None
+                and epoch_file.is_retired(self.path(found.record.epoch)),
+                now_ms=self.clock.now_ms(),
+            )
+        except BaseException:  # it may be started again
+            self._journal.close()
+            raise
 
     async def close(self) -> None:
         await super().close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -12,6 +13,7 @@ from gms import epoch_file, names
 from gms.cli import sizes_of
 from gms.core.region import RegionPhase
 from gms.core.upkeep import Epoch
+from gms.server import server
 from gms.server.server import DeviceProcess
 from gms.status import devices_in
 from gms.vmm.host import HostMemory
@@ -85,3 +87,20 @@ def test_devices_have_one_size_or_one_each():
     for text in ("1KiB,", "1KiB,0"):
         with pytest.raises(ValueError, match="size"):
             size_list(text)
+
+
+def test_server_that_could_not_start_can_be_started(
+    directory: str, monkeypatch: pytest.MonkeyPatch
+):
+    """A call fails after the journal is open: nothing of the attempt is left in the way."""
+    weights = server.WeightsServer(directory, "HOST-0", HostMemory(), MIB)
+
+    async def scenario() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(server, "left_behind", Mock(side_effect=OSError("as told")))
+            with pytest.raises(OSError, match="as told"):
+                await weights.start()
+        await weights.start()
+        await weights.close()
+
+    asyncio.run(scenario())
