@@ -158,7 +158,7 @@ class SweptPod:
             **self.runner.pids(),
             **{each["id"]: each["incarnation"] for each in engines},
             **{supervisor_of(each["id"]): each["pid"] for each in engines},
-            "gms-server": view["gms"][0].get("pid"),
+            "gms-server": [part.get("pid") for part in view["gms"]],
             "token": view["token"],
         }
 
