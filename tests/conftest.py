@@ -19,8 +19,10 @@ them, and all that they start, ignore it.
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import fcntl
+import inspect
 import os
 import signal
 import socket
@@ -50,6 +52,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: SIMULATIONS not in item.path.parents)
+
+
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """A test that is a coroutine runs on a loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
 
 
 def be_patient() -> None:

@@ -6,7 +6,6 @@ names in rules and dashboard against the pages of that pod.
 
 from __future__ import annotations
 
-import asyncio
 import re
 import shutil
 import subprocess
@@ -105,7 +104,7 @@ def test_names_of_metrics_are_those_of_a_pod(home: PodHome):
     home.run(scenario)
 
 
-def test_names_of_a_pools_metrics_are_those_of_a_pool(tmp_path: Path):
+async def test_names_of_a_pools_metrics_are_those_of_a_pool(tmp_path: Path):
     """The same for a pool, beside stand-ins for the other parts of its pod."""
     asked = NAME.findall("\n".join(alert["expr"] for alert in alerts()))
     asked += NAME.findall((MONITORING / "dashboard.json").read_text())
@@ -114,15 +113,11 @@ def test_names_of_a_pools_metrics_are_those_of_a_pool(tmp_path: Path):
     tmp_path.chmod(0o700)
     file = tmp_path / "pool.yaml"
     file.write_text(POOL_FILE)
-
-    async def scenario() -> None:
-        async with World(str(tmp_path), ("chat", "coder"), 50 * MIB) as world:
-            with pool_process(str(tmp_path), str(file)) as pool:
-                await auntil(lambda: world.doors, "the pool to run")
-                answer = await get(f"http://127.0.0.1:{pool.http_port}/metrics", 10)
-        assert of_pool <= names_on(answer.body.decode())
-
-    asyncio.run(scenario())
+    async with World(str(tmp_path), ("chat", "coder"), 50 * MIB) as world:
+        with pool_process(str(tmp_path), str(file)) as pool:
+            await auntil(lambda: world.doors, "the pool to run")
+            answer = await get(f"http://127.0.0.1:{pool.http_port}/metrics", 10)
+    assert of_pool <= names_on(answer.body.decode())
 
 
 def names_on(page: str) -> set[str]:

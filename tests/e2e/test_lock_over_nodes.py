@@ -162,7 +162,7 @@ def nodes() -> Iterator[Nodes]:
 
 
 @pytest.mark.slow
-def test_death_of_an_engine_or_of_its_node_is_a_failover(nodes: Nodes):
+async def test_death_of_an_engine_or_of_its_node_is_a_failover(nodes: Nodes):
     """Goal: four engines on two nodes share one lock, and the loss of a node is a failover. Method:
     SIGKILL the active engine's backend: another one serves before any lease expires. Then SIGKILL
     every process of the active engine's node: one of the other node serves once the lease has."""
@@ -184,14 +184,11 @@ def test_death_of_an_engine_or_of_its_node_is_a_failover(nodes: Nodes):
         assert node_of(third[0]) != node_of(second[0])
         assert "lock.lease_expired" in nodes.events()
 
-    async def main() -> None:
-        try:
-            await nodes.start()
-            await asyncio.to_thread(scenario)
-        finally:
-            await nodes.stop()
-
-    asyncio.run(main())
+    try:
+        await nodes.start()
+        await asyncio.to_thread(scenario)
+    finally:
+        await nodes.stop()
 
 
 def node_of(engine: str) -> int:

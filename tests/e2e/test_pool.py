@@ -115,37 +115,33 @@ models:
 
 
 @pytest.mark.slow
-def test_failover_needs_no_pool_and_a_shadow_gives_its_memory_to_others(
+async def test_failover_needs_no_pool_and_a_shadow_gives_its_memory_to_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Method: the engine that serves is killed under streams while the pool is stopped, and again
     while it is dead; then another model needs the shadow's memory, and gives it back."""
-
-    async def scenario() -> None:
-        async with running_pool(tmp_path, monkeypatch, SHADOW, "300MiB") as pod:
-            quiet = await asyncio.to_thread(pod.stream, "a", max_tokens=LONG)
-            for silenced in (stopped, dead):
-                await auntil(lambda: pod.in_state("standby", "a"), "the shadow")
-                (active,) = pod.in_state("active", "a")
-                with silenced(pod):
-                    begun = [threading.Event() for _ in range(CLIENTS)]
-                    streams = [
-                        asyncio.create_task(
-                            asyncio.to_thread(pod.stream, "a", begun=each, max_tokens=LONG)
-                        )
-                        for each in begun
-                    ]
-                    for each in begun:
-                        await asyncio.to_thread(each.wait, WAIT_S)
-                    os.kill(pod.model_process(active), signal.SIGKILL)
-                    assert await asyncio.gather(*streams) == [quiet] * CLIENTS
+    async with running_pool(tmp_path, monkeypatch, SHADOW, "300MiB") as pod:
+        quiet = await asyncio.to_thread(pod.stream, "a", max_tokens=LONG)
+        for silenced in (stopped, dead):
             await auntil(lambda: pod.in_state("standby", "a"), "the shadow")
-            await asyncio.to_thread(pod.stream, "b", max_tokens=8)
-            assert len(pod.in_state("dead", "a")) == 1, pod.engines()
-            assert await asyncio.to_thread(pod.stream, "a", max_tokens=LONG) == quiet
-            await auntil(lambda: pod.in_state("standby", "a"), "the shadow to be back")
-
-    asyncio.run(scenario())
+            (active,) = pod.in_state("active", "a")
+            with silenced(pod):
+                begun = [threading.Event() for _ in range(CLIENTS)]
+                streams = [
+                    asyncio.create_task(
+                        asyncio.to_thread(pod.stream, "a", begun=each, max_tokens=LONG)
+                    )
+                    for each in begun
+                ]
+                for each in begun:
+                    await asyncio.to_thread(each.wait, WAIT_S)
+                os.kill(pod.model_process(active), signal.SIGKILL)
+                assert await asyncio.gather(*streams) == [quiet] * CLIENTS
+        await auntil(lambda: pod.in_state("standby", "a"), "the shadow")
+        await asyncio.to_thread(pod.stream, "b", max_tokens=8)
+        assert len(pod.in_state("dead", "a")) == 1, pod.engines()
+        assert await asyncio.to_thread(pod.stream, "a", max_tokens=LONG) == quiet
+        await auntil(lambda: pod.in_state("standby", "a"), "the shadow to be back")
 
 
 @contextlib.contextmanager
@@ -188,32 +184,28 @@ models:
 
 
 @pytest.mark.slow
-def test_pod_that_is_stopped_leaves_nothing_behind_and_the_next_one_begins_anew(
+async def test_pod_that_is_stopped_leaves_nothing_behind_and_the_next_one_begins_anew(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ):
     """Method: `understudy up --pool` with a model whose file is cut off; Ctrl-C; again, with the
     file repaired. An order is kept, a fault is not."""
     temporary = tmp_path_factory.mktemp("t")  # sockets have short paths only
-
-    async def scenario() -> None:
-        async with started(temporary, monkeypatch) as (pod, model):
-            await auntil(lambda: pod.states()["good"] == "awake", "the model to be loaded")
-            status, body = await asyncio.to_thread(pod.ask, "broken", max_tokens=8)
-            assert (status, json.loads(body)["error"]["code"]) == (503, "pool.failed")
-            assert "model.safetensors: it is truncated" in body
-            await asyncio.to_thread(pod.stream, "good", max_tokens=8)
-            pod.order("good", Order.PIN)
-        shutil.copy(model / "model.safetensors", temporary / "broken")
-        async with started(temporary, monkeypatch) as (pod, _):
-            await auntil(lambda: pod.states()["good"] == "awake", "the model to be loaded")
-            assert {each["model"]: each["pinned"] for each in pod.status()["models"]} == {
-                "good": True,
-                "broken": False,
-            }
-            assert pod.states()["broken"] == "cold"
-            await asyncio.to_thread(pod.stream, "broken", max_tokens=8)
-
-    asyncio.run(scenario())
+    async with started(temporary, monkeypatch) as (pod, model):
+        await auntil(lambda: pod.states()["good"] == "awake", "the model to be loaded")
+        status, body = await asyncio.to_thread(pod.ask, "broken", max_tokens=8)
+        assert (status, json.loads(body)["error"]["code"]) == (503, "pool.failed")
+        assert "model.safetensors: it is truncated" in body
+        await asyncio.to_thread(pod.stream, "good", max_tokens=8)
+        pod.order("good", Order.PIN)
+    shutil.copy(model / "model.safetensors", temporary / "broken")
+    async with started(temporary, monkeypatch) as (pod, _):
+        await auntil(lambda: pod.states()["good"] == "awake", "the model to be loaded")
+        assert {each["model"]: each["pinned"] for each in pod.status()["models"]} == {
+            "good": True,
+            "broken": False,
+        }
+        assert pod.states()["broken"] == "cold"
+        await asyncio.to_thread(pod.stream, "broken", max_tokens=8)
 
 
 @asynccontextmanager

@@ -67,19 +67,15 @@ def path(directory: Path) -> Path:
 
 
 @pytest.mark.parametrize(("answer", "verdict"), [(OK, (True, "")), (BAD, (False, "7 is 8"))])
-def test_a_verdict_is_in_the_body(path, answer, verdict):
+async def test_a_verdict_is_in_the_body(path, answer, verdict):
     """Goal: the backend decides, whatever status it gives. Method: one answer of each kind, to a
     request that only the hop knows."""
-
-    async def scenario() -> None:
-        async with serving(path, answer) as asked:
-            found = Asked(path)
-            await auntil(lambda: found.verdict, "the verdict")
-            assert found.verdict == verdict
-            assert asked[0].startswith(b"POST /understudy/canary HTTP/1.1\r\n")
-            assert b"\r\nX-Understudy-Gateway: 1\r\n" in asked[0]
-
-    asyncio.run(scenario())
+    async with serving(path, answer) as asked:
+        found = Asked(path)
+        await auntil(lambda: found.verdict, "the verdict")
+        assert found.verdict == verdict
+        assert asked[0].startswith(b"POST /understudy/canary HTTP/1.1\r\n")
+        assert b"\r\nX-Understudy-Gateway: 1\r\n" in asked[0]
 
 
 @pytest.mark.parametrize(
@@ -92,42 +88,30 @@ def test_a_verdict_is_in_the_body(path, answer, verdict):
         (b"HTTP/1.1 429 Busy\r\nContent-Length: 2\r\n\r\n{}", "HTTP 429, no verdict"),
     ],
 )
-def test_anything_else_is_asked_again(path, answer, words):
+async def test_anything_else_is_asked_again(path, answer, words):
     """Goal: only a verdict is one; everything else has its reason and another attempt. Method: one
     bad answer, then a good one."""
-
-    async def scenario() -> None:
-        async with serving(path, answer, OK) as asked:
-            found = Asked(path)
-            await auntil(lambda: found.canaries.problem, "the problem")
-            assert words in found.canaries.problem
-            assert found.verdict is None
-            await auntil(lambda: found.verdict, "the verdict")
-            assert len(asked) == 2
-
-    asyncio.run(scenario())
-
-
-def test_nobody_listens_then_somebody_does(path):
-    """Goal: a backend that cannot be reached yet is asked again. Method: listen later."""
-
-    async def scenario() -> None:
+    async with serving(path, answer, OK) as asked:
         found = Asked(path)
         await auntil(lambda: found.canaries.problem, "the problem")
-        assert "cannot connect" in found.canaries.problem
-        async with serving(path, OK):
-            await auntil(lambda: found.verdict, "the verdict")
+        assert words in found.canaries.problem
+        assert found.verdict is None
+        await auntil(lambda: found.verdict, "the verdict")
+        assert len(asked) == 2
 
-    asyncio.run(scenario())
+
+async def test_nobody_listens_then_somebody_does(path):
+    """Goal: a backend that cannot be reached yet is asked again. Method: listen later."""
+    found = Asked(path)
+    await auntil(lambda: found.canaries.problem, "the problem")
+    assert "cannot connect" in found.canaries.problem
+    async with serving(path, OK):
+        await auntil(lambda: found.verdict, "the verdict")
 
 
-def test_backend_without_the_path_is_asked_another_way(path):
+async def test_backend_without_the_path_is_asked_another_way(path):
     """Goal: a foreign backend, whose HTTP side works, is not judged by a path that it lacks."""
-
-    async def scenario() -> None:
-        async with serving(path, b"HTTP/1.1 404 Not Found\r\n\r\n"):
-            found = Asked(path)
-            await auntil(lambda: found.has_no_way, "the other way")
-            assert found.verdict is None
-
-    asyncio.run(scenario())
+    async with serving(path, b"HTTP/1.1 404 Not Found\r\n\r\n"):
+        found = Asked(path)
+        await auntil(lambda: found.has_no_way, "the other way")
+        assert found.verdict is None

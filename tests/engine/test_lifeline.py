@@ -87,21 +87,17 @@ def watchers() -> list[threading.Thread]:
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_death_is_told_once(holder, when):
+async def test_death_is_told_once(holder, when):
     """Goal: a death is told, also one before the watch began, and by one thread."""
-
-    async def main() -> None:
-        told: list[str] = []
-        if when == "before":
-            holder.end()
-        watch = lifeline.LifelineWatch(holder.fd, lambda: told.append("dying"))
+    told: list[str] = []
+    if when == "before":
         holder.end()
-        await auntil(lambda: told, "notice of the death")
-        await auntil(lambda: not watchers(), "the thread to end")
-        watch.close()
-        assert told == ["dying"]
-
-    asyncio.run(main())
+    watch = lifeline.LifelineWatch(holder.fd, lambda: told.append("dying"))
+    holder.end()
+    await auntil(lambda: told, "notice of the death")
+    await auntil(lambda: not watchers(), "the thread to end")
+    watch.close()
+    assert told == ["dying"]
 
 
 def test_notice_arrives_before_the_process_is_gone():
@@ -117,18 +113,15 @@ def test_notice_arrives_before_the_process_is_gone():
         asyncio.run(main())
 
 
-def test_nothing_is_called_after_close(holder):
-    async def main() -> None:
-        told: list[str] = []
-        watch = lifeline.LifelineWatch(holder.fd, lambda: told.append("dying"))
-        until(watchers, "the thread")
-        watch.close()
-        holder.end()
-        await auntil(lambda: not watchers(), "the thread to end")
-        await asyncio.sleep(0)  # a turn of the loop, in which it would be told
-        assert told == []
-
-    asyncio.run(main())
+async def test_nothing_is_called_after_close(holder):
+    told: list[str] = []
+    watch = lifeline.LifelineWatch(holder.fd, lambda: told.append("dying"))
+    until(watchers, "the thread")
+    watch.close()
+    holder.end()
+    await auntil(lambda: not watchers(), "the thread to end")
+    await asyncio.sleep(0)  # a turn of the loop, in which it would be told
+    assert told == []
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ itself with the journal that the core hands out; what the client has is compared
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 
@@ -75,7 +74,7 @@ def seen_by_client(sent: bytes) -> tuple[str, list, int, int]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_stream_cut_behind_any_group_is_the_uninterrupted_one(model: Path, name: str):
+async def test_stream_cut_behind_any_group_is_the_uninterrupted_one(model: Path, name: str):
     path, document = CASES[name]
 
     async def cut_everywhere(engine: Pod) -> None:
@@ -93,8 +92,5 @@ def test_stream_cut_behind_any_group_is_the_uninterrupted_one(model: Path, name:
             assert seen_by_client(sent) == whole
             assert isinstance(gateway.shared.take()[-1], ev.RequestEnded)
 
-    async def main() -> None:
-        async with pod(model) as engine:
-            await cut_everywhere(engine)
-
-    asyncio.run(main())
+    async with pod(model) as engine:
+        await cut_everywhere(engine)

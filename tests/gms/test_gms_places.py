@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from pathlib import Path
 from unittest.mock import Mock
@@ -50,31 +49,27 @@ def test_files_of_one_place_are_no_other_places(directory):
     assert set(gms_sockets(Path(directory))) == set(PLACES)
 
 
-def test_models_of_one_device_share_its_limit(directory):
+async def test_models_of_one_device_share_its_limit(directory):
     """Goal: two models are not each promised a whole device. Method: weights and KV memory of two
     places on one device, and of one on another; a pool that fits only beside one of them."""
     places = ["HOST-0.a", "HOST-0.b", "HOST-1.a"]
     process = DeviceProcess(directory, places, HostMemory(), 20 * MIB, is_bounded=True)
-
-    async def scenario():
-        await process.start()
-        found = {(each.device, each.tag): each for each in process.servers}
-        for place, weights, kv in (("HOST-0.a", 5, 0), ("HOST-0.b", 3, 2), ("HOST-1.a", 7, 7)):
-            epoch = Epoch(EPOCH, RegionPhase.SERVED, [weights * MIB])
-            found[place, WEIGHTS].machine.regions[EPOCH] = epoch
-            if kv:
-                make_pool(directory, place, kv * MIB)
-        beside = {place: found[place, WEIGHTS].bytes_beside // MIB for place in places}
-        assert beside == {"HOST-0.a": 5, "HOST-0.b": 7, "HOST-1.a": 7}
-        room = found["HOST-0.a", KV].room()
-        assert (room.weights_bytes, room.others_bytes) == (5 * MIB, 5 * MIB)
-        room.check(10 * MIB)
-        with pytest.raises(UnderstudyError, match=r"5\.0 MiB are other models'") as caught:
-            room.check(11 * MIB)
-        assert caught.value.code == "gms.device_full"
-        await process.close()
-
-    asyncio.run(scenario())
+    await process.start()
+    found = {(each.device, each.tag): each for each in process.servers}
+    for place, weights, kv in (("HOST-0.a", 5, 0), ("HOST-0.b", 3, 2), ("HOST-1.a", 7, 7)):
+        epoch = Epoch(EPOCH, RegionPhase.SERVED, [weights * MIB])
+        found[place, WEIGHTS].machine.regions[EPOCH] = epoch
+        if kv:
+            make_pool(directory, place, kv * MIB)
+    beside = {place: found[place, WEIGHTS].bytes_beside // MIB for place in places}
+    assert beside == {"HOST-0.a": 5, "HOST-0.b": 7, "HOST-1.a": 7}
+    room = found["HOST-0.a", KV].room()
+    assert (room.weights_bytes, room.others_bytes) == (5 * MIB, 5 * MIB)
+    room.check(10 * MIB)
+    with pytest.raises(UnderstudyError, match=r"5\.0 MiB are other models'") as caught:
+        room.check(11 * MIB)
+    assert caught.value.code == "gms.device_full"
+    await process.close()
 
 
 def test_devices_have_one_size_or_one_each():
@@ -89,18 +84,14 @@ def test_devices_have_one_size_or_one_each():
             size_list(text)
 
 
-def test_server_that_could_not_start_can_be_started(
+async def test_server_that_could_not_start_can_be_started(
     directory: str, monkeypatch: pytest.MonkeyPatch
 ):
     """A call fails after the journal is open: nothing of the attempt is left in the way."""
     weights = server.WeightsServer(directory, "HOST-0", HostMemory(), MIB)
-
-    async def scenario() -> None:
-        with monkeypatch.context() as patch:
-            patch.setattr(server, "left_behind", Mock(side_effect=OSError("as told")))
-            with pytest.raises(OSError, match="as told"):
-                await weights.start()
-        await weights.start()
-        await weights.close()
-
-    asyncio.run(scenario())
+    with monkeypatch.context() as patch:
+        patch.setattr(server, "left_behind", Mock(side_effect=OSError("as told")))
+        with pytest.raises(OSError, match="as told"):
+            await weights.start()
+    await weights.start()
+    await weights.close()

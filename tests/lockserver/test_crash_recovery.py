@@ -36,40 +36,36 @@ def served(engines: Iterable[Engine]) -> list[str]:
 
 
 @pytest.mark.slow
-def test_server_killed_repeatedly_holder_keeps_its_token_and_waiters_get_their_turn(
+async def test_server_killed_repeatedly_holder_keeps_its_token_and_waiters_get_their_turn(
     pod_dir, start_server
 ):
     """Goal: no number of restarts costs an engine the lock or its turn. Method: with a holder and
     three waiters, kill the server repeatedly, when none, one, … or all of them have reconnected.
     Then each gives up the lock, and each of the others is granted it once, with a larger token."""
     server = start_server()
-
-    async def scenario() -> None:
-        async with contextlib.AsyncExitStack() as stack:
-            engines = [Engine(pod_dir, f"engine-{number}") for number in range(4)]
-            holder, *waiters = engines
-            await stack.enter_async_context(holder)
-            token = await holder.hold()
-            for waiter in waiters:
-                await stack.enter_async_context(waiter)
-                await waiter.stand_by()
-            for kill in range(KILLS):
-                before = sum(engine.connects for engine in engines)
-                server.kill()
-                await asyncio.to_thread(server.start)
-                await auntil(
-                    lambda b=before, k=kill: sum(e.connects for e in engines) >= b + k % 5,
-                    "as many as that to be back",
-                )
-            await auntil(lambda: len(server.lock()["waiters"]) == 3, "all of them to wait again")
-            assert server.lock()["holder"]["token"] == token == holder.token()
-            assert served(engines) == ["engine-0"]
-            await _all_in_turn(holder, waiters)
-            tokens = owners(engines)
-            assert len(tokens) == 4
-            assert all(len(who) == 1 for who in tokens.values())
-
-    asyncio.run(scenario())
+    async with contextlib.AsyncExitStack() as stack:
+        engines = [Engine(pod_dir, f"engine-{number}") for number in range(4)]
+        holder, *waiters = engines
+        await stack.enter_async_context(holder)
+        token = await holder.hold()
+        for waiter in waiters:
+            await stack.enter_async_context(waiter)
+            await waiter.stand_by()
+        for kill in range(KILLS):
+            before = sum(engine.connects for engine in engines)
+            server.kill()
+            await asyncio.to_thread(server.start)
+            await auntil(
+                lambda b=before, k=kill: sum(e.connects for e in engines) >= b + k % 5,
+                "as many as that to be back",
+            )
+        await auntil(lambda: len(server.lock()["waiters"]) == 3, "all of them to wait again")
+        assert server.lock()["holder"]["token"] == token == holder.token()
+        assert served(engines) == ["engine-0"]
+        await _all_in_turn(holder, waiters)
+        tokens = owners(engines)
+        assert len(tokens) == 4
+        assert all(len(who) == 1 for who in tokens.values())
 
 
 async def _all_in_turn(holder: Engine, waiters: list[Engine]) -> None:
@@ -127,29 +123,25 @@ DAMAGES = ("truncate", "empty", "garbage", "newest_slot", "newer_version", "dele
 
 @pytest.mark.slow
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_broken_state_file_with_living_holder_keeps_its_token_and_the_next_is_larger(
+async def test_broken_state_file_with_living_holder_keeps_its_token_and_the_next_is_larger(
     pod_dir, start_server, damage
 ):
     """Goal: an unreadable file loses no lock. Method: damage it while the server is dead."""
     server = start_server()
-
-    async def scenario() -> None:
-        async with Engine(pod_dir, "engine-0") as holder, Engine(pod_dir, "engine-1") as standby:
-            token = await holder.hold()
-            await standby.stand_by()
-            server.kill()
-            _damage(os.path.join(pod_dir, "lockserver.json"), damage)
-            server.start()
-            await auntil(lambda: server.lock()["state"] == "held", "the claim to be believed")
-            assert server.lock()["holder"]["token"] == token
-            assert standby.token() == 0
-            kept = [name for name in os.listdir(pod_dir) if ".unreadable-" in name]
-            assert bool(kept) == (damage != "delete")
-            holder.reap()
-            holder.relent()
-            assert await standby.granted() >= token + 2
-
-    asyncio.run(scenario())
+    async with Engine(pod_dir, "engine-0") as holder, Engine(pod_dir, "engine-1") as standby:
+        token = await holder.hold()
+        await standby.stand_by()
+        server.kill()
+        _damage(os.path.join(pod_dir, "lockserver.json"), damage)
+        server.start()
+        await auntil(lambda: server.lock()["state"] == "held", "the claim to be believed")
+        assert server.lock()["holder"]["token"] == token
+        assert standby.token() == 0
+        kept = [name for name in os.listdir(pod_dir) if ".unreadable-" in name]
+        assert bool(kept) == (damage != "delete")
+        holder.reap()
+        holder.relent()
+        assert await standby.granted() >= token + 2
 
 
 def _damage(path: str, damage: str) -> None:
@@ -170,7 +162,7 @@ def _damage(path: str, damage: str) -> None:
 
 
 @pytest.mark.slow
-def test_broken_state_file_with_stopped_holder_no_engine_is_granted(
+async def test_broken_state_file_with_stopped_holder_no_engine_is_granted(
     pod_dir, start_server, start_engine
 ):
     """Goal: the absence of a claim proves nothing. Method: stop the holder's tree, lose the file,
@@ -179,20 +171,16 @@ def test_broken_state_file_with_stopped_holder_no_engine_is_granted(
     server = start_server()
     holder = start_engine("engine-0")
     holder.granted()
-
-    async def scenario() -> None:
-        async with Engine(pod_dir, "engine-1") as standby:
-            await standby.stand_by()
-            holder.signal(signal.SIGSTOP, tree=True)
-            server.kill()
-            os.unlink(os.path.join(pod_dir, "lockserver.json"))
-            server.start()
-            await auntil(lambda: server.lock()["waiters"], "the standby to queue again")
-            assert server.lock()["state"] == "recovering"
-            holder.signal(signal.SIGKILL, tree=True)
-            await standby.granted()
-
-    asyncio.run(scenario())
+    async with Engine(pod_dir, "engine-1") as standby:
+        await standby.stand_by()
+        holder.signal(signal.SIGSTOP, tree=True)
+        server.kill()
+        os.unlink(os.path.join(pod_dir, "lockserver.json"))
+        server.start()
+        await auntil(lambda: server.lock()["waiters"], "the standby to queue again")
+        assert server.lock()["state"] == "recovering"
+        holder.signal(signal.SIGKILL, tree=True)
+        await standby.granted()
 
 
 def from_the_future(path: str) -> None:
@@ -208,21 +196,17 @@ def from_the_future(path: str) -> None:
 
 
 @pytest.mark.slow
-def test_state_file_of_a_newer_version_still_counts_its_tokens(pod_dir, start_server):
+async def test_state_file_of_a_newer_version_still_counts_its_tokens(pod_dir, start_server):
     """Goal: a downgrade reuses no token. Method: ten grants, a file of a future version, no living
     holder to claim the lock; the next grant is above all earlier ones."""
     server = start_server()
-
-    async def scenario() -> None:
-        async with Engine(pod_dir, "engine-0") as engine:
-            for token in range(1, 11):
-                assert await engine.hold() == token
-                engine.reap()
-                engine.relent()
-        server.kill()
-        from_the_future(os.path.join(pod_dir, "lockserver.json"))
-        server.start()
-        async with Engine(pod_dir, "engine-1") as engine:
-            assert await engine.hold() == 12
-
-    asyncio.run(scenario())
+    async with Engine(pod_dir, "engine-0") as engine:
+        for token in range(1, 11):
+            assert await engine.hold() == token
+            engine.reap()
+            engine.relent()
+    server.kill()
+    from_the_future(os.path.join(pod_dir, "lockserver.json"))
+    server.start()
+    async with Engine(pod_dir, "engine-1") as engine:
+        assert await engine.hold() == 12

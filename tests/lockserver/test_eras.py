@@ -88,7 +88,7 @@ def damage(path: str) -> None:
             file.write(b"damage")
 
 
-def test_server_that_lost_everything_begins_an_era_that_engine_and_gateway_believe(
+async def test_server_that_lost_everything_begins_an_era_that_engine_and_gateway_believe(
     pod_dir, start_server
 ):
     """Goal: nobody refuses a lock server whose tokens begin again. Method: let tokens grow to 5;
@@ -96,28 +96,24 @@ def test_server_that_lost_everything_begins_an_era_that_engine_and_gateway_belie
     granted a smaller one, and the gateway told it."""
     address = f"active=127.0.0.1:{free_port()}"
     server = start_server("--service", address)
-
-    async def scenario() -> None:
-        async with Gateway(pod_dir) as gateway, Engine(pod_dir, "engine-1") as standby:
-            async with Engine(pod_dir, "engine-0") as holder:
-                for _ in range(5):
-                    token = await holder.hold()
-                    holder.reap()
-                    holder.relent()
-                await holder.hold()
-                await standby.stand_by()
-                await auntil(lambda: gateway.grants[-1:], "the grant to be told")
-                era = server.status()["era"]
-                server.kill()
-            damage(os.path.join(pod_dir, state_file.NAME))
-            server.start()
-            await standby.granted()
-            assert standby.token() < token
-            now = ("engine-1", standby.token(), server.status()["era"])
-            await auntil(lambda: gateway.grants[-1] == now, "the gateway to be told")
-            assert now[2] != era
-            assert standby.client.era_of("active", standby.token()) == now[2]
-            assert standby.client.era_of("active", token) == NO_ERA
-            assert standby.refused == gateway.refused == []
-
-    asyncio.run(scenario())
+    async with Gateway(pod_dir) as gateway, Engine(pod_dir, "engine-1") as standby:
+        async with Engine(pod_dir, "engine-0") as holder:
+            for _ in range(5):
+                token = await holder.hold()
+                holder.reap()
+                holder.relent()
+            await holder.hold()
+            await standby.stand_by()
+            await auntil(lambda: gateway.grants[-1:], "the grant to be told")
+            era = server.status()["era"]
+            server.kill()
+        damage(os.path.join(pod_dir, state_file.NAME))
+        server.start()
+        await standby.granted()
+        assert standby.token() < token
+        now = ("engine-1", standby.token(), server.status()["era"])
+        await auntil(lambda: gateway.grants[-1] == now, "the gateway to be told")
+        assert now[2] != era
+        assert standby.client.era_of("active", standby.token()) == now[2]
+        assert standby.client.era_of("active", token) == NO_ERA
+        assert standby.refused == gateway.refused == []

@@ -35,78 +35,70 @@ def server(start_server, port):
     return start_server("--service", f"active=127.0.0.1:{port}")
 
 
-def test_gateway_is_lent_the_socket_before_any_engine_exists_and_told_of_each_grant(
+async def test_gateway_is_lent_the_socket_before_any_engine_exists_and_told_of_each_grant(
     pod_dir, server, port
 ):
     """Goal: a gateway needs no lock: it gets the socket, why nobody serves, then who does. Method:
     one that connects first, one that connects later; an engine takes the lock, then another."""
-
-    async def scenario() -> None:
-        async with Gateway(pod_dir) as first:
-            client = caller(port)
-            accepted = await first.accept()
-            assert await asyncio.get_running_loop().sock_recv(accepted, 4096) == REQUEST
-            accepted.close()
-            client.close()
-            await auntil(lambda: first.reasons, "the reason why nobody serves")
-            assert "free" in first.reasons[0]
-            async with Engine(pod_dir, "engine-0") as holder, Engine(pod_dir, "engine-1") as other:
-                token = await holder.hold()
-                await other.stand_by()
-                await auntil(lambda: first.grants, "the grant to be told")
-                era = server.status()["era"]
-                assert first.grants == [("engine-0", token, era)]
-                async with Gateway(pod_dir) as second:
-                    await auntil(lambda: second.heard, "the holder to be told")
-                    assert second.heard == [("engine-0", token, era)]
-                    holder.reap()
-                    holder.relent()
-                    await other.granted()
-                    now = ("engine-1", other.token(), era)
-                    await auntil(lambda: {first.heard[-1], second.heard[-1]} == {now}, "the next")
-                assert holder.services == [("active", f"127.0.0.1:{port}")]
-
-    asyncio.run(scenario())
+    async with Gateway(pod_dir) as first:
+        client = caller(port)
+        accepted = await first.accept()
+        assert await asyncio.get_running_loop().sock_recv(accepted, 4096) == REQUEST
+        accepted.close()
+        client.close()
+        await auntil(lambda: first.reasons, "the reason why nobody serves")
+        assert "free" in first.reasons[0]
+        async with Engine(pod_dir, "engine-0") as holder, Engine(pod_dir, "engine-1") as other:
+            token = await holder.hold()
+            await other.stand_by()
+            await auntil(lambda: first.grants, "the grant to be told")
+            era = server.status()["era"]
+            assert first.grants == [("engine-0", token, era)]
+            async with Gateway(pod_dir) as second:
+                await auntil(lambda: second.heard, "the holder to be told")
+                assert second.heard == [("engine-0", token, era)]
+                holder.reap()
+                holder.relent()
+                await other.granted()
+                now = ("engine-1", other.token(), era)
+                await auntil(lambda: {first.heard[-1], second.heard[-1]} == {now}, "the next")
+            assert holder.services == [("active", f"127.0.0.1:{port}")]
 
 
-def test_gateway_hands_the_socket_back_to_a_restarted_server_and_no_connection_is_refused(
+async def test_gateway_hands_the_socket_back_to_a_restarted_server_and_no_connection_is_refused(
     pod_dir, server, port
 ):
     """Goal: the lock server's death costs a gateway and its clients nothing. Method: kill it while
     a gateway, which alone has the socket, accepts; connect meanwhile; restart it."""
-
-    async def scenario() -> None:
-        async with Gateway(pod_dir) as gateway, Engine(pod_dir, "engine-0") as holder:
-            await gateway.accepts()
-            listener = gateway.listeners[0]
-            token = await holder.hold()
-            await auntil(lambda: gateway.grants, "the grant to be told")
-            era = server.status()["era"]
-            server.kill()
-            waiting = caller(port)
-            server.start()
-            await auntil(lambda: gateway.connects == 2, "the gateway to reconnect")
-            await auntil(
-                lambda: server.status()["service"]["active"]["state"] == "lent", "the hand-back"
-            )
-            assert server.status()["era"] == era
-            assert [each["gateway"] for each in server.status()["gateways"]] == [
-                gateway.borrower.gateway
-            ]
-            assert gateway.listeners == [listener]  # it has kept its copy
-            accepted = await gateway.accept()
-            assert await asyncio.get_running_loop().sock_recv(accepted, 4096) == REQUEST
-            accepted.close()
-            waiting.close()
-            # The holder on file may be serving, so the gateway is told its grant and no reason.
-            assert set(gateway.heard[1:] if gateway.reasons else gateway.heard) == {
-                ("engine-0", token, era)
-            }
-
-    asyncio.run(scenario())
+    async with Gateway(pod_dir) as gateway, Engine(pod_dir, "engine-0") as holder:
+        await gateway.accepts()
+        listener = gateway.listeners[0]
+        token = await holder.hold()
+        await auntil(lambda: gateway.grants, "the grant to be told")
+        era = server.status()["era"]
+        server.kill()
+        waiting = caller(port)
+        server.start()
+        await auntil(lambda: gateway.connects == 2, "the gateway to reconnect")
+        await auntil(
+            lambda: server.status()["service"]["active"]["state"] == "lent", "the hand-back"
+        )
+        assert server.status()["era"] == era
+        assert [each["gateway"] for each in server.status()["gateways"]] == [
+            gateway.borrower.gateway
+        ]
+        assert gateway.listeners == [listener]  # it has kept its copy
+        accepted = await gateway.accept()
+        assert await asyncio.get_running_loop().sock_recv(accepted, 4096) == REQUEST
+        accepted.close()
+        waiting.close()
+        # The holder on file may be serving, so the gateway is told its grant and no reason.
+        assert set(gateway.heard[1:] if gateway.reasons else gateway.heard) == {
+            ("engine-0", token, era)
+        }
 
 
-def test_connections_wait_for_a_gateway_and_are_refused_once_none_came_for_the_hold(
+async def test_connections_wait_for_a_gateway_and_are_refused_once_none_came_for_the_hold(
     pod_dir, start_server, port
 ):
     """Goal: no client waits for nobody. Method: connect before the hold is over and after it; then
@@ -116,63 +108,54 @@ def test_connections_wait_for_a_gateway_and_are_refused_once_none_came_for_the_h
     def state() -> str:
         return str(server.status()["service"]["active"]["state"])
 
-    async def scenario() -> None:
-        early = caller(port)
-        await auntil(lambda: state() == "closed", "the hold to be over")
-        with pytest.raises(ConnectionError):
-            caller(port)
-        with pytest.raises(ConnectionError):
-            await asyncio.get_running_loop().sock_recv(early, 4096)
-        early.close()
-        async with Gateway(pod_dir) as gateway:
-            await gateway.accepts()
-            assert state() == "lent"
-            client = caller(port)
-            (await gateway.accept()).close()
-            client.close()
-        await auntil(lambda: state() == "waiting", "its end to be seen")
-
-    asyncio.run(scenario())
+    early = caller(port)
+    await auntil(lambda: state() == "closed", "the hold to be over")
+    with pytest.raises(ConnectionError):
+        caller(port)
+    with pytest.raises(ConnectionError):
+        await asyncio.get_running_loop().sock_recv(early, 4096)
+    early.close()
+    async with Gateway(pod_dir) as gateway:
+        await gateway.accepts()
+        assert state() == "lent"
+        client = caller(port)
+        (await gateway.accept()).close()
+        client.close()
+    await auntil(lambda: state() == "waiting", "its end to be seen")
 
 
-def test_successor_is_lent_the_socket_once_the_first_has_yielded_and_gives_it_back_by_its_end(
+async def test_successor_is_lent_the_socket_once_the_first_has_yielded_and_gives_it_back_by_its_end(
     pod_dir, server, port
 ):
     """Goal: one gateway accepts at a time, the newest that lives. Method: two; the second asks, the
     first yields, the second ends; then one that does not yield."""
-
-    async def scenario() -> None:
-        async with Gateway(pod_dir) as first:
-            await first.accepts()
-            async with Gateway(pod_dir) as second:
-                await auntil(lambda: first.yields, "the first to be told")
-                assert not second.listeners
-                first.borrower.set_stage(Stage.YIELDS)
-                await second.accepts()
-                stages = [each["stage"] for each in server.status()["gateways"]]
-                assert stages == ["yields", "accepts"]
-            await auntil(lambda: len(first.listeners) == 2, "the first to be lent it again")
-            first.borrower.set_stage(Stage.ACCEPTS)
-            async with Gateway(pod_dir) as third:
-                await third.lent()  # after two seconds, since the first one hangs
-                assert first.yields == 2
-
-    asyncio.run(scenario())
+    async with Gateway(pod_dir) as first:
+        await first.accepts()
+        async with Gateway(pod_dir) as second:
+            await auntil(lambda: first.yields, "the first to be told")
+            assert not second.listeners
+            first.borrower.set_stage(Stage.YIELDS)
+            await second.accepts()
+            stages = [each["stage"] for each in server.status()["gateways"]]
+            assert stages == ["yields", "accepts"]
+        await auntil(lambda: len(first.listeners) == 2, "the first to be lent it again")
+        first.borrower.set_stage(Stage.ACCEPTS)
+        async with Gateway(pod_dir) as third:
+            await third.lent()  # after two seconds, since the first one hangs
+            assert first.yields == 2
 
 
-def test_gateway_that_cannot_be_served_is_told_why_and_how_to_change_it(pod_dir, start_server):
+async def test_gateway_that_cannot_be_served_is_told_why_and_how_to_change_it(
+    pod_dir, start_server
+):
     """Goal: one clear error for a gateway beside a lock server without an address."""
     server = start_server()
-
-    async def scenario() -> None:
-        async with Gateway(pod_dir) as gateway:
-            await auntil(lambda: gateway.refused, "the refusal")
-            assert set(gateway.refused) == {"lock.no_service"}
-            assert "--" in str(gateway.borrower.problem)
-            assert gateway.listeners == []
-        assert server.status()["gateways"] == []
-
-    asyncio.run(scenario())
+    async with Gateway(pod_dir) as gateway:
+        await auntil(lambda: gateway.refused, "the refusal")
+        assert set(gateway.refused) == {"lock.no_service"}
+        assert "--" in str(gateway.borrower.problem)
+        assert gateway.listeners == []
+    assert server.status()["gateways"] == []
 
 
 def test_gateways_are_a_handful_and_the_newest_connection_of_each_counts(pod_dir, server):
@@ -215,27 +198,23 @@ def service_on(port: int):
         service.close()
 
 
-def test_service_takes_only_its_own_listening_socket():
+async def test_service_takes_only_its_own_listening_socket():
     """Goal: handing back a wrong socket is the sender's error. Method: one end of a socket pair,
     and a socket on another address."""
-
-    async def scenario() -> None:
-        before = len(open_fds())
-        with service_on(free_port()) as service:
-            left, right = socket.socketpair()
-            right.close()
-            with pytest.raises(ProtocolError):
-                service.take(OwnedFd(left.detach()))
-            with pytest.raises(ProtocolError):
-                service.take(OwnedFd(os.memfd_create("no socket at all")))
-            with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(ProtocolError):
-                service.take(OwnedFd(os.dup(other.fileno())))
-            copy = service.copy()
-            assert copy is not None
-            service.take(copy)  # it already has it
-        assert len(open_fds()) == before
-
-    asyncio.run(scenario())
+    before = len(open_fds())
+    with service_on(free_port()) as service:
+        left, right = socket.socketpair()
+        right.close()
+        with pytest.raises(ProtocolError):
+            service.take(OwnedFd(left.detach()))
+        with pytest.raises(ProtocolError):
+            service.take(OwnedFd(os.memfd_create("no socket at all")))
+        with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(ProtocolError):
+            service.take(OwnedFd(os.dup(other.fileno())))
+        copy = service.copy()
+        assert copy is not None
+        service.take(copy)  # it already has it
+    assert len(open_fds()) == before
 
 
 @pytest.mark.parametrize("bad", ["active", "active=", "active=:80", "active=h:0", "=h:1", "a=h:x"])
@@ -265,7 +244,7 @@ def test_service_address_in_use_at_the_first_start_is_one_clear_error(pod_dir):
 
 
 @pytest.mark.slow
-def test_service_address_taken_while_down_is_waited_for_and_reported(
+async def test_service_address_taken_while_down_is_waited_for_and_reported(
     pod_dir, start_server, start_engine
 ):
     """Goal: with a holder on file, the server waits for the socket to be handed back and reports
@@ -284,10 +263,6 @@ def test_service_address_taken_while_down_is_waited_for_and_reported(
         assert f"pid {os.getpid()}" in service["problem"]
         assert "--service" in service["problem"]
         assert server.lock()["state"] in ("recovering", "held")
-
-    async def freed() -> None:
-        await auntil(
-            lambda: server.status()["service"]["active"]["state"] == "waiting", "the freed port"
-        )
-
-    asyncio.run(freed())
+    await auntil(
+        lambda: server.status()["service"]["active"]["state"] == "waiting", "the freed port"
+    )

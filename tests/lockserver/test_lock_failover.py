@@ -16,7 +16,7 @@ from tests.lockserver.processes import ServerProcess
 from tests.small_disk import needs_root, small_disk
 
 
-def test_failover_dirty_holder_killed_grant_follows_the_end_of_its_processes(
+async def test_failover_dirty_holder_killed_grant_follows_the_end_of_its_processes(
     pod_dir, start_server, start_engine
 ):
     """Goal: the fence. Method: kill a holder with 1 GiB of dirty memory in two processes; when the
@@ -24,18 +24,14 @@ def test_failover_dirty_holder_killed_grant_follows_the_end_of_its_processes(
     start_server()
     holder = start_engine("engine-0", dirty_mib=512)
     assert holder.granted() == 1
-
-    async def scenario() -> None:
-        async with Engine(pod_dir, "engine-1") as standby:
-            await standby.stand_by()
-            was_gone: list[bool] = []
-            standby.on_granted = lambda lock, who, token: was_gone.append(holder.is_gone())
-            assert not holder.is_gone()
-            holder.signal(signal.SIGKILL, tree=True)
-            assert await standby.granted() == 2
-            assert was_gone[0]
-
-    asyncio.run(scenario())
+    async with Engine(pod_dir, "engine-1") as standby:
+        await standby.stand_by()
+        was_gone: list[bool] = []
+        standby.on_granted = lambda lock, who, token: was_gone.append(holder.is_gone())
+        assert not holder.is_gone()
+        holder.signal(signal.SIGKILL, tree=True)
+        assert await standby.granted() == 2
+        assert was_gone[0]
 
 
 @pytest.mark.slow

@@ -73,7 +73,7 @@ def test_engines_of_two_models_are_active_at_once_and_each_model_fails_over_alon
     asyncio.run(scenario())
 
 
-def test_pod_is_ready_with_an_engine_of_any_model_and_metrics_name_the_models_locks(
+async def test_pod_is_ready_with_an_engine_of_any_model_and_metrics_name_the_models_locks(
     pod_dir, server
 ):
     """Goal: probes and metrics know several models. Method: ask before and after a grant."""
@@ -82,33 +82,25 @@ def test_pod_is_ready_with_an_engine_of_any_model_and_metrics_name_the_models_lo
     page = http(server, "/metrics")[1].decode()
     assert 'understudy_lock_held{lock="active:coder"} 0.0' in page
     assert 'understudy_lock_service_state{lock="active",state="lent"}' in page
-
-    async def scenario() -> None:
-        async with Engine(pod_dir, "coder-0") as engine:
-            token = await engine.hold("active:coder")
-            status, body = await asyncio.to_thread(http, server, "/ready")
-            assert (status, json.loads(body)["engines"]) == (200, {"coder": "coder-0"})
-            page = (await asyncio.to_thread(http, server, "/metrics"))[1].decode()
-            assert f'understudy_lock_token{{lock="active:coder"}} {float(token)}' in page
-
-    asyncio.run(scenario())
+    async with Engine(pod_dir, "coder-0") as engine:
+        token = await engine.hold("active:coder")
+        status, body = await asyncio.to_thread(http, server, "/ready")
+        assert (status, json.loads(body)["engines"]) == (200, {"coder": "coder-0"})
+        page = (await asyncio.to_thread(http, server, "/metrics"))[1].decode()
+        assert f'understudy_lock_token{{lock="active:coder"}} {float(token)}' in page
 
 
-def test_gateway_borrows_once_and_is_told_of_every_model(pod_dir, server, port):
+async def test_gateway_borrows_once_and_is_told_of_every_model(pod_dir, server, port):
     """Goal: one address and one connection serve all models. Method: a gateway that borrows
     `active`; an engine of one model is granted its lock, the other model has none."""
-
-    async def scenario() -> None:
-        async with PoolGateway(pod_dir) as gateway:
-            await gateway.lent()
-            await auntil(lambda: gateway.last("chat") and gateway.last("coder"), "two reasons")
-            assert "the active:chat lock is free" in str(gateway.last("chat"))
-            async with Engine(pod_dir, "chat-0") as engine:
-                token = await engine.hold("active:chat")
-                await auntil(lambda: isinstance(gateway.last("chat"), tuple), "the grant")
-                assert gateway.last("chat") == ("chat-0", token, server.status()["era"])
-                assert "free" in str(gateway.last("coder"))
-            assert gateway.heard == []  # nothing of a lock without a model
-            assert list(server.status()["service"]) == ["active"]
-
-    asyncio.run(scenario())
+    async with PoolGateway(pod_dir) as gateway:
+        await gateway.lent()
+        await auntil(lambda: gateway.last("chat") and gateway.last("coder"), "two reasons")
+        assert "the active:chat lock is free" in str(gateway.last("chat"))
+        async with Engine(pod_dir, "chat-0") as engine:
+            token = await engine.hold("active:chat")
+            await auntil(lambda: isinstance(gateway.last("chat"), tuple), "the grant")
+            assert gateway.last("chat") == ("chat-0", token, server.status()["era"])
+            assert "free" in str(gateway.last("coder"))
+        assert gateway.heard == []  # nothing of a lock without a model
+        assert list(server.status()["service"]) == ["active"]

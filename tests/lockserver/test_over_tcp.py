@@ -185,32 +185,28 @@ def pair(place: Path) -> Security:
     return Security(str(place / "tls.crt"), str(place / "tls.key"), str(place / "ca.crt"))
 
 
-def test_both_pairs_connect_and_an_engine_cannot_pose_as_the_server(tmp_path: Path):
+async def test_both_pairs_connect_and_an_engine_cannot_pose_as_the_server(tmp_path: Path):
     """Goal: the command is enough for mutual TLS. Method: its files, a server that engines reach by
     one of its names, by a name that it does not have, and a server with the engines' pair."""
     done = certificates(tmp_path / "lock", "localhost", "127.0.0.1", "::1")
     assert done.exit_code == 0, done.output
     ours, theirs = pair(tmp_path / "lock/lockserver"), pair(tmp_path / "lock/engine")
     assert certificates(tmp_path / "named", "elsewhere.example").exit_code == 0
-
-    async def main() -> None:
-        async with serving(ours) as (_, address):
-            assert await answers(address, theirs)
-            assert await answers(TcpAddress("localhost", address.port), theirs)
-            stranger = pair(tmp_path / "named/engine")
+    async with serving(ours) as (_, address):
+        assert await answers(address, theirs)
+        assert await answers(TcpAddress("localhost", address.port), theirs)
+        stranger = pair(tmp_path / "named/engine")
+        with pytest.raises(UnreachableError):
+            await connect_tcp(address, CATALOGUE, Client(), stranger)
+        with pytest.raises(UnreachableError):
+            await connect_tcp(address, CATALOGUE, Client(), ours)  # a server is no engine
+    for posing, engine in (
+        (theirs, theirs),
+        (pair(tmp_path / "named/lockserver"), pair(tmp_path / "named/engine")),
+    ):
+        async with serving(posing) as (_, address):
             with pytest.raises(UnreachableError):
-                await connect_tcp(address, CATALOGUE, Client(), stranger)
-            with pytest.raises(UnreachableError):
-                await connect_tcp(address, CATALOGUE, Client(), ours)  # a server is no engine
-        for posing, engine in (
-            (theirs, theirs),
-            (pair(tmp_path / "named/lockserver"), pair(tmp_path / "named/engine")),
-        ):
-            async with serving(posing) as (_, address):
-                with pytest.raises(UnreachableError):
-                    await connect_tcp(address, CATALOGUE, Client(), engine)
-
-    asyncio.run(main())
+                await connect_tcp(address, CATALOGUE, Client(), engine)
 
 
 def test_keys_are_private_and_none_is_overwritten(tmp_path: Path):

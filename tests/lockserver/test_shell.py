@@ -85,20 +85,17 @@ def test_connections_are_as_many_as_descriptors_allow(limit, room):
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def test_effect_that_fails_unforeseen_ends_the_process_and_is_not_logged_away(pod_dir):
+async def test_effect_that_fails_unforeseen_ends_the_process_and_is_not_logged_away(pod_dir):
     """Goal: what a shortage cannot explain is our own fault, and never half an answer. Method: an
     effect whose system call fails, with another one behind it."""
 
     def fail(supervisor: object) -> None:
         raise OSError(errno.EBADF, "Bad file descriptor")
 
-    async def scenario() -> None:
-        server = LockServer(LockSettings(pod_dir))
-        server.processes = SimpleNamespace(forget=fail)
-        with pytest.raises(InvariantError, match="Forget failed"):
-            server._perform([ev.Forget("0" * 16), ev.Forget("1" * 16)])
-
-    asyncio.run(scenario())
+    server = LockServer(LockSettings(pod_dir))
+    server.processes = SimpleNamespace(forget=fail)
+    with pytest.raises(InvariantError, match="Forget failed"):
+        server._perform([ev.Forget("0" * 16), ev.Forget("1" * 16)])
 
 
 def test_service_address_that_cannot_be_bound_or_lent_for_now_is_taken_from_nobody():
@@ -193,24 +190,20 @@ def test_dying_tree_is_probed_densely_then_less_often(monkeypatch):
     assert len(fed) == 1
 
 
-def test_event_recorded_late_has_the_time_at_which_it_happened(pod_dir):
+async def test_event_recorded_late_has_the_time_at_which_it_happened(pod_dir):
     """Goal: the phases in reports stay accurate although recording is delayed. Method: two events,
     and a clock that moves between them and again before they are recorded; a third that only the
     loop records."""
-
-    async def scenario() -> None:
-        clock, recorded = FakeClock(1000.0), []
-        server = LockServer(LockSettings(pod_dir), clock)
-        server.events.subscribe(recorded.append)
-        server._happened(Happened("lock.releasing", "first"))
-        clock.advance(1.0)
-        server._happened(Happened("lock.granted", "second"))
-        clock.advance(4.0)
-        assert not recorded, "nothing is recorded while a grant may be under way"
-        server.flush()
-        server.flush()
-        assert [(each.id, each.mono_ms) for each in recorded] == [(1, 1000.0), (2, 1001.0)]
-        server._happened(Happened("lock.queue", "third"))
-        await auntil(lambda: len(recorded) == 3, "the event to be recorded")
-
-    asyncio.run(scenario())
+    clock, recorded = FakeClock(1000.0), []
+    server = LockServer(LockSettings(pod_dir), clock)
+    server.events.subscribe(recorded.append)
+    server._happened(Happened("lock.releasing", "first"))
+    clock.advance(1.0)
+    server._happened(Happened("lock.granted", "second"))
+    clock.advance(4.0)
+    assert not recorded, "nothing is recorded while a grant may be under way"
+    server.flush()
+    server.flush()
+    assert [(each.id, each.mono_ms) for each in recorded] == [(1, 1000.0), (2, 1001.0)]
+    server._happened(Happened("lock.queue", "third"))
+    await auntil(lambda: len(recorded) == 3, "the event to be recorded")

@@ -181,45 +181,39 @@ def standby_in(pod_dir: str, holder: EngineProcess, was_gone: list[bool]) -> Eng
 
 
 @pytest.mark.parametrize("world", WORLDS, indirect=True)
-def test_grant_follows_the_end_of_a_holder_in_another_pid_namespace_or_on_an_older_kernel(
+async def test_grant_follows_the_end_of_a_holder_in_another_pid_namespace_or_on_an_older_kernel(
     pod_dir, world
 ):
     """Goal: the fence needs no visible pid. Method: kill the holder's supervisor from outside (as
     PID 1 of a namespace it takes its tree with it); check the pidfds of the whole tree at the next
     grant."""
     _, holder = world
-
-    async def scenario() -> None:
-        was_gone: list[bool] = []
-        async with standby_in(pod_dir, holder, was_gone) as standby:
-            await standby.stand_by()
-            holder.signal(signal.SIGKILL, tree=False)
-            assert await standby.granted() == 2
-            assert all(was_gone)
-
-    asyncio.run(scenario())
+    was_gone: list[bool] = []
+    async with standby_in(pod_dir, holder, was_gone) as standby:
+        await standby.stand_by()
+        holder.signal(signal.SIGKILL, tree=False)
+        assert await standby.granted() == 2
+        assert all(was_gone)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", WORLDS, indirect=True)
-def test_holder_in_another_pid_namespace_or_on_an_older_kernel_outlives_the_server(pod_dir, world):
+async def test_holder_in_another_pid_namespace_or_on_an_older_kernel_outlives_the_server(
+    pod_dir, world
+):
     """Goal: recovery needs no visible pid either. Method: restart the server and read the messages;
     then stop a supervisor while its backends die, so that only its silence and the witness remain
     as evidence."""
     server, holder = world
-
-    async def scenario() -> None:
-        was_gone: list[bool] = []
-        async with standby_in(pod_dir, holder, was_gone) as standby:
-            await standby.stand_by()
-            server.kill()
-            await asyncio.to_thread(server.start)
-            await auntil(lambda: server.lock()["state"] == "held", "the holder to be heard")
-            await auntil(lambda: server.lock()["waiters"], "the standby to wait")
-            assert server.lock()["holder"]["token"] == 1
-            holder.signal(signal.SIGSTOP, tree=False)
-            for pidfd in holder.pidfds[1:]:
-                signal.pidfd_send_signal(pidfd.fileno(), signal.SIGKILL)
-            assert await standby.granted() == 2
-
-    asyncio.run(scenario())
+    was_gone: list[bool] = []
+    async with standby_in(pod_dir, holder, was_gone) as standby:
+        await standby.stand_by()
+        server.kill()
+        await asyncio.to_thread(server.start)
+        await auntil(lambda: server.lock()["state"] == "held", "the holder to be heard")
+        await auntil(lambda: server.lock()["waiters"], "the standby to wait")
+        assert server.lock()["holder"]["token"] == 1
+        holder.signal(signal.SIGSTOP, tree=False)
+        for pidfd in holder.pidfds[1:]:
+            signal.pidfd_send_signal(pidfd.fileno(), signal.SIGKILL)
+        assert await standby.granted() == 2

@@ -59,83 +59,75 @@ class Asker:
         pass
 
 
-def test_switchover_is_requested_shown_counted_and_answered(start_server: Any):
+async def test_switchover_is_requested_shown_counted_and_answered(start_server: Any):
     """Goal: the path of one request. Method: a holder that is asked releases the lock; check
     status, metrics and the answer on the same connection, with the number of the request."""
     server = start_server()
-
-    async def main() -> None:
-        path = f"{server.directory}/lockserver.sock"
-        async with (
-            Engine(server.directory, "engine-0") as old,
-            Engine(server.directory, "e-1") as new,
-        ):
-            heard = hears(old)
-            token = await old.hold()
-            new.launch()
-            new.want("active")
-            await auntil(lambda: server.lock()["waiters"], "the standby")
-            asker = Asker()
-            conn = await connect(path, CATALOGUE, asker, 5)
-            conn.send(SwitchOverMsg("active", None, 60_000), request_id=7)
-            await auntil(lambda: heard, "the request to the holder")
-            assert heard == [("active", old.incarnation, "e-1", False)]
-            under_way = server.lock()["switchover"]
-            assert (under_way["from"], under_way["to"], under_way["overdue"]) == (
-                "engine-0",
-                "e-1",
-                False,
-            )
-            assert metric(server, 'understudy_lock_switchover{lock="active"}') == 1
-            assert not asker.told
-            old.reap()
-            old.relent()
-            assert await new.granted() > token
-            await auntil(lambda: asker.told, "the answer")
-            ((number, answer),) = asker.told
-            assert number == 7
-            assert isinstance(answer, SwitchedOverMsg)
-            assert (answer.source, answer.engine, answer.token) == ("engine-0", "e-1", new.token())
-            done = 'understudy_lock_switchovers_total{lock="active",result="done"}'
-            assert metric(server, done) == 1
-            assert metric(server, 'understudy_lock_switchover{lock="active"}') == 0
-            conn.close("asked")
-
-    asyncio.run(main())
+    path = f"{server.directory}/lockserver.sock"
+    async with (
+        Engine(server.directory, "engine-0") as old,
+        Engine(server.directory, "e-1") as new,
+    ):
+        heard = hears(old)
+        token = await old.hold()
+        new.launch()
+        new.want("active")
+        await auntil(lambda: server.lock()["waiters"], "the standby")
+        asker = Asker()
+        conn = await connect(path, CATALOGUE, asker, 5)
+        conn.send(SwitchOverMsg("active", None, 60_000), request_id=7)
+        await auntil(lambda: heard, "the request to the holder")
+        assert heard == [("active", old.incarnation, "e-1", False)]
+        under_way = server.lock()["switchover"]
+        assert (under_way["from"], under_way["to"], under_way["overdue"]) == (
+            "engine-0",
+            "e-1",
+            False,
+        )
+        assert metric(server, 'understudy_lock_switchover{lock="active"}') == 1
+        assert not asker.told
+        old.reap()
+        old.relent()
+        assert await new.granted() > token
+        await auntil(lambda: asker.told, "the answer")
+        ((number, answer),) = asker.told
+        assert number == 7
+        assert isinstance(answer, SwitchedOverMsg)
+        assert (answer.source, answer.engine, answer.token) == ("engine-0", "e-1", new.token())
+        done = 'understudy_lock_switchovers_total{lock="active",result="done"}'
+        assert metric(server, done) == 1
+        assert metric(server, 'understudy_lock_switchover{lock="active"}') == 0
+        conn.close("asked")
 
 
-def test_switchover_command_reports_the_outcome_in_one_sentence(start_server: Any):
+async def test_switchover_command_reports_the_outcome_in_one_sentence(start_server: Any):
     """Goal: the outcome is readable. Method: without `--json`: refused, done, already done."""
     server = start_server()
-
-    async def main() -> None:
-        async with (
-            Engine(server.directory, "engine-0") as old,
-            Engine(server.directory, "e-1") as new,
-        ):
-            heard = hears(old)
-            await old.hold()
-            refused = command(server)
-            _, err = await asyncio.to_thread(refused.communicate, timeout=30)
-            assert refused.returncode == 1
-            assert (
-                "no engine is waiting for the active lock: a switchover needs an engine in standby"
-                in err
-            )
-            new.launch()
-            new.want("active")
-            await auntil(lambda: server.lock()["waiters"], "the standby")
-            asking = command(server)
-            await auntil(lambda: heard, "the request to the holder")
-            old.reap()
-            old.relent()
-            token = await new.granted()
-            out, _ = await asyncio.to_thread(asking.communicate, timeout=30)
-            assert asking.returncode == 0
-            assert out.startswith("engine-0 handed the active lock over to e-1 in ")
-            assert out.endswith(f"s, token {token}\n")
-            again = command(server, "--to=e-1")
-            out, _ = await asyncio.to_thread(again.communicate, timeout=30)
-            assert out == f"e-1 already holds the active lock, token {token}\n"
-
-    asyncio.run(main())
+    async with (
+        Engine(server.directory, "engine-0") as old,
+        Engine(server.directory, "e-1") as new,
+    ):
+        heard = hears(old)
+        await old.hold()
+        refused = command(server)
+        _, err = await asyncio.to_thread(refused.communicate, timeout=30)
+        assert refused.returncode == 1
+        assert (
+            "no engine is waiting for the active lock: a switchover needs an engine in standby"
+            in err
+        )
+        new.launch()
+        new.want("active")
+        await auntil(lambda: server.lock()["waiters"], "the standby")
+        asking = command(server)
+        await auntil(lambda: heard, "the request to the holder")
+        old.reap()
+        old.relent()
+        token = await new.granted()
+        out, _ = await asyncio.to_thread(asking.communicate, timeout=30)
+        assert asking.returncode == 0
+        assert out.startswith("engine-0 handed the active lock over to e-1 in ")
+        assert out.endswith(f"s, token {token}\n")
+        again = command(server, "--to=e-1")
+        out, _ = await asyncio.to_thread(again.communicate, timeout=30)
+        assert out == f"e-1 already holds the active lock, token {token}\n"

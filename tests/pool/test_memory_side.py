@@ -68,118 +68,94 @@ class Scene:
         await auntil(is_so, what)
 
 
-def test_device_is_unknown_until_all_of_its_servers_are_heard(tmp_path):
+async def test_device_is_unknown_until_all_of_its_servers_are_heard(tmp_path):
     """Goal: memory of a model whose server is away is not taken for free. Method: the servers of
     one model first, then those of the other."""
-
-    async def scene():
-        async with Scene(tmp_path) as seen:
-            await seen.serve("chat")
-            seen.servers["chat", WEIGHTS].set(10 * MIB, is_mapped=True)
-            chats = list(seen.side.links("chat"))
-            await auntil(lambda: all(each.held_bytes is not None for each in chats), "chat's word")
-            assert seen.events == []
-            seen.servers["coder", KV].set(20 * MIB, is_mapped=True)
-            await seen.serve("coder")
-            held = {(EntryKind.WEIGHTS, "chat"): 10 * MIB, (EntryKind.KV, "coder"): 20 * MIB}
-            whole = MemoryIs(DEVICE, held)
-            await seen.until(MemoryIs, lambda found: found == whole, "both models' memory")
-            await seen.until(DeviceIs, lambda found: found.outside_bytes == 0, "the device")
-
-    asyncio.run(scene())
+    async with Scene(tmp_path) as seen:
+        await seen.serve("chat")
+        seen.servers["chat", WEIGHTS].set(10 * MIB, is_mapped=True)
+        chats = list(seen.side.links("chat"))
+        await auntil(lambda: all(each.held_bytes is not None for each in chats), "chat's word")
+        assert seen.events == []
+        seen.servers["coder", KV].set(20 * MIB, is_mapped=True)
+        await seen.serve("coder")
+        held = {(EntryKind.WEIGHTS, "chat"): 10 * MIB, (EntryKind.KV, "coder"): 20 * MIB}
+        whole = MemoryIs(DEVICE, held)
+        await seen.until(MemoryIs, lambda found: found == whole, "both models' memory")
+        await seen.until(DeviceIs, lambda found: found.outside_bytes == 0, "the device")
 
 
-def test_question_is_answered_by_a_look_after_it(tmp_path):
+async def test_question_is_answered_by_a_look_after_it(tmp_path):
     """Goal: a word from before the question proves nothing. Method: the number comes back once all
     servers of the model have been looked at again, and only for that model."""
-
-    async def scene():
-        async with Scene(tmp_path) as seen:
-            await seen.serve("chat", "coder")
-            await seen.until(MemoryIs, lambda found: True, "the first word")
-            assert seen.last(MemoryIs).asked == {}
-            seen.side.ask("chat", 7, frees_kv=False, frees_weights=False)
-            await seen.until(MemoryIs, lambda found: found.asked == {"chat": 7}, "the answer")
-
-    asyncio.run(scene())
+    async with Scene(tmp_path) as seen:
+        await seen.serve("chat", "coder")
+        await seen.until(MemoryIs, lambda found: True, "the first word")
+        assert seen.last(MemoryIs).asked == {}
+        seen.side.ask("chat", 7, frees_kv=False, frees_weights=False)
+        await seen.until(MemoryIs, lambda found: found.asked == {"chat": 7}, "the answer")
 
 
-def test_memory_is_freed_once_nobody_maps_it_and_not_if_it_is_needed_again(tmp_path):
+async def test_memory_is_freed_once_nobody_maps_it_and_not_if_it_is_needed_again(tmp_path):
     """Goal: to free is a standing permission. Method: one that waits for a reader, and one that is
     withdrawn before the reader leaves."""
-
-    async def scene():
-        async with Scene(tmp_path) as seen:
-            await seen.serve("chat", "coder")
-            chat, coder = seen.servers["chat", KV], seen.servers["coder", KV]
-            for each in (chat, coder):
-                each.set(20 * MIB, is_mapped=True)
-            await seen.until(MemoryIs, lambda found: len(found.held) == 2, "both in use")
-            seen.side.ask("chat", 1, frees_kv=True, frees_weights=False)
-            seen.side.ask("coder", 2, frees_kv=True, frees_weights=False)
-            seen.side.keep("coder", and_kv=True)
-            for each in (chat, coder):
-                each.set(20 * MIB, is_mapped=False)
-            only = {(EntryKind.KV, "coder"): 20 * MIB}
-            await seen.until(MemoryIs, lambda found: found.held == only, "chat's to be free")
-            assert (chat.drops, coder.drops) == (1, 0)
-
-    asyncio.run(scene())
+    async with Scene(tmp_path) as seen:
+        await seen.serve("chat", "coder")
+        chat, coder = seen.servers["chat", KV], seen.servers["coder", KV]
+        for each in (chat, coder):
+            each.set(20 * MIB, is_mapped=True)
+        await seen.until(MemoryIs, lambda found: len(found.held) == 2, "both in use")
+        seen.side.ask("chat", 1, frees_kv=True, frees_weights=False)
+        seen.side.ask("coder", 2, frees_kv=True, frees_weights=False)
+        seen.side.keep("coder", and_kv=True)
+        for each in (chat, coder):
+            each.set(20 * MIB, is_mapped=False)
+        only = {(EntryKind.KV, "coder"): 20 * MIB}
+        await seen.until(MemoryIs, lambda found: found.held == only, "chat's to be free")
+        assert (chat.drops, coder.drops) == (1, 0)
 
 
-def test_copy_that_only_its_keeper_maps_is_dropped_with_the_weights(tmp_path):
+async def test_copy_that_only_its_keeper_maps_is_dropped_with_the_weights(tmp_path):
     """Goal: an unloaded model gives its copy back. Method: a copy that an engine reads, too; once
     that has left, the keeper's session is the only one, and never ends by itself."""
-
-    async def scene():
-        async with Scene(tmp_path, copies=True) as seen:
-            await seen.serve("chat", "coder")
-            copy = seen.servers["chat", COPY]
-            keeper = {"engine": weights_messages.COPIER, "mode": "ro"}
-            copy.sessions = [keeper, {"engine": "chat-0", "mode": "ro"}]
-            copy.set(10 * MIB, is_mapped=True)
-            held = {(EntryKind.COPY, "chat"): 10 * MIB}
-            await seen.until(MemoryIs, lambda found: found.held == held, "the copy")
-            seen.side.ask("chat", 1, frees_kv=False, frees_weights=True)
-            await seen.until(MemoryIs, lambda found: found.asked == {"chat": 1}, "an answer")
-            assert copy.drops == 0
-            copy.sessions = [keeper]
-            copy.set(10 * MIB, is_mapped=True)
-            await auntil(lambda: copy.drops == 1, "the copy to be dropped")
-
-    asyncio.run(scene())
+    async with Scene(tmp_path, copies=True) as seen:
+        await seen.serve("chat", "coder")
+        copy = seen.servers["chat", COPY]
+        keeper = {"engine": weights_messages.COPIER, "mode": "ro"}
+        copy.sessions = [keeper, {"engine": "chat-0", "mode": "ro"}]
+        copy.set(10 * MIB, is_mapped=True)
+        held = {(EntryKind.COPY, "chat"): 10 * MIB}
+        await seen.until(MemoryIs, lambda found: found.held == held, "the copy")
+        seen.side.ask("chat", 1, frees_kv=False, frees_weights=True)
+        await seen.until(MemoryIs, lambda found: found.asked == {"chat": 1}, "an answer")
+        assert copy.drops == 0
+        copy.sessions = [keeper]
+        copy.set(10 * MIB, is_mapped=True)
+        await auntil(lambda: copy.drops == 1, "the copy to be dropped")
 
 
-def test_what_stands_for_offloaded_weights_is_forgotten_with_their_copy(tmp_path):
+async def test_what_stands_for_offloaded_weights_is_forgotten_with_their_copy(tmp_path):
     """Goal: the next load does not wait for a copy that is gone. Method: weights that are offloaded
     take no memory, and are dropped all the same; but not where they may be needed."""
-
-    async def scene():
-        async with Scene(tmp_path) as seen:
-            chat, coder = seen.servers["chat", WEIGHTS], seen.servers["coder", WEIGHTS]
-            chat.state = coder.state = "offloaded"
-            await seen.serve("chat", "coder")
-            seen.side.ask("chat", 1, frees_kv=False, frees_weights=True)
-            await auntil(lambda: chat.drops == 1, "chat's to be forgotten")
-            seen.side.ask("coder", 1, frees_kv=True, frees_weights=False)
-            await seen.until(MemoryIs, lambda found: "coder" in found.asked, "an answer")
-            assert coder.drops == 0
-
-    asyncio.run(scene())
+    async with Scene(tmp_path) as seen:
+        chat, coder = seen.servers["chat", WEIGHTS], seen.servers["coder", WEIGHTS]
+        chat.state = coder.state = "offloaded"
+        await seen.serve("chat", "coder")
+        seen.side.ask("chat", 1, frees_kv=False, frees_weights=True)
+        await auntil(lambda: chat.drops == 1, "chat's to be forgotten")
+        seen.side.ask("coder", 1, frees_kv=True, frees_weights=False)
+        await seen.until(MemoryIs, lambda found: "coder" in found.asked, "an answer")
+        assert coder.drops == 0
 
 
-def test_outside_is_what_nobody_of_the_pool_has(tmp_path):
+async def test_outside_is_what_nobody_of_the_pool_has(tmp_path):
     """Goal: a stranger's memory is seen, that of engines is not taken for a stranger's."""
-
-    async def scene():
-        async with Scene(tmp_path) as seen:
-            for model in ("chat", "coder"):
-                seen.servers[model, WEIGHTS].used_bytes = 10 * MIB + BASE + 2 * GRAIN_BYTES + 1
-            seen.servers["chat", WEIGHTS].set(10 * MIB, is_mapped=True)
-            await seen.serve("chat", "coder")
-            await seen.until(
-                DeviceIs, lambda found: found.outside_bytes == 2 * GRAIN_BYTES, "the stranger"
-            )
-            assert seen.last(DeviceIs).total_bytes == 100 * MIB
-
-    asyncio.run(scene())
+    async with Scene(tmp_path) as seen:
+        for model in ("chat", "coder"):
+            seen.servers[model, WEIGHTS].used_bytes = 10 * MIB + BASE + 2 * GRAIN_BYTES + 1
+        seen.servers["chat", WEIGHTS].set(10 * MIB, is_mapped=True)
+        await seen.serve("chat", "coder")
+        await seen.until(
+            DeviceIs, lambda found: found.outside_bytes == 2 * GRAIN_BYTES, "the stranger"
+        )
+        assert seen.last(DeviceIs).total_bytes == 100 * MIB

@@ -57,30 +57,26 @@ async def running(link, directory):
         await pool.server.close()
 
 
-def test_demand_is_first_on_every_connection(directory):
+async def test_demand_is_first_on_every_connection(directory):
     """Goal: a restarted pool hears the demand of now. Method: doors are sent, the server ends,
     another one starts."""
-
-    async def body():
-        demand, doors, lost = {"chat": ModelDemand(in_flight=1)}, [], []
-        link = linked(directory, lambda: demand, doors.append, lost.append)
-        async with running(link, directory) as first:
-            assert first.said[0].models == demand
-            said = DoorsMsg({"chat": PooledModel(1, OpenDoor("engine-0", 2), ModelState.AWAKE)})
-            first.conns[0].send(said)
-            await auntil(lambda: doors, "the doors")
-            assert (doors, link.problem) == ([said], None)
-            await first.server.close()
-            await auntil(lambda: lost, "the loss")
-            assert link.problem is not None
-            demand["chat"] = ModelDemand(in_flight=2)
-            second = CollectingPool(directory)
-            await second.server.start()
-            await auntil(lambda: second.said, "the demand of the new connection")
-            assert second.said[0].models == demand
-            await second.server.close()
-
-    asyncio.run(body())
+    demand, doors, lost = {"chat": ModelDemand(in_flight=1)}, [], []
+    link = linked(directory, lambda: demand, doors.append, lost.append)
+    async with running(link, directory) as first:
+        assert first.said[0].models == demand
+        said = DoorsMsg({"chat": PooledModel(1, OpenDoor("engine-0", 2), ModelState.AWAKE)})
+        first.conns[0].send(said)
+        await auntil(lambda: doors, "the doors")
+        assert (doors, link.problem) == ([said], None)
+        await first.server.close()
+        await auntil(lambda: lost, "the loss")
+        assert link.problem is not None
+        demand["chat"] = ModelDemand(in_flight=2)
+        second = CollectingPool(directory)
+        await second.server.start()
+        await auntil(lambda: second.said, "the demand of the new connection")
+        assert second.said[0].models == demand
+        await second.server.close()
 
 
 def test_demand_is_sent_once_for_what_changes_together_and_not_again_as_it_was(directory):

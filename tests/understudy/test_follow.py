@@ -29,45 +29,41 @@ def types_of(heard: list[dict[str, Any]]) -> list[str]:
     return [record["type"] for record in heard]
 
 
-def test_events_of_a_memory_server_are_followed_across_its_deaths(directory: Path):
+async def test_events_of_a_memory_server_are_followed_across_its_deaths(directory: Path):
     """Goal: what a memory service does is seen, its recoveries above all. Method: follow it, kill
     it twice under a kept reader: gone, back and recovered once each, and nothing of before."""
-
-    async def main() -> None:
-        heard: list[dict[str, Any]] = []
-        gms = await asyncio.to_thread(GmsProcess(str(directory)).start)
-        kept = ClientProcess(str(directory), "rw", "engine-0")
-        following = None
-        try:
-            await asyncio.to_thread(kept.expect, "writer")
-            await asyncio.to_thread(kept.do, "place 1")
-            await asyncio.to_thread(kept.do, "commit")
-            await asyncio.to_thread(kept.do, "keep")
-            following = asyncio.create_task(follow_events(directory, heard.append))
-            while not heard:  # it says nothing when it has begun to watch
-                await asyncio.to_thread(lambda: gms.reader().close())
-            assert "gms.commit" not in types_of(heard), "that was before our time"
-            for deaths in (1, 2):
-                await asyncio.to_thread(gms.kill)
-                await asyncio.to_thread(gms.start)
-                await auntil(
-                    lambda n=deaths: types_of(heard).count("gms.recovered") == n, "the recovery"
-                )
-            told = types_of(heard)
-            counts = [told.count(kind) for kind in ("pod.gone", "pod.back", "gms.recovered")]
-            assert counts == [2, 2, 2]
-            assert {r["source"] for r in heard} == {"gms-HOST-0"}
-            gone = next(r for r in heard if r["type"] == "pod.gone")
-            assert set(gone) == set(heard[0]), "one shape for all"
-        finally:
-            if following is not None:
-                following.cancel()
-                await asyncio.wait([following])
-            kept.kill()
-            gms.stop()
-        assert types_of(heard)[-1] != "pod.gone", "our own end is not theirs"
-
-    asyncio.run(main())
+    heard: list[dict[str, Any]] = []
+    gms = await asyncio.to_thread(GmsProcess(str(directory)).start)
+    kept = ClientProcess(str(directory), "rw", "engine-0")
+    following = None
+    try:
+        await asyncio.to_thread(kept.expect, "writer")
+        await asyncio.to_thread(kept.do, "place 1")
+        await asyncio.to_thread(kept.do, "commit")
+        await asyncio.to_thread(kept.do, "keep")
+        following = asyncio.create_task(follow_events(directory, heard.append))
+        while not heard:  # it says nothing when it has begun to watch
+            await asyncio.to_thread(lambda: gms.reader().close())
+        assert "gms.commit" not in types_of(heard), "that was before our time"
+        for deaths in (1, 2):
+            await asyncio.to_thread(gms.kill)
+            await asyncio.to_thread(gms.start)
+            await auntil(
+                lambda n=deaths: types_of(heard).count("gms.recovered") == n, "the recovery"
+            )
+        told = types_of(heard)
+        counts = [told.count(kind) for kind in ("pod.gone", "pod.back", "gms.recovered")]
+        assert counts == [2, 2, 2]
+        assert {r["source"] for r in heard} == {"gms-HOST-0"}
+        gone = next(r for r in heard if r["type"] == "pod.gone")
+        assert set(gone) == set(heard[0]), "one shape for all"
+    finally:
+        if following is not None:
+            following.cancel()
+            await asyncio.wait([following])
+        kept.kill()
+        gms.stop()
+    assert types_of(heard)[-1] != "pod.gone", "our own end is not theirs"
 
 
 def test_a_followed_part_reports_each_record_once():

@@ -185,44 +185,38 @@ def test_program_is_restarted_by_its_init_and_the_init_by_the_runner(tmp_path):
     assert "died of signal 9; restarting now" in (tmp_path / "log/worker.log").read_text()
 
 
-def test_stop_kills_containers_that_ignore_sigterm_within_one_grace_period(tmp_path, monkeypatch):
+async def test_stop_kills_containers_that_ignore_sigterm_within_one_grace_period(
+    tmp_path, monkeypatch
+):
     """Goal: stopping always ends, and the grace period is the pod's. Method: two processes deaf to
     SIGTERM: the first that stops uses up the period, so the other one gets only the least."""
     monkeypatch.setattr(runner_module, "LAST_GRACE_S", 0.125)
-
-    async def main():
-        lines = []
-        deaf = [python(name, DEAF, grace_s=0.5) for name in ("one", "two")]
-        async with running(tmp_path / "log", *deaf, say=lines.append):
-            await auntil(lambda: {"one | deaf", "two | deaf"} <= {*lines}, "both processes")
-        assert [line for line in lines if "SIGKILL" in line] == [
-            "two | (runner) still running after 0.5 s: SIGKILL",
-            "one | (runner) still running after 0.125 s: SIGKILL",
-        ]
-
-    asyncio.run(main())
+    lines = []
+    deaf = [python(name, DEAF, grace_s=0.5) for name in ("one", "two")]
+    async with running(tmp_path / "log", *deaf, say=lines.append):
+        await auntil(lambda: {"one | deaf", "two | deaf"} <= {*lines}, "both processes")
+    assert [line for line in lines if "SIGKILL" in line] == [
+        "two | (runner) still running after 0.5 s: SIGKILL",
+        "one | (runner) still running after 0.125 s: SIGKILL",
+    ]
 
 
-def test_second_signal_kills_at_once(tmp_path):
+async def test_second_signal_kills_at_once(tmp_path):
     """Goal: impatience is respected. Method: a deaf process, a long grace, two signals."""
+    lines, signals = [], asyncio.Queue()
+    runner = PodRunner([python("deaf", DEAF, grace_s=3600)], tmp_path / "log", lines.append)
 
-    async def main():
-        lines, signals = [], asyncio.Queue()
-        runner = PodRunner([python("deaf", DEAF, grace_s=3600)], tmp_path / "log", lines.append)
+    async def body():
+        await auntil(lambda: "deaf | deaf" in lines, "the process")
+        signals.put_nowait(signal.SIGINT)
+        signals.put_nowait(signal.SIGINT)
+        await asyncio.Event().wait()
 
-        async def body():
-            await auntil(lambda: "deaf | deaf" in lines, "the process")
-            signals.put_nowait(signal.SIGINT)
-            signals.put_nowait(signal.SIGINT)
-            await asyncio.Event().wait()
-
-        assert await run_pod(runner, body, signals.get, lines.append) is None
-        assert not runner.pids()
-        assert any("SIGINT: stopping the pod" in line for line in lines)
-        assert any("SIGINT: killed the pod" in line for line in lines)
-        assert runner.killed_by == signal.SIGINT
-
-    asyncio.run(main())
+    assert await run_pod(runner, body, signals.get, lines.append) is None
+    assert not runner.pids()
+    assert any("SIGINT: stopping the pod" in line for line in lines)
+    assert any("SIGINT: killed the pod" in line for line in lines)
+    assert runner.killed_by == signal.SIGINT
 
 
 def test_engines_are_stopped_together_and_before_what_they_need(tmp_path: Path):

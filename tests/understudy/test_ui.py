@@ -67,44 +67,34 @@ async def cards(page: Tab) -> dict[str, tuple[str, dict[str, str]]]:
     return {name: (state, lines) for name, state, lines in found}
 
 
-def test_page_is_one_small_file_that_runs_and_reaches_nothing_else(tmp_path: Path):
+async def test_page_is_one_small_file_that_runs_and_reaches_nothing_else(tmp_path: Path):
     """Goal: no external resource, and a policy for exactly what is in the page. Method: the page as
     it is served, and hashes made here."""
-
-    async def main() -> None:
-        async with page_of(tmp_path) as address, aiohttp.ClientSession() as session:
-            async with session.get(address) as answer:
-                text, headers = await answer.text(), answer.headers
-            assert text == PAGE.read_text()
-            assert len(text) < SIZE_MAX_BYTES
-            policy = dict(
-                each.split(" ", 1) for each in headers["Content-Security-Policy"].split("; ")
-            )
-            assert (policy["default-src"], policy["connect-src"]) == ("'none'", "'self'")
-            for kind in ("script", "style"):
-                (content,) = re.findall(f"<{kind}>(.*?)</{kind}>", text, re.DOTALL)
-                digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
-                assert policy[f"{kind}-src"] == f"'sha256-{digest}'"
-            assert "Access-Control-Allow-Origin" not in headers
-            assert re.findall(r"https?://[^\s\"'`$]+", text) == ["http://www.w3.org/2000/svg"]
-            assert not re.search(r"@import|\bsrc=|<link rel=\"(?!icon)|\bstyle=|\bon\w+=\"", text)
-
-    asyncio.run(main())
+    async with page_of(tmp_path) as address, aiohttp.ClientSession() as session:
+        async with session.get(address) as answer:
+            text, headers = await answer.text(), answer.headers
+        assert text == PAGE.read_text()
+        assert len(text) < SIZE_MAX_BYTES
+        policy = dict(each.split(" ", 1) for each in headers["Content-Security-Policy"].split("; "))
+        assert (policy["default-src"], policy["connect-src"]) == ("'none'", "'self'")
+        for kind in ("script", "style"):
+            (content,) = re.findall(f"<{kind}>(.*?)</{kind}>", text, re.DOTALL)
+            digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+            assert policy[f"{kind}-src"] == f"'sha256-{digest}'"
+        assert "Access-Control-Allow-Origin" not in headers
+        assert re.findall(r"https?://[^\s\"'`$]+", text) == ["http://www.w3.org/2000/svg"]
+        assert not re.search(r"@import|\bsrc=|<link rel=\"(?!icon)|\bstyle=|\bon\w+=\"", text)
 
 
-def test_name_that_an_attacker_may_own_reads_nothing_but_the_probe(tmp_path: Path):
+async def test_name_that_an_attacker_may_own_reads_nothing_but_the_probe(tmp_path: Path):
     """Goal: DNS rebinding shows nothing of a pod. Method: every path with a foreign Host."""
-
-    async def main() -> None:
-        async with page_of(tmp_path) as address, aiohttp.ClientSession() as session:
-            for path, status in (("", 421), ("ui", 421), ("stream", 421), ("live", 200)):
-                headers = {"Host": "attacker.example"}
-                async with session.get(f"{address}{path}", headers=headers) as answer:
-                    assert answer.status == status
-                    if status != 200:
-                        assert (await answer.json())["error"]["code"] == "service.unknown_host"
-
-    asyncio.run(main())
+    async with page_of(tmp_path) as address, aiohttp.ClientSession() as session:
+        for path, status in (("", 421), ("ui", 421), ("stream", 421), ("live", 200)):
+            headers = {"Host": "attacker.example"}
+            async with session.get(f"{address}{path}", headers=headers) as answer:
+                assert answer.status == status
+                if status != 200:
+                    assert (await answer.json())["error"]["code"] == "service.unknown_host"
 
 
 def test_stream_says_what_is_known_what_happened_and_which_part_is_gone(tmp_path: Path):

@@ -77,35 +77,27 @@ def test_directory_of_another_up_is_refused_at_once_with_its_pid(directory: Path
     assert [path.name for path in directory.iterdir()] == ["up.lock"]
 
 
-def test_parts_that_something_else_runs_are_refused_too(directory: Path, monkeypatch):
+async def test_parts_that_something_else_runs_are_refused_too(directory: Path, monkeypatch):
     """Method: parts that answer, and one that holds its lock and does not answer; then nothing."""
     monkeypatch.setattr(pods, "DYING_S", 0.2)
-
-    async def meet() -> None:
-        async with FakePod(directory):
-            with pytest.raises(UnderstudyError, match="lockserver") as refused:
-                await refuse_second_pod(directory)
-            assert refused.value.code == "pod.already_running"
-        held = closing(PathGuard(str(directory / "gms.lock"), "a test"))
-        with held, pytest.raises(UnderstudyError, match=r"gms\.lock"):
+    async with FakePod(directory):
+        with pytest.raises(UnderstudyError, match="lockserver") as refused:
             await refuse_second_pod(directory)
+        assert refused.value.code == "pod.already_running"
+    held = closing(PathGuard(str(directory / "gms.lock"), "a test"))
+    with held, pytest.raises(UnderstudyError, match=r"gms\.lock"):
         await refuse_second_pod(directory)
+    await refuse_second_pod(directory)
 
-    asyncio.run(meet())
 
-
-def test_parts_of_a_killed_up_are_waited_for(directory: Path):
+async def test_parts_of_a_killed_up_are_waited_for(directory: Path):
     """Goal: `up` right after `kill -9` of another one. Method: a lock that is freed meanwhile."""
-
-    async def meet() -> None:
-        guard = PathGuard(str(directory / "gms.lock"), "a dying part")
-        refusing = asyncio.create_task(refuse_second_pod(directory))
-        await asyncio.wait({refusing}, timeout=0.2)
-        assert not refusing.done()
-        guard.close()
-        await refusing
-
-    asyncio.run(meet())
+    guard = PathGuard(str(directory / "gms.lock"), "a dying part")
+    refusing = asyncio.create_task(refuse_second_pod(directory))
+    await asyncio.wait({refusing}, timeout=0.2)
+    assert not refusing.done()
+    guard.close()
+    await refusing
 
 
 @pytest.mark.parametrize("kind", ["plain", "pool"])

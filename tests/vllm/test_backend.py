@@ -302,51 +302,43 @@ def test_what_is_published_is_followed_until_the_core_gives_it_up(world: World, 
 # ---------------------------------------------------------------------- sleep
 
 
-def test_a_rest_gives_back_in_order_and_a_wake_takes_again(world: World):
+async def test_a_rest_gives_back_in_order_and_a_wake_takes_again(world: World):
     """Goal: what was published survives the reset of vLLM's cache at a hand-over; the core lets go
     before the ranks wait until the memory is free; this process leaves last. Method: the calls of a
     hand-over, of the wake after it under a later token, and of a rest that keeps nothing."""
     asked, backend = world.asked, world.backend
-
-    async def scenario() -> None:
-        await world.awake()
-        assert world.is_held()
-        rested = await backend.rest(BUDGET_S, keep_kv=True)
-        assert (rested.kv_bytes_resident, world.is_held()) == (0, False)
-        in_order = [("sleep", 1, "wait"), "understudy_leave"]
-        closing = ["understudy_judge_kv", "understudy_close_kv"]
-        assert asked == ["stop", *closing, *in_order, ("understudy_rest", True)]
-        assert backend.phases.is_parked
-        assert serving.probe(world.path, world.file, 3).value == "free"  # what the server does
-        asked.clear()
-        await world.wake(4)
-        assert world.is_held()
-        joining = ["understudy_join", "understudy_join"]  # the core, and the ranks
-        assert asked == [*joining, "understudy_take_kv", "understudy_begin_kv", "wake_up"]
-        asked.clear()
-        await backend.drain(BUDGET_S)
-        await backend.rest(BUDGET_S, keep_kv=False)
-        assert asked == ["stop", *in_order, ("understudy_rest", False)]
-
-    asyncio.run(scenario())
+    await world.awake()
+    assert world.is_held()
+    rested = await backend.rest(BUDGET_S, keep_kv=True)
+    assert (rested.kv_bytes_resident, world.is_held()) == (0, False)
+    in_order = [("sleep", 1, "wait"), "understudy_leave"]
+    closing = ["understudy_judge_kv", "understudy_close_kv"]
+    assert asked == ["stop", *closing, *in_order, ("understudy_rest", True)]
+    assert backend.phases.is_parked
+    assert serving.probe(world.path, world.file, 3).value == "free"  # what the server does
+    asked.clear()
+    await world.wake(4)
+    assert world.is_held()
+    joining = ["understudy_join", "understudy_join"]  # the core, and the ranks
+    assert asked == [*joining, "understudy_take_kv", "understudy_begin_kv", "wake_up"]
+    asked.clear()
+    await backend.drain(BUDGET_S)
+    await backend.rest(BUDGET_S, keep_kv=False)
+    assert asked == ["stop", *in_order, ("understudy_rest", False)]
 
 
 @pytest.mark.parametrize("what", ["sleep", "requests"])
-def test_a_rest_past_its_budget_aborts_requests(world: World, what: str):
+async def test_a_rest_past_its_budget_aborts_requests(world: World, what: str):
     """A sleep that waits is overtaken, and not given up, which would park the engine later, when it
     is awake again. Where requests do not end no index is kept: their steps would write over blocks
     after it was closed."""
     world.engine.is_busy = what == "sleep"
     world.engine.in_flight = int(what == "requests")
-
-    async def scenario() -> None:
-        await world.awake()
-        await world.backend.rest(0.05, keep_kv=what == "requests")
-        waiting = [("sleep", 1, "wait")] if what == "sleep" else []
-        calls = ["stop", *waiting, ("sleep", 1, "abort"), "understudy_leave"]
-        assert world.asked[: len(calls)] == calls
-
-    asyncio.run(scenario())
+    await world.awake()
+    await world.backend.rest(0.05, keep_kv=what == "requests")
+    waiting = [("sleep", 1, "wait")] if what == "sleep" else []
+    calls = ["stop", *waiting, ("sleep", 1, "abort"), "understudy_leave"]
+    assert world.asked[: len(calls)] == calls
 
 
 @pytest.mark.parametrize("what", ["requests", "core", "rank"])
@@ -451,7 +443,7 @@ def test_weights_that_are_needed_or_not_the_services_stay(monkeypatch: pytest.Mo
     assert answer["note"] == "it has a private copy"
 
 
-def test_a_wake_maps_what_was_released_before_it_takes_memory(world: World):
+async def test_a_wake_maps_what_was_released_before_it_takes_memory(world: World):
     """Goal: vLLM is never woken without its weights, also if a release was not answered. Method:
     the calls of a release and of the wake after it; of a wake after one that failed; and of one
     without any, which asks for nothing."""
@@ -467,39 +459,32 @@ def test_a_wake_maps_what_was_released_before_it_takes_memory(world: World):
         await backend.rest(BUDGET_S, keep_kv=False)
         return found
 
-    async def scenario() -> None:
-        await world.awake()
-        await backend.rest(BUDGET_S, keep_kv=False)
-        assert await wakes(4) == taking
-        assert await backend.place_weights(9.0, is_away=True) == WeightsPlacedMsg(True, 1)
-        restored = [taking[0], taking[1], (PLACE, False, 45.0), taking[2]]
-        assert await wakes(5) == restored
-        assert await wakes(6) == taking
-        placed.update({"code": "x.y", "problem": "it cannot"})
-        with pytest.raises(UnderstudyError, match="it cannot"):
-            await backend.place_weights(9.0, is_away=True)
-        placed["problem"] = ""
-        assert await wakes(7) == restored
-        await world.wake(8)
-        with pytest.raises(ProtocolError, match="awake"):
-            await backend.place_weights(9.0, is_away=True)
-        await backend.drain(BUDGET_S)
-
-    asyncio.run(scenario())
+    await world.awake()
+    await backend.rest(BUDGET_S, keep_kv=False)
+    assert await wakes(4) == taking
+    assert await backend.place_weights(9.0, is_away=True) == WeightsPlacedMsg(True, 1)
+    restored = [taking[0], taking[1], (PLACE, False, 45.0), taking[2]]
+    assert await wakes(5) == restored
+    assert await wakes(6) == taking
+    placed.update({"code": "x.y", "problem": "it cannot"})
+    with pytest.raises(UnderstudyError, match="it cannot"):
+        await backend.place_weights(9.0, is_away=True)
+    placed["problem"] = ""
+    assert await wakes(7) == restored
+    await world.wake(8)
+    with pytest.raises(ProtocolError, match="awake"):
+        await backend.place_weights(9.0, is_away=True)
+    await backend.drain(BUDGET_S)
 
 
-def test_a_release_that_a_wake_overtakes_does_nothing(world: World):
+async def test_a_release_that_a_wake_overtakes_does_nothing(world: World):
     """It waits for an earlier one, and finds that the engine is awake."""
     backend = world.backend
-
-    async def scenario() -> None:
-        backend.phases.step("ready")
-        async with backend._placing:
-            late = asyncio.create_task(backend.place_weights(9.0, is_away=True))
-            await asyncio.sleep(0)
-            await world.wake(3)
-        assert await late == WeightsPlacedMsg(False)
-        assert not [each for each in world.asked if each[0] == PLACE]
-        await backend.drain(BUDGET_S)
-
-    asyncio.run(scenario())
+    backend.phases.step("ready")
+    async with backend._placing:
+        late = asyncio.create_task(backend.place_weights(9.0, is_away=True))
+        await asyncio.sleep(0)
+        await world.wake(3)
+    assert await late == WeightsPlacedMsg(False)
+    assert not [each for each in world.asked if each[0] == PLACE]
+    await backend.drain(BUDGET_S)

@@ -178,80 +178,76 @@ async def rest_and_wake(directory: Path, name: str, engine: Engine, expected: li
     assert pids in [each["backend"]["pids"] for each in view["engines"]]
 
 
-def test_a_stream_of_a_dead_engine_goes_on_at_the_other(tmp_path: Path, model: Path):
+async def test_a_stream_of_a_dead_engine_goes_on_at_the_other(tmp_path: Path, model: Path):
     """SIGKILL the engine core in the middle of a stream that is seeded and penalised. What came is
     cut behind a whole group and says nothing of an end; the other engine has the same continuation
     id, takes up the journal, and the whole is the answer that was not interrupted. It has adopted
     the blocks of the dead engine, those of the cut stream among them, and prefills behind them;
     but not behind a block of which a byte was altered after the death. Then that engine rests and
     wakes, also without its weights."""
-
-    async def scenario() -> None:
-        pod = LocalPod(
-            tmp_path,
-            model,
-            pod_ports(),
-            backend="vllm",
-            backend_args=ARGUMENTS,
-            env={**VLLM_RANDOM_MODEL.env, "UNDERSTUDY_HOST_MEMORY": "256MiB"},
+    pod = LocalPod(
+        tmp_path,
+        model,
+        pod_ports(),
+        backend="vllm",
+        backend_args=ARGUMENTS,
+        env={**VLLM_RANDOM_MODEL.env, "UNDERSTUDY_HOST_MEMORY": "256MiB"},
+    )
+    containers = [
+        # Without an init, which would replace a stopped supervisor.
+        replace(each, starts_in_order=False, init=())
+        for each in pod.containers()
+        if each.name != "gateway"  # the test is the gateway
+    ]
+    runner = PodRunner(containers, tmp_path / "log")
+    try:
+        await runner.start()
+        view = await whole(tmp_path)
+        dying, parked = sorted(
+            view["engines"], key=lambda part: part["engine"]["id"] != view["active"]
         )
-        containers = [
-            # Without an init, which would replace a stopped supervisor.
-            replace(each, starts_in_order=False, init=())
-            for each in pod.containers()
-            if each.name != "gateway"  # the test is the gateway
-        ]
-        runner = PodRunner(containers, tmp_path / "log")
-        try:
-            await runner.start()
-            view = await whole(tmp_path)
-            dying, parked = sorted(
-                view["engines"], key=lambda part: part["engine"]["id"] != view["active"]
-            )
-            standby = parked["engine"]["id"]
-            first = Engine(tmp_path, view["active"])
-            before = await asyncio.to_thread(first.hello)
-            expected = await asyncio.to_thread(first.stream)
-            assert expected.endswith(hop.END)
-            old = dying["backend"]["pids"]
+        standby = parked["engine"]["id"]
+        first = Engine(tmp_path, view["active"])
+        before = await asyncio.to_thread(first.hello)
+        expected = await asyncio.to_thread(first.stream)
+        assert expected.endswith(hop.END)
+        old = dying["backend"]["pids"]
 
-            def strike() -> None:
-                os.kill(parked["engine"]["pid"], signal.SIGSTOP)  # until then nothing is adopted
-                os.kill(old["core"], signal.SIGKILL)
+        def strike() -> None:
+            os.kill(parked["engine"]["pid"], signal.SIGSTOP)  # until then nothing is adopted
+            os.kill(old["core"], signal.SIGKILL)
 
-            cut = await asyncio.to_thread(first.stream, None, strike)
-            assert not cut.endswith(hop.END)
-            journal, begun = made_by(cut)
-            assert KILL_AFTER <= len(journal.tokens) < ANSWER_TOKENS
-            text = [*BODY["prompt"], *journal.tokens]
-            # The last block was in a step that the engine did not live to process.
-            whole_blocks = len(text) // BLOCK_TOKENS - 1
-            await auntil(lambda: all(map(is_spent, old.values())), "the dead engine's processes")
-            torn = alter_a_byte(view["gms"][0]["kv"]["pid"], whole_blocks * BLOCK_TOKENS)
-            os.kill(parked["engine"]["pid"], signal.SIGCONT)
+        cut = await asyncio.to_thread(first.stream, None, strike)
+        assert not cut.endswith(hop.END)
+        journal, begun = made_by(cut)
+        assert KILL_AFTER <= len(journal.tokens) < ANSWER_TOKENS
+        text = [*BODY["prompt"], *journal.tokens]
+        # The last block was in a step that the engine did not live to process.
+        whole_blocks = len(text) // BLOCK_TOKENS - 1
+        await auntil(lambda: all(map(is_spent, old.values())), "the dead engine's processes")
+        torn = alter_a_byte(view["gms"][0]["kv"]["pid"], whole_blocks * BLOCK_TOKENS)
+        os.kill(parked["engine"]["pid"], signal.SIGCONT)
 
-            second = Engine(tmp_path, standby)
-            await auntil(lambda: os.path.exists(second.path), "the other engine's socket")
-            after = await asyncio.to_thread(second.hello)
-            assert after["token"] > before["token"]
-            assert after["continuation_id"] == before["continuation_id"] != ""
-            assert (after["continuation"], after["problem"]) == ("state", None)
-            view = await gather(tmp_path)
-            (kv,) = (
-                part["backend"]["kv"] for part in view["engines"] if part["engine"]["id"] == standby
-            )
-            assert (kv["memory"], kv["note"]) == ("gms", None)
-            assert kv["adopted_blocks"] + torn >= ANSWER_TOKENS // BLOCK_TOKENS
-            assert kv["torn_blocks"] == torn > 0
-            cached = await asyncio.to_thread(second.cached_tokens, text)
-            assert cached == (whole_blocks - 1) * BLOCK_TOKENS > 0
-            resumed = await asyncio.to_thread(second.stream, journal)
-            assert resumed.endswith(hop.END)
-            assert made_by(resumed)[1] == made_by(expected)[1]
-            assert made_by(resumed)[0].tokens == made_by(expected)[0].tokens
-            assert made_by(expected)[1].startswith(begun)
-            await rest_and_wake(tmp_path, standby, second, made_by(expected)[0].tokens)
-        finally:
-            await runner.stop()
-
-    asyncio.run(scenario())
+        second = Engine(tmp_path, standby)
+        await auntil(lambda: os.path.exists(second.path), "the other engine's socket")
+        after = await asyncio.to_thread(second.hello)
+        assert after["token"] > before["token"]
+        assert after["continuation_id"] == before["continuation_id"] != ""
+        assert (after["continuation"], after["problem"]) == ("state", None)
+        view = await gather(tmp_path)
+        (kv,) = (
+            part["backend"]["kv"] for part in view["engines"] if part["engine"]["id"] == standby
+        )
+        assert (kv["memory"], kv["note"]) == ("gms", None)
+        assert kv["adopted_blocks"] + torn >= ANSWER_TOKENS // BLOCK_TOKENS
+        assert kv["torn_blocks"] == torn > 0
+        cached = await asyncio.to_thread(second.cached_tokens, text)
+        assert cached == (whole_blocks - 1) * BLOCK_TOKENS > 0
+        resumed = await asyncio.to_thread(second.stream, journal)
+        assert resumed.endswith(hop.END)
+        assert made_by(resumed)[1] == made_by(expected)[1]
+        assert made_by(resumed)[0].tokens == made_by(expected)[0].tokens
+        assert made_by(expected)[1].startswith(begun)
+        await rest_and_wake(tmp_path, standby, second, made_by(expected)[0].tokens)
+    finally:
+        await runner.stop()

@@ -148,38 +148,34 @@ async def pool_of_two(directory: Path, model: Path) -> AsyncIterator[PoolPod]:
 
 
 @pytest.mark.slow
-def test_models_take_turns_and_every_answer_is_as_alone(tmp_path: Path, model: Path):
+async def test_models_take_turns_and_every_answer_is_as_alone(tmp_path: Path, model: Path):
     """A stream is parked for the other model's turn and goes on in the next one; the engine that is
     to be raised dies during a switch, and another one of the model is."""
+    async with pool_of_two(tmp_path, model) as pod:
+        loading = [pod.ask(name, SHORT) for name in MODELS]
+        short = {name: await each.done for name, each in zip(MODELS, loading, strict=True)}
+        alone = await pod.ask("a", LONG).done
+        assert alone.startswith(short["a"])
+        found = {name: pod.model(name) for name in MODELS}
+        assert [each["estimated"] for each in found.values()] == [False, False]
+        assert all(min(each["bytes"][DEVICE].values()) > 0 for each in found.values())
+        await pod.make_tight()
+        engines = {name: await pod.backend(f"{name}-0") for name in MODELS}
 
-    async def scenario() -> None:
-        async with pool_of_two(tmp_path, model) as pod:
-            loading = [pod.ask(name, SHORT) for name in MODELS]
-            short = {name: await each.done for name, each in zip(MODELS, loading, strict=True)}
-            alone = await pod.ask("a", LONG).done
-            assert alone.startswith(short["a"])
-            found = {name: pod.model(name) for name in MODELS}
-            assert [each["estimated"] for each in found.values()] == [False, False]
-            assert all(min(each["bytes"][DEVICE].values()) > 0 for each in found.values())
-            await pod.make_tight()
-            engines = {name: await pod.backend(f"{name}-0") for name in MODELS}
+        stream = pod.ask("a", LONG)
+        await stream.begins()
+        other = pod.ask("b", SHORT)  # which cannot be answered while `a` is awake
+        assert await other.done == short["b"]
+        assert await stream.done == alone
+        again = {name: await pod.backend(f"{name}-0") for name in MODELS}
+        assert [again[name]["pids"] == engines[name]["pids"] for name in MODELS] == [True] * 2
 
-            stream = pod.ask("a", LONG)
-            await stream.begins()
-            other = pod.ask("b", SHORT)  # which cannot be answered while `a` is awake
-            assert await other.done == short["b"]
-            assert await stream.done == alone
-            again = {name: await pod.backend(f"{name}-0") for name in MODELS}
-            assert [again[name]["pids"] == engines[name]["pids"] for name in MODELS] == [True] * 2
-
-            stream = pod.ask("a", LONG)
-            await stream.begins()
-            other = pod.ask("b", SHORT)
-            await pod.switches(other)
-            os.kill(engines["b"]["pids"]["core"], signal.SIGKILL)
-            assert await other.done == short["b"]
-            assert await stream.done == alone
-            assert (await pod.backend("a-0"))["pids"] == engines["a"]["pids"]
-            assert (await pod.backend("b-0"))["pids"] != engines["b"]["pids"]
-
-    asyncio.run(scenario())
+        stream = pod.ask("a", LONG)
+        await stream.begins()
+        other = pod.ask("b", SHORT)
+        await pod.switches(other)
+        os.kill(engines["b"]["pids"]["core"], signal.SIGKILL)
+        assert await other.done == short["b"]
+        assert await stream.done == alone
+        assert (await pod.backend("a-0"))["pids"] == engines["a"]["pids"]
+        assert (await pod.backend("b-0"))["pids"] != engines["b"]["pids"]

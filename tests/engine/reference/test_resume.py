@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import uvloop
 
 from engine.backends.reference.application import MarkedStream
 from plumbing import gateway_protocol as hop
@@ -150,20 +149,14 @@ class Connection(asyncio.Protocol):
         self.is_lost = True
 
 
-def test_stream_that_the_gateway_has_left_is_left_alone():
+async def test_stream_that_the_gateway_has_left_is_left_alone():
     """Goal: a gateway that parks a stream itself, just before the drain, costs the engine nothing.
     Method: uvloop's transport of a connection that the peer has closed, which refuses writes."""
-
-    async def scenario() -> None:
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        transport, protocol = await asyncio.get_running_loop().connect_accepted_socket(
-            Connection, ours
-        )
-        stream = MarkedStream(transport)
-        stream.has_begun = True
-        theirs.close()
-        await auntil(lambda: protocol.is_lost, "the end to be seen")
-        stream.leave()
-
-    uvloop.run(scenario())
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    transport, protocol = await asyncio.get_running_loop().connect_accepted_socket(Connection, ours)
+    stream = MarkedStream(transport)
+    stream.has_begun = True
+    theirs.close()
+    await auntil(lambda: protocol.is_lost, "the end to be seen")
+    stream.leave()

@@ -240,29 +240,25 @@ def test_a_response_whose_head_or_frame_never_ends_is_none(begun):
         reader.feed(b"x" * 10_000)
 
 
-def test_engine_that_makes_its_socket_after_its_grant_is_greeted_at_once(
+async def test_engine_that_makes_its_socket_after_its_grant_is_greeted_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Goal: no stream waits for a second greeting. Method: greet first, then make the socket; an
     engine that makes none is given up."""
     path = str(tmp_path / "engine.sock")
-
-    async def main() -> None:
-        monkeypatch.setattr(responses, "SOCKET_TRIES", 0)
-        with pytest.raises(FileNotFoundError):
-            await greet(path)
-        monkeypatch.setattr(responses, "SOCKET_TRIES", 10_000)
-        greeted = asyncio.create_task(greet(path))
-        await asyncio.sleep(0)  # it has found no socket
-        engine = StubEngine(path, "engine-7", token=3)
-        await engine.start()
-        try:
-            hello = await greeted
-        finally:
-            engine.die()
-        assert (hello.engine, hello.token) == ("engine-7", 3)
-
-    asyncio.run(main())
+    monkeypatch.setattr(responses, "SOCKET_TRIES", 0)
+    with pytest.raises(FileNotFoundError):
+        await greet(path)
+    monkeypatch.setattr(responses, "SOCKET_TRIES", 10_000)
+    greeted = asyncio.create_task(greet(path))
+    await asyncio.sleep(0)  # it has found no socket
+    engine = StubEngine(path, "engine-7", token=3)
+    await engine.start()
+    try:
+        hello = await greeted
+    finally:
+        engine.die()
+    assert (hello.engine, hello.token) == ("engine-7", 3)
 
 
 @pytest.mark.parametrize(

@@ -133,13 +133,3 @@ def on_loops(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., No
         parameters=[loop, *found.parameters.values()]
     )
     return pytest.mark.parametrize("loop", LOOPS)(run)
-
-
-def on_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """A test that runs on asyncio's loop."""
-
-    @functools.wraps(test)
-    def run(**fixtures: Any) -> None:
-        asyncio.run(test(**fixtures))
-
-    return run

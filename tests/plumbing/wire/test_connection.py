@@ -22,7 +22,6 @@ from tests.plumbing.wire.echo import (
     LOOPS,
     Echo,
     EchoHandler,
-    on_a_loop,
     on_loops,
     run_on,
 )
@@ -139,7 +138,6 @@ def test_limited_queue_drops_a_slow_reader(loop: str, kind: str):
     run_on(loop, main())
 
 
-@on_a_loop
 async def test_frame_does_not_time_out_while_we_are_the_slow_side(monkeypatch: pytest.MonkeyPatch):
     """Goal: the rest of a frame may have arrived while earlier ones are handled. Method: many
     frames and a half, and a deadline that passes before they are handled."""

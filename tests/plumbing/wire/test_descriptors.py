@@ -29,7 +29,6 @@ from tests.plumbing.wire.echo import (
     Echo,
     EchoHandler,
     ServerThread,
-    on_a_loop,
     on_loops,
     run_on,
 )
@@ -142,7 +141,6 @@ def test_250_fds_travel_in_one_frame(tmp_path: Path):
         until(lambda: len(open_fds()) == before, "both sides to have closed all")
 
 
-@on_a_loop
 async def test_partial_sends_carry_the_fds_once(tmp_path: Path):
     """Goal: a frame that the socket takes in pieces delivers its descriptors once, and the queue
     empties. Method: a small send buffer, a large frame, a slow reader."""

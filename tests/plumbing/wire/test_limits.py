@@ -25,7 +25,6 @@ from tests.plumbing.wire.echo import (
     Echo,
     EchoHandler,
     ServerThread,
-    on_a_loop,
     on_loops,
 )
 
@@ -60,7 +59,6 @@ async def test_busy_peer_does_not_starve_others():
     quiet.close()
 
 
-@on_a_loop
 async def test_frames_of_a_connection_can_be_limited_further():
     """Goal: a connection can have a lower frame limit: a larger frame is an error that names the
     limit; the limit can be raised again."""

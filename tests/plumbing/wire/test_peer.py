@@ -17,7 +17,6 @@ from plumbing.wire import peer
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.peer import Peer, ProcessWatch
 from tests.helpers import until
-from tests.plumbing.wire.echo import on_a_loop
 
 _CONNECT = (
     "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]); s.recv(1)"
@@ -112,7 +111,6 @@ def end(child: subprocess.Popen[bytes]) -> None:
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
 
 
-@on_a_loop
 async def test_exited_process_is_reported_within_the_check():
     """Goal: a process's end is known together with its connection's. Method: check while it lives
     and once it has ended, without a turn of the loop in between; later turns report nothing
@@ -137,7 +135,6 @@ async def test_exited_process_is_reported_within_the_check():
     child.wait()
 
 
-@on_a_loop
 async def test_process_without_a_pidfd_is_not_watched_and_all_are_forgotten_at_the_end():
     """Goal: a kernel without pidfds costs the report alone; nothing is left open. Method: a peer
     whose pidfd was taken already."""

@@ -40,7 +40,6 @@ from tests.plumbing.wire.echo import (
     EchoHandler,
     Refuse,
     ServerThread,
-    on_a_loop,
     on_loops,
     run_on,
 )
@@ -278,7 +277,6 @@ async def test_server_at_the_limit_of_descriptors_accepts_when_there_is_room(
     await server.close()
 
 
-@on_a_loop
 async def test_paths_that_cannot_be_looked_at_are_not_taken_for_replaced_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -299,7 +297,6 @@ async def test_paths_that_cannot_be_looked_at_are_not_taken_for_replaced_ones(
     assert os.path.exists(path)  # the next server replaces it
 
 
-@on_a_loop
 async def test_server_can_be_closed_while_accepting_is_paused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -374,7 +371,6 @@ def test_holder_of_a_guard_is_named_and_a_look_at_it_takes_nothing(tmp_path: Pat
 
 @pytest.mark.parametrize("name", ["echo.lock", "echo.sock"])
 @pytest.mark.parametrize("is_replaced", [False, True], ids=["removed", "replaced"])
-@on_a_loop
 async def test_server_whose_files_were_removed_or_replaced_sees_it_and_the_next_one_starts(
     tmp_path: Path, name: str, is_replaced: bool
 ):
@@ -396,7 +392,6 @@ async def test_server_whose_files_were_removed_or_replaced_sees_it_and_the_next_
     await successor.close()
 
 
-@on_a_loop
 async def test_closing_server_does_not_remove_a_replaced_socket(tmp_path: Path):
     """Goal: a file that replaced the socket is not removed; closing a server that never started
     does nothing."""
@@ -409,7 +404,6 @@ async def test_closing_server_does_not_remove_a_replaced_socket(tmp_path: Path):
     assert Path(server.path).read_text() == "somebody else's"
 
 
-@on_a_loop
 async def test_server_with_a_full_backlog_is_alive(tmp_path: Path):
     """Goal: a running server that is too busy to accept does not lose its path to another one."""
     with socket.socket(socket.AF_UNIX) as busy, socket.socket(socket.AF_UNIX) as waiting:

@@ -32,7 +32,6 @@ from tests.plumbing.wire.echo import (
     Echo,
     EchoHandler,
     Refuse,
-    on_a_loop,
     on_loops,
 )
 from tests.plumbing.wire.tcp_rig import (
@@ -55,7 +54,6 @@ loops = pytest.mark.parametrize("loop", LOOPS)
 # ---------------------------------------------------------------------- a connection
 
 
-@on_a_loop
 async def test_tcp_refuses_to_send_descriptors(tmp_path: Path):
     """Goal: sending descriptors over TCP is refused here, and they are closed."""
     async with serving(shared()) as (server, address):
@@ -174,7 +172,6 @@ def _calls(transport: mock.Mock) -> list[str]:
     return [name for name, *_ in transport.method_calls if name in asked]
 
 
-@on_a_loop
 async def test_tcp_connection_with_a_closing_transport_handles_its_frames_and_closes_at_once():
     """Goal: a closing transport is neither paused nor resumed, which uvloop would refuse; the
     frames that arrived are handled, and nothing can be sent."""
@@ -192,7 +189,6 @@ async def test_tcp_connection_with_a_closing_transport_handles_its_frames_and_cl
     assert (handler.reasons, _calls(transport)) == (["enough"], ["abort"])
 
 
-@on_a_loop
 async def test_tcp_connection_is_paused_reads_on_and_drops_what_comes_after_close_soon():
     """Goal: TLS may deliver decrypted data after it was paused; it is handled in order, a few
     frames at a time. A paused connection resumes reading when it closes, to detect the peer's end.
@@ -221,7 +217,6 @@ async def test_tcp_connection_is_paused_reads_on_and_drops_what_comes_after_clos
 # ---------------------------------------------------------------------- the server
 
 
-@on_a_loop
 async def test_tcp_server_that_cannot_start_says_why(tmp_path: Path):
     """Goal: a port in use and another host's address are errors that name the address and the fix;
     files that cannot be used are detected at the start, not by the first client; nothing leaks."""
@@ -242,7 +237,6 @@ async def test_tcp_server_that_cannot_start_says_why(tmp_path: Path):
         assert len(open_fds()) == before
 
 
-@on_a_loop
 async def test_tcp_over_ipv6_and_ipv4_on_one_socket(tmp_path: Path):
     """Goal: a server on [::] serves both, and shows IPv4 peers as such. Method: one of each."""
     authority = Authority(tmp_path)
@@ -376,7 +370,6 @@ async def test_tcp_server_certificate_must_have_the_expected_name(tmp_path: Path
             await connect_tcp(address, CATALOGUE, Client(), ca.issue("engine-0"))
 
 
-@on_a_loop
 async def test_connect_over_tcp_without_descriptors_says_so():
     pair = shared()
     pair.client_context()  # reads its files, which is another error

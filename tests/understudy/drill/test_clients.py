@@ -75,21 +75,17 @@ async def serving():
         await runner.cleanup()
 
 
-def test_send_records_a_whole_answer_with_its_times_and_headers():
+async def test_send_records_a_whole_answer_with_its_times_and_headers():
     """Goal: every field of the record. Method: one good answer."""
-
-    async def main():
-        async with serving() as (stub, target):
-            exchange = await send(target, PROMPT)
-            assert stub.requests == [PROMPT.body]
-        assert (exchange.end, exchange.status, exchange.text) == (End.DONE, 200, "to be or not")
-        assert (exchange.engine, exchange.token, exchange.chunks) == ("engine-1", 3, 4)
-        assert exchange.finish_reason == "length"
-        assert exchange.first_token_ms is not None
-        assert exchange.last_token_ms is not None
-        assert exchange.sent_ms <= exchange.first_token_ms <= exchange.last_token_ms
-
-    asyncio.run(main())
+    async with serving() as (stub, target):
+        exchange = await send(target, PROMPT)
+        assert stub.requests == [PROMPT.body]
+    assert (exchange.end, exchange.status, exchange.text) == (End.DONE, 200, "to be or not")
+    assert (exchange.engine, exchange.token, exchange.chunks) == ("engine-1", 3, 4)
+    assert exchange.finish_reason == "length"
+    assert exchange.first_token_ms is not None
+    assert exchange.last_token_ms is not None
+    assert exchange.sent_ms <= exchange.first_token_ms <= exchange.last_token_ms
 
 
 @pytest.mark.parametrize(
@@ -104,75 +100,55 @@ def test_send_records_a_whole_answer_with_its_times_and_headers():
         ("silent", Outcome.HUNG),
     ],
 )
-def test_send_to_a_server_in_each_mood_counts_as_it_should(mood, outcome):
+async def test_send_to_a_server_in_each_mood_counts_as_it_should(mood, outcome):
     """Goal: sockets' ends become the right outcomes. Method: a good answer, then the mood."""
-
-    async def main():
-        async with serving() as (stub, target):
-            stub.moods = ["good", mood]
-            expected = {"p": await send(target, PROMPT)}
-            exchange = await send(target, PROMPT, silence_max_s=0.2 if mood == "silent" else 60)
-            assert classify(exchange, expected) is outcome
-
-    asyncio.run(main())
+    async with serving() as (stub, target):
+        stub.moods = ["good", mood]
+        expected = {"p": await send(target, PROMPT)}
+        exchange = await send(target, PROMPT, silence_max_s=0.2 if mood == "silent" else 60)
+        assert classify(exchange, expected) is outcome
 
 
-def test_send_says_its_request_before_the_loop_turns():
+async def test_send_says_its_request_before_the_loop_turns():
     """Goal: no drain takes it for a connection on which nobody speaks. Method: one step of the
     coroutine, then a look at what the kernel has."""
-
-    async def main():
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            asking = asyncio.create_task(send(Target(*server.getsockname()), PROMPT))
-            await asyncio.sleep(0)
-            server.settimeout(60)
-            conn, _ = server.accept()
-            with conn:
-                assert conn.recv(1 << 16, socket.MSG_DONTWAIT).endswith(b'"stream": true}')
-            assert (await asking).end is End.CUT
-
-    asyncio.run(main())
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        asking = asyncio.create_task(send(Target(*server.getsockname()), PROMPT))
+        await asyncio.sleep(0)
+        server.settimeout(60)
+        conn, _ = server.accept()
+        with conn:
+            assert conn.recv(1 << 16, socket.MSG_DONTWAIT).endswith(b'"stream": true}')
+        assert (await asking).end is End.CUT
 
 
-def test_send_where_nobody_listens_is_refused():
+async def test_send_where_nobody_listens_is_refused():
     """Goal: ECONNREFUSED is told from a cut. Method: a port that nobody has."""
-
-    async def main():
-        exchange = await send(Target("127.0.0.1", free_port()), PROMPT)
-        assert exchange.end is End.REFUSED
-
-    asyncio.run(main())
+    exchange = await send(Target("127.0.0.1", free_port()), PROMPT)
+    assert exchange.end is End.REFUSED
 
 
-def test_learn_answers_uses_both_kinds_and_leaves_out_the_empty_ones():
+async def test_learn_answers_uses_both_kinds_and_leaves_out_the_empty_ones():
     """Goal: prompts that can fail. Method: the first question is answered with an error."""
-
-    async def main():
-        async with serving() as (stub, target):
-            stub.moods = ["busy"]
-            prompts, answers = await learn_answers(target, all_prompts("m"))
-            assert {prompt.path for prompt in prompts} == {
-                "/v1/completions",
-                "/v1/chat/completions",
-            }
-            assert "completion-0" not in answers
-            assert all(answers[prompt.key].text == "to be or not" for prompt in prompts)
-            assert all(body["temperature"] == 0 and body["stream"] for body in stub.requests)
-
-    asyncio.run(main())
+    async with serving() as (stub, target):
+        stub.moods = ["busy"]
+        prompts, answers = await learn_answers(target, all_prompts("m"))
+        assert {prompt.path for prompt in prompts} == {
+            "/v1/completions",
+            "/v1/chat/completions",
+        }
+        assert "completion-0" not in answers
+        assert all(answers[prompt.key].text == "to be or not" for prompt in prompts)
+        assert all(body["temperature"] == 0 and body["stream"] for body in stub.requests)
 
 
 @pytest.mark.parametrize(("mood", "code"), [("busy", "no_answers"), ("bare", "no_token")])
-def test_learn_answers_from_a_server_that_gives_none_says_why(mood, code):
+async def test_learn_answers_from_a_server_that_gives_none_says_why(mood, code):
     """Goal: a sentence instead of an empty drill. Method: one mood for every question."""
-
-    async def main():
-        async with serving() as (stub, target):
-            stub.moods = [mood] * 20
-            with pytest.raises(UnderstudyError) as caught:
-                await learn_answers(target, all_prompts("m"))
-            assert caught.value.code == f"drill.{code}"
-        with pytest.raises(UnderstudyError, match="refuses connections"):
-            await learn_answers(target, all_prompts("m"))  # the server is gone
-
-    asyncio.run(main())
+    async with serving() as (stub, target):
+        stub.moods = [mood] * 20
+        with pytest.raises(UnderstudyError) as caught:
+            await learn_answers(target, all_prompts("m"))
+        assert caught.value.code == f"drill.{code}"
+    with pytest.raises(UnderstudyError, match="refuses connections"):
+        await learn_answers(target, all_prompts("m"))  # the server is gone

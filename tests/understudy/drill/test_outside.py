@@ -44,41 +44,33 @@ def url(outside: Outside, scheme: str = "http") -> str:
     return f"{scheme}://localhost:{outside.port}{PREFIX}/"
 
 
-def test_clients_send_everything_through_the_address(directory: Path):
+async def test_clients_send_everything_through_the_address(directory: Path):
     """Method: a proxy with a path prefix; whose Host header it gets."""
-
-    async def drill() -> None:
-        async with FakePod(directory) as pod, Outside(pod.port) as outside:
-            report = await drilled(directory, outside_target(url(outside)))
-        assert report.problems == []
-        assert report.passed
-        assert outside.requests > report["requests"] > 0
-        assert outside.hosts == {f"localhost:{outside.port}"}
-        assert report.to_dict("fake")["url"] == url(outside)
-
-    asyncio.run(drill())
+    async with FakePod(directory) as pod, Outside(pod.port) as outside:
+        report = await drilled(directory, outside_target(url(outside)))
+    assert report.problems == []
+    assert report.passed
+    assert outside.requests > report["requests"] > 0
+    assert outside.hosts == {f"localhost:{outside.port}"}
+    assert report.to_dict("fake")["url"] == url(outside)
 
 
-def test_https_is_verified_for_the_name_that_is_asked_for(directory: Path, monkeypatch):
+async def test_https_is_verified_for_the_name_that_is_asked_for(directory: Path, monkeypatch):
     """Method: a certificate of a CA that the machine trusts; for another name, then the URL's."""
     authority = Authority(directory.parent)
     monkeypatch.setenv("SSL_CERT_FILE", authority.path)
-
-    async def drill() -> None:
-        for host in ("llm.example", "localhost"):
-            server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            issued = authority.issue(f"proxy-{host}", hosts=(host,))
-            server.load_cert_chain(issued.cert, issued.key)
-            async with FakePod(directory) as pod, Outside(pod.port, server) as outside:
-                drilling = drilled(directory, outside_target(url(outside, "https")), kills=1)
-                if host == "localhost":
-                    assert (await drilling).passed
-                    continue
-                with pytest.raises(UnderstudyError, match="certificate") as refused:
-                    await drilling
-                assert refused.value.code == "drill.no_answers"
-
-    asyncio.run(drill())
+    for host in ("llm.example", "localhost"):
+        server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        issued = authority.issue(f"proxy-{host}", hosts=(host,))
+        server.load_cert_chain(issued.cert, issued.key)
+        async with FakePod(directory) as pod, Outside(pod.port, server) as outside:
+            drilling = drilled(directory, outside_target(url(outside, "https")), kills=1)
+            if host == "localhost":
+                assert (await drilling).passed
+                continue
+            with pytest.raises(UnderstudyError, match="certificate") as refused:
+                await drilling
+            assert refused.value.code == "drill.no_answers"
 
 
 @pytest.mark.parametrize("refusal", REFUSALS)
@@ -105,17 +97,13 @@ def test_what_the_address_refuses_is_counted_and_fails_the_drill(directory: Path
     asyncio.run(drill())
 
 
-def test_address_of_another_pod_is_refused(directory: Path):
+async def test_address_of_another_pod_is_refused(directory: Path):
     """Method: answers with a token that the pod's lock has not granted."""
-
-    async def drill() -> None:
-        async with FakePod(directory) as pod, Outside(pod.port) as outside:
-            outside.token = "7"
-            with pytest.raises(UnderstudyError) as refused:
-                await drilled(directory, outside_target(url(outside)))
-            assert refused.value.code == "drill.other_pod"
-
-    asyncio.run(drill())
+    async with FakePod(directory) as pod, Outside(pod.port) as outside:
+        outside.token = "7"
+        with pytest.raises(UnderstudyError) as refused:
+            await drilled(directory, outside_target(url(outside)))
+        assert refused.value.code == "drill.other_pod"
 
 
 @pytest.mark.parametrize(

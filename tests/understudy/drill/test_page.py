@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 from pathlib import Path
@@ -92,7 +91,7 @@ def test_the_page_is_written_whole_or_the_reason_is_said(tmp_path: Path):
 
 
 @needs_chromium
-def test_a_browser_draws_it_and_keys_walk_through_it(tmp_path: Path):
+async def test_a_browser_draws_it_and_keys_walk_through_it(tmp_path: Path):
     """Goal: it is read by people. Method: a real browser opens the file: what is drawn, what the
     arrow keys choose, what is printed, and that it asks for nothing and complains of nothing."""
     records = of_engines()
@@ -101,37 +100,33 @@ def test_a_browser_draws_it_and_keys_walk_through_it(tmp_path: Path):
     target, pool = tmp_path / "report.html", tmp_path / "pool.html"
     write_page(target, page_of(records))
     write_page(pool, page_of(of_pool(of_model("a"), kills=[Kill("pool", model="a")])))
+    async with tab(tmp_path) as shown:
+        await shown.go(pool.as_uri())
+        assert await shown.evaluate("document.querySelectorAll('#kills tr').length") == 2
+        await shown.go(target.as_uri())
+        verdict = "document.getElementById('verdict').textContent"
+        assert await shown.evaluate(verdict) == "✗ FAILED"
+        assert await shown.evaluate("document.querySelectorAll('#kills .row').length") == 2
+        assert "1 · backend-model of engine-0: 40.0 ms" in await shown.text()
 
-    async def main() -> None:
-        async with tab(tmp_path) as shown:
-            await shown.go(pool.as_uri())
-            assert await shown.evaluate("document.querySelectorAll('#kills tr').length") == 2
-            await shown.go(target.as_uri())
-            verdict = "document.getElementById('verdict').textContent"
-            assert await shown.evaluate(verdict) == "✗ FAILED"
-            assert await shown.evaluate("document.querySelectorAll('#kills .row').length") == 2
-            assert "1 · backend-model of engine-0: 40.0 ms" in await shown.text()
+        await shown.evaluate("document.querySelector('#kills [role=listbox]').focus()")
+        await shown.press("ArrowRight")
+        assert "2 · supervisor of engine-1: 23.0 ms" in await shown.text()
+        chosen = "[...document.querySelectorAll('#kills .row')].map((row) => row.ariaSelected)"
+        assert await shown.evaluate(chosen) == ["false", "true"]
 
-            await shown.evaluate("document.querySelector('#kills [role=listbox]').focus()")
-            await shown.press("ArrowRight")
-            assert "2 · supervisor of engine-1: 23.0 ms" in await shown.text()
-            chosen = "[...document.querySelectorAll('#kills .row')].map((row) => row.ariaSelected)"
-            assert await shown.evaluate(chosen) == ["false", "true"]
+        await shown.evaluate("document.querySelector('#requests svg[tabindex]').focus()")
+        await shown.press("End")
+        caption = "document.querySelector('#requests figcaption').textContent"
+        assert "broken stream, first token after 4.0 ms" in await shown.evaluate(caption)
 
-            await shown.evaluate("document.querySelector('#requests svg[tabindex]').focus()")
-            await shown.press("End")
-            caption = "document.querySelector('#requests figcaption').textContent"
-            assert "broken stream, first token after 4.0 ms" in await shown.evaluate(caption)
+        paper = "getComputedStyle(document.body).backgroundColor"
+        light = await shown.evaluate(paper)
+        await shown.media(dark=True)
+        assert await shown.evaluate(paper) != light
+        await shown.media("print", dark=True)
+        assert await shown.evaluate(paper) == light == "rgb(255, 255, 255)"
 
-            paper = "getComputedStyle(document.body).backgroundColor"
-            light = await shown.evaluate(paper)
-            await shown.media(dark=True)
-            assert await shown.evaluate(paper) != light
-            await shown.media("print", dark=True)
-            assert await shown.evaluate(paper) == light == "rgb(255, 255, 255)"
-
-            assert shown.errors == []
-            addresses = {each for each in shown.requests if not each.startswith("data:")}
-            assert addresses <= {target.as_uri(), pool.as_uri(), "about:blank"}
-
-    asyncio.run(main())
+        assert shown.errors == []
+        addresses = {each for each in shown.requests if not each.startswith("data:")}
+        assert addresses <= {target.as_uri(), pool.as_uri(), "about:blank"}

@@ -162,7 +162,7 @@ def test_observer_sees_a_model_enter_a_state_and_switches(directory):
     assert states == ["awake", "cold", "awake"]
 
 
-def test_grant_to_the_victim_itself_is_no_second_active_engine(directory):
+async def test_grant_to_the_victim_itself_is_no_second_active_engine(directory):
     """Goal: an engine that is killed as it wakes. Method: its own grant is heard after its kill;
     then another engine is granted the lock while a process of it, this one, lives."""
 
@@ -170,45 +170,34 @@ def test_grant_to_the_victim_itself_is_no_second_active_engine(directory):
         data = {"lock": "active", "engine": engine, "incarnation": incarnation, "token": token}
         return EventMsg({"type": "lock.granted", "mono_ms": 7.0, "data": data})
 
-    async def main():
-        records = Records()
-        observer = Observer(directory, {}, records)
-        kill = Kill("backend-model", "engine-0", incarnation="e-1")
-        observer.expect(kill, OldTree.of([os.getpid()]))
-        observer._on_lockserver(granted("engine-0", "e-1", 2))
-        assert (records.overlaps, records.grants_checked, kill.old_token) == ([], 0, 2)
-        observer._on_lockserver(granted("engine-1", "f-1", 3))
-        assert (len(records.overlaps), records.grants_checked, kill.new_token) == (1, 1, 3)
-        await observer.close()
-
-    asyncio.run(main())
+    records = Records()
+    observer = Observer(directory, {}, records)
+    kill = Kill("backend-model", "engine-0", incarnation="e-1")
+    observer.expect(kill, OldTree.of([os.getpid()]))
+    observer._on_lockserver(granted("engine-0", "e-1", 2))
+    assert (records.overlaps, records.grants_checked, kill.old_token) == ([], 0, 2)
+    observer._on_lockserver(granted("engine-1", "f-1", 3))
+    assert (len(records.overlaps), records.grants_checked, kill.new_token) == (1, 1, 3)
+    await observer.close()
 
 
-def test_wait_whole_names_what_is_missing(directory):
+async def test_wait_whole_names_what_is_missing(directory):
     """Goal: a visible reason. Method: the standby is dead and stays so."""
-
-    async def main():
-        async with FakePod(directory) as pod:
-            pod.states["engine-1"] = "dead"
-            with pytest.raises(UnderstudyError, match="no standby"):
-                await wait_whole(directory, deadline_s=0.1)
-
-    asyncio.run(main())
+    async with FakePod(directory) as pod:
+        pod.states["engine-1"] = "dead"
+        with pytest.raises(UnderstudyError, match="no standby"):
+            await wait_whole(directory, deadline_s=0.1)
 
 
-def test_old_tree_tells_the_living_from_the_dead():
+async def test_old_tree_tells_the_living_from_the_dead():
     """Goal: what double_active rests on. Method: one child killed, this process alive."""
-
-    async def main():
-        child = await asyncio.create_subprocess_exec("sleep", "1000")
-        tree = OldTree.of([child.pid, os.getpid()])
-        assert len(tree.alive()) == 2
-        child.kill()
-        await child.wait()
-        assert [name.split(" (")[0] for name in tree.alive()] == [f"pid {os.getpid()}"]
-        tree.close()
-
-    asyncio.run(main())
+    child = await asyncio.create_subprocess_exec("sleep", "1000")
+    tree = OldTree.of([child.pid, os.getpid()])
+    assert len(tree.alive()) == 2
+    child.kill()
+    await child.wait()
+    assert [name.split(" (")[0] for name in tree.alive()] == [f"pid {os.getpid()}"]
+    tree.close()
 
 
 HOLDER = """
