@@ -116,18 +116,14 @@ def test_service_that_may_open_too_few_files_says_so(directory: str):
 # ---------------------------------------------------------------------- a server that is not heard
 
 
-def test_server_that_never_answers_is_killed(directory: str, monkeypatch: pytest.MonkeyPatch):
+async def test_server_that_never_answers_is_killed(directory: str, monkeypatch: pytest.MonkeyPatch):
     """A process that sleeps: killed for its silence, and another is started."""
     monkeypatch.setattr(child_module, "HANG_MS", 300.0)
     supervisor = one_device(directory, "sleep", "60")
-
-    async def scenario() -> None:
-        running = asyncio.create_task(supervisor.run())
-        child = supervisor.children[0]
-        await auntil(lambda: child.restarter.restarts, "it to be killed")
-        os.kill(os.getpid(), signal.SIGTERM)
-        await running
-
-    asyncio.run(scenario())
+    running = asyncio.create_task(supervisor.run())
+    child = supervisor.children[0]
+    await auntil(lambda: child.restarter.restarts, "it to be killed")
+    os.kill(os.getpid(), signal.SIGTERM)
+    await running
     told = [event.message for event in supervisor.log.kept_since(0)]
     assert any("stopped answering" in text for text in told)

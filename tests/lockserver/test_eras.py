@@ -43,39 +43,35 @@ class OldServer:
 
 
 @pytest.mark.parametrize("kind", ["supervisor", "gateway"])
-def test_client_reports_an_old_token_as_a_refusal_and_never_as_a_grant(pod_dir, kind):
+async def test_client_reports_an_old_token_as_a_refusal_and_never_as_a_grant(pod_dir, kind):
     """Goal: neither an engine nor a gateway follows an old copy of the state, and both say so.
     Method: a server that goes back by one token between two newer grants."""
     path = os.path.join(pod_dir, "lockserver.sock")
     tokens: list[int] = []
     refused: list[str] = []
-
-    async def scenario() -> None:
-        server = Server(path, CATALOGUE, OldServer(), service="stub")
-        await server.start()
-        client: LockClient | Borrower = LockClient(
+    server = Server(path, CATALOGUE, OldServer(), service="stub")
+    await server.start()
+    client: LockClient | Borrower = LockClient(
+        path,
+        LockCallbacks(
+            on_granted=lambda lock, who, token: tokens.append(token),
+            on_refused=lambda error: refused.append(error.code),
+        ),
+        engine="engine-1",
+    )
+    if kind == "gateway":
+        client = Borrower(
             path,
-            LockCallbacks(
-                on_granted=lambda lock, who, token: tokens.append(token),
+            BorrowerCallbacks(
+                on_granted=lambda model, engine, token, era: tokens.append(token),
                 on_refused=lambda error: refused.append(error.code),
             ),
-            engine="engine-1",
         )
-        if kind == "gateway":
-            client = Borrower(
-                path,
-                BorrowerCallbacks(
-                    on_granted=lambda model, engine, token, era: tokens.append(token),
-                    on_refused=lambda error: refused.append(error.code),
-                ),
-            )
-        running = asyncio.create_task(client.run())
-        await auntil(lambda: tokens[-1:] == [8], "the last grant")
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-        await server.close()
-
-    asyncio.run(scenario())
+    running = asyncio.create_task(client.run())
+    await auntil(lambda: tokens[-1:] == [8], "the last grant")
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    await server.close()
     assert tokens == [7, 8]
     assert refused == ["lock.old_token"]
 

@@ -35,7 +35,7 @@ async def test_failover_dirty_holder_killed_grant_follows_the_end_of_its_process
 
 
 @pytest.mark.slow
-def test_failover_supervisor_killed_grant_waits_for_its_orphans(
+async def test_failover_supervisor_killed_grant_waits_for_its_orphans(
     pod_dir, start_server, start_engine
 ):
     """Goal: a closed connection and a dead supervisor prove nothing about the tree. Method: kill
@@ -43,24 +43,20 @@ def test_failover_supervisor_killed_grant_waits_for_its_orphans(
     server = start_server()
     holder = start_engine("engine-0", fate="outlives_parent")
     holder.granted()
-
-    async def scenario() -> None:
-        async with Engine(pod_dir, "engine-1") as standby:
-            await standby.stand_by()
-            was_gone: list[bool] = []
-            standby.on_granted = lambda lock, who, token: was_gone.append(holder.is_gone())
-            holder.signal(signal.SIGKILL, tree=False)
-            await auntil(lambda: server.lock()["cause"] == "process_gone", "the death to be seen")
-            lock = server.lock()
-            assert lock["state"] == "releasing"
-            assert {each["pid"] for each in lock["waiting_for"]} == set(holder.pids[1:])
-            await auntil(lambda: "lock.waiting_evidence" in server.log(), "the event")
-            assert standby.token() == 0
-            holder.signal(signal.SIGKILL, tree=True)
-            await standby.granted()
-            assert was_gone[0]
-
-    asyncio.run(scenario())
+    async with Engine(pod_dir, "engine-1") as standby:
+        await standby.stand_by()
+        was_gone: list[bool] = []
+        standby.on_granted = lambda lock, who, token: was_gone.append(holder.is_gone())
+        holder.signal(signal.SIGKILL, tree=False)
+        await auntil(lambda: server.lock()["cause"] == "process_gone", "the death to be seen")
+        lock = server.lock()
+        assert lock["state"] == "releasing"
+        assert {each["pid"] for each in lock["waiting_for"]} == set(holder.pids[1:])
+        await auntil(lambda: "lock.waiting_evidence" in server.log(), "the event")
+        assert standby.token() == 0
+        holder.signal(signal.SIGKILL, tree=True)
+        await standby.granted()
+        assert was_gone[0]
     assert server.status()["last_grants"][-1]["contended"] is True
 
 
@@ -113,7 +109,7 @@ SOCKET, GUARD, STATE = "lockserver.sock", "lockserver.lock", "lockserver.json"
 
 
 @pytest.mark.parametrize("is_killed", [False, True], ids=["holder_lives", "holder_dies"])
-def test_second_server_in_an_emptied_directory_first_exits_and_grants_nothing(
+async def test_second_server_in_an_emptied_directory_first_exits_and_grants_nothing(
     pod_dir, start_server, start_engine, is_killed
 ):
     """Goal: of two servers on one directory, the one that lost its files gives way. Method: stop
@@ -123,31 +119,27 @@ def test_second_server_in_an_emptied_directory_first_exits_and_grants_nothing(
     first = start_server()
     holder = start_engine("engine-0")
     assert holder.granted() == 1
-
-    async def scenario() -> None:
-        async with Engine(pod_dir, "engine-1") as standby:
-            await standby.stand_by()
-            assert first.process is not None
-            first.suspend()
-            for name in (GUARD, SOCKET, STATE):
-                os.unlink(os.path.join(pod_dir, name))
-            second = await asyncio.to_thread(start_server)
-            assert second.lock()["state"] == "recovering"
-            if is_killed:
-                holder.signal(signal.SIGKILL, tree=True)
-            os.kill(first.pid, signal.SIGCONT)
-            assert await asyncio.to_thread(first.process.wait) == 1
-            first.process = None
-            if is_killed:
-                assert await standby.granted() > 1
-            else:
-                await auntil(lambda: second.lock()["waiters"], "the standby to wait there")
-                await auntil(lambda: second.lock()["state"] == "held", "the claim")
-                assert second.lock()["holder"]["token"] == 1
-                assert standby.token() == 0
-            assert "unreadable" not in " ".join(os.listdir(pod_dir))
-
-    asyncio.run(scenario())
+    async with Engine(pod_dir, "engine-1") as standby:
+        await standby.stand_by()
+        assert first.process is not None
+        first.suspend()
+        for name in (GUARD, SOCKET, STATE):
+            os.unlink(os.path.join(pod_dir, name))
+        second = await asyncio.to_thread(start_server)
+        assert second.lock()["state"] == "recovering"
+        if is_killed:
+            holder.signal(signal.SIGKILL, tree=True)
+        os.kill(first.pid, signal.SIGCONT)
+        assert await asyncio.to_thread(first.process.wait) == 1
+        first.process = None
+        if is_killed:
+            assert await standby.granted() > 1
+        else:
+            await auntil(lambda: second.lock()["waiters"], "the standby to wait there")
+            await auntil(lambda: second.lock()["state"] == "held", "the claim")
+            assert second.lock()["holder"]["token"] == 1
+            assert standby.token() == 0
+        assert "unreadable" not in " ".join(os.listdir(pod_dir))
     assert "[wire.path_replaced]" in first.log()
 
 

@@ -5,7 +5,6 @@ room; by its own clients a server is never short (`room_for_connections`)."""
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import resource
 import signal
@@ -36,7 +35,7 @@ def may_open(server: ServerProcess, below: int) -> None:
 
 
 @pytest.mark.parametrize("died_meanwhile", [False, True], ids=["holder lives", "holder dies"])
-def test_standby_that_asks_without_a_descriptor_left_is_queued_later(
+async def test_standby_that_asks_without_a_descriptor_left_is_queued_later(
     pod_dir, start_server, start_engine, died_meanwhile
 ):
     """Goal: a shortage costs a healthy standby nothing but time, and no kill during or after it is
@@ -46,27 +45,23 @@ def test_standby_that_asks_without_a_descriptor_left_is_queued_later(
     server = start_server()
     holder = start_engine("engine-0")
     assert holder.granted() == 1
-
-    async def scenario() -> None:
-        async with Engine(pod_dir, "engine-1") as standby:
-            standby.launch()
-            await auntil(lambda: server.status()["supervisors_total"] == 2, "its connection")
-            may_open(server, NOTHING)
-            standby.want("active")
-            await auntil(lambda: "lock.witness_unseen" in standby.refused, "its refusal")
-            if died_meanwhile:
-                holder.signal(signal.SIGKILL, tree=True)
-                await auntil(holder.is_gone, "the end of the holder")
-                await auntil(lambda: "lock.unreachable" in server.log(), "the shortage to be told")
-                assert "lock.free" not in server.log()
-            may_open(server, 1024)
-            if not died_meanwhile:
-                await auntil(lambda: server.lock()["waiters"], "it to be queued")
-                holder.signal(signal.SIGKILL, tree=True)
-            assert await standby.granted() == 2
-            await auntil(lambda: server.status()["problem"] is None, "the shortage to be over")
-
-    asyncio.run(scenario())
+    async with Engine(pod_dir, "engine-1") as standby:
+        standby.launch()
+        await auntil(lambda: server.status()["supervisors_total"] == 2, "its connection")
+        may_open(server, NOTHING)
+        standby.want("active")
+        await auntil(lambda: "lock.witness_unseen" in standby.refused, "its refusal")
+        if died_meanwhile:
+            holder.signal(signal.SIGKILL, tree=True)
+            await auntil(holder.is_gone, "the end of the holder")
+            await auntil(lambda: "lock.unreachable" in server.log(), "the shortage to be told")
+            assert "lock.free" not in server.log()
+        may_open(server, 1024)
+        if not died_meanwhile:
+            await auntil(lambda: server.lock()["waiters"], "it to be queued")
+            holder.signal(signal.SIGKILL, tree=True)
+        assert await standby.granted() == 2
+        await auntil(lambda: server.status()["problem"] is None, "the shortage to be over")
     assert "Traceback" not in server.log()
 
 

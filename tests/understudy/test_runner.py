@@ -93,21 +93,17 @@ async def running(place: Path, *containers: Container, say=lambda line: None):
     assert not runner.pids()
 
 
-def test_start_waits_for_each_probe_before_the_next_container(tmp_path):
+async def test_start_waits_for_each_probe_before_the_next_container(tmp_path):
     """Goal: order of starting. Method: the first one refuses its first probes."""
     journal = tmp_path / "journal"
-
-    async def main():
-        async with running(tmp_path, web("one", journal, refusals=3), web("two", journal)):
-            pass
-
-    asyncio.run(main())
+    async with running(tmp_path, web("one", journal, refusals=3), web("two", journal)):
+        pass
     order = ["one began", "one passed", "two began", "two passed"]
     assert journal.read_text().split("\n")[:4] == order
 
 
 @pytest.mark.slow
-def test_start_that_takes_long_says_why_and_ends_at_its_deadline(tmp_path, monkeypatch):
+async def test_start_that_takes_long_says_why_and_ends_at_its_deadline(tmp_path, monkeypatch):
     """Goal: a visible reason. Method: a probe that stays 503 and says why, in a word and in a
     sentence; it is answered here, so that a container that starts slowly is not the reason."""
     monkeypatch.setattr(runner_module, "WAIT_SHOWN_AFTER_S", 0.0)
@@ -118,15 +114,12 @@ def test_start_that_takes_long_says_why_and_ends_at_its_deadline(tmp_path, monke
         writer.write(b'HTTP/1.1 503 No\r\n\r\n{"reason": "w", "message": "loading weights"}')
         writer.close()
 
-    async def main():
-        async with await asyncio.start_server(refuse, "127.0.0.1", 0) as server:
-            url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/startup"
-            slow = python("slow", "import signal; signal.pause()", startup=HttpProbe(url, 1, 1))
-            with pytest.raises(WaitTimeoutError, match=r"slow did not start.*503"):
-                async with running(tmp_path, slow, say=lines.append):
-                    pass
-
-    asyncio.run(main())
+    async with await asyncio.start_server(refuse, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/startup"
+        slow = python("slow", "import signal; signal.pause()", startup=HttpProbe(url, 1, 1))
+        with pytest.raises(WaitTimeoutError, match=r"slow did not start.*503"):
+            async with running(tmp_path, slow, say=lines.append):
+                pass
     assert "waiting for slow: loading weights" in lines
 
 
@@ -219,7 +212,7 @@ async def test_second_signal_kills_at_once(tmp_path):
     assert runner.killed_by == signal.SIGINT
 
 
-def test_engines_are_stopped_together_and_before_what_they_need(tmp_path: Path):
+async def test_engines_are_stopped_together_and_before_what_they_need(tmp_path: Path):
     """Goal: an engine that drains needs its lock server. Method: two that end only once both are
     told to, and two servers that note their own ends."""
     journal, one, two = (tmp_path / name for name in ("journal", "one", "two"))
@@ -229,13 +222,9 @@ def test_engines_are_stopped_together_and_before_what_they_need(tmp_path: Path):
         python("one", ENDS, journal, "engine", one, two, is_engine=True),
         python("two", ENDS, journal, "engine", two, one, is_engine=True),
     ]
-
-    async def main():
-        lines: list[str] = []
-        async with running(tmp_path / "log", *containers, say=lines.append):
-            await auntil(lambda: sum("armed" in line for line in lines) == 4, "four processes")
-
-    asyncio.run(main())
+    lines: list[str] = []
+    async with running(tmp_path / "log", *containers, say=lines.append):
+        await auntil(lambda: sum("armed" in line for line in lines) == 4, "four processes")
     assert journal.read_text().split() == ["engine", "engine", "second", "first"]
 
 
@@ -245,24 +234,20 @@ def test_backoff_first_restart_is_immediate_then_doubles_to_its_limit():
     assert backoff_s(100_000) == 30  # a week of crashes overflows no float
 
 
-def test_log_rotates_once_at_its_limit_and_cuts_endless_lines(tmp_path):
+async def test_log_rotates_once_at_its_limit_and_cuts_endless_lines(tmp_path):
     """Goal: bounded disk and memory. Method: write past both limits through a real pipe."""
-
-    async def main():
-        said = []
-        log = ContainerLog("big", tmp_path / "big.log", said.append, max_bytes=3 * LINE_MAX_BYTES)
-        writing = log.open_pipe()
-        os.set_blocking(writing, False)
-        sent = 0
-        while sent < 8 * LINE_MAX_BYTES:
-            try:
-                sent += os.write(writing, b"x" * 4096)
-            except BlockingIOError:
-                await asyncio.sleep(0)
-        os.close(writing)
-        await auntil(lambda: sum(map(len, said)) >= sent, "everything read")
-        log.close()
-
-    asyncio.run(main())
+    said = []
+    log = ContainerLog("big", tmp_path / "big.log", said.append, max_bytes=3 * LINE_MAX_BYTES)
+    writing = log.open_pipe()
+    os.set_blocking(writing, False)
+    sent = 0
+    while sent < 8 * LINE_MAX_BYTES:
+        try:
+            sent += os.write(writing, b"x" * 4096)
+        except BlockingIOError:
+            await asyncio.sleep(0)
+    os.close(writing)
+    await auntil(lambda: sum(map(len, said)) >= sent, "everything read")
+    log.close()
     kept = (tmp_path / "big.log").stat().st_size, (tmp_path / "big.log.1").stat().st_size
     assert all(size <= 4 * LINE_MAX_BYTES for size in kept)

@@ -126,7 +126,7 @@ def test_without_a_proof_nothing_is_continued_published_or_put_to_sleep(alone: W
     assert alone.engine.continuing == (Continuing() if why else found)  # type: ignore[attr-defined]
 
 
-def test_a_parked_engine_that_falls_silent_is_reported_dead(alone: World, monkeypatch):
+async def test_a_parked_engine_that_falls_silent_is_reported_dead(alone: World, monkeypatch):
     """Goal: a standby that could not take over is found before it is needed; method: a call to the
     ranks that never ends, after the engine has been prepared."""
     monkeypatch.setattr(backend_module, "PARKED_WAIT_S", 0.01)
@@ -137,12 +137,9 @@ def test_a_parked_engine_that_falls_silent_is_reported_dead(alone: World, monkey
         said.append(error.code)
         alone.engine.errored = True  # what ends the watch; the process would be gone
 
-    async def scenario() -> None:
-        await alone.backend.prepare()
-        alone.engine.hangs.add("understudy_status")
-        await alone.backend.watch(dead)
-
-    asyncio.run(scenario())
+    await alone.backend.prepare()
+    alone.engine.hangs.add("understudy_status")
+    await alone.backend.watch(dead)
     assert said[0] == "vllm.silent"
 
 
@@ -273,7 +270,7 @@ def test_a_pool_that_can_never_fit_or_a_service_that_vanishes_is_no_reason_not_t
                 woken(world, no_core, choice=choice)
 
 
-def test_what_is_published_is_followed_until_the_core_gives_it_up(world: World, monkeypatch):
+async def test_what_is_published_is_followed_until_the_core_gives_it_up(world: World, monkeypatch):
     """A core that is busy is asked again; what it has said is in the answer to `health`."""
     monkeypatch.setattr(kept_memory, "REPORT_EVERY_S", 0.01)
     reported = {"code": "", "problem": "", "published": 3, "kept": 2}
@@ -288,13 +285,9 @@ def test_what_is_published_is_followed_until_the_core_gives_it_up(world: World, 
         return answer if answer is not None else await asyncio.Event().wait()
 
     world.engine.engine_core = SimpleNamespace(call_utility_async=core)
-
-    async def scenario() -> None:
-        began = await kept.begin(world.engine, None, [{"pool": POOL}])  # type: ignore[arg-type]
-        assert began == (1, "no block was adopted: new", 0)
-        await kept.follow(world.engine)
-
-    asyncio.run(scenario())
+    began = await kept.begin(world.engine, None, [{"pool": POOL}])  # type: ignore[arg-type]
+    assert began == (1, "no block was adopted: new", 0)
+    await kept.follow(world.engine)
     assert (seen, kept.problem) == ([(0, 1), (3, 2), (3, 2), (4, 2)], "why")
     assert (backend.health().published_blocks, backend.health().kept_blocks) == (3, 0)
 

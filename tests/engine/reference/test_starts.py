@@ -73,7 +73,9 @@ def until_in_flight(engine: Engine, count: int) -> None:
     until(lambda: (engine.status() or {}).get("inflight") == count, f"{count} in flight")
 
 
-def test_client_that_leaves_frees_its_slot(pod: Pod, lock: StubLock, directory: Path, model: Path):
+async def test_client_that_leaves_frees_its_slot(
+    pod: Pod, lock: StubLock, directory: Path, model: Path
+):
     """Goal: no tokens for a client that has left. Method: one slot, a stream of half an hour that
     is cut, and a whole answer without a client; then another request."""
     gms = GmsProcess(str(directory)).start()
@@ -81,20 +83,16 @@ def test_client_that_leaves_frees_its_slot(pod: Pod, lock: StubLock, directory: 
     engine = pod.engine("e-0", backend=("reference", *arguments))
     engine.until("active")
     long = {"prompt": "hello", "max_tokens": 1900, "ignore_eos": True}
-
-    async def main() -> None:
-        connector = aiohttp.UnixConnector(engine_http_socket(str(directory), "e-0"))
-        async with aiohttp.ClientSession(connector=connector) as client:
-            async with client.post(URL, json={**long, "stream": True}) as response:
-                await response.content.readline()
-                response.close()
-            waiting = asyncio.ensure_future(client.post(URL, json=long))
-            await asyncio.to_thread(until_in_flight, engine, 1)
-            waiting.cancel()
-            async with client.post(URL, json={"prompt": "hello", "max_tokens": 2}) as response:
-                assert response.status == 200, await response.text()
-
-    asyncio.run(main())
+    connector = aiohttp.UnixConnector(engine_http_socket(str(directory), "e-0"))
+    async with aiohttp.ClientSession(connector=connector) as client:
+        async with client.post(URL, json={**long, "stream": True}) as response:
+            await response.content.readline()
+            response.close()
+        waiting = asyncio.ensure_future(client.post(URL, json=long))
+        await asyncio.to_thread(until_in_flight, engine, 1)
+        waiting.cancel()
+        async with client.post(URL, json={"prompt": "hello", "max_tokens": 2}) as response:
+            assert response.status == 200, await response.text()
     gms.stop()
 
 
