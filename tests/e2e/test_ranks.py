@@ -38,15 +38,3 @@ def test_drill_kills_every_rank_in_turn(tmp_path_factory: pytest.TempPathFactory
     assert report["killed"] == {**dict.fromkeys(TARGETS, 1), "backend-model-1": 1}
     assert report["failover_ms"]["max"] > 0
     assert "gms" not in report
-
-
-@pytest.mark.slow
-def test_drill_of_the_memory_service_costs_nothing(
-    tmp_path_factory: pytest.TempPathFactory,
-):
-    """Goal: a crash without loss. Method: the command, two kills of each device's server; it checks
-    requests and incarnations itself."""
-    report = drill(tmp_path_factory.mktemp("t"), "--target=gms", "--kills=4")
-    assert report["killed"] == {**dict.fromkeys(TARGETS, 0), "gms": 4}
-    assert report["lost_in_flight"] == 0
-    assert report["gms"]["recovery_ms"]["max"] > 0

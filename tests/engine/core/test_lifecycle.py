@@ -8,17 +8,15 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from engine.core import events as ev
-from engine.core.events import Command, EngineEvent, State, Transition, WakingStep
+from engine.core.events import Command, EngineEvent, State, Transition
 from engine.core.lifecycle import HOLDING, IGNORED, TRANSITIONS, IllegalEvent, Lifecycle
 from plumbing.pod.messages import Tier
 from tests.engine.core.lifecycles import (
-    ASK,
     DIED,
     EXIT,
     INC,
     KEEP_GOAL,
     KILL,
-    MAIN_LINE,
     NEXT,
     REAPED,
     RELAUNCH,
@@ -66,21 +64,6 @@ def test_table_is_the_enforcer(state, kind, can_rest):
     )
     rest = [effect for effect in effects if effect not in moves]
     assert rest[: len(row.effects)] == list(row.effects)
-
-
-def test_main_line_asks_step_by_step():
-    """Launch to active: each event has exactly the effects that the next step needs."""
-    engine = Lifecycle(number=4)
-    seen = [(asked(engine, event), engine.now.step) for event in MAIN_LINE]
-    assert seen == [
-        ([Command.START_TREE, TELL], None),
-        ([TELL], None),
-        ([ASK, TELL], WakingStep.WAKE),
-        ([ASK], WakingStep.CANARY),
-        ([ASK], WakingStep.SERVE),
-        ([], None),
-    ]
-    assert (engine.state, engine.now.number, engine.now.token) == (State.ACTIVE, 5, 7)
 
 
 def test_active_needs_wake_and_canary():

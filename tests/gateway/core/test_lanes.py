@@ -302,27 +302,6 @@ def test_the_last_request_is_when_it_ended():
     assert pod.demand().last_request_ms == pytest.approx(102.0, abs=2.0)
 
 
-def test_the_parent_is_told_of_each_change_that_matters_and_of_no_other():
-    pod = switching()
-    pod.run()
-    told = []
-    pod.on_demand = lambda: told.append(pod.demand())
-    for _ in range(3):
-        pod.ask(max_tokens=10, model="a")
-    pod.run()
-    assert [bool(each.in_flight) for each in told] == [True, False]
-    told.clear()
-    pod.set_door("a", FINISH)
-    pod.run()
-    assert [each.door for each in told] == [pod.models["a"].number]
-    told.clear()
-    pod.ask(model="a")
-    pod.run(pod.now_ms + 10.0)
-    pod.ask(model="a")
-    pod.run(pod.now_ms + 10.0)
-    assert [len(each.tickets) for each in told] == [1, 2]
-
-
 def test_what_is_about_an_unknown_model_is_ignored():
     lanes = Lanes(ev.GatewayRules(), {"a": LaneRules()})
     assert lanes.handle(ev.EngineGranted("e", 1, "era", "other"), 0.0) == []
