@@ -23,9 +23,9 @@ back to a restarted service.
 from __future__ import annotations
 
 from gms import messages
+from gms.client.attach import OnWait, Opening, look_for_mps, memory_for
 from gms.client.keeper import Keeper
 from gms.client.kv_loan import KvClaim, KvLease, borrow_pool, has_pool_service, pool_service_answers
-from gms.client.sessions import OnWait, Opening, look_for_mps, memory_for
 from gms.client.weights import Offloaded, Reader, Writer, open_copy, opened, release, restaged
 from gms.manifest import TensorRecord
 from gms.messages import ADOPTED, ADOPTING, BEGUN

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 
 from gms import messages as msg
-from gms.client.sessions import RegionSession
+from gms.client.attach import RegionSession
 from gms.questions import unexpected_answer
 from plumbing.errors import RemoteError, UnderstudyError, UnreachableError
 from plumbing.text import duration

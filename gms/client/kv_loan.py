@@ -29,8 +29,7 @@ from msgspec.structs import replace
 
 from gms import messages as msg
 from gms import names
-from gms.client.keeper import ATTACHED, BACKOFF_S, REJOINING, Keeper, OnText
-from gms.client.sessions import (
+from gms.client.attach import (
     ACCEPT_TIMEOUT_S,
     GRACE_S,
     RegionSession,
@@ -39,6 +38,7 @@ from gms.client.sessions import (
     placeholder,
     wait_for_grant,
 )
+from gms.client.keeper import ATTACHED, BACKOFF_S, REJOINING, Keeper, OnText
 from gms.questions import unexpected_answer
 from gms.vmm.interface import Allocation, DeviceMemory, release_all
 from plumbing.errors import UnderstudyError, UnreachableError

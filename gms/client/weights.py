@@ -25,8 +25,8 @@ from msgspec.structs import replace
 
 from gms import messages as msg
 from gms import names
+from gms.client.attach import Attachment, OnWait, Opening, WeightsSession
 from gms.client.keeper import Keeper
-from gms.client.sessions import Attachment, OnWait, Opening, WeightsSession
 from gms.client.suballocator import NeedSlab, Suballocator
 from gms.manifest import TensorRecord, WeightsManifest, encode, layout_hash
 from gms.questions import unexpected_answer

@@ -2,10 +2,10 @@
 
 A supervisor's `want` is its complete state; `_wanted` makes the locks agree
 with it. When a holder is lost (its want no longer names the lock, its connection closed, its
-process ended, it fell silent), `evidence.probes_due` names its witness exactly when finding that
+process ended, it fell silent), `recovery.probes_due` names its witness exactly when finding that
 witness free would settle the matter; the shell tries it and reports `WitnessFree`. Of an engine on
 another host its lease is the evidence, which the machine has itself (`leases.py`). Likewise
-`evidence.handed_over` names the serving file of a holder that says that it handed over and lives.
+`recovery.handed_over` names the serving file of a holder that says that it handed over and lives.
 After every event the ledger chooses the next grant, which is made once it is on disk.
 
 Rules that are here because leaving them out broke an invariant in the model: the newest connection
@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from lockserver.core import events as ev
-from lockserver.core import evidence, sentences
+from lockserver.core import recovery, sentences
 from lockserver.core.events import LockEffect, Wanted
 from lockserver.core.leases import Leases
 from lockserver.core.ledger import Ledger
@@ -70,7 +70,7 @@ class LockMachine:
         self._by_conn: dict[int, SupervisorRecord] = {}  # heartbeats must not scan
         self.switchovers = Switchovers(resumes=resumes)
         self.leases = leases or Leases(now_ms)
-        for lock in evidence.restore(self.locks.values(), record):
+        for lock in recovery.restore(self.locks.values(), record):
             if lock.holder is not None:
                 self.leases.presume(lock.holder, now_ms)
 
@@ -328,14 +328,14 @@ class LockMachine:
         holder = lock.holder
         if holder is None or holder.incarnation != event.incarnation:
             return
-        if not evidence.is_decisive(lock, self.supervisors):
+        if not recovery.is_decisive(lock, self.supervisors):
             return
         if lock.state is LockState.HELD:
             yield sentences.releasing(lock, holder, "silent", now_ms)
         yield from self._free(lock, now_ms)
 
     def _serving_file_free(self, event: ev.ServingFileFree, now_ms: float) -> Iterable[LockEffect]:
-        due = evidence.handed_over(self.locks)
+        due = recovery.handed_over(self.locks)
         if any(event == ev.ServingFileFree(k, each.incarnation, each.token) for k, each in due):
             yield from self._free(self.locks[event.lock], now_ms)
 
@@ -350,7 +350,7 @@ class LockMachine:
     def _directory_scanned(self, event: ev.DirectoryScanned, now_ms: float) -> Iterable[LockEffect]:
         self.ledger.reach(event.sealed)
         locks, known = self.locks, self.supervisors
-        for name in evidence.scan_frees(locks, known, event.held, event.serving):
+        for name in recovery.scan_frees(locks, known, event.held, event.serving):
             yield from self._free(self.locks[name], now_ms)
 
     def _free(self, lock: Lock, now_ms: float) -> Iterable[LockEffect]:
@@ -362,11 +362,11 @@ class LockMachine:
 
     def _time_passed(self, now_ms: float) -> Iterable[LockEffect]:
         gap_ms, self._ticked_ms = now_ms - self._ticked_ms, now_ms
-        is_stalled = gap_ms > evidence.STALL_MS
+        is_stalled = gap_ms > recovery.STALL_MS
         if is_stalled:
-            evidence.forgive(self.supervisors, now_ms)
+            recovery.forgive(self.supervisors, now_ms)
         for lease in self.leases.tick(now_ms, is_stalled=is_stalled):
             yield sentences.of_supervisor("lock.lease_expired", lease)
             yield from self._process_gone(ev.ProcessGone(lease.supervisor), now_ms)
-        yield from evidence.fall_silent(self.locks, self.supervisors, now_ms - self.silent_ms)
-        yield from evidence.report_overdue(self.locks, now_ms, self.started_ms + self.window_ms)
+        yield from recovery.fall_silent(self.locks, self.supervisors, now_ms - self.silent_ms)
+        yield from recovery.report_overdue(self.locks, now_ms, self.started_ms + self.window_ms)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 
 from lockserver import flocks, serving, witness
-from lockserver.core import evidence
+from lockserver.core import recovery
 from lockserver.core.events import DirectoryScanned, Input, ServingFileFree, WitnessFree
 from lockserver.core.machine import LockMachine
 from lockserver.core.names import PREFIX, SERVING_PREFIX, WitnessState
@@ -55,15 +55,15 @@ class Prober:
     def _find_subject(self) -> object | None:
         """What is being tried; a change means that a new wait has begun."""
         locks = self._machine.locks
-        due = evidence.probes_due(locks, self._machine.supervisors), evidence.handed_over(locks)
-        is_scan = evidence.scan_is_due(locks)
+        due = recovery.probes_due(locks, self._machine.supervisors), recovery.handed_over(locks)
+        is_scan = recovery.scan_is_due(locks)
         return (*due, is_scan) if any(due) or is_scan else None
 
     def _look(self) -> None:
         self._timer = None
         began_s = time.monotonic()
         self._try_holders()
-        if evidence.scan_is_due(self._machine.locks):
+        if recovery.scan_is_due(self._machine.locks):
             with suppress(OSError):  # a look that is not possible settles nothing
                 self._try_directory()
         subject = self._find_subject()
@@ -83,12 +83,12 @@ class Prober:
             self._timer = self._loop.call_later(max(delay_s, took_s), self._look)
 
     def _try_holders(self) -> None:
-        for lock, holder in evidence.probes_due(self._machine.locks, self._machine.supervisors):
+        for lock, holder in recovery.probes_due(self._machine.locks, self._machine.supervisors):
             file = holder.witness
             state = witness.probe(os.path.join(self._directory, file.name), file.dev, file.ino)
             if state is WitnessState.FREE:
                 self._feed(WitnessFree(lock, holder.incarnation))
-        for lock, holder in evidence.handed_over(self._machine.locks):
+        for lock, holder in recovery.handed_over(self._machine.locks):
             assert holder.serving is not None  # or it would not have been named
             path = os.path.join(self._directory, holder.serving.name)
             if serving.probe(path, holder.serving, holder.token) is WitnessState.FREE:
@@ -101,15 +101,15 @@ class Prober:
             return
         locks, known = machine.locks, machine.supervisors
         held, (serves, longest) = witness.scan(directory), serving.scan(directory)
-        freed = evidence.scan_frees(locks, known, held, serves)
+        freed = recovery.scan_frees(locks, known, held, serves)
         if not freed:
             return
         sealed = 0
         if any(locks[name].is_fenced for name in freed):
-            sealed = evidence.seal_at(machine.ledger, longest)
-            kept = evidence.kept_serving(locks)
+            sealed = recovery.seal_at(machine.ledger, longest)
+            kept = recovery.kept_serving(locks)
             serves, _ = serving.scan(directory, seal_at=sealed, keep=kept)
-        held = witness.scan(directory, seal=True, keep=evidence.kept_witnesses(known))
+        held = witness.scan(directory, seal=True, keep=recovery.kept_witnesses(known))
         self._feed(DirectoryScanned(frozenset(held), frozenset(serves), sealed))
 
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from lockserver.core.events import Holder
-from lockserver.core.evidence import is_decisive
 from lockserver.core.lock import Lock, LockState, Signal, next_waiter
 from lockserver.core.machine import LockMachine
 from lockserver.core.names import WitnessState
+from lockserver.core.recovery import is_decisive
 from lockserver.core.sentences import requester
 from lockserver.core.supervisors import SilentOnes, SupervisorRecord
 from lockserver.schema import LockWaitFields

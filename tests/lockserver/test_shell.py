@@ -152,9 +152,9 @@ def tried(monkeypatch, free_after: int) -> tuple[list[float], list[object]]:
     probe = lambda *file: next(results, WitnessState.FREE)  # noqa: E731
     monkeypatch.setattr(prober, "witness", SimpleNamespace(probe=probe))
     monkeypatch.setattr(
-        prober.evidence, "probes_due", lambda *_: [] if fed else [("active", HOLDER)]
+        prober.recovery, "probes_due", lambda *_: [] if fed else [("active", HOLDER)]
     )
-    monkeypatch.setattr(prober.evidence, "scan_is_due", lambda *_: False)
+    monkeypatch.setattr(prober.recovery, "scan_is_due", lambda *_: False)
     monkeypatch.setattr(prober, "asyncio", SimpleNamespace(get_running_loop=lambda: loop))
     Prober("/run", SimpleNamespace(locks={}, supervisors={}), fed.append).kick()
     assert len(fed) == (free_after == 1)  # tried within the call itself

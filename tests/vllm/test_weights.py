@@ -19,7 +19,7 @@ from torch import nn
 from vllm.config import MultiModalConfig
 
 from engine.backends import memory_session as session
-from engine.backends.vllm.worker import identity, model_load
+from engine.backends.vllm.worker import checkpoint_load, identity
 from engine.backends.vllm.worker.binding import SHARED_BYTES_MIN
 from gms import names
 from plumbing.errors import RemoteError, UnderstudyError, UsageError
@@ -242,7 +242,7 @@ def test_unshareable_model_is_refused_or_loaded_privately_on_request(
 ):
     """By default no engine holds a second copy. On request every engine loads for itself, on one
     epoch that says what it is: another model is refused as ever."""
-    monkeypatch.setattr(model_load, "obstacle", lambda model, device: "layer x uses GPTQ")
+    monkeypatch.setattr(checkpoint_load, "obstacle", lambda model, device: "layer x uses GPTQ")
     first = rank("engine-3")
     with pytest.raises(UsageError, match=r"layer x uses GPTQ.*--unshareable private") as found:
         first.load(checkpoint)
@@ -277,13 +277,13 @@ def test_quantised_layers_have_an_obstacle_by_name():
         return model
 
     cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
-    assert "layer 0 uses Packed" in str(model_load.obstacle(model(Packed()), cuda))
-    assert model_load.obstacle(model(Ready()), cuda) is None
-    assert "layer 0 uses Ready" in str(model_load.obstacle(model(Ready()), cpu))
+    assert "layer 0 uses Packed" in str(checkpoint_load.obstacle(model(Packed()), cuda))
+    assert checkpoint_load.obstacle(model(Ready()), cuda) is None
+    assert "layer 0 uses Ready" in str(checkpoint_load.obstacle(model(Ready()), cpu))
     linear = model(UnquantizedLinearMethod())
-    assert "UnquantizedLinearMethod" in str(model_load.obstacle(linear, cpu))
-    model_load.keep_in_place(linear, cpu)
-    assert model_load.obstacle(linear, cpu) is None
+    assert "UnquantizedLinearMethod" in str(checkpoint_load.obstacle(linear, cpu))
+    checkpoint_load.keep_in_place(linear, cpu)
+    assert checkpoint_load.obstacle(linear, cpu) is None
 
 
 # ------------------------------------------------------------------ what makes them the same

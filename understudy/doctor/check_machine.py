@@ -1,4 +1,4 @@
-"""Checks of the kernel, limits, ports, memory, packages and GPUs.
+"""Checks of the kernel, limits, ports, memory and GPUs.
 
 Without a driver the checks of GPUs are skipped: a lock server's container has none, and host memory
 needs none.
@@ -128,7 +128,7 @@ def descriptors(pod: ExaminedPod) -> Finding:
     return passed(f"the limit is at least {least}; processes checked: {len(limits)}")
 
 
-# --- memory, files, ports, packages
+# --- memory, files, ports
 
 
 def shared_memory(pod: ExaminedPod) -> Finding:

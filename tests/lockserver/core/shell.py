@@ -7,7 +7,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from lockserver.core import events as ev
-from lockserver.core import evidence
+from lockserver.core import recovery
 from lockserver.core.machine import LockMachine
 from lockserver.core.names import WitnessFile, WitnessState, name_of
 from lockserver.messages import GrantedMsg, WantMsg
@@ -50,7 +50,7 @@ class Shell:
         return done
 
     def serving_due(self) -> list[tuple[str, int]]:
-        found = evidence.handed_over(self.machine.locks)
+        found = recovery.handed_over(self.machine.locks)
         return [(holder.incarnation, holder.token) for _, holder in found]
 
     @property
@@ -58,7 +58,7 @@ class Shell:
         return self.machine.locks["active"]
 
     def due(self) -> list[str]:
-        found = evidence.probes_due(self.machine.locks, self.machine.supervisors)
+        found = recovery.probes_due(self.machine.locks, self.machine.supervisors)
         return [holder.incarnation for _, holder in found]
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from lockserver.core import events as ev
-from lockserver.core import evidence
+from lockserver.core import recovery
 from lockserver.core.lock import LockState
 from lockserver.core.machine import LockMachine
 from lockserver.core.names import WitnessState
@@ -133,5 +133,5 @@ def test_witness_tried_for_another_incarnation_frees_nothing():
 def test_free_lock_has_no_evidence_to_look_at():
     """Goal: nothing is tried, and so sealed, without need. Method: ask of a free lock."""
     shell = Shell()
-    assert not evidence.is_decisive(shell.active, {})
+    assert not recovery.is_decisive(shell.active, {})
     assert shell.due() == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lockserver.core import events as ev
-from lockserver.core import evidence
+from lockserver.core import recovery
 from lockserver.core.lock import LockState
 from lockserver.core.names import ServingFile, serving_name_of
 from tests.lockserver.core.shell import (
@@ -109,8 +109,8 @@ def test_lost_state_waits_for_serving_files_and_goes_on_above_what_is_over():
     shell = Shell(ev.LockRecord(unknown=frozenset(["active", "loader"])))
     shell.feed(asks(1, A, "active", over=7))
     shell.feed(asks(2, B, "active"))
-    assert evidence.seal_at(shell.machine.ledger, 5) == 7
-    assert evidence.seal_at(shell.machine.ledger, 9) == 9
+    assert recovery.seal_at(shell.machine.ledger, 5) == 7
+    assert recovery.seal_at(shell.machine.ledger, 9) == 9
     held = frozenset(s.said.witness for s in shell.machine.supervisors.values())
     assert not sent(shell.feed(ev.DirectoryScanned(held, frozenset([FILE_A.name]), 9)))
     assert shell.machine.locks["loader"].state is LockState.FREE  # that one needs no fence

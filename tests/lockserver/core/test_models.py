@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from lockserver.core import events as ev
-from lockserver.core import evidence
+from lockserver.core import recovery
 from lockserver.core.lock import Lock, LockState, Signal, kinds_of, with_filed
 from lockserver.core.names import (
     INCARNATION,
@@ -57,10 +57,10 @@ def test_serving_file_of_a_known_holder_keeps_no_other_model_waiting_and_is_not_
         lock.state = LockState.RECOVERING
     file = ServingFile(serving_name_of(HOLDER.incarnation), 5, 6)
     locks["active:b"].fire(Signal.CLAIMED, 0.0, replace(HOLDER, serving=file))
-    assert evidence.kept_serving(locks) == {file.name}
-    assert "active:a" in evidence.scan_frees(locks, {}, (), {file.name})
+    assert recovery.kept_serving(locks) == {file.name}
+    assert "active:a" in recovery.scan_frees(locks, {}, (), {file.name})
     stranger = serving_name_of("e-00112233445566bb")
-    assert "active:a" not in evidence.scan_frees(locks, {}, (), {file.name, stranger})
+    assert "active:a" not in recovery.scan_frees(locks, {}, (), {file.name, stranger})
 
 
 def test_new_incarnation_is_an_incarnation_of_its_engine():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from lockserver.core import events as ev
-from lockserver.core import evidence
+from lockserver.core import recovery
 from lockserver.core.lock import LockState
 from lockserver.core.machine import WINDOW_MS
 from lockserver.core.names import WitnessState, name_of
@@ -125,8 +125,8 @@ def test_unknown_file_keeps_what_connected_supervisors_name():
     shell.feed(want(2, B, "active"))
     shell.feed(want(3, None, engine="engine-2"))
     shell.feed(ev.ConnectionClosed(1))
-    assert evidence.scan_is_due(shell.machine.locks)
-    assert evidence.kept_witnesses(shell.machine.supervisors) == {name_of(B)}
+    assert recovery.scan_is_due(shell.machine.locks)
+    assert recovery.kept_witnesses(shell.machine.supervisors) == {name_of(B)}
 
 
 def test_unknown_file_claim_is_written_to_both_slots():

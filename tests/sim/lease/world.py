@@ -19,7 +19,7 @@ from typing import Any
 
 from lockserver.client.lease import KILL_FRACTION, LeaseKeeper
 from lockserver.core import events as ev
-from lockserver.core import evidence
+from lockserver.core import recovery
 from lockserver.core.leases import Leases
 from lockserver.core.machine import LockMachine
 from lockserver.core.supervisors import LEASE
@@ -416,7 +416,7 @@ class Server:
 
     def probe(self) -> None:
         assert self.machine is not None
-        is_due = evidence.scan_is_due(self.machine.locks)
+        is_due = recovery.scan_is_due(self.machine.locks)
         if is_due and not self.machine.leases.may_have_strangers:
             self.feed(ev.DirectoryScanned(frozenset()))
 

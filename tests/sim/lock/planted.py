@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from lockserver.core import events as ev
-from lockserver.core import evidence, ledger, machine, supervisors
+from lockserver.core import ledger, machine, recovery, supervisors
 from lockserver.core.ledger import Ledger
 from lockserver.core.lock import Lock, LockState, Signal
 from lockserver.core.machine import LockMachine
@@ -81,7 +81,7 @@ def witness_ignored(real: Any, self: Server) -> list[tuple[Any, Any]]:
     """Every witness looks free to the server."""
     found = real(self)
     if self.machine is not None:
-        for lock, holder in evidence.probes_due(self.machine.locks, self.machine.supervisors):
+        for lock, holder in recovery.probes_due(self.machine.locks, self.machine.supervisors):
             found.append((self.probe, (lock, self.world.trees[holder.incarnation])))
     return found
 
@@ -176,14 +176,14 @@ def last_comes_first(real: Any, waiters: Any, silent: Any, preferred: Any = None
     return real(waiters[::-1], silent)
 
 
-@CORE.instead("silent-holder-is-tried", "waits for the dead", evidence, "is_decisive")
+@CORE.instead("silent-holder-is-tried", "waits for the dead", recovery, "is_decisive")
 def silent_holder_is_not_tried(real: Any, lock: Lock, supervisors: Any) -> bool:
     """A free witness of a silent holder does not free the lock."""
     known = supervisors.get(lock.holder.supervisor) if lock.holder is not None else None
     return real(lock, supervisors) and (known is None or lock.is_ended)
 
 
-@CORE.instead("silent-holder-keeps-it", LIVES, evidence, "fall_silent")
+@CORE.instead("silent-holder-keeps-it", LIVES, recovery, "fall_silent")
 def silent_holder_is_gone(real: Any, locks: Any, supervisors: Any, heard_before_ms: float) -> Any:
     """Silence counts as death."""
     yield from real(locks, supervisors, heard_before_ms)
@@ -193,7 +193,7 @@ def silent_holder_is_gone(real: Any, locks: Any, supervisors: Any, heard_before_
             lock.fire(Signal.EVIDENCE_GONE, heard_before_ms)
 
 
-@CORE.instead("no-window", LIVES, evidence, "report_overdue")
+@CORE.instead("no-window", LIVES, recovery, "report_overdue")
 def the_window_ends(real: Any, locks: Any, now_ms: float, window_end_ms: float) -> Any:
     """A holder that is silent for some time after a restart has lost the lock."""
     for lock in locks.values():
@@ -202,7 +202,7 @@ def the_window_ends(real: Any, locks: Any, now_ms: float, window_end_ms: float) 
     return ()
 
 
-@CORE.instead("stall-is-forgiven", "is free while|lives and is heard", evidence, "forgive")
+@CORE.instead("stall-is-forgiven", "is free while|lives and is heard", recovery, "forgive")
 def stall_is_silence(real: Any, supervisors: Any, now_ms: float) -> None:
     """After a stall of the server, every supervisor counts as silent."""
 
@@ -213,7 +213,7 @@ def lost_file_is_an_empty_one(real: Any, self: LockMachine, record: Any, *now: A
     real(self, replace(record, unknown=frozenset()), *now, **more)
 
 
-@CORE.instead("strangers-count", LIVES, evidence, "scan_frees")
+@CORE.instead("strangers-count", LIVES, recovery, "scan_frees")
 def strangers_do_not_count(real: Any, locks: Any, known: Any, held: Any, serving: Any = ()) -> Any:
     """With the state lost, witnesses of engines that are not connected are ignored."""
     return real(locks, known, (), serving)
@@ -234,7 +234,7 @@ def twins_are_let_in(patch: Patch) -> None:
         patch.setattr(module, "twins_of", lambda want, supervisors: [])
 
 
-@CORE.instead("pidfd", "while its supervisor lives", evidence, "is_decisive")
+@CORE.instead("pidfd", "while its supervisor lives", recovery, "is_decisive")
 def the_process_does_not_count(real: Any, lock: Lock, supervisors: Any) -> bool:
     """A free witness alone proves that a holder is gone."""
     return lock.holder is not None
@@ -253,7 +253,7 @@ CORE.put("written-again", STUCK, ledger, "RETRY_MS", 1e12)
 # ---------------------------------------------------------------------- a hand-over in place
 
 
-@HAND_OVER.instead("server-waits-for-the-word", "without its word", evidence, "handed_over")
+@HAND_OVER.instead("server-waits-for-the-word", "without its word", recovery, "handed_over")
 def no_word(real: Any, locks: Any) -> Any:
     """The serving file is tried although its holder has not said that it handed over."""
     fenced = [lock for lock in locks.values() if lock.is_fenced and lock.holder is not None]
@@ -294,7 +294,7 @@ def reaped_is_handed_over(real: Any, self: Lock, signal: Signal, *more: Any, **n
         self.is_handed_over = True
 
 
-@HAND_OVER.instead("lost-state-scans-serving-files", TWO, evidence, "scan_frees", seed=965)
+@HAND_OVER.instead("lost-state-scans-serving-files", TWO, recovery, "scan_frees", seed=965)
 def serving_files_are_not_scanned(
     real: Any, locks: Any, known: Any, held: Any, serving: Any = ()
 ) -> Any:

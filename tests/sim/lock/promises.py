@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from lockserver.core import events as ev
-from lockserver.core import evidence
+from lockserver.core import recovery
 from lockserver.core.lock import LockState
 from lockserver.core.machine import SILENT_MS
 from lockserver.core.names import WitnessState
@@ -315,7 +315,7 @@ class Promises:
                 tree = self.world.trees[lock.holder.incarnation]
                 is_over = self.is_over(tree, lock.holder.token)
                 if not tree.is_alive and (is_over or self.is_silent(tree.sup)):
-                    due = evidence.probes_due(machine.locks, machine.supervisors)
+                    due = recovery.probes_due(machine.locks, machine.supervisors)
                     assert (lock.name, lock.holder) in due, f"{lock.name} waits for the dead"
 
     def is_heard(self, sup: Sup) -> bool:

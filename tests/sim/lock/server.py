@@ -10,7 +10,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from lockserver.core import events as ev
-from lockserver.core import evidence
+from lockserver.core import recovery
 from lockserver.core.lock import KINDS
 from lockserver.core.machine import LockMachine
 from lockserver.core.names import WitnessState
@@ -126,7 +126,7 @@ class Server:
         """The witnesses that no process holds, but those on file and of connected supervisors."""
         assert self.machine is not None, NO_MACHINE
         kept = {holder.witness.name for holder in record.holders.values()}
-        kept |= evidence.kept_witnesses(self.machine.supervisors)
+        kept |= recovery.kept_witnesses(self.machine.supervisors)
         for tree in self.world.trees.values():
             if not tree.is_alive and tree.witness.name not in kept:
                 tree.is_removed = True
@@ -172,16 +172,16 @@ class Server:
         trees = self.world.trees
         for lock in machine.locks.values():
             if lock.holder is None:
-                if lock.is_unknown and evidence.scan_frees(
+                if lock.is_unknown and recovery.scan_frees(
                     machine.locks, machine.supervisors, self.held(), self.serving_held()
                 ):
                     found.append((self.scan, None))
             elif not trees[lock.holder.incarnation].is_alive:
                 tree = trees[lock.holder.incarnation]
-                due = evidence.probes_due(machine.locks, machine.supervisors)
+                due = recovery.probes_due(machine.locks, machine.supervisors)
                 if (lock.name, lock.holder) in due and not tree.is_removed:
                     found.append((self.probe, (lock.name, tree)))
-        for name, holder in evidence.handed_over(machine.locks):
+        for name, holder in recovery.handed_over(machine.locks):
             tree = trees[holder.incarnation]
             if self.is_filed(tree, holder) and not self.is_serving_held(tree):
                 found.append((self.probe_serving, (name, tree)))
@@ -298,7 +298,7 @@ class Server:
 
     def scan(self, _: None) -> None:
         assert self.machine is not None, NO_MACHINE
-        kept = evidence.kept_witnesses(self.machine.supervisors)
+        kept = recovery.kept_witnesses(self.machine.supervisors)
         for tree in self.world.trees.values():
             if not tree.is_alive and tree.witness.name not in kept:
                 self.seal(tree)
@@ -308,12 +308,12 @@ class Server:
         """Where that frees a fenced lock: the token at which every serving file is sealed."""
         assert self.machine is not None, NO_MACHINE
         held = self.held(), self.serving_held()
-        freed = evidence.scan_frees(self.machine.locks, self.machine.supervisors, *held)
+        freed = recovery.scan_frees(self.machine.locks, self.machine.supervisors, *held)
         if not any(kind_of(lock) == ACTIVE for lock in freed):
             return 0
-        kept = evidence.kept_serving(self.machine.locks)
+        kept = recovery.kept_serving(self.machine.locks)
         trees = self.world.trees.values()
-        token = evidence.seal_at(self.machine.ledger, max((t.length for t in trees), default=0))
+        token = recovery.seal_at(self.machine.ledger, max((t.length for t in trees), default=0))
         for tree in trees:
             file = tree.serving
             if file is not None and file.name not in kept and not self.is_serving_held(tree):

@@ -1,7 +1,7 @@
 """A rank's weights: written into the memory service by the first engine, mapped by the next.
 
 Owns the order of a load: identity, permission to load, session with the device's memory service,
-one model after the other (`model_load`), commit, report. A draft model belongs to the target's
+one model after the other (`checkpoint_load`), commit, report. A draft model belongs to the target's
 epoch, so the commit follows when vLLM's worker has loaded both (`settle`).
 
 Surprising: a writer binds its model as a reader does. It loads as vLLM does, moves every tensor
@@ -27,8 +27,8 @@ from engine.backends.memory_session import KeptWeights
 from engine.backends.process import BackendProcess
 from engine.backends.vllm import membership
 from engine.backends.vllm.worker import binding
+from engine.backends.vllm.worker.checkpoint_load import ModelLoad, inner_loader
 from engine.backends.vllm.worker.identity import Document, Identity, same_on_every_rank
-from engine.backends.vllm.worker.model_load import ModelLoad, inner_loader
 from engine.backends.vllm.worker.pulse import Meter
 from gms.client import Reader, Writer
 from plumbing.errors import InvariantError, UnderstudyError

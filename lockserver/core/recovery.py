@@ -1,4 +1,5 @@
-"""What to look at, what it would prove, and what time changes. Decides nothing else.
+"""How the lock server learns, after its restart and while a supervisor is silent, whether a holder
+lives: what to look at, what it would prove, and what time changes. Decides nothing else.
 
 A holder of a fenced lock is gone when its witness is free **and** its supervisor's pidfd is
 readable, unless the supervisor itself ended that incarnation, or is silent. A supervisor has no
