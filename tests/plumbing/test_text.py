@@ -13,7 +13,7 @@ from plumbing.errors import UnderstudyError
 from plumbing.service.files import read_json, write_atomic
 from plumbing.service.http import _json
 from plumbing.service.log import JsonFormatter
-from plumbing.text import duration, since, size, to_json
+from plumbing.text import duration, since, to_json
 from plumbing.wire.messages import Catalogue, FaultMsg, fault_of
 
 NAME, SHOWN = os.fsdecode(b"pod-\xff\xc3\xa9"), "pod-\\udcffé"
@@ -52,8 +52,3 @@ NOW = datetime(2030, 1, 1, 12, tzinfo=UTC)
 def test_durations_have_at_most_two_units_and_since_whole_seconds(ms: int, text: str, ago: str):
     assert duration(ms) == text
     assert since((NOW - timedelta(milliseconds=ms)).isoformat(), NOW) == ago
-
-
-def test_since_and_size_of_nothing_are_a_dash():
-    assert (since(None, NOW), since("soon", NOW), size(None)) == ("-", "-", "-")
-    assert (size(12), size(2048), size(3 * 2**20)) == ("12 B", "2.0 KiB", "3.0 MiB")
