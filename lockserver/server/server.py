@@ -369,6 +369,8 @@ class LockServer:
                 os.path.join(directory, witness.name_of(want.incarnation))
             )
         if state is WitnessState.UNSEEN:
+            # What it said before counts no longer: its place in a queue may be of one that is dead.
+            self.feed(ev.ConnectionClosed(conn.id))
             raise ProtocolError(
                 "lock.witness_unseen",
                 f"the witness of {want.incarnation} cannot be looked at, because descriptors or"

@@ -498,7 +498,7 @@ class Drill:
         model = _model_in(await self._pool(), kill.model)
         engines = model.get("engines") or ()
         said: Mapping[str, Any] = next((e for e in engines if e["engine"] == kill.engine), {})
-        if not said.get("connected"):
+        if said.get("state") is None:
             return "it has not connected to the pool"
         is_up = about.get("incarnation") != kill.incarnation and about.get("state") in WORKING
         if not is_up and said.get("goal") != "cold":

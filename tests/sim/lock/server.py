@@ -203,6 +203,7 @@ class Server:
         sup, tree = conn.sup, said.tree
         if tree is not None and self.is_short:
             self.close(ev.RefuseConnection(conn.id, "lock.witness_unseen", "ask again"))
+            self.finish(self.closing.pop())
             return
         event = ev.Wanted(
             conn.id,
