@@ -28,7 +28,6 @@ from understudy.drill.prompts import all_prompts, learn_answers
 from understudy.drill.records import Exchange, Outcome, Prompt
 from understudy.drill.targets import kill_request
 from understudy.http_get import get
-from understudy.pod import runner
 from understudy.pod.ports import Ports, free_pod_ports
 from understudy.pod.runner import PodRunner
 from understudy.pod.table import LocalPod, program
@@ -44,7 +43,7 @@ SILENCE_S = 10.0  # of a request; a whole pod answers in milliseconds
 VISIT_S = 1.0  # to listen for events
 PAGES = ("live", "ready", "startup", "status", "metrics", "events")
 # A sweep kills more often than anything else does; what it looks for is not back-off.
-BACKOFF_MAX_S = 0.5
+BACK_S = 0.5
 NO_CRASH_LOOP = {"UNDERSTUDY_DEATHS_MAX": "1000"}  # one case after the other in the same engine
 
 # The beginnings of sentences that say that the pod is not whole, and not why.
@@ -112,8 +111,7 @@ class SweptPod:
         env = {**ONE_THREAD, **NO_CRASH_LOOP, **control.environment}
         local = LocalPod(directory, model, self.ports, env=env)
         # Calls fail in our programs; an init would be one of those that cannot be replaced.
-        containers = [replace(each, init=()) for each in local.containers()]
-        runner.BACKOFF_MAX_S = BACKOFF_MAX_S
+        containers = [replace(each, init=(), backoff_max_s=BACK_S) for each in local.containers()]
         self.runner = PodRunner(containers, directory / "log")
         self._target = Target("127.0.0.1", self.ports.service)
         self._prompts: list[Prompt] = []

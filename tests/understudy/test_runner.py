@@ -230,8 +230,8 @@ async def test_engines_are_stopped_together_and_before_what_they_need(tmp_path: 
 
 def test_backoff_first_restart_is_immediate_then_doubles_to_its_limit():
     """Goal: 0.5 to 30 s. Method: deaths at once."""
-    assert [backoff_s(n) for n in range(9)] == [0, 0.5, 1, 2, 4, 8, 16, 30, 30]
-    assert backoff_s(100_000) == 30  # a week of crashes overflows no float
+    assert [backoff_s(n, 30.0) for n in range(9)] == [0, 0.5, 1, 2, 4, 8, 16, 30, 30]
+    assert backoff_s(100_000, 30.0) == 30  # a week of crashes overflows no float
 
 
 async def test_log_rotates_once_at_its_limit_and_cuts_endless_lines(tmp_path):

@@ -34,11 +34,7 @@ LOOK_S = 0.05  # how often a start checks for news
 WAIT_SHOWN_AFTER_S = 1.0  # shorter waits are not reported
 STARTUP_PERIOD_S = 0.05  # a start takes seconds; a probe costs about a millisecond
 STARTUP_TIMEOUT_S = 2.0
-BACKOFF_S, BACKOFF_MAX_S, GOOD_LIFE_S = (
-    0.5,
-    30.0,
-    10.0,
-)  # the first restart is at once; a good life starts over
+BACKOFF_S, GOOD_LIFE_S = 0.5, 10.0  # the first restart is at once; a good life starts over
 LAST_GRACE_S = 2.0  # of each container, once the pod has used up its grace period
 OK = range(200, 400)  # Kubernetes counts a redirect as success
 NOT_STARTED = 127  # the shell's code for a command that cannot be run
@@ -47,10 +43,10 @@ T = TypeVar("T")
 Say = Callable[[str], None]
 
 
-def backoff_s(failures: int) -> float:
+def backoff_s(failures: int, most_s: float) -> float:
     """The wait before a restart, after this many restarts of lives that were not good."""
     # The exponent is capped: a week of crashes must not overflow a float.
-    return min(BACKOFF_S * 2.0 ** min(failures - 1, 16), BACKOFF_MAX_S) if failures else 0.0
+    return min(BACKOFF_S * 2.0 ** min(failures - 1, 16), most_s) if failures else 0.0
 
 
 class RunningContainer:
@@ -140,7 +136,7 @@ class RunningContainer:
                 self.settled.set()
                 return
             failures = 0 if loop.time() - began_s >= GOOD_LIFE_S else failures
-            delay_s = backoff_s(failures)
+            delay_s = backoff_s(failures, self.container.backoff_max_s)
             failures += 1
             when = f"in {duration(delay_s * 1000)}" if delay_s else "now"
             self.log.note(f"(runner) {self.ended}; restarting {when}")

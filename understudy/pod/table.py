@@ -62,6 +62,7 @@ class Container:
     is_restarted: bool = True
     starts_in_order: bool = True
     grace_s: float = GRACE_MS / 1000
+    backoff_max_s: float = 30.0  # between two restarts
 
 
 @dataclass(frozen=True, slots=True)
