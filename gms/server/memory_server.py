@@ -547,8 +547,9 @@ class MemoryServer(Handler, abc.ABC, Generic[M]):
             fds = attempt(lambda: self._store.export(effect.region))
         except UnderstudyError as error:
             cause = error.__cause__
-            is_short = isinstance(cause, OSError) and is_shortage(cause)
-            self._refuse(effect, exhausted(cause) if is_short else error)  # type: ignore[arg-type]
+            if isinstance(cause, OSError) and is_shortage(cause):
+                error = exhausted(cause)
+            self._refuse(effect, error)
             return
         grant = self._grant(self.machine.regions[effect.region], effect)
         self._respond(effect, grant, fds[:FDS_PER_FRAME_MAX])

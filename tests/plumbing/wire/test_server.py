@@ -311,7 +311,9 @@ async def test_server_can_be_closed_while_accepting_is_paused(
     await auntil(lambda: server.problem is None, "room, and nobody who waits")
     server._pause(OSError(errno.EMFILE, "full"))
     await server.close()
-    await asyncio.sleep(0.02)
+    later = asyncio.Event()  # than its retry
+    asyncio.get_running_loop().call_later(base_server.RETRY_S, later.set)
+    await later.wait()
     assert server._sock is None
 
 
