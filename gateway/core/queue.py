@@ -1,4 +1,5 @@
-"""Every request that waits for an engine, in the order in which the gateway sends it.
+"""Every request that waits because no engine is active, or has room, in the order in which the
+gateway sends it. How long it may wait: `Gateway._is_overdue`.
 
     streams that were paused      oldest first, so many replays at once
     requests to send again        nothing of them was sent; oldest first

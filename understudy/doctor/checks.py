@@ -1,7 +1,8 @@
 """The list of all checks, in the order of the report, and the report itself.
 
-A check is one function in `CHECKS`: its name is the check's stable id. A check that raises is a bug
-and ends the command: a missing result must not look like a pass.
+A check is one function in `CHECKS`: its name is the check's stable id, and docs/reference.md lists
+it in the same order. A check that raises is a bug and ends the command: a missing result must not
+look like a pass.
 """
 
 from __future__ import annotations
