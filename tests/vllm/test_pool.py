@@ -29,7 +29,7 @@ from pool.core.events import Order
 from pool.messages import CATALOGUE, OrderMsg, SetMsg, StatusMsg
 from tests.e2e.pods import AS_USERS_RUN_IT
 from tests.helpers import auntil
-from tests.vllm.conftest import IS_INTERPRETED, WHOLE_DEADLINE_S
+from tests.vllm.conftest import WHOLE_DEADLINE_S
 from understudy.pod.runner import PodRunner
 from understudy.pod.table import LocalPod
 from understudy.status.gather import engine_parts, status_of
@@ -48,7 +48,7 @@ models:
 MODELS = ("a", "b")
 DEVICE = "HOST-0"
 # Tokens: of a stream that does not end before it is parked, and of one that is soon.
-LONG, SHORT = 250 if IS_INTERPRETED else 700, 8
+LONG, SHORT = 250, 8
 BEGUN = 30  # events of a long one
 
 

@@ -1,6 +1,6 @@
 """Kill engines at every point of a step, hundreds of times: each is a fork of a parked one.
 
-    python -m tests.vllm.kv_kills [--backend reference|vllm] [--runner v1|v2] [--kills N] [--json]
+    python -m tests.vllm.kv_kills [--backend reference|vllm] [--kills N] [--json]
 
 Starting vLLM takes a minute of two cores, and a fork of it a moment. This process loads the model
 and parks; every fork of it borrows the KV pool from a real memory service, adopts what it finds,
@@ -183,18 +183,13 @@ def main() -> None:
         prog="python -m tests.vllm.kv_kills", description="kill forks of a parked engine"
     )
     parser.add_argument("--backend", choices=SEAMS, default="reference")
-    parser.add_argument(
-        "--runner",
-        choices=v2_on_cpu.RUNNERS,
-        help="vLLM's model runner [default: what vLLM chooses on a GPU]",
-    )
     parser.add_argument("--kills", type=int, default=200, help="how many [default: %(default)s]")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     flags = parser.parse_args()
     if os.environ.get("ENGINE_ID") != ENGINE:  # libraries read the environment as they are loaded
         environment = {**os.environ, **RandomModel.of(flags.backend).env, **VARIABLES}
         if flags.backend == "vllm":
-            environment |= v2_on_cpu.environment(flags.runner)
+            environment |= v2_on_cpu.environment()
         words = [sys.executable, "-m", "tests.vllm.kv_kills", *sys.argv[1:]]
         os.execve(sys.executable, words, environment)
     out, began_s = os.dup(sys.stdout.fileno()), time.monotonic()
