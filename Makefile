@@ -82,11 +82,10 @@ test-core: setup ## the pure cores only: tables, properties, simulations; second
 test-vllm: setup-vllm ## the vLLM backend on the CPU, on vLLM's runner V2: kills, resumed requests, contracts
 	$(VLLM_PY) -m pytest tests/vllm -n auto --dist loadfile --no-loadscope-reorder -o faulthandler_timeout=300 $(ARGS)
 
-test-vllm-full: test-vllm ## and all kinds of requests, cuts and kills (half an hour)
+test-vllm-full: test-vllm ## and all kinds of requests and cuts (half an hour)
 	for how in "" --async "--async -- --tensor-parallel-size=2" "--async --only=adapter" "--async --only=long"; do \
 		$(VLLM_PY) -m tests.vllm.resume_matrix --at-once=40 $$how || exit 1; \
 	done
-	$(VLLM_PY) -m tests.vllm.kv_kills --backend=vllm --kills=36
 
 fuzz: setup ## random input for the decoder, the sessions and real servers; keeps failing inputs
 	FUZZ_EXAMPLES=20000 FUZZ_KEEP=1 $(PY) -m pytest tests/fuzz -o faulthandler_timeout=0 $(ARGS)
@@ -120,7 +119,7 @@ bench-lock: setup ## from a holder's death until the next one has the lock; ARGS
 sweep: setup ## let each system call that makes a descriptor, process, thread or file fail once; ARGS="--phase grant"
 	@$(PY) -m tests.sweep_faults $(ARGS)
 
-kv-kills: setup ## kill engines at each point of a step, 200 times (ARGS="--backend vllm" with .venv-vllm's Python)
+kv-kills: setup ## kill engines at each point of a step, 200 times
 	@$(PY) -m tests.vllm.kv_kills $(ARGS)
 
 device-check: setup ## check on a GPU what the design relies on (ARGS=--stand-in: without a GPU)

@@ -9,15 +9,19 @@ import asyncio
 import contextlib
 import os
 import platform
+import re
 from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+READ_BYTES_MAX = 64 << 10  # an environment can have two megabytes
+
 
 def machine() -> dict[str, Any]:
     """What is needed to compare two reports: cores, memory, kernel, Python."""
+    found = re.search(r"model name\s*:(.*)", read("/proc/cpuinfo"))
     return {
-        "cpu": _cpu_name(),
+        "cpu": found[1].strip() if found else platform.machine(),
         "cpus": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         "kernel": platform.release(),
@@ -76,12 +80,10 @@ def descriptors(pid: int) -> Iterator[tuple[str, str]]:
             continue  # closed meanwhile
 
 
-def _cpu_name() -> str:
+def read(path: str) -> str:
+    """The beginning of a file, such as one in /proc; nothing if it cannot be read."""
     try:
-        with open("/proc/cpuinfo") as file:
-            names = [
-                line.split(":", 1)[1].strip() for line in file if line.startswith("model name")
-            ]
+        with open(path, "rb") as file:
+            return file.read(READ_BYTES_MAX).decode(errors="replace")
     except OSError:
-        names = []
-    return names[0] if names else platform.machine()
+        return ""

@@ -20,11 +20,9 @@ from engine.backends.process import CPUS_ENV
 from plumbing.service import procfs
 from plumbing.service.events import EventLog
 
-# A thread may be started by one that is still limited while the threads are listed, so they are
-# listed until none is left; a program that starts threads faster is left for the next tick.
-PASSES_MAX = 20
-# Looks after the engine is prepared, one a second. A process that leaves the limit for a moment, to
-# load a library, may return to it just after it was lifted.
+# Looks after the engine is prepared, one a second. A thread that was still limited may have started
+# another, and a process that leaves the limit for a moment, to load a library, may return to it
+# just after it was lifted.
 LAST_LOOKS = 5
 
 SIBLINGS = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
@@ -75,39 +73,26 @@ class CpuShare:
         """Let the tree use all CPUs from now on."""
         if self.limit is None:
             return
-        self._lifted, self.limit, count = self.limit, None, 0
-        with suppress(OSError):  # no descriptor left to look: the next tick does it
-            count = self._widen()
+        self._lifted, self.limit = self.limit, None
+        self._widen()
         text = f"on all CPUs again ({cpu_list(self.available)}): {why}"
-        data = {"cpus": cpu_list(self.available), "threads": count}
-        self._log.record("engine.cpus", text, data=data)
+        self._log.record("engine.cpus", text, data={"cpus": cpu_list(self.available)})
 
     def tick(self, *, is_loading: bool) -> None:
         """Lift the limit once no other engine is serving, and of whatever acquired it again."""
         if is_loading and self.limit is not None and self._find_serving() is None:
             self.lift("no other engine holds the lock")
         if self._lifted is not None and self._looks:
-            with suppress(OSError):  # no descriptor left to look: this one does not count
-                self._widen()
-                self._looks -= not is_loading
+            self._widen()
+            self._looks -= not is_loading
 
-    def _widen(self) -> int:
-        """The number of threads that had the limit."""
-        count = 0
-        for _ in range(PASSES_MAX):
-            widened = sum(self._widen_thread(thread) for thread in _threads_below())
-            if not widened:
-                break
-            count += widened
-        return count
-
-    def _widen_thread(self, thread: int) -> bool:
-        try:
-            if frozenset(os.sched_getaffinity(thread)) != self._lifted:
-                return False
-        except ProcessLookupError:
-            return False  # it has ended
-        return self._set(thread, self.available)
+    def _widen(self) -> None:
+        """Every thread that has the limit gets all CPUs."""
+        with suppress(OSError):  # no descriptor left to look: the next tick does it
+            for thread in _threads_below():
+                with suppress(ProcessLookupError):  # it has ended
+                    if self._lifted == frozenset(os.sched_getaffinity(thread)):
+                        self._set(thread, self.available)
 
     def _set(self, thread: int, cpus: frozenset[int]) -> bool:
         try:
@@ -142,12 +127,8 @@ def half_of(cpus: Iterable[int]) -> frozenset[int] | None:
 
 def _threads_below() -> Iterator[int]:
     for pid in procfs.descendants(os.getpid()):
-        try:
-            names = os.listdir(f"/proc/{pid}/task")
-        except OSError as error:
-            procfs.raise_shortage(error)
-            continue  # it has ended
-        yield from map(int, names)
+        with suppress(FileNotFoundError):  # it has ended
+            yield from map(int, os.listdir(f"/proc/{pid}/task"))
 
 
 def _core_of(cpu: int) -> int:

@@ -121,11 +121,12 @@ async def running_pool(
     monkeypatch: pytest.MonkeyPatch,
     text: str,
     device_bytes: str | tuple[int, ...],
+    model: Path | None = None,
 ) -> AsyncIterator[RunningPool]:
     """The pod of the pool file `text`, in which MODEL is the directory of a small model."""
     for name, value in AS_USERS_RUN_IT.items():
         monkeypatch.setenv(name, value)
-    model = await make_random_model(directory / "model")
+    model = model or await make_random_model(directory / "model")
     path = directory / "pool.yaml"
     path.write_text(text.replace("MODEL", str(model)))
     local = LocalPod(Path(), None, device_bytes=device_bytes)

@@ -14,6 +14,7 @@ import io
 import json
 import os
 import platform
+import shlex
 import stat
 import sys
 import tarfile
@@ -30,7 +31,7 @@ from plumbing.text import size, table
 from understudy.bundle import redact
 from understudy.doctor.checks import document, examine
 from understudy.doctor.pod import ExaminedPod, look
-from understudy.host import fd_count, installed, machine
+from understudy.host import fd_count, installed, machine, read
 from understudy.pod.ports import Ports
 from understudy.status.events import past_events
 from understudy.status.gather import gather
@@ -130,8 +131,7 @@ async def _gather(directory: Path, log_dir: Path) -> Bundle:
     pids = pods[0].pids if pods else frozenset()
     if pods and pods[0].pool_path:
         with contextlib.suppress(OSError):  # then doctor says why
-            text = _tail(Path(pods[0].pool_path), FILE_BYTES_MAX)
-            bundle.add("pool-file.yaml", redact.arguments(text))
+            bundle.add("pool-file.yaml", _tail(Path(pods[0].pool_path), FILE_BYTES_MAX))
     bundle.add("machine.json", _json(machine_facts()))
     bundle.add("processes.json", _json(process_facts(pids)))
     _add_files(bundle, "state", directory, "*.json*", FILE_BYTES_MAX)
@@ -218,7 +218,6 @@ def _write(file: io.BufferedWriter, folder: str, entries: dict[str, bytes]) -> N
 # --- the machine and the pod's processes: versions, limits, /proc; secrets are redacted
 
 PROCESSES_MAX = 256  # a pod of eight ranks and two engines has some fifty
-READ_BYTES_MAX = 64 << 10  # per file in /proc; an environment can have two megabytes
 MACHINE_FILES = (
     *("/proc/version", "/proc/meminfo", "/proc/loadavg", "/proc/uptime", "/proc/self/mountinfo"),
     *("/proc/pressure/memory", "/proc/pressure/cpu", "/proc/sys/fs/file-nr", "/etc/os-release"),
@@ -242,7 +241,7 @@ def machine_facts() -> dict[str, Any]:
         "uid": os.geteuid(),
         "packages": installed(PACKAGES),
         "environment": redact.environment(os.environ),
-        "files": {path: found for path in MACHINE_FILES if (found := _read(path))},
+        "files": {path: found for path in MACHINE_FILES if (found := read(path))},
     }
 
 
@@ -250,28 +249,20 @@ def process_facts(pids: Collection[int]) -> list[dict[str, Any]]:
     """What /proc has of each process; one that exits meanwhile is left out."""
     found = []
     for pid in sorted(pids)[:PROCESSES_MAX]:
-        words = _read(f"/proc/{pid}/cmdline").rstrip("\0").split("\0")
+        words = read(f"/proc/{pid}/cmdline").rstrip("\0").split("\0")
         if not procfs.is_alive(pid):
             continue
-        variables = (pair.partition("=") for pair in _read(f"/proc/{pid}/environ").split("\0"))
+        variables = (pair.partition("=") for pair in read(f"/proc/{pid}/environ").split("\0"))
         found.append(
             {
                 "pid": pid,
                 "name": procfs.name(pid),
                 "parent": procfs.parent(pid),
-                "command": redact.command_line(words),
+                "command": redact.text(shlex.join(words)),
                 "environment": redact.environment({name: value for name, _, value in variables}),
                 "rss_bytes": procfs.rss_bytes(pid),
                 "descriptors": fd_count(pid),
-                "files": {name: _read(f"/proc/{pid}/{name}") for name in PROCESS_FILES},
+                "files": {name: read(f"/proc/{pid}/{name}") for name in PROCESS_FILES},
             }
         )
     return found
-
-
-def _read(path: str) -> str:
-    try:
-        with open(path, "rb") as file:
-            return file.read(READ_BYTES_MAX).decode(errors="replace")
-    except OSError:
-        return ""

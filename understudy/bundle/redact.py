@@ -8,7 +8,7 @@ prompt is replaced by a marker.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 NOT_KEPT = "(not kept)"
 
@@ -39,14 +39,11 @@ _NAMED_IN_TEXT = re.compile(
     {_VALUE}
     """
 )
+# A flag and its value: behind a space, in a list behind a comma, or on the next line behind a dash.
 _FLAG_IN_TEXT = re.compile(
-    rf"(?ix) ( (?<![\w-]) --? (?: [\w-]{{1,64}} [_-] )? (?: {_SECRETS} | {_TOKEN} ) [ ]{{1,8}} ) "
-    r"(?! - ) \S+"
-)
-# A flag in a list, and what follows it: behind a comma, or on the next line behind a dash.
-_ARGUMENT = re.compile(
-    r"""(?x) ((--?[\w-]{1,64})["']? [ \t]{0,64} (?: , \s{0,64} | \n [ \t]{0,64} - [ \t]{1,64} )
-    ["']? ) (?!-) [^\s,"'\]]{1,4096}"""
+    rf"""(?ix) ( (?<![\w-]) --? (?: [\w-]{{1,64}} [_-] )? (?: {_SECRETS} | {_TOKEN} | key ) ["']?
+    (?: [ ]{{1,8}} | [ \t]{{0,64}} (?: , \s{{0,64}} | \n [ \t]{{0,64}} - [ \t]{{1,64}} ) ) ["']? )
+    (?! - ) \S+"""
 )
 # Whole headers: everything after the scheme is secret.
 _HEADER = re.compile(
@@ -72,35 +69,9 @@ _PROMPT = re.compile(
 def environment(values: Mapping[str, str]) -> dict[str, str]:
     """The environment sorted by name; only known, harmless values are kept."""
     return {
-        name: text(value) if _KNOWN.match(name) and not _is_secret(name) else NOT_KEPT
+        name: text(value) if _KNOWN.match(name) and not _SECRET_NAME.search(name) else NOT_KEPT
         for name, value in sorted(values.items())
     }
-
-
-def command_line(words: Sequence[str]) -> list[str]:
-    """The arguments of a command, without the values of flags named like secrets."""
-    kept: list[str] = []
-    is_value = False
-    for word in words:
-        flag, equals, _ = word.partition("=")
-        if is_value and not word.startswith("-"):
-            kept.append(NOT_KEPT)
-            is_value = False
-            continue
-        is_secret = flag.startswith("-") and _is_secret(flag)
-        kept.append(f"{flag}={NOT_KEPT}" if is_secret and equals else text(word))
-        is_value = is_secret and not equals
-    return kept
-
-
-def arguments(value: str) -> str:
-    """A file with lists of arguments, such as `[--api-key, SECRET]`, without the secrets in them;
-    in YAML a list may also have a line for each argument."""
-
-    def kept(found: re.Match[str]) -> str:
-        return f"{found[1]}{NOT_KEPT}" if _is_secret(found[2]) else found[0]
-
-    return _ARGUMENT.sub(kept, value)
 
 
 def text(value: str) -> str:
@@ -112,7 +83,3 @@ def text(value: str) -> str:
     found = _IN_URL.sub(rf"\1{NOT_KEPT}", found)
     found = _BEARER.sub(f"Bearer {NOT_KEPT}", found)
     return _SHAPED.sub(NOT_KEPT, found)
-
-
-def _is_secret(name: str) -> bool:
-    return _SECRET_NAME.search(name) is not None

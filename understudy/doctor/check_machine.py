@@ -33,7 +33,7 @@ from understudy.doctor.pod import (
     warned,
 )
 from understudy.host import fd_count
-from understudy.status.view import Document, devices, parts_of
+from understudy.status.view import Document, parts_of
 
 # Two epochs (committed, loading) of 250 slabs each, one more set in flight, and a server's 128
 # connections. A receiver at its limit loses descriptors without an error.
@@ -150,35 +150,23 @@ def shared_memory(pod: ExaminedPod) -> Finding:
     return passed(size(found))
 
 
-def _host_devices(pod: ExaminedPod) -> list[Document]:
-    found = [device for part in pod.view["gms"] for device in devices(part)]
-    return [each for each in found if str(each.get("device_uuid")).startswith("HOST-")]
-
-
-def memory_here(pod: ExaminedPod) -> tuple[int, str]:
-    """The memory that the memory service may use, or this process if there is none that is visible,
-    and what limits it."""
-    server = next(
-        (each.pid for each in pod.sockets if each.name.startswith(GMS) and each.pid), "self"
-    )
-    room = read_room(process=server)
-    return room.limit_bytes, room.limited_by
-
-
 def host_memory(pod: ExaminedPod) -> Finding:
     """Host-memory devices must fit into this machine's memory."""
+    named = {str(each.get("device_uuid")): each for each in pod.view["gms"]}
     sizes = {
-        device_of(str(each["device_uuid"])): int(each.get("capacity_bytes") or 0)
-        for each in _host_devices(pod)
+        device_of(name): int(each.get("capacity_bytes") or 0)
+        for name, each in named.items()
+        if name.startswith("HOST-")
     }
     promised = sum(sizes.values())
     if not promised:
         return skipped("no host-memory device is served")
     if pod.is_hidden(GMS):
         return skipped("the memory service has another container's limit; run doctor there")
-    has_bytes, limited_by = memory_here(pod)
-    found = f"devices of {size(promised)}; {limited_by} is {size(has_bytes)}"
-    if promised > has_bytes:
+    servers = [each.pid for each in pod.sockets if each.name.startswith(GMS) and each.pid]
+    room = read_room(process=servers[0] if servers else "self")
+    found = f"devices of {size(promised)}; {room.limited_by} is {size(room.limit_bytes)}"
+    if promised > room.limit_bytes:
         return warned(
             f"{found}: the kernel may kill processes while weights load",
             "give `gms serve` a smaller --device-bytes, or the machine more memory",
@@ -213,12 +201,13 @@ def ports(pod: ExaminedPod) -> Finding:
 def _running(pod: ExaminedPod) -> set[str]:
     """The parts that answer, by the key that only their documents have."""
     names = {"locks": "lockserver", "load": "gateway", "models": "pool"}
-    found = set()
-    for part in parts_of(pod.view):
-        if "error" not in part:
-            keys = [name for key, name in names.items() if key in part]
-            found.add(str(part["engine"].get("id")) if "engine" in part else (keys or ["gms"])[0])
-    return found
+    return {
+        str(part["engine"].get("id"))
+        if "engine" in part
+        else next((name for key, name in names.items() if key in part), "gms")
+        for part in parts_of(pod.view)
+        if "error" not in part
+    }
 
 
 # --- GPUs, and who holds their memory

@@ -14,9 +14,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from plumbing.pod.paths import (
-    LOCKSERVER_SOCKET,
-)
+from plumbing.pod.paths import LOCKSERVER_SOCKET
 from plumbing.service import procfs
 from pool.pool_file import digests
 from understudy.doctor.pod import (

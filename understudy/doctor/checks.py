@@ -14,10 +14,8 @@ from typing import Any
 from msgspec import to_builtins
 
 from understudy.doctor import check_machine, check_pod
-from understudy.doctor.pod import ExaminedPod, Finding, FindingStatus
+from understudy.doctor.pod import ExaminedPod, Finding
 from understudy.schema import CheckResult, CheckStatus, DoctorDocument
-
-SCHEMA = 1
 
 CHECKS: tuple[tuple[str, Callable[[ExaminedPod], Finding]], ...] = (
     ("pod directory", check_pod.directory),
@@ -38,18 +36,21 @@ CHECKS: tuple[tuple[str, Callable[[ExaminedPod], Finding]], ...] = (
     ("compute mode and MPS", check_machine.sharing_mode),
     ("memory held outside the pod", check_machine.memory_outside),
 )
-COUNTED = {"fail": "failed", "warn": "warnings", "pass": "passed", "skip": "skipped"}
+COUNTED: dict[CheckStatus, str] = {
+    "fail": "failed",
+    "warn": "warnings",
+    "pass": "passed",
+    "skip": "skipped",
+}
 
 
 def examine(pod: ExaminedPod) -> list[CheckResult]:
     """The result of every check."""
-    found = [(judge.__name__, title, judge(pod)) for title, judge in CHECKS]
-    return [
-        CheckResult(
-            id=name, title=title, status=it.status.value, found=it.found, fix=it.fix or None
-        )
-        for name, title, it in found
-    ]
+    results = []
+    for title, judge in CHECKS:
+        status, found, fix = judge(pod)
+        results.append(CheckResult(judge.__name__, title, status, found, fix or None))
+    return results
 
 
 def is_well(results: Sequence[CheckResult], *, is_strict: bool) -> bool:
@@ -61,27 +62,18 @@ def is_well(results: Sequence[CheckResult], *, is_strict: bool) -> bool:
 
 def document(directory: str, results: Sequence[CheckResult]) -> dict[str, Any]:
     """The document of `understudy doctor --json`; its keys only ever grow."""
-    statuses = [each.status for each in results]
-    worst: CheckStatus = "fail" if "fail" in statuses else "warn" if "warn" in statuses else "pass"
-    counts: dict[CheckStatus, int] = {
-        each.value: statuses.count(each.value) for each in FindingStatus
-    }
-    found = DoctorDocument(
-        schema=SCHEMA, dir=directory, status=worst, counts=counts, checks=list(results), fixed=[]
-    )
-    return dict(to_builtins(found))
+    counts = Counter(each.status for each in results)
+    worst: CheckStatus = "fail" if counts["fail"] else "warn" if counts["warn"] else "pass"
+    shown = {status: counts[status] for status in COUNTED}
+    return dict(to_builtins(DoctorDocument(1, directory, worst, shown, list(results), [])))
 
 
 def lines(results: Sequence[CheckResult]) -> list[str]:
     """The report as text, most serious first, each finding with its fix; the counts last."""
     width = max(len(each.title) for each in results)
-    counts = Counter(str(each.status) for each in results)
-    out = []
-    for status in COUNTED:
-        for each in results:
-            if each.status == status:
-                out.append(f"{status:<5} {each.title:<{width}}  {each.found}")
-                if each.fix:
-                    out.append(f"{'':<6}{'':<{width}}  → {each.fix}")
+    counts, out = Counter(each.status for each in results), []
+    for each in sorted(results, key=lambda each: [*COUNTED].index(each.status)):
+        out.append(f"{each.status:<5} {each.title:<{width}}  {each.found}")
+        out += [f"{'':<6}{'':<{width}}  → {each.fix}"] if each.fix else []
     words = COUNTED | ({"warn": "warning"} if counts["warn"] == 1 else {})
     return [*out, ", ".join(f"{counts[it]} {words[it]}" for it in COUNTED if counts[it])]

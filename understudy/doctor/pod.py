@@ -12,12 +12,11 @@ import errno
 import json
 import os
 import socket
-import stat
 import struct
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,8 +27,9 @@ from plumbing.service import procfs
 from plumbing.text import size
 from pool.core.states import HOST
 from pool.pool_file import PoolFile, named, read_pool_file
-from understudy.host import installed, output_of
+from understudy.host import installed, output_of, read
 from understudy.pod.ports import Ports
+from understudy.schema import CheckStatus
 from understudy.status.gather import gather
 
 ANSWER_S = 2.0  # a healthy part answers in milliseconds; one that hangs must not delay the others
@@ -43,37 +43,18 @@ _UCRED = struct.Struct("iII")  # struct ucred: pid, uid, gid (man 7 unix)
 Held = tuple[int, int | None]  # a pid, and its bytes, or None where the driver does not report them
 
 
-class FindingStatus(StrEnum):
-    """The outcome of a check, most serious first."""
-
-    FAIL = "fail"  # the pod, or its next failover, does not work
-    WARN = "warn"  # it works, with a risk
-    PASS = "pass"
-    SKIP = "skip"  # cannot be checked here
-
-
 class Finding(NamedTuple):
     """What a check found, in a sentence, and how to fix it (what to type, or what to change)."""
 
-    status: FindingStatus
+    status: CheckStatus
     found: str
     fix: str = ""
 
 
-def passed(found: str) -> Finding:
-    return Finding(FindingStatus.PASS, found)
-
-
-def warned(found: str, fix: str) -> Finding:
-    return Finding(FindingStatus.WARN, found, fix)
-
-
-def failed(found: str, fix: str) -> Finding:
-    return Finding(FindingStatus.FAIL, found, fix)
-
-
-def skipped(why: str) -> Finding:
-    return Finding(FindingStatus.SKIP, why)
+passed = partial(Finding, "pass")
+warned = partial(Finding, "warn")  # it works, with a risk
+failed = partial(Finding, "fail")  # the pod, or its next failover, does not work
+skipped = partial(Finding, "skip")  # cannot be checked here
 
 
 class SocketFile(NamedTuple):
@@ -136,7 +117,7 @@ class ExaminedPod:
 async def look(directory: Path, ports: Ports, environ: Mapping[str, str]) -> ExaminedPod:
     """The pod in `directory`, as it can be seen from here."""
     path = str(directory)
-    sockets = list(look_at_sockets(path))
+    sockets = _sockets(path)
     view, gpus = await asyncio.gather(gather(directory, ANSWER_S), look_at_gpus())
     pod = ExaminedPod(path, view, ports, environ, sockets, gpus)
     pod.pids, pod.served = _processes(sockets), list(gms_sockets(directory))
@@ -153,31 +134,25 @@ async def look(directory: Path, ports: Ports, environ: Mapping[str, str]) -> Exa
     return pod
 
 
-def look_at_sockets(directory: str) -> Iterator[SocketFile]:
+def _sockets(directory: str) -> list[SocketFile]:
     """Every socket in the directory: whether a process listens there, and which, where that is
     visible."""
-    try:
-        entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
-    except OSError:
-        return
-    for entry in entries:
-        try:
-            is_socket = stat.S_ISSOCK(entry.stat(follow_symlinks=False).st_mode)
-        except OSError:  # its engine has just removed it
-            continue
-        if not is_socket:
+    found = []
+    for path in sorted(Path(directory).glob("*")):
+        if not path.is_socket():
             continue
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
             probe.setblocking(False)  # EAGAIN means a full backlog: it listens
             pid, is_answered = None, True
             try:
-                probe.connect(entry.path)
+                probe.connect(str(path))
                 raw = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
                 pid = _UCRED.unpack(raw)[0] or None
             except OSError as error:
                 # Only ECONNREFUSED proves that there is no listener; EACCES does not.
-                is_answered = error.errno != errno.ECONNREFUSED
-        yield SocketFile(entry.name, is_answered, pid)
+                is_answered = error.errno not in (errno.ECONNREFUSED, errno.ENOENT)
+        found.append(SocketFile(path.name, is_answered, pid))
+    return found
 
 
 def _processes(sockets: Sequence[SocketFile]) -> frozenset[int]:
@@ -192,7 +167,7 @@ def _processes(sockets: Sequence[SocketFile]) -> frozenset[int]:
             # The supervisor of the devices' servers has no socket of its own, nor have the keepers
             # of copies in host memory.
             below = procfs.children(above)
-            found |= {above, *(pid for pid in below if KEEPER in text_of(f"/proc/{pid}/cmdline"))}
+            found |= {above, *(pid for pid in below if KEEPER in read(f"/proc/{pid}/cmdline"))}
     return frozenset(found)
 
 
@@ -201,22 +176,12 @@ async def look_at_gpus() -> Mapping[str, Any]:
     command, code = (sys.executable, "-m", "gms.server.devices"), 0
     try:
         code, output, _ = await output_of(*command, timeout_s=NVML_DEADLINE_S)
-        document: dict[str, Any] = json.loads(output)
+        return dict(json.loads(output))
     except TimeoutError:
         why = f"the driver did not answer in {NVML_DEADLINE_S:g} s"
-        return {"problem": why, "is_broken": True}
     except ValueError:
         why = f"the process that asked the driver died with code {code}"
-        return {"problem": why, "is_broken": True}
-    return document
-
-
-def text_of(path: str) -> str:
-    """What is in a small file; nothing if it cannot be read."""
-    try:
-        return Path(path).read_text(errors="replace").strip()
-    except OSError:
-        return ""
+    return {"problem": why, "is_broken": True}
 
 
 def process(pid: int | None) -> str:

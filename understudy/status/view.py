@@ -49,11 +49,14 @@ def pod_view(
     standbys = states.count(PARKED)
     # A standby alone is not enough: the lock server must be able to grant it the lock.
     ready = standbys > 0 and lock.get("state") == "held" and not lock.get("problem")
-    stopping = _is_stopping(engines)
+    told = [_stop(engine).get("is_told") for engine in engines if "error" not in engine]
+    stopping = bool(told) and all(told)  # every engine that still runs
     faults = _faults(lockserver, gms, engines, states)
     if stopping:
-        left = awaited({"gateway": gateway, "engines": engines})
-        faults = [f"the pod is stopping: {_left(*left)}", *(f for f in faults if GONE not in f)]
+        requests, most_ms = awaited({"gateway": gateway, "engines": engines})
+        left = f"{requests} request{'s' * (requests != 1)} in flight"
+        stops = f"the pod is stopping: {left}, which may take {duration(most_ms)}"
+        faults = [stops, *(fault for fault in faults if GONE not in fault)]
     faults += gateway_faults(gateway, lockserver, has_pool=pool is not None)
     if pool is not None:
         faults += pool_faults(pool)
@@ -87,12 +90,6 @@ def pod_view(
     }
 
 
-def _is_stopping(engines: Sequence[Document]) -> bool:
-    """Whether every engine that still runs was told to exit."""
-    told = [_stop(engine).get("is_told") for engine in engines if "error" not in engine]
-    return bool(told) and all(told)
-
-
 def awaited(view: Document) -> tuple[int, float]:
     """How many requests a pod that is stopping finishes, and how many milliseconds its engines have
     for them, from their order to exit on."""
@@ -101,11 +98,6 @@ def awaited(view: Document) -> tuple[int, float]:
     if gateway is not None and "error" not in gateway:
         return int(load_of(gateway).get("in_flight") or 0), most_ms
     return sum(int(engine.get("inflight") or 0) for engine in engines), most_ms
-
-
-def _left(requests: int, most_ms: float) -> str:
-    noun = "request" if requests == 1 else "requests"
-    return f"{requests} {noun} in flight, which may take {duration(most_ms)}"
 
 
 def _stop(engine: Document) -> Document:
@@ -140,11 +132,11 @@ def lines(view: Document, now: datetime) -> list[str]:
     if view["engines"] and (pool is None or "error" in pool):
         out += table([ENGINE_HEADER, *(_engine_row(part, now) for part in view["engines"])])
     for engine in view["engines"]:
-        out += [*_busy(engine), *(_kept(engine) if pool is None else [])]
-    out += (rest_line(view["gateway"]) if pool is None else []) + gateway_lines(view["gateway"])
+        out += _budget_and_cache(engine, has_pool=pool is not None)
+    out += gateway_lines(view["gateway"], has_pool=pool is not None)
     if pool is None:
         named = engines_by_pid(view["engines"])
-        out += [line for part in view["gms"] for line in memory_lines(part, now, named)]
+        out += [line for device in view["gms"] for line in memory_lines(device, now, named)]
     out += [f"! {problem}" for problem in view["problems"][:most]]
     if pool is not None and len(view["problems"]) > most:
         out.append(f"! and {len(view['problems']) - most} more problems")
@@ -153,19 +145,12 @@ def lines(view: Document, now: datetime) -> list[str]:
 
 def offline_lines(documents: Sequence[Document], now: datetime) -> list[str]:
     """The offline view: the engines' last status documents, from their state files, as text."""
-    rows = [_offline_row(each.get("engine") or {}, now) for each in documents]
-    if not rows:
-        return []
-    header = ("engine", "role", "was", "since", "reason")
-    return ["offline view: what the engines last wrote", *table([header, *rows])]
-
-
-def _offline_row(engine: Document, now: datetime) -> tuple[str, ...]:
-    return (
-        *(str(engine.get(key) or "?") for key in ("id", "role", "state")),
-        since(engine.get("since"), now),
-        str(engine.get("reason") or "-"),
-    )
+    rows = [("engine", "role", "was", "since", "reason")]
+    for engine in map(_engine, documents):
+        who, role, state = (str(engine.get(key) or "?") for key in ("id", "role", "state"))
+        when, why = since(engine.get("since"), now), str(engine.get("reason") or "-")
+        rows.append((who, role, state, when, why))
+    return ["offline view: what the engines last wrote", *table(rows)] if documents else []
 
 
 def _last_event(view: Document, now: datetime) -> str:
@@ -218,18 +203,13 @@ def _faults(
         if kind_of(name) == ACTIVE and lock.get("problem"):
             faults.append(f"lock {name}: {lock['problem']}")
     named = engines_by_pid(engines)
-    faults += [fault for part in gms for fault in memory_faults(part, named)]
-    return faults + _kv_sizes(engines)
-
-
-def _kv_sizes(engines: Sequence[Document]) -> list[str]:
-    """Engines of one model whose KV caches differ in size."""
-    sizes: dict[str | None, dict[str, int]] = {}
+    faults += [fault for device in gms for fault in memory_faults(device, named)]
+    sizes: dict[str | None, dict[str, int]] = {}  # of KV caches, by model and engine
     for part in engines:
         about, kv_bytes = _engine(part), (part.get("backend") or {}).get("kv_bytes")
         if kv_bytes:
             sizes.setdefault(about.get("model"), {})[about["id"]] = kv_bytes
-    return [
+    return faults + [
         f"the KV caches of {' and '.join(each)} differ in size, so neither adopts the other's"
         " blocks: give all engines of a model the same size"
         for each in sizes.values()
@@ -237,16 +217,20 @@ def _kv_sizes(engines: Sequence[Document]) -> list[str]:
     ]
 
 
-def _kept(part: Document) -> list[str]:
-    """A line about a KV cache that outlives its engine, once that is awake."""
-    kv = (part.get("backend") or {}).get("kv") or {}
-    if kv.get("memory") != "gms":
-        return []
-    why = f"   {kv['note']}" if kv.get("note") else ""
-    return [
-        f"       {_engine(part).get('id')} adopted {kv.get('adopted_blocks', 0)} KV blocks, keeps"
-        f" {kv.get('kept_blocks', 0)} for the next engine{why}"
-    ]
+def _budget_and_cache(part: Document, *, has_pool: bool) -> list[str]:
+    """What CPU pressure does to the active engine's budget, on a machine that is not at ease; and
+    the KV cache that outlives its engine, once that is awake."""
+    name, found = _engine(part).get("id", "?"), []
+    health, kv = part.get("health") or {}, (part.get("backend") or {}).get("kv") or {}
+    if health.get("hang_budget") and health.get("stretch", 1) >= BUSY_STRETCH:
+        found.append(f"busy   {name}: hang {health['hang_budget']}")
+    if kv.get("memory") == "gms" and not has_pool:
+        why = f"   {kv['note']}" if kv.get("note") else ""
+        found.append(
+            f"       {name} adopted {kv['adopted_blocks']} KV blocks, keeps {kv['kept_blocks']}"
+            f" for the next engine{why}"
+        )
+    return found
 
 
 def _lock_line(view: Document, now: datetime) -> str:
@@ -265,33 +249,12 @@ def _lock_line(view: Document, now: datetime) -> str:
 def _engine_row(part: Document, now: datetime) -> tuple[str, ...]:
     if "error" in part:
         return (str(part["name"]), "-", "unreachable", "-", "-", "-", "-", "-")
-    engine = _engine(part)
-    return (
-        str(engine.get("id", "?")),
-        str(engine.get("role", "-")),
-        str(engine.get("state", "?")),
-        since(engine.get("since"), now),
-        str(part.get("inflight", "-")),
-        _canary(part, now),
-        str(engine.get("pid") or "-"),
-        str(engine.get("reason") or "-"),
-    )
-
-
-def _busy(part: Document) -> list[str]:
-    """What CPU pressure does to the active engine's budget; nothing on a machine at ease."""
-    health = part.get("health") or {}
-    if not health.get("hang_budget") or health.get("stretch", 1) < BUSY_STRETCH:
-        return []
-    return [f"busy   {_engine(part).get('id', '?')}: hang {health['hang_budget']}"]
-
-
-def _canary(part: Document, now: datetime) -> str:
-    """`ok 4s ago`: the result of this incarnation's last canary."""
-    last = (part.get("backend") or {}).get("last_canary")
-    if not last:
-        return "-"
-    return f"{'ok' if last.get('ok') else 'FAILED'} {since(last.get('at'), now)} ago"
+    engine, last = part["engine"], (part.get("backend") or {}).get("last_canary")
+    who, role, state = (str(engine.get(key, "-")) for key in ("id", "role", "state"))
+    canary = f"{'ok' if last['ok'] else 'FAILED'} {since(last['at'], now)} ago" if last else "-"
+    load, pid = str(part.get("inflight", "-")), str(engine.get("pid") or "-")
+    when, why = since(engine.get("since"), now), str(engine.get("reason") or "-")
+    return (who, role, state, when, load, canary, pid, why)
 
 
 # --- the gateway: streams that are parked are no fault by themselves, a failover parks them all
@@ -319,31 +282,27 @@ def _waits_for_operator(gateway: Document | None) -> bool:
     return rest.get("wake") == "manual" and rest.get("goal") != "awake"
 
 
-def rest_line(gateway: Document | None) -> list[str]:
-    """Since when the engine rests, who asked for it, and how it wakes; none while it does not."""
-    rest = _rest_of(gateway)
-    if not rest:
-        return []
-    by = f"   requested by {rest['goal_by']}" if rest.get("goal_by") else ""
-    how = "run `understudy wake`" if _waits_for_operator(gateway) else "a request wakes it"
-    return [f"rest   for {duration(rest.get('for_ms') or 0)}{by}   {how}"]
-
-
-def gateway_lines(gateway: Document | None) -> list[str]:
-    """One line, or none without a gateway."""
+def gateway_lines(gateway: Document | None, *, has_pool: bool) -> list[str]:
+    """Its load, none without a gateway; before it since when an engine outside of a pool rests, who
+    asked for it, and how it wakes."""
     if gateway is None:
         return []
     if "error" in gateway:
         return ["gateway down"]
-    found = load_of(gateway)
+    found, rest, lines = load_of(gateway), _rest_of(gateway), []
+    if rest and not has_pool:
+        by = f"   requested by {rest['goal_by']}" if rest.get("goal_by") else ""
+        how = "run `understudy wake`" if _waits_for_operator(gateway) else "a request wakes it"
+        lines = [f"rest   for {duration(rest.get('for_ms') or 0)}{by}   {how}"]
     oldest_ms = found.get("parked_oldest_ms")
     oldest = f" (oldest {duration(oldest_ms)})" if found.get("parked") and oldest_ms else ""
     restarts = gateway.get("restarts")
     return [
+        *lines,
         f"gateway {'accepting' if is_open(gateway) else 'not accepting'}   "
         f"{found.get('in_flight', 0)} in flight   {found.get('parked', 0)} parked{oldest}   "
         f"{found.get('replaying', 0)} replaying   "
-        f"{f'restarts {restarts}   ' if restarts else ''}pid {gateway.get('pid', '-')}"
+        f"{f'restarts {restarts}   ' if restarts else ''}pid {gateway.get('pid', '-')}",
     ]
 
 
@@ -368,8 +327,7 @@ def gateway_faults(
 
 def load_of(gateway: Document) -> dict[str, Any]:
     """The counts of requests that the gateway has now."""
-    found = gateway.get("load")
-    return dict(found) if isinstance(found, dict) else {}
+    return dict(gateway.get("load") or {})
 
 
 # --- the pool: what is amiss is what it says of its models, not how many engines there are
@@ -424,11 +382,14 @@ def pool_faults(pool: Document) -> list[str]:
     missing = lacks_shadow(pool, is_expected=True)
     faults += [f"the shadow of {name} cannot take over now" for name in missing]
     for device in pool.get("devices") or ():
-        over = _overbooked(device)
+        outside_bytes, total_bytes = device["outside_bytes"], device["total_bytes"]
+        if total_bytes is None or not outside_bytes:
+            continue
+        over = device["booked_bytes"] + outside_bytes + device["margin_bytes"] - total_bytes
         if over > 0:
             faults.append(
                 f"{device['device']}: {size(over)} more in use than fits beside the margin; "
-                f"programs outside the pool use {size(device['outside_bytes'])}"
+                f"programs outside the pool use {size(outside_bytes)}"
             )
     return faults
 
@@ -451,14 +412,6 @@ def headline(pool: Document) -> str:
     return f"{awake} of {len(models)} models awake, {waiting} waiting"
 
 
-def _overbooked(device: Document) -> int:
-    """How many bytes are in use that should be free."""
-    if device["total_bytes"] is None or not device["outside_bytes"]:
-        return 0
-    used = device["booked_bytes"] + device["outside_bytes"] + device["margin_bytes"]
-    return int(used - device["total_bytes"])
-
-
 # --- the memory service: none of its faults stops the engine that serves, which looks fine; they
 # affect the next relaunch, or the next failover
 
@@ -479,62 +432,45 @@ def engines_by_pid(engines: Iterable[Document]) -> dict[int, str]:
     return found
 
 
-def memory_lines(part: Document, now: datetime, engines: Engines) -> list[str]:
-    """A line for each device of `part`, and lines for memory besides the committed weights."""
-    if "error" in part:
-        return [f"gms    {part['name']}   down"]
-    return [
-        line for device in devices(part) for line in (_line(device, now), *_rest(device, engines))
-    ]
-
-
-def memory_faults(part: Document, engines: Engines) -> list[str]:
+def memory_faults(device: Document, engines: Engines) -> list[str]:
     """The faults of the memory, as sentences."""
-    if "error" in part:
-        return [f"gms {part['name']} down: {part['error']}; engines keep serving, new ones wait"]
-    return [fault for device in devices(part) for fault in _device_faults(device, engines)]
-
-
-def _device_faults(device: Document, engines: Engines) -> list[str]:
-    kv = device.get("kv") or {}
-    if "reason" not in kv:
-        return _weights_faults(device, engines)
-    away = (
-        f"the KV memory of {device.get('device_uuid')} has no server: {kv['reason']}; a waking "
-        "engine waits for it, or starts with an empty private cache"
-    )
-    return [*_weights_faults(device, engines), away]
-
-
-def _weights_faults(device: Document, engines: Engines) -> list[str]:
-    name, state = device.get("device_uuid"), device.get("state")
+    if "error" in device:
+        why = device["error"]
+        return [f"gms {device['name']} down: {why}; engines keep serving, new ones wait"]
+    name, state, kv = device.get("device_uuid"), device.get("state"), device.get("kv") or {}
+    faults = []
     if state == "recovering":
         holders = _holders(_unowned(device), device, engines)
-        return [f"memory of {name} is recovering: mapped by {holders}"]
-    if device.get("superseded_bytes") and not device.get("committed_bytes"):
+        faults.append(f"memory of {name} is recovering: mapped by {holders}")
+    elif device.get("superseded_bytes") and not device.get("committed_bytes"):
         loader = "an engine is loading" if state == "staging" else "the next relaunch loads"
-        return [
+        faults.append(
             f"the weights of {name} are out of service but still mapped by {_readers(device)};"
             f" {loader} a second copy"
-        ]
-    return []
+        )
+    if "reason" in kv:
+        faults.append(
+            f"the KV memory of {name} has no server: {kv['reason']}; a waking engine waits for it,"
+            " or starts with an empty private cache"
+        )
+    return faults
 
 
-def _line(device: Document, now: datetime) -> str:
+def memory_lines(device: Document, now: datetime, engines: Engines) -> list[str]:
+    """A line for the device, and lines for memory besides the committed weights: the KV memory;
+    copies that are out of service, and the processes that map them."""
+    if "error" in device:
+        return [f"gms    {device['name']}   down"]
     sessions, waiting = device.get("sessions") or [], device.get("waiting") or []
     count = device.get("restarts_total")
     restarts = f"restarts {count}, last {since(device.get('since'), now)} ago   " if count else ""
-    return (
+    lines = [
         f"gms    {device.get('device_uuid')}   {device.get('state')}   "
         f"{device.get('tag', 'weights')} {size(device.get('committed_bytes'))}   "
         f"{len(sessions)} session{'s' * (len(sessions) != 1)}   {len(waiting)} waiting   "
-        f"{restarts}pid {device.get('pid', '-')}"
-    )
-
-
-def _rest(device: Document, engines: Engines) -> list[str]:
-    """The KV memory; copies that are out of service, and the processes that map them."""
-    lines = _kv(device.get("kv") or {})
+        f"{restarts}pid {device.get('pid', '-')}",
+        *_kv(device.get("kv") or {}),
+    ]
     if device.get("superseded_bytes"):
         lines.append(
             f"       superseded {size(device['superseded_bytes'])}, mapped by {_readers(device)}"
@@ -610,13 +546,12 @@ def watch_lines(view: Document, events: Sequence[Mapping[str, Any]], now: dateti
         "requests": requests(view.get("gateway")),
         "switches": switches(events, now),
         "failovers": failovers(view, now),
-        "events": [_event(each) for each in events[-EVENTS_SHOWN:]],
+        "events": [
+            f"{each['ts']}  {each['source']:<11}  {each['message']}"
+            for each in events[-EVENTS_SHOWN:]
+        ],
     }
     return [line for title, rows in found.items() if rows for line in ("", title, *rows)]
-
-
-def _event(record: Mapping[str, Any]) -> str:
-    return f"{record.get('ts')}  {record.get('source', ''):<11}  {record.get('message')}"
 
 
 def requests(gateway: Document | None) -> list[str]:

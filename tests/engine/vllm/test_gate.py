@@ -1,4 +1,4 @@
-"""Goal: an engine's limits, its drain and its death as a client sees them.
+"""Goal: an engine's drain and its death as a client sees them.
 
 Method: the ASGI middleware around an application of our own, called as a server would.
 """
@@ -10,7 +10,6 @@ import pytest
 from engine.backends.vllm.api import gateway_endpoints as gate
 
 HTTP = {"type": "http", "path": "/v1/completions", "headers": []}
-BODY_MAX = 100
 
 
 @pytest.fixture
@@ -30,7 +29,7 @@ async def _call(traffic, app, scope=HTTP, receive=_receive):
     async def send(message):
         sent.append(message)
 
-    await gate.Gate(app, traffic, BODY_MAX)(dict(scope), receive, send)
+    await gate.Gate(app, traffic)(dict(scope), receive, send)
     return sent
 
 
@@ -63,32 +62,6 @@ def test_a_websocket_is_counted_and_marked_and_refused_in_a_drain(traffic):
     assert refused == [{"type": "websocket.close", "code": gate.TRY_AGAIN_LATER}]
 
 
-@pytest.mark.parametrize(("is_declared", "parts"), [(True, 3), (False, 2), (False, 3)])
-def test_a_body_is_read_to_the_limit(traffic, is_declared, parts):
-    """Goal: one client cannot stop the engine by what it sends. Method: a Content-Length, which
-    the application never sees; pieces up to the limit, and beyond it."""
-    left, calls = [b"x" * (BODY_MAX // 2)] * parts, []
-
-    async def receive():
-        return {"type": "http.request", "body": left.pop(), "more_body": bool(left)}
-
-    async def app(scope, receive, send):
-        calls.append(scope)
-        while (message := await receive()).get("more_body"):
-            pass
-        if message["type"] == "http.disconnect":
-            raise ConnectionError("the client has left")  # as frameworks do
-        await send({"type": "http.response.start", "status": 200})
-
-    declared = [(b"content-length", str(BODY_MAX + 1).encode())] * is_declared
-    sent = asyncio.run(_call(traffic, app, {**HTTP, "headers": declared}, receive))
-    assert sent[0]["status"] == (200 if parts == 2 else 413)
-    assert (b"x-understudy-engine", b"engine-0") in sent[0]["headers"]
-    assert not left  # or the client would see its connection end, and not the answer
-    assert len(calls) == (not is_declared)
-    assert (traffic.rejected, traffic.in_flight) == (parts - 2, 0)
-
-
 BEGUN = {"type": "http.response.start", "status": 200}
 TOKEN = {"type": "http.response.body", "body": b"data: a", "more_body": True}
 
@@ -117,7 +90,7 @@ def test_a_dead_engine_sends_and_accepts_nothing_more(traffic, before):
 
         requests = []
         for _ in range(2):
-            request = gate.Gate(dying, traffic, BODY_MAX)(dict(HTTP), _receive, send)
+            request = gate.Gate(dying, traffic)(dict(HTTP), _receive, send)
             requests.append(asyncio.create_task(request))
             await closed.get()
         for each in requests:

@@ -105,7 +105,7 @@ class Hop:
         self.canary = CanaryMsg(True)
         if not is_direct:
             self.traffic.door = Door(self.hello, self.run_canary)
-        self.gate = Gate(PassesOn(Marks(serving, self.traffic)), self.traffic, BODY_MAX)
+        self.gate = Gate(PassesOn(Marks(serving, self.traffic)), self.traffic)
         self.sent: list[Any] = []
         self.transport = self  # of this one connection
         self.closed = 0

@@ -28,7 +28,8 @@ ANSWER_TOKENS = 40
 
 
 class ParkedReference:
-    """See `load`."""
+    """`wake(token)` borrows the pool and adopts, and says how many blocks, or why none; with token
+    0 it takes private memory. `ask(prompts)` answers all at once."""
 
     def __init__(self, model: str, directory: str, engine: str) -> None:
         self._directory, self._engine = directory, engine
@@ -85,6 +86,3 @@ class ParkedReference:
             if produced is not None:
                 made[produced.request].append(produced.token)
         return made
-
-    def is_clear(self, prompt: list[int]) -> bool:
-        return True

@@ -78,8 +78,8 @@ OURS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         {"choices": (REFUSE, PRIVATE), "default": REFUSE},
     ),
     "--body-bytes-max": (
-        "the largest request body, such as 64MiB; larger ones are refused with 413, because"
-        " parsing one blocks all others (the default depends on the model's length)",
+        "the largest request body, such as 64MiB; the gateway refuses larger ones with 413,"
+        " because parsing one blocks all others (the default depends on the model's length)",
         {"type": size_bytes},
     ),
     "--no-resume": (

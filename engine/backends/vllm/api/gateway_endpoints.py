@@ -1,11 +1,10 @@
 """Wraps vLLM's whole application: names the engine in every response, closes connections while
-draining, limits the size of a request, and speaks the gateway's private hop.
+draining, and speaks the gateway's private hop.
 
 `Gate` is what uvicorn calls, and not one of vLLM's `--middleware`: responses to uncaught errors are
-made outside of those. It counts the requests in flight, and limits sizes because parsing a large
-request blocks everything else. A dead engine sends nothing, not even within a stream: vLLM reports
-its engine's death in a running stream as an error event followed by `[DONE]`, which a client takes
-for a whole answer.
+made outside of those. It counts the requests in flight. A dead engine sends nothing, not even
+within a stream: vLLM reports its engine's death in a running stream as an error event followed by
+`[DONE]`, which a client takes for a whole answer.
 
 `Door` exists only behind a gateway: the paths of the private hop, and the journal of a request that
 is resumed. `Marks` is the innermost application, around vLLM's routes: it marks a stream of events
@@ -41,15 +40,12 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 TRY_AGAIN_LATER = 1013  # RFC 6455's registry of WebSocket close codes
 CONFLICT = 409
 
-# A body is parsed in one go, which blocks other requests and everybody's tokens: 40 MB of numbers
-# took 1.5 s, and after three seconds without a token an engine counts as hung.
+# What a gateway may pass on. A body is parsed in one go, which blocks other requests and all
+# tokens: 40 MB of numbers took 1.5 s, and after 3 s without a token an engine counts as hung.
 BODY_BYTES_BASE = 8 << 20
 BODY_BYTES_PER_TOKEN = 32  # four to six for text, up to nine for numbers
 # An image is one long string, which is parsed a hundred times faster than numbers.
 BODY_BYTES_MULTIMODAL = 64 << 20
-DISCARDED_MAX = 16  # times the limit: how much of an oversized body is read before the answer
-# One token in each chunk is the most.
-JOURNAL_BYTES_MAX = 2 * hop.ITEM_BYTES * hop.JOURNAL_TOKENS_MAX
 
 # Nobody waits longer for a gateway that takes nothing of a stream.
 HAND_OVER_S = 1.0
@@ -117,15 +113,15 @@ class Traffic:
 class Gate:
     """An ASGI application around another one."""
 
-    def __init__(self, app: App, traffic: Traffic, body_max: int) -> None:
-        self._app, self._traffic, self._body_max = app, traffic, body_max
+    def __init__(self, app: App, traffic: Traffic) -> None:
+        self._app, self._traffic = app, traffic
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
         traffic = self._traffic
-        exchange = _Exchange(traffic, self._body_max, receive, send)
+        exchange = _Exchange(traffic, receive, send)
         if traffic.is_draining and scope["type"] == "websocket":
             # It may never end by itself, so the drain would only cut it.
             traffic.rejected += 1
@@ -135,10 +131,9 @@ class Gate:
         try:
             if traffic.is_dead():
                 await traffic.stay_silent()
-            if scope["type"] == "websocket":
-                await self._app(scope, receive, exchange.send)
-            elif traffic.door is None or await self._admit(traffic.door, scope, exchange):
-                await exchange.run(self._app, scope)
+            door = traffic.door if scope["type"] == "http" else None
+            if door is None or await self._admit(door, scope, exchange):
+                await self._app(scope, exchange.receive, exchange.send)
         finally:
             traffic.in_flight -= 1
 
@@ -163,48 +158,16 @@ class Gate:
 
 
 class _Exchange:
-    """One request: its body as the application reads it (beyond the limit the client seems gone),
-    and the response with our headers."""
+    """One request: its body as the application reads it, and the response with our headers."""
 
-    def __init__(self, traffic: Traffic, body_max: int, receive: Receive, send: Send) -> None:
-        self._traffic, self._body_max = traffic, body_max
-        self._receive, self._send = receive, send
-        self._left = body_max
-        self._is_whole = self._is_too_large = self._has_begun = False
-
-    async def run(self, app: App, scope: Scope) -> None:
-        declared = dict(scope["headers"]).get(LENGTH, b"0")  # uvicorn refuses what is no number
-        self._is_too_large = declared.isdigit() and int(declared) > self._body_max
-        if not self._is_too_large:
-            try:
-                await app(scope, self.receive, self.send)
-            except Exception:
-                if not self._is_too_large:  # otherwise we made the client appear disconnected
-                    raise
-        if not self._is_too_large or self._has_begun:
-            return
-        # Read the rest: a client whose connection ends while it sends never sees the answer.
-        self._left = DISCARDED_MAX * self._body_max
-        while not self._is_whole and self._left > 0:
-            await self.receive()
-        self._traffic.rejected += 1
-        what = f"This request is larger than the limit of {self._body_max} bytes."
-        await send_json(self.send, 413, error_document(what, "request_too_large"), CLOSE)
-
-    async def receive(self) -> Message:
-        message = await self._receive()
-        self._left -= len(message.get("body", b""))
-        self._is_whole = not message.get("more_body")
-        if self._left < 0:
-            self._is_too_large = True
-            return {"type": "http.disconnect"}
-        return message
+    def __init__(self, traffic: Traffic, receive: Receive, send: Send) -> None:
+        self.receive = receive
+        self._traffic, self._send = traffic, send
 
     async def send(self, message: Message) -> None:
         if self._traffic.is_dead():
             await self._traffic.stay_silent()
         if message["type"] in ("http.response.start", "websocket.accept"):
-            self._has_begun = True
             message["headers"] = [*message.get("headers", ()), *self._traffic.headers()]
             if self._traffic.is_draining and message["type"] == "http.response.start":
                 message["headers"].append(CLOSE)
@@ -220,26 +183,24 @@ class _Exchange:
         scope["headers"] = [each for each in scope["headers"] if not each[0].startswith(PREFIX)]
         if header is None:
             return None
-        whole, bytes_max, more = bytearray(), self._body_max + JOURNAL_BYTES_MAX, True
+        whole, receive, more = bytearray(), self.receive, True
         while more:
-            message = await self._receive()
+            message = await receive()
             if message["type"] != "http.request":
                 raise ValueError("the connection ended within the body")
             whole += message.get("body", b"")
-            if len(whole) > bytes_max:
-                raise ValueError(f"it and the body are larger than {bytes_max} bytes")
             more = message.get("more_body", False)
         body, journal = hop.without_journal(bytes(whole), header.decode("latin-1"))
         scope["headers"] = [
             (name, b"%d" % len(body) if name == LENGTH else value)
             for name, value in scope["headers"]
         ]
-        receive, waiting = self._receive, [{"type": "http.request", "body": body}]
+        waiting = [{"type": "http.request", "body": body}]
 
         async def next_message() -> Message:
             return waiting.pop() if waiting else await receive()
 
-        self._receive = next_message
+        self.receive = next_message
         return journal
 
 
@@ -376,9 +337,9 @@ class _Marked:
         await self._send({"type": "http.response.body", "body": body, "more_body": more_body})
 
 
-async def send_json(send: Send, status: int, document: Any, *headers: tuple[bytes, bytes]) -> None:
+async def send_json(send: Send, status: int, document: Any) -> None:
     body = json.dumps(document).encode()
-    about = [(b"content-type", b"application/json"), (LENGTH, str(len(body)).encode()), *headers]
+    about = [(b"content-type", b"application/json"), (LENGTH, str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": about})
     await send({"type": "http.response.body", "body": body})
 

@@ -90,8 +90,8 @@ class Front:
         sock: socket.socket,
         body_max: int | None = None,
     ) -> Front:
-        """Build vLLM's application and serve it on the private `sock`. `body_max` limits a request
-        body, in bytes; by default it depends on the model.
+        """Build vLLM's application and serve it on the private `sock`. `body_max` is the largest
+        request body that a gateway may pass on, in bytes; by default it depends on the model.
 
         Raises:
             UsageError: `vllm.not_generative`.
@@ -119,7 +119,7 @@ class Front:
         front.traffic.on_dead = front.close
         # uvicorn uses it for every connection from now on.
         config = front._app.state.server.config
-        config.loaded_app = Gate(config.loaded_app, front.traffic, front.body_max)
+        config.loaded_app = Gate(config.loaded_app, front.traffic)
         return front
 
     @property
