@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from gms.client import Reader, Writer, open_session
-from gms.client.suballocator import ALIGNMENT_BYTES
+from gms.client.weights import ALIGNMENT_BYTES
 from gms.messages import AttachMsg
 from hack import rig
 from hack.processes import IDENTITY, MemoryServer
@@ -43,10 +43,11 @@ class BenchServer(MemoryServer):
         """Place `tensors` in that many slabs, to replace what is committed."""
         writer = self.open("rw", replace=True)
         assert isinstance(writer, Writer)
-        per_slab = -(-tensors // slabs)
-        nbytes = SLAB_BYTES // per_slab // ALIGNMENT_BYTES * ALIGNMENT_BYTES
-        writer.plan(slabs * SLAB_BYTES, nbytes, SLAB_BYTES)
+        left_bytes = slabs * SLAB_BYTES
+        writer.plan(left_bytes, SLAB_BYTES)
         for number in range(tensors):
+            nbytes = left_bytes // (tensors - number) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+            left_bytes -= nbytes
             writer.place(f"model.layers.{number}.weight", nbytes, (nbytes,), "uint8")
         return writer
 

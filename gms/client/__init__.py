@@ -3,7 +3,7 @@
     request = AttachMsg("engine-0", incarnation, "rw_or_ro", identity={…}, wait_ms=7_200_000)
     session = open_session(directory, "HOST-0", request)
     if isinstance(session, Writer):
-        session.plan(total_bytes, tensor_bytes_max)      # optional: slabs get the right size
+        session.plan(total_bytes)                        # optional: slabs get the right size
         for name, shape, dtype, nbytes in …:
             session.place(name, nbytes, shape, dtype)    # its address
             session.write(name, …)                       # or session.view(name), on the host
@@ -23,7 +23,7 @@ back to a restarted service.
 from __future__ import annotations
 
 from gms import messages
-from gms.client.attach import OnWait, Opening, look_for_mps, memory_for
+from gms.client.attach import Attachment, OnWait, look_for_mps, memory_for
 from gms.client.keeper import Keeper
 from gms.client.kv_loan import KvClaim, KvLease, borrow_pool, has_pool_service, pool_service_answers
 from gms.client.weights import Offloaded, Reader, Writer, open_copy, opened, release, restaged
@@ -83,7 +83,8 @@ def open_session(
         RemoteError: the server refused: `gms.identity_mismatch` (`details["field"]`),
             `gms.already_committed`, `gms.wait_timeout`, …
     """
-    session = opened(Opening(directory, device, memory or memory_for(device)), request, on_wait)
+    attachment = Attachment(directory, device, memory or memory_for(device))
+    session = opened(attachment, request, on_wait)
     if isinstance(session, Writer) and session.source_epoch is not None:
         return restaged(session, on_wait)
     return session

@@ -1,10 +1,9 @@
-"""How a session with a device's server is opened and regained, and what writers and readers have in
-common.
+"""How a session with a device's server is opened and regained.
 
-`Attachment` is one process's hold on one epoch: the flock on its file, the slabs, their range of
-addresses. It owns the order: the flock before the first mapping; at the end unmap, release the
-slabs, the flock last. If the driver fails at that, the flock stays until the process ends, because
-the memory may stay mapped until then. It knows neither messages nor what the bytes mean.
+`Attachment` is one process's hold on one epoch: the flock on its file, the slabs, and the range of
+addresses in which these lie side by side. It owns the order: every descriptor of the answer, the
+flock, then the mappings; at the end unmap, release the slabs, the flock last. If the driver fails
+at that, the flock stays until the process ends, because the memory may stay mapped until then.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from msgspec import structs
 
 from gms import epoch_file, names
 from gms import messages as msg
-from gms.manifest import TensorRecord
 from gms.questions import unexpected_answer
 from gms.vmm.host import HostMemory
 from gms.vmm.interface import Allocation, DeviceMemory, Reservation, release_all
@@ -45,13 +43,21 @@ CONNECT_TIMEOUT_S = 5.0  # a server that does not accept for so long hangs
 OnWait = Callable[[str], None]
 
 
-class Opening:
-    """The way to one device's server: for a new session, and for a reader that attaches again."""
+class Attachment:
+    """A hold on an epoch of `device`, or the way to one: nothing is held before `attach`."""
 
     def __init__(self, directory: str, device: str, memory: DeviceMemory) -> None:
-        self.memory, self.device = memory, device
-        self.directory = directory
+        self.directory, self.device, self.memory = directory, device, memory
         self.path = names.socket_path(directory, device)
+        self.slabs: list[Allocation] = []
+        self._range: Reservation | None = None
+        self._flock: OwnedFd | None = None
+
+    @property
+    def range(self) -> Reservation:
+        """The addresses of the epoch."""
+        assert self._range is not None, "this attachment has no addresses"
+        return self._range
 
     def connect(self) -> BlockingClient:
         """A new connection to the device's server."""
@@ -60,13 +66,11 @@ class Opening:
     def attach(
         self,
         request: msg.AttachMsg,
-        attachment: Attachment,
         *,
         on_wait: OnWait = lambda reason: None,
         check: Callable[[Message], None] = lambda grant: None,
     ) -> tuple[BlockingClient, msg.WritingMsg | msg.EpochAttachedMsg]:
-        """Wait for the grant, `check` it, and let `attachment`, which has nothing mapped, hold the
-        epoch.
+        """Wait for the grant, `check` it, and hold the epoch; nothing may be mapped before.
 
         Raises:
             What `open_session` raises, and `check`.
@@ -82,49 +86,86 @@ class Opening:
                 # It serves again once it has room: like a server that is away.
                 raise UnreachableError(error.code, error.message, **error.details) from error
             fds, grant = list(reply.fds), reply.message
-            stack.callback(attachment.unmap)
+            stack.callback(self.unmap)
             try:
                 check(grant)
-                if isinstance(grant, msg.EpochAttachedMsg):
-                    self._take_slabs(client, fds, grant, attachment, low)
-                elif isinstance(grant, msg.WritingMsg):
-                    attachment.hold(self._join(grant.epoch, low))
-                    # Addresses for all that it could ever write: more may become free meanwhile.
-                    attachment.reserve(grant.capacity_bytes)
-                else:
-                    raise unexpected_answer(grant.TYPE, "attach")
+                match grant:
+                    case msg.EpochAttachedMsg(epoch=epoch, slab_sizes=sizes):
+                        _receive_slabs(client, fds, grant)
+                        reserved_bytes = sum(sizes)
+                    case msg.WritingMsg(epoch=epoch):  # more than is free may become free meanwhile
+                        sizes, reserved_bytes = (), grant.capacity_bytes
+                    case _:
+                        raise unexpected_answer(grant.TYPE, "attach")
+                at = self.directory, self.device, names.WEIGHTS, epoch
+                self._flock = join_file(*at, low)
+                self._reserve(reserved_bytes)
+                self.adopt(fds, sizes, writable=False)
             except BaseException:
                 close_all(fds)
                 raise
             stack.pop_all()
             return client, grant
 
-    def _take_slabs(
-        self,
-        client: BlockingClient,
-        fds: list[OwnedFd],
-        grant: msg.EpochAttachedMsg,
-        attachment: Attachment,
-        low: OwnedFd,
-    ) -> None:
-        """Every descriptor of the answer, then the flock, then the mappings: in this order. The
-        descriptors are added to `fds`, and taken in the end."""
-        count = len(grant.slab_sizes)
-        if count > len(fds):
-            make_fd_room(count - len(fds))
-        while len(fds) < count:
-            more = client.receive(GRACE_S)
-            fds += more.fds
-            if not isinstance(more.message, msg.SlabsMsg) or more.message.epoch != grant.epoch:
-                raise unexpected_answer(more.message.TYPE, "attach")
-        if len(fds) != count:
-            raise unexpected_answer(f"{len(fds)} descriptors", "attach")
-        attachment.hold(self._join(grant.epoch, low))
-        attachment.reserve(sum(grant.slab_sizes))
-        attachment.adopt(fds, grant.slab_sizes, writable=False)
+    def _reserve(self, size_bytes: int) -> None:
+        """Reserve addresses for `size_bytes`, if there are none yet; they cost no memory."""
+        if self._range is None:
+            granularity = self.memory.granularity_bytes
+            # An epoch may be empty, a range of addresses may not.
+            whole = max(1, -(-size_bytes // granularity)) * granularity
+            self._range = self.memory.reserve(whole)
 
-    def _join(self, epoch: str, low: OwnedFd) -> OwnedFd:
-        return join_file(self.directory, self.device, names.WEIGHTS, epoch, low)
+    def adopt(self, fds: Sequence[OwnedFd], sizes: Sequence[int], *, writable: bool) -> None:
+        """Map more slabs after the mapped ones; takes `fds`."""
+        fresh: list[Allocation] = []
+        rest = deque(fds)
+        try:
+            for size_bytes in sizes:
+                slab = self.memory.adopt(rest.popleft(), size_bytes)
+                fresh.append(slab)
+            self.range.map(self.range.mapped_bytes, fresh, writable=writable)
+        except BaseException:
+            close_all(rest)
+            release_all(fresh)
+            raise
+        self.slabs += fresh
+
+    def unmap(self) -> None:
+        """Release the memory and then the epoch, keeping the addresses."""
+        slabs, self.slabs = self.slabs, []
+        flock, self._flock = self._flock, None
+        try:
+            with contextlib.ExitStack() as stack:
+                stack.callback(release_all, slabs)
+                if self._range is not None:
+                    self._range.unmap()
+        except BaseException:
+            if flock is not None:
+                flock.detach()
+            raise
+        if flock is not None:
+            flock.close()
+
+    def close(self) -> None:
+        """Release everything; safe to call again."""
+        with contextlib.ExitStack() as stack:
+            if self._range is not None:
+                stack.callback(self._range.free)
+            self.unmap()
+
+
+def _receive_slabs(client: BlockingClient, fds: list[OwnedFd], grant: msg.EpochAttachedMsg) -> None:
+    """The descriptors that did not fit the answer are added to `fds`."""
+    count = len(grant.slab_sizes)
+    if count > len(fds):
+        make_fd_room(count - len(fds))
+    while len(fds) < count:
+        more = client.receive(GRACE_S)
+        fds += more.fds
+        if not isinstance(more.message, msg.SlabsMsg) or more.message.epoch != grant.epoch:
+            raise unexpected_answer(more.message.TYPE, "attach")
+    if len(fds) != count:
+        raise unexpected_answer(f"{len(fds)} descriptors", "attach")
 
 
 RECEIVE_TIMEOUT_S = 5.0  # for the rest of a frame that has begun
@@ -265,48 +306,6 @@ def _duplicates(fds: Sequence[int]) -> list[OwnedFd]:
         return copies
 
 
-class WeightsSession(RegionSession):
-    """What readers and writers share: mapped slabs, and their end."""
-
-    def __init__(
-        self,
-        opening: Opening,
-        client: BlockingClient,
-        attachment: Attachment,
-        request: msg.AttachMsg,
-    ) -> None:
-        """`request`: what this session asked for of the server to which `opening` is the way."""
-        super().__init__(opening.path, client)
-        self.opening, self.request = opening, request
-        self._attachment = attachment
-
-    @property
-    def tensors(self) -> Mapping[str, TensorRecord]:
-        """The tensors that the epoch has so far, by name."""
-        raise NotImplementedError  # a reader has all of them, a writer what it has added
-
-    def address(self, name: str) -> int:
-        """Where the first byte of tensor `name` is, for good, also while it is not mapped."""
-        return self._attachment.range.address + self.tensors[name].offset
-
-    def view(self, name: str) -> memoryview:
-        """The bytes of tensor `name`, in place: writable until the commit, then read-only.
-
-        Raises:
-            UnderstudyError: `gms.not_host_memory`.
-        """
-        record = self.tensors[name]
-        return self._attachment.range.view(record.offset, record.nbytes)
-
-    def close(self) -> None:
-        """Unmap, release the epoch, disconnect, in this order; safe to call again."""
-        if not self.is_closed:
-            self.is_closed = True
-            with contextlib.ExitStack() as stack:
-                stack.callback(super().close)  # also where the driver fails to unmap
-                self._attachment.close()
-
-
 def placeholder() -> OwnedFd:
     """A descriptor that is opened first, for its low number; see `epoch_file.join`."""
     return OwnedFd(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
@@ -347,72 +346,6 @@ def wait_for_grant(
             raise WaitTimeoutError(code, text, reason=reply.message.reason)
         reply = client.receive(rest_s)
     return reply
-
-
-class Attachment:
-    """The flock, the slabs and the one range in which they lie side by side."""
-
-    def __init__(self, memory: DeviceMemory) -> None:
-        self.slabs: list[Allocation] = []
-        self._memory = memory
-        self._range: Reservation | None = None
-        self._flock: OwnedFd | None = None
-
-    @property
-    def range(self) -> Reservation:
-        """The addresses of the epoch."""
-        assert self._range is not None, "this attachment has no addresses"
-        return self._range
-
-    def hold(self, flock: OwnedFd) -> None:
-        """Takes the descriptor with the shared flock."""
-        self._flock = flock
-
-    def reserve(self, size_bytes: int) -> None:
-        """Reserve addresses for `size_bytes`, if there are none yet; they cost no memory."""
-        if self._range is not None:
-            return
-        granularity = self._memory.granularity_bytes
-        # An epoch may be empty, a range of addresses may not.
-        self._range = self._memory.reserve(max(1, -(-size_bytes // granularity)) * granularity)
-
-    def adopt(self, fds: Sequence[OwnedFd], sizes: Sequence[int], *, writable: bool) -> None:
-        """Map more slabs after the mapped ones; takes `fds`."""
-        fresh: list[Allocation] = []
-        rest = deque(fds)
-        try:
-            for size_bytes in sizes:
-                slab = self._memory.adopt(rest.popleft(), size_bytes)
-                fresh.append(slab)
-            self.range.map(self.range.mapped_bytes, fresh, writable=writable)
-        except BaseException:
-            close_all(rest)
-            release_all(fresh)
-            raise
-        self.slabs += fresh
-
-    def unmap(self) -> None:
-        """Release the memory and then the epoch, keeping the addresses."""
-        slabs, self.slabs = self.slabs, []
-        flock, self._flock = self._flock, None
-        try:
-            with contextlib.ExitStack() as stack:
-                stack.callback(release_all, slabs)
-                if self._range is not None:
-                    self._range.unmap()
-        except BaseException:
-            if flock is not None:
-                flock.detach()
-            raise
-        if flock is not None:
-            flock.close()
-
-    def close(self) -> None:
-        """Release everything; safe to call again."""
-        with contextlib.ExitStack() as stack:
-            if self._range is not None:
-                stack.callback(self._range.free)
-            self.unmap()
 
 
 def memory_for(device: str) -> DeviceMemory:

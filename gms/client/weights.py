@@ -25,9 +25,8 @@ from msgspec.structs import replace
 
 from gms import messages as msg
 from gms import names
-from gms.client.attach import Attachment, OnWait, Opening, WeightsSession
+from gms.client.attach import Attachment, OnWait, RegionSession
 from gms.client.keeper import Keeper
-from gms.client.suballocator import NeedSlab, Suballocator
 from gms.manifest import TensorRecord, WeightsManifest, encode, layout_hash
 from gms.questions import unexpected_answer
 from gms.vmm.host import HostMemory
@@ -50,37 +49,56 @@ FREE_TIMEOUT_S = 30.0
 logger = logging.getLogger(__name__)
 
 
+class WeightsSession(RegionSession):
+    """What readers and writers share: mapped slabs, and their end."""
+
+    tensors: Mapping[str, TensorRecord]  # by name, in the order in which they were placed
+
+    def __init__(
+        self, attachment: Attachment, client: BlockingClient, request: msg.AttachMsg, epoch: str
+    ) -> None:
+        """`request`: what this session has asked for."""
+        super().__init__(attachment.path, client)
+        self.attachment, self.request, self.epoch = attachment, request, epoch
+
+    def address(self, name: str) -> int:
+        """Where the first byte of tensor `name` is, for good, also while it is not mapped."""
+        return self.attachment.range.address + self.tensors[name].offset
+
+    def view(self, name: str) -> memoryview:
+        """The bytes of tensor `name`, in place: writable until the commit, then read-only.
+
+        Raises:
+            UnderstudyError: `gms.not_host_memory`.
+        """
+        record = self.tensors[name]
+        return self.attachment.range.view(record.offset, record.nbytes)
+
+    def close(self) -> None:
+        """Unmap, release the epoch, disconnect, in this order; safe to call again."""
+        if not self.is_closed:
+            self.is_closed = True
+            with contextlib.ExitStack() as stack:
+                stack.callback(super().close)  # also where the driver fails to unmap
+                self.attachment.close()
+
+
 class Reader(WeightsSession):
     """A committed epoch, mapped read-only at addresses that never change. Its connection may end
-    and be replaced (`gms.client.keeper`); the mapping stays.
-
-    `tensors` maps names to their records, in the order in which they were placed; `identity` is
-    the epoch's.
-    """
+    and be replaced (`gms.client.keeper`); the mapping stays. `identity` is the epoch's."""
 
     def __init__(
         self,
-        opening: Opening,
-        client: BlockingClient,
         attachment: Attachment,
+        client: BlockingClient,
         request: msg.AttachMsg,
-        epoch: msg.EpochAttachedMsg,
-        *,
-        is_author: bool = False,
+        grant: msg.EpochAttachedMsg,
     ) -> None:
-        """`is_author`: this process has just written the epoch."""
-        super().__init__(opening, client, attachment, request)
-        self.is_author = is_author
-        self.epoch = epoch.epoch
-        self.identity: dict[str, Any] = epoch.identity
-        self.layout_hash = epoch.layout_hash
-        self.slab_sizes = epoch.slab_sizes
-        self.manifest = WeightsManifest(epoch.manifest)
-
-    @property
-    def tensors(self) -> Mapping[str, TensorRecord]:
-        """The epoch's tensors, by name."""
-        return self.manifest
+        super().__init__(attachment, client, request, grant.epoch)
+        self.identity: dict[str, Any] = grant.identity
+        self.layout_hash = grant.layout_hash
+        self.slab_sizes = grant.slab_sizes
+        self.tensors = self.manifest = WeightsManifest(grant.manifest)
 
     @property
     def size_bytes(self) -> int:
@@ -90,18 +108,18 @@ class Reader(WeightsSession):
     def read(self, name: str) -> bytes:
         """A copy of the bytes of tensor `name`, from device memory too."""
         record = self.manifest[name]
-        return self._attachment.range.read(record.offset, record.nbytes)
+        return self.attachment.range.read(record.offset, record.nbytes)
 
     def slab_fds(self) -> list[int]:
         """Lend the slabs' read-only descriptors, in order."""
-        return [slab.fileno() for slab in self._attachment.slabs]
+        return [slab.fileno() for slab in self.attachment.slabs]
 
     def digest(self, may_go_on: Callable[[], bool] = lambda: True) -> str | None:
         """SHA-256, in hex, of all slabs in order; None once `may_go_on` is false. Takes half a
         second per GiB, and other threads run meanwhile."""
         whole = hashlib.sha256()
         # Copies: the memory may be unmapped while another thread runs.
-        for _, piece in self.pieces(self._attachment.range.read):
+        for _, piece in self.pieces(self.attachment.range.read):
             whole.update(piece)
             if not may_go_on():
                 return None
@@ -119,7 +137,7 @@ class Reader(WeightsSession):
         Raises:
             UnderstudyError: `gms.not_mapped`.
         """
-        if self.slab_sizes and not self._attachment.slabs:
+        if self.slab_sizes and not self.attachment.slabs:
             raise UnderstudyError(
                 "gms.not_mapped", f"epoch {self.epoch} is unmapped here; `remap` attaches again"
             )
@@ -141,7 +159,7 @@ class Reader(WeightsSession):
         who may tell the service that this reader has nothing mapped any more."""
         with contextlib.ExitStack() as stack:
             stack.callback(self._client.close)
-            self._attachment.unmap()
+            self.attachment.unmap()
             stack.pop_all()
         return self._client
 
@@ -175,16 +193,23 @@ class Reader(WeightsSession):
         request = replace(
             self.request, mode=mode, identity=self.identity, wait_ms=wait_ms, replace=False
         )
-        client, grant = self.opening.attach(request, self._attachment, check=check)
+        client, grant = self.attachment.attach(request, check=check)
         if isinstance(grant, msg.WritingMsg):
             assert source is not None
             with contextlib.ExitStack() as stack:
                 stack.callback(client.close)
-                stack.callback(self._attachment.unmap)
-                writer = Writer(self.opening, client, self._attachment, request, grant)
+                stack.callback(self.attachment.unmap)
+                writer = Writer(self.attachment, client, request, grant)
                 client = writer.restage(source)._client
                 stack.pop_all()
         self._client, self.epoch = client, grant.epoch
+
+
+# Few slabs: attaching then takes one request and one frame of descriptors. They lie side by side,
+# so a tensor may span them; a slab has at most what the memory's driver can take.
+SLAB_BYTES_MIN = 64 << 20
+SLABS_WANTED = 128  # half of what one frame carries
+ALIGNMENT_BYTES = 256  # what cudaMalloc gives and vectorised kernels expect
 
 
 class Writer(WeightsSession):
@@ -192,32 +217,33 @@ class Writer(WeightsSession):
 
     def __init__(
         self,
-        opening: Opening,
-        client: BlockingClient,
         attachment: Attachment,
+        client: BlockingClient,
         request: msg.AttachMsg,
         grant: msg.WritingMsg,
         on_wait: OnWait = lambda reason: None,
     ) -> None:
         """`on_wait` is called with a sentence while a slab waits for memory."""
-        super().__init__(opening, client, attachment, request)
-        self.epoch = grant.epoch
+        super().__init__(attachment, client, request, grant.epoch)
         self.source_epoch = grant.copy  # the host copy that stands for the requested weights
         self._grant = grant
         self._on_wait = on_wait
-        self._places = Suballocator(
-            grant.granularity_bytes, grant.free_bytes, opening.memory.allocation_bytes_max
-        )
         self._records: dict[str, TensorRecord] = {}
+        self.tensors = self._records  # those that were placed so far
+        self._end = 0  # of the last of them
+        self._planned_bytes: int | None = None
+        self._slab_bytes = SLAB_BYTES_MIN
         self._source: Reader | None = None  # what this epoch is a copy of
 
-    def plan(self, total_bytes: int, tensor_bytes_max: int, slab_bytes: int | None = None) -> None:
-        """Announce how much will be placed, and the size of the largest tensor.
+    def plan(self, total_bytes: int, slab_bytes: int | None = None) -> None:
+        """Announce how much will be placed: slabs get the right size, and the last one what
+        remains.
 
         Args:
-            slab_bytes: the size of slabs, instead of what follows from the other two.
+            slab_bytes: the size of slabs, instead of what follows from the other.
         """
-        self._places.plan(total_bytes, tensor_bytes_max, slab_bytes)
+        self._planned_bytes = total_bytes
+        self._slab_bytes = slab_bytes or max(SLAB_BYTES_MIN, total_bytes // SLABS_WANTED)
 
     def place(
         self,
@@ -236,13 +262,30 @@ class Writer(WeightsSession):
             RemoteError: `gms.out_of_memory`, naming what holds the device. The session is over.
         """
         assert name not in self._records, f"tensor {name!r} was placed before"
-        offset = self._places.place(nbytes)
-        while isinstance(offset, NeedSlab):  # several times, for a tensor that spans slabs
-            self._open_slab(offset.size_bytes)
-            offset = self._places.place(nbytes)
+        offset = _round_up(self._end, ALIGNMENT_BYTES)
+        self._end = offset + nbytes
+        while (missing_bytes := self._end - self.attachment.range.mapped_bytes) > 0:
+            self._open_slab(self._next_slab_bytes(missing_bytes))
         layout = None if strides is None else tuple(strides)
         self._records[name] = TensorRecord(name, offset, nbytes, tuple(shape), dtype, layout)
-        return self._attachment.range.address + offset
+        return self.address(name)
+
+    def _next_slab_bytes(self, missing_bytes: int) -> int:
+        """What is planned and not there yet, and a little for alignment, but what the device has
+        free at most: a small device gets small slabs. Never below what is missing: then the server
+        refuses it, with its explanation."""
+        mapped_bytes, wanted = self.attachment.range.mapped_bytes, self._slab_bytes
+        if self._planned_bytes is not None:
+            rest = max(self._planned_bytes - mapped_bytes, self._planned_bytes // SLABS_WANTED)
+            wanted = min(wanted, rest + rest // 64)
+        whole = max(missing_bytes, min(wanted, self._grant.free_bytes - mapped_bytes))
+        granularity, cap = (
+            self._grant.granularity_bytes,
+            self.attachment.memory.allocation_bytes_max,
+        )
+        if cap is not None:
+            whole = min(whole, cap // granularity * granularity)
+        return _round_up(whole, granularity)
 
     def alias(self, name: str, of: str) -> None:
         """Let `name` be the tensor `of` too, in the same bytes: weights that are tied."""
@@ -254,7 +297,7 @@ class Writer(WeightsSession):
         record = self._records[name]
         size_bytes = memoryview(data).nbytes
         assert 0 <= at <= record.nbytes - size_bytes, f"{size_bytes} bytes at {at} of {record}"
-        self._attachment.range.write(record.offset + at, data)
+        self.attachment.range.write(record.offset + at, data)
 
     def copy(self, source: Reader) -> None:
         """Make this epoch, in which nothing is placed, the same as `source`: slabs, tensors, bytes.
@@ -265,22 +308,17 @@ class Writer(WeightsSession):
         assert not self.tensors, "a copy is made into an empty epoch"
         for size_bytes in source.slab_sizes:
             self._open_slab(size_bytes)
-        mapped = source._attachment.range
-        look = mapped.view if source.opening.memory.kind == "host" else mapped.read
+        mapped = source.attachment.range
+        look = mapped.view if source.attachment.memory.kind == "host" else mapped.read
         for first, piece in source.pieces(look):
-            self._attachment.range.write(first, piece)
+            self.attachment.range.write(first, piece)
             self.progress(first + len(piece), source.size_bytes)
-        self._source = source
+        self._source, self.tensors = source, source.manifest
 
     def restage(self, source: Reader) -> Reader:
         """Copy and commit the host copy that stands for the device's weights."""
         self.copy(source)
         return self.commit(source.identity, restaged_from=source.epoch)
-
-    @property
-    def tensors(self) -> Mapping[str, TensorRecord]:
-        """The tensors that were placed so far, by name."""
-        return self._records if self._source is None else self._source.tensors
 
     def progress(self, done_bytes: int, total_bytes: int) -> None:
         """Report that the load proceeds; without it, the writer's deadline runs out."""
@@ -295,20 +333,19 @@ class Writer(WeightsSession):
         Raises:
             RemoteError: `gms.still_writable`, `gms.identity_changed`, …; the load is lost.
         """
-        sizes, source = self._places.slab_sizes, self._source
+        sizes = tuple(slab.size_bytes for slab in self.attachment.slabs)
+        source = self._source
         manifest = encode(self._records.values()) if source is None else source.manifest.encoded
         computed = layout_hash(sizes, manifest)
-        self._attachment.range.make_read_only()  # this process cannot write any more
+        self.attachment.range.make_read_only()  # this process cannot write any more
         is_answered = self._request_commit(
             msg.CommitMsg(dict(identity), manifest, computed, restaged_from)
         )
-        epoch = msg.EpochAttachedMsg(self.epoch, dict(identity), computed, tuple(sizes), manifest)
+        epoch = msg.EpochAttachedMsg(self.epoch, dict(identity), computed, sizes, manifest)
         self.is_closed = True  # the reader owns everything from here on
+        reader = Reader(self.attachment, self._client, self.request, epoch)
         # The digest of a restaged epoch is known: it is the copy's.
-        is_author = restaged_from is None
-        reader = Reader(
-            self.opening, self._client, self._attachment, self.request, epoch, is_author=is_author
-        )
+        reader.is_author = restaged_from is None
         if not is_answered:
             with contextlib.ExitStack() as stack:
                 stack.callback(reader.close)
@@ -333,11 +370,14 @@ class Writer(WeightsSession):
             self._on_wait(reply.message.message)
             reply = self._client.receive(COMMIT_TIMEOUT_S)
         message = reply.message
-        if not isinstance(message, msg.AllocatedMsg) or message.slab != len(self._attachment.slabs):
+        if not isinstance(message, msg.AllocatedMsg) or message.slab != len(self.attachment.slabs):
             close_all(reply.fds)
             raise unexpected_answer(message.TYPE, "allocate")
-        self._attachment.adopt(reply.fds, [message.size_bytes], writable=True)
-        self._places.slab_opened(message.size_bytes)
+        self.attachment.adopt(reply.fds, [message.size_bytes], writable=True)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
 
 
 def _resolve_doubt(reader: Reader, on_wait: OnWait) -> None:
@@ -362,29 +402,26 @@ def _resolve_doubt(reader: Reader, on_wait: OnWait) -> None:
 
 
 def opened(
-    opening: Opening, request: msg.AttachMsg, on_wait: OnWait = lambda reason: None
+    attachment: Attachment, request: msg.AttachMsg, on_wait: OnWait = lambda reason: None
 ) -> Reader | Writer:
-    """The session that `request` is granted."""
+    """The session that `request` is granted; takes `attachment`."""
     with contextlib.ExitStack() as stack:
-        attachment = Attachment(opening.memory)
         stack.callback(attachment.close)
-        client, grant = opening.attach(request, attachment, on_wait=on_wait)
+        client, grant = attachment.attach(request, on_wait=on_wait)
         stack.pop_all()
     if isinstance(grant, msg.WritingMsg):
-        return Writer(opening, client, attachment, request, grant, on_wait)
-    return Reader(opening, client, attachment, request, grant)
+        return Writer(attachment, client, request, grant, on_wait)
+    return Reader(attachment, client, request, grant)
 
 
 def restaged(writer: Writer, on_wait: OnWait) -> Reader | Writer:
     """A reader of what `writer` (taken) has copied from the host copy that stands for its weights;
     the writer itself where that copy is out of reach: then the weights are loaded."""
-    opening, end = writer.opening, time.monotonic() + COPY_BACK_S
+    at, end = writer.attachment, time.monotonic() + COPY_BACK_S
     while True:
         left_s = max(0.0, end - time.monotonic())
         try:
-            copy = open_copy(
-                opening.directory, opening.device, writer.request, writer.source_epoch, left_s
-            )
+            copy = open_copy(at.directory, at.device, writer.request, writer.source_epoch, left_s)
         except UnderstudyError as error:
             if isinstance(error, UnreachableError) and left_s > RETRY_S:
                 time.sleep(RETRY_S)
@@ -412,10 +449,10 @@ def open_copy(
         UnderstudyError: `gms.no_copy`, there is none of the identity of `request`.
         UnreachableError: its server is away.
     """
-    opening = Opening(directory, names.offload_device(device), HostMemory())
+    attachment = Attachment(directory, names.offload_device(device), HostMemory())
     wanted = replace(request, mode="ro", wait_ms=round(wait_s * 1000), replace=False)
     try:
-        copy = opened(opening, wanted)
+        copy = opened(attachment, wanted)
     except UnreachableError:
         raise
     except UnderstudyError as error:
@@ -438,7 +475,7 @@ def release(reader: Reader, keeper: Keeper) -> Offloaded:
     """
     request = replace(reader.request, identity=reader.identity)
     try:
-        copy = open_copy(reader.opening.directory, reader.opening.device, request)
+        copy = open_copy(reader.attachment.directory, reader.attachment.device, request)
     except UnreachableError as error:
         raise UnderstudyError(
             "gms.no_copy", f"no server of copies in host memory answers: {error.message}"
@@ -479,11 +516,11 @@ class Offloaded:
         """
         session, self._session = self._session, None
         try:
-            answer = self._ask(session or self.reader.opening.connect())
+            answer = self._ask(session or self.reader.attachment.connect())
         except UnreachableError:
             if session is None:
                 raise
-            answer = self._ask(self.reader.opening.connect())  # the service was restarted
+            answer = self._ask(self.reader.attachment.connect())  # the service was restarted
         if not isinstance(answer, msg.OffloadedMsg):
             raise unexpected_answer(answer.TYPE, "offload")
         return answer.size_bytes

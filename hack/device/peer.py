@@ -200,7 +200,7 @@ class Requests:
         """Commit an epoch with one tensor in each slab, and be its reader."""
         writer = self._session(directory, "rw")
         assert isinstance(writer, Writer)
-        writer.plan(slabs * slab_bytes, slab_bytes, slab_bytes)
+        writer.plan(slabs * slab_bytes, slab_bytes)
         for number in range(slabs):
             writer.place(f"t{number}", slab_bytes, (slab_bytes,), "uint8")
         writer.write("t0", b"\7" * PAGE)
@@ -217,7 +217,7 @@ class Requests:
 
     def do_look(self) -> list[int]:
         """Every byte value at the start of the first and of the last tensor."""
-        places, tensors = self.session._attachment.range, self.session.tensors
+        places, tensors = self.session.attachment.range, self.session.tensors
         last = max(record.offset for record in tensors.values())
         return sorted({*places.read(0, PAGE), *places.read(last, PAGE)})
 

@@ -167,7 +167,7 @@ class Recovering:
     def __init__(self, directory: str) -> None:
         self.gms = GmsProcess(directory).start()
         writer = self.gms.writer()
-        writer.plan(SLABS * MIB, MIB, slab_bytes=MIB)
+        writer.plan(SLABS * MIB, slab_bytes=MIB)
         for index in range(SLABS):
             writer.place(f"t{index}", MIB, (MIB,), "uint8")
             writer.write(f"t{index}", bytes([index + 1]) * MIB)

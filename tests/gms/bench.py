@@ -110,7 +110,7 @@ class GmsProcess:
     def load(self, nbytes: int = 64, **more: Any) -> Reader:
         """Write one tensor `t` of `nbytes` sevens and commit it."""
         writer = self.writer(**more)
-        writer.plan(nbytes, nbytes)
+        writer.plan(nbytes)
         writer.place("t", nbytes, (nbytes,), "uint8")
         writer.write("t", b"\7" * nbytes)
         return writer.commit(more.get("identity", IDENTITY))

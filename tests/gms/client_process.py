@@ -25,8 +25,8 @@ def say(what: str, **more: Any) -> None:
 
 def writes_to(session: Writer) -> Callable[[bytes], object]:
     """What writes to the start of tensor `t`, and goes on trying after the commit."""
-    attachment = session._attachment
-    if session.opening.memory.kind == "cuda":
+    attachment = session.attachment
+    if session.attachment.memory.kind == "cuda":
         return lambda data: attachment.range.write(0, data)
     view = session.view("t")
     return lambda data: view.__setitem__(slice(0, len(data)), data)

@@ -162,7 +162,7 @@ def test_session_ends_although_the_driver_fails(
 ):
     """The connection is closed in any case; the flock only if the memory was let go."""
     reader = gms.load()
-    reservation = reader._attachment.range
+    reservation = reader.attachment.range
     address = reservation.address
     monkeypatch.setenv("STANDIN_FAIL", f"{call}:1:999")
     with contextlib.suppress(UnderstudyError):
@@ -175,4 +175,4 @@ def test_session_ends_although_the_driver_fails(
     for fd in flocks(gms, reader):
         os.close(fd)
     if call == "cuMemUnmap":
-        reader.opening.memory.driver.call("MemUnmap", address, reader.size_bytes)
+        reader.attachment.memory.driver.call("MemUnmap", address, reader.size_bytes)

@@ -40,7 +40,7 @@ def test_after_a_commit_no_process_can_write(gms: GmsProcess):
     with gms.writer() as writer:
         address = writer.place("t", PAGE, (PAGE,), "uint8")
         writer.write("t", b"good")
-        kept = os.dup(writer._attachment.slabs[0].fileno())  # a writable copy that is kept back
+        kept = os.dup(writer.attachment.slabs[0].fileno())  # a writable copy that is kept back
         assert fcntl.fcntl(kept, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR
         reader = writer.commit(IDENTITY)
     try:
@@ -74,7 +74,7 @@ def test_commit_is_refused_while_a_process_can_still_write(gms: GmsProcess):
     """A second writable mapping of a slab: the commit fails and says why, nothing is published."""
     with gms.writer() as writer:
         writer.place("t", PAGE, (PAGE,), "uint8")
-        with mmap.mmap(writer._attachment.slabs[0].fileno(), PAGE):
+        with mmap.mmap(writer.attachment.slabs[0].fileno(), PAGE):
             with pytest.raises(RemoteError) as caught:
                 writer.commit(IDENTITY)
             assert caught.value.code == "gms.still_writable"

@@ -58,7 +58,7 @@ def copies(gms: GmsProcess, host: GmsProcess) -> Iterator[Copies]:
 def patterned(gms: GmsProcess, seed: int = 1, **more: Any) -> Reader:
     """Commit two tensors in slabs of their own, whose bytes depend on `seed`."""
     writer = gms.writer(**more)
-    writer.plan(SIZE, SIZE, slab_bytes=2 * MIB)
+    writer.plan(SIZE, slab_bytes=2 * MIB)
     for number, name in enumerate(("a", "b")):
         nbytes = (2 - number) * MIB
         writer.place(name, nbytes, (nbytes,), "uint8")

@@ -27,7 +27,7 @@ PAGE = 4096
 def commit_pages(gms: GmsProcess, count: int) -> Reader:
     """An epoch of `count` allocations of a page, with a tensor in each."""
     writer = gms.writer()
-    writer.plan(count * PAGE, PAGE, slab_bytes=PAGE)
+    writer.plan(count * PAGE, slab_bytes=PAGE)
     for index in range(count):
         writer.place(f"t{index}", PAGE, (PAGE,), "uint8")
     return writer.commit(IDENTITY)
@@ -96,7 +96,7 @@ def test_row_10_sizes_are_the_servers_whatever_the_importers_granularity(
     try:
         writer = gms.writer(memory=CoarseMemory())
         for index, nbytes in enumerate((100, 70_000)):
-            writer.plan(nbytes, nbytes, slab_bytes=nbytes)
+            writer.plan(nbytes, slab_bytes=nbytes)
             writer.place(f"t{index}", nbytes, (nbytes,), "uint8")
         with writer.commit(IDENTITY) as committed:
             assert all(size % server_granularity == 0 for size in committed.slab_sizes)

@@ -85,7 +85,7 @@ def memfd(size_bytes: int) -> OwnedFd:
 def test_epoch_of_many_slabs_and_a_large_manifest_comes_back_in_frames(gms: GmsProcess):
     """More descriptors and more manifest than one frame carries: one message all the same."""
     writer = gms.writer()
-    writer.plan(300 * 4096, 4096, slab_bytes=writer._grant.granularity_bytes)
+    writer.plan(300 * 4096, slab_bytes=writer._grant.granularity_bytes)
     for index in range(300):
         writer.place(f"{index:0500}", 4096, (4096,), "uint8")
     with writer.commit(IDENTITY) as reader:

@@ -30,7 +30,7 @@ def replacing(gms: GmsProcess) -> Writer:
 
 def write_one(writer: Writer) -> Reader:
     for index in range(3):
-        writer.plan(8192, 4096, slab_bytes=4096)
+        writer.plan(8192, slab_bytes=4096)
         writer.place(f"t{index}", 4096, (4096,), "uint8")
     return writer.commit(IDENTITY)
 

@@ -257,7 +257,7 @@ def _load(checkpoint: Checkpoint, writer: Writer, before: dict[str, Any]) -> Rea
         return writer.view(name)
 
     start = time.monotonic()
-    writer.plan(checkpoint.weights_bytes, max(item.nbytes for item in checkpoint.tensors))
+    writer.plan(checkpoint.weights_bytes)
     checkpoint.load_into(place, writer.progress)
     after = identity(checkpoint.directory, rank=checkpoint.rank, size=checkpoint.ranks)
     device = host_device(checkpoint.rank)

@@ -112,7 +112,7 @@ def test_memory_that_is_not_there_is_not_promised(kv: KvProcess, borrow: Borrow)
     waiting.expect("lent")
     assert kv.status()["full_waits_total"] >= 1
     with gms.writer() as writer:
-        writer.plan(40 * MIB, 40 * MIB)
+        writer.plan(40 * MIB)
         with pytest.raises(RemoteError, match=r"KV memory 30.0 MiB .`gms drop-kv` frees it"):
             writer.place("t", 40 * MIB, (40 * MIB,), "uint8")
     waiting.kill()

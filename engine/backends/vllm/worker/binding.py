@@ -110,9 +110,8 @@ def rehome(
             buffers.add(layout.storage)
         if tensor.device.type != device.type:
             about.on_host.append(name)
-    sizes = [layout.nbytes for layout in tensors]
     before = sum(record.nbytes for record in writer.tensors.values())
-    writer.plan(before + sum(sizes), max(sizes, default=0))
+    writer.plan(before + sum(layout.nbytes for layout in tensors))
     freed_bytes = 0
     for storage, views in layouts.items():
         for layout in views:
