@@ -24,9 +24,15 @@ from plumbing.errors import UnderstudyError
 from plumbing.wire.fds import OwnedFd
 
 
-def create(path: str) -> None:
-    """Create the file of a new epoch."""
+def create(path: str, size_bytes: int = 0) -> None:
+    """Create the file of a new region, before its memory; `size_bytes`: of KV memory, in whole
+    units."""
     os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    try:
+        os.truncate(path, 2 * (size_bytes // UNIT_BYTES))
+    except OSError:
+        os.unlink(path)
+        raise
 
 
 def join(path: str, placeholder: OwnedFd | None = None) -> OwnedFd:
@@ -99,16 +105,6 @@ def _stale(path: str) -> UnderstudyError:
 # The length is twice the number of these, and one more once the pool is discarded. A file as long
 # as the pool would be too long for some file systems, and for programs that copy the directory.
 UNIT_BYTES = 4096
-
-
-def create_region_file(path: str, size_bytes: int) -> None:
-    """Create the file of a new pool of whole units, before its memory."""
-    create(path)
-    try:
-        os.truncate(path, 2 * (size_bytes // UNIT_BYTES))
-    except OSError:
-        os.unlink(path)
-        raise
 
 
 def mark_retired(path: str) -> None:

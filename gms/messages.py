@@ -58,11 +58,11 @@ IndexBytes = Annotated[int, Meta(ge=1, le=INDEX_BYTES_MAX)]
 
 
 class AttachMsg(Message, frozen=True, tag="attach"):
-    """Ask for the device's memory; `mode` is `rw`, `ro` or `rw_or_ro`."""
+    """Ask for the device's memory."""
 
     engine: Name
     incarnation: Name
-    mode: Name
+    mode: Annotated[str, Meta(pattern=r"^(rw|ro|rw_or_ro)\Z")]
     identity: dict[str, Any] | None = None
     rank: Annotated[int, Meta(ge=0, le=RANKS_MAX)] = 0
     wait_ms: Annotated[int, Meta(ge=0, le=WAIT_MS_MAX)] = 0
@@ -77,7 +77,7 @@ class WaitingMsg(Message, frozen=True, tag="waiting"):
 
 
 class EpochAttachedMsg(Message, frozen=True, tag="attached"):
-    """The committed epoch, with read-only descriptors of slabs `first`, `first` + 1, …"""
+    """The committed epoch, with read-only descriptors of its first slabs."""
 
     FDS = (0, FDS_PER_FRAME_MAX)
     epoch: str
@@ -85,15 +85,13 @@ class EpochAttachedMsg(Message, frozen=True, tag="attached"):
     layout_hash: str
     slab_sizes: tuple[int, ...]
     manifest: bytes
-    first: int = 0
 
 
 class SlabsMsg(Message, frozen=True, tag="slabs"):
-    """More descriptors of the same answer, from slab `first` on."""
+    """More descriptors of the same answer, in order."""
 
     FDS = (1, FDS_PER_FRAME_MAX)
     epoch: str
-    first: int
 
 
 class WritingMsg(Message, frozen=True, tag="writing"):
@@ -192,10 +190,9 @@ class KeptMsg(Message, frozen=True, tag="kept"):
 
 
 class CondemnMsg(Message, frozen=True, tag="condemn"):
-    """The bytes are bad: `why` is `device_error` or `canary`. Has no answer: its sender is about
-    to exit."""
+    """The bytes are bad. Has no answer: its sender is about to exit."""
 
-    why: Name
+    why: Annotated[str, Meta(pattern=r"^(device_error|canary)\Z")]
     detail: Annotated[str, Meta(max_length=DETAIL_LENGTH_MAX)]
 
 
@@ -267,7 +264,7 @@ class PoolTakenMsg(Message, frozen=True, tag="taken"):
 class MarkMsg(Message, frozen=True, tag="mark"):
     """`begun`, `adopting` or `adopted`. Has no answer: it is read before the end of its sender."""
 
-    mark: Name
+    mark: Annotated[str, Meta(pattern=r"^(begun|adopting|adopted)\Z")]
 
 
 class DiscardMsg(Message, frozen=True, tag="discard"):

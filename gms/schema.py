@@ -74,9 +74,6 @@ class DeviceUnowned(Schema, kw_only=True):
     phase: Annotated[str, "`releasing` or `orphaned`"]
     size_bytes: Annotated[int, "0 while unknown"]
     holders: Annotated[list[Pid], "processes that map it"]
-    holder_engines: Annotated[
-        dict[str, str] | UnsetType, "only when printed by `gms`: by pid, the engine"
-    ] = UNSET
 
 
 class KvHolder(Schema):

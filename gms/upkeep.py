@@ -20,7 +20,7 @@ from gms import messages as msg
 from gms import names
 from gms.client import Reader, open_session
 from gms.questions import ask, status_of
-from gms.status import devices_in, held_by, name_holders
+from gms.status import devices_in, held_by
 from plumbing.errors import (
     DegradedError,
     UnderstudyError,
@@ -98,7 +98,6 @@ def drop(
     with _naming(name):
         status = status_of(directory, name, ANSWER_TIMEOUT_S)
         if status["state"] == "recovering":
-            name_holders(directory, status)
             raise DegradedError(
                 "gms.recovering",
                 "the committed epoch has not been handed back yet; it is mapped by "

@@ -14,7 +14,6 @@ bring stale memory back to life. `Done` is the end of a call that an effect has 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from enum import StrEnum
 from typing import Any
 
 from msgspec import Struct, field
@@ -23,14 +22,6 @@ from gms.manifest import LayoutHash
 from gms.messages import HandBackMsg
 from plumbing.errors import UnderstudyError
 from plumbing.wire.messages import Message
-
-
-class Mode(StrEnum):
-    """The access to weights that a session asks for. Roles are configuration, unknown here."""
-
-    RW = "rw"
-    RO = "ro"
-    RW_OR_RO = "rw_or_ro"
 
 
 class JournalRecord(Struct, frozen=True):
@@ -147,13 +138,9 @@ class RegionEffect(Effect, frozen=True):
 
 class Watch(RegionEffect, frozen=True):
     """Watch its file until it is free, once: `RegionFree`. `ends`: the file is then removed, in one
-    step, so that nobody can hold it any more."""
+    step, so that nobody can hold it any more; None: it need not be known any more."""
 
-    ends: bool
-
-
-class Unwatch(RegionEffect, frozen=True):
-    """It need not be known any more whether it is free."""
+    ends: bool | None
 
 
 class MarkRetired(RegionEffect, frozen=True):

@@ -152,8 +152,6 @@ class KvMachine(Machine[Pool]):
             case msg.MarkMsg(mark):
                 session = self.session(event)
                 session.accept(event.message)
-                if mark not in (msg.BEGUN, msg.ADOPTING, msg.ADOPTED):
-                    raise ProtocolError("gms.bad_mark", f"there is no mark {mark[:64]!r}")
                 self.region_of(session).note(session.claimant, mark)
             case msg.DiscardMsg(why):
                 session = self.session(event)
@@ -163,10 +161,8 @@ class KvMachine(Machine[Pool]):
                 self._give_up(event, message)
             case msg.DropPoolMsg():
                 self._drop(event)
-            case message:
-                raise ProtocolError(
-                    "gms.unexpected_message", f"clients do not send {message.TYPE!r}"
-                )
+            case _:
+                super()._received(event)
 
     def _borrow(self, event: ev.Received, message: msg.BorrowPoolMsg) -> None:
         """A claim: refuse it if it is stale, else let it wait to be judged."""

@@ -296,9 +296,10 @@ class Machine(abc.ABC, Generic[R]):
 
     # ------------------------------------------------------------------ what an owner rule says
 
-    @abc.abstractmethod
     def _received(self, event: ev.Received) -> None:
-        """A request."""
+        """A request; here nobody knows it."""
+        what = event.message.TYPE
+        raise ProtocolError("gms.unexpected_message", f"clients do not send {what!r}")
 
     @abc.abstractmethod
     def _called(self, effect: ev.Effect, result: Any, error: UnderstudyError | None) -> None:
@@ -474,8 +475,7 @@ class Machine(abc.ABC, Generic[R]):
                     wanted = None
             if wanted is not region.watch:
                 region.watch = wanted
-                unwatch = ev.Unwatch(region.id)
-                self.do(unwatch if wanted is None else ev.Watch(region.id, wanted))
+                self.do(ev.Watch(region.id, wanted))
 
     # ------------------------------------------------------------------ survivors
 

@@ -31,7 +31,7 @@ from gms import messages as msg
 from gms.core import events as ev
 from gms.core.region import WRITER_STATES, Machine, Region, RegionPhase, S, Session
 from gms.manifest import LayoutHash, identity_hash
-from plumbing.errors import ProtocolError, UnderstudyError
+from plumbing.errors import UnderstudyError
 
 # One failed canary may be the engine's own fault; the same failure in another process is not.
 CANARIES_MAX = 2
@@ -116,10 +116,8 @@ class Upkeep(Machine[Epoch]):
                 self._drop(event, message)
             case msg.OffloadMsg():
                 self._offload(event)
-            case message:
-                raise ProtocolError(
-                    "gms.unexpected_message", f"clients do not send {message.TYPE!r}"
-                )
+            case _:
+                super()._received(event)
 
     # ------------------------------------------------------------------ the journal
 
@@ -171,10 +169,6 @@ class Upkeep(Machine[Epoch]):
         """A reader cannot trust its epoch."""
         session = self.session(event)
         session.accept(message)
-        if message.why not in ("device_error", "canary"):
-            raise ProtocolError(
-                "gms.bad_reason", f"an epoch is not condemned for {message.why[:40]!r}"
-            )
         epoch = self.committed
         if epoch is None or epoch.id != session.region:
             return  # out of service already

@@ -25,12 +25,10 @@ committed.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from enum import Enum, auto
 from typing import Any, ClassVar, Literal
 
 from gms import messages as msg
 from gms.core import events as ev
-from gms.core.events import Mode
 from gms.core.region import RegionPhase, S, Session
 from gms.core.upkeep import JOURNAL_RETRY_MS, Epoch, Upkeep, is_copy_of
 from gms.manifest import (
@@ -197,9 +195,6 @@ class WeightsMachine(Upkeep):
     # ------------------------------------------------------------------ grants
 
     def _attach(self, event: ev.Received, message: msg.AttachMsg) -> None:
-        if message.mode not in list(Mode):
-            known = ", ".join(Mode)
-            raise ProtocolError("gms.bad_mode", f"there is no mode {message.mode!r}; use {known}")
         session = self._newcomer(event)
         check_identity(message.identity)
         self._admit(session, event, message.wait_ms)
@@ -239,7 +234,7 @@ class WeightsMachine(Upkeep):
             )
         if self.writer is not None:
             return "writer", f"{self.writer.label} is loading the weights"
-        if wish.mode == Mode.RO:
+        if wish.mode == "ro":
             if offloaded is not None:
                 return (
                     "offloaded",
@@ -305,10 +300,12 @@ class WeightsMachine(Upkeep):
             return  # the driver had no room a moment ago
         granularity = self.granularity_bytes
         size_bytes = -(-session.asked_bytes // granularity) * granularity
-        fit = self.fit(size_bytes, may_replace=session.request.replace)
-        if fit is None:
+        freed = sum(epoch.size_bytes for epoch in self.being_freed)
+        missing = size_bytes - self.free_bytes
+        replaced = self.replaceable if session.request.replace and missing > freed else None
+        if missing > freed + (replaced.size_bytes if replaced is not None else 0):
             self._refuse(session, self._out_of_memory(size_bytes))
-        elif fit is Fit.NOW:
+        elif missing <= 0:
             session.has_waited = False
             session.is_issued, session.deadline_ms = True, None
             # Counted from now on, so that it is promised once.
@@ -318,21 +315,16 @@ class WeightsMachine(Upkeep):
             self.oom_waits_total += not session.has_waited
             session.has_waited = True
             self._wait(session, "releasing", self._what_is_freed())
-            if fit is Fit.WITHOUT_COMMITTED and self.committed is not None:
-                self.retire(self.committed)
+            if replaced is not None:
+                self.retire(replaced)
                 self.journal()
 
-    def fit(self, size_bytes: int, *, may_replace: bool) -> Fit | None:
-        """Whether `size_bytes` more fit, or what would make them fit; None: nothing would."""
-        at_last = self.free_bytes + sum(epoch.size_bytes for epoch in self.being_freed)
-        if size_bytes <= self.free_bytes:
-            return Fit.NOW
-        if size_bytes <= at_last:
-            return Fit.LATER
+    @property
+    def replaceable(self) -> Epoch | None:
+        """The committed epoch, if it has no readers: it may make room for the one that is to
+        replace it."""
         committed = self.committed
-        if not may_replace or committed is None or self.is_held(committed):
-            return None
-        return Fit.WITHOUT_COMMITTED if size_bytes <= at_last + committed.size_bytes else None
+        return None if committed is None or self.is_held(committed) else committed
 
     def _progress(self, event: ev.Received, message: msg.ProgressMsg) -> None:
         session = self.session(event)
@@ -407,13 +399,12 @@ class WeightsMachine(Upkeep):
         session.is_issued = False
         session.retry_ms = self.now_ms + DEVICE_FULL_RETRY_MS
         session.deadline_ms = session.full_since_ms + DEVICE_FULL_WAIT_MS
-        holders, shown = self._who_holds()
-        ours, said = "; ".join(shown) or "nothing", error.details.get("said", error.message)
+        ours = "; ".join(self._who_holds()) or "nothing"
         session.full = UnderstudyError(
             "gms.out_of_memory",
-            f"{said}. Held by this service: {ours}. Stop whatever "
+            f"{error.message}. Held by this service: {ours}. Stop whatever "
             "else uses the device, or use a smaller model",
-            **{**error.details, "said": said, "holders": holders},
+            **error.details,
         )
         self._wait(session, "device_full", session.full.message)
 
@@ -626,8 +617,7 @@ class WeightsMachine(Upkeep):
     # ------------------------------------------------------------------ what an error says
 
     def _out_of_memory(self, size_bytes: int) -> UnderstudyError:
-        holders, shown = self._who_holds()
-        free = self.free_bytes
+        shown, free = self._who_holds(), self.free_bytes
         return UnderstudyError(
             "gms.out_of_memory",
             f"a slab of {size_of(size_bytes)} does not fit: the device has "
@@ -639,27 +629,23 @@ class WeightsMachine(Upkeep):
             needed_bytes=size_bytes,
             free_bytes=free,
             kv_bytes=self.kv_bytes,
-            holders=holders,
         )
 
-    def _who_holds(self) -> tuple[list[dict[str, Any]], list[str]]:
-        """The holders of each epoch: as data, and, with the KV memory, as phrases."""
-        holders: list[dict[str, Any]] = []
+    def _who_holds(self) -> list[str]:
+        """The holders of each epoch, and the KV memory."""
         shown = []
         for epoch in self.regions.values():
             if not epoch.size_bytes:
                 continue
             users = [s.label for s in self.sessions.values() if s.region == epoch.id]
             users += [f"pid {pid}" for pid in epoch.pids]
-            phase = self.phase_shown(epoch)
-            known = {"epoch": epoch.id, "phase": phase, "size_bytes": epoch.size_bytes}
-            holders.append({**known, "users": users})
             by = f" used by {', '.join(users)}" if users else " without users"
-            shown.append(f"{phase} epoch {epoch.id[:8]} {size_of(epoch.size_bytes)}{by}")
+            what = f"{self.phase_shown(epoch)} epoch {epoch.id[:8]}"
+            shown.append(f"{what} {size_of(epoch.size_bytes)}{by}")
         if self.kv_bytes:
             how = "`gms drop-kv` frees it if no engine uses it"
             shown.append(f"KV memory {size_of(self.kv_bytes)} ({how})")
-        return holders, shown
+        return shown
 
     def _what_is_freed(self) -> str:
         kv = f"; KV memory takes {size_of(self.kv_bytes)}" if self.kv_bytes else ""
@@ -667,12 +653,6 @@ class WeightsMachine(Upkeep):
 
 
 Verdict = Literal["read", "write"] | UnderstudyError
-
-
-class Fit(Enum):
-    NOW = auto()
-    LATER = auto()  # when memory that was given up is free
-    WITHOUT_COMMITTED = auto()  # the committed epoch has no readers and may be replaced
 
 
 def _on_offloaded(wish: msg.AttachMsg, offloaded: ev.JournalRecord) -> UnderstudyError | None:
@@ -690,7 +670,7 @@ def _on_offloaded(wish: msg.AttachMsg, offloaded: ev.JournalRecord) -> Understud
 
 def _on_committed(wish: msg.AttachMsg, committed: Epoch) -> Verdict | None:
     """The verdict where something is committed; None: the request is to replace it."""
-    if wish.mode == Mode.RW:
+    if wish.mode == "rw":
         if wish.replace:
             return None
         return UnderstudyError(
@@ -704,7 +684,7 @@ def _on_committed(wish: msg.AttachMsg, committed: Epoch) -> Verdict | None:
     mismatch = first_mismatch(expected, wish.identity) if known else None
     if mismatch is None:
         return "read"
-    if wish.mode == Mode.RW_OR_RO and wish.replace:
+    if wish.mode == "rw_or_ro" and wish.replace:
         return None
     return UnderstudyError(
         "gms.identity_mismatch",

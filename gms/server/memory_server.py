@@ -84,14 +84,14 @@ class MemoryWatch:
         """Why it is unknown whether one of them is still mapped."""
         return next((each.problem for each in self._watched.values() if each.problem), None)
 
-    def add(self, region: str, *, ends: bool) -> None:
+    def watch(self, region: str, *, ends: bool | None) -> None:
+        if ends is None:
+            self._watched.pop(region, None)
+            return
         now_ms = self._clock.now_ms()
         self._watched[region] = Watched(ends, now_ms, now_ms + HOLDERS_AFTER_MS)
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(0, self._try)
-
-    def discard(self, region: str) -> None:
-        self._watched.pop(region, None)
 
     def close(self) -> None:
         self._watched.clear()
@@ -103,7 +103,7 @@ class MemoryWatch:
         now_ms = self._clock.now_ms()
         freed = [region for region, each in self._watched.items() if self._is_gone(region, each)]
         for region in freed:
-            self.discard(region)
+            del self._watched[region]
         for region, each in self._watched.items():
             if each.scan_ms <= now_ms:
                 each.scan_ms = now_ms + HOLDERS_EVERY_MS
@@ -468,9 +468,7 @@ class MemoryServer(Handler, abc.ABC, Generic[M]):
             case ev.SendRegion():
                 self._send_region(effect)
             case ev.Watch(region, ends):
-                self._regions.add(region, ends=ends)
-            case ev.Unwatch(region):
-                self._regions.discard(region)
+                self._regions.watch(region, ends=ends)
             case ev.MarkRetired(region):  # best effort: journal and survivors know it, too
                 self._driver.submit(
                     lambda: epoch_file.mark_retired(self.path(region)),
@@ -555,7 +553,7 @@ class MemoryServer(Handler, abc.ABC, Generic[M]):
         self._respond(effect, grant, fds[:FDS_PER_FRAME_MAX])
         for first in range(FDS_PER_FRAME_MAX, len(fds), FDS_PER_FRAME_MAX):
             more = fds[first : first + FDS_PER_FRAME_MAX]
-            self._respond(effect, msg.SlabsMsg(effect.region, first), more)
+            self._respond(effect, msg.SlabsMsg(effect.region), more)
 
     @abc.abstractmethod
     def _grant(self, region: Any, effect: ev.SendRegion) -> Message:

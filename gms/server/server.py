@@ -31,7 +31,6 @@ from gms.server.slab_store import KvRoom, Part, pool_parts, slab_sizes, weights_
 from gms.vmm.interface import release_all
 from plumbing.errors import UnderstudyError
 from plumbing.pod.models import device_of
-from plumbing.text import size
 from plumbing.wire.limits import MANIFEST_FRAME_BYTES_MAX
 
 RETRY_S = 1.0  # of a place that cannot be served
@@ -120,7 +119,7 @@ class WeightsServer(MemoryServer[WeightsMachine]):
             case ev.OpenEpoch(_, epoch):
                 self._call(effect, lambda: store.open(epoch, self.path(epoch)))
             case ev.CreateSlab(_, epoch, size_bytes):
-                self._call(effect, lambda: store.add_slab(epoch, memory, size_bytes))
+                self._call(effect, lambda: store.add(epoch, memory, size_bytes))
             case ev.SealEpoch(_, epoch, manifest):
                 sizes = self.machine.regions[epoch].slab_sizes
                 self._call(effect, lambda: self._sealed(epoch, manifest, sizes))
@@ -225,13 +224,9 @@ class KvServer(MemoryServer[KvMachine]):
         self._store.open(pool, path, sum(sizes))
         try:
             for part in pool_parts(self.memory, pool, sizes, effect.index_bytes):
-                self._store.add(pool, part)
-        except BaseException as error:
+                self._store.add(pool, *part)
+        except BaseException:
             release_all(self._store.take(pool, path))
-            if isinstance(error, UnderstudyError) and error.code == "gms.device_full":
-                text = f"{error.message}; weights of this service take {size(room.weights_bytes)}"
-                more = {**error.details, "weights_bytes": room.weights_bytes}
-                raise UnderstudyError(error.code, text, **more) from error
             raise
         return sizes
 

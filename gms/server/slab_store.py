@@ -45,27 +45,21 @@ class SlabStore:
         self._is_writable = is_writable
         self._slabs: dict[str, list[Allocation]] = {}
 
-    def open(self, region: str, path: str, size_bytes: int | None = None) -> None:
+    def open(self, region: str, path: str, size_bytes: int = 0) -> None:
         """Create the file of a new region; `size_bytes`: of KV memory."""
         try:
-            if size_bytes is None:
-                epoch_file.create(path)
-            else:
-                epoch_file.create_region_file(path, size_bytes)
+            epoch_file.create(path, size_bytes)
         except OSError as error:
-            code = "gms.epoch_file" if size_bytes is None else "gms.pool_file"
             raise UnderstudyError(
-                code, f"cannot create {path}: {error.strerror}; free space on that disk"
+                "gms.pool_file" if size_bytes else "gms.epoch_file",
+                f"cannot create {path}: {error.strerror}; free space on that disk",
             ) from error
         self._slabs[region] = []
 
-    def add(self, region: str, part: Part) -> None:
-        """One more."""
-        self._slabs[region].append(part.memory.create(part.size_bytes, part.name))
-
-    def add_slab(self, epoch: str, memory: DeviceMemory, size_bytes: int) -> None:
-        """One more of weights."""
-        self.add(epoch, Part(memory, size_bytes, _slab_name(epoch, len(self._slabs[epoch]))))
+    def add(self, region: str, memory: DeviceMemory, size_bytes: int, name: str = "") -> None:
+        """One more; without a name it is a slab of weights."""
+        name = name or _slab_name(region, len(self._slabs[region]))
+        self._slabs[region].append(memory.create(size_bytes, name))
 
     def seal(self, region: str) -> None:
         """From now on nobody can write it."""
@@ -147,7 +141,6 @@ def slab_sizes(size_bytes: int, granularity_bytes: int) -> tuple[int, ...]:
 
 
 RESERVE_BYTES = 64 << 20  # of host memory, left for the rest of the machine
-MEMINFO = "/proc/meminfo"
 
 
 class KvRoom(Struct, frozen=True):
@@ -160,58 +153,40 @@ class KvRoom(Struct, frozen=True):
     others_bytes: int
 
     def check(self, needed_bytes: int) -> None:
-        capacity_bytes, weights_bytes = self.capacity_bytes, self.weights_bytes
+        capacity_bytes = self.capacity_bytes
         if capacity_bytes is not None:
-            _check_limit(needed_bytes, capacity_bytes, "this device")
-            if needed_bytes + weights_bytes + self.others_bytes > capacity_bytes:
-                others = (
-                    f", and {size(self.others_bytes)} are other models'"
-                    if self.others_bytes
-                    else ""
-                )
-                raise UnderstudyError(
-                    "gms.device_full",
-                    f"the KV memory needs {size(needed_bytes)}, and {size(weights_bytes)} of the"
-                    f" {size(capacity_bytes)} of {self.device} hold weights{others}; use less KV"
-                    " memory, a smaller model, or a larger --device-bytes",
-                    needed_bytes=needed_bytes,
-                    weights_bytes=weights_bytes,
-                    capacity_bytes=capacity_bytes,
-                )
+            taken = (
+                f"{size(self.weights_bytes)} of the {size(capacity_bytes)} of {self.device} hold"
+            )
+            taken += " weights"
+            if self.others_bytes:
+                taken += f", and {size(self.others_bytes)} are other models'"
+            free_bytes = capacity_bytes - self.weights_bytes - self.others_bytes
+            _check(needed_bytes, capacity_bytes, free_bytes, "this device", taken)
         if self.device.startswith("HOST-"):
-            _check_machine(needed_bytes)
+            with open("/proc/meminfo", encoding="ascii") as file:
+                found = dict(line.split()[:2] for line in file)
+            total_bytes, free_bytes = (
+                int(found[name]) * 1024 - RESERVE_BYTES for name in ("MemTotal:", "MemAvailable:")
+            )
+            taken = f"this machine has {size(max(0, free_bytes))} free beside a reserve"
+            _check(needed_bytes, total_bytes, free_bytes, "this machine's memory", taken)
 
 
-def _check_machine(needed_bytes: int) -> None:
-    found = _meminfo()
-    _check_limit(needed_bytes, found["MemTotal"] - RESERVE_BYTES, "this machine's memory")
-    free_bytes = found["MemAvailable"]
-    if needed_bytes + RESERVE_BYTES > free_bytes:
-        raise UnderstudyError(
-            "gms.device_full",
-            f"the KV memory needs {size(needed_bytes)}, and this machine has {size(free_bytes)}"
-            f" free, of which {size(RESERVE_BYTES)} are reserved; stop what holds the memory, or"
-            " use less KV memory",
-            needed_bytes=needed_bytes,
-            free_bytes=free_bytes,
-        )
-
-
-def _check_limit(needed_bytes: int, limit_bytes: int, of: str) -> None:
+def _check(needed_bytes: int, limit_bytes: int, free_bytes: int, where: str, taken: str) -> None:
     if needed_bytes > limit_bytes:
         raise UnderstudyError(
             "gms.kv_too_large",
-            f"{size(needed_bytes)} of KV memory can never fit: {of} has {size(limit_bytes)}; use"
+            f"{size(needed_bytes)} of KV memory can never fit: {where} has {size(limit_bytes)}; use"
             " less KV memory",
             needed_bytes=needed_bytes,
             limit_bytes=limit_bytes,
         )
-
-
-def _meminfo() -> dict[str, int]:
-    values = {}
-    with open(MEMINFO, encoding="ascii") as file:
-        for line in file:
-            name, _, rest = line.partition(":")
-            values[name] = int(rest.split()[0]) * 1024
-    return values
+    if needed_bytes > free_bytes:
+        raise UnderstudyError(
+            "gms.device_full",
+            f"the KV memory needs {size(needed_bytes)}, and {taken}; stop what holds the memory, or"
+            " use less KV memory, a smaller model, or a larger --device-bytes",
+            needed_bytes=needed_bytes,
+            free_bytes=free_bytes,
+        )

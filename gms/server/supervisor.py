@@ -59,7 +59,6 @@ FIRST_PING_S = 0.005
 PING_GROWTH = 1.1  # fewer questions during a long start: many servers start at once on few CPUs
 LOOK_EVERY_MS = 100.0  # at how long it has been silent
 LATE_MS = 1500.0  # a look that comes later proves that this process itself had to wait
-FINAL_READ_S = 1.0  # to read what a dead server has sent: it has all arrived already
 # Driver calls and fsyncs run on threads, so a loop that could run and did not for half a minute
 # never will.
 HANG_MS = 30_000.0
@@ -278,10 +277,6 @@ class Child:
             pinging = tasks.create_task(self._ping(process))
             returncode = await process.wait()
             pinging.cancel()
-        with contextlib.suppress(TimeoutError):  # read what it had sent
-            async with asyncio.timeout(FINAL_READ_S):
-                for each in self.served:
-                    await each.read_out()
         self.end()
         silent = ", killed because it had stopped answering"
         lived = duration(self.clock.now_ms() - started_ms)
@@ -361,7 +356,6 @@ class Served(Handler):
         self._conn: Connection | None = None
         self._pid = 0
         self._relayed_id = 0  # of this process's events: those up to here are in our log
-        self._closed = asyncio.Event()
 
     @property
     def name(self) -> str:
@@ -403,12 +397,6 @@ class Served(Handler):
             return False
         return True
 
-    async def read_out(self) -> None:
-        """Read what is left of a dead server's words."""
-        while self._conn is not None and not self._conn.is_closed:
-            self._closed.clear()
-            await self._closed.wait()
-
     def end(self) -> None:
         """The process is gone: its status is void."""
         self.answered_ms = None
@@ -432,7 +420,7 @@ class Served(Handler):
             self.metrics.update(message.document)
 
     def closed(self, conn: Connection, reason: str) -> None:
-        self._closed.set()
+        """The next ping connects again."""
 
     def _relay(self, record: Mapping[str, Any]) -> None:
         missed = record["id"] - self._relayed_id - 1

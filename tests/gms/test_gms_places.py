@@ -32,7 +32,7 @@ def directory(tmp_path):
 
 
 def make_pool(directory, place, size_bytes):
-    epoch_file.create_region_file(names.region_path(directory, place, names.KV, POOL), size_bytes)
+    epoch_file.create(names.region_path(directory, place, names.KV, POOL), size_bytes)
 
 
 def test_files_of_one_place_are_no_other_places(directory):

@@ -167,10 +167,7 @@ def never_condemn(patch: Patch) -> None:
 @rule("evict", CHANGES, NO_END, is_tight=True)
 def never_evict(patch: Patch) -> None:
     """A committed epoch is not freed to make room, even where no process maps it."""
-    fit = WeightsMachine.fit
-    patch.setattr(
-        WeightsMachine, "fit", lambda self, size, *, may_replace: fit(self, size, may_replace=False)
-    )
+    patch.setattr(WeightsMachine, "replaceable", None)
 
 
 @rule("content-identity", CHANGES, "mixed weights")

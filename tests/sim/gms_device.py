@@ -102,10 +102,8 @@ class SimServer:
         match effect:
             case ev.Respond():
                 self.answer(effect)
-            case ev.Watch(region):
-                self.watched.add(region)
-            case ev.Unwatch(region):
-                self.watched.discard(region)
+            case ev.Watch(region, ends):
+                (self.watched.discard if ends is None else self.watched.add)(region)
             case ev.RecordEvent():
                 pass
             case _:

@@ -352,10 +352,8 @@ class KvWorld:
             case ev.TakeBack():
                 memory = self.offered.get(effect.session)
                 self.calls.append(lambda: self.take_back(effect, memory))
-            case ev.Watch(pool):
-                self.watched.add(pool)
-            case ev.Unwatch(pool):
-                self.watched.discard(pool)
+            case ev.Watch(pool, ends):
+                (self.watched.discard if ends is None else self.watched.add)(pool)
             case ev.MarkRetired(pool):
                 self.files[pool] = self.is_marking
             case ev.KeepTokens(newest):

@@ -82,11 +82,11 @@ class Bench:
                 self.journal, self.offloaded = effect.record, effect.offloaded
             case ev.MarkRetired():
                 self.marked.add(effect.region)
-            case ev.Watch() if effect.region not in self.mapped:
+            case ev.Watch() if effect.ends is not None and effect.region not in self.mapped:
                 self.tell(ev.RegionFree(effect.region))
             case ev.Release():
                 self.released.append(effect.region)
-        if not isinstance(effect, ev.MarkRetired | ev.Watch | ev.Unwatch):
+        if not isinstance(effect, ev.MarkRetired | ev.Watch):
             self.tell(ev.Done(effect, 1))
 
     def fail(self, effect: ev.Effect, code: str = "as told", why: str = "no") -> None:

@@ -9,7 +9,6 @@ import pytest
 
 from gms import messages as msg
 from gms.core import events as ev
-from gms.core.events import Mode
 from gms.core.region import (
     SESSIONS,
     WRITER_STATES,
@@ -48,7 +47,7 @@ def at(state: SessionState) -> Bench:
 
 
 MESSAGES: dict[type[Message], ev.Received] = {
-    msg.AttachMsg: ev.Received(1, 9, msg.AttachMsg("e", "i", Mode.RO)),
+    msg.AttachMsg: ev.Received(1, 9, msg.AttachMsg("e", "i", "ro")),
     msg.AllocateMsg: ev.Received(1, 9, msg.AllocateMsg(4096)),
     msg.ProgressMsg: ev.Received(1, 0, msg.ProgressMsg(5, 10)),
     msg.CommitMsg: ev.Received(1, 9, msg.CommitMsg(IDENTITY, b"", "wrong")),

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
-
 from gms import messages as msg
 from gms.core import events as ev
 from gms.core.weights import DEVICE_FULL_RETRY_MS, DEVICE_FULL_WAIT_MS
-from plumbing.errors import ProtocolError, UnderstudyError
+from plumbing.errors import UnderstudyError
 from tests.gms.core.driver import MIB, Bench
 
 DIGEST, OTHER_DIGEST = "d" * 64, "e" * 64
@@ -113,11 +111,3 @@ def test_full_device_ends_the_writer_at_its_deadline():
     assert "engine-1" in refused.error.message
     assert bench.device.staging is None
     assert bench.device.committed.id == old
-
-
-def test_condemnation_needs_a_known_reason():
-    """Anything else is a peer's mistake, and changes nothing."""
-    bench = loaded(1)
-    with pytest.raises(ProtocolError, match=r"gms\.bad_reason"):
-        bench.tell(ev.Received(1, 0, msg.CondemnMsg("boredom", "")))
-    assert bench.device.committed is not None

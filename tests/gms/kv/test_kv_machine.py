@@ -157,14 +157,11 @@ def test_survivor_of_an_unknown_pool_or_of_other_sizes_is_refused():
     assert refused(desk, Received(1, 1, odd)).code == "gms.bad_offer"
 
 
-def test_nobody_takes_before_a_grant_and_no_other_mark_is_known():
+def test_nobody_takes_before_a_grant():
     desk = Desk()
     assert refused(desk, Received(1, 1, msg.TakeMsg())).code == "gms.not_attached"
     desk.borrow(1)
     assert refused(desk, Received(1, 1, msg.TakeMsg())).code == "gms.unexpected_message"
-    desk.make()
-    desk.take(1)
-    assert refused(desk, Received(1, 1, msg.MarkMsg("other"))).code == "gms.bad_mark"
 
 
 def test_two_living_engines_hand_the_pool_to_and_fro():
