@@ -1,4 +1,4 @@
-"""The `gms` command: `serve`, `status`, `verify`, `drop`, `drop-kv`, `offload`.
+"""The `gms` command: `serve`, `status`, `verify`, `drop`, `drop-kv`.
 
 The hidden commands are the processes that `serve` starts: a server for each device and one for host
 copies, and the two that keep and make host copies. Options and settings come first.
@@ -306,20 +306,6 @@ def drop_kv(config: Resolved, yes: bool, as_json: bool) -> None:
     name = upkeep.the_device(config["dir"], config["device"])
     _confirm(f"Free the KV memory of {name}, with the blocks in it?", yes=yes)
     document = upkeep.drop_kv(config["dir"], name, config["timeout_s"])
-    _show(document, as_json=as_json)
-
-
-@main.command()
-@options((DIRECTORY, ONE_DEVICE, FREE_TIMEOUT))
-@json_flag
-def offload(config: Resolved, as_json: bool) -> None:
-    """Free the weights of a device that no engine maps.
-
-    The next engine restores them from a sealed copy in host memory (`gms serve --host-memory`).
-    """
-    from gms import upkeep
-
-    document = upkeep.offload(config["dir"], config["device"], config["timeout_s"])
     _show(document, as_json=as_json)
 
 

@@ -229,19 +229,6 @@ class DropDocument(Schema):
     devices: list[DroppedDevice]
 
 
-class OffloadedDevice(Schema):
-    device_uuid: Annotated[str, "the device"]
-    copy: Annotated[str, "the epoch in host memory that replaces the weights"]
-    freed_bytes: Annotated[int, "what was freed"]
-
-
-class OffloadDocument(Schema):
-    """Is the memory of weights that no engine maps free? Printed once it is."""
-
-    schema: Annotated[int, "1"]
-    devices: list[OffloadedDevice]
-
-
 class DroppedKvDevice(Schema):
     device_uuid: Annotated[str, "the device"]
     result: Annotated[str, "`freed`, `already_empty`"]

@@ -1,11 +1,9 @@
-"""The operator's commands: `gms verify`, `gms drop`, `gms drop-kv` and `gms offload`.
+"""The operator's commands: `gms verify`, `gms drop` and `gms drop-kv`.
 
 Each requests the status first, with a short deadline: a stopped server must not carry out much
 later what its operator has given up on. `verify` reads the memory itself, as one more reader; on a
-GPU that takes a CUDA context. `drop-kv` frees a
-KV region that no engine uses, and waits until the memory is free, because its operator needs the
-memory for something else. `offload` frees weights that no engine maps and of which host memory has
-a copy.
+GPU that takes a CUDA context. `drop-kv` frees a KV region that no engine uses, and waits until the
+memory is free, because its operator needs the memory for something else.
 """
 
 from __future__ import annotations
@@ -69,10 +67,7 @@ def render(document: dict[str, Any]) -> str:
 
 def _line(device: dict[str, Any]) -> str:
     result, epoch = device.get("result"), str(device.get("epoch"))[:8]
-    if "copy" in device:
-        freed, copy = size(device["freed_bytes"]), device["copy"][:8]
-        said = f"{freed} of weights are offloaded; the copy in host memory is epoch {copy}"
-    elif "readers" in device:
+    if "readers" in device:
         said = f"epoch {epoch} is out of service"
         if device["readers"]:
             said += f"; its memory is freed when {', '.join(device['readers'])} leave"
@@ -218,12 +213,3 @@ def _drop_pool(directory: str, device: str, timeout_s: float) -> dict[str, Any]:
 
 def _pids(status: dict[str, Any]) -> str:
     return ", ".join(f"pid {pid}" for pid in status["mapped_by"])
-
-
-def offload(directory: str, device: str | None, timeout_s: float) -> dict[str, Any]:
-    """`{schema, devices: [{device_uuid, copy, freed_bytes}]}`, once the memory is proven free."""
-    name = the_device(directory, device)
-    with _naming(name):
-        answer = ask(directory, name, msg.OffloadMsg(), msg.OffloadedMsg, timeout_s)
-    freed = {"device_uuid": name, "copy": answer.copy, "freed_bytes": answer.size_bytes}
-    return {"schema": 1, "devices": [freed]}

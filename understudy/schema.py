@@ -13,7 +13,6 @@ from gms.schema import (
     GmsServiceStatus,
     GmsStatus,
     KvStatus,
-    OffloadDocument,
     SilentDevice,
     VerifyDocument,
 )
@@ -143,7 +142,6 @@ DOCUMENTS: dict[str, type[Schema]] = {
     "gms status": GmsStatus,
     "gms verify": VerifyDocument,
     "gms drop": DropDocument,
-    "gms offload": OffloadDocument,
     "gms drop-kv": DropKvDocument,
     "/status of gms": GmsServiceStatus,
     "A device": DeviceStatus,

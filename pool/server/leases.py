@@ -14,7 +14,6 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from msgspec import Struct, convert
-from msgspec.structs import asdict
 
 from lockserver.client import witness
 from plumbing.errors import UnderstudyError
@@ -28,24 +27,22 @@ LEASES_MAX = 64  # each is an entry of the ledger, and a file that is tried
 TRY_S = 0.1
 
 
-class RecordedLease(Struct, kw_only=True):
-    """What of a lease is on file. `device`: its name. `pid`: of the `lease` command; 0 where it is
-    not visible."""
+class HeldLease(Struct, kw_only=True, eq=False):
+    """One neighbour. `device`: its name; `dev`, `ino`: of its file; `pid`: of the `lease` command,
+    0 where it is not visible; `is_granted`: it may have processes that use the memory."""
 
     asked: LeaseMsg
     device: str
     dev: int
     ino: int
     pid: int = 0
-
-
-class HeldLease(RecordedLease, eq=False):
-    """One neighbour. `is_granted`: it may have processes that use the memory."""
-
     is_granted: bool = False
     waits_for: str = ""
     conn: Connection | None = None
     request_id: int = 0
+
+
+ON_FILE = ("asked", "device", "dev", "ino", "pid")
 
 
 class LeaseDesk:
@@ -61,16 +58,16 @@ class LeaseDesk:
     def recover(self, record: list[Any], granted: Collection[str]) -> None:
         """Those that were granted before this pool started. Who has waited asks again. A file that
         is gone is a lease that is over: what its processes have is seen as used from outside."""
-        for said in convert(record, list[RecordedLease]):
-            if said.asked.lease in granted:
-                self.leases[said.asked.lease] = HeldLease(**asdict(said), is_granted=True)
+        for said in record:
+            asked = convert(said["asked"], LeaseMsg)
+            if asked.lease in granted:
+                self.leases[asked.lease] = HeldLease(**{**said, "asked": asked, "is_granted": True})
         self._arm()
 
-    def record(self) -> list[RecordedLease]:
+    def record(self) -> list[dict[str, Any]]:
         """All of them, for the state file: a grant is on file before it is told."""
-        names = RecordedLease.__struct_fields__
         found = self.leases.values()
-        return [RecordedLease(**{name: getattr(each, name) for name in names}) for each in found]
+        return [{name: getattr(each, name) for name in ON_FILE} for each in found]
 
     def asked(self, conn: Connection, message: LeaseMsg, request_id: int) -> None:
         """

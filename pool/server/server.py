@@ -15,6 +15,7 @@ import functools
 import gc
 import secrets
 from collections import deque
+from collections.abc import Callable
 
 import msgspec
 
@@ -54,16 +55,18 @@ DUE_S_MIN = 0.001  # the core may ask to be called at once, and others must get 
 DUE_S_MAX = 3600.0
 
 
-class PoolServer(status.PoolParts, Handler):
+class PoolServer(Handler):
     """One directory's pool, and its socket for gateways, leases and users."""
 
     def __init__(self, settings: PoolSettings) -> None:
         self.settings, self.clock = settings, SystemClock()
+        self.problem: str | None = None  # why nothing is decided now
         self.log = EventLog("pool", self.clock)
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         path = pool_socket(settings.directory)
         self.server = Server(path, msg.CATALOGUE, self, service="pool")
-        self.troubles = [lambda: self.server.problem]
+        # What the servers cannot do now.
+        self.troubles: list[Callable[[], str | None]] = [lambda: self.server.problem]
         self._observers = Observers(self.log, lambda: status.document(self))
         self._inbox: deque[ev.PoolEvent] = deque()
         self._effects: deque[ev.PoolEffect] = deque()
@@ -103,7 +106,8 @@ class PoolServer(status.PoolParts, Handler):
         directory = settings.directory
         self.state = state = PoolStateFile(directory)
         record = state.record or {}
-        self.changed = record.get("changed", {})
+        # At runtime, by model ("": the pool) and setting.
+        self.changed: dict[str, dict[str, str]] = record.get("changed", {})
         self.file = file = _as_changed(settings, self.changed, self.log)
         models, setup = file.models, settings.setup_of(file)
         snapshot = msgspec.convert(record["pool"], PoolSnapshot) if record else None

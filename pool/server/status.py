@@ -11,22 +11,20 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from plumbing.service.clock import Clock, moment
-from plumbing.service.events import EventLog
+from plumbing.service.clock import moment
 from plumbing.service.http import Probe
 from plumbing.service.notify import restarts
 from pool import status_text
 from pool.core.admission import expected_ms, next_of, wait_of
-from pool.core.events import SetModelDoor
 from pool.core.facts import Facts
 from pool.core.model import Model
 from pool.core.states import FALLING, HOST, RISING, EntryKind, ModelState
 from pool.core.who_yields import bound_ms
-from pool.pool_file import PoolFile, digests
+from pool.pool_file import digests
 from pool.schema import (
     PoolBooked,
     PoolDevice,
@@ -39,37 +37,15 @@ from pool.schema import (
     PoolPlan,
     PoolStatus,
 )
-from pool.server.engines import EngineLink, EngineSide
-from pool.server.gateways import PoolGateways
-from pool.server.leases import LeaseDesk
-from pool.server.locks import PoolLockSide
-from pool.server.memory import MemorySide
-from pool.server.settings import PoolSettings
+from pool.server.engines import EngineLink
+
+if TYPE_CHECKING:
+    from pool.server.server import PoolServer
 
 PROBLEMS_MAX = 20  # a pod with a hundred engines that are all gone has one problem
 
 
-class PoolParts:
-    """What one running pool consists of."""
-
-    settings: PoolSettings
-    clock: Clock
-    log: EventLog
-    facts: Facts
-    file: PoolFile  # with what was set at runtime
-    changed: dict[str, dict[str, str]]  # at runtime, by model ("": the pool) and setting
-    doors: dict[str, SetModelDoor]  # that gateways were told, by model
-    gateways: PoolGateways
-    engines: EngineSide
-    locks: PoolLockSide
-    memory: MemorySide
-    leases: LeaseDesk
-    started_ms: float
-    problem: str | None = None  # why nothing is decided now
-    troubles: list[Callable[[], str | None]]  # what the servers cannot do now
-
-
-def document(server: PoolParts) -> dict[str, Any]:
+def document(server: PoolServer) -> dict[str, Any]:
     """The status document, the same for the CLI, `/status` and observers."""
     found = PoolStatus(
         schema=1,
@@ -93,13 +69,13 @@ def document(server: PoolParts) -> dict[str, Any]:
     return dict(msgspec.to_builtins(found))
 
 
-def sentence(server: PoolParts, name: str) -> str:
+def sentence(server: PoolServer, name: str) -> str:
     """One sentence on a model: the state, why, and what it waits for."""
     model = _model(server, server.facts.models[name])
     return status_text.sentence(msgspec.to_builtins(model))
 
 
-def problems(server: PoolParts) -> list[str]:
+def problems(server: PoolServer) -> list[str]:
     """One sentence for each thing that does not work now."""
     found: list[str | None] = [server.problem]
     found += [each.alarm for each in server.facts.models.values()]
@@ -112,11 +88,11 @@ def problems(server: PoolParts) -> list[str]:
     return [each for each in found if each]
 
 
-def is_recovering(server: PoolParts) -> bool:
+def is_recovering(server: PoolServer) -> bool:
     return any(each.is_recovering for each in server.facts.models.values())
 
 
-def probes(server: PoolParts) -> Mapping[str, Callable[[], Probe]]:
+def probes(server: PoolServer) -> Mapping[str, Callable[[], Probe]]:
     return {
         "live": lambda: Probe(True, "running"),
         "startup": lambda: Probe(True, "started"),
@@ -124,7 +100,7 @@ def probes(server: PoolParts) -> Mapping[str, Callable[[], Probe]]:
     }
 
 
-def ready(server: PoolParts) -> Probe:
+def ready(server: PoolServer) -> Probe:
     """It decides: its state can be written, and a gateway is connected. A model that recovers waits
     for its own engines, and does not make the pool unready."""
     if server.problem is not None:
@@ -137,7 +113,7 @@ def ready(server: PoolParts) -> Probe:
 # -------------------------------------------------------------------------------------- models
 
 
-def _model(server: PoolParts, model: Model) -> PoolModel:
+def _model(server: PoolServer, model: Model) -> PoolModel:
     facts, now_ms, sizes, holder = server.facts, server.clock.now_ms(), model.sizes, model.holder
     told = server.doors[model.name]
     bound, measured = None, None
@@ -205,7 +181,7 @@ def _engine(link: EngineLink, model: Model) -> PoolEngine:
     return PoolEngine(link.engine, is_shadow, link.goal, state, link.problem)
 
 
-def plan(server: PoolParts) -> list[PoolPlan]:
+def plan(server: PoolServer) -> list[PoolPlan]:
     """What happens next to each model that somebody waits for and that does not serve yet; who has
     waited longest, counted in steps of priority, is first."""
     facts, now_ms = server.facts, server.clock.now_ms()
@@ -265,7 +241,7 @@ def _device(facts: Facts, device: str) -> PoolDevice:
     )
 
 
-def _lease(server: PoolParts, lease: str) -> PoolLeaseFields:
+def _lease(server: PoolServer, lease: str) -> PoolLeaseFields:
     held = server.leases.leases[lease]
     return PoolLeaseFields(
         lease=lease,

@@ -26,6 +26,7 @@ import gateway.cli
 import gms.cli
 import lockserver.cli
 import understudy.cli.main
+from gms.messages import OffloadMsg
 from tests.documents import mismatches
 from tests.e2e.pods import AS_USERS_RUN_IT, Pod, PodHome
 from tests.gateway.gateways import GatewayProcess, LockServer
@@ -214,9 +215,10 @@ def offloaded_weights(found: Printed, directory: Path) -> None:
         with device.load() as reader, kept(reader):
             digested(device)
             keeper.settle()
-        for name in ("offload", "status"):
-            words = [name, f"--dir={directory}", "--json"]
-            found.add(f"gms {name}", json.loads(CliRunner().invoke(gms.cli.main, words).stdout))
+        with device.client() as asker:
+            asker.request(OffloadMsg())
+        words = ["status", f"--dir={directory}", "--json"]
+        found.add("gms status", json.loads(CliRunner().invoke(gms.cli.main, words).stdout))
     finally:
         keeper.close()
         copies.stop()

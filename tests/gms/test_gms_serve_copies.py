@@ -50,7 +50,7 @@ def keeper_of(serve: Serve) -> int | None:
 
 
 def test_copy_is_made_kept_and_used(serve: ServeCopies):
-    """Load, wait for the copy, kill its keeper and its server in turn, leave, `gms offload`,
+    """Load, wait for the copy, kill its keeper and its server in turn, leave, offload,
     attach: the bytes are those of the load; status and verify show both devices."""
     serve.started()
     gms, host = GmsProcess(serve.directory), GmsProcess(serve.directory, device="OFFLOAD-0")
@@ -72,8 +72,8 @@ def test_copy_is_made_kept_and_used(serve: ServeCopies):
         code, document = command(gms, "verify")
         assert (code, document["result"]) == (0, "intact")
         assert {d["device_uuid"] for d in document["devices"]} == {"HOST-0", "OFFLOAD-0"}
-    code, document = command(gms, "offload")
-    assert (code, document["devices"][0]["copy"]) == (0, copy)
+    with gms.client() as asker:
+        assert asker.request(messages.OffloadMsg()).message.copy == copy
     shown = until(lambda: (d := serve.devices())[0]["state"] == "offloaded" and d, "the state")
     assert [each["device_uuid"] for each in shown] == ["HOST-0", "OFFLOAD-0"]
     request = messages.AttachMsg("e", "i", "rw_or_ro", IDENTITY, wait_ms=20_000)
