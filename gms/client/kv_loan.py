@@ -39,7 +39,6 @@ from gms.client.attach import (
     wait_for_grant,
 )
 from gms.client.keeper import ATTACHED, BACKOFF_S, REJOINING, Keeper, OnText
-from gms.questions import unexpected_answer
 from gms.vmm.interface import Allocation, DeviceMemory, release_all
 from plumbing.errors import UnderstudyError, UnreachableError
 from plumbing.service.process import make_fd_room
@@ -144,8 +143,7 @@ class KvLease(RegionSession):
             reply = wait_for_grant(client, request, on_wait, "gms.kv_busy", "the KV memory")
             stack.callback(close_all, reply.fds)
             granted = reply.message
-            if not isinstance(granted, msg.PoolGrantedMsg):
-                raise unexpected_answer(granted.TYPE, "borrow")
+            assert isinstance(granted, msg.PoolGrantedMsg), granted
             self.pool = granted.pool
             self._flock = stack.enter_context(
                 join_file(directory, device, names.KV, self.pool, low)
@@ -154,8 +152,8 @@ class KvLease(RegionSession):
             reply = client.request(msg.TakeMsg(), timeout_s=GRACE_S)
             stack.callback(close_all, reply.fds)
             fds, taken = reply.fds, reply.message
-            if not isinstance(taken, msg.PoolTakenMsg) or len(fds) != len(taken.slab_sizes) + 1:
-                raise unexpected_answer(f"{taken.TYPE} and {len(fds)} descriptors", "take")
+            assert isinstance(taken, msg.PoolTakenMsg), taken
+            assert len(fds) == len(taken.slab_sizes) + 1, "a slab lacks its descriptor"
             self.slab_sizes, self.index_bytes = taken.slab_sizes, taken.index_bytes
             self.is_fresh = taken.is_fresh
             self.index = fds[0]  # lent to the caller, to map it writable
@@ -245,9 +243,8 @@ class KvLease(RegionSession):
 
     def _wait_until_freed(self, wait_s: float) -> None:
         request = msg.GiveUpMsg(round(wait_s * 1000))
-        reply = self._client.request(request, timeout_s=wait_s + GRACE_S)
-        if not isinstance(reply.message, msg.PoolFreedMsg):
-            raise unexpected_answer(reply.message.TYPE, "give_up")
+        freed = self._client.request(request, timeout_s=wait_s + GRACE_S).message
+        assert isinstance(freed, msg.PoolFreedMsg), freed
 
     def _let_go(self) -> None:
         """Of memory, index and file, in this order."""

@@ -28,11 +28,9 @@ from gms import names
 from gms.client.attach import Attachment, OnWait, RegionSession
 from gms.client.keeper import Keeper
 from gms.manifest import TensorRecord, WeightsManifest, encode, layout_hash
-from gms.questions import unexpected_answer
 from gms.vmm.host import HostMemory
 from plumbing.errors import RemoteError, UnderstudyError, UnreachableError
 from plumbing.wire.blocking import BlockingClient
-from plumbing.wire.fds import close_all
 from plumbing.wire.messages import Message
 
 PIECE_BYTES = 8 << 20  # large: few thread switches; small: soon stopped
@@ -359,8 +357,7 @@ class Writer(WeightsSession):
             message = self._client.request(commit, timeout_s=COMMIT_TIMEOUT_S).message
         except UnreachableError:
             return False
-        if not isinstance(message, msg.CommittedMsg) or message.epoch != self.epoch:
-            raise unexpected_answer(message.TYPE, "commit")
+        assert isinstance(message, msg.CommittedMsg), message
         return True
 
     def _open_slab(self, size_bytes: int) -> None:
@@ -370,9 +367,7 @@ class Writer(WeightsSession):
             self._on_wait(reply.message.message)
             reply = self._client.receive(COMMIT_TIMEOUT_S)
         message = reply.message
-        if not isinstance(message, msg.AllocatedMsg) or message.slab != len(self.attachment.slabs):
-            close_all(reply.fds)
-            raise unexpected_answer(message.TYPE, "allocate")
+        assert isinstance(message, msg.AllocatedMsg), message
         self.attachment.adopt(reply.fds, [message.size_bytes], writable=True)
 
 
@@ -521,8 +516,7 @@ class Offloaded:
             if session is None:
                 raise
             answer = self._ask(self.reader.attachment.connect())  # the service was restarted
-        if not isinstance(answer, msg.OffloadedMsg):
-            raise unexpected_answer(answer.TYPE, "offload")
+        assert isinstance(answer, msg.OffloadedMsg), answer
         return answer.size_bytes
 
     def restage(self, deadline_s: float, on_wait: OnWait = lambda reason: None) -> None:

@@ -30,13 +30,11 @@ from pool.core.model import LEASE_PREFIX, Leaving, Model
 from pool.core.states import FALLING, HOST, REST, ModelState, PoolRules, sums
 from pool.core.who_sleeps import Victim, rests_of
 from pool.core.who_yields import (
-    IDLE_MS_MAX,
     Candidate,
     Head,
     Obstacle,
     choose_idle_soon,
     has_shadow,
-    has_work,
     idle_after_ms,
     protection_ms,
     unloaded,
@@ -269,14 +267,13 @@ class _Planner:
         if ready_ms is None:
             return Wait(None, stuck(claim, self.free, models))
         chosen = who_yields.choose([each for each in found if each.ready_ms <= ready_ms], short)
-        spared: tuple[str, ...] = ()
         unloads = unloaded(chosen, models) if ready_ms <= self.now_ms else ()
         if unloads:
             soon = choose_idle_soon(
                 claim, short, models, found, len(unloads), self.now_ms, self.rules
             )
             if soon is not None:
-                (ready_ms, chosen), spared = soon, unloads
+                ready_ms, chosen = soon
         self._reserve(claim, chosen, tuple(short))
         # Whom it asks, or waits for, changes whenever one of them becomes ready, or idle.
         changes_ms = [ready_ms, *(at for each in found for at in (each.ready_ms, each.idle_ms))]
@@ -284,7 +281,7 @@ class _Planner:
         if ready_ms <= self.now_ms:
             self.asked.update(victim.model for victim in chosen if not victim.is_shadow)
             return Yield(tuple(chosen))
-        why = waiting(claim, self.free, found, chosen, spared, self.rules)
+        why = waiting(claim, self.free, found, chosen, self.rules)
         names = tuple(victim.model for victim in chosen if not victim.is_shadow)
         is_outranked = any(
             each.obstacle is Obstacle.BETTER and each.model.name in names for each in found
@@ -396,9 +393,7 @@ OBSTACLES: Mapping[Obstacle, str] = {
     Obstacle.YOUNG: "{name} has work, and only a request that has waited for {wait} interrupts it",
     Obstacle.BETTER: "{name} has requests of a better priority",
     Obstacle.RAISED: "{name} is {state}, because requests wait for it",
-    Obstacle.NONE: "{name} can be evicted",
 }
-WORKS = "{name} has work, and a request waits up to {within} for it to end"
 _HARD_TO_MOVE = frozenset({ModelState.UNLOADING, ModelState.RELEASING, ModelState.FAILED})
 NAMED_MAX = 4  # holders in one sentence: it is read by people
 
@@ -446,22 +441,18 @@ def waiting(
     free: Mapping[str, int],
     found: Sequence[Candidate],
     chosen: Collection[Victim],
-    spared: Sequence[str],
     rules: PoolRules,
 ) -> str:
-    """Somebody who is needed cannot be asked yet. `spared`: who would be unloaded otherwise."""
+    """Somebody who is needed cannot be asked yet."""
     names = {victim.model for victim in chosen if not victim.is_shadow}
     parts = [
-        WORKS.format(name=each.model.name, within=duration(IDLE_MS_MAX))
-        if spared and has_work(each.model)
-        else _obstacle(each, head.model, rules)
+        _obstacle(each, head.model, rules)
         for each in found
-        if each.model.name in names and (spared or each.obstacle is not Obstacle.NONE)
+        if each.model.name in names and each.obstacle is not Obstacle.NONE
     ]
-    sentence = f"{_wants(head, free)}: {'; '.join(parts[:NAMED_MAX])}"
-    if not spared:
-        return sentence
-    return f"{sentence}; so {', '.join(spared[:NAMED_MAX])} need not be unloaded"
+    # Else it waits for them to be idle, rather than have another one unloaded.
+    why = "; ".join(parts[:NAMED_MAX]) or f"work of {', '.join(sorted(names))} may end soon"
+    return f"{_wants(head, free)}: {why}"
 
 
 def making_room(victims: Sequence[str]) -> str:

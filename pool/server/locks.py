@@ -214,11 +214,7 @@ class WitnessWatch:
         if any(name == engine for name, _, _ in self._kept.values()):
             return False
         stem = f"{witness.PREFIX}{engine}_"
-        try:
-            found = os.listdir(self._directory)
-        except OSError:  # no descriptor is left: nothing is proven until the next try
-            return False
-        names = [name for name in found if name.startswith(stem)]
+        names = [name for name in os.listdir(self._directory) if name.startswith(stem)]
         return all(self._is_free(name) for name in names if len(name) == len(stem) + RANDOM_CHARS)
 
     def _is_free(self, name: str) -> bool:

@@ -9,23 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from gms import messages as msg
 from gms.client import Reader
-from gms.core import events as ev
-from gms.server.server import WeightsServer
-from gms.vmm.host import HostMemory
-from plumbing.errors import ProtocolError, RemoteError, UnderstudyError
+from plumbing.errors import RemoteError, UnderstudyError
 from plumbing.wire.blocking import BlockingClient
-from tests.gms.bench import MIB, GmsProcess
+from tests.gms.bench import GmsProcess
 from tests.gms.limits import at_limit, descriptors_left
 from tests.helpers import open_fds, until
-
-OTHER = {"model": "tiny", "shards": {"a": "2"}}
 
 
 def status(client: BlockingClient) -> dict[str, Any]:
@@ -67,39 +61,3 @@ def test_attach_without_descriptors_leaks_nothing(gms: GmsProcess):
             assert set(open_fds()) <= before
         assert count > 3
         until(lambda: is_whole(gms, reader), "the server to be whole")
-
-
-# ---------------------------------------------------------------------- effects
-
-
-class Connection:
-    """Notes what it is sent; `is_broken`: cannot be sent anything."""
-
-    def __init__(self, *, is_broken: bool) -> None:
-        self.is_broken, self.sent, self.closed = is_broken, [], ""
-
-    def send(self, message: Any, request_id: int, fds: Any = ()) -> None:
-        if self.is_broken:
-            raise ProtocolError("wire.frame_too_large", "as told")
-        self.sent.append(message)
-
-    def fault(self, error: UnderstudyError, request_id: int) -> None:
-        self.closed = error.message
-
-
-def test_effect_that_fails_costs_its_session_and_drops_none_behind_it(directory: str):
-    """The first of two answers cannot be sent: its connection is closed, the event is recorded,
-    the other answer and what follows happen."""
-    bad, good = Connection(is_broken=True), Connection(is_broken=False)
-    answers = [ev.SendMessage(session, 7, msg.WaitingMsg("writer", "so")) for session in (1, 2)]
-    effects = [*answers, ev.RecordEvent("gms.session", "the last")]
-    server: Any = WeightsServer(directory, "HOST-0", HostMemory(), MIB)
-    server._conns = {1: bad, 2: good}
-    server.machine = SimpleNamespace(
-        handle=lambda event, now_ms: effects, next_deadline_ms=lambda: None
-    )
-    server.handle(ev.DeadlinePassed())
-    assert "as told" in bad.closed
-    assert (len(good.sent), good.closed) == (1, "")
-    kinds = [(event.type, event.severity) for event in server.log.kept_since(0)]
-    assert kinds == [("gms.effect", "error"), ("gms.session", "info")]

@@ -11,7 +11,7 @@ import pytest
 from plumbing.pod.paths import pool_socket
 from plumbing.wire.connection import Handler
 from plumbing.wire.server import Server
-from pool.client.link import KeptLink, PoolLink
+from pool.client.link import PoolLink
 from pool.core.events import ModelDemand, OpenDoor
 from pool.core.states import ModelState
 from pool.messages import CATALOGUE, DoorsMsg, PooledModel
@@ -104,29 +104,3 @@ def test_demand_is_sent_once_for_what_changes_together_and_not_again_as_it_was(d
             assert [each.models["chat"].in_flight for each in pool.said] == [0, 1000, 1000]
 
     asyncio.run(body())
-
-
-async def first_look_that_is_wanted_counts():
-    """Goal: what has just happened is not kept waiting by a look that was due much later, and all
-    that happens until a look costs one."""
-    looks = []
-
-    class Link(KeptLink):
-        def look(self):
-            looks.append(self)
-
-    link = Link("nowhere", CATALOGUE)
-    link.look_soon(3600.0)
-    for delay_s in (0.0, 0.001, 0.0):
-        link.look_soon(delay_s)
-    await auntil(lambda: looks, "the look")
-    link.look_soon(0.0)
-    await auntil(lambda: len(looks) > 1, "the next look")
-    link.look_soon(0.01)
-    link.forget_look()
-    await asyncio.sleep(0)
-    assert len(looks) == 2
-
-
-def test_first_look_that_is_wanted_counts():
-    asyncio.run(first_look_that_is_wanted_counts())
