@@ -381,10 +381,10 @@ def test_the_package_alone_brings_what_it_imports_and_reads():
 LINES_MAX = {
     "plumbing": 6_150,
     "lockserver": 6_870,
-    "gms": 9_370,
+    "gms": 8_990,
     "engine": 17_990,
     "gateway": 8_260,
-    "pool": 8_005,
+    "pool": 7_970,
     "understudy": 8_690,
     "hack": 5_970,
     "tests": 64_480,

@@ -50,7 +50,7 @@ class Memory:
         self.end = 0
         self.told: list[tuple[int, int]] = []
 
-    def plan(self, total_bytes: int, tensor_bytes_max: int) -> None: ...
+    def plan(self, total_bytes: int) -> None: ...
 
     def place(
         self,

@@ -55,38 +55,6 @@ def refused(bench: Bench, copy: ev.JournalRecord | None, **facts: Any) -> str:
     return caught.value.code
 
 
-def test_offload_frees_the_epoch_and_the_copy_stands_for_it():
-    """The memory is released, the journal names the copy, and a restarted server knows it."""
-    bench, epoch = offloaded()
-    assert bench.released == [epoch]
-    assert (bench.device.state, bench.device.committed) == ("offloaded", None)
-    assert (bench.journal, bench.offloaded and bench.offloaded.epoch) == (None, COPY)
-    again = Bench(offloaded=bench.offloaded)
-    assert again.device.state == "offloaded"
-    assert writing(again.attach(2)) == ("0" * 31 + "1", COPY)
-
-
-def test_offload_waits_for_its_record_on_disk():
-    """A full disk: the answer comes with the record that could be written at last."""
-    bench, epoch = loaded()
-    bench.auto = False
-    offload(bench, copy_of(bench))
-    written, *rest = bench.pending
-    assert isinstance(written, ev.WriteJournal), "the link precedes the release of the memory"
-    assert [type(effect) for effect in rest] == [ev.MarkRetired, ev.Watch]
-    bench.fail(written, why="a full disk")
-    bench.tell(ev.RegionFree(epoch))
-    bench.complete(bench.pending[-1])
-    assert bench.released == [epoch]
-    assert bench.last(9) is None
-    bench.now_ms += 1000
-    bench.pending.clear()
-    bench.tell(ev.DeadlinePassed())
-    bench.auto = True
-    bench.drain()
-    assert bench.last(9) == msg.OffloadedMsg(COPY, MIB)
-
-
 @pytest.mark.parametrize(
     "changes",
     [{"digest": OTHER_DIGEST}, {"digest": None}, {"layout_hash": "x"}, {"identity_hash": "x"}],
@@ -113,20 +81,6 @@ def test_reader_that_asks_has_left_whether_the_memory_is_freed_or_not():
     bench.tell(ev.Received(3, 5, msg.OffloadMsg(), copy=copy_of(bench)))
     assert bench.last(3) == msg.OffloadedMsg(COPY, MIB)
     assert not bench.device.sessions
-
-
-def test_restage_commits_with_the_digest_of_the_copy():
-    """The next writer is told of the copy; its commit carries the digest and ends the link."""
-    bench, _ = offloaded()
-    grant = bench.attach(2)
-    assert isinstance(grant, msg.WritingMsg)
-    assert grant.copy == COPY
-    bench.allocate(2)
-    assert isinstance(bench.commit(2, restaged_from=COPY), msg.CommittedMsg)
-    committed = bench.device.committed
-    assert (committed.digest, bench.device.restages_total) == (DIGEST, 1)
-    assert (bench.journal.digest, bench.offloaded) == (DIGEST, None)
-    assert bench.records[-1].type == "gms.restaged"
 
 
 def test_commit_that_is_not_the_copy_is_refused():
@@ -166,15 +120,6 @@ def test_reader_waits_until_the_weights_are_back():
     assert isinstance(bench.last(2), ev.SendRegion)
 
 
-def test_drop_forgets_the_copy_and_the_next_engine_loads():
-    """An operator wants a fresh load: also after a restart, nobody is told of the copy."""
-    bench, _ = offloaded()
-    bench.tell(ev.Received(9, 6, msg.DropMsg()))
-    assert bench.last(9) == msg.DroppedMsg(COPY, ())
-    assert (bench.device.state, bench.offloaded) == ("empty", None)
-    assert writing(bench.attach(2)) == ("0" * 31 + "2", None)
-
-
 def test_request_that_was_overtaken_is_refused():
     """The memory is not free yet when the copy is dropped: there is nothing to confirm."""
     bench, epoch = loaded()
@@ -184,18 +129,3 @@ def test_request_that_was_overtaken_is_refused():
     answer = bench.last(9)
     assert isinstance(answer, ev.RefuseRequest)
     assert answer.error.code == "gms.not_offloaded"
-
-
-def test_reader_of_a_superseded_epoch_that_asks_frees_it():
-    """It was the last one: what it had is released, although the newer epoch is mapped."""
-    bench = Bench()
-    old = bench.load(1)
-    new = bench.load(2, mode="rw", replace=True)
-    bench.tell(ev.Received(1, 5, msg.OffloadMsg()))
-    assert bench.released == [old]
-    assert isinstance(bench.last(1), ev.RefuseRequest)
-    assert bench.device.committed.id == new
-
-
-def test_nothing_is_offloaded_where_nothing_is_committed():
-    assert refused(Bench(), None) == "gms.nothing_committed"

@@ -8,7 +8,6 @@ from msgspec.structs import replace
 from gms import messages as msg
 from gms.core import events as ev
 from gms.core.region import RegionPhase
-from gms.core.upkeep import Epoch
 from gms.core.weights import JOURNAL_RETRY_MS, orphans_of
 from gms.manifest import encode, identity_hash, layout_hash
 from plumbing.errors import UnderstudyError
@@ -49,21 +48,6 @@ def phases(bench: Bench) -> dict[str, RegionPhase]:
     return {epoch.id: epoch.phase for epoch in bench.device.regions.values()}
 
 
-def test_record_of_a_commit_names_what_it_replaces_until_it_is_answered():
-    """Commit over a committed epoch, step by step: with its predecessor first, then alone."""
-    bench = Bench(auto=False)
-    old = bench.load_by_hand(1)
-    bench.attach(2, "rw", replace=True, identity=OTHER)
-    bench.drain()
-    bench.commit(2, OTHER)
-    bench.complete(bench.pending.pop(0))
-    written = bench.pending[0]
-    assert isinstance(written, ev.WriteJournal)
-    assert written.record.previous.epoch == old
-    bench.drain()
-    assert bench.journal.previous is None
-
-
 def test_lost_commit_does_not_lose_the_epoch_it_replaces():
     """Its writer died with the server: once the kernel says so, the older epoch is served."""
     bench = restarted()
@@ -72,17 +56,6 @@ def test_lost_commit_does_not_lose_the_epoch_it_replaces():
     assert bench.last(1) == msg.KeptMsg(OLD)
     assert phases(bench) == {OLD: RegionPhase.SERVED}
     assert (bench.journal.epoch, bench.journal.previous) == (OLD, None)
-
-
-def test_commit_that_its_writer_hands_back_makes_the_older_one_history():
-    """The writer hands it back: the reader of the older epoch is kept as that."""
-    bench = restarted()
-    assert hand_back(bench, 1, OLD) is None
-    assert hand_back(bench, 2, NEW) == msg.KeptMsg(NEW)
-    assert phases(bench) == {OLD: RegionPhase.RETIRED, NEW: RegionPhase.SERVED}
-    assert bench.last(1) == msg.KeptMsg(OLD)
-    assert bench.marked == {OLD}, "also for a server that finds no journal"
-    assert (bench.journal.epoch, bench.journal.previous) == (NEW, None)
 
 
 @pytest.mark.parametrize("how", ["condemned", "dropped"])
@@ -110,35 +83,6 @@ def test_retired_epoch_is_journalled_again_until_the_write_succeeds(how: str):
     if how == "dropped":
         assert isinstance(bench.last(9), msg.DroppedMsg)
     assert len([r for r in bench.records if r.type == "gms.journal"]) == 1, "said once"
-
-
-def test_newcomers_that_wait_do_not_keep_survivors_out():
-    """As many newcomers as may wait for the epoch: its survivor hands it back all the same."""
-    bench = restarted()
-    for session in range(100, 164):
-        bench.attach(session, "ro", identity=OTHER)
-    assert hand_back(bench, 2, NEW) == msg.KeptMsg(NEW)
-    assert all(isinstance(bench.last(session), ev.SendRegion) for session in range(100, 164))
-
-
-def test_one_survivor_is_checked_at_a_time_and_a_broken_one_costs_only_itself():
-    """Three hand the epoch back: the first one's memory is bad, the second leaves while its own is
-    checked, and it counts all the same; the third is registered without a look at what it sent."""
-    bench = restarted()
-    bench.auto = False
-    for session in (1, 3, 4):
-        hand_back(bench, session, NEW)
-    (first,) = [effect for effect in bench.pending if isinstance(effect, ev.TakeBack)]
-    assert first.session == 1
-    bench.fail(first, "gms.bad_slab")
-    assert isinstance(bench.last(1), ev.RefuseRequest)
-    _, second = [effect for effect in bench.pending if isinstance(effect, ev.TakeBack)]
-    assert second.session == 3
-    bench.close(3)
-    assert bench.last(4) is None
-    bench.complete(second)
-    assert bench.last(4) == msg.KeptMsg(NEW)
-    assert phases(bench)[NEW] is RegionPhase.SERVED
 
 
 def test_memory_that_is_not_what_was_committed_is_refused_and_changes_nothing():
@@ -192,20 +136,6 @@ def test_room_that_a_reader_keeps_is_not_on_its_way():
     assert isinstance(answer, ev.RefuseRequest)
     assert answer.error.code == "gms.out_of_memory"
     assert "engine-3" in answer.error.message
-
-
-@pytest.mark.parametrize("others", [0, 1])
-def test_a_lost_journal_is_rewritten_when_no_survivor_is_left(others: int):
-    """Goal: a lost journal is written anew at the right time. Method: free every orphan, one after
-    the other; only the last one's end is written down."""
-    orphans = [Epoch(f"{number:032x}", RegionPhase.ORPHANED) for number in range(1 + others)]
-    bench = Bench(orphans=orphans, is_journal_lost=True)
-    bench.auto = False
-    for number, orphan in enumerate(orphans):
-        bench.unmap(orphan.id)
-        written = [e for e in bench.pending if isinstance(e, ev.WriteJournal)]
-        assert len(written) == (number == others)
-    assert not bench.device.is_journal_lost
 
 
 def test_drop_waits_for_a_commit_that_is_being_written():

@@ -13,7 +13,6 @@ from gms.core.region import (
     SESSIONS,
     WRITER_STATES,
     Input,
-    RegionPhase,
     SessionState,
 )
 from plumbing.errors import ProtocolError, UnderstudyError
@@ -72,22 +71,6 @@ def test_peer_message_at_the_wrong_moment_changes_nothing(state: SessionState, k
     with pytest.raises(ProtocolError, match=r"gms\.unexpected_message"):
         bench.tell(MESSAGES[kind])
     assert (bench.device.sessions, bench.device.regions) == before
-
-
-@pytest.mark.parametrize("state", LIVE)
-def test_session_that_ends_in_any_state_leaves_no_trace_but_what_is_committed(
-    state: SessionState,
-):
-    """Close the connection in every state, then let late completions come: only commits stay."""
-    bench = at(state)
-    bench.close(1)
-    bench.drain()
-    assert 1 not in bench.device.sessions
-    committed = {e.id for e in bench.device.regions.values() if e.phase is RegionPhase.SERVED}
-    others = {str(s.region) for s in bench.device.sessions.values()}
-    assert set(bench.device.regions) == committed | others
-    assert bool(committed) == (state is SessionState.READING)
-    assert (bench.journal is not None) == bool(committed)
 
 
 @pytest.mark.parametrize("kind", [k for k in MESSAGES if k not in (msg.AttachMsg, msg.HandBackMsg)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gms import messages as msg
 from gms.core import events as ev
-from gms.core.weights import DEVICE_FULL_RETRY_MS, DEVICE_FULL_WAIT_MS
+from gms.core.weights import DEVICE_FULL_RETRY_MS
 from plumbing.errors import UnderstudyError
 from tests.gms.core.driver import MIB, Bench
 
@@ -27,25 +27,6 @@ def test_digest_is_journalled_once():
     bench.tell(ev.Received(1, 0, msg.DigestMsg(DIGEST)))
     bench.tell(ev.Received(2, 0, msg.DigestMsg(OTHER_DIGEST)))
     assert bench.journal.digest == DIGEST
-
-
-def test_journal_of_a_commit_under_way_is_not_overtaken():
-    """A digest and a condemnation come while another epoch is being journalled: what is on disk
-    in the end is the new epoch, or the truth if that commit fails."""
-    bench = loaded(2)
-    bench.auto = False
-    bench.attach(3, "rw", replace=True)
-    bench.drain()
-    bench.commit(3)
-    seal = bench.pending.pop(0)
-    bench.complete(seal)
-    written = bench.pending.pop(0)
-    assert isinstance(written, ev.WriteJournal)
-    bench.tell(ev.Received(1, 0, msg.DigestMsg(DIGEST)))
-    bench.tell(ev.Received(1, 0, msg.CondemnMsg("device_error", "Xid 63")))
-    assert not [e for e in bench.pending if isinstance(e, ev.WriteJournal)]
-    bench.complete(written)
-    assert bench.journal.epoch == bench.device.committed.id
 
 
 def test_condemnation_of_a_superseded_epoch_means_nothing():
@@ -93,21 +74,3 @@ def test_writer_waits_for_a_full_device_and_the_message_names_its_holders():
     assert isinstance(bench.last(1), msg.AllocatedMsg)
     assert bench.device.oom_waits_total == 1
     assert bench.device.staging.size_bytes == MIB, "counted once"
-
-
-def test_full_device_ends_the_writer_at_its_deadline():
-    """It stays full: an error that names the holders, the staging epoch is given up."""
-    bench = Bench(auto=False)
-    old = bench.load_by_hand(1)
-    bench.attach(2, "rw", replace=True)
-    bench.drain()
-    bench.allocate(2, MIB)
-    while bench.now_ms < DEVICE_FULL_WAIT_MS:
-        full(bench)
-        bench.advance(DEVICE_FULL_RETRY_MS)
-    refused = bench.last(2)
-    assert isinstance(refused, ev.RefuseRequest)
-    assert refused.error.code == "gms.out_of_memory"
-    assert "engine-1" in refused.error.message
-    assert bench.device.staging is None
-    assert bench.device.committed.id == old

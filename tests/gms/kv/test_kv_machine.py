@@ -8,26 +8,8 @@ from gms import messages as msg
 from gms.core import events as ev
 from gms.core.events import Claimant, Closed, DeadlinePassed, Received
 from gms.core.kv import FULL_RETRY_MS
-from gms.core.snapshot import kv_snapshot
 from plumbing.errors import UnderstudyError
 from tests.gms.kv.desk import INDEX, SIZE, WAIT_MS, Desk, hand_back, of, refused
-
-
-def test_processes_of_one_engine_share_one_pool_that_is_made_at_the_first_claim():
-    """Goal: memory at the first claim only, one for all of an incarnation. Method: two sessions
-    before it is made, one after."""
-    desk = Desk()
-    assert desk.effects == []
-    desk.borrow(1)
-    desk.borrow(2)
-    pool = desk.make()
-    for session in (1, 2):
-        assert desk.last_to(session).pool == pool
-        assert desk.take(session) == ev.SendRegion(session, 2, pool, is_fresh=True)
-    desk.mark(1, msg.BEGUN)
-    desk.borrow(3)
-    assert desk.take(3).is_fresh is False
-    assert [each.TYPE for each in (desk.machine.all_holders[0].request,)] == ["borrow_pool"]
 
 
 def test_wait_ends_at_its_deadline_and_names_the_holder():
@@ -64,24 +46,6 @@ def test_older_token_of_an_era_is_refused(known, token, incarnation, is_stale):
         assert desk.machine.stale_refusals_total == 1
     else:
         of(desk.tell(Received(1, 1, claim)), ev.MakePool)
-
-
-def test_tokens_of_another_era_do_not_compare_and_each_era_is_remembered():
-    desk = Desk()
-    desk.borrow(1, token=9, era="old")
-    desk.borrow(2, token=1, era="new")
-    assert desk.last_to(2).TYPE == "waiting"
-    stale = msg.BorrowPoolMsg("e", "i", 8, "old", SIZE, INDEX, WAIT_MS)
-    assert refused(desk, Received(3, 1, stale)).code == "gms.kv_stale_token"
-
-
-def test_newer_claim_ends_the_wait_of_an_older_one():
-    desk = Desk()
-    desk.hold(1)
-    desk.borrow(2, token=2)
-    desk.borrow(3, token=3)
-    assert desk.last_to(2).code == "gms.kv_stale_token"
-    assert desk.last_to(3).TYPE == "waiting"
 
 
 def test_content_that_two_engines_died_of_is_discarded():
@@ -127,29 +91,6 @@ def test_driver_that_fails_costs_those_who_wait_and_nothing_else():
     assert isinstance(desk.last_to(2), msg.PoolGrantedMsg)
 
 
-def test_bad_survivor_costs_itself_and_the_next_one_is_asked():
-    desk = Desk(orphans={"p": False})
-    desk.tell(Received(1, 1, hand_back("p", mark=msg.BEGUN)))
-    desk.tell(Received(2, 1, hand_back("p", mark=msg.BEGUN)))
-    bad = UnderstudyError("gms.bad_slab", "no")
-    assert of(desk.done(ev.TakeBack, error=bad)[1], ev.TakeBack).session == 2
-    assert desk.last_to(1) is bad
-    desk.done(ev.TakeBack)
-    assert desk.last_to(2) == msg.KeptMsg("p")
-
-
-@pytest.mark.parametrize("is_marked", [False, True])
-def test_discard_outlives_the_server(is_marked):
-    """Goal: a restart brings no bad content back. Method: the survivor repeats it, or the file
-    says so."""
-    desk = Desk(orphans={"p": is_marked})
-    why = "" if is_marked else "canary"
-    desk.tell(Received(1, 1, hand_back("p", mark=msg.BEGUN, discarded=why)))
-    desk.tell(Closed(1))  # before the driver has checked it
-    desk.done(ev.TakeBack)
-    of(desk.tell(ev.RegionFree("p")), ev.Release)
-
-
 def test_survivor_of_an_unknown_pool_or_of_other_sizes_is_refused():
     desk = Desk(orphans={"p": False})
     assert refused(desk, Received(1, 1, hand_back("q"))).code == "gms.kv_pool_gone"
@@ -162,24 +103,6 @@ def test_nobody_takes_before_a_grant():
     assert refused(desk, Received(1, 1, msg.TakeMsg())).code == "gms.not_attached"
     desk.borrow(1)
     assert refused(desk, Received(1, 1, msg.TakeMsg())).code == "gms.unexpected_message"
-
-
-def test_two_living_engines_hand_the_pool_to_and_fro():
-    """Goal: a lease that was returned, and a free file, are all that a successor needs; also the
-    engine that had it before, under its next token. Method: one incarnation under tokens 1 and 3,
-    another under 2; nothing dies."""
-    desk = Desk()
-    pool = desk.hold(1)
-    desk.mark(1, msg.BEGUN)
-    for session, token, incarnation in ((2, 2, "i-2"), (3, 3, "i-1")):
-        desk.tell(Closed(session - 1))
-        desk.borrow(session, token, incarnation=incarnation)
-        assert desk.last_to(session).reason == "gms.kv_busy"  # until the kernel has spoken
-        desk.tell(ev.RegionFree(pool))
-        assert desk.take(session) == ev.SendRegion(session, 2, pool, is_fresh=False)
-        desk.mark(session, msg.ADOPTING, msg.ADOPTED)
-    assert desk.machine.regions[pool].failed_adoptions == 0
-    assert (desk.machine.made_total, desk.machine.lent_total) == (1, 3)
 
 
 # ---------------------------------------------------------------------- freed on purpose
@@ -206,52 +129,3 @@ def test_operator_drops_a_pool_that_no_engine_uses():
     desk.done(ev.Release)
     desk.borrow(3, token=3)
     assert desk.make() != pool
-
-
-def test_pool_that_is_being_made_is_not_called_dropped():
-    """Method: whoever asked for it leaves before the driver has made it."""
-    desk = Desk()
-    desk.borrow(1)
-    desk.tell(Closed(1))
-    drop = Received(9, 1, msg.DropPoolMsg())
-    assert refused(desk, drop).code == "gms.kv_making"
-    pool = desk.make()
-    desk.tell(drop)
-    assert desk.last_to(9) == msg.PoolDroppedMsg(pool, SIZE + INDEX)
-
-
-def test_engine_that_rests_gives_the_memory_up_and_hears_when_it_is_free():
-    """Goal: freed only when no process maps it, and said only then. Method: two processes of one
-    engine, of which one gives up while the other still holds; then it claims again."""
-    desk = Desk()
-    pool = desk.hold(1)
-    desk.borrow(2)
-    desk.take(2)
-    give_up = msg.GiveUpMsg(WAIT_MS)
-    assert of(desk.tell(Received(1, 5, give_up)), ev.MarkRetired).region == pool
-    desk.borrow(3)
-    assert desk.last_to(3).reason == "gms.kv_busy"
-    assert of(desk.tell(Closed(2)), ev.Watch).region == pool
-    assert of(desk.tell(ev.RegionFree(pool)), ev.Release).region == pool
-    assert kv_snapshot(desk.machine, str)["sessions"][0]["state"] == "leaving"
-    made = of(desk.done(ev.Release)[1], ev.MakePool).region
-    assert desk.last_to(1) == msg.PoolFreedMsg(pool, SIZE + INDEX)
-    assert made != pool
-    assert desk.machine.given_up_total == 1
-    assert desk.machine.discards_total == 0
-
-
-def test_memory_that_is_not_free_in_time_is_refused_to_whom_gave_it_up():
-    desk = Desk()
-    pool = desk.hold(1)
-    desk.borrow(2)
-    desk.take(2)
-    desk.tell(Received(1, 5, msg.GiveUpMsg(WAIT_MS)))
-    assert desk.machine.next_deadline_ms() == WAIT_MS
-    desk.now_ms = WAIT_MS
-    desk.tell(DeadlinePassed())
-    assert desk.last_to(1).code == "gms.kv_busy"
-    assert desk.machine.next_deadline_ms() is None
-    desk.tell(Closed(1))
-    desk.tell(Closed(2))
-    of(desk.tell(ev.RegionFree(pool)), ev.Release)  # it is freed all the same
