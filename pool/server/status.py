@@ -11,15 +11,17 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import msgspec
 
-from plumbing.service.clock import moment
+from plumbing.service.clock import SystemClock, moment
+from plumbing.service.events import EventLog
 from plumbing.service.http import Probe
 from plumbing.service.notify import restarts
 from pool import status_text
 from pool.core.admission import expected_ms, next_of, wait_of
+from pool.core.events import SetModelDoor
 from pool.core.facts import Facts
 from pool.core.model import Model
 from pool.core.states import FALLING, HOST, RISING, EntryKind, ModelState
@@ -37,15 +39,36 @@ from pool.schema import (
     PoolPlan,
     PoolStatus,
 )
-from pool.server.engines import EngineLink
-
-if TYPE_CHECKING:
-    from pool.server.server import PoolServer
+from pool.server.engines import EngineLink, EngineSide
+from pool.server.gateways import PoolGateways
+from pool.server.leases import LeaseDesk
+from pool.server.locks import PoolLockSide
+from pool.server.memory import MemorySide
+from pool.server.settings import PoolSettings
 
 PROBLEMS_MAX = 20  # a pod with a hundred engines that are all gone has one problem
 
 
-def document(server: PoolServer) -> dict[str, Any]:
+class ShownPool(Protocol):
+    """What is read of the server (`pool.server.server.PoolServer`)."""
+
+    settings: PoolSettings
+    clock: SystemClock
+    log: EventLog
+    facts: Facts
+    started_ms: float
+    problem: str | None
+    troubles: list[Callable[[], str | None]]
+    changed: dict[str, dict[str, str]]
+    doors: dict[str, SetModelDoor]
+    engines: EngineSide
+    gateways: PoolGateways
+    leases: LeaseDesk
+    locks: PoolLockSide
+    memory: MemorySide
+
+
+def document(server: ShownPool) -> dict[str, Any]:
     """The status document, the same for the CLI, `/status` and observers."""
     found = PoolStatus(
         schema=1,
@@ -69,13 +92,13 @@ def document(server: PoolServer) -> dict[str, Any]:
     return dict(msgspec.to_builtins(found))
 
 
-def sentence(server: PoolServer, name: str) -> str:
+def sentence(server: ShownPool, name: str) -> str:
     """One sentence on a model: the state, why, and what it waits for."""
     model = _model(server, server.facts.models[name])
     return status_text.sentence(msgspec.to_builtins(model))
 
 
-def problems(server: PoolServer) -> list[str]:
+def problems(server: ShownPool) -> list[str]:
     """One sentence for each thing that does not work now."""
     found: list[str | None] = [server.problem]
     found += [each.alarm for each in server.facts.models.values()]
@@ -88,11 +111,11 @@ def problems(server: PoolServer) -> list[str]:
     return [each for each in found if each]
 
 
-def is_recovering(server: PoolServer) -> bool:
+def is_recovering(server: ShownPool) -> bool:
     return any(each.is_recovering for each in server.facts.models.values())
 
 
-def probes(server: PoolServer) -> Mapping[str, Callable[[], Probe]]:
+def probes(server: ShownPool) -> Mapping[str, Callable[[], Probe]]:
     return {
         "live": lambda: Probe(True, "running"),
         "startup": lambda: Probe(True, "started"),
@@ -100,7 +123,7 @@ def probes(server: PoolServer) -> Mapping[str, Callable[[], Probe]]:
     }
 
 
-def ready(server: PoolServer) -> Probe:
+def ready(server: ShownPool) -> Probe:
     """It decides: its state can be written, and a gateway is connected. A model that recovers waits
     for its own engines, and does not make the pool unready."""
     if server.problem is not None:
@@ -113,7 +136,7 @@ def ready(server: PoolServer) -> Probe:
 # -------------------------------------------------------------------------------------- models
 
 
-def _model(server: PoolServer, model: Model) -> PoolModel:
+def _model(server: ShownPool, model: Model) -> PoolModel:
     facts, now_ms, sizes, holder = server.facts, server.clock.now_ms(), model.sizes, model.holder
     told = server.doors[model.name]
     bound, measured = None, None
@@ -181,7 +204,7 @@ def _engine(link: EngineLink, model: Model) -> PoolEngine:
     return PoolEngine(link.engine, is_shadow, link.goal, state, link.problem)
 
 
-def plan(server: PoolServer) -> list[PoolPlan]:
+def plan(server: ShownPool) -> list[PoolPlan]:
     """What happens next to each model that somebody waits for and that does not serve yet; who has
     waited longest, counted in steps of priority, is first."""
     facts, now_ms = server.facts, server.clock.now_ms()
@@ -241,7 +264,7 @@ def _device(facts: Facts, device: str) -> PoolDevice:
     )
 
 
-def _lease(server: PoolServer, lease: str) -> PoolLeaseFields:
+def _lease(server: ShownPool, lease: str) -> PoolLeaseFields:
     held = server.leases.leases[lease]
     return PoolLeaseFields(
         lease=lease,
