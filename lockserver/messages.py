@@ -119,13 +119,15 @@ class BorrowMsg(Message, frozen=True, tag="borrow"):
     who holds that lock.
 
     First on its connection, and again at each change. A gateway that accepts hands a copy of the
-    socket back with its first message: a restarted server may have none.
+    socket back with its first message: a restarted server may have none. `started_ms`: when the
+    gateway began, by this machine's monotonic clock; the newest one has the socket.
     """
 
     FDS = (0, 1)
     lock: LockName
     gateway: HexId
     stage: Stage
+    started_ms: Annotated[float, Meta(ge=0)] = 0.0
 
 
 class ServiceMsg(Message, frozen=True, tag="service"):

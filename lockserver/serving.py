@@ -118,55 +118,15 @@ def find(directory: str, incarnation: str) -> ServingFile | None:
 
 
 def probe(path: str, file: ServingFile, token: int) -> WitnessState:
-    """Try the file that was filed; found free, it is sealed at `token` before it is unlocked.
-
-    UNPROVEN if it is missing or another one, and also if it cannot be sealed.
-    """
-    try:
-        with flocks.opened(path) as fd:
-            if fd is None:
-                return WitnessState.UNPROVEN
-            found = os.fstat(fd)
-            if (found.st_dev, found.st_ino) != (file.dev, file.ino):
-                return WitnessState.UNPROVEN
-            return _try(fd, token)
-    except OSError as error:
-        flocks.check_shortage(error)
-        return WitnessState.UNSEEN
-
-
-def _try(fd: int, token: int) -> WitnessState:
-    if not flocks.try_lock(fd):
-        return WitnessState.HELD
-    if os.fstat(fd).st_size < token:  # a seal is never taken back
-        try:
-            os.ftruncate(fd, token)
-        except OSError:
-            return WitnessState.UNPROVEN
-    return WitnessState.FREE
+    """Try the file that was filed; found free, it is sealed at `token` before it is unlocked."""
+    return flocks.probe(path, file.dev, file.ino, token)
 
 
 def scan(directory: str, *, seal_at: int = 0, keep: Collection[str] = ()) -> tuple[set[str], int]:
     """The names of the serving files that are held or cannot be tried, and the largest length.
-
-    Args:
-        seal_at: seal the free ones at this token, but those named in `keep`.
+    `seal_at`: seal the free ones at this token, but those named in `keep`.
 
     Raises:
         OSError: the directory cannot be read.
     """
-    held, longest = set(), 0
-    for name in sorted(os.listdir(directory)):
-        if not name.startswith(SERVING_PREFIX):
-            continue
-        path, state = os.path.join(directory, name), WitnessState.UNPROVEN
-        try:
-            with flocks.opened(path) as fd:
-                if fd is not None:
-                    longest = max(longest, os.fstat(fd).st_size)
-                    state = _try(fd, 0 if name in keep else seal_at)
-        except OSError as error:
-            flocks.check_shortage(error)
-        if state is not WitnessState.FREE and not flocks.is_missing(path):
-            held.add(name)  # what exists but cannot be tried may be held: assume the worst
-    return held, longest
+    return flocks.scan(directory, SERVING_PREFIX, seal_at, keep)

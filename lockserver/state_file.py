@@ -1,8 +1,9 @@
 """The lock server's state on disk: one preallocated file, two slots written in turn.
 
-A slot has 4 KiB, and with models, which have two locks each, 64 KiB under another number in its
-first line. Both are read. A file is rewritten with large slots when the first model needs them, and
-never goes back: an older server, which knows only small slots, refuses it.
+A slot has 4 KiB, and with models, which have two locks each, 128 KiB under another number in its
+first line: the largest pod fits. All numbers are read. A file is rewritten with large slots when
+the first model needs them, and never goes back: an older server, which does not know them, refuses
+it.
 
 Owns what a record means on disk and what a lost one leads to; the bytes are `service.files`'s.
 
@@ -26,16 +27,19 @@ words, and every version must begin so.
 from __future__ import annotations
 
 import errno
-import json
 import os
 import re
 import secrets
 import stat
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from dataclasses import replace as changed
+
+from msgspec import DecodeError, ValidationError, convert, json
+from msgspec.structs import asdict, replace
 
 from lockserver import witness
-from lockserver.core.events import Holder, LockRecord
+from lockserver.core.events import LockRecord
 from lockserver.messages import NO_ERA
 from plumbing.errors import UnderstudyError, is_shortage
 from plumbing.service.files import FILE_BYTES, SLOT_BYTES, SlotFile, SlotFormat, put_aside
@@ -44,15 +48,11 @@ __all__ = ["FILE_BYTES", "NAME", "SLOT_BYTES", "LoadedRecord", "LockStateFile", 
 
 NAME = "lockserver.json"
 KIND = "understudy-lock"
-FORMAT = SlotFormat(f"{KIND} 1")
-WIDE_SLOT_BYTES = 64 << 10
-WIDE = SlotFormat(f"{KIND} 2", WIDE_SLOT_BYTES)
-FORMATS = {1: FORMAT, 2: WIDE}
-VERSION = max(FORMATS)
-HEAD_BYTES = 512  # of a slot: its first line, and the record without locks and models
+FORMAT, WIDE = SlotFormat(f"{KIND} 1"), SlotFormat(f"{KIND} 3", 128 << 10)
+FORMATS = {1: FORMAT, 2: SlotFormat(f"{KIND} 2", 64 << 10), 3: WIDE}
+SCHEMA, VERSION = 1, max(FORMATS)
 _ERA = re.compile("[0-9a-f]{16}")
 _HEAD = re.compile(rf"{KIND} (\d{{1,9}})[ \n]".encode())
-_encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class LockStateFile:
             self._form = WIDE if models else self.loaded.form
             if self.loaded.record.era == NO_ERA:
                 record = replace(self.loaded.record, era=secrets.token_hex(8))
-                self.loaded = replace(self.loaded, record=record)
+                self.loaded = changed(self.loaded, record=record)
             self._file = self._open()
         except BlockingIOError as error:
             raise UnderstudyError(
@@ -116,8 +116,8 @@ class LockStateFile:
     def _open(self) -> SlotFile:
         is_there = os.path.lexists(self.path)
         if is_there and self.loaded.problem is not None:
-            self.loaded = replace(self.loaded, aside=put_aside(self.path))
-        text = _text(self.loaded.record, self._models)
+            self.loaded = changed(self.loaded, aside=put_aside(self.path))
+        text = self._text(self.loaded.record)
         if not is_there or self.loaded.problem is not None:
             self._form.create(self.path, text)
         elif self._form != self.loaded.form:
@@ -128,10 +128,11 @@ class LockStateFile:
                 narrow.close()
         return SlotFile(self.path, self._form)
 
-    def share_bytes(self, locks: int) -> int:
-        """How much of a slot each of so many locks has."""
-        room = self._form.slot_bytes - HEAD_BYTES - len(_encode(self._models))
-        return room // locks
+    def _text(self, record: LockRecord) -> bytes:
+        """About 2 KiB without models, which are named if there are any."""
+        models = {"models": self._models} if self._models else {}
+        unknown = sorted(record.unknown)
+        return json.encode({"schema": SCHEMA, **asdict(record), "unknown": unknown, **models})
 
     def write(self, record: LockRecord) -> None:
         """Write the next slot and wait for the disk.
@@ -139,10 +140,10 @@ class LockStateFile:
         Raises:
             OSError: it may or may not be on disk; write again before anything depends on it.
         """
-        text = _text(record, self._models)
-        if len(text) > self._form.slot_bytes - HEAD_BYTES // 2:  # holders of removed models
-            raise OSError(errno.EFBIG, f"{len(text)} bytes do not fit its slot")
-        self._file.write(text, self._check_place)
+        try:
+            self._file.write(self._text(record), self._check_place)
+        except ValueError as error:  # holders of a hundred removed models, all alive
+            raise OSError(errno.EFBIG, str(error)) from error
 
     def _check_place(self) -> None:
         if directory_identity(self._directory) != self._identity:
@@ -184,19 +185,16 @@ def _load(
             unknown = frozenset(locks) if may_be_elsewhere else frozenset[str]()
             return LoadedRecord(LockRecord(unknown=unknown), is_first=True)
         problem = "the state file is missing although engines were launched in this directory"
-        return LoadedRecord(_lost(0, locks), problem)
+        return LoadedRecord(_lost(_Filed(), locks), problem)
     form = _format_of(os.path.join(directory, NAME), raw)
-    texts = form.decode(raw)
-    slots = [None if text is None else _meaning(*text) for text in texts]
-    known = [slot for slot in slots if slot is not None]
-    if len(known) == len(slots):
-        _, record, models = max(known, key=lambda slot: slot[0])
-        return LoadedRecord(record, models=models, form=form)
-    readable = [text[1] for text in texts if text is not None]
-    token = max(map(_token, readable), default=0)
-    era = next(map(_era, readable), NO_ERA)
-    problem = f"{len(slots) - len(known)} of its 2 slots cannot be read ({len(raw)} bytes)"
-    return LoadedRecord(_lost(token, locks, era), problem, form=form)
+    slots = [_filed(*slot) for slot in form.decode(raw) if slot is not None]
+    unread = 2 - sum(each.record is not None for each in slots)
+    newest = max(slots, key=lambda each: each.sequence, default=_Filed())
+    if not unread and newest.record is not None:
+        return LoadedRecord(newest.record, models=newest.models, form=form)
+    problem = f"{unread} of its 2 slots cannot be read ({len(raw)} bytes)"
+    largest = max(slots, key=lambda each: each.token, default=_Filed())
+    return LoadedRecord(_lost(largest, locks), problem, form=form)
 
 
 def _format_of(path: str, raw: bytes) -> SlotFormat:
@@ -221,10 +219,10 @@ def _format_of(path: str, raw: bytes) -> SlotFormat:
     return FORMATS.get(newest, FORMAT)
 
 
-def _lost(token: int, locks: tuple[str, ...], era: str = NO_ERA) -> LockRecord:
+def _lost(filed: _Filed, locks: tuple[str, ...]) -> LockRecord:
     """A record without holders. The next token may have been granted and lost, so it is skipped, in
     both slots of the new file, so that losing one of them again loses no token."""
-    return LockRecord(token=token + 1, unknown=frozenset(locks), era=era)
+    return LockRecord(token=filed.token + 1, unknown=frozenset(locks), era=filed.era)
 
 
 def _raw(path: str) -> bytes:
@@ -237,44 +235,31 @@ def _raw(path: str) -> bytes:
         os.close(fd)
 
 
-def _token(text: bytes) -> int:
-    """A slot's token, also where the rest of it is a newer version's: tokens never go back."""
+@dataclass(frozen=True, slots=True)
+class _Filed:
+    """What is read of a slot. Its token and era count also where the rest of it is a newer
+    version's, and so no record of ours: tokens never go back."""
+
+    sequence: int = 0
+    token: int = 0
+    era: str = NO_ERA
+    record: LockRecord | None = None
+    models: tuple[str, ...] = ()
+
+
+def _filed(sequence: int, text: bytes) -> _Filed:
     try:
-        return max(0, int(json.loads(text)["token"]))
-    except (KeyError, TypeError, ValueError):
-        return 0
-
-
-def _era(text: bytes) -> str:
-    """A slot's era, likewise; `NO_ERA` where it has none."""
+        body = dict(json.decode(text))
+    except (DecodeError, TypeError, ValueError):
+        return _Filed(sequence)
+    token, era = body.get("token"), str(body.pop("era", NO_ERA))
+    token = token if isinstance(token, int) and token > 0 else 0
+    era = era if _ERA.fullmatch(era) else NO_ERA
     try:
-        era = str(json.loads(text)["era"])
-    except (KeyError, TypeError, ValueError):
-        return NO_ERA
-    return era if _ERA.fullmatch(era) else NO_ERA
-
-
-def _text(record: LockRecord, models: Sequence[str] = ()) -> bytes:
-    """Bounded by the share of each lock; about 2 KiB without models, which are named if any."""
-    body = {
-        "schema": 1,
-        "token": record.token,
-        "era": record.era,
-        "holders": {name: holder.to_dict() for name, holder in record.holders.items()},
-        "unknown": sorted(record.unknown),
-        **({"models": list(models)} if models else {}),
-    }
-    return _encode(body).encode()
-
-
-def _meaning(sequence: int, text: bytes) -> tuple[int, LockRecord, tuple[str, ...]] | None:
-    try:
-        body = json.loads(text)
-        if body["schema"] != 1:
-            return None
-        holders = {str(name): Holder.from_dict(raw) for name, raw in body["holders"].items()}
-        unknown = frozenset(body["unknown"])
-        models = tuple(str(name) for name in body.get("models", ()))
-        return sequence, LockRecord(int(body["token"]), holders, unknown, _era(text)), models
-    except (KeyError, TypeError, ValueError, AttributeError):
-        return None  # a valid checksum with unknown contents: another version's file
+        if body.get("schema") == SCHEMA:
+            record = replace(convert(body, LockRecord), era=era)
+            models = convert(body.get("models", ()), tuple[str, ...])
+            return _Filed(sequence, token, era, record, models)
+    except ValidationError:  # a valid checksum with unknown contents: another version's file
+        pass
+    return _Filed(sequence, token, era)

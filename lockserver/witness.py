@@ -8,11 +8,7 @@ The surprising things:
   first; on 60 the witness was seen free 360 ms before the process was gone.
 - The descriptor is inheritable on purpose: a child that forgets to join still holds it, so no
   process that a backend starts can outlive the evidence.
-- The server always opens the file itself: a flock tried through a received descriptor would
-  convert the holder's own lock.
-- Sealing sets the file's length instead of writing a byte, so that a full disk cannot prevent it.
-- A look needs a descriptor and the kernel a little memory. Without them the answer is `UNSEEN`,
-  which is neither free, nor held, nor gone.
+- The server looks at it as `flocks` says, and seals what it finds free.
 """
 
 from __future__ import annotations
@@ -139,65 +135,20 @@ def _named(path: str) -> WitnessFile | None:
 
 
 def probe(path: str, dev: int, ino: int, *, seal: bool = True) -> WitnessState:
-    """Try the witness filed as (`dev`, `ino`); found free, it is sealed before it is unlocked.
-
-    Returns UNPROVEN if the file is missing or another one, and also if it cannot be sealed: a free
-    witness that could be joined a moment later would prove nothing.
-    """
-    try:
-        with flocks.opened(path) as fd:
-            if fd is None:
-                return WitnessState.UNPROVEN
-            found = os.fstat(fd)
-            if (found.st_dev, found.st_ino) != (dev, ino):
-                return WitnessState.UNPROVEN
-            if not flocks.try_lock(fd):
-                return WitnessState.HELD
-            if seal and not found.st_size:
-                try:
-                    os.ftruncate(fd, SEALED_BYTES)
-                except OSError:
-                    return WitnessState.UNPROVEN
-            return WitnessState.FREE
-    except OSError as error:
-        flocks.check_shortage(error)
-        return WitnessState.UNSEEN
+    """Try the witness filed as (`dev`, `ino`); found free, it is sealed before it is unlocked."""
+    return flocks.probe(path, dev, ino, SEALED_BYTES if seal else 0)
 
 
 def discard(path: str, dev: int, ino: int) -> bool:
     """Seal and remove an ended incarnation's witness if it is free; return whether it is gone."""
-    if probe(path, dev, ino) is WitnessState.FREE:
-        with suppress(OSError):  # a directory that cannot be written to: it stays
-            os.unlink(path)
-    return flocks.is_missing(path)
+    return flocks.discard(path, dev, ino, SEALED_BYTES)
 
 
 def scan(directory: str, *, seal: bool = False, keep: frozenset[str] = frozenset()) -> set[str]:
-    """The names of all witnesses in `directory` that are held or cannot be tried.
-
-    Args:
-        seal: seal the free ones, except those named in `keep`.
+    """The names of all witnesses in `directory` that are held or cannot be tried. `seal`: the free
+    ones, except those named in `keep`.
 
     Raises:
         OSError: the directory cannot be read.
     """
-    held = set()
-    for name in sorted(os.listdir(directory)):
-        if not name.startswith(PREFIX):
-            continue
-        path = os.path.join(directory, name)
-        try:
-            with flocks.opened(path) as fd:
-                found = None if fd is None else os.fstat(fd)
-        except OSError as error:
-            flocks.check_shortage(error)
-            held.add(name)
-            continue
-        result = WitnessState.UNPROVEN
-        if found is not None:
-            result = probe(path, found.st_dev, found.st_ino, seal=seal and name not in keep)
-        is_free = result is WitnessState.FREE
-        # What exists but cannot be tried may be held: assume the worst.
-        if not is_free and not (result is WitnessState.UNPROVEN and flocks.is_missing(path)):
-            held.add(name)
-    return held
+    return flocks.scan(directory, PREFIX, SEALED_BYTES if seal else 0, keep)[0]

@@ -19,6 +19,7 @@ from lockserver.messages import CATALOGUE, BorrowMsg, GrantedMsg, IdleMsg, Servi
 from lockserver.messages import Stage as Stage
 from plumbing.errors import RemoteError, UnderstudyError
 from plumbing.pod.models import kind_of, model_of
+from plumbing.service.clock import SystemClock
 from plumbing.wire.connection import Connection, connect
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.limits import CONNECT_DEADLINE_S
@@ -43,8 +44,8 @@ class BorrowerCallbacks:
       It proves nothing about the last holder: only a newer grant does. `is_final`: every engine was
       told to end, so that what the holder does not serve any more, none will.
     - `on_connected()`, `on_lost(reason)`.
-    - `on_refused(error)`: the server refuses this gateway (`lock.no_service`,
-      `lock.too_many_gateways`), or cannot be believed (`lock.old_token`). Retried with back-off.
+    - `on_refused(error)`: the server refuses this gateway (`lock.no_service`), or cannot be
+      believed (`lock.old_token`). Retried with back-off.
     """
 
     on_service: Callable[[OwnedFd, str], object] = _close
@@ -76,8 +77,9 @@ class Borrower(Reconnecting):
         super().__init__()
         self.path, self.lock = path, lock
         self.gateway = gateway or secrets.token_hex(8)
-        self._callbacks = callbacks
         self.stage = Stage.ASKS
+        self._started_ms = SystemClock().now_ms()
+        self._callbacks = callbacks
         self._service: OwnedFd | None = None
         self._grants = NewestGrants()
 
@@ -88,7 +90,10 @@ class Borrower(Reconnecting):
         if stage is not Stage.ACCEPTS:
             self._drop()
         if self._conn is not None:
-            self._conn.send(BorrowMsg(self.lock, self.gateway, stage))
+            self._conn.send(self._message())
+
+    def _message(self) -> BorrowMsg:
+        return BorrowMsg(self.lock, self.gateway, self.stage, self._started_ms)
 
     async def run(self) -> None:
         """Stay connected until cancelled."""
@@ -115,7 +120,7 @@ class Borrower(Reconnecting):
         """
         copies = [] if self._service is None else [self._service.duplicate()]
         self._conn = conn
-        conn.send(BorrowMsg(self.lock, self.gateway, self.stage), fds=copies)
+        conn.send(self._message(), fds=copies)
         self._callbacks.on_connected()
 
     def received(

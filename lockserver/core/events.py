@@ -14,8 +14,7 @@ lost state a lock is free as soon as no local process holds a witness.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -45,69 +44,47 @@ def unlockable_witness(incarnation: str) -> WitnessFile:
     return WitnessFile(name_of(incarnation), 0, 0)
 
 
-@dataclass(frozen=True, slots=True)
-class Holder:
+class FiledLease(msgspec.Struct, frozen=True):
+    ms: Annotated[int, msgspec.Meta(ge=1, le=LEASE_MS_MAX)]
+
+
+class Holder(msgspec.Struct, frozen=True, omit_defaults=True):
     """The holder of a lock, as it is filed: enough to find the evidence again after a restart."""
 
     engine: str
     incarnation: str
     supervisor: str
-    witness: WitnessFile
+    dev: int  # of its witness
+    ino: int
     token: int
     since_mono_ms: float
-    lease_ms: int | None = None  # over TCP: its lease is the evidence, in place of the witness
-    serving: ServingFile | None = None  # the evidence if it hands over in place
+    lease: FiledLease | None = None  # over TCP: the evidence, in place of the witness
+    # The evidence if it hands over in place: its serving file's device and inode.
+    serving_id: tuple[int, int] | None = msgspec.field(name="serving", default=None)
 
-    def to_dict(self) -> dict[str, Any]:
-        serving = {} if self.serving is None else {"serving": [self.serving.dev, self.serving.ino]}
-        return {
-            "engine": self.engine,
-            "incarnation": self.incarnation,
-            "supervisor": self.supervisor,
-            "witness": self.witness.name,
-            "dev": self.witness.dev,
-            "ino": self.witness.ino,
-            "token": self.token,
-            "since_mono_ms": self.since_mono_ms,
-            **({} if self.lease_ms is None else {"lease": {"ms": self.lease_ms}}),
-            **serving,
-        }
+    @property
+    def witness(self) -> WitnessFile:
+        return WitnessFile(name_of(self.incarnation), self.dev, self.ino)
 
-    @classmethod
-    def from_dict(cls, raw: Mapping[str, Any]) -> Holder:
-        """The holder that `to_dict` wrote; KeyError, TypeError or ValueError if malformed."""
-        lease, serving = raw.get("lease"), raw.get("serving")
-        return cls(
-            engine=str(raw["engine"]),
-            incarnation=str(raw["incarnation"]),
-            supervisor=str(raw["supervisor"]),
-            witness=WitnessFile(str(raw["witness"]), int(raw["dev"]), int(raw["ino"])),
-            token=int(raw["token"]),
-            since_mono_ms=float(raw["since_mono_ms"]),
-            lease_ms=None if lease is None else _lease_ms(lease["ms"]),
-            serving=None if serving is None else _serving(str(raw["incarnation"]), *serving),
-        )
+    @property
+    def lease_ms(self) -> int | None:
+        return None if self.lease is None else self.lease.ms
+
+    @property
+    def serving(self) -> ServingFile | None:
+        if self.serving_id is None:
+            return None
+        return ServingFile(serving_name_of(self.incarnation), *self.serving_id)
 
 
-def _lease_ms(ms: int) -> int:
-    if not 1 <= int(ms) <= LEASE_MS_MAX:
-        raise ValueError(f"invalid lease: {ms} ms")
-    return int(ms)
-
-
-def _serving(incarnation: str, dev: int, ino: int) -> ServingFile:
-    return ServingFile(serving_name_of(incarnation), int(dev), int(ino))
-
-
-@dataclass(frozen=True, slots=True)
-class LockRecord:
+class LockRecord(msgspec.Struct, frozen=True):
     """The record on disk: the token, the holders, and the locks whose holder is unknown.
 
     `era`: which series of tokens this is; another one once no slot of the file could be read.
     """
 
     token: int = 0
-    holders: Mapping[str, Holder] = field(default_factory=dict)
+    holders: Mapping[str, Holder] = {}
     unknown: frozenset[str] = frozenset()
     era: str = NO_ERA
 

@@ -32,9 +32,8 @@ class _Grant:
 class Ledger:
     """What is on disk and what will be next."""
 
-    def __init__(self, record: ev.LockRecord, share_bytes: int | None = None) -> None:
+    def __init__(self, record: ev.LockRecord) -> None:
         self.token, self.era = record.token, record.era
-        self.share_bytes = share_bytes  # of the file, for each lock; None: as much as it takes
         self.problem: str | None = None  # why grants cannot be written, and since when
         self.problem_ms = 0.0
         self.is_writing = False

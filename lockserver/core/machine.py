@@ -52,17 +52,15 @@ class LockMachine:
         now_ms: float,
         *,
         kinds: Mapping[str, bool] = KINDS,
-        share_bytes: int | None = None,
         silent_ms: float = SILENT_MS,
         window_ms: float = WINDOW_MS,
         resumes: bool = False,
         leases: Leases | None = None,
     ) -> None:
         """Start from the record on disk: its holders are `recovering` until they reconnect.
-        `share_bytes`: how much of the file each lock has, if that is limited. `resumes`: there
-        is a gateway, so that one engine may continue another's streams. `leases`: of engines on
-        other hosts."""
-        self.ledger = Ledger(record, share_bytes)
+        `resumes`: there is a gateway, so that one engine may continue another's streams. `leases`:
+        of engines on other hosts."""
+        self.ledger = Ledger(record)
         self.silent_ms, self.window_ms = silent_ms, window_ms
         self.started_ms = self._ticked_ms = now_ms
         self.locks = {name: Lock(name, is_fenced) for name, is_fenced in kinds.items()}
@@ -95,12 +93,6 @@ class LockMachine:
             for k in locks
             if k.state is LockState.RECOVERING
         ]
-
-    def may_have_engines(self, now_ms: float) -> bool:
-        """Whether an engine may be running, connected or not."""
-        is_starting = now_ms - self.started_ms < self.window_ms
-        is_held = any(lock.state is not LockState.FREE for lock in self.locks.values())
-        return is_starting or is_held or bool(self.supervisors)
 
     def _on(self, event: ev.Input, now_ms: float) -> Iterable[LockEffect]:
         match event:
@@ -136,8 +128,8 @@ class LockMachine:
         refusal = None
         if want.process == LEASE:
             want, refusal = self.leases.vouched(want), self.leases.refuse(want, now_ms)
-        file = self.ledger.token, self.ledger.share_bytes
-        refusal = refusal or refuse(want, sender, self.locks, self.supervisors, *file)
+        now = self.locks, self.supervisors, self.ledger.token
+        refusal = refusal or refuse(want, sender, *now)
         if refusal is not None:
             yield refusal
             return

@@ -1,21 +1,16 @@
-"""What the server knows of each supervisor process, and which `want` it accepts.
-
-Each lock has its share of one slot of the state file. A want that would not fit is refused, so no
-engine's grant ever depends on how much another's takes.
-"""
+"""What the server knows of each supervisor process, and which `want` it accepts."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from lockserver.core.events import Holder, RefuseConnection, Wanted
+from lockserver.core.events import FiledLease, Holder, RefuseConnection, Wanted
 from lockserver.core.lock import Lock, Signal
 from lockserver.core.names import ENGINE_ID, INCARNATION, name_of
-from lockserver.messages import TOKEN_CLAIMED_MAX, WantMsg
+from lockserver.messages import WantMsg
 from plumbing.pod.models import model_of
 
 # A pod has a handful; a thousand may wait, at a few KiB each, because a heartbeat scans no others.
@@ -23,7 +18,6 @@ from plumbing.pod.models import model_of
 SUPERVISORS_MAX = 1024
 LOCKS_NAMED_MAX = 8  # in the refusal of one that there is not
 LEASE = "lease"  # `process` of a supervisor over TCP: its lease counts instead
-SINCE_MS_MAX = 1e12 + 0.001  # thirty years of a clock, with its fraction
 
 
 @dataclass(slots=True)
@@ -93,11 +87,12 @@ def holder_of(want: Wanted, token: int, now_ms: float) -> Holder:
         engine=msg.engine,
         incarnation=msg.incarnation,
         supervisor=msg.supervisor,
-        witness=file,
+        dev=file.dev,
+        ino=file.ino,
         token=token,
         since_mono_ms=now_ms,
-        lease_ms=want.lease_ms,
-        serving=want.serving,
+        lease=None if want.lease_ms is None else FiledLease(want.lease_ms),
+        serving_id=None if want.serving is None else (want.serving.dev, want.serving.ino),
     )
 
 
@@ -126,15 +121,13 @@ def refuse(
     locks: Locks,
     supervisors: Supervisors,
     token: int,
-    share_bytes: int | None,
 ) -> RefuseConnection | None:
     """Why this `want` counts for nothing, or None; `sender`: who used its connection, `token`: the
-    last one that was granted, `share_bytes`: what each lock may take of the file."""
+    last one that was granted."""
     found = (
         _malformed(want.msg, locks)
         or _misplaced(want, sender, locks, supervisors)
         or _handed_over_wrongly(want, locks, token)
-        or _does_not_fit(want, locks, share_bytes)
     )
     return None if found is None else RefuseConnection(want.conn, *found)
 
@@ -257,26 +250,3 @@ def engine_id_taken(engine: str, pid: int) -> Refusal:
         " ENGINE_ID",
         {"engine": engine, "pid": pid},
     )
-
-
-def bytes_on_file(name: str, holder: Holder) -> int:
-    """What this lock's holder takes in the file, with the comma behind it."""
-    return len(json.dumps({name: holder.to_dict()}, separators=(",", ":")).encode())
-
-
-def _does_not_fit(want: Wanted, locks: Locks, share_bytes: int | None) -> Refusal | None:
-    """What is wanted anew could not be written if it were granted."""
-    if share_bytes is None or want.witness_file is None or want.msg.incarnation is None:
-        return None
-    longest = holder_of(want, TOKEN_CLAIMED_MAX, SINCE_MS_MAX)
-    for name in want.msg.locks:
-        needed = bytes_on_file(name, longest)
-        if needed > share_bytes and not locks[name].is_held_by(want.msg.incarnation):
-            return (
-                "lock.does_not_fit",
-                f"{want.msg.engine} cannot be granted the {name} lock: its record takes {needed}"
-                f" bytes, and each of the {len(locks)} locks has {share_bytes} bytes of the state"
-                " file; use a shorter engine id, or fewer models",
-                {"lock": name, "needed_bytes": needed, "share_bytes": share_bytes},
-            )
-    return None

@@ -1,26 +1,33 @@
-"""The gateways of one server: who has the listening socket, and what each is told.
+"""The gateways of one server, and the listening socket of the service address, which they borrow.
 
 A gateway holds no lock, waits for none and proves nothing: it borrows the listening socket and
-says how far it is with it (`Stage`). `lockserver.core.listener` decides who has the socket. All
-models are served at one address: whoever borrows the socket of `active` is told of each
-`active:<model>`. Owns the borrowers and the socket; must not know why a lock is granted.
-
-A copy needs a descriptor, and binding needs the address. Where one is missing, lending is repeated
-with every tick.
+says how far it is with it (`Stage`). `lockserver.core.listener` decides who has it. All models are
+served at one address: whoever borrows the socket of `active` is told of each `active:<model>`.
 
 What a gateway is told of a lock is its newest grant, as long as that holder may be serving, and
 else a sentence. It is looked at with every tick, so a takeover within a tick is only its grant.
 Once every engine was told to end, the sentence is final, also while one of them still serves.
+
+The surprising things about the socket:
+
+- Every copy is the same socket: O_NONBLOCK, the backlog and `listen` are shared, and one `shutdown`
+  anywhere would end it for all.
+- While any copy lives, the address cannot be bound again. So a restarted server that finds it in
+  use waits for the gateway to hand its copy back, and never uses SO_REUSEPORT, which would give
+  half of the connections to a backlog that no process serves.
+- A copy needs a descriptor, and binding needs the address. Where one is missing, both are tried
+  again.
 """
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from lockserver import schema
 from lockserver.core import events as ev
-from lockserver.core.listener import HaveYield, LendTo, Listener, ListenerEffect
+from lockserver.core.listener import Acceptor, Listener
 from lockserver.core.lock import Lock, LockState
 from lockserver.core.machine import LockMachine
 from lockserver.messages import (
@@ -32,18 +39,20 @@ from lockserver.messages import (
     Stage,
     YieldMsg,
 )
-from lockserver.server.service_socket import AWAY, CLOSED, LENT, WAITING, ServiceSocket
-from lockserver.status.reasons import MissingGateway
-from plumbing.errors import ProtocolError
+from lockserver.status.reasons import wait
+from plumbing.errors import ProtocolError, UnderstudyError, is_shortage
 from plumbing.pod.models import ACTIVE, kind_of
 from plumbing.service.clock import Clock, moment
+from plumbing.service.hosts import bind
 from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd, close_all
+from plumbing.wire.sockets import no_descriptors
 
-GATEWAYS_MAX = 8  # a pod has one, two while it is replaced; a process that loops gets no further
 # A gateway that was never here is reported after this, if `hold_ms` is shorter: the processes of a
 # pod start together, and a slow start is no fault.
 START_MS = 60_000.0
+BACKLOG = 4096  # net.core.somaxconn's default: connections made during a failover wait here
+REBIND_MS = 1000.0
 EVERY_ENGINE_ENDS = "every engine was told to end"
 WHY_IDLE = {
     LockState.FREE: "no engine is ready yet",
@@ -51,18 +60,16 @@ WHY_IDLE = {
     LockState.RECOVERING: "{holder} has not reconnected since the lock server's restart",
     LockState.HELD: "{holder} holds it",
 }
+LENT, WAITING, CLOSED, AWAY = STATES = ("lent", "waiting", "closed", "waiting_for_hand_back")
 
 
-@dataclass(slots=True)
-class ConnectedGateway:
+@dataclass(slots=True, eq=False, kw_only=True)
+class ConnectedGateway(Acceptor):
     """One gateway, as long as its connection lasts."""
 
-    id: str
     conn: Connection
     since_ms: float
-    stage: Stage
-    stage_ms: float  # since when
-    is_owed: bool = False  # the socket is to be lent to it, and could not be yet
+    stage_ms: float  # since when it is at its stage
     told: dict[str, str] = field(default_factory=dict)  # by lock, why nobody serves; no grant since
 
     @property
@@ -74,6 +81,83 @@ class ConnectedGateway:
         return f"gateway {self.id}" + (f" (pid {pid})" if pid else "")
 
 
+class ServiceSocket:
+    """The listening socket of one address, or why it is not here."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.problem: str | None = None
+        self._sock: socket.socket | None = None
+        self._bind_ms = 0.0  # not before
+
+    @property
+    def is_here(self) -> bool:
+        return self._sock is not None
+
+    def bind(self) -> None:
+        """Bind and listen.
+
+        Raises:
+            UnderstudyError: `service.port_in_use`, `service.cannot_bind`.
+        """
+        host, _, port = self.address.rpartition(":")
+        flag = f"--service {ACTIVE}=HOST:PORT"
+        sock, *others = bind(host.strip("[]"), int(port), flag=flag, backlog=BACKLOG)
+        for each in others:  # one socket is lent, at the first address of a name
+            each.close()
+        self._sock, self.problem = sock, None
+
+    def bind_again(self, now_ms: float) -> bool:
+        """Bind what is not here, once a second; whether it is here."""
+        if self._sock is None and now_ms >= self._bind_ms:
+            self._bind_ms = now_ms + REBIND_MS
+            try:
+                self.bind()
+            except UnderstudyError as error:
+                self.problem = error.message
+        return self.is_here
+
+    def take(self, fd: OwnedFd) -> None:
+        """Take a copy that a gateway hands back, if it is needed.
+
+        Raises:
+            ProtocolError: `lock.bad_service`, not the listening socket of this address.
+        """
+        with fd:
+            try:
+                sock = socket.socket(fileno=fd.fileno())
+                is_listening = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                port = sock.getsockname()[1] if is_listening else 0
+            except OSError:
+                port = 0
+            else:
+                sock.detach()  # `fd` closes it
+            if str(port) != self.address.rpartition(":")[2]:
+                raise ProtocolError(
+                    "lock.bad_service",
+                    f"what was handed back is not a socket that listens on {self.address}",
+                )
+            if self._sock is None:
+                self._sock, self.problem = socket.socket(fileno=fd.detach()), None
+
+    def copy(self) -> OwnedFd | None:
+        """A copy to lend, once it `is_here`; None, with a `problem`: there is no descriptor."""
+        assert self._sock is not None
+        try:
+            copy = OwnedFd(self._sock.dup().detach())
+        except OSError as error:
+            self.problem = no_descriptors("lend the service socket", error).message
+            return None
+        self.problem = None
+        return copy
+
+    def close(self) -> None:
+        """Close our copy: without another one, clients are refused until it is lent again."""
+        if self._sock is not None:
+            self._sock.close()
+        self._sock, self._bind_ms = None, 0.0
+
+
 class GatewayDesk:
     """All gateways, by connection, and the socket that they borrow; without an address, none."""
 
@@ -82,18 +166,43 @@ class GatewayDesk:
         machine: LockMachine,
         clock: Clock,
         record: Callable[[ev.Happened], None],
+        directory: str,
         address: str | None,
         hold_ms: float,
     ) -> None:
         self.gateways: dict[int, ConnectedGateway] = {}
-        self.missing: MissingGateway | None = None  # no gateway accepts
         self.service = None if address is None else ServiceSocket(address)
-        self._listener = Listener(hold_ms, clock.now_ms())
-        self._hold_ms = hold_ms
-        self._machine, self._clock, self._record = machine, clock, record
-        self._was_here = False  # a gateway has accepted
+        self.missing_ms: float | None = None  # since when no gateway accepts,
+        self.is_overdue = False  # which is a fault, and no slow start of the pod
         # Every engine was told to end. It stays so when the last one is gone.
         self.is_final = False
+        self._listener = Listener(hold_ms, clock.now_ms())
+        self._hold_ms, self._was_here = hold_ms, False  # a gateway has accepted
+        self._machine, self._clock, self._record = machine, clock, record
+        self._directory = directory
+
+    def start(self, *, is_first: bool) -> None:
+        """Bind the address. `is_first`: no gateway can have it yet.
+
+        Raises:
+            UnderstudyError: `service.port_in_use` at the first start; `service.cannot_bind`.
+        """
+        if self.service is None:
+            return
+        try:
+            self.service.bind()
+        except UnderstudyError as error:
+            cause, is_in_use = error.__cause__, error.code == "service.port_in_use"
+            is_short = isinstance(cause, OSError) and is_shortage(cause)
+            if not is_short and (is_first or not is_in_use):
+                raise
+            self.service.problem = error.message
+            why = f"waiting for a gateway to hand {self.service.address} back: {error.message}"
+            self._happened("lock.service_away", why, "warning")
+
+    def close(self) -> None:
+        if self.service is not None:
+            self.service.close()
 
     # ------------------------------------------------------------------ what a gateway says
 
@@ -102,44 +211,36 @@ class GatewayDesk:
         lacks.
 
         Raises:
-            ProtocolError: `lock.no_service`, `lock.too_many_gateways`, `lock.bad_service`.
+            ProtocolError: `lock.no_service`, `lock.bad_service`.
         """
         now_ms = self._clock.now_ms()
         try:
-            service = self._service_of(message.lock)
+            if self.service is None or message.lock != ACTIVE:
+                raise ProtocolError(
+                    "lock.no_service",
+                    f"this lock server has no address for the {message.lock} lock; start it with"
+                    f" --service {ACTIVE}=HOST:PORT",
+                )
             found = self.gateways.get(conn.id)
             if found is None:
                 found = self._enter(conn, message, now_ms)
                 self._tell(found)
             for fd in fds:
-                service.take(fd)  # after a restart of the server
+                self.service.take(fd)  # after a restart of the server
         finally:
             close_all(fds)
         if message.stage is not found.stage:
-            found.stage, found.stage_ms = message.stage, now_ms
-        self._perform(self._listener.said(found.id, message.stage, now_ms))
-        self._look_for_missing(now_ms)  # status names those that are here now
-
-    def _service_of(self, lock: str) -> ServiceSocket:
-        if self.service is None or lock != ACTIVE:
-            raise ProtocolError(
-                "lock.no_service",
-                f"this lock server has no address for the {lock} lock; start it with --service"
-                f" {ACTIVE}=HOST:PORT",
-            )
-        return self.service
+            found.say(message.stage)
+            found.stage_ms = now_ms
+        self._settle(now_ms)
 
     def _enter(self, conn: Connection, message: BorrowMsg, now_ms: float) -> ConnectedGateway:
         for other in tuple(self.gateways.values()):
             if other.id == message.gateway:  # its newest connection counts
                 del self.gateways[other.conn.id]
                 other.conn.close("a newer connection replaces this one")
-        if len(self.gateways) >= GATEWAYS_MAX:
-            raise ProtocolError(
-                "lock.too_many_gateways",
-                f"the limit of {GATEWAYS_MAX} gateways is reached; stop some of them",
-            )
-        found = ConnectedGateway(message.gateway, conn, now_ms, message.stage, now_ms)
+        who = message.gateway, message.started_ms, message.stage
+        found = ConnectedGateway(*who, conn=conn, since_ms=now_ms, stage_ms=now_ms)
         self.gateways[conn.id] = found
         self._happened("lock.gateway_connected", f"{found} has connected", "info", found)
         return found
@@ -147,68 +248,54 @@ class GatewayDesk:
     def left(self, conn: Connection, reason: str) -> None:
         """Forget this closed connection; harmless where it was no gateway's."""
         found = self.gateways.pop(conn.id, None)
-        if found is None:
-            return
-        now_ms = self._clock.now_ms()
-        self._happened("lock.gateway_lost", f"{found} has left: {reason}", "warning", found)
-        self._perform(self._listener.left(found.id, now_ms))
-        self._look_for_missing(now_ms)
+        if found is not None:
+            self._happened("lock.gateway_lost", f"{found} has left: {reason}", "warning", found)
+            self._settle(self._clock.now_ms())
 
     # ------------------------------------------------------------------ who has the socket
 
-    def _perform(self, effects: list[ListenerEffect]) -> None:
+    def _settle(self, now_ms: float) -> None:
+        """Carry out what is due now, and look whether any gateway accepts."""
+        service = self.service
+        if service is None:
+            return
+        orders = self._listener.settle(tuple(self.gateways.values()), now_ms)
         by_id = {each.id: each for each in self.gateways.values()}
-        for effect in effects:
-            if isinstance(effect, LendTo):
-                self._lend(by_id[effect.gateway])
-            elif isinstance(effect, HaveYield):
-                by_id[effect.gateway].conn.send(YieldMsg(ACTIVE))
-            elif self.service is not None:
-                self.service.close()
-                message = (
-                    f"no gateway for {self._hold_ms / 1000:g} s: closed {self.service.address};"
-                    " clients are refused until one asks for it"
-                )
-                self._happened("lock.service_closed", message, "warning")
-
-    def _lend(self, gateway: ConnectedGateway) -> None:
-        """Send a copy now, or as soon as there is a descriptor and an address for it."""
-        assert self.service is not None  # or nobody would have entered
-        copy = self.service.copy()
-        gateway.is_owed = copy is None
-        if copy is not None:
-            gateway.conn.send(ServiceMsg(ACTIVE, self.service.address), fds=[copy])
+        for each in orders.have_yield:
+            by_id[each.id].conn.send(YieldMsg(ACTIVE))
+        if orders.lend_to is not None:
+            copy = service.copy() if service.bind_again(now_ms) else None
+            orders.lend_to.is_lent = copy is not None
+            if copy is not None:
+                message = ServiceMsg(ACTIVE, service.address)
+                by_id[orders.lend_to.id].conn.send(message, fds=[copy])
+        if orders.close:
+            service.close()
+            why = f"no gateway for {self._hold_ms / 1000:g} s: closed {service.address};"
+            why += " clients are refused until one asks for it"
+            self._happened("lock.service_closed", why, "warning")
+        self._look_for_missing(now_ms)
 
     @property
     def state(self) -> str:
-        """One of `service_socket.STATES`."""
-        if self.service is not None and self.service.is_away:
+        """One of `STATES`."""
+        if self._listener.is_closed:
+            return CLOSED
+        if self.service is not None and not self.service.is_here:
             return AWAY
-        if self._listener.holder:
-            return LENT
-        return CLOSED if self._listener.is_closed else WAITING
-
-    @property
-    def problem(self) -> str | None:
-        """That no gateway has accepted for too long, for operators."""
-        if self.missing is None or not self.missing.is_overdue:
-            return None
-        return f"{self.missing.message}; see `lockserver status`"
+        return LENT if self._listener.holder else WAITING
 
     def _look_for_missing(self, now_ms: float) -> None:
-        before, self.missing = self.missing, None
-        if self.service is None:
-            return
         if any(each.is_accepting for each in self.gateways.values()):
-            self._was_here = True
+            self._was_here, self.missing_ms, self.is_overdue = True, None, False
             return
-        since_ms = before.since_ms if before is not None else now_ms
+        if self.missing_ms is None:
+            self.missing_ms = now_ms
+        was_overdue = self.is_overdue
         patience_ms = max(self._hold_ms, 0.0 if self._was_here else START_MS)
-        why = [f"{each} is connected and does not accept" for each in self.gateways.values()]
-        is_overdue = now_ms - since_ms >= patience_ms
-        self.missing = MissingGateway(self.service.address, since_ms, why, is_overdue)
-        if is_overdue and before is not None and not before.is_overdue:
-            self._happened("lock.gateway_missing", self.missing.message, "error")
+        self.is_overdue = now_ms - self.missing_ms >= patience_ms
+        if self.is_overdue and not was_overdue:
+            self._happened("lock.gateway_missing", self.waits()[-1].message, "error")
 
     # ------------------------------------------------------------------ what they are told
 
@@ -222,12 +309,9 @@ class GatewayDesk:
         self.look_for_end()
         for each in self.gateways.values():
             self._tell_idle(each)
-            if each.is_owed:
-                self._lend(each)
-        if self.service is not None:
-            self.service.watch(now_ms)
-            self._perform(self._listener.tick(now_ms))
-            self._look_for_missing(now_ms)
+        if self.service is not None and not self._listener.is_closed:
+            self.service.bind_again(now_ms)
+        self._settle(now_ms)
 
     def look_for_end(self) -> None:
         """Whether any engine is left that may be granted a lock; gateways hear it at once."""
@@ -256,7 +340,7 @@ class GatewayDesk:
         for lock in self._served():
             if _may_be_served(lock) and not self.is_final:
                 continue
-            reason = EVERY_ENGINE_ENDS if self.is_final else why_idle(lock)[:REASON_CHARS_MAX]
+            reason = EVERY_ENGINE_ENDS if self.is_final else _why_idle(lock)[:REASON_CHARS_MAX]
             if gateway.told.get(lock.name) != reason:
                 gateway.told[lock.name] = reason
                 gateway.conn.send(IdleMsg(lock.name, reason, self.is_final))
@@ -279,6 +363,35 @@ class GatewayDesk:
             for each in self.gateways.values()
         ]
 
+    def waits(self) -> list[schema.LockWaitFields]:
+        """What requests wait for. Engines are granted their locks all the same."""
+        service, found = self.service, []
+        if service is not None and not service.is_here and service.problem is not None:
+            since_ms, why = self._listener.since_ms, [service.problem]
+            away = wait("address_away", self._clock, since_ms, why, address=service.address)
+            found.append(away)
+        if service is not None and self.missing_ms is not None:
+            named = [f"{each} is connected and does not accept" for each in self.gateways.values()]
+            end = "see why: gateway status" if named else "start one: gateway serve"
+            found.append(
+                wait(
+                    *("no_gateway", self._clock, self.missing_ms),
+                    named or ["no gateway is connected"],
+                    is_fault=self.is_overdue,
+                    address=service.address,
+                    end=end,
+                    directory=self._directory,
+                )
+            )
+        return found
+
+    @property
+    def problem(self) -> str | None:
+        """That no gateway has accepted for too long, for operators."""
+        if not self.is_overdue:
+            return None
+        return f"{self.waits()[-1].message}; see `lockserver status`"
+
     def services(self) -> dict[str, schema.LockService]:
         """The `service` part of the status document."""
         if self.service is None:
@@ -300,7 +413,7 @@ class GatewayDesk:
         self._record(ev.Happened(kind, message, severity, data))
 
 
-def why_idle(lock: Lock) -> str:
+def _why_idle(lock: Lock) -> str:
     """A sentence for clients on why no engine is active."""
     holder = lock.holder.engine if lock.holder is not None else "the last holder"
     why = WHY_IDLE[lock.state].format(holder=holder)

@@ -8,8 +8,7 @@ from prometheus_client import Counter
 
 from lockserver.core.lock import LockState
 from lockserver.core.machine import LockMachine
-from lockserver.server.gateways import ConnectedGateway
-from lockserver.server.service_socket import STATES
+from lockserver.server.gateways import STATES, ConnectedGateway
 from plumbing.pod.models import ACTIVE, kind_of
 from plumbing.service.events import Event
 from plumbing.service.metrics import Metrics

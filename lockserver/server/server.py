@@ -56,7 +56,7 @@ from lockserver.state_file import LockStateFile
 from lockserver.status.document import built, lock_status, supervisor_status
 from lockserver.status.reasons import Here
 from plumbing.errors import InvariantError, ProtocolError, UnderstudyError, UsageError
-from plumbing.pod.models import ACTIVE
+from plumbing.pod.models import ACTIVE, kind_of
 from plumbing.pod.observers import Observers
 from plumbing.pod.paths import lockserver_guard, lockserver_socket
 from plumbing.service.clock import Clock, SystemClock, rfc3339
@@ -140,7 +140,7 @@ class LockServer:
         self.last_grants: deque[schema.LockLastGrant] = deque(maxlen=LAST_GRANTS)
         self.conns: dict[int, Connection] = {}
         self.tcp: TcpServer | None = None
-        self.unreachable: tuple[str, float] | None = None  # why nobody can connect, since when
+        self._said: str | None = None  # why nobody could connect
         self._observers = Observers(self.events, self.document)
         self._wire = Server(
             lockserver_socket(settings.directory),
@@ -174,7 +174,11 @@ class LockServer:
             raise
         self.events.subscribe(self.metrics.count)
         self.events.subscribe(self._keep_grant)
-        self._record_start()
+        loaded = self.state.loaded
+        if loaded.problem is not None:
+            kept = f"; moved to {loaded.aside}" if loaded.aside else ""
+            message = f"{self.state.path}: {loaded.problem}{kept}"
+            self.events.record("lock.state_lost", message, "error", {"aside": loaded.aside})
         self._perform(self.machine.begin())
         self.flush()
         self.metrics.metrics.refresh = self._refresh_metrics
@@ -185,17 +189,6 @@ class LockServer:
         except BaseException:
             await self.close()
             raise
-
-    def _record_start(self) -> None:
-        """Record what was wrong on disk, and whether the service address is in use."""
-        loaded, service = self.state.loaded, self.gateways.service
-        if loaded.problem is not None:
-            kept = f"; moved to {loaded.aside}" if loaded.aside else ""
-            message = f"{self.state.path}: {loaded.problem}{kept}"
-            self.events.record("lock.state_lost", message, "error", {"aside": loaded.aside})
-        if service is not None and service.is_away:
-            message = f"waiting for a gateway to hand {service.address} back: {service.problem}"
-            self.events.record("lock.service_away", message, "warning", {"lock": ACTIVE})
 
     def _keep_grant(self, event: Event) -> None:
         if event.type == "lock.granted":
@@ -222,19 +215,14 @@ class LockServer:
             record,
             clock.now_ms(),
             kinds=kinds,
-            share_bytes=self.state.share_bytes(len(kinds)),
             silent_ms=settings.silent_ms,
             window_ms=settings.window_ms,
             resumes=not is_remote,
             leases=leases,
         )
-        self.gateways = GatewayDesk(
-            machine, clock, self._happened, settings.service, settings.hold_ms
-        )
-        service = self.gateways.service
-        is_away = service is not None and not service.bind()
-        if service is not None and is_away and service.is_taken and self.state.loaded.is_first:
-            raise service.in_use()  # later, a gateway has it and hands it back
+        address = settings.directory, settings.service, settings.hold_ms
+        self.gateways = GatewayDesk(machine, clock, self._happened, *address)
+        self.gateways.start(is_first=self.state.loaded.is_first)
         if settings.listen is not None:
             from plumbing.wire.tcp import TcpServer  # loads TLS
 
@@ -260,8 +248,7 @@ class LockServer:
             await self.tcp.close()
         self.flush()
         self.processes.close()
-        if self.gateways.service is not None:
-            self.gateways.service.close()
+        self.gateways.close()
         self.state.close()
 
     def feed(self, event: ev.Input) -> None:
@@ -273,10 +260,8 @@ class LockServer:
         """The status document, the same for the CLI, `/status` and observers."""
         self.flush()
         machine, settings, gateways, tcp = self.machine, self.settings, self.gateways, self.tcp
-        unreachable, missing = self.unreachable, gateways.missing
-        around = (unreachable, gateways.service, missing)
-        here = Here(machine, self.clock, settings.directory, *around)
-        problems = [machine.ledger.problem, unreachable[0] if unreachable else None]
+        here, waits = Here(machine, self.clock, settings.directory), gateways.waits()
+        problems = [machine.ledger.problem, self._wire.problem]
         problems += [tcp.problem or tcp.security_problem] if tcp is not None else []
         problems += gateways.problem, self.http_problem()
         return built(
@@ -293,7 +278,10 @@ class LockServer:
             era=machine.ledger.era,
             token=machine.ledger.token,
             problem=next(filter(None, problems), None),
-            locks={name: lock_status(lock, here) for name, lock in machine.locks.items()},
+            locks={
+                name: lock_status(lock, here, waits if kind_of(name) == ACTIVE else ())
+                for name, lock in machine.locks.items()
+            },
             tcp=None
             if tcp is None
             else schema.LockTcp(
@@ -440,35 +428,26 @@ class LockServer:
     def _tick(self) -> None:
         self._ticker = self._loop.call_later(TICK_S, self._tick)
         now_ms = self.clock.now_ms()
-        self._look_at_path(now_ms)
+        self._look_at_path()
         self.feed(ev.TimePassed())
         self.gateways.tick(now_ms)
-        service = self.gateways.service
-        if service is not None:
+        if self.settings.service is not None:
             self.metrics.service(self.gateways.state)
-            if service.is_taken and not self.machine.may_have_engines(now_ms):
-                self._fail(service.in_use())
 
-    def _look_at_path(self, now_ms: float) -> None:
+    def _look_at_path(self) -> None:
         """Files can be removed from under a server without notice. Then it ends: engines connect to
         whichever server starts there and show their tokens, and two over one pod would be worse
-        than none. A shortage that lets nobody connect passes by itself."""
+        than none."""
+        if self._wire.problem not in (None, self._said):
+            self.events.record("lock.unreachable", str(self._wire.problem), "error")
+        self._said = self._wire.problem
         try:
             self._wire.check_path()
         except UnderstudyError as error:
-            self._fail(error)
+            if not self.failed.done():
+                self.failed.set_exception(error)
         except OSError:
             return  # no memory to look: the next look will tell
-        problem = self._wire.problem
-        if problem is None:
-            self.unreachable = None
-        elif self.unreachable is None:
-            self.unreachable = problem, now_ms
-            self.events.record("lock.unreachable", problem, "error")
-
-    def _fail(self, error: UnderstudyError) -> None:
-        if not self.failed.done():
-            self.failed.set_exception(error)
 
     def _refresh_metrics(self) -> None:
         self.flush()

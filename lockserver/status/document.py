@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from msgspec import to_builtins
@@ -20,16 +21,16 @@ from msgspec import to_builtins
 from lockserver import schema, state_file, witness
 from lockserver.core.events import Holder
 from lockserver.core.lock import KINDS, Lock, LockState, kinds_of, with_filed
-from lockserver.core.names import ServingFile, WitnessFile, WitnessState
+from lockserver.core.names import WitnessFile, WitnessState
 from lockserver.core.supervisors import SupervisorRecord
 from lockserver.status.reasons import (
-    ELSEWHERE,
     NAMED_MAX,
     NOBODY,
     RESUME,
     Here,
     Seen,
     evidence_of,
+    named,
     since_ms,
     wait,
     waits_of,
@@ -52,12 +53,11 @@ def built(**fields: Any) -> dict[str, Any]:
     return document
 
 
-def processes_of(file: WitnessFile | ServingFile) -> list[dict[str, Any]]:
+def processes_of(dev: int, ino: int) -> list[schema.LockWaitingFor]:
     """The processes that have this file open, where they are visible from here."""
-    pids = procfs.holders_of(file.dev, file.ino)[:PIDS_MAX]
     return [
-        {"pid": pid, "name": procfs.name(pid), "halted": procfs.halted(pid)}
-        for pid in pids
+        schema.LockWaitingFor(pid, procfs.name(pid), procfs.halted(pid))
+        for pid in procfs.holders_of(dev, ino)[:PIDS_MAX]
         if pid != os.getpid()
     ]
 
@@ -65,12 +65,15 @@ def processes_of(file: WitnessFile | ServingFile) -> list[dict[str, Any]]:
 # ---------------------------------------------------------------------- while a server runs
 
 
-def lock_status(lock: Lock, here: Here) -> schema.LockLock:
+def lock_status(
+    lock: Lock, here: Here, others: Sequence[schema.LockWaitFields] = ()
+) -> schema.LockLock:
+    """`others`: waits that are shown beside this lock, and are not its own problem."""
     machine, clock = here.machine, here.clock
     now_ms = clock.now_ms()
     seen = _look(lock, here, now_ms)
     waits = waits_of(lock, here, seen)
-    faults = (each for each in waits if each.is_fault and each.reason not in ELSEWHERE)
+    faults = (f"{w.message}: {'; '.join(w.evidence)}; {w.fix}" for w in waits if w.is_fault)
     window_ms = max(0.0, machine.started_ms + machine.window_ms - now_ms)
     switchover = machine.switchovers.under_way.get(lock.name)
     return schema.LockLock(
@@ -90,9 +93,9 @@ def lock_status(lock: Lock, here: Here) -> schema.LockLock:
             for waiter in lock.waiters[:WAITERS_NAMED_MAX]
         ],
         waiters_total=len(lock.waiters),
-        waiting_for=[schema.LockWaitingFor(**each) for each in seen.processes],
-        waits=waits,
-        problem=next((f"{w.message}: {'; '.join(w.evidence)}; {w.fix}" for w in faults), None),
+        waiting_for=list(seen.processes),
+        waits=[*waits, *others],
+        problem=next(faults, None),
         window=schema.LockWindow(ms=machine.window_ms, left_ms=round(window_ms)),
         switchover=None
         if switchover is None
@@ -141,50 +144,45 @@ def _online_holder(lock: Lock, here: Here, *, is_overdue: bool) -> schema.LockHo
 
 def _look(lock: Lock, here: Here, now_ms: float) -> Seen:
     """What shows of a lock's holder; /proc is read only if its end is in question."""
-    holder, machine = lock.holder, here.machine
-    leases = machine.leases
+    holder, leases = lock.holder, here.machine.leases
     if holder is None:
         if not lock.is_unknown:
             return Seen()
         left_ms = leases.strangers_until_ms - now_ms if leases.may_have_strangers else 0.0
-        return Seen(strangers=_strangers(lock, here), strangers_ms=left_ms)
+        return Seen(strangers=_strangers(lock, here), left_ms=left_ms)
     if holder.lease_ms is not None:
         return Seen(left_ms=leases.left_ms(holder.incarnation, now_ms) or 0.0)
-    supervisor = machine.supervisors.get(holder.supervisor)
-    is_silent = supervisor is not None and supervisor.is_silent
-    is_suspect = lock.state is not LockState.HELD or is_silent
-    is_same_file, probe = _look_at_witness(holder, here.directory)
+    supervisor = here.machine.supervisors.get(holder.supervisor)
+    seen = _look_at_witness(holder.witness, here.directory)
+    if lock.state is LockState.HELD and not (supervisor is not None and supervisor.is_silent):
+        return seen
     proof = holder.serving if lock.is_handed_over and holder.serving else holder.witness
-    pid = supervisor.want.pid if is_suspect and supervisor is not None else 0
-    return Seen(
-        is_same_file=is_same_file,
-        probe=probe,
-        processes=processes_of(proof) if is_suspect else [],
-        halted=procfs.halted(pid) if pid else None,
-    )
+    pid = supervisor.want.pid if supervisor is not None else 0
+    halted = procfs.halted(pid) if pid else None
+    return Seen(seen.is_same_file, seen.probe, processes_of(proof.dev, proof.ino), halted)
 
 
-def _look_at_witness(holder: Holder, directory: str) -> tuple[bool, WitnessState]:
-    """Whether it is the file that was filed, as far as can be seen, and who holds it."""
-    file, probe = witness.identify(os.path.join(directory, holder.witness.name))
-    return file == holder.witness or probe is WitnessState.UNSEEN, probe
+def _look_at_witness(filed: WitnessFile, directory: str) -> Seen:
+    """Whether it is the file that was filed, as far as can be seen, and whether it is held."""
+    file, probe = witness.identify(os.path.join(directory, filed.name))
+    return Seen(file == filed or probe is WitnessState.UNSEEN, probe)
 
 
-def _strangers(lock: Lock, here: Here) -> dict[str, list[dict[str, Any]]]:
+def _strangers(lock: Lock, here: Here) -> dict[str, list[schema.LockWaitingFor]]:
     """The witnesses that keep a lock unknown, by name, each with the processes that hold it."""
     known = {
         each.said.witness
         for each in here.machine.supervisors.values()
         if each.conn is not None and lock.name not in each.said.tokens
     }
-    strangers: dict[str, list[dict[str, Any]]] = {}
+    strangers: dict[str, list[schema.LockWaitingFor]] = {}
     try:
         held = witness.scan(here.directory)
     except OSError:  # no descriptor or memory to look with
         return strangers
     for name in sorted(held - known)[: NAMED_MAX + 1]:
         file, _ = witness.identify(os.path.join(here.directory, name))
-        strangers[witness.shown(name)] = processes_of(file) if file is not None else []
+        strangers[witness.shown(name)] = processes_of(file.dev, file.ino) if file else []
     return strangers
 
 
@@ -224,16 +222,13 @@ def silent_server(directory: str, error: UnderstudyError) -> tuple[str, str] | N
     path = lockserver_guard(directory)
     try:
         guard = os.stat(path)
-        pids = procfs.holders_of(guard.st_dev, guard.st_ino)  # only a server opens it
+        found = processes_of(guard.st_dev, guard.st_ino)[:1]  # only a server opens it
     except OSError:
-        pids = []
-    pid = next((each for each in pids if each != os.getpid()), None)
-    if pid is not None:
-        halted = procfs.halted(pid)
-        state = f", {halted}" if halted else ""
-        who = f"pid {pid} ({procfs.name(pid)}{state})"
-        fix = RESUME.get(halted or "", HANGS).format(pid=pid)
-        message = f"the lock server, {who}, holds {path} and does not answer"
+        found = []
+    if found:
+        pid, halted = found[0].pid, found[0].halted or ""
+        fix = RESUME.get(halted, HANGS).format(pid=pid)
+        message = f"the lock server, {named(found)}, holds {path} and does not answer"
     elif isinstance(error, WaitTimeoutError):
         fix = "see whether its container is paused, stopped or out of CPU time"
         message = (
@@ -255,27 +250,27 @@ def offline(directory: str, silent: tuple[str, str] | None = None) -> dict[str, 
     found = state_file.read(directory, KINDS)
     if found is None:
         return None
-    clock = SystemClock()
+    clock, record = SystemClock(), found.record
     written_s = os.stat(os.path.join(directory, state_file.NAME)).st_mtime
     written_ms = clock.now_ms() - (time.time() - written_s) * 1000
     start = f"start it: lockserver serve --dir {directory}; until then"
     what, fix = silent or (UNANSWERED, f"{start} {MEANWHILE}")
     locks = {}
-    for name, is_fenced in with_filed(kinds_of(found.models), found.record).items():
-        holder = found.record.holders.get(name)
-        processes = [] if holder is None else processes_of(holder.witness)
-        evidence, whose, shown, since_ms = "no holder is on file", NOBODY, None, written_ms
-        if name in found.record.unknown:
+    for name, is_fenced in with_filed(kinds_of(found.models), record).items():
+        holder, end, seen, shown = record.holders.get(name), fix, Seen(), None
+        evidence, whose, since_ms = "no holder is on file", NOBODY, written_ms
+        if name in record.unknown:
             evidence = "the holder is not on file"
         if holder is not None:
-            is_same_file, probe = _look_at_witness(holder, directory)
-            seen = Seen(is_same_file, probe, processes)
+            looked = _look_at_witness(holder.witness, directory)
+            processes = processes_of(holder.witness.dev, holder.witness.ino)
+            seen = Seen(looked.is_same_file, looked.probe, processes)
             evidence, since_ms = evidence_of(holder, seen), holder.since_mono_ms
             whose = (holder.engine, holder.incarnation, holder.token, None)
-            shown = _holder(holder, clock, witness=str(probe if is_same_file else "unproven"))
-        end = fix
-        if holder is not None and holder.lease_ms is not None and silent is None:
-            end = f"{start} the active engine stops before its lease expires"
+            state = str(seen.probe if seen.is_same_file else WitnessState.UNPROVEN)
+            shown = _holder(holder, clock, witness=state)
+            if holder.lease_ms is not None and silent is None:
+                end = f"{start} the active engine stops before its lease expires"
         locks[name] = schema.LockLock(
             kind="fenced" if is_fenced else "plain",
             state="unknown",
@@ -283,8 +278,8 @@ def offline(directory: str, silent: tuple[str, str] | None = None) -> dict[str, 
             holder=shown,
             waiters=[],
             waiters_total=0,
-            waiting_for=[schema.LockWaitingFor(**each) for each in processes],
-            waits=[wait("no_server", clock, since_ms, (evidence,), whose, what=what, end=end)],
+            waiting_for=list(seen.processes),
+            waits=[wait("no_server", clock, since_ms, [evidence], whose, what=what, end=end)],
             problem=what,
         )
     return built(
@@ -293,8 +288,8 @@ def offline(directory: str, silent: tuple[str, str] | None = None) -> dict[str, 
         server=schema.LockServerFields(pid=None, since=None, dir=directory, online=False),
         models=list(found.models),
         mode=None,
-        era=found.record.era,
-        token=found.record.token,
+        era=record.era,
+        token=record.token,
         problem=found.problem,
         locks=locks,
         tcp=None,

@@ -8,9 +8,9 @@ about a healthy pod.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from lockserver.core.events import Holder
 from lockserver.core.lock import Lock, LockState, Signal, next_waiter
@@ -19,12 +19,11 @@ from lockserver.core.names import WitnessState
 from lockserver.core.recovery import is_decisive
 from lockserver.core.sentences import requester
 from lockserver.core.supervisors import SilentOnes, SupervisorRecord
-from lockserver.schema import LockWaitFields
-from plumbing.pod.models import ACTIVE, kind_of, model_of
+from lockserver.schema import LockWaitFields, LockWaitingFor
+from plumbing.pod.models import model_of
 from plumbing.service.clock import Clock, moment
 from plumbing.text import duration
 
-FROZEN = "frozen"  # of `procfs.halted`
 NAMED_MAX = 8  # engines or witnesses named in one message
 SILENT_NAMED_MAX = 16  # silent waiters listed one by one; `waiters` has all of them
 
@@ -69,18 +68,17 @@ TEXTS: Mapping[str, tuple[str, str]] = {
         "waiting for {address}: the gateway that has it hands it back when it connects",
         "nothing if it is part of this pod; otherwise stop that process, or change --service",
     ),
-    "no_gateway": ("{what}", "{end} --dir {directory}"),
-    "unreachable": (
-        "engines that are not connected cannot request the lock",
-        "raise the limit of open files or of memory, or close what uses them up; the server retries"
-        " on its own",
-    ),
+    "no_gateway": ("no gateway accepts connections on {address}", "{end} --dir {directory}"),
     "no_server": ("{what}", "{end}"),
 }
-# Shown beside a lock: they are no lock's own problem.
-ELSEWHERE = frozenset({"address_away", "no_gateway", "unreachable"})
 
-Process = Mapping[str, Any]  # {"pid", "name", "halted"}
+# By `procfs.halted`: how a process runs again.
+RESUME = {
+    "stopped": "resume it: kill -CONT {pid}",
+    "frozen": "thaw its container or cgroup (docker unpause; echo THAWED to its freezer.state)",
+}
+
+Processes = Sequence[LockWaitingFor]
 Who = tuple[str | None, str | None, int | None, int | None]  # engine, incarnation, token, pid
 NOBODY: Who = (None, None, None, None)
 
@@ -89,7 +87,7 @@ def wait(
     reason: str,
     clock: Clock,
     since_ms: float,
-    evidence: Sequence[str],
+    evidence: Iterable[str],
     who: Who = NOBODY,
     *,
     is_fault: bool = True,
@@ -112,50 +110,21 @@ def wait(
     )
 
 
-# ---------------------------------------------------------------------- facts
-
-
 @dataclass(frozen=True, slots=True)
 class Seen:
     """What a look at the evidence showed.
 
     `left_ms`: of a holder over TCP, how long its lease is still valid. Where the holder is not on
     file, `strangers` are the held witnesses that belong to no connected engine, each with its
-    processes, and `strangers_ms` is how long engines over TCP that have not connected may still be
+    processes, and `left_ms` is how long engines over TCP that have not connected may still be
     alive."""
 
     is_same_file: bool = True
     probe: WitnessState = WitnessState.UNPROVEN
-    processes: Sequence[Process] = ()
+    processes: Processes = ()
     halted: str | None = None  # what keeps the holder's supervisor from running
     left_ms: float = 0.0
-    strangers: Mapping[str, Sequence[Process]] = field(default_factory=dict)
-    strangers_ms: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class MissingGateway:
-    """No gateway accepts on a service address. `connected`: a sentence on each that could;
-    `is_overdue`: that is a fault, and no slow start of the pod."""
-
-    address: str
-    since_ms: float
-    connected: Sequence[str]
-    is_overdue: bool
-
-    @property
-    def message(self) -> str:
-        return f"no gateway accepts connections on {self.address}"
-
-
-class Address(Protocol):
-    """The service address, and why it is not here if it `is_away`."""
-
-    address: str
-    problem: str | None
-
-    @property
-    def is_away(self) -> bool: ...
+    strangers: Mapping[str, Processes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,12 +134,6 @@ class Here:
     machine: LockMachine
     clock: Clock
     directory: str
-    unreachable: tuple[str, float] | None  # why nobody can connect, and since when
-    service: Address | None
-    no_gateway: MissingGateway | None
-
-
-# ---------------------------------------------------------------------- one lock's waits
 
 
 def waits_of(lock: Lock, here: Here, seen: Seen) -> list[LockWaitFields]:
@@ -180,9 +143,7 @@ def waits_of(lock: Lock, here: Here, seen: Seen) -> list[LockWaitFields]:
         found += _holder_waits(lock, lock.holder, here, seen)
     elif lock.is_unknown:
         found.append(_unknown_wait(here, seen))
-    found += _queue_waits(lock, here)
-    found += _server_waits(lock, here)
-    return found
+    return found + list(_queue_waits(lock, here))
 
 
 def since_ms(lock: Lock, machine: LockMachine) -> float:
@@ -193,57 +154,58 @@ def since_ms(lock: Lock, machine: LockMachine) -> float:
     return machine.started_ms if entered is None else entered
 
 
+# ---------------------------------------------------------------------- the holder's end
+
+
 def _holder_waits(lock: Lock, holder: Holder, here: Here, seen: Seen) -> Iterator[LockWaitFields]:
-    machine, now_ms, is_leased = here.machine, here.clock.now_ms(), holder.lease_ms is not None
+    machine, engine, now_ms = here.machine, holder.engine, here.clock.now_ms()
     supervisor = machine.supervisors.get(holder.supervisor)
-    pid = (supervisor.want.pid or None) if supervisor is not None else None
     left_ms = machine.started_ms + machine.window_ms - now_ms
     evidence = [evidence_of(holder, seen), _process(lock, supervisor, seen.halted)]
-    words: dict[str, Any] = {
-        "witness": holder.witness.name,
-        "directory": here.directory,
-        "lives": "its processes are alive",
-        "left": duration(left_ms),
-        "lost": "has released the lock" if lock.is_ended else "has lost the lock server",
-        "end": kill_command(
-            holder.engine, seen.processes, None if lock.is_ended else supervisor, seen.halted
-        ),
-    }
+    lives, lost = "its processes are alive", "has lost the lock server"
+    end = kill_command(engine, seen.processes, None if lock.is_ended else supervisor, seen.halted)
     if lock.cause == Signal.PROCESS_GONE:
-        words["lost"] = "has lost its supervisor"
-    if is_leased:
-        left = duration(seen.left_ms)
-        evidence = [_lease(supervisor, seen, now_ms)]
-        words["lives"] = "its lease is valid"
-        words["end"] = (
-            f"nothing: its lease expires in {left} unless it is renewed; if {holder.engine} hangs"
-            " and keeps renewing it, kill its container or host"
+        lost = "has lost its supervisor"
+    elif lock.is_ended:
+        lost = "has released the lock"
+    if holder.lease_ms is not None:
+        evidence, lives = [_lease(supervisor, seen, now_ms)], "its lease is valid"
+        end = (
+            f"nothing: its lease expires in {duration(seen.left_ms)} unless it is renewed; if"
+            f" {engine} hangs and keeps renewing it, kill its container or host"
         )
     elif lock.is_handed_over:
         name = holder.serving.name if holder.serving else f"witness {holder.witness.name}"
         evidence = [f"{name} is held by {named(seen.processes)}, or was removed or replaced"]
-        words["lost"] = "has handed the lock over"
-        words["lives"] = "it is not proven that none of its processes serves"
-        words["end"] = (
-            "nothing: if it does not stop serving in time, its supervisor kills them;"
-            f" {words['end']}"
+        lost, lives = (
+            "has handed the lock over",
+            "it is not proven that none of its processes serves",
         )
+        end = f"nothing: if it does not stop serving in time, its supervisor kills them; {end}"
+    pid = (supervisor.want.pid or None) if supervisor is not None else None
+    entered_ms = since_ms(lock, machine)
 
-    def found(reason: str, since_ms: float) -> LockWaitFields:
-        who = holder.engine, holder.incarnation, holder.token, pid
+    def found(reason: str, since_ms: float = entered_ms) -> LockWaitFields:
+        who = engine, holder.incarnation, holder.token, pid
+        words: dict[str, Any] = {
+            "lives": lives,
+            "lost": lost,
+            "end": end,
+            "left": duration(left_ms),
+        }
+        words |= {"witness": holder.witness.name, "directory": here.directory}
         return wait(reason, here.clock, since_ms, evidence, who, **words)
 
-    entered_ms = since_ms(lock, machine)
-    if lock.is_fenced and not is_leased and not lock.is_handed_over:
+    if lock.is_fenced and holder.lease_ms is None and not lock.is_handed_over:
         if not seen.is_same_file:
-            yield found("witness_lost", entered_ms)
+            yield found("witness_lost")
         elif seen.probe is WitnessState.FREE and is_decisive(lock, machine.supervisors):
-            yield found("witness_unsealed", entered_ms)
+            yield found("witness_unsealed")
             return
     if lock.state is LockState.RECOVERING:
         yield found("recovering" if left_ms > 0 else "unresponsive", machine.started_ms)
     elif lock.state is LockState.RELEASING:
-        yield found("releasing", entered_ms)
+        yield found("releasing")
     elif supervisor is not None and supervisor.is_silent:
         yield found("unresponsive", supervisor.heard_ms)
 
@@ -252,18 +214,16 @@ def evidence_of(holder: Holder, seen: Seen) -> str:
     """What its witness shows; without a server an engine over TCP has no other evidence."""
     if holder.lease_ms is not None:
         return f"it cannot renew its lease of {duration(holder.lease_ms)}"
-    name = f"witness {holder.witness.name}"
+    shows = {
+        WitnessState.HELD: f"is held by {named(seen.processes)}",
+        WitnessState.UNSEEN: "cannot be checked: the lock server has no descriptor for it",
+        WitnessState.FREE: "is free",
+        WitnessState.UNPROVEN: "is sealed, or cannot be opened",
+    }[seen.probe]
     if not seen.is_same_file:
         alive = f"; {named(seen.processes)} had it open" if seen.processes else ""
-        return f"{name} was removed or replaced{alive}"
-    match seen.probe:
-        case WitnessState.HELD:
-            return f"{name} is held by {named(seen.processes)}"
-        case WitnessState.UNSEEN:
-            return f"{name} cannot be checked: the lock server has no descriptor for it"
-        case WitnessState.FREE:
-            return f"{name} is free"
-    return f"{name} is sealed, or cannot be opened"
+        shows = f"was removed or replaced{alive}"
+    return f"witness {holder.witness.name} {shows}"
 
 
 def _process(lock: Lock, supervisor: SupervisorRecord | None, halted: str | None) -> str:
@@ -274,6 +234,16 @@ def _process(lock: Lock, supervisor: SupervisorRecord | None, halted: str | None
     if lock.state is LockState.RECOVERING:
         return "its supervisor has not connected to this server"
     return "its supervisor has exited" if lock.cause == Signal.PROCESS_GONE else "no pidfd"
+
+
+def _pidfd(supervisor: SupervisorRecord, halted: str | None = None) -> str:
+    """What the kernel shows of a known supervisor; `halted`: what keeps it from running."""
+    if supervisor.is_leased:
+        return "over TCP: its lease counts instead of its processes"
+    if not supervisor.has_process:
+        return "no pidfd: the supervisor counts as alive while it is connected"
+    alive = f"its supervisor ({requester(supervisor.want.pid)}) is alive"
+    return f"{alive}, {halted}" if halted else alive
 
 
 def _lease(supervisor: SupervisorRecord | None, seen: Seen, now_ms: float) -> str:
@@ -289,14 +259,17 @@ def _unknown_wait(here: Here, seen: Seen) -> LockWaitFields:
     evidence = [f"witness {name} is held by {named(processes)}" for name, processes in shown]
     if len(seen.strangers) > len(shown):
         evidence.append(f"and {len(seen.strangers) - len(shown)} more")
-    if seen.strangers_ms > 0:
-        left = duration(seen.strangers_ms)
+    if seen.left_ms > 0:
+        left = duration(seen.left_ms)
         evidence.append(f"leases granted before this server started may be valid for {left} more")
-    pids = [each["pid"] for _, processes in shown for each in processes]
-    kill = f"kill -9 {' '.join(map(str, pids))}" if pids else "kill their containers"
+    pids = " ".join(str(each.pid) for _, processes in shown for each in processes)
+    kill = f"kill -9 {pids}" if pids else "kill their containers"
     end = f"if these should not be running: {kill}; " if seen.strangers else ""
     evidence = evidence or ["no unknown process holds a witness"]
     return wait("unknown_holder", here.clock, here.machine.started_ms, evidence, end=end)
+
+
+# ---------------------------------------------------------------------- the next grant
 
 
 def _queue_waits(lock: Lock, here: Here) -> Iterator[LockWaitFields]:
@@ -306,7 +279,7 @@ def _queue_waits(lock: Lock, here: Here) -> Iterator[LockWaitFields]:
     waiter = next_waiter(lock.waiters, SilentOnes(supervisors), lock.preferred)
     if ledger.problem is not None:
         who: Who = (waiter.engine, waiter.incarnation, None, None) if waiter else NOBODY
-        why = (ledger.problem,)
+        why = [ledger.problem]
         directory = here.directory
         yield wait("write_failed", clock, ledger.problem_ms, why, who, directory=directory)
     if lock.name in machine.switchovers.under_way:
@@ -337,7 +310,7 @@ def _queue_waits(lock: Lock, here: Here) -> Iterator[LockWaitFields]:
             end += f"; to switch now: lockserver switchover{flag} --to {waiter.engine}"
     first = waiter.engine, waiter.incarnation, None, supervisors[waiter.supervisor].want.pid
     words: dict[str, Any] = {"count": len(lock.waiters), "end": end}
-    yield wait("queue", clock, waiter.since_ms, (evidence,), first, is_fault=False, **words)
+    yield wait("queue", clock, waiter.since_ms, [evidence], first, is_fault=False, **words)
 
 
 def _switchover_wait(lock: Lock, here: Here) -> LockWaitFields:
@@ -382,75 +355,32 @@ def _nobody_asks_wait(lock: Lock, here: Here) -> LockWaitFields:
     return wait("nobody_asks", here.clock, since, evidence, is_fault=False, end=end)
 
 
-def _server_waits(lock: Lock, here: Here) -> Iterator[LockWaitFields]:
-    """What the lock server itself, its address and its gateways owe."""
-    service, clock = here.service, here.clock
-    if kind_of(lock.name) == ACTIVE:  # one service for all models
-        if service is not None and service.is_away:
-            started_ms, why = here.machine.started_ms, service.problem or "it is in use"
-            yield wait("address_away", clock, started_ms, (why,), address=service.address)
-        if here.no_gateway is not None:
-            yield gateway_wait(here.no_gateway, clock, here.directory)
-    if here.unreachable is not None and lock.is_fenced:  # told once for the whole document
-        problem, since = here.unreachable
-        yield wait("unreachable", clock, since, (problem,))
+# ---------------------------------------------------------------------- processes
 
 
-def gateway_wait(missing: MissingGateway, clock: Clock, directory: str) -> LockWaitFields:
-    """What requests wait for. Engines are granted their locks all the same."""
-    evidence = tuple(missing.connected) or ("no gateway is connected",)
-    end = "see why: gateway status" if missing.connected else "start one: gateway serve"
-    words: dict[str, Any] = {"what": missing.message, "end": end, "directory": directory}
-    is_fault = missing.is_overdue
-    return wait("no_gateway", clock, missing.since_ms, evidence, is_fault=is_fault, **words)
-
-
-# ---------------------------------------------------------------------- words that several share
-
-RESUME = {  # by `procfs.halted`: how a process runs again
-    "stopped": "resume it: kill -CONT {pid}",
-    FROZEN: "thaw its container or cgroup (docker unpause; echo THAWED to its freezer.state)",
-}
-
-
-def named(processes: Sequence[Process]) -> str:
+def named(processes: Processes) -> str:
     """`pid 12 (vllm), pid 13 (vllm, stopped)`, or why there is nothing to name."""
-    if not processes:
-        return "processes that are not visible from this container"
-    words = ((each["pid"], each["name"], each.get("halted")) for each in processes)
-    return ", ".join(
-        f"pid {pid} ({name}{', ' + halt if halt else ''})" for pid, name, halt in words
+    shown = ", ".join(
+        f"pid {each.pid} ({each.name}{f', {each.halted}' if each.halted else ''})"
+        for each in processes
     )
-
-
-def _pidfd(supervisor: SupervisorRecord, halted: str | None = None) -> str:
-    """What the kernel shows of a known supervisor; `halted`: what keeps it from running."""
-    if supervisor.is_leased:
-        return "over TCP: its lease counts instead of its processes"
-    if not supervisor.has_process:
-        return "no pidfd: the supervisor counts as alive while it is connected"
-    return f"its supervisor ({requester(supervisor.want.pid)}) is alive" + (
-        f", {halted}" if halted else ""
-    )
+    return shown or "processes that are not visible from this container"
 
 
 def kill_command(
     engine: str,
-    processes: Sequence[Process],
+    processes: Processes,
     supervisor: SupervisorRecord | None = None,
     halted: str | None = None,
 ) -> str:
     """How to kill the remaining processes, by their visible pids; never pid 0, which would be the
     process group of the operator's shell."""
-    pids = [int(each["pid"]) for each in processes]
+    pids = [each.pid for each in processes]
     if supervisor is not None and supervisor.want.pid not in (0, *pids):
         pids.insert(0, supervisor.want.pid)
     if not pids:
         return f"if it hangs, kill the container of {engine} (kubectl delete pod, podman kill)"
-    kill = f"kill -9 {' '.join(map(str, pids))} (if it was only stopped: kill -CONT)"
-    if FROZEN in (halted, *(each.get("halted") for each in processes)):
-        return (
-            f"{RESUME[FROZEN]}: frozen processes may not even die before; if it still hangs then:"
-            f" {kill}"
-        )
-    return f"if it hangs: {kill}"
+    kill = f"if it hangs: kill -9 {' '.join(map(str, pids))} (if it was only stopped: kill -CONT)"
+    if "frozen" in (halted, *(each.halted for each in processes)):
+        return f"{RESUME['frozen']}: frozen processes may not even die before; {kill}"
+    return kill

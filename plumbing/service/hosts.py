@@ -70,8 +70,11 @@ def _plain(name: str) -> str:
     return name.lower().removesuffix(".")
 
 
-def bind(host: str, port: int) -> list[socket.socket]:
+def bind(
+    host: str, port: int, *, flag: str = "--http-host or --http-port", backlog: int = BACKLOG
+) -> list[socket.socket]:
     """Sockets that listen on every address of `host`; port 0 is one free port for all of them.
+    `flag`: what chooses another address.
 
     Raises:
         UnderstudyError: `service.port_in_use`, with the port and the process that has it.
@@ -80,13 +83,12 @@ def bind(host: str, port: int) -> list[socket.socket]:
     try:
         if not host or not 0 <= port <= PORT_MAX:  # "" would bind every interface
             raise OSError(errno.EINVAL, "this is not an address and port")
-        return _bind_all(host, port)
+        return _bind_all(host, port, backlog)
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise UsageError(
                 "service.cannot_bind",
-                f"cannot listen on {host}:{port}: {error.strerror}; use another --http-host or"
-                " --http-port",
+                f"cannot listen on {host}:{port}: {error.strerror}; use another {flag}",
                 host=host,
                 port=port,
             ) from error
@@ -94,15 +96,14 @@ def bind(host: str, port: int) -> list[socket.socket]:
         holder = f"pid {pid} ({procfs.name(pid)})" if pid else "a process not visible here"
         raise UnderstudyError(
             "service.port_in_use",
-            f"port {port} on {host} is in use by {holder}; "
-            "stop it, or choose another port with --http-port",
+            f"{host}:{port} is in use by {holder}; stop it, or use another {flag}",
             host=host,
             port=port,
             pid=pid,
         ) from error
 
 
-def _bind_all(host: str, port: int) -> list[socket.socket]:
+def _bind_all(host: str, port: int, backlog: int) -> list[socket.socket]:
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     socks: list[socket.socket] = []
     missing: OSError | None = None
@@ -110,9 +111,8 @@ def _bind_all(host: str, port: int) -> list[socket.socket]:
         for family, address in dict.fromkeys((each[0], each[4][0]) for each in found):
             port = socks[0].getsockname()[1] if socks else port
             try:
-                socks.append(
-                    socket.create_server((str(address), port), family=family, backlog=BACKLOG)
-                )
+                where = str(address), port
+                socks.append(socket.create_server(where, family=family, backlog=backlog))
                 socks[-1].setblocking(False)
             except OSError as error:
                 if error.errno not in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):

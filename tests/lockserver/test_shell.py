@@ -16,9 +16,9 @@ from lockserver.core import events as ev
 from lockserver.core.events import Happened, WitnessFree
 from lockserver.core.names import WitnessFile, WitnessState
 from lockserver.server import prober
+from lockserver.server.gateways import ServiceSocket
 from lockserver.server.prober import DENSE_S, FAST_S, SLOW_S, Prober
 from lockserver.server.server import LockServer, LockSettings, room_for_connections
-from lockserver.server.service_socket import ServiceSocket
 from plumbing.errors import InvariantError, UsageError
 from tests.fake_clock import FakeClock
 from tests.helpers import auntil, free_port, room_for
@@ -94,16 +94,14 @@ async def test_effect_that_fails_unforeseen_ends_the_process_and_is_not_logged_a
 
 
 def test_service_address_that_cannot_be_bound_or_lent_for_now_is_taken_from_nobody():
-    """Goal: a shortage is waited out, and is not called a stranger on the port. Method: bind and
-    copy with no descriptor left, then with one."""
+    """Goal: a shortage is waited out. Method: bind and copy with no descriptor left, then with
+    one."""
     service = ServiceSocket(f"127.0.0.1:{free_port()}")
     with room_for(0):
-        service.watch(now_ms=0)
-        assert "open files" in str(service.problem)
-    assert service.is_away
-    assert not service.is_taken
-    service.watch(now_ms=1000)
-    assert (service.is_away, service.problem) == (False, None)
+        assert not service.bind_again(now_ms=0)
+        assert "Too many open files" in str(service.problem)
+    assert service.bind_again(now_ms=1000)
+    assert service.problem is None
     with room_for(0):
         assert service.copy() is None
         assert "open files" in str(service.problem)

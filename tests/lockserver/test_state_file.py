@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
+from msgspec.structs import replace
 
-from lockserver.core.events import Holder, LockRecord
+from lockserver.core.events import FiledLease, Holder, LockRecord
 from lockserver.core.lock import kinds_of
-from lockserver.core.names import WitnessFile
+from lockserver.messages import TOKEN_CLAIMED_MAX
 from lockserver.state_file import (
     FILE_BYTES,
+    FORMATS,
     NAME,
     SLOT_BYTES,
     WIDE,
-    WIDE_SLOT_BYTES,
     LockStateFile,
     read,
 )
@@ -33,9 +33,12 @@ HOLDER = Holder(
     engine="engine-0",
     incarnation="engine-0-00112233445566aa",
     supervisor="0" * 16,
-    witness=WitnessFile("witness_engine-0_00112233445566aa", 3, 4),
+    dev=3,
+    ino=4,
     token=7,
     since_mono_ms=12.5,
+    lease=FiledLease(5000),
+    serving_id=(3, 5),
 )
 
 
@@ -158,7 +161,7 @@ def test_state_file_token_survives_losing_a_slot_repeatedly(directory):
 
 
 @pytest.mark.parametrize("slots", [(0,), (1,), (0, 1)], ids=["first", "second", "both"])
-@pytest.mark.parametrize("version", [3, 10])
+@pytest.mark.parametrize("version", [4, 10])
 def test_state_file_of_a_later_layout_is_refused_and_left_alone(directory, slots, version):
     """Goal: where the tokens cannot be read, none is granted again. Method: a later version's
     number in one slot or in both, with nothing behind it that this version could read."""
@@ -259,16 +262,16 @@ def test_file_of_a_pod_without_models_is_rewritten_with_large_slots_once_it_has_
     assert head_of(directory) == b"understudy-lock 1"
     state = LockStateFile(directory, KINDS, models=MODELS)
     assert (state.loaded.record, state.loaded.problem) == (record(6), None)
-    assert os.path.getsize(state.path) == 2 * WIDE_SLOT_BYTES
+    assert os.path.getsize(state.path) == WIDE.file_bytes
     state.write(record(7))
     state.close()
-    assert head_of(directory) == b"understudy-lock 2"  # which an older server refuses to read
+    assert head_of(directory) == b"understudy-lock 3"  # which an older server refuses to read
     for models in (MODELS, ()):
         state = LockStateFile(directory, kinds_of(models), models=models)
         assert state.loaded.record == record(7)
         assert state.loaded.models == MODELS
         state.close()
-    assert os.path.getsize(state.path) == 2 * WIDE_SLOT_BYTES
+    assert os.path.getsize(state.path) == WIDE.file_bytes
     assert not [name for name in os.listdir(directory) if "unreadable" in name]
 
 
@@ -284,35 +287,51 @@ def test_large_slots_are_recognised_by_either_first_line(directory):
     assert found is not None
     assert (found.form, found.record.era) == (WIDE, state.loaded.record.era)
     with open(state.path, "r+b") as file:
-        file.seek(WIDE_SLOT_BYTES)
-        file.write(b"understudy-lock 3 ")
+        file.seek(WIDE.slot_bytes)
+        file.write(b"understudy-lock 4 ")
     with pytest.raises(UnderstudyError) as caught:
         LockStateFile(directory, KINDS, models=MODELS)
     assert caught.value.code == "lock.state_newer"
 
 
+def test_file_of_the_last_version_is_read(directory):
+    """Goal: an upgrade loses no holder. Method: a file with models, of the slots and with the keys
+    of the version before, whose record also named the witness."""
+    holder = {**msgspec.to_builtins(HOLDER), "witness": HOLDER.witness.name}
+    body = {"schema": 1, "token": 7, "era": ERA, "unknown": []}
+    text = msgspec.json.encode({**body, "holders": {"active:chat": holder}, "models": MODELS})
+    FORMATS[2].create(os.path.join(directory, NAME), text)
+    state = LockStateFile(directory, KINDS, models=MODELS)
+    assert state.loaded.record == LockRecord(7, {"active:chat": HOLDER}, frozenset(), ERA)
+    assert (state.loaded.models, state.loaded.problem) == (MODELS, None)
+    state.close()
+
+
 def test_largest_pod_fits_its_file(directory):
-    """Goal: what is not refused can be written. Method: as many models as there may be, each with
-    two holders that take their whole share."""
+    """Goal: what is granted can be written. Method: as many models as there may be, each with two
+    holders that take as much as any can."""
     models = tuple(f"{number:03}".ljust(25, "m") for number in range(MODELS_MAX))
     kinds = kinds_of(models)
     state = LockStateFile(directory, kinds, models=models)
-    share = state.share_bytes(len(kinds))
-    holders = {}
-    for name in kinds:
-        plain = len(repr(name)) + len(_text(replace(HOLDER, engine="")))
-        holders[name] = replace(HOLDER, engine="e" * (share - plain - 4))
-    state.write(LockRecord(7, holders, frozenset(), "0" * 16))
+    engine, most = "e" * 63, 2**64 - 1
+    longest = replace(
+        HOLDER,
+        engine=engine,
+        incarnation=f"{engine}-00112233445566aa",
+        dev=most,
+        ino=most,
+        token=TOKEN_CLAIMED_MAX,
+        since_mono_ms=1e12 + 0.001,
+        lease=FiledLease(3_600_000),
+        serving_id=(most, most),
+    )
+    holders = dict.fromkeys(kinds, longest)
+    state.write(LockRecord(TOKEN_CLAIMED_MAX, holders, frozenset(), "0" * 16))
     state.close()
     found = read(directory, kinds)
     assert found is not None
     assert found.record.holders == holders
     assert found.models == models
-    assert share > 300  # an engine with a name like its model's
-
-
-def _text(holder):
-    return json.dumps(holder.to_dict(), separators=(",", ":"))
 
 
 def test_record_that_does_not_fit_is_an_error_of_the_disk_and_not_a_crash(directory):
@@ -320,6 +339,6 @@ def test_record_that_does_not_fit_is_an_error_of_the_disk_and_not_a_crash(direct
     than a slot."""
     state = LockStateFile(directory, KINDS, models=MODELS)
     large = replace(HOLDER, engine="e" * WIDE.slot_bytes)
-    with pytest.raises(OSError, match="do not fit"):
+    with pytest.raises(OSError, match="does not fit"):
         state.write(LockRecord(7, {"active:chat": large}, frozenset(), "0" * 16))
     state.close()

@@ -12,11 +12,11 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 
-from lockserver.core.listener import YIELD_MS, CloseListener, HaveYield, LendTo, Listener
+from lockserver.core import listener
+from lockserver.core.listener import YIELD_MS, Acceptor, Listener, ListenerOrders
 from lockserver.messages import Stage
 from tests.sim.kit import replayable, seeds
 
@@ -79,8 +79,8 @@ class ListenerWorld:
         self.gateways: list[GatewayModel] = []
         self.backlog: list[float] = []  # when each connected
         self.server: Listener | None = Listener(HOLD_MS, 0.0)
+        self.known: dict[str, Acceptor] = {}  # to the server, in the order of their connections
         self.server_has_copy = True
-        self.owed: str | None = None
         self.server_back_ms = 0.0
         self.server_since_ms = 0.0
         self.messages: list[tuple[float, GatewayModel, Stage, bool]] = []  # to the server
@@ -164,8 +164,8 @@ class ListenerWorld:
     def _leave(self, gateway: GatewayModel) -> None:
         self.gateways.remove(gateway)
         self.messages = [each for each in self.messages if each[1] is not gateway]
-        if gateway.is_connected and self.server is not None:
-            self._perform(self.server.left(gateway.name, self.now_ms))
+        if gateway.is_connected:
+            self._forget(gateway)
         self._close()
 
     # ------------------------------------------------------------------ gateways
@@ -202,7 +202,7 @@ class ListenerWorld:
     def _server(self) -> None:
         if self.server is None:
             if self.now_ms >= self.server_back_ms:
-                self.server = Listener(HOLD_MS, self.now_ms)
+                self.server, self.known = Listener(HOLD_MS, self.now_ms), {}
                 self.server_since_ms = self.now_ms
                 self.server_has_copy = not self.is_listening  # else the address is in use
             return
@@ -212,30 +212,34 @@ class ListenerWorld:
             if gateway not in self.gateways:
                 continue
             self.server_has_copy |= hands_back and gateway.listening
-            self._perform(self.server.said(gateway.name, stage, self.now_ms))
+            found = Acceptor(gateway.name, gateway.ready_ms)
+            self.known.setdefault(gateway.name, found).say(stage)
+            self._settle()
         if self.now_ms % TICK_MS < STEP_MS:
-            self._perform(self.server.tick(self.now_ms))
-            if self.owed is not None:
-                self._lend(self.owed)
+            self._settle()
 
-    def _perform(self, effects: list[Any]) -> None:
-        for effect in effects:
-            self.note(str(effect))
-            match effect:
-                case LendTo():
-                    self._lend(effect.gateway)
-                case HaveYield():
-                    self._send(effect.gateway, "told_to_yield")
-                case CloseListener():
-                    self.server_has_copy = False
-                    self._close()
+    def _settle(self) -> None:
+        if self.server is None:
+            return
+        orders = self.server.settle(tuple(self.known.values()), self.now_ms)
+        if orders != ListenerOrders():
+            self.note(str(orders))
+        for each in orders.have_yield:
+            self._send(each.id, "told_to_yield")
+        if orders.lend_to is not None:
+            is_elsewhere = any(each.listening for each in self.gateways)
+            if not self.server_has_copy and is_elsewhere:
+                orders.lend_to.is_lent = False
+            else:
+                self.server_has_copy = True  # bound anew if it was closed
+                self._send(orders.lend_to.id, "lent")
+        if orders.close:
+            self.server_has_copy = False
+            self._close()
 
-    def _lend(self, name: str) -> None:
-        is_elsewhere = any(each.listening for each in self.gateways)
-        self.owed = name if not self.server_has_copy and is_elsewhere else None
-        if self.owed is None:
-            self.server_has_copy = True  # bound anew if it was closed
-            self._send(name, "lent")
+    def _forget(self, gateway: GatewayModel) -> None:
+        self.known.pop(gateway.name, None)
+        self._settle()
 
     def _send(self, name: str, message: str) -> None:
         for each in self.gateways:
@@ -273,13 +277,13 @@ class ListenerWorld:
             if each.is_connected and self.server is not None:
                 self._disconnect(each)
                 self.server_since_ms = self.now_ms
-                self._perform(self.server.left(each.name, self.now_ms))
+                self._forget(each)
 
     def kill_server(self) -> None:
         if self.server is None:
             return
         self.note("the server dies")
-        self.server, self.server_has_copy, self.owed = None, False, None
+        self.server, self.server_has_copy = None, False
         self.server_back_ms = self.now_ms + RESTART_MS
         for each in self.gateways:
             self._disconnect(each)
@@ -379,29 +383,34 @@ def test_without_a_gateway_clients_are_refused_and_the_next_one_is_lent_the_addr
 # ------------------------------------------------------------------ planted
 
 
+def changed(patch: pytest.MonkeyPatch, change: Callable[[ListenerOrders], object]) -> None:
+    """What the arbiter orders is changed."""
+    settle = Listener.settle
+
+    def settled(self, acceptors, now_ms):
+        orders = settle(self, acceptors, now_ms)
+        change(orders)
+        return orders
+
+    patch.setattr(Listener, "settle", settled)
+
+
+def newest_by(patch: pytest.MonkeyPatch, choose: Callable[..., Acceptor | None]) -> None:
+    """Another choice of who gets it; `choose` is given the real one."""
+    newest = listener._newest
+    patch.setattr(listener, "_newest", lambda those, *stages: choose(newest, those, *stages))
+
+
 def lends_before_the_yield(patch: pytest.MonkeyPatch) -> None:
-    said = Listener.said
-
-    def lent(self, gateway, stage, now_ms):
-        effects = said(self, gateway, stage, now_ms)
-        if any(isinstance(each, HaveYield) for each in effects) and self.successor:
-            return [*effects, *self._free(now_ms)]
-        return effects
-
-    patch.setattr(Listener, "said", lent)
+    patch.setattr("lockserver.core.listener.YIELD_MS", 0.0)
 
 
 def asks_nobody_to_yield(patch: pytest.MonkeyPatch) -> None:
-    said = Listener.said
-    patch.setattr(
-        Listener,
-        "said",
-        lambda self, *what: [x for x in said(self, *what) if not isinstance(x, HaveYield)],
-    )
+    changed(patch, lambda orders: orders.have_yield.clear())
 
 
 def waits_for_ever_for_one_that_hangs(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("lockserver.core.listener.YIELD_MS", math.inf)
+    patch.setattr("lockserver.core.listener.YIELD_MS", 1e12)
 
 
 def closes_early(patch: pytest.MonkeyPatch) -> None:
@@ -410,52 +419,23 @@ def closes_early(patch: pytest.MonkeyPatch) -> None:
 
 
 def never_closes(patch: pytest.MonkeyPatch) -> None:
-    init = Listener.__init__
-    patch.setattr(Listener, "__init__", lambda self, hold_ms, now_ms: init(self, math.inf, now_ms))
-
-
-def forgets_the_successor_of_a_dead_one(patch: pytest.MonkeyPatch) -> None:
-    def left(self, gateway, now_ms):
-        self._stages.pop(gateway, None)
-        if gateway == self.holder:
-            self.holder, self.since_ms = "", now_ms
-        return []
-
-    patch.setattr(Listener, "left", left)
+    changed(patch, lambda orders: setattr(orders, "close", False))
 
 
 def gives_nothing_back_to_one_that_has_yielded(patch: pytest.MonkeyPatch) -> None:
-    newest = Listener._newest
-    patch.setattr(
-        Listener,
-        "_newest",
-        lambda self, stage: "" if stage is Stage.YIELDS else newest(self, stage),
+    newest_by(
+        patch,
+        lambda newest, those, *at: None if Stage.YIELDS in at else newest(those, *at),
     )
 
 
 def forgets_who_hands_the_socket_back(patch: pytest.MonkeyPatch) -> None:
-    said = Listener.said
-
-    def heard(self, gateway, stage, now_ms):
-        if stage is Stage.ACCEPTS and self.holder != gateway:
-            self._stages[gateway] = stage
-            return []
-        return said(self, gateway, stage, now_ms)
-
-    patch.setattr(Listener, "said", heard)
+    patch.setattr(Acceptor, "has_it", property(lambda self: self.is_lent))
 
 
 def lends_to_the_oldest(patch: pytest.MonkeyPatch) -> None:
     """A gateway that finishes its requests gets it before its successor."""
-
-    def lend(self, now_ms):
-        gateway = self._newest(Stage.YIELDS) or self.successor
-        if not gateway:
-            return []
-        self._hold(gateway, now_ms)
-        return [LendTo(gateway)]
-
-    patch.setattr(Listener, "_lend", lend)
+    newest_by(patch, lambda newest, those, *at: newest(those, Stage.YIELDS) or newest(those, *at))
 
 
 Rule = Callable[[pytest.MonkeyPatch], None]
@@ -465,7 +445,6 @@ CAUGHT_BY: dict[Rule, Callable[[], object]] = {
     waits_for_ever_for_one_that_hangs: lambda: run(HANGS, 20, has_watchdog=False),
     closes_early: test_deaths_lose_what_is_in_the_dead_one_and_refuse_nothing,
     never_closes: test_without_a_gateway_clients_are_refused_and_the_next_one_is_lent_the_address,
-    forgets_the_successor_of_a_dead_one: lambda: run(RACES, 50),
     gives_nothing_back_to_one_that_has_yielded: lambda: run(RACES, 50),
     forgets_who_hands_the_socket_back: test_a_lock_server_that_restarts_gets_its_socket_back,
     lends_to_the_oldest: test_planned_replacements_lose_and_refuse_nothing,

@@ -155,38 +155,6 @@ def test_over_tcp_nothing_is_handed_over_in_place(held):
     assert refused(held.want(1, A, "active", over=over)) == ["lock.bad_want"]
 
 
-# ---------------------------------------------------------------------- on disk
-
-
-def test_lease_on_file_is_read_as_it_was_written(held):
-    """Goal: a restart knows how long to wait. Method: write and read back."""
-    holder = held.disk.holders["active"]
-    assert holder.lease_ms == 5000
-    assert ev.Holder.from_dict(holder.to_dict()) == holder
-    assert "lease" not in replace_lease(holder, None).to_dict()
-
-
-def replace_lease(holder, lease_ms):
-    return ev.Holder.from_dict(
-        {k: v for k, v in holder.to_dict().items() if k != "lease"}
-        | ({} if lease_ms is None else {"lease": lease_ms})
-    )
-
-
-@pytest.mark.parametrize(
-    "raw",
-    [
-        {},
-        {"ms": 0},
-        {"ms": "long"},
-    ],
-)
-def test_malformed_lease_is_refused(held, raw):
-    """Goal: a damaged record is not half believed. Method: each way to be malformed."""
-    with pytest.raises((KeyError, TypeError, ValueError)):
-        replace_lease(held.disk.holders["active"], raw)
-
-
 def test_holder_that_is_cut_for_long_is_reported_with_what_is_left_of_its_lease():
     """Goal: an operator sees why the lock waits. Method: a lease that outlasts the patience."""
     timed = Timed(lease_ms=60_000)

@@ -16,9 +16,8 @@ from lockserver.core.lock import (
     Waiter,
     next_waiter,
 )
-from lockserver.core.names import WitnessFile
 
-HOLDER = Holder("e", "e-0011223344556677", "s" * 16, WitnessFile("w", 1, 2), 1, 0.0)
+HOLDER = Holder("e", "e-0011223344556677", "s" * 16, 1, 2, 1, 0.0)
 NAMING = (Signal.GRANTED, Signal.CLAIMED)
 
 

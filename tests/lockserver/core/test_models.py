@@ -1,24 +1,22 @@
-"""A pod with models: an engine's locks are those of one model, each lock has its share of the state
-file, and one model's engines are no doubt about another's lock. And names that none can misuse."""
+"""A pod with models: an engine's locks are those of one model, and one model's engines are no doubt
+about another's lock. And names that none can misuse."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from lockserver.core import events as ev
 from lockserver.core import recovery
 from lockserver.core.lock import Lock, LockState, Signal, kinds_of, with_filed
 from lockserver.core.names import (
     INCARNATION,
-    ServingFile,
     name_of,
     new_incarnation,
     serving_name_of,
 )
 from plumbing.errors import UsageError
-from tests.lockserver.core.shell import A, Shell, held_by_a, refused, restarted, want
+from tests.lockserver.core.shell import A, Shell, refused, want
 from tests.lockserver.test_state_file import HOLDER
 
 TWO = kinds_of(("a", "b"))
@@ -27,20 +25,6 @@ TWO = kinds_of(("a", "b"))
 def test_want_of_two_models_locks_is_refused():
     shell = Shell(kinds=TWO)
     assert refused(shell.feed(want(1, A, "active:a", "loader:b"))) == ["lock.bad_want"]
-
-
-def test_want_whose_grant_would_not_fit_its_share_of_the_file_is_refused():
-    """Goal: no grant that cannot be written. Method: the share that a grant takes, and one byte
-    less. What holds its lock already keeps it."""
-    fits = len(A) * 20
-    assert refused(Shell(share_bytes=fits).feed(want(1, A, "active"))) == []
-    effects = Shell(share_bytes=100).feed(want(1, A, "active"))
-    (refusal,) = [each for each in effects if isinstance(each, ev.RefuseConnection)]
-    assert refusal.code == "lock.does_not_fit"
-    assert refusal.details["needed_bytes"] > 100
-    assert "shorter engine id, or fewer models" in refusal.message
-    again = restarted(held_by_a(), share_bytes=100)
-    assert refused(again.feed(want(1, A, "active", tokens={"active": 1}))) == []
 
 
 @pytest.mark.parametrize(("name", "is_fenced"), [("active:gone", True), ("loader:gone", False)])
@@ -55,12 +39,12 @@ def test_serving_file_of_a_known_holder_keeps_no_other_model_waiting_and_is_not_
     locks = {name: Lock(name, is_fenced) for name, is_fenced in kinds_of(("a", "b")).items()}
     for lock in locks.values():
         lock.state = LockState.RECOVERING
-    file = ServingFile(serving_name_of(HOLDER.incarnation), 5, 6)
-    locks["active:b"].fire(Signal.CLAIMED, 0.0, replace(HOLDER, serving=file))
-    assert recovery.kept_serving(locks) == {file.name}
-    assert "active:a" in recovery.scan_frees(locks, {}, (), {file.name})
+    file = serving_name_of(HOLDER.incarnation)
+    locks["active:b"].fire(Signal.CLAIMED, 0.0, replace(HOLDER, serving_id=(5, 6)))
+    assert recovery.kept_serving(locks) == {file}
+    assert "active:a" in recovery.scan_frees(locks, {}, (), {file})
     stranger = serving_name_of("e-00112233445566bb")
-    assert "active:a" not in recovery.scan_frees(locks, {}, (), {file.name, stranger})
+    assert "active:a" not in recovery.scan_frees(locks, {}, (), {file, stranger})
 
 
 def test_new_incarnation_is_an_incarnation_of_its_engine():

@@ -137,16 +137,6 @@ def test_unknown_file_claim_is_written_to_both_slots():
     assert [record.token for record in written] == [13, 13]
 
 
-def test_engines_may_be_running_within_the_window_while_connected_or_while_a_lock_is_not_free():
-    """Goal: a service address in use is not blamed on a foreign process too early. Method: each
-    reason."""
-    shell = Shell()
-    assert shell.machine.may_have_engines(WINDOW_MS - 1)
-    assert not shell.machine.may_have_engines(WINDOW_MS)
-    shell.machine.locks["active"].state = LockState.RECOVERING
-    assert shell.machine.may_have_engines(WINDOW_MS)
-
-
 def test_unknown_file_claim_of_a_free_witness_is_refused():
     """Goal: a token does not prove life. Method: claim with a witness that no process holds."""
     shell = Shell(LOST)
