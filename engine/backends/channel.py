@@ -18,7 +18,7 @@ from typing import NoReturn, Protocol
 
 from engine import messages as msg
 from plumbing.errors import ProtocolError, UnderstudyError, explain_shortage
-from plumbing.wire.connection import Connection, Handler, UnixConnection
+from plumbing.wire.connection import Connection, Handler
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.messages import Message
 
@@ -120,7 +120,7 @@ class Channel(Handler):
         self.backend: BackendHandler | None = None
         self._its_loop: asyncio.AbstractEventLoop | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._conn = UnixConnection(sock, msg.CHANNEL, self)
+        self._conn = Connection(sock, msg.CHANNEL, self)
 
     def prepared(
         self,

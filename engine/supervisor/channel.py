@@ -31,7 +31,7 @@ from plumbing import gateway_protocol as hop
 from plumbing.errors import DISK, ProtocolError, is_shortage
 from plumbing.service.clock import rfc3339
 from plumbing.service.events import EventLog
-from plumbing.wire.connection import Connection, Handler, UnixConnection
+from plumbing.wire.connection import Connection, Handler
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.messages import FaultMsg, Message
 
@@ -69,7 +69,7 @@ class BackendChannel(Handler):
         with contextlib.ExitStack() as undo:
             undo.callback(ours.close)
             undo.callback(theirs.close)
-            self._conn = UnixConnection(ours, CHANNEL, self)
+            self._conn = Connection(ours, CHANNEL, self)
             undo.pop_all()
         self.is_closed = False
         return theirs

@@ -1,9 +1,9 @@
-"""One connection on an event loop, either end of it: what all have in common, and the Unix socket.
+"""One connection on an event loop, either end of it: frames, their deadlines and turns, the queue,
+and closing.
 
-`Connection` has what Unix sockets and TCP share: frames, their deadlines and turns, the queue, and
-closing. A connection is closed in exactly one place, `close`; the loop calls its handler's `closed`
-exactly once, never from inside one of the handler's own calls. `UnixConnection` moves bytes and
-descriptors, `connect` opens one; TCP's is in `wire/tcp`.
+A connection is closed in exactly one place, `close`; the loop calls its handler's `closed` exactly
+once, never from inside one of the handler's own calls. `connect` opens one over a Unix socket; what
+differs over TCP is in `wire/tcp`.
 
 The surprising thing: asyncio's and uvloop's transports read the bytes and drop the descriptors, so
 the raw socket is handled here (`add_reader` and `recvmsg`, which both loops support).
@@ -11,7 +11,6 @@ the raw socket is handled here (`add_reader` and `recvmsg`, which both loops sup
 
 from __future__ import annotations
 
-import abc
 import asyncio
 import errno
 import itertools
@@ -59,67 +58,92 @@ class Handler(Protocol):
     def closed(self, conn: Connection, reason: str) -> None: ...
 
 
-class Connection(abc.ABC):
-    """A stream of messages. `state` belongs to the handler."""
+@dataclass
+class _Outgoing:
+    data: memoryview
+    fds: Sequence[OwnedFd]
 
-    def __init__(self, peer: Peer, catalogue: Catalogue, handler: Handler, fds_max: int) -> None:
-        """`fds_max`: how many descriptors one frame may carry here."""
+
+class Connection:
+    """A stream of messages over a raw socket. `state` belongs to the handler."""
+
+    fds_max = FDS_PER_FRAME_MAX  # how many descriptors one frame may carry
+    lingers = False  # whether a closing end reads on until the peer has closed its own
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        catalogue: Catalogue,
+        handler: Handler,
+        peer: Peer | None = None,
+    ) -> None:
+        """Own `sock` and start reading; the handler's `opened` is called at once.
+
+        Raises:
+            OSError: there is no descriptor for the peer's pidfd; the caller still owns `sock`. What
+                `opened` raises, too.
+        """
         self.id = next(_ids)
-        self.peer = peer
+        self.peer = peer or identify(sock)
         self.state: Any = None
         self.is_closed = False
+        self._sock = sock
         self._loop = asyncio.get_running_loop()
         self._catalogue = catalogue
         self._handler = handler
-        self._fds_max = fds_max
-        self._decoder = FrameDecoder(catalogue.frame_bytes_max, fds_max)
+        self._decoder = FrameDecoder(catalogue.frame_bytes_max, self.fds_max)
         self._unhandled: deque[Frame] = deque()  # complete frames; reading is paused meanwhile
         self._is_paused = False
+        self._queue: deque[_Outgoing] = deque()
+        self._queued_bytes = 0
         self._queued_bytes_max = max(2 * catalogue.frame_bytes_max, QUEUED_BYTES_FRAMES * 1024)
+        self._is_writing = False
+        self._does_peer_read = True
         self._closing_reason: str | None = None  # set while the last frames are being sent
         self._frame_deadline: asyncio.TimerHandle | None = None
         self._flush_deadline: asyncio.TimerHandle | None = None
+        sock.setblocking(False)
+        try:
+            handler.opened(self)
+        except BaseException:
+            self.peer.close()
+            raise
+        if not self.is_closed and self._closing_reason is None:
+            self._resume_reading()
 
-    # ------------------------------------------------------------------ the transport
+    # ------------------------------------------------------------------ the socket
 
-    @abc.abstractmethod
-    def _write(self, data: bytes, fds: Sequence[OwnedFd]) -> None:
-        """Send or queue `data`; takes `fds`. Closes if too much is queued."""
+    def _receive(self) -> tuple[bytes, list[OwnedFd]]:
+        """As `sockets.receive`."""
+        return sockets.receive(self._sock)
 
-    @property
-    @abc.abstractmethod
-    def _can_write(self) -> bool:
-        """False once the peer is known to read no more: what is sent then is dropped."""
+    def _transmit(self, data: memoryview, fds: Sequence[OwnedFd]) -> int:
+        """As `sockets.send`."""
+        return sockets.send(self._sock, data, fds)
 
-    @abc.abstractmethod
-    def _pause_reading(self) -> None: ...
-
-    @abc.abstractmethod
-    def _resume_reading(self) -> None: ...
-
-    @abc.abstractmethod
-    def _finish(self) -> bool:
-        """Send what is queued, handle nothing more, and then call `close`. False: nothing is
-        queued, so the caller must close now."""
-
-    @abc.abstractmethod
-    def _discard(self) -> None:
-        """Close the socket and drop what is queued."""
+    def _explain(self, error: OSError) -> str:
+        """Why the connection ends."""
+        return f"the peer is gone: {error.strerror}"
 
     # ------------------------------------------------------------------ sending
 
     def send(self, message: Message, request_id: int = 0, fds: Sequence[OwnedFd] = ()) -> None:
         """Queue `message`; takes `fds`. Never blocks; a peer that does not read is dropped."""
-        if self.is_closed or self._closing_reason is not None or not self._can_write:
+        if self.is_closed or self._closing_reason is not None or not self._does_peer_read:
             close_all(fds)
             return
         try:
             payload = self._catalogue.encode(message, request_id)
-            data = encode_frame(payload, len(fds), self._catalogue.frame_bytes_max, self._fds_max)
+            data = encode_frame(payload, len(fds), self._catalogue.frame_bytes_max, self.fds_max)
         except BaseException:
             close_all(fds)
             raise
-        self._write(data, fds)
+        self._queue.append(_Outgoing(memoryview(data), fds))
+        self._queued_bytes += len(data)
+        if self._queued_bytes > self._queued_bytes_max:
+            self.close(f"the peer does not read: {self._queued_bytes} bytes are queued for it")
+        elif not self._is_writing:
+            self._flush()
 
     def fault(self, error: UnderstudyError, request_id: int = 0, *, close: bool = True) -> None:
         """Send `error` as an error frame and, unless told otherwise, close once it is sent."""
@@ -128,19 +152,80 @@ class Connection(abc.ABC):
             self.close_soon(str(error))
 
     def close_soon(self, reason: str) -> None:
-        """Stop reading; close when the queue has been sent or the flush deadline passes."""
+        """Handle nothing more; close when the queue has been sent or the flush deadline passes."""
         if self.is_closed or self._closing_reason is not None:
             return
         self._closing_reason = reason
-        if self._finish():
-            self._flush_deadline = self._loop.call_later(FLUSH_DEADLINE_S, self.close, reason)
-        else:
+        may_linger = self.lingers and self._does_peer_read
+        if not self._queue and not may_linger:
             self.close(reason)
+            return
+        self._flush_deadline = self._loop.call_later(FLUSH_DEADLINE_S, self.close, reason)
+        if not may_linger:
+            self._loop.remove_reader(self._sock.fileno())
+        elif self._is_paused:
+            self._resume_reading()
 
     def limit_queue(self, queued_bytes_max: int) -> None:
         """Drop the peer once this much is queued for it. For observers: they get messages they
         did not ask for, and may be slow for as long as they live."""
         self._queued_bytes_max = queued_bytes_max
+
+    def _flush(self) -> None:
+        """Send until the socket is full, then let the loop call again."""
+        try:
+            while self._queue:
+                head = self._queue[0]
+                sent = self._transmit(head.data, head.fds)
+                close_all(head.fds)  # they went with the first byte
+                head.fds = ()
+                head.data = head.data[sent:]
+                self._queued_bytes -= sent
+                if not head.data:
+                    self._queue.popleft()
+        except BlockingIOError as error:
+            self._wait_writable(is_kernel_busy=error.errno != errno.EAGAIN)
+            return
+        except OSError:
+            self._peer_stopped_reading()
+            return
+        self._stop_writing()
+        if self._closing_reason is not None and not self.lingers:
+            self.close(self._closing_reason)
+
+    def _peer_stopped_reading(self) -> None:
+        """Keep reading until the end of the stream: the peer may have sent the reason first."""
+        self._stop_writing()
+        if self._closing_reason is not None:  # we do not read any more either
+            self.close(self._closing_reason)
+            return
+        self._does_peer_read = False
+        self._drop_queue()
+
+    def _drop_queue(self) -> None:
+        for outgoing in self._queue:
+            close_all(outgoing.fds)
+        self._queue.clear()
+        self._queued_bytes = 0
+
+    def _wait_writable(self, *, is_kernel_busy: bool) -> None:
+        if is_kernel_busy:  # the socket is writable, the kernel is not: retry later
+            self._stop_writing()
+            self._is_writing = True
+            self._loop.call_later(RETRY_S, self._retry)
+        elif not self._is_writing:
+            self._is_writing = True
+            self._loop.add_writer(self._sock.fileno(), self._flush)
+
+    def _retry(self) -> None:
+        if not self.is_closed:
+            self._is_writing = False
+            self._flush()
+
+    def _stop_writing(self) -> None:
+        if self._is_writing:
+            self._is_writing = False
+            self._loop.remove_writer(self._sock.fileno())
 
     # ------------------------------------------------------------------ receiving
 
@@ -175,11 +260,39 @@ class Connection(abc.ABC):
         elif self._unhandled:
             if not self._is_paused:
                 self._is_paused = True
-                self._pause_reading()
+                self._loop.remove_reader(self._sock.fileno())
             self._loop.call_soon(self._handle_some)
         elif self._is_paused:
-            self._is_paused = False
             self._resume_reading()
+
+    def _resume_reading(self) -> None:
+        self._is_paused = False
+        self._loop.add_reader(self._sock.fileno(), self._readable)
+        self._loop.call_soon(self._readable)  # TLS may have decrypted something already
+
+    def _readable(self) -> None:
+        """One read per turn of the loop, so that a busy peer does not starve the others, until
+        nothing is left: libuv stops watching a socket at the first event that shows an error, which
+        is pending once a peer has closed without reading everything."""
+        is_closing = self._closing_reason is not None
+        if self.is_closed or self._is_paused or (is_closing and not self.lingers):
+            return  # since the last turn
+        try:
+            data, fds = self._receive()
+        except (BlockingIOError, InterruptedError):
+            return
+        except ProtocolError as error:
+            self.fault(error)
+            return
+        except OSError as error:
+            self.close(self._closing_reason or self._explain(error))
+            return
+        if not data and not fds:
+            self.close(self._closing_reason or "the peer closed the connection")
+            return
+        if not is_closing:
+            self._received(data, fds)
+        self._loop.call_soon(self._readable)
 
     def _drop_unhandled(self) -> None:
         for frame in self._unhandled:
@@ -229,7 +342,10 @@ class Connection(abc.ABC):
         for timer in (self._frame_deadline, self._flush_deadline):
             if timer is not None:
                 timer.cancel()
-        self._discard()
+        self._loop.remove_reader(self._sock.fileno())
+        self._stop_writing()
+        self._sock.close()
+        self._drop_queue()
         self._decoder.close()
         self._drop_unhandled()
         self._loop.call_soon(self._closed, reason)
@@ -244,152 +360,9 @@ class Connection(abc.ABC):
         return f"<connection {self.id} to {self.peer}>"
 
 
-@dataclass
-class _Outgoing:
-    data: memoryview
-    fds: Sequence[OwnedFd]
-
-
-class UnixConnection(Connection):
-    """A stream of messages over a raw socket."""
-
-    def __init__(self, sock: socket.socket, catalogue: Catalogue, handler: Handler) -> None:
-        """Own `sock` and start reading; the handler's `opened` is called at once.
-
-        Raises:
-            OSError: there is no descriptor for the peer's pidfd; the caller still owns `sock`. What
-                `opened` raises, too.
-        """
-        super().__init__(identify(sock), catalogue, handler, FDS_PER_FRAME_MAX)
-        self._sock = sock
-        self._queue: deque[_Outgoing] = deque()
-        self._queued_bytes = 0
-        self._is_writing = False
-        self._does_peer_read = True
-        sock.setblocking(False)
-        try:
-            handler.opened(self)
-        except BaseException:
-            self.peer.close()
-            raise
-        if not self.is_closed and self._closing_reason is None:
-            self._resume_reading()
-
-    # ------------------------------------------------------------------ sending
-
-    @property
-    def _can_write(self) -> bool:
-        return self._does_peer_read
-
-    def _write(self, data: bytes, fds: Sequence[OwnedFd]) -> None:
-        self._queue.append(_Outgoing(memoryview(data), fds))
-        self._queued_bytes += len(data)
-        if self._queued_bytes > self._queued_bytes_max:
-            self.close(f"the peer does not read: {self._queued_bytes} bytes are queued for it")
-        elif not self._is_writing:
-            self._flush()
-
-    def _finish(self) -> bool:
-        if self._queue:
-            self._pause_reading()
-        return bool(self._queue)
-
-    def _flush(self) -> None:
-        """Send until the socket is full, then let the loop call again."""
-        try:
-            while self._queue:
-                head = self._queue[0]
-                sent = sockets.send(self._sock, head.data, head.fds)
-                close_all(head.fds)  # they went with the first byte
-                head.fds = ()
-                head.data = head.data[sent:]
-                self._queued_bytes -= sent
-                if not head.data:
-                    self._queue.popleft()
-        except BlockingIOError as error:
-            self._wait_writable(is_kernel_busy=error.errno != errno.EAGAIN)
-            return
-        except OSError as error:
-            self._peer_stopped_reading(error)
-            return
-        self._stop_writing()
-        if self._closing_reason is not None:
-            self.close(self._closing_reason)
-
-    def _peer_stopped_reading(self, error: OSError) -> None:
-        """Keep reading until the end of the stream: the peer may have sent the reason first."""
-        self._stop_writing()
-        if self._closing_reason is not None:  # we do not read any more either
-            self.close(f"the peer is gone: {error.strerror}")
-            return
-        self._does_peer_read = False
-        self._drop_queue()
-
-    def _drop_queue(self) -> None:
-        for outgoing in self._queue:
-            close_all(outgoing.fds)
-        self._queue.clear()
-        self._queued_bytes = 0
-
-    def _wait_writable(self, *, is_kernel_busy: bool) -> None:
-        if is_kernel_busy:  # the socket is writable, the kernel is not: retry later
-            self._stop_writing()
-            self._is_writing = True
-            self._loop.call_later(RETRY_S, self._retry)
-        elif not self._is_writing:
-            self._is_writing = True
-            self._loop.add_writer(self._sock.fileno(), self._flush)
-
-    def _retry(self) -> None:
-        if not self.is_closed:
-            self._is_writing = False
-            self._flush()
-
-    def _stop_writing(self) -> None:
-        if self._is_writing:
-            self._is_writing = False
-            self._loop.remove_writer(self._sock.fileno())
-
-    # ------------------------------------------------------------------ receiving
-
-    def _pause_reading(self) -> None:
-        self._loop.remove_reader(self._sock.fileno())
-
-    def _resume_reading(self) -> None:
-        self._loop.add_reader(self._sock.fileno(), self._readable)
-
-    def _readable(self) -> None:
-        """One `recvmsg` per turn of the loop, so that a busy peer does not starve the others, until
-        nothing is left: libuv stops watching a socket at the first event that shows an error, which
-        is pending once a peer has closed without reading everything."""
-        if self.is_closed or self._is_paused or self._closing_reason is not None:
-            return  # since the last turn
-        try:
-            data, fds = sockets.receive(self._sock)
-        except (BlockingIOError, InterruptedError):
-            return
-        except ProtocolError as error:
-            self.fault(error)
-            return
-        except OSError as error:
-            self.close(f"the peer is gone: {error.strerror}")
-            return
-        if data or fds:
-            self._received(data, fds)
-            self._loop.call_soon(self._readable)
-        else:
-            self.close("the peer closed the connection")
-
-    def _discard(self) -> None:
-        self._loop.remove_reader(self._sock.fileno())
-        self._stop_writing()
-        self._sock.close()
-        self._drop_queue()
-
-
 async def connect(
     path: str, catalogue: Catalogue, handler: Handler, deadline_s: float = CONNECT_DEADLINE_S
-) -> UnixConnection:
+) -> Connection:
     """A connection to the server at `path`.
 
     While the backlog is full (EAGAIN on Unix sockets, man 2 connect), retries until the deadline.
@@ -416,7 +389,7 @@ async def connect(
                     raise sockets.unreachable(path, error) from error
             await asyncio.sleep(RETRY_S)
         try:
-            return UnixConnection(sock, catalogue, handler)
+            return Connection(sock, catalogue, handler)
         except OSError as error:
             raise sockets.no_descriptors(f"connect to {path}", error) from error
     except BaseException:

@@ -22,7 +22,7 @@ from typing import Any
 from plumbing import __version__
 from plumbing.errors import ProtocolError, UnderstudyError, UsageError, is_shortage
 from plumbing.wire import sockets
-from plumbing.wire.connection import Connection, Handler, UnixConnection
+from plumbing.wire.connection import Connection, Handler
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.limits import (
     CONNECTIONS_MAX,
@@ -319,7 +319,7 @@ class Server(BaseServer):
         self._guard = None
 
     def _accepted(self, sock: socket.socket, name: object) -> None:
-        UnixConnection(sock, self._catalogue, self)
+        Connection(sock, self._catalogue, self)
 
     def _refusal(self, conn: Connection) -> ProtocolError | None:
         if conn.peer.uid in (os.geteuid(), 0):

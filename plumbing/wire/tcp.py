@@ -15,6 +15,7 @@ Importing this loads `ssl`; whoever needs only an address imports `wire/tcp_addr
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
 import socket
@@ -22,7 +23,7 @@ import ssl
 import stat
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 from plumbing.errors import (
     ProtocolError,
@@ -37,11 +38,11 @@ from plumbing.wire.limits import (
     CONNECT_DEADLINE_S,
     CONNECTIONS_MAX,
     CONNECTIONS_PER_PEER_MAX,
-    FLUSH_DEADLINE_S,
     HANDSHAKE_DEADLINE_S,
     HANDSHAKES_MAX,
     HANDSHAKES_PER_ADDRESS_MAX,
     KEEPALIVE_IDLE_S,
+    RECEIVE_BYTES,
     UNACKNOWLEDGED_MS_MAX,
 )
 from plumbing.wire.messages import Catalogue, FaultMsg, HelloMsg, Message, WelcomeMsg
@@ -193,104 +194,92 @@ def _no_password() -> str:
     raise ValueError("the key has a passphrase")
 
 
-# The event loops do not let TLS send the reason for a refusal: the peer only sees the end.
 _FIX = "both sides need a certificate, and each must trust the CA of the other's"
 
 
-class TcpConnection(Connection, asyncio.Protocol):
-    """A stream of messages, from the end of its transport's TLS handshake on: the handler's
-    `opened` is called then."""
+class TcpConnection(Connection):
+    """A stream of messages over TLS, whose handshake is done.
 
-    _transport: asyncio.Transport
+    It lingers: closing a socket with unread bytes resets it, and the reset can overtake our last
+    frame. So the peer closes, because of the error frame.
+    """
 
-    def __init__(self, host: str, who: str, catalogue: Catalogue, handler: Handler) -> None:
-        """`who`: what to call a peer whose certificate has no common name."""
-        super().__init__(Peer(NO_UID, 0, None, "none", who, host), catalogue, handler, fds_max=0)
-        self.is_made = False
+    fds_max = 0
+    lingers = True
+    _sock: ssl.SSLSocket  # type: ignore[mutable-override] # it is set once
 
-    # ------------------------------------------------------------------ called by the loop
+    def _receive(self) -> tuple[bytes, list[OwnedFd]]:
+        with contextlib.suppress(BlockingIOError):
+            # OpenSSL takes the kernel's error, such as a host that is gone, for a plain end.
+            socket.socket.recv(self._sock, 1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        try:
+            return self._sock.recv(RECEIVE_BYTES), []
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
+            raise BlockingIOError(errno.EAGAIN, "nothing has arrived") from error
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Send at once, give up on a host that is gone (man 7 tcp), and take the peer's name."""
-        # A cast, not isinstance: uvloop's transports are not subclasses.
-        self._transport, self.is_made = cast("asyncio.Transport", transport), True
-        sock = transport.get_extra_info("socket")
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNACKNOWLEDGED_MS_MAX)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_IDLE_S)
-        certificate: Any = transport.get_extra_info("peercert")
-        parts = dict(pair for part in certificate["subject"] for pair in part)
-        self.peer.name = parts.get("commonName", self.peer.name)
-        self._handler.opened(self)
+    def _transmit(self, data: memoryview, fds: Sequence[OwnedFd]) -> int:
+        try:
+            return self._sock.send(data)
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
+            raise BlockingIOError(errno.EAGAIN, "the socket is full") from error
 
-    def data_received(self, data: bytes) -> None:
-        """While closing, bytes are read and dropped: closing a socket with unread bytes resets it,
-        and the reset can overtake our last frame."""
-        if not self.is_closed and self._closing_reason is None:
-            self._received(data, [])
-
-    def connection_lost(self, error: Exception | None) -> None:
-        """The transport was closed, by us or by the peer."""
-        self.close(self._closing_reason or reason_of(error))
-
-    # ------------------------------------------------------------------ the transport
-
-    @property
-    def _can_write(self) -> bool:
-        return not self._transport.is_closing()
-
-    def _write(self, data: bytes, fds: Sequence[OwnedFd]) -> None:
-        self._transport.write(data)
-        queued = self._transport.get_write_buffer_size()
-        if queued > self._queued_bytes_max:
-            self.close(f"the peer does not read: {queued} bytes are queued for it")
-
-    def _pause_reading(self) -> None:
-        if not self._transport.is_closing():
-            self._transport.pause_reading()
-
-    def _resume_reading(self) -> None:
-        if not self._transport.is_closing():
-            self._transport.resume_reading()
-
-    def _finish(self) -> bool:
-        """Keep reading, and dropping, until the peer closes its side or the flush deadline passes.
-
-        TLS cannot close one direction only, and closing the transport would drop our queued frames
-        as soon as the peer sends anything. So the peer closes because of the error frame.
-        """
-        if self._transport.is_closing():
-            return False
-        if self._is_paused:
-            self._resume_reading()
-        return True
-
-    def _discard(self) -> None:
-        self._transport.abort()
+    def _explain(self, error: OSError) -> str:
+        return reason_of(error)
 
 
-def reason_of(error: BaseException | None) -> str:
-    """Why a transport was closed, or not made, for use in a sentence."""
-    if error is None:
-        return "the peer closed the connection"
+def reason_of(error: OSError) -> str:
+    """Why a connection was closed, or not made, for use in a sentence."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate is not trusted: {error.verify_message}"
+    if isinstance(error, ssl.SSLEOFError):
+        return f"the peer closed the connection during the handshake; {_FIX}"
     if isinstance(error, ssl.SSLError):
-        return f"TLS failed: {(error.reason or str(error)).lower().replace('_', ' ')}"
-    if why := getattr(error, "strerror", None) or str(error):
-        return f"the peer is gone: {why}"
-    return f"the peer closed the connection during the handshake; {_FIX}"
+        return f"TLS failed: {(error.reason or str(error)).lower().replace('_', ' ')}; {_FIX}"
+    if isinstance(error, TimeoutError) and not error.errno:
+        return "its TLS handshake took too long"
+    return f"the peer is gone: {error.strerror or error}"
 
 
-def _tls(context: ssl.SSLContext, handshake_deadline_s: float) -> dict[str, Any]:
-    """Keyword arguments with which the loop makes a transport use TLS."""
-    return {
-        "ssl": context,
-        "ssl_handshake_timeout": handshake_deadline_s,
-        "ssl_shutdown_timeout": FLUSH_DEADLINE_S,
-    }
+async def _secured(raw: socket.socket, context: ssl.SSLContext, **side: Any) -> ssl.SSLSocket:
+    """TLS over `raw`, which this owns, once the handshake is done. A host that is gone is noticed
+    (man 7 tcp), and what is sent goes at once.
+
+    Raises:
+        OSError: the handshake failed.
+    """
+    raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNACKNOWLEDGED_MS_MAX)
+    raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
+    raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_IDLE_S)
+    raw.setblocking(False)
+    loop, sock = asyncio.get_running_loop(), raw
+    try:
+        sock = context.wrap_socket(raw, do_handshake_on_connect=False, **side)
+        while True:
+            ready = asyncio.Event()
+            try:
+                sock.do_handshake()
+                return sock
+            except ssl.SSLWantReadError:
+                loop.add_reader(sock.fileno(), ready.set)
+            except ssl.SSLWantWriteError:
+                loop.add_writer(sock.fileno(), ready.set)
+            try:
+                await ready.wait()
+            finally:
+                loop.remove_reader(sock.fileno())
+                loop.remove_writer(sock.fileno())
+    except BaseException:
+        sock.close()
+        raise
+
+
+def _peer(sock: ssl.SSLSocket, host: str, who: str) -> Peer:
+    """The name in the other side's certificate, or `who`."""
+    certificate: Any = sock.getpeercert()
+    parts = dict(pair for part in certificate["subject"] for pair in part)
+    return Peer(NO_UID, 0, None, "none", parts.get("commonName", who), host)
 
 
 async def connect_tcp(
@@ -308,19 +297,20 @@ async def connect_tcp(
         UnreachableError: `wire.unreachable`, with the reason, or the code of the server's refusal.
         UsageError: the security's files cannot be used.
     """
-    options = {**_tls(security.client_context(), deadline_s), "server_hostname": address.host}
-    greeter = _Greeter(handler, address)
-    conn = TcpConnection(address.host, str(address), catalogue, greeter)
-    loop = asyncio.get_running_loop()
+    context, greeter = security.client_context(), _Greeter(handler, address)
+    conn: TcpConnection | None = None
     try:
         async with asyncio.timeout(deadline_s):
-            await loop.create_connection(lambda: conn, address.host, address.port, **options)
+            raw = await _dial(address)
+            sock = await _secured(raw, context, server_hostname=address.host)
+            peer = _peer(sock, address.host, str(address))
+            conn = TcpConnection(sock, catalogue, greeter, peer)
             await greeter.answered
             return conn
     except BaseException as error:
-        if conn.is_made:
+        if conn is not None:
             conn.close("connecting failed or was cancelled")
-        if isinstance(error, TimeoutError):
+        if isinstance(error, TimeoutError) and not error.errno:
             why = f"it did not answer within {deadline_s:g} s"
         elif isinstance(error, OSError) and is_shortage(error):
             raise no_descriptors(f"open a socket to {address}", error) from error
@@ -329,6 +319,23 @@ async def connect_tcp(
         else:
             raise
         raise _unreachable(address, why) from error
+
+
+async def _dial(address: TcpAddress) -> socket.socket:
+    """A socket that is connected to the first of its addresses that answers."""
+    loop, failed = asyncio.get_running_loop(), OSError(f"{address.host} has no address")
+    for found in await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM):
+        sock = socket.socket(*found[:3])
+        sock.setblocking(False)
+        try:
+            await loop.sock_connect(sock, found[4])
+            return sock
+        except BaseException as error:
+            sock.close()
+            if not isinstance(error, OSError):
+                raise
+            failed = error
+    raise failed
 
 
 class _Greeter(Handler):
@@ -441,11 +448,10 @@ class TcpServer(BaseServer):
         task.add_done_callback(self._handshakes.pop)
 
     async def _handshake(self, sock: socket.socket, host: str, who: str) -> None:
-        conn = TcpConnection(host, who, self._catalogue, self)
-        options = _tls(self._security.server_context(), HANDSHAKE_DEADLINE_S)
-        loop = asyncio.get_running_loop()
         try:
-            await loop.connect_accepted_socket(lambda: conn, sock, **options)
+            async with asyncio.timeout(HANDSHAKE_DEADLINE_S):
+                secured = await _secured(sock, self._security.server_context(), server_side=True)
+            TcpConnection(secured, self._catalogue, self, _peer(secured, host, who))
         except OSError as error:  # includes TLS errors and the handshake's deadline
             self._refuse(who, reason_of(error))
 

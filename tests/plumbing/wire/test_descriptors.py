@@ -19,7 +19,7 @@ from plumbing.errors import ProtocolError, RemoteError, UnderstudyError, Unreach
 from plumbing.wire import connection as unix_connection
 from plumbing.wire import sockets
 from plumbing.wire.blocking import BlockingClient
-from plumbing.wire.connection import Connection, UnixConnection, connect
+from plumbing.wire.connection import Connection, connect
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.frames import encode_frame
 from tests.helpers import auntil, open_fds, room_for, until
@@ -70,7 +70,7 @@ async def test_sending_fds_leaves_socket_flags_alone(tmp_path: Path):
     it on a socket that may be shared. Method: read the flags afterwards."""
     ours, theirs = socket.socketpair()
     handler = EchoHandler()
-    conn = UnixConnection(ours, CATALOGUE, handler)
+    conn = Connection(ours, CATALOGUE, handler)
     flags_before = fcntl.fcntl(theirs.fileno(), fcntl.F_GETFL)
     client = BlockingClient.from_socket(theirs, CATALOGUE)
     reply = await asyncio.to_thread(client.request, Echo("a"), _fds(1))
@@ -146,7 +146,7 @@ async def test_partial_sends_carry_the_fds_once(tmp_path: Path):
     empties. Method: a small send buffer, a large frame, a slow reader."""
     ours, theirs = socket.socketpair()
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-    conn = UnixConnection(ours, CATALOGUE, EchoHandler())
+    conn = Connection(ours, CATALOGUE, EchoHandler())
     client = BlockingClient.from_socket(theirs, CATALOGUE)
     message = Echo("y" * 90_000)
     conn.send(message, 7, _fds(2))
@@ -204,7 +204,7 @@ def test_send_is_retried_while_the_kernel_is_busy(
 
     async def main() -> None:
         ours, theirs = socket.socketpair()
-        conn = UnixConnection(ours, CATALOGUE, EchoHandler())
+        conn = Connection(ours, CATALOGUE, EchoHandler())
         send, left = sockets.send, [3]
 
         def busy(sock: Any, *rest: Any) -> int:
@@ -257,7 +257,7 @@ async def test_connection_that_its_handler_refuses_leaves_the_socket_to_the_call
     ours, theirs = socket.socketpair()
     before = len(open_fds())
     with pytest.raises(OSError, match="refused"):
-        UnixConnection(ours, CATALOGUE, Refusing())
+        Connection(ours, CATALOGUE, Refusing())
     assert len(open_fds()) == before
     ours.close()
     theirs.close()

@@ -11,7 +11,7 @@ import pytest
 
 from plumbing.errors import RemoteError, UnderstudyError
 from plumbing.wire.blocking import BlockingClient
-from plumbing.wire.connection import UnixConnection
+from plumbing.wire.connection import Connection
 from plumbing.wire.frames import encode_frame
 from plumbing.wire.limits import (
     FAULT_DETAILS_BYTES_MAX,
@@ -47,7 +47,7 @@ async def test_busy_peer_does_not_starve_others():
     frame = encode_frame(CATALOGUE.encode(Echo("again")), 0)
     talker.sendall(frame * 1000)
     quiet.sendall(encode_frame(CATALOGUE.encode(Echo("once")), 0))
-    conns = [UnixConnection(sock, CATALOGUE, handler) for sock in (ours, also_ours)]
+    conns = [Connection(sock, CATALOGUE, handler) for sock in (ours, also_ours)]
     await auntil(lambda: len(handler.received_messages) == 1001, "every request")
     assert handler.received_messages.index(Echo("once")) <= 2 * FRAMES_PER_TURN
     talker.sendall(frame)
@@ -64,7 +64,7 @@ async def test_frames_of_a_connection_can_be_limited_further():
     limit; the limit can be raised again."""
     handler = EchoHandler()
     ours, theirs = socket.socketpair()
-    conn = UnixConnection(ours, CATALOGUE, handler)
+    conn = Connection(ours, CATALOGUE, handler)
     conn.limit_frames(1000)
     conn.limit_frames(2000)
     theirs.sendall(encode_frame(CATALOGUE.encode(Echo("x" * 1500)), 0))

@@ -12,8 +12,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, cast
-from unittest import mock
+from typing import Any
 
 import pytest
 
@@ -22,7 +21,7 @@ from plumbing.wire import connection, tcp
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.frames import encode_frame
 from plumbing.wire.messages import FaultMsg, HelloMsg
-from plumbing.wire.tcp import Security, TcpConnection, TcpServer, connect_tcp
+from plumbing.wire.tcp import Security, TcpServer, connect_tcp
 from plumbing.wire.tcp_address import TcpAddress
 from tests.helpers import auntil, open_fds, room_for
 from tests.plumbing.wire.certificates import Authority, shared, write_secret
@@ -82,9 +81,7 @@ async def test_tcp_final_error_reaches_a_peer_that_is_still_sending(
         await auntil(lambda: server.connections, "the connection")
         ended: Any = next(iter(server.connections))
         writer.transport.pause_reading()
-        ended._transport.get_extra_info("socket").setsockopt(
-            socket.SOL_SOCKET, socket.SO_SNDBUF, 4096
-        )
+        ended._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         large = encode_frame(CATALOGUE.encode(Echo("x" * 90_000), 2), 0)
         writer.write(large * 5 + encode_frame(CATALOGUE.encode(Refuse(), 1), 0) + large * 20)
         await auntil(lambda: len(handler.received_messages) == 6, "the refusal")
@@ -150,68 +147,6 @@ def test_tcp_half_open_connection_ends(loop: str):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("the peer is gone") == 2
-
-
-FRAME = encode_frame(CATALOGUE.encode(Echo("x")), 0)
-
-
-def _over(handler: EchoHandler, *, is_closing: bool = False) -> tuple[TcpConnection, mock.Mock]:
-    """A connection over a transport that is in one state."""
-    transport = mock.Mock()
-    transport.is_closing.return_value = is_closing
-    transport.get_write_buffer_size.return_value = 0
-    transport.get_extra_info.return_value = mock.MagicMock()
-    conn = TcpConnection("10.0.0.1", "10.0.0.1:1", CATALOGUE, handler)
-    conn.connection_made(cast("asyncio.Transport", transport))
-    transport.reset_mock()
-    return conn, transport
-
-
-def _calls(transport: mock.Mock) -> list[str]:
-    asked = ("write", "abort", "pause_reading", "resume_reading")
-    return [name for name, *_ in transport.method_calls if name in asked]
-
-
-async def test_tcp_connection_with_a_closing_transport_handles_its_frames_and_closes_at_once():
-    """Goal: a closing transport is neither paused nor resumed, which uvloop would refuse; the
-    frames that arrived are handled, and nothing can be sent."""
-    handler = Client()
-    conn, transport = _over(handler, is_closing=True)
-    conn.data_received(FRAME * 20)
-    await auntil(lambda: len(handler.received_messages) == 20, "every frame")
-    conn.send(Echo("x"))
-    assert _calls(transport) == []
-    conn.close_soon("enough")
-    assert conn.is_closed
-    conn.connection_lost(OSError("late"))
-    conn.data_received(FRAME)
-    await asyncio.sleep(0)
-    assert (handler.reasons, _calls(transport)) == (["enough"], ["abort"])
-
-
-async def test_tcp_connection_is_paused_reads_on_and_drops_what_comes_after_close_soon():
-    """Goal: TLS may deliver decrypted data after it was paused; it is handled in order, a few
-    frames at a time. A paused connection resumes reading when it closes, to detect the peer's end.
-    """
-    handler = Client()
-    conn, transport = _over(handler)
-    conn.data_received(FRAME * 20)
-    conn.data_received(encode_frame(CATALOGUE.encode(Echo("last")), 0))
-    assert len(handler.received_messages) < 20
-    await auntil(lambda: len(handler.received_messages) == 21, "every frame")
-    await asyncio.sleep(0)
-    assert handler.received_messages[-1] == Echo("last")
-    assert _calls(transport) == ["pause_reading", "resume_reading"]
-    conn.data_received(FRAME * 20)
-    count = len(handler.received_messages)
-    conn.close_soon("enough")
-    conn.data_received(FRAME)
-    assert _calls(transport)[2:] == ["pause_reading", "resume_reading"]
-    await asyncio.sleep(0)
-    assert len(handler.received_messages) == count
-    conn.connection_lost(None)
-    await asyncio.sleep(0)
-    assert handler.reasons == ["enough"]
 
 
 # ---------------------------------------------------------------------- the server
