@@ -379,8 +379,8 @@ def test_the_package_alone_brings_what_it_imports_and_reads():
 
 # Lines of each package, at most; lowered after each step towards the budgets of `hack/volume.py`.
 LINES_MAX = {
-    "plumbing": 6_150,
-    "lockserver": 6_870,
+    "plumbing": 6_130,
+    "lockserver": 6_610,
     "gms": 8_990,
     "engine": 17_990,
     "gateway": 8_260,
