@@ -8,10 +8,9 @@ replaces. The engine's own rules are attributes of `Serving` and `Departures`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
-import msgspec
+from msgspec.structs import replace
 
 from lockserver.core import events as ev
 from lockserver.core import ledger, machine, recovery, supervisors
@@ -144,7 +143,7 @@ def free_witness_is_let_in(self: LockMachine, event: ev.Input) -> ev.Input:
 
 
 def seen(event: Any, state: WitnessState) -> Any:
-    return msgspec.structs.replace(event, witness_state=state)
+    return replace(event, witness_state=state)
 
 
 # A witness that was found free can still be joined.
@@ -337,8 +336,8 @@ class Everything(int):
 @DEPARTURES.instead("successor-knows", "none vouched", SupervisorRecord, "adopt")
 def any_waiter_is_a_successor(real: Any, self: SupervisorRecord, want: ev.Wanted) -> None:
     """Whoever waits counts as a successor, whether or not it knows that the holder leaves."""
-    msg = msgspec.structs.replace(want.msg, succeeds=Everything())
-    real(self, msgspec.structs.replace(want, msg=msg))
+    msg = replace(want.msg, succeeds=Everything())
+    real(self, replace(want, msg=msg))
 
 
 DEPARTURES.put("vouch-only-untold", VOUCHES, Departures, "vouches_untold", False)
