@@ -46,6 +46,7 @@ _RECORD = struct.Struct("=Q" + _BODY.format[1:])
 _KEY = struct.Struct("=QI")  # header's commit word, generation
 HAS_AUDIT = 1
 assert _RECORD.size == RECORD_BYTES
+NEVER_WRITTEN = bytes(64 * RECORD_BYTES)
 
 
 class IndexHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -238,16 +239,19 @@ class IndexPage:
         key = _key(self._cells.load_word(COMMIT), generation)
         # A copy: nobody writes now, and its parts cost less.
         memory = bytes(self._cells.load(HEADER_BYTES, min(blocks, self.capacity) * RECORD_BYTES))
-        start = WORD
-        for block, (commit, sequence, tokens, group, flags, audit, block_hash) in enumerate(
-            _RECORD.iter_unpack(memory)
-        ):
-            if commit and commit & GENERATION_MAX == generation:
-                body = memory[start : start + _BODY.size]
-                if commit >> 32 == crc32(body, key ^ block):
-                    proof = audit if flags & HAS_AUDIT else None
-                    yield IndexRecord(block, block_hash, group, tokens, sequence, proof)
-            start += RECORD_BYTES
+        for first in range(0, len(memory), len(NEVER_WRITTEN)):
+            if memory.startswith(NEVER_WRITTEN, first):  # most of a large index
+                continue
+            part, start = memory[first : first + len(NEVER_WRITTEN)], WORD
+            for block, (commit, sequence, tokens, group, flags, audit, block_hash) in enumerate(
+                _RECORD.iter_unpack(part), first // RECORD_BYTES
+            ):
+                if commit and commit & GENERATION_MAX == generation:
+                    body = part[start : start + _BODY.size]
+                    if commit >> 32 == crc32(body, key ^ block):
+                        proof = audit if flags & HAS_AUDIT else None
+                        yield IndexRecord(block, block_hash, group, tokens, sequence, proof)
+                start += RECORD_BYTES
 
 
 def incarnation_word(incarnation: str) -> int:

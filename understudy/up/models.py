@@ -114,7 +114,7 @@ async def with_random_model(pod: LocalPod, directory: Path) -> LocalPod:
 #
 # An engine has some 55 MiB, and this many tokens of its cache 199 MiB: all engines at rest and the
 # KV memory of one model fit. That of two never does, or each switch would be a load of the third.
-CACHE_TOKENS, MEMORY = 400_000, "{weights: 1MiB, kv: 196MiB, base: 64MiB}"
+CACHE_TOKENS, MEMORY = 390_000, "{weights: 1MiB, kv: 196MiB, base: 64MiB}"
 TOKEN_INTERVAL_MS = 6  # streams outlast a turn, and the machine is left to the switches
 DEVICE_BYTES = 480 << 20
 POOL_FILE = """\

@@ -62,7 +62,7 @@ class Settings(Struct, frozen=True):
     as the slots hold."""
 
     directory: str
-    slots: Annotated[int, Meta(ge=1, le=1024)] = 4
+    slots: Annotated[int, Meta(ge=1, le=1024)] = 8
     max_context: Annotated[int, Meta(ge=2, le=1 << 20)] | None = None  # the longest of any Llama
     kv_bytes: int | None = None
     cache_tokens: Annotated[int, Meta(ge=0, le=1 << 27)] | None = None  # an index of 256 MiB

@@ -22,7 +22,7 @@ import numpy as np
 from engine.backends.reference.config import LlamaConfig, Rope
 from engine.backends.reference.ranks import Array, Peers
 
-# Tokens per prefill unit and per block: large enough that a matrix product is efficient, small
+# Tokens per prefill unit: large enough that a matrix product is efficient, small
 # enough that a 1 B model on one core shows progress well within the 3 s after which generation
 # counts as hung.
 PREFILL_CHUNK = 32

@@ -10,6 +10,7 @@ and without this cache. And an engine without the service wakes with private mem
 from __future__ import annotations
 
 import ctypes
+import itertools
 import logging
 import math
 import os
@@ -45,7 +46,10 @@ from plumbing.errors import UnderstudyError, UnreachableError, UsageError
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_CONTEXT = 4096  # 1 GiB of KV for a Llama 3.2 1B with four slots, and as much for blocks
+DEFAULT_CONTEXT = 4096  # 2 GiB of KV for a Llama 3.2 1B with eight slots, and as much for blocks
+# Positions per block, a part of a chunk. What lies behind its last block is computed again when an
+# answer is resumed, one token a step; adopting a block takes a microsecond.
+BLOCK_TOKENS = 8
 
 
 class KvSize(NamedTuple):
@@ -80,7 +84,7 @@ def size_kv(config: LlamaConfig, settings: Settings) -> KvSize:
     if limit is not None and size.kv_bytes > limit:
         raise UsageError(
             "engine.kv_too_small",
-            f"{settings.slots} slots of {context} positions and {size.blocks * PREFILL_CHUNK}"
+            f"{settings.slots} slots of {context} positions and {size.blocks * BLOCK_TOKENS}"
             f" cached tokens need {size.kv_bytes} bytes, and --kv-bytes is {limit}; raise it, or"
             " lower --slots, --max-context or --cache-tokens",
         )
@@ -95,9 +99,9 @@ def size_kv(config: LlamaConfig, settings: Settings) -> KvSize:
 
 def _size(config: LlamaConfig, settings: Settings, context: int) -> KvSize:
     tokens = settings.cache_tokens
-    blocks = (settings.slots * context if tokens is None else tokens) // PREFILL_CHUNK
+    blocks = (settings.slots * context if tokens is None else tokens) // BLOCK_TOKENS
     slots_bytes = KVCache.bytes_needed(config, settings.slots, context)
-    block_bytes = KVCache.bytes_needed(config, 1, PREFILL_CHUNK)
+    block_bytes = KVCache.bytes_needed(config, 1, BLOCK_TOKENS)
     return KvSize(context, blocks, slots_bytes, slots_bytes + blocks * block_bytes)
 
 
@@ -116,34 +120,35 @@ class BlockStore:
     def __init__(
         self, config: LlamaConfig, buffer: Any, blocks: int, cache: KVCache, peers: Peers
     ) -> None:
-        shape = (blocks, config.layers, 2, config.kv_heads, PREFILL_CHUNK, config.head_dim)
+        shape = (blocks, config.layers, 2, config.kv_heads, BLOCK_TOKENS, config.head_dim)
         self._blocks: Array = np.frombuffer(buffer, np.float32, math.prod(shape)).reshape(shape)
         self._cache = cache
         self._peers = peers
 
-    def run(self, kind: BlockStep, number: int, slot: int, start: int) -> bool:
-        """On this rank, copy the chunk at `start` of a slot into a block, or the other way."""
-        block, chunk = self._blocks[number], self._cache.chunk(slot, start, PREFILL_CHUNK)
-        if kind == "save":
-            block[...] = chunk
-        else:
-            chunk[...] = block
+    def run(self, kind: BlockStep, numbers: Sequence[int], slot: int, start: int) -> bool:
+        """On this rank, copy what a slot has from `start` on into blocks, or the other way."""
+        for at, number in zip(itertools.count(start, BLOCK_TOKENS), numbers, strict=False):
+            block, part = self._blocks[number], self._cache.chunk(slot, at, BLOCK_TOKENS)
+            if kind == "save":
+                block[...] = part
+            else:
+                part[...] = block
         return True
 
-    def do(self, kind: BlockStep, number: int, slot: int, start: int) -> None:
+    def do(self, kind: BlockStep, numbers: Sequence[int], slot: int, start: int) -> None:
         """As `run`, on every rank."""
-        self._peers.call("run_block", kind, number, slot, start)
-        self.run(kind, number, slot, start)
+        self._peers.call("run_block", kind, numbers, slot, start)
+        self.run(kind, numbers, slot, start)
         self._peers.answers()
 
 
 # ---------------------------------------------------------------------- prefix cache
 
-HASH_ALGORITHM = "sha256 of parent, chunked tokens, tokens; 2"
+HASH_ALGORITHM = "sha256 of parent, chunked tokens, tokens; 3"
 
 
 def block_hash(parent: bytes, tokens: Sequence[int], chunked: int) -> bytes:
-    """Of a block behind `parent`, whose first `chunked` tokens were run as one chunk."""
+    """Of a block behind `parent`, whose tokens of the prompt were run in a chunk of `chunked`."""
     return sha256(parent + array("I", (chunked, *tokens)).tobytes()).digest()
 
 
@@ -159,13 +164,13 @@ class _Chain:
     @property
     def start(self) -> int:
         """The first position of the block that is not complete."""
-        return len(self.hashes) * PREFILL_CHUNK
+        return len(self.hashes) * BLOCK_TOKENS
 
     def hash_with(self, tokens: Sequence[int]) -> bytes:
-        """Of that block, with these tokens. Those of the prompt run as one chunk."""
-        parent = self.hashes[-1] if self.hashes else b""
-        chunked = min(max(self.prompt_tokens - self.start, 0), PREFILL_CHUNK)
-        return block_hash(parent, tokens, chunked)
+        """Of that block, with these tokens."""
+        parent, start = self.hashes[-1] if self.hashes else b"", self.start
+        chunked = min(self.prompt_tokens - start + start % PREFILL_CHUNK, PREFILL_CHUNK)
+        return block_hash(parent, tokens, chunked if start < self.prompt_tokens else 0)
 
 
 class PrefixCache:
@@ -183,7 +188,7 @@ class PrefixCache:
         self._store, self._index = store, index
         self._block_of = OrderedDict((record.block_hash, record.block) for record in adopted)
         used = set(self._block_of.values())
-        self._free = [block for block in reversed(range(blocks)) if block not in used]
+        self._unused = (block for block in range(blocks) if block not in used)
         self._running: dict[int, _Chain] = {}
         self.reused = 0
         """Positions that were adopted or copied instead of computed."""
@@ -191,35 +196,39 @@ class PrefixCache:
     def begin(self, request_id: int, slot: int, prompt_tokens: int, tokens: Sequence[int]) -> int:
         """Fill the slot of a sequence with what is known of `tokens`, the first of which are the
         prompt's: the first position to compute. At least one unit is left, whose logits choose a
-        token."""
+        token, and no part of a chunk."""
         chain = self._running[request_id] = _Chain(prompt_tokens, slot)
         found = list[int]()
-        for start in range(0, len(tokens) - PREFILL_CHUNK, PREFILL_CHUNK):
-            hashed = chain.hash_with(tokens[start : start + PREFILL_CHUNK])
+        for start in range(0, len(tokens) - BLOCK_TOKENS, BLOCK_TOKENS):
+            hashed = chain.hash_with(tokens[start : start + BLOCK_TOKENS])
             block = self._block_of.get(hashed)
             if block is None:
                 break
             found.append(block)
             chain.hashes.append(hashed)
+        if chain.start < prompt_tokens:
+            whole = len(found) - len(found) % (PREFILL_CHUNK // BLOCK_TOKENS)
+            del found[whole:], chain.hashes[whole:]
         if self._index is not None:
             self._index.rely_on(found)
-        for number, block in enumerate(found):
-            self._store.do("load", block, slot, number * PREFILL_CHUNK)
+        if found:
+            self._store.do("load", found, slot, 0)
         self._touch(chain)
         self.reused += chain.start
         return chain.start
 
     def computed(self, request_id: int, tokens: Sequence[int]) -> None:
-        """The next `tokens` of a sequence are in its slot. They do not go beyond a block's end."""
+        """The next `tokens` of a sequence are in its slot. They do not go beyond a chunk's end."""
         chain = self._running[request_id]
         chain.rest += tuple(tokens)
-        if len(chain.rest) < PREFILL_CHUNK:
+        if len(chain.rest) < BLOCK_TOKENS:
             return
-        hashed, start = chain.hash_with(chain.rest), chain.start
-        chain.hashes.append(hashed)
-        chain.rest = ()
-        if hashed not in self._block_of:
-            self._save(hashed, chain.slot, start)
+        while len(chain.rest) >= BLOCK_TOKENS:
+            start, hashed = chain.start, chain.hash_with(chain.rest[:BLOCK_TOKENS])
+            chain.hashes.append(hashed)
+            chain.rest = chain.rest[BLOCK_TOKENS:]
+            if hashed not in self._block_of:
+                self._save(hashed, chain.slot, start)
         self._touch(chain)
 
     def end(self, request_id: int) -> None:
@@ -228,13 +237,15 @@ class PrefixCache:
 
     def _save(self, hashed: bytes, slot: int, start: int) -> None:
         """Invalidate, copy, publish: at each instant the index is true of the bytes."""
-        block = self._free.pop() if self._free else self._block_of.popitem(last=False)[1]
+        block = next(self._unused, None)
+        if block is None:
+            _, block = self._block_of.popitem(last=False)
         if self._index is not None:
             self._index.invalidate(block)
-        self._store.do("save", block, slot, start)
+        self._store.do("save", [block], slot, start)
         self._block_of[hashed] = block
         if self._index is not None:
-            end = start + PREFILL_CHUNK
+            end = start + BLOCK_TOKENS
             self._index.publish(block, self._index.use(block), hashed, 0, end)
 
     def _touch(self, chain: _Chain) -> None:
@@ -258,7 +269,7 @@ def headers_of(
             weights_epoch=epoch,
             identity_digest=identity,
             blocks=size.blocks,
-            block_tokens=PREFILL_CHUNK,
+            block_tokens=BLOCK_TOKENS,
             layout_digest=digest_of(layout),
             dtype="float32",
             attention_backend="reference",

@@ -239,6 +239,13 @@ class Rank:
             self.kept.canary_passed()
         return CanaryMsg(True, "the same tokens as when it was prepared")
 
+    def rehearse(self, *, is_on: bool) -> None:
+        """Before the first wake, take requests over the scratch memory, one at a time, or no more.
+        Of rank 0 alone."""
+        if self.generator is not None:
+            self._progress = self.generator.progress
+        self.generator = Generator(self._decoder, self._caches[SCRATCH]) if is_on else None
+
     def distrust(self) -> bool:
         """Report that a canary failed: the weights may be damaged.
 

@@ -30,6 +30,7 @@ from engine.messages import (
     WokenMsg,
 )
 from lockserver.client import serving
+from plumbing import gateway_protocol as hop
 from plumbing.errors import UnderstudyError
 from plumbing.wire.fds import OwnedFd
 
@@ -38,6 +39,13 @@ logger = logging.getLogger(__name__)
 BACKLOG = 4096  # as the supervisor's: its length is set again when accepting begins
 KEEPALIVE_S = 75.0
 LINE_BYTES_MAX = 64 * 1024  # of a request, and of a header: as a gateway lets pass
+# A gateway's greeting and a request, each on a connection of its own.
+HEADERS = f"HTTP/1.1\r\nHost: engine\r\nConnection: close\r\n{hop.GATEWAY}: {hop.VERSION}\r\n"
+BODY = '{"prompt": "a", "max_tokens": 3, "stream": true}'
+REHEARSED = (
+    f"GET {hop.HELLO_PATH} {HEADERS}\r\n",
+    f"POST /v1/completions {HEADERS}Content-Length: {len(BODY)}\r\n\r\n{BODY}",
+)
 # For connections that are cut when the drain's budget is spent. Not 0, which aiohttp takes for "no
 # limit"; not more, because its `shutdown` waits that long for idle connections too.
 FLUSH_S = 0.1
@@ -97,7 +105,24 @@ class ReferenceBackend:
         """Build the HTTP server while the model loads, so that waking need not; wait for both."""
         await self._runner.setup()
         ready = self._served.ready = await self._model.ready()
+        await self._rehearse()
         return ready
+
+    async def _rehearse(self) -> None:
+        """Answer what a gateway sends, over the canary's memory, whatever comes of it. What runs
+        for the first time takes several times as long, and should not do so after a grant."""
+        loop, served = asyncio.get_running_loop(), self._served
+        served.is_behind_gateway = True
+        await self._model.call(lambda rank: rank.rehearse(is_on=True))
+        for request in REHEARSED:
+            ours, theirs = socket.socketpair()
+            with ours:
+                ours.setblocking(False)
+                await loop.connect_accepted_socket(self._server, theirs)
+                await loop.sock_sendall(ours, request.encode())
+                while await loop.sock_recv(ours, LINE_BYTES_MAX):
+                    pass
+        await self._model.call(lambda rank: rank.rehearse(is_on=False))
 
     async def wake(
         self,

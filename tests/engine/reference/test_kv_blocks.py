@@ -11,13 +11,9 @@ import pytest
 from msgspec import structs
 
 from engine.backends.reference.decoder import Decoder, KVCache
-from engine.backends.reference.generation import (
-    PREFILL_CHUNK,
-    Generator,
-    SamplingParams,
-    TokenRequest,
-)
+from engine.backends.reference.generation import Generator, SamplingParams, TokenRequest
 from engine.backends.reference.kv_blocks import (
+    BLOCK_TOKENS,
     BlockStore,
     KeptBlocks,
     KvSize,
@@ -46,9 +42,9 @@ from tests.engine.reference.support import (
 MIB = 1 << 20
 
 
-BLOCKS, CONTEXT, SLOTS = 8, 160, 3
+BLOCKS, CONTEXT, SLOTS = 32, 160, 3
 SEEDED = SamplingParams(temperature=0.9, top_p=0.9, seed=7)
-FACTS = structs.replace(HEADER, blocks=BLOCKS, block_tokens=PREFILL_CHUNK)
+FACTS = structs.replace(HEADER, blocks=BLOCKS, block_tokens=BLOCK_TOKENS)
 
 
 @pytest.fixture(scope="module", name="decoder")
@@ -61,7 +57,7 @@ class Pool:
 
     def __init__(self, decoder: Decoder, blocks: int = BLOCKS) -> None:
         self.decoder, self.blocks = decoder, blocks
-        size_bytes = KVCache.bytes_needed(decoder.config, blocks, PREFILL_CHUNK)
+        size_bytes = KVCache.bytes_needed(decoder.config, blocks, BLOCK_TOKENS)
         self.memory = bytearray(b"\xff" * size_bytes)
         self.index = bytearray(index_bytes(blocks))
         self.facts = structs.replace(FACTS, blocks=blocks)
@@ -92,7 +88,7 @@ def test_logits_are_the_same_bits_with_the_cache_and_without(decoder: Decoder, s
     """Method: requests with common prefixes, resumed ones among them, through few blocks, so that
     these are evicted all the time; every logit is compared with that of a generator without."""
     source = random.Random(seed)
-    generator, prefixes = Pool(decoder, blocks=5).generator(spy := Spy(decoder))
+    generator, prefixes = Pool(decoder, blocks=20).generator(spy := Spy(decoder))
     for number in range(12):
         base = prompt(source.choice((20, 40, 64, 97)), source.randrange(2))
         request = TokenRequest(number, base, 24, SEEDED)
@@ -122,7 +118,7 @@ def test_answers_are_the_same_whenever_engines_die(decoder: Decoder, seed: int):
     dropped at any moment; requests come between, and what is unfinished is resumed with a journal
     that lacks up to three tokens. Every answer is compared with one that was never cut."""
     source = random.Random(seed)
-    pool, reused = Pool(decoder, blocks=6), 0
+    pool, reused = Pool(decoder, blocks=24), 0
     made: dict[TokenRequest, list[int]] = {}
     for life in range(40):
         for number in range(3 * life, 3 * life + source.randrange(1, 4)):
@@ -149,10 +145,10 @@ def test_answers_are_the_same_whenever_engines_die(decoder: Decoder, seed: int):
 
 def test_last_block_of_a_sequence_is_evicted_first(decoder: Decoder):
     """Else the rest of it, which is useless alone, would stay."""
-    generator, prefixes = Pool(decoder, blocks=4).generator(decoder)
+    generator, prefixes = Pool(decoder, blocks=16).generator(decoder)
     long, short = prompt(97, 1), prompt(65, 2)
     run(generator, [TokenRequest(1, long, 1, SEEDED)])
-    run(generator, [TokenRequest(2, short, 1, SEEDED)])  # two blocks, of which one was free
+    run(generator, [TokenRequest(2, short, 1, SEEDED)])  # eight blocks, of which four were free
     run(generator, [TokenRequest(3, long, 1, SEEDED)])
     assert prefixes.reused == 64
 
@@ -210,7 +206,7 @@ def pools_fixture() -> Iterator[Pools]:
     pools = Pools()
     first = pools.engine(1)
     assert (first.adopted, first.why_empty) == ((), "rank 0: the pool is new")
-    first.writer.publish(2, first.writer.use(2), any_hash(2), 0, 32)
+    first.writer.publish(2, first.writer.use(2), any_hash(2), 0, 8)
     yield pools
     for lease in pools.leases:
         lease.index.close()

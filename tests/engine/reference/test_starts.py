@@ -101,7 +101,7 @@ def test_context_is_what_was_asked_or_what_fits(model: Path):
     a model of 2048 positions."""
     config = read_config(str(model))
     position_bytes = 2 * KVCache.bytes_needed(config, 4, 1)
-    block_bytes = KVCache.bytes_needed(config, 1, 32)
+    block_bytes = KVCache.bytes_needed(config, 1, 8)
 
     def context(max_context: int | None = None, kv_bytes: int | None = None) -> int:
         found = size_kv(config, Settings("dir", 4, max_context, kv_bytes))
@@ -118,7 +118,7 @@ def test_context_is_what_was_asked_or_what_fits(model: Path):
     for wrong in ((4096, None), (100, 50 * position_bytes), (None, position_bytes // 2)):
         with pytest.raises(UsageError):
             context(*wrong)
-    for tokens, blocks in ((0, 0), (31, 0), (320, 10)):
+    for tokens, blocks in ((0, 0), (7, 0), (320, 40)):
         asked = Settings("dir", 4, 100, None, tokens)
         slots_bytes = 100 * position_bytes // 2
         assert size_kv(config, asked) == (

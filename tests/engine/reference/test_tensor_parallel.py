@@ -18,9 +18,9 @@ from engine.backends.reference.checkpoint import (
     same_on_every_rank,
 )
 from engine.backends.reference.config import read_config
-from engine.backends.reference.decoder import PREFILL_CHUNK, Decoder, KVCache, weights_from
+from engine.backends.reference.decoder import Decoder, KVCache, weights_from
 from engine.backends.reference.generation import Generator, TokenRequest, canary
-from engine.backends.reference.kv_blocks import BlockStore, PrefixCache
+from engine.backends.reference.kv_blocks import BLOCK_TOKENS, BlockStore, PrefixCache
 from engine.backends.reference.random_model import write_random_model
 from engine.backends.reference.ranks import Array, Peers, Pipe
 from plumbing.errors import UnderstudyError, UsageError
@@ -36,7 +36,7 @@ from tests.engine.reference.support import (
 
 # Those with an even number of key heads; tied and not, in one file and in three.
 CUT = [name for name in sorted(os.listdir(golden(""))) if read_config(golden(name)).kv_heads > 1]
-BLOCKS = 6
+BLOCKS = 24
 
 
 def rank_of(directory: str, peers: Peers, rank: int, ranks: int) -> Decoder:
@@ -60,7 +60,7 @@ def follow(decoder: Decoder, leader: Pipe, cache: KVCache) -> None:
 
 
 def blocks_for(decoder: Decoder, cache: KVCache) -> BlockStore:
-    size_bytes = KVCache.bytes_needed(decoder.config, BLOCKS, PREFILL_CHUNK)
+    size_bytes = KVCache.bytes_needed(decoder.config, BLOCKS, BLOCK_TOKENS)
     return BlockStore(decoder.config, bytearray(size_bytes), BLOCKS, cache, decoder._peers)
 
 

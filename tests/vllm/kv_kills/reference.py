@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from engine.backends.reference.checkpoint import open_checkpoint
-from engine.backends.reference.decoder import PREFILL_CHUNK, Decoder, KVCache, weights_from
+from engine.backends.reference.decoder import Decoder, KVCache, weights_from
 from engine.backends.reference.generation import Generator, SamplingParams, TokenRequest
 from engine.backends.reference.kv_blocks import (
+    BLOCK_TOKENS,
     BlockStore,
     KeptBlocks,
     KvMemory,
@@ -23,7 +24,7 @@ from gms.messages import NO_ERA
 
 DEVICE = "HOST-0"
 DEADLINE_S = 30.0
-SLOTS, CONTEXT, BLOCKS = 4, 256, 24
+SLOTS, CONTEXT, BLOCKS = 4, 256, 96
 ANSWER_TOKENS = 40
 
 
@@ -45,7 +46,7 @@ class ParkedReference:
         self._leader = Peers()
         self._decoder = Decoder(config, weights_from(config, memory.__getitem__), self._leader)
         slots_bytes = KVCache.bytes_needed(config, SLOTS, CONTEXT)
-        kv_bytes = slots_bytes + KVCache.bytes_needed(config, BLOCKS, PREFILL_CHUNK)
+        kv_bytes = slots_bytes + KVCache.bytes_needed(config, BLOCKS, BLOCK_TOKENS)
         self._size = KvSize(CONTEXT, BLOCKS, slots_bytes, kv_bytes)
         self._kept: KeptBlocks | None = None
         self._generator: Generator | None = None
