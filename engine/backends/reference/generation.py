@@ -207,6 +207,7 @@ class Generator:
         self._free = list(range(cache.slots))[::-1]
         self._waiting: dict[int, TokenRequest] = {}  # in order of arrival
         self._running: deque[_Sequence] = deque()  # the next one first
+        self._is_news_turn = False
         self.progress = 0
         """Units of work, also of what is only computed again: what "not hung" means."""
 
@@ -266,8 +267,15 @@ class Generator:
         return max(0.0, min(due_s, default=0.0) - self._now_s())
 
     def _next(self) -> _Sequence | None:
-        """The sequence whose turn it is."""
+        """The sequence whose turn it is; every second one is a new request's, which waits for its
+        first unit, so resumed answers do not delay the first token of others."""
         now_s = self._now_s() if self._interval_s else 0.0
+        new = [each for each in self._running if not (each.has_run or each.request.made)]
+        self._is_news_turn = bool(new) and not self._is_news_turn
+        if self._is_news_turn:
+            self._running.remove(new[0])
+            self._running.append(new[0])
+            return new[0]
         for _ in range(len(self._running)):
             sequence = self._running[0]
             self._running.rotate(-1)

@@ -4,8 +4,10 @@ Owns that thread, the numbers of requests, and what is unfinished. The thread co
 then takes the calls that have arrived, and waits for one when there is no work; so a cancelled
 request costs one unit at most. Knows no HTTP and no text.
 
-The surprising thing: two threads share one interpreter, and the loop is not late. numpy lets the
-other thread run in every matrix product, some ten times per token.
+The surprising thing: two threads share one interpreter, and numpy lets go of it in every matrix
+product. That wakes the loop, which finds it taken again, and because it was woken it never asks for
+it: a small model would keep a token from its client for 30 ms. So no step begins before the loop
+has passed on what the last one made.
 """
 
 from __future__ import annotations
@@ -37,9 +39,10 @@ T = TypeVar("T")
 # Requests that wait for a slot; more would wait for minutes, and are refused. Each has a prompt and
 # a journal of at most a context's length.
 QUEUE_MAX = 256
-# A request that is resumed takes thousands of small steps. Far below the seconds after which
-# generation counts as hung.
-PROGRESS_EVERY_S = 0.05
+# Prompts and journals take thousands of small steps. The loop hears of them this often, and gets
+# the interpreter.
+PROGRESS_EVERY_S = 0.002
+LOOP_S = 0.02  # it may be busy for longer, and the model does not wait for that
 
 
 class ModelThread:
@@ -68,6 +71,8 @@ class ModelThread:
         self._made: deque[NewToken] = deque()
         self._news = (0, 0, 0)  # progress, published, kept
         self._is_delivering = False
+        self._is_delivered = threading.Event()
+        self._is_delivered.set()
         self._next_news_s = 0.0
         threading.Thread(target=self._run, args=(prepare,), name="model", daemon=True).start()
 
@@ -134,6 +139,7 @@ class ModelThread:
                 tokens.put_nowait(made)
             if made.finish_reason is not None:
                 self._unfinished.pop(made.request, None)
+        self._loop.call_soon(self._is_delivered.set)  # behind those that wait for the tokens
 
     # ------------------------------------------------------------------ on the model's thread
 
@@ -169,6 +175,7 @@ class ModelThread:
 
     def _step(self, rank: Rank) -> None:
         generator, kept = _generator(rank), rank.kept
+        self._is_delivered.wait(LOOP_S)
         made, published, kept_blocks = generator.step(), 0, 0
         if kept is not None:
             kept.writer.stepped()
@@ -183,6 +190,7 @@ class ModelThread:
         self._news = generator.progress, published, kept_blocks
         if not self._is_delivering:
             self._is_delivering = True
+            self._is_delivered.clear()
             self._loop.call_soon_threadsafe(self._deliver)
 
 

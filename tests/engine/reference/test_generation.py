@@ -163,9 +163,11 @@ class TurnsMachine(RuleBasedStateMachine):
         if not self.unfinished:
             assert self.generator.step() is None
             return
-        number = self.generator._running[0].request.number
-        wanted, self.decoder.token = self.unfinished[number], token
+        number_in = {each.slot: each.request.number for each in self.generator._running}
+        self.decoder.token = token
         produced = self.generator.step()
+        number = number_in[self.decoder.work[0]]
+        wanted = self.unfinished[number]
         total = (*wanted.prompt, *wanted.made)
         samples = self.check_place(number, wanted) >= len(total)
         assert (produced is not None) == samples
@@ -233,3 +235,11 @@ def test_interval_slows_each_request_and_neither_prompts_nor_journals():
     assert decoder.work[1] == (1,) * PREFILL_CHUNK
     now_s[0] += 0.1
     assert {each.request for each in (generator.step(), generator.step()) if each} >= {1}
+
+
+def test_resumed_answers_do_not_delay_a_new_one():
+    generator = told(Told())
+    for number, made in ((1, 3), (2, 3), (3, 0)):
+        generator.submit(request(number, made=made))
+    made = [generator.step() for _ in range(3)]
+    assert [None if each is None else each.request for each in made] == [3, None, None]
