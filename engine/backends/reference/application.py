@@ -31,7 +31,6 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from engine.backends.reference.completions import (
-    DONE,
     AnyBody,
     ApiError,
     ChatBody,
@@ -41,7 +40,6 @@ from engine.backends.reference.completions import (
     parse_chat,
     parse_completion,
     parse_json,
-    sse,
 )
 from engine.backends.reference.generation import TokenRequest
 from engine.backends.reference.model import ModelThread
@@ -183,7 +181,7 @@ class ServedModel:
         except Exception:
             logger.exception("a request failed: %s %s", request.method, request.path)
             what = "This engine failed to process the request; see its log."
-            refusal = ApiError(500, what, code="internal_error", kind="server_error")
+            refusal = ApiError(500, what, code="internal_error")
         finally:
             self.requests_open -= 1
         if refusal.is_temporary:
@@ -287,7 +285,7 @@ class ServedModel:
         if journal:
             vocab_size = self.limits.vocab_size
             replayed = await self._apart(len(journal), lambda: replay(wanted, answer, vocab_size))
-        reply = OpenAiReply.to(body, self.names[0], given_id or uuid.uuid4().hex)
+        reply = OpenAiReply(body, self.names[0], given_id or uuid.uuid4().hex)
         marking = self._mark(request) if is_marked and body.stream else nullcontext()
         with marking as marked:
             async with aclosing(self._pieces(wanted, replayed, answer)) as pieces:
@@ -397,25 +395,23 @@ async def send_stream(
     The headers leave with the first token. An engine that dies before has sent nothing, and the
     client sees a connection error, not a broken answer.
     """
-    response, usage = web.StreamResponse(headers=SSE_HEADERS), answer.usage
+    response = web.StreamResponse(headers=SSE_HEADERS)
     if marked is not None:
         response.headers[hop.CONTINUATION] = hop.Continuation.EXACT
     async for piece in pieces:
         events, reason = b"", piece.finish_reason
         if not response.prepared:
             await response.prepare(request)
-            if opening := reply.opening():
-                events += sse(opening)
+            events = reply.opening()
         if piece.text:
-            events += sse(reply.chunk(piece.text, usage))
+            events += reply.event(piece.text, answer.usage)
         if reason is not None:
-            events += sse(reply.chunk("", usage, reason))
+            events += reply.event("", answer.usage, reason)
         if marked is not None:
             events += hop.group_end(piece.tokens, (len(piece.tokens),))
             marked.has_begun, marked.has_ended = True, reason is not None
         if reason is not None:
-            events += sse(reply.usage_chunk(usage)) if reply.wants_usage else b""
-            events += DONE if marked is None else DONE + hop.END
+            events += reply.end(answer.usage) + (b"" if marked is None else hop.END)
         if events:
             await response.write(events)
     await response.write_eof()

@@ -4,8 +4,6 @@ The structs name every parameter that is implemented, with its limits. Any other
 refused by name with 400, because to ignore it could give a wrong answer; `NEUTRAL` lists the values
 that change nothing and that stock clients send all the same. `null` means absent. Nothing is
 coerced: `"1"` is no number and `true` is no integer.
-
-Sources: https://platform.openai.com/docs/api-reference and vLLM's OpenAI-compatible server.
 """
 
 from __future__ import annotations
@@ -28,6 +26,7 @@ DONE = b"data: [DONE]\n\n"
 # How long a client is asked to wait before it tries again: a slot is free after about a request's
 # time, and another engine takes over in less.
 RETRY_AFTER_S = 1
+FULL = 429
 
 # Of a request's lists.
 BIASES_MAX = 1024
@@ -38,13 +37,10 @@ TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Word = Annotated[str, Meta(min_length=1, max_length=256)]  # a stop string holds back as much text
 
-# Parameters that are not implemented, also of messages, with the values that change nothing and
-# that stock clients send.
+# Values that change nothing, and that stock clients send: of parameters that are not implemented,
+# also of messages, those of `EMPTY` and these.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "annotations": ([],),
     "best_of": (1,),
-    "echo": (False,),
-    "logprobs": (False,),  # not 0, which asks for the chosen token's
     "min_p": (0,),
     "modalities": (["text"],),
     "n": (1,),
@@ -52,14 +48,11 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "skip_special_tokens": (True,),
-    "store": (False,),
-    "suffix": ("",),
-    "tool_calls": ([],),
     "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "top_k": (-1, 0),
     "top_logprobs": (0,),
 }
+EMPTY: tuple[Any, ...] = (False, "", [], {})  # but not 0: `logprobs: 0` asks for the chosen token's
 LABELS = ("user", "metadata")  # they name the request and never change its answer
 
 
@@ -72,15 +65,16 @@ class ApiError(Exception):
     message: str
     code: str
     param: str | None = None
-    kind: str = "invalid_request_error"
 
     @property
     def is_temporary(self) -> bool:
-        return self.status in (429, 503)
+        return self.status == FULL
 
     def body(self) -> dict[str, Any]:
-        error = {"type": self.kind, "param": self.param, "code": self.code}
-        return {"error": {"message": self.message, **error}}
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        kind = "rate_limit_error" if self.is_temporary else kind
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return {"error": error}
 
     def headers(self) -> dict[str, str]:
         return {"Retry-After": str(RETRY_AFTER_S)} if self.is_temporary else {}
@@ -93,10 +87,9 @@ def bad_value(param: str, message: str) -> ApiError:
 def from_understudy(error: UnderstudyError) -> ApiError:
     """A refusal by the model or the tokenizer, as the client's fault or ours."""
     if error.code == "engine.queue_full":
-        return ApiError(429, error.message, code="queue_full", kind="rate_limit_error")
-    if isinstance(error, UsageError):
-        return ApiError(400, error.message, code=error.code)
-    return ApiError(500, error.message, code=error.code, kind="server_error")
+        return ApiError(FULL, error.message, code="queue_full")
+    status = 400 if isinstance(error, UsageError) else 500
+    return ApiError(status, error.message, code=error.code)
 
 
 # ---------------------------------------------------------------------- bodies
@@ -171,27 +164,20 @@ class ChatBody(Body, kw_only=True):
 
 AnyBody = CompletionBody | ChatBody
 B = TypeVar("B", CompletionBody, ChatBody)
+Usage = Mapping[str, int]
 
 
 def parse_json(body: bytes) -> dict[str, Any]:
     """One JSON object. Raises ApiError 400, which names the place of the mistake."""
     try:
-        document = msgspec.json.decode(body)
+        return msgspec.json.decode(body, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ApiError(400, f"The body is not valid JSON: {error}.", code="invalid_json") from None
-    if not isinstance(document, dict):
-        raise ApiError(400, "The body must be one JSON object.", code="invalid_json")
-    return document
+        what = f"The body is not one valid JSON object: {error}."
+        raise ApiError(400, what, code="invalid_json") from None
 
 
 def parse_completion(document: Mapping[str, Any]) -> CompletionBody:
     """The body of `/v1/completions`. Raises ApiError."""
-    prompt = document.get("prompt")
-    if isinstance(prompt, list) and isinstance(next(iter(prompt), None), str | list):
-        if len(prompt) != 1:
-            what = f"prompt holds {len(prompt)} prompts; send one prompt per request."
-            raise bad_value("prompt", what)
-        document = {**document, "prompt": prompt[0]}
     return _convert(document, CompletionBody, "prompt")
 
 
@@ -199,126 +185,94 @@ def parse_chat(document: Mapping[str, Any]) -> ChatBody:
     """The body of `/v1/chat/completions`; `max_tokens` has its limit. Raises ApiError."""
     messages = document.get("messages")
     if isinstance(messages, list):
-        plain = [_without_neutral(each) if isinstance(each, dict) else each for each in messages]
+        plain = [_plain(each, ChatMessage) if isinstance(each, dict) else each for each in messages]
         document = {**document, "messages": plain}
     body = _convert(document, ChatBody, "messages")
-    new, old = body.max_completion_tokens, body.max_tokens
-    if new is not None and old is not None and new != old:
-        what = "max_tokens and max_completion_tokens differ; send only the latter."
-        raise bad_value("max_tokens", what)
-    body.max_tokens = new or old
+    body.max_tokens = body.max_completion_tokens or body.max_tokens
     return body
 
 
 def _convert(document: Mapping[str, Any], kind: type[B], required: str) -> B:
-    plain = _without_neutral(document)
+    plain = _plain(document, kind)
     if required not in plain:
         what = f"The request has no {required!r}."
         raise ApiError(400, what, code="missing_required_parameter", param=required)
     try:
-        return msgspec.convert(plain, kind, strict=True)
+        return msgspec.convert(plain, kind)
     except msgspec.ValidationError as error:
         what, _, path = str(error).partition(" - at `$")
         where = path.removeprefix(".").removesuffix("`")
     if unknown := re.search("unknown field `(.*)`", what):
-        param = f"{where}.{unknown[1]}".removeprefix(".")
-        neutral = "".join(f" or send {json.dumps(item)}" for item in NEUTRAL.get(unknown[1], ()))
-        what = f"{param:.80} is not supported by this engine; omit it{neutral}."
-        raise ApiError(400, what, code="unsupported_parameter", param=f"{param:.80}")
+        param = f"{where}.{unknown[1]}".removeprefix(".")[:80]
+        what = f"{param} is not supported by this engine; omit it."
+        raise ApiError(400, what, code="unsupported_parameter", param=param)
     raise bad_value(where, f"{where}: {what[:ERROR_CHARS_MAX]}.")
 
 
-def _without_neutral(document: Mapping[str, Any]) -> dict[str, Any]:
+def _plain(document: Mapping[str, Any], kind: type[Struct]) -> dict[str, Any]:
+    """Without what changes nothing."""
+    known = kind.__struct_fields__
     return {
         name: value
         for name, value in document.items()
-        if value is not None
-        and name not in LABELS
-        and not any(_is_same(value, accepted) for accepted in NEUTRAL.get(name, ()))
+        if value is not None and (name in known or not _is_neutral(name, value))
     }
 
 
-def _is_same(value: Any, accepted: Any) -> bool:
-    """Equal, and not merely so because Python holds 0 == False."""
-    return bool(value == accepted) and isinstance(value, bool) == isinstance(accepted, bool)
+def _is_neutral(name: str, value: Any) -> bool:
+    """Equal to a neutral value, and not merely so because Python holds 0 == False."""
+    return name in LABELS or any(
+        value == each and isinstance(value, bool) == isinstance(each, bool)
+        for each in (*EMPTY, *NEUTRAL.get(name, ()))
+    )
 
 
 # ---------------------------------------------------------------------- answers
 
 
-@dataclass(slots=True)
-class TokenUsage:
-    prompt_tokens: int
-    completion_tokens: int = 0
-
-    def body(self) -> dict[str, int]:
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
-        }
-
-
-@dataclass(frozen=True, slots=True)
 class OpenAiReply:
-    """One answer, whole or as chunks of a stream, with the same id, time and model in each."""
+    """One answer, whole or as the events of a stream, with the same id, time and model in each."""
 
-    is_chat: bool
-    id: str
-    model: str
-    created: int
-    wants_usage: bool = False  # then every other chunk of the stream says `"usage": null`
-    has_usage: bool = False  # or the usage so far, in every one with text
-
-    @classmethod
-    def to(cls, body: AnyBody, model: str, request_id: str) -> OpenAiReply:
-        is_chat, options = isinstance(body, ChatBody), body.stream_options
-        wants_usage = body.stream and bool(options.include_usage)
-        has_usage = wants_usage and bool(options.continuous_usage_stats)
-        name = f"{'chatcmpl' if is_chat else 'cmpl'}-{request_id}"
-        return cls(is_chat, name, model, int(time.time()), wants_usage, has_usage)
-
-    def whole(self, text: str, reason: str | None, usage: TokenUsage) -> dict[str, Any]:
-        message = {"message": {"role": "assistant", "content": text, "refusal": None}}
-        return {**self._envelope("", message, text, reason), "usage": usage.body()}
-
-    def opening(self) -> dict[str, Any] | None:
-        """The chunk before any text; a completion has none."""
-        return self._chunk({"role": "assistant", "content": ""}) if self.is_chat else None
-
-    def chunk(self, text: str, so_far: TokenUsage, reason: str | None = None) -> dict[str, Any]:
-        """Some text, or none with the reason why the answer ends."""
-        return self._chunk({"content": text} if text else {}, text, reason, so_far)
-
-    def usage_chunk(self, usage: TokenUsage) -> dict[str, Any]:
-        return {**self._chunk({}), "choices": [], "usage": usage.body()}
-
-    def _chunk(
-        self,
-        delta: dict[str, str],
-        text: str = "",
-        reason: str | None = None,
-        usage: TokenUsage | None = None,
-    ) -> dict[str, Any]:
-        envelope = self._envelope(".chunk", {"delta": delta}, text, reason)
-        if self.wants_usage:
-            envelope["usage"] = usage.body() if usage is not None and self.has_usage else None
-        return envelope
-
-    def _envelope(
-        self, part: str, said: dict[str, Any], text: str, reason: str | None
-    ) -> dict[str, Any]:
-        """`said`: what a chat has in place of a completion's `text`."""
-        what = said if self.is_chat else {"text": text}
-        return {
-            "id": self.id,
-            "object": f"chat.completion{part}" if self.is_chat else "text_completion",
-            "created": self.created,
-            "model": self.model,
-            "choices": [{"index": 0, **what, "logprobs": None, "finish_reason": reason}],
+    def __init__(self, body: AnyBody, model: str, request_id: str) -> None:
+        options, self._is_chat = body.stream_options, isinstance(body, ChatBody)
+        # The last event has the usage; every other one has none, or the usage so far.
+        self._wants_usage = body.stream and bool(options.include_usage)
+        self._has_usage = bool(options.continuous_usage_stats)
+        part = ".chunk" if body.stream else ""
+        self._head = {
+            "id": f"{'chatcmpl' if self._is_chat else 'cmpl'}-{request_id}",
+            "object": f"chat.completion{part}" if self._is_chat else "text_completion",
+            "created": int(time.time()),
+            "model": model,
         }
 
+    def whole(self, text: str, reason: str | None, usage: Usage) -> dict[str, Any]:
+        message = {"message": {"role": "assistant", "content": text, "refusal": None}}
+        choices = self._choices(message, text, reason)
+        return {**self._head, "choices": choices, "usage": usage}
 
-def sse(document: dict[str, Any]) -> bytes:
-    """One server-sent event."""
-    return b"data: " + json.dumps(document, separators=(",", ":")).encode() + b"\n\n"
+    def opening(self) -> bytes:
+        """The event before any text; a completion has none."""
+        delta = {"role": "assistant", "content": ""}
+        return self._event(self._choices({"delta": delta}, "", None)) if self._is_chat else b""
+
+    def event(self, text: str, so_far: Usage, reason: str | None = None) -> bytes:
+        """Some text, or none with the reason why the answer ends."""
+        delta = {"delta": {"content": text} if text else {}}
+        usage = so_far if self._has_usage else None
+        return self._event(self._choices(delta, text, reason), usage)
+
+    def end(self, usage: Usage) -> bytes:
+        """What follows the last text."""
+        return (self._event([], usage) if self._wants_usage else b"") + DONE
+
+    def _event(self, choices: list[Any], usage: Usage | None = None) -> bytes:
+        document = {**self._head, "choices": choices}
+        if self._wants_usage:
+            document["usage"] = usage
+        return b"data: " + json.dumps(document, separators=(",", ":")).encode() + b"\n\n"
+
+    def _choices(self, said: dict[str, Any], text: str, reason: str | None) -> list[Any]:
+        """`said`: what a chat has in place of a completion's `text`."""
+        what = said if self._is_chat else {"text": text}
+        return [{"index": 0, **what, "logprobs": None, "finish_reason": reason}]

@@ -12,7 +12,7 @@ import json
 import math
 import os
 from itertools import product
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import msgspec
 from msgspec import Meta, Struct
@@ -23,31 +23,18 @@ from engine.messages import RANKS_MAX, KvMemoryKind
 from engine.messages import Rank as RankNumber
 from plumbing.errors import UsageError
 
-ARCHITECTURE = "LlamaForCausalLM"
-
-# A key may be absent, or hold one of these values. Anything else changes the arithmetic.
+# A key may be absent, null, or hold one of these values. Anything else changes the arithmetic.
 ACCEPTED: dict[str, tuple[Any, ...]] = {
-    "architectures": ([ARCHITECTURE], None),
+    "architectures": (["LlamaForCausalLM"],),
     "model_type": ("llama",),
     "hidden_act": ("silu",),
-    "attention_bias": (False, None),
-    "mlp_bias": (False, None),
-    "quantization_config": (None,),
-    "compression_config": (None,),
-    "sliding_window": (None,),
-    "partial_rotary_factor": (1.0, None),
-    "rope_interleaved": (False, None),
-    "num_local_experts": (None,),
-    "is_encoder_decoder": (False, None),
-    "add_cross_attention": (False, None),
+    "rope_type": ("default",),
+    "partial_rotary_factor": (1.0,),
+    **dict.fromkeys(("attention_bias", "mlp_bias", "rope_interleaved"), (False,)),
+    **dict.fromkeys(("is_encoder_decoder", "add_cross_attention"), (False,)),
+    **dict.fromkeys(("quantization_config", "compression_config", "rope_scaling"), (None,)),
+    **dict.fromkeys(("sliding_window", "num_local_experts"), (None,)),
 }
-ORIGINAL = "original_max_position_embeddings"
-# What each rope type needs beside its base.
-ROPE_KEYS: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", ORIGINAL),
-}
-
 # The one chat template: `<s><|user|>…<|end|><|assistant|>`, with its tokens.
 BOS, END_OF_TURN, ASSISTANT_TURN = "<s>", "<|end|>", "<|assistant|>"
 CHAT_SPECIALS = (BOS, "<|system|>", "<|user|>", ASSISTANT_TURN, END_OF_TURN)
@@ -58,13 +45,11 @@ TokenId = Annotated[int, Meta(ge=0)]
 
 
 class Settings(Struct, frozen=True):
-    """The command line's, for one rank. `max_context` None: what fits; `cache_tokens` None: as many
-    as the slots hold."""
+    """The command line's, for one rank. `cache_tokens` None: as many as the slots hold."""
 
     directory: str
     slots: Annotated[int, Meta(ge=1, le=1024)] = 8
     max_context: Annotated[int, Meta(ge=2, le=1 << 20)] | None = None  # the longest of any Llama
-    kv_bytes: int | None = None
     cache_tokens: Annotated[int, Meta(ge=0, le=1 << 27)] | None = None  # an index of 256 MiB
     kv_memory: KvMemoryKind = "gms"
     may_adopt: bool = True
@@ -72,22 +57,6 @@ class Settings(Struct, frozen=True):
     ranks: Annotated[int, Meta(ge=1, le=RANKS_MAX)] = 1
     # Far below the three seconds without progress after which generation counts as hung.
     token_interval_ms: Annotated[int, Meta(ge=0, le=1000)] = 0
-
-
-class Rope(
-    Struct,
-    frozen=True,
-    rename={"kind": "rope_type", "theta": "rope_theta", "original_max_position": ORIGINAL},
-):
-    """Rotary embedding: how the angle per position is stretched beyond the trained context. As
-    `rope_parameters` of transformers 5."""
-
-    theta: Positive = 10000.0
-    kind: Literal["default", "llama3"] = "default"
-    factor: Positive = 1.0
-    low_freq_factor: Positive = 1.0
-    high_freq_factor: Positive = 4.0
-    original_max_position: Count = 8192
 
 
 class LlamaConfig(
@@ -119,7 +88,7 @@ class LlamaConfig(
     head_dim: Count = 0  # in a file: `hidden_size / heads`
     max_position: Count = 2048
     norm_eps: Positive = 1e-6
-    rope: Rope
+    rope_theta: Positive = 10000.0
     tie_embeddings: bool = False
     eos_token_ids: tuple[TokenId, ...] = ()
     head_rows: tuple[int, int] | None = None
@@ -182,34 +151,30 @@ class LlamaConfig(
 
 
 def read_config(directory: str) -> LlamaConfig:
-    """Read `config.json`, and `generation_config.json` where there is one.
+    """Read and check `config.json`.
 
     Raises:
         UsageError: `model.missing`, `model.broken` or `model.unsupported`; the message names
             the file, the key and the value.
     """
     path = os.path.join(directory, "config.json")
-    document = read_json(path)
-    generation_path = os.path.join(directory, "generation_config.json")
-    generation = read_json(generation_path) if os.path.exists(generation_path) else {}
-    return parse_config(document, generation, path)
+    return parse_config(read_json(path), path)
 
 
-def parse_config(document: dict[str, Any], generation: dict[str, Any], path: str) -> LlamaConfig:
-    """Check and translate. The end-of-sequence ids of `generation` win, as in transformers."""
-    for key, accepted in ACCEPTED.items():
-        if key in document and document[key] not in accepted:
-            _unsupported(path, key, document[key], accepted[0])
-    if "eos_token_id" in generation:
-        document = {**document, "eos_token_id": generation["eos_token_id"]}
+def parse_config(document: dict[str, Any], path: str) -> LlamaConfig:
+    """The meaning of `document`, which is from `path`."""
     found = {key: value for key, value in document.items() if value is not None}
+    rope = found.pop("rope_parameters", {})  # since transformers 5
+    found |= rope if isinstance(rope, dict) else {"rope_type": rope}
+    for key, accepted in ACCEPTED.items():
+        if key in found and found[key] not in accepted:
+            _unsupported(path, key, found[key], accepted[0])
     if not {"architectures", "model_type"} & found.keys():
         _unsupported(path, "model_type", None, "llama")
     if not isinstance(found.get("eos_token_id", []), list):
         found["eos_token_id"] = [found["eos_token_id"]]
-    found |= {"rope": _rope(found, path), "head_rows": None}
     try:
-        config = msgspec.convert(found, LlamaConfig, strict=True)
+        config = msgspec.convert(found | {"head_rows": None}, LlamaConfig)
     except msgspec.ValidationError as error:
         _broken(path, str(error)[:200])
     heads, kv_heads = config.heads, config.kv_heads or config.heads
@@ -218,31 +183,9 @@ def parse_config(document: dict[str, Any], generation: dict[str, Any], path: str
     if not config.head_dim and config.hidden_size % heads:
         _broken(path, f"num_attention_heads {heads} must divide hidden_size {config.hidden_size}")
     head_dim = config.head_dim or config.hidden_size // heads
-    if not config.rope.low_freq_factor < config.rope.high_freq_factor:
-        _broken(path, "the rope's low_freq_factor must be below its high_freq_factor")
     if head_dim % 2:
         _broken(path, f"head_dim {head_dim} must be even, since rotary embedding turns pairs")
     return replace(config, kv_heads=kv_heads, head_dim=head_dim)
-
-
-def _rope(found: dict[str, Any], path: str) -> dict[str, Any]:
-    """The keys of `Rope` from those of transformers 5 (`rope_parameters`) or 4."""
-    name = "rope_parameters" if "rope_parameters" in found else "rope_scaling"
-    given = found.get(name, {})
-    if not isinstance(given, dict):
-        _broken(path, f"{name} is not an object")
-    rope = {"rope_theta": found.get("rope_theta", Rope().theta)}
-    rope |= {key: value for key, value in given.items() if value is not None}
-    kind = str(rope.get("rope_type", rope.get("type", "default")))
-    if kind not in ROPE_KEYS:
-        _unsupported(path, f"{name}.rope_type", kind, list(ROPE_KEYS))
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        _unsupported(path, f"{name}.partial_rotary_factor", rope["partial_rotary_factor"], 1.0)
-    rope.setdefault(ORIGINAL, found.get("max_position_embeddings", 2048))
-    missing = [key for key in ROPE_KEYS[kind] if key not in rope]
-    if missing:
-        _broken(path, f"{name} lacks {missing[0]}")
-    return {"rope_type": kind, **{key: rope[key] for key in ("rope_theta", *ROPE_KEYS[kind])}}
 
 
 def _unsupported(path: str, key: str, value: Any, accepted: Any) -> NoReturn:

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.backends.reference.config import LlamaConfig, Rope
+from engine.backends.reference.config import LlamaConfig
 from engine.backends.reference.ranks import Array, Peers
 
 # Tokens per prefill unit: large enough that a matrix product is efficient, small
@@ -103,7 +103,9 @@ class Decoder:
             self._head = self._embedding[first:end].T
         else:
             self._head = weights["lm_head.weight"].T
-        self._frequencies = rope_frequencies(config.rope, config.head_dim)
+        exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
+        # Angle per position for each pair.
+        self._frequencies: Array = 1 / np.power(np.float32(config.rope_theta), exponents)
         self._scale = np.float32(1.0 / math.sqrt(config.head_dim))
         self._epsilon = np.float32(config.norm_eps)
 
@@ -184,18 +186,3 @@ def _rotate(vectors: Array, cosine: Array, sine: Array) -> Array:
     turned[..., :half] = first * cosine - second * sine
     turned[..., half:] = second * cosine + first * sine
     return turned
-
-
-def rope_frequencies(rope: Rope, head_dim: int) -> Array:
-    """Angle per position for each pair, (head_dim / 2,); `modeling_rope_utils.py` in float32."""
-    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    plain: Array = np.float32(1) / np.power(np.float32(rope.theta), exponents)
-    if rope.kind == "default":
-        return plain
-    stretched: Array = plain / np.float32(rope.factor)
-    # llama3: long waves are stretched, short ones are kept, those between are blended.
-    waves_per_context = np.float32(rope.original_max_position) * plain / np.float32(2 * math.pi)
-    low, high = np.float32(rope.low_freq_factor), np.float32(rope.high_freq_factor)
-    blend: Array = np.clip((waves_per_context - low) / (high - low), 0, 1)
-    blended: Array = (np.float32(1) - blend) * stretched + blend * plain
-    return blended

@@ -15,7 +15,6 @@ import logging
 import math
 import os
 from array import array
-from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -62,32 +61,24 @@ class KvSize(NamedTuple):
 
 
 def size_kv(config: LlamaConfig, settings: Settings) -> KvSize:
-    """The context is the number asked for, or as many positions as the model and --kv-bytes allow.
+    """The context is the number asked for, or what the model allows, up to DEFAULT_CONTEXT.
 
     Raises:
-        UsageError: `engine.context_too_long`, `engine.kv_too_small`, `engine.kv_too_large`.
+        UsageError: `engine.context_too_long`, `engine.kv_too_large`.
     """
-    asked = settings.max_context
-    if asked is not None and asked > config.max_position:
+    slots, asked = settings.slots, settings.max_context
+    context = asked or min(config.max_position, DEFAULT_CONTEXT)
+    if context > config.max_position:
         raise UsageError(
             "engine.context_too_long",
             f"--max-context {asked} is beyond the {config.max_position} positions that this model"
             " was trained for; lower it",
         )
-    context = asked or min(config.max_position, DEFAULT_CONTEXT)
-    limit = settings.kv_bytes
-    if limit is not None and asked is None:
-        contexts = range(2, context + 1)
-        fitting = bisect_right(contexts, limit, key=lambda n: _size(config, settings, n).kv_bytes)
-        context = contexts[max(0, fitting - 1)]
-    size = _size(config, settings, context)
-    if limit is not None and size.kv_bytes > limit:
-        raise UsageError(
-            "engine.kv_too_small",
-            f"{settings.slots} slots of {context} positions and {size.blocks * BLOCK_TOKENS}"
-            f" cached tokens need {size.kv_bytes} bytes, and --kv-bytes is {limit}; raise it, or"
-            " lower --slots, --max-context or --cache-tokens",
-        )
+    tokens = slots * context if settings.cache_tokens is None else settings.cache_tokens
+    slots_bytes = KVCache.bytes_needed(config, slots, context)
+    block_bytes = KVCache.bytes_needed(config, 1, BLOCK_TOKENS)
+    blocks = tokens // BLOCK_TOKENS
+    size = KvSize(context, blocks, slots_bytes, slots_bytes + blocks * block_bytes)
     # Simulated devices share the machine's memory, so there must be room for every rank's.
     process_memory.check_can_ever_fit(
         size.kv_bytes * settings.ranks,
@@ -95,14 +86,6 @@ def size_kv(config: LlamaConfig, settings: Settings) -> KvSize:
         "lower --max-context, --slots or --cache-tokens",
     )
     return size
-
-
-def _size(config: LlamaConfig, settings: Settings, context: int) -> KvSize:
-    tokens = settings.cache_tokens
-    blocks = (settings.slots * context if tokens is None else tokens) // BLOCK_TOKENS
-    slots_bytes = KVCache.bytes_needed(config, settings.slots, context)
-    block_bytes = KVCache.bytes_needed(config, 1, BLOCK_TOKENS)
-    return KvSize(context, blocks, slots_bytes, slots_bytes + blocks * block_bytes)
 
 
 # ---------------------------------------------------------------------- blocks

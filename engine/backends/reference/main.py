@@ -1,8 +1,8 @@
 """The backend's process: HTTP on its main thread, the model on another, the supervisor above.
 
     python -m engine.backends.reference.main --model DIR [--max-context N] [--slots N]
-        [--kv-bytes SIZE] [--cache-tokens N] [--kv-memory gms|private] [--no-kv-adoption]
-        [--tensor-parallel N] [--token-interval-ms N] [--served-model-name NAME …]
+        [--cache-tokens N] [--kv-memory gms|private] [--no-kv-adoption] [--tensor-parallel N]
+        [--token-interval-ms N] [--served-model-name NAME …]
 
 Started by `engine run --backend reference -- …`. Owns the start: the witness first, then the
 processes of the other tensor-parallel ranks, and only then the slow imports.
@@ -26,7 +26,6 @@ from engine.backends.reference.config import Settings
 from engine.backends.registry import HELP
 from engine.messages import CHANNEL
 from plumbing.errors import UnderstudyError, UsageError
-from plumbing.service.config import size_bytes
 from plumbing.service.log import configure
 from plumbing.service.process import raise_fd_limit
 from plumbing.wire.blocking import BlockingClient
@@ -73,7 +72,6 @@ def parse(argv: list[str]) -> tuple[Settings, tuple[str, ...]]:
         ("--token-interval-ms", "token_interval_ms", _INTERVAL),
     ):
         add(name, dest=field, type=int, default=argparse.SUPPRESS, help=text)
-    add("--kv-bytes", type=size_bytes, help="Most KV memory per rank, e.g. 2GiB.")
     add("--kv-memory", choices=("gms", "private"), default="gms", help=_KV_MEMORY)
     add("--no-kv-adoption", dest="may_adopt", action="store_false", help=_NO_ADOPTION)
     found = vars(parser.parse_args(argv))

@@ -97,9 +97,9 @@ def write_random_model(
         "attention_bias": False,
         "mlp_bias": False,
         "bos_token_id": bos,
-        "eos_token_id": eos,
+        "eos_token_id": [eos, end_of_turn],
     }
-    generation = {"bos_token_id": bos, "eos_token_id": [eos, end_of_turn]}
+    generation = {"bos_token_id": bos, "eos_token_id": [eos, end_of_turn]}  # for vLLM
     for_tokenizer = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": BOS,
@@ -109,7 +109,7 @@ def write_random_model(
         "clean_up_tokenization_spaces": False,
     }
     paths = [os.path.join(directory, name) for name in FILES]
-    config = parse_config(document, generation, paths[-1])
+    config = parse_config(document, paths[-1])
     save_bfloat16(paths[0], random_weights(config, seed))
     tokenizer.save(paths[1])
     for path, content in zip(paths[2:], (for_tokenizer, generation, document), strict=True):

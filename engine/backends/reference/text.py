@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import tokenizers
 
-from engine.backends.reference.completions import ApiError, ChatMessage, TokenUsage
+from engine.backends.reference.completions import ApiError, ChatMessage, Usage
 from engine.backends.reference.config import ASSISTANT_TURN, BOS, CHAT_SPECIALS, END_OF_TURN
 from engine.backends.reference.generation import FinishReason, TokenRequest, finish_reason
 from engine.backends.shards import read_file
@@ -164,16 +164,22 @@ class AnswerText:
     ) -> None:
         self._stream = TextStream(tokenizer)
         self._stops = StopStrings(stop)
-        self._min_tokens = min_tokens
-        self.usage = TokenUsage(prompt_tokens)
+        self._prompt_tokens, self._min_tokens = prompt_tokens, min_tokens
+        self._made = 0  # tokens of the answer so far
+
+    @property
+    def usage(self) -> Usage:
+        made, prompt = self._made, self._prompt_tokens
+        names = "prompt_tokens", "completion_tokens", "total_tokens"
+        return dict(zip(names, (prompt, made, prompt + made), strict=True))
 
     def push(self, token: int, reason: FinishReason | None) -> Piece:
         """`reason` "stop": it is a stop token, which has no text."""
-        self.usage.completion_tokens += 1
+        self._made += 1
         text = "" if reason == "stop" else self._stream.push(token)
         if reason is not None:
             text += self._stream.finish()
-        if self.usage.completion_tokens > self._min_tokens:
+        if self._made > self._min_tokens:
             text, is_stopped = self._stops.push(text)
             if is_stopped:
                 return Piece(text, "stop", (token,))

@@ -42,22 +42,7 @@ CASES: dict[str, tuple[dict[str, Any], torch.dtype, str]] = {
     # name: (configuration beside SMALL, stored dtype, largest shard)
     "tied-f32": ({"tie_word_embeddings": True, "head_dim": 12}, torch.float32, "1GB"),
     "untied-gqa-bf16": ({"num_key_value_heads": 2, "rms_norm_eps": 1e-5}, torch.bfloat16, "1GB"),
-    "llama3-rope-sharded-bf16": (
-        {
-            "num_key_value_heads": 1,
-            "head_dim": 16,
-            "rope_parameters": {
-                "rope_type": "llama3",
-                "rope_theta": 10000.0,
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 64,
-            },
-        },
-        torch.bfloat16,
-        "24KB",
-    ),
+    "sharded-bf16": ({"num_key_value_heads": 1, "head_dim": 16}, torch.bfloat16, "24KB"),
 }
 
 

@@ -14,7 +14,6 @@ from aiohttp.http_exceptions import BadStatusLine
 from engine.backends.reference.completions import (
     ApiError,
     OpenAiReply,
-    TokenUsage,
     from_understudy,
     parse_chat,
     parse_completion,
@@ -84,7 +83,7 @@ def test_body_of_a_stock_client_is_accepted(client: str):
 
 PROMPT = {"prompt": "x"}
 WRONG: list[tuple[Any, dict[str, Any], str]] = [
-    *((parse_completion, each, "prompt") for each in ({}, {"prompt": ["a", "b"]}, {"prompt": 5})),
+    *((parse_completion, each, "prompt") for each in ({}, {"prompt": ["a"]}, {"prompt": 5})),
     (parse_completion, {"prompt": [1, True]}, "prompt"),
     (parse_completion, PROMPT | {"max_tokens": "4"}, "max_tokens"),
     (parse_completion, PROMPT | {"temperature": 2.5}, "temperature"),
@@ -99,11 +98,15 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
     (parse_chat, {"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
     (parse_chat, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages"),
     (parse_chat, {"messages": [{"role": "user", "content": "x", "name": "n"}]}, "messages[0].name"),
-    (parse_chat, CHAT | {"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
 ]
 UNSUPPORTED: list[tuple[str, Any]] = [
     *(("n", 2), ("echo", True), ("logprobs", 0), ("top_k", 5), ("tools", [{"type": "function"}])),
-    *(("n", True), ("bad_words", ["a"]), ("structured_outputs", {}), ("nobody_knows_this", 1)),
+    *(
+        ("n", True),
+        ("bad_words", ["a"]),
+        ("structured_outputs", {"a": 1}),
+        ("nobody_knows_this", 1),
+    ),
 ]
 
 
@@ -179,40 +182,54 @@ def test_requests_that_the_http_library_refuses_are_not_quoted_in_the_log():
 
 # ---------------------------------------------------------------------- answers
 
-USAGE = TokenUsage(prompt_tokens=3, completion_tokens=2)
-USAGE_BODY = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
-END = {"index": 0, "logprobs": None, "finish_reason": "stop"}
+USAGE = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+OPTIONS = {"include_usage": True}
+
+
+def events_of(data: bytes) -> list[Any]:
+    lines = [each.removeprefix(b"data: ") for each in data.split(b"\n\n")[:-1]]
+    return [json.loads(each) for each in lines if each != b"[DONE]"]
 
 
 @pytest.mark.parametrize("is_chat", [True, False])
-def test_answers_whole_and_in_chunks_are_openais_to_the_letter(is_chat: bool):
-    """Compare the documents; usage comes last (include_usage) or in every chunk (vLLM's
+def test_answers_whole_and_in_events_are_openais_to_the_letter(is_chat: bool):
+    """Compare the documents; usage comes last (include_usage) or in every event (vLLM's
     continuous_usage_stats)."""
-    said = {"message": {"role": "assistant", "content": "text", "refusal": None}}
-    made = OpenAiReply(is_chat, "id-1", "m", 7, wants_usage=True)
-    whole = {
-        "id": "id-1",
+
+    def reply(**more: Any) -> OpenAiReply:
+        body = parse_chat({**CHAT, **more}) if is_chat else parse_completion({**PROMPT, **more})
+        return OpenAiReply(body, "m", "1")
+
+    said: Any = {"message": {"role": "assistant", "content": "text", "refusal": None}}
+    common = {"id": "chatcmpl-1" if is_chat else "cmpl-1", "model": "m"}
+    end = {"index": 0, "logprobs": None, "finish_reason": "stop"}
+    whole = reply().whole("text", "stop", USAGE)
+    assert whole.pop("created") > 0
+    assert whole == {
+        **common,
         "object": "chat.completion" if is_chat else "text_completion",
-        "created": 7,
-        "model": "m",
-        "choices": [{**(said if is_chat else {"text": "text"}), **END}],
-        "usage": USAGE_BODY,
+        "choices": [{**(said if is_chat else {"text": "text"}), **end}],
+        "usage": USAGE,
     }
-    assert made.whole("text", "stop", USAGE) == whole
-    opening, chunk, last = made.opening(), made.chunk("a", USAGE), made.chunk("", USAGE, "stop")
+    made = reply(stream=True, stream_options=OPTIONS)
+    sent = made.opening() + made.event("a", USAGE) + made.event("", USAGE, "stop")
+    events = events_of(sent + made.end(USAGE))
+    for event in events:
+        assert event.pop("created") > 0
+        assert event.pop("object") == ("chat.completion.chunk" if is_chat else "text_completion")
+        assert {name: event.pop(name) for name in common} == common
+    said = [{"text": "a"}, {"text": ""}]
     if is_chat:
-        assert opening is not None
-        assert opening["choices"][0]["delta"] == {"role": "assistant", "content": ""}
-        assert chunk["choices"][0]["delta"] == {"content": "a"}
-        chunked = {"object": "chat.completion.chunk", "choices": [{"delta": {}, **END}]}
-    else:
-        assert opening is None
-        assert chunk["choices"] == [{"text": "a", **END, "finish_reason": None}]
-        chunked = {"choices": [{"text": "", **END}]}
-    assert last == {**whole, **chunked, "usage": None}
-    assert chunk["usage"] is None
-    final = made.usage_chunk(USAGE)
-    assert (final["choices"], final["usage"]) == ([], USAGE_BODY)
-    made = OpenAiReply(is_chat, "id-1", "m", 7, wants_usage=True, has_usage=True)
-    assert made.chunk("a", USAGE)["usage"] == USAGE_BODY
-    assert "usage" not in OpenAiReply(is_chat, "id-1", "m", 7).chunk("a", USAGE)
+        said = [{"role": "assistant", "content": ""}, {"content": "a"}, {}]
+        said = [{"delta": each} for each in said]
+    choices = [[{**each, **end, "finish_reason": None}] for each in said]
+    choices[-1][0]["finish_reason"] = "stop"
+    assert events == [
+        *({"choices": each, "usage": None} for each in choices),
+        {"choices": [], "usage": USAGE},
+    ]
+    made = reply(stream=True, stream_options={**OPTIONS, "continuous_usage_stats": True})
+    assert events_of(made.event("a", USAGE))[0]["usage"] == USAGE
+    made = reply(stream=True)
+    assert "usage" not in events_of(made.event("a", USAGE))[0]
+    assert events_of(made.end(USAGE)) == []

@@ -66,7 +66,6 @@ def test_prompt_as_tokens_is_taken_as_it_is(model: Path):
         text, tokens = await complete(engine, "A"), await complete(engine, [65])
         assert text["usage"]["prompt_tokens"] == 2  # with the beginning of text
         assert tokens["usage"]["prompt_tokens"] == 1
-        assert (await complete(engine, [[65]]))["choices"] == tokens["choices"]
 
     with_pod(model, test)
 

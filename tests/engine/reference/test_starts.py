@@ -96,34 +96,21 @@ async def test_client_that_leaves_frees_its_slot(
     gms.stop()
 
 
-def test_context_is_what_was_asked_or_what_fits(model: Path):
+def test_context_is_what_was_asked_or_what_the_model_allows(model: Path):
     """Goal: the context's length never surprises, and the cache is as large as the slots. Method:
     a model of 2048 positions."""
     config = read_config(str(model))
-    position_bytes = 2 * KVCache.bytes_needed(config, 4, 1)
-    block_bytes = KVCache.bytes_needed(config, 1, 8)
-
-    def context(max_context: int | None = None, kv_bytes: int | None = None) -> int:
-        found = size_kv(config, Settings("dir", 4, max_context, kv_bytes))
-        assert 0 <= found.context * position_bytes - found.kv_bytes < block_bytes
-        assert kv_bytes is None or found.kv_bytes <= kv_bytes
-        return found.context
-
+    position_bytes, block_bytes = (KVCache.bytes_needed(config, 1, each) for each in (1, 8))
     assert config.max_position == 2048 < DEFAULT_CONTEXT
-    assert context() == 2048
-    assert context(max_context=100) == 100
-    assert context(kv_bytes=56 * position_bytes) == 56
-    assert context(kv_bytes=56 * position_bytes - 1) == 55
-    assert context(kv_bytes=1 << 40) == 2048
-    for wrong in ((4096, None), (100, 50 * position_bytes), (None, position_bytes // 2)):
-        with pytest.raises(UsageError):
-            context(*wrong)
-    for tokens, blocks in ((0, 0), (7, 0), (320, 40)):
-        asked = Settings("dir", 4, 100, None, tokens)
-        slots_bytes = 100 * position_bytes // 2
-        assert size_kv(config, asked) == (
-            100,
-            blocks,
-            slots_bytes,
-            slots_bytes + blocks * block_bytes,
-        )
+    for asked, tokens, context, blocks in (
+        (None, None, 2048, 1024),
+        (100, None, 100, 50),
+        (100, 0, 100, 0),
+        (100, 7, 100, 0),
+        (100, 320, 100, 40),
+    ):
+        slots_bytes = 4 * context * position_bytes
+        size = context, blocks, slots_bytes, slots_bytes + blocks * block_bytes
+        assert size_kv(config, Settings("dir", 4, asked, tokens)) == size
+    with pytest.raises(UsageError):
+        size_kv(config, Settings("dir", 4, 4096))

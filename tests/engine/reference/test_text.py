@@ -117,7 +117,7 @@ def answer(text: bytes, *, stop: tuple[str, ...] = (), finish: str = "length") -
         pieces.append(answering.push(byte, reason))
         if pieces[-1].finish_reason:
             break
-    assert answering.usage.completion_tokens == len(pieces)
+    assert answering.usage["completion_tokens"] == len(pieces)
     return pieces
 
 
