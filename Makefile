@@ -79,12 +79,16 @@ test-system: setup ## real containers, killed from outside; as root, with podman
 test-core: setup ## the pure cores only: tables, properties, simulations; seconds
 	$(PY) -m pytest tests/lockserver/core tests/gms/core tests/engine/core tests/gateway/core tests/pool/core tests/sim $(ARGS)
 
-test-vllm: setup-vllm ## the vLLM backend on the CPU, on vLLM's runner V2: kills, resumed requests, contracts
+test-vllm: setup-vllm ## the vLLM backend on the CPU, on vLLM's runner V2 and a part on V1: kills, resumed requests, contracts
 	$(VLLM_PY) -m pytest tests/vllm -n auto --dist loadfile --no-loadscope-reorder -o faulthandler_timeout=300 $(ARGS)
 
-test-vllm-full: test-vllm ## and all kinds of requests and cuts (half an hour)
-	for how in "" --async "--async -- --tensor-parallel-size=2" "--async --only=adapter" "--async --only=long"; do \
-		$(VLLM_PY) -m tests.vllm.resume_matrix --at-once=40 $$how || exit 1; \
+test-vllm-full: test-vllm ## all tests on V1, too, and all kinds of requests, cuts and kills on both runners (an hour)
+	MODEL_RUNNER=v1 $(VLLM_PY) -m pytest tests/vllm -n auto --dist loadfile --no-loadscope-reorder -o faulthandler_timeout=300
+	for runner in v2 v1; do \
+		for how in "" --async "--async -- --tensor-parallel-size=2" "--async --only=adapter" "--async --only=long"; do \
+			$(VLLM_PY) -m tests.vllm.resume_matrix --runner=$$runner --at-once=40 $$how || exit 1; \
+		done; \
+		$(VLLM_PY) -m tests.vllm.kv_kills --backend=vllm --runner=$$runner --kills=36 || exit 1; \
 	done
 
 fuzz: setup ## random input for the decoder, the sessions and real servers; keeps failing inputs
@@ -119,7 +123,7 @@ bench-lock: setup ## from a holder's death until the next one has the lock; ARGS
 sweep: setup ## let each system call that makes a descriptor, process, thread or file fail once; ARGS="--phase grant"
 	@$(PY) -m tests.sweep_faults $(ARGS)
 
-kv-kills: setup ## kill engines at each point of a step, 200 times
+kv-kills: setup ## kill engines at each point of a step, 200 times (ARGS="--backend vllm" with .venv-vllm's Python)
 	@$(PY) -m tests.vllm.kv_kills $(ARGS)
 
 device-check: setup ## check on a GPU what the design relies on (ARGS=--stand-in: without a GPU)

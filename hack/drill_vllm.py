@@ -1,6 +1,6 @@
 """`make drill-vllm`: the drill with vLLM, its tokens compared with those of stock vLLM.
 
-    python -m hack.drill_vllm [the drill's flags] [--device all] [--json]
+    python -m hack.drill_vllm [the drill's flags] [--runner v1|v2] [--device all] [--json]
         [-- vLLM's flags]
 
 Makes a random model, gets the answers to prompts that rounding cannot change from a stock server,
@@ -90,6 +90,7 @@ CACHE = "/torchinductor_"
 class Found:
     """What was measured besides the drill's own report."""
 
+    runner: str
     questions: Sequence[Question] = ()
     stock_private_bytes: int | None = None
     figures: Figures | None = None
@@ -97,6 +98,7 @@ class Found:
 
     def to_dict(self) -> dict[str, Any]:
         return {
+            "runner": self.runner,
             "prompts_compared_with_stock": len(self.questions),
             "smallest_gap": min((question.gap for question in self.questions), default=None),
             **(self.figures or {}),
@@ -113,6 +115,7 @@ class Run:
     idle_s: float | None
     adopts: bool
     vllm_flags: tuple[str, ...]
+    runner: str | None
     gpus: tuple[Nvml, ...]  # () : on the CPU
 
     @property
@@ -148,7 +151,7 @@ class Run:
         _ = self.kv_bytes  # refused before anything starts
         shape = DEVICE_SHAPE if self.gpus else MODEL_SHAPE
         model = await model_of(self.base, self.config["model"], shape)
-        found = Found()
+        found = Found(v2_on_cpu.name_of(self.runner))
         self._note_memory(found, "nothing")
         is_done, expected = await self._ask_stock(model, found)
         result = await self._drill(model, expected, found) if is_done else None
@@ -281,11 +284,11 @@ def main() -> None:
     except UnderstudyError as error:
         fail(error)
     gpus = gpus_of(flags.device) if flags.device else ()
-    os.environ.update({} if gpus else v2_on_cpu.environment())
+    os.environ.update({} if gpus else v2_on_cpu.environment(flags.runner))
 
     async def measure(base: Path) -> Figures | None:
         shown = gpus[: config["tensor_parallel"]]
-        more = (tuple(flags.vllm), shown)
+        more = (tuple(flags.vllm), flags.runner, shown)
         done = await Run(base, config, flags.idle_s, not flags.no_adoption, *more).everything()
         if done is None:
             return None
@@ -322,6 +325,11 @@ def _parser() -> argparse.ArgumentParser:
         many: dict[str, Any] = {"action": "append"} if option.many else {}
         text = f"{option.help} [default: {option.default}]"
         parser.add_argument(option.flag, dest=option.name, help=text, **many)
+    parser.add_argument(
+        "--runner",
+        choices=v2_on_cpu.RUNNERS,
+        help="vLLM's model runner, stock's and ours [default: what vLLM chooses on a GPU]",
+    )
     parser.add_argument("--device", metavar="UUIDS", help="run on these GPUs, or on all")
     parser.add_argument(
         "--no-adoption", action="store_true", help="drill engines that adopt no KV blocks"

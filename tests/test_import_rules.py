@@ -382,12 +382,12 @@ LINES_MAX = {
     "plumbing": 6_130,
     "lockserver": 6_610,
     "gms": 8_990,
-    "engine": 17_920,
+    "engine": 18_150,
     "gateway": 8_260,
     "pool": 8_000,
     "understudy": 8_690,
-    "hack": 5_970,
-    "tests": 64_450,
+    "hack": 6_000,
+    "tests": 64_700,
 }
 
 

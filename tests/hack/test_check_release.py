@@ -33,7 +33,8 @@ def test_new_flags_are_named_and_new_prose_is_not(tmp_path: Path):
 
 
 def test_a_broken_contract_says_what_an_engine_does_without(tmp_path: Path):
-    """An empty release breaks all of them."""
+    """An empty release breaks all of them, with both runners."""
     found = [*broken_lines(release(tmp_path, "", "pass"))]
     for lost in ("streams end", "no KV block", "do not sleep", "may not start"):
         assert any(lost in each for each in found)
+    assert {each.partition(":")[0] for each in found} == {"broken with V1", "broken with V2"}

@@ -1,9 +1,12 @@
-"""What every test here needs: vLLM, which the environment of `make test` does not have, with the
-model runner that vLLM chooses on a GPU.
+"""What every test here needs: vLLM, which the environment of `make test` does not have.
+
+The tests run on the model runner that vLLM chooses on a GPU, V2, and those that name another one on
+that: `MODEL_RUNNER=v1` in the environment runs all of them on V1.
 """
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterator
 from importlib import import_module
@@ -17,10 +20,13 @@ from hack import v2_on_cpu
 from tests.e2e.pods import PodHome, make_model
 from understudy.up.models import VLLM_RANDOM_MODEL
 
+RUNNER = os.environ.get("MODEL_RUNNER", v2_on_cpu.DEFAULT)
+IS_INTERPRETED = RUNNER == "v2"  # a token takes ten times as long
+
 if find_spec("vllm") is None:
     collect_ignore_glob = ["test_*.py"]
 else:
-    v2_on_cpu.use()
+    v2_on_cpu.use(RUNNER)
     process_tuning.pause_collector()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch and vLLM speak as they are imported: once, here

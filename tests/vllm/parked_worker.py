@@ -13,9 +13,7 @@ from engine.backends.vllm.worker import weights
 from engine.backends.vllm.worker.kv_arena import AddressRange
 
 
-class PrivateWorker(CPUWorker):
-    """With KV memory of its own, too."""
-
+class UnsupervisedWorker(CPUWorker):
     def init_device(self) -> None:
         member: Any = SimpleNamespace(
             leftover=lambda path: None, report=lambda error: None, seat=None
@@ -28,6 +26,10 @@ class PrivateWorker(CPUWorker):
         ours.cannot_offload, ours.epoch = "", "0" * 32
         weights._of_this_process = ours
         StockCPUWorker.load_model(self, **kwargs)
+
+
+class PrivateWorker(UnsupervisedWorker):
+    """With KV memory of its own, too."""
 
     def reserve(self, kv_bytes: int) -> AddressRange:
         return HostRange(kv_bytes, read=lambda: Room(1 << 40, 1 << 40, "a test"))

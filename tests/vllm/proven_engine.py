@@ -47,6 +47,7 @@ async def prove(model: str, faults: list[str]) -> dict[str, Any]:
     engine = kind.from_vllm_config(config, usage_context=usage)
     engine.continuing = Continuing(Continuation.STATE)
     report: dict[str, Any] = {"start_s": time.monotonic() - began}
+    report["runner"] = "v2" if config.use_v2_model_runner else "v1"
 
     async def park() -> None:
         await engine.sleep(level=1)

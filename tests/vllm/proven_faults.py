@@ -1,8 +1,8 @@
 """Faults that a resume, a reuse of KV blocks or a wake could have.
 
-Each is planted in the process of the scheduler and the worker. It concerns only steps in which a
-resumed request is (`is_resuming`), or what follows a sleep; so answers without interruption are
-right.
+Each is planted in the process of the scheduler and the worker, into files of vLLM's that both model
+runners use (`OF_BOTH`) or into those of V2. It concerns only steps in which a resumed request is
+(`is_resuming`), or what follows a sleep; so answers without interruption are right.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 Plant = Callable[["Site"], None]
 FAULTS: dict[str, Plant] = {}
+OF_BOTH: list[str] = []
 MINUTE_CHANGE = 0.5  # of each number in a KV block
 SCHEDULER = "engine.backends.vllm.resume.scheduler"
 BLOCK_POOL = "vllm.v1.core.block_pool:BlockPool"
@@ -44,17 +45,22 @@ class Site:
             self._undo.pop()()
 
     def is_resumed(self, slot: int) -> bool:
-        """The request in `slot` has an output from before."""
+        """V2: the request in `slot` has an output from before."""
         state = self.runner.req_states
         return bool(state.prefill_len.np[slot] > state.prompt_len.np[slot])
 
     @property
     def is_resuming(self) -> bool:
         """A resumed request is in the batch."""
-        return any(map(self.is_resumed, self.runner.req_states.index_to_req_id))
+        if self.worker.use_v2_model_runner:
+            return any(map(self.is_resumed, self.runner.req_states.index_to_req_id))
+        from engine.backends.vllm.resume.answer import made_by
+
+        requests, batch = self.runner.requests, self.runner.input_batch
+        return any(made_by(requests[each].sampling_params) for each in batch.req_id_to_index)
 
     def by_slot(self, owner: str, change: Callable[[Any, int, Any], None]) -> None:
-        """`change(state, slot, parameters)` behind `add_request` of a resumed request."""
+        """V2: `change(state, slot, parameters)` behind `add_request` of a resumed request."""
 
         def add_request(old: Any, state: Any, slot: int, params: Any) -> Any:
             answer = old(state, slot, params)
@@ -68,6 +74,11 @@ class Site:
 def fault(plant: Plant) -> Plant:
     FAULTS[plant.__name__.replace("_", " ")] = plant
     return plant
+
+
+def fault_of_both(plant: Plant) -> Plant:
+    OF_BOTH.append(plant.__name__.replace("_", " "))
+    return fault(plant)
 
 
 # ---------------------------------------------------------------------- what was made
@@ -86,7 +97,7 @@ def the_worker_does_not_know_where_the_prompt_ends(site: Site) -> None:
     site.put(f"{V2}.states:RequestState", "add_request", add_request)
 
 
-@fault
+@fault_of_both
 def the_grammar_begins_again(site: Site) -> None:
     ours, name = importlib.import_module(SCHEDULER)._Resuming, "_handle_blocked_waiting_request"
     site.put(ours, name, lambda old, self, request: getattr(super(ours, self), name)(request))
@@ -155,7 +166,7 @@ def the_penalties_of_the_last_owner_of_a_slot_survive(site: Site) -> None:
 # ---------------------------------------------------------------------- memory
 
 
-@fault
+@fault_of_both
 def positions_are_off_by_one(site: Site) -> None:
     def forward(old: Any, *asked: Any, **named: Any) -> Any:
         if site.is_resuming and "positions" in named:
@@ -175,7 +186,7 @@ def the_block_table_is_off_by_one(site: Site) -> None:
     site.put(f"{V2}.block_table:BlockTables", "append_block_ids", append)
 
 
-@fault
+@fault_of_both
 def a_block_that_is_reused_was_altered(site: Site) -> None:
     layers = [*site.runner.kv_caches[:1]]  # one of them, once
 
@@ -187,7 +198,7 @@ def a_block_that_is_reused_was_altered(site: Site) -> None:
     site.put(site.runner.model, "forward", forward)
 
 
-@fault
+@fault_of_both
 def another_prompts_block_is_reused(site: Site) -> None:
     def get_cached_block(old: Any, self: Any, block_hash: Any, groups: Any) -> Any:
         cached = [each for each in self.blocks if each.block_hash is not None]
@@ -197,7 +208,7 @@ def another_prompts_block_is_reused(site: Site) -> None:
     site.put(BLOCK_POOL, "get_cached_block", get_cached_block)
 
 
-@fault
+@fault_of_both
 def weights_are_zero_after_a_wake(site: Site) -> None:
     wakes: list[bool] = []
 
@@ -213,12 +224,12 @@ def weights_are_zero_after_a_wake(site: Site) -> None:
     site.put(site.worker, "wake_up", wake_up)
 
 
-@fault
+@fault_of_both
 def the_cache_is_believed_after_a_sleep(site: Site) -> None:
     site.put(BLOCK_POOL, "reset_prefix_cache", lambda old, self: True)
 
 
-@fault
+@fault_of_both
 def memory_is_not_the_same_at_two_layers(site: Site) -> None:
     """What two layers wrote lies at the same place, as in scratch memory that is too small."""
     caches = site.runner.kv_caches

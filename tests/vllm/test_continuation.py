@@ -43,16 +43,17 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VLLM_BATCH_INVARIANT", raising=False)
 
 
-def configured(*, is_async: bool = False, scheduler: str | None = None, v2: bool = True) -> Any:
+def configured(*, is_async: bool = False, scheduler: str | None = None, v2: bool = False) -> Any:
     chosen = SimpleNamespace(scheduler_cls=scheduler, async_scheduling=is_async)
     model = SimpleNamespace(logits_processors=None)
     return SimpleNamespace(scheduler_config=chosen, use_v2_model_runner=v2, model_config=model)
 
 
-def engine(template: str = "{{ text }}") -> Any:
+def engine(template: str = "{{ text }}", *, v2: bool = False) -> Any:
     tokenizer = SimpleNamespace(chat_template=template, get_vocab=lambda: {"a": 1})
     return SimpleNamespace(
         get_tokenizer=lambda: tokenizer,
+        vllm_config=SimpleNamespace(use_v2_model_runner=v2),
         model_config=SimpleNamespace(get_diff_sampling_param=lambda: {"temperature": 0.6}),
     )
 
@@ -87,33 +88,42 @@ def test_hooks_stand_for_what_vllm_would_choose(is_async: bool, missing: tuple[s
     assert issubclass(made, Keeping) == (KEEP_KV not in missing)
 
 
-def test_what_is_in_the_way_of_resuming_is_named(monkeypatch: pytest.MonkeyPatch):
-    """The installed vLLM; with its old runner, the user's own scheduler or logits processors, which
-    could count wrongly after a resume; and without a file that it needs."""
-    sources, own = contracts.installed(), configured()
-    assert cannot_resume(own, sources) == ""
-    assert "V1" in cannot_resume(configured(v2=False), sources)
-    assert "--scheduler-cls" in cannot_resume(configured(scheduler="own.One"), sources)
-    own.model_config.logits_processors = ["own.One"]
-    assert "logits processors" in cannot_resume(own, sources)
-    with monkeypatch.context() as installed:
-        installed.setattr(features, "entry_points", lambda group: [group])
-        assert "logits processors" in cannot_resume(configured(), sources)
+@pytest.mark.parametrize("v2", [False, True], ids=["v1", "v2"])
+def test_each_runner_can_resume_unless_a_contract_or_a_scheduler_is_in_the_way(v2: bool):
+    """The installed vLLM, with the user's own scheduler, and with a file that both runners need
+    taken away."""
+    sources = contracts.installed()
+    assert cannot_resume(configured(v2=v2), sources) == ""
+    assert "--scheduler-cls" in cannot_resume(configured(v2=v2, scheduler="own.One"), sources)
     sources._parsed["v1/core/sched/scheduler.py"] = None
-    assert "Scheduler can be imported" in cannot_resume(configured(), sources)
+    assert "Scheduler can be imported" in cannot_resume(configured(v2=v2), sources)
 
 
-def test_what_nobody_has_resumed_ends_with_its_engine():
+def test_v2_does_not_tell_logits_processors_what_was_made(monkeypatch: pytest.MonkeyPatch):
+    """One of the user's own could count wrongly after a resume; V1 gives it the output."""
+    sources = contracts.installed()
+    v1, v2 = configured(), configured(v2=True)
+    for each in (v1, v2):
+        each.model_config.logits_processors = ["own.One"]
+    assert cannot_resume(v1, sources) == ""
+    assert "logits processors" in cannot_resume(v2, sources)
+    v2.model_config.logits_processors = None
+    monkeypatch.setattr(features, "entry_points", lambda group: [group])
+    assert "logits processors" in cannot_resume(v2, sources)
+
+
+@pytest.mark.parametrize("v2", [False, True], ids=["v1", "v2"])
+def test_what_nobody_has_resumed_with_v2_ends_with_its_engine(v2: bool):
     """A thinking budget, a trace, a seed beside drafts, watermarks."""
-    untried = Continuation.NONE
     engine = ContinuingLLM.__new__(ContinuingLLM)
     engine.continuing = Continuing(Continuation.STATE)
-    engine.vllm_config = SimpleNamespace(speculative_config=object())
+    engine.vllm_config = SimpleNamespace(use_v2_model_runner=v2, speculative_config=object())
 
     def class_of(**sampling: Any) -> Continuation:
         params = SamplingParams(output_kind=RequestOutputKind.DELTA, **sampling)
         return engine._continuation_of({"prompt_token_ids": [1]}, params, None)
 
+    untried = Continuation.NONE if v2 else Continuation.STATE
     assert class_of() is Continuation.STATE
     assert class_of(thinking_token_budget=5) is untried
     assert class_of(trace_decode_token_ids=[1]) is untried
@@ -152,8 +162,8 @@ def test_a_worker_that_could_not_install_its_hook_is_named():
 
 
 def test_the_id_stands_for_what_shapes_an_answer(tmp_path, monkeypatch):
-    """The same twice; another template, flag, model or noise of seeds; and not another torch,
-    unless answers are promised bit by bit."""
+    """The same twice; another template, flag, model, runner or noise of seeds; and not another
+    torch, unless answers are promised bit by bit. The variable for the runner changes nothing."""
     file = tmp_path / "template"
     file.write_text("{{ other }}")
     same = continuing(engine(), flags(), IDENTITY)
@@ -167,9 +177,12 @@ def test_the_id_stands_for_what_shapes_an_answer(tmp_path, monkeypatch):
         continuing(engine(), flags(chat_template=str(file)), IDENTITY),
         continuing(engine(), flags(reasoning_parser="deepseek_r1"), IDENTITY),
         continuing(engine(), flags(), other_model),
-        continuing(engine(), flags(use_fp64_gumbel=True), IDENTITY),
+        continuing(engine(v2=True), flags(), IDENTITY),
+        continuing(engine(v2=True), flags(use_fp64_gumbel=True), IDENTITY),
     ]
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    assert continuing(engine(), flags(), IDENTITY) == same
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     exact = [continuing(engine(), flags(), each) for each in (IDENTITY, other_torch)]
     assert exact[0].best is Continuation.EXACT
-    assert len({each.id for each in (same, *others, *exact)}) == 8
+    assert len({each.id for each in (same, *others, *exact)}) == 9

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from engine.backends.vllm import contracts
-from engine.backends.vllm.contracts import CONTRACTS, Sources
+from engine.backends.vllm import contracts, versions
+from engine.backends.vllm.contracts import CONTRACTS, Contract, Sources
 
 EACH = [contract for contracts_of_file in CONTRACTS.values() for contract in contracts_of_file]
 
@@ -24,6 +24,19 @@ class Altered(Sources):
         assert whole.find(file, qualname) is not None, f"{qualname} is not in {file}"
         tree = with_instead(whole.module(file), qualname.split("."), ast.parse(instead).body)
         self._parsed |= whole._parsed | {file: tree}
+
+
+class Without(Sources):
+    """vLLM's sources, without the files of some model runners."""
+
+    def __init__(self, whole: Sources, *gone: str) -> None:
+        super().__init__(whole.path)
+        self._parsed, self._gone = whole._parsed, gone
+
+    def module(self, file: str) -> ast.Module | None:
+        if versions.runner_of(file) in getattr(self, "_gone", ()):
+            return None
+        return super().module(file)
 
 
 def with_instead(tree: Any, names: list[str], instead: list[ast.stmt]) -> Any:
@@ -41,6 +54,11 @@ def whole() -> Sources:
     return contracts.installed()
 
 
+def there(whole: Sources) -> list[Contract]:
+    """The contracts with files that this vLLM has: one of its runners may be gone."""
+    return [each for each in EACH if not each.file or whole.module(each.file) is not None]
+
+
 def test_the_installed_vllm_keeps_every_contract(whole):
     assert [str(each) for each in contracts.broken(whole)] == []
 
@@ -53,7 +71,7 @@ def test_contracts_name_files_of_ours_that_exist():
 def test_each_contract_fails_with_its_name(whole, monkeypatch):
     """Take out what a contract names, from all places where it may be: its name is in the report.
     Give it another form: likewise, unless being there is all that is asked of it."""
-    for contract in EACH:
+    for contract in there(whole):
         if contract.places:
             has_name = whole.has_name
             places = contract.places
@@ -75,6 +93,27 @@ def test_each_contract_fails_with_its_name(whole, monkeypatch):
         changed = Altered(whole, contract.file, contract.qualname, other)
         asks_for_more = contract.parameters is not None or contract.texts
         assert changed.keep(contract) != bool(asks_for_more), contract.name
+
+
+@pytest.mark.parametrize(("gone", "left"), [("v1", "v2"), ("v2", "v1")])
+def test_contracts_of_a_runner_that_is_gone_hold(whole, gone: str, left: str):
+    """Remove the files of one runner, as vLLM will those of V1: nothing is broken for the other
+    one, nor for whoever asks about no runner. An engine that runs the removed one is told."""
+    if left not in whole.runners():
+        pytest.skip(f"this vLLM has no {left}")
+    sources = Without(whole, gone)
+    assert contracts.broken(sources, "", left) == []
+    assert contracts.broken(sources) == []
+    assert contracts.broken(sources, "", gone) != []
+
+
+def test_a_changed_runner_is_nothing_to_an_engine_with_the_other_one(whole):
+    """Take one function out of V2: only engines with V2 are told."""
+    contract = next(each for each in CONTRACTS["resume/hook.py"] if "/gpu/" in each.file)
+    gone = Altered(whole, contract.file, contract.qualname, "pass")
+    told = {each: contracts.changed(gone, ("resume/",), each) for each in whole.runners()}
+    assert contract.name in told.pop("v2")
+    assert set(told.values()) <= {""}
 
 
 def test_a_place_without_vllm_is_refused(tmp_path, capsys):

@@ -23,7 +23,7 @@ from pool.core.events import Order
 from pool.messages import CATALOGUE, SetMsg
 from tests.e2e.pools import RunningPool, running_pool
 from tests.helpers import auntil
-from tests.vllm.conftest import WHOLE_DEADLINE_S
+from tests.vllm.conftest import IS_INTERPRETED, WHOLE_DEADLINE_S
 from understudy.status.gather import engine_parts, status_of
 from understudy.up.models import VLLM_RANDOM_MODEL
 
@@ -39,7 +39,7 @@ models:
 MODELS = ("a", "b")
 DEVICE = "HOST-0"
 # Tokens: of a stream that does not end before it is parked, and of one that is soon.
-LONG, SHORT = 250, 8
+LONG, SHORT = 250 if IS_INTERPRETED else 700, 8
 
 
 def ask(pod: RunningPool, model: str, tokens: int) -> tuple[asyncio.Task[str], threading.Event]:

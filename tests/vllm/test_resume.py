@@ -1,7 +1,7 @@
 """Goal: vLLM takes up a request from the tokens already made, and the answer is the same.
 
-Method: a real engine behind the backend's gate, asked as a gateway asks, in float32;
-some cuts of the matrix of `tests/vllm/resume_matrix`, and what it has no row for.
+Method: a real engine behind the backend's gate for each of vLLM's model runners, asked as a gateway
+asks, in float32; some cuts of the matrix of `tests/vllm/resume_matrix`, and what it has no row for.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ import json
 import time
 from collections.abc import Iterator
 from http.client import IncompleteRead
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
 
+from hack import v2_on_cpu
 from plumbing import gateway_protocol as hop
 from plumbing.gateway_protocol import Journal
 from tests.vllm.resume_matrix.__main__ import try_rows
@@ -23,7 +25,9 @@ from tests.vllm.resume_matrix.rows import all_rows
 
 KINDS = all_rows([65] * 40, "x" * 40)  # by name; what they ask follows from the first answer
 ROWS = [name for name, row in KINDS.items() if row.is_resumed]
-CUTS = 2  # of each row; `make test-vllm-full` tries all
+# As long as vLLM has its old runner.
+V1_ROWS = ROWS[:20] if find_spec("vllm.v1.worker.gpu_model_runner") else []
+CUTS = {"v2": 2, "v1": 1}  # of each row; `make test-vllm-full` tries all
 AT_ONCE = 40
 ASKED = {"model": "m", "prompt": "hello", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
 STREAM = {**ASKED, "stream": True}
@@ -32,13 +36,22 @@ WAIT_S = 120.0
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
+    """With the runner of all tests."""
     with running_engine((), {}) as found:
         yield found
 
 
 @pytest.fixture(scope="module")
 def report(engine: Engine) -> Any:
-    return try_rows(engine.path, at_once=AT_ONCE, cuts_max=CUTS)
+    return try_rows(engine.path, at_once=AT_ONCE, cuts_max=CUTS["v2"])
+
+
+@pytest.fixture(scope="module")
+def report_of_v1() -> Any:
+    """With two ranks, which cost little with V1: each takes the tokens up."""
+    flags = ("--tensor-parallel-size=2",)
+    with running_engine(flags, v2_on_cpu.RUNNERS["v1"]) as found:
+        return try_rows(found.path, names=V1_ROWS, at_once=AT_ONCE, cuts_max=CUTS["v1"])
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -47,8 +60,15 @@ def test_an_answer_that_was_cut_is_resumed_as_it_would_have_gone_on(row: str, re
     finish and usage equal the uninterrupted answer's, and so does what a client sees that has the
     first part already."""
     assert report[row]["class"] == "state"
-    assert len(report[row]["cuts"]) == CUTS
+    assert len(report[row]["cuts"]) == CUTS["v2"]
     assert report[row]["wrong"] == {}
+
+
+@pytest.mark.parametrize("row", V1_ROWS)
+def test_an_answer_that_was_cut_is_resumed_by_the_old_runner(row: str, report_of_v1: Any):
+    assert report_of_v1[row]["class"] == "state"
+    assert len(report_of_v1[row]["cuts"]) == CUTS["v1"]
+    assert report_of_v1[row]["wrong"] == {}
 
 
 def test_every_kind_of_request_is_tried(report: Any):

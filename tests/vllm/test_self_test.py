@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,12 @@ from engine.backends.vllm.api.self_test import (
     TrialAnswer,
 )
 from engine.backends.vllm.worker.kv_cuda import BLOCKS
+from hack import v2_on_cpu
 from tests.engine.pod import ROOT
+from tests.vllm.proven_faults import OF_BOTH
 
 PROGRAM = str(Path(__file__).with_name("proven_engine.py"))
-# In CI, because each test takes ten seconds by Triton's interpreter.
+# In CI on V2, because each test takes it ten seconds by Triton's interpreter.
 FEW = (
     "a block that is reused was altered",
     "the seed is not carried",
@@ -41,17 +44,16 @@ FEW = (
 LOGITS = 30.0  # by which a model's own preferences may differ
 
 
-@pytest.fixture(scope="module")
-def report(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    answer = tmp_path_factory.mktemp("proof") / "report.json"
+def report_of(base: Path, model: Path, runner: str, faults: Iterable[str]) -> Any:
+    answer = base / "report.json"
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"}
     env = {**kept, "PYTHONPATH": ROOT, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     env |= {"TORCH_COMPILE_DISABLE": "1", "OMP_NUM_THREADS": "1"}
     # A short name: vLLM's sockets are below it, and a socket's path has 107 bytes.
     with tempfile.TemporaryDirectory(prefix="us-st-") as temporary:
         done = subprocess.run(
-            [sys.executable, PROGRAM, str(model), str(answer), *FEW],
-            env={**env, "TMPDIR": temporary},
+            [sys.executable, PROGRAM, str(model), str(answer), *faults],
+            env={**env, **v2_on_cpu.RUNNERS[runner], "TMPDIR": temporary},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -61,9 +63,17 @@ def report(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return json.loads(answer.read_text())
 
 
+@pytest.fixture(scope="module", params=["v1", "v2"])
+def report(request: pytest.FixtureRequest, model: Path, tmp_path_factory: Any) -> Any:
+    faults = (*OF_BOTH, "healthy") if request.param == "v1" else FEW
+    return report_of(tmp_path_factory.mktemp("proof"), model, request.param, faults)
+
+
 def test_a_sound_engine_passes_and_each_planted_fault_is_found(report: Any):
+    """Before all faults, and with V1 also behind them."""
     assert {each["problem"] for each in report["healthy"]} == {""}
-    assert [fault for fault in FEW if not report[fault][0]["problem"]] == []
+    faults = OF_BOTH if report["runner"] == "v1" else FEW
+    assert [fault for fault in faults if not report[fault][0]["problem"]] == []
 
 
 def test_it_stays_within_the_blocks_that_scratch_memory_keeps_apart(report: Any):

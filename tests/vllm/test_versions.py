@@ -7,10 +7,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.config import VllmConfig
+from vllm.triton_utils import HAS_TRITON
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from engine.backends.vllm import versions
 from plumbing.errors import UsageError
+from tests.vllm.conftest import RUNNER
 
 # torch and vLLM say of themselves that they use what torch is about to drop.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning:vllm")
@@ -52,3 +55,9 @@ def test_a_kv_cache_is_planned_in_one_step_or_two(
     versions.get_kv_cache_configs("config", [{}], [1])
     groups = [("config", [{}])] if is_grouped_before else []
     assert asked == [("config", [{}], [1], *groups)]
+
+
+def test_the_tests_run_on_the_runner_that_they_are_for():
+    """What vLLM chooses on a GPU, unless the environment names the other one."""
+    assert versions.in_use(VllmConfig()) == RUNNER
+    assert (RUNNER == versions.V2) == HAS_TRITON

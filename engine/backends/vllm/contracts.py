@@ -22,6 +22,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from engine.backends.vllm import versions
+from engine.backends.vllm.versions import FILES, runner_of
 from plumbing.errors import UsageError
 
 HERE = Path(__file__).resolve().parent
@@ -137,6 +138,10 @@ class Sources:
             node = next((each for each in inside if getattr(each, "name", None) == part), None)
         return node if isinstance(node, Node) else None
 
+    def runners(self) -> set[str]:
+        """vLLM's model runners that are there; one must be."""
+        return {name for name, (file, *_) in FILES.items() if self.module(file)} or {*FILES}
+
     def keep(self, contract: Contract) -> bool:
         if contract.places:
             return any(self.has_name(*place) for place in contract.places)
@@ -177,27 +182,35 @@ class BrokenContract(Struct, frozen=True):
         return f"{self.name} [{self.where}; {self.user} needs it]"
 
 
-def broken(sources: Sources, users: str | tuple[str, ...] = "") -> list[BrokenContract]:
+def broken(
+    sources: Sources, users: str | tuple[str, ...] = "", runner: str = ""
+) -> list[BrokenContract]:
     """Every contract that `sources` break; of our files, only those whose names begin with
-    `users`."""
+    `users`. What only one of vLLM's model runners needs is left out, unless it is `runner`, or
+    without one, unless vLLM has that runner."""
+    asked = {runner} if runner else sources.runners()
+
+    def concerns(*files: str) -> bool:
+        return runner_of(*files) in {"", *asked}
+
     found = [
         BrokenContract(f"{module}.{name} can be imported", user, module)
         for user, module, name in sorted(imported(users))
-        if not sources.has_name(module, name)
+        if concerns(user, f"{_base_of(module)}.py") and not sources.has_name(module, name)
     ]
     found += [
         BrokenContract(contract.name, user, contract.where)
         for user, contracts in CONTRACTS.items()
         if user.startswith(users)
         for contract in contracts
-        if not sources.keep(contract)
+        if concerns(user, contract.file) and not sources.keep(contract)
     ]
     return found
 
 
-def changed(sources: Sources, users: tuple[str, ...]) -> str:
+def changed(sources: Sources, users: tuple[str, ...], runner: str) -> str:
     """Why vLLM cannot do what `users` need, in a sentence, or nothing."""
-    found = broken(sources, users)
+    found = broken(sources, users, runner)
     if not found:
         return ""
     more = f", and {len(found) - 1} more" if len(found) > 1 else ""

@@ -108,7 +108,7 @@ def _of_requests(vllm_config: Any) -> list[str]:
     sequences = vllm_config.scheduler_config.max_num_seqs
     device, pinned = bytes_of_requests(vllm_config, sequences)
     is_much = max(device, pinned) >= REQUESTS_BYTES_MAX
-    if not (vllm_config.use_v2_model_runner and is_much):
+    if versions.in_use(vllm_config) != versions.V2 or not is_much:
         return []
     said = (
         f"--max-num-seqs {sequences}: every engine, also one that stands by or sleeps, keeps"

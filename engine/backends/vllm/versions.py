@@ -1,9 +1,12 @@
-"""What differs between the supported versions of vLLM.
+"""What differs between the supported versions of vLLM, and between its two model runners.
 
 All other files here import from vLLM directly: what they use is the same from 0.31 to 0.33, and
 `contracts.py` checks that against an installed vLLM's sources. vLLM's modules are imported inside
 the functions, so that `check_version` refuses an untested version with a clear message and not with
 an ImportError.
+
+Runner V2 is vLLM's default on GPUs, and V1 is about to be removed. What only one runner needs must
+not count against the other, whose files may be gone.
 """
 
 from __future__ import annotations
@@ -90,3 +93,27 @@ def _either(new: str, old: str) -> Any:
         if not new.startswith(str(error.name)):
             raise  # the module exists, but something that it needs does not
         return importlib.import_module(old)
+
+
+V1, V2 = "v1", "v2"
+# vLLM's files and ours that belong to one runner, by how their names begin; its own module first.
+FILES = {
+    V1: (
+        "v1/worker/gpu_model_runner.py",
+        "v1/worker/gpu_input_batch.py",
+        "v1/worker/cpu_model_runner.py",
+        "resume/batch",
+    ),
+    V2: ("v1/worker/gpu/model_runner.py", "v1/worker/gpu/", "v1/worker/cpu/"),
+}
+
+
+def runner_of(*files: str) -> str:
+    """The runner to which one of `files` belongs; empty: both need them."""
+    return next((name for name in FILES for file in files if file.startswith(FILES[name])), "")
+
+
+def in_use(config: Any) -> str:
+    """The runner of an engine with this `VllmConfig`. vLLM decides: its variable is only a wish,
+    and some features choose V1 without it."""
+    return V2 if config.use_v2_model_runner else V1

@@ -1,12 +1,12 @@
 """Kill engines at every point of a step, hundreds of times: each is a fork of a parked one.
 
-    python -m tests.vllm.kv_kills [--kills N] [--json]
+    python -m tests.vllm.kv_kills [--backend reference|vllm] [--runner v1|v2] [--kills N] [--json]
 
-This process loads the reference backend's model and parks. Every fork of it borrows the KV pool
-from a real memory service, adopts what it finds, answers the same questions again and again and
-kills itself inside a step. An engine is one process here and has no supervisor. Every answer must
-be that of a fork that never saw the pool. Exit code 1 if one is not, if a block is torn, or if
-nothing was adopted.
+Starting vLLM takes a minute of two cores, and a fork of it a moment. This process loads the model
+and parks; every fork of it borrows the KV pool from a real memory service, adopts what it finds,
+answers the same questions again and again and kills itself inside a step. An engine is one process
+here and has no supervisor. Every answer must be that of a fork that never saw the pool. Exit code 1
+if one is not, if a block is torn, or if nothing was adopted.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from hack import v2_on_cpu
 from tests.gms.bench import GmsProcess
 from tests.vllm.about import commit, machine
-from tests.vllm.kv_kills.reference import ParkedReference
 from tests.vllm.kv_kills.seams import SEAMS, Points
-from understudy.up.models import ONE_THREAD, make_random_model
+from understudy.up.models import RandomModel, make_random_model
 
 ENGINE = "engine-0"
 DEVICE_BYTES = 1 << 30
@@ -41,6 +41,12 @@ VOCABULARY = range(32, 120)
 AT_ONCE = 6
 SEED = 1
 ROUNDS_MAX = 30  # of questions, in a life; most lives end in the first
+VARIABLES = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "UNDERSTUDY_VLLM_KV": "1",
+    "ENGINE_ID": ENGINE,
+}
 
 Known = tuple[list[int], list[int]]  # a question and its answer
 
@@ -62,14 +68,14 @@ class Life:
 
 
 def learn(parked: Any, rng: Random) -> list[Known]:
-    """Questions and their answers."""
+    """Questions whose answers rounding cannot change, and the answers."""
     beginnings = [_tokens(rng, BEGINNING_TOKENS) for _ in range(BEGINNINGS)]
     prompts = [
         rng.choice(beginnings) + _tokens(rng, rng.randrange(REST_TOKENS_MAX))
         for _ in range(ASKED_MAX)
     ]
     parked.wake(0)
-    return [(each, parked.ask([each])[0]) for each in prompts]
+    return [(each, parked.ask([each])[0]) for each in prompts if parked.is_clear(each)]
 
 
 def live(parked: Any, token: int, known: Sequence[Known], life: Life, out: int) -> None:
@@ -107,15 +113,29 @@ def in_a_fork(work: Any) -> tuple[list[dict[str, Any]], int]:
     return told, os.waitpid(pid, 0)[1]
 
 
+def load(backend: str, model: str, directory: str) -> Any:
+    """The engine of `backend`, loaded and parked. `wake(token)` borrows the pool and adopts, and
+    says how many blocks were `adopted` and `torn`, and `why_empty`; with token 0 it takes private
+    memory. `ask(prompts)` answers all at the same time, and `is_clear(prompt)` says whether
+    rounding cannot change the answer."""
+    if backend == "reference":
+        from tests.vllm.kv_kills.reference import ParkedReference
+
+        return ParkedReference(model, directory, ENGINE)
+    from tests.vllm.kv_kills.parked_vllm import ParkedVllm
+
+    return ParkedVllm(model, directory, ENGINE)
+
+
 def run(flags: argparse.Namespace, base: Path) -> dict[str, Any]:
     """Lives until enough have been killed, or one was misled."""
-    parked, rng = ParkedReference(str(base / "model"), str(base / "pod"), ENGINE), Random(SEED)
+    parked, rng = load(flags.backend, str(base / "model"), str(base / "pod")), Random(SEED)
     told, _ = in_a_fork(lambda out: _tell(out, {"known": learn(parked, rng)}))
     if "known" not in told[0]:
         raise RuntimeError(told[0]["error"])
     known = [(prompt, answer) for prompt, answer in told[0]["known"]]
     say(f"{len(known)} questions")
-    points, names = Points(), [*SEAMS]
+    points, names = Points(flags.backend), [*SEAMS[flags.backend]]
     lives: list[Life] = []
     killed: list[str] = []
     while len(killed) < flags.kills:
@@ -162,18 +182,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m tests.vllm.kv_kills", description="kill forks of a parked engine"
     )
+    parser.add_argument("--backend", choices=SEAMS, default="reference")
+    parser.add_argument(
+        "--runner",
+        choices=v2_on_cpu.RUNNERS,
+        help="vLLM's model runner [default: what vLLM chooses on a GPU]",
+    )
     parser.add_argument("--kills", type=int, default=200, help="how many [default: %(default)s]")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     flags = parser.parse_args()
     if os.environ.get("ENGINE_ID") != ENGINE:  # libraries read the environment as they are loaded
-        environment = {**os.environ, **ONE_THREAD, "ENGINE_ID": ENGINE}
+        environment = {**os.environ, **RandomModel.of(flags.backend).env, **VARIABLES}
+        if flags.backend == "vllm":
+            environment |= v2_on_cpu.environment(flags.runner)
         words = [sys.executable, "-m", "tests.vllm.kv_kills", *sys.argv[1:]]
         os.execve(sys.executable, words, environment)
-    began_s = time.monotonic()
+    out, began_s = os.dup(sys.stdout.fileno()), time.monotonic()
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what vLLM prints is no report
     with tempfile.TemporaryDirectory(prefix="kv-kills-") as directory:
         base = Path(directory)
         (base / "pod").mkdir(mode=0o700)
-        asyncio.run(make_random_model(base / "model"))
+        asyncio.run(make_random_model(base / "model", RandomModel.of(flags.backend).shape))
         server = GmsProcess(str(base / "pod"), device_bytes=DEVICE_BYTES).start()
         try:
             found = run(flags, base)
@@ -181,7 +210,7 @@ def main() -> None:
             server.stop()
     head = {"machine": machine(), "commit": commit(), "took_s": round(time.monotonic() - began_s)}
     if flags.json:
-        print(json.dumps({**head, **vars(flags), **found}, indent=1))
+        os.write(out, json.dumps({**head, **vars(flags), **found}, indent=1).encode() + b"\n")
     say(str({name: value for name, value in found.items() if name != "each"}))
     sys.exit(0 if found["passed"] else 1)
 

@@ -29,8 +29,7 @@ ANSWER_TOKENS = 40
 
 
 class ParkedReference:
-    """`wake(token)` borrows the pool and adopts, and says how many blocks, or why none; with token
-    0 it takes private memory. `ask(prompts)` answers all at once."""
+    """See `load`."""
 
     def __init__(self, model: str, directory: str, engine: str) -> None:
         self._directory, self._engine = directory, engine
@@ -87,3 +86,6 @@ class ParkedReference:
             if produced is not None:
                 made[produced.request].append(produced.token)
         return made
+
+    def is_clear(self, prompt: list[int]) -> bool:
+        return True

@@ -6,39 +6,49 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Callable, Mapping
 from random import Random
 from typing import Any
 
-from engine.backends.reference.decoder import Decoder, KVCache
-from engine.backends.reference.generation import Generator
-from engine.backends.reference.kv_blocks import BlockStore
-from engine.kv.layout import IndexCells
-
-# Each point, and the most calls that succeed first. An adoption counts as proven after some dozens
-# of steps: most kills come later, so that not every other one empties the cache.
-SEAMS: Mapping[str, int] = {
-    "sent": 600,  # the step is chosen, nothing of it computed
-    "running": 1200,  # between two of its layers
-    "done": 600,  # computed, its token not chosen
-    "copying": 20,  # a block is half copied into the cache
-    "copied": 20,  # …wholly, and not published
-    "store": 80,  # between two stores to the index, or in the middle of one
-    "processed": 600,
+# By backend: each point, and the most calls that succeed first. An adoption counts as proven after
+# some dozens of steps: most kills come later, so that not every other one empties the cache.
+SEAMS: Mapping[str, Mapping[str, int]] = {
+    "reference": {
+        "sent": 600,  # the step is chosen, nothing of it computed
+        "running": 1200,  # between two of its layers
+        "done": 600,  # computed, its token not chosen
+        "copying": 20,  # a block is half copied into the cache
+        "copied": 20,  # …wholly, and not published
+        "store": 80,  # between two stores to the index, or in the middle of one
+        "processed": 600,
+    },
+    "vllm": {
+        "sent": 150,  # scheduled; with asynchronous scheduling another step is in flight
+        "running": 300,  # between two layers, in a worker
+        "written": 150,  # the worker is done, and its output not sent
+        "done": 150,  # the output is there, and not processed
+        "store": 40,
+        "processed": 150,
+    },
 }
 
 
 class Points:
     """The point at which this process dies; forks inherit it."""
 
-    def __init__(self) -> None:
+    def __init__(self, backend: str) -> None:
+        self._seams = SEAMS[backend]
         self._point, self._left = "", 0
         self._wrap_index()
-        self._wrap_backend()
+        if backend == "vllm":
+            self._wrap_vllm()
+        else:
+            self._wrap_reference()
 
     def arm(self, point: str, rng: Random) -> int:
         """Die at `point` after some calls, few about as often as many; how many."""
-        self._point, self._left = point, int(rng.random() ** 2 * SEAMS[point])
+        self._point, self._left = point, int(rng.random() ** 2 * self._seams[point])
         return self._left
 
     def is_due(self, point: str) -> bool:
@@ -64,6 +74,8 @@ class Points:
         setattr(owner, name, wrapped)
 
     def _wrap_index(self) -> None:
+        from engine.kv.layout import IndexCells
+
         real = IndexCells.store
 
         def store(cells: Any, offset: int, content: bytes) -> None:
@@ -75,7 +87,11 @@ class Points:
         self._wrap(IndexCells, "store_word", before="store")
         IndexCells.store = store  # type: ignore[method-assign]  # the same, or its half
 
-    def _wrap_backend(self) -> None:
+    def _wrap_reference(self) -> None:
+        from engine.backends.reference.decoder import Decoder, KVCache
+        from engine.backends.reference.generation import Generator
+        from engine.backends.reference.kv_blocks import BlockStore
+
         real: Any = BlockStore.run
 
         def run(memory: Any, kind: str, number: int, *place: int) -> Any:
@@ -94,3 +110,15 @@ class Points:
         self._wrap(Decoder, "forward", before="sent", after="done")
         self._wrap(KVCache, "layer", before="running")
         self._wrap(Generator, "step", after="processed")
+
+    def _wrap_vllm(self) -> None:
+        from vllm.model_executor.models.llama import LlamaDecoderLayer
+
+        from engine.backends.vllm.kv.scheduler import Keeping
+
+        self._wrap(Keeping, "schedule", after="sent")
+        self._wrap(Keeping, "update_from_output", before="done", after="processed")
+        self._wrap(LlamaDecoderLayer, "forward", before="running")
+        for name in ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner"):
+            if name in sys.modules:
+                self._wrap(sys.modules[name].GPUModelRunner, "sample_tokens", after="written")

@@ -1,6 +1,6 @@
 """Every kind of request, cut after several numbers of tokens and resumed: is it the same answer?
 
-    python -m tests.vllm.resume_matrix [--async] [--at-once N] [--beside N]
+    python -m tests.vllm.resume_matrix [--runner v1|v2] [--async] [--at-once N] [--beside N]
         [--only long|adapter] [--row NAME]… [--cuts N] [--json FILE] [-- vLLM's flags]
 
 With vLLM's CPU build, a random model in float32, through vLLM's own HTTP layer and the backend's
@@ -46,7 +46,7 @@ def main() -> int:
     rows, apart = _apart(flags)
     vllm = [*apart, *([ASYNC_FLAG] * flags.is_async), *flags.vllm]
     with (
-        running_engine(vllm, v2_on_cpu.environment()) as engine,
+        running_engine(vllm, v2_on_cpu.environment(flags.runner)) as engine,
         _beside(engine.path, flags.beside),
     ):
         found = try_rows(engine.path, rows, flags.row, flags.at_once, flags.cuts)
@@ -63,6 +63,7 @@ def main() -> int:
         "commit": commit(),
         "machine": machine(),
         "only": flags.only,
+        "runner": v2_on_cpu.name_of(flags.runner),
         "async": flags.is_async,
         "at_once": flags.at_once,
         "beside": flags.beside,
@@ -179,6 +180,11 @@ def try_rows(
 def _flags() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.vllm.resume_matrix", description=__doc__)
     parser.add_argument("--json", metavar="FILE", help="write the report; -: to the output")
+    parser.add_argument(
+        "--runner",
+        choices=v2_on_cpu.RUNNERS,
+        help="vLLM's model runner [default: what vLLM chooses on a GPU]",
+    )
     parser.add_argument(
         "--async", action="store_true", dest="is_async", help="let steps overlap, as on GPUs"
     )

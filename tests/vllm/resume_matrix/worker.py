@@ -24,7 +24,7 @@ class Worker(StockWorker):  # type: ignore[misc]  # unknown where types are chec
 
     def init_device(self) -> None:
         super().init_device()
-        self.problem = hook.problem_with(self.model_runner)
+        self.problem = hook.install(self.vllm_config, self.model_runner)
 
     def sleep(self, level: int = 1) -> None:
         pass

@@ -77,6 +77,9 @@ def continuing(engine: Any, args: argparse.Namespace, identity: dict[str, Any]) 
         "flags": {name: getattr(args, name, None) for name in FLAGS},
         "identity": identity if is_exact else identity.get("models"),
         "names": args.served_model_name or [args.model],
+        # Each runner makes other noise of the same seed. vLLM may choose V1 for a feature, so that
+        # VLLM_USE_V2_MODEL_RUNNER does not tell which one runs.
+        "runner": versions.in_use(engine.vllm_config),
         "sampling": engine.model_config.get_diff_sampling_param(),
         "template": _text_of(args.chat_template),
         "tokenizer": _tokenizer(engine.get_tokenizer()),

@@ -14,7 +14,7 @@ from typing import Any
 
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from engine.backends.vllm import contracts
+from engine.backends.vllm import contracts, versions
 from engine.backends.vllm.contracts import Sources
 from engine.backends.vllm.kv import INSTALL_ENV as KEEP_ENV
 from engine.backends.vllm.resume import INSTALL_ENV as RESUME_ENV
@@ -46,12 +46,12 @@ class Features:
     def find(cls, config: Any, sources: Sources, **refused: str) -> Features:
         """Before the engine starts, from its `VllmConfig` and vLLM's `sources`. `refused`: by the
         command line."""
-        found = cls(**refused)
+        found, runner = cls(**refused), versions.in_use(config)
         for feature, files in FILES.items():
             if found.has(feature) and feature in PROBLEMS:
                 found.lacks(feature, PROBLEMS[feature](config))
             if found.has(feature):
-                found.lacks(feature, contracts.changed(sources, files))
+                found.lacks(feature, contracts.changed(sources, files, runner))
         return found
 
     def has(self, feature: str) -> bool:
@@ -92,18 +92,11 @@ class Features:
         return f"engine.backends.vllm.{place}{kind}"
 
 
-OLD_RUNNER = (
-    "it runs vLLM's deprecated model runner V1: leave out VLLM_USE_V2_MODEL_RUNNER=0, or what"
-    " else vLLM's log names as the reason"
-)
-
-
 def _cannot_resume(config: Any) -> str:
-    if not config.use_v2_model_runner:
-        return OLD_RUNNER
     if config.scheduler_config.scheduler_cls is not None:
         return "it has a scheduler of its own (--scheduler-cls)"
-    if config.model_config.logits_processors or entry_points(group=PROCESSORS):
+    has_own = config.model_config.logits_processors or entry_points(group=PROCESSORS)
+    if versions.in_use(config) == versions.V2 and has_own:
         return (
             "it has logits processors of its own, and vLLM's model runner V2 does not give them "
             "the tokens already generated"
@@ -115,8 +108,6 @@ def _cannot_keep_kv(config: Any) -> str:
     """Any doubt means no. The memory is still shared between engines, but no content is
     believed."""
     cache, parallel = config.cache_config, config.parallel_config
-    if not config.use_v2_model_runner:
-        return OLD_RUNNER
     if not cache.enable_prefix_caching:
         return "prefix caching is off"
     if cache.prefix_caching_hash_algo not in HASH_ALGORITHMS:

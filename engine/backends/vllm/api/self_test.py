@@ -349,7 +349,7 @@ def about(config: Any) -> dict[str, Any]:
         "driver": driver,
         "vllm": versions.vllm_version(),
         "torch": versions.torch_version(),
-        "runner": "v2" if config.use_v2_model_runner else "v1",
+        "runner": versions.in_use(config),
         "noise": "fp64" if getattr(config.model_config, "use_fp64_gumbel", False) else "fp32",
         "computation": config.compute_hash(),  # vLLM's own digest: model, kernels, graphs, ranks
         "async": bool(scheduler.async_scheduling),

@@ -111,14 +111,15 @@ class ContinuingLLM(AsyncLLM):
         return self.continuing.best
 
     def _is_untried(self, params: Any) -> bool:
-        """Nobody has resumed such a request: drafts may be aligned with seeds in another way after
-        a cut, and watermarks, thinking budgets and replayed traces depend on what was made."""
+        """Nobody has resumed such a request with model runner V2: it finds thinking budgets by
+        other code than V1, drafts are aligned with seeds in another way after a cut, and only V2
+        has watermarks and replays traces."""
         config = self.vllm_config
         is_marked = getattr(config, "watermark_config", None) is not None
         has_drafts = config.speculative_config is not None and params.seed is not None
         asked = ("thinking_token_budget", "trace_decode_token_ids")
         is_special = any(getattr(params, name, None) is not None for name in asked)
-        return is_marked or has_drafts or is_special
+        return config.use_v2_model_runner and (is_marked or has_drafts or is_special)
 
     def _check_fits(self, request: Any, made: Any) -> None:
         """Tokens that the model cannot have made would end the engine core.

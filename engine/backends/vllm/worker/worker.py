@@ -31,7 +31,7 @@ from engine.backends.vllm.kv import INSTALL_ENV as KEEP_KV_ENV
 from engine.backends.vllm.kv import Lending, facts
 from engine.backends.vllm.kv_size import check_holds_a_sequence
 from engine.backends.vllm.membership import Answer, answering, reporting
-from engine.backends.vllm.resume import INSTALL_ENV
+from engine.backends.vllm.resume import INSTALL_ENV, hook
 from engine.backends.vllm.worker import kv_cuda, weights
 from engine.backends.vllm.worker.identity import same_on_every_rank
 from engine.backends.vllm.worker.kv_arena import Backing, KVArena
@@ -71,9 +71,7 @@ class ParkingWorker(StockGPUWorker):
         with reporting():
             super().init_device()
             if os.environ.get(INSTALL_ENV):
-                from engine.backends.vllm.resume import hook  # its vLLM's may lack this runner
-
-                self._cannot_resume = hook.problem_with(self.model_runner)
+                self._cannot_resume = hook.install(self.vllm_config, self.model_runner)
             # Ranks on one machine meet through a file that none keeps open; it outlives SIGKILL.
             place = str(self.distributed_init_method)
             if self.rank == 0 and place.startswith(MEETING_FILE):
