@@ -382,7 +382,7 @@ LINES_MAX = {
     "plumbing": 6_130,
     "lockserver": 6_610,
     "gms": 8_990,
-    "engine": 18_150,
+    "engine": 18_070,
     "gateway": 8_260,
     "pool": 8_000,
     "understudy": 8_690,

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 def page_of(lease: KvLease) -> IndexPage:
     """The index in the lease's pool. Its mapping lives until the page is released."""
-    return IndexPage.over(memoryview(mmap.mmap(lease.index.fileno(), lease.index_bytes)))
+    return IndexPage(memoryview(mmap.mmap(lease.index.fileno(), lease.index_bytes)))
 
 
 class KeptPools:

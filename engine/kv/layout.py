@@ -101,25 +101,20 @@ def index_bytes(blocks: int) -> int:
     return HEADER_BYTES + blocks * RECORD_BYTES
 
 
-class IndexCells:
-    """Loads and stores over the mapping of an index. Every change of an index is one of its stores.
+class IndexPage:
+    """One pool's index: typed reads, and the stores in their order. Every change of an index is a
+    `store` or a `store_word`.
 
-    Borrows `view`; `release` before the mapping is closed.
+    Borrows `view`; `release` before its mapping is closed.
     """
 
     def __init__(self, view: memoryview) -> None:
         self._bytes = view.cast("B")
         self._words = self._bytes.cast("Q")
 
-    @property
-    def size(self) -> int:
-        return len(self._bytes)
-
-    def load_word(self, number: int) -> int:
-        return self._words[number]
-
-    def load(self, offset: int, size: int) -> memoryview:
-        return self._bytes[offset : offset + size]
+    def release(self) -> None:
+        self._words.release()
+        self._bytes.release()
 
     def store_word(self, number: int, value: int) -> None:
         """One aligned store of the machine: whole, or not there."""
@@ -129,53 +124,34 @@ class IndexCells:
         """May be cut anywhere by the end of the process."""
         self._bytes[offset : offset + len(content)] = content
 
-    def release(self) -> None:
-        self._words.release()
-        self._bytes.release()
-
-
-class IndexPage:
-    """One pool's index: typed reads, and the stores in their order."""
-
-    def __init__(self, cells: IndexCells) -> None:
-        self._cells = cells
-
-    @classmethod
-    def over(cls, view: memoryview) -> IndexPage:
-        return cls(IndexCells(view))
-
-    def release(self) -> None:
-        """Let go of the view, so that its mapping can be closed."""
-        self._cells.release()
-
     # ------------------------------------------------------------------ header
 
     @property
     def capacity(self) -> int:
         """Blocks that this memory has records for."""
-        return max(0, (self._cells.size - HEADER_BYTES) // RECORD_BYTES)
+        return max(0, (len(self._bytes) - HEADER_BYTES) // RECORD_BYTES)
 
     @property
     def generation(self) -> int:
-        return self._cells.load_word(GENERATION)
+        return self._words[GENERATION]
 
     @property
     def adopter(self) -> int:
         """The last engine that adopted this content, as `incarnation_word`; 0: none has."""
-        return self._cells.load_word(ADOPTER)
+        return self._words[ADOPTER]
 
     @property
     def unproven(self) -> int:
         """How many engines have adopted this content since one proved that it works."""
-        return self._cells.load_word(UNPROVEN)
+        return self._words[UNPROVEN]
 
     def read_header(self) -> tuple[IndexHeader, str] | None:
         """The header and its cohort, or None: it was never written, or not to its end."""
-        commit = self._cells.load_word(COMMIT)
-        (length,) = _LENGTH.unpack(self._cells.load(FACTS_OFFSET, _LENGTH.size))
+        commit = self._words[COMMIT]
+        (length,) = _LENGTH.unpack_from(self._bytes, FACTS_OFFSET)
         if not commit or length > FACTS_BYTES_MAX - _LENGTH.size:
             return None
-        facts = bytes(self._cells.load(FACTS_OFFSET, _LENGTH.size + length))
+        facts = bytes(self._bytes[FACTS_OFFSET : FACTS_OFFSET + _LENGTH.size + length])
         if _header_commit(facts) != commit:
             return None
         try:
@@ -191,40 +167,40 @@ class IndexPage:
         if len(facts) > FACTS_BYTES_MAX:
             raise ValueError(f"the facts of a KV index take {len(facts)} bytes")
         self.invalidate_header()
-        self._cells.store(FACTS_OFFSET, facts)
-        self._cells.store_word(COMMIT, _header_commit(facts))
+        self.store(FACTS_OFFSET, facts)
+        self.store_word(COMMIT, _header_commit(facts))
 
     def invalidate_header(self) -> None:
-        self._cells.store_word(COMMIT, 0)
+        self.store_word(COMMIT, 0)
 
     def raise_generation(self) -> None:
         """End every record by one store; how they were adopted is then forgotten."""
         raised = (self.generation & GENERATION_MAX) + 1
         if raised > GENERATION_MAX:
             raise OverflowError("the content generation of this KV pool is used up")
-        self._cells.store_word(GENERATION, raised)
+        self.store_word(GENERATION, raised)
         self.prove()
 
     def count_adopter(self, incarnation: int) -> None:
         """Another engine relies on this content. Counted first: a death between counts once more,
         never less."""
-        self._cells.store_word(UNPROVEN, self.unproven + 1)
-        self._cells.store_word(ADOPTER, incarnation)
+        self.store_word(UNPROVEN, self.unproven + 1)
+        self.store_word(ADOPTER, incarnation)
 
     def prove(self) -> None:
         """Note that the content works for the engine that has it, or that there is none."""
-        self._cells.store_word(UNPROVEN, 0)
-        self._cells.store_word(ADOPTER, 0)
+        self.store_word(UNPROVEN, 0)
+        self.store_word(ADOPTER, 0)
 
     # ------------------------------------------------------------------ records
 
     def erase(self, block: int) -> None:
-        self._cells.store_word(FIRST_RECORD_WORD + block * RECORD_WORDS, 0)
+        self.store_word(FIRST_RECORD_WORD + block * RECORD_WORDS, 0)
 
     def write_records(self, records: Iterable[RecordFields]) -> None:
         """One after the other: a death leaves those before it."""
-        store_word, store, generation = self._cells.store_word, self._cells.store, self.generation
-        key = _key(self._cells.load_word(COMMIT), generation)
+        store_word, store, generation = self.store_word, self.store, self.generation
+        key = _key(self._words[COMMIT], generation)
         for block, block_hash, group, tokens, sequence, audit in records:
             flags = 0 if audit is None else HAS_AUDIT
             body = _BODY.pack(sequence, tokens, group, flags, audit or 0, block_hash)
@@ -236,9 +212,9 @@ class IndexPage:
     def records(self, blocks: int) -> Iterator[IndexRecord]:
         """The valid records of the first `blocks` blocks, by number."""
         generation, crc32 = self.generation, zlib.crc32
-        key = _key(self._cells.load_word(COMMIT), generation)
+        key = _key(self._words[COMMIT], generation)
         # A copy: nobody writes now, and its parts cost less.
-        memory = bytes(self._cells.load(HEADER_BYTES, min(blocks, self.capacity) * RECORD_BYTES))
+        memory = bytes(self._bytes[HEADER_BYTES : index_bytes(min(blocks, self.capacity))])
         for first in range(0, len(memory), len(NEVER_WRITTEN)):
             if memory.startswith(NEVER_WRITTEN, first):  # most of a large index
                 continue

@@ -32,6 +32,8 @@ class RunningPool:
 
     def __init__(self, directory: Path, port: int, runner: PodRunner | None = None) -> None:
         self.directory, self.port = directory, port
+        # A parked stream is silent for as long as others have their turns.
+        self.silence_s = 3 * WAIT_S
         self._runner = runner
 
     @property
@@ -105,8 +107,7 @@ class RunningPool:
     @contextmanager
     def _asked(self, model: str, prompt: str, **more: Any) -> Iterator[http.client.HTTPResponse]:
         asked = {"model": model, "prompt": prompt, "temperature": 0, **more}
-        # A parked stream is silent for as long as others have their turns.
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=3 * WAIT_S)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=self.silence_s)
         headers = {"Content-Type": "application/json"}
         try:
             connection.request("POST", "/v1/completions", json.dumps(asked), headers)

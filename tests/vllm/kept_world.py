@@ -93,7 +93,7 @@ class Device:
     def __init__(self) -> None:
         self.slots: dict[int, Text] = {}
         self.truth: dict[bytes, tuple[Text, ...]] = {}
-        self.page = IndexPage.over(memoryview(bytearray(index_bytes(BLOCKS))))
+        self.page = IndexPage(memoryview(bytearray(index_bytes(BLOCKS))))
 
     def learn(self, request: Any) -> None:
         """What the blocks with the hashes of `request` must hold."""

@@ -46,7 +46,7 @@ async def started(app: App, http: str) -> tuple[Front, socket.socket, asyncio.Ta
     serving = asyncio.create_task(server.serve(sockets=[private]))
     await auntil(lambda: server.started, "the server to start")
     front._app = SimpleNamespace(state=SimpleNamespace(server=server))
-    config.loaded_app = Gate(app, front.traffic, 1000)
+    config.loaded_app = Gate(app, front.traffic)
     lent = socket.create_server(("127.0.0.1", 0))
     await front.open(OwnedFd(lent.dup().detach()))
     return front, lent, serving

@@ -118,7 +118,7 @@ def alter_a_byte(server: int, tokens: int) -> int:
             if "understudy_kv-" in name:
                 parts[name.rpartition("-")[2]] = fd
     with open(parts["0"], "rb") as file:
-        page = IndexPage.over(memoryview(bytearray(file.read())))
+        page = IndexPage(memoryview(bytearray(file.read())))
     facts = page.read_header()
     assert facts is not None
     blocks = [each.block for each in page.records(facts[0].blocks) if each.tokens == tokens]

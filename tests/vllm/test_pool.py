@@ -88,6 +88,7 @@ async def test_models_take_turns_and_every_answer_is_as_alone(
     for name, value in VLLM_RANDOM_MODEL.env.items():
         monkeypatch.setenv(name, value)
     async with running_pool(tmp_path, monkeypatch, POOL_FILE, DEVICE_BYTES, model) as pod:
+        pod.silence_s = 2 * WHOLE_DEADLINE_S  # both models load at once
         loading = {name: ask(pod, name, SHORT)[0] for name in MODELS}
         short = {name: await each for name, each in loading.items()}
         alone = await ask(pod, "a", LONG)[0]
@@ -103,7 +104,9 @@ async def test_models_take_turns_and_every_answer_is_as_alone(
 
         stream, other = await interrupted(pod)
         # A look may come so late that `a` has yielded, and is awake again.
-        await auntil(lambda: pod.states()["a"] != "awake" or other.done(), "a to yield")
+        await auntil(
+            lambda: pod.states()["a"] != "awake" or other.done(), "a to yield", WHOLE_DEADLINE_S
+        )
         os.kill(engines["b"]["core"], signal.SIGKILL)
         assert (await other, await stream) == (short["b"], alone)
         again = await backends(pod)

@@ -26,7 +26,6 @@ STEP_BYTES = 64 << 20  # readable sizes, and whole huge pages on every kind of m
 # What model runner V2 keeps for each request that may run, in every engine: worth a warning.
 REQUESTS_BYTES_MAX = 256 << 20
 COUNT_BYTES = 4  # of a token in a table
-REQUEST_TOKENS = 1024  # of a short request: the KV cache has no room for more of them at once
 
 
 class Proposal(Struct, frozen=True):
@@ -95,34 +94,19 @@ def warnings(vllm_config: Any) -> list[str]:
     return [*found, *_of_requests(vllm_config)]
 
 
-def bytes_of_requests(vllm_config: Any, sequences: int) -> tuple[int, int]:
-    """What a rank with model runner V2 keeps for `sequences` requests, whatever they ask for, and
-    also while it sleeps: bytes of the device (counts of every token, for penalties), and of pinned
-    host memory (the tokens themselves)."""
-    model = vllm_config.model_config
-    counts, tokens = model.get_vocab_size(), model.max_model_len
-    return sequences * counts * COUNT_BYTES, sequences * tokens * COUNT_BYTES
-
-
 def _of_requests(vllm_config: Any) -> list[str]:
-    sequences = vllm_config.scheduler_config.max_num_seqs
-    device, pinned = bytes_of_requests(vllm_config, sequences)
-    is_much = max(device, pinned) >= REQUESTS_BYTES_MAX
-    if versions.in_use(vllm_config) != versions.V2 or not is_much:
+    """What a rank with model runner V2 keeps for requests, whatever they ask for, and also while it
+    sleeps: counts of every token, for penalties, on the device, and the tokens in pinned memory."""
+    model, sequences = vllm_config.model_config, vllm_config.scheduler_config.max_num_seqs
+    device = sequences * model.get_vocab_size() * COUNT_BYTES
+    pinned = sequences * model.max_model_len * COUNT_BYTES
+    is_v1 = versions.in_use(vllm_config) != versions.V2
+    if is_v1 or max(device, pinned) < REQUESTS_BYTES_MAX:
         return []
-    said = (
-        f"--max-num-seqs {sequences}: every engine, also one that stands by or sleeps, keeps"
-        f" {size(device)} of each device and {size(pinned)} of pinned host memory for its requests"
-    )
-    kv_bytes = vllm_config.cache_config.kv_cache_memory_bytes or 0
-    tokens = kv_bytes // propose(vllm_config).bytes_per_token
-    enough = 1 << max(4, (tokens // REQUEST_TOKENS).bit_length())
-    if enough >= sequences:
-        return [f"{said}; where memory is short, lower it"]
-    device, pinned = bytes_of_requests(vllm_config, enough)
     return [
-        f"{said}; with --max-num-seqs {enough} it is {size(device)} and {size(pinned)}, and the KV"
-        f" cache has no room for more requests of {REQUEST_TOKENS} tokens"
+        f"--max-num-seqs {sequences}: every engine, also one that stands by or sleeps, keeps"
+        f" {size(device)} of each device and {size(pinned)} of pinned host memory for its requests;"
+        " where memory is short, lower it"
     ]
 
 

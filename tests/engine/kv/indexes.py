@@ -7,7 +7,7 @@ from hashlib import sha256
 from msgspec import structs
 
 from engine.kv.adopter import Adoption, adoptable
-from engine.kv.layout import IndexCells, IndexHeader, IndexPage, index_bytes
+from engine.kv.layout import IndexHeader, IndexPage, index_bytes
 from engine.kv.writer import IndexWriter
 
 BLOCKS = 8
@@ -32,7 +32,7 @@ def memory(blocks: int = BLOCKS) -> bytearray:
 
 
 def page_over(content: bytearray) -> IndexPage:
-    return IndexPage(IndexCells(memoryview(content)))
+    return IndexPage(memoryview(content))
 
 
 def block_hash(number: int) -> bytes:

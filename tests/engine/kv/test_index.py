@@ -3,7 +3,6 @@ adopter over plain memory, each rule by one short history."""
 
 from __future__ import annotations
 
-import mmap
 import random
 from collections.abc import Sequence
 
@@ -19,7 +18,7 @@ from engine.kv.layout import (
     IndexPage,
     index_bytes,
 )
-from engine.kv.writer import PROOF_STEPS, IndexWriter, LatePublisher
+from engine.kv.writer import PROOF_STEPS, IndexWriter
 from plumbing.errors import InvariantError
 from tests.engine.kv.indexes import (
     BLOCKS,
@@ -36,15 +35,6 @@ from tests.engine.kv.indexes import (
 def publish(writer: IndexWriter, block: int, number: int | None = None) -> bool:
     number = block if number is None else number
     return writer.publish(block, writer.use(block), block_hash(number), 0, 16)
-
-
-def test_index_in_a_mapping_is_released_before_the_mapping_is_closed():
-    with mmap.mmap(-1, index_bytes(BLOCKS)) as mapping:
-        page = IndexPage.over(memoryview(mapping))
-        writer = IndexWriter([page], [HEADER], "e", "c")
-        assert publish(writer, 1)
-        assert blocks_of(adoptable([page], [HEADER], "f")) == [1]
-        page.release()
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -204,17 +194,3 @@ def test_ranks_agree_or_start_empty():
     IndexWriter(ranks_of(*others)[0], headers, "engine-1", "c2")
     mixed_pages, _ = ranks_of(contents[0], others[1])
     assert "same content" in adoptable(mixed_pages, headers, "engine-2").why_empty
-
-
-def test_block_is_published_with_its_step_and_not_before():
-    content = memory()
-    publisher = LatePublisher(writer_over(content))
-    publisher.prepare(1, block_hash(1), 0, 16)
-    publisher.step_sent()
-    publisher.prepare(2, block_hash(2), 0, 16)
-    publisher.step_sent()
-    assert blocks_of(adopted_from(content)) == []
-    assert publisher.step_processed() == 1
-    assert blocks_of(adopted_from(content)) == [1]
-    assert publisher.step_processed() == 1
-    assert blocks_of(adopted_from(content)) == [1, 2]

@@ -10,13 +10,12 @@ from random import Random
 
 import pytest
 
-from engine.kv.layout import IndexPage
 from engine.kv.writer import IndexWriter
 from tests.engine.kv.indexes import HEADER, adopted_from, memory
 from tests.engine.kv.world import (
     HASHES,
     NUMBERS,
-    DyingCells,
+    DyingPage,
     Fuse,
     Killed,
     LostBlocksError,
@@ -56,7 +55,7 @@ def test_each_rule_that_is_left_out_is_caught(mutation):
 
 def write(content: bytearray, fuse: Fuse, possible: list[dict[int, int]]) -> None:
     """A writer with a use for every kind of store; `possible`: the truths during each call."""
-    writer = IndexWriter([IndexPage(DyingCells(content, fuse))], [HEADER], "engine-1", "c1")
+    writer = IndexWriter([DyingPage(content, fuse)], [HEADER], "engine-1", "c1")
     truth: dict[int, int] = {}
     for block, number in ((0, 0), (1, 1), (0, 2), (2, 3), (2, 4)):
         before, without = truth, {key: truth[key] for key in truth if key != block}

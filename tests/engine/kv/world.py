@@ -16,7 +16,7 @@ from random import Random
 from msgspec import structs
 
 from engine.kv.adopter import Adoption, adoptable
-from engine.kv.layout import IndexCells, IndexHeader, IndexPage, index_bytes
+from engine.kv.layout import IndexHeader, IndexPage, index_bytes
 from engine.kv.writer import IndexWriter, LatePublisher
 from tests.engine.kv.indexes import HEADER, block_hash
 
@@ -61,8 +61,8 @@ class Fuse:
     rng: Random = field(default_factory=Random)
 
 
-class DyingCells(IndexCells):
-    """The mapping of an index, in an engine that dies at a certain store."""
+class DyingPage(IndexPage):
+    """An index in an engine that dies at a certain store."""
 
     def __init__(self, content: bytearray, fuse: Fuse) -> None:
         super().__init__(memoryview(content))
@@ -88,7 +88,7 @@ class DyingCells(IndexCells):
         super().store(offset, content)
 
 
-class SameGenerationPage(IndexPage):
+class SameGenerationPage(DyingPage):
     def raise_generation(self) -> None:
         self.prove()
 
@@ -387,8 +387,8 @@ class World:
 
     def pages(self) -> list[IndexPage]:
         is_mutated = self.mutation is Mutation.NO_CONTENT_GENERATION
-        kind = SameGenerationPage if is_mutated else IndexPage
-        return [kind(DyingCells(content, self.fuse)) for content in self.index]
+        kind = SameGenerationPage if is_mutated else DyingPage
+        return [kind(content, self.fuse) for content in self.index]
 
     def headers(self) -> list[IndexHeader]:
         epoch = "" if self.mutation is Mutation.NO_WEIGHTS else str(self.weights)

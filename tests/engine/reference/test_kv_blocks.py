@@ -64,13 +64,13 @@ class Pool:
         self.slots = bytearray(b"\xff" * KVCache.bytes_needed(decoder.config, SLOTS, CONTEXT))
 
     def records(self, name: str = "next") -> tuple[IndexRecord, ...]:
-        return adoptable([IndexPage.over(memoryview(self.index))], [self.facts], name).records
+        return adoptable([IndexPage(memoryview(self.index))], [self.facts], name).records
 
     def store(self, cache: KVCache) -> BlockStore:
         return BlockStore(self.decoder.config, self.memory, self.blocks, cache, Peers())
 
     def generator(self, decoder: Decoder, name: str = "e") -> tuple[Generator, PrefixCache]:
-        page = IndexPage.over(memoryview(self.index))
+        page = IndexPage(memoryview(self.index))
         adoption = adoptable([page], [self.facts], name)
         writer = IndexWriter([page], [self.facts], name, f"of {name}", adoption)
         cache = KVCache(decoder.config, self.slots, SLOTS, CONTEXT)

@@ -74,18 +74,18 @@ class Points:
         setattr(owner, name, wrapped)
 
     def _wrap_index(self) -> None:
-        from engine.kv.layout import IndexCells
+        from engine.kv.layout import IndexPage
 
-        real = IndexCells.store
+        real = IndexPage.store
 
-        def store(cells: Any, offset: int, content: bytes) -> None:
+        def store(page: Any, offset: int, content: bytes) -> None:
             if self.is_due("store"):
-                real(cells, offset, content[: len(content) // 2])
+                real(page, offset, content[: len(content) // 2])
                 self.die()
-            real(cells, offset, content)
+            real(page, offset, content)
 
-        self._wrap(IndexCells, "store_word", before="store")
-        IndexCells.store = store  # type: ignore[method-assign]  # the same, or its half
+        self._wrap(IndexPage, "store_word", before="store")
+        IndexPage.store = store  # type: ignore[method-assign]  # the same, or its half
 
     def _wrap_reference(self) -> None:
         from engine.backends.reference.decoder import Decoder, KVCache
