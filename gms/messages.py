@@ -190,9 +190,8 @@ class KeptMsg(Message, frozen=True, tag="kept"):
 
 
 class CondemnMsg(Message, frozen=True, tag="condemn"):
-    """The bytes are bad. Has no answer: its sender is about to exit."""
+    """A canary has failed on these bytes. Has no answer: its sender is about to exit."""
 
-    why: Annotated[str, Meta(pattern=r"^(device_error|canary)\Z")]
     detail: Annotated[str, Meta(max_length=DETAIL_LENGTH_MAX)]
 
 

@@ -86,7 +86,7 @@ class Keeper:
 
         Without a service it is sent once there is one; see `wait_until_reported`.
         """
-        self.report("canary", msg.CondemnMsg("canary", detail[: msg.DETAIL_LENGTH_MAX]))
+        self.report("canary", msg.CondemnMsg(detail[: msg.DETAIL_LENGTH_MAX]))
 
     def report(self, kind: str, message: Message) -> None:
         """Send `message` now, and to every later service, until another of its kind."""

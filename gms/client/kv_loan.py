@@ -39,7 +39,7 @@ from gms.client.attach import (
     wait_for_grant,
 )
 from gms.client.keeper import ATTACHED, BACKOFF_S, REJOINING, Keeper, OnText
-from gms.vmm.interface import Allocation, DeviceMemory, release_all
+from gms.vmm.interface import Allocation, release_all
 from plumbing.errors import UnderstudyError, UnreachableError
 from plumbing.service.process import make_fd_room
 from plumbing.wire.blocking import BlockingClient
@@ -82,7 +82,6 @@ def borrow_pool(
     away_s: float = math.inf,
     on_wait: OnText = lambda reason: None,
     on_change: OnText = lambda sentence: None,
-    memory: DeviceMemory | None = None,
 ) -> KvLease:
     """Borrow the KV pool of `device`, waiting at most `deadline_s`, also for a service that is
     restarting.
@@ -91,7 +90,6 @@ def borrow_pool(
         away_s: how long to wait, of that, for a service that does not answer.
         on_wait: called with a sentence whenever the reason for waiting changes.
         on_change: called on the lease's thread when the service is lost, or back.
-        memory: what the slabs are mapped with; by default the kind that `device` has.
 
     Raises:
         UnreachableError: no service answered in time.
@@ -105,7 +103,7 @@ def borrow_pool(
     while True:
         try:
             wait_s = max(0.0, end - time.monotonic())
-            return KvLease(directory, device, claim, wait_s, on_wait, on_change, memory)
+            return KvLease(directory, device, claim, wait_s, on_wait, on_change)
         except UnderstudyError as error:
             now = time.monotonic()
             is_away = isinstance(error, UnreachableError)
@@ -130,10 +128,9 @@ class KvLease(RegionSession):
         wait_s: float,
         on_wait: OnText,
         on_change: OnText,
-        memory: DeviceMemory | None,
     ) -> None:
         """Borrow it, as `borrow_pool` does."""
-        self.claim, self._device, self._memory = claim, device, memory
+        self.claim, self._device = claim, device
         path = names.socket_path(directory, device, names.KV)
         with contextlib.ExitStack() as stack:
             low = stack.enter_context(placeholder())
@@ -178,12 +175,11 @@ class KvLease(RegionSession):
             UnderstudyError: `gms.driver_failed`, …: this process cannot use the device.
         """
         if not self._slabs:
-            if self._memory is None:
-                self._memory = memory_for(self._device)
+            memory = memory_for(self._device)
             adopted: list[Allocation] = []
             try:
                 for fd, size_bytes in zip(self._fds, self.slab_sizes, strict=True):
-                    adopted.append(self._memory.adopt(fd.duplicate(), size_bytes))
+                    adopted.append(memory.adopt(fd.duplicate(), size_bytes))
             except BaseException:
                 release_all(adopted)
                 raise

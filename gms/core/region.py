@@ -79,8 +79,6 @@ class S(StrEnum):
     CLOSED = "closed"  # gone, or refused and about to go
 
 
-SessionState = S
-
 WRITER_STATES = frozenset({S.OPENING, S.WRITING, S.ALLOCATING, S.SEALING, S.JOURNALLING})
 # A process in one of these maps its region, or is about to.
 HOLDERS = WRITER_STATES | {S.READING, S.GRANTED, S.HOLDING, S.RETURNING}

@@ -2,9 +2,9 @@
 condemned, dropped, digested, offloaded.
 
 A page of device memory can go bad under an epoch that is otherwise fine. Unless such an epoch
-is taken out of service, every relaunch maps the same page and dies of it. So one reader with a
-device error, or two incarnations whose canary fails, condemn it, and the next writer loads again.
-Readers keep what they have; the memory is freed when the last one leaves.
+is taken out of service, every relaunch maps the same page and fails on it. So two incarnations
+whose canary fails condemn it, and the next writer loads again. Readers keep what they have; the
+memory is freed when the last one leaves.
 
 Offload: a device gives up its committed epoch, and a sealed copy in host memory replaces it.
 The copy is an epoch of another server (`gms.names.offload_device`), which this machine does
@@ -166,22 +166,19 @@ class Upkeep(Machine[Epoch]):
     # ------------------------------------------------------------------ out of service
 
     def _condemn(self, event: ev.Received, message: msg.CondemnMsg) -> None:
-        """A reader cannot trust its epoch."""
+        """A reader's canary has failed on its epoch."""
         session = self.session(event)
         session.accept(message)
         epoch = self.committed
         if epoch is None or epoch.id != session.region:
             return  # out of service already
         incarnation = session.request.incarnation
-        data = {"epoch": epoch.id, "why": message.why, "incarnation": incarnation}
-        what = (
-            f"{session.label} reports a {message.why.replace('_', ' ')} failure: {message.detail}"
-        )
-        if message.why == "canary":
-            epoch.failed_canaries.add(incarnation)
-            if len(epoch.failed_canaries) < CANARIES_MAX:
-                self.record("gms.suspect", what, "warning", **data)
-                return
+        data = {"epoch": epoch.id, "incarnation": incarnation}
+        what = f"{session.label} reports a canary failure: {message.detail}"
+        epoch.failed_canaries.add(incarnation)
+        if len(epoch.failed_canaries) < CANARIES_MAX:
+            self.record("gms.suspect", what, "warning", **data)
+            return
         self.condemnations_total += 1
         condemned = f"epoch {epoch.id} is condemned; the next writer loads again; {what}"
         self.record("gms.condemned", condemned, "error", **data)

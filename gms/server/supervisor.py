@@ -250,10 +250,6 @@ class Child:
         self._silent_ms = self._looked_ms = 0.0
         self._is_short = False
 
-    @property
-    def is_answering(self) -> bool:
-        return any(each.answered_ms is not None for each in self.served)
-
     async def live(self) -> float | None:
         """Start the server and wait for its end. The seconds until it is restarted; None: no start
         can help."""

@@ -5,11 +5,10 @@ is sent, so that any number of changes at once cost one message, and none that l
 the pool knows it; and a lost connection changes nothing, since the last doors count until newer
 ones come.
 
-`DemandPace` limits how often a gateway sends its demand. A full queue takes a millisecond to send,
-and the pool half of one to judge, so on average one message goes out each 5 ms. A message that
-follows from an event goes out at once: a request comes, its model's victim gets another door, the
-gateway obeys that door, the last answer ends. Spaced evenly, these would make a switch wait for 5
-ms.
+A full queue takes a millisecond to send, and the pool half of one to judge, so on average one
+message goes out each 5 ms. A message that follows from an event goes out at once: a request comes,
+its model's victim gets another door, the gateway obeys that door, the last answer ends. Spaced
+evenly, these would make a switch wait for 5 ms.
 """
 
 from __future__ import annotations
@@ -129,6 +128,10 @@ class KeptLink(Handler):
         self._ended.set()
 
 
+DEMAND_S = 0.005  # between two messages, on average
+AHEAD = 4  # messages that may be sent before their time
+
+
 class PoolLink(KeptLink):
     """Keeps one gateway's connection to the pool of `directory`. `refused` is called where the pool
     refuses this gateway, or what it said: retried with back-off."""
@@ -140,7 +143,7 @@ class PoolLink(KeptLink):
         self.gateway = secrets.token_hex(8)  # this process
         self._demand = demand
         self._sent: dict[str, ModelDemand] | None = None  # on this connection, last
-        self._pace = DemandPace()
+        self._even_s = 0.0  # when the next message is due if all are evenly spaced
 
     def doors_came(self, doors: DoorsMsg) -> None:
         """All models. The same may come again."""
@@ -149,7 +152,7 @@ class PoolLink(KeptLink):
         """The demand may be another one: send it if so, with what changes in the next moment."""
         if self.conn is not None:
             now_s = asyncio.get_running_loop().time()
-            self.look_soon(self._pace.next_s(now_s) - now_s)
+            self.look_soon(max(0.0, self._even_s - AHEAD * DEMAND_S - now_s))
 
     def begin(self, conn: Connection) -> None:
         self.look()
@@ -162,7 +165,7 @@ class PoolLink(KeptLink):
         demand = dict(self._demand())
         if self.conn is not None and demand != self._sent:
             self._sent = demand
-            self._pace.said(asyncio.get_running_loop().time())
+            self._even_s = max(asyncio.get_running_loop().time(), self._even_s) + DEMAND_S
             self.conn.send(DemandMsg(self.gateway, demand))
 
     def hear(self, message: Message, request_id: int) -> None:
@@ -174,20 +177,3 @@ class PoolLink(KeptLink):
         refusal = self.problem
         super().closed(conn, reason)
         self.problem = refusal or self.problem
-
-
-DEMAND_S = 0.005  # between two words, on average
-AHEAD = 4  # words that may be said before their time
-
-
-class DemandPace:
-    """When the next word may be said. Times are of one clock, in seconds."""
-
-    def __init__(self) -> None:
-        self._even_s = 0.0  # when it would be due if all were evenly spaced
-
-    def next_s(self, now_s: float) -> float:
-        return max(now_s, self._even_s - AHEAD * DEMAND_S)
-
-    def said(self, now_s: float) -> None:
-        self._even_s = max(now_s, self._even_s) + DEMAND_S

@@ -36,7 +36,7 @@ from pool.core import events as ev
 from pool.core.facts import Facts, PoolSetup, begin_turn, may_break_off, next_step
 from pool.core.inputs import hear
 from pool.core.ledger import DeviceView, Entries
-from pool.core.model import LEASE_PREFIX, Leaving, Model, grant
+from pool.core.model import Leaving, Model, grant
 from pool.core.saved import PoolSnapshot, recover
 from pool.core.states import EntryKind, ModelState, PoolRules
 from pool.core.who_sleeps import Victim
@@ -189,7 +189,7 @@ class ModelPool:
         leases = [lease for lease in facts.leases.values() if _is_heard(facts, lease)]
         for lease in facts.leases.values():
             if lease not in leases:
-                _lease_waits(facts, lease, who_wakes.unheard(lease.rules.devices[0]))
+                _wait(facts, lease, who_wakes.unheard(lease.rules.devices[0]))
         devices, plan = facts.ledger.views(), self._plan
         went_by = (devices, facts.rules, leases)
         is_late = plan is None or (plan.due_ms is not None and facts.now_ms >= plan.due_ms)
@@ -204,11 +204,9 @@ class ModelPool:
     def _obey(self, plan: Plan) -> None:
         """As far as the books and the phases allow."""
         facts = self.facts
+        heads = facts.models | {lease.name: lease for lease in facts.leases.values()}
         for name, decision in plan.decisions.items():
-            if name.startswith(LEASE_PREFIX):
-                _decide_lease(facts, name, decision)
-            else:
-                _decide(facts, facts.models[name], decision)
+            _decide(facts, heads[name], decision)
         for model in facts.models.values():
             if model.never is not None and model.name not in plan.decisions:
                 _set_never(facts, model, None)
@@ -239,37 +237,47 @@ def _blind_models(facts: Facts) -> set[str]:
     }
 
 
-def _decide(facts: Facts, model: Model, decision: Decision) -> None:
+def _decide(facts: Facts, head: Model, decision: Decision) -> None:
     match decision:
+        case Raise() if head.lease is not None:
+            if facts.ledger.book(dict.fromkeys(head.keys, head.lease.bytes)):
+                grant(head)
+                facts.is_plan_old = True
+                facts.say(ev.GrantLease(head.lease.lease))
         case Raise():
-            _raise(facts, model)
+            _raise(facts, head)
         case Yield():
-            if not model.has_plan:
-                model.has_plan, model.victims = True, ()
-                facts.touch(model.name)
-            _ask(facts, model, decision, model.name)
-            model.wait = who_wakes.making_room(model.victims)
-            _set_never(facts, model, None)
+            if not head.has_plan:
+                head.has_plan, head.victims, facts.is_plan_old = True, (), True
+            for victim in decision.victims:
+                head.victims = tuple(dict.fromkeys((*head.victims, victim.model)))
+                reason = f"evicted to make room for {who_wakes.name_of(head)}"
+                _yield(facts, victim, Leaving.HEAD, reason)
+            _wait(facts, head, who_wakes.making_room(head.victims))
         case Wait():
-            model.wait = decision.why
-            _set_never(facts, model, None)
+            _wait(facts, head, decision.why)
+        case Never() if head.lease is not None:
+            del facts.leases[head.lease.lease]
+            facts.is_plan_old = True
+            facts.say(ev.RefuseLease(head.lease.lease, decision.why))
         case Never():
-            if model.has_plan:
-                model.has_plan = False
-                facts.touch(model.name)
-            _set_never(facts, model, decision.why)
+            if head.has_plan:
+                head.has_plan = False
+                facts.touch(head.name)
+            _set_never(facts, head, decision.why)
+
+
+def _wait(facts: Facts, head: Model, why: str) -> None:
+    if head.lease is not None and head.wait != why:
+        facts.say(ev.LeaseWaits(head.lease.lease, why))
+    head.wait = why
+    _set_never(facts, head, None)
 
 
 def _set_never(facts: Facts, model: Model, why: str | None) -> None:
     if model.never != why:
         model.never = why
         facts.shown.add(model.name)
-
-
-def _ask(facts: Facts, head: Model, decision: Yield, name: str) -> None:
-    for victim in decision.victims:
-        head.victims = tuple(dict.fromkeys((*head.victims, victim.model)))
-        _yield(facts, victim, Leaving.HEAD, f"evicted to make room for {name}")
 
 
 def _yield(facts: Facts, victim: Victim, why: Leaving, reason: str) -> None:
@@ -325,9 +333,6 @@ def _launch_shadows(facts: Facts, model: Model) -> None:
             engine.cap = Tier.COLD
 
 
-# ------------------------------------------------------------------ leases
-
-
 def _is_heard(facts: Facts, lease: Model) -> bool:
     if lease.goal is Tier.AWAKE:
         return True
@@ -335,32 +340,3 @@ def _is_heard(facts: Facts, lease: Model) -> bool:
         model.is_unknown and not {*lease.rules.devices}.isdisjoint(model.rules.devices)
         for model in facts.models.values()
     )
-
-
-def _decide_lease(facts: Facts, name: str, decision: Decision) -> None:
-    lease_id = name.removeprefix(LEASE_PREFIX)
-    lease = facts.leases[lease_id]
-    match decision:
-        case Raise():
-            assert lease.lease is not None
-            if facts.ledger.book(dict.fromkeys(lease.keys, lease.lease.bytes)):
-                grant(lease)
-                facts.is_plan_old = True
-                facts.say(ev.GrantLease(lease_id))
-        case Yield():
-            if not lease.has_plan:
-                lease.has_plan = facts.is_plan_old = True
-            _ask(facts, lease, decision, f"lease {lease_id}")
-            _lease_waits(facts, lease, who_wakes.making_room(lease.victims))
-        case Wait():
-            _lease_waits(facts, lease, decision.why)
-        case Never():
-            del facts.leases[lease_id]
-            facts.is_plan_old = True
-            facts.say(ev.RefuseLease(lease_id, decision.why))
-
-
-def _lease_waits(facts: Facts, lease: Model, why: str) -> None:
-    if why != lease.wait:
-        lease.wait = why
-        facts.say(ev.LeaseWaits(lease.name.removeprefix(LEASE_PREFIX), why))

@@ -422,7 +422,7 @@ def never(
         held = held_for_ever(other).get(device.name, 0) if other is not model else 0
         if held:
             verb = "holds" if other.is_lease else "is pinned and holds"
-            parts.append(f"{_name(other)} {verb} {size(held)}")
+            parts.append(f"{name_of(other)} {verb} {size(held)}")
     if len(parts) > NAMED_MAX:
         parts[NAMED_MAX:] = [f"{len(parts) - NAMED_MAX} more"]
     if device.outside_bytes:
@@ -431,7 +431,7 @@ def never(
         parts.append(f"{size(margin_bytes)} is kept free")
     holders = ", ".join(parts)
     return (
-        f"{_name(model)} needs {size(needed)} {where}, which has {size(device.total_bytes)}"
+        f"{name_of(model)} needs {size(needed)} {where}, which has {size(device.total_bytes)}"
         f"{': ' if holders else ''}{holders}"
     )
 
@@ -487,7 +487,7 @@ def unheard(device: str) -> str:
 
 
 def behind(model: Model, before: Model) -> str:
-    return f"{_name(model)} is behind {_name(before)}"
+    return f"{name_of(model)} is behind {name_of(before)}"
 
 
 def moving(model: Model) -> str:
@@ -500,7 +500,7 @@ def moving(model: Model) -> str:
 
 def _wants(head: Head, free: Mapping[str, int]) -> str:
     name = max(head.extra, key=lambda each: head.extra[each] - free[each])
-    who = _name(head.model)
+    who = name_of(head.model)
     if free[name] < 0:
         return f"{who} waits: {size(-free[name])} more is in use {_where(name)} than fits"
     return (
@@ -524,7 +524,7 @@ def _where(device: str) -> str:
     return "in host memory" if device == HOST else f"on device {device}"
 
 
-def _name(model: Model) -> str:
+def name_of(model: Model) -> str:
     """As people know it."""
     if model.is_lease:
         return f"lease {model.name.removeprefix(LEASE_PREFIX)}"

@@ -208,6 +208,14 @@ def kept(reader: Reader, **more: Any) -> Iterator[Keeper]:
         keeper.close()
 
 
+def condemn(gms: GmsProcess, reader: Reader) -> None:
+    """The canaries of two incarnations fail on what it reads."""
+    with gms.reader(engine="engine-8", incarnation="i-8") as other:
+        for each in (reader, other):
+            each.send(msg.CondemnMsg("other tokens"))
+        until(lambda: gms.status()["epoch"] != reader.epoch, "the epoch to be condemned")
+
+
 def inodes(reader: Reader) -> list[int]:
     return [os.fstat(fd).st_ino for fd in reader.slab_fds()]
 

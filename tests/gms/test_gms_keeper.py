@@ -56,12 +56,14 @@ def test_report_lost_with_the_server_is_repeated(gms: GmsProcess, server: str):
         else:
             gms.kill()
             until(lambda: keeper.state == "rejoining", "the death to be seen")
-        keeper.report("device_error", msg.CondemnMsg("device_error", "Xid 63"))
+        keeper.report_canary_failure("other tokens")
         assert keeper.wait_until_reported(0) == (server == "stopped")
         gms.kill()
         gms.start()
         assert keeper.wait_until_reported(30)
-        until(lambda: gms.status()["condemnations_total"] == 1, "the epoch to be condemned")
+        with gms.reader(engine="engine-1", incarnation="i-1") as other:
+            other.send(msg.CondemnMsg("other tokens, too"))
+            until(lambda: gms.status()["condemnations_total"] == 1, "the epoch to be condemned")
 
 
 # ---------------------------------------------------------------------- a service by script

@@ -13,7 +13,7 @@ from gms.host_copy import CopyKeeper, make_copy
 from gms.questions import status_of
 from gms.server.server import host_copy
 from plumbing.errors import RemoteError, UnderstudyError
-from tests.gms.bench import IDENTITY, MIB, GmsProcess, inodes, kept
+from tests.gms.bench import IDENTITY, MIB, GmsProcess, condemn, inodes, kept
 from tests.gms.kinds import host_only
 from tests.helpers import until
 
@@ -184,11 +184,9 @@ def test_copy_of_other_bytes_is_replaced_and_never_stands_for_the_weights(
 ):
     """The weights are condemned, and loaded with other bytes: not offloaded before the copy is of
     these; the keeper notices, and has one made."""
-    with patterned(gms) as reader, kept(reader) as keeper:
-        digested(gms)
+    with patterned(gms) as reader:
         stale = copies.settle()
-        keeper.report("device_error", msg.CondemnMsg("device_error", "bad"))
-        until(lambda: gms.status()["condemnations_total"], "it to be condemned")
+        condemn(gms, reader)
     until(lambda: gms.status()["state"] == "empty", "its memory to be free")
     with patterned(gms, seed=9) as again, kept(again):
         digest = digested(gms)

@@ -89,7 +89,7 @@ def test_shortage_of_processes_is_waited_out_and_told_once(
         await auntil(lambda: supervisor.children[0].problem, "the problem to show")
         assert "no process or thread" in str(supervisor.status()["devices"][0]["problem"])
         is_over = True
-        await auntil(lambda: supervisor.children[0].is_answering, "a server to answer")
+        await auntil(lambda: supervisor.children[0].served[0].is_responsive, "a server to answer")
         os.kill(os.getpid(), signal.SIGTERM)
         return await running
 

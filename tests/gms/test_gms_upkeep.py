@@ -14,9 +14,9 @@ import pytest
 
 from gms import names
 from gms import upkeep as operate
-from gms.messages import CondemnMsg, DigestMsg
+from gms.messages import DigestMsg
 from plumbing.errors import WaitTimeoutError
-from tests.gms.bench import OTHER, GmsProcess, inodes, journalled, kept
+from tests.gms.bench import OTHER, GmsProcess, condemn, inodes, journalled, kept
 from tests.gms.kinds import host_only
 from tests.helpers import until
 
@@ -134,11 +134,10 @@ def test_drop_names_the_readers_and_frees_an_unmapped_epoch(gms: GmsProcess):
     until(lambda: gms.status()["committed_bytes"] == 0, "the memory to be freed")
 
 
-def test_device_error_condemns_at_once_and_the_next_writer_loads_anew(gms: GmsProcess):
-    """A reader reports a device error: another epoch, in other memory, for the next engine."""
-    with gms.load() as reader, kept(reader) as keeper:
-        keeper.report("device_error", CondemnMsg("device_error", "Xid 63"))
-        until(lambda: gms.status()["epoch"] is None, "the epoch to be condemned")
+def test_after_a_condemnation_the_next_writer_loads_anew(gms: GmsProcess):
+    """Another epoch, in other memory, for the next engine."""
+    with gms.load() as reader:
+        condemn(gms, reader)
         with gms.load(engine="engine-1", incarnation="i-1") as fresh:
             assert fresh.epoch != reader.epoch
             assert not set(inodes(fresh)) & set(inodes(reader))
@@ -152,8 +151,7 @@ def test_condemned_epoch_does_not_come_back_with_a_restart(gms: GmsProcess, jour
         if journal == "never written":  # its place is taken while it is condemned
             os.rename(path, path + ".saved")
             os.mkdir(path)
-        reader.send(CondemnMsg("device_error", "Xid 63"))
-        until(lambda: gms.status()["epoch"] is None, "the epoch to be condemned")
+        condemn(gms, reader)
         mark = names.region_path(gms.directory, gms.device, names.WEIGHTS, reader.epoch)
         until(lambda: os.stat(mark).st_size, "its file to be marked")
         gms.kill()

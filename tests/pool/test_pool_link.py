@@ -11,7 +11,7 @@ import pytest
 from plumbing.pod.paths import pool_socket
 from plumbing.wire.connection import Handler
 from plumbing.wire.server import Server
-from pool.client.link import PoolLink
+from pool.client.link import AHEAD, DEMAND_S, PoolLink
 from pool.core.events import ModelDemand, OpenDoor
 from pool.core.states import ModelState
 from pool.messages import CATALOGUE, DoorsMsg, PooledModel
@@ -104,3 +104,16 @@ def test_demand_is_sent_once_for_what_changes_together_and_not_again_as_it_was(d
             assert [each.models["chat"].in_flight for each in pool.said] == [0, 1000, 1000]
 
     asyncio.run(body())
+
+
+async def test_demand_that_changes_all_the_time_is_evenly_spaced_but_for_the_first(directory):
+    """Goal: a switch waits for nothing, and a busy gateway does not flood the pool."""
+    demand = {"chat": ModelDemand()}
+    link = PoolLink(directory, lambda: demand)
+    async with running(link, directory) as pool:
+        end_s = asyncio.get_running_loop().time() + 20 * DEMAND_S
+        while asyncio.get_running_loop().time() < end_s:
+            demand["chat"] = ModelDemand(in_flight=demand["chat"].in_flight + 1)
+            link.changed()
+            await asyncio.sleep(0)
+        assert AHEAD < len(pool.said) <= AHEAD + 22

@@ -16,7 +16,7 @@ from typing import Any
 
 from gms import messages as msg
 from gms.core import events as ev
-from gms.core.region import WRITER_STATES, RegionPhase, SessionState
+from gms.core.region import WRITER_STATES, RegionPhase, S
 from gms.core.snapshot import weights_snapshot
 from gms.core.upkeep import Epoch
 from gms.core.weights import WeightsMachine, orphans_of
@@ -327,7 +327,7 @@ class SimDevice(SimServer):
             is_given_up = epoch.phase is RegionPhase.RETIRED and not device.is_held(epoch)
             assert epoch.watch or not is_given_up, "given up and not watched is a leak"
         for session in device.sessions.values():
-            if session.state is SessionState.READING and session.region not in device.regions:
+            if session.state is S.READING and session.region not in device.regions:
                 # Given up, come back to, and its process died before its connection was seen to.
                 assert session.region not in self._holders(), "a reader's epoch is never freed"
         owned = sum(

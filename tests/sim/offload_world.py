@@ -191,7 +191,8 @@ class OffloadWorld:
         assert session is not None
         if committed is not None and committed.id == memory.epoch:
             self.condemning.add(memory.content)
-        self.device.tell(ev.Received(session, 0, msg.CondemnMsg("device_error", "a bad page")))
+            committed.failed_canaries.add("one before it")
+        self.device.tell(ev.Received(session, 0, msg.CondemnMsg("a bad page")))
         self.kill(actor)  # it exits
 
     def kill(self, actor: Actor) -> None:

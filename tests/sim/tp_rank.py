@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from gms import messages as msg
 from gms.core import events as ev
-from gms.core.region import SessionState
+from gms.core.region import S
 from tests.sim.gms_device import SLAB_BYTES, Copy, SimDevice, commit_of, manifest_of
 
 if TYPE_CHECKING:
@@ -167,14 +167,15 @@ class Rank:
     def is_registered(self) -> bool:
         """Whether its server knows it as a reader."""
         found = self.device.machine.sessions.get(self.session or 0)
-        return found is not None and found.state is not SessionState.RETURNING
+        return found is not None and found.state is not S.RETURNING
 
     def condemn(self) -> None:
         """It has met a bad page; without a session it cannot report it."""
         if self.session is not None and not self.inbox and self.is_registered:
-            self.device.tell(
-                ev.Received(self.session, 0, msg.CondemnMsg("device_error", "a bad page"))
-            )
+            committed = self.device.machine.committed
+            if committed is not None:
+                committed.failed_canaries.add("one before it")
+            self.device.tell(ev.Received(self.session, 0, msg.CondemnMsg("a bad page")))
 
     # ------------------------------------------------------------------ what it hears
 

@@ -19,7 +19,7 @@ from typing import Any
 from engine.core.loading import Loading, Role
 from gms import messages as msg
 from gms.core import events as ev
-from gms.core.region import SessionState
+from gms.core.region import S
 from tests.sim import faults
 from tests.sim.faults import Hazard
 from tests.sim.gms_device import MIB, SLAB_BYTES, Copy, Move, SimDevice
@@ -232,7 +232,7 @@ class World:
             mine = {p.session for p in self.processes if p.number == number}
             assert set(state.sessions) == mine, "every process has its session, and nobody else"
             states = {session.state for session in state.sessions.values()}
-            assert states <= {SessionState.READING, SessionState.WAITING}, states
+            assert states <= {S.READING, S.WAITING}, states
             committed = {state.committed.id} if state.committed else set()
             read = {epoch.id for epoch in state.regions.values() if state.is_held(epoch)}
             assert set(state.regions) == device.files == committed | read

@@ -63,8 +63,9 @@ def test_retired_epoch_is_journalled_again_until_the_write_succeeds(how: str):
     """The journal fails twice: a problem in status, and no answer before it is on disk."""
     bench = Bench(auto=False)
     bench.load_by_hand(1)
+    bench.device.committed.failed_canaries.add("another")
     bench.tell(
-        ev.Received(1, 0, msg.CondemnMsg("device_error", "Xid 63"))
+        ev.Received(1, 0, msg.CondemnMsg("other tokens"))
         if how == "condemned"
         else ev.Received(9, 4, msg.DropMsg(None, even_if_mapped=True))
     )

@@ -13,30 +13,30 @@ from gms.core.region import (
     SESSIONS,
     WRITER_STATES,
     Input,
-    SessionState,
+    S,
 )
 from plumbing.errors import ProtocolError, UnderstudyError
 from plumbing.wire.messages import Message
 from tests.gms.core.driver import IDENTITY, Bench
 
 
-def at(state: SessionState) -> Bench:
+def at(state: S) -> Bench:
     """A machine whose session 1 is in `state`, by a history that leads there."""
     bench = Bench(auto=False)
-    if state is SessionState.WAITING:
+    if state is S.WAITING:
         bench.auto = True
         bench.attach(2)
         bench.attach(1)
         bench.auto = False
         return bench
     steps = [
-        (SessionState.OPENING, lambda: bench.attach(1)),
-        (SessionState.WRITING, bench.drain),
-        (SessionState.ALLOCATING, lambda: bench.allocate(1)),
+        (S.OPENING, lambda: bench.attach(1)),
+        (S.WRITING, bench.drain),
+        (S.ALLOCATING, lambda: bench.allocate(1)),
         (None, bench.drain),
-        (SessionState.SEALING, lambda: bench.commit(1)),
-        (SessionState.JOURNALLING, lambda: bench.complete(bench.pending.pop(0))),
-        (SessionState.READING, bench.drain),
+        (S.SEALING, lambda: bench.commit(1)),
+        (S.JOURNALLING, lambda: bench.complete(bench.pending.pop(0))),
+        (S.READING, bench.drain),
     ]
     for reached, step in steps:
         step()
@@ -53,15 +53,15 @@ MESSAGES: dict[type[Message], ev.Received] = {
     msg.HandBackMsg: ev.Received(
         1, 9, msg.HandBackMsg("e", "i", "a" * 32, (), epoch=msg.HeldEpoch(True, {}, "wrong"))
     ),
-    msg.CondemnMsg: ev.Received(1, 0, msg.CondemnMsg("canary", "wrong tokens")),
+    msg.CondemnMsg: ev.Received(1, 0, msg.CondemnMsg("wrong tokens")),
     msg.DigestMsg: ev.Received(1, 0, msg.DigestMsg("0" * 64)),
 }
-LIVE = sorted(WRITER_STATES | {SessionState.WAITING, SessionState.READING})
+LIVE = sorted(WRITER_STATES | {S.WAITING, S.READING})
 
 
 @pytest.mark.parametrize("state", LIVE)
 @pytest.mark.parametrize("kind", MESSAGES)
-def test_peer_message_at_the_wrong_moment_changes_nothing(state: SessionState, kind: Input):
+def test_peer_message_at_the_wrong_moment_changes_nothing(state: S, kind: Input):
     """In every live state every message that the table lacks is refused, the machine as before."""
     bench = at(state)
     assert bench.device.sessions[1].state is state
@@ -82,7 +82,7 @@ def test_message_without_a_session_is_refused(kind: Input):
 
 def test_bad_commits_are_refused_and_change_nothing():
     """A wrong layout hash, a changed identity, an impossible identity: each named, none moves."""
-    bench = at(SessionState.WRITING)
+    bench = at(S.WRITING)
     for identity, code in (
         ({"model": "other"}, "gms.identity_changed"),
         ({"model": b"bytes"}, "gms.bad_identity"),
@@ -91,4 +91,4 @@ def test_bad_commits_are_refused_and_change_nothing():
             bench.commit(1, identity)
     with pytest.raises(ProtocolError, match=r"gms\.layout_mismatch"):
         bench.tell(MESSAGES[msg.CommitMsg])
-    assert bench.device.sessions[1].state is SessionState.WRITING
+    assert bench.device.sessions[1].state is S.WRITING

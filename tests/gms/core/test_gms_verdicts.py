@@ -33,7 +33,7 @@ def test_condemnation_of_a_superseded_epoch_means_nothing():
     """It is out of service already; the epoch that replaced it stays."""
     bench = loaded(2)
     fresh = bench.load(3, mode="rw", replace=True)
-    bench.tell(ev.Received(1, 0, msg.CondemnMsg("device_error", "Xid 63")))
+    bench.tell(ev.Received(1, 0, msg.CondemnMsg("other tokens")))
     assert bench.device.committed.id == fresh
 
 
@@ -42,7 +42,7 @@ def test_second_incarnation_that_fails_its_canary_condemns():
     bench = loaded(2)
     for session in (1, 1, 2):
         assert bench.device.committed is not None
-        bench.tell(ev.Received(session, 0, msg.CondemnMsg("canary", "other tokens")))
+        bench.tell(ev.Received(session, 0, msg.CondemnMsg("other tokens")))
     assert bench.device.committed is None
 
 
