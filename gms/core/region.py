@@ -202,10 +202,6 @@ class Session(Struct):
         return request_id
 
     @property
-    def may_replace(self) -> bool:
-        return bool(getattr(self.request, "replace", False))
-
-    @property
     def claimant(self) -> ev.Claimant:
         """Of a borrower of KV memory."""
         return claimant(self.request)

@@ -378,7 +378,7 @@ class WeightsMachine(Upkeep):
     def _epoch_opened(self, session: Session) -> None:
         session.deadline_ms = self.now_ms + self.stall_ms
         copy = self.offloaded  # of the requested identity, or it would not be granted
-        is_wanted = copy is not None and not session.may_replace
+        is_wanted = copy is not None and not session.request.replace
         offered = copy.epoch if copy is not None and is_wanted else None
         sizes = self.capacity_bytes, self.free_bytes, self.granularity_bytes
         self._send(session, msg.WritingMsg(str(session.region), *sizes, offered))

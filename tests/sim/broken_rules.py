@@ -1,19 +1,17 @@
 """The rules of the memory service, each left out: what the simulation must catch.
 
 One function per rule; it patches the real core (or what stands around it) so that the rule does not
-hold. `caught` is what the simulation then says, and where its schedules are to look for it.
+hold.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
-from engine.core.loading import Role
 from gms import messages as msg
 from gms.core.region import RegionPhase
 from gms.core.upkeep import Upkeep
@@ -21,7 +19,7 @@ from gms.core.weights import WeightsMachine
 from plumbing.errors import UnderstudyError
 from tests.sim.faults import Hazard
 from tests.sim.gms_device import SimDevice
-from tests.sim.kit import Patch
+from tests.sim.kit import Patch, Plant, PlantedRules
 from tests.sim.tp_world import World
 
 CRASHES = Hazard.DEATHS | Hazard.SERVER
@@ -29,29 +27,17 @@ CHANGES = Hazard.DEATHS | Hazard.CHECKPOINT
 NO_END = "no end after|cannot become whole"
 
 
-@dataclass(frozen=True)
-class Rule:
-    """`leave_out` breaks it; then schedules with these hazards must fail with `caught`."""
-
-    name: str
-    leave_out: Callable[[Patch], None]
-    hazards: Hazard
-    caught: str  # a regular expression
-    is_tight: bool = False
-    roles: tuple[Role, ...] = (Role.AUTO, Role.AUTO)
+RULES = PlantedRules()
+# By rule: in which schedules it counts, and whether two copies do not fit there.
+SHOWN_IN: dict[str, tuple[Hazard, bool]] = {}
 
 
-RULES: list[Rule] = []
-
-
-def rule(name: str, hazards: Hazard, caught: str, *, is_tight: bool = False) -> Any:
+def rule(
+    name: str, hazards: Hazard, caught: str, *, is_tight: bool = False
+) -> Callable[[Plant], Plant]:
     """The decorated function leaves out the rule `name`."""
-
-    def add(leave_out: Callable[[Patch], None]) -> Callable[[Patch], None]:
-        RULES.append(Rule(name, leave_out, hazards, caught, is_tight))
-        return leave_out
-
-    return add
+    SHOWN_IN[name] = hazards, is_tight
+    return RULES.rule(name, caught)
 
 
 @rule("uuids", CRASHES | CHANGES, "two memories|two files|stale|lost")

@@ -230,12 +230,12 @@ class SimDevice(SimServer):
         """Nothing committed goes but on purpose: condemned, or replaced where two do not fit."""
         device = self.machine
         writer = device.writer
-        if writer is not None and writer.may_replace and before is not None:
+        if writer is not None and writer.request.replace and before is not None:
             self.was_replaced = True
         if before is None or device.committed is not None:
             return
         is_condemned = isinstance(event, ev.Received) and isinstance(event.message, msg.CondemnMsg)
-        is_evicted = writer is not None and writer.may_replace and not device.is_held(before)
+        is_evicted = writer is not None and writer.request.replace and not device.is_held(before)
         assert is_condemned or is_evicted, f"epoch {before.id} was lost to {event}"
         if is_condemned:
             self.condemning.add(before.id)
