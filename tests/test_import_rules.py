@@ -381,10 +381,10 @@ def test_the_package_alone_brings_what_it_imports_and_reads():
 LINES_MAX = {
     "plumbing": 6_130,
     "lockserver": 6_610,
-    "gms": 8_990,
+    "gms": 8_970,
     "engine": 18_070,
     "gateway": 8_260,
-    "pool": 8_000,
+    "pool": 7_960,
     "understudy": 8_690,
     "hack": 6_000,
     "tests": 64_700,

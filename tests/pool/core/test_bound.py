@@ -6,13 +6,6 @@ from tests.pool.core.views import NO_MARGIN, a_model
 TIMES = {"switch_ms": 40_000.0, "release_ms": 100.0}  # so the budget of a raise is 80 s
 
 
-def test_four_models_on_one_device():
-    """5 s, own drain and release 2.1, three turns of 80 + 40 + 2 + 0.1, own raise 80; a turn is
-    protected for as long as a switch costs."""
-    models = [a_model(name, **TIMES) for name in "abcd"]
-    assert bound_ms("a", 0, models, NO_MARGIN) == 5_000 + 2_100 + 3 * 122_100 + 80_000
-
-
 def test_worse_priority_and_requests_that_cannot_be_parked():
     models = [
         a_model("a", priority=3, **TIMES),

@@ -77,12 +77,3 @@ def test_raise_is_expected_by_where_it_begins_and_nothing_is_where_it_was_never_
     pod.pool.facts.models["b"].costs = Costs(**COSTS)
     pod.ask("b")
     assert (pod.state("b"), expected(pod, "b")) == (S.LOADING, 20_300.0)
-
-
-def test_nothing_is_expected_of_a_model_behind_work_of_a_better_priority():
-    """Its deadline may be earlier than the end of its starvation, and the work may end at once."""
-    pod = pod_of("a", "b")
-    pod.tick(1_000)
-    pod.ask("b", priority=10)
-    assert "better priority" in pod.doors["b"].door.reason
-    assert expected(pod, "b") is None

@@ -109,18 +109,6 @@ def test_model_that_is_unloaded_finishes_its_streams_instead_of_parking_them():
     assert pod.state("a") is S.COLD
 
 
-def test_requests_that_cannot_be_parked_are_waited_for_where_they_may_not_be_cut():
-    pod = yielding(cut_ms=float("inf"))
-    pod.tick(2_000)
-    assert pod.doors["a"].door.running is ev.Running.PARK
-    for _ in range(10):
-        pod.tick(600_000)
-    assert pod.state("a") is S.DRAINING
-    end_requests(pod)
-    pod.settle()
-    assert pod.state("b") is S.AWAKE
-
-
 def test_only_what_a_person_orders_must_survive_a_power_cut():
     """A pin is on file although nobody is told anything; decisions are over after a power cut."""
     pod = Pod(total_bytes=1300 * MIB).start()
@@ -276,12 +264,3 @@ def test_order_to_unload_a_model_that_comes_back_from_a_death_shuts_its_open_doo
     assert pod.state("a") is S.UNLOADING
     pod.settle()
     assert pod.state("a") is S.COLD
-
-
-def test_tickets_of_a_model_that_is_being_unloaded_do_not_bring_it_back():
-    """Even if the gateway has not obeyed the door yet that refuses them."""
-    pod = Pod(total_bytes=1300 * MIB).start()
-    pod.ask("a")
-    assert pod.state("a") is S.LOADING
-    pod.handle(ev.Ordered("a", ev.Order.UNLOAD))
-    assert not pod.pool.facts.models["a"].is_wanted

@@ -20,26 +20,8 @@ def awake(engines=2, **changed):
     return pod
 
 
-def doors(pod):
-    told = [each for each in pod.all if isinstance(each, ev.SetModelDoor)]
-    return [each.door for each in told if each.model == "a"]
-
-
 def faults(pod):
     return pod.pool.facts.models["a"].faults_ms
-
-
-def test_failover_keeps_the_door_open_and_tells_no_goal():
-    pod = awake()
-    pod.kill(pod.supervisors["a0"])
-    pod.grant("a")
-    assert pod.state("a") is S.WAKING
-    pod.settle()
-    assert pod.state("a") is S.AWAKE
-    assert doors(pod)
-    assert all(isinstance(door, ev.OpenDoor) for door in doors(pod))
-    assert doors(pod)[-1].engine == "a1"
-    assert not any(isinstance(each, ev.TellEngine) for each in pod.all)
 
 
 def test_holder_that_is_named_late_replaces_nobody_unless_the_lock_server_has_lost_its_state():
@@ -66,15 +48,6 @@ def test_P5_shadow_that_takes_over_a_drain_sleeps_only_behind_a_door_that_the_ga
     pod.settle()
     assert pod.state("a") is S.WARM
     assert pod.supervisors["a1"].state == "resting"
-
-
-def test_model_without_a_shadow_is_loaded_again_behind_its_open_door():
-    pod = awake(engines=1)
-    pod.kill(pod.supervisors["a0"])
-    assert pod.state("a") is S.LOADING
-    assert not [door for door in doors(pod) if not isinstance(door, ev.OpenDoor)]
-    pod.settle()
-    assert pod.state("a") is S.AWAKE
 
 
 def test_living_shadow_that_is_never_granted_is_not_waited_for_for_ever():

@@ -97,25 +97,6 @@ def test_lost_file_adopts_what_lives_and_restarts_nothing():
     assert sum(held.values()) == 620 * MIB
 
 
-def test_lost_file_waits_for_an_engine_that_is_on_its_way():
-    pod = served()
-    pod.pool = ModelPool(pod.setup, pod.now_ms, "a new era")
-    hear = pod.supervisors["a0"].said(state="waking", tier=Tier.WARM)
-    pod.handle(hear)
-    pod.handle(pod.supervisors["a1"].said())
-    assert pod.pool.facts.models["a"].is_unknown
-    pod.handle(pod.supervisors["a0"].said())
-    assert pod.state("a") is S.AWAKE
-
-
-def test_doors_are_numbered_above_what_a_gateway_obeys_of_a_lost_pool():
-    pod = served()
-    pod.obeyed = dict.fromkeys(pod.obeyed, 500)
-    pod.pool = ModelPool(pod.setup, pod.now_ms, "a new era")
-    hear_all(pod)
-    assert all(each.number > 500 for each in pod.doors.values())
-
-
 def test_pins_costs_and_faults_are_on_file():
     pod = served()
     pod.handle(ev.Ordered("a", ev.Order.PIN))

@@ -12,7 +12,6 @@ from pool.core.model import Leaving
 from pool.core.states import HOST, ModelState
 from pool.core.who_sleeps import Victim
 from pool.core.who_wakes import Never, Raise, Wait, Yield, plan
-from pool.core.who_yields import bound_ms
 from tests.pool.core.views import GIB, NO_MARGIN, a_model, but, devices_of
 
 S = ModelState
@@ -66,15 +65,6 @@ def test_model_without_a_size_takes_the_whole_device():
     found = planned([unknown, idle], {"0": 15})
     assert found.decisions == {"a": Yield((Victim("x", Tier.COLD),))}
     assert planned([unknown], {"0": 15}).decisions == {"a": Raise()}
-
-
-def test_least_recently_asked_of_a_class_yields():
-    models = [
-        a_model("a", kv=5, waits_since=NOW),
-        a_model("new", weights=5, last_request_ms=2.0),
-        a_model("old", weights=5, last_request_ms=1.0),
-    ]
-    assert planned(models, {"0": 10}).decisions["a"] == Yield((Victim("old", Tier.OFFLOADED),))
 
 
 def test_claims_on_host_memory_are_in_each_others_way():
@@ -145,18 +135,6 @@ def test_load_is_broken_off_only_if_nobody_older_needs_it(loading, is_asked):
         assert not isinstance(decision, (Yield, Raise))
 
 
-def test_model_on_its_way_up_blocks_nobody_and_is_waited_for():
-    """Goal: an idle model yields to the next head while the first one is still waking."""
-    models = [
-        a_model("a", waits_since=NOW),
-        a_model("up", S.WAKING, waits_since=NOW - 9.0),
-        a_model("x", S.AWAKE),
-    ]
-    assert planned(models, {"0": 20}).decisions == {"a": Yield((Victim("x", Tier.WARM),))}
-    only_up = planned(models[:2], {"0": 15}).decisions["a"]
-    assert (only_up.until_ms, "up is waking" in only_up.why) == (None, True)
-
-
 def test_head_that_nobody_can_help_blocks_nobody():
     """Goal: memory that cannot be asked for is waited for, and others go on."""
     stuck = a_model("hung", S.UNLOADING, leaving=Leaving.ORDER)
@@ -172,19 +150,6 @@ def test_head_that_nobody_can_help_blocks_nobody():
     assert found.decisions["big"].until_ms is None
     assert "hung is unloading and holds 10.0 GiB" in found.decisions["big"].why
     assert found.decisions["b"] == Yield((Victim("x", Tier.WARM),))
-
-
-def test_work_goes_on_while_something_at_rest_has_room():
-    """Goal: warm and idle models yield before one with work, and that before one offloaded."""
-    busy = a_model("busy", S.AWAKE, in_flight=1, kv=10)
-    warm = a_model("warm", weights=10)
-    rest = a_model("rest", S.OFFLOADED, base=10)
-    head = a_model("a", kv=10, waits_since=NOW - 9_000.0)
-    for others, victim in (
-        ([busy, warm], Victim("warm", Tier.OFFLOADED)),
-        ([busy, rest], Victim("busy", Tier.WARM)),
-    ):
-        assert planned([head, *others], {"0": 20}).decisions["a"] == Yield((victim,))
 
 
 def test_model_that_leaves_is_asked_to_leave_deeper():
@@ -298,9 +263,3 @@ def test_head_does_not_wait_if_that_spares_nobody():
     assert decided(NOW, little, rest, total=15) == Yield((Victim("rest", Tier.COLD),))
     copied = a_model("warm", weights=10)
     assert decided(NOW, UP, copied) == Yield((Victim("warm", Tier.OFFLOADED),))
-
-
-def test_short_max_wait_counts_in_the_bound_as_the_two_seconds():
-    for max_wait_ms, counted_ms in ((0.0, 2_000.0), (7_000.0, 7_000.0)):
-        models = [a_model("a", raise_ms=0.0, rules={"max_wait_ms": max_wait_ms, "park_ms": 0.0})]
-        assert bound_ms("a", 0, models, NO_MARGIN, is_measured=True) == counted_ms
