@@ -30,13 +30,6 @@ STDIN = 0
 SEALED_BYTES = 1  # an unsealed witness is empty; any length says "this incarnation has ended"
 
 
-def shown(name: str) -> str:
-    """A file's name as printable text: it may be any bytes, even a newline."""
-    return "".join(
-        each if each.isprintable() else each.encode("unicode_escape").decode() for each in name
-    )
-
-
 def create(directory: str, incarnation: str) -> tuple[str, int]:
     """Create the witness of a new incarnation, mode 0600, and hold it; its path and descriptor.
 

@@ -238,7 +238,7 @@ class LockClient(Reconnecting):
             case StandbyMsg() if message.incarnation == self._want.incarnation:
                 self._callbacks.on_standby(message)
             case RenewedMsg() if self._lease is not None:
-                self._lease.renewed(message)
+                self._lease.renewed(message.progress, message.lease_ms)
             case ServiceMsg(lock, address):
                 self._callbacks.on_service(lock, address)
             case HandOverMsg(lock, incarnation, to, resume):
@@ -248,7 +248,7 @@ class LockClient(Reconnecting):
 
     def _lost(self, reason: str) -> None:
         if self._lease is not None:
-            self._lease.keeper.cut()
+            self._lease.cut()
         self._callbacks.on_lost(reason)
 
     def _granted(self, message: GrantedMsg) -> None:

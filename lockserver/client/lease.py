@@ -44,7 +44,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from lockserver.messages import RenewedMsg
 from plumbing.errors import InvariantError, UnderstudyError
 from plumbing.text import duration
 
@@ -134,7 +133,8 @@ class LeaseKeeper:
     """What was sent when, what was answered, and until when that holds. Pure. `sent_ms`: when the
     message was sent whose answer renewed the lease of `lease_ms` last, if any did."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = now_ms) -> None:
+        self._clock = clock
         self.begin()
 
     def begin(self) -> None:
@@ -149,117 +149,103 @@ class LeaseKeeper:
         """When this fraction of the lease is over; long ago without one."""
         return -math.inf if self.lease_ms is None else self.sent_ms + fraction * self.lease_ms
 
-    def sent(self, progress: int, now_ms: float) -> None:
-        """A `want` or heartbeat for an incarnation is sent now; `progress` grows each time."""
-        self._sent.append((progress, now_ms))
+    def sent(self, progress: int) -> None:
+        """To be called *before* a `want` or heartbeat for an incarnation goes out: the lease counts
+        from here. `progress` grows each time."""
+        self._sent.append((progress, self._clock()))
 
     def cut(self) -> None:
         """The connection is gone, and with it every answer that has not arrived."""
         self._sent.clear()
 
-    def renewed(self, progress: int, lease_ms: int, now_ms: float) -> bool:
+    def renewed(self, progress: int, lease_ms: int) -> bool:
         """The server answered; whether that renewed anything."""
         while self._sent and self._sent[0][0] < progress:
             self._sent.popleft()
         if not self._sent or self._sent[0][0] != progress:
             return False  # answered twice, sent for another incarnation, or never sent
         _, sent_ms = self._sent.popleft()
-        if self.is_held and now_ms >= self.at_ms(1.0):
+        if self.is_held and self._clock() >= self.at_ms(1.0):
             self.is_lost = True  # the server may have answered before it gave up
             return False
         self.sent_ms, self.lease_ms = sent_ms, lease_ms
         return True
 
-    def may_act(self, now_ms: float) -> bool:
+    def may_act(self) -> bool:
         """Whether a grant that is read now may be acted on."""
-        return not self.is_lost and now_ms < self.at_ms(STOP_FRACTION)
+        return not self.is_lost and self._clock() < self.at_ms(STOP_FRACTION)
 
     def hold(self) -> None:
         """A grant is acted on; repeating it is harmless. Only after `may_act`."""
         self.is_held = True
 
-    def must_stop(self, now_ms: float) -> bool:
+    def must_stop(self) -> bool:
         """Whether the held lock is lost, because no answer arrived for too long. Stays true."""
-        if self.is_held and now_ms >= self.at_ms(STOP_FRACTION):
-            self.is_lost = True
+        self.is_lost |= self.is_held and self._clock() >= self.at_ms(STOP_FRACTION)
         return self.is_lost
 
-    def valid_for_ms(self, now_ms: float) -> float:
+    def valid_for_ms(self) -> float:
         """For status: how long the engine may still serve under the lease; 0 if it may not."""
-        return 0.0 if self.is_lost else max(0.0, self.at_ms(STOP_FRACTION) - now_ms)
+        return 0.0 if self.is_lost else max(0.0, self.at_ms(STOP_FRACTION) - self._clock())
 
 
-class LeaseWatch:
-    """The lease of one supervisor, over all incarnations: a keeper, a clock and the dead man."""
+class LeaseWatch(LeaseKeeper):
+    """The lease of one supervisor, over all incarnations, with the dead man."""
 
-    def __init__(
-        self,
-        on_lost: Callable[[str], object],
-        ender: DeadMan | None = None,
-        clock: Callable[[], float] = now_ms,
-    ) -> None:
-        """`on_lost` is called once, when the engine must stop serving. `clock` is `ender`'s.
+    def __init__(self, on_lost: Callable[[str], object], ender: DeadMan | None = None) -> None:
+        """`on_lost` is called once, when the engine must stop serving.
 
         Raises:
             UnderstudyError: `lock.no_dead_man`, the kernel could not end this process in time.
         """
-        self.keeper = LeaseKeeper()
         self.heard_ms: float | None = None
         self._on_lost = on_lost
         self._ender = ender or DeadMan()
-        self._clock = clock
         self._timer: asyncio.TimerHandle | None = None
-        self._is_reported = False
+        super().__init__()
 
     def begin(self) -> None:
-        """Another incarnation: the last one has been reaped, and nothing must be killed for it."""
-        self.keeper.begin()
+        """The last incarnation has been reaped, and nothing must be killed for it."""
+        super().begin()
         self._ender.disarm()
         self._is_reported = False
         self.close()
-
-    def sent(self, progress: int) -> None:
-        """To be called *before* the message goes out: the lease counts from here."""
-        self.keeper.sent(progress, self._clock())
 
     def heard(self) -> None:
         """A message of the server arrived, or a connection was made, which it may now answer on."""
         self.heard_ms = self._clock()
 
-    def renewed(self, message: RenewedMsg) -> None:
-        if self.keeper.renewed(message.progress, message.lease_ms, self._clock()):
+    def renewed(self, progress: int, lease_ms: int) -> bool:
+        is_new = super().renewed(progress, lease_ms)
+        if is_new:
             self._arm()
         self._look()
-
-    def may_act(self) -> bool:
-        return self.keeper.may_act(self._clock())
+        return is_new
 
     def hold(self) -> None:
         """A grant is about to be acted on: from here on the kernel's timer runs too."""
-        self.keeper.hold()
+        super().hold()
         self._arm()
         self._look()
 
     def is_silent(self) -> bool:
         """Whether the server has not been heard for so long that the connection is suspect."""
-        lease_ms = self.keeper.lease_ms
-        limit_ms = min(SILENT_FRACTION * lease_ms, SILENT_MS_MAX) if lease_ms else SILENT_MS_MAX
+        limit_ms = min(SILENT_FRACTION * (self.lease_ms or math.inf), SILENT_MS_MAX)
         return self.heard_ms is not None and self._clock() - self.heard_ms >= limit_ms
 
     def beat_ms(self, usual_ms: float) -> float:
         """The delay before the next heartbeat."""
-        lease_ms = self.keeper.lease_ms
-        return min(usual_ms, lease_ms / BEATS_PER_LEASE if lease_ms else FIRST_BEAT_MS)
+        return min(usual_ms, self.lease_ms / BEATS_PER_LEASE if self.lease_ms else FIRST_BEAT_MS)
 
     def document(self) -> dict[str, Any]:
         """For status: how long the lease is valid, and when the server was last heard."""
         now_ms = self._clock()
         return {
-            "lease_ms": self.keeper.lease_ms,
-            "valid_for_ms": round(self.keeper.valid_for_ms(now_ms), 1),
+            "lease_ms": self.lease_ms,
+            "valid_for_ms": round(self.valid_for_ms(), 1),
             "server_heard_ms_ago": self.heard_ms and round(now_ms - self.heard_ms, 1),
-            "is_held": self.keeper.is_held,
-            "is_lost": self.keeper.is_lost,
+            "is_held": self.is_held,
+            "is_lost": self.is_lost,
         }
 
     def close(self) -> None:
@@ -269,26 +255,26 @@ class LeaseWatch:
             self._timer = None
 
     def _arm(self) -> None:
-        if self.keeper.is_held and self.keeper.lease_ms is not None:
-            self._ender.arm(self.keeper.at_ms(KILL_FRACTION))
+        if self.is_held and self.lease_ms is not None:
+            self._ender.arm(self.at_ms(KILL_FRACTION))
 
     def _look(self) -> None:
         """Report the lease lost if it is, and look again when it could be: the loop's clock stops
         while the machine sleeps, and the lease's does not."""
         self.close()
         now_ms = self._clock()
-        if self.keeper.must_stop(now_ms):
+        if self.must_stop():
             if not self._is_reported:
                 self._is_reported = True
                 self._on_lost(self._why(now_ms))
-        elif self.keeper.is_held:
-            delay_s = max(0.0, self.keeper.at_ms(STOP_FRACTION) - now_ms) / 1000
+        elif self.is_held:
+            delay_s = max(0.0, self.at_ms(STOP_FRACTION) - now_ms) / 1000
             self._timer = asyncio.get_running_loop().call_later(delay_s, self._look)
 
     def _why(self, now_ms: float) -> str:
-        if self.keeper.lease_ms is None:
+        if self.lease_ms is None:
             return "the lease has ended"
-        silent_ms, lease_ms = now_ms - self.keeper.sent_ms, self.keeper.lease_ms
+        silent_ms, lease_ms = now_ms - self.sent_ms, self.lease_ms
         return (
             f"the lock server has not answered for {duration(silent_ms)}; this engine must stop"
             f" before its lease of {duration(lease_ms)} expires, because another engine may be"

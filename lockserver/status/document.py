@@ -39,6 +39,7 @@ from plumbing.errors import UnderstudyError, WaitTimeoutError
 from plumbing.pod.paths import lockserver_guard
 from plumbing.service import procfs
 from plumbing.service.clock import Clock, SystemClock, moment
+from plumbing.text import one_line
 from plumbing.wire.connection import Connection
 
 SCHEMA = 1
@@ -182,7 +183,7 @@ def _strangers(lock: Lock, here: Here) -> dict[str, list[schema.LockWaitingFor]]
         return strangers
     for name in sorted(held - known)[: NAMED_MAX + 1]:
         file, _ = witness.identify(os.path.join(here.directory, name))
-        strangers[witness.shown(name)] = processes_of(file.dev, file.ino) if file else []
+        strangers[one_line(name)] = processes_of(file.dev, file.ino) if file else []
     return strangers
 
 

@@ -57,7 +57,10 @@ def is_readable(pidfd: int) -> bool:
 class Engine:
     """A supervisor with a backend tree. Use as `async with`."""
 
-    def __init__(self, directory: str, engine: str, supervisor: str | None = None) -> None:
+    def __init__(
+        self, directory: str, engine: str, supervisor: str | None = None, **over_tcp: Any
+    ) -> None:
+        """`over_tcp`: `address`, `security` and `ender`, as of `LockClient`."""
         self.directory = directory
         self.heard: list[tuple[str, str, int]] = []
         self.refused: list[str] = []
@@ -68,7 +71,7 @@ class Engine:
         self.witness: str | None = None
         self.continuation = ""
         self.client = LockClient(
-            os.path.join(directory, "lockserver.sock"),
+            over_tcp.pop("address", os.path.join(directory, "lockserver.sock")),
             LockCallbacks(
                 on_granted=self._granted,
                 on_service=self._lent,
@@ -78,6 +81,7 @@ class Engine:
             engine=engine,
             supervisor=supervisor,
             heartbeat_ms=50,
+            **over_tcp,
         )
         self.on_granted: Any = None
         self._task: asyncio.Task[None] | None = None

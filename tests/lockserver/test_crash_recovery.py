@@ -161,28 +161,6 @@ def _damage(path: str, damage: str) -> None:
             file.write(b"\xff" * (8 if damage == "newest_slot" else 8192))
 
 
-@pytest.mark.slow
-async def test_broken_state_file_with_stopped_holder_no_engine_is_granted(
-    pod_dir, start_server, start_engine
-):
-    """Goal: the absence of a claim proves nothing. Method: stop the holder's tree, lose the file,
-    restart: an unknown process holds the witness, so the lock stays unknown until that process is
-    killed."""
-    server = start_server()
-    holder = start_engine("engine-0")
-    holder.granted()
-    async with Engine(pod_dir, "engine-1") as standby:
-        await standby.stand_by()
-        holder.signal(signal.SIGSTOP, tree=True)
-        server.kill()
-        os.unlink(os.path.join(pod_dir, "lockserver.json"))
-        server.start()
-        await auntil(lambda: server.lock()["waiters"], "the standby to queue again")
-        assert server.lock()["state"] == "recovering"
-        holder.signal(signal.SIGKILL, tree=True)
-        await standby.granted()
-
-
 def from_the_future(path: str) -> None:
     """Turn every record into one of a future version: valid checksums, unknown meaning."""
     with open(path, "r+b") as file:

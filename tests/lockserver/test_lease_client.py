@@ -19,46 +19,51 @@ from tests.lockserver.lease_server import LeaseServer
 from tests.plumbing.wire.certificates import shared
 
 
-def kept(lease_ms: int = 1000, sent_ms: float = 0.0) -> LeaseKeeper:
-    keeper = LeaseKeeper()
-    keeper.sent(1, sent_ms)
-    assert keeper.renewed(1, lease_ms, sent_ms + 5)
-    return keeper
+class Kept(LeaseKeeper):
+    """A keeper at a time that the test sets; `at` asks it then."""
+
+    def __init__(self) -> None:
+        self.now_ms = 0.0
+        super().__init__(lambda: self.now_ms)
+
+    def at(self, now_ms: float) -> Kept:
+        self.now_ms = now_ms
+        return self
 
 
 def test_lease_counts_from_its_request():
     """Goal: the time of the answer does not count. Method: an answer that takes half the lease."""
-    keeper = LeaseKeeper()
-    keeper.sent(1, 100.0)
-    assert not keeper.may_act(100.0)
-    assert keeper.renewed(1, 1000, 600.0)
+    keeper = Kept()
+    keeper.at(100.0).sent(1)
+    assert not keeper.may_act()
+    assert keeper.at(600.0).renewed(1, 1000)
     assert (keeper.at_ms(KILL_FRACTION), keeper.at_ms(1.0)) == (900.0, 1100.0)
-    assert keeper.may_act(699.0)
-    assert not keeper.may_act(700.0)
-    assert (keeper.valid_for_ms(650.0), keeper.valid_for_ms(800.0)) == (50.0, 0.0)
+    assert [keeper.at(now_ms).may_act() for now_ms in (699.0, 700.0)] == [True, False]
+    assert [keeper.at(now_ms).valid_for_ms() for now_ms in (650.0, 800.0)] == [50.0, 0.0]
 
 
 def test_only_a_holder_must_stop():
-    """Goal: an unreachable standby has nothing to stop. Method: the same silence with and without a
-    lock."""
-    keeper = kept()
-    assert not keeper.must_stop(5000.0)
-    keeper = kept()
+    """Goal: an unreachable standby has nothing to stop. Method: the same silence without a lock and
+    with one."""
+    keeper = Kept()
+    keeper.sent(1)
+    assert keeper.at(5.0).renewed(1, 1000)
+    assert not keeper.at(5000.0).must_stop()
     keeper.hold()
-    assert not keeper.must_stop(599.0)
-    assert keeper.must_stop(600.0)
-    assert keeper.must_stop(0.0), "once lost, it stays lost"
-    assert keeper.valid_for_ms(0.0) == 0.0
+    assert [keeper.at(now_ms).must_stop() for now_ms in (599.0, 600.0)] == [False, True]
+    assert keeper.at(0.0).must_stop(), "once lost, it stays lost"
+    assert keeper.valid_for_ms() == 0.0
 
 
 def test_unanswered_messages_are_bounded():
     """Goal: a server that answers nothing costs no memory, and its next answer counts. Method: send
     far more messages than are kept; answer the last one and one that was dropped."""
-    keeper = LeaseKeeper()
+    keeper = Kept()
     for number in range(1, 10 * SENT_MAX):
-        keeper.sent(number, float(number))
-    assert not keeper.renewed(1, 1000, 700.0)
-    assert keeper.renewed(10 * SENT_MAX - 1, 1000, 700.0)
+        keeper.at(float(number)).sent(number)
+    keeper.at(700.0)
+    assert not keeper.renewed(1, 1000)
+    assert keeper.renewed(10 * SENT_MAX - 1, 1000)
 
 
 LEASE_MS = 2000  # a busy machine may stall a process for a second

@@ -8,20 +8,19 @@ import stat
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner, Result
 
+from lockserver import messages
 from lockserver.cli import main
-from lockserver.messages import GrantedMsg, RenewedMsg, StatusMsg
 from plumbing.errors import UnreachableError
 from plumbing.wire.tcp import Security, connect_tcp
 from plumbing.wire.tcp_address import TcpAddress
 from tests.helpers import auntil, free_port
 from tests.lockserver.engines import Engine
-from tests.lockserver.leased import Leased
 from tests.plumbing.wire.certificates import Authority, shared, tls_flags
 from tests.plumbing.wire.echo import CATALOGUE
 from tests.plumbing.wire.tcp_rig import Client, answers, serving
@@ -48,83 +47,60 @@ def server(start_server, address, authority):
 
 
 @pytest.fixture
-def run(server, address, authority):
-    """`run(scenario)`, whose argument makes an engine."""
-    security = authority.issue("engine")
-
-    def start(scenario: Callable[[Callable[..., Leased]], Awaitable[None]]) -> None:
-        asyncio.run(scenario(lambda *engine: Leased(address, security, *engine)))
-
-    return start
+def remote(server, pod_dir, address, authority):
+    """`remote(name)`: an engine that reaches the server over TCP; no timer ends this process."""
+    ender = SimpleNamespace(arm=lambda at_ms: None, disarm=lambda: None)
+    how = {"address": address, "security": authority.issue("engine"), "ender": ender}
+    return lambda name="engine-0": Engine(pod_dir, name, **how)
 
 
 @pytest.mark.slow
-def test_engine_over_tcp_holds_while_it_is_heard_and_its_lease_is_shown(server, run):
-    """Goal: the lease comes before the grant, outlasts a cut connection, and is replaced once it
-    has expired. Method: cut and reconnect; then fall silent, while another one waits."""
-
-    async def scenario(engine):
-        async with engine() as holder, engine("engine-1") as other:
-            await holder.join("active")
-            assert await holder.granted() == 1
-            kinds = [type(message) for message in holder.heard]
-            assert kinds.index(RenewedMsg) < kinds.index(GrantedMsg)
-            assert holder.of(RenewedMsg)[0].lease_ms == LEASE_MS
-            await other.join("active")
-            holder.conn.close("cut")
-            await auntil(lambda: server.lock()["state"] == "releasing", "the cut to be seen")
-            await holder.connect()
-            holder.want()
-            await auntil(lambda: server.lock()["state"] == "held", "it to be back")
-            assert await holder.granted() == 1
-            first = server.status()["supervisors"][0]
-            assert 0 < first["lease_left_ms"] <= LEASE_MS + MARGIN_MS
-            assert first["peer"]
-            url = f"http://127.0.0.1:{server.http_port}/metrics"
-            page = await asyncio.to_thread(lambda: urllib.request.urlopen(url).read().decode())
-            left = next(k for k in page.splitlines() if "lock_lease_remaining_seconds{" in k)
-            assert 0 < float(left.rpartition(" ")[2]) <= (LEASE_MS + MARGIN_MS) / 1000
-            holder.beats = False
-            assert await other.granted() == 2
-            assert holder.ended
-
-    run(scenario)
+async def test_engine_over_tcp_holds_while_it_is_heard_and_its_lease_is_shown(server, remote):
+    """Goal: a grant outlasts a cut connection, and is replaced once the lease has expired. Method:
+    cut, and reconnect; then leave without a word, while another one waits."""
+    async with remote() as holder, remote("engine-1") as other:
+        assert await holder.hold() == 1
+        await other.stand_by()
+        connects = holder.connects
+        holder.client._conn.close("cut")
+        await auntil(lambda: holder.connects > connects, "it to be back")
+        await auntil(lambda: server.lock()["state"] == "held", "its lock to be held")
+        assert holder.client.lease["lease_ms"] == LEASE_MS
+        first = server.status()["supervisors"][0]
+        assert 0 < first["lease_left_ms"] <= LEASE_MS + MARGIN_MS
+        assert first["peer"]
+        url = f"http://127.0.0.1:{server.http_port}/metrics"
+        page = await asyncio.to_thread(lambda: urllib.request.urlopen(url).read().decode())
+        left = next(k for k in page.splitlines() if "lock_lease_remaining_seconds{" in k)
+        assert 0 < float(left.rpartition(" ")[2]) <= (LEASE_MS + MARGIN_MS) / 1000
+        await holder.disconnect()
+        assert await other.granted() == 2
 
 
-def test_over_tcp_only_the_messages_of_engines_are_answered(run):
-    """Goal: only the Unix socket accepts requests that change or show the lock. Method: send one
-    over TCP."""
-
-    async def scenario(engine):
-        async with engine() as one:
-            await one.connect()
-            one.conn.send(StatusMsg(), 1)
-            assert await one.refused() == "lock.unexpected_message"
-
-    run(scenario)
+async def test_over_tcp_only_the_messages_of_engines_are_answered(server, address, authority):
+    """Goal: only the Unix socket accepts requests that change or show the lock."""
+    client, security = Client(), authority.issue("engine")
+    conn = await connect_tcp(TcpAddress.parse(address), messages.CATALOGUE, client, security)
+    conn.send(messages.StatusMsg(), 1)
+    await auntil(lambda: client.reasons, "the end")
+    assert [each.code for each in client.received_messages] == ["lock.unexpected_message"]
 
 
 @pytest.mark.slow
-def test_engines_on_this_host_and_on_others_share_one_lock(server, pod_dir, run):
+async def test_engines_on_this_host_and_on_others_share_one_lock(server, pod_dir, remote):
     """Goal: one machine for both. Method: an engine with a witness holds the lock; one over TCP
     waits, is sent the holder, and is granted the lock when the witness is free; then the other way
     round."""
-
-    async def scenario(engine):
-        async with engine() as remote, Engine(pod_dir, "engine-1") as local:
-            assert await local.hold() == 1
-            await remote.join("active")
-            await auntil(lambda: remote.of(GrantedMsg), "the news of who holds")
-            local.reap()
-            local.relent()
-            assert await remote.granted() == 2
-            local.launch()
-            local.want("active")
-            await auntil(lambda: server.lock()["waiters"], "the engine to wait")
-            remote.reap()
-            assert await local.granted() == 3
-
-    run(scenario)
+    async with remote() as far, Engine(pod_dir, "engine-1") as local:
+        assert await local.hold() == 1
+        await far.stand_by()
+        local.reap()
+        local.relent()
+        assert await far.granted() == 2
+        await local.stand_by()
+        await auntil(lambda: server.lock()["waiters"], "the engine to wait")
+        far.relent()
+        assert await local.granted() == 3
 
 
 def refused(pod_dir: str, *flags: str) -> subprocess.CompletedProcess[str]:

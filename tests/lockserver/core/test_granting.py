@@ -68,17 +68,6 @@ def test_refused_lock_is_one_reason_enough():
     assert refused(shell.feed(bad)) == ["lock.witness_unproven"]
 
 
-def test_closed_connection_alone_frees_nothing_and_starts_no_probe():
-    """Goal: a closed connection proves nothing. Method: cut the holder's."""
-    shell = held_by_a()
-    shell.feed(ev.ConnectionClosed(1))
-    assert shell.active.state is LockState.RELEASING
-    assert shell.due() == []
-    assert shell.feed(ev.WitnessFree("active", A)) == []
-    assert sent(shell.feed(want(5, A, "active", tokens={"active": 1}))) == [(5, A, 1)]
-    assert shell.active.state is LockState.HELD
-
-
 def test_silent_holder_is_tried_and_reported_and_keeps_the_lock_while_it_lives():
     """Goal: the server never kills and never guesses. Method: no beat for silent_ms."""
     shell = held_by_a(silent_ms=1000)
@@ -108,16 +97,6 @@ def test_plain_lock_is_free_when_unwanted_or_its_supervisor_is_gone():
     assert sent(shell.feed(want(1, A))) == [(2, B, 2)]
     shell.feed(want(1, A, "loader"))
     assert (1, A, 3) in sent(shell.feed(ev.ProcessGone(f"{'engine-1':0>16}")))
-
-
-def test_silent_holder_whose_witness_is_free_is_dead():
-    """Goal: a hung connection of a dead tree delays nothing. Method: silence, and the witness."""
-    shell = held_by_a(silent_ms=1000)
-    shell.pass_ms(1200)
-    shell.feed(ev.Beaten(2, 1))
-    effects = shell.feed(ev.WitnessFree("active", A))
-    assert "lock.releasing" in happened(effects)
-    assert sent(effects) == [(2, B, 2)]
 
 
 def test_witness_tried_for_another_incarnation_frees_nothing():

@@ -314,24 +314,6 @@ def test_connection_without_a_whole_request_is_closed_at_the_deadline(sent, serv
         assert b"200" not in service.run(end_of(quiet))
 
 
-def test_head_larger_than_the_limit_ends_its_connection(service):
-    """Goal: a stranger's bytes are not kept. Method: a head far above the limit."""
-
-    async def flood() -> None:
-        _, writer = await asyncio.open_connection("127.0.0.1", service.http.port)
-        with contextlib.suppress(ConnectionError):
-            writer.write(b"GET /live HTTP/1.1\r\n" + b"X: y\r\n" * 40_000)
-            async with asyncio.timeout(ANSWER_S):
-                await writer.drain()
-        await auntil(lambda: not service.open, "the connection to be closed")
-        writer.close()
-        with contextlib.suppress(ConnectionError):
-            await writer.wait_closed()
-
-    service.run(flood())
-    assert service.get("/live").status == 200
-
-
 def test_out_of_descriptors_the_oldest_makes_room(service):
     """Goal: a probe is answered although the process has no descriptor left. Method: a limit of
     what is open, while strangers hold some of it."""

@@ -182,19 +182,3 @@ def test_blocking_client_at_the_limit_of_descriptors_raises_it(tmp_path: Path):
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert caught.value.code == "wire.no_descriptors"
-
-
-@pytest.mark.parametrize(
-    ("error", "words"),
-    [
-        (FileNotFoundError(errno.ENOENT, "no"), "no such socket"),
-        (ConnectionRefusedError(errno.ECONNREFUSED, "no"), "no server is listening"),
-        (PermissionError(errno.EACCES, "no"), "same user"),
-        (TimeoutError("timed out"), "timed out"),
-    ],
-)
-def test_unreachable_gives_the_reason(error: OSError, words: str):
-    """Goal: the error is a sentence with the path and the reason."""
-    found = sockets.unreachable("/run/lock.sock", error)
-    assert words in found.message
-    assert "/run/lock.sock" in found.message

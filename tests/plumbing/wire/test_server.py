@@ -29,10 +29,7 @@ from plumbing.wire.connection import Connection, connect
 from plumbing.wire.frames import HEADER, MAGIC, VERSION, encode_frame
 from plumbing.wire.messages import HelloMsg, WelcomeMsg
 from plumbing.wire.server import PathGuard, Server, guard_holder
-from plumbing.wire.tcp import TcpServer
-from plumbing.wire.tcp_address import TcpAddress
 from tests.helpers import auntil, open_fds, room_for, until
-from tests.plumbing.wire.certificates import shared
 from tests.plumbing.wire.echo import (
     CATALOGUE,
     LOOPS,
@@ -43,7 +40,7 @@ from tests.plumbing.wire.echo import (
     on_loops,
     run_on,
 )
-from tests.plumbing.wire.tcp_rig import Client, stranger
+from tests.plumbing.wire.tcp_rig import Client
 
 loops = pytest.mark.parametrize("loop", LOOPS)
 
@@ -326,23 +323,14 @@ class _Doorman(EchoHandler):
 
 
 @on_loops
-@pytest.mark.parametrize("kind", ["unix", "tcp"])
-async def test_service_may_close_a_connection_in_opened(kind: str, tmp_path: Path):
+async def test_service_may_close_a_connection_in_opened(tmp_path: Path):
     """Goal: a connection that its service closes in `opened` is over: nothing is read from it, no
     deadline runs, and `closed` is called once."""
     handler = _Doorman()
-    server: Server | TcpServer
-    if kind == "unix":
-        server = Server(str(tmp_path / "echo.sock"), CATALOGUE, handler, service="echo")
-        await server.start()
-        newcomer = socket.socket(socket.AF_UNIX)
-        newcomer.connect(server.path)
-    else:
-        address = TcpAddress("127.0.0.1", 0)
-        server = TcpServer(address, CATALOGUE, handler, service="echo", security=shared())
-        await server.start()
-        here = TcpAddress("127.0.0.1", server.port)
-        _, newcomer = await stranger(here, shared().client_context())
+    server = _server(tmp_path, handler)
+    await server.start()
+    newcomer = socket.socket(socket.AF_UNIX)
+    newcomer.connect(server.path)
     await auntil(lambda: handler.reasons, "the end")
     assert handler.reasons == ["nobody may enter"]
     assert server.connections == set()

@@ -44,10 +44,10 @@ class CountsFromReceipt(LeaseWorld):
     """Engines count a lease from when the answer came instead of when they asked."""
 
     class keeper_type(LeaseKeeper):
-        def renewed(self, progress, lease_ms, now_ms):
-            is_new = super().renewed(progress, lease_ms, now_ms)
+        def renewed(self, progress, lease_ms):
+            is_new = super().renewed(progress, lease_ms)
             if is_new:
-                self.sent_ms, self.lease_ms = now_ms, lease_ms
+                self.sent_ms, self.lease_ms = self._clock(), lease_ms
             return is_new
 
 
@@ -55,19 +55,19 @@ class RenewsByMereSending(LeaseWorld):
     """A message that was sent renews a lease, whether or not it is answered."""
 
     class keeper_type(LeaseKeeper):
-        def sent(self, progress, now_ms):
-            super().sent(progress, now_ms)
+        def sent(self, progress):
+            super().sent(progress)
             if self.lease_ms is not None:
-                self.sent_ms = now_ms
+                self.sent_ms = self._clock()
 
 
 class ActsOnOldGrants(LeaseWorld):
     """A grant renews the lease, however long it was on its way."""
 
     class keeper_type(LeaseKeeper):
-        def may_act(self, now_ms):
+        def may_act(self):
             if self.lease_ms is not None:
-                self.sent_ms = now_ms
+                self.sent_ms = self._clock()
             return self.lease_ms is not None
 
 

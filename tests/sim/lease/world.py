@@ -129,7 +129,7 @@ class Node:
         self.tree: Tree | None = None
         self.is_ready = False  # initialised: it wants `active`
         self.is_killing = False
-        self.keeper = world.keeper_type()
+        self.keeper = world.keeper_type(self.now)
         self.kill_at_ms = NEVER
 
     def now(self) -> float:
@@ -153,7 +153,7 @@ class Node:
         if not self.is_alive or self.world.true_ms < self.stopped_until_ms:
             return
         self.listen()
-        if self.keeper.must_stop(self.now()) and not self.is_killing:
+        if self.keeper.must_stop() and not self.is_killing:
             self.kill_tree()
         self.keep_connected()
         self.keep_tree()
@@ -186,7 +186,7 @@ class Node:
 
     def say(self, line: Line, message: Any) -> None:
         if self.tree is not None:
-            self.keeper.sent(self.progress, self.now())
+            self.keeper.sent(self.progress)
         self.world.network.send_up(line, message)
 
     def want(self) -> None:
@@ -223,7 +223,7 @@ class Node:
     def told(self, message: Any) -> None:
         tree = self.tree
         if isinstance(message, RenewedMsg):
-            if self.keeper.renewed(message.progress, message.lease_ms, self.now()) and self.holds:
+            if self.keeper.renewed(message.progress, message.lease_ms) and self.holds:
                 self.arm()
         elif tree is None or self.is_killing:
             return
@@ -236,7 +236,7 @@ class Node:
             self.kill_tree()
 
     def woken(self, tree: Tree, token: int) -> None:
-        if not self.keeper.may_act(self.now()) or tree.is_dead or tree.dies_ms < NEVER:
+        if not self.keeper.may_act() or tree.is_dead or tree.dies_ms < NEVER:
             self.want()
         elif tree.token != token:
             self.keeper.hold()
