@@ -3,9 +3,6 @@ stand-ins."""
 
 from __future__ import annotations
 
-import asyncio
-import subprocess
-import sys
 import urllib.request
 from dataclasses import replace
 from typing import Any
@@ -25,13 +22,6 @@ def metric(server: ServerProcess, line: str) -> float:
         lines = answer.read().decode().splitlines()
     (found,) = [each for each in lines if each.startswith(line)]
     return float(found.rsplit(" ", 1)[1])
-
-
-def command(server: ServerProcess, *flags: str) -> subprocess.Popen[str]:
-    words = [sys.executable, "-m", "lockserver.cli", "switchover", "--dir", server.directory]
-    return subprocess.Popen(
-        [*words, *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
 
 
 def hears(engine: Engine) -> list[tuple[str, str | None, str, bool]]:
@@ -98,36 +88,3 @@ async def test_switchover_is_requested_shown_counted_and_answered(start_server: 
         assert metric(server, done) == 1
         assert metric(server, 'understudy_lock_switchover{lock="active"}') == 0
         conn.close("asked")
-
-
-async def test_switchover_command_reports_the_outcome_in_one_sentence(start_server: Any):
-    """Goal: the outcome is readable. Method: without `--json`: refused, done, already done."""
-    server = start_server()
-    async with (
-        Engine(server.directory, "engine-0") as old,
-        Engine(server.directory, "e-1") as new,
-    ):
-        heard = hears(old)
-        await old.hold()
-        refused = command(server)
-        _, err = await asyncio.to_thread(refused.communicate, timeout=30)
-        assert refused.returncode == 1
-        assert (
-            "no engine is waiting for the active lock: a switchover needs an engine in standby"
-            in err
-        )
-        new.launch()
-        new.want("active")
-        await auntil(lambda: server.lock()["waiters"], "the standby")
-        asking = command(server)
-        await auntil(lambda: heard, "the request to the holder")
-        old.reap()
-        old.relent()
-        token = await new.granted()
-        out, _ = await asyncio.to_thread(asking.communicate, timeout=30)
-        assert asking.returncode == 0
-        assert out.startswith("engine-0 handed the active lock over to e-1 in ")
-        assert out.endswith(f"s, token {token}\n")
-        again = command(server, "--to=e-1")
-        out, _ = await asyncio.to_thread(again.communicate, timeout=30)
-        assert out == f"e-1 already holds the active lock, token {token}\n"

@@ -353,10 +353,3 @@ def test_client_reports_no_grant_up_to_the_token_that_was_handed_over():
         grant = GrantedMsg("active", who.rpartition("-")[0], who, token)
         client.received(cast("Connection", None), grant, 0, [])
     assert heard == [(other, 4), (own, 5)]
-
-
-def test_scan_seals_no_file_that_is_to_be_kept(tmp_path):
-    """Goal: another model's holder, which may rest, wakes again under its token."""
-    kept, other = (serving.create(str(tmp_path), new_incarnation("e")) for _ in range(2))
-    assert serving.scan(str(tmp_path), seal_at=9, keep={kept[1].name}) == (set(), 0)
-    assert (os.stat(kept[0]).st_size, os.stat(other[0]).st_size) == (0, 9)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -380,80 +380,67 @@ def test_without_a_gateway_clients_are_refused_and_the_next_one_is_lent_the_addr
     assert world.counts["accepted"] > 0
 
 
-# ------------------------------------------------------------------ planted
+# ---------------------------------------------------------------------- planted
+
+REAL_NEWEST, REAL_SETTLE = listener._newest, Listener.settle
+Seen = Sequence[Acceptor]
 
 
-def changed(patch: pytest.MonkeyPatch, change: Callable[[ListenerOrders], object]) -> None:
-    """What the arbiter orders is changed."""
-    settle = Listener.settle
+def never_orders(name: str, nothing: object) -> tuple[object, str, object]:
+    """The arbiter's order `name` is never given."""
 
-    def settled(self, acceptors, now_ms):
-        orders = settle(self, acceptors, now_ms)
-        change(orders)
+    def settle(self: Listener, seen: Seen, now_ms: float) -> ListenerOrders:
+        orders = REAL_SETTLE(self, seen, now_ms)
+        setattr(orders, name, nothing)
         return orders
 
-    patch.setattr(Listener, "settle", settled)
+    return Listener, "settle", settle
 
 
-def newest_by(patch: pytest.MonkeyPatch, choose: Callable[..., Acceptor | None]) -> None:
-    """Another choice of who gets it; `choose` is given the real one."""
-    newest = listener._newest
-    patch.setattr(listener, "_newest", lambda those, *stages: choose(newest, those, *stages))
-
-
-def lends_before_the_yield(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("lockserver.core.listener.YIELD_MS", 0.0)
-
-
-def asks_nobody_to_yield(patch: pytest.MonkeyPatch) -> None:
-    changed(patch, lambda orders: orders.have_yield.clear())
-
-
-def waits_for_ever_for_one_that_hangs(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("lockserver.core.listener.YIELD_MS", 1e12)
-
-
-def closes_early(patch: pytest.MonkeyPatch) -> None:
-    init = Listener.__init__
-    patch.setattr(Listener, "__init__", lambda self, hold_ms, now_ms: init(self, 100.0, now_ms))
-
-
-def never_closes(patch: pytest.MonkeyPatch) -> None:
-    changed(patch, lambda orders: setattr(orders, "close", False))
-
-
-def gives_nothing_back_to_one_that_has_yielded(patch: pytest.MonkeyPatch) -> None:
-    newest_by(
-        patch,
-        lambda newest, those, *at: None if Stage.YIELDS in at else newest(those, *at),
-    )
-
-
-def forgets_who_hands_the_socket_back(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Acceptor, "has_it", property(lambda self: self.is_lent))
-
-
-def lends_to_the_oldest(patch: pytest.MonkeyPatch) -> None:
+def yielded_first(seen: Seen, *stages: Stage) -> Acceptor | None:
     """A gateway that finishes its requests gets it before its successor."""
-    newest_by(patch, lambda newest, those, *at: newest(those, Stage.YIELDS) or newest(those, *at))
+    return REAL_NEWEST(seen, Stage.YIELDS) or REAL_NEWEST(seen, *stages)
 
 
-Rule = Callable[[pytest.MonkeyPatch], None]
-CAUGHT_BY: dict[Rule, Callable[[], object]] = {
-    lends_before_the_yield: test_planned_replacements_lose_and_refuse_nothing,
-    asks_nobody_to_yield: test_planned_replacements_lose_and_refuse_nothing,
-    waits_for_ever_for_one_that_hangs: lambda: run(HANGS, 20, has_watchdog=False),
-    closes_early: test_deaths_lose_what_is_in_the_dead_one_and_refuse_nothing,
-    never_closes: test_without_a_gateway_clients_are_refused_and_the_next_one_is_lent_the_address,
-    gives_nothing_back_to_one_that_has_yielded: lambda: run(RACES, 50),
-    forgets_who_hands_the_socket_back: test_a_lock_server_that_restarts_gets_its_socket_back,
-    lends_to_the_oldest: test_planned_replacements_lose_and_refuse_nothing,
+def never_yielded(seen: Seen, *stages: Stage) -> Acceptor | None:
+    """One that has yielded does not get it back."""
+    return None if Stage.YIELDS in stages else REAL_NEWEST(seen, *stages)
+
+
+def closes_early(self: Listener, seen: Seen, now_ms: float) -> ListenerOrders:
+    self._hold_ms = 100.0
+    return REAL_SETTLE(self, seen, now_ms)
+
+
+only_lent = property(lambda self: self.is_lent)  # who hands the socket back is not believed
+# By rule: what takes the place of what, and the test or the schedules that catch it.
+PLANTED = {
+    "yield-first": ((listener, "YIELD_MS", 0.0), test_planned_replacements_lose_and_refuse_nothing),
+    "have-yield": (
+        never_orders("have_yield", []),
+        test_planned_replacements_lose_and_refuse_nothing,
+    ),
+    "one-that-hangs": (
+        (listener, "YIELD_MS", 1e12),
+        lambda: run(HANGS, 20, has_watchdog=False),
+    ),
+    "hold": ((Listener, "settle", closes_early), lambda: run(DEATHS, 20)),
+    "close": (
+        never_orders("close", False),
+        test_without_a_gateway_clients_are_refused_and_the_next_one_is_lent_the_address,
+    ),
+    "given-back": ((listener, "_newest", never_yielded), lambda: run(RACES, 50)),
+    "handed-back": ((Acceptor, "has_it", only_lent), lambda: run(SERVERS, 20)),
+    "newest": (
+        (listener, "_newest", yielded_first),
+        test_planned_replacements_lose_and_refuse_nothing,
+    ),
 }
 
 
-@pytest.mark.parametrize("rule", CAUGHT_BY, ids=lambda rule: rule.__name__)
-def test_every_planted_rule_is_caught(rule: Rule, monkeypatch: pytest.MonkeyPatch):
-    rule(monkeypatch)
-    assert YIELD_MS  # the world's own patience does not change
+@pytest.mark.parametrize("rule", PLANTED)
+def test_every_planted_rule_is_caught(rule: str, monkeypatch: pytest.MonkeyPatch):
+    planted, caught_by = PLANTED[rule]
+    monkeypatch.setattr(*planted)
     with pytest.raises(AssertionError):
-        CAUGHT_BY[rule]()
+        caught_by()

@@ -31,34 +31,12 @@ def test_grant_is_on_disk_before_it_is_sent():
     assert sent(order) == [(1, A, 1)]
 
 
-def test_grant_failed_write_is_not_sent_and_retried_every_second():
-    """Goal: a grant that cannot be written is no grant. Method: a disk that fails, then not."""
-    shell = Shell()
-    shell.disk_error = "Input/output error"
-    effects = shell.feed(want(1, A, "active"))
-    assert not sent(effects)
-    assert happened(effects).count("lock.write_failed") == 1
-    assert "Input/output error" in shell.machine.ledger.problem
-    assert not happened(shell.pass_ms(5000)).count("lock.write_failed")
-    shell.feed(ev.Beaten(1, 1))
-    shell.disk_error = None
-    effects = shell.pass_ms(1100)
-    assert sent(effects) == [(1, A, 1)]
-    assert shell.machine.ledger.problem is None
-
-
 def test_grant_while_one_is_being_written_is_an_invariant():
     """Goal: nothing happens between choosing and writing. Method: an event in between."""
     machine = LockMachine(ev.LockRecord(), 0.0)
     machine.handle(want(1, A, "active"), 0.0)
     with pytest.raises(InvariantError):
         machine.handle(ev.TimePassed(), 0.0)
-
-
-def test_event_of_no_kind_is_an_invariant():
-    """Goal: nothing is silently ignored. Method: pass in something that is no event."""
-    with pytest.raises(InvariantError, match="unknown event"):
-        LockMachine(ev.LockRecord(), 0.0).handle("hello", 0.0)
 
 
 def test_refused_lock_is_one_reason_enough():

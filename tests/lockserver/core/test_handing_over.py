@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from lockserver.core import events as ev
-from lockserver.core import recovery
 from lockserver.core.lock import LockState
 from lockserver.core.names import ServingFile, serving_name_of
 from tests.lockserver.core.shell import (
@@ -52,17 +51,6 @@ def test_holder_that_hands_over_frees_the_lock_by_its_serving_file_and_waits_ane
     assert sent(shell.feed(asks(1, A, "active", over=1, tokens={"active": 3}))) == [(1, A, 3)]
 
 
-def test_serving_file_is_no_evidence_without_the_holders_word():
-    """Goal: before it wakes, a holder does not hold the file. Method: report it free all the
-    same."""
-    shell = held_by_a()
-    assert shell.serving_due() == []
-    assert shell.feed(ev.ServingFileFree("active", A, 1)) == []
-    shell.feed(ev.ConnectionClosed(1))
-    assert shell.serving_due() == []
-    assert shell.active.state is LockState.RELEASING
-
-
 def test_word_about_an_older_token_is_not_about_this_one():
     """Goal: a holder for the second time is not taken for handing over. Method: it repeats `over`
     of its first term."""
@@ -100,17 +88,3 @@ def test_impossible_word_is_refused_and_changes_no_lock(over, tokens, code):
     shell = held_by_a()
     assert refused(shell.feed(want(1, A, "active", over=over, tokens=tokens))) == [code]
     assert shell.active.state is LockState.HELD
-
-
-def test_lost_state_waits_for_serving_files_and_goes_on_above_what_is_over():
-    """Goal: whoever handed over may not have let go yet. Method: lose the file; one serving file
-    is held, then none."""
-    shell = Shell(ev.LockRecord(unknown=frozenset(["active", "loader"])))
-    shell.feed(asks(1, A, "active", over=7))
-    shell.feed(asks(2, B, "active"))
-    assert recovery.seal_at(shell.machine.ledger, 5) == 7
-    assert recovery.seal_at(shell.machine.ledger, 9) == 9
-    held = frozenset(s.said.witness for s in shell.machine.supervisors.values())
-    assert not sent(shell.feed(ev.DirectoryScanned(held, frozenset([FILE_A.name]), 9)))
-    assert shell.machine.locks["loader"].state is LockState.FREE  # that one needs no fence
-    assert sent(shell.feed(ev.DirectoryScanned(held, frozenset(), 9)))[0] == (1, A, 10)

@@ -52,18 +52,6 @@ def test_restart_stale_claim_of_one_lock_confirms_the_other():
 LOST = ev.LockRecord(token=8, unknown=frozenset({"active", "loader"}))
 
 
-def test_unknown_file_claim_with_a_held_witness_is_believed_and_filed():
-    """Goal: state unreadable: claims. Method: one with a token above the readable one."""
-    shell = Shell(LOST)
-    effects = shell.feed(want(1, A, "active", tokens={"active": 12}))
-    assert sent(effects) == [(1, A, 12)]
-    assert shell.disk.holders["active"].incarnation == A
-    assert shell.disk.unknown == {"loader"}
-    shell.feed(want(2, B, "active"))
-    shell.feed(want(1, None, engine="engine-0"))
-    assert (2, B, 14) in sent(shell.feed(ev.WitnessFree("active", A)))
-
-
 def test_unknown_file_stays_unknown_on_disk_while_another_lock_is_granted():
     """Goal: writing a grant of one lock does not record another as free. Method: the loader lock
     settles first."""
