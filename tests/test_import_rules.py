@@ -382,7 +382,7 @@ LINES_MAX = {
     "plumbing": 6_130,
     "lockserver": 6_590,
     "gms": 8_970,
-    "engine": 18_070,
+    "engine": 17_920,
     "gateway": 8_260,
     "pool": 7_960,
     "understudy": 8_690,

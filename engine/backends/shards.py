@@ -107,7 +107,7 @@ def reading(path: str) -> Iterator[BinaryIO]:
             text = f"{path} cannot be read: {error.strerror}; check the disk"
             raise UnderstudyError("model.unreadable", text) from error
         if not is_shortage(error):
-            _broken(path, f"it cannot be read ({error.strerror})")
+            broken(path, f"it cannot be read ({error.strerror})")
         raise UnderstudyError(
             "model.shortage",
             f"{path} cannot be opened now: {error.strerror}; raise the limit of open files "
@@ -120,7 +120,7 @@ def read_json(path: str) -> dict[str, Any]:
     try:
         return msgspec.json.decode(read_file(path), type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        _broken(path, f"it is no valid JSON object ({error})")
+        broken(path, f"it is no valid JSON object ({error})")
 
 
 def read_file(path: str) -> bytes:
@@ -128,7 +128,7 @@ def read_file(path: str) -> bytes:
     with reading(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > JSON_MAX_BYTES:
-            _broken(path, f"it is larger than {JSON_MAX_BYTES >> 20} MiB")
+            broken(path, f"it is larger than {JSON_MAX_BYTES >> 20} MiB")
         return file.read()
 
 
@@ -155,10 +155,10 @@ def read_shards(directory: str) -> tuple[Shard, ...]:
 def _shard_names(index_path: str) -> list[str]:
     weight_map = read_json(index_path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        _broken(index_path, "it has no weight_map")
+        broken(index_path, "it has no weight_map")
     for name in weight_map.values():
         if not isinstance(name, str) or os.path.basename(name) != name:
-            _broken(index_path, f"its weight_map names {name!r}, which is not a plain file name")
+            broken(index_path, f"its weight_map names {name!r}, which is not a plain file name")
     return sorted(set(weight_map.values()))
 
 
@@ -177,33 +177,33 @@ def read_shard(path: str) -> Shard:
         prefix = os.pread(file.fileno(), 8, 0)
         header_bytes = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
         if header_bytes > HEADER_MAX_BYTES:
-            _broken(path, f"its header claims {header_bytes} bytes: this is not a safetensors file")
+            broken(path, f"its header claims {header_bytes} bytes: this is not a safetensors file")
         base = 8 + header_bytes
         if base > size:
-            _broken(path, f"it is truncated: {size} of at least {base} bytes")
+            broken(path, f"it is truncated: {size} of at least {base} bytes")
         raw = os.pread(file.fileno(), header_bytes, 8)
     try:
         header = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
         header.pop("__metadata__", None)
         entries = {name: msgspec.json.decode(each, type=Entry) for name, each in header.items()}
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        _broken(path, f"its header is not valid JSON of a safetensors file ({error})")
+        broken(path, f"its header is not valid JSON of a safetensors file ({error})")
     stored = (_stored(path, name, entry, base) for name, entry in entries.items())
     # Empty ones lie before their neighbour.
     tensors = sorted(stored, key=lambda tensor: (tensor.offset, tensor.nbytes))
     for before, after in pairwise(tensors):
         if before.offset + before.nbytes > after.offset:
-            _broken(path, f"tensors {before.name} and {after.name} overlap")
+            broken(path, f"tensors {before.name} and {after.name} overlap")
     end = max((tensor.offset + tensor.nbytes for tensor in tensors), default=base)
     if end > size:
-        _broken(path, f"it is truncated: {size} of {end} bytes")
+        broken(path, f"it is truncated: {size} of {end} bytes")
     return Shard(path, hashlib.sha256(raw).hexdigest(), tuple(tensors))
 
 
 def _stored(path: str, name: str, entry: Entry, base: int) -> StoredTensor:
     dtype, shape, (start, end) = entry.dtype, entry.shape, entry.data_offsets
     if dtype in ITEM_BYTES and end - start != math.prod(shape) * ITEM_BYTES[dtype]:
-        _broken(path, f"tensor {name} claims {end - start} bytes for {dtype} {list(shape)}")
+        broken(path, f"tensor {name} claims {end - start} bytes for {dtype} {list(shape)}")
     return StoredTensor(name, dtype, shape, path, base + start, end - start)
 
 
@@ -226,5 +226,5 @@ def _windows(nbytes: int, windows: int = SAMPLE_WINDOWS) -> list[tuple[int, int]
     return [(last * index // (windows - 1), SAMPLE_WINDOW_BYTES) for index in range(windows)]
 
 
-def _broken(path: str, reason: str) -> NoReturn:
+def broken(path: str, reason: str) -> NoReturn:
     raise UsageError("model.broken", f"{path}: {reason}; download the file again.", file=path)

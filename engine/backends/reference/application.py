@@ -31,15 +31,11 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from engine.backends.reference.completions import (
+    BODIES,
     AnyBody,
-    ApiError,
     ChatBody,
     OpenAiReply,
-    bad_value,
-    from_understudy,
-    parse_chat,
-    parse_completion,
-    parse_json,
+    parse_body,
 )
 from engine.backends.reference.generation import TokenRequest
 from engine.backends.reference.model import ModelThread
@@ -48,7 +44,7 @@ from engine.backends.reference.text import AnswerText, Piece, Tokenizer, replay
 from engine.backends.shards import read_file
 from plumbing import __version__
 from plumbing import gateway_protocol as hop
-from plumbing.errors import UnderstudyError
+from plumbing.errors import UnderstudyError, UsageError
 
 logger = logging.getLogger(__name__)
 
@@ -69,10 +65,11 @@ SSE_HEADERS = {
     "X-Accel-Buffering": "no",
 }
 
-PARSERS: dict[str, Callable[[dict[str, object]], AnyBody]] = {
-    "/v1/completions": parse_completion,
-    "/v1/chat/completions": parse_chat,
-}
+# Of refusals that are neither the client's fault (400) nor ours (500).
+STATUS = {"engine.queue_full": 429, "model_not_found": 404}
+# How long a client is asked to wait before it tries again: a slot is free after about a request's
+# time, and another engine takes over in less.
+RETRY_AFTER_S = 1
 HandlerFn = Callable[[web.Request], Awaitable[web.StreamResponse]]
 T = TypeVar("T")
 
@@ -166,51 +163,37 @@ class ServedModel:
         self.requests_open += 1
         try:
             return await handler(request)
-        except ApiError as error:
-            refusal = error
         except UnderstudyError as error:
-            refusal = from_understudy(error)
+            status = STATUS.get(error.code) or (400 if isinstance(error, UsageError) else 500)
+            self.rejected += status == 429
+            return refusal(status, error.code.removeprefix("engine."), error.message)
         except web.HTTPRequestEntityTooLarge:
             what = f"The request body exceeds the limit of {BODY_BYTES_MAX} bytes; shorten it."
-            refusal = ApiError(413, what, code="body_too_large")
+            return refusal(413, "body_too_large", what)
         except web.HTTPException as error:
             what = f"{request.method} {request.path:.100}: {error.reason}."
-            refusal = ApiError(error.status, what, code="no_such_route")
+            return refusal(error.status, "no_such_route", what)
         except ConnectionResetError:
             return web.Response(status=499)  # the client has left and does not read this
         except Exception:
             logger.exception("a request failed: %s %s", request.method, request.path)
             what = "This engine failed to process the request; see its log."
-            refusal = ApiError(500, what, code="internal_error")
+            return refusal(500, "internal_error", what)
         finally:
             self.requests_open -= 1
-        if refusal.is_temporary:
-            self.rejected += 1
-        return web.json_response(refusal.body(), status=refusal.status, headers=refusal.headers())
 
     # ------------------------------------------------------------------ models, gateway
 
-    def check_model(self, name: str | None) -> None:
-        """Raises ApiError 404."""
-        if name is not None and name not in self.names:
-            what = f"The model {name[:64]!r} does not exist; this engine serves {self.names[0]!r}."
-            raise ApiError(404, what, code="model_not_found", param="model")
-
     async def list_models(self, request: web.Request) -> web.StreamResponse:
-        """The model, or a list of it; OpenAI's keys, vLLM's `max_model_len`, llama-swap's
-        `status`."""
+        """OpenAI's keys, and vLLM's `max_model_len`."""
         card = {
             "id": self.names[0],
             "object": "model",
             "created": self.created,
             "owned_by": "understudy",
             "max_model_len": self.limits.max_context,
-            "status": {"value": "loaded"},
-            "meta": {"understudy": {"engine": self.engine, "token": self.token}},
         }
-        name = request.match_info.get("model")
-        self.check_model(name)
-        return web.json_response({"object": "list", "data": [card]} if name is None else card)
+        return web.json_response({"object": "list", "data": [card]})
 
     async def hello(self, request: web.Request) -> web.StreamResponse:
         self._check_gateway()
@@ -246,12 +229,11 @@ class ServedModel:
     # ------------------------------------------------------------------ completions
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
-        parse = PARSERS[request.path]
-        document, journal = await self._body(request)
-        return await self._answer(request, parse(document), journal)
+        body, journal = await self._body(request)
+        return await self._answer(request, parse_body(request.path, body), journal)
 
-    async def _body(self, request: web.Request) -> tuple[dict[str, object], Sequence[int]]:
-        """The client's document and, of a request that is resumed, the tokens so far."""
+    async def _body(self, request: web.Request) -> tuple[bytes, Sequence[int]]:
+        """The client's body and, of a request that is resumed, the tokens so far."""
         header = request.headers.get(hop.JOURNAL) if self.is_marked(request) else None
         if header is not None:
             request = request.clone(client_max_size=BODY_BYTES_MAX + JOURNAL_BYTES_MAX)
@@ -259,21 +241,23 @@ class ServedModel:
             body = await request.read()
         except (web.RequestPayloadError, HttpProcessingError) as error:
             what = f"The request's body cannot be read: {error}"
-            raise ApiError(400, what, code="bad_body") from error
+            raise UsageError("bad_body", what) from error
         if header is None:
-            return parse_json(body), ()
+            return body, ()
         try:
             body, journal = hop.without_journal(body, header)
         except ValueError as error:
             what = f"The journal of this request cannot be read: {error}."
-            raise ApiError(400, what, code="resume.bad_journal") from None
-        return parse_json(body), journal.tokens
+            raise UsageError("resume.bad_journal", what) from None
+        return body, journal.tokens
 
     async def _answer(
         self, request: web.Request, body: AnyBody, journal: Sequence[int]
     ) -> web.StreamResponse:
         """`journal`: the tokens of the answer that another engine has made."""
-        self.check_model(body.model)
+        if body.model is not None and body.model not in self.names:
+            what = f"The model {body.model:.64} does not exist; this is {self.names[0]!r}."
+            raise UsageError("model_not_found", what)
         is_marked = self.is_marked(request)
         headers = request.headers
         given_id = headers.get(REQUEST_ID, "")[:REQUEST_ID_CHARS_MAX] if is_marked else ""
@@ -317,48 +301,38 @@ class ServedModel:
     async def _model_request(
         self, body: AnyBody, request_id: str, attempt: bytes, made: tuple[int, ...]
     ) -> TokenRequest:
-        """Checks `body` against the model's limits. Raises ApiError, UnderstudyError."""
-        limits = self.limits
-        prompt = await self._prompt_tokens(body)
-        max_tokens = body.max_tokens or limits.max_context - len(prompt)
-        if body.min_tokens > max_tokens:
-            what = f"min_tokens is {body.min_tokens}, and the answer ends with {max_tokens} tokens."
-            raise bad_value("min_tokens", what)
-        outside = [token for token in body.stop_token_ids if token >= limits.vocab_size]
-        if outside:
-            what = f"stop_token_ids: {outside[0]} is not a token id below {limits.vocab_size}."
-            raise bad_value("stop_token_ids", what)
-        sampling = body.sampling(_seed_of(request_id), limits.vocab_size)
+        """Checks `body` against the model's limits. Raises UsageError."""
+        limits, tokenizer, is_chat = self.limits, self.tokenizer, isinstance(body, ChatBody)
+        # The chat template writes its own special tokens.
+        prompt = tokenizer.render_chat(body.messages) if isinstance(body, ChatBody) else body.prompt
+        if isinstance(prompt, str):
+            text = prompt
+            prompt = await self._apart(len(text), lambda: tokenizer.encode(text, not is_chat))
+        room = limits.max_context - len(prompt)
+        max_tokens = body.limit or room
+        if room < max(1, max_tokens):
+            raise UsageError(
+                "context_length_exceeded",
+                f"The context length is {limits.max_context} tokens, and the prompt has"
+                f" {len(prompt)}; shorten it, or lower max_tokens ({body.limit}).",
+            )
+        sampling = body.sampling(_seed_of(request_id))
+        biased = (token for token, _ in sampling.logit_bias)
+        last = limits.vocab_size - 1
+        largest = max((*prompt, *body.stop_token_ids, *biased), default=0)
+        for is_wrong, what in (
+            (not prompt, "The prompt is empty; send at least one token."),
+            (largest > last, f"{largest} is no token id: the vocabulary ends at {last}."),
+            (
+                body.min_tokens > max_tokens,
+                f"min_tokens is {body.min_tokens}, and the answer ends with {max_tokens} tokens.",
+            ),
+        ):
+            if is_wrong:
+                raise UsageError("invalid_value", what)
         ends = () if body.ignore_eos else limits.stop_token_ids
         stops = tuple(dict.fromkeys((*ends, *body.stop_token_ids)))
         return TokenRequest(0, tuple(prompt), max_tokens, sampling, stops, made, attempt)
-
-    async def _prompt_tokens(self, body: AnyBody) -> Sequence[int]:
-        """The prompt, if it and the answer fit. Raises ApiError, UnderstudyError."""
-        limits, tokenizer, is_chat = self.limits, self.tokenizer, isinstance(body, ChatBody)
-        param = "messages" if is_chat else "prompt"
-        # The chat template writes its own special tokens.
-        given = tokenizer.render_chat(body.messages) if isinstance(body, ChatBody) else body.prompt
-        if isinstance(given, str):
-            text = given
-            given = await self._apart(len(text), lambda: tokenizer.encode(text, not is_chat))
-        tokens, count, wanted = given, len(given), body.max_tokens or 0
-        if count + max(1, wanted) > limits.max_context:
-            needed = f"{count} prompt tokens" + (f" and {wanted} completion tokens" * bool(wanted))
-            raise ApiError(
-                400,
-                f"The context length is {limits.max_context} tokens, but the request needs"
-                f" {needed}; shorten the prompt or lower max_tokens.",
-                code="context_length_exceeded",
-                param=param,
-            )
-        if not tokens:
-            raise bad_value(param, f"{param} is empty; send at least one token.")
-        if max(tokens) >= limits.vocab_size:
-            last = limits.vocab_size - 1
-            what = f"{param} contains the token {max(tokens)}, but the vocabulary ends at {last}."
-            raise bad_value(param, what)
-        return tokens
 
     async def _apart(self, size: int, work: Callable[[], T]) -> T:
         """Do large work on a thread, so that probes and streams go on meanwhile."""
@@ -418,6 +392,15 @@ async def send_stream(
     return response
 
 
+def refusal(status: int, code: str, message: str) -> web.Response:
+    """An error of OpenAI's shape; `code` is stable."""
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    kind = "rate_limit_error" if status == 429 else kind
+    error = {"message": message, "type": kind, "param": None, "code": code}
+    headers = {"Retry-After": str(RETRY_AFTER_S)} if status == 429 else {}
+    return web.json_response({"error": error}, status=status, headers=headers)
+
+
 def _seed_of(request_id: str) -> int:
     """For a request without a seed: the same at every engine that a gateway sends it to."""
     if not request_id:
@@ -430,7 +413,7 @@ def make_app(served: ServedModel) -> web.Application:
     app = web.Application(client_max_size=BODY_BYTES_MAX, middlewares=[served.errors_as_json])
     app.router.add_get("/v1/models", served.list_models)
     app.router.add_get("/v1/models/{model:.+}", served.list_models)
-    for path in PARSERS:
+    for path in BODIES:
         app.router.add_post(path, served.complete)
     app.router.add_get(hop.HELLO_PATH, served.hello)
     app.router.add_post(hop.CANARY_PATH, served.canary)

@@ -2,9 +2,9 @@
 
 The first engine writes the weights into the memory service as float32, the next one maps them;
 which of the two is the service's answer, not a setting. The surprising thing: nothing is ever held
-twice. float32 is read straight into its place; bfloat16 goes through one small scratch buffer,
-because a loader that needs a second copy of the weights does not fit beside them. A
-tensor-parallel rank reads its own part of each file and nothing else.
+twice, because a loader that needs a second copy of the weights does not fit beside them. The files
+are mapped, and widened into place piece by piece. A tensor-parallel rank reads its own part of each
+file and nothing else.
 """
 
 from __future__ import annotations
@@ -17,33 +17,30 @@ import platform
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 from engine.backends.memory_session import WAIT_S, attach, commit, host_device, loading
 from engine.backends.process import BackendProcess
-from engine.backends.reference.config import LlamaConfig, read_config
+from engine.backends.reference.config import LlamaConfig, read_config, unsupported
 from engine.backends.shards import (
     Shard,
     StoredTensor,
+    broken,
     identity_of,
     read_json,
     read_shards,
-    reading,
 )
 from gms.client import Reader, Writer
 from plumbing import __version__
-from plumbing.errors import UsageError
 
 Place = Callable[[str, int, tuple[int, ...], str], memoryview]
 """`place(name, nbytes, shape, dtype)` gives a writable view of exactly `nbytes` bytes."""
 Progress = Callable[[int, int], None]
 """`progress(done_bytes, total_bytes)`, in float32 bytes."""
-Bytes = NDArray[np.uint8]
 
-READ_BYTES = 4 << 20  # per read: long enough for full disk speed, short enough to report progress
+READ_BYTES = 4 << 20  # per piece: long enough for full disk speed, short enough to report progress
 FLOAT_DTYPES = ("F32", "BF16")
 DTYPE = "float32"
 
@@ -53,25 +50,31 @@ IGNORED_SUFFIX = ".rotary_emb.inv_freq"
 
 @dataclass(frozen=True, slots=True)
 class TensorSource:
-    """A tensor that the decoder needs, or one rank's part of it: `nbytes` in float32.
-
-    `origin` is where that part begins in the stored tensor, an index per axis.
-    """
+    """A tensor that the decoder needs, or one rank's `part` of it: `nbytes` in float32."""
 
     name: str
     shape: tuple[int, ...]
     nbytes: int
     stored: StoredTensor
-    origin: tuple[int, ...]
+    part: tuple[slice, ...]
 
-    def runs(self) -> Iterator[tuple[int, int]]:
-        """First element and length of each unbroken stretch of the stored tensor, in order."""
-        row = self.stored.shape[-1]
-        if self.shape[-1] == row:  # whole rows: they lie side by side
-            yield self.origin[0] * math.prod(self.shape[1:]), math.prod(self.shape)
-        else:
-            for index in range(self.origin[0], self.origin[0] + self.shape[0]):
-                yield index * row + self.origin[1], self.shape[1]
+    def load_into(self, view: memoryview) -> Iterator[int]:
+        """Fill `view` piece by piece, widened to float32; yields the bytes of each."""
+        stored, is_wide = self.stored, self.stored.dtype == "F32"
+        try:
+            file = np.memmap(
+                stored.shard, "<u4" if is_wide else "<u2", "r", stored.offset, stored.shape
+            )
+        except ValueError:
+            broken(stored.shard, "it was replaced or cut while it was read")
+        source, target = file[self.part], np.frombuffer(view, np.uint32).reshape(self.shape)
+        rows = max(1, READ_BYTES * self.shape[0] // self.nbytes)
+        for first in range(0, self.shape[0], rows):
+            piece = target[first : first + rows]
+            piece[...] = source[first : first + rows]
+            if not is_wide:
+                piece <<= np.uint32(16)  # bfloat16 is the upper half of a float32
+            yield piece.nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,22 +100,19 @@ class Checkpoint:
         """Write every tensor, as float32, into the view that `place` gives for it.
 
         Raises:
-            UsageError: `model.broken` when a file changed or shrank since it was opened.
-            UnderstudyError: as `reading`.
+            UsageError: `model.broken` when a file shrank since it was opened.
         """
         total, done, reported = self.weights_bytes, 0, 0
-        scratch = np.empty(READ_BYTES, dtype=np.uint8)
-        for shard in self.shards:
-            wanted = [tensor for tensor in self.tensors if tensor.stored.shard == shard.path]
-            with reading(shard.path) as file:
-                for tensor in sorted(wanted, key=lambda tensor: tensor.stored.offset):
-                    view = place(tensor.name, tensor.nbytes, tensor.shape, DTYPE)
-                    for piece_bytes in _load_tensor(file.fileno(), tensor, view, scratch):
-                        done += piece_bytes
-                        if done - reported >= READ_BYTES or done == total:  # not for every row
-                            reported = done
-                            progress(done, total)
-                    view.release()  # else the caller could not resize or unmap what is under it
+        for tensor in sorted(
+            self.tensors, key=lambda each: (each.stored.shard, each.stored.offset)
+        ):
+            view = place(tensor.name, tensor.nbytes, tensor.shape, DTYPE)
+            for piece_bytes in tensor.load_into(view):
+                done += piece_bytes
+                if done - reported >= READ_BYTES or done == total:  # not for every row
+                    reported = done
+                    progress(done, total)
+            view.release()  # else the caller could not resize or unmap what is under it
 
 
 def open_checkpoint(directory: str, rank: int = 0, ranks: int = 1) -> Checkpoint:
@@ -128,19 +128,19 @@ def open_checkpoint(directory: str, rank: int = 0, ranks: int = 1) -> Checkpoint
     stored: dict[str, StoredTensor] = {}
     for tensor in (tensor for shard in shards for tensor in shard.tensors):
         if stored.setdefault(tensor.name, tensor) is not tensor:
-            _broken(directory, f"tensor {tensor.name} is in two shards")
+            broken(directory, f"tensor {tensor.name} is in two shards")
     shapes = config.tensor_shapes()
     missing = [name for name in shapes if name not in stored]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        _broken(directory, f"tensor {missing[0]}{more} is in no safetensors file")
+        broken(directory, f"tensor {missing[0]}{more} is in no safetensors file")
     for name in sorted(stored.keys() - shapes.keys()):
         # What is not read is a part of the model that would silently not be computed. Some
         # exporters store the tied tensor twice.
         is_tied = name == "lm_head.weight" and config.tie_embeddings
         if not is_tied and not name.endswith(IGNORED_SUFFIX):
             what = f"tensor {name} is not part of the Llama that config.json describes"
-            _unsupported(directory, what)
+            unsupported(directory, what)
     for name, shape in shapes.items():
         _check(directory, stored[name], shape)
     tensors = [
@@ -177,56 +177,24 @@ def same_on_every_rank(identity: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in identity.items() if name != "tp_rank"}
 
 
-def _load_tensor(fd: int, tensor: TensorSource, view: memoryview, scratch: Bytes) -> Iterator[int]:
-    """Fill `view` piece by piece, widened to float32; yields the float32 bytes of each."""
-    stored, target, done = tensor.stored, np.frombuffer(view, dtype=np.float32), 0
-    item_bytes = 4 if stored.dtype == "F32" else 2
-    for first, length in tensor.runs():
-        for start in range(first, first + length, READ_BYTES // 4):
-            piece = target[done : done + min(READ_BYTES // 4, first + length - start)]
-            raw = scratch[: piece.size * 2] if item_bytes == 2 else piece.view(np.uint8)
-            if os.preadv(fd, [raw.data], stored.offset + start * item_bytes) != raw.size:
-                raise UsageError(
-                    "model.broken",
-                    f"{stored.shard} ended inside tensor {stored.name}: it was replaced or cut"
-                    " while it was read; load again when it is complete.",
-                )
-            if stored.dtype == "BF16":
-                bits = piece.view(np.uint32)  # bfloat16 is the upper half of a float32
-                np.copyto(bits, raw.view("<u2"))
-                np.left_shift(bits, 16, out=bits)
-            done += piece.size
-            yield 4 * piece.size
-
-
 def _check(directory: str, stored: StoredTensor, shape: tuple[int, ...]) -> None:
     what = f"tensor {stored.name} in {os.path.basename(stored.shard)} has"
     if stored.shape != shape:
         wanted = f"but config.json requires {list(shape)}"
-        _broken(directory, f"{what} shape {list(stored.shape)}, {wanted}")
+        broken(directory, f"{what} shape {list(stored.shape)}, {wanted}")
     if stored.dtype not in FLOAT_DTYPES:
         wanted = f"but the reference backend reads only {', '.join(FLOAT_DTYPES)}"
-        _unsupported(directory, f"{what} dtype {stored.dtype}, {wanted}")
+        unsupported(directory, f"{what} dtype {stored.dtype}, {wanted}")
 
 
 def _part(stored: StoredTensor, shape: tuple[int, ...], rank: int, ranks: int) -> TensorSource:
     """The part of `stored` that has `shape`: the axis that is shorter there is the one cut."""
-    origin = tuple(
+    starts = (
         whole * rank // ranks if mine != whole else 0
         for mine, whole in zip(shape, stored.shape, strict=True)
     )
-    return TensorSource(stored.name, shape, 4 * math.prod(shape), stored, origin)
-
-
-def _broken(directory: str, reason: str) -> NoReturn:
-    raise UsageError("model.broken", f"{directory}: {reason}; download the checkpoint again.")
-
-
-def _unsupported(directory: str, reason: str) -> NoReturn:
-    raise UsageError(
-        "model.unsupported",
-        f"{directory}: {reason}; choose another checkpoint or the vllm backend.",
-    )
+    part = tuple(slice(start, start + mine) for start, mine in zip(starts, shape, strict=True))
+    return TensorSource(stored.name, shape, 4 * math.prod(shape), stored, part)
 
 
 # ---------------------------------------------------------------------- the memory service

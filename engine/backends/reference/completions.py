@@ -1,7 +1,7 @@
 """Bodies of `/v1/completions` and `/v1/chat/completions`, and answers in OpenAI's shapes. Pure.
 
 The structs name every parameter that is implemented, with its limits. Any other parameter is
-refused by name with 400, because to ignore it could give a wrong answer; `NEUTRAL` lists the values
+refused by name, because to ignore it could give a wrong answer; `NEUTRAL` lists the values
 that change nothing and that stock clients send all the same. `null` means absent. Nothing is
 coerced: `"1"` is no number and `true` is no integer.
 """
@@ -9,24 +9,18 @@ coerced: `"1"` is no number and `true` is no integer.
 from __future__ import annotations
 
 import json
-import re
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
 
 from engine.backends.reference.generation import SamplingParams
-from plumbing.errors import UnderstudyError, UsageError
+from plumbing.errors import UsageError
 
 ERROR_CHARS_MAX = 300  # it quotes what the client has sent
 DONE = b"data: [DONE]\n\n"
-# How long a client is asked to wait before it tries again: a slot is free after about a request's
-# time, and another engine takes over in less.
-RETRY_AFTER_S = 1
-FULL = 429
 
 # Of a request's lists.
 BIASES_MAX = 1024
@@ -56,45 +50,6 @@ EMPTY: tuple[Any, ...] = (False, "", [], {})  # but not 0: `logprobs: 0` asks fo
 LABELS = ("user", "metadata")  # they name the request and never change its answer
 
 
-@dataclass(eq=False)
-class ApiError(Exception):
-    """An HTTP status and its body, the only exception that a client sees: `message` says what was
-    wrong and what would be right, `param` names the field, `code` is stable."""
-
-    status: int
-    message: str
-    code: str
-    param: str | None = None
-
-    @property
-    def is_temporary(self) -> bool:
-        return self.status == FULL
-
-    def body(self) -> dict[str, Any]:
-        kind = "server_error" if self.status >= 500 else "invalid_request_error"
-        kind = "rate_limit_error" if self.is_temporary else kind
-        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
-        return {"error": error}
-
-    def headers(self) -> dict[str, str]:
-        return {"Retry-After": str(RETRY_AFTER_S)} if self.is_temporary else {}
-
-
-def bad_value(param: str, message: str) -> ApiError:
-    return ApiError(400, message, code="invalid_value", param=param)
-
-
-def from_understudy(error: UnderstudyError) -> ApiError:
-    """A refusal by the model or the tokenizer, as the client's fault or ours."""
-    if error.code == "engine.queue_full":
-        return ApiError(FULL, error.message, code="queue_full")
-    status = 400 if isinstance(error, UsageError) else 500
-    return ApiError(status, error.message, code=error.code)
-
-
-# ---------------------------------------------------------------------- bodies
-
-
 class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -118,19 +73,22 @@ class Body(Struct, kw_only=True, forbid_unknown_fields=True):
     min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=STOP_TOKENS_MAX)] = []
     logit_bias: Annotated[
-        dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=BIASES_MAX)
+        dict[
+            Annotated[str, Meta(pattern="^[0-9]{1,10}$")], Annotated[float, Meta(ge=-100, le=100)]
+        ],
+        Meta(max_length=BIASES_MAX),
     ] = {}
 
     @property
     def stops(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop
 
-    def sampling(self, seed: int, vocab_size: int) -> SamplingParams:
-        """`seed` is used where the client has sent none. Raises ApiError."""
-        for token in self.logit_bias:
-            if not (re.fullmatch("[0-9]{1,10}", token) and int(token) < vocab_size):
-                what = f"logit_bias: {token!r:.20} is not a token id below {vocab_size}."
-                raise bad_value("logit_bias", what)
+    @property
+    def limit(self) -> int | None:
+        return self.max_tokens
+
+    def sampling(self, seed: int) -> SamplingParams:
+        """`seed` is used where the client has sent none."""
         given = {name: getattr(self, name) for name in SamplingParams.__struct_fields__}
         given["seed"] = seed if self.seed is None else self.seed
         given["logit_bias"] = tuple((int(token), each) for token, each in self.logit_bias.items())
@@ -161,52 +119,37 @@ class ChatBody(Body, kw_only=True):
     messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=4096)]
     max_completion_tokens: TokenCount | None = None
 
+    @property
+    def limit(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
 
 AnyBody = CompletionBody | ChatBody
-B = TypeVar("B", CompletionBody, ChatBody)
+BODIES: Mapping[str, type[AnyBody]] = {
+    "/v1/completions": CompletionBody,
+    "/v1/chat/completions": ChatBody,
+}
 Usage = Mapping[str, int]
 
 
-def parse_json(body: bytes) -> dict[str, Any]:
-    """One JSON object. Raises ApiError 400, which names the place of the mistake."""
+def parse_body(path: str, data: bytes) -> AnyBody:
+    """
+    Raises:
+        UsageError: `invalid_json`; `invalid_value`, whose message names the parameter.
+    """
     try:
-        return msgspec.json.decode(body, type=dict[str, Any])
+        document = msgspec.json.decode(data, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         what = f"The body is not one valid JSON object: {error}."
-        raise ApiError(400, what, code="invalid_json") from None
-
-
-def parse_completion(document: Mapping[str, Any]) -> CompletionBody:
-    """The body of `/v1/completions`. Raises ApiError."""
-    return _convert(document, CompletionBody, "prompt")
-
-
-def parse_chat(document: Mapping[str, Any]) -> ChatBody:
-    """The body of `/v1/chat/completions`; `max_tokens` has its limit. Raises ApiError."""
-    messages = document.get("messages")
+        raise UsageError("invalid_json", what) from None
+    kind, messages = BODIES[path], document.get("messages")
     if isinstance(messages, list):
         plain = [_plain(each, ChatMessage) if isinstance(each, dict) else each for each in messages]
-        document = {**document, "messages": plain}
-    body = _convert(document, ChatBody, "messages")
-    body.max_tokens = body.max_completion_tokens or body.max_tokens
-    return body
-
-
-def _convert(document: Mapping[str, Any], kind: type[B], required: str) -> B:
-    plain = _plain(document, kind)
-    if required not in plain:
-        what = f"The request has no {required!r}."
-        raise ApiError(400, what, code="missing_required_parameter", param=required)
+        document["messages"] = plain
     try:
-        return msgspec.convert(plain, kind)
+        return msgspec.convert(_plain(document, kind), kind)
     except msgspec.ValidationError as error:
-        what, _, path = str(error).partition(" - at `$")
-        where = path.removeprefix(".").removesuffix("`")
-    if unknown := re.search("unknown field `(.*)`", what):
-        param = f"{where}.{unknown[1]}".removeprefix(".")[:80]
-        what = f"{param} is not supported by this engine; omit it."
-        raise ApiError(400, what, code="unsupported_parameter", param=param)
-    raise bad_value(where, f"{where}: {what[:ERROR_CHARS_MAX]}.")
+        raise UsageError("invalid_value", f"{str(error)[:ERROR_CHARS_MAX]}.") from None
 
 
 def _plain(document: Mapping[str, Any], kind: type[Struct]) -> dict[str, Any]:

@@ -8,7 +8,6 @@ still produces fluent text, and its errors would go unnoticed.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from itertools import product
@@ -18,7 +17,7 @@ import msgspec
 from msgspec import Meta, Struct
 from msgspec.structs import replace
 
-from engine.backends.shards import read_json
+from engine.backends.shards import broken, read_json
 from engine.messages import RANKS_MAX, KvMemoryKind
 from engine.messages import Rank as RankNumber
 from plumbing.errors import UsageError
@@ -168,35 +167,26 @@ def parse_config(document: dict[str, Any], path: str) -> LlamaConfig:
     found |= rope if isinstance(rope, dict) else {"rope_type": rope}
     for key, accepted in ACCEPTED.items():
         if key in found and found[key] not in accepted:
-            _unsupported(path, key, found[key], accepted[0])
+            unsupported(path, f"{key} is {found[key]!r:.200}, and must be {accepted[0]!r}")
     if not {"architectures", "model_type"} & found.keys():
-        _unsupported(path, "model_type", None, "llama")
+        unsupported(path, "model_type must be llama")
     if not isinstance(found.get("eos_token_id", []), list):
         found["eos_token_id"] = [found["eos_token_id"]]
     try:
         config = msgspec.convert(found | {"head_rows": None}, LlamaConfig)
     except msgspec.ValidationError as error:
-        _broken(path, str(error)[:200])
+        broken(path, str(error)[:200])
     heads, kv_heads = config.heads, config.kv_heads or config.heads
     if heads % kv_heads:
-        _broken(path, f"num_key_value_heads {kv_heads} must divide num_attention_heads {heads}")
+        broken(path, f"num_key_value_heads {kv_heads} must divide num_attention_heads {heads}")
     if not config.head_dim and config.hidden_size % heads:
-        _broken(path, f"num_attention_heads {heads} must divide hidden_size {config.hidden_size}")
+        broken(path, f"num_attention_heads {heads} must divide hidden_size {config.hidden_size}")
     head_dim = config.head_dim or config.hidden_size // heads
     if head_dim % 2:
-        _broken(path, f"head_dim {head_dim} must be even, since rotary embedding turns pairs")
+        broken(path, f"head_dim {head_dim} must be even, since rotary embedding turns pairs")
     return replace(config, kv_heads=kv_heads, head_dim=head_dim)
 
 
-def _unsupported(path: str, key: str, value: Any, accepted: Any) -> NoReturn:
-    raise UsageError(
-        "model.unsupported",
-        f"{path}: {key} is {json.dumps(value)[:200]}, and the reference backend supports only "
-        f"{json.dumps(accepted)}; choose another checkpoint or the vllm backend.",
-        key=key,
-        value=value,
-    )
-
-
-def _broken(path: str, reason: str) -> NoReturn:
-    raise UsageError("model.broken", f"{path}: {reason}; download the file again.")
+def unsupported(path: str, reason: str) -> NoReturn:
+    what = f"{path}: {reason}; choose another checkpoint or the vllm backend."
+    raise UsageError("model.unsupported", what)

@@ -18,7 +18,6 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from hashlib import sha256
 from typing import Any, Literal, NamedTuple
 
@@ -130,11 +129,6 @@ class BlockStore:
 HASH_ALGORITHM = "sha256 of parent, chunked tokens, tokens; 3"
 
 
-def block_hash(parent: bytes, tokens: Sequence[int], chunked: int) -> bytes:
-    """Of a block behind `parent`, whose tokens of the prompt were run in a chunk of `chunked`."""
-    return sha256(parent + array("I", (chunked, *tokens)).tobytes()).digest()
-
-
 @dataclass(slots=True)
 class _Chain:
     """A running sequence: its complete blocks, and the tokens of the one that is not."""
@@ -150,10 +144,11 @@ class _Chain:
         return len(self.hashes) * BLOCK_TOKENS
 
     def hash_with(self, tokens: Sequence[int]) -> bytes:
-        """Of that block, with these tokens."""
+        """Of that block, with these tokens; the prompt's ran in a chunk of `chunked`."""
         parent, start = self.hashes[-1] if self.hashes else b"", self.start
         chunked = min(self.prompt_tokens - start + start % PREFILL_CHUNK, PREFILL_CHUNK)
-        return block_hash(parent, tokens, chunked if start < self.prompt_tokens else 0)
+        facts = array("I", (chunked if start < self.prompt_tokens else 0, *tokens))
+        return sha256(parent + facts.tobytes()).digest()
 
 
 class PrefixCache:
@@ -346,20 +341,15 @@ def borrow(claim: KvClaim, rank: int) -> KvLease:
     Raises:
         UnderstudyError: `gms.kv_busy`, `gms.kv_stale_token`, …; UnreachableError.
     """
-    attempt = partial(
-        borrow_pool,
+    return borrow_pool(
         os.environ.get(SOCKET_DIR_ENV, ""),
         host_device(rank),
         claim,
+        DEADLINE_S,
+        away_s=AWAY_S,
         on_wait=lambda reason: logger.info("waiting for KV memory: %s", reason),
         on_change=logger.warning,
     )
-    try:
-        return attempt(AWAY_S)
-    except UnderstudyError as error:
-        if error.code != "gms.kv_busy":
-            raise
-        return attempt(DEADLINE_S - AWAY_S)
 
 
 def kv_memory(claim: KvClaim, size: KvSize, settings: Settings) -> KvMemory:

@@ -1,9 +1,5 @@
 """The backend's process: HTTP on its main thread, the model on another, the supervisor above.
 
-    python -m engine.backends.reference.main --model DIR [--max-context N] [--slots N]
-        [--cache-tokens N] [--kv-memory gms|private] [--no-kv-adoption] [--tensor-parallel N]
-        [--token-interval-ms N] [--served-model-name NAME …]
-
 Started by `engine run --backend reference -- …`. Owns the start: the witness first, then the
 processes of the other tensor-parallel ranks, and only then the slow imports.
 """
@@ -40,17 +36,17 @@ THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"
 # new token waits as long for its way to the client: steps of a small model never let go of it.
 SWITCH_S = 0.0005
 
-_NAMES = "Name in /v1/models, then aliases (default: the directory's name)."
-_CONTEXT = "Most tokens per request, prompt and answer together (default: up to 4096)."
-_SLOTS = "Requests that run at the same time (default: 8)."
-_CACHE = "Tokens that the prefix cache keeps (default: as many as the slots hold; 0: none)."
-_RANKS = "Model processes, each with its part of the weights on its own device (default: 1)."
-_INTERVAL = "Least time between two tokens of a request, to imitate a large model (default: 0)."
-_KV_MEMORY = (
-    "Where the KV cache lives: `gms` (survives this process; the next engine reuses its blocks) or"
-    " `private` (default: gms)."
+NUMBERS = (
+    ("--max-context", "max_context", "Most tokens of prompt and answer (default: up to 4096)."),
+    ("--slots", "slots", "Requests that run at the same time (default: 8)."),
+    (
+        "--cache-tokens",
+        "cache_tokens",
+        "The prefix cache (default: as much as the slots; 0: none).",
+    ),
+    ("--tensor-parallel", "ranks", "Model processes, each with its own device (default: 1)."),
+    ("--token-interval-ms", "token_interval_ms", "Least time between two tokens (default: 0)."),
 )
-_NO_ADOPTION = "Ignore the KV blocks of earlier engines."
 
 
 class _Parser(argparse.ArgumentParser):
@@ -63,17 +59,16 @@ def parse(argv: list[str]) -> tuple[Settings, tuple[str, ...]]:
     parser = _Parser(prog="engine run --backend reference --", allow_abbrev=False)
     add = parser.add_argument
     add("--model", dest="directory", required=True, help="Directory of a Hugging Face checkpoint.")
-    add("--served-model-name", nargs="+", metavar="NAME", help=_NAMES)
-    for name, field, text in (
-        ("--max-context", "max_context", _CONTEXT),
-        ("--slots", "slots", _SLOTS),
-        ("--cache-tokens", "cache_tokens", _CACHE),
-        ("--tensor-parallel", "ranks", _RANKS),
-        ("--token-interval-ms", "token_interval_ms", _INTERVAL),
-    ):
+    names = "Name in /v1/models, then aliases (default: the directory's name)."
+    add("--served-model-name", nargs="+", metavar="NAME", help=names)
+    for name, field, text in NUMBERS:
         add(name, dest=field, type=int, default=argparse.SUPPRESS, help=text)
-    add("--kv-memory", choices=("gms", "private"), default="gms", help=_KV_MEMORY)
-    add("--no-kv-adoption", dest="may_adopt", action="store_false", help=_NO_ADOPTION)
+    where = (
+        "Where the KV cache lives: `gms` (the next engine reuses its blocks; default) or `private`."
+    )
+    add("--kv-memory", choices=("gms", "private"), default="gms", help=where)
+    no_adoption = "Ignore the KV blocks of earlier engines."
+    add("--no-kv-adoption", dest="may_adopt", action="store_false", help=no_adoption)
     found = vars(parser.parse_args(argv))
     names = found.pop("served_model_name")
     try:

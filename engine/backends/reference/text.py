@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import tokenizers
 
-from engine.backends.reference.completions import ApiError, ChatMessage, Usage
+from engine.backends.reference.completions import ChatMessage, Usage
 from engine.backends.reference.config import ASSISTANT_TURN, BOS, CHAT_SPECIALS, END_OF_TURN
 from engine.backends.reference.generation import FinishReason, TokenRequest, finish_reason
 from engine.backends.shards import read_file
@@ -196,7 +196,7 @@ def replay(request: TokenRequest, answer: AnswerText, vocab_size: int) -> Piece:
     they were made. The piece has a finish reason if they had ended the answer.
 
     Raises:
-        ApiError: 400 `resume.bad_journal`.
+        UsageError: `resume.bad_journal`.
     """
     tokens = request.made
     if len(tokens) > request.max_tokens:
@@ -216,6 +216,6 @@ def replay(request: TokenRequest, answer: AnswerText, vocab_size: int) -> Piece:
     return Piece("".join(texts), piece.finish_reason, tokens)
 
 
-def _bad(what: str) -> ApiError:
+def _bad(what: str) -> UsageError:
     what = f"The journal is not one of this request: {what}; send the request without a journal."
-    return ApiError(400, what, code="resume.bad_journal")
+    return UsageError("resume.bad_journal", what)

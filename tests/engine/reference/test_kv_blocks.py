@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from msgspec import structs
@@ -18,17 +18,15 @@ from engine.backends.reference.kv_blocks import (
     KeptBlocks,
     KvSize,
     PrefixCache,
-    block_hash,
     headers_of,
 )
 from engine.backends.reference.ranks import Peers
 from engine.kv.adopter import adoptable
 from engine.kv.layout import IndexPage, IndexRecord, index_bytes
 from engine.kv.writer import IndexWriter
-from gms.client import ADOPTED, ADOPTING, KvClaim, KvLease
+from gms.client import ADOPTED, ADOPTING, KvClaim
 from plumbing.wire.fds import OwnedFd
-from tests.engine.kv.indexes import HEADER
-from tests.engine.kv.indexes import block_hash as any_hash
+from tests.engine.kv.indexes import HEADER, block_hash
 from tests.engine.reference.support import (
     Spy,
     cache_for,
@@ -109,7 +107,6 @@ def test_answer_is_not_taken_for_the_same_tokens_in_a_prompt(decoder: Decoder):
     longer = TokenRequest(2, (*base, *answer[:68]), 4, SEEDED)
     assert tokens_of(run(generator, [longer])[2]) == tokens_of(run(fresh(decoder), [longer])[2])
     assert prefixes.reused == 32
-    assert block_hash(b"", base, 32) != block_hash(b"", base, 31)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -176,55 +173,41 @@ class PlainLease:
         self.marks.append(why)
 
 
-class Pools:
-    def __init__(self) -> None:
-        self.leases = [PlainLease(rank) for rank in range(RANKS)]
-
-    def engine(
-        self, number: int, weights: Any = WEIGHTS, *, may_adopt: bool = True, size: KvSize = SIZE
-    ) -> KeptBlocks:
-        for lease in self.leases:
-            lease.claim = structs.replace(lease.claim, incarnation=f"engine-{number}")
-            lease.marks.clear()
-        config = decoder_of(golden("untied-gqa-bf16")).config
-        mapped = zip(self.leases, weights, strict=True)
-        ranks = [(lease.pool, *each) for lease, each in mapped]
-        return KeptBlocks(
-            cast("list[KvLease]", self.leases),
-            headers_of(config, size, ranks),
-            may_adopt=may_adopt,
-        )
-
-    @property
-    def marks(self) -> list[list[str]]:
-        return [lease.marks for lease in self.leases]
+def engine(leases: list[Any], number: int, weights: Any = WEIGHTS) -> KeptBlocks:
+    """The index of the engine `number`."""
+    for lease in leases:
+        lease.claim = structs.replace(lease.claim, incarnation=f"engine-{number}")
+        lease.marks.clear()
+    config = decoder_of(golden("untied-gqa-bf16")).config
+    ranks = [(lease.pool, *each) for lease, each in zip(leases, weights, strict=True)]
+    return KeptBlocks(leases, headers_of(config, SIZE, ranks), may_adopt=True)
 
 
-@pytest.fixture(name="pools")
-def pools_fixture() -> Iterator[Pools]:
+@pytest.fixture(name="leases")
+def leases_fixture() -> Iterator[list[PlainLease]]:
     """With a block that engine-1 has published."""
-    pools = Pools()
-    first = pools.engine(1)
+    leases = [PlainLease(rank) for rank in range(RANKS)]
+    first = engine(leases, 1)
     assert (first.adopted, first.why_empty) == ((), "rank 0: the pool is new")
-    first.writer.publish(2, first.writer.use(2), any_hash(2), 0, 8)
-    yield pools
-    for lease in pools.leases:
+    first.writer.publish(2, first.writer.use(2), block_hash(2), 0, 8)
+    yield leases
+    for lease in leases:
         lease.index.close()
 
 
-def test_next_engine_adopts_and_reports_it_to_every_pool(pools: Pools):
-    kept = pools.engine(2)
+def test_next_engine_adopts_and_reports_it_to_every_pool(leases: list[PlainLease]):
+    kept = engine(leases, 2)
     assert [record.block for record in kept.adopted] == [2]
     kept.canary_passed()
-    assert pools.marks == [[ADOPTING, ADOPTED]] * RANKS
+    assert [lease.marks for lease in leases] == [[ADOPTING, ADOPTED]] * RANKS
     kept.discard("a canary failed")
-    assert pools.engine(3).why_empty == "no block is published"
+    assert engine(leases, 3).why_empty == "no block is published"
 
 
 @pytest.mark.parametrize("rank", range(RANKS))
 @pytest.mark.parametrize("fact", range(2))
-def test_other_weights_on_any_rank_mean_empty(pools: Pools, rank: int, fact: int):
+def test_other_weights_on_any_rank_mean_empty(leases: list[PlainLease], rank: int, fact: int):
     weights = [list(each) for each in WEIGHTS]
     weights[rank][fact] = "other"
-    assert pools.engine(2, weights).why_empty.startswith(f"rank {rank}: the ")
-    assert pools.marks == [[]] * RANKS
+    assert engine(leases, 2, weights).why_empty.startswith(f"rank {rank}: the ")
+    assert [lease.marks for lease in leases] == [[]] * RANKS

@@ -97,6 +97,27 @@ def generate(model: ModelThread, prompt: Any = (1, 2)) -> Any:
     return model.generate(TokenRequest(0, tuple(prompt), 4))
 
 
+def test_step_begins_when_the_last_token_is_passed_on():
+    """Goal: a model whose steps are short does not keep tokens from their clients. Method: how many
+    tokens had come when each step began."""
+
+    async def scenario(model: ModelThread, rank: StubRank, failures: list[FaultReportMsg]) -> None:
+        came, seen, step = list[int](), list[int](), rank.step
+
+        def noting() -> NewToken:
+            seen.append(len(came))
+            return step()
+
+        rank.step = noting  # type: ignore[method-assign]
+        rank.due += [NewToken(1, number) for number in range(5)]
+        with generate(model) as tokens:
+            for _ in range(5):
+                came.append((await tokens.get()).token)
+        assert seen == [0, 1, 2, 3, 4]
+
+    run(scenario)
+
+
 def test_tokens_reach_their_own_request_and_count_as_progress():
     """Goal: answers are matched by number; a token of a cancelled request reaches no other. Method:
     two requests, tokens out of order; a third that is cancelled before its token."""
