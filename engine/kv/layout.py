@@ -70,8 +70,6 @@ class IndexHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ranks: int
     hash_algorithm: str
     engine_version: str
-    adapters_digest: str = ""
-    """Digest of the adapters that were loaded at start, with their content."""
 
 
 class IndexRecord(NamedTuple):

@@ -164,14 +164,6 @@ def dead(pod: RunningPool) -> Iterator[None]:
         yield
 
 
-MIB = 1 << 20
-
-
-def doors(pod: RunningPool) -> dict[str, int]:
-    """The number of each model's door, which is another one after every turn."""
-    return {each["model"]: each["door"]["number"] for each in pod.status()["models"]}
-
-
 STARTED = f"""
 listen: 127.0.0.1:8000
 devices: [HOST-0]

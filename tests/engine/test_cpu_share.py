@@ -13,7 +13,6 @@ from tests.helpers import until
 
 ALL = frozenset(os.sched_getaffinity(0))
 LOWEST = min(ALL)
-SAID = "limited to CPUs"
 
 needs_two_cpus = pytest.mark.skipif(len(ALL) < 2, reason="one CPU cannot be halved")
 

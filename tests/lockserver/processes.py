@@ -16,24 +16,7 @@ from plumbing.errors import UnderstudyError
 from plumbing.service import procfs
 from plumbing.wire.blocking import BlockingClient
 from plumbing.wire.fds import OwnedFd
-from tests.helpers import free_port, is_running, open_fds, until
-
-SETTLED_READINGS = 25  # equal readings in a row: recently closed descriptors are gone by then
-
-
-def settled_fds(pid: int) -> int:
-    """How many descriptors `pid` has once it has handled the connections that just ended: a process
-    that still has something to do waits for a CPU, however long, and does not sleep."""
-    readings: list[int] = []
-
-    def is_settled() -> bool:
-        if is_running(pid):
-            readings.clear()
-        readings.append(len(open_fds(pid)))
-        return len(readings) >= SETTLED_READINGS and len(set(readings[-SETTLED_READINGS:])) == 1
-
-    until(is_settled, f"the descriptors of pid {pid} to settle")
-    return readings[-1]
+from tests.helpers import free_port, until
 
 
 class ServerProcess:

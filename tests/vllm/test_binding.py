@@ -75,7 +75,7 @@ class Memory:
 
 
 def moved(model: nn.Module) -> tuple[Memory, About]:
-    memory, about = Memory(), About("Test")
+    memory, about = Memory(), About()
     rehome(model, 0, memory, CPU, about, Meter(memory))  # type: ignore[arg-type]  # no Writer
     return memory, about
 
@@ -176,7 +176,7 @@ def test_model_of_another_form_is_an_error(there: torch.Tensor, here: str):
     memory, about = moved(loaded)
     model = fresh(lambda: made(there.to("meta")))
     with pytest.raises(UnderstudyError) as found:
-        bound(model, memory, About("Test", created=created, buffers=about.buffers))
+        bound(model, memory, About(created=created, buffers=about.buffers))
     assert (found.value.code, found.value.details) == ("model.unbound", {"tensor": "turned"})
     assert f"turned is float32 [{LARGE}, {LARGE}] in epoch e and {here} in" in found.value.message
 
@@ -189,7 +189,7 @@ def test_tensor_that_processing_repacks_is_bound_as_it_is():
     loaded.turned = nn.Parameter(packed.clone(), requires_grad=False)
     memory, about = moved(loaded)
     model = fresh(Tied)
-    bound(model, memory, About("Test", created=created, buffers=about.buffers))
+    bound(model, memory, About(created=created, buffers=about.buffers))
     assert torch.equal(model.turned, packed)
 
 
@@ -198,7 +198,7 @@ def test_parameter_that_processing_removes_is_removed():
     memory, about = moved(Tied())
     del memory.tensors["0/scale"]
     model = fresh(Tied)
-    bound(model, memory, About("Test", buffers=about.buffers, dropped=["scale"]))
+    bound(model, memory, About(buffers=about.buffers, dropped=["scale"]))
     assert not hasattr(model, "scale")
 
 

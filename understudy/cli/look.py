@@ -29,7 +29,7 @@ from plumbing.pod.paths import engine_sockets, lockserver_socket
 from plumbing.service.config import Option, Resolved
 from plumbing.service.process import arm_from_environment
 from plumbing.text import to_json
-from understudy.cli.settings import DIR, STATUS_OPTIONS, UI_OPTIONS, UP_OPTIONS, ports_of
+from understudy.cli.settings import DIR, UI_OPTIONS, UP_OPTIONS, ports_of
 from understudy.goal import give_goal
 from understudy.status.events import Record, follow_events, past_events
 from understudy.status.gather import gather, states_on_file, unreachable
@@ -51,7 +51,7 @@ DOCTOR_OPTIONS = (
 
 
 @click.command()
-@options(STATUS_OPTIONS)
+@options((DIR,))
 @json_flag
 @click.option("--check", is_flag=True, help="Exit with 4 unless the pod is healthy.")
 @watch_flag
@@ -96,7 +96,7 @@ def _look(directory: Path, kept: dict[str, list[Record]] | None) -> Look:
 
 
 @click.command()
-@options(STATUS_OPTIONS)
+@options((DIR,))
 @json_flag
 @click.option("-f", "--follow", is_flag=True, help="Print new events until Ctrl-C.")
 def events(config: Resolved, as_json: bool, follow: bool) -> None:

@@ -140,7 +140,6 @@ DRILL_OPTIONS = (
 _BY_MODEL = {"model", "backend", "tensor_parallel"}
 NOT_WITH_POOL = tuple(each for each in UP_OPTIONS if each.name in _BY_MODEL)
 
-STATUS_OPTIONS = (DIR,)
 UI_OPTIONS = (
     DIR,
     Option("http_host", str, "127.0.0.1", "Address of the page."),

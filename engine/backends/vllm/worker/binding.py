@@ -50,7 +50,6 @@ class About(msgspec.Struct):
     has set on the model.
     """
 
-    architecture: str
     is_shared: bool = True
     created: dict[str, str] = {}
     buffers: list[str] = []

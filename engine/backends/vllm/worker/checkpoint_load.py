@@ -148,8 +148,7 @@ class ModelLoad:
         meter.expect(self.needed_bytes)
         with Pulse(meter):
             model = self._loaded(inner_loader(self._config))
-        about = About(type(model).__name__, is_shared=False)
-        binding.write_about(self._attached, self._number, about)
+        binding.write_about(self._attached, self._number, About(is_shared=False))
         return model
 
     def _bound(self, about: About) -> nn.Module:
@@ -186,7 +185,6 @@ class ModelLoad:
             )
         left = {name for name, _ in loaded.named_parameters(remove_duplicate=False)}
         about = About(
-            type(loaded).__name__,
             created=created,
             dropped=sorted(created.keys() - left),
             flags={flag: bool(getattr(loaded, flag)) for flag in FLAGS if hasattr(loaded, flag)},
