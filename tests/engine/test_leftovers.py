@@ -55,19 +55,6 @@ def on_file(pod: Pod) -> list[str]:
 
 
 @pytest.mark.slow
-def test_all_that_a_killed_tree_left_is_removed(pod, lock, prefix):
-    """Kill the backend and let none come back: its mapping, its semaphore, its socket and the
-    file that it told of are gone, one event names them, and what was there before is not touched.
-    """
-    engine = started(pod, prefix)
-    engine.process.send_signal(signal.SIGTERM)
-    assert engine.wait() == 0
-    assert files_of(prefix, pod.directory) == {"-before"}
-    assert on_file(pod) == []
-    assert "files left by dead processes" in engine.errors.read_text()
-
-
-@pytest.mark.slow
 def test_a_killed_supervisors_successor_removes_it(pod, lock, prefix):
     """Kill the supervisor, so that no process is left that saw the files: the next one of the same
     engine finds the list."""
@@ -81,8 +68,10 @@ def test_a_killed_supervisors_successor_removes_it(pod, lock, prefix):
 
 
 @pytest.mark.slow
-def test_what_another_process_still_has_mapped_stays(pod, lock, prefix):
-    """A stranger maps one of the files: it stays, and stays on the list, until he has gone."""
+def test_all_that_a_killed_tree_left_is_removed(pod, lock, prefix):
+    """Kill the backend and let none come back: its semaphore, its socket and the file that it told
+    of are gone, one event names them, and what was there before is not touched. Its mapping, which
+    a stranger has, too, stays, and stays on the list, until he has gone."""
     engine = started(pod, prefix)
     path = os.path.join(leftovers.SHM, f"{prefix}-mapped")
     with open(path, "r+b") as file, mmap.mmap(file.fileno(), 4096):
@@ -90,8 +79,10 @@ def test_what_another_process_still_has_mapped_stays(pod, lock, prefix):
         assert engine.wait() == 0
         assert files_of(prefix, pod.directory) == {"-before", "-mapped"}
         assert on_file(pod) == [path]
+        assert "files left by dead processes" in engine.errors.read_text()
     pod.engine("e-0", flags=QUICK)
     until(lambda: files_of(prefix, pod.directory) == {"-before"}, "the file to be removed")
+    until(lambda: on_file(pod) == [], "the list to be empty")
 
 
 def test_a_second_supervisor_of_an_engine_touches_nothing(pod, lock, prefix):
