@@ -9,7 +9,6 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable
 from typing import Any
 
 from gms.client import Keeper, Reader, Writer, messages, open_session
@@ -21,15 +20,6 @@ MIB = 1 << 20
 
 def say(what: str, **more: Any) -> None:
     print(json.dumps({"is": what, **more}), flush=True)
-
-
-def writes_to(session: Writer) -> Callable[[bytes], object]:
-    """What writes to the start of tensor `t`, and goes on trying after the commit."""
-    attachment = session.attachment
-    if session.attachment.memory.kind == "cuda":
-        return lambda data: attachment.range.write(0, data)
-    view = session.view("t")
-    return lambda data: view.__setitem__(slice(0, len(data)), data)
 
 
 def main() -> None:
@@ -54,14 +44,12 @@ def main() -> None:
         say("refused", code=error.code, message=error.message)
         return
     say("writer" if isinstance(session, Writer) else "reader", epoch=session.epoch)
-    write: Callable[[bytes], object] = len
     for line in sys.stdin:
         word, *rest = line.split()
         if word == "place" and isinstance(session, Writer):
             nbytes = int(rest[0]) * MIB
             session.place("t", nbytes, (nbytes,), "uint8")
-            write = writes_to(session)
-            write(b"\7" * nbytes)
+            session.write("t", b"\7" * nbytes)
             say("placed")
         elif word == "report" and isinstance(session, Writer):
             session.progress(int(rest[0]), 1000 * MIB)
@@ -71,9 +59,6 @@ def main() -> None:
             say("committed", epoch=session.epoch)
         elif word == "read" and isinstance(session, Reader):
             say("bytes", first=session.read("t")[0])
-        elif word == "write":  # after a commit this must end the process
-            say("writing")
-            write(b"\1")
         elif word == "fork":  # a child that keeps every descriptor and mapping
             child = os.fork()
             if child == 0:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,10 +10,6 @@ from gms.server.supervisor import Child, Served
 from plumbing.service.events import EventLog
 from plumbing.service.metrics import Metrics
 from tests.fake_clock import FakeClock
-from tests.gms.bench import ClientProcess
-
-Record = dict[str, Any]
-Start = Callable[..., ClientProcess]
 
 
 def test_a_relayed_event_is_counted_once_and_a_gap_is_recorded():

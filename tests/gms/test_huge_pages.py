@@ -13,7 +13,6 @@ from gms.vmm.host import HostMemory, HostReservation
 MIB = 1 << 20
 HUGE = huge_pages.HUGE_BYTES
 PAGE = HostMemory.granularity_bytes
-UNTIL_STOPPED_S = 60.0
 
 
 def mapped(address: int) -> dict[str, int]:

@@ -39,9 +39,6 @@ class Copy:
     contents: set[int] = field(default_factory=set)
     is_bad: bool = False  # a page of it has an error that its readers will meet
 
-    def __repr__(self) -> str:
-        return f"{len(self.slab_sizes)} slabs of epoch {self.epoch[-6:]}"
-
 
 @dataclass(frozen=True)
 class Published:

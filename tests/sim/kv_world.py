@@ -45,7 +45,6 @@ class Process:
     size: int
     conn: int | None = None
     inbox: deque[ev.Effect | tuple[ev.SendRegion, Memory]] = field(default_factory=deque)
-    has_asked: bool = False  # on this connection
     flock: str | None = None
     memory: Memory | None = None
     slabs: int = 0

@@ -29,9 +29,3 @@ def run_one(world: World, move: Move) -> None:
 def committed(world: World) -> list[str | None]:
     states = [device.machine for device in world.devices]
     return [state.committed.id if state.committed else None for state in states]
-
-
-def quiet(world: World, *engines: str) -> None:
-    """Only these engines run: their peers are stopped."""
-    for engine in world.engines:
-        engine.is_stopped = engine.name not in engines

@@ -16,7 +16,7 @@ from engine.core.loading import Loading, Role
 from tests.sim.broken_rules import write_beside_a_dying_process
 from tests.sim.gms_device import SimDevice
 from tests.sim.kit import SEED, replayable, seeds
-from tests.sim.steps import committed, quiet, run_until
+from tests.sim.steps import committed, run_until
 from tests.sim.tp_world import Deadlock, World
 
 ROLES = [(a, b) for a in Role for b in Role]
@@ -57,59 +57,6 @@ def test_an_engine_may_die_at_every_step(roles, death):
             if victim.supervisor is not None:
                 victim.kill_container() if death == "container" else victim.fail("killed")
             world.settle()
-
-
-# ---------------------------------------------------------------------- told step by step
-
-
-def change_between_ranks(world: World) -> None:
-    """The checkpoint changes when rank 0 has committed and rank 1 has not begun."""
-    world.held_back = {("engine-0", 1)}
-    run_until(world, "rank 0 commits", lambda: committed(world)[0])
-    world.version = 2
-    world.held_back.clear()
-
-
-def test_partial_commits_stay_and_only_the_rest_is_loaded_again():
-    """Goal: the seed's Decision 5. Method: the primary dies after two of four commits; the shadow
-    keeps waiting where nothing is committed, and the primary's next incarnation loads only that."""
-    world = World(0, (Role.PRIMARY, Role.SHADOW), devices=4, has_barrier=False, in_container=True)
-    primary, shadow = world.engines
-    quiet(world, "engine-1")
-    run_until(world, "the shadow asks", lambda: len(shadow.waiting_sessions) == 4)
-    quiet(world, "engine-0")
-    ready = [lambda: committed(world)[0], lambda: committed(world)[2]]
-    world.held_back = {(primary.name, 1), (primary.name, 3)}
-    run_until(world, "two commits", lambda: all(done() for done in ready))
-    before = committed(world)
-    assert [epoch is not None for epoch in before] == [True, False, True, False]
-
-    primary.fail("killed between two commits")
-    quiet(world, "engine-1")
-    run_until(world, "the shadow reads two", lambda: len(shadow.reading) == 2)
-    assert [rank.number for rank in shadow.reading] == [0, 2]
-    assert len(shadow.waiting_sessions) == 2
-    first_life = shadow.incarnation
-
-    world.held_back.clear()
-    world.settle()
-    after = committed(world)
-    assert (after[0], after[2]) == (before[0], before[2]), "what was committed stays"
-    assert None not in after
-    assert shadow.incarnation == first_life, "the shadow waited; it did not start anew"
-    assert [d.machine.commits_total for d in world.devices] == [1, 1, 1, 1]
-
-
-def test_an_engine_whose_ranks_hold_different_weights_refuses_to_go_on():
-    """Goal: never a mixed engine. Method: the checkpoint changes between two ranks' identities;
-    each device is content with what it got, and the engine is not."""
-    world = World(0, (Role.AUTO,), devices=2, has_barrier=False, in_container=True)
-    (engine,) = world.engines
-    change_between_ranks(world)
-    run_until(world, "it refuses", lambda: engine.failures)
-    assert engine.failures == ["rank 1 has other weights than rank 0: version differs"]
-    assert None not in committed(world), "each device had no objection of its own"
-    assert not engine.is_whole
 
 
 # ---------------------------------------------------------------------- planted faults
@@ -174,7 +121,11 @@ def test_ranks_that_are_not_compared_become_a_mixed_engine():
     world = World(0, (Role.AUTO,), devices=2, has_barrier=False)
     world.loading_type = Incurious
     (engine,) = world.engines
-    change_between_ranks(world)
+    # When rank 0 has committed and rank 1 has not begun.
+    world.held_back = {("engine-0", 1)}
+    run_until(world, "rank 0 commits", lambda: committed(world)[0])
+    world.version = 2
+    world.held_back.clear()
     with pytest.raises(AssertionError, match="mixed weights"):
         run_until(world, "it is whole", lambda: engine.is_whole)
 

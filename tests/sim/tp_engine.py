@@ -59,16 +59,6 @@ class Engine:
         """How far its ranks have come, taken together: which of two engines is the further."""
         return sum(list(At).index(rank.at) for rank in self.ranks) if not self.is_dying else -1
 
-    @property
-    def reading(self) -> list[Rank]:
-        return [rank for rank in self.ranks if rank.at in (At.READING, At.ATTACHED)]
-
-    @property
-    def waiting_sessions(self) -> list[int]:
-        """Its sessions that a device keeps waiting."""
-        waiting = {s.id for d in self.world.devices for s in d.machine.waiting}
-        return [r.session for r in self.ranks if r.session in waiting and r.session]
-
     # ------------------------------------------------------------------ what it could do now
 
     def moves(self) -> list[Move]:

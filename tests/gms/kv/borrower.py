@@ -48,12 +48,6 @@ def main() -> None:
                 found = addresses.read(lease.claim.size_bytes - 8, 8)
                 index = os.pread(lease.index.fileno(), 8, 0)
                 say("content", memory=text(found), index=text(index))
-            case "mark":
-                lease.mark(rest[0])
-                say("marked")
-            case "discard":
-                lease.discard(" ".join(rest))
-                say("discarded")
             case "held":
                 until_state(lease, "attached")
                 say("held", pool=lease.pool)

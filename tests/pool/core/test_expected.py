@@ -65,6 +65,7 @@ def test_nothing_is_expected_of_a_model_behind_anothers_turn():
     pod.ask("c")
     assert expected(pod, "b") is not None
     assert expected(pod, "c") is None
+    assert pod.doors["c"].door.reason == "model c waits for room: c is behind b"
 
 
 def test_raise_is_expected_by_where_it_begins_and_nothing_is_where_it_was_never_measured():
