@@ -4,47 +4,16 @@ from __future__ import annotations
 
 import abc
 import asyncio
-from collections.abc import Awaitable, Callable
 
 from lockserver.messages import NO_ERA, GrantedMsg
 from plumbing.errors import UnderstudyError
-from plumbing.wire import sockets
-from plumbing.wire.connection import Connection
+from plumbing.wire.connection import Connection, keep_connected
 
 HEARTBEAT_MS = 500  # six of them fit into the server's silent_ms of 3 s
-RETRY_MS_MIN = 10.0
-RETRY_MS_MAX = 500.0
-RETRY_GROWTH = 1.1  # a server is found again within a tenth of the time for which it was away
 
 
 def ignore(*_: object) -> None:
     """The default of every callback."""
-
-
-async def keep_connected(
-    connect: Callable[[], Awaitable[object]],
-    ended: asyncio.Event,
-    unreachable: Callable[[str], object],
-) -> None:
-    """Connect, wait until `ended` is set, and again, until cancelled; `unreachable` is told why a
-    connection could not be made."""
-    loop = asyncio.get_running_loop()
-    retry_ms = RETRY_MS_MIN
-    while True:
-        ended.clear()
-        try:
-            await connect()
-        except UnderstudyError as error:
-            unreachable(error.message)
-        except OSError as error:
-            unreachable(sockets.no_descriptors("connect", error).message)
-        else:
-            begun = loop.time()
-            await ended.wait()
-            if (loop.time() - begun) * 1000 > RETRY_MS_MAX:
-                retry_ms = RETRY_MS_MIN
-        await asyncio.sleep(retry_ms / 1000)
-        retry_ms = min(retry_ms * RETRY_GROWTH, RETRY_MS_MAX)
 
 
 class Reconnecting(abc.ABC):

@@ -17,10 +17,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from plumbing.errors import RemoteError, UnderstudyError, UnreachableError, WaitTimeoutError
+from plumbing.errors import RemoteError, UnreachableError, WaitTimeoutError
 from plumbing.pod.messages import EventMsg, StatusReplyMsg
 from plumbing.service.events import Event, EventLog
-from plumbing.wire.connection import Connection, Handler, connect
+from plumbing.wire.connection import Connection, Handler, connect, keep_connected
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.messages import Catalogue, FaultMsg, Message
 
@@ -63,7 +63,6 @@ class Observers:
 
 
 ASK_TIMEOUT_S = 5.0
-RECONNECT_S = 0.05  # a restarted supervisor takes some 200 ms to listen again
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +141,7 @@ class PeerWatch(Handler):
         self._question = question
         self._on_message = on_message
         self._on_lost = on_lost
+        self._conn: Connection | None = None
         self._lost = asyncio.Event()
         self._task = asyncio.create_task(self._run(), name=f"watch {path}")
 
@@ -151,19 +151,15 @@ class PeerWatch(Handler):
             await self._task
 
     async def _run(self) -> None:
-        while True:
-            self._lost.clear()
-            try:
-                conn = await connect(self._path, self._catalogue, self, deadline_s=ASK_TIMEOUT_S)
-            except UnderstudyError:
-                self._on_lost()
-                await asyncio.sleep(RECONNECT_S)  # `status` reports the reason
-                continue
-            try:
-                conn.send(self._question, request_id=1)
-                await self._lost.wait()
-            finally:
-                conn.close("watch ended")
+        try:
+            await keep_connected(self._connect, self._lost, lambda why: self._on_lost())
+        finally:
+            if self._conn is not None:
+                self._conn.close("watch ended")
+
+    async def _connect(self) -> None:
+        self._conn = await connect(self._path, self._catalogue, self, deadline_s=ASK_TIMEOUT_S)
+        self._conn.send(self._question, request_id=1)
 
     def received(
         self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]

@@ -99,15 +99,12 @@ def read_json(path: str) -> dict[str, Any] | None:
         return None
     try:
         document = json.loads(raw)
+        if not isinstance(document, dict):
+            raise ValueError("it is not a JSON object")
+        return document
     except ValueError as error:  # also UnicodeDecodeError
-        raise _broken(path, str(error)) from error
-    if not isinstance(document, dict):
-        raise _broken(path, "it is not a JSON object")
-    return document
-
-
-def _broken(path: str, reason: str) -> UnderstudyError:
-    return UnderstudyError("service.broken_file", f"{path} is not valid: {reason}", path=path)
+        why = f"{path} is not valid: {error}"
+        raise UnderstudyError("service.broken_file", why, path=path) from error
 
 
 def sync_directory(directory: str) -> None:

@@ -16,7 +16,7 @@ import errno
 import itertools
 import socket
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -395,3 +395,33 @@ async def connect(
     except BaseException:
         sock.close()
         raise
+
+
+RECONNECT_MS_MIN, RECONNECT_MS_MAX = 10.0, 500.0
+RECONNECT_GROWTH = 1.1  # a server is found again within a tenth of the time for which it was away
+
+
+async def keep_connected(
+    connect: Callable[[], Awaitable[object]],
+    ended: asyncio.Event,
+    unreachable: Callable[[str], object],
+) -> None:
+    """Connect, wait until `ended` is set, and again, until cancelled; `unreachable` is told why a
+    connection could not be made."""
+    loop = asyncio.get_running_loop()
+    retry_ms = RECONNECT_MS_MIN
+    while True:
+        ended.clear()
+        try:
+            await connect()
+        except UnderstudyError as error:
+            unreachable(error.message)
+        except OSError as error:
+            unreachable(sockets.no_descriptors("connect", error).message)
+        else:
+            begun = loop.time()
+            await ended.wait()
+            if (loop.time() - begun) * 1000 > RECONNECT_MS_MAX:
+                retry_ms = RECONNECT_MS_MIN
+        await asyncio.sleep(retry_ms / 1000)
+        retry_ms = min(retry_ms * RECONNECT_GROWTH, RECONNECT_MS_MAX)

@@ -438,8 +438,8 @@ class TcpServer(BaseServer):
         host = name[0].removeprefix("::ffff:")  # an IPv4 address on a socket for both
         who = str(TcpAddress(host, name[1]))
         of_host = sum(other == host for other in self._handshakes.values())
-        at_most = min(HANDSHAKES_MAX, self._handshakes_max)
-        if len(self._handshakes) >= at_most or of_host >= HANDSHAKES_PER_ADDRESS_MAX:
+        is_full = len(self._handshakes) >= self._handshakes_max
+        if is_full or of_host >= HANDSHAKES_PER_ADDRESS_MAX:
             sock.close()
             self._refuse(who, "too many unfinished handshakes")
             return

@@ -17,9 +17,8 @@ import asyncio
 import secrets
 from collections.abc import Callable, Mapping
 
-from lockserver.client.reconnect import keep_connected
 from plumbing.pod.paths import pool_socket
-from plumbing.wire.connection import Connection, Handler, connect
+from plumbing.wire.connection import Connection, Handler, connect, keep_connected
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.messages import Catalogue, FaultMsg, Message
 from pool.core.events import ModelDemand

@@ -79,11 +79,11 @@ async def test_frames_of_a_connection_can_be_limited_further():
     assert caught.value.details["limit_bytes"] == 1000
 
 
-def test_connections_of_one_process_are_limited(tmp_path: Path):
-    """Goal: one process cannot take all connections; the error names its pid and its limit. Method:
-    a server that accepts more than one process may have."""
-    options = {"connections_max": 10, "per_peer_max": 2}
-    with ServerThread(str(tmp_path / "echo.sock"), **options) as thread:
+@pytest.mark.parametrize("limit", ["per_peer_max", "connections_max"])
+def test_connections_are_limited_in_all_and_of_one_process(limit: str, tmp_path: Path):
+    """Goal: one process cannot take all connections; the error names whose limit it is, and when
+    one closes there is room. Method: a limit of two."""
+    with ServerThread(str(tmp_path / "echo.sock"), **{limit: 2}) as thread:
         clients = [BlockingClient(thread.path, CATALOGUE) for _ in range(2)]
         for client in clients:
             client.request(Echo("in"))
@@ -92,7 +92,8 @@ def test_connections_of_one_process_are_limited(tmp_path: Path):
             pytest.raises(RemoteError, match=r"wire\.too_many_connections") as caught,
         ):
             third.receive()
-        assert f"pid {os.getpid()} has 2 connections" in caught.value.message
+        who = "echo" if limit == "connections_max" else f"pid {os.getpid()}"
+        assert f"{who} has 2 connections" in caught.value.message
         clients.pop().close()
         until(lambda: len(thread.server.connections) < 2, "room")
         with BlockingClient(thread.path, CATALOGUE) as fourth:

@@ -430,15 +430,15 @@ async def test_tcp_client_without_a_certificate_or_with_old_tls_is_refused(tmp_p
 
 
 @on_loops
-@pytest.mark.parametrize("limit", ["HANDSHAKES_MAX", "HANDSHAKES_PER_ADDRESS_MAX"])
+@pytest.mark.parametrize("limit", ["all", "address"])
 async def test_tcp_unfinished_handshakes_are_limited(
     limit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Goal: unfinished handshakes are limited: sockets beyond the limit are closed at once, and
     later ones are accepted when there is room. Method: a limit of three, and silent peers."""
-    monkeypatch.setattr(tcp, limit, 3)
+    monkeypatch.setattr(tcp, "HANDSHAKES_PER_ADDRESS_MAX", 3 if limit == "address" else 30)
     ours, theirs = settings(tmp_path)
-    async with serving(ours) as (server, address):
+    async with serving(ours, handshakes_max=30 if limit == "address" else 3) as (server, address):
         mutes = []
         for count in range(1, 4):
             mutes.append(socket.create_connection((address.host, address.port)))
@@ -450,24 +450,3 @@ async def test_tcp_unfinished_handshakes_are_limited(
             mute.close()
         await auntil(lambda: not server._handshakes, "the handshakes to be over")
         assert await answers(address, theirs)
-
-
-@on_loops
-@pytest.mark.parametrize("limit", ["connections_max", "per_peer_max"])
-async def test_tcp_connections_are_limited(limit: str, tmp_path: Path):
-    """Goal: one connection too many, in all or from one address, gets an error; when one closes
-    there is room. Method: a limit of two."""
-    ours, theirs = settings(tmp_path)
-    async with serving(ours, **{limit: 2}) as (server, address):
-        conns = [await connect_tcp(address, CATALOGUE, Client(), theirs) for _ in range(2)]
-        client = Client()
-        with pytest.raises(UnreachableError) as caught:
-            await connect_tcp(address, CATALOGUE, client, theirs)
-        assert caught.value.code == "wire.too_many_connections"
-        subject = "echo" if limit == "connections_max" else "127.0.0.1"
-        assert caught.value.message.startswith(f"{subject} has 2 connections")
-        assert (client.opened_count, client.reasons) == (0, [])
-        conns.pop().close("done")
-        await auntil(lambda: len(server.connections) < 2, "room")
-        assert await answers(address, theirs)
-        conns.pop().close("done")
