@@ -139,21 +139,18 @@ def _malformed(want: WantMsg, locks: Locks) -> Refusal | None:
     """A want that contradicts itself, whoever holds what: no supervisor of ours sends one. Of a
     lock that there is not, a wrong flag is the cause."""
     match = INCARNATION.fullmatch(want.incarnation or "")
-    is_of_its_engine = match is not None and match["engine"] == want.engine
+    is_its_own = match is not None and match["engine"] == want.engine
     names = want.locks or want.tokens or want.witness
-    witness = name_of(want.incarnation) if match and want.incarnation else None
-    contradictions = {
-        "a valid engine id": not ENGINE_ID.fullmatch(want.engine),
-        "an incarnation of its engine": want.incarnation is not None and not is_of_its_engine,
-        "an incarnation for what it names": want.incarnation is None and bool(names),
-        "the witness of its incarnation": want.witness not in (None, witness),
-        "a witness for its locks": bool(want.locks) and not want.witness,
-        "the locks of one model": len({model_of(lock) for lock in want.locks}) > 1,
-        "each lock once": len(set(want.locks)) != len(want.locks),
-    }
-    missing = next((what for what, is_missing in contradictions.items() if is_missing), None)
-    if missing is not None:
-        return "lock.bad_want", f"a `want` of {want.engine!r} must name {missing}"
+    is_sound = (
+        ENGINE_ID.fullmatch(want.engine)
+        and (is_its_own if want.incarnation is not None else not names)
+        and want.witness in (None, name_of(match[0]) if match else None)
+        and (want.witness or not want.locks)
+        and len({model_of(lock) for lock in want.locks}) <= 1
+        and len(set(want.locks)) == len(want.locks)
+    )
+    if not is_sound:
+        return "lock.bad_want", f"the `want` of {want.engine!r} contradicts itself: {want}"[:500]
     unknown = next((lock for lock in (*want.locks, *want.tokens) if lock not in locks), None)
     if unknown is not None:
         known = ", ".join(islice(locks, LOCKS_NAMED_MAX))

@@ -484,7 +484,8 @@ class LockServer:
     def _do(self, effect: ev.LockEffect) -> None:
         match effect:
             case ev.Send(number, message):
-                self._send(number, message)
+                if (receiver := self.conns.get(number)) is not None:
+                    receiver.send(message)
             case ev.RefuseConnection(number, code, message, details):
                 if (refused := self.conns.get(number)) is not None:
                     refused.fault(ProtocolError(code, message, **details))
@@ -501,12 +502,6 @@ class LockServer:
                 self._answer(ask, answer)
             case ev.Happened():
                 self._happened(effect)
-
-    def _send(self, number: int, message: Message) -> None:
-        """Send to one connection, if it is still open."""
-        conn = self.conns.get(number)
-        if conn is not None:
-            conn.send(message)
 
     def _announce(self, effect: ev.Announce) -> None:
         message = effect.message
