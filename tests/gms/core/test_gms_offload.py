@@ -129,3 +129,17 @@ def test_request_that_was_overtaken_is_refused():
     answer = bench.last(9)
     assert isinstance(answer, ev.RefuseRequest)
     assert answer.error.code == "gms.not_offloaded"
+
+
+def test_drop_forgets_the_copy_and_the_next_engine_loads():
+    """An operator wants a fresh load: also after a restart, nobody is told of the copy."""
+    bench, _ = offloaded()
+    assert bench.device.state == "offloaded"
+    bench.tell(ev.Received(9, 6, msg.DropMsg()))
+    assert bench.last(9) == msg.DroppedMsg(COPY, ())
+    assert (bench.device.state, bench.offloaded) == ("empty", None)
+    assert writing(bench.attach(2)) == ("0" * 31 + "2", None)
+
+
+def test_nothing_is_offloaded_where_nothing_is_committed():
+    assert refused(Bench(), None) == "gms.nothing_committed"
