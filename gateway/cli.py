@@ -64,6 +64,10 @@ def serve(config: Resolved) -> None:
 async def _serve(settings: GatewaySettings) -> int:
     from gateway.server.server import GatewayServer  # heavy, and only needed here
 
+    if settings.pods:
+        from gateway.server.front import FrontServer
+
+        return await FrontServer(settings).run()
     return await GatewayServer(settings).run()
 
 

@@ -20,11 +20,14 @@ DEADLINE_S = 60.0  # openssl waits for entropy on a machine that has just starte
 KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
 
 
-def create(directory: str, hosts: Sequence[str]) -> list[str]:
-    """Write `ca.crt`, `ca.key`, and `tls.crt`, `tls.key`, `ca.crt` in `lockserver/` and `engine/`.
+def create(
+    directory: str, hosts: Sequence[str], server: str = "lockserver", client: str = "engine"
+) -> list[str]:
+    """Write `ca.crt`, `ca.key`, and `tls.crt`, `tls.key`, `ca.crt` in a directory of each side.
 
     Args:
-        hosts: names and addresses by which engines reach the lock server.
+        hosts: names and addresses by which clients reach the server.
+        server, client: the directories. A client's certificate names it `understudy-<client>`.
 
     Returns:
         The paths that were written.
@@ -45,10 +48,10 @@ def create(directory: str, hosts: Sequence[str]) -> list[str]:
                 path=directory,
             )
         with tempfile.NamedTemporaryFile("w", suffix=".cnf") as config:
-            config.write(_config(names))
+            config.write(_config(names, server, client))
             config.flush()
-            _issue(config.name, "ca", "understudy-lock-ca", *authority)
-            for role in ("lockserver", "engine"):
+            _issue(config.name, "ca", f"understudy-{server}-ca", *authority)
+            for role in (server, client):
                 place = os.path.join(directory, role)
                 os.mkdir(place, 0o700)
                 files = [os.path.join(place, name) for name in ("tls.crt", "tls.key", "ca.crt")]
@@ -92,8 +95,8 @@ def _alternative(host: str) -> str:
     return f"IP:{address.host}" if is_v6 or is_v4 else f"DNS:{address.host}"
 
 
-def _config(names: str) -> str:
-    # An engine's certificate is good for no server: it cannot pose as the lock server.
+def _config(names: str, server: str, client: str) -> str:
+    # A client's certificate is good for no server: it cannot pose as one.
     return f"""
 [req]
 distinguished_name = subject
@@ -102,13 +105,14 @@ distinguished_name = subject
 basicConstraints = critical,CA:TRUE,pathlen:0
 keyUsage = critical,keyCertSign,cRLSign
 subjectKeyIdentifier = hash
-[lockserver]
+[{server}]
 basicConstraints = critical,CA:FALSE
 authorityKeyIdentifier = keyid
 extendedKeyUsage = serverAuth
 subjectAltName = {names}
-[engine]
+[{client}]
 basicConstraints = critical,CA:FALSE
 authorityKeyIdentifier = keyid
 extendedKeyUsage = clientAuth
+subjectAltName = DNS:understudy-{client}
 """

@@ -33,9 +33,15 @@ ENGINE = "X-Understudy-Engine"  # response: who answers,
 TOKEN = "X-Understudy-Token"  # under which grant of the lock,
 CONTINUATION = "X-Understudy-Continuation"  # and what a failover does to this answer
 
+# Between a front and the gateway of a pod, which passes the engine's answer on as it is:
+POD = "X-Understudy-Pod"  # response: "<pod>,<incarnation>", who passes it on
+# Request to resume: what it needs; response: what the engine that answers has.
+CONTINUATION_ID = "X-Understudy-Continuation-Id"
+
 # Paths of the hop itself; the gateway answers 404 to a client that asks for anything below it.
 HOP_PATHS = "/understudy/"
 HELLO_PATH = "/understudy/hello"  # GET: a `Hello`, as JSON
+WATCH_PATH = "/understudy/watch"  # GET, by a front: `PodReport`s, one line of JSON each
 CANARY_PATH = "/understudy/canary"  # POST: one real inference; 200 or 503 with {"ok", "detail"}
 
 GROUP_MARK = b": u="  # begins the comment behind the events of one group
@@ -87,6 +93,35 @@ class Hello(msgspec.Struct, frozen=True):
             " processes of a pod"
         )
         return msgspec.structs.replace(self, continuation=Continuation.NONE, problem=problem)
+
+
+class PodModel(msgspec.Struct, frozen=True):
+    """One model of a pod. `engine`: the one that requests go to, "" without one; tokens compare
+    within an era only. `tier`: how near the model is to serving, `awake` to `cold`."""
+
+    engine: Annotated[str, Meta(max_length=64)] = ""
+    token: int = 0
+    era: Annotated[str, Meta(max_length=64)] = ""
+    continuation_id: Annotated[str, Meta(max_length=128)] = ""
+    continuation: Continuation = Continuation.NONE
+    tier: Annotated[str, Meta(max_length=16)] = ""
+    expected_wait_ms: float | None = None
+    in_flight: int = 0
+    waiting: int = 0
+    room: int = 0  # requests that it takes beside these
+
+
+class PodReport(msgspec.Struct, frozen=True):
+    """What the gateway of a pod says of its pod; unknown fields are ignored. `incarnation`: 64
+    random bits of this gateway's start. `leaving_ms`: the time that is left to a pod that is told
+    to end. `models`: by each name that a request may give."""
+
+    pod: Annotated[str, Meta(max_length=64)]
+    incarnation: Annotated[int, Meta(ge=1)]
+    models: Annotated[dict[str, PodModel], Meta(max_length=256)]
+    body_bytes_max: Annotated[int, Meta(ge=0)]
+    leaving_ms: float | None = None
+    version: int = 1
 
 
 class Journal(msgspec.Struct, frozen=True):

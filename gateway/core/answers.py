@@ -91,6 +91,7 @@ FAILURES = {
         502,
         "the next engine has other weights or settings, so it cannot continue this answer; retry",
     ),
+    "gateway.other_pod": (409, "this pod has another model or other settings"),
     "gateway.cannot_continue": (
         502,
         "the next engine cannot continue streams; `understudy status` says why; retry",

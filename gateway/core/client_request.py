@@ -41,7 +41,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
-from gateway.core.events import BreakCause
+from gateway.core.events import BreakCause, Passing
 from gateway.core.replay import (
     BLOCK_BYTES,
     GROUP_BYTES,
@@ -133,6 +133,7 @@ class ClientRequest:
     is_inference: bool
     is_stream: bool
     sent_ms: float
+    passing: Passing | None = None  # a front has its journal
     is_lean: bool = False  # class none: sent once, neither journalled nor held
     state: RequestState = RequestState.WAITING
 
@@ -215,6 +216,10 @@ class ClientRequest:
     @property
     def delivered_tokens(self) -> int:
         return self.forgotten_tokens + len(self.tokens)
+
+    @property
+    def is_resumed_by_front(self) -> bool:
+        return self.passing is not None and bool(self.passing.continuation_id)
 
     def died(self, now_ms: float) -> None:
         """The engine that had it is dead."""

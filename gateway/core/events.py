@@ -24,7 +24,7 @@ from enum import StrEnum
 
 import msgspec
 
-from plumbing.gateway_protocol import Continuation, Hello, Journal
+from plumbing.gateway_protocol import Continuation, Hello, Journal, PodReport
 from pool.core.events import Door
 from pool.core.states import PooledRules
 
@@ -39,6 +39,8 @@ class BreakCause(StrEnum):
     SUPERSEDED = "superseded"  # another engine was granted the lock
     HANDED_OVER = "handed_over"  # the engine said `hop.HANDED_OVER`: it parks its streams itself
     UNREACHED = "unreached"  # the engine does not listen: nothing of the request was sent
+    MOVED = "moved"  # a front takes the stream from a pod that leaves, or is silent
+    POD_LOST = "pod_lost"  # the whole pod
     YIELDED = "yielded"  # its model makes room for another one; nothing is wrong with the engine
 
 
@@ -67,6 +69,13 @@ class GatewayEvent(msgspec.Struct, frozen=True):
     """What has happened, for `Gateway.handle`."""
 
 
+class Passing(msgspec.Struct, frozen=True):
+    """A front's request: its answer is passed on as it comes, and the front resumes it.
+    `continuation_id`: of the engine that it was begun by, "" if it has no journal."""
+
+    continuation_id: str = ""
+
+
 class RequestCame(GatewayEvent, frozen=True):
     """A client's request has been read whole. What follows `is_stream` counts in a pool only:
     `wait_ms`: how long it may wait at most for its model; `keep_alive_ms`: how long the model shall
@@ -81,6 +90,8 @@ class RequestCame(GatewayEvent, frozen=True):
     priority: int | None = None  # lower is sooner; None: its model's own
     wait_ms: float = math.inf
     keep_alive_ms: float | None = None
+    passing: Passing | None = None
+    key: bytes = b""  # in a fleet: requests with one key share a prefix
 
 
 class HeadCame(GatewayEvent, frozen=True):
@@ -97,6 +108,8 @@ class HeadCame(GatewayEvent, frozen=True):
     token: int
     continuation: Continuation
     is_event_stream: bool
+    # Through a pod, which signs as the engine does elsewhere: the grant of the engine inside.
+    inner_token: int = 0
 
     @property
     def is_marked(self) -> bool:
@@ -150,6 +163,27 @@ class DeathExpected(GatewayEvent, frozen=True, tag="expect_death"):
     engine: str
     token: int
     model: str = ""
+
+
+class PodNamed(GatewayEvent, frozen=True):
+    """A name leads to a pod at this address, or does so no longer."""
+
+    address: str
+    is_named: bool
+
+
+class PodHeard(GatewayEvent, frozen=True):
+    """The pod at this address has reported."""
+
+    address: str
+    report: PodReport
+
+
+class PodBroke(GatewayEvent, frozen=True):
+    """The connection that it reports on is broken. `is_refused`: and nobody listens there."""
+
+    address: str
+    is_refused: bool = False
 
 
 class DoorSet(GatewayEvent, frozen=True):
@@ -308,6 +342,22 @@ class SuspectFound(GatewayRecord, frozen=True):
     deaths: int
 
 
+class PodLost(GatewayRecord, frozen=True):
+    """All answers that this pod had under way broke off."""
+
+    pod: str
+    address: str
+    cause: str  # `gone`, `restarted` (another incarnation), `silent`
+
+
+class ReplayDiffered(GatewayRecord, frozen=True):
+    """A pod of the same continuation id played another answer."""
+
+    request: int
+    pod: str
+    why: str
+
+
 class RequestEnded(GatewayRecord, frozen=True):
     """`code` is "" for a whole answer, else the dotted code that the client saw, if any."""
 
@@ -323,6 +373,13 @@ class RequestEnded(GatewayRecord, frozen=True):
 # where it can be neither ordered nor sent again.
 MAX_IN_FLIGHT = 256
 QUEUE_MAX = 512  # requests that wait for any model, of which nothing was sent
+
+
+class FleetRules(msgspec.Struct, frozen=True):
+    """The settings of a front. Times are in ms."""
+
+    silent_ms: float = 1_000.0
+    uses_keys: bool = True  # else each request goes to the less loaded of two pods
 
 
 class LaneRules(PooledRules, frozen=True, kw_only=True):

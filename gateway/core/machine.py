@@ -57,6 +57,7 @@ ANSWER_BYTES_MAX = 64 << 20  # an embedding of a large batch; more is passed on 
 BUSY = (429, 503)
 CONTINUING = (Continuation.EXACT, Continuation.STATE)
 REPLAYS = (RequestState.RESUMING, RequestState.REPLAYING)
+PASSED_MS = 1_000.0  # a front's request waits so long for an engine: another pod may have one
 UNANSWERED = (RequestState.SENT, RequestState.ANSWERING)
 UNSENT = (RequestState.WAITING, *UNANSWERED)
 
@@ -83,11 +84,19 @@ def objection(request: ClientRequest, hello: Hello) -> Failure | None:
     if request.body_bytes > hello.body_bytes_max:
         sizes = {"size": request.body_bytes, "limit": hello.body_bytes_max}
         return failure("gateway.body_too_large", **sizes)
+    if request.is_resumed_by_front and request.passing is not None:
+        is_same = hello.continuation_id == request.passing.continuation_id
+        return None if is_same else failure("gateway.other_pod")
     if request.state is not RequestState.PARKED:
         return None
     if hello.continuation_id != request.continuation_id:
         return failure("gateway.other_continuation")
     return None if hello.continuation in CONTINUING else failure("gateway.cannot_continue")
+
+
+def is_replayed(request: ClientRequest) -> bool:
+    """Whether an engine works for it before anything new comes: the prefill of a resume."""
+    return request.state in (UNANSWERED if request.is_resumed_by_front else REPLAYS)
 
 
 class Stats(msgspec.Struct, frozen=True):
@@ -111,6 +120,8 @@ def stats_of(requests: Iterable[ClientRequest], now_ms: float) -> Stats:
 class Gateway:
     """All requests of one gateway (`client_request.ColdPath`); in a pool, those for one model
     (`lanes.py`)."""
+
+    explains_deaths = True  # a request that killed engines clears those that were beside it
 
     def __init__(
         self, rules: GatewayRules, shared: Shared | None = None, lane: int = 0, step: int = 1
@@ -204,7 +215,11 @@ class Gateway:
 
     def _came(self, came: ev.RequestCame, now_ms: float) -> None:
         request = self.add(came, now_ms)
-        if request.is_lean and (self.waits_for or len(self.queue.waiting) > 1):
+        if (
+            request.is_lean
+            and request.passing is None
+            and (self.waits_for or len(self.queue.waiting) > 1)
+        ):
             self.fail(request, failure("gateway.memory"))
 
     def look(self) -> None:
@@ -306,7 +321,8 @@ class Gateway:
         if not request.is_suspect:
             self.queue.end_trial(request)
         elif self.queue.on_trial is request or request.was_tried:
-            self.queue.clear_waiting(request)
+            if self.explains_deaths:
+                self.queue.clear_waiting(request)
             self.fail(request, failure("gateway.suspect", deaths=request.deaths))
         else:
             self.outbox.append(ev.SuspectFound(request.number, request.deaths))
@@ -324,6 +340,8 @@ class Gateway:
         """Whether it has waited long enough for an engine that can serve it. One that sleeps and
         will wake is none that is missing, so that time counts from when the door opens."""
         hold_ms, park_ms = self.rules.hold_ms, self.rules.park_timeout_ms
+        if request.passing is not None:
+            hold_ms = min(hold_ms, PASSED_MS)
         door = self.sleep_door
         is_resting = self.target.is_granted and door.is_shut and door.does_open
         return request.held_ms >= (max(hold_ms, park_ms) if is_resting else hold_ms)
@@ -365,7 +383,8 @@ class Gateway:
 
     def add(self, came: ev.RequestCame, now_ms: float) -> ClientRequest:
         request = ClientRequest(
-            *(came.request, came.path, came.body_bytes, came.is_inference, came.is_stream), now_ms
+            *(came.request, came.path, came.body_bytes, came.is_inference, came.is_stream),
+            *(now_ms, came.passing),
         )
         weight = self.shared.memory_bytes + REQUEST_BYTES + came.body_bytes
         request.is_lean = weight > self.shared.memory_bytes_max
@@ -376,9 +395,9 @@ class Gateway:
 
     def fire(self, request: ClientRequest, turn: Turn) -> None:
         """Every change of state goes through here."""
-        self.resuming -= request.state in REPLAYS
+        self.resuming -= is_replayed(request)
         request.fire(turn)
-        self.resuming += request.state in REPLAYS
+        self.resuming += is_replayed(request)
 
     def send(self, request: ClientRequest, token: int, hello: Hello, now_ms: float) -> None:
         """Send it to the engine of `hello`, from the start or with its journal."""
@@ -431,7 +450,9 @@ class Gateway:
         request.is_event_stream = came.is_event_stream
         request.refusals = 0
         is_whole = came.continuation is Continuation.RETRY and request.is_inference
-        if came.is_marked and attempt.continuation_id and not request.is_lean:
+        if request.passing is not None:
+            self.fire(request, Turn.HOLD)  # until its first byte: a break before that costs nothing
+        elif came.is_marked and attempt.continuation_id and not request.is_lean:
             request.continuation_id = attempt.continuation_id
             self.fire(request, Turn.STREAM)
             self.outbox.append(ev.SendHead(request.number, attempt.number, came.continuation))
@@ -453,6 +474,9 @@ class Gateway:
     def held(self, attempt: Attempt, size_bytes: int) -> None:
         """So many more bytes are held of an answer: within the limits, or pass it on."""
         request = attempt.owner
+        if request.passing is not None:
+            self._pass_on(attempt)
+            return
         is_too_much = self.shared.memory_bytes + size_bytes > self.shared.memory_bytes_max
         if is_too_much or request.held_bytes + size_bytes > ANSWER_BYTES_MAX:
             self._pass_on(attempt)
@@ -547,7 +571,7 @@ class Gateway:
             self.weigh(request)
         self.fire(request, Turn.BREAK)
         request.replay = None
-        is_once = request.is_lean or not request.is_inference
+        is_once = request.is_lean or not request.is_inference or request.passing is not None
         if request.state is RequestState.WAITING and is_once:
             self.fail(request, failure("gateway.broken"))
             return
@@ -599,7 +623,7 @@ class Gateway:
             body = error_body(why, request.path)
             self.outbox.append(ev.AnswerError(request.number, why.status, body, why.retry_after_s))
         else:
-            can_say = request.is_event_stream and request.is_at_boundary
+            can_say = request.is_event_stream and request.is_at_boundary and not request.passing
             event = event or error_event(why, request.path)
             self.outbox.append(ev.AbortAnswer(request.number, event if can_say else b""))
         self._forget(request, ending, why.code)

@@ -57,7 +57,7 @@ class Precedence(IntEnum):
     def of(cls, request: ClientRequest) -> Precedence:
         if request.is_suspect:
             return cls.SUSPECT if request.is_stream else cls.SUSPECT_HELD
-        if request.state is RequestState.PARKED:
+        if request.state is RequestState.PARKED or request.is_resumed_by_front:
             return cls.PAUSED
         return cls.AGAIN if request.has_broken else cls.NEW
 

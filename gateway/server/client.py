@@ -137,6 +137,12 @@ class ClientConnection(asyncio.Protocol):
         else:
             out.write(data)
 
+    def send_chunks(self, data: bytes) -> None:
+        """Whole chunks of HTTP, as they came."""
+        if self._transport is not None:
+            self.sent_bytes += len(data)
+            self._transport.write(data)
+
     def gather(self) -> None:
         """Keep what is written until `release`. A head and the first events, or the last events and
         the end, are one packet then instead of two, which costs half and is there sooner."""
@@ -194,6 +200,14 @@ class ClientConnection(asyncio.Protocol):
     def abort(self) -> None:
         if self._transport is not None:
             self._transport.abort()
+
+    def is_named(self, name: str) -> bool:
+        """Whether the peer's certificate, where there is TLS, has this name."""
+        transport = self._transport
+        if transport is None or transport.get_extra_info("ssl_object") is None:
+            return True
+        certificate = transport.get_extra_info("peercert") or {}
+        return ("DNS", name) in certificate.get("subjectAltName", ())
 
     def give_up_body(self) -> None:
         """Refuse the request that is being sent: its body takes the place of others."""

@@ -26,6 +26,7 @@ import msgspec
 from msgspec import Struct
 
 from gateway.core.answers import RETRY_AFTER_S, Failure, failure
+from gateway.core.fleet import Fleet
 from gateway.core.lanes import Lanes
 from gateway.core.wishes import (
     BadWish,
@@ -64,7 +65,10 @@ class Endpoints:
         directory: str,
         hold_ms: float,
         is_stopping: Callable[[], bool],
+        fleet: Fleet | None = None,
     ) -> None:
+        """`fleet`: of a front, whose requests all go to pods."""
+        self._fleet = fleet
         self.said: dict[str, PooledModel] = {}
         self._lanes = lanes
         self._aliases = {model: tuple(aliases.get(model, ())) for model in lanes.lanes}
@@ -78,6 +82,8 @@ class Endpoints:
     def find(self, http: HttpRequest) -> Wishes | OwnAnswer | Awaitable[OwnAnswer]:
         """For which model it is, with its path behind `/m/<model>`; or the gateway's own answer.
         Where the path or a header names the model, a broken body is the engine's to refuse."""
+        if self._fleet is not None:
+            return self._to_pods(self._fleet, http)
         is_pool = bool(self._lanes.lanes)
         in_path = unquote(self._strip(http)) if is_pool else ""
         if is_hop_path(http.path):
@@ -94,6 +100,20 @@ class Endpoints:
         is_read = http.method in (b"GET", b"HEAD")
         own = self._about_models(http.path, in_path) if is_read else None
         return own or self._wishes(http, in_path)
+
+    def _to_pods(self, fleet: Fleet, http: HttpRequest) -> Wishes | OwnAnswer:
+        if is_hop_path(http.path):
+            return OwnAnswer.of(failure("gateway.not_found"), http.path)
+        if http.path in ("/health", "/ping") and is_endpoint(http.method, http.path):
+            if why := fleet.waits_for:
+                return OwnAnswer.of(failure("no_active_engine", why=why), http.path)
+            return _json({"status": "ok"})
+        try:
+            in_body = value_of(http.members[0].model)
+        except ValueError:
+            in_body = None
+        named = dict(http.headers).get(b"x-understudy-model", b"").decode(errors="replace")
+        return Wishes(in_body if isinstance(in_body, str) else named)
 
     # ------------------------------------------------------------------ health and version
 

@@ -23,6 +23,7 @@ from msgspec.structs import replace
 
 from gateway.core import events as ev
 from gateway.core.answers import Failure
+from gateway.core.fleet import Fleet
 from gateway.core.lanes import Lanes
 from gateway.core.machine import TICK_MS
 from gateway.core.wishes import Wishes
@@ -31,11 +32,18 @@ from gateway.server.accounts import Accounts, Tell
 from gateway.server.client import WRITE_BUFFER_BYTES, ClientConnection, ServiceListener, take_over
 from gateway.server.endpoints import Endpoints
 from gateway.server.files import open_api_keys, open_certificate
-from gateway.server.requests import BODY_BYTES_MAX, NOT_PASSED_ON, Headers, HttpRequest, Intake
-from gateway.server.responses import OwnAnswer, greet
+from gateway.server.requests import (
+    BODY_BYTES_MAX,
+    CONTINUATION_ID,
+    NOT_PASSED_ON,
+    Headers,
+    HttpRequest,
+    Intake,
+)
+from gateway.server.responses import POD, OwnAnswer, greet
 from gateway.server.settings import GatewaySettings
 from gateway.server.tracing import open_spans
-from gateway.server.upstream import IdleConnections, ReplayTurns, Upstream
+from gateway.server.upstream import IdleConnections, PodConnections, ReplayTurns, Upstream
 from plumbing.pod.paths import engine_http_socket, engine_queue
 from plumbing.pod.queue_page import QueueReader, attempt_name
 from plumbing.service.clock import SystemClock, moment
@@ -61,6 +69,7 @@ class GatewayExchange:
         settings: GatewaySettings,
         tell: Tell,
         *,
+        fleet: Fleet | None = None,
         want: Callable[[], object] = lambda: None,
         demand_changed: Callable[[], object] = lambda: None,
     ) -> None:
@@ -78,7 +87,11 @@ class GatewayExchange:
         self.accounts = Accounts(
             tell, has_access_log=settings.access_log, spans=open_spans(settings.tracing)
         )
-        self.core = Lanes(settings.rules, settings.lanes, settings.queue_max)
+        lanes = Lanes(settings.rules, settings.lanes, settings.queue_max)
+        self.core: Lanes | Fleet = fleet or lanes
+        self.connect_pod: Callable[[Upstream], None] | None = None  # of a front
+        self.signature = b""  # of a pod, for fronts
+        self.on_turn: Callable[[], object] = lambda: None
         self.outbox: Sequence[ev.GatewayEffect] = self.core.outbox
         self.memory_bytes_max = settings.rules.memory_bytes_max
         # A key is the gateway's where it checks keys.
@@ -88,13 +101,14 @@ class GatewayExchange:
         )
         self.is_final = False  # no engine takes requests any more: every one was told to end
         self.endpoints = Endpoints(
-            *(self.core, settings.aliases, settings.directory, settings.rules.hold_ms),
+            *(lanes, settings.aliases, settings.directory, settings.rules.hold_ms),
             lambda: self.is_stopping,
+            fleet,
         )
         self.clients: set[ClientConnection] = set()
         self.requests: dict[int, HttpRequest] = {}  # by the core's number
         self.upstreams: dict[int, Upstream] = {}  # by the number of their attempt
-        self.idle_connections = IdleConnections()
+        self.idle_connections = IdleConnections() if fleet is None else PodConnections()
         self.replays = ReplayTurns()
         self._want = want
         self._demand_changed = demand_changed
@@ -292,13 +306,15 @@ class GatewayExchange:
             ev.RequestCame(
                 number,
                 request.path,
-                len(request.body),
+                request.body_bytes,
                 request.may_be_sent_twice,
                 request.wants_stream,
                 wishes.model,
                 wishes.priority,
                 wishes.wait_ms,
                 wishes.keep_alive_ms,
+                request.passing,
+                request.key if self.connect_pod is not None else b"",
             )
         )
         request.is_fresh = False  # what has waited for an engine is not the gateway's own time
@@ -345,6 +361,10 @@ class GatewayExchange:
     def connect(self, upstream: Upstream) -> None:
         """Send its request on a connection of its own."""
         attempt = upstream.attempt
+        if self.connect_pod is not None:
+            upstream.connect_later()
+            self.connect_pod(upstream)
+            return
         try:
             path = engine_http_socket(self._settings.directory, attempt.engine)
             connection = upstream.connect(path)
@@ -364,6 +384,7 @@ class GatewayExchange:
         self._is_performing = False
         if self.outbox:
             self.perform_outbox()
+        self.on_turn()
         if self._tick is None and self.core.needs_ticks:
             self._tick = self._loop.call_later(TICK_MS / 1000, self._ticked)
 
@@ -412,14 +433,28 @@ class GatewayExchange:
             self,
             self.core.attempt(effect.attempt),
             self._client_of[effect.request],
-            request.for_engine(effect.journal, self._queues.name(effect.attempt)),
+            request.for_engine(
+                effect.journal, self._queues.name(effect.attempt), self._for_pod(effect)
+            ),
             is_to_head=request.is_to_head,
+            is_passing=request.passing is not None,
+            is_to_pod=self.connect_pod is not None,
         )
         # A request that must not be sent twice gets no connection that may end at any time.
         reusable = request.may_be_sent_twice
         idle = self.idle_connections.find((effect.engine, effect.token)) if reusable else None
         if idle is None or not upstream.reuse(idle):
             self.connect(upstream)
+
+    def _for_pod(self, effect: ev.SendRequest) -> bytes:
+        """The headers for a pod: what its client wants, and who alone can continue a stream."""
+        if self.connect_pod is None:
+            return b""
+        lines = [b"%b: %b\r\n" % each for each in self.requests[effect.request].headers]
+        if effect.journal is not None:
+            needed = self.core.attempt(effect.attempt).continuation_id
+            lines.append(b"%b: %b\r\n" % (CONTINUATION_ID, needed.encode()))
+        return b"".join(lines)
 
     async def _greet(self, effect: ev.GreetEngine) -> None:
         try:
@@ -442,6 +477,7 @@ class GatewayExchange:
         request, upstream = self.requests[effect.request], self.upstreams[effect.attempt]
         client, response = self._client_of[effect.request], upstream.response
         request.status, request.continuation = response.status, effect.continuation
+        signed = self._signed(request, upstream)
         if response.status == 101:
             upstream.send(client.open_tunnel(response.head_for_client(request)))
         else:
@@ -450,7 +486,7 @@ class GatewayExchange:
                 request.keeps_alive = False  # only the end of the connection ends the body
             framing = b"transfer-encoding: chunked" if is_chunked else b""
             client.begin(
-                response.head_for_client(request, framing),
+                response.head_for_client(request, framing, signed),
                 is_chunked=is_chunked,
                 has_body=response.has_body,
             )
@@ -462,9 +498,19 @@ class GatewayExchange:
         request.status, request.continuation = response.status, response.continuation
         length = b"%d" % len(body) if response.has_body else response.declared_length
         framing = b"" if length is None else b"content-length: " + length
-        head = response.head_for_client(request, framing)
+        head = response.head_for_client(request, framing, self._signed(request, upstream))
         client = self._forget(request, len(body))
         client.answer(head + body if response.has_body else head)
+
+    def _signed(self, request: HttpRequest, upstream: Upstream) -> bytes:
+        """What a front wants to know of who answers."""
+        if request.passing is None:
+            return b""
+        request.continuation = upstream.response.continuation
+        return b"%b: %b\r\n%b: %b" % (
+            *(POD, self.signature),
+            *(CONTINUATION_ID, upstream.attempt.continuation_id.encode()),
+        )
 
     def _finish(self, effect: ev.EndAnswer | ev.AbortAnswer | ev.AnswerError) -> None:
         request = self.requests[effect.request]

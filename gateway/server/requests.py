@@ -20,6 +20,7 @@ import secrets
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import TypeAlias
 from urllib.parse import unquote_to_bytes
 
@@ -28,6 +29,7 @@ import msgspec
 from msgspec import Raw
 
 from gateway.core.answers import Failure
+from gateway.core.events import Passing
 from gateway.core.wishes import model_in_path
 from plumbing import gateway_protocol as hop
 from plumbing.gateway_protocol import HEADER_PREFIX, HOP_PATHS, Continuation, Journal
@@ -58,7 +60,10 @@ SANE_ID = re.compile(rb"[!-~]{1,%d}" % ID_CHARS_MAX)
 
 # What a client may say to the gateway itself about a request for a model of a pool.
 WISHES = frozenset(
-    {b"x-understudy-model", b"x-understudy-priority", b"x-understudy-keep-alive", b"prefer"}
+    {
+        *(b"x-understudy-model", b"x-understudy-priority", b"x-understudy-keep-alive"),
+        *(b"prefer", b"x-session-id"),
+    }
 )
 
 # What the gateway answers by itself, as vLLM does without a key.
@@ -79,6 +84,7 @@ WITHOUT_BODY = (*SAFE_METHODS, b"DELETE")
 # Headers of the hop.
 MARK = f"{hop.GATEWAY}: %d\r\n{hop.ATTEMPT}: %b\r\n".lower().encode()
 JOURNAL = hop.JOURNAL.lower().encode()
+CONTINUATION_ID = hop.CONTINUATION_ID.lower().encode()
 
 Headers: TypeAlias = "list[tuple[bytes, bytes]]"
 
@@ -136,6 +142,8 @@ class HttpRequest:
     head: bytes = b""  # what the engine gets, without framing
     path: str = ""  # decoded, without the query
     request_id: bytes = b""
+    passing: Passing | None = None  # of a front,
+    journal: bytes = b""  # which sends a journal behind the body: the value of its header
     _members: tuple[BodyMembers, str] | None = None
     number: int = 0
     model: str = ""  # "" without a pool
@@ -162,8 +170,19 @@ class HttpRequest:
     def members(self) -> tuple[BodyMembers, str]:
         """The members of the body, and why they cannot be read."""
         if self._members is None:
-            self._members = read_members(self.body)
+            self._members = read_members(self.body[: self.body_bytes])
         return self._members
+
+    @property
+    def body_bytes(self) -> int:
+        """Without a front's journal."""
+        size = self.journal.partition(b",")[0]
+        return int(size) if size.isdigit() else len(self.body)
+
+    @property
+    def key(self) -> bytes:
+        """Equal for requests that share a prefix: those of a session, or the turns of a chat."""
+        return prefix_key(self.body, dict(self.headers).get(b"x-session-id", b""))
 
     @property
     def wants_stream(self) -> bool:
@@ -197,18 +216,51 @@ class HttpRequest:
         self.head = b"\r\n".join(lines) + b"\r\n"
         self.headers = [each for each in self.headers if each[0] in WISHES]
 
-    def for_engine(self, journal: Journal | None, attempt: bytes) -> tuple[bytes | bytearray, ...]:
+    def for_engine(
+        self, journal: Journal | None, attempt: bytes, more: bytes = b""
+    ) -> tuple[bytes | bytearray, ...]:
         """The request as it goes to an engine, with the journal of what the client has. `attempt`:
         the name of this one."""
         if self.is_tunnel:
             return (self.head + b"\r\n",)
-        body, head = self.body, self.head + MARK % (hop.VERSION, attempt.hex().encode())
+        body, head = self.body, self.head + more + MARK % (hop.VERSION, attempt.hex().encode())
         if journal is not None:
             body, header = hop.with_journal(body, journal)
             head += b"%b: %b\r\n" % (JOURNAL, header.encode())
+        elif self.journal:
+            head += b"%b: %b\r\n" % (JOURNAL, self.journal)
         if body or self.method not in WITHOUT_BODY:
             head += b"content-length: %d\r\n" % len(body)
         return (head + b"\r\n", body) if body else (head + b"\r\n",)
+
+
+class _Chat(msgspec.Struct):
+    model: str = ""
+    prompt_cache_key: str = ""
+    messages: tuple[Raw, ...] = ()
+    prompt: Raw = _NULL
+    input: Raw = _NULL
+
+
+_CHAT = msgspec.json.Decoder(_Chat)
+PREFIX_BYTES = 4096
+
+
+def prefix_key(body: bytes | bytearray, session: bytes) -> bytes:
+    """A digest of what requests with one prefix share, b"" if there is nothing."""
+    try:
+        chat = _CHAT.decode(body) if body and len(body) <= LARGE_BYTES else _Chat()
+    except (msgspec.DecodeError, RecursionError):
+        return b""
+    if said := chat.prompt_cache_key.encode() or session:
+        parts = [said]
+    elif chat.messages:
+        parts = [bytes(each)[:PREFIX_BYTES] for each in chat.messages[:2]]
+    else:
+        parts = [bytes(each)[:PREFIX_BYTES] for each in (chat.prompt, chat.input) if each != _NULL]
+    if not parts:
+        return b""
+    return blake2b(b"\0".join((chat.model.encode(), *parts)), digest_size=16).digest()
 
 
 def is_endpoint(method: bytes, path: str) -> bool:
@@ -274,12 +326,15 @@ class Intake:
         body_bytes_max: Callable[[], int],
         check: Callable[[Headers], Failure | None],
         stripped: frozenset[bytes] = NOT_PASSED_ON,
+        *,
+        is_for_fronts: bool = False,
     ) -> None:
         self.bytes = 0
         self.bytes_max = bytes_max
         self.body_bytes_max = body_bytes_max  # of one request
         self.check = check
         self.stripped = stripped
+        self.is_for_fronts = is_for_fronts
 
 
 class RequestReader:
@@ -403,6 +458,10 @@ class RequestReader:
     def _finish(self, current: HttpRequest) -> None:
         self._let_go()
         self.count += 1
+        if self._intake.is_for_fronts:
+            named = dict(current.headers)
+            current.journal = named.get(JOURNAL, b"")
+            current.passing = Passing(named.get(CONTINUATION_ID, b"").decode(errors="replace"))
         current.finish(self._intake.stripped)
         self.ready.append(current)
 

@@ -30,8 +30,8 @@ NOT_PASSED_ON = frozenset(
     }
 )
 PRIVATE = hop.HEADER_PREFIX.encode()
-ENGINE, TOKEN, CONTINUATION = (
-    name.lower().encode() for name in (hop.ENGINE, hop.TOKEN, hop.CONTINUATION)
+ENGINE, TOKEN, CONTINUATION, POD = (
+    name.lower().encode() for name in (hop.ENGINE, hop.TOKEN, hop.CONTINUATION, hop.POD)
 )
 CONTINUATIONS = {each.value.encode(): each for each in Continuation}
 WITHOUT_BODY = (204, 304)
@@ -95,6 +95,12 @@ class ResponseReader:
         return int(found) if found.isdigit() and len(found) <= 19 else 0
 
     @property
+    def incarnation(self) -> int:
+        """Of the pod that has passed this on; 0: its gateway speaks itself."""
+        found = self._named.get(POD, b"").rpartition(b",")[2]
+        return int(found) if found.isdigit() and len(found) <= 20 else 0
+
+    @property
     def continuation(self) -> Continuation:
         """What the engine says becomes of this answer; NONE if it says nothing known."""
         return CONTINUATIONS.get(self._named.get(CONTINUATION, b""), Continuation.NONE)
@@ -108,8 +114,11 @@ class ResponseReader:
         """Whether nothing but the end of the connection ends the body."""
         return not {b"content-length", b"transfer-encoding"} & self._named.keys()
 
-    def head_for_client(self, request: HttpRequest, framing: bytes = b"") -> bytes:
-        """The head of the answer, with `framing`: its header of length, if any."""
+    def head_for_client(
+        self, request: HttpRequest, framing: bytes = b"", signed: bytes = b""
+    ) -> bytes:
+        """The head of the answer, with `framing`: its header of length, if any, and `signed`: who
+        passes it on to a front."""
         lines = [status_line(self.status)]
         lines += [
             b"%b: %b" % (name, value)
@@ -119,8 +128,7 @@ class ResponseReader:
         ]
         lines.append(b"%b: %b" % (CONTINUATION, request.continuation.value.encode()))
         lines.append(b"x-request-id: " + request.request_id)
-        if framing:
-            lines.append(framing)
+        lines += [each for each in (framing, signed) if each]
         if self.is_switched:
             lines.append(b"connection: upgrade\r\nupgrade: websocket")
         elif not request.keeps_alive:

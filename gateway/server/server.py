@@ -34,6 +34,7 @@ from gateway.core.events import DeathExpected
 from gateway.core.target import LaneTarget
 from gateway.server.endpoints import counts_of
 from gateway.server.exchange import GatewayExchange
+from gateway.server.hop import HopDoor, fleet_security
 from gateway.server.links import GatewayEngineLink, GatewayLockLink, GatewayPoolLink
 from gateway.server.settings import MANUAL, ON_REQUEST, GatewaySettings
 from lockserver.client.borrower import Stage
@@ -100,6 +101,7 @@ class GatewayServer(Handler):
             on_yield=lambda: self._turns.put_nowait(self._yield),
             on_granted=self.engine.granted,
         )
+        self.hop = self._make_hop()
         self.http = HttpServer(
             settings.http_host,
             settings.http_port,
@@ -156,6 +158,8 @@ class GatewayServer(Handler):
             await asyncio.gather(*tasks, return_exceptions=True)
             self.exchange.close()
             await self._close()
+            if self.hop is not None:
+                self.hop.close()
             inbox.close()
 
     # ------------------------------------------------------------------ the socket, turn by turn
@@ -213,7 +217,9 @@ class GatewayServer(Handler):
         await self.control.start()  # first: it guards the directory
         try:
             await self.http.start()
+            self._open_hop()
         except BaseException:
+            await self.http.stop()
             await self.control.close()
             raise
         self._is_open = True
@@ -221,8 +227,33 @@ class GatewayServer(Handler):
         message = f"started in {self.settings.directory}, {where}"
         self.log.record("gateway.started", message, data={"http_port": self.http.port})
 
+    def _make_hop(self) -> HopDoor | None:
+        settings = self.settings
+        if settings.hop is None:
+            return None
+        return HopDoor(
+            self.exchange,
+            settings.pod_name,
+            settings.aliases,
+            lambda: self.settings.drain_ms if self.is_stopping else None,
+        )
+
+    def _open_hop(self) -> None:
+        if self.hop is None or self.settings.hop is None:
+            return
+        host, port = self.settings.hop
+        security = fleet_security(self.settings.fleet_tls) if self.settings.fleet_tls else None
+        try:
+            self.hop.start(host, port, security)
+        except OSError as error:
+            raise UnderstudyError(
+                "gateway.hop_unusable", f"cannot listen on {host}:{port} (--hop): {error}"
+            ) from error
+
     async def _close(self) -> None:
         self._is_open = False
+        if self.hop is not None:
+            self.hop.stop()
         await self.control.close()
         await self.http.stop()
 

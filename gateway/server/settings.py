@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gateway.core.events import QUEUE_MAX, GatewayRules, LaneRules
+from gateway.core.events import QUEUE_MAX, FleetRules, GatewayRules, LaneRules
+from gateway.core.pods import SILENT_MS
 from gateway.core.sleep_door import SleepRules
 from gateway.server.files import open_api_keys, open_certificate
 from gateway.server.tracing import MODES, OFF
@@ -121,6 +124,43 @@ OPTIONS = (
         None,
         "Pool file of a pod with several models; each request goes to the model that it names.",
     ),
+    Option(
+        "hop",
+        str,
+        None,
+        "Also serve the fronts of a fleet at this address, such as 0.0.0.0:8443.",
+    ),
+    Option("pod_name", str, None, "The pod's name in reports to fronts; the host's by default."),
+    Option(
+        "pods",
+        str,
+        None,
+        "Be a front before these pods, and serve no engine: NAME:PORT of their --hop, several with"
+        " commas, or @FILE with one a line.",
+    ),
+    Option("listen", str, "0.0.0.0:8000", "Where a front accepts clients."),
+    Option(
+        "silent_ms",
+        float,
+        SILENT_MS,
+        "A front moves a pod's streams after this long without a report.",
+        minimum=500,
+        maximum=60_000,
+    ),
+    Option(
+        "choose",
+        str,
+        "prefix",
+        "How a front chooses between pods: by the request's prefix, or the less loaded of two.",
+        choices=("prefix", "least"),
+    ),
+    Option(
+        "fleet_tls",
+        str,
+        None,
+        "Directory with this process's certificate of the fleet's CA: tls.crt, tls.key, ca.crt."
+        " Without it fronts and pods speak plain text, on loopback only.",
+    ),
     Option("access_log", bool, False, "Log one line for each request, without its body."),
     Option(
         "tracing",
@@ -162,6 +202,12 @@ class GatewaySettings:
     lanes: Mapping[str, LaneRules] = field(default_factory=dict)
     aliases: Mapping[str, Sequence[str]] = field(default_factory=dict)
     queue_max: int = QUEUE_MAX  # requests that wait for any model
+    hop: tuple[str, int] | None = None  # where fronts connect
+    pod_name: str = ""
+    pods: str = ""  # of a front
+    listen: tuple[str, int] | None = None
+    fleet: FleetRules = field(default_factory=FleetRules)
+    fleet_tls: str = ""
 
     def check_files(self) -> None:
         """Whether a gateway that starts now could use the files that users renew.
@@ -209,7 +255,46 @@ def settle(config: Resolved) -> GatewaySettings:
         tracing=config["tracing"],
         pool_file=pool_file,
         **read_lanes(pool_file),
+        hop=_hop_address(config["hop"], config["fleet_tls"]) if config["hop"] else None,
+        pod_name=config["pod_name"] or socket.gethostname(),
+        pods=config["pods"] or "",
+        listen=_address(config["listen"], "--listen"),
+        fleet=FleetRules(config["silent_ms"], config["choose"] == "prefix"),
+        fleet_tls=config["fleet_tls"] or "",
     )
+
+
+def _hop_address(text: str, tls: str | None) -> tuple[str, int]:
+    """
+    Raises:
+        UsageError: it is no address, or one that others reach without a certificate.
+    """
+    host, port = _address(text, "--hop")
+    if not tls and not ipaddress.ip_address(host).is_loopback:
+        raise UsageError(
+            "gateway.insecure_hop",
+            f"others reach {text}, where users' text is sent: give the certificates of the fleet"
+            " (--fleet-tls), or an address of loopback",
+        )
+    return host, port
+
+
+def _address(text: str, option: str) -> tuple[str, int]:
+    """
+    Raises:
+        UsageError: it is none.
+    """
+    host, _, port = text.rpartition(":")
+    host = host.strip("[]")
+    try:
+        ipaddress.ip_address(host)
+        if not 0 <= int(port) < 65536:
+            raise ValueError
+    except ValueError:
+        raise UsageError(
+            "gateway.bad_address", f"{text!r} ({option}) is not an address such as 0.0.0.0:8443"
+        ) from None
+    return host, int(port)
 
 
 def read_lanes(path: str) -> dict[str, Any]:

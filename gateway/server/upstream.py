@@ -71,7 +71,7 @@ class IdleConnection(asyncio.Protocol):
         owner: IdleConnections,
         grant: tuple[str, int],
         transport: asyncio.Transport,
-        connection: socket.socket,
+        connection: socket.socket | None,
         *,
         is_over: bool,
     ) -> None:
@@ -92,9 +92,11 @@ class IdleConnections(dict[IdleConnection, None]):
     """Those of one gateway, longest idle first. Each is for requests to one engine under one grant,
     by id and token."""
 
+    most, idle_s = IDLE_MAX, IDLE_S
+
     def keep(self, idle: IdleConnection) -> None:
         """Take it; the one that has been idle longest gives its place up."""
-        if len(self) >= IDLE_MAX:
+        if len(self) >= self.most:
             self.close(next(iter(self)))
         idle.transport.set_protocol(idle)
         self[idle] = None
@@ -115,7 +117,13 @@ class IdleConnections(dict[IdleConnection, None]):
     def close_old(self) -> None:
         """Close those that have been idle for `IDLE_S`."""
         now_s = time.monotonic()
-        self.close(*[each for each in self if now_s - each.since_s >= IDLE_S])
+        self.close(*[each for each in self if now_s - each.since_s >= self.idle_s])
+
+
+class PodConnections(IdleConnections):
+    """A front's: a handshake of TLS is some milliseconds of CPU, and a pod keeps them for 75 s."""
+
+    most, idle_s = 1024, 60.0
 
 
 TURN_S = 0.005  # a slice more is less than twice that, unless one event has megabytes
@@ -172,7 +180,16 @@ class Upstream(asyncio.Protocol):
     """One attempt's connection. After `drop` nothing of it reaches anybody."""
 
     __slots__ = (
-        *("_cutter", "_is_behind", "_is_between", "_is_head_told", "_is_passed_on", "_is_paused"),
+        *(
+            "_cutter",
+            "_is_behind",
+            "_is_between",
+            "_is_head_told",
+            "_is_passed_on",
+            "_is_passing",
+            "_is_paused",
+            "_is_to_pod",
+        ),
         *("_is_reused", "_outbox", "_owner", "_client", "_replayed", "_request", "_socket"),
         *("_transport", "_unsent"),
         *("_is_silent", "attempt", "held", "is_dropped", "response"),
@@ -186,7 +203,12 @@ class Upstream(asyncio.Protocol):
         request: Sequence[Buffer],
         *,
         is_to_head: bool,
+        is_passing: bool = False,
+        is_to_pod: bool = False,
     ) -> None:
+        """`is_passing`: the answer goes through with its marks; `is_to_pod`: the pod's gateway
+        signs it."""
+        self._is_passing, self._is_to_pod = is_passing, is_to_pod
         self.attempt = attempt
         self.response: ResponseReader = ResponseReader(is_to_head=is_to_head)
         self.held: list[bytes] = []
@@ -234,7 +256,9 @@ class Upstream(asyncio.Protocol):
     def reuse(self, idle: IdleConnection) -> bool:
         """Send the request on this connection. False: the engine has closed it."""
         try:
-            self._unsent = send_now(idle.socket, self._request)
+            self._unsent = self._request
+            if idle.socket is not None:  # not to a pod
+                self._unsent = send_now(idle.socket, self._request)
         except OSError:
             idle.transport.abort()
             return False
@@ -243,6 +267,11 @@ class Upstream(asyncio.Protocol):
         self.connection_made(idle.transport)
         self._owner.sent(self)
         return True
+
+    def connect_later(self) -> None:
+        """The request is sent once there is a connection."""
+        self._unsent, self._request = self._request, ()
+        self._owner.sent(self)
 
     def drop(self) -> None:
         """Close, at the latest when the loop has taken the socket over."""
@@ -296,6 +325,10 @@ class Upstream(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._is_between and (group := whole_group(data)) is not None:
+            if self._is_passing:
+                self._client.send_chunks(data)
+                self._look_at_room()
+                return
             events, token = group
             if self.attempt.passes(events, token):
                 self._send(events)
@@ -341,6 +374,9 @@ class Upstream(asyncio.Protocol):
             self._is_between = self._cutter.is_between and data.endswith(_GROUP_AND_CHUNK_END)
         elif body:
             self._receive_unmarked(body)
+            if self._is_passing and self._is_passed_on:
+                # Behind the comment of a group comes no byte of the body, so it is the chunk's end.
+                self._is_between = data.endswith(_GROUP_AND_CHUNK_END) and _ends_group(body)
         if response.is_whole and not self.is_dropped:
             self._end()
 
@@ -376,6 +412,8 @@ class Upstream(asyncio.Protocol):
     def _was_unread(self, error: Exception | None) -> bool:
         """Whether the engine has closed a connection that was idle before it saw the request."""
         is_reset = isinstance(error, (ConnectionResetError, BrokenPipeError))
+        if self._is_to_pod:  # over TCP a reset does not say what was read
+            return False
         return self._is_reused and is_reset and self._is_silent and not self.is_dropped
 
     def _send(self, data: bytes) -> None:
@@ -404,15 +442,17 @@ class Upstream(asyncio.Protocol):
             return
         self._is_head_told = True
         self._request = ()
+        engine, token = response.engine, response.token
+        if self._is_to_pod:
+            token = response.incarnation
+            engine = self.attempt.engine if token else ""
         head = HeadCame(
-            self.attempt.number,
-            response.status,
-            response.engine,
-            response.token,
+            *(self.attempt.number, response.status, engine, token),
             response.continuation,
             response.is_event_stream,
+            response.token,
         )
-        if head.is_marked:
+        if head.is_marked and not self._is_passing:
             self._cutter = GroupCutter()
         self._owner.handle(head)
 
@@ -434,7 +474,7 @@ class Upstream(asyncio.Protocol):
         """The answer is over: leave the connection to another request, if nothing is odd."""
         self.is_dropped, self._is_between = True, False
         transport, self._transport = self._transport, None
-        if transport is None or self._socket is None:
+        if transport is None or (self._socket is None and not self._is_to_pod):
             return
         response = self.response
         is_read = not self._is_paused and not self._is_behind
@@ -503,6 +543,10 @@ _SIZES = {
 
 # Whole events, and the tokens and chunks that they were made of.
 MarkedGroup: TypeAlias = "tuple[bytes, list[int], list[int]]"
+
+
+def _ends_group(body: bytes) -> bool:
+    return body.startswith(GROUP_MARK, body.rfind(b"\n", 0, -2) + 1)
 
 
 def whole_group(data: bytes) -> tuple[bytes, int] | None:

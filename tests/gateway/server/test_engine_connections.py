@@ -61,7 +61,7 @@ def unread_bytes(writer):
 @pytest.fixture(autouse=True)
 def no_age(monkeypatch):
     """What is closed was not too old."""
-    monkeypatch.setattr(idle_connections, "IDLE_S", float("inf"))
+    monkeypatch.setattr(idle_connections.IdleConnections, "idle_s", float("inf"))
 
 
 @pytest.fixture
@@ -160,7 +160,7 @@ async def test_a_word_about_engines_closes_what_is_idle(bench, word):
 
 @scene()
 async def test_idle_connections_are_few_and_do_not_grow_old(bench, monkeypatch):
-    monkeypatch.setattr(idle_connections, "IDLE_MAX", 2)
+    monkeypatch.setattr(idle_connections.IdleConnections, "most", 2)
     engine = await bench.active(keeps_alive=True, hold_after_groups=1)
     clients = [await bench.client() for _ in range(3)]
     for client in clients:
@@ -170,7 +170,7 @@ async def test_idle_connections_are_few_and_do_not_grow_old(bench, monkeypatch):
     for client in clients:
         assert_whole(await client.answer())
     await auntil(lambda: engine.open_connections == 2, "one connection to close")
-    monkeypatch.setattr(idle_connections, "IDLE_S", 0.0)
+    monkeypatch.setattr(idle_connections.IdleConnections, "idle_s", 0.0)
     await closed(engine)  # at the next sweep
 
 

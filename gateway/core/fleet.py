@@ -1,0 +1,515 @@
+"""The requests of a front: many pods in the place of one engine.
+
+All of a request's life is a gateway's (`machine.py`): to a front a pod is an engine, its address
+the engine's id, and the incarnation of its gateway the token of its grant. What differs is here: to
+whom a request goes, and what becomes of it after a break.
+
+    the answer broke off          the same pod again, once it reports a newer token or after
+                                  200 ms, twice at most: its engine has died, not the pod
+    the pod has no engine         another pod after 1 s, if one has room
+    the pod is gone               another pod at once
+    the pod is silent, or leaves  another pod, one stream after the other, as there is room; what
+                                  nobody can take stays connected, and goes on there
+    the replay is another one     one other pod; the pod gets no resumes for 10 minutes
+
+A stream is resumed only where the continuation id is the one that it was begun under. A request has
+one attempt: it is dropped before another pod gets the request, so no two pods speak in one answer.
+An engine that dies is charged to the requests that it had, over all pods together: a request may
+kill three of them, not three in each pod.
+
+A request that no pod can take now waits aside, and is looked at again when something has changed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from gateway.core import events as ev
+from gateway.core.answers import failure
+from gateway.core.client_request import Attempt, ClientRequest, RequestState
+from gateway.core.events import BreakCause, FleetRules, GatewayEffect, GatewayEvent, GatewayRules
+from gateway.core.lanes import Lane
+from gateway.core.machine import BUSY, NEVER_MS, NEWER_GRANT_MS, UNANSWERED, Gateway
+from gateway.core.pods import (
+    FORGET_MS,
+    GONE_MS,
+    SUSPENDED_MS,
+    Place,
+    Pod,
+    PodState,
+    can_continue,
+    choose,
+    serves,
+)
+from plumbing.gateway_protocol import PodModel
+from pool.core.events import ModelDemand
+
+ASIDE_MS = 100.0  # between two looks at a request that no pod can take
+NO_ENGINE_MS = 1_000.0  # a failover inside of a pod takes less
+AGAIN_MAX = 2  # at the same pod, after a break
+# Breaks without progress, at whatever pods: then it is the request.
+BREAKS_MAX = 8
+MOVES_MAX = 4  # streams that come from pods that leave, at one pod at once
+STALL_MS = 200.0  # this process did not run for so long: nobody was silent meanwhile
+MOVABLE = (RequestState.SENT, RequestState.ANSWERING, RequestState.STREAMING)
+# A request that was sent once and may not be sent again stays where it is.
+
+
+class Engine(NamedTuple):
+    """One life of an engine."""
+
+    pod: Pod
+    incarnation: int
+    token: int
+    era: str
+
+
+@dataclass(slots=True, eq=False)
+class Sent:
+    """Where a request was sent last."""
+
+    pod: Pod
+    incarnation: int
+    model: str
+    token: int  # of the engine that had it there
+    era: str
+    broke_ms: float = 0.0
+    breaks: int = 0  # there, in a row
+    leaves: bool = False  # it is to go elsewhere
+    refused_by: set[str] = field(default_factory=set)  # addresses, since the last answer
+    differed: bool = False  # a replay was another one
+    # Engines of silent pods, that may have died of it unseen.
+    unsure: list[Engine] = field(default_factory=list)
+
+    def is_of_another(self, model: PodModel) -> bool:
+        """Whether another engine is there now, or another life of the same one."""
+        return (model.token, model.era) != (self.token, self.era)
+
+
+class Fleet(Gateway):
+    """All requests of one front. It has no lanes (`lanes.py`)."""
+
+    explains_deaths = False  # it was in one pod, and the others' may have died of another request
+    alone = None
+    lanes: Mapping[str, Lane] = {}
+    by_model: Mapping[str, Gateway] = {}
+
+    def __init__(self, rules: GatewayRules, fleet_rules: FleetRules) -> None:
+        super().__init__(rules)
+        self.fleet_rules = fleet_rules
+        self.take = self.shared.take
+        self.pods: dict[str, Pod] = {}  # by address
+        self.losses: Counter[str] = Counter()  # pods, by cause
+        self.moves: Counter[str] = Counter()  # streams, by cause
+        self._sent: dict[int, Sent] = {}  # by request
+        self._asked: dict[int, tuple[str, bytes]] = {}  # model and key of each request
+
+    def handle(self, event: GatewayEvent, now_ms: float) -> Sequence[GatewayEffect]:
+        if not self.requests:
+            self._ticked_ms = now_ms  # nobody has looked at the time
+        return super().handle(event, now_ms)
+
+    def _happened(self, event: GatewayEvent, now_ms: float) -> None:
+        match event:
+            case ev.RequestCame():
+                self._asked[event.request] = (event.model, event.key)
+                self.add(event, now_ms)
+            case ev.PodNamed():
+                self._named(event, now_ms)
+            case ev.PodHeard():
+                self._heard(event, now_ms)
+            case ev.PodBroke():
+                self._broken(event, now_ms)
+            case ev.GatewayEnds():
+                self._is_final = True
+                for attempt in list(self.attempts.values()):
+                    self.broke(attempt, BreakCause.SUPERSEDED, now_ms)
+            case _:
+                super()._happened(event, now_ms)
+
+    @property
+    def needs_ticks(self) -> bool:
+        """Whether anything waits for time to pass: a pod may fall silent at any time."""
+        return bool(self.requests) or any(pod.broke_ms is not None for pod in self.pods.values())
+
+    def demand(self, now_ms: float) -> dict[str, ModelDemand]:
+        return {}
+
+    def state(self, pod: Pod) -> PodState:
+        return pod.state(self._now_ms, self.fleet_rules.silent_ms)
+
+    def attempt(self, number: int) -> Attempt:
+        return self.attempts[number]
+
+    # ------------------------------------------------------------------ whose turn it is, and where
+
+    def look(self) -> None:
+        if self._is_busy or not self.queue.waiting:
+            return
+        self._is_busy = True
+        if self._is_final:
+            for request in list(self.queue.waiting.values()):
+                self.fail(request, failure("gateway.stopping"))
+        for request in self.queue.due(lambda: self.resuming, lambda: self._company, self._now_ms):
+            place = self._place_for(request)
+            if place is None:
+                request.not_before_ms = self._now_ms + ASIDE_MS
+                self.queue.add(request)
+            elif request.body_bytes > (limit := place[0].hello(place[1]).body_bytes_max):
+                sizes = {"size": request.body_bytes, "limit": limit}
+                self.fail(request, failure("gateway.body_too_large", **sizes))
+            else:
+                self._send_to(request, *place)
+        self._is_busy = False
+
+    def _send_to(self, request: ClientRequest, pod: Pod, model: PodModel) -> None:
+        name, _ = self._asked[request.number]
+        old = self._sent.get(request.number)
+        new = Sent(pod, pod.incarnation, name, model.token, model.era)
+        if old is not None:
+            new.refused_by, new.differed = old.refused_by, old.differed
+            new.unsure = old.unsure
+            if old.pod is pod and not old.is_of_another(model):
+                new.breaks = old.breaks
+        if request.is_inside and old is not None and old.pod is not pod:
+            self._is_dead_of(request, self._now_ms)  # its pod has no engine any more
+            if request.number not in self.requests or request.is_suspect:
+                return  # another turn
+        self._sent[request.number] = new
+        pod.sent[name] += 1
+        self.send(request, pod.incarnation, pod.hello(model), self._now_ms)
+
+    def _place_for(self, request: ClientRequest) -> Place | None:
+        """Where it goes now; None: it waits."""
+        name, key = self._asked[request.number]
+        sent = self._sent.get(request.number)
+        places = list(self._places(request, name))
+        if sent is None:
+            return choose(places, name, key if self.fleet_rules.uses_keys else b"")
+        here = [each for each in places if each[0] is sent.pod]
+        others = [
+            each
+            for each in places
+            if each[0] is not sent.pod and each[0].address not in sent.refused_by
+        ]
+        found = choose(others, name, key if self.fleet_rules.uses_keys else b"")
+        stays = not sent.leaves and sent.pod.incarnation == sent.incarnation
+        if stays and not sent.pod.is_gone and sent.breaks <= AGAIN_MAX and not sent.refused_by:
+            since_ms = self._now_ms - sent.broke_ms
+            if not here:  # it has no engine, or is about to be gone
+                return found if since_ms >= NO_ENGINE_MS else None
+            is_newer = sent.is_of_another(here[0][1])
+            return here[0] if is_newer or since_ms >= NEWER_GRANT_MS else None
+        if found is not None:
+            return found
+        sent.refused_by.clear()
+        return choose(here, name, b"") if not sent.leaves else None
+
+    def _places(self, request: ClientRequest, name: str) -> Iterator[Place]:
+        """All pods that could take it, full ones too."""
+        ready = [pod for pod in self.pods.values() if self.state(pod) is PodState.READY]
+        named = [(pod, model) for pod in ready if (model := pod.model(name)) is not None]
+        if not named:
+            named = [(pod, model) for pod in ready if (model := pod.any_model) is not None]
+        is_parked = request.state is RequestState.PARKED
+        for pod, model in named:
+            if not serves(model):
+                continue
+            if is_parked and not can_continue(model, request.continuation_id):
+                continue
+            if is_parked and self._now_ms < pod.suspended_ms:
+                continue
+            yield pod, model
+
+    # ------------------------------------------------------------------ breaks and refusals
+
+    def head(self, attempt: Attempt, came: ev.HeadCame, now_ms: float) -> None:
+        """Without a pod's name the pod's gateway speaks, and no engine has seen the request."""
+        is_refusal = attempt.owner.has_broken or came.status >= 500 or came.status in BUSY
+        if not came.token and is_refusal:
+            self.refused(attempt, now_ms)
+        elif not came.token:
+            self._begin(attempt, came)  # no pod would take it
+        else:
+            if (sent := self._sent.get(attempt.request)) is not None:
+                sent.refused_by.clear()
+                sent.token = came.inner_token
+            super().head(attempt, came, now_ms)
+
+    def refused(self, attempt: Attempt, now_ms: float) -> None:
+        """Another pod may take it at once."""
+        request, sent = attempt.owner, self._sent[attempt.request]
+        sent.refused_by.add(attempt.engine)
+        was_busy, self._is_busy = self._is_busy, True
+        super().refused(attempt, now_ms)
+        self._is_busy = was_busy
+        if any(p.address not in sent.refused_by for p, _ in self._places(request, sent.model)):
+            request.not_before_ms = now_ms
+        self.look()
+
+    def broke(self, attempt: Attempt, cause: BreakCause, now_ms: float) -> None:
+        request, sent = attempt.owner, self._sent[attempt.request]
+        sent.broke_ms = now_ms
+        sent.leaves = cause is BreakCause.MOVED
+        sent.breaks += cause not in (BreakCause.HANDED_OVER, BreakCause.MOVED)
+        was_busy, self._is_busy = self._is_busy, True
+        super().broke(attempt, cause, now_ms)
+        if cause is not BreakCause.MOVED:
+            self._settle(request, sent, now_ms)
+            model = sent.pod.model(sent.model)
+            if request.is_inside and model is not None and sent.is_of_another(model):
+                self._is_dead_of(request, now_ms)  # as its pod has reported already
+        elif self.state(sent.pod) is PodState.SILENT:
+            sent.unsure.append(Engine(sent.pod, sent.incarnation, sent.token, sent.era))
+        self._is_busy = was_busy
+        self.look()
+
+    def _settle(self, request: ClientRequest, sent: Sent, now_ms: float) -> None:
+        """Charge the engines of pods that fell silent under this request, unless they live."""
+        unsure, sent.unsure = sent.unsure, []
+        for engine in unsure:
+            model = engine.pod.model(sent.model)
+            is_there = engine.pod.incarnation == engine.incarnation and model is not None
+            lives = is_there and self.state(engine.pod) not in (PodState.SILENT, PodState.GONE)
+            is_same = model is not None and (model.token, model.era) == (engine.token, engine.era)
+            if not (lives and is_same) and request.number in self.queue.waiting:
+                was_inside = request.is_inside
+                self._is_dead_of(request, now_ms)
+                request.is_inside = was_inside
+
+    def _wait_for_grant(self, request: ClientRequest, cause: BreakCause, now_ms: float) -> None:
+        request.not_before_ms = now_ms  # `_place_for` says when
+        if cause in (BreakCause.MOVED, BreakCause.HANDED_OVER, BreakCause.SUPERSEDED):
+            request.is_inside = False
+            return
+        request.is_inside = True  # until the pod says that its engine lives
+        request.breaks_here += 1
+        if request.breaks_here >= BREAKS_MAX:
+            request.not_before_ms, request.gives_up_ms = NEVER_MS, now_ms
+
+    def mismatched(self, request: ClientRequest, why: str) -> None:
+        """The replay is another one: another pod may have the right one, as nothing was sent."""
+        sent, attempt = self._sent[request.number], request.attempt
+        assert attempt is not None
+        sent.pod.suspended_ms = self._now_ms + SUSPENDED_MS
+        self.outbox.append(ev.ReplayDiffered(request.number, sent.pod.name, why))
+        if sent.differed:
+            super().mismatched(request, why)
+            return
+        sent.differed = True
+        self.broke(attempt, BreakCause.MOVED, self._now_ms)
+
+    def _forget(self, request: ClientRequest, ending: ev.Ending, code: str) -> None:
+        self._sent.pop(request.number, None)
+        self._asked.pop(request.number, None)
+        super()._forget(request, ending, code)
+
+    # ------------------------------------------------------------------ what pods say
+
+    def _named(self, event: ev.PodNamed, now_ms: float) -> None:
+        pod = self.pods.get(event.address)
+        if pod is None:
+            if not event.is_named:
+                return
+            pod = self.pods[event.address] = Pod(event.address, now_ms)
+        pod.is_named = event.is_named
+        if event.is_named and pod.is_gone:  # perhaps another one is there
+            pod.heard_ms = now_ms
+        self._forget_gone()
+
+    def _heard(self, event: ev.PodHeard, now_ms: float) -> None:
+        pod = self.pods.get(event.address)
+        if pod is None:
+            pod = self.pods[event.address] = Pod(event.address, now_ms)
+            pod.is_named = False
+        old, report = pod.report, event.report
+        if old is not None and old.incarnation != report.incarnation and not pod.is_gone:
+            self._lose(pod, "restarted", now_ms)
+        if report.leaving_ms is None:
+            pod.leaving_since_ms = None
+        elif pod.leaving_since_ms is None:
+            pod.leaving_since_ms = now_ms
+        pod.report, pod.heard_ms, pod.broke_ms, pod.is_gone = report, now_ms, None, False
+        pod.sent.clear()
+        if old is not None and old.incarnation == report.incarnation:
+            self._charge(pod, old.models, report.models, now_ms)
+        self._look_at_aside(now_ms)
+
+    def _broken(self, event: ev.PodBroke, now_ms: float) -> None:
+        """A gateway that lives listens, so one whose port refuses is gone at once."""
+        pod = self.pods.get(event.address)
+        if pod is None or pod.is_gone or pod.report is None:
+            return
+        if pod.broke_ms is None:
+            pod.broke_ms = now_ms
+        if event.is_refused:
+            self._lose(pod, "gone", now_ms)
+            pod.is_gone, pod.broke_ms = True, None
+
+    def _charge(
+        self,
+        pod: Pod,
+        old: Mapping[str, PodModel],
+        new: Mapping[str, PodModel],
+        now_ms: float,
+    ) -> None:
+        """Engines have died in this pod: every request that broke off there was in one."""
+        changed = {
+            name
+            for name, model in new.items()
+            if name in old and (old[name].token, old[name].era) != (model.token, model.era)
+        }
+        if not changed:
+            return
+        for request in list(self.queue.waiting.values()):
+            sent = self._sent.get(request.number)
+            if sent is None or sent.pod is not pod or not request.is_inside:
+                continue
+            model = new.get(sent.model)
+            if model is not None and sent.is_of_another(model):
+                self._is_dead_of(request, now_ms)
+
+    def _is_dead_of(self, request: ClientRequest, now_ms: float) -> None:
+        self._died(request, now_ms)
+        request.is_inside = False
+        self.queue.queue_again()  # others may be cleared by it
+
+    def _lose(self, pod: Pod, cause: str, now_ms: float) -> None:
+        """Nothing that this incarnation says reaches anybody any more."""
+        self.losses[cause] += 1
+        self.outbox.append(ev.PodLost(pod.name, pod.address, cause))
+        for attempt in list(self.attempts.values()):
+            if attempt.engine == pod.address and attempt.token == pod.incarnation:
+                self.broke(attempt, BreakCause.POD_LOST, now_ms)
+        for request in list(self.queue.waiting.values()):
+            sent = self._sent.get(request.number)
+            if sent is None or sent.pod is not pod or not request.is_inside:
+                continue
+            since_ms = pod.leaving_since_ms
+            if since_ms is not None and sent.broke_ms >= since_ms:
+                request.is_inside = False  # it was told to end
+            else:
+                self._is_dead_of(request, now_ms)
+        self._look_at_aside(now_ms)
+
+    def _forget_gone(self) -> None:
+        for address in [
+            each for each, pod in self.pods.items() if pod.is_gone and not pod.is_named
+        ]:
+            del self.pods[address]
+
+    def _look_at_aside(self, now_ms: float) -> None:
+        """Something has changed: those that wait aside may have a place."""
+        for request in self.queue.waiting.values():
+            if request.not_before_ms <= now_ms + ASIDE_MS:
+                request.not_before_ms = min(request.not_before_ms, now_ms)
+
+    # ------------------------------------------------------------------ time
+
+    def _pass_time(self, now_ms: float) -> None:
+        stalled_ms = now_ms - self._ticked_ms
+        passed_ms, self._ticked_ms = stalled_ms, now_ms
+        if stalled_ms >= STALL_MS:
+            for pod in self.pods.values():
+                pod.heard_ms += stalled_ms
+                pod.heard_ms = min(pod.heard_ms, now_ms)
+        for pod in list(self.pods.values()):
+            self._look_at_pod(pod, now_ms)
+        self._forget_gone()
+        trial = self.queue.on_trial
+        if trial is not None and trial.made_progress(now_ms):
+            self.progressed(trial)
+        self.queue.limit_trial(now_ms)
+        for request in list(self.queue.waiting.values()):
+            self._look_at_waiting(request, passed_ms, now_ms)
+
+    def _look_at_pod(self, pod: Pod, now_ms: float) -> None:
+        if pod.is_gone:
+            return
+        if pod.broke_ms is not None and now_ms - pod.broke_ms >= GONE_MS:
+            self._lose(pod, "gone", now_ms)
+            pod.is_gone, pod.broke_ms = True, None
+            return
+        if not pod.is_named and now_ms - pod.heard_ms >= FORGET_MS:
+            pod.is_gone = True
+            self._lose(pod, "silent", now_ms)
+            return
+        state = self.state(pod)
+        if state in (PodState.SILENT, PodState.LEAVING):
+            self._empty(pod, state, now_ms)
+
+    def _empty(self, pod: Pod, state: PodState, now_ms: float) -> None:
+        """Move what another pod can take, and nothing else."""
+        moving: Counter[str] = Counter()
+        if state is PodState.LEAVING:
+            for attempt in self.attempts.values():
+                moving[attempt.engine] += attempt.owner.state in (
+                    RequestState.RESUMING,
+                    RequestState.REPLAYING,
+                )
+        for attempt in list(self.attempts.values()):
+            request = attempt.owner
+            if attempt.engine != pod.address or not self._may_move(request, state):
+                continue
+            name, key = self._asked[request.number]
+            request_places = self._places_elsewhere(request, name, pod, moving)
+            if choose(request_places, name, key if self.fleet_rules.uses_keys else b"") is None:
+                return
+            self.moves[str(state)] += 1
+            self.broke(attempt, BreakCause.MOVED, now_ms)
+            was_busy, self._is_busy = self._is_busy, False
+            self.look()
+            self._is_busy = was_busy
+            if (new := request.attempt) is not None:
+                moving[new.engine] += 1
+
+    def _places_elsewhere(
+        self, request: ClientRequest, name: str, pod: Pod, moving: Counter[str]
+    ) -> list[Place]:
+        found = []
+        for place in self._places(request, name):
+            if place[0] is pod or moving[place[0].address] >= MOVES_MAX:
+                continue
+            is_begun = request.state is RequestState.STREAMING
+            if is_begun and not can_continue(place[1], request.continuation_id):
+                continue
+            found.append(place)
+        return found
+
+    def _may_move(self, request: ClientRequest, state: PodState) -> bool:
+        if request.is_lean or not request.is_inference or request.state not in MOVABLE:
+            return False
+        # A pod that leaves finishes what has not begun; one that is silent may never answer.
+        return state is PodState.SILENT or request.state not in UNANSWERED
+
+    def _look_at_waiting(self, request: ClientRequest, passed_ms: float, now_ms: float) -> None:
+        is_given_up = request.gives_up_ms is not None
+        if request.state is RequestState.PARKED:
+            paused_ms = now_ms - (request.paused_since_ms or 0.0)
+            if is_given_up:
+                why = failure("gateway.keeps_breaking")
+                self.fail(request, why, event=request.engine_error)
+            elif paused_ms >= self.rules.park_timeout_ms:
+                timeout_s = self.rules.park_timeout_ms / 1000
+                why = failure("gateway.park_timeout", park_s=timeout_s, why=self.waits_for)
+                self.fail(request, why)
+            return
+        request.held_ms += passed_ms
+        if is_given_up:
+            self.fail(request, failure("gateway.keeps_breaking"))
+        elif request.held_ms >= self.rules.hold_ms:
+            self.fail(request, failure("no_active_engine", why=self.waits_for))
+
+    @property
+    def waits_for(self) -> str:
+        """Why no pod takes a request, "" if one does."""
+        states = Counter(self.state(pod) for pod in self.pods.values())
+        if not states:
+            return "no name leads to a pod"
+        if states[PodState.READY]:
+            return ""
+        found = ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
+        return f"no pod can take requests: {found}"

@@ -1,0 +1,164 @@
+"""What a front knows of each pod, and which pod gets a request.
+
+A pod is known by its address; the gateway in it says which pod it is, and in which incarnation of
+itself. Its state follows from its last report and from what has happened to the connection that
+reports come on:
+
+    unknown     no report yet
+    ready       an engine serves, or a model can be woken
+    no_engine   neither
+    leaving     it was told to end: its streams move
+    silent      no report for `silent_ms`: its streams move where somebody has room for them
+    gone        its connection broke, and no new one is there after `GONE_MS`; its streams broke
+
+A pod's readiness in Kubernetes says nothing here: the restart of any one container makes a pod
+unready that serves.
+
+Requests that share a prefix share a key, and a key has one order of pods, by rendezvous hashing
+(Thaler and Ravishankar, 1998), the same at every front, with bounded loads (Mirrokni, Thorup and
+Zadimoghaddam, 2018): the first pod of the order whose load is within the bound.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from enum import StrEnum
+from hashlib import blake2b
+
+from plumbing.gateway_protocol import Continuation, Hello, PodModel, PodReport
+
+GONE_MS = 100.0  # a gateway that lives accepts a new connection in a millisecond
+FORGET_MS = 60_000.0  # a silent pod that no name leads to any more is gone then
+SILENT_MS = 1_000.0  # four reports
+SUSPENDED_MS = 600_000.0  # a pod whose replay was another one gets no resumes for so long
+LOAD_FACTOR = 1.25  # of the mean load, and one more
+NO_KEY = b""
+# The nearest first; what is not known here is as far away as can be.
+TIERS = ("awake", "waking", "warm", "offloaded", "cold")
+
+
+class PodState(StrEnum):
+    UNKNOWN = "unknown"
+    READY = "ready"
+    NO_ENGINE = "no_engine"
+    LEAVING = "leaving"
+    SILENT = "silent"
+    GONE = "gone"
+
+
+class Pod:
+    """One address at which a pod is, or was. `is_named`: a name leads to it now."""
+
+    def __init__(self, address: str, now_ms: float) -> None:
+        self.address = address
+        self.report: PodReport | None = None
+        self.heard_ms = now_ms  # when it reported last, or was named first
+        self.broke_ms: float | None = None  # its connection is broken since then
+        self.is_named = True
+        self.is_gone = False
+        self.suspended_ms = 0.0  # until then it gets no resumes
+        self.sent: Counter[str] = Counter()  # since its last report, by model
+        self.leaving_since_ms: float | None = None
+
+    @property
+    def incarnation(self) -> int:
+        return 0 if self.report is None else self.report.incarnation
+
+    @property
+    def name(self) -> str:
+        return self.address if self.report is None else self.report.pod
+
+    def state(self, now_ms: float, silent_ms: float) -> PodState:
+        if self.is_gone:
+            return PodState.GONE
+        if self.report is None:
+            return PodState.UNKNOWN
+        if now_ms - self.heard_ms >= silent_ms:
+            return PodState.SILENT
+        if self.report.leaving_ms is not None:
+            return PodState.LEAVING
+        has_any = any(map(serves, self.report.models.values()))
+        return PodState.READY if has_any else PodState.NO_ENGINE
+
+    def model(self, name: str) -> PodModel | None:
+        """None: its report does not name it."""
+        return None if self.report is None else self.report.models.get(name)
+
+    @property
+    def any_model(self) -> PodModel | None:
+        """For a request that names none, or one that only an engine may know."""
+        models = {} if self.report is None else self.report.models
+        return next((each for each in models.values() if serves(each)), None)
+
+    def load(self, name: str, model: PodModel) -> int:
+        return model.in_flight + model.waiting + self.sent[name]
+
+    def room(self, name: str, model: PodModel) -> int:
+        return model.room - self.sent[name]
+
+    def hello(self, model: PodModel) -> Hello:
+        """The pod in the place of an engine."""
+        assert self.report is not None
+        return Hello(
+            self.address,
+            self.report.incarnation,
+            model.continuation_id,
+            model.continuation,
+            self.report.body_bytes_max,
+        )
+
+
+def serves(model: PodModel) -> bool:
+    """Whether it answers a request, now or once it is awake."""
+    return bool(model.engine) or (bool(model.tier) and model.tier != TIERS[0])
+
+
+def can_continue(model: PodModel, continuation_id: str) -> bool:
+    is_kept = model.continuation in (Continuation.EXACT, Continuation.STATE)
+    return is_kept and model.continuation_id == continuation_id
+
+
+Place = tuple[Pod, PodModel]
+
+
+def choose(places: Sequence[Place], name: str, key: bytes) -> Place | None:
+    """The one of `places` that gets a request for the model `name`."""
+    for tier in (*TIERS, ""):
+        same = [each for each in places if _tier(each[1]) == tier]
+        free = [each for each in same if each[0].room(name, each[1]) > 0]
+        if free:
+            return _by_key(free, name, key) if key else _by_load(free, name, random.sample)
+    return None  # all are full: it waits here, where it can be sent anywhere
+
+
+def _tier(model: PodModel) -> str:
+    return model.tier if model.tier in TIERS else ""
+
+
+def _by_key(places: Sequence[Place], name: str, key: bytes) -> Place:
+    loads = [pod.load(name, model) for pod, model in places]
+    bound = LOAD_FACTOR * (sum(loads) + 1) / len(loads) + 1
+    order = sorted(
+        zip(places, loads, strict=True),
+        key=lambda each: _weight(key, each[0][0].name),
+        reverse=True,
+    )
+    return next((place for place, load in order if load <= bound), order[0][0])
+
+
+def _by_load(
+    places: Sequence[Place], name: str, sample: Callable[[Sequence[Place], int], list[Place]]
+) -> Place:
+    """The less loaded of two."""
+    two = sample(places, min(2, len(places)))
+    return min(two, key=lambda each: each[0].load(name, each[1]))
+
+
+def _weight(key: bytes, pod: str) -> bytes:
+    return blake2b(pod.encode(), key=key[:64], digest_size=8).digest()
+
+
+def counts(pods: Iterable[Pod], now_ms: float, silent_ms: float) -> Counter[PodState]:
+    return Counter(each.state(now_ms, silent_ms) for each in pods)

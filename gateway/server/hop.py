@@ -1,0 +1,203 @@
+"""The door of a pod for fronts: requests whose journal a front keeps, and what the pod reports.
+
+A front is a gateway with pods in the place of an engine. Here nothing is kept for it: its request
+gets an engine and its turn as a client's does, and the answer goes through as the engine wrote it,
+with the marks. What breaks off is cut off, and the front sends it again, here or elsewhere. A
+request that no engine takes gets a 503 within a second, without the name of the pod, so the front
+knows that no engine has seen it.
+
+Both sides have certificates of the fleet's own CA, with the names `FRONT` and `POD`, whatever
+addresses they have: a front may see every journal, and could send a forged one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import ssl
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from gateway.core.answers import Failure
+from gateway.core.events import MAX_IN_FLIGHT
+from gateway.core.lanes import Lane
+from gateway.core.machine import Gateway
+from gateway.server.client import ClientConnection, ServiceListener
+from gateway.server.exchange import GatewayExchange
+from gateway.server.requests import NOT_PASSED_ON, HttpRequest, Intake
+from plumbing.gateway_protocol import WATCH_PATH, Continuation, PodModel, PodReport
+from plumbing.wire.fds import OwnedFd
+from plumbing.wire.tcp import Security
+
+FRONT, POD = "understudy-front", "understudy-pod"  # in certificates
+CONNECTIONS_MAX = 4096  # of 64 fronts
+REPORT_S = 0.25  # at the latest: a front takes a second without a report for a lost pod
+BACKLOG = 4096
+WATCH_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/x-ndjson\r\nconnection: close\r\n\r\n"
+
+
+def fleet_security(directory: str) -> Security:
+    """The files of a Secret of type `kubernetes.io/tls`."""
+    return Security(*(os.path.join(directory, name) for name in ("tls.crt", "tls.key", "ca.crt")))
+
+
+class HopDoor:
+    """It stands for the exchange towards fronts' connections, and has limits of its own."""
+
+    def __init__(
+        self,
+        exchange: GatewayExchange,
+        pod: str,
+        aliases: Mapping[str, Sequence[str]],
+        leaving_ms: Callable[[], float | None],
+    ) -> None:
+        self.exchange = exchange
+        self.pod, self.incarnation = pod, int.from_bytes(os.urandom(8)) | 1
+        self.clients: set[ClientConnection] = set()
+        self.intake = Intake(
+            exchange.memory_bytes_max,
+            exchange.intake.body_bytes_max,
+            lambda _: None,
+            NOT_PASSED_ON,
+            is_for_fronts=True,
+        )
+        self._aliases = aliases
+        self._leaving_ms = leaving_ms
+        self._watching: set[ClientConnection] = set()
+        self._said = b""
+        self._listener: ServiceListener | None = None
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        exchange.signature = f"{pod},{self.incarnation}".encode()
+        exchange.on_turn = self.look
+
+    # ------------------------------------------------------------------ listening
+
+    def start(self, host: str, port: int, security: Security | None) -> None:
+        """Raises:
+        OSError: the address is in use.
+        UsageError: the certificates cannot be used.
+        """
+        listening = socket.create_server((host, port), backlog=BACKLOG)
+        tls: ssl.SSLContext | None = None if security is None else security.server_context()
+        self.port = listening.getsockname()[1]
+        self._listener = ServiceListener(OwnedFd(listening.detach()), self, tls)
+        self._tick()
+
+    def stop(self) -> None:
+        """Accept no more; requests go on."""
+        if self._listener is not None:
+            self._listener.stop()
+
+    def close(self) -> None:
+        self.stop()
+        if self._timer is not None:
+            self._timer.cancel()
+        for client in tuple(self.clients):
+            client.abort()
+
+    # ------------------------------------------------------------------ for connections
+
+    @property
+    def is_stopping(self) -> bool:
+        return self.exchange.is_stopping
+
+    def make_client(self) -> ClientConnection:
+        client = ClientConnection(self)
+        self.clients.add(client)
+        return client
+
+    def close_an_idle_one(self) -> bool:
+        return False
+
+    def limit_hit(self, name: str) -> None:
+        self.exchange.limit_hit(name)
+
+    def closed(self, client: ClientConnection) -> None:
+        self.clients.discard(client)
+        self._watching.discard(client)
+        self.exchange.closed(client)
+
+    def became_idle(self, client: ClientConnection) -> None:
+        if client not in self.clients or client.is_named(FRONT):
+            return
+        client.abort()
+
+    def came(self, client: ClientConnection, request: HttpRequest) -> None:
+        if request.path == WATCH_PATH:
+            client.begin(WATCH_HEAD, is_chunked=False)
+            self._watching.add(client)
+            client.send_body(self._report())
+        else:
+            self.exchange.came(client, request)
+
+    def refused(self, refused: Failure, request_id: bytes) -> None:
+        self.exchange.refused(refused, request_id)
+
+    def left(self, request: HttpRequest) -> None:
+        self.exchange.left(request)
+
+    def tunnelled(self, request: HttpRequest, data: bytes) -> None:
+        self.exchange.tunnelled(request, data)
+
+    def drained(self, request: HttpRequest) -> None:
+        self.exchange.drained(request)
+
+    # ------------------------------------------------------------------ reporting
+
+    def look(self) -> None:
+        """Something may have changed: say so, if it has."""
+        if self._watching and (said := self._report()) != self._said:
+            self._say(said)
+
+    def _tick(self) -> None:
+        self._timer = self._loop.call_later(REPORT_S, self._tick)
+        self._say(self._report())
+
+    def _say(self, said: bytes) -> None:
+        self._said = said
+        for client in tuple(self._watching):
+            if client.is_full:  # it would take what it is told for news
+                client.abort()
+            else:
+                client.send_body(said)
+
+    def _report(self) -> bytes:
+        exchange = self.exchange
+        models: dict[str, PodModel] = {}
+        for name, lane in exchange.core.by_model.items():
+            said = self._model(name, lane)
+            hello = lane.target.last_hello
+            names = (name, *self._aliases.get(name, ())) if name else hello.models if hello else ()
+            models |= dict.fromkeys(names, said)
+        limit = exchange.intake.body_bytes_max()
+        report = PodReport(self.pod, self.incarnation, models, limit, self._leaving_ms())
+        return msgspec.json.encode(report) + b"\n"
+
+    def _model(self, name: str, lane: Gateway) -> PodModel:
+        target, by_state = lane.target, lane.stats(0.0).by_state
+        waiting = by_state["waiting"] + by_state["parked"]
+        hello, grant = target.last_hello, target.grant
+        said = self.exchange.endpoints.said.get(name)
+        is_here = target.is_granted and target.hello is not None
+        tier = said.tier if said is not None else "warm" if lane.sleep_door.is_shut else "awake"
+        found: dict[str, Any] = {}
+        most = MAX_IN_FLIGHT
+        if isinstance(lane, Lane):
+            found["expected_wait_ms"] = lane.expected_wait_ms(self.exchange.now_ms())
+            most = lane.lane_rules.max_in_flight or MAX_IN_FLIGHT
+        return PodModel(
+            grant.engine if grant is not None and is_here else "",
+            grant.token if grant is not None else 0,
+            grant.era if grant is not None else "",
+            hello.continuation_id if hello is not None else "",
+            hello.continuation if hello is not None else Continuation.NONE,
+            tier,
+            in_flight=len(lane.attempts),
+            waiting=waiting,
+            room=max(0, most - len(lane.attempts) - waiting),
+            **found,
+        )

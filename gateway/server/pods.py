@@ -1,0 +1,252 @@
+"""A front's connections to pods: their names, their reports, and the requests that they get.
+
+Names come from DNS, such as a headless Service with all its pods, ready or not, from a file that is
+read again when it changes, or as a list. They are looked up each second; what cannot be looked up
+leaves the pods that are known. Each address has one connection that reports come on. It is opened
+again at once when it breaks: the gateway of a pod that lives is there within `pods.GONE_MS`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import socket
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any, TypeAlias, cast
+
+import msgspec
+
+from gateway.core.events import AnswerEnded, BreakCause, PodBroke, PodHeard, PodNamed
+from gateway.core.fleet import Fleet
+from gateway.server.exchange import GatewayExchange
+from gateway.server.hop import POD, fleet_security
+from gateway.server.upstream import Upstream
+from plumbing.errors import UsageError
+from plumbing.gateway_protocol import VERSION, WATCH_PATH, PodReport
+from plumbing.service.events import EventLog
+
+LOOK_UP_S = 1.0
+PODS_MAX = 256
+REPORT_BYTES_MAX = 64 << 10
+CONNECT_S = 2.0  # a pod whose node has no power does not refuse
+RETRY_S, RETRY_S_MAX = 0.02, 1.0  # doubled
+WATCH = f"GET {WATCH_PATH} HTTP/1.1\r\nhost: pod\r\n\r\n".encode()
+# A flow that is lost alone is noticed in 10 s.
+KEEPALIVE = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 3),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 3),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 10_000),
+    (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+)
+
+Address: TypeAlias = "tuple[str, int]"
+_REPORT = msgspec.json.Decoder(PodReport)
+
+
+class PodNames:
+    """What `--pods` says: `NAME:PORT`, several with commas between, or `@FILE` with one a line."""
+
+    def __init__(self, text: str) -> None:
+        """Raises:
+        UsageError: `gateway.bad_pods`.
+        """
+        self._file = Path(text[1:]) if text.startswith("@") else None
+        self.problem: str | None = None
+        self._names = [] if self._file else self._parse(text.split(","))
+
+    async def look_up(self) -> set[Address] | None:
+        """The addresses now; None if that cannot be said."""
+        loop, found = asyncio.get_running_loop(), set[Address]()
+        self.problem = None
+        try:
+            if self._file is not None:
+                self._names = self._parse(self._file.read_text().splitlines())
+            for host, port in self._names:
+                for entry in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+                    found.add((str(entry[4][0]), int(entry[4][1])))
+        except (OSError, UsageError) as error:
+            self.problem = f"cannot look up pods: {error}; the pods known before are used"
+            return None
+        if len(found) > PODS_MAX:
+            self.problem = f"{len(found)} addresses, more than the limit of {PODS_MAX} pods"
+        return set(sorted(found)[:PODS_MAX])
+
+    @staticmethod
+    def _parse(names: list[str]) -> list[Address]:
+        found = []
+        for name in filter(None, map(str.strip, names)):
+            host, _, port = name.rpartition(":")
+            if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+                raise UsageError("gateway.bad_pods", f"{name!r} is not NAME:PORT (--pods)")
+            found.append((host.strip("[]"), int(port)))
+        return found
+
+
+class ReportsEnded(Exception):
+    """The connection that a pod reported on is broken: the next one is tried at once."""
+
+
+class PodLinks:
+    """All connections of one front."""
+
+    def __init__(
+        self, names: str, tls: str, silent_ms: float, exchange: GatewayExchange, log: EventLog
+    ) -> None:
+        """Raises:
+        UsageError: names or certificates cannot be used.
+        """
+        self.names = PodNames(names)
+        self._security = fleet_security(tls) if tls else None
+        if self._security is not None:
+            self._security.client_context()
+        self._exchange, self._log, self._silent_s = exchange, log, silent_ms / 1000
+        self._loop = asyncio.get_running_loop()
+        self._watches: dict[Address, asyncio.Task[None]] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self.problems: dict[Address, str] = {}
+        exchange.connect_pod = self.connect
+
+    @property
+    def _fleet(self) -> Fleet:
+        return cast("Fleet", self._exchange.core)
+
+    async def run(self) -> None:
+        """Look names up for ever."""
+        try:
+            while True:
+                found = await self.names.look_up()
+                if found is not None:
+                    self._follow(found)
+                await asyncio.sleep(LOOK_UP_S)
+        finally:
+            for task in (*self._watches.values(), *self._tasks):
+                task.cancel()
+
+    def _follow(self, found: set[Address]) -> None:
+        known = {each for each, pod in self._fleet.pods.items() if pod.is_named}
+        for address in found:
+            if text(address) not in known:
+                self._exchange.handle(PodNamed(text(address), True))
+            if address not in self._watches:
+                self._watches[address] = self._loop.create_task(self._watch(address))
+        for address in set(self._watches) - found:
+            name = text(address)
+            if name in known:
+                self._exchange.handle(PodNamed(name, False))
+            if name not in self._fleet.pods:  # gone, and nobody names it
+                self._watches.pop(address).cancel()
+                self.problems.pop(address, None)
+
+    # ------------------------------------------------------------------ reports
+
+    async def _watch(self, address: Address) -> None:
+        """Only an end of the connection, or a refusal, says that the gateway there is gone. Silence
+        says nothing: a new connection may be heard where the old one is not, after a partition or
+        at an address that another pod has now."""
+        retry_s = 0.0
+        while True:
+            is_refused = is_broken = False
+            try:
+                await self._read_reports(address)
+            except ReportsEnded as error:
+                self.problems[address], is_broken, retry_s = str(error), True, 0.0
+            except (ConnectionRefusedError, ConnectionResetError) as error:
+                self.problems[address], is_broken, is_refused = str(error), True, True
+            except (OSError, ValueError, UsageError, asyncio.IncompleteReadError) as error:
+                self.problems[address] = str(error) or "it is silent"
+            if is_broken:
+                self._exchange.handle(PodBroke(text(address), is_refused))
+            await asyncio.sleep(retry_s)
+            retry_s = min(RETRY_S_MAX, 2 * retry_s or RETRY_S)
+
+    async def _read_reports(self, address: Address) -> None:
+        """Raises:
+        ReportsEnded: the connection broke after a report.
+        TimeoutError: it is silent.
+        OSError, ValueError: there is none, or something else than reports came.
+        """
+        async with asyncio.timeout(CONNECT_S):
+            reader, writer = await asyncio.open_connection(
+                *address, limit=REPORT_BYTES_MAX, **self._tls()
+            )
+        try:
+            keep_alive(writer.transport)
+            writer.write(WATCH)
+            async with asyncio.timeout(CONNECT_S):
+                head = await reader.readuntil(b"\r\n\r\n")
+            if not head.startswith(b"HTTP/1.1 200 "):
+                raise ValueError(f"it answered {head[:64].decode(errors='replace')!r}")
+            has_reported = False
+            while line := await self._line(reader, has_reported):
+                report = _REPORT.decode(line)
+                if report.version != VERSION:
+                    raise ValueError(
+                        f"it speaks version {report.version} of the hop, not {VERSION}"
+                    )
+                has_reported = True
+                self.problems.pop(address, None)
+                self._exchange.handle(PodHeard(text(address), report))
+            raise ReportsEnded("it closed the connection")
+        finally:
+            writer.transport.abort()
+
+    async def _line(self, reader: asyncio.StreamReader, has_reported: bool) -> bytes:
+        try:
+            async with asyncio.timeout(self._silent_s):
+                return await reader.readline()
+        except TimeoutError:
+            raise
+        except OSError as error:
+            if has_reported:
+                raise ReportsEnded(str(error)) from error
+            raise
+
+    def _tls(self) -> dict[str, Any]:
+        if self._security is None:
+            return {}
+        return {"ssl": self._security.client_context(), "server_hostname": POD}
+
+    # ------------------------------------------------------------------ requests
+
+    def connect(self, upstream: Upstream) -> None:
+        """Send its request on a connection of its own."""
+        self._start(self._connect(upstream))
+
+    async def _connect(self, upstream: Upstream) -> None:
+        number = upstream.attempt.number
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                transport, _ = await self._loop.create_connection(
+                    lambda: upstream, *parse(upstream.attempt.engine), **self._tls()
+                )
+            keep_alive(transport)
+        except (OSError, UsageError):
+            if not upstream.is_dropped:
+                self._exchange.handle(AnswerEnded(number, BreakCause.UNREACHED))
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def keep_alive(transport: asyncio.BaseTransport) -> None:
+    """Notice within 10 s that this flow is lost."""
+    sock = transport.get_extra_info("socket")
+    for level, option, value in KEEPALIVE if sock is not None else ():
+        with contextlib.suppress(OSError):
+            sock.setsockopt(level, option, value)
+
+
+def text(address: Address) -> str:
+    host, port = address
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def parse(address: str) -> Address:
+    host, _, port = address.rpartition(":")
+    return str(ipaddress.ip_address(host.strip("[]"))), int(port)
