@@ -22,13 +22,19 @@ DEPLOY = ROOT / "deploy"
 RENDERED = DEPLOY / "rendered"
 OVERLAYS = tuple(sorted(path.name for path in (DEPLOY / "overlays").iterdir()))
 NODES = "multi-node-lock"  # the one whose engines span pods, and whose lock server has its own
+FLEETS = ("fleet", "fleet-cpu")  # several pods behind fronts, which have pods of their own
 IN_ONE_POD = tuple(name for name in OVERLAYS if name != NODES)
 POOLS = ("pool", "pool-cpu")  # many models in one pod
-WITH_CLAIM = ("single-gpu", "tp2", "tp8", "two-shadows", "pool")
-ON_HOST_MEMORY = ("cpu", "pool-cpu", NODES)
+WITH_CLAIM = ("fleet", "single-gpu", "tp2", "tp8", "two-shadows", "pool")
+ON_HOST_MEMORY = ("cpu", "fleet-cpu", "pool-cpu", NODES)
 IN_MANY_CONTAINERS = tuple(name for name in OVERLAYS if name != "no-dra")
 LOCK_POD = f"{NODES}:understudy-lockserver"
-PODS = (*OVERLAYS, LOCK_POD)  # each pod that is made; an overlay's own is that of the engines
+FRONTS = tuple(f"{name}:understudy-front" for name in FLEETS)
+PODS = (
+    *OVERLAYS,
+    LOCK_POD,
+    *FRONTS,
+)  # each pod that is made; an overlay's own is that of the engines
 KUBECTL_MIN = (1, 28)
 INIT, REPLACEABLE = "understudy-init", "--replaceable"
 POD_INDEX = "apps.kubernetes.io/pod-index"

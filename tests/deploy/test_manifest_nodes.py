@@ -20,6 +20,7 @@ from plumbing.service.config import resolve
 from plumbing.wire.tcp import Security
 from plumbing.wire.tcp_address import TcpAddress
 from tests.deploy.manifests import (
+    FLEETS,
     LOCK_POD,
     MONITORING,
     NODES,
@@ -145,7 +146,7 @@ def test_no_usable_key_is_in_the_repository(overlay: str, tmp_path: Path):
     """Goal: who forgets to make certificates has a lock server that does not start, not one whose
     key is public. Method: what the rendered file has, to the code that reads certificates."""
     secrets = [each for each in documents(overlay) if each["kind"] == "Secret"]
-    assert len(secrets) == (2 if overlay == NODES else 0)
+    assert len(secrets) == (2 if overlay in (NODES, *FLEETS) else 0)
     for secret in secrets:
         for name, value in secret["data"].items():
             path = tmp_path / name

@@ -29,6 +29,7 @@ from plumbing.service import init
 from plumbing.service.config import resolve, size_bytes
 from tests.deploy.manifests import (
     DEPLOY,
+    FLEETS,
     IN_ONE_POD,
     INIT,
     MONITORING,
@@ -192,15 +193,17 @@ def test_every_volume_is_there_and_used(overlay: str):
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_strangers_reach_the_service_port_and_no_other(overlay: str):
     """Goal: probe ports, which the kubelet must reach, are not open to a whole cluster. Method: the
-    policy's rules, and that it is about this pod."""
-    policy = one(overlay, "NetworkPolicy", "understudy")["spec"]
-    made = labels(workload(overlay))
+    rules of the policy that is about the pods which clients reach."""
+    serving = f"{overlay}:understudy-front" if overlay in FLEETS else overlay
+    name = serving.partition(":")[2] or "understudy"
+    policy = one(overlay, "NetworkPolicy", name)["spec"]
+    made = labels(workload(serving))
     assert all(policy["podSelector"]["matchLabels"].items() <= each.items() for each in made)
     assert policy["policyTypes"] == ["Ingress"]
     clients, monitoring = policy["ingress"]
     assert clients == {"ports": [{"port": "http"}]}
     assert monitoring == {"from": MONITORING}  # every port: of all parts, and of the model
-    ports = {port["name"] for each in containers(overlay) for port in each.get("ports", [])}
+    ports = {port["name"] for each in containers(serving) for port in each.get("ports", [])}
     assert "http" in ports
 
 
@@ -338,7 +341,7 @@ def test_stall_of_the_machine_does_not_end_every_container(overlay: str):
 def test_new_pod_waits_for_the_old_ones_devices(overlay: str):
     spec = workload(overlay)["spec"]
     assert spec["strategy"]["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": 1}
-    assert one(overlay, "PodDisruptionBudget")["spec"]["maxUnavailable"] == 1
+    assert one(overlay, "PodDisruptionBudget", "understudy")["spec"]["maxUnavailable"] == 1
 
 
 @pytest.mark.parametrize("overlay", PODS)

@@ -74,7 +74,7 @@ def test_every_port_of_the_pod_is_scraped():
     assert ports == {"http", "lockserver", "gms", "gateway", "pool", *engines}
     for pod in PODS:
         named = {port["name"] for each in containers(pod) for port in each["ports"]}
-        assert named - {"lock"} <= ports
+        assert named - {"lock", "hop"} <= ports
 
 
 @pytest.mark.parametrize("pod", PODS)

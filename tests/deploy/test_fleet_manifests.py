@@ -1,0 +1,183 @@
+"""Goal: the overlays of a fleet say what fronts and pods need of each other.
+
+Method: the rendered files as data, against our own programs and Kubernetes' rules.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gateway.server.hop import FRONT, POD
+from gateway.server.pods import PodNames
+from plumbing.service.config import duration_s
+from tests.deploy.manifests import (
+    FLEETS,
+    Document,
+    containers,
+    documents,
+    environment,
+    labels,
+    needs_kubectl,
+    of_program,
+    one,
+    pod_spec,
+    render,
+    words,
+    workload,
+)
+from tests.deploy.test_manifest_nodes import FILES, key_files, settings
+
+ENDING_S = 30  # what an engine has, after its pod has left
+SERVICE_S = 5  # nodes have forgotten an endpoint by then
+each_fleet = pytest.mark.parametrize("fleet", FLEETS)
+
+
+def front_of(fleet: str) -> str:
+    return f"{fleet}:understudy-front"
+
+
+def gateway_of(pod: str) -> Document:
+    (found,) = of_program(pod, "gateway")
+    return found
+
+
+def ports(container: Document) -> dict[str, int]:
+    return {each["name"]: each["containerPort"] for each in container["ports"]}
+
+
+def selects(document: Document, pod: str) -> bool:
+    spec = document["spec"]
+    selector = spec["podSelector"]["matchLabels"] if "podSelector" in spec else spec["selector"]
+    return all(selector.items() <= each.items() for each in labels(workload(pod)))
+
+
+@each_fleet
+def test_clients_reach_fronts_and_fronts_reach_pods_ready_or_not(fleet: str):
+    """Goal: the restart of a standby takes no pod away. Method: whom the Services select, and where
+    the name that a front looks up leads."""
+    clients, names = (one(fleet, "Service", f"understudy{end}") for end in ("", "-pods"))
+    assert selects(clients, front_of(fleet))
+    assert not selects(clients, fleet)
+    assert "publishNotReadyAddresses" not in clients["spec"]
+    assert selects(names, fleet)
+    assert not selects(names, front_of(fleet))
+    assert (names["spec"]["clusterIP"], names["spec"]["publishNotReadyAddresses"]) == ("None", True)
+
+    front, pod = gateway_of(front_of(fleet)), gateway_of(fleet)
+    said = settings(front_of(fleet), front)
+    hop = ports(pod)["hop"]
+    assert PodNames(said["pods"])._names == [(names["metadata"]["name"], hop)]
+    assert said["listen"] == f"0.0.0.0:{ports(front)['http']}"
+    assert settings(fleet, pod)["hop"] == f"0.0.0.0:{hop}"
+
+
+@each_fleet
+def test_nobody_but_fronts_reaches_a_pod(fleet: str):
+    """And Prometheus, as everywhere."""
+    policy = one(fleet, "NetworkPolicy", "understudy")
+    assert selects(policy, fleet)
+    rule, _ = policy["spec"]["ingress"]
+    assert rule["ports"] == [{"port": "hop"}]
+    ((source, allowed),) = rule["from"][0].items()
+    assert source == "podSelector"
+    assert len(rule["from"]) == 1
+    assert selects({"spec": {"podSelector": allowed}}, front_of(fleet))
+    assert not selects({"spec": {"podSelector": allowed}}, fleet)
+
+
+@each_fleet
+@pytest.mark.parametrize("end", ["front", "pod"])
+def test_certificates_are_where_the_gateway_looks(fleet: str, end: str):
+    pod = front_of(fleet) if end == "front" else fleet
+    ((secret, mount),) = key_files(pod)
+    assert secret == {"secretName": f"understudy-fleet-{end}", "defaultMode": 0o400}
+    assert mount["readOnly"] is True
+    assert settings(pod, gateway_of(pod))["fleet_tls"] == mount["mountPath"]
+    assert sorted(one(fleet, "Secret", secret["secretName"])["data"]) == sorted(FILES)
+
+
+@each_fleet
+def test_pod_leaves_before_anything_of_it_ends(fleet: str):
+    """Goal: its streams have moved when the first container stops. Method: the hook of the gateway
+    and of each engine is a command of ours, whose time and an engine's end fit the grace period."""
+    lasting = [gateway_of(fleet), *of_program(fleet, "engine")]
+    assert len(lasting) == 3
+    for container in lasting:
+        assert environment(fleet, container)["UNDERSTUDY_DIR"]
+        *command, within = container["lifecycle"]["preStop"]["exec"]["command"]
+        assert command == ["gateway", "leave"]
+        within_s = duration_s(within.removeprefix("--within="))
+        assert within_s + ENDING_S <= pod_spec(fleet)["terminationGracePeriodSeconds"]
+    others = [each for each in containers(fleet) if each not in lasting]
+    assert not [each["name"] for each in others if "lifecycle" in each]
+
+
+@each_fleet
+def test_front_is_forgotten_before_it_refuses_and_finishes_its_streams(fleet: str):
+    """Goal: a rollout of fronts loses nothing. Method: the sleep, the grace period against what the
+    gateway takes, and that one front is there at all times."""
+    (front,) = containers(front_of(fleet))
+    assert front["lifecycle"] == {"preStop": {"sleep": {"seconds": SERVICE_S}}}
+    spec = pod_spec(front_of(fleet))
+    drain_s = settings(front_of(fleet), front)["drain_timeout"]
+    assert SERVICE_S + drain_s + 2 <= spec["terminationGracePeriodSeconds"] == 3600
+    made = workload(front_of(fleet))["spec"]
+    assert made["replicas"] == 2
+    assert made["strategy"]["rollingUpdate"] == {"maxSurge": 1, "maxUnavailable": 0}
+    budget = one(fleet, "PodDisruptionBudget", "understudy-front")["spec"]
+    assert budget["maxUnavailable"] == 1
+    for pod in (fleet, front_of(fleet)):
+        (spread,) = pod_spec(pod)["topologySpreadConstraints"]
+        assert spread["labelSelector"] == workload(pod)["spec"]["selector"]
+
+
+# ------------------------------------------------------------------ what people make of it
+
+
+@needs_kubectl
+def test_front_of_an_instance_asks_the_pods_of_that_instance(own: Path):
+    """Goal: a name prefix reaches the front's arguments, which Kustomize does not know."""
+    found = render(own, "resources: [../deploy/overlays/fleet]\nnamePrefix: chat-\n")
+    (made,) = (
+        each
+        for each in found
+        if (each["kind"], each["metadata"]["name"]) == ("Deployment", "chat-understudy-front")
+    )
+    (front,) = made["spec"]["template"]["spec"]["containers"]
+    assert {"name": "PODS", "value": "chat-understudy-pods"} in front["env"]
+    assert "chat-understudy-pods" in {each["metadata"]["name"] for each in found}
+    assert "--pods=$(PODS):8443" in words("fleet:understudy-front", front | {"env": []})
+
+
+@needs_kubectl
+@pytest.mark.parametrize("overlay", ["pool", "tp8"])
+def test_component_makes_a_fleet_of_other_pods(own: Path, overlay: str):
+    """Every engine leaves with its pod, however many there are."""
+    text = f"resources: [../deploy/overlays/{overlay}]\n"
+    found = render(own, f"{text}components: [../deploy/components/fleet]\n")
+    (made,) = (
+        each["spec"]
+        for each in found
+        if (each["kind"], each["metadata"]["name"]) == ("Deployment", "understudy")
+    )
+    assert made["replicas"] == 2
+    leaving = gateway_of("fleet")["lifecycle"]
+    engines = made["template"]["spec"]["containers"]
+    assert [each.get("lifecycle") for each in engines] == [leaving] * len(engines)
+
+
+@needs_kubectl
+def test_certificates_of_a_manager_in_place_of_ones_own(own: Path):
+    """What the manager issues, in place of our Secrets, has the names that both ends check."""
+    text = "resources: [../deploy/overlays/fleet]\n"
+    found = render(own, f"{text}components: [../deploy/components/fleet-tls]\n")
+    assert not [each for each in found if each["kind"] == "Secret"]
+    assert len(found) > len(documents("fleet"))
+    issued = {
+        each["spec"]["secretName"]: each["spec"] for each in found if each["kind"] == "Certificate"
+    }
+    for name, usage in ((FRONT, "client auth"), (POD, "server auth")):
+        spec = issued[name.replace("understudy-", "understudy-fleet-")]
+        assert (spec["dnsNames"], spec["usages"]) == ([name], [usage])
