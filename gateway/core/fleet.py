@@ -58,7 +58,7 @@ MOVABLE = (RequestState.SENT, RequestState.ANSWERING, RequestState.STREAMING)
 # A request that was sent once and may not be sent again stays where it is.
 
 
-class Engine(NamedTuple):
+class EngineLife(NamedTuple):
     """One life of an engine."""
 
     pod: Pod
@@ -82,7 +82,7 @@ class Sent:
     refused_by: set[str] = field(default_factory=set)  # addresses, since the last answer
     differed: bool = False  # a replay was another one
     # Engines of silent pods, that may have died of it unseen.
-    unsure: list[Engine] = field(default_factory=list)
+    unsure: list[EngineLife] = field(default_factory=list)
 
     def is_of_another(self, model: PodModel) -> bool:
         """Whether another engine is there now, or another life of the same one."""
@@ -263,7 +263,7 @@ class Fleet(Gateway):
             if request.is_inside and model is not None and sent.is_of_another(model):
                 self._is_dead_of(request, now_ms)  # as its pod has reported already
         elif self.state(sent.pod) is PodState.SILENT:
-            sent.unsure.append(Engine(sent.pod, sent.incarnation, sent.token, sent.era))
+            sent.unsure.append(EngineLife(sent.pod, sent.incarnation, sent.token, sent.era))
         self._is_busy = was_busy
         self.look()
 
