@@ -34,7 +34,8 @@ TOKEN = "X-Understudy-Token"  # under which grant of the lock,
 CONTINUATION = "X-Understudy-Continuation"  # and what a failover does to this answer
 
 # Between a front and the gateway of a pod, which passes the engine's answer on as it is:
-POD = "X-Understudy-Pod"  # response: "<pod>,<incarnation>", who passes it on
+# Response: "<pod>,<incarnation>", who passes it on; to a front's client "<pod>".
+POD = "X-Understudy-Pod"
 # Request to resume: what it needs; response: what the engine that answers has.
 CONTINUATION_ID = "X-Understudy-Continuation-Id"
 

@@ -26,7 +26,7 @@ from plumbing.service.schema import (
     Schema,
 )
 from pool.schema import ExplainDocument, OfflinePool, OrderDocument, PoolStatus
-from understudy.drill.schema import DrillDocument, PoolDrillDocument
+from understudy.drill.schema import DrillDocument, FleetDrillDocument, PoolDrillDocument
 
 CheckStatus = Literal["fail", "warn", "pass", "skip"]
 
@@ -129,6 +129,7 @@ DOCUMENTS: dict[str, type[Schema]] = {
     "understudy doctor": DoctorDocument,
     "understudy drill": DrillDocument,
     "understudy drill --pool": PoolDrillDocument,
+    "understudy drill --fleet": FleetDrillDocument,
     "understudy sleep, understudy wake": GoalDocument,
     "lockserver status, /status of the lock server": LockserverStatus,
     "lockserver switchover": SwitchoverDocument,

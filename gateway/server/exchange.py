@@ -503,9 +503,10 @@ class GatewayExchange:
         client.answer(head + body if response.has_body else head)
 
     def _signed(self, request: HttpRequest, upstream: Upstream) -> bytes:
-        """What a front wants to know of who answers."""
+        """What a front wants to know of who answers, and which pod it is for the front's client."""
         if request.passing is None:
-            return b""
+            pod = upstream.response.pod
+            return b"%b: %b" % (POD, pod) if pod else b""
         request.continuation = upstream.response.continuation
         return b"%b: %b\r\n%b: %b" % (
             *(POD, self.signature),

@@ -95,6 +95,11 @@ class ResponseReader:
         return int(found) if found.isdigit() and len(found) <= 19 else 0
 
     @property
+    def pod(self) -> bytes:
+        """The name of the pod that has passed this on."""
+        return self._named.get(POD, b"").rpartition(b",")[0]
+
+    @property
     def incarnation(self) -> int:
         """Of the pod that has passed this on; 0: its gateway speaks itself."""
         found = self._named.get(POD, b"").rpartition(b",")[2]

@@ -9,8 +9,8 @@ import socket
 from dataclasses import replace
 from pathlib import Path
 
-from understudy.pod.ports import check_ports, free_pod_ports, free_ports
-from understudy.pod.table import LocalPod
+from understudy.pod.ports import Ports, check_ports, free_pod_ports, free_ports
+from understudy.pod.table import LocalPod, starts
 
 
 def test_pod_on_gpus_takes_those_that_are_there_and_all_of_their_memory():
@@ -26,6 +26,27 @@ def test_pod_on_gpus_takes_those_that_are_there_and_all_of_their_memory():
         assert container.startup.url.startswith("http://127.0.0.1:")
     limited = replace(pod, device_bytes="8GiB").containers()[1]
     assert "--device-bytes=8GiB" in limited.command
+
+
+def test_pods_of_a_fleet_share_no_port_and_their_front_has_those_of_the_one_pod():
+    """Method: the command line and the environment of each container."""
+    pod = LocalPod(Path("/run/understudy"), None, Ports().moved(500), host="0.0.0.0")
+    *pods, front = pod.fleet(3, 500, ("--backend=vllm", "--", "--seed=1"))
+    assert "--listen=0.0.0.0:8500" in front.command
+    assert "--pods=@/run/understudy/pods" in front.command
+    flags = [dict(word.split("=", 1) for word in it.command if "=" in word) for it in pods]
+    assert [it["--dir"] for it in flags] == [f"/run/understudy/pod-{n}" for n in range(3)]
+    assert [it["--port-offset"] for it in flags] == ["600", "700", "800"]
+    assert [it["--service-port"] for it in flags] == ["8600", "8700", "8800"]
+    assert {it["--host"] for it in flags} == {"127.0.0.1"}
+    assert [it.env["UNDERSTUDY_HOP"] for it in pods] == [
+        f"127.0.0.1:{8443 + offset}" for offset in (600, 700, 800)
+    ]
+    assert all(it.command[-3:] == ("--backend=vllm", "--", "--seed=1") for it in pods)
+    assert [[it.name for it in group] for group in starts([*pods, front])] == [
+        ["pod-0", "pod-1", "pod-2"],
+        ["front"],
+    ]
 
 
 def test_free_ports_are_for_nobody_else():

@@ -24,6 +24,7 @@ from understudy.cli.settings import (
     POD_OPTIONS,
     BackendCommand,
     backend_arguments,
+    fleet_of,
     given_flags,
     local_pod,
     pod_of,
@@ -32,7 +33,7 @@ from understudy.cli.settings import (
 from understudy.drill.clients import outside_target
 from understudy.drill.page import check_destination, page_data, write_page
 from understudy.drill.run import DrillPlan
-from understudy.drill.targets import is_only_in_pool
+from understudy.drill.targets import FLEET_ONLY, is_only_in_pool
 from understudy.drill.verdict import print_report
 from understudy.status.gather import require_pod
 from understudy.up import sessions
@@ -44,17 +45,24 @@ Work = Callable[[], Coroutine[Any, Any, DrillResult | None]]
 
 # Options that a kind of drill does not take, and why.
 NOT_TAKEN: dict[str, tuple[set[str], str]] = {
+    "--fleet": ({"url", "dir"}, "which starts its own pods"),
     "--pool": (
-        {*(each.name for each in NOT_WITH_POOL), "url", "dir"},
+        {*(each.name for each in NOT_WITH_POOL), "url", "dir", "replicas"},
         "which starts its own pod, whose models are in the pool file",
     ),
     "--upgrade": (
-        {"kills", "target", "duration_s", "url", "dir"},
+        {"kills", "target", "duration_s", "url", "dir", "replicas"},
         "which starts its own pod and has no kills; to upgrade a running pod, follow"
         " docs/operations.md",
     ),
-    "--attach": ({each.name for each in POD_OPTIONS}, "the pod in --dir is already running"),
-    "a new pod": ({"url", "dir"}, "add --attach to drill the pod in --dir"),
+    "--attach": (
+        {"replicas", *(each.name for each in POD_OPTIONS)},
+        "the pod in --dir is already running",
+    ),
+    "a new pod": (
+        {"url", "dir", "replicas"},
+        "add --attach to drill the pod in --dir, --fleet to drill several",
+    ),
 }
 
 
@@ -64,6 +72,7 @@ NOT_TAKEN: dict[str, tuple[set[str], str]] = {
 @json_flag
 @click.option("--attach", is_flag=True, help="Drill the running pod in --dir.")
 @click.option("--yes", is_flag=True, help="With --attach, do not ask for confirmation.")
+@click.option("--fleet", is_flag=True, help="Start several pods and a front, and kill whole pods.")
 @click.option("--upgrade", is_flag=True, help="Instead of killing, upgrade both engines in turn.")
 @click.option(
     "--pool",
@@ -79,6 +88,7 @@ def drill(
     as_json: bool,
     attach: bool,
     yes: bool,
+    fleet: bool,
     upgrade: bool,
     pool_file: str | None,
 ) -> None:
@@ -89,7 +99,12 @@ def drill(
     page = Path(config["report"]) if config["report"] else None
     if page is not None:
         check_destination(page)
-    kinds = {"--pool": pool_file is not None, "--upgrade": upgrade, "--attach": attach}
+    kinds = {
+        "--pool": pool_file is not None,
+        "--fleet": fleet,
+        "--upgrade": upgrade,
+        "--attach": attach,
+    }
     _refuse_others(config, [name for name, is_set in kinds.items() if is_set], arguments)
     plan = DrillPlan(
         config["kills"],
@@ -103,7 +118,7 @@ def drill(
     if attach:
         work = _of_running_pod(config, plan, as_json=as_json, yes=yes)
     else:
-        work = _of_new_pod(config, arguments, plan, pool_file)
+        work = _of_new_pod(config, arguments, plan, pool_file, fleet=fleet)
     result = run_async(work, as_json=as_json)
     if result is None:
         sys.exit(INTERRUPTED)
@@ -130,10 +145,17 @@ def _of_running_pod(config: Resolved, plan: DrillPlan, *, as_json: bool, yes: bo
 
 
 def _of_new_pod(
-    config: Resolved, arguments: tuple[str, ...], plan: DrillPlan, pool_file: str | None
+    config: Resolved,
+    arguments: tuple[str, ...],
+    plan: DrillPlan,
+    pool_file: str | None,
+    *,
+    fleet: bool,
 ) -> Work:
     prepare: Prepare
-    if pool_file is None:
+    if fleet:
+        prepare = fleet_of(config, arguments, config["replicas"])
+    elif pool_file is None:
         prepare = pod_of(config, DRILL_OPTIONS, arguments)
     elif pool_file:
         pod = local_pod(config, DRILL_OPTIONS, ())
@@ -158,6 +180,9 @@ def _refuse_others(config: Resolved, kinds: Sequence[str], arguments: tuple[str,
     only = [each for each in config["target"] if is_only_in_pool(each)]
     if kind != "--pool" and only:
         raise UsageError("drill.needs_pool", f"--target {only[0]} requires --pool")
+    only = [each for each in config["target"] if each in FLEET_ONLY]
+    if kind != "--fleet" and only:
+        raise UsageError("drill.needs_fleet", f"--target {only[0]} requires --fleet")
 
 
 def _ask_first(directory: Path, plan: DrillPlan, *, yes: bool) -> None:

@@ -52,8 +52,8 @@ def up(config: Resolved, arguments: tuple[str, ...]) -> None:
     """Start a pod on this machine and keep it running.
 
     The pod has a lock server, a GPU memory service, a gateway and two engines. With --pool it
-    serves many models, and a pool process decides which models are awake. Arguments after `--` go
-    to both engines' backends.
+    serves many models, and a pool process decides which models are awake. With --replicas it starts
+    several pods behind a front. Arguments after `--` go to all engines' backends.
     """
     arm_from_environment()  # of an init above it, in a container
     directory = Path(runtime_dir(config["dir"]))

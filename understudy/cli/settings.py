@@ -22,7 +22,7 @@ from understudy.drill.targets import check_target
 from understudy.pod.ports import POOL_PORT, SERVICE_PORT, UI_PORT, Ports
 from understudy.pod.table import LocalPod
 from understudy.up.models import HUB_BACKEND, is_hub_id
-from understudy.up.pods import Prepare, prepare_local, prepare_pool
+from understudy.up.pods import Prepare, prepare_fleet, prepare_local, prepare_pool
 
 DIRECTORY = "/run/understudy"
 
@@ -31,6 +31,17 @@ BURN_MAX = 16  # loops per CPU: the pod's share is then a seventeenth, or less
 
 DIR = Option("dir", str, DIRECTORY, "The directory that the pod's processes share.")
 
+
+REPLICAS_MAX = 8  # on one machine
+REPLICAS = Option(
+    "replicas",
+    int,
+    1,
+    "Number of pods. Several have a front before them, which has the ports of the one pod, and"
+    " continues a stream in another pod when its own is lost.",
+    minimum=1,
+    maximum=REPLICAS_MAX,
+)
 
 POD_OPTIONS = (
     Option(
@@ -68,6 +79,7 @@ UP_OPTIONS = (
         "Pool file: serve many models on the same devices; a request wakes its model.",
     ),
     *POD_OPTIONS,
+    REPLICAS,
     Option("memory", str, "host", "The kind of memory for the weights.", choices=("host", "cuda")),
     Option("host", str, "127.0.0.1", "Address of the inference port."),
     Option("http_host", str, "127.0.0.1", "Address of probes and metrics."),
@@ -99,8 +111,9 @@ DRILL_OPTIONS = (
         check_target,
         (),
         "What to kill: supervisor, backend-model, api, core or worker of the active engine, "
-        "lockserver, gms, gms-supervisor or gateway; stop:PROCESS freezes it. Default: each "
-        "process of the active engine in turn.",
+        "lockserver, gms, gms-supervisor or gateway; stop:PROCESS freezes it; with --fleet also "
+        "pod, stop:pod, leave, front. Default: each process of the active engine in turn; with "
+        "--fleet pods, their engines and gateways.",
         many=True,
     ),
     Option(
@@ -110,6 +123,14 @@ DRILL_OPTIONS = (
         "Number of clients that send requests back to back.",
         minimum=1,
         maximum=256,
+    ),
+    Option(
+        "replicas",
+        int,
+        3,
+        "With --fleet: number of pods.",
+        minimum=2,
+        maximum=REPLICAS_MAX,
     ),
     Option(
         "burn",
@@ -185,12 +206,35 @@ class BackendCommand(click.Command):
 
 
 def pod_of(config: Resolved, declared: Sequence[Option], arguments: tuple[str, ...]) -> Prepare:
-    """The pod to start, of one model or of a pool file."""
+    """The pod to start, of one model or of a pool file; or several."""
+    if declared is UP_OPTIONS and config["replicas"] > 1:
+        return fleet_of(config, arguments, config["replicas"], config["port_offset"])
     if declared is UP_OPTIONS and config["pool"] is not None:
         pod, file = local_pod(config, declared, ()), Path(config["pool"])
         place = {"given": given_address(config), "port_offset": config["port_offset"]}
         return partial(prepare_pool, pod, file, **place)
     return partial(prepare_local, local_pod(config, declared, arguments))
+
+
+# What the fleet says of each pod itself.
+_OF_FLEET = {"dir", "replicas", "host", "service_port", "port_offset"}
+
+
+def fleet_of(
+    config: Resolved, arguments: tuple[str, ...], replicas: int, port_offset: int = 0
+) -> Prepare:
+    """Several pods, each with the flags that were given, and a front."""
+    declared = UP_OPTIONS if "port_offset" in config else POD_OPTIONS
+    flags = []
+    for each in declared:
+        if each.name not in _OF_FLEET and config.origin(each.name) == "flag":
+            value = config[each.name]
+            if isinstance(value, tuple) and not each.many:
+                value = ",".join(map(str, value))
+            flags += [f"{each.flag}={it}" for it in (value if each.many else (value,))]
+    flags += ["--", *arguments] if arguments else []
+    front = local_pod(config, declared, arguments)
+    return partial(prepare_fleet, front, replicas, flags, port_offset)
 
 
 def local_pod(config: Resolved, declared: Sequence[Option], arguments: tuple[str, ...]) -> LocalPod:

@@ -310,6 +310,8 @@ class AnswerReader:
                 self._is_stream = text.startswith("text/event-stream")
             case b"x-understudy-engine":
                 self._exchange.engine = text
+            case b"x-understudy-pod":
+                self._exchange.pod = text
             case b"x-understudy-token":  # `int` accepts more than digits, and limits their number
                 is_number = text.isascii() and text.isdigit() and len(text) <= DIGITS_MAX
                 self._exchange.token = int(text) if is_number else None

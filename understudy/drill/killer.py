@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -41,6 +41,7 @@ from understudy.drill.targets import (
     GMS_KEEPER,
     GMS_SUPERVISOR,
     LOCKSERVER,
+    POD,
     POOL,
     STOP,
     SUPERVISOR,
@@ -356,14 +357,14 @@ def _is_copy(memory: Document) -> bool:
 
 
 async def kill_part(victim: HeldPart, kill: Kill) -> None:
-    """SIGKILL, and wait until all its processes are gone.
+    """SIGKILL, of a whole pod to each process, and wait until all its processes are gone.
 
     Raises:
         WaitTimeoutError: `drill.no_part`.
     """
     kill.device = victim.device
     kill.killed_ms = clock.now_ms()
-    signal.pidfd_send_signal(victim.pidfds[0], signal.SIGKILL)
+    signal_all(victim.pidfds if victim.target == POD else victim.pidfds[:1], signal.SIGKILL)
 
     async def look() -> str | None:
         return None if all(map(is_gone, victim.pidfds)) else "check their state with `ps`"
@@ -371,6 +372,12 @@ async def kill_part(victim: HeldPart, kill: Kill) -> None:
     what = f"processes of {victim.target} did not end"
     await wait_for(look, BACK_DEADLINE_S, "drill.no_part", what)
     kill.gone_ms = clock.now_ms()
+
+
+def signal_all(pidfds: Iterable[int], number: int) -> None:
+    for pidfd in pidfds:
+        with contextlib.suppress(ProcessLookupError):  # it died of the one before
+            signal.pidfd_send_signal(pidfd, number)
 
 
 async def wait_back(

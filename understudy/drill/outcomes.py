@@ -23,7 +23,7 @@ from understudy.drill.records import (
     Records,
     Upgrade,
 )
-from understudy.drill.targets import GATEWAY
+from understudy.drill.targets import FRONT, GATEWAY
 
 UNAVAILABLE = frozenset({429, 503})  # the server refused for now
 CLIENT_ERROR = 400  # and above: not an answer of the model
@@ -49,21 +49,25 @@ def spread(sample: Iterable[float]) -> Spread:
 
 def outcome_of(exchange: Exchange, records: Records) -> Outcome:
     """The outcome of one exchange of these records: lost in the gateway if it was killed meanwhile,
-    refused if the request was sent to an address outside the pod and reached no engine."""
+    refused if the request was sent to an address outside the pod and reached no engine. In a fleet
+    the front is that gateway, and nobody keeps its address while it is away."""
     outcome = classify(exchange, records.expected)
     is_lost = outcome in (Outcome.LOST, Outcome.BROKEN)
-    if is_lost and any(_was_inside(exchange, kill) for kill in records.kills):
+    is_lost |= bool(records.pods) and outcome is Outcome.REFUSED
+    part = FRONT if records.pods else GATEWAY
+    if is_lost and any(_was_inside(exchange, kill, part) for kill in records.kills):
         return Outcome.LOST_IN_GATEWAY
     is_error = exchange.status == 0 or exchange.status >= CLIENT_ERROR
     is_outside = records.url and exchange.token is None and is_error
     return Outcome.REFUSED if is_outside and exchange.end is not End.HUNG else outcome
 
 
-def _was_inside(exchange: Exchange, kill: Kill) -> bool:
-    """Whether the request was in the gateway when that was killed."""
+def _was_inside(exchange: Exchange, kill: Kill, part: str) -> bool:
+    """Whether the request was in this part when that was killed."""
+    gone_ms = kill.back_ms if part == FRONT else kill.gone_ms
     return (
-        kill.target == GATEWAY
-        and exchange.sent_ms <= (kill.gone_ms or kill.killed_ms)
+        kill.target == part
+        and exchange.sent_ms <= (gone_ms or kill.killed_ms)
         and exchange.ended_ms >= kill.killed_ms
     )
 
@@ -177,6 +181,19 @@ def failover_pauses(records: Records) -> list[float]:
                     continue  # relaunched: no failover
                 until_ms = (kill.back_ms or kill.killed_ms) + 1.0
             found.append(pause_at(kill, until_ms, exchange))
+    return [pause for pause in found if pause is not None]
+
+
+def pauses_at_pod(kill: Kill, records: Records) -> list[float]:
+    """The pause of each stream that was in the pod when it was hit, as far as it was read on."""
+    later = (each.killed_ms for each in records.kills if each.killed_ms > kill.killed_ms)
+    until_ms, found = min(later, default=math.inf), []
+    for exchange in records.exchanges:
+        times = exchange.text_ms
+        is_hit = kill.pod in ("", exchange.pod) and exchange.sent_ms < kill.killed_ms
+        if is_hit and times and times[-1] > kill.killed_ms:
+            seen = times if times[0] < kill.killed_ms else [kill.killed_ms, *times]
+            found.append(longest_gap(seen, kill.killed_ms, until_ms))
     return [pause for pause in found if pause is not None]
 
 

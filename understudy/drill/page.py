@@ -19,6 +19,7 @@ from plumbing.service.clock import rfc3339
 from plumbing.service.files import write_atomic
 from understudy.drill.outcomes import first_answers, outcome_of, phases_of, spread
 from understudy.drill.records import Exchange, Kill, Outcome, Records
+from understudy.drill.targets import FRONT
 from understudy.drill.verdict import DrillReport
 
 TEMPLATE = Path(__file__).parent / "page.html"
@@ -35,7 +36,7 @@ def page_data(records: Records, report: DrillReport, backend: str) -> dict[str, 
     starts_ms += [each.sent_ms for each in exchanges[:1]]
     began_ms = min(starts_ms, default=0.0)
     kills = [] if records.models else records.engine_kills
-    others = [kill for kill in records.kills if kill.engine is None or kill.model]
+    others = [kill for kill in records.kills if kill.engine is None or kill.model or kill.pod]
     outcomes = {id(each): outcome_of(each, records) for each in exchanges}
     kept = _sample(exchanges, outcomes)
     pairs = zip(kills, first_answers(kills, exchanges), strict=True)
@@ -51,12 +52,19 @@ def page_data(records: Records, report: DrillReport, backend: str) -> dict[str, 
         "part_kills": [
             {
                 "part": _named(kill),
+                **({"pod": kill.pod or kill.target} if records.pods else {}),
                 "at_ms": _since(began_ms, kill.killed_ms),
                 "back_ms": _since(kill.killed_ms, kill.back_ms),
             }
             for kill in others
         ],
         "back_ms": spread(kill.took_ms for kill in others if kill.took_ms is not None),
+        "lanes": [
+            {"pod": pod, "states": _lane(pod, records, began_ms)}
+            for pod in (*records.pods, FRONT)
+            if records.pods
+        ],
+        "ended_ms": _since(began_ms, records.began_ms + 1000 * records.lasted_s),
         "requests": {
             "total": len(exchanges),
             "left_out": len(exchanges) - len(kept),
@@ -87,6 +95,11 @@ def _kill(kill: Kill, first: Exchange | None) -> dict[str, Any]:
     }
 
 
+def _lane(pod: str, records: Records, began_ms: float) -> list[tuple[float | None, str]]:
+    """From when on the pod was in which state."""
+    return [(_since(began_ms, it.at_ms), it.state) for it in records.moments if it.part == pod]
+
+
 def _sample(exchanges: Sequence[Exchange], outcomes: Mapping[int, Outcome]) -> list[Exchange]:
     """At most `DOTS_MAX`, in order: the failed ones as far as there is room, and an even sample of
     the others."""
@@ -103,6 +116,7 @@ def _sent(exchange: Exchange) -> float:
 
 def _named(kill: Kill) -> str:
     victim = f"{kill.target} of {kill.engine}" if kill.engine else kill.victim
+    victim += f" of {kill.pod}" if kill.engine and kill.pod else ""
     return f"{victim}, {kill.model} {kill.phase}" if kill.model else victim
 
 

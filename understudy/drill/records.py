@@ -57,7 +57,8 @@ class Exchange(Struct):
     """One request and its answer.
 
     `text_ms`: when each piece of the text came; `piece_ends`: how long the text was after it.
-    `tokens`: of the answer, as its usage says. `model`: as the request named it.
+    `tokens`: of the answer, as its usage says. `model`: as the request named it. `pod`: of a
+    fleet, that in which the answer began.
     """
 
     prompt: str
@@ -77,6 +78,7 @@ class Exchange(Struct):
     piece_ends: list[int] = []
     tokens: int | None = None
     model: str = ""
+    pod: str = ""
 
 
 class Kill(Struct):
@@ -87,7 +89,8 @@ class Kill(Struct):
     victim worked again. `kept_blocks` of KV memory were there for the next engine by the old one's
     last status, and `adopted_blocks` are those that its cache began with. `lock`: the one that the
     engine may have held; `peers`: the engines that may be granted it next, () for all.
-    In a pool: the kill was made as `model` entered `phase`, and `result` is how it ended.
+    In a pool: the kill was made as `model` entered `phase`, and `result` is how it ended. In a
+    fleet: `pod` was hit, of which the front had this many `streams`.
     """
 
     target: str
@@ -111,6 +114,8 @@ class Kill(Struct):
     model: str = ""
     phase: str = ""
     result: str = ""
+    pod: str = ""
+    streams: int = 0
 
     @property
     def took_ms(self) -> float | None:
@@ -118,8 +123,9 @@ class Kill(Struct):
 
     @property
     def victim(self) -> str:
-        """The engine, the device's server or the part."""
-        return self.engine or (f"{self.target} of {self.device}" if self.device else self.target)
+        """The engine, the device's server, the pod's part or the part."""
+        place = self.device or self.pod
+        return self.engine or (f"{self.target} of {place}" if place else self.target)
 
 
 class Moment(Struct, frozen=True):
@@ -179,7 +185,7 @@ class Records(Struct):
     The token of an exchange says where the answer began: text that follows may be of any newer
     engine.
     In a pool: `models` with their engines, and `not_reached`: the kills for which no model entered
-    the phase in time.
+    the phase in time. In a fleet: the names of its `pods`.
     """
 
     exchanges: list[Exchange] = []
@@ -200,11 +206,13 @@ class Records(Struct):
     switches: list[Switch] = []
     bounds: list[StatedBound] = []
     not_reached: list[str] = []
+    pods: tuple[str, ...] = ()
 
     @property
     def mode(self) -> str:
-        return "pool" if self.models else "gateway"
+        return "fleet" if self.pods else "pool" if self.models else "gateway"
 
     @property
     def engine_kills(self) -> list[Kill]:
-        return [kill for kill in self.kills if kill.engine is not None]
+        """Those after which another engine of the same pod takes over."""
+        return [kill for kill in self.kills if kill.engine is not None and not kill.pod]

@@ -21,7 +21,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from msgspec import structs
 
@@ -163,6 +163,15 @@ class DrillPlan:
         return 1.0 + self.burn
 
 
+class DrillWatch(Protocol):
+    """What observes a drill, from the first kill to the last."""
+
+    def unwatched(self) -> list[str]:
+        """What the next kill must wait for."""
+
+    async def close(self) -> None: ...
+
+
 class Drill:
     """A drill on the pod whose sockets are in `directory`. `records` grows while it runs."""
 
@@ -287,7 +296,7 @@ class Drill:
         records.burn = burn.use if self._plan.burn else None
         burn.start()
         records.began_ms = clock.now_ms()
-        self._observer = Observer(self.directory, engine_sockets(self.directory), records)
+        self._watch = self._observe()
         tasks = [asyncio.create_task(each) for each in self._clients(target, stopping)]
         try:
             if self._plan.is_upgrade:
@@ -299,9 +308,13 @@ class Drill:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            await self._observer.close()
+            await self._watch.close()
             burn.stop()
             records.lasted_s = (clock.now_ms() - records.began_ms) / 1000
+
+    def _observe(self) -> DrillWatch:
+        self._observer = Observer(self.directory, engine_sockets(self.directory), self.records)
+        return self._observer
 
     def _clients(
         self, target: Target, stopping: asyncio.Event
@@ -343,14 +356,7 @@ class Drill:
                 break
             await self._until_due(len(records.kills))
             await self._all_up()
-            whole = None if self._models else await self._whole()
-            kill: Kill | None
-            if what in ALL_PARTS:
-                kill = await self._kill_part(what, state)
-            elif whole is not None:
-                kill = await self._kill_active(what, whole, target)
-            else:
-                kill = await self._kill_models_engine(what, state)
+            kill = await self._kill(what, state, target)
             if kill is None:
                 records.not_reached.append(f"{what} at {state}")
             else:
@@ -360,12 +366,16 @@ class Drill:
                     "drill.no_phase", f"{MISSED_MAX} times no model entered the state for a kill"
                 )
         await self._until_due(wanted)
+        await self._recover()  # the last victim, too
+
+    async def _recover(self) -> None:
         if not self._models:
-            await self._whole()  # the last victim recovers, too
+            await self._whole()
 
     def _line(self, kill: Kill) -> str:
         """`kill 3/20  backend-model of engine-0  engine-1 answered after 31 ms`."""
         victim = f"{kill.target} of {kill.engine}" if kill.engine else kill.victim
+        victim += f" of {kill.pod}" if kill.engine and kill.pod else ""
         at = f" as {kill.model} was {kill.phase}" if kill.model else ""
         back = "" if kill.took_ms is None else f", back after {duration(kill.took_ms)}"
         done = (
@@ -380,6 +390,15 @@ class Drill:
         await asyncio.sleep(max(0.0, due_ms - clock.now_ms()) / 1000)
 
     # ------------------------------------------------------------------ one kill
+
+    async def _kill(self, what: str, state: ModelState | None, target: Target) -> Kill | None:
+        """None: there was no moment for it."""
+        whole = None if self._models else await self._whole()
+        if what in ALL_PARTS:
+            return await self._kill_part(what, state)
+        if whole is not None:
+            return await self._kill_active(what, whole, target)
+        return await self._kill_models_engine(what, state)
 
     async def _kill_part(self, what: str, state: ModelState | None) -> Kill | None:
         """Kill a part that is not an engine, and record what else its death has changed. None: no
@@ -592,7 +611,7 @@ class Drill:
 
         async def look() -> str | None:
             missing = list(self._runner.not_up()) if self._runner is not None else []
-            return ", ".join([*missing, *self._observer.unwatched()]) or None
+            return ", ".join([*missing, *self._watch.unwatched()]) or None
 
         await self._wait(look, UP_DEADLINE_S, "drill.not_up", "the pod was not up again")
 

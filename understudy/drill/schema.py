@@ -40,22 +40,28 @@ class DrillUpgrade(Schema):
     pause_ms: Annotated[float | None, "from the old grant's last token to the new one's first"]
 
 
+DoubleActive = Annotated[int, "how often two engines served at once; must be 0"]
+
+
 class AnyDrillDocument(Schema, kw_only=True):
     """What the documents of all drills have."""
 
     passed: Annotated[bool, "all that must be 0 is 0, and `problems` is empty"]
     problems: Annotated[list[str], "any other reason why the drill did not pass"]
-    mode: Annotated[str, "`gateway`, or `pool`"]
+    mode: Annotated[str, "`gateway`, `pool` or `fleet`"]
     requests: Annotated[int, "number of requests sent"]
     kills: Annotated[int, "number of kills"]
     killed: Annotated[dict[str, int], "number of kills, by target"]
     refused: Annotated[int, "requests that were refused; must be 0"]
     wrong_tokens: Annotated[int, "answers that were wrong; must be 0"]
     doubled_tokens: Annotated[int, "pieces of text that a client got twice; must be 0"]
-    double_active: Annotated[int, "how often two engines served at once; must be 0"]
-    false_deaths: Annotated[int, "engines that ended unkilled; must be 0"]
+    false_deaths: Annotated[
+        int, "engines that ended unkilled, pods that their front took for lost; must be 0"
+    ]
     lost_in_gateway: Annotated[
-        int, "requests lost with the gateway's process, which are not counted as lost"
+        int,
+        "requests lost with the gateway's process, in a fleet the front's, which are not counted as"
+        " lost",
     ]
     resumed: Annotated[int, "streams resumed at another engine"]
     lasted_s: Annotated[float, "how long the pod was under load"]
@@ -70,6 +76,7 @@ class DrillDocument(AnyDrillDocument, kw_only=True):
     The exit code also says whether the drill passed; stderr says why it did not.
     """
 
+    double_active: DoubleActive
     lost_in_flight: Annotated[
         int, "requests that a kill cut off or left without an answer; must be 0"
     ]
@@ -92,6 +99,28 @@ class DrillDocument(AnyDrillDocument, kw_only=True):
     gms: Annotated[DrillGms | UnsetType, "only when memory servers were killed"] = UNSET
     upgrade: Annotated[DrillUpgrade | UnsetType, "only when run with `--upgrade`"] = UNSET
     vllm: Annotated[dict[str, Any] | UnsetType, "only when written by `make drill-vllm`"] = UNSET
+
+
+class FleetDrillOutcome(Schema):
+    number: Annotated[int, "one kill: its number"]
+    target: Annotated[str, "what was killed"]
+    pod: Annotated[str, "of which pod; empty: the front"]
+    streams: Annotated[int, "requests that the front had there at that moment"]
+    paused: Annotated[int, "streams that had begun there, and that were read to the end"]
+    longest_pause_ms: Annotated[float | None, "the longest gap in the text of one of them"]
+    at_ms: Annotated[float, "since the load began"]
+    back_ms: Annotated[float | None, "until all pods were ready again; null: they were not"]
+
+
+class FleetDrillDocument(AnyDrillDocument, kw_only=True):
+    """How did a fleet survive the loss of pods? Exit code and stderr as above."""
+
+    lost_in_flight: Annotated[int, "requests cut off or left without an answer; must be 0"]
+    broken_streams: Annotated[int, "those of them that were streams"]
+    pods: Annotated[int, "number of pods"]
+    pause_ms: Annotated[Percentiles, "longest gap in the text of streams whose pod was hit"]
+    pauses_ms: Annotated[dict[str, Percentiles], "the same, by target"]
+    outcomes: list[FleetDrillOutcome]
 
 
 class PoolDrillOutcome(Schema):
@@ -119,6 +148,7 @@ class PoolDrillDocument(AnyDrillDocument, kw_only=True):
     above.
     """
 
+    double_active: DoubleActive
     lost: Annotated[int, "requests without an answer; must be 0"]
     cut: Annotated[int, "requests that ended with the error `pool.cut`; must be 0"]
     broken_streams: Annotated[int, "streams that ended without their end marker; must be 0"]

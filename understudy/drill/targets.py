@@ -28,12 +28,19 @@ POOL_ONLY = (POOL, GMS_COPY, GMS_KEEPER)
 OF_MODEL = (GMS_KEEPER,)  # in a pool, each model has its own
 ALL_PARTS = (*PARTS, *POOL_ONLY)
 
+STOP = "stop:"  # SIGSTOP to a process of an engine: a simulated hang
+SHADOW = "shadow:"  # in a pool: a process of the engine that does not hold its model's lock
+
+# In a fleet only, beside the parts of a pod.
+POD, STOPPED_POD = "pod", f"{STOP}pod"  # all its processes at once
+LEAVE = "leave"  # a pod that ends in good order, and is started again
+FRONT = "front"  # requests in it are lost with it
+FLEET_ONLY = (POD, STOPPED_POD, LEAVE, FRONT)
+
 # The targets in an engine of one rank, by backend; vLLM's have no prefix.
 TARGETS = ("backend-model", SUPERVISOR)
 VLLM_TARGETS = ("api", "core", "worker", SUPERVISOR)
 BACKEND = "backend-"  # prefix of all backend processes in an engine's own names
-STOP = "stop:"  # SIGSTOP to a process of an engine: a simulated hang
-SHADOW = "shadow:"  # in a pool: a process of the engine that does not hold its model's lock
 
 
 def check_target(text: str) -> str:
@@ -42,6 +49,8 @@ def check_target(text: str) -> str:
     Raises:
         ValueError: with the valid targets.
     """
+    if text in FLEET_ONLY:
+        return text
     for prefix in (SHADOW, STOP):
         if text.startswith(prefix):
             process = check_target(text.removeprefix(prefix))
@@ -58,12 +67,18 @@ def check_target(text: str) -> str:
     raise ValueError(
         f"must be one of {', '.join(TARGETS)}, {ranks}, {vllm}, or {', '.join(PARTS)}; {STOP}NAME"
         " stops a process of an engine, to simulate a hang, instead of killing it; with --pool"
-        f" also {', '.join(POOL_ONLY)}, {SHADOW}PROCESS"
+        f" also {', '.join(POOL_ONLY)}, {SHADOW}PROCESS; with --fleet also {', '.join(FLEET_ONLY)}"
     )
 
 
 def is_only_in_pool(target: str) -> bool:
     return target in POOL_ONLY or target.startswith(SHADOW)
+
+
+def fleet_targets(backend: str | None) -> tuple[str, ...]:
+    """What a fleet's drill kills. A front's death costs its streams, so it must be asked for."""
+    *_, model, _ = base_targets(backend)
+    return (POD, model, STOPPED_POD, GATEWAY, LEAVE)
 
 
 def process_of(target: str) -> str:

@@ -7,12 +7,13 @@ these also cover what could not be checked.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -24,6 +25,7 @@ from understudy.drill.outcomes import (
     failover_pauses,
     first_answers,
     outcome_of,
+    pauses_at_pod,
     pauses_in,
     phases_of,
     spread,
@@ -31,12 +33,13 @@ from understudy.drill.outcomes import (
     times_away,
 )
 from understudy.drill.records import PHASES, Exchange, Kill, Outcome, Records, StatedBound
-from understudy.drill.targets import GATEWAY, GMS, POOL
+from understudy.drill.targets import FRONT, GATEWAY, GMS, POOL
 from understudy.host import machine
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+LOST_STATES = ("silent", "gone")  # of a pod, as its front says
 ENGINES_MIN = 2  # an active engine and a standby
 CUT_CODE = "pool.cut"  # the marked error of a request that could neither finish nor be parked
 
@@ -45,7 +48,7 @@ CUT_CODE = "pool.cut"  # the marked error of a request that could neither finish
 WANTED_BY_UPGRADE = frozenset({"", "sigterm", "second_signal", "drained", "hand_over"})
 WANTED_BY_POOL = frozenset({"", "asked_to_be_cold"})
 
-IN_POOL = "pool"  # the mode of a pool's drill
+IN_POOL, IN_FLEET = "pool", "fleet"  # the modes of their drills
 
 
 class Evidence:
@@ -53,6 +56,7 @@ class Evidence:
 
     def __init__(self, records: Records, kills_wanted: int) -> None:
         self.records, self.is_pool = records, records.mode == IN_POOL
+        self.is_fleet = records.mode == IN_FLEET
         self.kills_wanted = kills_wanted
         self.outcomes = [(each, outcome_of(each, records)) for each in records.exchanges]
         self.bounds = Bounds(records.bounds)
@@ -148,9 +152,25 @@ def counted(evidence: Evidence) -> dict[str, Sequence[object]]:
         "refused": of(Outcome.REFUSED),
         "wrong_tokens": of(Outcome.WRONG),
         "doubled_tokens": range(doubled),
-        "double_active": records.overlaps,
-        "false_deaths": _false_deaths(records),
+        **({} if evidence.is_fleet else {"double_active": records.overlaps}),
+        "false_deaths": _lost_pods(records) if evidence.is_fleet else _false_deaths(records),
     }
+
+
+def _lost_pods(records: Records) -> list[str]:
+    """Pods that the front took for lost although nothing was done to them. A pod that is killed is
+    ready again before the next kill."""
+    return [
+        f"{each.part} was {each.state}, and nothing had been done to it"
+        for each in records.moments
+        if each.part in records.pods
+        and each.state in LOST_STATES
+        and not any(
+            kill.pod in ("", each.part)
+            and kill.killed_ms <= each.at_ms <= (kill.back_ms or math.inf)
+            for kill in records.kills
+        )
+    ]
 
 
 def _false_deaths(records: Records) -> list[str]:
@@ -178,7 +198,7 @@ def problems_of(
         if found := counts.get(name):
             yield name, f"{len(found)} {noun}, which the gateway had to continue ({found[0]})"
     for name in ("double_active", "false_deaths"):
-        yield from ((name, str(each)) for each in counts[name])
+        yield from ((name, str(each)) for each in counts.get(name, ()))
     if hung := evidence.of(Outcome.HUNG):
         yield "hung", f"{len(hung)} requests got neither an answer nor an error"
     answered = {each.model for each in evidence.of(Outcome.OK)}
@@ -214,7 +234,7 @@ def _left_undone(evidence: Evidence) -> Iterator[tuple[str, str]]:
     records = evidence.records
     kills = len(evidence.failovers)
     wanted = [("kills", len(records.kills), evidence.kills_wanted, "kills were made")]
-    if not evidence.is_pool:
+    if not (evidence.is_pool or evidence.is_fleet):
         checked = "grants could be checked against the old processes"
         wanted += [
             ("takeovers", len(evidence.failovers_ms), kills, "kills were followed by an answer"),
@@ -224,7 +244,7 @@ def _left_undone(evidence: Evidence) -> Iterator[tuple[str, str]]:
         if made < all_of_them:
             yield name, f"only {made} of {all_of_them} {what}"
     # An engine with a standby is judged by its successor.
-    judged = [kill for kill in records.kills if kill.engine is None or evidence.is_pool]
+    judged = [it for it in records.kills if it.engine is None or it.pod or evidence.is_pool]
     if away := [kill.victim for kill in judged if kill.back_ms is None]:
         yield "not back", f"{', '.join(away)} did not come back"
     if (upgrade := records.upgrade) is not None:
@@ -276,7 +296,8 @@ class DrillReport:
 def judge(records: Records, kills_wanted: int) -> DrillReport:
     """The report of a whole drill."""
     evidence = Evidence(records, kills_wanted)
-    counts, pauses = counted(evidence), failover_pauses(records)
+    counts, by_kill = counted(evidence), [pauses_at_pod(each, records) for each in records.kills]
+    pauses = list(chain(*by_kill)) if evidence.is_fleet else failover_pauses(records)
     pause_ms = spread(pauses)
     faults = {name: len(found) for name, found in counts.items()}
     values: dict[str, Any] = {
@@ -291,7 +312,11 @@ def judge(records: Records, kills_wanted: int) -> DrillReport:
     }
     if records.burn is not None:
         values["burn"] = msgspec.to_builtins(records.burn)
-    values |= _pool_values(evidence, pause_ms) if records.models else _values(evidence, pause_ms)
+    if evidence.is_fleet:
+        values |= _fleet_values(records, pause_ms, by_kill)
+    else:
+        make = _pool_values if evidence.is_pool else _values
+        values |= make(evidence, pause_ms)
     problems = [sentence for _, sentence in problems_of(evidence, counts)]
     return DrillReport(values, evidence.failovers_ms, problems, faults)
 
@@ -329,6 +354,35 @@ def _values(evidence: Evidence, pause_ms: Spread) -> dict[str, Any]:
             "pause_ms": switchover_pause(upgrade, records.exchanges),
         }
     return found
+
+
+def _fleet_values(
+    records: Records, pause_ms: Spread, by_kill: Sequence[Sequence[float]]
+) -> dict[str, Any]:
+    """`by_kill`: the pauses of the streams that each kill hit."""
+    pairs = list(zip(records.kills, by_kill, strict=True))
+    targets = dict.fromkeys(each.target for each in records.kills)
+    return {
+        "pods": len(records.pods),
+        "pause_ms": pause_ms,
+        "pauses_ms": {
+            name: spread(ms for kill, pauses in pairs if kill.target == name for ms in pauses)
+            for name in targets
+        },
+        "outcomes": [
+            {
+                "number": number,
+                "target": kill.target,
+                "pod": kill.pod,
+                "streams": kill.streams,
+                "paused": len(pauses),
+                "longest_pause_ms": round(max(pauses), 3) if pauses else None,
+                "at_ms": round(kill.killed_ms - records.began_ms, 1),
+                "back_ms": None if kill.took_ms is None else round(kill.took_ms, 1),
+            }
+            for number, (kill, pauses) in enumerate(pairs, 1)
+        ],
+    }
 
 
 def kv_share(kills: Iterable[Kill]) -> dict[str, Any]:
@@ -426,7 +480,7 @@ def print_report(report: DrillReport, console: Console, backend: str) -> None:
     row("kills", f"{figures['kills']} ({', '.join(counts) or 'none'})")
     parked = f"streams parked {figures['parked']}, " if is_pool else ""
     resumed = f"{parked}streams resumed {figures['resumed']}"
-    if figures["killed"].get(GATEWAY):
+    if figures["killed"].get(FRONT if report.mode == IN_FLEET else GATEWAY):
         resumed += f", lost with the gateway {figures['lost_in_gateway']}"
     row("requests", f"{figures['requests']}, {resumed}")
     if "url" in figures:
@@ -465,6 +519,8 @@ def _print_times(report: DrillReport, console: Console) -> None:
         cells = ("-" if each is None else f"{each:.1f}" for each in times)
         table.add_row(name, *cells, style=style)
 
+    for target, pauses in figures.get("pauses_ms", {}).items():
+        row(f"  {target}", pauses, style=None)
     if report.failovers_ms or "gms" not in figures:
         for phase, spread in figures.get("phases_ms", {}).items():
             row(f"  {phase}", spread, style=None)
@@ -493,6 +549,8 @@ def _print_models(models: Mapping[str, Mapping[str, Any]], console: Console) -> 
 
 def _measured(report: DrillReport, backend: str) -> str:
     """The title: what the times measure."""
+    if report.mode == IN_FLEET:
+        return f"a fleet of {report.values['pods']} pods, {backend} backend,"
     if report.mode == IN_POOL:
         return f"a pool of {len(report.values['models'])} models, {backend} backend,"
     if "upgrade" in report.values:

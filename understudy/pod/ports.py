@@ -7,6 +7,7 @@ ephemeral range may go to the next client that connects while the server for it 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import random
 import socket
@@ -16,6 +17,7 @@ from plumbing.errors import UnderstudyError
 from plumbing.service import procfs
 
 SERVICE_PORT = 8000
+HOP_PORT = 8443  # where a pod of a fleet serves fronts
 LOCKSERVER_PORT = 9400
 GMS_PORT = 9401
 GATEWAY_PORT = 9403  # 9402 is the lock's own, over TCP
@@ -25,6 +27,7 @@ ENGINE_PORT = 9410  # engine n: this plus n
 
 OURS = range(15_000, 32_000)  # below the kernel's ephemeral range
 TRIES = 100
+FLEET_APART = 100  # from the ports of one pod of a fleet to the next one's
 ANYWHERE = "0.0.0.0"  # a port in use at any address counts as taken
 
 
@@ -108,6 +111,26 @@ def free_pod_ports(engines: int = 2, *, has_pool: bool = False) -> Ports:
     """Free ports for a whole pod."""
     service, lockserver, gms, gateway, pool, *rest = free_ports(5 + engines)
     return Ports(service, lockserver, gms, gateway, tuple(rest), pool if has_pool else 0)
+
+
+def free_offset(pods: int = 1) -> int:
+    """What moves the ports of this many pods, `FLEET_APART` from each other, to free ones.
+
+    Raises:
+        UnderstudyError: `pod.no_free_ports`.
+    """
+    base = (*Ports(pool=POOL_PORT, ui=UI_PORT).all(), HOP_PORT)
+    apart = [FLEET_APART * number for number in range(pods)]
+    for _ in range(TRIES):
+        offset = random.randrange(
+            OURS.start - SERVICE_PORT, OURS.stop - ENGINE_PORT - FLEET_APART * pods
+        )
+        with contextlib.suppress(UnderstudyError):
+            for port in base:
+                for more in apart:
+                    check_port(port + offset + more, ANYWHERE)
+            return offset
+    raise UnderstudyError("pod.no_free_ports", "found no free ports; stop what uses them")
 
 
 def check_ports(ports: Ports, host: str = "127.0.0.1", http_host: str = "127.0.0.1") -> None:

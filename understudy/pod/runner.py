@@ -149,7 +149,8 @@ class RunningContainer:
         """One process from start to reaping; its exit code, negative for a signal."""
         container, writing = self.container, self.log.open_pipe()
         command = (*container.init, *container.command)
-        first = {} if self.was_up else {FIRST_START_ENV: "final"}
+        is_first = container.init and not self.was_up
+        first = {FIRST_START_ENV: "final"} if is_first else {}
         self._is_started = False
         try:
             self._process = await asyncio.create_subprocess_exec(

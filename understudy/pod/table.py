@@ -21,12 +21,13 @@ from plumbing.pod.paths import lockserver_socket
 from plumbing.pod.supervision import GRACE_MS
 from plumbing.service import init
 from pool.pool_file import PoolFile, engines_of
-from understudy.pod.ports import Ports
+from understudy.pod.ports import FLEET_APART, HOP_PORT, Ports
 
-GATEWAY, POOL, UI = "gateway", "pool", "ui"
+GATEWAY, POOL, UI, FRONT = "gateway", "pool", "ui", "front"
 HOST_PREFIX = "HOST-"  # of a device in host memory
 GATEWAY_MEMORY = "512MiB"  # what it may hold of requests, so that a failover does not lose them
 INIT = (sys.executable, "-I", "-S", init.__file__)  # what `understudy-init` executes
+PODS_FILE = "pods"  # the names of a fleet's pods, in its directory
 REPLACING_INIT = (*INIT, init.REPLACEABLE)  # starts a successor on SIGHUP
 
 
@@ -49,7 +50,7 @@ class Container:
     """One program of the pod. `env` is added to the runner's own environment.
 
     `init`: what runs `command` and restarts it in place; (): the runner restarts it.
-    `is_engine`: stops at the same time as the engines beside it.
+    `is_engine`: stops at the same time as the engines beside it; so do the pods of a fleet.
     `starts_in_order`: starts once the container before it is up; an engine may do without.
     """
 
@@ -129,6 +130,26 @@ class LocalPod:
             *([self._row(UI, ("understudy", "ui"), ports.ui, "live")] if ports.ui else []),
         ]
 
+    def fleet(self, replicas: int, offset: int, flags: Sequence[str]) -> list[Container]:
+        """This many pods, and the front before them that has the ports of this one. Each pod is an
+        `understudy up` of its own: it has its directory, its ports, and a life of its own. `offset`
+        is that of this pod's ports; `flags` are for each pod."""
+        pods = []
+        for number in range(replicas):
+            name, moved = pod_name(number), offset + FLEET_APART * (number + 1)
+            ports = Ports().moved(moved)
+            where = [f"--dir={self.directory / name}", "--host=127.0.0.1"]
+            where += [f"--port-offset={moved}", f"--service-port={ports.service}"]
+            words = ("understudy", "up", "--replicas=1", *where, *flags)
+            row = self._row(name, words, ports.gateway, "ready", period_s=2, failures=3600, by=())
+            hop = f"127.0.0.1:{HOP_PORT + moved}"
+            env = {**self.env, "UNDERSTUDY_HOP": hop, "UNDERSTUDY_POD_NAME": name}
+            pods.append(replace(row, env=env, is_engine=True, starts_in_order=False))
+        listen = f"--listen={self.host}:{self.ports.service}"
+        names = f"--pods=@{self.directory / PODS_FILE}"
+        front = ("gateway", "serve", names, listen)
+        return [*pods, self._row(FRONT, front, self.ports.gateway, "ready")]
+
     def _engines(self, file: Mapping[str, str]) -> Iterator[Container]:
         """A row for each engine."""
         command = ("engine", "run", *self._backend())
@@ -191,6 +212,11 @@ class LocalPod:
             **self.env,
             **(more or {}),
         }
+
+
+def pod_name(number: int) -> str:
+    """That of a fleet's pod, and of its directory."""
+    return f"pod-{number}"
 
 
 def starts(containers: Sequence[Container]) -> list[list[Container]]:

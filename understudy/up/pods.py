@@ -30,10 +30,19 @@ from pool.pool_file import PoolFile, read_pool_file
 from pool.server.state_file import begin_new_pod
 from understudy.drill.killer import service_of, wait_for, whole_of
 from understudy.http_get import get
-from understudy.pod.ports import check_ports, free_pod_ports
+from understudy.pod.ports import (
+    FLEET_APART,
+    HOP_PORT,
+    Ports,
+    check_port,
+    check_ports,
+    free_offset,
+    free_pod_ports,
+)
 from understudy.pod.runner import PodRunner, run_pod
 from understudy.pod.table import (
     HOST_PREFIX,
+    PODS_FILE,
     POOL,
     UI,
     Container,
@@ -42,7 +51,7 @@ from understudy.pod.table import (
     program,
     reachable,
 )
-from understudy.status.gather import gather, pids_of, pod_parts
+from understudy.status.gather import gateway_part, gather, pids_of, pod_parts, status_of
 from understudy.status.view import awaited, is_open, is_reachable
 from understudy.up.models import (
     DEVICE_BYTES,
@@ -60,11 +69,12 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class PreparedPod:
-    """A pod that can be started. `file`: that of its pool, if it has one."""
+    """A pod, or a fleet of them, that can be started. `file`: that of its pool, if it has one."""
 
     containers: Sequence[Container]
     title: str = "a pod"
     file: PoolFile | None = None
+    replicas: int = 0  # of a fleet
 
 
 # Prepares a pod in a directory. True: for a drill, beside other pods.
@@ -134,6 +144,33 @@ async def prepare_random_pool(
     return await prepare_pool(pod, await make_random_pool(directory), directory, say, is_drilled)
 
 
+async def prepare_fleet(
+    front: LocalPod,
+    replicas: int,
+    flags: Sequence[str],
+    port_offset: int,
+    directory: Path,
+    say: Say,
+    is_drilled: bool,
+) -> PreparedPod:
+    """Prepare pods with these flags of `understudy up`, and a front with the ports of `front`."""
+    if is_drilled:
+        port_offset = free_offset(replicas + 1)
+        front = replace(front, ports=Ports().moved(port_offset))
+    else:
+        await refuse_second_pod(directory)
+        check_port(front.ports.service, front.host)
+        check_port(front.ports.gateway, front.http_host)
+    if front.hub_id is not None:  # once, not in each pod
+        say(f"{front.hub_id} is in {await hub_directory(front.hub_id, front.backend_args)}")
+    front = replace(front, directory=directory)
+    apart = (FLEET_APART * (number + 1) for number in range(replicas))
+    names = "".join(f"127.0.0.1:{HOP_PORT + port_offset + each}\n" for each in apart)
+    (directory / PODS_FILE).write_text(names, encoding="utf-8")
+    containers = front.fleet(replicas, port_offset, flags)
+    return PreparedPod(containers, f"{replicas} pods and a front", replicas=replicas)
+
+
 def _memory(file: PoolFile, wanted: str) -> str:
     """The kind that the file's names are of; of numbers alone, `wanted`."""
     names = [each for each in file.devices if not each.isdecimal()]
@@ -167,11 +204,15 @@ async def stay_up(prepare: Prepare, directory: Path, say: Say) -> int | None:
         forget_last_pod(directory)
 
         async def body() -> None:
-            await say_welcome(directory, pod.containers, say)
+            if pod.replicas:
+                await say_fleet(directory, pod, say)
+            else:
+                await say_welcome(directory, pod.containers, say)
             await asyncio.Event().wait()
 
         async def while_stopping() -> None:
-            await say_farewell(directory, say)
+            if not pod.replicas:
+                await say_farewell(directory, say)
 
         runner = PodRunner(pod.containers, directory / "log", say)
         inbox = SignalInbox()
@@ -300,6 +341,16 @@ def _lines(who: str, url: str, model: str, directory: Path, *commands: str) -> l
     ]
 
 
+async def say_fleet(directory: Path, pod: PreparedPod, say: Callable[[str], None]) -> None:
+    """Say where to send requests: the front has heard a pod, and each pod has served."""
+    address = (await status_of(gateway_part(directory)))["address"]
+    url = f"http://{reached(address)}"
+    model = (await get(f"{url}/v1/models", MODELS_TIMEOUT_S)).json()["data"][0]["id"]
+    who = f"{pod.title} are up; each pod has its directory in {directory}."
+    for line in ("", *_lines(who, url, model, directory), ""):
+        say(line)
+
+
 def _page(containers: Sequence[Container]) -> list[str]:
     """The address of the page, where there is one."""
     probes = [each.startup for each in containers if each.name == UI]
@@ -309,8 +360,13 @@ def _page(containers: Sequence[Container]) -> list[str]:
 def _url(view: dict[str, Any]) -> str:
     """Where requests go; empty while the lock server does not say it."""
     address = service_of(view["lockserver"])
+    return f"http://{reached(address)}" if address else ""
+
+
+def reached(address: str) -> str:
+    """Where to reach what listens at `address` on this machine."""
     host, _, port = address.rpartition(":")
-    return f"http://{reachable(host.strip('[]'))}:{port}" if address else ""
+    return f"{reachable(host.strip('[]'))}:{port}"
 
 
 async def say_farewell(directory: Path, say: Callable[[str], None]) -> None:

@@ -16,6 +16,7 @@ from plumbing.errors import UnderstudyError, UsageError
 from plumbing.pod.paths import pool_socket
 from plumbing.service.signals import SignalInbox
 from understudy.drill.clients import Target
+from understudy.drill.fleet import FleetDrill
 from understudy.drill.records import Records
 from understudy.drill.run import Drill, DrillPlan, unless_gone
 from understudy.drill.verdict import DrillReport, judge
@@ -42,7 +43,11 @@ async def drill_new_pod(prepare: Prepare, plan: DrillPlan, say: Say) -> DrillRes
     try:
         pod = await prepare(directory, say, True)
         runner = PodRunner(pod.containers, directory / "log")
-        drill = Drill(directory, plan, say, runner, pod.file)
+        drill = (
+            FleetDrill(directory, plan, say, runner, pod.replicas)
+            if pod.replicas
+            else Drill(directory, plan, say, runner, pod.file)
+        )
         is_kept = True
         say(f"starting {pod.title} in {directory}")
         result = await run_drill(drill, runner, plan, say)

@@ -1,12 +1,22 @@
-"""What drills have seen that found nothing wrong: of engines, of memory, an upgrade, of a pool."""
+"""What drills have seen that found nothing wrong: of engines, of memory, an upgrade, of a pool, of
+a fleet."""
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 from msgspec.structs import replace
 
-from understudy.drill.records import End, Exchange, Kill, Records, StatedBound, Upgrade
+from understudy.drill.records import (
+    End,
+    Exchange,
+    Kill,
+    Moment,
+    Records,
+    StatedBound,
+    Upgrade,
+)
 from understudy.drill.schema import DrillBurn
 
 TEXT = "hello"
@@ -112,4 +122,24 @@ def of_pool(*exchanges: Exchange, **more: Any) -> Records:
         lasted_s=2.0,
         bounds=[StatedBound(0.0, name, 1000.0) for name in models],
         **more,
+    )
+
+
+def of_fleet(*exchanges: Exchange, target: str = "pod") -> Records:
+    """A pod is killed under a stream, which goes on at the other one."""
+    states = (0.0, "pod-0"), (0.0, "pod-1"), (150.0, "pod-0")
+    moments = [Moment(at_ms, pod, "ready") for at_ms, pod in states]
+    moments.insert(2, Moment(110.0, "pod-0", "gone"))
+    pod = "" if target == "front" else "pod-0"
+    return Records(
+        exchanges=[
+            stream(90, 95, 180, 185, 190, pod="pod-0"),
+            stream(90, 101, 109, pod="pod-1"),
+            *exchanges,
+        ],
+        kills=[Kill(target, killed_ms=100, gone_ms=105, back_ms=160, pod=pod, streams=1)],
+        expected=EXPECTED,
+        moments=deque(moments),
+        pods=("pod-0", "pod-1"),
+        lasted_s=0.2,
     )

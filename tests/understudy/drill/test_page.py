@@ -11,7 +11,14 @@ import pytest
 
 from plumbing.errors import UnderstudyError, UsageError
 from tests.browser import needs_chromium, tab
-from tests.understudy.drill.seen_drills import of_engines, of_memory, of_model, of_pool, served
+from tests.understudy.drill.seen_drills import (
+    of_engines,
+    of_fleet,
+    of_memory,
+    of_model,
+    of_pool,
+    served,
+)
 from understudy.drill import page
 from understudy.drill.page import check_destination, render, write_page
 from understudy.drill.records import End, Kill, Outcome, Records
@@ -43,6 +50,14 @@ def test_failover_has_its_phases_and_other_deaths_a_time_until_the_victim_was_ba
     died = Kill("core", "a-0", killed_ms=5, model="a", phase="awake")
     (part,) = page_of(of_pool(kills=[died]))["part_kills"]
     assert part == {"part": "core of a-0, a awake", "at_ms": 5, "back_ms": None}
+
+
+def test_pods_are_lanes_with_the_states_that_the_front_saw():
+    found = page_of(of_fleet())
+    ready, gone, again = found["lanes"][0]["states"]
+    assert [gone[1], again[1]] == ["gone", "ready"]
+    assert (gone[0] - ready[0], again[0] - gone[0]) == (110, 40)
+    assert [(each["pod"], each["back_ms"]) for each in found["part_kills"]] == [("pod-0", 60)]
 
 
 def test_of_too_many_requests_every_fault_and_an_even_choice_are_shown():
@@ -97,10 +112,16 @@ async def test_a_browser_draws_it_and_keys_walk_through_it(tmp_path: Path):
     records = of_engines()
     records.kills.append(Kill("supervisor", "engine-1", 2, killed_ms=9000.0, new_engine="engine-0"))
     records.exchanges += [served(3, 9019, 9023), served(3, 9020, 9024, end=End.CUT)]
-    target, pool = tmp_path / "report.html", tmp_path / "pool.html"
+    target, pool, fleet = (tmp_path / f"{name}.html" for name in ("report", "pool", "fleet"))
     write_page(target, page_of(records))
     write_page(pool, page_of(of_pool(of_model("a"), kills=[Kill("pool", model="a")])))
+    write_page(fleet, page_of(of_fleet()))
     async with tab(tmp_path) as shown:
+        await shown.go(fleet.as_uri())
+        assert await shown.evaluate("document.querySelectorAll('#outcomes tr').length") == 2
+        assert "pod-1 ready from 0.00 s" in await shown.evaluate(
+            "[...document.querySelectorAll('#kills title')].map((it) => it.textContent).join()"
+        )
         await shown.go(pool.as_uri())
         assert await shown.evaluate("document.querySelectorAll('#kills tr').length") == 2
         await shown.go(target.as_uri())
@@ -129,4 +150,4 @@ async def test_a_browser_draws_it_and_keys_walk_through_it(tmp_path: Path):
 
         assert shown.errors == []
         addresses = {each for each in shown.requests if not each.startswith("data:")}
-        assert addresses <= {target.as_uri(), pool.as_uri(), "about:blank"}
+        assert addresses <= {each.as_uri() for each in (target, pool, fleet)} | {"about:blank"}

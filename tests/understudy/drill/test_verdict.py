@@ -16,6 +16,7 @@ from tests.understudy.drill.seen_drills import (
     KILL,
     of_burn,
     of_engines,
+    of_fleet,
     of_memory,
     of_model,
     of_pool,
@@ -65,6 +66,7 @@ CUT = replace(ANSWER, end=End.CUT, ended_ms=200, text="he", token=2)
 POOL_CUT = of_model("a", end=End.CUT, text="hel", detail="error event: pool.cut")
 DEATH = EngineDeath("engine-0", "e-2", "unhealthy", "no token for 3 s")
 DOUBLED = of_model("a", text="helel")
+SILENT_POD = Moment(120.0, "pod-1", "silent")  # of which no process was touched
 
 # What each rule finds: a drill without a finding, and what is done to its records.
 FAULTS = [
@@ -99,6 +101,12 @@ FAULTS = [
     ("upgrade", of_upgrade, change("grants_checked", 0)),
     ("upgrade", of_upgrade, lambda records: records.exchanges.pop()),
     ("burn", of_burn, lambda records: setattr(records.burn, "ended", 1)),
+    ("lost_in_flight", of_fleet, add(stream(90, 101, text="he", end=End.CUT))),
+    ("refused", of_fleet, add(replace(ANSWER, end=End.REFUSED, status=0, sent_ms=101.0))),
+    ("wrong_tokens", of_fleet, add(stream(90, 101, text="heXlo"))),
+    ("false_deaths", of_fleet, lambda records: records.moments.append(SILENT_POD)),
+    ("false_deaths", of_fleet, lambda records: setattr(records.kills[0], "killed_ms", 120.0)),
+    ("not back", of_fleet, lambda records: setattr(records.kills[0], "back_ms", None)),
     ("no bound", of_pool, lambda records: records.bounds.clear()),
     ("late", of_pool, add(of_model("a", 1200.0, 1210.0, 1220.0, 1230.0, 1240.0))),
     ("paused", of_pool, add(of_model("a", 10.0, 20.0, 1620.0, 1630.0, 1640.0))),
@@ -192,6 +200,27 @@ def test_only_a_kill_of_the_gateway_excuses_a_stream_that_was_in_it(target, outc
     report = judge(records, 1)
     assert report["lost_in_gateway"] == int(outcome is Outcome.LOST_IN_GATEWAY)
     assert report.passed is (outcome is Outcome.LOST_IN_GATEWAY)
+
+
+def test_only_a_kill_of_the_front_excuses_what_was_lost_or_refused_in_a_fleet():
+    """Method: a stream that was cut and a request that was refused while a part was away."""
+    cut = stream(90, 101, text="he", end=End.CUT)
+    refused = replace(cut, sent_ms=120, ended_ms=121, status=0, text="", end=End.REFUSED)
+    late = replace(refused, sent_ms=161, ended_ms=162)
+    for target, lost in (("front", 2), ("gateway", 0), ("pod", 0)):
+        records = of_fleet(cut, refused, target=target)
+        report = judge(records, 1)
+        assert report["lost_in_gateway"] == lost
+        assert report.passed is (target == "front")
+        assert outcome_of(late, records) is Outcome.REFUSED
+
+
+def test_pause_in_a_fleet_is_of_the_streams_that_began_in_the_pod_that_was_hit():
+    report = judge(of_fleet(stream(50, 60, 99, pod="pod-0")), 1)
+    assert report["resumed"] == 1  # not the one that had ended, nor the other pod's
+    assert report["pause_ms"]["max"] == report["pauses_ms"]["pod"]["max"] == 85
+    (outcome,) = report["outcomes"]
+    assert (outcome["pod"], outcome["paused"], outcome["back_ms"]) == ("pod-0", 1, 60)
 
 
 @pytest.mark.parametrize(
@@ -313,6 +342,7 @@ def test_share_counts_what_was_published_after_the_last_look():
         (of_upgrade, ("engine-0, engine-1, to A=1", "engine-0 to engine-1 in 30 ms")),
         (of_burn, ("busy loops 4, which got 61.2 s", "false deaths     0")),
         (of_pool, ("a pool of 2 models", "1.0 % of its bound", "longest pause")),
+        (of_fleet, ("a fleet of 2 pods", "85.0", "pod 1", "false deaths     0", "passed")),
     ],
 )
 def test_text_of_a_report_has_what_the_drill_was_about(records, words):

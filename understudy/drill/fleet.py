@@ -1,0 +1,244 @@
+"""The drill of a fleet: what is killed is a pod, or a part of one, and the front reports.
+
+Each kill hits the pod with the most streams, and the next one waits until the front says that all
+pods are ready again. What a front counts as lost, and a client as paused, is the same as with one
+pod; a pod that the front calls silent or gone although nothing was done to it is a false death.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from asyncio.subprocess import DEVNULL, PIPE
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from plumbing.errors import UnderstudyError
+from plumbing.service.procfs import descendants
+from plumbing.text import duration
+from pool.core.states import ModelState
+from understudy.drill.clients import Target, inside_target
+from understudy.drill.killer import (
+    HeldPart,
+    find_part,
+    hold,
+    kill_part,
+    signal_all,
+    strike,
+    wait_back,
+    wait_whole,
+)
+from understudy.drill.outcomes import pauses_at_pod
+from understudy.drill.prompts import bank_of, learn_answers, model_name
+from understudy.drill.records import GONE, Kill, Moment, Records
+from understudy.drill.run import FIRST_WHOLE_DEADLINE_S, Drill, DrillPlan, clock
+from understudy.drill.targets import (
+    FRONT,
+    GATEWAY,
+    LEAVE,
+    PARTS,
+    POD,
+    STOPPED_POD,
+    fleet_targets,
+)
+from understudy.pod.runner import PodRunner
+from understudy.pod.table import pod_name, program
+from understudy.status.gather import engine_parts, gateway_part, status_of
+
+LOOK_S = 0.05  # between two looks at what the front says of its pods
+SEEN_DEADLINE_S = 10.0  # silence is one second
+STOPPED_S = 3.0  # of a stopped pod: long enough for all its streams to move
+BACK_DEADLINE_S = 300.0  # a pod starts within seconds; with vLLM on 2 cores, minutes
+LEAVE_WITHIN_S = 30.0
+READY, SILENT = "ready", "silent"
+
+
+class FrontWatch:
+    """What the front says of its pods, noted in `records` as it changes."""
+
+    def __init__(self, directory: Path, records: Records) -> None:
+        self.pods: dict[str, dict[str, Any]] = {}  # by name, as the front said last
+        self._records, self._front = records, gateway_part(directory)
+        self._states: dict[str, str] = {}
+        self._task = asyncio.create_task(self._watch())
+
+    def state(self, pod: str) -> str:
+        return str(self.pods.get(pod, {}).get("state", GONE))
+
+    def unwatched(self) -> list[str]:
+        """The pods that are not ready."""
+        states = {name: self.state(name) for name in self._records.pods}
+        return [f"{name} ({state})" for name, state in states.items() if state != READY]
+
+    async def close(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def look(self) -> None:
+        document = await status_of(self._front)
+        self.pods = {str(each["name"]): each for each in document.get("pods") or ()}
+        states = {name: self.state(name) for name in self._records.pods}
+        states[FRONT] = GONE if "error" in document else READY
+        for part, state in states.items():
+            # A front that has just started knows nothing of its pods yet.
+            if self._states.get(part) != state and (part == FRONT or states[FRONT] == READY):
+                self._states[part] = state
+                self._records.moments.append(Moment(clock.now_ms(), part, state))
+
+    async def _watch(self) -> None:
+        while True:
+            await self.look()
+            await asyncio.sleep(LOOK_S)
+
+
+class FleetDrill(Drill):
+    """A drill on the pods below `directory` and the front in it, all run by `runner`."""
+
+    def __init__(
+        self,
+        directory: Path,
+        plan: DrillPlan,
+        say: Callable[[str], None],
+        runner: PodRunner,
+        replicas: int,
+    ) -> None:
+        super().__init__(directory, plan, say, runner)
+        self.records.pods = tuple(map(pod_name, range(replicas)))
+        self.fleet_runner = runner
+        self.watch: FrontWatch
+
+    # ------------------------------------------------------------------ before the first kill
+
+    async def prepare(self) -> Target:
+        for name in self.records.pods:
+            await wait_whole(self.directory / name, self._say, FIRST_WHOLE_DEADLINE_S)
+        engines = engine_parts(self.directory / self.records.pods[0])
+        backend = (await status_of(engines[0])).get("backend") or {}
+        self.backend = backend.get("name")
+        self._targets = self._targets or fleet_targets(self.backend)
+        self.records.targets = self._targets
+        document = await status_of(gateway_part(self.directory))
+        target = inside_target(str(document["address"]))
+        model = await model_name(target)
+        bank = bank_of(self.backend, model)
+        self.prompts, self.records.expected = await learn_answers(target, bank, len(bank))
+        self._say(
+            f"{len(self.records.pods)} pods serve {model} behind {document['address']}; "
+            f"{len(self.prompts)} prompts, {self._plan.clients} clients"
+        )
+        return target
+
+    def _observe(self) -> FrontWatch:
+        self.watch = FrontWatch(self.directory, self.records)
+        return self.watch
+
+    async def _recover(self) -> None:
+        await self._all_up()
+
+    # ------------------------------------------------------------------ one kill
+
+    async def _kill(self, what: str, state: ModelState | None, target: Target) -> Kill:
+        what_for = "no pod had a request"
+        streams, pod = await self._wait(self._busiest, SEEN_DEADLINE_S, "drill.idle", what_for)
+        kill = Kill(what, pod="" if what == FRONT else pod, result="did not come back")
+        kill.streams = streams
+        directory = self.directory / kill.pod
+        if what in (POD, STOPPED_POD):
+            await self._hit_pod(kill)
+        elif what == LEAVE:
+            await self._replace_pod(kill)
+        elif what in (*PARTS, FRONT):
+            with ExitStack() as stack:
+                part = GATEWAY if what == FRONT else what
+                found = await find_part(directory, part, stack)
+                assert found is not None  # not in a pool
+                self.records.kills.append(kill)
+                await kill_part(found, kill)
+                if what != FRONT:
+                    await wait_back(directory, found, kill, self._say, self._plan.stretch)
+        else:
+            await self._hit_engine(kill, directory)
+        await self.watch.look()  # what it knows may be older than the kill
+        await self._all_up()
+        kill.back_ms = clock.now_ms()
+        await self._answers()
+        pauses = pauses_at_pod(kill, self.records)
+        most = f", at most {duration(max(pauses))}" if pauses else ""
+        kill.result = f"{len(pauses)} streams paused{most}"
+        return kill
+
+    async def _busiest(self) -> tuple[int, str] | str:
+        """The pod with the most streams."""
+        await self.watch.look()
+        found = max((int(each["streams"]), name) for name, each in self.watch.pods.items())
+        return found if found[0] else "all are idle"
+
+    async def _hit_pod(self, kill: Kill) -> None:
+        """SIGKILL all of it, and wait for its next life; or stop it until its streams are gone."""
+        restarts, pid = self.fleet_runner.restarts()[kill.pod], self.fleet_runner.pids()[kill.pod]
+        with ExitStack() as stack:
+            pids = [pid, *descendants(pid)]
+            held = HeldPart(kill.target, tuple(stack.enter_context(hold(p, POD)) for p in pids))
+            self.records.kills.append(kill)
+            if kill.target == POD:
+                await kill_part(held, kill)
+                look = self._restarted(kill.pod, restarts)
+                what = f"{kill.pod} was not started again"
+                await self._wait(look, BACK_DEADLINE_S, "drill.no_part", what)
+                return
+            kill.killed_ms = clock.now_ms()
+            try:
+                signal_all(held.pidfds, signal.SIGSTOP)
+                await self._wait(
+                    *(self._silent(kill.pod), SEEN_DEADLINE_S, "drill.not_silent"),
+                    f"the front did not notice that {kill.pod} is stopped",
+                )
+                await asyncio.sleep(STOPPED_S)
+            finally:
+                signal_all(held.pidfds, signal.SIGCONT)
+
+    def _restarted(self, pod: str, restarts: int) -> Callable[[], Any]:
+        async def look() -> str | None:
+            is_new = self.fleet_runner.restarts()[pod] > restarts
+            return None if is_new else "its runner has not noticed"
+
+        return look
+
+    def _silent(self, pod: str) -> Callable[[], Any]:
+        async def look() -> str | None:
+            state = self.watch.state(pod)
+            return None if state == SILENT else f"it is {state}"
+
+        return look
+
+    async def _replace_pod(self, kill: Kill) -> None:
+        """As a rollout does: the pod is told to leave, then to stop, and started anew."""
+        self.records.kills.append(kill)
+        kill.killed_ms = clock.now_ms()
+        command = (*program("gateway"), "leave", f"--within={LEAVE_WITHIN_S:g}s")
+        leaving = await asyncio.create_subprocess_exec(
+            *(*command, f"--dir={self.directory / kill.pod}"), stdout=DEVNULL, stderr=PIPE
+        )
+        _, said = await leaving.communicate()
+        if leaving.returncode:
+            raise UnderstudyError(
+                "drill.no_leave", f"`gateway leave` of {kill.pod} failed: {said.decode()[-200:]}"
+            )
+        await self.fleet_runner.replace(self.fleet_runner.container(kill.pod))
+
+    async def _hit_engine(self, kill: Kill, directory: Path) -> None:
+        """A process of the active engine: its standby takes over in the same pod."""
+        whole = await wait_whole(directory, self._say)
+        kill.engine, kill.old_token = whole.engine, whole.token
+        part = next(each for each in engine_parts(directory) if each.name == whole.engine)
+        self.records.kills.append(kill)
+        await strike(part.path, int((await status_of(part)).get("pid") or 0), kill)
+
+        async def look() -> str | None:
+            now = await wait_whole(directory, self._say)
+            return None if now.token > whole.token else "no engine took over"
+
+        failed = f"no engine took over from {whole.engine} of {kill.pod}"
+        await self._wait(look, BACK_DEADLINE_S, "drill.no_takeover", failed)
