@@ -1,8 +1,8 @@
 """The `gateway` command: `serve`, `status`, `events`, `replace`.
 
-The text of a status has at most 15 lines. It owns words and lines, no facts. A gateway has nothing
-on disk but its lock file, since its state is its connections: of one that does not answer, the
-process and what follows for clients are known.
+The text of a status has at most 15 lines, that of a front with many pods a few more. It owns words
+and lines, no facts. A gateway has nothing on disk but its lock file, since its state is its
+connections: of one that does not answer, the process and what follows for clients are known.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 import click
 
+from gateway.front_text import history, is_front, pods_line, pods_table
 from gateway.messages import CONTROL, ReplaceMsg, ReplacingMsg
 from gateway.server.settings import DIR, OPTIONS, GatewaySettings, settle
 from plumbing.errors import UnderstudyError, UnreachableError, WaitTimeoutError
@@ -172,22 +173,38 @@ def _lines(document: Document) -> Iterator[tuple[str, str]]:
     now = datetime.now(UTC)
     yield "gateway", f"pid {document['pid']}  since {document['since']}  {document['dir']}"
     yield "service", _service(document, now)
+    yield from _front(document, now) if is_front(document) else _behind(document)
+    yield "requests", _load(document["load"])
+    held = size(document["load"]["memory_bytes"])
+    yield "memory", f"{held} of {size(document['memory_bytes_max'])} for journals, bodies, answers"
+    yield "totals", _totals(document)
+    stop = document["stop"]
+    kind = f"; class {stop['class']}" if stop["class"] else ""
+    yield "stop", f"streams get {duration(stop['drain_ms'])}{kind}"
+    if (server := document.get("lock_server")) is not None:
+        how, then = ("", "") if server["connected"] else ("not ", "; a takeover waits for it")
+        yield "lock", f"server {how}connected for {since(server['since'], now)}{then}"
+    yield from _problems(document)
+
+
+def _front(document: Document, now: datetime) -> Iterator[tuple[str, str]]:
+    yield "pods", pods_line(document)
+    yield from (("", line) for line in pods_table(document, now))
+    yield "fleet", history(document)
+
+
+def _behind(document: Document) -> Iterator[tuple[str, str]]:
+    """What is behind a gateway of one pod."""
     if document["predecessor"] is not None:
         yield "", f"pid {document['predecessor']}, which it replaced, finishes its requests"
     if document["pool"] is None:
         yield "engine", _engine(document)
     else:
         yield "models", models_line(document["pool"]["models"])
-    yield "requests", _load(document["load"])
-    held = size(document["load"]["memory_bytes"])
-    yield "memory", f"{held} of {size(document['memory_bytes_max'])} for journals, bodies, answers"
-    yield "totals", _totals(document)
-    stop, server = document["stop"], document["lock_server"]
-    kind = f"; class {stop['class']}" if stop["class"] else ""
-    yield "stop", f"streams get {duration(stop['drain_ms'])}{kind}"
-    how, then = ("", "") if server["connected"] else ("not ", "; a takeover waits for it")
-    yield "lock", f"server {how}connected for {since(server['since'], now)}{then}"
-    yield from _problems(document)
+    if (hop := document["hop"]) is not None:
+        leaves = hop["leaving_ms"]
+        leaving = f"; leaving, {duration(leaves)} left" if leaves is not None else ""
+        yield "fronts", f"{hop['fronts']} connected to {hop['address']} as {hop['pod']}{leaving}"
 
 
 def _service(document: Document, now: datetime) -> str:

@@ -124,11 +124,8 @@ class OfflineGateway(Schema):
     problems: Annotated[list[str], "what follows, and what to do"]
 
 
-class GatewayStatus(Schema):
-    """What does the gateway accept, where do requests go, and what waits?
-
-    Without its directory: [errors](#errors).
-    """
+class GatewayDocument(Schema):
+    """What the documents of a gateway and of a front share."""
 
     schema: Annotated[int, "1"]
     online: Annotated[bool, "true"]
@@ -142,9 +139,32 @@ class GatewayStatus(Schema):
     since: Annotated[Time, "when it started"]
     for_ms: Annotated[float, "time since then"]
     stopping: Annotated[bool, "it drains before its end, or every engine was told to end"]
-    stop: GatewayStop
     accepting_since: Annotated[Time | None, "since when it does"]
+    load: GatewayLoad
+    memory_bytes_max: Annotated[
+        int,
+        "the limit of that, half of `--memory-bytes` beside a predecessor; requests beyond it"
+        " cannot be continued",
+    ]
+    totals: GatewayTotal
     service: GatewayService
+    stop: GatewayStop
+
+
+class GatewayHop(Schema):
+    address: Annotated[str, "where fronts connect (`--hop`)"]
+    pod: Annotated[str, "the pod's name in reports to fronts"]
+    fronts: Annotated[int, "fronts that it reports to"]
+    connections: Annotated[int, "connections of fronts"]
+    leaving_ms: Annotated[float | None, "time left to a pod that leaves; null: it does not"]
+
+
+class GatewayStatus(GatewayDocument):
+    """What does the gateway accept, where do requests go, and what waits?
+
+    Without its directory: [errors](#errors).
+    """
+
     predecessor: Annotated[
         int | None, "the gateway that this one has replaced and that still finishes its requests"
     ]
@@ -155,13 +175,39 @@ class GatewayStatus(Schema):
     pool: Annotated[
         GatewayPool | None, "the [pool](gateway.md#models-of-a-pool); null without a pool file"
     ]
-    load: GatewayLoad
-    memory_bytes_max: Annotated[
-        int,
-        "the limit of that, half of `--memory-bytes` beside a predecessor; requests beyond it"
-        " cannot be continued",
-    ]
-    totals: GatewayTotal
+    hop: Annotated[GatewayHop | None, "of a pod in a fleet; null without `--hop`"]
+
+
+class FrontPodModel(Schema):
+    engine: Annotated[str | None, "the engine that serves it; null: none"]
+    tier: Annotated[str, "how near it is to serving, `awake` to `cold`"]
+    in_flight: Annotated[int, "requests that the engine has, of all fronts"]
+    waiting: Annotated[int, "requests that wait in the pod"]
+    room: Annotated[int, "further requests that it takes"]
+
+
+class FrontPod(Schema):
+    address: Annotated[str, "where its gateway serves fronts"]
+    pod: Annotated[str | None, "its name; null until it has reported"]
+    state: Annotated[str, "`unknown`, `ready`, `no_engine`, `leaving`, `silent` or `gone`"]
+    since: Annotated[Time, "since when"]
+    for_ms: Annotated[float, "time since then"]
+    heard_for_ms: Annotated[float | None, "time since its last report; null: none yet"]
+    leaving_ms: Annotated[float | None, "time that it had left then; null: it does not leave"]
+    is_named: Annotated[bool, "a name leads to it now"]
+    resumes: Annotated[bool, "false: a replay differed there, so it resumes no stream for a while"]
+    streams: Annotated[int, "requests of this front that it has"]
+    models: Annotated[dict[str, FrontPodModel], "by each name that a request may give"]
+    problem: Annotated[str | None, "why it cannot be reached"]
+
+
+class FrontStatus(GatewayDocument):
+    """Which pods does the front know, what do they have, and what became of their streams?"""
+
+    pods: list[FrontPod]
+    losses: Annotated[dict[str, int], "lost pods, by cause: `gone`, `restarted`, `silent`"]
+    moves: Annotated[dict[str, int], "streams that went on at another pod, by cause"]
+    choices: Annotated[dict[str, int], "requests by why they got their pod"]
 
 
 class ReplaceDocument(Schema):

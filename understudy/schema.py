@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from engine.schema import DrainDocument, EngineDocument
-from gateway.schema import GatewayStatus, OfflineGateway, ReplaceDocument
+from gateway.schema import FrontStatus, GatewayStatus, OfflineGateway, ReplaceDocument
 from gms.schema import (
     DeviceStatus,
     DropDocument,
@@ -63,6 +63,16 @@ class PodStatus(Schema):
     pool: Annotated[PoolStatus | Unreachable | None, "null in a pod without a pool file"]
     gms: Annotated[list[DeviceStatus | Unreachable], "every device that has a socket"]
     engines: Annotated[list[EngineDocument | Unreachable], "every engine that has a socket"]
+
+
+class FrontView(Schema):
+    """The same in the directory of a front, which has no pod of its own."""
+
+    schema: Annotated[int, "1"]
+    dir: Annotated[str, "the front's directory"]
+    state: Annotated[str, "`healthy`, `degraded` (see `problems`) or `down` (no pod is ready)"]
+    problems: Annotated[list[str], "why the fleet is not healthy, for operators"]
+    front: Annotated[FrontStatus, "the front"]
 
 
 class GoalEngine(Schema):
@@ -124,6 +134,7 @@ ORDERS = "pool load, pool sleep, pool unload, pool pin, pool unpin, pool reset, 
 DOCUMENTS: dict[str, type[Schema]] = {
     "Errors": ErrorDocument,
     "understudy status": PodStatus,
+    "understudy status of a front": FrontView,
     "No answer": Unreachable,
     EVENTS: EventRecord,
     "understudy doctor": DoctorDocument,
@@ -134,6 +145,7 @@ DOCUMENTS: dict[str, type[Schema]] = {
     "lockserver status, /status of the lock server": LockserverStatus,
     "lockserver switchover": SwitchoverDocument,
     "gateway status, /status of the gateway": GatewayStatus,
+    "gateway status of a front": FrontStatus,
     "gateway status without a gateway": OfflineGateway,
     "gateway replace": ReplaceDocument,
     "pool status, /status of the pool": PoolStatus,

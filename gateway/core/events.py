@@ -342,12 +342,15 @@ class SuspectFound(GatewayRecord, frozen=True):
     deaths: int
 
 
-class PodLost(GatewayRecord, frozen=True):
-    """All answers that this pod had under way broke off."""
+class PodChanged(GatewayRecord, frozen=True):
+    """The state of a pod is another one (`pods.PodState`). `cause`: not "" if all answers that it
+    had under way broke off: `gone`, `restarted` (another incarnation is there), `silent`."""
 
     pod: str
     address: str
-    cause: str  # `gone`, `restarted` (another incarnation), `silent`
+    old: str
+    state: str
+    cause: str = ""
 
 
 class ReplayDiffered(GatewayRecord, frozen=True):

@@ -37,6 +37,7 @@ from gateway.core.pods import (
     FORGET_MS,
     GONE_MS,
     SUSPENDED_MS,
+    Choice,
     Place,
     Pod,
     PodState,
@@ -54,6 +55,8 @@ AGAIN_MAX = 2  # at the same pod, after a break
 BREAKS_MAX = 8
 MOVES_MAX = 4  # streams that come from pods that leave, at one pod at once
 STALL_MS = 200.0  # this process did not run for so long: nobody was silent meanwhile
+LOSSES = ("gone", "restarted", "silent")
+MOVES = ("gone", "no_engine", "silent", "leaving", "differed", "refused")
 MOVABLE = (RequestState.SENT, RequestState.ANSWERING, RequestState.STREAMING)
 # A request that was sent once and may not be sent again stays where it is.
 
@@ -78,11 +81,15 @@ class Sent:
     era: str
     broke_ms: float = 0.0
     breaks: int = 0  # there, in a row
-    leaves: bool = False  # it is to go elsewhere
+    leaves: str = ""  # the cause for which it is to go elsewhere
     refused_by: set[str] = field(default_factory=set)  # addresses, since the last answer
     differed: bool = False  # a replay was another one
     # Engines of silent pods, that may have died of it unseen.
     unsure: list[EngineLife] = field(default_factory=list)
+
+    @property
+    def engine(self) -> EngineLife:
+        return EngineLife(self.pod, self.incarnation, self.token, self.era)
 
     def is_of_another(self, model: PodModel) -> bool:
         """Whether another engine is there now, or another life of the same one."""
@@ -102,13 +109,14 @@ class Fleet(Gateway):
         self.fleet_rules = fleet_rules
         self.take = self.shared.take
         self.pods: dict[str, Pod] = {}  # by address
-        self.losses: Counter[str] = Counter()  # pods, by cause
-        self.moves: Counter[str] = Counter()  # streams, by cause
+        self.losses: Counter[str] = Counter()  # of pods, by cause (`LOSSES`)
+        self.moves: Counter[str] = Counter()  # of streams to another pod, by cause (`MOVES`)
+        self.choices: Counter[Choice] = Counter()  # of a pod for a request
         self._sent: dict[int, Sent] = {}  # by request
         self._asked: dict[int, tuple[str, bytes]] = {}  # model and key of each request
 
     def handle(self, event: GatewayEvent, now_ms: float) -> Sequence[GatewayEffect]:
-        if not self.requests:
+        if not self.pods:
             self._ticked_ms = now_ms  # nobody has looked at the time
         return super().handle(event, now_ms)
 
@@ -133,7 +141,7 @@ class Fleet(Gateway):
     @property
     def needs_ticks(self) -> bool:
         """Whether anything waits for time to pass: a pod may fall silent at any time."""
-        return bool(self.requests) or any(pod.broke_ms is not None for pod in self.pods.values())
+        return bool(self.pods or self.requests)
 
     def demand(self, now_ms: float) -> dict[str, ModelDemand]:
         return {}
@@ -143,6 +151,15 @@ class Fleet(Gateway):
 
     def attempt(self, number: int) -> Attempt:
         return self.attempts[number]
+
+    def _note(self, pod: Pod, cause: str = "") -> None:
+        """Record a state that is another one, and every loss."""
+        state, old = self.state(pod), pod.shown
+        if state is not old:
+            pod.shown, pod.shown_since_ms = state, self._now_ms
+        elif not cause:
+            return
+        self.outbox.append(ev.PodChanged(pod.name, pod.address, old, state, cause))
 
     # ------------------------------------------------------------------ whose turn it is, and where
 
@@ -158,14 +175,14 @@ class Fleet(Gateway):
             if place is None:
                 request.not_before_ms = self._now_ms + ASIDE_MS
                 self.queue.add(request)
-            elif request.body_bytes > (limit := place[0].hello(place[1]).body_bytes_max):
+            elif request.body_bytes > (limit := place.pod.hello(place.model).body_bytes_max):
                 sizes = {"size": request.body_bytes, "limit": limit}
                 self.fail(request, failure("gateway.body_too_large", **sizes))
             else:
                 self._send_to(request, *place)
         self._is_busy = False
 
-    def _send_to(self, request: ClientRequest, pod: Pod, model: PodModel) -> None:
+    def _send_to(self, request: ClientRequest, pod: Pod, model: PodModel, by: Choice) -> None:
         name, _ = self._asked[request.number]
         old = self._sent.get(request.number)
         new = Sent(pod, pod.incarnation, name, model.token, model.era)
@@ -179,8 +196,17 @@ class Fleet(Gateway):
             if request.number not in self.requests or request.is_suspect:
                 return  # another turn
         self._sent[request.number] = new
+        self.choices[by] += 1
+        if old is not None and old.pod is not pod and request.state is RequestState.PARKED:
+            self.moves[self._why_moved(old)] += 1
         pod.sent[name] += 1
         self.send(request, pod.incarnation, pod.hello(model), self._now_ms)
+
+    def _why_moved(self, old: Sent) -> str:
+        if old.leaves or old.refused_by:
+            return old.leaves or "refused"
+        is_gone = old.pod.is_gone or old.pod.incarnation != old.incarnation
+        return "gone" if is_gone else "no_engine"
 
     def _place_for(self, request: ClientRequest) -> Place | None:
         """Where it goes now; None: it waits."""
@@ -189,11 +215,11 @@ class Fleet(Gateway):
         places = list(self._places(request, name))
         if sent is None:
             return choose(places, name, key if self.fleet_rules.uses_keys else b"")
-        here = [each for each in places if each[0] is sent.pod]
+        here = [each for each in places if each.pod is sent.pod]
         others = [
             each
             for each in places
-            if each[0] is not sent.pod and each[0].address not in sent.refused_by
+            if each.pod is not sent.pod and each.pod.address not in sent.refused_by
         ]
         found = choose(others, name, key if self.fleet_rules.uses_keys else b"")
         stays = not sent.leaves and sent.pod.incarnation == sent.incarnation
@@ -201,7 +227,7 @@ class Fleet(Gateway):
             since_ms = self._now_ms - sent.broke_ms
             if not here:  # it has no engine, or is about to be gone
                 return found if since_ms >= NO_ENGINE_MS else None
-            is_newer = sent.is_of_another(here[0][1])
+            is_newer = sent.is_of_another(here[0].model)
             return here[0] if is_newer or since_ms >= NEWER_GRANT_MS else None
         if found is not None:
             return found
@@ -222,7 +248,7 @@ class Fleet(Gateway):
                 continue
             if is_parked and self._now_ms < pod.suspended_ms:
                 continue
-            yield pod, model
+            yield Place(pod, model)
 
     # ------------------------------------------------------------------ breaks and refusals
 
@@ -246,14 +272,15 @@ class Fleet(Gateway):
         was_busy, self._is_busy = self._is_busy, True
         super().refused(attempt, now_ms)
         self._is_busy = was_busy
-        if any(p.address not in sent.refused_by for p, _ in self._places(request, sent.model)):
+        places = self._places(request, sent.model)
+        if any(each.pod.address not in sent.refused_by for each in places):
             request.not_before_ms = now_ms
         self.look()
 
-    def broke(self, attempt: Attempt, cause: BreakCause, now_ms: float) -> None:
+    def broke(self, attempt: Attempt, cause: BreakCause, now_ms: float, leaves: str = "") -> None:
+        """`leaves`: with `MOVED`, why it is to go elsewhere."""
         request, sent = attempt.owner, self._sent[attempt.request]
-        sent.broke_ms = now_ms
-        sent.leaves = cause is BreakCause.MOVED
+        sent.broke_ms, sent.leaves = now_ms, leaves
         sent.breaks += cause not in (BreakCause.HANDED_OVER, BreakCause.MOVED)
         was_busy, self._is_busy = self._is_busy, True
         super().broke(attempt, cause, now_ms)
@@ -263,14 +290,17 @@ class Fleet(Gateway):
             if request.is_inside and model is not None and sent.is_of_another(model):
                 self._is_dead_of(request, now_ms)  # as its pod has reported already
         elif self.state(sent.pod) is PodState.SILENT:
-            sent.unsure.append(EngineLife(sent.pod, sent.incarnation, sent.token, sent.era))
+            sent.unsure.append(sent.engine)
         self._is_busy = was_busy
         self.look()
 
     def _settle(self, request: ClientRequest, sent: Sent, now_ms: float) -> None:
         """Charge the engines of pods that fell silent under this request, unless they live."""
         unsure, sent.unsure = sent.unsure, []
+        last = sent.engine
         for engine in unsure:
+            if engine == last:  # charged as the one that has just broken off
+                continue
             model = engine.pod.model(sent.model)
             is_there = engine.pod.incarnation == engine.incarnation and model is not None
             lives = is_there and self.state(engine.pod) not in (PodState.SILENT, PodState.GONE)
@@ -300,7 +330,7 @@ class Fleet(Gateway):
             super().mismatched(request, why)
             return
         sent.differed = True
-        self.broke(attempt, BreakCause.MOVED, self._now_ms)
+        self.broke(attempt, BreakCause.MOVED, self._now_ms, "differed")
 
     def _forget(self, request: ClientRequest, ending: ev.Ending, code: str) -> None:
         self._sent.pop(request.number, None)
@@ -316,8 +346,6 @@ class Fleet(Gateway):
                 return
             pod = self.pods[event.address] = Pod(event.address, now_ms)
         pod.is_named = event.is_named
-        if event.is_named and pod.is_gone:  # perhaps another one is there
-            pod.heard_ms = now_ms
         self._forget_gone()
 
     def _heard(self, event: ev.PodHeard, now_ms: float) -> None:
@@ -336,6 +364,7 @@ class Fleet(Gateway):
         pod.sent.clear()
         if old is not None and old.incarnation == report.incarnation:
             self._charge(pod, old.models, report.models, now_ms)
+        self._note(pod)
         self._look_at_aside(now_ms)
 
     def _broken(self, event: ev.PodBroke, now_ms: float) -> None:
@@ -347,7 +376,6 @@ class Fleet(Gateway):
             pod.broke_ms = now_ms
         if event.is_refused:
             self._lose(pod, "gone", now_ms)
-            pod.is_gone, pod.broke_ms = True, None
 
     def _charge(
         self,
@@ -379,8 +407,9 @@ class Fleet(Gateway):
 
     def _lose(self, pod: Pod, cause: str, now_ms: float) -> None:
         """Nothing that this incarnation says reaches anybody any more."""
+        pod.is_gone, pod.broke_ms = cause != "restarted", None
         self.losses[cause] += 1
-        self.outbox.append(ev.PodLost(pod.name, pod.address, cause))
+        self._note(pod, cause)
         for attempt in list(self.attempts.values()):
             if attempt.engine == pod.address and attempt.token == pod.incarnation:
                 self.broke(attempt, BreakCause.POD_LOST, now_ms)
@@ -431,12 +460,11 @@ class Fleet(Gateway):
             return
         if pod.broke_ms is not None and now_ms - pod.broke_ms >= GONE_MS:
             self._lose(pod, "gone", now_ms)
-            pod.is_gone, pod.broke_ms = True, None
             return
         if not pod.is_named and now_ms - pod.heard_ms >= FORGET_MS:
-            pod.is_gone = True
             self._lose(pod, "silent", now_ms)
             return
+        self._note(pod)
         state = self.state(pod)
         if state in (PodState.SILENT, PodState.LEAVING):
             self._empty(pod, state, now_ms)
@@ -458,8 +486,7 @@ class Fleet(Gateway):
             request_places = self._places_elsewhere(request, name, pod, moving)
             if choose(request_places, name, key if self.fleet_rules.uses_keys else b"") is None:
                 return
-            self.moves[str(state)] += 1
-            self.broke(attempt, BreakCause.MOVED, now_ms)
+            self.broke(attempt, BreakCause.MOVED, now_ms, str(state))
             was_busy, self._is_busy = self._is_busy, False
             self.look()
             self._is_busy = was_busy
@@ -471,10 +498,10 @@ class Fleet(Gateway):
     ) -> list[Place]:
         found = []
         for place in self._places(request, name):
-            if place[0] is pod or moving[place[0].address] >= MOVES_MAX:
+            if place.pod is pod or moving[place.pod.address] >= MOVES_MAX:
                 continue
             is_begun = request.state is RequestState.STREAMING
-            if is_begun and not can_continue(place[1], request.continuation_id):
+            if is_begun and not can_continue(place.model, request.continuation_id):
                 continue
             found.append(place)
         return found

@@ -23,9 +23,10 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from enum import StrEnum
 from hashlib import blake2b
+from typing import NamedTuple
 
 from plumbing.gateway_protocol import Continuation, Hello, PodModel, PodReport
 
@@ -34,7 +35,6 @@ FORGET_MS = 60_000.0  # a silent pod that no name leads to any more is gone then
 SILENT_MS = 1_000.0  # four reports
 SUSPENDED_MS = 600_000.0  # a pod whose replay was another one gets no resumes for so long
 LOAD_FACTOR = 1.25  # of the mean load, and one more
-NO_KEY = b""
 # The nearest first; what is not known here is as far away as can be.
 TIERS = ("awake", "waking", "warm", "offloaded", "cold")
 
@@ -61,6 +61,7 @@ class Pod:
         self.suspended_ms = 0.0  # until then it gets no resumes
         self.sent: Counter[str] = Counter()  # since its last report, by model
         self.leaving_since_ms: float | None = None
+        self.shown, self.shown_since_ms = PodState.UNKNOWN, now_ms  # its state, as last recorded
 
     @property
     def incarnation(self) -> int:
@@ -120,16 +121,30 @@ def can_continue(model: PodModel, continuation_id: str) -> bool:
     return is_kept and model.continuation_id == continuation_id
 
 
-Place = tuple[Pod, PodModel]
+class Choice(StrEnum):
+    """Why a request goes to its pod."""
+
+    AGAIN = "again"  # it was there before
+    PREFIX = "prefix"  # the first in the order of its key
+    BOUND = "bound"  # a later one, because those before have too much load
+    LOAD = "load"  # the less loaded of two
+
+
+class Place(NamedTuple):
+    """Where a request could go."""
+
+    pod: Pod
+    model: PodModel
+    by: Choice = Choice.AGAIN
 
 
 def choose(places: Sequence[Place], name: str, key: bytes) -> Place | None:
     """The one of `places` that gets a request for the model `name`."""
     for tier in (*TIERS, ""):
-        same = [each for each in places if _tier(each[1]) == tier]
-        free = [each for each in same if each[0].room(name, each[1]) > 0]
+        same = [each for each in places if _tier(each.model) == tier]
+        free = [each for each in same if each.pod.room(name, each.model) > 0]
         if free:
-            return _by_key(free, name, key) if key else _by_load(free, name, random.sample)
+            return _by_key(free, name, key) if key else _by_load(free, name)
     return None  # all are full: it waits here, where it can be sent anywhere
 
 
@@ -138,27 +153,17 @@ def _tier(model: PodModel) -> str:
 
 
 def _by_key(places: Sequence[Place], name: str, key: bytes) -> Place:
-    loads = [pod.load(name, model) for pod, model in places]
+    order = sorted(places, key=lambda each: _weight(key, each.pod.name), reverse=True)
+    loads = [pod.load(name, model) for pod, model, _ in order]
     bound = LOAD_FACTOR * (sum(loads) + 1) / len(loads) + 1
-    order = sorted(
-        zip(places, loads, strict=True),
-        key=lambda each: _weight(key, each[0][0].name),
-        reverse=True,
-    )
-    return next((place for place, load in order if load <= bound), order[0][0])
+    place = next(i for i, load in enumerate(loads) if load <= bound)  # the least loaded is below it
+    return order[place]._replace(by=Choice.BOUND if place else Choice.PREFIX)
 
 
-def _by_load(
-    places: Sequence[Place], name: str, sample: Callable[[Sequence[Place], int], list[Place]]
-) -> Place:
-    """The less loaded of two."""
-    two = sample(places, min(2, len(places)))
-    return min(two, key=lambda each: each[0].load(name, each[1]))
+def _by_load(places: Sequence[Place], name: str) -> Place:
+    two = random.sample(places, min(2, len(places)))
+    return min(two, key=lambda each: each.pod.load(name, each.model))._replace(by=Choice.LOAD)
 
 
 def _weight(key: bytes, pod: str) -> bytes:
     return blake2b(pod.encode(), key=key[:64], digest_size=8).digest()
-
-
-def counts(pods: Iterable[Pod], now_ms: float, silent_ms: float) -> Counter[PodState]:
-    return Counter(each.state(now_ms, silent_ms) for each in pods)

@@ -18,11 +18,14 @@ from gateway.core.events import (
     ContinuationLost,
     Ending,
     GatewayRecord,
+    PodChanged,
+    ReplayDiffered,
     RequestEnded,
     StreamPaused,
     StreamResumed,
     SuspectFound,
 )
+from gateway.core.pods import PodState
 from gateway.server.requests import HttpRequest
 from gateway.server.tracing import RequestSpans
 from plumbing.gateway_protocol import Continuation
@@ -48,6 +51,9 @@ POOL_LIMITS = ("pool.queue_full", "pool.not_awake", "pool.busy", "pool.cut")
 # A pause is 20 ms with the reference engine, some hundred with vLLM, and a relaunch takes minutes.
 PAUSE_BUCKETS_S = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
 ADDED_BUCKETS_S = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.2, 1.0)
+
+
+BAD_STATES = (PodState.NO_ENGINE, PodState.SILENT, PodState.GONE)
 
 
 class HistogramTally:
@@ -105,9 +111,10 @@ class Accounts:
         self.models: Counter[tuple[str, PoolOutcome]] = Counter()  # of a pool
         self.tokens = 0  # delivered, each once
         self.replayed_tokens = 0  # at resumes; neither delivered nor counted again
-        self.paused = 0  # how often a stream was
+        self.paused: Counter[str] = Counter()  # how often a stream was, by cause
         self.resumed = 0
         self.continuations_lost = 0  # streams that could be continued at first, and no longer
+        self.replays_differed = 0  # of pods of a fleet
         self._tell_of = tell
         self._has_access_log = has_access_log
         self._spans = spans
@@ -122,7 +129,7 @@ class Accounts:
             self._spans.note(record)
         match record:
             case StreamPaused():
-                self.paused += 1
+                self.paused[record.cause.value] += 1
                 self._paused.append(record)
             case StreamResumed():
                 self.resumed += 1
@@ -141,12 +148,34 @@ class Accounts:
                     request=record.request,
                     deaths=record.deaths,
                 )
+            case PodChanged():
+                self._pod_changed(record)
+            case ReplayDiffered():
+                self.replays_differed += 1
+                self._tell(
+                    "replay_differed",
+                    f"{record.pod} replayed another answer ({record.why}), with equal weights and"
+                    " settings by its continuation id; it resumes no stream for ten minutes",
+                    "error",
+                    request=record.request,
+                    pod=record.pod,
+                )
             case RequestEnded():
                 self.tokens += record.tokens
                 if record.code in POOL_LIMITS:
                     self.limits[record.code] += 1
                 if record.ending is Ending.BROKEN:
                     self._broken[record.code] += 1
+
+    def _pod_changed(self, record: PodChanged) -> None:
+        where = f"{record.pod} at {record.address}"
+        message = f"{where} is {record.state}, was {record.old}"
+        if record.cause:
+            message = f"{where} is lost ({record.cause}): its streams go on at other pods"
+        is_bad = record.cause or record.state in BAD_STATES
+        data = {"pod": record.pod, "address": record.address, "cause": record.cause or None}
+        severity = "warning" if is_bad else "info"
+        self._tell("pod", message, severity, **data, state=record.state, old=record.old)
 
     def ended(self, request: HttpRequest, record: RequestEnded, now_ms: float) -> None:
         """`request` is over; the record was noted."""

@@ -7,179 +7,118 @@ them may stand before the same pods, and each keeps the journals of its own clie
 
 from __future__ import annotations
 
-import asyncio
-import gc
-import signal
 import socket
 from collections.abc import Coroutine
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from gateway import messages as msg
-from gateway.core.fleet import Fleet
+from gateway import schema as doc
+from gateway.core.fleet import LOSSES, MOVES, Fleet
+from gateway.core.pods import Choice, Pod
 from gateway.server.exchange import GatewayExchange
 from gateway.server.pods import PodLinks
+from gateway.server.program import GatewayProgram
 from gateway.server.settings import GatewaySettings
-from plumbing.errors import ProtocolError, UnderstudyError
-from plumbing.pod.observers import Observers
-from plumbing.pod.paths import gateway_socket
-from plumbing.service.clock import Clock, SystemClock
-from plumbing.service.events import EventLog
-from plumbing.service.http import HttpServer, Probe
-from plumbing.service.metrics import Metrics
-from plumbing.service.signals import SignalInbox
-from plumbing.wire.connection import Connection, Handler
-from plumbing.wire.fds import OwnedFd, close_all
-from plumbing.wire.messages import Message
-from plumbing.wire.server import Server
+from plumbing.errors import UnderstudyError
+from plumbing.service.clock import Clock, moment
+from plumbing.service.http import Probe
+from plumbing.wire.fds import OwnedFd
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+if TYPE_CHECKING:
+    from plumbing.service.metrics import Metrics
+
 BACKLOG = 4096
-SAME_ORDER_MS = 1_000.0
 
 
-class FrontServer(Handler):
+class FrontServer(GatewayProgram):
     """One front; see the head of this file."""
 
+    address = ""
+
     def __init__(self, settings: GatewaySettings, *, clock: Clock | None = None) -> None:
-        self.settings, self.clock = settings, clock or SystemClock()
-        self.started_ms = self.clock.now_ms()
-        self.log = EventLog("gateway", self.clock)
+        """Raises:
+        UsageError: the names of the pods, or a file, cannot be used.
+        """
+        super().__init__(settings, clock)
         self.fleet = Fleet(settings.rules, settings.fleet)
         self.exchange = GatewayExchange(settings, self.log.record, fleet=self.fleet)
-        self.pods = PodLinks(
-            *(settings.pods, settings.fleet_tls, settings.fleet.silent_ms),
-            self.exchange,
-            self.log,
-        )
-        self.is_stopping = False
-        self.address = ""
-        self._stopping_ms = 0.0
-        self._draining: asyncio.Task[None] | None = None
-        self._loop = asyncio.get_running_loop()
-        self._exit_code: asyncio.Future[int] = self._loop.create_future()
-        self.http = HttpServer(
-            settings.http_host,
-            settings.http_port,
-            probes={
-                "live": lambda: Probe(True, "running"),
-                "startup": lambda: Probe(True, "started"),
-                "ready": self.ready,
-            },
-            status=self.document,
-            metrics=Metrics,
-            events=self.log,
-            allowed_hosts=settings.allowed_hosts,
-        )
-        self.control = Server(
-            gateway_socket(settings.directory), msg.CONTROL, self, service="gateway"
-        )
-        self._observers = Observers(self.log, self.document)
+        how = settings.pods, settings.fleet_tls, settings.fleet.silent_ms
+        self.links = PodLinks(*how, self.exchange)
 
-    async def run(self) -> int:
-        """Serve until SIGTERM or SIGINT; 0."""
-        inbox = SignalInbox(SIGNALS)
-        tasks: list[asyncio.Task[None]] = []
-        try:
-            await self.control.start()
-            await self.http.start()
-            self._accept()
-            coroutines: list[Coroutine[Any, Any, None]] = [self.pods.run(), self._obey(inbox)]
-            tasks = [self._loop.create_task(each) for each in coroutines]
-            for task in tasks:
-                task.add_done_callback(self._failed)
-            gc.collect()
-            gc.freeze()
-            return await self._exit_code
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            self.exchange.close()
-            await self.control.close()
-            await self.http.stop()
-            inbox.close()
-
-    def _accept(self) -> None:
+    async def begin(self) -> list[Coroutine[Any, Any, None]]:
         assert self.settings.listen is not None
+        await self.control.start()  # first: it guards the directory
+        await self.http.start()
         host, port = self.settings.listen
         try:
             listening = socket.create_server((host, port), backlog=BACKLOG)
         except OSError as error:
             raise UnderstudyError(
-                "gateway.cannot_listen", f"cannot listen on {host}:{port}: {error}"
+                "gateway.cannot_listen", f"cannot listen on {host}:{port} (--listen): {error}"
             ) from error
         self.address = f"{host}:{listening.getsockname()[1]}"
         self.exchange.accept(OwnedFd(listening.detach()))
+        self.accepting_ms = self.clock.now_ms()
         self.log.record("gateway.accepting", f"accepts connections on {self.address}")
+        return [self.links.run()]
+
+    async def close(self) -> None:
+        await self.control.close()
+        await self.http.stop()
+
+    def make_metrics(self) -> Metrics:
+        from gateway.server.metrics import metrics_of_front
+
+        return metrics_of_front(self.exchange, self.fleet, lambda: self.ready().ok)
+
+    # ------------------------------------------------------------------ status
 
     def ready(self) -> Probe:
         """It accepts, and has heard a pod: a 503 that says why beats a refused connection."""
         if self.is_stopping:
             return Probe(False, "stopping")
-        heard = [pod for pod in self.fleet.pods.values() if pod.report is not None]
-        return Probe(bool(heard), "pods" if heard else "no_pod", {"why": self.fleet.waits_for})
+        has_heard = any(pod.report is not None for pod in self.fleet.pods.values())
+        reason = "pods" if has_heard else "no_pod"
+        return Probe(has_heard, reason, {"waits_for": self.fleet.waits_for or None})
 
-    def document(self) -> dict[str, Any]:
-        now_ms = self.exchange.now_ms()
-        silent_ms = self.settings.fleet.silent_ms
-        return {
-            "schema": 1,
-            "online": True,
-            "address": self.address,
-            "pods": [
-                {
-                    "address": pod.address,
-                    "name": pod.name,
-                    "state": str(pod.state(now_ms, silent_ms)),
-                    "streams": sum(
-                        each.engine == pod.address for each in self.fleet.attempts.values()
-                    ),
-                }
-                for pod in self.fleet.pods.values()
-            ],
-            "losses": dict(self.fleet.losses),
-            "moves": dict(self.fleet.moves),
-            "problems": [each for each in (self.pods.names.problem, self.exchange.problem) if each],
-        }
+    def status(self) -> doc.FrontStatus:
+        fleet = self.fleet
+        return doc.FrontStatus(
+            **self.common(),
+            service=doc.GatewayService(self.address, bool(self.settings.tls_cert)),
+            stop=doc.GatewayStop(self.settings.drain_ms, None),
+            pods=[self._pod(fleet.pods[each]) for each in sorted(fleet.pods)],
+            losses={each: fleet.losses[each] for each in LOSSES},
+            moves={each: fleet.moves[each] for each in MOVES},
+            choices={str(each): fleet.choices[each] for each in Choice},
+        )
 
-    # ------------------------------------------------------------------ the control socket
-
-    def closed(self, conn: Connection, reason: str) -> None:
-        self._observers.leave(conn)
-
-    def received(
-        self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
-    ) -> None:
-        close_all(fds)
-        match message:
-            case msg.StatusMsg():
-                conn.send(msg.StatusReplyMsg(self.document()), request_id)
-            case msg.WatchMsg():
-                self._observers.join(conn, message.since, request_id)
-            case _:
-                raise ProtocolError(
-                    "gateway.not_a_request", f"{message.TYPE} is not a request to a front"
+    def _pod(self, pod: Pod) -> doc.FrontPod:
+        now_ms, report = self.exchange.now_ms(), pod.report
+        models = {} if report is None else report.models
+        return doc.FrontPod(
+            address=pod.address,
+            pod=None if report is None else report.pod,
+            state=str(self.fleet.state(pod)),
+            **moment(pod.shown_since_ms, self.clock),
+            heard_for_ms=None if report is None else round(now_ms - pod.heard_ms),
+            leaving_ms=None if report is None else report.leaving_ms,
+            is_named=pod.is_named,
+            resumes=now_ms >= pod.suspended_ms,
+            streams=sum(each.engine == pod.address for each in self.fleet.attempts.values()),
+            models={
+                name: doc.FrontPodModel(
+                    *(model.engine or None, model.tier, model.in_flight, model.waiting),
+                    model.room,
                 )
+                for name, model in models.items()
+            },
+            problem=self.links.problems.get(pod.address),
+        )
 
-    # ------------------------------------------------------------------ stopping
-
-    async def _obey(self, inbox: SignalInbox) -> None:
-        while True:
-            signum = signal.Signals(await inbox.get())
-            now_ms = self.clock.now_ms()
-            if self.is_stopping and now_ms - self._stopping_ms < SAME_ORDER_MS:
-                continue
-            budget_ms = 0 if self.is_stopping else self.settings.drain_ms
-            self.log.record("gateway.stopping", f"{signum.name}: finishing what is in flight")
-            self.is_stopping, self._stopping_ms = True, now_ms
-            self._draining = self._loop.create_task(self._finish(budget_ms))
-
-    async def _finish(self, budget_ms: float) -> None:
-        await self.exchange.stop(budget_ms)
-        if not self._exit_code.done():
-            self._exit_code.set_result(0)
-
-    def _failed(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and not self._exit_code.done():
-            error = task.exception() or RuntimeError("a task of the front has ended")
-            self._exit_code.set_exception(error)
+    def problems(self) -> list[str | None]:
+        pods = self.fleet.pods
+        found = [
+            f"{pods[each].name} at {each}: {why}" if each in pods else f"{each}: {why}"
+            for each, why in sorted(self.links.problems.items())
+        ]
+        return [self.fleet.waits_for, self.links.problem, *found]

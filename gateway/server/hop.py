@@ -25,6 +25,7 @@ from gateway.core.answers import Failure
 from gateway.core.events import MAX_IN_FLIGHT
 from gateway.core.lanes import Lane
 from gateway.core.machine import Gateway
+from gateway.schema import GatewayHop
 from gateway.server.client import ClientConnection, ServiceListener
 from gateway.server.exchange import GatewayExchange
 from gateway.server.requests import NOT_PASSED_ON, HttpRequest, Intake
@@ -68,6 +69,8 @@ class HopDoor:
         self._leaving_ms = leaving_ms
         self._watching: set[ClientConnection] = set()
         self._said = b""
+        self._security: Security | None = None
+        self.address, self.port = "", 0
         self._listener: ServiceListener | None = None
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
@@ -83,7 +86,8 @@ class HopDoor:
         """
         listening = socket.create_server((host, port), backlog=BACKLOG)
         tls: ssl.SSLContext | None = None if security is None else security.server_context()
-        self.port = listening.getsockname()[1]
+        self._security, self.port = security, listening.getsockname()[1]
+        self.address = f"{host}:{self.port}"
         self._listener = ServiceListener(OwnedFd(listening.detach()), self, tls)
         self._tick()
 
@@ -98,6 +102,18 @@ class HopDoor:
             self._timer.cancel()
         for client in tuple(self.clients):
             client.abort()
+
+    @property
+    def problem(self) -> str | None:
+        """Why fronts cannot connect, or not with the certificates that are on disk."""
+        listener = None if self._listener is None else self._listener.problem
+        return listener or (None if self._security is None else self._security.problem)
+
+    def status(self) -> GatewayHop:
+        connections = len(self.clients)
+        return GatewayHop(
+            *(self.address, self.pod, len(self._watching), connections, self._leaving_ms())
+        )
 
     # ------------------------------------------------------------------ for connections
 

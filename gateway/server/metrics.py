@@ -7,14 +7,18 @@ The gateway imports this module once it accepts: Prometheus's library is an eigh
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
-from gateway.core.events import Ending
+from gateway.core.events import BreakCause, Ending
+from gateway.core.fleet import LOSSES, MOVES, Fleet
+from gateway.core.pods import Choice, PodState
 from gateway.server.accounts import LIMITS, POOL_LIMITS, HistogramTally, PoolOutcome
 from gateway.server.endpoints import counts_of
 from gateway.server.exchange import GatewayExchange
@@ -24,22 +28,15 @@ from plumbing.pod.messages import Tier
 from plumbing.service.metrics import PREFIX, Metrics
 
 
-def counters(
-    exchange: GatewayExchange, engine: GatewayEngineLink
-) -> Iterator[tuple[str, float, str]]:
+def counters(exchange: GatewayExchange) -> Iterator[tuple[str, float, str]]:
     """Names, values and what they are."""
-    accounts, goals = exchange.accounts, engine.goals
+    accounts = exchange.accounts
     replayed = "Tokens sent to engines to resume requests; clients already had them."
-    pauses = "Streams that were interrupted and waited for an engine."
     lost = "Streams that can no longer be continued, for lack of memory."
-    sleeps = "Times that the gateway put an engine to sleep because no request came."
     yield "delivered_tokens", accounts.tokens, "Tokens sent to clients, each counted once."
     yield "replayed_tokens", accounts.replayed_tokens, replayed
-    yield "pauses", accounts.paused, pauses
     yield "resumes", accounts.resumed, "Streams that were resumed after an interruption."
     yield "continuations_lost", accounts.continuations_lost, lost
-    yield "sleeps", goals[Tier.WARM], sleeps
-    yield "wakes", goals[Tier.AWAKE], "Times that the gateway woke an engine for a request."
 
 
 def gauges(exchange: GatewayExchange) -> Iterator[tuple[str, float, str]]:
@@ -69,54 +66,115 @@ def metrics_of(
     pool: GatewayPoolLink,
     is_ready: Callable[[], bool],
 ) -> Metrics:
-    """What is scraped."""
+    """What is scraped of a gateway."""
+    return _scraped(_OfGateway(exchange, is_ready, lock, engine, pool))
+
+
+def metrics_of_front(
+    exchange: GatewayExchange, fleet: Fleet, is_ready: Callable[[], bool]
+) -> Metrics:
+    """What is scraped of a front."""
+    return _scraped(_OfFront(exchange, is_ready, fleet))
+
+
+def _scraped(collected: Collector) -> Metrics:
     metrics = Metrics()
-    metrics.registry.register(_Collected(exchange, lock, engine, pool, is_ready))
+    metrics.registry.register(collected)
     return metrics
 
 
 @dataclass(frozen=True)
 class _Collected(Collector):
     exchange: GatewayExchange
-    lock: GatewayLockLink
-    engine: GatewayEngineLink
-    pool: GatewayPoolLink
     is_ready: Callable[[], bool]
+
+    @property
+    def has_pool(self) -> bool:
+        return False
 
     def collect(self) -> Iterator[Metric]:
         accounts = self.exchange.accounts
-        for name, value, text in counters(self.exchange, self.engine):
+        for name, value, text in counters(self.exchange):
             yield CounterMetricFamily(_name(name), text, value=value)
         for name, value, text in gauges(self.exchange):
             yield GaugeMetricFamily(_name(name), text, value=value)
         text = "1 while /ready is 200."
         yield GaugeMetricFamily(_name("ready"), text, value=self.is_ready())
-        text = "1 while the lock server is connected."
-        yield GaugeMetricFamily(_name("lock_server_connected"), text, value=self.lock.is_served)
-        text = "1 while requests wait because the engine that holds the lock sleeps."
-        is_shut = self.engine.core.door.is_shut
-        yield GaugeMetricFamily(_name("engine_resting"), text, value=is_shut)
+        text = "Streams that were interrupted and waited for an engine, by cause."
+        yield _by(accounts.paused, "pauses", text, "cause", map(str, BreakCause))
         yield _counters(
             _name("requests"),
             "Requests by how they ended, and by what a failover would have done to them.",
             {"outcome": map(str, Ending), "continuation": map(str, Continuation)},
             {(ending, str(each)): count for (ending, each), count in accounts.requests.items()},
         )
-        if self.pool.models:
-            yield from of_models(self.exchange, self.pool)
-        names = (*LIMITS, *(POOL_LIMITS if self.pool.models else ()))
-        yield _counters(
-            _name("limit_hits"),
-            "Number of times a limit was reached, by limit.",
-            {"limit": names},
-            {(limit,): count for limit, count in accounts.limits.items()},
-        )
+        names = (*LIMITS, *(POOL_LIMITS if self.has_pool else ()))
+        text = "Number of times a limit was reached, by limit."
+        yield _by(accounts.limits, "limit_hits", text, "limit", names)
         text = "How long streams paused, from the break to the first new token."
         yield _histogram("pause_seconds", text, accounts.pauses)
         text = "Time from a request, read whole, to its first byte sent to an engine that was free."
         yield _histogram("added_seconds", text, accounts.added)
+        yield from self.more()
+
+    def more(self) -> Iterator[Metric]:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class _OfGateway(_Collected):
+    lock: GatewayLockLink
+    engine: GatewayEngineLink
+    pool: GatewayPoolLink
+
+    @property
+    def has_pool(self) -> bool:
+        return bool(self.pool.models)
+
+    def more(self) -> Iterator[Metric]:
+        text, goals = "1 while the lock server is connected.", self.engine.goals
+        yield GaugeMetricFamily(_name("lock_server_connected"), text, value=self.lock.is_served)
+        text = "1 while requests wait because the engine that holds the lock sleeps."
+        is_shut = self.engine.core.door.is_shut
+        yield GaugeMetricFamily(_name("engine_resting"), text, value=is_shut)
+        text = "Times that the gateway put an engine to sleep because no request came."
+        yield CounterMetricFamily(_name("sleeps"), text, value=goals[Tier.WARM])
+        text = "Times that the gateway woke an engine for a request."
+        yield CounterMetricFamily(_name("wakes"), text, value=goals[Tier.AWAKE])
         text = "Time from a wake that the gateway requested until the engine is active."
         yield _histogram("wake_seconds", text, self.engine.wakes)
+        if self.has_pool:
+            yield from of_models(self.exchange, self.pool)
+
+
+@dataclass(frozen=True)
+class _OfFront(_Collected):
+    fleet: Fleet
+
+    def more(self) -> Iterator[Metric]:
+        fleet = self.fleet
+        text = "Pods that this front knows, by state."
+        family = GaugeMetricFamily(_name("pods"), text, labels=["state"])
+        states = Counter(map(fleet.state, fleet.pods.values()))
+        for state in PodState:
+            family.add_metric([state], states[state])
+        yield family
+        text = "Pods whose streams all broke off: gone, restarted, or silent for a minute."
+        yield _by(fleet.losses, "pod_losses", text, "cause", LOSSES)
+        text = "Streams that went on at another pod, by cause."
+        yield _by(fleet.moves, "moves", text, "cause", MOVES)
+        text = "Replays at another pod that were not what the client had, and were not sent."
+        differed = self.exchange.accounts.replays_differed
+        yield CounterMetricFamily(_name("replays_differed"), text, value=differed)
+        text = "Requests by why they got their pod: first by prefix, load bound, less load."
+        yield _by(fleet.choices, "choices", text, "by", Choice)
+
+
+def _by(
+    counts: Mapping[Any, int], name: str, text: str, label: str, known: Iterable[str]
+) -> CounterMetricFamily:
+    found: dict[tuple[str, ...], int] = {(str(each),): count for each, count in counts.items()}
+    return _counters(_name(name), text, {label: map(str, known)}, found)
 
 
 def of_models(exchange: GatewayExchange, pool: GatewayPoolLink) -> Iterator[Metric]:

@@ -25,7 +25,7 @@ from gateway.server.hop import POD, fleet_security
 from gateway.server.upstream import Upstream
 from plumbing.errors import UsageError
 from plumbing.gateway_protocol import VERSION, WATCH_PATH, PodReport
-from plumbing.service.events import EventLog
+from plumbing.wire.tcp import reason_of
 
 LOOK_UP_S = 1.0
 PODS_MAX = 256
@@ -93,9 +93,7 @@ class ReportsEnded(Exception):
 class PodLinks:
     """All connections of one front."""
 
-    def __init__(
-        self, names: str, tls: str, silent_ms: float, exchange: GatewayExchange, log: EventLog
-    ) -> None:
+    def __init__(self, names: str, tls: str, silent_ms: float, exchange: GatewayExchange) -> None:
         """Raises:
         UsageError: names or certificates cannot be used.
         """
@@ -103,12 +101,18 @@ class PodLinks:
         self._security = fleet_security(tls) if tls else None
         if self._security is not None:
             self._security.client_context()
-        self._exchange, self._log, self._silent_s = exchange, log, silent_ms / 1000
+        self._exchange, self._silent_s = exchange, silent_ms / 1000
         self._loop = asyncio.get_running_loop()
         self._watches: dict[Address, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
-        self.problems: dict[Address, str] = {}
+        self.problems: dict[str, str] = {}  # by address, as text
         exchange.connect_pod = self.connect
+
+    @property
+    def problem(self) -> str | None:
+        """Of the names, or of the certificates."""
+        tls = None if self._security is None else self._security.problem
+        return self.names.problem or tls
 
     @property
     def _fleet(self) -> Fleet:
@@ -139,7 +143,7 @@ class PodLinks:
                 self._exchange.handle(PodNamed(name, False))
             if name not in self._fleet.pods:  # gone, and nobody names it
                 self._watches.pop(address).cancel()
-                self.problems.pop(address, None)
+                self.problems.pop(text(address), None)
 
     # ------------------------------------------------------------------ reports
 
@@ -147,19 +151,23 @@ class PodLinks:
         """Only an end of the connection, or a refusal, says that the gateway there is gone. Silence
         says nothing: a new connection may be heard where the old one is not, after a partition or
         at an address that another pod has now."""
-        retry_s = 0.0
+        retry_s, name = 0.0, text(address)
         while True:
             is_refused = is_broken = False
             try:
                 await self._read_reports(address)
             except ReportsEnded as error:
-                self.problems[address], is_broken, retry_s = str(error), True, 0.0
+                self.problems[name], is_broken, retry_s = str(error), True, 0.0
             except (ConnectionRefusedError, ConnectionResetError) as error:
-                self.problems[address], is_broken, is_refused = str(error), True, True
-            except (OSError, ValueError, UsageError, asyncio.IncompleteReadError) as error:
-                self.problems[address] = str(error) or "it is silent"
+                self.problems[name], is_broken, is_refused = reason_of(error), True, True
+            except TimeoutError:
+                self.problems[name] = "it is silent"
+            except OSError as error:
+                self.problems[name] = reason_of(error)
+            except (ValueError, UsageError, asyncio.IncompleteReadError) as error:
+                self.problems[name] = str(error)
             if is_broken:
-                self._exchange.handle(PodBroke(text(address), is_refused))
+                self._exchange.handle(PodBroke(name, is_refused))
             await asyncio.sleep(retry_s)
             retry_s = min(RETRY_S_MAX, 2 * retry_s or RETRY_S)
 
@@ -188,7 +196,7 @@ class PodLinks:
                         f"it speaks version {report.version} of the hop, not {VERSION}"
                     )
                 has_reported = True
-                self.problems.pop(address, None)
+                self.problems.pop(text(address), None)
                 self._exchange.handle(PodHeard(text(address), report))
             raise ReportsEnded("it closed the connection")
         finally:
@@ -202,7 +210,7 @@ class PodLinks:
             raise
         except OSError as error:
             if has_reported:
-                raise ReportsEnded(str(error)) from error
+                raise ReportsEnded(reason_of(error)) from error
             raise
 
     def _tls(self) -> dict[str, Any]:

@@ -18,15 +18,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
-import gc
 import importlib
 import os
 import signal
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
-
-import msgspec
 
 from gateway import messages as msg
 from gateway import schema as doc
@@ -36,21 +32,16 @@ from gateway.server.endpoints import counts_of
 from gateway.server.exchange import GatewayExchange
 from gateway.server.hop import HopDoor, fleet_security
 from gateway.server.links import GatewayEngineLink, GatewayLockLink, GatewayPoolLink
+from gateway.server.program import GatewayProgram
 from gateway.server.settings import MANUAL, ON_REQUEST, GatewaySettings
 from lockserver.client.borrower import Stage
-from plumbing.errors import ProtocolError, UnderstudyError, UsageError, WaitTimeoutError
-from plumbing.pod.observers import Observers
-from plumbing.pod.paths import gateway_socket
-from plumbing.service.clock import Clock, SystemClock, moment
-from plumbing.service.events import EventLog
-from plumbing.service.http import HttpServer, Probe
+from plumbing.errors import UnderstudyError, UsageError, WaitTimeoutError
+from plumbing.service.clock import Clock, moment
+from plumbing.service.http import Probe
 from plumbing.service.init import SUCCEEDS_ENV
-from plumbing.service.notify import restarts
-from plumbing.service.signals import SignalInbox
-from plumbing.wire.connection import Connection, Handler
-from plumbing.wire.fds import OwnedFd, close_all
+from plumbing.wire.connection import Connection
+from plumbing.wire.fds import OwnedFd
 from plumbing.wire.messages import Message
-from plumbing.wire.server import Server
 from pool.core.events import ModelDemand
 
 if TYPE_CHECKING:
@@ -58,32 +49,23 @@ if TYPE_CHECKING:
 
 TICK_S = 0.1  # silence of an engine is measured in seconds
 COUNT_TICKS = 5  # between two looks at whether the engine may sleep
-SAME_ORDER_MS = 1_000.0  # a second signal sooner than this is the first one again
 FINISH_MS = 3_600_000.0  # a replaced gateway: a stream of an hour is rare, an endless one exists
 SUCCEED_S = 60.0  # a successor waits this long for the socket; the old gateway serves meanwhile
 OPEN_AGAIN_S = 0.02  # the old one closes its port in milliseconds, unless it hangs
-SCHEMA = 1  # of the status document
 UNHEARD_MS = 5_000.0  # a supervisor that is restarted listens again in less
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
-class GatewayServer(Handler):
-    """One gateway; see the head of this file. `accepting_ms`: since when; `predecessor`: the pid of
-    the gateway that this one replaces, while that lives."""
+class GatewayServer(GatewayProgram):
+    """One gateway; see the head of this file. `predecessor`: the pid of the gateway that this one
+    replaces, while that lives."""
 
-    accepting_ms = 0.0
-    is_stopping = False
     predecessor: int | None = None
 
     def __init__(self, settings: GatewaySettings, *, clock: Clock | None = None) -> None:
         """Raises:
         UsageError: a certificate, its key or the file of keys cannot be used.
         """
-        self.settings = settings
-        self.clock = clock or SystemClock()
-        self.started_ms = self.clock.now_ms()
-        self.log = EventLog("gateway", self.clock)
-        self._loop = asyncio.get_running_loop()
+        super().__init__(settings, clock)
         self.exchange = exchange = GatewayExchange(
             settings,
             self.log.record,
@@ -102,65 +84,21 @@ class GatewayServer(Handler):
             on_granted=self.engine.granted,
         )
         self.hop = self._make_hop()
-        self.http = HttpServer(
-            settings.http_host,
-            settings.http_port,
-            probes=probes(self),
-            status=lambda: document(self),
-            metrics=functools.cache(self._make_metrics),
-            events=self.log,
-            allowed_hosts=settings.allowed_hosts,
-        )
-        path = gateway_socket(settings.directory)
-        self.control = Server(path, msg.CONTROL, self, service="gateway")
-        self._observers = Observers(self.log, lambda: document(self))
-        self.troubles: list[Callable[[], str | None]] = [
-            lambda: self.http.problem,
-            lambda: self.control.problem,
-        ]
         self._turns: asyncio.Queue[Callable[[], Coroutine[Any, Any, None]]] = asyncio.Queue()
         self._is_open = False  # it has the control socket and the HTTP port
-        self._draining: asyncio.Task[None] | None = None
-        self._stopping_ms = 0.0
-        self._exit_code: asyncio.Future[int] = self._loop.create_future()
         # Set by an init that can replace this gateway; the pid of the one that it replaces.
         succeeds = os.environ.pop(SUCCEEDS_ENV, None)
         self.is_replaceable = succeeds is not None
         self._is_successor = bool(succeeds)
         self._watch_predecessor(int(succeeds or 0))
 
-    async def run(self) -> int:
-        """Serve until SIGTERM or SIGINT, or until a successor has taken over; 0.
-
-        Raises:
-            UnderstudyError: another gateway has the directory; the port is in use.
-            WaitTimeoutError: `gateway.no_socket`: a successor that got no socket.
-        """
-        inbox = SignalInbox(SIGNALS)
-        tasks: list[asyncio.Task[None]] = []
-        try:
-            if not self._is_successor:
-                await self._open()
-            coroutines = [self.lock.run(), self.engine.run(), self._tick(), self._obey(inbox)]
-            coroutines += [self._take_turns()] + ([self.pool.run()] if self.pool.models else [])
-            if self._is_successor:
-                self._loop.call_later(SUCCEED_S, self._give_up)
-            tasks = [self._loop.create_task(each) for each in coroutines]
-            for task in tasks:
-                task.add_done_callback(self._failed)
-            gc.collect()
-            gc.freeze()  # what is imported stays: no later collection scans it while streams wait
-            return await self._exit_code
-        finally:
-            tasks += [self._draining] if self._draining is not None else []
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            self.exchange.close()
-            await self._close()
-            if self.hop is not None:
-                self.hop.close()
-            inbox.close()
+    async def begin(self) -> list[Coroutine[Any, Any, None]]:
+        if self._is_successor:
+            self._loop.call_later(SUCCEED_S, self._give_up)
+        else:
+            await self._open()
+        coroutines = [self.lock.run(), self.engine.run(), self._tick(), self._take_turns()]
+        return [*coroutines, self.pool.run()] if self.pool.models else coroutines
 
     # ------------------------------------------------------------------ the socket, turn by turn
 
@@ -250,23 +188,17 @@ class GatewayServer(Handler):
                 "gateway.hop_unusable", f"cannot listen on {host}:{port} (--hop): {error}"
             ) from error
 
+    async def close(self) -> None:
+        await self._close()
+        if self.hop is not None:
+            self.hop.close()
+
     async def _close(self) -> None:
         self._is_open = False
         if self.hop is not None:
             self.hop.stop()
         await self.control.close()
         await self.http.stop()
-
-    def _drain(self, budget_ms: float) -> None:
-        """Exit once all requests have ended; called again, the shorter budget counts."""
-        before, self._draining = self._draining, self._loop.create_task(self._finish(budget_ms))
-        self._draining.add_done_callback(self._failed)
-        if before is not None:
-            before.cancel()
-
-    async def _finish(self, budget_ms: float) -> None:
-        await self.exchange.stop(budget_ms)
-        self._end(0)
 
     # ------------------------------------------------------------------ its predecessor
 
@@ -337,26 +269,18 @@ class GatewayServer(Handler):
         return self.exchange.load().in_flight
 
     def stop(self) -> None:
-        """Accept no more, end when all requests have; again: end at once."""
-        budget_ms = 0 if self.is_stopping else self.settings.drain_ms
-        self.is_stopping = True
-        self._drain(budget_ms)
+        super().stop()
         self.lock.set_stage(Stage.ENDS)
+
+    def hang_up(self) -> None:
+        """As `gateway replace`."""
+        with contextlib.suppress(UnderstudyError):
+            self.replace()
 
     # ------------------------------------------------------------------ the control socket
 
-    def closed(self, conn: Connection, reason: str) -> None:
-        self._observers.leave(conn)
-
-    def received(
-        self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
-    ) -> None:
-        close_all(fds)
+    def asked(self, conn: Connection, message: Message, request_id: int) -> None:
         match message:
-            case msg.StatusMsg():
-                conn.send(msg.StatusReplyMsg(document(self)), request_id)
-            case msg.WatchMsg():
-                self._observers.join(conn, message.since, request_id)
             case msg.ReplaceMsg():
                 try:
                     in_flight = self.replace()
@@ -371,17 +295,15 @@ class GatewayServer(Handler):
                 self.exchange.told(DeathExpected(engine, token, model))
                 conn.send(message, request_id)
             case _:
-                raise ProtocolError(
-                    "gateway.not_a_request", f"{message.TYPE} is not a request to a gateway"
-                )
+                super().asked(conn, message, request_id)
 
     # ------------------------------------------------------------------ inside
 
-    def _make_metrics(self) -> Metrics:
+    def make_metrics(self) -> Metrics:
         from gateway.server.metrics import metrics_of
 
         links = self.lock, self.engine, self.pool
-        return metrics_of(self.exchange, *links, lambda: ready(self).ok)
+        return metrics_of(self.exchange, *links, lambda: self.ready().ok)
 
     async def _tick(self) -> None:
         ticks = 0
@@ -392,91 +314,50 @@ class GatewayServer(Handler):
                 self.engine.count()
             await asyncio.sleep(TICK_S)
 
-    async def _obey(self, inbox: SignalInbox) -> None:
-        while True:
-            signum = signal.Signals(await inbox.get())
-            if signum is signal.SIGHUP:
-                with contextlib.suppress(UnderstudyError):
-                    self.replace()
-                continue
-            now_ms = self.clock.now_ms()
-            if self.is_stopping and now_ms - self._stopping_ms < SAME_ORDER_MS:
-                continue  # from a host that signals every process, and from what it signalled
-            then = "ending at once" if self.is_stopping else "finishing what is in flight"
-            self.log.record("gateway.stopping", f"{signum.name}: {then}")
-            self._stopping_ms = now_ms
-            self.stop()
+    # ------------------------------------------------------------------ status
 
-    def _end(self, exit_code: int) -> None:
-        if not self._exit_code.done():
-            self._exit_code.set_result(exit_code)
+    def ready(self) -> Probe:
+        """It accepts, and a request would be answered."""
+        if self.is_stopping or self.exchange.is_final:
+            return Probe(False, "stopping")
+        if not self.exchange.is_accepting:
+            problems = [each for each in (*self.problems(), self.exchange.problem) if each]
+            return Probe(False, "not_accepting", {"problems": problems})
+        return self.exchange.endpoints.serves()
 
-    def _failed(self, task: asyncio.Task[None]) -> None:
-        """A task that ends by itself is a bug, and ends the gateway."""
-        if not task.cancelled() and not self._exit_code.done():
-            error = task.exception() or RuntimeError("a task of the gateway has ended")
-            self._exit_code.set_exception(error)
+    def status(self) -> doc.GatewayStatus:
+        lock, upstream, target = self.lock, self.exchange.upstream(), self.target
+        idle = None if target is None else target.idle
+        continuation = None if upstream is None else upstream.continuation
+        return doc.GatewayStatus(
+            **self.common(),
+            stop=doc.GatewayStop(self.settings.drain_ms, continuation),
+            service=doc.GatewayService(lock.address or None, bool(self.settings.tls_cert)),
+            predecessor=self.predecessor,
+            upstream=upstream,
+            lock_server=doc.GatewayLockServer(
+                lock.is_served, self.since(lock.changed_ms), lock.outage
+            ),
+            idle=None
+            if idle is None or target is None
+            else doc.GatewayIdle(idle, **moment(target.idle_ms, self.clock)),
+            rest=_rest(self),
+            pool=pool_of(self),
+            hop=None if self.hop is None else self.hop.status(),
+        )
 
-
-# ------------------------------------------------------------------------------ status
-
-
-def document(gateway: GatewayServer) -> dict[str, Any]:
-    """The status document, the same for the CLI, `/status` and observers."""
-    exchange, lock, settings = gateway.exchange, gateway.lock, gateway.settings
-    upstream, target = exchange.upstream(), gateway.target
-    idle = None if target is None else target.idle
-    found = doc.GatewayStatus(
-        schema=SCHEMA,
-        online=True,
-        pid=os.getpid(),
-        restarts=restarts(),
-        dir=settings.directory,
-        accepting=exchange.is_accepting,
-        problems=problems(gateway),
-        **gateway.log.newest(),
-        **moment(gateway.started_ms, gateway.clock),
-        stopping=gateway.is_stopping or exchange.is_final,
-        stop=doc.GatewayStop(
-            settings.drain_ms, None if upstream is None else upstream.continuation
-        ),
-        accepting_since=_since(gateway, gateway.accepting_ms) if exchange.is_accepting else None,
-        service=doc.GatewayService(lock.address or None, bool(settings.tls_cert)),
-        predecessor=gateway.predecessor,
-        upstream=upstream,
-        lock_server=doc.GatewayLockServer(
-            lock.is_served, _since(gateway, lock.changed_ms), lock.outage
-        ),
-        idle=None
-        if idle is None or target is None
-        else doc.GatewayIdle(idle, **moment(target.idle_ms, gateway.clock)),
-        rest=_rest(gateway),
-        pool=pool_of(gateway),
-        load=exchange.load(),
-        memory_bytes_max=exchange.memory_bytes_max,
-        totals=_totals(gateway),
-    )
-    said: dict[str, Any] = msgspec.to_builtins(found)
-    return said
-
-
-def _since(gateway: GatewayServer, at_ms: float) -> str:
-    return str(moment(at_ms, gateway.clock)["since"])
-
-
-def problems(gateway: GatewayServer) -> list[str]:
-    """One sentence for each thing that does not work now."""
-    lock = gateway.lock
-    found: list[str | None] = []
-    if lock.outage is not None:
-        is_served = gateway.target is not None and gateway.target.grant is not None
-        meanwhile = "requests are served, a takeover waits" if is_served else "nothing is served"
-        found.append(f"{lock.outage}; {meanwhile}")
-    elif not lock.address:
-        found.append("the lock server has lent no socket yet; see `lockserver status`")
-    found += [gateway.exchange.problem, gateway.pool.outage, _unheard(gateway)]
-    found += [gateway.http.problem, gateway.control.problem]
-    return [each for each in found if each]
+    def problems(self) -> list[str | None]:
+        lock, outage = self.lock, self.lock.outage
+        if outage is not None:
+            is_served = self.target is not None and self.target.grant is not None
+            meanwhile = (
+                "requests are served, a takeover waits" if is_served else "nothing is served"
+            )
+            outage = f"{outage}; {meanwhile}"
+        elif not lock.address:
+            outage = "the lock server has lent no socket yet; see `lockserver status`"
+        hop = None if self.hop is None else self.hop.problem
+        return [outage, self.pool.outage, _unheard(self), hop]
 
 
 def _unheard(gateway: GatewayServer) -> str | None:
@@ -536,35 +417,3 @@ def _model(gateway: GatewayServer, model: str, demand: ModelDemand) -> doc.Gatew
         engine=None if grant is None else grant.engine,
         **counts_of(demand),
     )
-
-
-def _totals(gateway: GatewayServer) -> doc.GatewayTotal:
-    accounts = gateway.exchange.accounts
-    return doc.GatewayTotal(
-        requests=[doc.GatewayRequest(*key, count) for key, count in accounts.requests.items()],
-        replayed_tokens=accounts.replayed_tokens,
-        pauses=accounts.paused,
-        pause_ms=round(accounts.pauses.sum_s * 1000, 1),
-        resumes=accounts.resumed,
-    )
-
-
-# -------------------------------------------------------------------------------------- probes
-
-
-def probes(gateway: GatewayServer) -> Mapping[str, Callable[[], Probe]]:
-    return {
-        "live": lambda: Probe(True, "running"),
-        "startup": lambda: Probe(True, "started"),
-        "ready": lambda: ready(gateway),
-    }
-
-
-def ready(gateway: GatewayServer) -> Probe:
-    """It accepts, and a request would be answered."""
-    exchange = gateway.exchange
-    if gateway.is_stopping or exchange.is_final:
-        return Probe(False, "stopping")
-    if not exchange.is_accepting:
-        return Probe(False, "not_accepting", {"problems": problems(gateway)})
-    return exchange.endpoints.serves()

@@ -31,6 +31,8 @@ NEEDS_PROMETHEUS = pytest.mark.skipif(
 # Of the kubelet's and Prometheus' own; everything else in an expression is a metric of ours.
 # What a gateway exports of a pool: `tests/gateway/server/test_pool.py` reads it there.
 OF_A_POOL = {"understudy_pool_requests_total", "understudy_gateway_pool_connected"}
+# Of a front: `tests/gateway/server/test_fleet.py`.
+OF_A_FRONT = {"understudy_gateway_pods", "understudy_gateway_replays_differed_total"}
 NAME = re.compile(r"\bunderstudy_[a-z_]+")
 
 
@@ -99,7 +101,9 @@ def test_names_of_metrics_are_those_of_a_pod(home: PodHome):
             answer = await get(f"http://127.0.0.1:{port}/metrics", 10)
             pages += answer.body.decode()
         there = names_on(pages)
-        assert {name for name in set(asked) - OF_A_POOL if "_pool_" not in name} <= there
+        assert {
+            name for name in set(asked) - OF_A_POOL - OF_A_FRONT if "_pool_" not in name
+        } <= there
 
     home.run(scenario)
 

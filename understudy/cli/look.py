@@ -13,6 +13,7 @@ from pathlib import Path
 
 import click
 
+from gateway.front_text import is_front
 from plumbing.errors import DegradedError, UsageError
 from plumbing.pod.cli import (
     Look,
@@ -33,7 +34,15 @@ from understudy.cli.settings import DIR, UI_OPTIONS, UP_OPTIONS, ports_of
 from understudy.goal import give_goal
 from understudy.status.events import Record, follow_events, past_events
 from understudy.status.gather import gather, states_on_file, unreachable
-from understudy.status.view import is_reachable, lines, offline_lines, parts_of, watch_lines
+from understudy.status.view import (
+    front_lines,
+    front_view,
+    is_reachable,
+    lines,
+    offline_lines,
+    parts_of,
+    watch_lines,
+)
 
 STATUS_TIMEOUT_S = 2.0  # a part answers in milliseconds; one that hangs should be seen soon
 
@@ -76,6 +85,10 @@ def _look(directory: Path, kept: dict[str, list[Record]] | None) -> Look:
         UnreachableError: there is neither.
     """
     view, now = run_async(lambda: gather(directory, STATUS_TIMEOUT_S)), datetime.now(UTC)
+    if (front := view["gateway"]) is not None and is_front(front):
+        seen = front_view(str(directory), front)
+        events = None if kept is None else run_async(lambda: past_events(directory))
+        return Look(seen, "\n".join(front_lines(seen, events)))
     if is_reachable(view):
         shown = lines(view, now)
         if kept is not None:

@@ -7,10 +7,11 @@ which is shown. With a lock over TCP there is no gateway, and without a pool fil
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime
+from datetime import UTC, datetime
 from itertools import pairwise
 from typing import Any
 
+from gateway.front_text import history, pods_line, pods_table
 from plumbing.pod.models import ACTIVE, kind_of
 from plumbing.text import duration, since, size, table
 from pool import status_text
@@ -323,6 +324,41 @@ def gateway_faults(
     if oldest_ms > PARKED_LONG_MS and not has_pool:
         faults.append(f"a request has been parked for {duration(oldest_ms)}")
     return faults
+
+
+def front_view(directory: str, front: Document) -> dict[str, Any]:
+    """The document of `understudy status --json` where a front runs, and no pod."""
+    pods = front["pods"]
+    states = [str(each["state"]) for each in pods]
+    problems = [str(each) for each in front["problems"]]
+    problems += [
+        f"{each['pod'] or each['address']} is {each['state']}"
+        for each in pods
+        if each["state"] != "ready" and not each["problem"]
+    ]
+    if states.count("ready") == 1:
+        problems.append("one pod is ready: if it is lost, streams wait")
+    is_served = front["accepting"] and "ready" in states
+    return {
+        "schema": SCHEMA,
+        "dir": directory,
+        "state": ("degraded" if problems else "healthy") if is_served else "down",
+        "problems": problems,
+        "front": dict(front),
+    }
+
+
+def front_lines(view: Document, events: Sequence[Mapping[str, Any]] | None) -> list[str]:
+    """That view as text. `events`: of `--watch`."""
+    front, now = view["front"], datetime.now(UTC)
+    out = [f"front  {view['state']}   {pods_line(front)}   {view['dir']}", *pods_table(front, now)]
+    out += [*gateway_lines(front), f"fleet  {history(front)}"]
+    out += [f"! {problem}" for problem in view["problems"][:PROBLEMS_SHOWN]]
+    if events is not None:
+        shown = [_event(each) for each in events[-EVENTS_SHOWN:]]
+        return [*out, "", "requests", *requests(front), "", "events", *shown]
+    last = front["last_event"]
+    return [*out, f"last   {since(last['ts'], now)} ago   {last['message']}"] if last else out
 
 
 def load_of(gateway: Document) -> dict[str, Any]:

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import json
 import os
-import socket
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -20,21 +19,24 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.core.events import EngineGranted, FleetRules
-from gateway.core.fleet import Fleet
+from gateway.cli import render
+from gateway.core.events import EngineGranted
 from gateway.core.pods import PodState
+from gateway.messages import CONTROL, StatusMsg
+from gateway.schema import FrontStatus
 from gateway.server.exchange import GatewayExchange
+from gateway.server.front import FrontServer
 from gateway.server.hop import HopDoor, fleet_security
-from gateway.server.pods import PodLinks
 from lockserver.certificates import create
 from plumbing.gateway_protocol import WATCH_PATH, PodReport
-from plumbing.pod.paths import engine_http_socket
-from plumbing.service.clock import SystemClock
-from plumbing.service.events import EventLog
-from plumbing.wire.fds import OwnedFd
+from plumbing.pod.observers import ask
+from plumbing.pod.paths import engine_http_socket, gateway_socket
+from tests.documents import mismatches
 from tests.gateway.server.harness import CHAT, ERA, Answer, Client, configured, run
 from tests.gateway.stub_engine import StubEngine, text_of
 from tests.helpers import auntil
+from understudy.http_get import get
+from understudy.status.view import front_lines, front_view
 
 BODY = {"model": "stub", "stream": True, "max_tokens": 12, "messages": [{"role": "user"}]}
 
@@ -69,16 +71,13 @@ class BenchPod:
 
 
 class FleetBench:
-    """A front at `port`, and its pods."""
+    """A front, and its pods."""
 
     def __init__(self, directory: str) -> None:
         self.directory = directory
         self.pods: list[BenchPod] = []
-        self.fleet = Fleet(configured(directory).rules, FleetRules())
-        settings = configured(directory)
-        self.exchange = GatewayExchange(settings, lambda *event: None, fleet=self.fleet)
         self.clients: list[Client] = []
-        self._task: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     async def pod(self, tls: str = "", **how: Any) -> BenchPod:
         name = f"pod-{len(self.pods)}"
@@ -96,19 +95,23 @@ class FleetBench:
 
     async def front(self, tls: str = "") -> None:
         """Accept, and hear every pod."""
-        sock = socket.create_server(("127.0.0.1", 0), backlog=128)
-        self.port = sock.getsockname()[1]
-        self.exchange.accept(OwnedFd(sock.detach()))
+        directory = os.path.join(self.directory, "front")
+        os.mkdir(directory, 0o700)
         names = ",".join(pod.address for pod in self.pods)
-        log = EventLog("gateway", SystemClock())
-        self.links = PodLinks(names, tls, 1_000.0, self.exchange, log)
-        self._task = asyncio.create_task(self.links.run())
+        where = {"listen": ("127.0.0.1", 0), "http_port": 0}
+        settings = configured(directory, pods=names, fleet_tls=tls, **where)
+        self.server = FrontServer(settings)
+        self.fleet = self.server.fleet
+        self._tasks = [asyncio.create_task(each) for each in await self.server.begin()]
+        self.port = int(self.server.address.rpartition(":")[2])
         await auntil(lambda: self.ready() == len(self.pods), "every pod's report")
 
+    def name(self, *pods: BenchPod) -> None:
+        """What names lead to from now on."""
+        self.server.links.names._names = [("127.0.0.1", pod.hop.port) for pod in pods]
+
     def ready(self) -> int:
-        now_ms = self.exchange.now_ms()
-        states = [pod.state(now_ms, 1_000.0) for pod in self.fleet.pods.values()]
-        return states.count(PodState.READY)
+        return [self.fleet.state(pod) for pod in self.fleet.pods.values()].count(PodState.READY)
 
     async def ask(self, document: Any, path: str = CHAT, **headers: str) -> Client:
         client = Client(*await asyncio.open_connection("127.0.0.1", self.port))
@@ -123,10 +126,12 @@ class FleetBench:
     async def close(self) -> None:
         for client in self.clients:
             client.close()
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-        await self.exchange.stop(0)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._tasks:
+            await self.server.exchange.stop(0)
+            await self.server.close()
         for pod in self.pods:
             pod.kill()
             await pod.exchange.stop(0)
@@ -227,7 +232,9 @@ def test_stream_waits_where_no_pod_has_its_continuation_id(tmp_path):
             await auntil(lambda: bench.fleet.stats(0.0).by_state["streaming"] == 1, "the stream")
             other = await bench.pod(continuation_id="two")
             same = await bench.pod()
-            bench.links.names._names = [("127.0.0.1", pod.hop.port) for pod in (first, other, same)]
+            bench.server.links.names._names = [
+                ("127.0.0.1", pod.hop.port) for pod in (first, other, same)
+            ]
             await auntil(lambda: bench.ready() == 3, "the new pods")
             first.kill()
             check_whole(await client.answer(), BODY)
@@ -271,6 +278,67 @@ def test_clients_headers_of_the_hop_do_not_pass_a_front(tmp_path):
             client = await bench.ask(BODY, **forged)
             check_whole(await client.answer(), BODY)
             assert pod.engine.requests[0].journal is None
+
+    run(test)
+
+
+# ------------------------------------------------------------------ what a front says of itself
+
+
+def test_status_probes_and_metrics_follow_the_pods(tmp_path):
+    async def test() -> None:
+        async with fleet(tmp_path) as bench:
+            pods = [await bench.pod(hold_after_groups=3) for _ in range(2)]
+            await bench.front()
+            client = await bench.ask(BODY)
+            await auntil(lambda: bench.fleet.stats(0.0).by_state["streaming"] == 1, "the stream")
+            first = bench.of()
+            first.kill()
+            await auntil(lambda: bench.fleet.moves["gone"] == 1, "the move")
+            for pod in pods:
+                pod.engine.hold_after_groups = None
+            client.close()
+            path = gateway_socket(bench.server.settings.directory)
+            document = (await ask(path, CONTROL, StatusMsg())).message.document
+            assert mismatches(document, FrontStatus) == []
+            states = {each["pod"]: each["state"] for each in document["pods"]}
+            (other,) = states.keys() - {first.name}
+            assert states == {first.name: "gone", other: "ready"}
+            assert (document["losses"]["gone"], document["moves"]["gone"]) == (1, 1)
+            assert document["problems"]
+            url = f"http://127.0.0.1:{bench.server.http.port}"
+            assert [(await get(f"{url}/{each}", 5)).status for each in ("live", "ready")] == [
+                200
+            ] * 2
+            page = (await get(f"{url}/metrics", 5)).body.decode()
+            lines = 'pods{state="gone"} 1.0', 'pod_losses_total{cause="gone"} 1.0'
+            for line in (*lines, "replays_differed_total 0.0"):
+                assert f"understudy_gateway_{line}" in page
+            text = render(document)
+            assert "1 of 2 pods ready, 1 gone" in text
+            view = front_view("/d", document)
+            assert view["state"] == "degraded"
+            assert front_lines(view, None)[0].startswith("front  degraded   1 of 2 pods ready")
+            kinds = [each.type for each in bench.server.log.kept_since(0)]
+            assert "gateway.pod" in kinds
+
+    run(test)
+
+
+def test_front_is_ready_once_it_has_heard_a_pod_and_says_why_it_refuses(tmp_path):
+    async def test() -> None:
+        async with fleet(tmp_path) as bench:
+            await bench.front()
+            assert not bench.server.ready().ok
+            pod = await bench.pod()
+            bench.name(pod)
+            await auntil(lambda: bench.server.ready().ok, "the pod")
+            pod.kill()
+            await auntil(lambda: bench.server.fleet.waits_for, "the loss")
+            assert bench.server.ready().ok
+            answer = await (await bench.ask(None, "/health")).answer()
+            assert answer.status == 503
+            assert b"1 gone" in answer.body
 
     run(test)
 

@@ -1,0 +1,221 @@
+"""What a gateway and a front share as processes: the HTTP port, the control socket, signals, the
+end, and their part of the status document."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import gc
+import os
+import signal
+from abc import abstractmethod
+from collections.abc import Coroutine, Mapping
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from gateway import messages as msg
+from gateway import schema as doc
+from gateway.server.exchange import GatewayExchange
+from gateway.server.settings import GatewaySettings
+from plumbing.errors import ProtocolError
+from plumbing.pod.observers import Observers
+from plumbing.pod.paths import gateway_socket
+from plumbing.service.clock import Clock, SystemClock, moment
+from plumbing.service.events import EventLog
+from plumbing.service.http import HttpServer, Probe
+from plumbing.service.notify import restarts
+from plumbing.service.signals import SignalInbox
+from plumbing.wire.connection import Connection, Handler
+from plumbing.wire.fds import OwnedFd, close_all
+from plumbing.wire.messages import Message
+from plumbing.wire.server import Server
+
+if TYPE_CHECKING:
+    from plumbing.service.metrics import Metrics
+
+SAME_ORDER_MS = 1_000.0  # a second signal sooner than this is the first one again
+SCHEMA = 1  # of the status document
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+class GatewayProgram(Handler):
+    """One process that accepts clients. `accepting_ms`: since when."""
+
+    exchange: GatewayExchange
+    accepting_ms = 0.0
+    is_stopping = False
+
+    def __init__(self, settings: GatewaySettings, clock: Clock | None) -> None:
+        """`exchange` is made by the subclass."""
+        self.settings, self.clock = settings, clock or SystemClock()
+        self.started_ms = self.clock.now_ms()
+        self.log = EventLog("gateway", self.clock)
+        self.http = HttpServer(
+            settings.http_host,
+            settings.http_port,
+            probes={
+                "live": lambda: Probe(True, "running"),
+                "startup": lambda: Probe(True, "started"),
+                "ready": self.ready,
+            },
+            status=self.document,
+            metrics=functools.cache(self.make_metrics),
+            events=self.log,
+            allowed_hosts=settings.allowed_hosts,
+        )
+        path = gateway_socket(settings.directory)
+        self.control = Server(path, msg.CONTROL, self, service="gateway")
+        self._loop = asyncio.get_running_loop()
+        self._observers = Observers(self.log, self.document)
+        self._draining: asyncio.Task[None] | None = None
+        self._stopping_ms = 0.0
+        self._exit_code: asyncio.Future[int] = self._loop.create_future()
+
+    @abstractmethod
+    def ready(self) -> Probe: ...
+
+    @abstractmethod
+    def make_metrics(self) -> Metrics: ...
+
+    @abstractmethod
+    def status(self) -> doc.GatewayDocument: ...
+
+    @abstractmethod
+    def problems(self) -> list[str | None]:
+        """One sentence for each thing that does not work now."""
+
+    @abstractmethod
+    async def begin(self) -> list[Coroutine[Any, Any, None]]:
+        """Open what has to be open; what runs until the end."""
+
+    @abstractmethod
+    async def close(self) -> None: ...
+
+    async def run(self) -> int:
+        """Serve until SIGTERM or SIGINT, or until a successor has taken over; 0.
+
+        Raises:
+            UnderstudyError: another gateway has the directory; the port is in use.
+            WaitTimeoutError: `gateway.no_socket`: a successor that got no socket.
+        """
+        inbox = SignalInbox(SIGNALS)
+        tasks: list[asyncio.Task[None]] = []
+        try:
+            coroutines = [*await self.begin(), self._obey(inbox)]
+            tasks = [self._loop.create_task(each) for each in coroutines]
+            for task in tasks:
+                task.add_done_callback(self._failed)
+            gc.collect()
+            gc.freeze()  # what is imported stays: no later collection scans it while streams wait
+            return await self._exit_code
+        finally:
+            tasks += [self._draining] if self._draining is not None else []
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self.exchange.close()
+            await self.close()
+            inbox.close()
+
+    # ------------------------------------------------------------------ the end
+
+    def stop(self) -> None:
+        """Accept no more, end when all requests have; again: end at once."""
+        budget_ms = 0 if self.is_stopping else self.settings.drain_ms
+        self.is_stopping = True
+        self._drain(budget_ms)
+
+    def hang_up(self) -> None:
+        """SIGHUP. Certificates and keys are read again when they change."""
+
+    def _drain(self, budget_ms: float) -> None:
+        """Exit once all requests have ended; called again, the shorter budget counts."""
+        before, self._draining = self._draining, self._loop.create_task(self._finish(budget_ms))
+        self._draining.add_done_callback(self._failed)
+        if before is not None:
+            before.cancel()
+
+    async def _finish(self, budget_ms: float) -> None:
+        await self.exchange.stop(budget_ms)
+        if not self._exit_code.done():
+            self._exit_code.set_result(0)
+
+    async def _obey(self, inbox: SignalInbox) -> None:
+        while True:
+            signum = signal.Signals(await inbox.get())
+            if signum is signal.SIGHUP:
+                self.hang_up()
+                continue
+            now_ms = self.clock.now_ms()
+            if self.is_stopping and now_ms - self._stopping_ms < SAME_ORDER_MS:
+                continue  # from a host that signals every process, and from what it signalled
+            then = "ending at once" if self.is_stopping else "finishing what is in flight"
+            self.log.record("gateway.stopping", f"{signum.name}: {then}")
+            self._stopping_ms = now_ms
+            self.stop()
+
+    def _failed(self, task: asyncio.Task[None]) -> None:
+        """A task that ends by itself is a bug, and ends the gateway."""
+        if not task.cancelled() and not self._exit_code.done():
+            error = task.exception() or RuntimeError("a task of the gateway has ended")
+            self._exit_code.set_exception(error)
+
+    # ------------------------------------------------------------------ the control socket
+
+    def closed(self, conn: Connection, reason: str) -> None:
+        self._observers.leave(conn)
+
+    def received(
+        self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
+    ) -> None:
+        close_all(fds)
+        match message:
+            case msg.StatusMsg():
+                conn.send(msg.StatusReplyMsg(self.document()), request_id)
+            case msg.WatchMsg():
+                self._observers.join(conn, message.since, request_id)
+            case _:
+                self.asked(conn, message, request_id)
+
+    def asked(self, conn: Connection, message: Message, request_id: int) -> None:
+        """Any other message."""
+        raise ProtocolError("gateway.not_a_request", f"{message.TYPE} is not a request to this")
+
+    # ------------------------------------------------------------------ status
+
+    def document(self) -> dict[str, Any]:
+        """The status document, the same for the CLI, `/status` and observers."""
+        found: dict[str, Any] = msgspec.to_builtins(self.status())
+        return found
+
+    def common(self) -> Mapping[str, Any]:
+        """The fields of `GatewayDocument`."""
+        exchange, accounts = self.exchange, self.exchange.accounts
+        problems = [*self.problems(), exchange.problem, self.http.problem, self.control.problem]
+        is_accepting = exchange.is_accepting
+        return {
+            "schema": SCHEMA,
+            "online": True,
+            "pid": os.getpid(),
+            "restarts": restarts(),
+            "dir": self.settings.directory,
+            "accepting": is_accepting,
+            "problems": [each for each in problems if each],
+            **self.log.newest(),
+            **moment(self.started_ms, self.clock),
+            "stopping": self.is_stopping or exchange.is_final,
+            "accepting_since": self.since(self.accepting_ms) if is_accepting else None,
+            "load": exchange.load(),
+            "memory_bytes_max": exchange.memory_bytes_max,
+            "totals": doc.GatewayTotal(
+                [doc.GatewayRequest(*key, count) for key, count in accounts.requests.items()],
+                accounts.replayed_tokens,
+                accounts.paused.total(),
+                round(accounts.pauses.sum_s * 1000, 1),
+                accounts.resumed,
+            ),
+        }
+
+    def since(self, at_ms: float) -> str:
+        return str(moment(at_ms, self.clock)["since"])
