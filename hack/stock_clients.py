@@ -1,10 +1,11 @@
 """Stock clients of a pod whose processes are killed: do they ever see an error?
 
-    python -m hack.stock_clients [--kills 100] [--backend vllm] [--json]
+    python -m hack.stock_clients [--kills 100] [--backend vllm] [--fleet] [--json]
 
 The clients of the `openai` package, told never to retry, send chats and completions, streamed and
 not, with all that must survive a failover; each answer is compared with the one given before the
-first kill. Every process of the engines is killed in turn, and then every other part of the pod.
+first kill. Every process of the engines is killed in turn, and then every other part of the pod;
+with `--fleet` whole pods behind a front.
 Exits 1 if a client saw an error, a cut stream or another answer. For vLLM as the backend, run it
 with the Python of .venv-vllm.
 """
@@ -21,15 +22,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hack import rig
-from hack.vllm.pod import make_pod, model_of
+from hack.vllm.pod import MODEL_SHAPE, make_pod, model_of
 from plumbing.errors import UnderstudyError
 from understudy.drill.clients import Target, clock
+from understudy.drill.fleet import FleetDrill
 from understudy.drill.records import Records
 from understudy.drill.run import Drill, DrillPlan
-from understudy.drill.targets import GATEWAY, PARTS
+from understudy.drill.targets import FRONT, GATEWAY, PARTS, POD
 from understudy.drill.verdict import judge
 from understudy.pod.runner import PodRunner
 from understudy.up.models import RandomModel
+from understudy.up.pods import prepare_fleet
 
 if TYPE_CHECKING:
     import openai  # loading it takes two seconds
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
 # where a busy machine takes 100 ms for a token.
 APART_S = 5.0
 ANSWER_S = 120.0  # longer than a takeover on a busy machine; then it counts as lost
+PODS, FLEET_CLIENTS = 3, 4  # of a fleet; the drill's own, whose pauses it reports
 ALIKE_ROUNDS = 2  # of all kinds at once, before the first kill
 AFTER_ERROR_S = 0.02  # else a port that refuses would get thousands of requests a second
 SHOWN_MAX = 20  # of errors and of wrong answers
@@ -146,7 +150,8 @@ def fate_of(attempt: Attempt, records: Records) -> str:
     process was killed is lost with it."""
     if not attempt.error:
         return "wrong" if attempt.detail else "ok"
-    gateways = [kill for kill in records.kills if kill.target == GATEWAY]
+    part = FRONT if records.pods else GATEWAY
+    gateways = [kill for kill in records.kills if kill.target == part]
     is_lost = any(attempt.overlaps(kill.killed_ms, kill.gone_ms) for kill in gateways)
     return "lost_in_gateway" if is_lost and not attempt.is_refused else "error"
 
@@ -267,30 +272,39 @@ def document(client: OpenaiClients, drill: Drill, kills: int, backend: str) -> r
 
 
 async def run(flags: Any, base: Path) -> rig.Figures:
-    model = await model_of(base, str(flags.model) if flags.model else None)
+    # Three pods on two cores: a small model, and more streams than a kill can miss.
+    shape, clients = ((), FLEET_CLIENTS) if flags.fleet else (MODEL_SHAPE, 1)
+    model = await model_of(base, str(flags.model) if flags.model else None, shape)
     arguments = RandomModel.of(flags.backend).arguments
     pod = make_pod(base, model, 1, arguments, backend=flags.backend)
     plan = DrillPlan(
         flags.kills,
-        tuple(flags.target),
-        clients=1,
+        tuple(flags.target) or ((POD,) if flags.fleet else ()),
+        clients=clients,
         also=PARTS,
         duration_s=flags.kills * flags.apart_s,
     )
+    containers = pod.containers()
+    if flags.fleet:
+        words = (f"--model={model}", f"--backend={flags.backend}")
+        fleet = prepare_fleet(pod, PODS, words, 0, pod.directory, rig.say, is_drilled=True)
+        containers = list((await fleet).containers)
 
     async def measure(runner: PodRunner) -> rig.Figures:
-        drill = Drill(pod.directory, plan, rig.say, runner)
+        make = partial(FleetDrill, replicas=PODS) if flags.fleet else Drill
+        drill: Drill = make(pod.directory, plan, rig.say, runner)
         client = OpenaiClients(KINDS, flags.clients)
         await client.run(await drill.prepare(), drill)
         return document(client, drill, plan.kills_wanted, flags.backend)
 
-    return await rig.with_pod(pod.containers(), pod.directory / "log", measure)
+    return await rig.with_pod(containers, pod.directory / "log", measure)
 
 
 def main() -> None:
     parser = rig.arguments("stock_clients", "stock clients of a pod whose processes are killed")
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--clients", type=int, default=4)
+    parser.add_argument("--fleet", action="store_true", help=f"{PODS} pods behind a front")
     parser.add_argument("--apart-s", type=float, default=APART_S, help="from kill to kill")
     parser.add_argument("--backend", choices=("reference", "vllm"), default="reference")
     parser.add_argument("--model", type=Path, help="a checkpoint [default: a random one]")

@@ -30,8 +30,10 @@ def test_pod_on_gpus_takes_those_that_are_there_and_all_of_their_memory():
 
 def test_pods_of_a_fleet_share_no_port_and_their_front_has_those_of_the_one_pod():
     """Method: the command line and the environment of each container."""
-    pod = LocalPod(Path("/run/understudy"), None, Ports().moved(500), host="0.0.0.0")
-    *pods, front = pod.fleet(3, 500, ("--backend=vllm", "--", "--seed=1"))
+    ports, arguments = Ports().moved(500), ("--seed=1",)
+    home = Path("/run/understudy")
+    pod = LocalPod(home, None, ports, host="0.0.0.0", backend_args=arguments)
+    *pods, front = pod.fleet(3, 500, ("--backend=vllm",))
     assert "--listen=0.0.0.0:8500" in front.command
     assert "--pods=@/run/understudy/pods" in front.command
     flags = [dict(word.split("=", 1) for word in it.command if "=" in word) for it in pods]

@@ -232,7 +232,6 @@ def fleet_of(
             if isinstance(value, tuple) and not each.many:
                 value = ",".join(map(str, value))
             flags += [f"{each.flag}={it}" for it in (value if each.many else (value,))]
-    flags += ["--", *arguments] if arguments else []
     front = local_pod(config, declared, arguments)
     return partial(prepare_fleet, front, replicas, flags, port_offset)
 

@@ -25,6 +25,7 @@ from understudy.drill.killer import (
     find_part,
     hold,
     kill_part,
+    service_of_front,
     signal_all,
     strike,
     wait_back,
@@ -78,7 +79,7 @@ class FrontWatch:
 
     async def look(self) -> None:
         document = await status_of(self._front)
-        self.pods = {str(each["name"]): each for each in document.get("pods") or ()}
+        self.pods = {str(each["pod"]): each for each in document.get("pods") or ()}
         states = {name: self.state(name) for name in self._records.pods}
         states[FRONT] = GONE if "error" in document else READY
         for part, state in states.items():
@@ -119,13 +120,13 @@ class FleetDrill(Drill):
         self.backend = backend.get("name")
         self._targets = self._targets or fleet_targets(self.backend)
         self.records.targets = self._targets
-        document = await status_of(gateway_part(self.directory))
-        target = inside_target(str(document["address"]))
+        address = service_of_front(await status_of(gateway_part(self.directory)))
+        target = inside_target(address)
         model = await model_name(target)
         bank = bank_of(self.backend, model)
         self.prompts, self.records.expected = await learn_answers(target, bank, len(bank))
         self._say(
-            f"{len(self.records.pods)} pods serve {model} behind {document['address']}; "
+            f"{len(self.records.pods)} pods serve {model} behind {address}; "
             f"{len(self.prompts)} prompts, {self._plan.clients} clients"
         )
         return target

@@ -158,6 +158,11 @@ def service_of(lockserver: Mapping[str, Any]) -> str:
     return str(service.get("address") or "")
 
 
+def service_of_front(front: Mapping[str, Any]) -> str:
+    """The same of a fleet, from the status of its front."""
+    return str((front.get("service") or {}).get("address") or "")
+
+
 def changes(before: Document, after: Document) -> list[str]:
     """What the death of a part has changed and must not, as sentences: an engine's incarnation, or
     who is active."""

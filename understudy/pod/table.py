@@ -140,7 +140,8 @@ class LocalPod:
             ports = Ports().moved(moved)
             where = [f"--dir={self.directory / name}", "--host=127.0.0.1"]
             where += [f"--port-offset={moved}", f"--service-port={ports.service}"]
-            words = ("understudy", "up", "--replicas=1", *where, *flags)
+            rest = ("--", *self.backend_args) if self.backend_args else ()
+            words = ("understudy", "up", "--replicas=1", *where, *flags, *rest)
             row = self._row(name, words, ports.gateway, "ready", period_s=2, failures=3600, by=())
             hop = f"127.0.0.1:{HOP_PORT + moved}"
             env = {**self.env, "UNDERSTUDY_HOP": hop, "UNDERSTUDY_POD_NAME": name}

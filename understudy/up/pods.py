@@ -28,7 +28,7 @@ from plumbing.service.signals import SignalInbox
 from plumbing.wire.server import PathGuard, guard_holder
 from pool.pool_file import PoolFile, read_pool_file
 from pool.server.state_file import begin_new_pod
-from understudy.drill.killer import service_of, wait_for, whole_of
+from understudy.drill.killer import service_of, service_of_front, wait_for, whole_of
 from understudy.http_get import get
 from understudy.pod.ports import (
     FLEET_APART,
@@ -57,6 +57,7 @@ from understudy.up.models import (
     DEVICE_BYTES,
     HUB_BACKEND,
     ONE_THREAD,
+    TOKEN_INTERVAL_MS,
     hub_directory,
     is_hub_id,
     make_random_pool,
@@ -157,6 +158,9 @@ async def prepare_fleet(
     if is_drilled:
         port_offset = free_offset(replicas + 1)
         front = replace(front, ports=Ports().moved(port_offset))
+        if front.backend == "reference":
+            slow = f"--token-interval-ms={TOKEN_INTERVAL_MS}"  # so that a kill meets streams
+            front = replace(front, backend_args=(slow, *front.backend_args))
     else:
         await refuse_second_pod(directory)
         check_port(front.ports.service, front.host)
@@ -343,11 +347,10 @@ def _lines(who: str, url: str, model: str, directory: Path, *commands: str) -> l
 
 async def say_fleet(directory: Path, pod: PreparedPod, say: Callable[[str], None]) -> None:
     """Say where to send requests: the front has heard a pod, and each pod has served."""
-    address = (await status_of(gateway_part(directory)))["address"]
-    url = f"http://{reached(address)}"
+    url = f"http://{reached(service_of_front(await status_of(gateway_part(directory))))}"
     model = (await get(f"{url}/v1/models", MODELS_TIMEOUT_S)).json()["data"][0]["id"]
     who = f"{pod.title} are up; each pod has its directory in {directory}."
-    for line in ("", *_lines(who, url, model, directory), ""):
+    for line in ("", *_lines(who, url, model, directory, "status"), ""):
         say(line)
 
 
