@@ -16,7 +16,7 @@ import asyncio
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 # where a busy machine takes 100 ms for a token.
 APART_S = 5.0
 ANSWER_S = 120.0  # longer than a takeover on a busy machine; then it counts as lost
+# A killed pod closes its connections; where others use the machine, silence is not its death.
+PATIENT_FRONT = {"UNDERSTUDY_SILENT_MS": "10000"}
 PODS, FLEET_CLIENTS = 3, 4  # of a fleet; the drill's own, whose pauses it reports
 ALIKE_ROUNDS = 2  # of all kinds at once, before the first kill
 AFTER_ERROR_S = 0.02  # else a port that refuses would get thousands of requests a second
@@ -287,6 +289,7 @@ async def run(flags: Any, base: Path) -> rig.Figures:
     containers = pod.containers()
     if flags.fleet:
         words = (f"--model={model}", f"--backend={flags.backend}")
+        pod = replace(pod, env={**PATIENT_FRONT, **pod.env})
         fleet = prepare_fleet(pod, PODS, words, 0, pod.directory, rig.say, is_drilled=True)
         containers = list((await fleet).containers)
 

@@ -5,10 +5,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from dataclasses import replace
 from pathlib import Path
 
+from plumbing.service.config import resolve
+from understudy.cli.settings import UP_OPTIONS, pod_of
 from understudy.pod.ports import Ports, check_ports, free_pod_ports, free_ports
 from understudy.pod.table import LocalPod, starts
 
@@ -63,3 +66,27 @@ def test_free_ports_are_for_nobody_else():
         taken.bind(("127.0.0.1", ports.service))
         taken.listen()
         assert ports.service not in free_ports(2)
+
+
+def test_flags_of_a_fleet_reach_each_pod_as_they_were_given(tmp_path: Path):
+    """Goal: `--replicas` beside any other flag. Method: lists, repeated flags, arguments of the
+    backend; what the fleet says itself, and what nobody said, is left out."""
+    given = {
+        "dir": "/elsewhere",
+        "replicas": "2",
+        "port_offset": "300",
+        "device_bytes": "1GiB,2KiB",
+        "tensor_parallel": "2",
+        "http_allowed_host": ("a.example", "b.example"),
+    }
+    config = resolve(UP_OPTIONS, given, {})
+    prepare = pod_of(config, UP_OPTIONS, ("--seed=1",))
+    pod, _, _ = asyncio.run(prepare(tmp_path, lambda line: None, True)).containers
+    flags = [each for each in pod.command if each.startswith("--")]
+    assert [it for it in flags if it.startswith(("--device", "--tensor", "--http"))] == [
+        *("--device-bytes=1073741824,2048", "--tensor-parallel=2"),
+        *("--http-allowed-host=a.example", "--http-allowed-host=b.example"),
+    ]
+    assert flags[-1] == "--seed=1"
+    assert not [each for each in flags if each.startswith(("--model", "--memory"))]
+    assert len((tmp_path / "pods").read_text().split()) == 2

@@ -12,6 +12,7 @@ import signal
 from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -185,34 +186,30 @@ class FleetDrill(Drill):
             self.records.kills.append(kill)
             if kill.target == POD:
                 await kill_part(held, kill)
-                look = self._restarted(kill.pod, restarts)
-                what = f"{kill.pod} was not started again"
-                await self._wait(look, BACK_DEADLINE_S, "drill.no_part", what)
+                is_new = partial(self._has_restarted, kill.pod, restarts)
+                await self._until(is_new, f"{kill.pod} was not started again", BACK_DEADLINE_S)
                 return
             kill.killed_ms = clock.now_ms()
             try:
                 signal_all(held.pidfds, signal.SIGSTOP)
-                await self._wait(
-                    *(self._silent(kill.pod), SEEN_DEADLINE_S, "drill.not_silent"),
-                    f"the front did not notice that {kill.pod} is stopped",
-                )
+                is_silent = partial(self._is_silent, kill.pod)
+                what = f"the front did not notice that {kill.pod} is stopped"
+                await self._until(is_silent, what, SEEN_DEADLINE_S)
                 await asyncio.sleep(STOPPED_S)
             finally:
                 signal_all(held.pidfds, signal.SIGCONT)
 
-    def _restarted(self, pod: str, restarts: int) -> Callable[[], Any]:
+    def _has_restarted(self, pod: str, restarts: int) -> bool:
+        return self.fleet_runner.restarts()[pod] > restarts
+
+    def _is_silent(self, pod: str) -> bool:
+        return self.watch.state(pod) == SILENT
+
+    async def _until(self, is_so: Callable[[], bool], what: str, deadline_s: float) -> None:
         async def look() -> str | None:
-            is_new = self.fleet_runner.restarts()[pod] > restarts
-            return None if is_new else "its runner has not noticed"
+            return None if is_so() else "the drill waits on"
 
-        return look
-
-    def _silent(self, pod: str) -> Callable[[], Any]:
-        async def look() -> str | None:
-            state = self.watch.state(pod)
-            return None if state == SILENT else f"it is {state}"
-
-        return look
+        await self._wait(look, deadline_s, "drill.not_noticed", what)
 
     async def _replace_pod(self, kill: Kill) -> None:
         """As a rollout does: the pod is told to leave, then to stop, and started anew."""

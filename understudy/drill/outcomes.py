@@ -28,6 +28,7 @@ from understudy.drill.targets import FRONT, GATEWAY
 UNAVAILABLE = frozenset({429, 503})  # the server refused for now
 CLIENT_ERROR = 400  # and above: not an answer of the model
 AWAKE = "awake"
+IN_FLIGHT_MS = 10.0  # for text that a pod sent before its death to reach the client
 Spread = dict[str, float | None]
 
 
@@ -185,13 +186,13 @@ def failover_pauses(records: Records) -> list[float]:
 
 
 def pauses_at_pod(kill: Kill, records: Records) -> list[float]:
-    """The pause of each stream that was in the pod when it was hit, and that went on after that."""
+    """The pause of each stream that was in the pod when it was hit, and that went on elsewhere."""
     later = (each.killed_ms for each in records.kills if each.killed_ms > kill.killed_ms)
     until_ms, found = min(later, default=math.inf), []
     for exchange in records.exchanges:
         times = exchange.text_ms
         is_hit = kill.pod in ("", exchange.pod) and exchange.sent_ms < kill.killed_ms
-        if is_hit and times and times[-1] > (kill.gone_ms or kill.killed_ms):
+        if is_hit and times and times[-1] > kill.killed_ms + IN_FLIGHT_MS:
             seen = times if times[0] < kill.killed_ms else [kill.killed_ms, *times]
             found.append(longest_gap(seen, kill.killed_ms, until_ms))
     return [pause for pause in found if pause is not None]
