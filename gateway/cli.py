@@ -1,4 +1,4 @@
-"""The `gateway` command: `serve`, `status`, `events`, `replace`.
+"""The `gateway` command: `serve`, `status`, `events`, `replace`, `leave`, `certificates`.
 
 The text of a status has at most 15 lines, that of a front with many pods a few more. It owns words
 and lines, no facts. A gateway has nothing on disk but its lock file, since its state is its
@@ -19,8 +19,8 @@ from typing import Any
 import click
 
 from gateway.front_text import history, is_front, pods_line, pods_table
-from gateway.messages import CONTROL, ReplaceMsg, ReplacingMsg
-from gateway.server.settings import DIR, OPTIONS, GatewaySettings, settle
+from gateway.messages import CONTROL, LeaveFleetMsg, LeavingFleetMsg, ReplaceMsg, ReplacingMsg
+from gateway.server.settings import DAY_S, DIR, OPTIONS, GatewaySettings, settle
 from plumbing.errors import UnderstudyError, UnreachableError, WaitTimeoutError
 from plumbing.pod.cli import (
     Look,
@@ -34,13 +34,22 @@ from plumbing.pod.cli import (
 )
 from plumbing.pod.paths import gateway_socket
 from plumbing.service import log, procfs
-from plumbing.service.config import Resolved
+from plumbing.service.config import Option, Resolved, duration_s
 from plumbing.service.process import arm_from_environment
 from plumbing.text import duration, since, size, to_json
 from plumbing.wire.blocking import BlockingClient
 
 REPLACE_TIMEOUT_S = 70.0  # a successor needs half a second, and gives up after 60
 POLL_S = 0.05
+FRONTS_HEAR_S = 0.5  # at the latest, that the pod leaves
+WITHIN = Option(
+    "within",
+    duration_s,
+    90.0,
+    "How long fronts have to move streams, such as 90s.",
+    minimum=0.1,
+    maximum=DAY_S,
+)
 
 
 @click.group()
@@ -136,6 +145,49 @@ def replace(config: Resolved, as_json: bool) -> None:
 
 main.add_command(copy(replace), "restart-child")
 main.commands["restart-child"].hidden = True  # its older name
+
+
+@main.command()
+@options((DIR, WITHIN))
+@json_flag
+def leave(config: Resolved, as_json: bool) -> None:
+    """Leave the fleet: have fronts move this pod's streams to other pods.
+
+    Returns once no request is left; then stop the pod. Streams that no other pod can take are
+    dropped 10 s before the end, and their fronts resume them when one can.
+
+    Exit codes: 0 nothing is left, 5 requests were left after --within.
+    """
+    begun_s = time.monotonic()
+    in_flight = _leave(gateway_socket(os.path.abspath(config["dir"])), config["within"])
+    took_ms = round((time.monotonic() - begun_s) * 1000)
+    if in_flight:
+        why = f"{in_flight} requests are left after {duration(took_ms)}"
+        raise WaitTimeoutError("gateway.still_leaving", why)
+    if as_json:
+        click.echo(to_json({"schema": 1, "took_ms": took_ms}))
+    else:
+        click.echo(f"no request is left after {duration(took_ms)}")
+
+
+def _leave(path: str, within_s: float) -> int:
+    """How many requests are left at the end; none if the gateway ends meanwhile, with its
+    requests."""
+    begun_s, left_ms, is_told = time.monotonic(), round(within_s * 1000), False
+    try:
+        with BlockingClient(path, CONTROL) as client:
+            while True:
+                said = client.request(LeaveFleetMsg(left_ms)).message
+                assert isinstance(said, LeavingFleetMsg)
+                is_told, left_ms = True, said.left_ms
+                is_heard = time.monotonic() - begun_s >= FRONTS_HEAR_S
+                if not left_ms or (is_heard and not said.in_flight):
+                    return said.in_flight
+                time.sleep(POLL_S)
+    except UnreachableError:
+        if not is_told:
+            raise
+        return 0
 
 
 def _wait_for_successor(path: str, old_pid: int) -> int:

@@ -49,7 +49,7 @@ def _row(pod: Document, now: datetime) -> tuple[str, ...]:
     left_ms, heard_ms = pod["leaving_ms"], pod["heard_for_ms"]
     state = pod["state"] + (f" ({duration(left_ms)})" if left_ms is not None else "")
     return (
-        pod["pod"] or "-",
+        pod["name"] or "-",
         pod["address"],
         state if pod["resumes"] else f"{state}, no resumes",
         since(pod["since"], now),

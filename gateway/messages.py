@@ -37,7 +37,19 @@ class ReplacingMsg(Message, frozen=True, tag="replacing"):
     in_flight: Count  # how many these are
 
 
+class LeaveFleetMsg(Message, frozen=True, tag="leave_fleet"):
+    """The pod leaves its fleet within this time, so fronts move their streams to other pods. Sent
+    again, the earliest end counts. The answer is `leaving_fleet`."""
+
+    within_ms: Count
+
+
+class LeavingFleetMsg(Message, frozen=True, tag="leaving_fleet"):
+    left_ms: Count
+    in_flight: Count  # requests that the pod still has
+
+
 CONTROL = Catalogue(
     *(StatusMsg, StatusReplyMsg, WatchMsg, EventMsg, ReplaceMsg, ReplacingMsg),
-    ExpectDeathMsg,
+    *(ExpectDeathMsg, LeaveFleetMsg, LeavingFleetMsg),
 )

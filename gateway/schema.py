@@ -188,7 +188,7 @@ class FrontPodModel(Schema):
 
 class FrontPod(Schema):
     address: Annotated[str, "where its gateway serves fronts"]
-    pod: Annotated[str | None, "its name; null until it has reported"]
+    name: Annotated[str | None, "its name; null until it has reported"]
     state: Annotated[str, "`unknown`, `ready`, `no_engine`, `leaving`, `silent` or `gone`"]
     since: Annotated[Time, "since when"]
     for_ms: Annotated[float, "time since then"]
@@ -221,3 +221,13 @@ class ReplaceDocument(Schema):
     old_pid: Annotated[int, "the process that served"]
     new_pid: Annotated[int, "the process that serves now"]
     in_flight: Annotated[int, "requests that the old one had to finish"]
+
+
+class LeaveDocument(Schema):
+    """The pod has left its fleet: no request is left in it.
+
+    Errors: `gateway.still_leaving` (exit code 5), `gateway.no_fleet`.
+    """
+
+    schema: Annotated[int, "1"]
+    took_ms: Annotated[float, "until no request was left"]

@@ -5,7 +5,13 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from engine.schema import DrainDocument, EngineDocument
-from gateway.schema import FrontStatus, GatewayStatus, OfflineGateway, ReplaceDocument
+from gateway.schema import (
+    FrontStatus,
+    GatewayStatus,
+    LeaveDocument,
+    OfflineGateway,
+    ReplaceDocument,
+)
 from gms.schema import (
     DeviceStatus,
     DropDocument,
@@ -148,6 +154,7 @@ DOCUMENTS: dict[str, type[Schema]] = {
     "gateway status of a front": FrontStatus,
     "gateway status without a gateway": OfflineGateway,
     "gateway replace": ReplaceDocument,
+    "gateway leave": LeaveDocument,
     "pool status, /status of the pool": PoolStatus,
     "pool status without a pool": OfflinePool,
     "pool explain": ExplainDocument,

@@ -23,7 +23,7 @@ A request that no pod can take now waits aside, and is looked at again when some
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -32,11 +32,12 @@ from gateway.core.answers import failure
 from gateway.core.client_request import Attempt, ClientRequest, RequestState
 from gateway.core.events import BreakCause, FleetRules, GatewayEffect, GatewayEvent, GatewayRules
 from gateway.core.lanes import Lane
-from gateway.core.machine import BUSY, NEVER_MS, NEWER_GRANT_MS, UNANSWERED, Gateway
+from gateway.core.machine import BUSY, NEVER_MS, NEWER_GRANT_MS, REPLAYS, UNANSWERED, Gateway
 from gateway.core.pods import (
     FORGET_MS,
     GONE_MS,
     SUSPENDED_MS,
+    YOUNGER_MS,
     Choice,
     Place,
     Pod,
@@ -57,6 +58,12 @@ MOVES_MAX = 4  # streams that come from pods that leave, at one pod at once
 STALL_MS = 200.0  # this process did not run for so long: nobody was silent meanwhile
 LOSSES = ("gone", "restarted", "silent")
 MOVES = ("gone", "no_engine", "silent", "leaving", "differed", "refused")
+# They say nothing against the request; those with a wrong token were in no engine of the right one.
+NO_BREAKS = (
+    *(BreakCause.MOVED, BreakCause.HANDED_OVER, BreakCause.SUPERSEDED),
+    BreakCause.WRONG_TOKEN,
+)
+ENDS = (BreakCause.CLOSED, BreakCause.POD_LOST)  # a pod that leaves was told to end
 MOVABLE = (RequestState.SENT, RequestState.ANSWERING, RequestState.STREAMING)
 # A request that was sent once and may not be sent again stays where it is.
 
@@ -82,7 +89,7 @@ class Sent:
     broke_ms: float = 0.0
     breaks: int = 0  # there, in a row
     leaves: str = ""  # the cause for which it is to go elsewhere
-    refused_by: set[str] = field(default_factory=set)  # addresses, since the last answer
+    refused_by: set[int] = field(default_factory=set)  # incarnations, since the last answer
     differed: bool = False  # a replay was another one
     # Engines of silent pods, that may have died of it unseen.
     unsure: list[EngineLife] = field(default_factory=list)
@@ -170,10 +177,16 @@ class Fleet(Gateway):
         if self._is_final:
             for request in list(self.queue.waiting.values()):
                 self.fail(request, failure("gateway.stopping"))
-        for request in self.queue.due(lambda: self.resuming, lambda: self._company, self._now_ms):
+        # Each pod has a limit of its own, of the same size.
+        ready = sum(self.state(pod) is PodState.READY for pod in self.pods.values()) or 1
+        turns = self.queue.due(
+            *(lambda: self.resuming // ready, lambda: self._company, self._now_ms)
+        )
+        for request in turns:
             place = self._place_for(request)
             if place is None:
                 request.not_before_ms = self._now_ms + ASIDE_MS
+                request.refusals = 0  # it is not full pods that it waits for: let others pass
                 self.queue.add(request)
             elif request.body_bytes > (limit := place.pod.hello(place.model).body_bytes_max):
                 sizes = {"size": request.body_bytes, "limit": limit}
@@ -212,17 +225,18 @@ class Fleet(Gateway):
         """Where it goes now; None: it waits."""
         name, key = self._asked[request.number]
         sent = self._sent.get(request.number)
-        places = list(self._places(request, name))
+        places = self._places(request, name)
         if sent is None:
             return choose(places, name, key if self.fleet_rules.uses_keys else b"")
-        here = [each for each in places if each.pod is sent.pod]
+        is_same = sent.pod.incarnation == sent.incarnation
+        here = [each for each in places if each.pod is sent.pod and is_same]
         others = [
             each
             for each in places
-            if each.pod is not sent.pod and each.pod.address not in sent.refused_by
+            if each not in here and each.pod.incarnation not in sent.refused_by
         ]
         found = choose(others, name, key if self.fleet_rules.uses_keys else b"")
-        stays = not sent.leaves and sent.pod.incarnation == sent.incarnation
+        stays = not sent.leaves and is_same
         if stays and not sent.pod.is_gone and sent.breaks <= AGAIN_MAX and not sent.refused_by:
             since_ms = self._now_ms - sent.broke_ms
             if not here:  # it has no engine, or is about to be gone
@@ -234,21 +248,21 @@ class Fleet(Gateway):
         sent.refused_by.clear()
         return choose(here, name, b"") if not sent.leaves else None
 
-    def _places(self, request: ClientRequest, name: str) -> Iterator[Place]:
+    def _places(self, request: ClientRequest, name: str) -> list[Place]:
         """All pods that could take it, full ones too."""
         ready = [pod for pod in self.pods.values() if self.state(pod) is PodState.READY]
-        named = [(pod, model) for pod in ready if (model := pod.model(name)) is not None]
+        named = [Place(pod, model) for pod in ready if (model := pod.model(name)) is not None]
         if not named:
-            named = [(pod, model) for pod in ready if (model := pod.any_model) is not None]
-        is_parked = request.state is RequestState.PARKED
-        for pod, model in named:
-            if not serves(model):
-                continue
-            if is_parked and not can_continue(model, request.continuation_id):
-                continue
-            if is_parked and self._now_ms < pod.suspended_ms:
-                continue
-            yield Place(pod, model)
+            named = [Place(pod, model) for pod in ready if (model := pod.any_model) is not None]
+        found = [each for each in named if serves(each.model)]
+        if request.state is not RequestState.PARKED:
+            return found
+        return [
+            place
+            for place in found
+            if can_continue(place.model, request.continuation_id)
+            and place.pod.suspended_ms <= self._now_ms
+        ]
 
     # ------------------------------------------------------------------ breaks and refusals
 
@@ -260,28 +274,32 @@ class Fleet(Gateway):
         elif not came.token:
             self._begin(attempt, came)  # no pod would take it
         else:
-            if (sent := self._sent.get(attempt.request)) is not None:
-                sent.refused_by.clear()
-                sent.token = came.inner_token
+            sent = self._sent[attempt.request]
+            sent.refused_by.clear()
+            sent.token = came.inner_token
             super().head(attempt, came, now_ms)
+            if came.token != attempt.token and not sent.pod.is_gone:  # another one has its address
+                self._lose(sent.pod, "gone", now_ms)
 
     def refused(self, attempt: Attempt, now_ms: float) -> None:
         """Another pod may take it at once."""
         request, sent = attempt.owner, self._sent[attempt.request]
-        sent.refused_by.add(attempt.engine)
+        sent.refused_by.add(attempt.token)
         was_busy, self._is_busy = self._is_busy, True
         super().refused(attempt, now_ms)
         self._is_busy = was_busy
         places = self._places(request, sent.model)
-        if any(each.pod.address not in sent.refused_by for each in places):
+        if any(each.pod.incarnation not in sent.refused_by for each in places):
             request.not_before_ms = now_ms
         self.look()
 
     def broke(self, attempt: Attempt, cause: BreakCause, now_ms: float, leaves: str = "") -> None:
         """`leaves`: with `MOVED`, why it is to go elsewhere."""
         request, sent = attempt.owner, self._sent[attempt.request]
+        if cause in ENDS and sent.pod.leaving_since_ms is not None:
+            cause, leaves = BreakCause.HANDED_OVER, PodState.LEAVING
         sent.broke_ms, sent.leaves = now_ms, leaves
-        sent.breaks += cause not in (BreakCause.HANDED_OVER, BreakCause.MOVED)
+        sent.breaks += cause not in NO_BREAKS
         was_busy, self._is_busy = self._is_busy, True
         super().broke(attempt, cause, now_ms)
         if cause is not BreakCause.MOVED:
@@ -312,7 +330,7 @@ class Fleet(Gateway):
 
     def _wait_for_grant(self, request: ClientRequest, cause: BreakCause, now_ms: float) -> None:
         request.not_before_ms = now_ms  # `_place_for` says when
-        if cause in (BreakCause.MOVED, BreakCause.HANDED_OVER, BreakCause.SUPERSEDED):
+        if cause in NO_BREAKS:
             request.is_inside = False
             return
         request.is_inside = True  # until the pod says that its engine lives
@@ -326,7 +344,8 @@ class Fleet(Gateway):
         assert attempt is not None
         sent.pod.suspended_ms = self._now_ms + SUSPENDED_MS
         self.outbox.append(ev.ReplayDiffered(request.number, sent.pod.name, why))
-        if sent.differed:
+        others = (pod for pod in self.pods.values() if pod is not sent.pod and not pod.is_gone)
+        if sent.differed or not any(others):
             super().mismatched(request, why)
             return
         sent.differed = True
@@ -356,12 +375,7 @@ class Fleet(Gateway):
         old, report = pod.report, event.report
         if old is not None and old.incarnation != report.incarnation and not pod.is_gone:
             self._lose(pod, "restarted", now_ms)
-        if report.leaving_ms is None:
-            pod.leaving_since_ms = None
-        elif pod.leaving_since_ms is None:
-            pod.leaving_since_ms = now_ms
-        pod.report, pod.heard_ms, pod.broke_ms, pod.is_gone = report, now_ms, None, False
-        pod.sent.clear()
+        pod.hear(report, now_ms)
         if old is not None and old.incarnation == report.incarnation:
             self._charge(pod, old.models, report.models, now_ms)
         self._note(pod)
@@ -415,12 +429,7 @@ class Fleet(Gateway):
                 self.broke(attempt, BreakCause.POD_LOST, now_ms)
         for request in list(self.queue.waiting.values()):
             sent = self._sent.get(request.number)
-            if sent is None or sent.pod is not pod or not request.is_inside:
-                continue
-            since_ms = pod.leaving_since_ms
-            if since_ms is not None and sent.broke_ms >= since_ms:
-                request.is_inside = False  # it was told to end
-            else:
+            if sent is not None and sent.pod is pod and request.is_inside:
                 self._is_dead_of(request, now_ms)
         self._look_at_aside(now_ms)
 
@@ -471,40 +480,42 @@ class Fleet(Gateway):
 
     def _empty(self, pod: Pod, state: PodState, now_ms: float) -> None:
         """Move what another pod can take, and nothing else."""
-        moving: Counter[str] = Counter()
-        if state is PodState.LEAVING:
-            for attempt in self.attempts.values():
-                moving[attempt.engine] += attempt.owner.state in (
-                    RequestState.RESUMING,
-                    RequestState.REPLAYING,
-                )
+        replays = (each for each in self.attempts.values() if each.owner.state in REPLAYS)
+        moving = Counter(each.engine for each in replays)
+        most = MOVES_MAX if state is PodState.LEAVING else self.rules.resumes_max
+        homeless = set()  # what no pod can take more of now
         for attempt in list(self.attempts.values()):
             request = attempt.owner
             if attempt.engine != pod.address or not self._may_move(request, state):
                 continue
-            name, key = self._asked[request.number]
-            request_places = self._places_elsewhere(request, name, pod, moving)
-            if choose(request_places, name, key if self.fleet_rules.uses_keys else b"") is None:
-                return
-            self.broke(attempt, BreakCause.MOVED, now_ms, str(state))
-            was_busy, self._is_busy = self._is_busy, False
-            self.look()
-            self._is_busy = was_busy
-            if (new := request.attempt) is not None:
-                moving[new.engine] += 1
+            kind = self._asked[request.number][0], request.continuation_id
+            place = None if kind in homeless else self._heir(request, pod, state, moving, most)
+            if place is None:
+                homeless.add(kind)
+                continue
+            self.broke(attempt, BreakCause.MOVED, now_ms, state)
+            self._send_to(request, *place)
+            moving[place.pod.address] += 1
 
-    def _places_elsewhere(
-        self, request: ClientRequest, name: str, pod: Pod, moving: Counter[str]
-    ) -> list[Place]:
-        found = []
-        for place in self._places(request, name):
-            if place.pod is pod or moving[place.pod.address] >= MOVES_MAX:
-                continue
-            is_begun = request.state is RequestState.STREAMING
-            if is_begun and not can_continue(place.model, request.continuation_id):
-                continue
-            found.append(place)
-        return found
+    def _heir(
+        self, request: ClientRequest, pod: Pod, state: PodState, moving: Counter[str], most: int
+    ) -> Place | None:
+        """Where this one goes. During a rollout to pods that were replaced already, as far as they
+        have room: elsewhere it would have to move again."""
+        name, key = self._asked[request.number]
+        is_begun = request.state is RequestState.STREAMING
+        found = [
+            place
+            for place in self._places(request, name)
+            if place.pod is not pod
+            and (not is_begun or can_continue(place.model, request.continuation_id))
+        ]
+        if state is PodState.LEAVING:
+            born_ms = pod.born_ms + YOUNGER_MS
+            younger = [each for each in found if each.pod.born_ms > born_ms]
+            found = [each for each in younger if each.room(name)] or found
+        free = [each for each in found if moving[each.pod.address] < most]
+        return choose(free, name, key if self.fleet_rules.uses_keys else b"")
 
     def _may_move(self, request: ClientRequest, state: PodState) -> bool:
         if request.is_lean or not request.is_inference or request.state not in MOVABLE:

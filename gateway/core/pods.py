@@ -33,6 +33,7 @@ from plumbing.gateway_protocol import Continuation, Hello, PodModel, PodReport
 GONE_MS = 100.0  # a gateway that lives accepts a new connection in a millisecond
 FORGET_MS = 60_000.0  # a silent pod that no name leads to any more is gone then
 SILENT_MS = 1_000.0  # four reports
+YOUNGER_MS = 5_000.0  # one that was started so much later was not started together with another
 SUSPENDED_MS = 600_000.0  # a pod whose replay was another one gets no resumes for so long
 LOAD_FACTOR = 1.25  # of the mean load, and one more
 # The nearest first; what is not known here is as far away as can be.
@@ -54,6 +55,7 @@ class Pod:
     def __init__(self, address: str, now_ms: float) -> None:
         self.address = address
         self.report: PodReport | None = None
+        self.has_any = False  # model that answers
         self.heard_ms = now_ms  # when it reported last, or was named first
         self.broke_ms: float | None = None  # its connection is broken since then
         self.is_named = True
@@ -61,6 +63,7 @@ class Pod:
         self.suspended_ms = 0.0  # until then it gets no resumes
         self.sent: Counter[str] = Counter()  # since its last report, by model
         self.leaving_since_ms: float | None = None
+        self.born_ms = now_ms  # when this incarnation was heard first
         self.shown, self.shown_since_ms = PodState.UNKNOWN, now_ms  # its state, as last recorded
 
     @property
@@ -80,8 +83,20 @@ class Pod:
             return PodState.SILENT
         if self.report.leaving_ms is not None:
             return PodState.LEAVING
-        has_any = any(map(serves, self.report.models.values()))
-        return PodState.READY if has_any else PodState.NO_ENGINE
+        return PodState.READY if self.has_any else PodState.NO_ENGINE
+
+    def hear(self, report: PodReport, now_ms: float) -> None:
+        if report.incarnation != self.incarnation:
+            self.born_ms = now_ms
+        if report.pod != self.name:  # another one has the address now
+            self.suspended_ms = 0.0
+        if report.leaving_ms is None:
+            self.leaving_since_ms = None
+        elif self.leaving_since_ms is None:
+            self.leaving_since_ms = now_ms
+        self.report, self.heard_ms, self.broke_ms, self.is_gone = report, now_ms, None, False
+        self.has_any = any(map(serves, report.models.values()))
+        self.sent.clear()
 
     def model(self, name: str) -> PodModel | None:
         """None: its report does not name it."""
@@ -92,12 +107,6 @@ class Pod:
         """For a request that names none, or one that only an engine may know."""
         models = {} if self.report is None else self.report.models
         return next((each for each in models.values() if serves(each)), None)
-
-    def load(self, name: str, model: PodModel) -> int:
-        return model.in_flight + model.waiting + self.sent[name]
-
-    def room(self, name: str, model: PodModel) -> int:
-        return model.room - self.sent[name]
 
     def hello(self, model: PodModel) -> Hello:
         """The pod in the place of an engine."""
@@ -137,12 +146,19 @@ class Place(NamedTuple):
     model: PodModel
     by: Choice = Choice.AGAIN
 
+    def load(self, name: str) -> int:
+        """`name`: as the request gives it."""
+        return self.model.in_flight + self.model.waiting + self.pod.sent[name]
+
+    def room(self, name: str) -> int:
+        return self.model.room - self.pod.sent[name]
+
 
 def choose(places: Sequence[Place], name: str, key: bytes) -> Place | None:
     """The one of `places` that gets a request for the model `name`."""
     for tier in (*TIERS, ""):
         same = [each for each in places if _tier(each.model) == tier]
-        free = [each for each in same if each.pod.room(name, each.model) > 0]
+        free = [each for each in same if each.room(name) > 0]
         if free:
             return _by_key(free, name, key) if key else _by_load(free, name)
     return None  # all are full: it waits here, where it can be sent anywhere
@@ -154,7 +170,7 @@ def _tier(model: PodModel) -> str:
 
 def _by_key(places: Sequence[Place], name: str, key: bytes) -> Place:
     order = sorted(places, key=lambda each: _weight(key, each.pod.name), reverse=True)
-    loads = [pod.load(name, model) for pod, model, _ in order]
+    loads = [each.load(name) for each in order]
     bound = LOAD_FACTOR * (sum(loads) + 1) / len(loads) + 1
     place = next(i for i, load in enumerate(loads) if load <= bound)  # the least loaded is below it
     return order[place]._replace(by=Choice.BOUND if place else Choice.PREFIX)
@@ -162,7 +178,7 @@ def _by_key(places: Sequence[Place], name: str, key: bytes) -> Place:
 
 def _by_load(places: Sequence[Place], name: str) -> Place:
     two = random.sample(places, min(2, len(places)))
-    return min(two, key=lambda each: each.pod.load(name, each.model))._replace(by=Choice.LOAD)
+    return min(two, key=lambda each: each.load(name))._replace(by=Choice.LOAD)
 
 
 def _weight(key: bytes, pod: str) -> bytes:

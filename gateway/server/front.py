@@ -97,7 +97,7 @@ class FrontServer(GatewayProgram):
         models = {} if report is None else report.models
         return doc.FrontPod(
             address=pod.address,
-            pod=None if report is None else report.pod,
+            name=None if report is None else report.pod,
             state=str(self.fleet.state(pod)),
             **moment(pod.shown_since_ms, self.clock),
             heard_for_ms=None if report is None else round(now_ms - pod.heard_ms),

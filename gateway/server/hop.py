@@ -13,10 +13,11 @@ addresses they have: a front may see every journal, and could send a forged one.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import socket
 import ssl
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -37,6 +38,7 @@ FRONT, POD = "understudy-front", "understudy-pod"  # in certificates
 CONNECTIONS_MAX = 4096  # of 64 fronts
 REPORT_S = 0.25  # at the latest: a front takes a second without a report for a lost pod
 BACKLOG = 4096
+CUT_MS = 10_000.0  # before a pod that leaves has left: what fronts could not move until then
 WATCH_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/x-ndjson\r\nconnection: close\r\n\r\n"
 
 
@@ -53,7 +55,6 @@ class HopDoor:
         exchange: GatewayExchange,
         pod: str,
         aliases: Mapping[str, Sequence[str]],
-        leaving_ms: Callable[[], float | None],
     ) -> None:
         self.exchange = exchange
         self.pod, self.incarnation = pod, int.from_bytes(os.urandom(8)) | 1
@@ -66,7 +67,8 @@ class HopDoor:
             is_for_fronts=True,
         )
         self._aliases = aliases
-        self._leaving_ms = leaving_ms
+        self._leaves_at_ms: float | None = None  # when this pod has left
+        self._cut: asyncio.TimerHandle | None = None
         self._watching: set[ClientConnection] = set()
         self._said = b""
         self._security: Security | None = None
@@ -92,15 +94,45 @@ class HopDoor:
         self._tick()
 
     def stop(self) -> None:
-        """Accept no more; requests go on."""
+        """Accept no more; requests go on. Fronts look for the gateway that has the port now."""
         if self._listener is not None:
             self._listener.stop()
+        for client in tuple(self._watching):
+            client.abort()
 
     def close(self) -> None:
         self.stop()
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in (self._timer, self._cut):
+            if timer is not None:
+                timer.cancel()
         for client in tuple(self.clients):
+            client.abort()
+
+    # ------------------------------------------------------------------ leaving
+
+    @property
+    def leaving_ms(self) -> float | None:
+        """The time that is left to this pod; None: it does not leave."""
+        if self._leaves_at_ms is None:
+            return None
+        return max(0.0, self._leaves_at_ms - self.exchange.now_ms())
+
+    def leave(self, within_ms: float) -> bool:
+        """Report that this pod leaves, and drop what fronts still have here `CUT_MS` before the
+        end: they send it to another pod, or it ends if it cannot be continued. Called again, the
+        earlier end counts; whether it is the first call."""
+        left_ms = self.leaving_ms
+        if left_ms is not None and left_ms <= within_ms:
+            return False
+        self._leaves_at_ms = self.exchange.now_ms() + within_ms
+        if self._cut is not None:
+            self._cut.cancel()
+        self._cut = self._loop.call_later(max(within_ms / 2, within_ms - CUT_MS) / 1000, self._drop)
+        self.look()
+        return left_ms is None
+
+    def _drop(self) -> None:
+        for client in self.clients - self._watching:
             client.abort()
 
     @property
@@ -112,7 +144,7 @@ class HopDoor:
     def status(self) -> GatewayHop:
         connections = len(self.clients)
         return GatewayHop(
-            *(self.address, self.pod, len(self._watching), connections, self._leaving_ms())
+            *(self.address, self.pod, len(self._watching), connections, self.leaving_ms)
         )
 
     # ------------------------------------------------------------------ for connections
@@ -190,7 +222,10 @@ class HopDoor:
             names = (name, *self._aliases.get(name, ())) if name else hello.models if hello else ()
             models |= dict.fromkeys(names, said)
         limit = exchange.intake.body_bytes_max()
-        report = PodReport(self.pod, self.incarnation, models, limit, self._leaving_ms())
+        leaving_ms = self.leaving_ms
+        if leaving_ms is not None:  # in whole seconds, else each report would be news
+            leaving_ms = math.ceil(leaving_ms / 1000) * 1000.0
+        report = PodReport(self.pod, self.incarnation, models, limit, leaving_ms)
         return msgspec.json.encode(report) + b"\n"
 
     def _model(self, name: str, lane: Gateway) -> PodModel:

@@ -39,6 +39,7 @@ from plumbing.errors import UnderstudyError, UsageError, WaitTimeoutError
 from plumbing.service.clock import Clock, moment
 from plumbing.service.http import Probe
 from plumbing.service.init import SUCCEEDS_ENV
+from plumbing.text import duration
 from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.messages import Message
@@ -83,7 +84,8 @@ class GatewayServer(GatewayProgram):
             on_yield=lambda: self._turns.put_nowait(self._yield),
             on_granted=self.engine.granted,
         )
-        self.hop = self._make_hop()
+        name, aliases = settings.pod_name, settings.aliases
+        self.hop = HopDoor(exchange, name, aliases) if settings.hop is not None else None
         self._turns: asyncio.Queue[Callable[[], Coroutine[Any, Any, None]]] = asyncio.Queue()
         self._is_open = False  # it has the control socket and the HTTP port
         # Set by an init that can replace this gateway; the pid of the one that it replaces.
@@ -164,17 +166,6 @@ class GatewayServer(GatewayProgram):
         where = f"probes on {self.http.host}:{self.http.port}"
         message = f"started in {self.settings.directory}, {where}"
         self.log.record("gateway.started", message, data={"http_port": self.http.port})
-
-    def _make_hop(self) -> HopDoor | None:
-        settings = self.settings
-        if settings.hop is None:
-            return None
-        return HopDoor(
-            self.exchange,
-            settings.pod_name,
-            settings.aliases,
-            lambda: self.settings.drain_ms if self.is_stopping else None,
-        )
 
     def _open_hop(self) -> None:
         if self.hop is None or self.settings.hop is None:
@@ -270,7 +261,25 @@ class GatewayServer(GatewayProgram):
 
     def stop(self) -> None:
         super().stop()
+        if self.hop is not None:
+            self.hop.leave(self.settings.drain_ms)
         self.lock.set_stage(Stage.ENDS)
+
+    def leave(self, within_ms: float) -> msg.LeavingFleetMsg:
+        """Have the fronts move their streams to other pods.
+
+        Raises:
+            UnderstudyError: `gateway.no_fleet`.
+        """
+        if self.hop is None:
+            raise UnderstudyError(
+                "gateway.no_fleet", "no front knows this pod: its gateway runs without --hop"
+            )
+        if self.hop.leave(within_ms):
+            message = f"leaving the fleet within {duration(within_ms)}"
+            self.log.record("gateway.leaving", message, data={"within_ms": within_ms})
+        left_ms = round(self.hop.leaving_ms or 0)
+        return msg.LeavingFleetMsg(left_ms, self.exchange.load().in_flight)
 
     def hang_up(self) -> None:
         """As `gateway replace`."""
@@ -288,6 +297,11 @@ class GatewayServer(GatewayProgram):
                     conn.fault(error, request_id, close=False)
                 else:
                     conn.send(msg.ReplacingMsg(os.getpid(), in_flight), request_id)
+            case msg.LeaveFleetMsg(within_ms):
+                try:
+                    conn.send(self.leave(within_ms), request_id)
+                except UnderstudyError as error:
+                    conn.fault(error, request_id, close=False)
             case msg.ExpectDeathMsg(engine, token, model):
                 what = f"{engine} (token {token}) is about to be killed on purpose"
                 data = {"engine_id": engine, "token": token}

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from gateway.schema import GatewayStatus, OfflineGateway, ReplaceDocument
+from gateway.schema import GatewayStatus, LeaveDocument, OfflineGateway, ReplaceDocument
 from tests.documents import mismatches
 from tests.gateway.gateways import GatewayProcess, command
 from tests.gateway.resting_engine import RestingEngineProcess
@@ -119,3 +119,19 @@ def test_a_stopped_gateway_is_named(make_gateway, lasting: GatewayProcess):
     finally:
         os.kill(pid, signal.SIGCONT)
     assert gateway.pid == pid
+
+
+def test_leave_returns_once_no_request_is_left(make_gateway, lasting: GatewayProcess):
+    """Goal: a preStop hook ends as soon as it may. Method: a pod of a fleet without requests, and
+    one that no front knows."""
+    refused = command(lasting.start().directory, "leave", "--json")
+    assert refused.returncode == 1
+    assert json.loads(refused.stdout)["error"]["code"] == "gateway.no_fleet"
+    lasting.close()
+    gateway = make_gateway("--hop", "127.0.0.1:0", "--pod-name", "pod-7").start()
+    done = command(gateway.directory, "leave", "--within", "30s", "--json")
+    assert done.returncode == 0, done.stderr
+    assert mismatches(json.loads(done.stdout), LeaveDocument) == []
+    hop = gateway.status()["hop"]
+    assert hop["pod"] == "pod-7"
+    assert 0 < hop["leaving_ms"] < 30_000

@@ -332,7 +332,7 @@ def front_view(directory: str, front: Document) -> dict[str, Any]:
     states = [str(each["state"]) for each in pods]
     problems = [str(each) for each in front["problems"]]
     problems += [
-        f"{each['pod'] or each['address']} is {each['state']}"
+        f"{each['name'] or each['address']} is {each['state']}"
         for each in pods
         if each["state"] != "ready" and not each["problem"]
     ]

@@ -33,7 +33,7 @@ from plumbing.pod.observers import ask
 from plumbing.pod.paths import engine_http_socket, gateway_socket
 from tests.documents import mismatches
 from tests.gateway.server.harness import CHAT, ERA, Answer, Client, configured, run
-from tests.gateway.stub_engine import StubEngine, text_of
+from tests.gateway.stub_engine import StubEngine, StubReply, StubRequest, text_of
 from tests.helpers import auntil
 from understudy.http_get import get
 from understudy.status.view import front_lines, front_view
@@ -84,7 +84,7 @@ class FleetBench:
         directory = os.path.join(self.directory, name)
         os.mkdir(directory, 0o700)
         exchange = GatewayExchange(configured(directory), lambda *event: None)
-        hop = HopDoor(exchange, name, {}, lambda: None)
+        hop = HopDoor(exchange, name, {})
         hop.start("127.0.0.1", 0, fleet_security(tls) if tls else None)
         engine = StubEngine(engine_http_socket(directory, "engine-0"), "engine-0", 1, **how)
         await engine.start()
@@ -203,6 +203,12 @@ async def _wait_for_ever(*_: Any) -> None:
     await asyncio.Event().wait()
 
 
+async def _begin_and_wait(_: StubRequest, reply: StubReply) -> None:
+    reply.head(continuation="none")
+    reply.write(b"part")
+    await asyncio.Event().wait()
+
+
 def test_engine_that_dies_is_followed_in_its_pod_under_a_newer_token(tmp_path):
     async def test() -> None:
         async with fleet(tmp_path) as bench:
@@ -282,6 +288,65 @@ def test_clients_headers_of_the_hop_do_not_pass_a_front(tmp_path):
     run(test)
 
 
+# ------------------------------------------------------------------ leaving
+
+
+def of_pod(bench: FleetBench, pod: BenchPod) -> int:
+    return sum(each.engine == pod.address for each in bench.fleet.attempts.values())
+
+
+def test_streams_of_a_pod_that_leaves_go_on_elsewhere_four_at_a_time(tmp_path):
+    async def test() -> None:
+        async with fleet(tmp_path) as bench:
+            leaving = await bench.pod(hold_after_groups=4)
+            await bench.front()
+            documents = [{**BODY, "seed": each} for each in range(12)]
+            clients = [await bench.ask(each) for each in documents]
+            streaming = bench.fleet.stats
+            await auntil(lambda: streaming(0.0).by_state["streaming"] == 12, "the streams")
+            others = [await bench.pod(hold_after_groups=2) for _ in range(2)]
+            bench.name(leaving, *others)
+            await auntil(lambda: bench.ready() == 3, "the other pods")
+            leaving.hop.leave(30_000)
+            # Held before they have played what clients have.
+            await auntil(lambda: [of_pod(bench, each) for each in others] == [4, 4], "four each")
+            await asyncio.sleep(0.1)
+            assert [of_pod(bench, each) for each in (leaving, *others)] == [4, 4, 4]
+            for pod in others:
+                pod.engine.hold_after_groups = None
+                pod.engine.released.set()
+            for client, document in zip(clients, documents, strict=True):
+                check_whole(await client.answer(), document)
+            assert bench.fleet.moves["leaving"] == 12
+            assert not bench.fleet.losses
+            await auntil(lambda: not leaving.exchange.requests, "the pod to be empty")
+
+    run(test)
+
+
+def test_pod_that_leaves_drops_what_could_not_move_and_takes_nothing_new(tmp_path):
+    async def test() -> None:
+        async with fleet(tmp_path) as bench:
+            routes = {"/v1/files": _begin_and_wait}
+            leaving = await bench.pod(hold_after_groups=4, routes=routes)
+            await bench.front()
+            kept, lost = await bench.ask(BODY), await bench.ask(BODY, "/v1/files")
+            await auntil(lambda: bench.fleet.stats(0.0).by_state["streaming"] == 1, "the stream")
+            await lost.head()
+            leaving.hop.leave(400)
+            await auntil(lambda: not leaving.exchange.requests, "the end")
+            assert not (await lost.chunks())[1]
+            late = await bench.ask({**BODY, "seed": 1})
+            await auntil(lambda: bench.fleet.stats(0.0).by_state["waiting"] == 1, "the late one")
+            other = await bench.pod()
+            bench.name(leaving, other)
+            check_whole(await kept.answer(), BODY)
+            check_whole(await late.answer(), {**BODY, "seed": 1})
+            assert len(leaving.engine.requests) == 2
+
+    run(test)
+
+
 # ------------------------------------------------------------------ what a front says of itself
 
 
@@ -301,7 +366,7 @@ def test_status_probes_and_metrics_follow_the_pods(tmp_path):
             path = gateway_socket(bench.server.settings.directory)
             document = (await ask(path, CONTROL, StatusMsg())).message.document
             assert mismatches(document, FrontStatus) == []
-            states = {each["pod"]: each["state"] for each in document["pods"]}
+            states = {each["name"]: each["state"] for each in document["pods"]}
             (other,) = states.keys() - {first.name}
             assert states == {first.name: "gone", other: "ready"}
             assert (document["losses"]["gone"], document["moves"]["gone"]) == (1, 1)

@@ -19,13 +19,13 @@ from dataclasses import dataclass, field
 from gateway.core import events as ev
 from gateway.core.client_request import Attempt, RequestState
 from gateway.core.fleet import Fleet
-from gateway.core.machine import TICK_MS
 from plumbing.gateway_protocol import Continuation, PodModel, PodReport
-from tests.gateway.core.model import PATHS, Play
+from tests.gateway.core.model import PATHS, Play, text_of
 from tests.gateway.core.pod import Client
 
 MODEL = "m"
 REPORT_MS = 250.0
+TICK_MS = 50.0
 RETRY_MS = 20.0
 AGAIN_MS = 1_000.0
 LOST_FLOW_MS = 10_000.0
@@ -83,7 +83,7 @@ class World:
     def __init__(self, seed: int, pods: int = 3, rules: ev.GatewayRules | None = None) -> None:
         self.rng = random.Random(seed)
         self.fleet = Fleet(rules or ev.GatewayRules(), ev.FleetRules())
-        self.now_ms = 0.0
+        self.now_ms = self.stalled_ms = 0.0
         self.trace: list[str] = []
         self.clients: dict[int, Client] = {}
         self.cids: dict[int, str] = {}  # of the engine that began each stream
@@ -92,6 +92,8 @@ class World:
         self.entered: dict[int, int] = {}  # requests that an engine has seen, how often
         self.killed: dict[int, int] = {}  # engines, by the request that killed them
         self.hits: Counter[int] = Counter()  # ends of an engine, or of a pod, that had the request
+        self.freed: Counter[int] = Counter()  # when a request was at no pod any more, in ms
+        self.unseen: set[int] = set()  # whose replay is misspelled behind what the client has
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._count = itertools.count()
         self._incarnations = itertools.count(1)
@@ -108,12 +110,11 @@ class World:
     def at(self, ms: float, what: Callable[[], None]) -> None:
         heapq.heappush(self._queue, (self.now_ms + ms, next(self._count), what))
 
-    def run(self, until_ms: float) -> None:
-        while self._queue and self._queue[0][0] <= until_ms:
+    def run(self, until_ms: float, is_over: Callable[[], bool] = lambda: False) -> None:
+        while self._queue and self._queue[0][0] <= until_ms and not is_over():
             due_ms, _, what = heapq.heappop(self._queue)
             self.now_ms = max(self.now_ms, due_ms)
             what()
-        self.now_ms = max(self.now_ms, until_ms)
 
     def told(self, what: str) -> None:
         self.trace.append(f"{self.now_ms:.0f} {what}")
@@ -122,6 +123,7 @@ class World:
         """The front does not run for so long."""
         self.told(f"front stalls {ms:.0f}")
         self.now_ms += ms
+        self.stalled_ms = self.now_ms
 
     # ------------------------------------------------------------------ pods
 
@@ -131,6 +133,7 @@ class World:
         pod.latency_ms = self.rng.choice((0.2, 1.0, 5.0))
         pod.fits_since_ms = self.now_ms
         old = self.pods.get(address)
+        assert old is None or not old.is_alive
         self.pods[address] = pod
         self.told(f"start {name} {pod.incarnation} at {address}")
         if old is not None and old.lost_ms is not None:
@@ -424,6 +427,7 @@ class World:
         if connection.is_open and connection.number in self.open:
             connection.is_open = False
             del self.open[connection.number]
+            self.freed[connection.client.number] = int(self.now_ms)
             self.handle(ev.AnswerEnded(connection.number, cause))
 
     # ------------------------------------------------------------------ what a pod does
@@ -457,6 +461,8 @@ class World:
             return
         play = Play(client.kind, client.prompt, client.max_tokens, self.rng, connection.journal)
         play.misspells = pod.misspells and connection.journal is not None
+        if play.misspells and b"w" not in b"".join(map(text_of, connection.journal or ())):
+            self.unseen.add(client.number)
         self._play(connection, list(play.groups()), play.tail())
 
     def _refuse(self, connection: Connection, status: int) -> None:
@@ -549,13 +555,15 @@ class World:
 
     def check_nobody_waits(self) -> None:
         """A stream goes on where a fitting pod has had room for a second."""
+        if self.now_ms - self.stalled_ms < FITS_MS:
+            return
         has_suspects = any(each.is_suspect for each in self.fleet.requests.values())
         fitting = {
             pod.cid
             for pod in self.pods.values()
             if self.now_ms - pod.fits_since_ms >= FITS_MS
             and pod.watch
-            and not pod.misspells
+            and self.fleet.pods[pod.address].suspended_ms <= self.now_ms
             and 2 * sum(each.is_served for each in pod.connections) < pod.room
         }
         for request in self.fleet.queue.waiting.values():
@@ -564,7 +572,8 @@ class World:
             is_parked = request.state is RequestState.PARKED
             since_ms = request.paused_since_ms if is_parked else request.waits_since_ms
             can = request.continuation_id in fitting if is_parked else bool(fitting)
-            is_late = self.now_ms - (since_ms or 0.0) >= FITS_MS
+            since_ms = max(since_ms or 0.0, self.freed[request.number])
+            is_late = self.now_ms - since_ms >= FITS_MS
             is_refused = request.refusals > 3  # it waits for longer each time
             assert not (can and is_late and not is_refused), f"F8: {request.number} waits"
         for each in self.open.values():
