@@ -25,7 +25,7 @@ from understudy.pod.ports import free_offset
 
 UNDERSTUDY = str(Path(sys.executable).parent / "understudy")
 ENVIRONMENT = {**os.environ, **AS_USERS_RUN_IT}
-TARGETS = ("pod", "stop:pod", "backend-model", "gateway", "front")
+TARGETS = ("pod", "stop:pod", "backend-model", "gateway", "leave", "front")
 WAIT_S = 300.0
 
 

@@ -161,7 +161,7 @@ class Fleet:
                 while len(pods) < PODS or not look(pods):
                     await asyncio.sleep(POLL_S)
                     document = await status_of(gateway_part(self.directory))
-                    pods = {str(each["pod"]): each for each in document.get("pods", ())}
+                    pods = {str(each["name"]): each for each in document.get("pods", ())}
         except TimeoutError:
             raise AssertionError(f"not {what}: {pods}") from None
         return pods

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from asyncio.subprocess import DEVNULL, PIPE
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -71,6 +72,8 @@ class FrontWatch:
 
     def unwatched(self) -> list[str]:
         """The pods that are not ready."""
+        if self._task.done():
+            self._task.result()  # it watches for ever, unless it failed
         states = {name: self.state(name) for name in self._records.pods}
         return [f"{name} ({state})" for name, state in states.items() if state != READY]
 
@@ -80,7 +83,7 @@ class FrontWatch:
 
     async def look(self) -> None:
         document = await status_of(self._front)
-        self.pods = {str(each["pod"]): each for each in document.get("pods") or ()}
+        self.pods = {str(each["name"]): each for each in document.get("pods") or ()}
         states = {name: self.state(name) for name in self._records.pods}
         states[FRONT] = GONE if "error" in document else READY
         for part, state in states.items():
@@ -144,6 +147,10 @@ class FleetDrill(Drill):
     async def _kill(self, what: str, state: ModelState | None, target: Target) -> Kill:
         what_for = "no pod had a request"
         streams, pod = await self._wait(self._busiest, SEEN_DEADLINE_S, "drill.idle", what_for)
+        if what == LEAVE:  # one after another, as in a rollout
+            left = Counter(each.pod for each in self.records.kills if each.target == LEAVE)
+            pod = min(self.records.pods, key=lambda name: left[name])
+            streams = int(self.watch.pods[pod]["streams"])
         kill = Kill(what, pod="" if what == FRONT else pod, result="did not come back")
         kill.streams = streams
         directory = self.directory / kill.pod
