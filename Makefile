@@ -128,7 +128,7 @@ kv-kills: setup ## kill engines at each point of a step, 200 times (ARGS="--back
 
 device-check: setup ## check on a GPU what the design relies on (ARGS=--stand-in: without a GPU)
 	@$(PY) -m hack.device_check $(ARGS)
-	@uuid=$$($(PY) -c 'from hack.device.find import find_devices as f; print(*f([], ".")[0][:1])') && \
+	@uuid=$$($(PY) -c 'from hack.device.part import find_devices as f; print(*f([], ".")[0][:1])') && \
 		{ [ -z "$$uuid" ] || UNDERSTUDY_TEST_GPU=$$uuid $(PY) -m pytest -q -k cuda tests/gms; }
 
 docs: setup ## regenerate docs/states.md and docs/cli_json.md

@@ -16,6 +16,7 @@ killed (`cut`), or wait for the next one (`wait_ms`).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -58,9 +59,9 @@ SETTLE_S = 0.3  # between two kills
 class BenchGateway(Handler):
     """The gateway below its init, which accepts at `port`; the lock server is here."""
 
-    def __init__(self, directory: str) -> None:
+    def __init__(self, directory: str, *flags: str) -> None:
         (self.port,) = free_ports(1)
-        self._directory = directory
+        self._directory, self._flags = directory, flags
         self._listener = socket.create_server(("127.0.0.1", self.port), backlog=ends.BACKLOG)
         self._server = Server(lockserver_socket(directory), CATALOGUE, self, service="bench")
         self._init: asyncio.subprocess.Process | None = None
@@ -72,12 +73,18 @@ class BenchGateway(Handler):
         found = procfs.children(self._init.pid)
         return found[0] if found else 0
 
+    def pids(self) -> list[int]:
+        """Of the init and of all below it."""
+        assert self._init is not None
+        return [self._init.pid, *procfs.descendants(self._init.pid)]
+
     async def start(self) -> None:
         """Wait until it accepts and has greeted the upstream."""
         await self._server.start()
         words = [*REPLACING_INIT, *program("gateway"), "serve", "--dir", self._directory]
+        words += ["--http-port", "0", *self._flags]
         self._init = await asyncio.create_subprocess_exec(
-            *words, "--http-port", "0", env={**os.environ, **parent_environment()}, stderr=DEVNULL
+            *words, env={**os.environ, **parent_environment()}, stderr=DEVNULL
         )
         async with asyncio.timeout(START_S):
             await self.accepts.wait()
@@ -92,7 +99,8 @@ class BenchGateway(Handler):
 
     async def close(self) -> None:
         assert self._init is not None
-        self._init.kill()
+        with contextlib.suppress(ProcessLookupError):
+            self._init.kill()
         await self._init.wait()
         await self._server.close()
         self._listener.close()

@@ -1,16 +1,15 @@
 """What switching between models costs, and who waits how long for it.
 
-    python -m hack.bench_pool [--only S1,S3,S5] [--backend reference|vllm] [--json] [--quick]
+    python -m hack.bench_pool [--only S1,S5] [--backend reference|vllm] [--json] [--quick]
 
 | scenario | what happens |
 |---|---|
 | S1 | two models in turn; each answer needs the room of the other one; then one from `offloaded` |
-| S3 | one model gets requests without pause, and another one a single request |
 | S5 | switches through streams that last far longer than a turn |
 
 Each runs on a pod of `understudy up --pool` that is started for it. Every answer is compared with
-the one that was given alone. Exits 1 if one was lost, refused, cut or wrong, or if a wait was
-longer than its bound. With vLLM, run it with the Python of .venv-vllm.
+the one that was given alone. Exits 1 if one was lost, refused, cut or wrong. With vLLM, run it
+with the Python of .venv-vllm.
 """
 
 from __future__ import annotations
@@ -28,11 +27,6 @@ from understudy.drill.clients import clock
 from understudy.drill.records import Exchange, Prompt
 
 SHORT_TOKENS = 16
-# Of answers that keep a model busy. Answers of one length that are computed in one batch end
-# together, and then the model is idle for a moment, which no real load leaves it.
-MIXED_TOKENS = (140, 280, 200, 300, 240, 160, 260)
-# Clients that stream without pause: four times as many as an engine has slots.
-SATURATING = 16
 NEVER = ("lost", "refused", "cut", "wrong_tokens")  # whatever is measured
 SWITCH_S_MAX = 10.0  # of S5, on average; then the scenario is given up
 # As short as the drain and the protection of S5 are to be.
@@ -53,8 +47,6 @@ class Plan:
     switches: int = 300
     pause_s: float = 0.3
     offloads: int = 50
-    waits: int = 5
-    starved_s: float = 120.0
     streamed_switches: int = 1000
     stream_tokens: int = 300
     token_ms: int = 200  # of the reference backend's streams: as slow as a large model's
@@ -63,7 +55,7 @@ class Plan:
 
 
 def quick(backend: str) -> Plan:
-    return Plan(backend, 10, offloads=2, waits=1, starved_s=60.0, streamed_switches=8,
+    return Plan(backend, 10, offloads=2, streamed_switches=8,
                 stream_tokens=60, token_ms=50, is_quick=True)  # fmt: skip
 
 
@@ -106,42 +98,6 @@ async def _from_offloaded(
             exchanges.append(await pool.send(prompt))
             into += _first_ms(exchanges[-1])
     return _times(took, direct)
-
-
-async def s3(plan: Plan, pool: BenchedPool) -> rig.Figures:
-    """How long the only request for `b` waits while `a` gets requests without pause. One that has
-    waited for `starved_s` is starved, and is the last."""
-    a, b = pool.models
-    short = prompts_of(pool.models, SHORT_TOKENS)
-    await _ready(pool, short)
-    mixed = [prompts_of(pool.models, tokens)[a] for tokens in MIXED_TOKENS]
-    await pool.learn(mixed)
-    starts = [number % len(mixed) for number in range(SATURATING)]
-    alone = pool.expected[mixed[0].key]
-    apart_s = (alone.ended_ms - alone.sent_ms) / 1000 / SATURATING
-    waits, mine = list[float](), list[Exchange]()
-    asked = [[*mixed[start:], *mixed[:start]] for start in starts]
-    async with pool.without_pause(asked, apart_s) as others:
-        while len(mine) < plan.waits and len(mine) == len(waits):
-            count = len(others)
-            await rig.until(partial(_more_than, others, count), "answer", plan.starved_s)
-            mine.append(await pool.send(short[b], plan.starved_s))
-            waits += [each / 1000 for each in _first_ms(mine[-1])]
-    pause_s = longest_pause_s(others)
-    longest_s, about = max([*waits, pause_s]), await pool.of(b)
-    return {
-        "waits_s": [round(each, 3) for each in waits],
-        "bound_s": about["bound_ms"] / 1000,
-        "longest_of_bound": round(1000 * longest_s / about["bound_ms"], 4),
-        "starved": len(mine) - len(waits),
-        "longest_pause_s": pause_s,
-        "single": pool.counts(mine),
-        "saturating": pool.counts(others),
-    }
-
-
-async def _more_than(exchanges: Sequence[Exchange], count: int) -> str:
-    return "" if len(exchanges) > count else "there is none"
 
 
 async def s5(plan: Plan, pool: BenchedPool) -> rig.Figures:
@@ -199,17 +155,12 @@ def _phases(switches: Sequence[Mapping[str, Any]]) -> rig.Figures:
 
 
 Scenario = Callable[[Plan, BenchedPool], Awaitable[rig.Figures]]
-SCENARIOS: Mapping[str, Scenario] = {"S1": s1, "S3": s3, "S5": s5}
+SCENARIOS: Mapping[str, Scenario] = {"S1": s1, "S5": s5}
 
 
 def problems_of(name: str, figures: Mapping[str, Any]) -> list[str]:
     """What must hold on any machine."""
-    found = [f"{name}: {figures[each]} {each}" for each in (*NEVER, "starved") if figures.get(each)]
-    if figures.get("longest_of_bound", 0.0) > 1.0:
-        found.append(f"{name}: the longest wait was {figures['longest_of_bound']} of its bound")
-    for part in {"single", "saturating"} & {*figures}:
-        found += problems_of(f"{name} {part}", figures[part])
-    return found
+    return [f"{name}: {figures[each]} {each}" for each in NEVER if figures.get(each)]
 
 
 async def measure(plan: Plan, only: Sequence[str], base: Path) -> rig.Figures:

@@ -90,7 +90,7 @@ def _stand_in() -> dict[str, str]:
 
 def _device(wanted: str) -> tuple[str | None, str]:
     """The UUID of the device to ask, or why there is none."""
-    from hack.device.find import find_devices
+    from hack.device.part import find_devices
 
     found, reason = find_devices([wanted], str(ROOT))
     return (found[0], "") if found else (None, reason)

@@ -35,8 +35,7 @@ from typing import Any
 from engine.supervisor import leftovers
 from hack import rig, v2_on_cpu
 from hack.bench_sleep import across_sleeps
-from hack.device.find import find_devices
-from hack.device.part import Nvml
+from hack.device.part import Nvml, find_devices
 from hack.standing_pod import StandingPod
 from hack.vllm.figures import Figures, look_at, private_bytes, problems_of, workers_below
 from hack.vllm.pod import MODEL_SHAPE, environment, make_pod, model_of, temporary

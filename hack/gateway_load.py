@@ -1,12 +1,14 @@
 """The two ends of a gateway that is measured: an upstream that costs little, and its clients.
 
-    python -m hack.gateway_load SOCKET PORT
+    python -m hack.gateway_load SOCKET PORT [INTERVAL_MS]
 
 Run like that it is the upstream: one token and one write for each event. On the Unix socket it is
-an engine behind a gateway, with marked streams. On the port it serves the same bytes without marks,
-for the clients that go past the gateway. The JSON body of a request says how many `max_tokens`, and
-how many milliseconds between two: `interval_ms`, 0 for no pause. Nothing is computed: every event
-has the same bytes but for its number.
+an engine behind a gateway, with marked streams, which it also resumes. On the port it serves the
+same bytes without marks, for the clients that go past the gateway, and answers any GET with how
+many streams it has (`open`), and had (`served`). The JSON body of a request says how many
+`max_tokens`, and how many milliseconds between two: `interval_ms`, 0 for no pause; routers that
+leave the field out get INTERVAL_MS. Nothing is computed: every event has the same bytes but for its
+number.
 
 The clients use no HTTP library, so that they cost less than what they measure. The end of an answer
 is its last chunk; an answer that ends otherwise is an error, and is counted.
@@ -28,6 +30,7 @@ import uvloop
 from plumbing import gateway_protocol as hop
 from plumbing.service.process import arm_from_environment, raise_fd_limit
 
+MODEL = "stub"
 ENGINE, TOKEN = "engine-0", 7  # what the upstream calls itself, and the grant that it answers under
 HEAD = (
     "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\n"
@@ -49,6 +52,9 @@ DEADLINE_S = 120.0
 class StubConnection(asyncio.Protocol):
     """One request after the other; an answer that nobody reads waits."""
 
+    open = served = 0  # streams of the process
+    interval_ms = 0.0
+
     def __init__(self, *, is_marked: bool) -> None:
         self._is_marked = is_marked
         self._buffer = b""
@@ -64,12 +70,21 @@ class StubConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._buffer += data
         head, separator, rest = self._buffer.partition(b"\r\n\r\n")
-        length = _content_length(head)
+        length = int(_header(head, b"content-length") or 0)
         if not separator or len(rest) < length:
             return
         self._buffer = b""
         if head.startswith(b"GET " + hop.HELLO_PATH.encode()):
             self._hello()
+        elif head.startswith(b"GET "):  # probes, models
+            counts = {"open": StubConnection.open, "served": StubConnection.served}
+            models = {"object": "list", "data": [{"id": MODEL, "object": "model"}]}
+            self._say({**counts, **models, "model_path": MODEL, "served_model_name": MODEL})
+            if b" HTTP/1.0\r\n" in head:
+                self._transport.close()
+        elif journal := _header(head, hop.JOURNAL.lower().encode()):
+            body, delivered = hop.without_journal(rest[:length], journal)
+            self._begin(json.loads(body), len(delivered.tokens))
         else:
             self._begin(json.loads(rest[:length]))
 
@@ -82,6 +97,7 @@ class StubConnection(asyncio.Protocol):
             self._send_some()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        StubConnection.open -= self._left > 0
         self._left = 0
         if self._timer is not None:
             self._timer.cancel()
@@ -93,17 +109,27 @@ class StubConnection(asyncio.Protocol):
             "continuation_id": "stub",
             "continuation": "exact",
             "body_bytes_max": 1 << 20,
+            "models": [MODEL],
         }
-        body = json.dumps(hello).encode()
+        self._say(hello)
+
+    def _say(self, document: dict[str, Any]) -> None:
+        body = json.dumps(document).encode()
         head = f"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n{hop.ENGINE}: {ENGINE}\r\n"
         head += f"{hop.TOKEN}: {TOKEN}\r\nContent-Length: {len(body)}\r\n\r\n"
         self._transport.write(head.encode() + body)
 
-    def _begin(self, body: dict[str, Any]) -> None:
-        self._left, self._sent = int(body["max_tokens"]), 0
-        self._interval_s = float(body["interval_ms"]) / 1000
+    def _begin(self, body: dict[str, Any], delivered: int = 0) -> None:
+        """`delivered`: by another engine, so they are only replayed."""
+        most = body.get("max_tokens") or body["max_completion_tokens"]  # as some routers name it
+        self._left, self._sent = int(most), 0
+        self._interval_s = float(body.get("interval_ms", self.interval_ms)) / 1000
         self._due_s = self._loop.time()
+        StubConnection.open += 1
+        StubConnection.served += 1
         self._transport.write(HEAD)
+        for _ in range(min(delivered, self._left - 1)):
+            self._send_one()
         if self._interval_s:
             self._send_paced()
         else:
@@ -129,15 +155,16 @@ class StubConnection(asyncio.Protocol):
             data += hop.group_end((self._sent,), (1,))
         self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
         if not self._left:
+            StubConnection.open -= 1
             data = LAST + (hop.END if self._is_marked else b"")
             self._transport.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(data), data))
 
 
-def _content_length(head: bytes) -> int:
+def _header(head: bytes, name: bytes) -> str:
     for line in head.lower().split(b"\r\n"):
-        if line.startswith(b"content-length:"):
-            return int(line.partition(b":")[2])
-    return 0
+        if line.startswith(name + b":"):
+            return line.partition(b":")[2].strip().decode()
+    return ""
 
 
 async def serve(path: str, port: int) -> None:
@@ -204,11 +231,12 @@ class Reader(asyncio.Protocol):
         self.transport.abort()
 
 
-def request(tokens: int, interval_ms: float) -> bytes:
-    """A request for a stream, for the stub; the other backends ignore `interval_ms`."""
+def request(tokens: int, interval_ms: float | None = None) -> bytes:
+    """A request for a stream, for the stub, or, without `interval_ms`, for any server."""
     message = {"role": "user", "content": "hello"}
-    body = {"messages": [message], "stream": True, "max_tokens": tokens, "temperature": 0}
-    data = json.dumps({**body, "interval_ms": interval_ms}).encode()
+    body = {"model": MODEL, "messages": [message], "stream": True, "max_tokens": tokens}
+    pace = {} if interval_ms is None else {"interval_ms": interval_ms}
+    data = json.dumps({**body, "temperature": 0, **pace}).encode()
     head = "POST /v1/chat/completions HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\n"
     return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
 
@@ -265,4 +293,5 @@ async def one_by_one(port: int, count: int, what: bytes, seen: Seen) -> None:
 if __name__ == "__main__":
     arm_from_environment()
     raise_fd_limit()
+    StubConnection.interval_ms = float((sys.argv[3:] or ["0"])[0])
     uvloop.run(serve(sys.argv[1], int(sys.argv[2])))

@@ -33,54 +33,7 @@ UNITS = (  # by the name of a number, the first that fits
 )
 Row = tuple[str, str, str]  # key, type, meaning
 
-HEAD = """\
-# The JSON documents, key by key
-
-For scripts and dashboards. [reference.md](reference.md) and [states.md](states.md) explain the identifiers.
-`make docs` writes this page from the structs of the documents, and a test compares them with all that a pod
-prints.
-
-- `--json` prints one document on stdout (with `--watch`, one per second; with `events`, one per line). Logs,
-  progress and messages for operators go to stderr.
-- New keys may be added at any time: ignore keys that you do not know. `schema` changes when an existing key
-  changes its meaning.
-- A key that does not apply is null if its type allows null. A type with a "?" marks a key that may be omitted.
-  Keys below a null object are omitted with it.
-- In a key, `[]` stands for each element of a list and `*` for any name. A type that is a link has the keys of
-  that section.
-- Messages are for operators, and their wording changes. Scripts should use states, codes, types and exit
-  codes.
-
-| type | JSON value |
-|---|---|
-| string | a string |
-| bool | true or false |
-| int | an integer |
-| bytes | an integer, in bytes |
-| pid | an integer: a process id in the PID namespace of the part that reports it |
-| number | a number |
-| ms, s | a number of milliseconds or seconds |
-| time | a string: RFC 3339 in UTC, such as `2026-01-31T09:00:00.000Z` |
-| mono | a number: milliseconds of CLOCK_MONOTONIC, comparable only within one machine |
-| object | an object |
-| any | any value |
-
-## Exit codes
-
-| code | meaning |
-|---|---|
-| 0 | success |
-| 1 | failed; `doctor`: a check failed; `drill`: not passed; `gms verify`: see [there](reference.md#gms-verify) |
-| 2 | usage error: bad flag, setting or path |
-| 3 | server unreachable |
-| 4 | degraded (`understudy status --check`, `gms verify`, `gms drop`, `gms drop-kv`) |
-| 5 | timed out |
-| 69 | a program gave up, because no restart can help: a crash loop, a model that does not fit. An init ends its container |
-| 70, 130 | an internal error, with its traceback on stderr; Ctrl-C |
-
-A status command that prints its offline view exits with 3. `understudy status --check` exits with 4 and still
-prints its document.
-"""  # noqa: E501 - the page's own lines
+HEAD = Path(__file__).with_name("cli_json_head.md")
 
 
 def rows_of(struct: type[Schema], prefix: str = "") -> Iterator[Row]:
@@ -177,7 +130,7 @@ def section(title: str, struct: type[Schema]) -> str:
 
 
 def page() -> str:
-    return "\n".join([HEAD, *(section(*each) for each in DOCUMENTS.items())])
+    return "\n".join([HEAD.read_text(), *(section(*each) for each in DOCUMENTS.items())])
 
 
 if __name__ == "__main__":

@@ -1,35 +1,30 @@
 """One process that waits for a lock, holds it, and is killed.
 
-    python -m hack.lock_holder CONTENDER DIR NAME
+    python -m hack.lock_holder DIR NAME
 
-Prints lines of JSON: `{"waiting": 1}` once it is queued, `{"granted_ns": …}` with CLOCK_MONOTONIC
-when it knows that it holds the lock, `{"backends": [pid, …]}` if it has any.
+A supervisor that is its own backend. Prints lines of JSON: `{"waiting": 1}` once it is queued, and
+`{"granted_ns": …}` with CLOCK_MONOTONIC when it knows that it holds the lock.
 
-On SIGUSR1, sent just before the kill, a holder without backends becomes `sleep` with all that it
-holds: the bench must not measure how long Python takes to die.
+On SIGUSR1, sent just before the kill, it becomes `sleep` with all that it holds: the bench must not
+measure how long Python takes to die.
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable
 
 import uvloop
 
 from lockserver import witness
 from lockserver.client.client import LockCallbacks, LockClient
 from plumbing.pod.paths import lockserver_socket
-from plumbing.service.process import arm_from_environment, die_with_parent
-
-BACKEND = ("sleep", "infinity")
+from plumbing.service.process import arm_from_environment
 
 
-def report(key: str, value: int | list[int]) -> None:
+def report(key: str, value: int) -> None:
     print(f'{{"{key}": {value}}}', flush=True)
 
 
@@ -65,39 +60,11 @@ class Supervisor:
         self.client.set_want(self.incarnation, self.witness, ("active",))
         await self.client.run()
 
-    def launch(self) -> int:
-        """A backend process with the witness on descriptor 0; its pid."""
-        parent = os.getpid()
-        with open(self.witness, "r+b") as file:
-            fcntl.flock(file, fcntl.LOCK_SH)
-            return subprocess.Popen(
-                BACKEND, stdin=file, preexec_fn=lambda: die_with_parent(parent)
-            ).pid
 
-
-def alone(directory: str, name: str) -> None:
-    """A supervisor that is its own backend."""
-    supervisor = Supervisor(directory, name)
+if __name__ == "__main__":
+    arm_from_environment()
+    supervisor = Supervisor(*sys.argv[1:3])
     witness.join(supervisor.witness)
     os.close(supervisor.held)
     shrink_on_signal()
     uvloop.run(supervisor.run())
-
-
-def tree(directory: str, name: str) -> None:
-    """With two backend processes."""
-    supervisor = Supervisor(directory, name)
-    pids = [supervisor.launch() for _ in range(2)]
-    os.close(supervisor.held)  # its processes hold it
-    report("backends", pids)
-    uvloop.run(supervisor.run())
-
-
-HOLDERS: dict[str, Callable[[str, str], None]] = {
-    "unix": alone,
-    "unix_tree": tree,
-}
-
-if __name__ == "__main__":
-    arm_from_environment()
-    HOLDERS[sys.argv[1]](sys.argv[2], sys.argv[3])

@@ -13,7 +13,6 @@ import argparse
 import json
 import statistics
 import subprocess
-from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -47,24 +46,18 @@ def main() -> None:
     parser.add_argument("bench", help="a module of hack, such as bench_failover")
     parser.add_argument("flags", nargs=argparse.REMAINDER, help="flags of the bench")
     options = parser.parse_args()
-    checkouts = {"base": options.base.resolve(), "now": ROOT}
-    found: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in checkouts}
+    runs: dict[str, list[dict[str, float]]] = {"base": [], "now": []}
     for number in range(options.rounds):
-        for name, checkout in turns(number, checkouts.items()):
+        for name in turns(number, runs):
             say(f"round {number + 1} of {options.rounds}: {name}")
-            for path, value in run_bench(checkout, options.bench, options.flags).items():
-                found[name][path].append(value)
-    both = {path: (found["base"][path], found["now"][path]) for path in found["base"]}
-    table = {
-        path: {
-            "base": statistics.median(base),
-            "now": statistics.median(now),
-            "base_runs": base,
-            "now_runs": now,
-        }
-        for path, (base, now) in both.items()
-        if base and now
-    }
+            checkout = ROOT if name == "now" else options.base.resolve()
+            runs[name].append(run_bench(checkout, options.bench, options.flags))
+    table: dict[str, dict[str, Any]] = {}
+    measured = (set(each) for found in runs.values() for each in found)
+    for path in sorted(set.intersection(*measured)):
+        values = {name: [each[path] for each in found] for name, found in runs.items()}
+        table[path] = {name: statistics.median(found) for name, found in values.items()}
+        table[path] |= {f"{name}_runs": found for name, found in values.items()}
     print(json.dumps({"bench": options.bench, "figures": table, "machine": machine()}, indent=1))
 
 

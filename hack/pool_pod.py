@@ -135,22 +135,22 @@ class BenchedPool:
                 raise UnderstudyError("bench.no_answer", text)
             self.expected[prompt.key] = answer
 
-    async def send(self, prompt: Prompt, silence_max_s: float = FIRST_ANSWER_S) -> Exchange:
-        return await send(self.target, prompt, silence_max_s)
+    async def send(self, prompt: Prompt) -> Exchange:
+        return await send(self.target, prompt, FIRST_ANSWER_S)
 
     @contextlib.asynccontextmanager
     async def without_pause(
-        self, prompts: Sequence[Sequence[Prompt]], apart_s: float = 0.0
+        self, prompts: Sequence[Sequence[Prompt]]
     ) -> AsyncIterator[list[Exchange]]:
-        """A client for each list of prompts, which it sends in turn; each begins `apart_s` after
-        the one before. Yields what they got, as it comes."""
+        """A client for each list of prompts, which it sends in turn. Yields what they got, as it
+        comes."""
         stopping, exchanges = asyncio.Event(), list[Exchange]()
-
-        async def client(number: int, asked: Sequence[Prompt]) -> None:
-            await asyncio.sleep(number * apart_s)
-            await stream_without_pause(self.target, asked, 0, exchanges.append, stopping)
-
-        clients = [asyncio.ensure_future(client(*each)) for each in enumerate(prompts)]
+        clients = [
+            asyncio.ensure_future(
+                stream_without_pause(self.target, asked, 0, exchanges.append, stopping)
+            )
+            for asked in prompts
+        ]
         try:
             yield exchanges
         finally:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
-import select
 import signal
 import socket
 import subprocess
@@ -20,13 +18,12 @@ from typing import Any, Protocol, TypeVar
 from gms import messages as gms_messages
 from gms import names
 from gms.client import Reader, Writer, open_session
-from hack.rig import ROOT
 from lockserver import messages as lock_messages
 from plumbing.errors import UnderstudyError
+from plumbing.pod.cli import ask_status
 from plumbing.pod.paths import lockserver_socket
 from plumbing.service import procfs
 from plumbing.service.process import parent_environment
-from plumbing.wire.blocking import BlockingClient
 from understudy.pod.ports import free_ports
 
 T = TypeVar("T")
@@ -129,11 +126,7 @@ class LockServer(ServerProcess):
         return False
 
     def status(self) -> dict[str, Any]:
-        path = lockserver_socket(self.directory)
-        with BlockingClient(path, lock_messages.CATALOGUE) as client:
-            reply: Any = client.request(lock_messages.StatusMsg()).message
-        document: dict[str, Any] = reply.document
-        return document
+        return ask_status(lockserver_socket(self.directory), lock_messages.CATALOGUE)
 
 
 class MemoryServer(ServerProcess):
@@ -158,57 +151,13 @@ class MemoryServer(ServerProcess):
 
     def status(self) -> dict[str, Any]:
         path = names.socket_path(self.directory, self.device)
-        with BlockingClient(path, gms_messages.CATALOGUE) as client:
-            reply: Any = client.request(gms_messages.StatusMsg()).message
-        document: dict[str, Any] = reply.document
-        return document
+        return ask_status(path, gms_messages.CATALOGUE)
 
     def open(self, mode: str, **more: Any) -> Reader | Writer:
         wanted: dict[str, Any] = {"identity": IDENTITY, "wait_ms": 20_000, "engine": "engine-0"}
         wanted |= {"incarnation": "i-0", "mode": mode, **more}
         request = gms_messages.AttachMsg(**wanted)
         return open_session(self.directory, self.device, request)
-
-
-class ReportingProcess:
-    """A module of this repository that prints lines of JSON; it dies with this process."""
-
-    def __init__(self, name: str, module: str, *arguments: str) -> None:
-        self.name, self._rest = name, b""
-        self.lines: list[dict[str, Any]] = []
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", module, *arguments],
-            cwd=ROOT,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            env={**os.environ, **parent_environment()},
-        )
-
-    def next_line(self, end: float) -> dict[str, Any]:
-        """The next line, by `end` on the monotonic clock.
-
-        Raises:
-            ProcessError: it ended, or printed none in time.
-        """
-        assert self.process.stdout is not None
-        fd = self.process.stdout.fileno()
-        while b"\n" not in self._rest:
-            ready, _, _ = select.select([fd], [], [], max(0.0, end - time.monotonic()))
-            data = os.read(fd, 4096) if ready else b""
-            if not data:
-                raise ProcessError(
-                    f"{self.name} {'ended' if ready else 'reported nothing in time'}"
-                )
-            self._rest += data
-        line, _, self._rest = self._rest.partition(b"\n")
-        self.lines.append(json.loads(line))
-        return self.lines[-1]
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        assert self.process.stdout is not None
-        self.process.stdout.close()
 
 
 class Counts(Protocol):

@@ -15,8 +15,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,9 +26,10 @@ from hack.vllm.pod import MODEL_SHAPE, make_pod, model_of
 from plumbing.errors import UnderstudyError
 from understudy.drill.clients import Target, clock
 from understudy.drill.fleet import FleetDrill
-from understudy.drill.records import Records
+from understudy.drill.outcomes import classify, outcome_of
+from understudy.drill.records import End, Exchange, Outcome
 from understudy.drill.run import Drill, DrillPlan
-from understudy.drill.targets import FRONT, GATEWAY, PARTS, POD
+from understudy.drill.targets import PARTS, POD
 from understudy.drill.verdict import judge
 from understudy.pod.runner import PodRunner
 from understudy.up.models import RandomModel
@@ -99,63 +100,7 @@ KINDS = (
     *both("stop strings", TEXT, stop=["e", "qu"], max_tokens=48),
 )
 
-# ---------------------------------------------------------------------- what came
-
-
-@dataclass(slots=True)
-class WholeAnswer:
-    """One answer, put together from its events. Events are never compared, because an engine cuts
-    its answers by timing. One answer must have one id from its first event to its last, also where
-    engines have taken turns."""
-
-    text: str = ""
-    reason: str | None = None
-    usage: int | None = None  # tokens of the answer
-    ids: set[str] = field(default_factory=set)
-
-    def add(self, event: Mapping[str, Any]) -> None:
-        """Take up an event of a chat or completion, or a whole answer."""
-        self.ids.add(event["id"])
-        self.usage = (event.get("usage") or {}).get("completion_tokens", self.usage)
-        for choice in event["choices"]:
-            said = choice.get("delta") or choice.get("message") or choice
-            self.text += said.get("content") or said.get("text") or ""
-            self.reason = choice.get("finish_reason") or self.reason
-
-    def is_like(self, other: WholeAnswer) -> bool:
-        """Whether both say the same, each under one id."""
-        return self.exact() == other.exact() and len(self.ids) == 1
-
-    def exact(self) -> tuple[Any, ...]:
-        return self.text, self.reason, self.usage
-
-
-@dataclass(frozen=True, slots=True)
-class Attempt:
-    """One request of a stock client. `error`: as it was raised; `detail`: both answers, where they
-    differ."""
-
-    kind: str
-    began_ms: float
-    ended_ms: float
-    error: str = ""
-    is_refused: bool = False
-    detail: str = ""
-
-    def overlaps(self, from_ms: float, to_ms: float | None) -> bool:
-        return self.began_ms <= (from_ms if to_ms is None else to_ms) and self.ended_ms >= from_ms
-
-
-def fate_of(attempt: Attempt, records: Records) -> str:
-    """What became of one request, given what the drill has killed. A wrong answer is always a
-    fault, and so is a refused connection. A request that was in the gateway when the gateway's own
-    process was killed is lost with it."""
-    if not attempt.error:
-        return "wrong" if attempt.detail else "ok"
-    part = FRONT if records.pods else GATEWAY
-    gateways = [kill for kill in records.kills if kill.target == part]
-    is_lost = any(attempt.overlaps(kill.killed_ms, kill.gone_ms) for kill in gateways)
-    return "lost_in_gateway" if is_lost and not attempt.is_refused else "error"
+# ---------------------------------------------------------------------- the clients
 
 
 class OpenaiClients:
@@ -163,7 +108,7 @@ class OpenaiClients:
 
     def __init__(self, kinds: Sequence[RequestKind], number: int) -> None:
         self._kinds, self._number = kinds, number
-        self.attempts: list[Attempt] = []
+        self.exchanges: list[Exchange] = []
 
     async def run(self, target: Target, drill: Drill) -> None:
         """All kills of `drill` while the clients send requests.
@@ -175,22 +120,22 @@ class OpenaiClients:
 
         url = f"http://{target.host}:{target.port}/v1"
         model, stopping = drill.prompts[0].body["model"], asyncio.Event()
+        expected = drill.records.expected
         async with openai.AsyncOpenAI(
             base_url=url, api_key="none", max_retries=0, timeout=ANSWER_S
         ) as client:
             send = partial(_answer, client, model)
-            expected = {kind.name: await send(kind) for kind in self._kinds}
+            expected |= {kind.name: await send(kind) for kind in self._kinds}
             for _ in range(ALIKE_ROUNDS):
-                again = await asyncio.gather(*map(send, self._kinds))
-                for kind, answer in zip(self._kinds, again, strict=True):
-                    if not answer.is_like(expected[kind.name]):
-                        text = f"{kind.name} was answered twice, and differently, before any kill"
+                for answer in await asyncio.gather(*map(send, self._kinds)):
+                    if classify(answer, expected) is not Outcome.OK:
+                        text = f"{answer.prompt}: two answers before any kill; {answer.detail}"
                         raise UnderstudyError("clients.unsteady", text)
             apart = max(1, len(self._kinds) // self._number)
             async with asyncio.TaskGroup() as tasks:
                 for each in range(self._number):
                     kinds = itertools.islice(itertools.cycle(self._kinds), apart * each, None)
-                    tasks.create_task(self._go_on(client, model, kinds, expected, stopping))
+                    tasks.create_task(self._go_on(send, kinds, stopping))
                 try:
                     await drill.run(target)
                 finally:
@@ -198,77 +143,84 @@ class OpenaiClients:
 
     async def _go_on(
         self,
-        client: openai.AsyncOpenAI,
-        model: str,
+        send: Callable[[RequestKind], Awaitable[Exchange]],
         kinds: Iterable[RequestKind],
-        expected: Mapping[str, WholeAnswer],
         stopping: asyncio.Event,
     ) -> None:
-        import openai
-
         for kind in kinds:
             if stopping.is_set():
                 return
-            began_ms, error, detail, is_refused = clock.now_ms(), "", "", False
-            try:
-                answer = await _answer(client, model, kind)
-                if not answer.is_like(expected[kind.name]):
-                    detail = f"{answer.exact()} instead of {expected[kind.name].exact()}"
-            except (openai.OpenAIError, ValueError) as raised:
-                error = f"{type(raised).__name__}: {raised} ({raised.__cause__!r})"
-                is_refused = type(raised.__cause__).__name__ == "ConnectError"
+            self.exchanges.append(await send(kind))
+            if self.exchanges[-1].end is not End.DONE:
                 await asyncio.sleep(AFTER_ERROR_S)
-            ended_ms = clock.now_ms()
-            self.attempts.append(Attempt(kind.name, began_ms, ended_ms, error, is_refused, detail))
 
 
-async def _answer(client: openai.AsyncOpenAI, model: str, kind: RequestKind) -> WholeAnswer:
-    """Raises openai.OpenAIError, ValueError: there is none, or not a whole one."""
+async def _answer(client: openai.AsyncOpenAI, model: str, kind: RequestKind) -> Exchange:
+    """What came, as a drill's client records it. Events are never compared, because an engine cuts
+    its answers by timing. One answer must have one id from its first event to its last, also where
+    engines have taken turns."""
+    import openai
+
     api: Any = {CHAT: client.chat.completions, TEXT: client.completions}[kind.api]
-    said = WholeAnswer()
-    answer = await api.create(model=model, **kind.arguments)
-    if not kind.arguments.get("stream"):
-        said.add(answer.model_dump())
-        return said
-    async for event in answer:
-        said.add(event.model_dump())
-    return said
+    found = Exchange(kind.name, clock.now_ms(), End.CUT, status=200, token=0)
+    ids = set[str]()
+
+    def add(event: Mapping[str, Any]) -> None:
+        ids.add(event["id"])
+        found.tokens = (event.get("usage") or {}).get("completion_tokens", found.tokens)
+        for choice in event["choices"]:
+            said = choice.get("delta") or choice.get("message") or choice
+            found.text += said.get("content") or said.get("text") or ""
+            found.finish_reason = choice.get("finish_reason") or found.finish_reason
+
+    try:
+        answer = await api.create(model=model, **kind.arguments)
+        if kind.arguments.get("stream"):
+            async for event in answer:
+                add(event.model_dump())
+        else:
+            add(answer.model_dump())
+        found.end = End.DONE if len(ids) == 1 else End.GARBLED
+        found.detail = f"{len(ids)} ids, {found.text!r}"
+    except (openai.OpenAIError, ValueError) as raised:
+        found.detail = f"{type(raised).__name__}: {raised} ({raised.__cause__!r})"
+        if type(raised.__cause__).__name__ == "ConnectError":
+            found.end = End.REFUSED
+    found.ended_ms = clock.now_ms()
+    return found
 
 
 # ---------------------------------------------------------------------- the run
 
 
 def document(client: OpenaiClients, drill: Drill, kills: int, backend: str) -> rig.Figures:
-    """The fates of all requests, and the drill's own report."""
+    """The outcomes of all requests, and the drill's own report."""
     records = drill.records
-    fates = [(each, fate_of(each, records)) for each in client.attempts]
+    outcomes = [(each, outcome_of(each, records)) for each in client.exchanges]
     kinds: dict[str, Counter[str]] = {}
-    for attempt, fate in fates:
-        kinds.setdefault(attempt.kind, Counter()).update(("requests", fate))
-    first = {
-        f"first_{fate}": [
-            f"{attempt.kind}: {attempt.error or attempt.detail}"
-            for attempt, each in fates
-            if each == fate
-        ][:SHOWN_MAX]
-        for fate in ("error", "wrong")
-    }
-    killed_ms = [kill.killed_ms for kill in records.kills]
-    met = [sum(each.overlaps(at_ms, None) for each in client.attempts) for at_ms in killed_ms]
+    for exchange, outcome in outcomes:
+        kinds.setdefault(exchange.prompt, Counter()).update(("requests", outcome))
+    first = [
+        f"{exchange.prompt}: {outcome}, {exchange.detail}"
+        for exchange, outcome in outcomes
+        if outcome not in (Outcome.OK, Outcome.LOST_IN_GATEWAY)
+    ][:SHOWN_MAX]
+    met = [
+        sum(each.sent_ms <= kill.killed_ms <= each.ended_ms for each in client.exchanges)
+        for kill in records.kills
+    ]
     report = judge(records, kills)
-    drilled = report.to_dict(backend)
-    problems = [*first["first_error"], *first["first_wrong"], *report.problems]
-    if not fates:
+    problems = [*first, *report.problems]
+    if not outcomes:
         problems.append("no request was made")
     figures = {
         "backend": backend,
-        "requests": len(fates),
-        "fates": Counter(fate for _, fate in fates),
+        "requests": len(outcomes),
+        "outcomes": Counter(outcome for _, outcome in outcomes),
         "kills_under_load": sum(1 for each in met if each),
         "requests_over_a_kill": sum(met),
         "kinds": kinds,
-        **first,
-        "drill": drilled,
+        "drill": report.to_dict(backend),
     }
     return rig.document(figures, problems)
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from hack.device.remote import Peer
@@ -12,6 +15,11 @@ MIB, GIB = 1 << 20, 1 << 30
 SPARE_BYTES = 4 * GIB  # of the device, which stay free
 NOISE_BYTES = 96 * MIB  # what a driver's own bookkeeping may add to memory in use
 SETTLE_S_MAX = 5.0  # memory of a dead process is freed over some tenths of a second
+PROGRAM = (
+    "import sys; from gms.server.devices import devices_to_serve; from plumbing.errors import *\n"
+    "try: print(*devices_to_serve([w for w in sys.argv[1:] if w]))\n"
+    "except UnderstudyError as error: sys.exit(error.message)"
+)
 SETTINGS = ("PersistenceMode", "ComputeMode", "MigMode", "EccMode")
 
 
@@ -128,3 +136,13 @@ class Part:
 
 def mib(size_bytes: int) -> float:
     return round(size_bytes / MIB, 1)
+
+
+def find_devices(wanted: Sequence[str], root: str) -> tuple[list[str], str]:
+    """The UUIDs of the devices to check, or none and the reason; this process does not open the
+    driver for it. `root` is the repository."""
+    words = [sys.executable, "-c", PROGRAM, *wanted]
+    done = subprocess.run(words, cwd=root, capture_output=True, text=True, check=False)
+    if done.returncode:
+        return [], done.stderr.strip().rpartition("\n")[2]
+    return done.stdout.split(), ""

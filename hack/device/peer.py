@@ -144,7 +144,7 @@ class Requests:
         return sorted(set(self.ranges[0].read(offset, PAGE)))
 
     def do_spin(self, seconds: float) -> None:
-        kernels.launch(self.driver, kernels.SPIN, "spin", int(seconds * 1e9))
+        kernels.launch(self.driver, "spin", int(seconds * 1e9))
 
     # -- a process that writes until it is killed
 
@@ -154,7 +154,7 @@ class Requests:
         at = self.ranges[0]
         if is_kernel:
             words = at.size_bytes // 4
-            kernels.launch(self.driver, kernels.COUNT, "count", at.address, words)
+            kernels.launch(self.driver, "count", at.address, words)
         else:
             threading.Thread(target=self._count, daemon=True).start()
 

@@ -5,6 +5,7 @@ Method: the rendered files as data, against our own programs and Kubernetes' rul
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -100,16 +101,25 @@ def test_certificates_are_where_the_gateway_looks(fleet: str, end: str):
 
 @each_fleet
 def test_pod_leaves_before_anything_of_it_ends(fleet: str):
-    """Goal: its streams have moved when the first container stops. Method: the hook of the gateway
-    and of each engine is a command of ours, whose time and an engine's end fit the grace period."""
-    lasting = [gateway_of(fleet), *of_program(fleet, "engine")]
-    assert len(lasting) == 3
+    """Goal: its streams have moved when the first container stops, and it does not leave for a
+    liveness probe that ends one engine. Method: the time of the hook of the gateway and of each
+    engine against the grace periods; which is a command of ours."""
+    pod, *engines = lasting = [gateway_of(fleet), *of_program(fleet, "engine")]
+    assert len(engines) == 2
     for container in lasting:
         assert environment(fleet, container)["UNDERSTUDY_DIR"]
-        *command, within = container["lifecycle"]["preStop"]["exec"]["command"]
-        assert command == ["gateway", "leave"]
-        within_s = duration_s(within.removeprefix("--within="))
-        assert within_s + ENDING_S <= pod_spec(fleet)["terminationGracePeriodSeconds"]
+        command = container["lifecycle"]["preStop"]["exec"]["command"]
+        slept_s = 0
+        if container is not pod:
+            said = re.fullmatch(r"sleep (\d+) && exec (.*)", command[2])
+            assert said is not None
+            assert command[:2] == ["sh", "-c"]
+            slept_s, command = int(said[1]), said[2].split()
+            assert slept_s > container["livenessProbe"]["terminationGracePeriodSeconds"]
+        *given, within = command
+        assert given == ["gateway", "leave"]
+        took_s = slept_s + duration_s(within.removeprefix("--within="))
+        assert took_s + ENDING_S == pod_spec(fleet)["terminationGracePeriodSeconds"]
     others = [each for each in containers(fleet) if each not in lasting]
     assert not [each["name"] for each in others if "lifecycle" in each]
 
@@ -163,7 +173,7 @@ def test_component_makes_a_fleet_of_other_pods(own: Path, overlay: str):
         if (each["kind"], each["metadata"]["name"]) == ("Deployment", "understudy")
     )
     assert made["replicas"] == 2
-    leaving = gateway_of("fleet")["lifecycle"]
+    leaving = of_program("fleet", "engine")[0]["lifecycle"]
     engines = made["template"]["spec"]["containers"]
     assert [each.get("lifecycle") for each in engines] == [leaving] * len(engines)
 

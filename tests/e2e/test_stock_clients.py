@@ -38,7 +38,6 @@ def test_stock_clients_see_no_error_and_no_other_answer_whatever_is_killed():
     )
     assert done.stdout, done.stderr
     found = json.loads(done.stdout)
-    assert (found["first_error"], found["first_wrong"]) == ([], [])
     assert found["problems"] == []
     assert found["passed"]
     assert done.returncode == 0
