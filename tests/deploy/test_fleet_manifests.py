@@ -5,6 +5,7 @@ Method: the rendered files as data, against our own programs and Kubernetes' rul
 
 from __future__ import annotations
 
+import base64
 import re
 from pathlib import Path
 
@@ -12,10 +13,12 @@ import pytest
 
 from gateway.server.hop import FRONT, POD
 from gateway.server.pods import PodNames
+from lockserver.certificates import create
 from plumbing.service.config import duration_s
 from tests.deploy.manifests import (
     FLEETS,
     Document,
+    block,
     containers,
     documents,
     environment,
@@ -29,6 +32,7 @@ from tests.deploy.manifests import (
     workload,
 )
 from tests.deploy.test_manifest_nodes import FILES, key_files, settings
+from tests.deploy.test_manifests import PROGRAMS
 
 ENDING_S = 30  # what an engine has, after its pod has left
 SERVICE_S = 5  # nodes have forgotten an endpoint by then
@@ -116,10 +120,12 @@ def test_pod_leaves_before_anything_of_it_ends(fleet: str):
             assert command[:2] == ["sh", "-c"]
             slept_s, command = int(said[1]), said[2].split()
             assert slept_s > container["livenessProbe"]["terminationGracePeriodSeconds"]
-        *given, within = command
-        assert given == ["gateway", "leave"]
-        took_s = slept_s + duration_s(within.removeprefix("--within="))
-        assert took_s + ENDING_S == pod_spec(fleet)["terminationGracePeriodSeconds"]
+        program, verb, *rest = command
+        within = PROGRAMS[program].commands[verb].make_context(verb, rest).params["within"]
+        assert (
+            slept_s + duration_s(within) + ENDING_S
+            == pod_spec(fleet)["terminationGracePeriodSeconds"]
+        )
     others = [each for each in containers(fleet) if each not in lasting]
     assert not [each["name"] for each in others if "lifecycle" in each]
 
@@ -176,6 +182,20 @@ def test_component_makes_a_fleet_of_other_pods(own: Path, overlay: str):
     leaving = of_program("fleet", "engine")[0]["lifecycle"]
     engines = made["template"]["spec"]["containers"]
     assert [each.get("lifecycle") for each in engines] == [leaving] * len(engines)
+
+
+@needs_kubectl
+def test_certificates_of_ones_own_replace_ours_as_the_page_says(own: Path):
+    """Goal: the way that docs/fleet.md shows works. Method: its command's function, its overlay."""
+    create(str(own / "fleet"), [POD], "pod", "front")
+    text = block("fleet.md", "behavior: replace").replace("../", "../deploy/overlays/")
+    found = {e["metadata"]["name"]: e["data"] for e in render(own, text) if e["kind"] == "Secret"}
+    for end in ("front", "pod"):
+        data = found.pop(f"understudy-fleet-{end}")
+        assert {name: base64.b64decode(value) for name, value in data.items()} == {
+            name: (own / "fleet" / end / name).read_bytes() for name in FILES
+        }
+    assert not found
 
 
 @needs_kubectl
