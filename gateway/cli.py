@@ -190,6 +190,22 @@ def _leave(path: str, within_s: float) -> int:
         return 0
 
 
+@main.command()
+@options(())
+@click.argument("directory", metavar="DIR")
+def certificates(config: Resolved, directory: str) -> None:
+    """Write a CA, and the certificates of a fleet's pods and fronts.
+
+    DIR/pod and DIR/front each get tls.crt, tls.key and ca.crt, for --fleet-tls. Keep DIR/ca.key
+    away from both.
+    """
+    from gateway.server.hop import POD
+    from plumbing.wire.certificates import create
+
+    for path in create(os.path.abspath(directory), [POD], "pod", "front"):
+        click.echo(path)
+
+
 def _wait_for_successor(path: str, old_pid: int) -> int:
     """The pid of the gateway that accepts in place of `old_pid`."""
     deadline_s = time.monotonic() + REPLACE_TIMEOUT_S

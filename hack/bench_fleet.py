@@ -36,10 +36,10 @@ from hack import gateway_load as ends
 from hack import rig
 from hack.bench_gateway import BenchGateway
 from hack.gateway_load import Seen, one_by_one, request, stream
-from lockserver.certificates import create
 from plumbing.pod.paths import engine_http_socket
 from plumbing.service import procfs
 from plumbing.service.process import parent_environment, raise_fd_limit
+from plumbing.wire.certificates import create
 from understudy.drill.clients import Target, clock, send
 from understudy.drill.records import End, Exchange, Prompt
 from understudy.http_get import get

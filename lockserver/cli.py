@@ -179,7 +179,7 @@ def certificates(config: Resolved, directory: str) -> None:
     DIR/lockserver and DIR/engine each get tls.crt, tls.key and ca.crt, for --tls-cert, --tls-key
     and --tls-ca (engines: --lockserver-tls-cert and so on). Keep DIR/ca.key away from both.
     """
-    from lockserver.certificates import create
+    from plumbing.wire.certificates import create
 
     for path in create(os.path.abspath(directory), config["host"]):
         click.echo(path)

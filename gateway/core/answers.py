@@ -91,6 +91,7 @@ FAILURES = {
         502,
         "the next engine has other weights or settings, so it cannot continue this answer; retry",
     ),
+    "gateway.fronts": (503, "as many fronts as a pod takes are connected to this one"),
     "gateway.other_pod": (409, "this pod has another model or other settings"),
     "gateway.cannot_continue": (
         502,

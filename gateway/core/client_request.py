@@ -221,6 +221,12 @@ class ClientRequest:
     def is_resumed_by_front(self) -> bool:
         return self.passing is not None and bool(self.passing.continuation_id)
 
+    @property
+    def is_front_stream(self) -> bool:
+        """Whether a front has begun to read it, and resumes it elsewhere."""
+        is_passed = self.passing is not None and self.state is RequestState.RELAYING
+        return is_passed and bool(self.continuation_id)
+
     def died(self, now_ms: float) -> None:
         """The engine that had it is dead."""
         self.deaths = 1 if self.made_progress(now_ms) else self.deaths + 1

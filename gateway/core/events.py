@@ -290,12 +290,14 @@ class AbortAnswer(GatewayEffect, frozen=True):
 
 
 class AnswerError(GatewayEffect, frozen=True):
-    """Answer with this error, as JSON. Nothing was sent before. The request is over."""
+    """Answer with this error, as JSON. Nothing was sent before. The request is over. `is_final`: it
+    has waited for its model as long as it may, so a front asks no other pod."""
 
     request: int
     status: int
     body: bytes
     retry_after_s: int | None = None
+    is_final: bool = False
 
 
 # -------------------------------------------------------------------------------------- records

@@ -32,7 +32,14 @@ from gateway.core.answers import failure
 from gateway.core.client_request import Attempt, ClientRequest, RequestState
 from gateway.core.events import BreakCause, FleetRules, GatewayEffect, GatewayEvent, GatewayRules
 from gateway.core.lanes import Lane
-from gateway.core.machine import BUSY, NEVER_MS, NEWER_GRANT_MS, REPLAYS, UNANSWERED, Gateway
+from gateway.core.machine import (
+    BUSY,
+    NEVER_MS,
+    NEWER_GRANT_MS,
+    REPLAYS,
+    UNANSWERED,
+    Gateway,
+)
 from gateway.core.pods import (
     FORGET_MS,
     GONE_MS,
@@ -268,7 +275,8 @@ class Fleet(Gateway):
 
     def head(self, attempt: Attempt, came: ev.HeadCame, now_ms: float) -> None:
         """Without a pod's name the pod's gateway speaks, and no engine has seen the request."""
-        is_refusal = attempt.owner.has_broken or came.status >= 500 or came.status in BUSY
+        request = attempt.owner
+        is_refusal = request.has_broken or came.status >= 500 or came.status in BUSY
         if not came.token and is_refusal:
             self.refused(attempt, now_ms)
         elif not came.token:

@@ -100,8 +100,12 @@ class Lane(Gateway):
     @property
     def queued(self) -> int:
         """New requests that wait: those that count against the limits."""
-        waiting = self.queue.waiting.values()
-        return sum(each.state is RequestState.WAITING and not each.has_broken for each in waiting)
+        return sum(
+            each.state is RequestState.WAITING
+            and not each.has_broken
+            and not each.is_resumed_by_front
+            for each in self.queue.waiting.values()
+        )
 
     @property
     def parked(self) -> int:
@@ -139,6 +143,7 @@ class Lane(Gateway):
         else:
             since_ms, wait_ms = request.waits_since_ms, request.wait_ms
             kind = TicketKind.AGAIN if request.has_broken else TicketKind.NEW
+            kind = TicketKind.PARKED if request.is_resumed_by_front else kind
         return Ticket(request.number, since_ms, request.priority, since_ms + wait_ms, kind)
 
     # ------------------------------------------------------------------ what happens
@@ -175,6 +180,8 @@ class Lane(Gateway):
             return
         request.priority = priority = self.lane_rules.priority_for(came.priority)
         request.wait_ms = min(came.wait_ms, self.lane_rules.wait_ms)
+        if request.is_resumed_by_front:
+            request.wait_ms = self.rules.park_timeout_ms
         request.order_key = (now_ms + priority * self.lane_rules.starve_after_ms, came.request)
         why = self._refusal(request)
         if why is not None:
@@ -192,6 +199,8 @@ class Lane(Gateway):
         """Why this new request does not even wait."""
         if isinstance(self.door, RefusedDoor):
             return refused_door(self.door)
+        if request.is_resumed_by_front:
+            return None
         is_first = len(self.queue.waiting) == 1
         if is_first and self.target.hello is not None and self._may_send() and self._has_room:
             return None
@@ -277,7 +286,8 @@ class Lane(Gateway):
     def _may_yield(self, request: ClientRequest) -> bool:
         """Whether its engine may be left now without harm to it."""
         is_once = request.is_lean or not request.is_inference or request.was_requeued
-        return request.state in BEGUN or (request.state in UNANSWERED and not is_once)
+        is_kept = request.state in BEGUN or request.is_front_stream
+        return is_kept or (request.state in UNANSWERED and not is_once)
 
     def _yield(self, now_ms: float) -> None:
         """Park streams behind a token, and let unanswered requests wait again."""

@@ -41,7 +41,13 @@ from gateway.core.events import BreakCause, Ending, GatewayEffect, GatewayEvent,
 from gateway.core.queue import EXPECTED_MS, RequestQueue
 from gateway.core.replay import Replay
 from gateway.core.target import GREET_AGAIN_MS, LaneTarget
-from plumbing.gateway_protocol import JOURNAL_TOKENS_MAX, Continuation, Hello, Journal
+from plumbing.gateway_protocol import (
+    HANDED_OVER,
+    JOURNAL_TOKENS_MAX,
+    Continuation,
+    Hello,
+    Journal,
+)
 
 TICK_MS = 20.0  # a tenth of the shortest wait here, 200 ms
 NEWER_GRANT_MS = 200.0  # a death is followed by a grant in less; a broken connection by none
@@ -58,6 +64,7 @@ BUSY = (429, 503)
 CONTINUING = (Continuation.EXACT, Continuation.STATE)
 REPLAYS = (RequestState.RESUMING, RequestState.REPLAYING)
 PASSED_MS = 1_000.0  # a front's request waits so long for an engine: another pod may have one
+EXPIRED = ("pool.not_awake", "pool.busy")
 UNANSWERED = (RequestState.SENT, RequestState.ANSWERING)
 UNSENT = (RequestState.WAITING, *UNANSWERED)
 
@@ -451,6 +458,7 @@ class Gateway:
         request.refusals = 0
         is_whole = came.continuation is Continuation.RETRY and request.is_inference
         if request.passing is not None:
+            request.continuation_id = attempt.continuation_id if came.is_marked else ""
             self.fire(request, Turn.HOLD)  # until its first byte: a break before that costs nothing
         elif came.is_marked and attempt.continuation_id and not request.is_lean:
             request.continuation_id = attempt.continuation_id
@@ -556,7 +564,10 @@ class Gateway:
             request.is_handed_over = cause is BreakCause.HANDED_OVER
         self.drop(request)
         if request.state is RequestState.RELAYING:
-            self.fail(request, failure("gateway.broken"), event=request.engine_error)
+            is_handed_over = cause is BreakCause.YIELDED and request.is_front_stream
+            # Behind what may be half an event: the front drops a group that is not whole.
+            event = b"\n\n" + HANDED_OVER if is_handed_over else request.engine_error
+            self.fail(request, failure("gateway.broken"), event=event)
             return
         if request.state is RequestState.STREAMING:
             request.paused_since_ms, request.paused_under = now_ms, attempt.token
@@ -621,9 +632,12 @@ class Gateway:
         self.fire(request, Turn.FAIL)
         if ending is Ending.REFUSED:
             body = error_body(why, request.path)
-            self.outbox.append(ev.AnswerError(request.number, why.status, body, why.retry_after_s))
+            how = why.status, body, why.retry_after_s, why.code in EXPIRED
+            self.outbox.append(ev.AnswerError(request.number, *how))
         else:
-            can_say = request.is_event_stream and request.is_at_boundary and not request.passing
+            can_say = request.is_event_stream and request.is_at_boundary
+            if request.passing is not None:
+                can_say = bool(event)
             event = event or error_event(why, request.path)
             self.outbox.append(ev.AbortAnswer(request.number, event if can_say else b""))
         self._forget(request, ending, why.code)

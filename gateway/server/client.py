@@ -15,7 +15,7 @@ import select
 import socket
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, cast
 
 from gateway.core.answers import Failure
@@ -392,15 +392,23 @@ class ServiceListener:
     end listening for every copy; `close` ends only ours.
     """
 
-    def __init__(self, fd: OwnedFd, places: Clients, tls: ssl.SSLContext | None) -> None:
-        """Take `fd`, a bound and listening stream socket."""
+    def __init__(
+        self,
+        fd: OwnedFd,
+        places: Clients,
+        tls: Callable[[], ssl.SSLContext] | None,
+        *,
+        keepalive: Sequence[tuple[int, int, int]] = KEEPALIVE,
+        most: int = CONNECTIONS_MAX,
+    ) -> None:
+        """Take `fd`, a bound and listening stream socket. `tls`: asked at each connection."""
         self._sock = socket.socket(fileno=fd.detach())
         self._sock.setblocking(False)  # a flag of the open file, the same for all its holders
         if self._sock.family in (socket.AF_INET, socket.AF_INET6):
-            for level, option, value in KEEPALIVE:  # what is accepted from it has them too
+            for level, option, value in keepalive:  # what is accepted from it has them too
                 self._sock.setsockopt(level, option, value)
         self._places = places
-        self._tls = tls
+        self._tls, self._most = tls, most
         self._loop = asyncio.get_running_loop()
         self._retry: asyncio.TimerHandle | None = None
         self._problem: tuple[float, str] | None = None  # when it was last met
@@ -433,7 +441,7 @@ class ServiceListener:
         self._sock.close()
 
     def _accept(self) -> None:
-        most = connections_max()
+        most = min(self._most, connections_max())
         for _ in range(ACCEPTS_PER_TURN):
             is_full = len(self._places.clients) >= most
             if is_full and not self._is_anybody_waiting():
@@ -465,7 +473,7 @@ class ServiceListener:
 
     def _adopt(self, connection: socket.socket) -> None:
         client = self._places.make_client()
-        tls = {"ssl": self._tls, "ssl_handshake_timeout": HANDSHAKE_S} if self._tls else {}
+        tls = {"ssl": self._tls(), "ssl_handshake_timeout": HANDSHAKE_S} if self._tls else {}
         # It fails if the client is gone, or does not speak TLS.
         take_over(connection, client, lambda _: self._places.closed(client), **tls)
 

@@ -144,7 +144,8 @@ class GatewayExchange:
         self._is_stopping = False
         if self._listener is not None:
             self._listener.stop()
-        tls = self.certificate.context if self.certificate is not None else None
+        certificate = self.certificate
+        tls = None if certificate is None else lambda: certificate.context
         self._listener = ServiceListener(listening, self, tls)
 
     def release(self) -> None:
@@ -524,8 +525,10 @@ class GatewayExchange:
             case ev.AnswerError():
                 request.status = effect.status
                 request.keeps_alive = request.keeps_alive and not self.is_final
+                is_final = effect.is_final and request.passing is not None
+                signed = b"%b: %b" % (POD, self.signature) if is_final else b""
                 own = OwnAnswer(effect.status, effect.body, retry_after_s=effect.retry_after_s)
-                client.answer_own(own, request)
+                client.answer_own(own._replace(signed=signed), request)
 
     def _forget(self, request: HttpRequest, sent_bytes: int | None = None) -> ClientConnection:
         """Its client is free for the next one; the core's last record of it is still to come."""

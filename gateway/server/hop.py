@@ -16,13 +16,12 @@ import asyncio
 import math
 import os
 import socket
-import ssl
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from gateway.core.answers import Failure
+from gateway.core.answers import Failure, failure
 from gateway.core.events import MAX_IN_FLIGHT
 from gateway.core.lanes import Lane
 from gateway.core.machine import Gateway
@@ -30,12 +29,23 @@ from gateway.schema import GatewayHop
 from gateway.server.client import ClientConnection, ServiceListener
 from gateway.server.exchange import GatewayExchange
 from gateway.server.requests import NOT_PASSED_ON, HttpRequest, Intake
+from gateway.server.responses import OwnAnswer
 from plumbing.gateway_protocol import WATCH_PATH, Continuation, PodModel, PodReport
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.tcp import Security
 
 FRONT, POD = "understudy-front", "understudy-pod"  # in certificates
-CONNECTIONS_MAX = 4096  # of 64 fronts
+FRONTS_MAX = 64
+CONNECTIONS_MAX = 4096  # of all of them
+# A flow that is lost alone is noticed in 10 s, at both ends.
+KEEPALIVE = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 3),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 3),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 10_000),
+    (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+)
 REPORT_S = 0.25  # at the latest: a front takes a second without a report for a lost pod
 BACKLOG = 4096
 CUT_MS = 10_000.0  # before a pod that leaves has left: what fronts could not move until then
@@ -87,10 +97,13 @@ class HopDoor:
         UsageError: the certificates cannot be used.
         """
         listening = socket.create_server((host, port), backlog=BACKLOG)
-        tls: ssl.SSLContext | None = None if security is None else security.server_context()
+        tls = None if security is None else security.server_context
+        if tls is not None:
+            tls()
         self._security, self.port = security, listening.getsockname()[1]
         self.address = f"{host}:{self.port}"
-        self._listener = ServiceListener(OwnedFd(listening.detach()), self, tls)
+        fd = OwnedFd(listening.detach())
+        self._listener = ServiceListener(fd, self, tls, keepalive=KEEPALIVE, most=CONNECTIONS_MAX)
         self._tick()
 
     def stop(self) -> None:
@@ -175,12 +188,14 @@ class HopDoor:
         client.abort()
 
     def came(self, client: ClientConnection, request: HttpRequest) -> None:
-        if request.path == WATCH_PATH:
+        if request.path != WATCH_PATH:
+            self.exchange.came(client, request)
+        elif len(self._watching) >= FRONTS_MAX:
+            client.answer_own(OwnAnswer.of(failure("gateway.fronts"), ""), request)
+        else:
             client.begin(WATCH_HEAD, is_chunked=False)
             self._watching.add(client)
             client.send_body(self._report())
-        else:
-            self.exchange.came(client, request)
 
     def refused(self, refused: Failure, request_id: bytes) -> None:
         self.exchange.refused(refused, request_id)

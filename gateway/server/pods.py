@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import ipaddress
 import socket
-from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
@@ -21,7 +20,7 @@ import msgspec
 from gateway.core.events import AnswerEnded, BreakCause, PodBroke, PodHeard, PodNamed
 from gateway.core.fleet import Fleet
 from gateway.server.exchange import GatewayExchange
-from gateway.server.hop import POD, fleet_security
+from gateway.server.hop import KEEPALIVE, POD, fleet_security
 from gateway.server.upstream import Upstream
 from plumbing.errors import UsageError
 from plumbing.gateway_protocol import VERSION, WATCH_PATH, PodReport
@@ -32,17 +31,13 @@ PODS_MAX = 256
 REPORT_BYTES_MAX = 64 << 10
 CONNECT_S = 2.0  # a pod whose node has no power does not refuse
 RETRY_S, RETRY_S_MAX = 0.02, 1.0  # doubled
-WATCH = f"GET {WATCH_PATH} HTTP/1.1\r\nhost: pod\r\n\r\n".encode()
-# A flow that is lost alone is noticed in 10 s.
-KEEPALIVE = (
-    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 3),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 3),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
-    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 10_000),
-    (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+# What ends a connection on which something else than reports comes.
+NO_REPORTS = (
+    *(ValueError, msgspec.DecodeError),
+    *(asyncio.IncompleteReadError, asyncio.LimitOverrunError),
 )
-
+PROBLEM_CHARS_MAX = 200  # it may quote the peer
+WATCH = f"GET {WATCH_PATH} HTTP/1.1\r\nhost: pod\r\n\r\n".encode()
 Address: TypeAlias = "tuple[str, int]"
 _REPORT = msgspec.json.Decoder(PodReport)
 
@@ -104,7 +99,7 @@ class PodLinks:
         self._exchange, self._silent_s = exchange, silent_ms / 1000
         self._loop = asyncio.get_running_loop()
         self._watches: dict[Address, asyncio.Task[None]] = {}
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks = asyncio.TaskGroup()
         self.problems: dict[str, str] = {}  # by address, as text
         exchange.connect_pod = self.connect
 
@@ -120,15 +115,12 @@ class PodLinks:
 
     async def run(self) -> None:
         """Look names up for ever."""
-        try:
+        async with asyncio.TaskGroup() as self._tasks:  # a fault in one ends the front
             while True:
                 found = await self.names.look_up()
                 if found is not None:
                     self._follow(found)
                 await asyncio.sleep(LOOK_UP_S)
-        finally:
-            for task in (*self._watches.values(), *self._tasks):
-                task.cancel()
 
     def _follow(self, found: set[Address]) -> None:
         known = {each for each, pod in self._fleet.pods.items() if pod.is_named}
@@ -136,7 +128,7 @@ class PodLinks:
             if text(address) not in known:
                 self._exchange.handle(PodNamed(text(address), True))
             if address not in self._watches:
-                self._watches[address] = self._loop.create_task(self._watch(address))
+                self._watches[address] = self._tasks.create_task(self._watch(address))
         for address in set(self._watches) - found:
             name = text(address)
             if name in known:
@@ -164,8 +156,8 @@ class PodLinks:
                 self.problems[name] = "it is silent"
             except OSError as error:
                 self.problems[name] = reason_of(error)
-            except (ValueError, UsageError, asyncio.IncompleteReadError) as error:
-                self.problems[name] = str(error)
+            except (*NO_REPORTS, UsageError) as error:
+                self.problems[name] = str(error)[:PROBLEM_CHARS_MAX]
             if is_broken:
                 self._exchange.handle(PodBroke(name, is_refused))
             await asyncio.sleep(retry_s)
@@ -179,7 +171,7 @@ class PodLinks:
         """
         async with asyncio.timeout(CONNECT_S):
             reader, writer = await asyncio.open_connection(
-                *address, limit=REPORT_BYTES_MAX, **self._tls()
+                *address, limit=REPORT_BYTES_MAX, **self._tls(address)
             )
         try:
             keep_alive(writer.transport)
@@ -213,33 +205,37 @@ class PodLinks:
                 raise ReportsEnded(reason_of(error)) from error
             raise
 
-    def _tls(self) -> dict[str, Any]:
+    def _tls(self, address: Address) -> dict[str, Any]:
+        """
+        Raises:
+            UsageError: users' text would go over a network in plain text.
+        """
         if self._security is None:
-            return {}
+            if ipaddress.ip_address(address[0]).is_loopback:
+                return {}
+            raise UsageError(
+                "gateway.insecure_hop", "it is on another host: give the front --fleet-tls"
+            )
         return {"ssl": self._security.client_context(), "server_hostname": POD}
 
     # ------------------------------------------------------------------ requests
 
     def connect(self, upstream: Upstream) -> None:
         """Send its request on a connection of its own."""
-        self._start(self._connect(upstream))
+        self._tasks.create_task(self._connect(upstream))
 
     async def _connect(self, upstream: Upstream) -> None:
         number = upstream.attempt.number
         try:
             async with asyncio.timeout(CONNECT_S):
+                address = parse(upstream.attempt.engine)
                 transport, _ = await self._loop.create_connection(
-                    lambda: upstream, *parse(upstream.attempt.engine), **self._tls()
+                    lambda: upstream, *address, **self._tls(address)
                 )
             keep_alive(transport)
         except (OSError, UsageError):
             if not upstream.is_dropped:
                 self._exchange.handle(AnswerEnded(number, BreakCause.UNREACHED))
-
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        task = self._loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
 
 def keep_alive(transport: asyncio.BaseTransport) -> None:

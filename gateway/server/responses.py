@@ -186,6 +186,7 @@ class OwnAnswer(NamedTuple):
     code: str = ""
     retry_after_s: int | None = None
     content_type: bytes = b"application/json"
+    signed: bytes = b""  # who says so, for a front
 
     @classmethod
     def of(cls, why: Failure, path: str) -> OwnAnswer:
@@ -205,6 +206,7 @@ class OwnAnswer(NamedTuple):
             lines.append(b"retry-after: %d" % self.retry_after_s)
         if not keeps_alive:
             lines.append(b"connection: close")
+        lines += [self.signed] if self.signed else []
         return b"\r\n".join(lines) + b"\r\n\r\n" + (b"" if is_to_head else self.body)
 
 

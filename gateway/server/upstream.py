@@ -123,7 +123,7 @@ class IdleConnections(dict[IdleConnection, None]):
 class PodConnections(IdleConnections):
     """A front's: a handshake of TLS is some milliseconds of CPU, and a pod keeps them for 75 s."""
 
-    most, idle_s = 1024, 60.0
+    most, idle_s = 256, 60.0
 
 
 TURN_S = 0.005  # a slice more is less than twice that, unless one event has megabytes

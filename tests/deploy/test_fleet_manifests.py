@@ -13,8 +13,8 @@ import pytest
 
 from gateway.server.hop import FRONT, POD
 from gateway.server.pods import PodNames
-from lockserver.certificates import create
 from plumbing.service.config import duration_s
+from plumbing.wire.certificates import create
 from tests.deploy.manifests import (
     FLEETS,
     Document,

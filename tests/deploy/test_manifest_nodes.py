@@ -14,9 +14,9 @@ from unittest import mock
 import pytest
 from click.testing import CliRunner
 
-from lockserver import certificates
 from plumbing.errors import UsageError
 from plumbing.service.config import resolve
+from plumbing.wire import certificates
 from plumbing.wire.tcp import Security
 from plumbing.wire.tcp_address import TcpAddress
 from tests.deploy.manifests import (

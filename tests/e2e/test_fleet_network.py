@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from lockserver import certificates
+from plumbing.wire import certificates
 from tests.e2e.pods import AS_USERS_RUN_IT
 from tests.helpers import POLL_S, free_port
 from understudy.drill.clients import Target, send

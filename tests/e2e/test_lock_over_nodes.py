@@ -21,10 +21,10 @@ from typing import Any
 
 import pytest
 
-from lockserver import certificates
 from lockserver.messages import CATALOGUE, EventMsg, StatusMsg, WatchMsg
 from plumbing.errors import UnderstudyError
 from plumbing.service.procfs import descendants
+from plumbing.wire import certificates
 from plumbing.wire.blocking import BlockingClient
 from tests.deploy.manifests import LOCK_POD, NODES, containers, environment, words, workload
 from tests.e2e.pods import AS_USERS_RUN_IT

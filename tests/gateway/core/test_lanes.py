@@ -10,7 +10,7 @@ import pytest
 from gateway.core import events as ev
 from gateway.core.events import GatewayRules, LaneDoorSet, LaneRules
 from gateway.core.lanes import TICKETS_MAX, Lane, Lanes, first_of
-from plumbing.gateway_protocol import Continuation
+from plumbing.gateway_protocol import HANDED_OVER, Continuation
 from pool.core.events import ModelDemand, OpenDoor, Running, ShutDoor, Ticket, TicketKind
 from pool.core.states import PooledRules
 from pool.messages import CATALOGUE, FRAME_BYTES_MAX, DemandMsg
@@ -325,3 +325,36 @@ def test_all_tickets_together_fit_into_one_message():
         demand = lanes.demand(0.0)
     assert len(CATALOGUE.encode(DemandMsg("0" * 16, demand))) < FRAME_BYTES_MAX
     assert {len(each.tickets) for each in demand.values()} == {20}
+
+
+# ------------------------------------------------------------------ requests of a front
+
+
+def of_front(number: int, continuation_id: str = "") -> ev.RequestCame:
+    passing = ev.Passing(continuation_id)
+    return ev.RequestCame(number, "/v1/completions", 10, True, True, "a", passing=passing)
+
+
+def test_front_stream_of_a_model_that_yields_is_handed_over():
+    """Goal: a yield is no break for the front. Method: a stream that passes through the pod."""
+    pod = switching()
+    pod.run(100.0)
+    lanes, engine = pod.gateway, pod.models["a"]
+    effects = lanes.handle(of_front(90), 100.0)
+    (sent,) = [each for each in effects if isinstance(each, ev.SendRequest)]
+    signed = engine.engine, engine.token, Continuation.EXACT, True
+    lanes.handle(ev.HeadCame(sent.attempt, 200, *signed), 100.0)
+    lanes.attempt(sent.attempt).hold(10)
+    assert any(isinstance(each, ev.SendHead) for each in lanes.take())
+    effects = lanes.handle(LaneDoorSet("a", 6, PARK), 101.0)
+    (aborted,) = [each for each in effects if isinstance(each, ev.AbortAnswer)]
+    assert aborted.event.endswith(b"\n\n" + HANDED_OVER)
+
+
+def test_front_resume_waits_for_its_models_turn_as_a_parked_stream():
+    lanes = switching(queue_max=0).gateway
+    lanes.handle(LaneDoorSet("a", 5, PARK), 0.0)
+    effects = lanes.handle(of_front(1, "one"), 0.0)
+    assert not any(isinstance(each, ev.AnswerError) for each in effects)
+    (ticket,) = lanes.demand(0.0)["a"].tickets
+    assert ticket.kind is TicketKind.PARKED

@@ -18,8 +18,10 @@ from typing import Any
 
 import msgspec
 import pytest
+from click.testing import CliRunner
+from msgspec.structs import replace
 
-from gateway.cli import render
+from gateway.cli import main, render
 from gateway.core.events import EngineGranted
 from gateway.core.pods import PodState
 from gateway.messages import CONTROL, StatusMsg
@@ -27,7 +29,7 @@ from gateway.schema import FrontStatus
 from gateway.server.exchange import GatewayExchange
 from gateway.server.front import FrontServer
 from gateway.server.hop import HopDoor, fleet_security
-from lockserver.certificates import create
+from gateway.server.pods import PODS_MAX, PodNames
 from plumbing.gateway_protocol import WATCH_PATH, PodReport
 from plumbing.pod.observers import ask
 from plumbing.pod.paths import engine_http_socket, gateway_socket
@@ -79,13 +81,13 @@ class FleetBench:
         self.clients: list[Client] = []
         self._tasks: list[asyncio.Task[None]] = []
 
-    async def pod(self, tls: str = "", **how: Any) -> BenchPod:
+    async def pod(self, tls: str = "", port: int = 0, **how: Any) -> BenchPod:
         name = f"pod-{len(self.pods)}"
         directory = os.path.join(self.directory, name)
         os.mkdir(directory, 0o700)
         exchange = GatewayExchange(configured(directory), lambda *event: None)
         hop = HopDoor(exchange, name, {})
-        hop.start("127.0.0.1", 0, fleet_security(tls) if tls else None)
+        hop.start("127.0.0.1", port, fleet_security(tls) if tls else None)
         engine = StubEngine(engine_http_socket(directory, "engine-0"), "engine-0", 1, **how)
         await engine.start()
         pod = BenchPod(name, exchange, hop, engine)
@@ -275,7 +277,7 @@ def test_a_pods_own_refusal_reaches_the_client(tmp_path):
     run(test)
 
 
-def test_clients_headers_of_the_hop_do_not_pass_a_front(tmp_path):
+def test_F7_clients_headers_of_the_hop_do_not_pass_a_front(tmp_path):
     async def test() -> None:
         async with fleet(tmp_path) as bench:
             pod = await bench.pod()
@@ -286,6 +288,115 @@ def test_clients_headers_of_the_hop_do_not_pass_a_front(tmp_path):
             assert pod.engine.requests[0].journal is None
 
     run(test)
+
+
+def test_stream_goes_on_at_another_incarnation_at_the_same_address(tmp_path):
+    async def test() -> None:
+        async with fleet(tmp_path) as bench:
+            first = await bench.pod(hold_after_groups=3)
+            await bench.front()
+            client = await bench.ask(BODY)
+            await auntil(lambda: bench.fleet.stats(0.0).by_state["streaming"] == 1, "the stream")
+            first.kill()
+            await bench.pod(port=first.hop.port)
+            check_whole(await client.answer(), BODY)
+            assert sum(bench.fleet.losses.values()) == 1
+
+    run(test)
+
+
+def test_client_that_leaves_during_a_move_leaves_nothing_behind(tmp_path):
+    async def test() -> None:
+        async with fleet(tmp_path) as bench:
+            pods = [await bench.pod(hold_after_groups=3) for _ in range(2)]
+            await bench.front()
+            client = await bench.ask(BODY)
+            await auntil(lambda: bench.fleet.stats(0.0).by_state["streaming"] == 1, "the stream")
+            bench.of().hop.leave(30_000)
+            for pod in pods:
+                pod.engine.hold_after_groups = 1
+            await auntil(lambda: bench.fleet.moves["leaving"] == 1, "the move")
+            client.close()
+            await auntil(lambda: not bench.fleet.requests, "the front to notice")
+            await auntil(lambda: not any(pod.exchange.requests for pod in pods), "the pods, too")
+
+    run(test)
+
+
+def test_models_and_too_large_bodies_are_answered_through_a_front(tmp_path):
+    async def test() -> None:
+        async with fleet(tmp_path) as bench:
+            pod = await bench.pod(says={"body_bytes_max": 1000})
+            pod.engine.routes["/v1/models"] = _list_models
+            await bench.front()
+            answer = await (await bench.ask(None, "/v1/models")).answer()
+            assert (answer.status, answer.body) == (200, b'{"data": []}')
+            assert answer.headers["x-understudy-pod"].startswith("pod-0")
+            large = await (await bench.ask({**BODY, "user": "x" * 1000})).answer()
+            assert large.status == 413
+            check_whole(await (await bench.ask(BODY)).answer(), BODY)
+
+    run(test)
+
+
+async def _list_models(_: StubRequest, reply: StubReply) -> None:
+    reply.head(length=12)
+    reply.write(b'{"data": []}')
+
+
+WATCHED = b"HTTP/1.1 200 OK\r\n\r\n"
+REPORT = PodReport("liar", 1, {}, 0)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        WATCHED + b"no JSON\n",
+        WATCHED + b'{"pod": "' + b"x" * (64 << 10) + b'"}\n',
+        WATCHED + b'{"pod": "liar", "incarnation": 0, "models": {}, "body_bytes_max": 0}\n',
+        WATCHED + msgspec.json.encode(replace(REPORT, version=99)) + b"\n",
+        b"HTTP/1.1 404 Not Found\r\n\r\n",
+        b"x" * (128 << 10),
+    ],
+    ids=["garbage", "too-large", "no-incarnation", "other-version", "no-fleet", "no-http"],
+)
+def test_pod_whose_reports_cannot_be_read_harms_nobody(said, tmp_path):
+    async def test() -> None:
+        async def lie(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(said)
+            with contextlib.suppress(OSError):
+                await reader.read()  # until the front has closed it
+            writer.transport.abort()
+
+        liar = await asyncio.start_server(lie, "127.0.0.1", 0)
+        async with fleet(tmp_path) as bench:
+            pod = await bench.pod()
+            await bench.front()
+            port = liar.sockets[0].getsockname()[1]
+            bench.server.links.names._names = [("127.0.0.1", pod.hop.port), ("127.0.0.1", port)]
+            address = f"127.0.0.1:{port}"
+            await auntil(lambda: address in bench.server.links.problems, "the problem")
+            assert bench.fleet.pods[address].report is None
+            assert any(address in each for each in bench.server.document()["problems"])
+            check_whole(await (await bench.ask(BODY)).answer(), BODY)
+        liar.close()
+
+    run(test)
+
+
+async def test_names_are_limited_and_what_cannot_be_looked_up_changes_nothing(tmp_path):
+    file = tmp_path / "pods"
+    file.write_text("".join(f"127.0.0.{1 + each % 250}:{9000 + each}\n" for each in range(300)))
+    names = PodNames(f"@{file}")
+    found = await names.look_up()
+    assert found is not None
+    assert len(found) == PODS_MAX
+    assert "300 addresses" in (names.problem or "")
+    file.write_text("127.0.0.1:9000, not a name\n")
+    assert await names.look_up() is None
+    file.unlink()
+    assert await names.look_up() is None
+    assert names.problem
 
 
 # ------------------------------------------------------------------ leaving
@@ -414,7 +525,8 @@ def test_front_is_ready_once_it_has_heard_a_pod_and_says_why_it_refuses(tmp_path
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory):
     directory = str(tmp_path_factory.mktemp("tls") / "fleet")
-    create(directory, ["understudy-pod"], "pod", "front")
+    done = CliRunner().invoke(main, ["certificates", directory])
+    assert done.exit_code == 0, done.output
     return directory
 
 
@@ -436,7 +548,7 @@ def test_front_and_pod_speak_tls_with_the_fleets_certificates(certificates, tmp_
 
 
 @pytest.mark.parametrize("who", ["pod", None])
-def test_peer_without_a_fronts_certificate_hears_nothing(who, certificates, tmp_path):
+def test_F7_peer_without_a_fronts_certificate_hears_nothing(who, certificates, tmp_path):
     async def test() -> None:
         async with fleet(tmp_path) as bench:
             pod = await bench.pod(tls=f"{certificates}/pod")
@@ -453,6 +565,23 @@ def test_peer_without_a_fronts_certificate_hears_nothing(who, certificates, tmp_
                 said = await reader.read(1024)
                 writer.transport.abort()
             assert b"incarnation" not in said
+
+    run(test)
+
+
+def test_front_without_certificates_says_why_it_hears_nothing(certificates, tmp_path):
+    async def test() -> None:
+        async with fleet(tmp_path) as bench:
+            await bench.front()
+            pod = await bench.pod(tls=f"{certificates}/pod")
+            bench.name(pod)
+            await auntil(lambda: pod.address in bench.server.links.problems, "the problem")
+            assert not bench.server.ready().ok
+            bench.server.links.names._names = [("192.0.2.1", 8443)]
+            await auntil(
+                lambda: "--fleet-tls" in bench.server.links.problems.get("192.0.2.1:8443", ""),
+                "plain text to be refused",
+            )
 
     run(test)
 

@@ -124,6 +124,8 @@ class World:
         self.told(f"front stalls {ms:.0f}")
         self.now_ms += ms
         self.stalled_ms = self.now_ms
+        for _ in range(3):  # a timer may be due before the reports that have come
+            self.at(self.rng.uniform(0.0, 6.0), lambda: self.handle(ev.Tick()))
 
     # ------------------------------------------------------------------ pods
 

@@ -1,4 +1,4 @@
-"""Certificates for the lock over TCP: a CA, the lock server's pair and the engines' pair.
+"""Certificates for the lock over TCP and for a fleet: a CA, the server's pair, the clients' pair.
 
 Made with the `openssl` program, so that no Python package is needed for it. The names are those of
 a Kubernetes Secret of type `kubernetes.io/tls`, and of cert-manager's.
