@@ -25,7 +25,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -49,6 +49,7 @@ from understudy.up.models import make_random_model
 PEERS = Path(__file__).parent / "peers"  # how each is started, and its configuration
 COMMANDS: dict[str, str] = json.loads((PEERS / "commands.json").read_text())
 BIN = Path(sys.executable).parent
+KINDS = ("mid_stream", "before_first_byte")
 OURS = (WITH_TLS := "understudy", "understudy-plain")
 DYNAMO = "ai-dynamo"
 INTERVAL_MS, TOKENS = 50.0, 80  # of a stream whose backend is killed: 4 s
@@ -144,6 +145,7 @@ class Router:
         place.mkdir(mode=0o700)
         self.backends = [Backend(name, folder, place / each) for each in "ab"]
         self.through, self.past, self.spent = Seen(), Seen(), Counter[str]()
+        self.ended, self.waits = (Counter[str](), Counter[str]()), (list[float](), list[float]())
 
     async def start(self) -> None:
         """Raises:
@@ -205,7 +207,7 @@ class Router:
         self.spent["errors"] += seen.errors
 
     def figures(self) -> rig.Figures:
-        """Of the two above."""
+        """Of all steps."""
         spent, ours, theirs = self.spent, self.through.ttft_ms, self.past.ttft_ms
         found: rig.Figures = {"version": self.version(), "first_byte_ms": rig.spread(ours)}
         if theirs:
@@ -215,32 +217,32 @@ class Router:
             found[f"{name}_per_event"] = round(spent[name] / spent["events"], 1)
         rss_bytes = sum((procfs.rss_bytes(pid) or 0) for pid in self.process.pids())
         errors = self.through.errors + self.past.errors + spent["errors"]
-        return {**found, "rss_mib": round(rss_bytes / 2**20), "errors": errors}
+        found |= {"rss_mib": round(rss_bytes / 2**20), "errors": errors}
+        for name, ended, waits in zip(KINDS, self.ended, self.waits, strict=True):
+            is_kept = ended["whole"] > ended["requests"] - ended["at_victim"]
+            found[name] = {**ended, "pause_ms": rig.spread(waits, 0) if is_kept else None}
+        return found
 
-    async def deaths(self, rounds: int, *, is_stopped: bool) -> rig.Figures:
-        """Of one backend after the other, which streams; or is stopped, so it has not answered."""
-        ended, waits, at_victims = Counter[str](), list[float](), 0
-        for number in range(rounds):
-            victim, other = self.backends[number % 2], self.backends[1 - number % 2]
-            served = (await other.counts()).get("served", 0)
-            if is_stopped:
-                signal_all(victim.pids(), signal.SIGSTOP)
-            asked = [asyncio.create_task(self.ask(TOKENS)) for _ in range(STREAMS)]
-            await asyncio.sleep(HUNG_S if is_stopped else KILL_AFTER_S)
-            there = STREAMS + served - (await other.counts()).get("served", STREAMS // 2)
-            killed_ms = clock.now_ms()
-            await victim.kill()
-            answers = await asyncio.gather(*asked)
-            ended.update(outcome(each, TOKENS) for each in answers)
-            after = [[at for at in each.text_ms if at > killed_ms] for each in answers]
-            gaps = sorted(min(each, default=killed_ms) - killed_ms for each in after)
-            waits += gaps[STREAMS - there :]
-            at_victims += there
-            await victim.start()
-            await self._until_back(victim)
-        is_lost = ended["whole"] <= STREAMS * rounds - at_victims
-        pauses = None if is_lost else rig.spread(waits, 0)
-        return {"requests": rounds * STREAMS, "at_victim": at_victims, **ended, "pause_ms": pauses}
+    async def death(self, number: int, *, is_stopped: bool) -> None:
+        """Kill a backend, which streams; or is stopped, so it has answered nothing."""
+        ended, waits = self.ended[is_stopped], self.waits[is_stopped]
+        victim, other = self.backends[number % 2], self.backends[1 - number % 2]
+        served = (await other.counts()).get("served", 0)
+        if is_stopped:
+            signal_all(victim.pids(), signal.SIGSTOP)
+        asked = [asyncio.create_task(self.ask(TOKENS)) for _ in range(STREAMS)]
+        await asyncio.sleep(HUNG_S if is_stopped else KILL_AFTER_S)
+        there = STREAMS + served - (await other.counts()).get("served", STREAMS // 2)
+        killed_ms = clock.now_ms()
+        await victim.kill()
+        answers = await asyncio.gather(*asked)
+        ended.update(outcome(each, TOKENS) for each in answers)
+        ended.update(requests=STREAMS, at_victim=there)
+        after = [[at for at in each.text_ms if at > killed_ms] for each in answers]
+        gaps = sorted(min(each, default=killed_ms) - killed_ms for each in after)
+        waits += gaps[STREAMS - there :]
+        await victim.start()
+        await self._until_back(victim)
 
     async def _until_back(self, victim: Backend) -> None:
         """Until the router sends requests to it again."""
@@ -251,6 +253,9 @@ class Router:
 
         await asyncio.sleep(SETTLE_S if self.name == DYNAMO else 0)
         await rig.until(missing, f"request from {self.name}", BACK_S, every_s=0.5)
+
+
+Step = Callable[[Router, int], Awaitable[None]]
 
 
 def outcome(answer: Exchange, tokens: int) -> str:
@@ -268,20 +273,18 @@ async def measure(folders: dict[str, Path], rounds: int, base: Path) -> rig.Figu
     os.environ |= {"DYN_DISCOVERY_BACKEND": "file", "DYN_EVENT_PLANE": "zmq"}
     os.environ["DYN_FILE_KV"] = str(base / "kv")
     routers = [Router(name, folder, base / name) for name, folder in folders.items()]
-    found: rig.Figures = {}
     try:
         for each in routers:
             rig.say(each.name)
             await each.start()
-        for step, times in ((Router.first_bytes, 6 * rounds), (Router.load, rounds)):
-            for number in range(times):  # in turns: whatever else the machine does affects all
-                for each in rig.turns(number, routers):
+        steps: list[Step] = [Router.first_bytes] * 4 + [Router.load]
+        steps += [partial(Router.death, is_stopped=each) for each in (False, True)]
+        for step in steps:
+            for number in range(rounds):
+                rig.say(f"round {number + 1} of {step}")
+                for each in rig.turns(number, routers):  # what else the machine does affects all
                     await step(each, number)
-        for each in routers:
-            rig.say(f"deaths behind {each.name}")
-            found[each.name] = each.figures()
-            found[each.name]["mid_stream"] = await each.deaths(rounds, is_stopped=False)
-            found[each.name]["before_first_byte"] = await each.deaths(rounds, is_stopped=True)
+        found = {each.name: each.figures() for each in routers}
     finally:
         for process in Process.all:
             process.kill()
