@@ -54,7 +54,7 @@ OURS = (WITH_TLS := "understudy", "understudy-plain")
 DYNAMO = "ai-dynamo"
 INTERVAL_MS, TOKENS = 50.0, 80  # of a stream whose backend is killed: 4 s
 STREAMS, LOAD_TOKENS, REQUESTS = 16, 100, 20
-KILL_AFTER_S, HUNG_S, BACK_S, START_S, SILENCE_S = 2.0, 0.3, 60.0, 120.0, 20.0
+KILL_AFTER_S, HUNG_S, BACK_S, START_S, SILENCE_S = 2.0, 0.3, 90.0, 120.0, 20.0
 SETTLE_S = 6.0  # of a mocker that is started again, since it cannot be asked
 
 
