@@ -108,8 +108,10 @@ class HeadCame(GatewayEvent, frozen=True):
     token: int
     continuation: Continuation
     is_event_stream: bool
-    # Through a pod, which signs as the engine does elsewhere: the grant of the engine inside.
+    # Through a pod, which signs as the engine does elsewhere: the grant of the engine inside, and
+    # its continuation id, which the pod's last report may not have had yet.
     inner_token: int = 0
+    continuation_id: str = ""
 
     @property
     def is_marked(self) -> bool:

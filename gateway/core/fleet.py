@@ -284,7 +284,7 @@ class Fleet(Gateway):
         else:
             sent = self._sent[attempt.request]
             sent.refused_by.clear()
-            sent.token = came.inner_token
+            sent.token, attempt.continuation_id = came.inner_token, came.continuation_id
             super().head(attempt, came, now_ms)
             if came.token != attempt.token and not sent.pod.is_gone:  # another one has its address
                 self._lose(sent.pod, "gone", now_ms)

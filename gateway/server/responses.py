@@ -30,8 +30,9 @@ NOT_PASSED_ON = frozenset(
     }
 )
 PRIVATE = hop.HEADER_PREFIX.encode()
-ENGINE, TOKEN, CONTINUATION, POD = (
-    name.lower().encode() for name in (hop.ENGINE, hop.TOKEN, hop.CONTINUATION, hop.POD)
+ENGINE, TOKEN, CONTINUATION, POD, CONTINUATION_ID = (
+    name.lower().encode()
+    for name in (hop.ENGINE, hop.TOKEN, hop.CONTINUATION, hop.POD, hop.CONTINUATION_ID)
 )
 CONTINUATIONS = {each.value.encode(): each for each in Continuation}
 WITHOUT_BODY = (204, 304)
@@ -104,6 +105,11 @@ class ResponseReader:
         """Of the pod that has passed this on; 0: its gateway speaks itself."""
         found = self._named.get(POD, b"").rpartition(b",")[2]
         return int(found) if found.isdigit() and len(found) <= 20 else 0
+
+    @property
+    def continuation_id(self) -> str:
+        """Of the engine in that pod."""
+        return self._named.get(CONTINUATION_ID, b"").decode(errors="replace")
 
     @property
     def continuation(self) -> Continuation:

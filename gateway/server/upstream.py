@@ -451,6 +451,7 @@ class Upstream(asyncio.Protocol):
             response.continuation,
             response.is_event_stream,
             response.token,
+            response.continuation_id,
         )
         if head.is_marked and not self._is_passing:
             self._cutter = GroupCutter()

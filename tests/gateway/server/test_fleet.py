@@ -22,7 +22,16 @@ from click.testing import CliRunner
 from msgspec.structs import replace
 
 from gateway.cli import main, render
-from gateway.core.events import EngineGranted
+from gateway.core.events import (
+    EngineGranted,
+    FleetRules,
+    HeadCame,
+    PodHeard,
+    PodNamed,
+    RequestCame,
+    SendRequest,
+)
+from gateway.core.fleet import Fleet
 from gateway.core.pods import PodState
 from gateway.messages import CONTROL, StatusMsg
 from gateway.schema import FrontStatus
@@ -30,7 +39,7 @@ from gateway.server.exchange import GatewayExchange
 from gateway.server.front import FrontServer
 from gateway.server.hop import HopDoor, fleet_security
 from gateway.server.pods import PODS_MAX, PodNames
-from plumbing.gateway_protocol import WATCH_PATH, PodReport
+from plumbing.gateway_protocol import WATCH_PATH, Continuation, PodModel, PodReport
 from plumbing.pod.observers import ask
 from plumbing.pod.paths import engine_http_socket, gateway_socket
 from tests.documents import mismatches
@@ -608,3 +617,16 @@ def test_report_names_the_engine_and_what_it_can_continue(tmp_path):
             writer.transport.abort()
 
     run(test)
+
+
+def test_stream_of_a_model_that_slept_has_the_id_of_the_engine_that_answered(tmp_path):
+    """Method: the pod's report was made before any engine had the model, so it has no id."""
+    fleet = Fleet(configured(str(tmp_path)).rules, FleetRules())
+    address, cold = "127.0.0.1:1", PodModel(tier="cold", room=9)
+    fleet.handle(PodNamed(address, True), 0.0)
+    fleet.handle(PodHeard(address, PodReport("pod-0", 7, {"m": cold}, 1 << 20)), 1.0)
+    came = RequestCame(1, CHAT, 100, is_inference=True, is_stream=True, model="m")
+    (sent,) = [it for it in fleet.handle(came, 2.0) if isinstance(it, SendRequest)]
+    head = HeadCame(sent.attempt, 200, address, 7, Continuation.EXACT, True, 3, "one")
+    fleet.handle(head, 3.0)
+    assert (fleet.requests[1].state, fleet.requests[1].continuation_id) == ("streaming", "one")

@@ -487,6 +487,7 @@ class World:
             ev.HeadCame(
                 *(connection.number, OPEN, pod.address, incarnation, kind, client.is_stream),
                 inner_token=token,
+                continuation_id=pod.cid,
             )
         )
         if connection.number in self.open and client.is_stream:
