@@ -111,6 +111,7 @@ class Observer:
         self._tree = OldTree()
         self._states: dict[str, str] = {}  # the last of each part
         self._running: dict[str, str] = {}  # the living incarnation of each engine
+        self._faults: dict[str, str] = {}  # the code of what its backend reported last
         self._waiting: list[tuple[str, Collection[str], asyncio.Future[str]]] = []
         watched = [(LOCKSERVER, LOCKSERVER_SOCKET, lock_messages.CATALOGUE, self._on_lockserver)]
         for engine, path in engines.items():
@@ -228,8 +229,10 @@ class Observer:
             self._note_incarnation(engine, about, is_dead=about.get("state") == "dead")
         elif isinstance(message, EventMsg):
             record = message.record
-            if record.get("type") == "engine.state":
-                data = record.get("data") or {}
+            data = record.get("data") or {}
+            if record.get("type") == "engine.fault":
+                self._faults[engine] = str(record.get("error_code") or data.get("error_code"))
+            elif record.get("type") == "engine.state":
                 state = data.get("to", "unknown")
                 self._note(engine, str(state), at_ms=record.get("mono_ms"))
                 self._note_incarnation(
@@ -245,6 +248,8 @@ class Observer:
             del self._running[engine]
             is_seen = is_dead and named == last
             cause = str(about.get("cause", "")) if is_seen else ""
+            fault = self._faults.pop(engine, "")
+            cause = fault if cause == "backend_fault" and fault else cause
             why = message or str(about.get("reason", "")) if is_seen else ""
             self._records.deaths.append(
                 EngineDeath(engine, last, cause, why or "its supervisor ended")

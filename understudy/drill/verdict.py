@@ -33,7 +33,7 @@ from understudy.drill.outcomes import (
     times_away,
 )
 from understudy.drill.records import PHASES, Exchange, Kill, Outcome, Records, StatedBound
-from understudy.drill.targets import FRONT, GATEWAY, GMS, POOL
+from understudy.drill.targets import FRONT, GATEWAY, GMS, GMS_SUPERVISOR, POOL
 from understudy.host import machine
 
 if TYPE_CHECKING:
@@ -47,6 +47,8 @@ CUT_CODE = "pool.cut"  # the marked error of a request that could neither finish
 # last event is read.
 WANTED_BY_UPGRADE = frozenset({"", "sigterm", "second_signal", "drained", "hand_over"})
 WANTED_BY_POOL = frozenset({"", "asked_to_be_cold"})
+# What an engine was loading is lost with its memory service, and so the engine begins anew.
+OF_GMS_KILL = frozenset({"engine.gms_lost"})
 
 IN_POOL, IN_FLEET = "pool", "fleet"  # the modes of their drills
 
@@ -178,6 +180,8 @@ def _false_deaths(records: Records) -> list[str]:
     killed = {kill.incarnation for kill in records.engine_kills}
     wanted = WANTED_BY_UPGRADE if records.upgrade is not None else frozenset()
     wanted = WANTED_BY_POOL if records.models else wanted
+    if any(kill.target in (GMS, GMS_SUPERVISOR) for kill in records.kills):
+        wanted |= OF_GMS_KILL
     return [
         f"{death.engine} died although nothing had been killed: {death.message}"
         for death in records.deaths

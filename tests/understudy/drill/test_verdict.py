@@ -139,6 +139,8 @@ def test_each_rule_finds_its_fault_and_fails_the_drill(name, clean, damage):
         (of_pool, "asked_to_be_cold", "e-1", 0),
         (of_pool, "", "e-1", 0),
         (of_pool, "child_exit", "e-1", 1),
+        (lambda: of_pool(kills=[Kill("gms")]), "engine.gms_lost", "e-1", 0),
+        (of_engines, "engine.gms_lost", "e-1", 1),
     ],
 )
 def test_death_that_was_wanted_is_not_a_false_one(records, cause, incarnation, count):
