@@ -352,11 +352,11 @@ def front_lines(view: Document, events: Sequence[Mapping[str, Any]] | None) -> l
     """That view as text. `events`: of `--watch`."""
     front, now = view["front"], datetime.now(UTC)
     out = [f"front  {view['state']}   {pods_line(front)}   {view['dir']}", *pods_table(front, now)]
-    out += [*gateway_lines(front), f"fleet  {history(front)}"]
+    out += [*gateway_lines(front, has_pool=False), f"fleet  {history(front)}"]
     out += [f"! {problem}" for problem in view["problems"][:PROBLEMS_SHOWN]]
     if events is not None:
-        shown = [_event(each) for each in events[-EVENTS_SHOWN:]]
-        return [*out, "", "requests", *requests(front), "", "events", *shown]
+        alone = {"gateway": front, "lockserver": {}, "engines": []}
+        return [*out, *watch_lines(alone, events, now)]
     last = front["last_event"]
     return [*out, f"last   {since(last['ts'], now)} ago   {last['message']}"] if last else out
 
