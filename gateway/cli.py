@@ -12,13 +12,12 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from copy import copy
 from datetime import UTC, datetime
 from typing import Any
 
 import click
 
-from gateway.front_text import history, is_front, pods_line, pods_table
+from gateway.front_text import history, pods_line, pods_table
 from gateway.messages import CONTROL, LeaveFleetMsg, LeavingFleetMsg, ReplaceMsg, ReplacingMsg
 from gateway.server.settings import DAY_S, DIR, OPTIONS, GatewaySettings, settle
 from plumbing.errors import UnderstudyError, UnreachableError, WaitTimeoutError
@@ -98,16 +97,20 @@ def _look(directory: str) -> Look:
     """The gateway's own status, or what is known without it.
 
     Raises:
-        UnreachableError: no gateway was ever there.
+        UnreachableError, WaitTimeoutError: no gateway was ever there.
     """
     away: UnderstudyError | None = None
     try:
         document = ask_status(gateway_socket(directory), CONTROL)
     except (UnreachableError, WaitTimeoutError) as error:
-        found = look(directory, error)
-        if found is None:
+        guard = f"{gateway_socket(directory).removesuffix('.sock')}.lock"
+        if not os.path.exists(guard):
             raise
-        document, away = found
+        pid, what = _offline(directory, os.stat(guard))
+        code = "gateway.not_answering" if pid else "gateway.offline"
+        away = UnreachableError(code, what, cause=error.code)
+        document = {"schema": 1, "online": False, "pid": pid, "dir": directory}
+        document |= {"accepting": None, "problems": [what]}
     return Look(document, render(document), away)
 
 
@@ -141,10 +144,6 @@ def replace(config: Resolved, as_json: bool) -> None:
         return
     click.echo(f"pid {new_pid} accepts connections")
     click.echo(f"pid {old.pid} finishes {old.in_flight} requests, then exits")
-
-
-main.add_command(copy(replace), "restart-child")
-main.commands["restart-child"].hidden = True  # its older name
 
 
 @main.command()
@@ -241,7 +240,7 @@ def _lines(document: Document) -> Iterator[tuple[str, str]]:
     now = datetime.now(UTC)
     yield "gateway", f"pid {document['pid']}  since {document['since']}  {document['dir']}"
     yield "service", _service(document, now)
-    yield from _front(document, now) if is_front(document) else _behind(document)
+    yield from _front(document, now) if "pods" in document else _behind(document)
     yield "requests", _load(document["load"])
     held = size(document["load"]["memory_bytes"])
     yield "memory", f"{held} of {size(document['memory_bytes_max'])} for journals, bodies, answers"
@@ -358,28 +357,18 @@ def _problems(document: Document) -> Iterator[tuple[str, str]]:
 MEANWHILE = "new connections wait for 10 s (--hold-ms of the lock server), then they are refused"
 
 
-def look(directory: str, error: UnderstudyError) -> tuple[Document, UnderstudyError] | None:
-    """The document in place of that of the gateway that did not answer with `error`, and why there
-    is none; None if no gateway was ever here."""
-    guard = f"{gateway_socket(directory).removesuffix('.sock')}.lock"
-    try:
-        found = os.stat(guard)
-    except OSError:
-        return None
-    pids = [each for each in procfs.holders_of(found.st_dev, found.st_ino) if each != os.getpid()]
-    pid, code = (pids[0], "gateway.not_answering") if pids else (None, "gateway.offline")
-    if pid is None:
+def _offline(directory: str, guard: os.stat_result) -> tuple[int | None, str]:
+    """The process that holds `guard`, if any, and what that means for clients."""
+    pids = [each for each in procfs.holders_of(guard.st_dev, guard.st_ino) if each != os.getpid()]
+    if not pids:
         start = f"start it: gateway serve --dir {directory}"
-        what = f"no gateway answers in {directory}; {MEANWHILE}; {start}"
-    else:
-        halted = procfs.halted(pid)
-        fix = "resume it: kill -CONT" if halted == "stopped" else "if it stays so: kill -9"
-        what = (
-            f"the gateway, pid {pid} ({procfs.name(pid)}, {halted or 'runs'}), does not respond;"
-            f" connections wait, and an init replaces it after 3 s; {fix} {pid}"
-        )
-    document = {"schema": 1, "online": False, "pid": pid, "dir": directory, "accepting": None}
-    return {**document, "problems": [what]}, UnreachableError(code, what, cause=error.code)
+        return None, f"no gateway answers in {directory}; {MEANWHILE}; {start}"
+    pid, halted = pids[0], procfs.halted(pids[0])
+    fix = "resume it: kill -CONT" if halted == "stopped" else "if it stays so: kill -9"
+    return pid, (
+        f"the gateway, pid {pid} ({procfs.name(pid)}, {halted or 'runs'}), does not respond;"
+        f" connections wait, and an init replaces it after 3 s; {fix} {pid}"
+    )
 
 
 if __name__ == "__main__":

@@ -19,11 +19,6 @@ MODELS_MAX = 2
 READY = "ready"
 
 
-def is_front(document: Document) -> bool:
-    """Whether this document of a gateway is a front's."""
-    return "pods" in document
-
-
 def pods_line(front: Document) -> str:
     """`3 of 4 pods ready, 1 silent`"""
     states = [str(each["state"]) for each in front["pods"]]

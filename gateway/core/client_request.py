@@ -162,7 +162,6 @@ class ClientRequest:
     rewriter: Rewriter | None = None
 
     paused_since_ms: float | None = None
-    paused_under: int = 0  # the token of the grant under which it broke
     pauses: int = 0
     paused_ms: float = 0.0
 

@@ -325,7 +325,6 @@ class StreamResumed(GatewayRecord, frozen=True):
     token: int
     tokens: int  # replayed: neither sent nor counted again
     pause_ms: float
-    is_same_engine: bool  # the connection broke, not the engine
 
 
 class ContinuationLost(GatewayRecord, frozen=True):
@@ -336,7 +335,6 @@ class ContinuationLost(GatewayRecord, frozen=True):
 
     request: int
     reason: str
-    freed_bytes: int
 
 
 class SuspectFound(GatewayRecord, frozen=True):
@@ -380,13 +378,6 @@ class RequestEnded(GatewayRecord, frozen=True):
 # where it can be neither ordered nor sent again.
 MAX_IN_FLIGHT = 256
 QUEUE_MAX = 512  # requests that wait for any model, of which nothing was sent
-
-
-class FleetRules(msgspec.Struct, frozen=True):
-    """The settings of a front. Times are in ms."""
-
-    silent_ms: float = 1_000.0
-    uses_keys: bool = True  # else each request goes to the less loaded of two pods
 
 
 class LaneRules(PooledRules, frozen=True, kw_only=True):

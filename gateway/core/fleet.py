@@ -30,7 +30,7 @@ from typing import NamedTuple
 from gateway.core import events as ev
 from gateway.core.answers import failure
 from gateway.core.client_request import Attempt, ClientRequest, RequestState
-from gateway.core.events import BreakCause, FleetRules, GatewayEffect, GatewayEvent, GatewayRules
+from gateway.core.events import BreakCause, GatewayEffect, GatewayEvent, GatewayRules
 from gateway.core.lanes import Lane
 from gateway.core.machine import (
     BUSY,
@@ -105,9 +105,9 @@ class Sent:
     def engine(self) -> EngineLife:
         return EngineLife(self.pod, self.incarnation, self.token, self.era)
 
-    def is_of_another(self, model: PodModel) -> bool:
-        """Whether another engine is there now, or another life of the same one."""
-        return (model.token, model.era) != (self.token, self.era)
+    def is_of_another(self, model: PodModel | None) -> bool:
+        """Whether another engine is known to be there now, or another life of the same one."""
+        return model is not None and (model.token, model.era) != (self.token, self.era)
 
 
 class Fleet(Gateway):
@@ -118,9 +118,8 @@ class Fleet(Gateway):
     lanes: Mapping[str, Lane] = {}
     by_model: Mapping[str, Gateway] = {}
 
-    def __init__(self, rules: GatewayRules, fleet_rules: FleetRules) -> None:
+    def __init__(self, rules: GatewayRules) -> None:
         super().__init__(rules)
-        self.fleet_rules = fleet_rules
         self.take = self.shared.take
         self.pods: dict[str, Pod] = {}  # by address
         self.losses: Counter[str] = Counter()  # of pods, by cause (`LOSSES`)
@@ -161,7 +160,7 @@ class Fleet(Gateway):
         return {}
 
     def state(self, pod: Pod) -> PodState:
-        return pod.state(self._now_ms, self.fleet_rules.silent_ms)
+        return pod.state(self._now_ms)
 
     def attempt(self, number: int) -> Attempt:
         return self.attempts[number]
@@ -234,7 +233,7 @@ class Fleet(Gateway):
         sent = self._sent.get(request.number)
         places = self._places(request, name)
         if sent is None:
-            return choose(places, name, key if self.fleet_rules.uses_keys else b"")
+            return choose(places, name, key)
         is_same = sent.pod.incarnation == sent.incarnation
         here = [each for each in places if each.pod is sent.pod and is_same]
         others = [
@@ -242,7 +241,7 @@ class Fleet(Gateway):
             for each in places
             if each not in here and each.pod.incarnation not in sent.refused_by
         ]
-        found = choose(others, name, key if self.fleet_rules.uses_keys else b"")
+        found = choose(others, name, key)
         stays = not sent.leaves and is_same
         if stays and not sent.pod.is_gone and sent.breaks <= AGAIN_MAX and not sent.refused_by:
             since_ms = self._now_ms - sent.broke_ms
@@ -312,8 +311,7 @@ class Fleet(Gateway):
         super().broke(attempt, cause, now_ms)
         if cause is not BreakCause.MOVED:
             self._settle(request, sent, now_ms)
-            model = sent.pod.model(sent.model)
-            if request.is_inside and model is not None and sent.is_of_another(model):
+            if request.is_inside and sent.is_of_another(sent.pod.model(sent.model)):
                 self._is_dead_of(request, now_ms)  # as its pod has reported already
         elif self.state(sent.pod) is PodState.SILENT:
             sent.unsure.append(sent.engine)
@@ -323,15 +321,13 @@ class Fleet(Gateway):
     def _settle(self, request: ClientRequest, sent: Sent, now_ms: float) -> None:
         """Charge the engines of pods that fell silent under this request, unless they live."""
         unsure, sent.unsure = sent.unsure, []
-        last = sent.engine
         for engine in unsure:
-            if engine == last:  # charged as the one that has just broken off
+            if engine == sent.engine:  # charged as the one that has just broken off
                 continue
-            model = engine.pod.model(sent.model)
-            is_there = engine.pod.incarnation == engine.incarnation and model is not None
-            lives = is_there and self.state(engine.pod) not in (PodState.SILENT, PodState.GONE)
-            is_same = model is not None and (model.token, model.era) == (engine.token, engine.era)
-            if not (lives and is_same) and request.number in self.queue.waiting:
+            pod, model = engine.pod, engine.pod.model(sent.model)
+            now = model and EngineLife(pod, pod.incarnation, model.token, model.era)
+            lives = engine == now and self.state(pod) not in (PodState.SILENT, PodState.GONE)
+            if not lives and request.number in self.queue.waiting:
                 was_inside = request.is_inside
                 self._is_dead_of(request, now_ms)
                 request.is_inside = was_inside
@@ -367,12 +363,10 @@ class Fleet(Gateway):
     # ------------------------------------------------------------------ what pods say
 
     def _named(self, event: ev.PodNamed, now_ms: float) -> None:
-        pod = self.pods.get(event.address)
-        if pod is None:
-            if not event.is_named:
-                return
-            pod = self.pods[event.address] = Pod(event.address, now_ms)
-        pod.is_named = event.is_named
+        if event.is_named:
+            self.pods.setdefault(event.address, Pod(event.address, now_ms))
+        if event.address in self.pods:
+            self.pods[event.address].is_named = event.is_named
         self._forget_gone()
 
     def _heard(self, event: ev.PodHeard, now_ms: float) -> None:
@@ -385,7 +379,7 @@ class Fleet(Gateway):
             self._lose(pod, "restarted", now_ms)
         pod.hear(report, now_ms)
         if old is not None and old.incarnation == report.incarnation:
-            self._charge(pod, old.models, report.models, now_ms)
+            self._charge(pod, now_ms)
         self._note(pod)
         self._look_at_aside(now_ms)
 
@@ -399,27 +393,14 @@ class Fleet(Gateway):
         if event.is_refused:
             self._lose(pod, "gone", now_ms)
 
-    def _charge(
-        self,
-        pod: Pod,
-        old: Mapping[str, PodModel],
-        new: Mapping[str, PodModel],
-        now_ms: float,
-    ) -> None:
-        """Engines have died in this pod: every request that broke off there was in one."""
-        changed = {
-            name
-            for name, model in new.items()
-            if name in old and (old[name].token, old[name].era) != (model.token, model.era)
-        }
-        if not changed:
-            return
+    def _charge(self, pod: Pod, now_ms: float, *, is_lost: bool = False) -> None:
+        """Every request that broke off in this pod was in an engine: in one that has died, if
+        another one is there now, or if the whole pod is lost."""
         for request in list(self.queue.waiting.values()):
             sent = self._sent.get(request.number)
             if sent is None or sent.pod is not pod or not request.is_inside:
                 continue
-            model = new.get(sent.model)
-            if model is not None and sent.is_of_another(model):
+            if is_lost or sent.is_of_another(pod.model(sent.model)):
                 self._is_dead_of(request, now_ms)
 
     def _is_dead_of(self, request: ClientRequest, now_ms: float) -> None:
@@ -435,17 +416,13 @@ class Fleet(Gateway):
         for attempt in list(self.attempts.values()):
             if attempt.engine == pod.address and attempt.token == pod.incarnation:
                 self.broke(attempt, BreakCause.POD_LOST, now_ms)
-        for request in list(self.queue.waiting.values()):
-            sent = self._sent.get(request.number)
-            if sent is not None and sent.pod is pod and request.is_inside:
-                self._is_dead_of(request, now_ms)
+        self._charge(pod, now_ms, is_lost=True)
         self._look_at_aside(now_ms)
 
     def _forget_gone(self) -> None:
-        for address in [
-            each for each, pod in self.pods.items() if pod.is_gone and not pod.is_named
-        ]:
-            del self.pods[address]
+        for address, pod in list(self.pods.items()):
+            if pod.is_gone and not pod.is_named:
+                del self.pods[address]
 
     def _look_at_aside(self, now_ms: float) -> None:
         """Something has changed: those that wait aside may have a place."""
@@ -456,12 +433,10 @@ class Fleet(Gateway):
     # ------------------------------------------------------------------ time
 
     def _pass_time(self, now_ms: float) -> None:
-        stalled_ms = now_ms - self._ticked_ms
-        passed_ms, self._ticked_ms = stalled_ms, now_ms
-        if stalled_ms >= STALL_MS:
+        passed_ms, self._ticked_ms = now_ms - self._ticked_ms, now_ms
+        if passed_ms >= STALL_MS:
             for pod in self.pods.values():
-                pod.heard_ms += stalled_ms
-                pod.heard_ms = min(pod.heard_ms, now_ms)
+                pod.heard_ms = min(pod.heard_ms + passed_ms, now_ms)
         for pod in list(self.pods.values()):
             self._look_at_pod(pod, now_ms)
         self._forget_gone()
@@ -523,7 +498,7 @@ class Fleet(Gateway):
             younger = [each for each in found if each.pod.born_ms > born_ms]
             found = [each for each in younger if each.room(name)] or found
         free = [each for each in found if moving[each.pod.address] < most]
-        return choose(free, name, key if self.fleet_rules.uses_keys else b"")
+        return choose(free, name, key)
 
     def _may_move(self, request: ClientRequest, state: PodState) -> bool:
         if request.is_lean or not request.is_inference or request.state not in MOVABLE:
@@ -532,22 +507,17 @@ class Fleet(Gateway):
         return state is PodState.SILENT or request.state not in UNANSWERED
 
     def _look_at_waiting(self, request: ClientRequest, passed_ms: float, now_ms: float) -> None:
-        is_given_up = request.gives_up_ms is not None
-        if request.state is RequestState.PARKED:
-            paused_ms = now_ms - (request.paused_since_ms or 0.0)
-            if is_given_up:
-                why = failure("gateway.keeps_breaking")
-                self.fail(request, why, event=request.engine_error)
-            elif paused_ms >= self.rules.park_timeout_ms:
+        if request.gives_up_ms is not None:
+            self.fail(request, failure("gateway.keeps_breaking"), event=request.engine_error)
+        elif request.state is RequestState.PARKED:
+            if now_ms - (request.paused_since_ms or 0.0) >= self.rules.park_timeout_ms:
                 timeout_s = self.rules.park_timeout_ms / 1000
                 why = failure("gateway.park_timeout", park_s=timeout_s, why=self.waits_for)
                 self.fail(request, why)
-            return
-        request.held_ms += passed_ms
-        if is_given_up:
-            self.fail(request, failure("gateway.keeps_breaking"))
-        elif request.held_ms >= self.rules.hold_ms:
-            self.fail(request, failure("no_active_engine", why=self.waits_for))
+        else:
+            request.held_ms += passed_ms
+            if request.held_ms >= self.rules.hold_ms:
+                self.fail(request, failure("no_active_engine", why=self.waits_for))
 
     @property
     def waits_for(self) -> str:

@@ -517,12 +517,8 @@ class Gateway:
         self.fire(request, Turn.JOIN)
         request.rewriter = replay.rewriter()
         tokens, pause_ms = len(request.tokens), now_ms - since_ms
-        is_same_engine = request.paused_under == attempt.token
-        self.outbox.append(
-            ev.StreamResumed(
-                *(request.number, attempt.engine, attempt.token, tokens, pause_ms, is_same_engine)
-            )
-        )
+        engine, token = attempt.engine, attempt.token
+        self.outbox.append(ev.StreamResumed(request.number, engine, token, tokens, pause_ms))
         request.paused_ms += pause_ms
         request.paused_since_ms = request.replay = None
         request.refusals = 0
@@ -570,7 +566,7 @@ class Gateway:
             self.fail(request, failure("gateway.broken"), event=event)
             return
         if request.state is RequestState.STREAMING:
-            request.paused_since_ms, request.paused_under = now_ms, attempt.token
+            request.paused_since_ms = now_ms
             request.pauses += 1
             tokens = len(request.tokens)
             self.outbox.append(
@@ -678,6 +674,5 @@ class Gateway:
         self.fire(request, Turn.FORGET)
         request.forget_answer()
         request.is_lean = True
-        change = request.weigh()
-        self.shared.memory_bytes += change
-        self.outbox.append(ev.ContinuationLost(request.number, reason, -change))
+        self.shared.memory_bytes += request.weigh()
+        self.outbox.append(ev.ContinuationLost(request.number, reason))

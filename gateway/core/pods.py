@@ -8,7 +8,7 @@ reports come on:
     ready       an engine serves, or a model can be woken
     no_engine   neither
     leaving     it was told to end: its streams move
-    silent      no report for `silent_ms`: its streams move where somebody has room for them
+    silent      no report for a second: its streams move where somebody has room for them
     gone        its connection broke, and no new one is there after `GONE_MS`; its streams broke
 
 A pod's readiness in Kubernetes says nothing here: the restart of any one container makes a pod
@@ -74,12 +74,12 @@ class Pod:
     def name(self) -> str:
         return self.address if self.report is None else self.report.pod
 
-    def state(self, now_ms: float, silent_ms: float) -> PodState:
+    def state(self, now_ms: float) -> PodState:
         if self.is_gone:
             return PodState.GONE
         if self.report is None:
             return PodState.UNKNOWN
-        if now_ms - self.heard_ms >= silent_ms:
+        if now_ms - self.heard_ms >= SILENT_MS:
             return PodState.SILENT
         if self.report.leaving_ms is not None:
             return PodState.LEAVING

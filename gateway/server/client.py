@@ -21,7 +21,7 @@ from typing import Any, Protocol, cast
 from gateway.core.answers import Failure
 from gateway.server.requests import HttpRequest, Intake, RequestReader, fresh_id
 from gateway.server.responses import OwnAnswer
-from plumbing.errors import explain_shortage, is_shortage
+from plumbing.errors import UnderstudyError, explain_shortage, is_shortage
 from plumbing.wire.fds import OwnedFd
 
 logger = logging.getLogger(__name__)
@@ -372,6 +372,21 @@ KEEPALIVE = (
     (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 120_000),
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
 )
+
+
+def listen_at(host: str, port: int, option: str) -> tuple[OwnedFd, int]:
+    """A socket that listens there, as `option` says, and its port.
+
+    Raises:
+        UnderstudyError: `gateway.cannot_listen`.
+    """
+    try:
+        listening = socket.create_server((host, port), backlog=4096)
+    except OSError as error:
+        what = f"cannot listen on {host}:{port} ({option}): {error}"
+        raise UnderstudyError("gateway.cannot_listen", what) from error
+    port = listening.getsockname()[1]
+    return OwnedFd(listening.detach()), port
 
 
 def connections_max() -> int:

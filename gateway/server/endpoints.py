@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable
 from datetime import UTC, datetime
 from http import HTTPStatus
 from typing import Any
@@ -40,6 +40,7 @@ from gateway.core.wishes import (
 )
 from gateway.server.requests import HttpRequest, is_endpoint, is_hop_path, path_of, value_of
 from gateway.server.responses import OwnAnswer, fetch
+from gateway.server.settings import GatewaySettings
 from plumbing import __version__
 from plumbing.pod.paths import engine_http_socket
 from plumbing.service.clock import rfc3339
@@ -61,9 +62,7 @@ class Endpoints:
     def __init__(
         self,
         lanes: Lanes,
-        aliases: Mapping[str, Sequence[str]],
-        directory: str,
-        hold_ms: float,
+        settings: GatewaySettings,
         is_stopping: Callable[[], bool],
         fleet: Fleet | None = None,
     ) -> None:
@@ -71,23 +70,22 @@ class Endpoints:
         self._fleet = fleet
         self.said: dict[str, PooledModel] = {}
         self._lanes = lanes
-        self._aliases = {model: tuple(aliases.get(model, ())) for model in lanes.lanes}
+        self._aliases = {it: tuple(settings.aliases.get(it, ())) for it in lanes.lanes}
         self._router = Router(self._aliases)
         self._created = int(time.time())
-        self._directory = directory
-        self._hold_ms = hold_ms
+        self._directory, self._hold_ms = settings.directory, settings.rules.hold_ms
         self._is_stopping = is_stopping
         self._kv_usage: dict[str, float] = {}  # as the last engine said
 
     def find(self, http: HttpRequest) -> Wishes | OwnAnswer | Awaitable[OwnAnswer]:
         """For which model it is, with its path behind `/m/<model>`; or the gateway's own answer.
         Where the path or a header names the model, a broken body is the engine's to refuse."""
-        if self._fleet is not None:
-            return self._to_pods(self._fleet, http)
         is_pool = bool(self._lanes.lanes)
         in_path = unquote(self._strip(http)) if is_pool else ""
         if is_hop_path(http.path):
             return OwnAnswer.of(failure("gateway.not_found"), http.path)
+        if self._fleet is not None:
+            return self._to_pods(self._fleet, http)
         if is_endpoint(http.method, http.path):
             model = self._router.find(in_path)[0] if in_path else ""
             if in_path and not model:
@@ -102,8 +100,6 @@ class Endpoints:
         return own or self._wishes(http, in_path)
 
     def _to_pods(self, fleet: Fleet, http: HttpRequest) -> Wishes | OwnAnswer:
-        if is_hop_path(http.path):
-            return OwnAnswer.of(failure("gateway.not_found"), http.path)
         if http.path in ("/health", "/ping") and is_endpoint(http.method, http.path):
             if why := fleet.waits_for:
                 return OwnAnswer.of(failure("no_active_engine", why=why), http.path)

@@ -89,7 +89,7 @@ class GatewayExchange:
         )
         lanes = Lanes(settings.rules, settings.lanes, settings.queue_max)
         self.core: Lanes | Fleet = fleet or lanes
-        self.connect_pod: Callable[[Upstream], None] | None = None  # of a front
+        self.connect_pod: Callable[[Upstream], object] | None = None  # of a front
         self.signature = b""  # of a pod, for fronts
         self.on_turn: Callable[[], object] = lambda: None
         self.outbox: Sequence[ev.GatewayEffect] = self.core.outbox
@@ -100,11 +100,7 @@ class GatewayExchange:
             self.memory_bytes_max, self._body_bytes_max, self._check, NOT_PASSED_ON | ours
         )
         self.is_final = False  # no engine takes requests any more: every one was told to end
-        self.endpoints = Endpoints(
-            *(lanes, settings.aliases, settings.directory, settings.rules.hold_ms),
-            lambda: self.is_stopping,
-            fleet,
-        )
+        self.endpoints = Endpoints(lanes, settings, lambda: self.is_stopping, fleet)
         self.clients: set[ClientConnection] = set()
         self.requests: dict[int, HttpRequest] = {}  # by the core's number
         self.upstreams: dict[int, Upstream] = {}  # by the number of their attempt
@@ -315,7 +311,7 @@ class GatewayExchange:
                 wishes.wait_ms,
                 wishes.keep_alive_ms,
                 request.passing,
-                request.key if self.connect_pod is not None else b"",
+                request.key if self.connect_pod and self._settings.uses_keys else b"",
             )
         )
         request.is_fresh = False  # what has waited for an engine is not the gateway's own time

@@ -7,26 +7,22 @@ them may stand before the same pods, and each keeps the journals of its own clie
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
 from gateway import schema as doc
 from gateway.core.fleet import LOSSES, MOVES, Fleet
 from gateway.core.pods import Choice, Pod
+from gateway.server.client import listen_at
 from gateway.server.exchange import GatewayExchange
 from gateway.server.pods import PodLinks
 from gateway.server.program import GatewayProgram
 from gateway.server.settings import GatewaySettings
-from plumbing.errors import UnderstudyError
 from plumbing.service.clock import Clock, moment
 from plumbing.service.http import Probe
-from plumbing.wire.fds import OwnedFd
 
 if TYPE_CHECKING:
     from plumbing.service.metrics import Metrics
-
-BACKLOG = 4096
 
 
 class FrontServer(GatewayProgram):
@@ -39,24 +35,18 @@ class FrontServer(GatewayProgram):
         UsageError: the names of the pods, or a file, cannot be used.
         """
         super().__init__(settings, clock)
-        self.fleet = Fleet(settings.rules, settings.fleet)
+        self.fleet = Fleet(settings.rules)
         self.exchange = GatewayExchange(settings, self.log.record, fleet=self.fleet)
-        how = settings.pods, settings.fleet_tls, settings.fleet.silent_ms
-        self.links = PodLinks(*how, self.exchange)
+        self.links = PodLinks(settings.pods, settings.fleet_tls, self.fleet, self.exchange)
 
     async def begin(self) -> list[Coroutine[Any, Any, None]]:
         assert self.settings.listen is not None
         await self.control.start()  # first: it guards the directory
         await self.http.start()
         host, port = self.settings.listen
-        try:
-            listening = socket.create_server((host, port), backlog=BACKLOG)
-        except OSError as error:
-            raise UnderstudyError(
-                "gateway.cannot_listen", f"cannot listen on {host}:{port} (--listen): {error}"
-            ) from error
-        self.address = f"{host}:{listening.getsockname()[1]}"
-        self.exchange.accept(OwnedFd(listening.detach()))
+        fd, port = listen_at(host, port, "--listen")
+        self.address = f"{host}:{port}"
+        self.exchange.accept(fd)
         self.accepting_ms = self.clock.now_ms()
         self.log.record("gateway.accepting", f"accepts connections on {self.address}")
         return [self.links.run()]
@@ -66,9 +56,9 @@ class FrontServer(GatewayProgram):
         await self.http.stop()
 
     def make_metrics(self) -> Metrics:
-        from gateway.server.metrics import metrics_of_front
+        from gateway.server.metrics import OfFront
 
-        return metrics_of_front(self.exchange, self.fleet, lambda: self.ready().ok)
+        return OfFront(self.exchange, lambda: self.ready().ok, self.fleet).registered()
 
     # ------------------------------------------------------------------ status
 

@@ -21,17 +21,16 @@ from typing import Any
 
 import msgspec
 
-from gateway.core.answers import Failure, failure
+from gateway.core.answers import failure
 from gateway.core.events import MAX_IN_FLIGHT
 from gateway.core.lanes import Lane
 from gateway.core.machine import Gateway
 from gateway.schema import GatewayHop
-from gateway.server.client import ClientConnection, ServiceListener
+from gateway.server.client import ClientConnection, ServiceListener, listen_at
 from gateway.server.exchange import GatewayExchange
 from gateway.server.requests import NOT_PASSED_ON, HttpRequest, Intake
 from gateway.server.responses import OwnAnswer
 from plumbing.gateway_protocol import WATCH_PATH, Continuation, PodModel, PodReport
-from plumbing.wire.fds import OwnedFd
 from plumbing.wire.tcp import Security
 
 FRONT, POD = "understudy-front", "understudy-pod"  # in certificates
@@ -47,13 +46,14 @@ KEEPALIVE = (
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
 )
 REPORT_S = 0.25  # at the latest: a front takes a second without a report for a lost pod
-BACKLOG = 4096
 CUT_MS = 10_000.0  # before a pod that leaves has left: what fronts could not move until then
 WATCH_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/x-ndjson\r\nconnection: close\r\n\r\n"
 
 
-def fleet_security(directory: str) -> Security:
-    """The files of a Secret of type `kubernetes.io/tls`."""
+def fleet_security(directory: str) -> Security | None:
+    """The files of a Secret of type `kubernetes.io/tls`; None without a directory."""
+    if not directory:
+        return None
     return Security(*(os.path.join(directory, name) for name in ("tls.crt", "tls.key", "ca.crt")))
 
 
@@ -67,6 +67,9 @@ class HopDoor:
         aliases: Mapping[str, Sequence[str]],
     ) -> None:
         self.exchange = exchange
+        self.limit_hit, self.refused = exchange.limit_hit, exchange.refused
+        self.left, self.drained = exchange.left, exchange.drained
+        self.tunnelled = exchange.tunnelled
         self.pod, self.incarnation = pod, int.from_bytes(os.urandom(8)) | 1
         self.clients: set[ClientConnection] = set()
         self.intake = Intake(
@@ -93,16 +96,14 @@ class HopDoor:
 
     def start(self, host: str, port: int, security: Security | None) -> None:
         """Raises:
-        OSError: the address is in use.
+        UnderstudyError: it cannot listen there.
         UsageError: the certificates cannot be used.
         """
-        listening = socket.create_server((host, port), backlog=BACKLOG)
         tls = None if security is None else security.server_context
         if tls is not None:
             tls()
-        self._security, self.port = security, listening.getsockname()[1]
-        self.address = f"{host}:{self.port}"
-        fd = OwnedFd(listening.detach())
+        fd, self.port = listen_at(host, port, "--hop")
+        self._security, self.address = security, f"{host}:{self.port}"
         self._listener = ServiceListener(fd, self, tls, keepalive=KEEPALIVE, most=CONNECTIONS_MAX)
         self._tick()
 
@@ -155,10 +156,8 @@ class HopDoor:
         return listener or (None if self._security is None else self._security.problem)
 
     def status(self) -> GatewayHop:
-        connections = len(self.clients)
-        return GatewayHop(
-            *(self.address, self.pod, len(self._watching), connections, self.leaving_ms)
-        )
+        names = self.address, self.pod
+        return GatewayHop(*names, len(self._watching), len(self.clients), self.leaving_ms)
 
     # ------------------------------------------------------------------ for connections
 
@@ -174,18 +173,14 @@ class HopDoor:
     def close_an_idle_one(self) -> bool:
         return False
 
-    def limit_hit(self, name: str) -> None:
-        self.exchange.limit_hit(name)
-
     def closed(self, client: ClientConnection) -> None:
         self.clients.discard(client)
         self._watching.discard(client)
         self.exchange.closed(client)
 
     def became_idle(self, client: ClientConnection) -> None:
-        if client not in self.clients or client.is_named(FRONT):
-            return
-        client.abort()
+        if client in self.clients and not client.is_named(FRONT):
+            client.abort()
 
     def came(self, client: ClientConnection, request: HttpRequest) -> None:
         if request.path != WATCH_PATH:
@@ -196,18 +191,6 @@ class HopDoor:
             client.begin(WATCH_HEAD, is_chunked=False)
             self._watching.add(client)
             client.send_body(self._report())
-
-    def refused(self, refused: Failure, request_id: bytes) -> None:
-        self.exchange.refused(refused, request_id)
-
-    def left(self, request: HttpRequest) -> None:
-        self.exchange.left(request)
-
-    def tunnelled(self, request: HttpRequest, data: bytes) -> None:
-        self.exchange.tunnelled(request, data)
-
-    def drained(self, request: HttpRequest) -> None:
-        self.exchange.drained(request)
 
     # ------------------------------------------------------------------ reporting
 

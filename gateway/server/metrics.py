@@ -59,38 +59,18 @@ def gauges(exchange: GatewayExchange) -> Iterator[tuple[str, float, str]]:
     yield "accepting", exchange.is_accepting, "1 while connections are accepted."
 
 
-def metrics_of(
-    exchange: GatewayExchange,
-    lock: GatewayLockLink,
-    engine: GatewayEngineLink,
-    pool: GatewayPoolLink,
-    is_ready: Callable[[], bool],
-) -> Metrics:
-    """What is scraped of a gateway."""
-    return _scraped(_OfGateway(exchange, is_ready, lock, engine, pool))
-
-
-def metrics_of_front(
-    exchange: GatewayExchange, fleet: Fleet, is_ready: Callable[[], bool]
-) -> Metrics:
-    """What is scraped of a front."""
-    return _scraped(_OfFront(exchange, is_ready, fleet))
-
-
-def _scraped(collected: Collector) -> Metrics:
-    metrics = Metrics()
-    metrics.registry.register(collected)
-    return metrics
-
-
 @dataclass(frozen=True)
 class _Collected(Collector):
     exchange: GatewayExchange
     is_ready: Callable[[], bool]
 
-    @property
-    def has_pool(self) -> bool:
-        return False
+    def registered(self) -> Metrics:
+        metrics = Metrics()
+        metrics.registry.register(self)
+        return metrics
+
+    def limits(self) -> Iterable[str]:
+        return LIMITS
 
     def collect(self) -> Iterator[Metric]:
         accounts = self.exchange.accounts
@@ -108,9 +88,8 @@ class _Collected(Collector):
             {"outcome": map(str, Ending), "continuation": map(str, Continuation)},
             {(ending, str(each)): count for (ending, each), count in accounts.requests.items()},
         )
-        names = (*LIMITS, *(POOL_LIMITS if self.has_pool else ()))
         text = "Number of times a limit was reached, by limit."
-        yield _by(accounts.limits, "limit_hits", text, "limit", names)
+        yield _by(accounts.limits, "limit_hits", text, "limit", self.limits())
         text = "How long streams paused, from the break to the first new token."
         yield _histogram("pause_seconds", text, accounts.pauses)
         text = "Time from a request, read whole, to its first byte sent to an engine that was free."
@@ -122,14 +101,15 @@ class _Collected(Collector):
 
 
 @dataclass(frozen=True)
-class _OfGateway(_Collected):
+class OfGateway(_Collected):
+    """What is scraped of a gateway."""
+
     lock: GatewayLockLink
     engine: GatewayEngineLink
     pool: GatewayPoolLink
 
-    @property
-    def has_pool(self) -> bool:
-        return bool(self.pool.models)
+    def limits(self) -> Iterable[str]:
+        return (*LIMITS, *POOL_LIMITS) if self.pool.models else LIMITS
 
     def more(self) -> Iterator[Metric]:
         text, goals = "1 while the lock server is connected.", self.engine.goals
@@ -143,12 +123,14 @@ class _OfGateway(_Collected):
         yield CounterMetricFamily(_name("wakes"), text, value=goals[Tier.AWAKE])
         text = "Time from a wake that the gateway requested until the engine is active."
         yield _histogram("wake_seconds", text, self.engine.wakes)
-        if self.has_pool:
+        if self.pool.models:
             yield from of_models(self.exchange, self.pool)
 
 
 @dataclass(frozen=True)
-class _OfFront(_Collected):
+class OfFront(_Collected):
+    """What is scraped of a front."""
+
     fleet: Fleet
 
     def more(self) -> Iterator[Metric]:

@@ -12,13 +12,15 @@ import asyncio
 import contextlib
 import ipaddress
 import socket
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import msgspec
 
 from gateway.core.events import AnswerEnded, BreakCause, PodBroke, PodHeard, PodNamed
 from gateway.core.fleet import Fleet
+from gateway.core.pods import SILENT_MS
 from gateway.server.exchange import GatewayExchange
 from gateway.server.hop import KEEPALIVE, POD, fleet_security
 from gateway.server.upstream import Upstream
@@ -81,37 +83,29 @@ class PodNames:
         return found
 
 
-class ReportsEnded(Exception):
-    """The connection that a pod reported on is broken: the next one is tried at once."""
-
-
 class PodLinks:
     """All connections of one front."""
 
-    def __init__(self, names: str, tls: str, silent_ms: float, exchange: GatewayExchange) -> None:
+    def __init__(self, names: str, tls: str, fleet: Fleet, exchange: GatewayExchange) -> None:
         """Raises:
         UsageError: names or certificates cannot be used.
         """
         self.names = PodNames(names)
-        self._security = fleet_security(tls) if tls else None
+        self._security = fleet_security(tls)
         if self._security is not None:
             self._security.client_context()
-        self._exchange, self._silent_s = exchange, silent_ms / 1000
+        self._fleet, self._exchange = fleet, exchange
         self._loop = asyncio.get_running_loop()
         self._watches: dict[Address, asyncio.Task[None]] = {}
         self._tasks = asyncio.TaskGroup()
         self.problems: dict[str, str] = {}  # by address, as text
-        exchange.connect_pod = self.connect
+        exchange.connect_pod = lambda upstream: self._tasks.create_task(self._connect(upstream))
 
     @property
     def problem(self) -> str | None:
         """Of the names, or of the certificates."""
         tls = None if self._security is None else self._security.problem
         return self.names.problem or tls
-
-    @property
-    def _fleet(self) -> Fleet:
-        return cast("Fleet", self._exchange.core)
 
     async def run(self) -> None:
         """Look names up for ever."""
@@ -145,29 +139,34 @@ class PodLinks:
         at an address that another pod has now."""
         retry_s, name = 0.0, text(address)
         while True:
-            is_refused = is_broken = False
+            has_reported = is_refused = is_broken = False
             try:
-                await self._read_reports(address)
-            except ReportsEnded as error:
-                self.problems[name], is_broken, retry_s = str(error), True, 0.0
-            except (ConnectionRefusedError, ConnectionResetError) as error:
-                self.problems[name], is_broken, is_refused = reason_of(error), True, True
+                async for report in self._reports(address):
+                    has_reported = True
+                    self.problems.pop(name, None)
+                    self._exchange.handle(PodHeard(name, report))
+                is_broken, why = True, "it closed the connection"
             except TimeoutError:
-                self.problems[name] = "it is silent"
+                why = "it is silent"
             except OSError as error:
-                self.problems[name] = reason_of(error)
+                is_reset = isinstance(error, ConnectionRefusedError | ConnectionResetError)
+                is_refused = is_reset and not has_reported
+                is_broken, why = has_reported or is_refused, reason_of(error)
             except (*NO_REPORTS, UsageError) as error:
-                self.problems[name] = str(error)[:PROBLEM_CHARS_MAX]
+                why = str(error)[:PROBLEM_CHARS_MAX]
+            self.problems[name] = why
             if is_broken:
                 self._exchange.handle(PodBroke(name, is_refused))
+                retry_s = 0.0 if has_reported else retry_s
             await asyncio.sleep(retry_s)
             retry_s = min(RETRY_S_MAX, 2 * retry_s or RETRY_S)
 
-    async def _read_reports(self, address: Address) -> None:
-        """Raises:
-        ReportsEnded: the connection broke after a report.
-        TimeoutError: it is silent.
-        OSError, ValueError: there is none, or something else than reports came.
+    async def _reports(self, address: Address) -> AsyncIterator[PodReport]:
+        """Those on one connection, until it is closed.
+
+        Raises:
+            TimeoutError: it is silent.
+            OSError, ValueError: there is none, or something else than reports came.
         """
         async with asyncio.timeout(CONNECT_S):
             reader, writer = await asyncio.open_connection(
@@ -180,30 +179,19 @@ class PodLinks:
                 head = await reader.readuntil(b"\r\n\r\n")
             if not head.startswith(b"HTTP/1.1 200 "):
                 raise ValueError(f"it answered {head[:64].decode(errors='replace')!r}")
-            has_reported = False
-            while line := await self._line(reader, has_reported):
+            while True:
+                async with asyncio.timeout(SILENT_MS / 1000):
+                    line = await reader.readline()
+                if not line:
+                    return
                 report = _REPORT.decode(line)
                 if report.version != VERSION:
                     raise ValueError(
                         f"it speaks version {report.version} of the hop, not {VERSION}"
                     )
-                has_reported = True
-                self.problems.pop(text(address), None)
-                self._exchange.handle(PodHeard(text(address), report))
-            raise ReportsEnded("it closed the connection")
+                yield report
         finally:
             writer.transport.abort()
-
-    async def _line(self, reader: asyncio.StreamReader, has_reported: bool) -> bytes:
-        try:
-            async with asyncio.timeout(self._silent_s):
-                return await reader.readline()
-        except TimeoutError:
-            raise
-        except OSError as error:
-            if has_reported:
-                raise ReportsEnded(reason_of(error)) from error
-            raise
 
     def _tls(self, address: Address) -> dict[str, Any]:
         """
@@ -220,15 +208,13 @@ class PodLinks:
 
     # ------------------------------------------------------------------ requests
 
-    def connect(self, upstream: Upstream) -> None:
-        """Send its request on a connection of its own."""
-        self._tasks.create_task(self._connect(upstream))
-
     async def _connect(self, upstream: Upstream) -> None:
+        """Send its request on a connection of its own."""
         number = upstream.attempt.number
         try:
             async with asyncio.timeout(CONNECT_S):
-                address = parse(upstream.attempt.engine)
+                host, _, port = upstream.attempt.engine.rpartition(":")
+                address = host.strip("[]"), int(port)
                 transport, _ = await self._loop.create_connection(
                     lambda: upstream, *address, **self._tls(address)
                 )
@@ -249,8 +235,3 @@ def keep_alive(transport: asyncio.BaseTransport) -> None:
 def text(address: Address) -> str:
     host, port = address
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def parse(address: str) -> Address:
-    host, _, port = address.rpartition(":")
-    return str(ipaddress.ip_address(host.strip("[]"))), int(port)

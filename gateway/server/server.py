@@ -43,7 +43,6 @@ from plumbing.text import duration
 from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.messages import Message
-from pool.core.events import ModelDemand
 
 if TYPE_CHECKING:
     from plumbing.service.metrics import Metrics
@@ -157,7 +156,8 @@ class GatewayServer(GatewayProgram):
         await self.control.start()  # first: it guards the directory
         try:
             await self.http.start()
-            self._open_hop()
+            if self.hop is not None and self.settings.hop is not None:
+                self.hop.start(*self.settings.hop, fleet_security(self.settings.fleet_tls))
         except BaseException:
             await self.http.stop()
             await self.control.close()
@@ -166,18 +166,6 @@ class GatewayServer(GatewayProgram):
         where = f"probes on {self.http.host}:{self.http.port}"
         message = f"started in {self.settings.directory}, {where}"
         self.log.record("gateway.started", message, data={"http_port": self.http.port})
-
-    def _open_hop(self) -> None:
-        if self.hop is None or self.settings.hop is None:
-            return
-        host, port = self.settings.hop
-        security = fleet_security(self.settings.fleet_tls) if self.settings.fleet_tls else None
-        try:
-            self.hop.start(host, port, security)
-        except OSError as error:
-            raise UnderstudyError(
-                "gateway.hop_unusable", f"cannot listen on {host}:{port} (--hop): {error}"
-            ) from error
 
     async def close(self) -> None:
         await self._close()
@@ -314,10 +302,10 @@ class GatewayServer(GatewayProgram):
     # ------------------------------------------------------------------ inside
 
     def make_metrics(self) -> Metrics:
-        from gateway.server.metrics import metrics_of
+        from gateway.server.metrics import OfGateway
 
         links = self.lock, self.engine, self.pool
-        return metrics_of(self.exchange, *links, lambda: self.ready().ok)
+        return OfGateway(self.exchange, lambda: self.ready().ok, *links).registered()
 
     async def _tick(self) -> None:
         ticks = 0
@@ -412,22 +400,15 @@ def pool_of(gateway: GatewayServer) -> doc.GatewayPool | None:
     link = gateway.pool
     if not link.models:
         return None
-    demand = gateway.exchange.demand()
-    return doc.GatewayPool(
-        connected=link.is_connected,
-        **moment(link.changed_ms, gateway.clock),
-        problem=link.problem,
-        models={model: _model(gateway, model, demand[model]) for model in link.models},
-    )
-
-
-def _model(gateway: GatewayServer, model: str, demand: ModelDemand) -> doc.GatewayModel:
-    said, lane = gateway.exchange.endpoints.said.get(model), gateway.exchange.core.lanes[model]
-    grant = lane.target.grant
-    return doc.GatewayModel(
-        state=None if said is None else said.state,
-        reason="" if said is None else said.reason,
-        door=lane.door_word,
-        engine=None if grant is None else grant.engine,
-        **counts_of(demand),
-    )
+    exchange, models = gateway.exchange, {}
+    for model, demand in exchange.demand().items():
+        said, lane = exchange.endpoints.said.get(model), exchange.core.lanes[model]
+        models[model] = doc.GatewayModel(
+            state=None if said is None else said.state,
+            reason="" if said is None else said.reason,
+            door=lane.door_word,
+            engine=None if lane.target.grant is None else lane.target.grant.engine,
+            **counts_of(demand),
+        )
+    since = moment(link.changed_ms, gateway.clock)
+    return doc.GatewayPool(link.is_connected, **since, problem=link.problem, models=models)

@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gateway.core.events import QUEUE_MAX, FleetRules, GatewayRules, LaneRules
-from gateway.core.pods import SILENT_MS
+from gateway.core.events import QUEUE_MAX, GatewayRules, LaneRules
 from gateway.core.sleep_door import SleepRules
 from gateway.server.files import open_api_keys, open_certificate
 from gateway.server.tracing import MODES, OFF
@@ -140,14 +139,6 @@ OPTIONS = (
     ),
     Option("listen", str, "0.0.0.0:8000", "Where a front accepts clients."),
     Option(
-        "silent_ms",
-        float,
-        SILENT_MS,
-        "A front moves a pod's streams after this long without a report.",
-        minimum=500,
-        maximum=60_000,
-    ),
-    Option(
         "choose",
         str,
         "prefix",
@@ -206,7 +197,7 @@ class GatewaySettings:
     pod_name: str = ""
     pods: str = ""  # of a front
     listen: tuple[str, int] | None = None
-    fleet: FleetRules = field(default_factory=FleetRules)
+    uses_keys: bool = True  # of a front: else each request goes to the less loaded of two pods
     fleet_tls: str = ""
 
     def check_files(self) -> None:
@@ -259,7 +250,7 @@ def settle(config: Resolved) -> GatewaySettings:
         pod_name=config["pod_name"] or socket.gethostname(),
         pods=config["pods"] or "",
         listen=_address(config["listen"], "--listen"),
-        fleet=FleetRules(config["silent_ms"], config["choose"] == "prefix"),
+        uses_keys=config["choose"] == "prefix",
         fleet_tls=config["fleet_tls"] or "",
     )
 

@@ -180,16 +180,8 @@ class Upstream(asyncio.Protocol):
     """One attempt's connection. After `drop` nothing of it reaches anybody."""
 
     __slots__ = (
-        *(
-            "_cutter",
-            "_is_behind",
-            "_is_between",
-            "_is_head_told",
-            "_is_passed_on",
-            "_is_passing",
-            "_is_paused",
-            "_is_to_pod",
-        ),
+        *("_cutter", "_is_behind", "_is_between", "_is_head_told", "_is_passed_on"),
+        *("_is_passing", "_is_paused", "_is_to_pod"),
         *("_is_reused", "_outbox", "_owner", "_client", "_replayed", "_request", "_socket"),
         *("_transport", "_unsent"),
         *("_is_silent", "attempt", "held", "is_dropped", "response"),

@@ -25,7 +25,7 @@ from plumbing.errors import UnderstudyError
 from plumbing.service.procfs import descendants
 from plumbing.service.signals import SignalInbox
 from understudy.drill.clients import Target
-from understudy.drill.prompts import learn_answers, long_prompts
+from understudy.drill.prompts import KINDS, all_prompts, learn_answers
 from understudy.drill.records import Exchange, Prompt
 from understudy.pod.ports import free_ports
 from understudy.pod.runner import PodRunner, run_pod
@@ -104,7 +104,7 @@ class Stock:
                 leftovers.remove(name)  # it always leaves some shared memory behind
 
     async def _questions(self, gap_min: float) -> list[Question]:
-        bank = long_prompts(self.model)
+        bank = _long_prompts(self.model)
         asked = [await asyncio.to_thread(self._ask, prompt) for prompt in bank]
         found = [each for each in asked if each.gap >= gap_min]
         if len(found) < PROMPTS_MIN:
@@ -146,3 +146,22 @@ def smallest_gap(choice: Mapping[str, Any]) -> float:
         best, second = sorted(step, reverse=True)[:2]
         gaps.append(best - second)
     return min(gaps, default=0.0)
+
+
+# Some 500 tokens of the random model, of one byte each, and most of a small context.
+DOCUMENTS = (
+    "The log of the lighthouse. "
+    + "Wind from the west, two ships passed, the lamp was trimmed. " * 9,
+    "An inventory of the wardrobe. "
+    + "One cloak, two masks, a crown of paper, boots in pairs. " * 9,
+)
+ASKED = ("Summary:", "The last entry again:", "The first entry again:", "Who wrote this:")
+
+
+def _long_prompts(model: str) -> list[Prompt]:
+    """Several about each of two long documents, and short ones."""
+    short = all_prompts(model)[:2]
+    body = {**short[0].body, **KINDS["long"]}
+    texts = [text + asked for text in DOCUMENTS for asked in ASKED]
+    long = [Prompt(f"long-{n}", short[0].path, {**body, "prompt": t}) for n, t in enumerate(texts)]
+    return [*long[:4], short[0], *long[4:], short[1]]

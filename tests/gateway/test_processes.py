@@ -219,7 +219,7 @@ def test_replacement_that_cannot_work_is_refused_and_the_gateway_serves_on(
     gateway = make_gateway("--api-keys", str(keys)).start()
     pid = gateway.pid
     keys.write_text("\n")
-    failed = command(gateway.directory, "restart-child")  # its older name
+    failed = command(gateway.directory, "replace")
     assert failed.returncode == 1
     assert "gateway.restart_failed" in failed.stderr
     assert f"pid {pid} serves on" in failed.stderr

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import click
 
-from gateway.front_text import is_front
 from plumbing.errors import DegradedError, UsageError
 from plumbing.pod.cli import (
     Look,
@@ -85,7 +84,7 @@ def _look(directory: Path, kept: dict[str, list[Record]] | None) -> Look:
         UnreachableError: there is neither.
     """
     view, now = run_async(lambda: gather(directory, STATUS_TIMEOUT_S)), datetime.now(UTC)
-    if (front := view["gateway"]) is not None and is_front(front):
+    if (front := view["gateway"]) is not None and "pods" in front:
         seen = front_view(str(directory), front)
         events = None if kept is None else run_async(lambda: past_events(directory))
         return Look(seen, "\n".join(front_lines(seen, events)))

@@ -129,9 +129,12 @@ async def send(target: Target, prompt: Prompt, silence_max_s: float = SILENCE_MA
     transport: asyncio.Transport | None = None
     try:
         request = _request(target, prompt)
-        if target.url:
+        if target.url:  # the name is resolved each time, since a Service's may change
             stream = _Stream(exchange, request)
-            transport = await _connect_outside(target, stream, silence_max_s)
+            async with asyncio.timeout(silence_max_s):
+                transport, _ = await loop.create_connection(
+                    lambda: stream, target.host, target.port, ssl=target.tls
+                )
         else:
             sock, rest = await _send_at_once(target, request)
             stream = _Stream(exchange, rest)
@@ -151,20 +154,6 @@ async def send(target: Target, prompt: Prompt, silence_max_s: float = SILENCE_MA
             transport.abort()
         exchange.ended_ms = clock.now_ms()
     return exchange
-
-
-async def _connect_outside(target: Target, stream: _Stream, deadline_s: float) -> asyncio.Transport:
-    """Connect as any client does: the name is resolved each time, since a Service's may change.
-
-    Raises:
-        OSError: there is no connection, in time or at all.
-    """
-    loop = asyncio.get_running_loop()
-    async with asyncio.timeout(deadline_s):
-        transport, _ = await loop.create_connection(
-            lambda: stream, target.host, target.port, ssl=target.tls
-        )
-    return transport
 
 
 async def _send_at_once(target: Target, request: bytes) -> tuple[socket.socket, bytes]:

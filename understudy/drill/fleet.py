@@ -13,7 +13,6 @@ from asyncio.subprocess import DEVNULL, PIPE
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -193,24 +192,19 @@ class FleetDrill(Drill):
             self.records.kills.append(kill)
             if kill.target == POD:
                 await kill_part(held, kill)
-                is_new = partial(self._has_restarted, kill.pod, restarts)
-                await self._until(is_new, f"{kill.pod} was not started again", BACK_DEADLINE_S)
+                what = f"{kill.pod} was not started again"
+                runner, pod = self.fleet_runner, kill.pod
+                await self._until(lambda: runner.restarts()[pod] > restarts, what, BACK_DEADLINE_S)
                 return
             kill.killed_ms = clock.now_ms()
             try:
                 signal_all(held.pidfds, signal.SIGSTOP)
-                is_silent = partial(self._is_silent, kill.pod)
                 what = f"the front did not notice that {kill.pod} is stopped"
-                await self._until(is_silent, what, SEEN_DEADLINE_S)
+                state = self.watch.state
+                await self._until(lambda: state(kill.pod) == SILENT, what, SEEN_DEADLINE_S)
                 await asyncio.sleep(STOPPED_S)
             finally:
                 signal_all(held.pidfds, signal.SIGCONT)
-
-    def _has_restarted(self, pod: str, restarts: int) -> bool:
-        return self.fleet_runner.restarts()[pod] > restarts
-
-    def _is_silent(self, pod: str) -> bool:
-        return self.watch.state(pod) == SILENT
 
     async def _until(self, is_so: Callable[[], bool], what: str, deadline_s: float) -> None:
         async def look() -> str | None:

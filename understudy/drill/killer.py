@@ -14,6 +14,7 @@ import signal
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
@@ -397,10 +398,7 @@ async def wait_back(
     Raises:
         WaitTimeoutError: `drill.no_recovery` of memory, `drill.no_part`.
     """
-
-    async def look() -> str | None:
-        return await missing_of(directory, victim)
-
+    look = partial(missing_of, directory, victim)
     code = "drill.no_recovery" if victim.memory else "drill.no_part"
     what = f"{kill.victim} did not come back"
     await wait_for(look, BACK_DEADLINE_S * stretch, code, what, say)

@@ -45,14 +45,6 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
     "whole-long": {"stream": False, "max_tokens": LONG_TOKENS},
     "whole-seed": {"stream": False, "temperature": 1.0, "seed": 11, "max_tokens": 32},
 }
-# Some 500 tokens of the random model, of one byte each, and most of a small context.
-DOCUMENTS = (
-    "The log of the lighthouse. "
-    + "Wind from the west, two ships passed, the lamp was trimmed. " * 9,
-    "An inventory of the wardrobe. "
-    + "One cloak, two masks, a crown of paper, boots in pairs. " * 9,
-)
-ASKED = ("Summary:", "The last entry again:", "The first entry again:", "Who wrote this:")
 LONG_STREAM_TOKENS = 160  # longer than a turn with streams beside it: it is parked, and resumes
 # In the body of a stream that outlasts its model's turn.
 LONG_KINDS: Mapping[str, Mapping[str, Any]] = {
@@ -79,13 +71,6 @@ def all_prompts(model: str) -> list[Prompt]:
         del body["prompt"]
         chats.append(Prompt(f"chat-{number}", "/v1/chat/completions", body))
     return _mixed(chats, completions, every=2)
-
-
-def long_prompts(model: str) -> list[Prompt]:
-    """Several about each of two long documents, and short ones."""
-    texts = [text + asked for text in DOCUMENTS for asked in ASKED]
-    long = [_prompt(f"long-{n}", model, text, **KINDS["long"]) for n, text in enumerate(texts)]
-    return _mixed(all_prompts(model)[:2], long, every=4)
 
 
 def varied_prompts(model: str) -> list[Prompt]:

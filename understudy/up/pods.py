@@ -17,8 +17,8 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from plumbing.errors import UnderstudyError, UsageError
@@ -28,7 +28,7 @@ from plumbing.service.signals import SignalInbox
 from plumbing.wire.server import PathGuard, guard_holder
 from pool.pool_file import PoolFile, read_pool_file
 from pool.server.state_file import begin_new_pod
-from understudy.drill.killer import service_of, service_of_front, wait_for, whole_of
+from understudy.drill.killer import Say, service_of, service_of_front, wait_for, whole_of
 from understudy.http_get import get
 from understudy.pod.ports import (
     FLEET_APART,
@@ -64,8 +64,6 @@ from understudy.up.models import (
     with_hub_model,
     with_random_model,
 )
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,14 +212,11 @@ async def stay_up(prepare: Prepare, directory: Path, say: Say) -> int | None:
                 await say_welcome(directory, pod.containers, say)
             await asyncio.Event().wait()
 
-        async def while_stopping() -> None:
-            if not pod.replicas:
-                await say_farewell(directory, say)
-
+        farewell = None if pod.replicas else partial(say_farewell, directory, say)
         runner = PodRunner(pod.containers, directory / "log", say)
         inbox = SignalInbox()
         try:
-            await run_pod(runner, body, inbox.get, say, while_stopping=while_stopping)
+            await run_pod(runner, body, inbox.get, say, while_stopping=farewell)
         finally:
             inbox.close()
         return runner.killed_by
@@ -302,15 +297,15 @@ FAREWELL_POLL_S = 0.1  # until the engines know that they are to exit, and count
 clock = SystemClock()
 
 
-async def say_welcome(
-    directory: Path, containers: Sequence[Container], say: Callable[[str], None]
-) -> None:
+async def say_welcome(directory: Path, containers: Sequence[Container], say: Say) -> None:
     """Once the pod in `directory` serves, say where to send requests and how to look at it."""
     began_ms, has_pool = clock.now_ms(), any(each.name == POOL for each in containers)
 
     async def look() -> list[str] | str:
         view = await gather(directory)
-        url, missing = _url(view), "; ".join(view["problems"]) or "no standby is queued"
+        address = service_of(view["lockserver"])  # "" while the lock server does not say it
+        url = address and f"http://{reached(address)}"
+        missing = "; ".join(view["problems"]) or "no standby is queued"
         if has_pool:  # no engine needs to be active: a request raises its model
             pool = view["pool"] or {}
             models = [str(each["model"]) for each in pool.get("models", ())]
@@ -345,7 +340,7 @@ def _lines(who: str, url: str, model: str, directory: Path, *commands: str) -> l
     ]
 
 
-async def say_fleet(directory: Path, pod: PreparedPod, say: Callable[[str], None]) -> None:
+async def say_fleet(directory: Path, pod: PreparedPod, say: Say) -> None:
     """Say where to send requests: the front has heard a pod, and each pod has served."""
     url = f"http://{reached(service_of_front(await status_of(gateway_part(directory))))}"
     model = (await get(f"{url}/v1/models", MODELS_TIMEOUT_S)).json()["data"][0]["id"]
@@ -360,19 +355,13 @@ def _page(containers: Sequence[Container]) -> list[str]:
     return [f"  http://{urlsplit(each.url).netloc}/" for each in probes if each is not None]
 
 
-def _url(view: dict[str, Any]) -> str:
-    """Where requests go; empty while the lock server does not say it."""
-    address = service_of(view["lockserver"])
-    return f"http://{reached(address)}" if address else ""
-
-
 def reached(address: str) -> str:
     """Where to reach what listens at `address` on this machine."""
     host, _, port = address.rpartition(":")
     return f"{reachable(host.strip('[]'))}:{port}"
 
 
-async def say_farewell(directory: Path, say: Callable[[str], None]) -> None:
+async def say_farewell(directory: Path, say: Say) -> None:
     """Say how many requests the pod in `directory` waits for while it stops, every ten seconds."""
     began_ms = clock.now_ms()
     while True:

@@ -17,11 +17,12 @@ from plumbing.pod.paths import pool_socket
 from plumbing.service.signals import SignalInbox
 from understudy.drill.clients import Target
 from understudy.drill.fleet import FleetDrill
+from understudy.drill.killer import Say
 from understudy.drill.records import Records
 from understudy.drill.run import Drill, DrillPlan, unless_gone
 from understudy.drill.verdict import DrillReport, judge
 from understudy.pod.runner import PodRunner, run_pod
-from understudy.up.pods import Prepare, Say
+from understudy.up.pods import Prepare
 
 
 @dataclass(slots=True)

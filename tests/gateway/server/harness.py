@@ -7,7 +7,7 @@ import inspect
 import json
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -145,12 +145,7 @@ class Bench:
 
     async def grant(self, engine: StubEngine, era: str = ERA) -> None:
         """Tell the listener, and wait until it has greeted it."""
-        self.exchange.told(EngineGranted(engine.name, engine.token, era))
-        await auntil(self._is_greeted, "the engine's hello")
-
-    def _is_greeted(self) -> bool:
-        upstream = self.exchange.upstream()
-        return upstream is not None and upstream.is_connected
+        await grant(self.exchange, engine, era)
 
     async def active(self, **how: Any) -> StubEngine:
         """A stub engine that is granted and greeted."""
@@ -182,6 +177,15 @@ class Bench:
         for (ending, _), count in self.exchange.accounts.requests.items():
             found[ending] = found.get(ending, 0) + count
         return found
+
+
+async def grant(exchange: GatewayExchange, engine: StubEngine, era: str = ERA) -> None:
+    def is_greeted() -> bool:
+        upstream = exchange.upstream()
+        return upstream is not None and upstream.is_connected
+
+    exchange.told(EngineGranted(engine.name, engine.token, era))
+    await auntil(is_greeted, "the engine's hello")
 
 
 def configured(directory: str, **settings: Any) -> GatewaySettings:
@@ -247,11 +251,11 @@ def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
 Scenario = Callable[..., Awaitable[None]]
 
 
-def scene(**settings: Any) -> Callable[[Scenario], Callable[..., None]]:
-    """A test that is `async def test(bench, …)`: it runs with a listener of these settings, on a
-    loop of its own. A setting may be a function of the test's directory, which makes a file there.
-    `sweep_s`: how often it sweeps; other parameters of the test are fixtures."""
-    sweep_s = settings.pop("sweep_s", exchange_module.SWEEP_S)
+def staged(
+    stage: Callable[[Any], AbstractAsyncContextManager[Any]],
+) -> Callable[[Scenario], Callable[..., None]]:
+    """A test that is `async def test(bench, …)`: it runs with what `stage` makes in the test's
+    directory, on a loop of its own. Other parameters of the test are fixtures."""
 
     def decorate(scenario: Scenario) -> Callable[..., None]:
         signature = inspect.signature(scenario)
@@ -261,17 +265,11 @@ def scene(**settings: Any) -> Callable[[Scenario], Callable[..., None]]:
         def test(**given: Any) -> None:
             directory = given["tmp_path"] if not own else given.pop("tmp_path")
 
-            found = {
-                name: value(directory) if callable(value) else value
-                for name, value in settings.items()
-            }
-
             async def whole() -> None:
-                async with bench(str(directory), **found) as made:
+                async with stage(directory) as made:
                     await scenario(made, **given)
 
-            with mock.patch.object(exchange_module, "SWEEP_S", sweep_s):
-                run(whole)
+            run(whole)
 
         test.__signature__ = signature.replace(parameters=own + fixtures)  # type: ignore[attr-defined]
         test.__name__, test.__doc__ = scenario.__name__, scenario.__doc__
@@ -279,6 +277,23 @@ def scene(**settings: Any) -> Callable[[Scenario], Callable[..., None]]:
         return test
 
     return decorate
+
+
+def scene(**settings: Any) -> Callable[[Scenario], Callable[..., None]]:
+    """`staged` with a listener of these settings. A setting may be a function of the test's
+    directory, which makes a file there. `sweep_s`: how often it sweeps."""
+    sweep_s = settings.pop("sweep_s", exchange_module.SWEEP_S)
+
+    @asynccontextmanager
+    async def stage(directory: Any) -> AsyncIterator[Bench]:
+        found = {
+            name: value(directory) if callable(value) else value for name, value in settings.items()
+        }
+        with mock.patch.object(exchange_module, "SWEEP_S", sweep_s):
+            async with bench(str(directory), **found) as made:
+                yield made
+
+    return staged(stage)
 
 
 _TMP_PATH = inspect.Parameter("tmp_path", inspect.Parameter.POSITIONAL_OR_KEYWORD)

@@ -23,8 +23,6 @@ from msgspec.structs import replace
 
 from gateway.cli import main, render
 from gateway.core.events import (
-    EngineGranted,
-    FleetRules,
     HeadCame,
     PodHeard,
     PodNamed,
@@ -43,7 +41,7 @@ from plumbing.gateway_protocol import WATCH_PATH, Continuation, PodModel, PodRep
 from plumbing.pod.observers import ask
 from plumbing.pod.paths import engine_http_socket, gateway_socket
 from tests.documents import mismatches
-from tests.gateway.server.harness import CHAT, ERA, Answer, Client, configured, run
+from tests.gateway.server.harness import CHAT, Answer, Client, configured, grant, staged
 from tests.gateway.stub_engine import StubEngine, StubReply, StubRequest, text_of
 from tests.helpers import auntil
 from understudy.http_get import get
@@ -66,12 +64,7 @@ class BenchPod:
         return f"127.0.0.1:{self.hop.port}"
 
     async def grant(self) -> None:
-        self.exchange.told(EngineGranted(self.engine.name, self.engine.token, ERA))
-        await auntil(self._is_greeted, "the engine's hello")
-
-    def _is_greeted(self) -> bool:
-        upstream = self.exchange.upstream()
-        return upstream is not None and upstream.is_connected
+        await grant(self.exchange, self.engine)
 
     def kill(self) -> None:
         """All of its sockets."""
@@ -117,6 +110,23 @@ class FleetBench:
         self.port = int(self.server.address.rpartition(":")[2])
         await auntil(lambda: self.ready() == len(self.pods), "every pod's report")
 
+    async def start(self, count: int = 1, **how: Any) -> list[BenchPod]:
+        """Pods, and a front that has heard them."""
+        pods = [await self.pod(**how) for _ in range(count)]
+        await self.front()
+        return pods
+
+    def let_go(self) -> None:
+        """No engine holds its next stream."""
+        for pod in self.pods:
+            pod.engine.hold_after_groups = None
+
+    async def stream(self) -> Client:
+        """A client whose stream has begun."""
+        client = await self.ask(BODY)
+        await auntil(lambda: self.fleet.stats(0.0).by_state["streaming"] == 1, "the stream")
+        return client
+
     def name(self, *pods: BenchPod) -> None:
         """What names lead to from now on."""
         self.server.links.names._names = [("127.0.0.1", pod.hop.port) for pod in pods]
@@ -130,7 +140,7 @@ class FleetBench:
         client.ask(path, document, **headers)
         return client
 
-    def of(self, pods: list[BenchPod] | None = None) -> BenchPod:
+    def of(self) -> BenchPod:
         """The pod that has a request now."""
         return next(pod for pod in self.pods if pod.exchange.requests)
 
@@ -157,6 +167,9 @@ async def fleet(directory: Any) -> AsyncIterator[FleetBench]:
         await made.close()
 
 
+in_fleet = staged(fleet)
+
+
 def check_whole(answer: Answer, document: dict[str, Any]) -> None:
     assert answer.status == 200
     assert answer.is_whole
@@ -168,46 +181,36 @@ def check_whole(answer: Answer, document: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("cut_bytes", [0, 40])
 @pytest.mark.parametrize("groups", range(13))
-def test_stream_whose_pod_dies_behind_any_group_goes_on_at_another_pod(groups, cut_bytes, tmp_path):
-    async def test() -> None:
-        async with fleet(tmp_path) as bench:
-            for _ in range(2):
-                await bench.pod()
-            await bench.front()
-            for pod in bench.pods:
-                pod.engine.cut_after_groups, pod.engine.cut_bytes = groups, cut_bytes
-            client = await bench.ask(BODY)
-            await auntil(lambda: any(pod.engine.died.is_set() for pod in bench.pods), "a death")
-            dead = next(pod for pod in bench.pods if pod.engine.died.is_set())
-            for pod in bench.pods:
-                pod.engine.cut_after_groups = None
-            dead.kill()
-            check_whole(await client.answer(), BODY)
-            assert bench.fleet.losses["gone"] == 1
-
-    run(test)
+@in_fleet
+async def test_stream_whose_pod_dies_behind_any_group_goes_on_at_another_pod(
+    bench, groups, cut_bytes
+):
+    await bench.start(2)
+    for pod in bench.pods:
+        pod.engine.cut_after_groups, pod.engine.cut_bytes = groups, cut_bytes
+    client = await bench.ask(BODY)
+    await auntil(lambda: any(pod.engine.died.is_set() for pod in bench.pods), "a death")
+    dead = next(pod for pod in bench.pods if pod.engine.died.is_set())
+    for pod in bench.pods:
+        pod.engine.cut_after_groups = None
+    dead.kill()
+    check_whole(await client.answer(), BODY)
+    assert bench.fleet.losses["gone"] == 1
 
 
-def test_answer_without_stream_is_asked_again_at_another_pod(tmp_path):
+@in_fleet
+async def test_answer_without_stream_is_asked_again_at_another_pod(bench):
     document = {"model": "stub", "max_tokens": 4, "messages": []}
-
-    async def test() -> None:
-        async with fleet(tmp_path) as bench:
-            for _ in range(2):
-                pod = await bench.pod()
-                pod.engine.routes[CHAT] = _wait_for_ever
-            await bench.front()
-            client = await bench.ask(document)
-            await auntil(lambda: any(pod.engine.requests for pod in bench.pods), "the request")
-            dead = bench.of()
-            for pod in bench.pods:
-                pod.engine.routes.clear()
-            dead.kill()
-            answer = await client.answer()
-            assert answer.status == 200
-            assert len(json.loads(answer.body)["choices"]) == 1
-
-    run(test)
+    await bench.start(2, routes={CHAT: _wait_for_ever})
+    client = await bench.ask(document)
+    await auntil(lambda: any(pod.engine.requests for pod in bench.pods), "the request")
+    dead = bench.of()
+    for pod in bench.pods:
+        pod.engine.routes.clear()
+    dead.kill()
+    answer = await client.answer()
+    assert answer.status == 200
+    assert len(json.loads(answer.body)["choices"]) == 1
 
 
 async def _wait_for_ever(*_: Any) -> None:
@@ -220,132 +223,88 @@ async def _begin_and_wait(_: StubRequest, reply: StubReply) -> None:
     await asyncio.Event().wait()
 
 
-def test_engine_that_dies_is_followed_in_its_pod_under_a_newer_token(tmp_path):
-    async def test() -> None:
-        async with fleet(tmp_path) as bench:
-            pod = await bench.pod(hold_after_groups=5)
-            await bench.front()
-            client = await bench.ask(BODY)
-            await client.head()
-            await auntil(lambda: bench.fleet.stats(0.0).by_state["streaming"] == 1, "the stream")
-            pod.engine.die()
-            pod.engine.token, pod.engine.hold_after_groups = 2, None
-            await pod.engine.start()
-            await pod.grant()
-            body, is_whole = await client.chunks()
-            check_whole(Answer(200, {}, body, is_whole), BODY)
-            assert [each.journal is None for each in pod.engine.requests] == [True, False]
-            assert not bench.fleet.losses
-
-    run(test)
+@in_fleet
+async def test_engine_that_dies_is_followed_in_its_pod_under_a_newer_token(bench):
+    [pod] = await bench.start(hold_after_groups=5)
+    client = await bench.ask(BODY)
+    await client.head()
+    await auntil(lambda: bench.fleet.stats(0.0).by_state["streaming"] == 1, "the stream")
+    pod.engine.die()
+    pod.engine.token, pod.engine.hold_after_groups = 2, None
+    await pod.engine.start()
+    await pod.grant()
+    body, is_whole = await client.chunks()
+    check_whole(Answer(200, {}, body, is_whole), BODY)
+    assert [each.journal is None for each in pod.engine.requests] == [True, False]
+    assert not bench.fleet.losses
 
 
-def test_stream_waits_where_no_pod_has_its_continuation_id(tmp_path):
-    async def test() -> None:
-        async with fleet(tmp_path) as bench:
-            first = await bench.pod(hold_after_groups=3)
-            await bench.front()
-            client = await bench.ask(BODY)
-            await auntil(lambda: bench.fleet.stats(0.0).by_state["streaming"] == 1, "the stream")
-            other = await bench.pod(continuation_id="two")
-            same = await bench.pod()
-            bench.server.links.names._names = [
-                ("127.0.0.1", pod.hop.port) for pod in (first, other, same)
-            ]
-            await auntil(lambda: bench.ready() == 3, "the new pods")
-            first.kill()
-            check_whole(await client.answer(), BODY)
-            assert not other.engine.requests
-            assert len(same.engine.requests) == 1
-
-    run(test)
+@in_fleet
+async def test_stream_waits_where_no_pod_has_its_continuation_id(bench):
+    [first] = await bench.start(hold_after_groups=3)
+    client = await bench.stream()
+    other = await bench.pod(continuation_id="two")
+    same = await bench.pod()
+    bench.name(first, other, same)
+    await auntil(lambda: bench.ready() == 3, "the new pods")
+    first.kill()
+    check_whole(await client.answer(), BODY)
+    assert not other.engine.requests
+    assert len(same.engine.requests) == 1
 
 
-def test_pod_without_engine_refuses_within_a_second_and_another_one_answers(tmp_path):
-    async def test() -> None:
-        async with fleet(tmp_path) as bench:
-            pods = [await bench.pod() for _ in range(2)]
-            await bench.front()
-            pods[0].engine.die()
-            for _ in range(4):
-                client = await bench.ask({**BODY, "messages": [{"role": "user", "n": _}]})
-                document = {**BODY, "messages": [{"role": "user", "n": _}]}
-                check_whole(await client.answer(), document)
-
-    run(test)
+@in_fleet
+async def test_pod_without_engine_refuses_within_a_second_and_another_one_answers(bench):
+    pods = await bench.start(2)
+    pods[0].engine.die()
+    for number in range(4):
+        document = {**BODY, "messages": [{"role": "user", "n": number}]}
+        check_whole(await (await bench.ask(document)).answer(), document)
 
 
-def test_a_pods_own_refusal_reaches_the_client(tmp_path):
-    async def test() -> None:
-        async with fleet(tmp_path) as bench:
-            await bench.pod()
-            await bench.front()
-            client = await bench.ask(None, "/understudy/hello")
-            assert (await client.answer()).status == 404
-
-    run(test)
+@in_fleet
+async def test_F7_clients_headers_of_the_hop_do_not_pass_a_front(bench):
+    [pod] = await bench.start()
+    forged = {"X_Understudy_Journal": "3,1,1", "X_Understudy_Continuation_Id": "two"}
+    client = await bench.ask(BODY, **forged)
+    check_whole(await client.answer(), BODY)
+    assert pod.engine.requests[0].journal is None
 
 
-def test_F7_clients_headers_of_the_hop_do_not_pass_a_front(tmp_path):
-    async def test() -> None:
-        async with fleet(tmp_path) as bench:
-            pod = await bench.pod()
-            await bench.front()
-            forged = {"X_Understudy_Journal": "3,1,1", "X_Understudy_Continuation_Id": "two"}
-            client = await bench.ask(BODY, **forged)
-            check_whole(await client.answer(), BODY)
-            assert pod.engine.requests[0].journal is None
-
-    run(test)
+@in_fleet
+async def test_stream_goes_on_at_another_incarnation_at_the_same_address(bench):
+    [first] = await bench.start(hold_after_groups=3)
+    client = await bench.stream()
+    first.kill()
+    await bench.pod(port=first.hop.port)
+    check_whole(await client.answer(), BODY)
+    assert sum(bench.fleet.losses.values()) == 1
 
 
-def test_stream_goes_on_at_another_incarnation_at_the_same_address(tmp_path):
-    async def test() -> None:
-        async with fleet(tmp_path) as bench:
-            first = await bench.pod(hold_after_groups=3)
-            await bench.front()
-            client = await bench.ask(BODY)
-            await auntil(lambda: bench.fleet.stats(0.0).by_state["streaming"] == 1, "the stream")
-            first.kill()
-            await bench.pod(port=first.hop.port)
-            check_whole(await client.answer(), BODY)
-            assert sum(bench.fleet.losses.values()) == 1
-
-    run(test)
+@in_fleet
+async def test_client_that_leaves_during_a_move_leaves_nothing_behind(bench):
+    pods = await bench.start(2, hold_after_groups=3)
+    client = await bench.stream()
+    bench.of().hop.leave(30_000)
+    for pod in pods:
+        pod.engine.hold_after_groups = 1
+    await auntil(lambda: bench.fleet.moves["leaving"] == 1, "the move")
+    client.close()
+    await auntil(lambda: not bench.fleet.requests, "the front to notice")
+    await auntil(lambda: not any(pod.exchange.requests for pod in pods), "the pods, too")
 
 
-def test_client_that_leaves_during_a_move_leaves_nothing_behind(tmp_path):
-    async def test() -> None:
-        async with fleet(tmp_path) as bench:
-            pods = [await bench.pod(hold_after_groups=3) for _ in range(2)]
-            await bench.front()
-            client = await bench.ask(BODY)
-            await auntil(lambda: bench.fleet.stats(0.0).by_state["streaming"] == 1, "the stream")
-            bench.of().hop.leave(30_000)
-            for pod in pods:
-                pod.engine.hold_after_groups = 1
-            await auntil(lambda: bench.fleet.moves["leaving"] == 1, "the move")
-            client.close()
-            await auntil(lambda: not bench.fleet.requests, "the front to notice")
-            await auntil(lambda: not any(pod.exchange.requests for pod in pods), "the pods, too")
-
-    run(test)
-
-
-def test_models_and_too_large_bodies_are_answered_through_a_front(tmp_path):
-    async def test() -> None:
-        async with fleet(tmp_path) as bench:
-            pod = await bench.pod(says={"body_bytes_max": 1000})
-            pod.engine.routes["/v1/models"] = _list_models
-            await bench.front()
-            answer = await (await bench.ask(None, "/v1/models")).answer()
-            assert (answer.status, answer.body) == (200, b'{"data": []}')
-            assert answer.headers["x-understudy-pod"].startswith("pod-0")
-            large = await (await bench.ask({**BODY, "user": "x" * 1000})).answer()
-            assert large.status == 413
-            check_whole(await (await bench.ask(BODY)).answer(), BODY)
-
-    run(test)
+@in_fleet
+async def test_models_and_too_large_bodies_are_answered_through_a_front(bench):
+    pod = await bench.pod(says={"body_bytes_max": 1000})
+    pod.engine.routes["/v1/models"] = _list_models
+    await bench.front()
+    answer = await (await bench.ask(None, "/v1/models")).answer()
+    assert (answer.status, answer.body) == (200, b'{"data": []}')
+    assert answer.headers["x-understudy-pod"].startswith("pod-0")
+    large = await (await bench.ask({**BODY, "user": "x" * 1000})).answer()
+    assert large.status == 413
+    check_whole(await (await bench.ask(BODY)).answer(), BODY)
 
 
 async def _list_models(_: StubRequest, reply: StubReply) -> None:
@@ -369,28 +328,24 @@ REPORT = PodReport("liar", 1, {}, 0)
     ],
     ids=["garbage", "too-large", "no-incarnation", "other-version", "no-fleet", "no-http"],
 )
-def test_pod_whose_reports_cannot_be_read_harms_nobody(said, tmp_path):
-    async def test() -> None:
-        async def lie(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            writer.write(said)
-            with contextlib.suppress(OSError):
-                await reader.read()  # until the front has closed it
-            writer.transport.abort()
+@in_fleet
+async def test_pod_whose_reports_cannot_be_read_harms_nobody(bench, said):
+    async def lie(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(said)
+        with contextlib.suppress(OSError):
+            await reader.read()  # until the front has closed it
+        writer.transport.abort()
 
-        liar = await asyncio.start_server(lie, "127.0.0.1", 0)
-        async with fleet(tmp_path) as bench:
-            pod = await bench.pod()
-            await bench.front()
-            port = liar.sockets[0].getsockname()[1]
-            bench.server.links.names._names = [("127.0.0.1", pod.hop.port), ("127.0.0.1", port)]
-            address = f"127.0.0.1:{port}"
-            await auntil(lambda: address in bench.server.links.problems, "the problem")
-            assert bench.fleet.pods[address].report is None
-            assert any(address in each for each in bench.server.document()["problems"])
-            check_whole(await (await bench.ask(BODY)).answer(), BODY)
-        liar.close()
-
-    run(test)
+    liar = await asyncio.start_server(lie, "127.0.0.1", 0)
+    [pod] = await bench.start()
+    port = liar.sockets[0].getsockname()[1]
+    bench.server.links.names._names = [("127.0.0.1", pod.hop.port), ("127.0.0.1", port)]
+    address = f"127.0.0.1:{port}"
+    await auntil(lambda: address in bench.server.links.problems, "the problem")
+    assert bench.fleet.pods[address].report is None
+    assert any(address in each for each in bench.server.document()["problems"])
+    check_whole(await (await bench.ask(BODY)).answer(), BODY)
+    liar.close()
 
 
 async def test_names_are_limited_and_what_cannot_be_looked_up_changes_nothing(tmp_path):
@@ -415,117 +370,98 @@ def of_pod(bench: FleetBench, pod: BenchPod) -> int:
     return sum(each.engine == pod.address for each in bench.fleet.attempts.values())
 
 
-def test_streams_of_a_pod_that_leaves_go_on_elsewhere_four_at_a_time(tmp_path):
-    async def test() -> None:
-        async with fleet(tmp_path) as bench:
-            leaving = await bench.pod(hold_after_groups=4)
-            await bench.front()
-            documents = [{**BODY, "seed": each} for each in range(12)]
-            clients = [await bench.ask(each) for each in documents]
-            streaming = bench.fleet.stats
-            await auntil(lambda: streaming(0.0).by_state["streaming"] == 12, "the streams")
-            others = [await bench.pod(hold_after_groups=2) for _ in range(2)]
-            bench.name(leaving, *others)
-            await auntil(lambda: bench.ready() == 3, "the other pods")
-            leaving.hop.leave(30_000)
-            # Held before they have played what clients have.
-            await auntil(lambda: [of_pod(bench, each) for each in others] == [4, 4], "four each")
-            await asyncio.sleep(0.1)
-            assert [of_pod(bench, each) for each in (leaving, *others)] == [4, 4, 4]
-            for pod in others:
-                pod.engine.hold_after_groups = None
-                pod.engine.released.set()
-            for client, document in zip(clients, documents, strict=True):
-                check_whole(await client.answer(), document)
-            assert bench.fleet.moves["leaving"] == 12
-            assert not bench.fleet.losses
-            await auntil(lambda: not leaving.exchange.requests, "the pod to be empty")
-
-    run(test)
+@in_fleet
+async def test_streams_of_a_pod_that_leaves_go_on_elsewhere_four_at_a_time(bench):
+    [leaving] = await bench.start(hold_after_groups=4)
+    documents = [{**BODY, "seed": each} for each in range(12)]
+    clients = [await bench.ask(each) for each in documents]
+    streaming = bench.fleet.stats
+    await auntil(lambda: streaming(0.0).by_state["streaming"] == 12, "the streams")
+    others = [await bench.pod(hold_after_groups=2) for _ in range(2)]
+    bench.name(leaving, *others)
+    await auntil(lambda: bench.ready() == 3, "the other pods")
+    leaving.hop.leave(30_000)
+    # Held before they have played what clients have.
+    await auntil(lambda: [of_pod(bench, each) for each in others] == [4, 4], "four each")
+    await asyncio.sleep(0.1)
+    assert [of_pod(bench, each) for each in (leaving, *others)] == [4, 4, 4]
+    for pod in others:
+        pod.engine.hold_after_groups = None
+        pod.engine.released.set()
+    for client, document in zip(clients, documents, strict=True):
+        check_whole(await client.answer(), document)
+    assert bench.fleet.moves["leaving"] == 12
+    assert not bench.fleet.losses
+    await auntil(lambda: not leaving.exchange.requests, "the pod to be empty")
 
 
-def test_pod_that_leaves_drops_what_could_not_move_and_takes_nothing_new(tmp_path):
-    async def test() -> None:
-        async with fleet(tmp_path) as bench:
-            routes = {"/v1/files": _begin_and_wait}
-            leaving = await bench.pod(hold_after_groups=4, routes=routes)
-            await bench.front()
-            kept, lost = await bench.ask(BODY), await bench.ask(BODY, "/v1/files")
-            await auntil(lambda: bench.fleet.stats(0.0).by_state["streaming"] == 1, "the stream")
-            await lost.head()
-            leaving.hop.leave(400)
-            await auntil(lambda: not leaving.exchange.requests, "the end")
-            assert not (await lost.chunks())[1]
-            late = await bench.ask({**BODY, "seed": 1})
-            await auntil(lambda: bench.fleet.stats(0.0).by_state["waiting"] == 1, "the late one")
-            other = await bench.pod()
-            bench.name(leaving, other)
-            check_whole(await kept.answer(), BODY)
-            check_whole(await late.answer(), {**BODY, "seed": 1})
-            assert len(leaving.engine.requests) == 2
-
-    run(test)
+@in_fleet
+async def test_pod_that_leaves_drops_what_could_not_move_and_takes_nothing_new(bench):
+    routes = {"/v1/files": _begin_and_wait}
+    [leaving] = await bench.start(hold_after_groups=4, routes=routes)
+    kept, lost = await bench.ask(BODY), await bench.ask(BODY, "/v1/files")
+    await auntil(lambda: bench.fleet.stats(0.0).by_state["streaming"] == 1, "the stream")
+    await lost.head()
+    leaving.hop.leave(400)
+    await auntil(lambda: not leaving.exchange.requests, "the end")
+    assert not (await lost.chunks())[1]
+    late = await bench.ask({**BODY, "seed": 1})
+    await auntil(lambda: bench.fleet.stats(0.0).by_state["waiting"] == 1, "the late one")
+    other = await bench.pod()
+    bench.name(leaving, other)
+    check_whole(await kept.answer(), BODY)
+    check_whole(await late.answer(), {**BODY, "seed": 1})
+    assert len(leaving.engine.requests) == 2
 
 
 # ------------------------------------------------------------------ what a front says of itself
 
 
-def test_status_probes_and_metrics_follow_the_pods(tmp_path):
-    async def test() -> None:
-        async with fleet(tmp_path) as bench:
-            pods = [await bench.pod(hold_after_groups=3) for _ in range(2)]
-            await bench.front()
-            client = await bench.ask(BODY)
-            await auntil(lambda: bench.fleet.stats(0.0).by_state["streaming"] == 1, "the stream")
-            first = bench.of()
-            first.kill()
-            await auntil(lambda: bench.fleet.moves["gone"] == 1, "the move")
-            for pod in pods:
-                pod.engine.hold_after_groups = None
-            client.close()
-            path = gateway_socket(bench.server.settings.directory)
-            document = (await ask(path, CONTROL, StatusMsg())).message.document
-            assert mismatches(document, FrontStatus) == []
-            states = {each["name"]: each["state"] for each in document["pods"]}
-            (other,) = states.keys() - {first.name}
-            assert states == {first.name: "gone", other: "ready"}
-            assert (document["losses"]["gone"], document["moves"]["gone"]) == (1, 1)
-            assert document["problems"]
-            url = f"http://127.0.0.1:{bench.server.http.port}"
-            assert [(await get(f"{url}/{each}", 5)).status for each in ("live", "ready")] == [
-                200
-            ] * 2
-            page = (await get(f"{url}/metrics", 5)).body.decode()
-            lines = 'pods{state="gone"} 1.0', 'pod_losses_total{cause="gone"} 1.0'
-            for line in (*lines, "replays_differed_total 0.0"):
-                assert f"understudy_gateway_{line}" in page
-            text = render(document)
-            assert "1 of 2 pods ready, 1 gone" in text
-            view = front_view("/d", document)
-            assert view["state"] == "degraded"
-            assert front_lines(view, None)[0].startswith("front  degraded   1 of 2 pods ready")
-            kinds = [each.type for each in bench.server.log.kept_since(0)]
-            assert "gateway.pod" in kinds
-
-    run(test)
+@in_fleet
+async def test_status_probes_and_metrics_follow_the_pods(bench):
+    await bench.start(2, hold_after_groups=3)
+    client = await bench.stream()
+    first = bench.of()
+    first.kill()
+    await auntil(lambda: bench.fleet.moves["gone"] == 1, "the move")
+    bench.let_go()
+    client.close()
+    path = gateway_socket(bench.server.settings.directory)
+    document = (await ask(path, CONTROL, StatusMsg())).message.document
+    assert mismatches(document, FrontStatus) == []
+    states = {each["name"]: each["state"] for each in document["pods"]}
+    (other,) = states.keys() - {first.name}
+    assert states == {first.name: "gone", other: "ready"}
+    assert (document["losses"]["gone"], document["moves"]["gone"]) == (1, 1)
+    assert document["problems"]
+    url = f"http://127.0.0.1:{bench.server.http.port}"
+    assert [(await get(f"{url}/{each}", 5)).status for each in ("live", "ready")] == [200] * 2
+    page = (await get(f"{url}/metrics", 5)).body.decode()
+    lines = 'pods{state="gone"} 1.0', 'pod_losses_total{cause="gone"} 1.0'
+    for line in (*lines, "replays_differed_total 0.0"):
+        assert f"understudy_gateway_{line}" in page
+    text = render(document)
+    assert "1 of 2 pods ready, 1 gone" in text
+    view = front_view("/d", document)
+    assert view["state"] == "degraded"
+    assert front_lines(view, None)[0].startswith("front  degraded   1 of 2 pods ready")
+    kinds = [each.type for each in bench.server.log.kept_since(0)]
+    assert "gateway.pod" in kinds
 
 
-def test_front_is_ready_once_it_has_heard_a_pod_and_says_why_it_refuses(tmp_path):
-    async def test() -> None:
-        async with fleet(tmp_path) as bench:
-            await bench.front()
-            assert not bench.server.ready().ok
-            pod = await bench.pod()
-            bench.name(pod)
-            await auntil(lambda: bench.server.ready().ok, "the pod")
-            pod.kill()
-            await auntil(lambda: bench.server.fleet.waits_for, "the loss")
-            assert bench.server.ready().ok
-            answer = await (await bench.ask(None, "/health")).answer()
-            assert answer.status == 503
-            assert b"1 gone" in answer.body
-
-    run(test)
+@in_fleet
+async def test_front_is_ready_once_it_has_heard_a_pod_and_says_why_it_refuses(bench):
+    await bench.front()
+    assert not bench.server.ready().ok
+    pod = await bench.pod()
+    bench.name(pod)
+    await auntil(lambda: bench.server.ready().ok, "the pod")
+    pod.kill()
+    await auntil(lambda: bench.server.fleet.waits_for, "the loss")
+    assert bench.server.ready().ok
+    answer = await (await bench.ask(None, "/health")).answer()
+    assert answer.status == 503
+    assert b"1 gone" in answer.body
 
 
 # ------------------------------------------------------------------ certificates
@@ -539,89 +475,54 @@ def certificates(tmp_path_factory):
     return directory
 
 
-def test_front_and_pod_speak_tls_with_the_fleets_certificates(certificates, tmp_path):
-    async def test() -> None:
-        async with fleet(tmp_path) as bench:
-            for _ in range(2):
-                await bench.pod(tls=f"{certificates}/pod", hold_after_groups=4)
-            await bench.front(tls=f"{certificates}/front")
-            client = await bench.ask(BODY)
-            await auntil(lambda: bench.fleet.stats(0.0).by_state["streaming"] == 1, "the stream")
-            dead = bench.of()
-            for pod in bench.pods:
-                pod.engine.hold_after_groups = None
-            dead.kill()
-            check_whole(await client.answer(), BODY)
-
-    run(test)
+@in_fleet
+async def test_front_and_pod_speak_tls_with_the_fleets_certificates(bench, certificates):
+    for _ in range(2):
+        await bench.pod(tls=f"{certificates}/pod", hold_after_groups=4)
+    await bench.front(tls=f"{certificates}/front")
+    client = await bench.stream()
+    dead = bench.of()
+    bench.let_go()
+    dead.kill()
+    check_whole(await client.answer(), BODY)
 
 
 @pytest.mark.parametrize("who", ["pod", None])
-def test_F7_peer_without_a_fronts_certificate_hears_nothing(who, certificates, tmp_path):
-    async def test() -> None:
-        async with fleet(tmp_path) as bench:
-            pod = await bench.pod(tls=f"{certificates}/pod")
-            tls: dict[str, Any] = {}
-            if who is not None:
-                context = fleet_security(f"{certificates}/{who}").client_context()
-                context.check_hostname = False
-                tls = {"ssl": context, "server_hostname": "understudy-pod"}
-            said = b""
-            with contextlib.suppress(OSError, ssl.SSLError):
-                address = ("127.0.0.1", pod.hop.port)
-                reader, writer = await asyncio.open_connection(*address, **tls)
-                writer.write(f"GET {WATCH_PATH} HTTP/1.1\r\nhost: pod\r\n\r\n".encode())
-                said = await reader.read(1024)
-                writer.transport.abort()
-            assert b"incarnation" not in said
-
-    run(test)
+@in_fleet
+async def test_F7_peer_without_a_fronts_certificate_hears_nothing(bench, who, certificates):
+    pod = await bench.pod(tls=f"{certificates}/pod")
+    tls: dict[str, Any] = {}
+    if who is not None:
+        context = fleet_security(f"{certificates}/{who}").client_context()
+        context.check_hostname = False
+        tls = {"ssl": context, "server_hostname": "understudy-pod"}
+    said = b""
+    with contextlib.suppress(OSError, ssl.SSLError):
+        address = ("127.0.0.1", pod.hop.port)
+        reader, writer = await asyncio.open_connection(*address, **tls)
+        writer.write(f"GET {WATCH_PATH} HTTP/1.1\r\nhost: pod\r\n\r\n".encode())
+        said = await reader.read(1024)
+        writer.transport.abort()
+    assert b"incarnation" not in said
 
 
-def test_front_without_certificates_says_why_it_hears_nothing(certificates, tmp_path):
-    async def test() -> None:
-        async with fleet(tmp_path) as bench:
-            await bench.front()
-            pod = await bench.pod(tls=f"{certificates}/pod")
-            bench.name(pod)
-            await auntil(lambda: pod.address in bench.server.links.problems, "the problem")
-            assert not bench.server.ready().ok
-            bench.server.links.names._names = [("192.0.2.1", 8443)]
-            await auntil(
-                lambda: "--fleet-tls" in bench.server.links.problems.get("192.0.2.1:8443", ""),
-                "plain text to be refused",
-            )
-
-    run(test)
-
-
-def test_report_names_the_engine_and_what_it_can_continue(tmp_path):
-    async def test() -> None:
-        async with fleet(tmp_path) as bench:
-            pod = await bench.pod()
-            reader, writer = await asyncio.open_connection("127.0.0.1", pod.hop.port)
-            writer.write(f"GET {WATCH_PATH} HTTP/1.1\r\nhost: pod\r\n\r\n".encode())
-            await reader.readuntil(b"\r\n\r\n")
-            report = msgspec.json.decode(await reader.readline(), type=PodReport)
-            model = report.models["stub"]
-            assert (report.pod, model.engine, model.token) == ("pod-0", "engine-0", 1)
-            assert (model.continuation_id, model.continuation, model.tier) == (
-                "one",
-                "exact",
-                "awake",
-            )
-            pod.engine.token = 2
-            pod.exchange.told(EngineGranted("engine-0", 2, ERA))
-            while report.models["stub"].token != 2:
-                report = msgspec.json.decode(await reader.readline(), type=PodReport)
-            writer.transport.abort()
-
-    run(test)
+@in_fleet
+async def test_front_without_certificates_says_why_it_hears_nothing(bench, certificates):
+    await bench.front()
+    pod = await bench.pod(tls=f"{certificates}/pod")
+    bench.name(pod)
+    await auntil(lambda: pod.address in bench.server.links.problems, "the problem")
+    assert not bench.server.ready().ok
+    bench.server.links.names._names = [("192.0.2.1", 8443)]
+    await auntil(
+        lambda: "--fleet-tls" in bench.server.links.problems.get("192.0.2.1:8443", ""),
+        "plain text to be refused",
+    )
 
 
 def test_stream_of_a_model_that_slept_has_the_id_of_the_engine_that_answered(tmp_path):
     """Method: the pod's report was made before any engine had the model, so it has no id."""
-    fleet = Fleet(configured(str(tmp_path)).rules, FleetRules())
+    fleet = Fleet(configured(str(tmp_path)).rules)
     address, cold = "127.0.0.1:1", PodModel(tier="cold", room=9)
     fleet.handle(PodNamed(address, True), 0.0)
     fleet.handle(PodHeard(address, PodReport("pod-0", 7, {"m": cold}, 1 << 20)), 1.0)

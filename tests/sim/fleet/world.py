@@ -82,7 +82,7 @@ class World:
 
     def __init__(self, seed: int, pods: int = 3, rules: ev.GatewayRules | None = None) -> None:
         self.rng = random.Random(seed)
-        self.fleet = Fleet(rules or ev.GatewayRules(), ev.FleetRules())
+        self.fleet = Fleet(rules or ev.GatewayRules())
         self.now_ms = self.stalled_ms = 0.0
         self.trace: list[str] = []
         self.clients: dict[int, Client] = {}
