@@ -43,8 +43,7 @@ ATTRIBUTES_BYTES = 64  # more than a pthread_mutexattr_t takes anywhere
 RECHECK = struct.pack("@ll", 5, 0)
 
 _libc = ctypes.CDLL(None, use_errno=True)
-# The process that holds it (a fork inherits these names, but no lock), its memfd and its page.
-_held: tuple[int, int, mmap.mmap] | None = None
+_held: list[mmap.mmap] = []  # the pages of this process's lifelines
 
 
 def hold() -> OwnedFd | None:
@@ -56,23 +55,14 @@ def hold() -> OwnedFd | None:
     if SYS_FUTEX is None or threading.current_thread() is not threading.main_thread():
         return None
     try:
-        return _hold()
+        with OwnedFd(os.memfd_create("lifeline", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)) as fd:
+            os.ftruncate(fd.fileno(), mmap.PAGESIZE)
+            fcntl.fcntl(fd.fileno(), fcntl.F_ADD_SEALS, SIZE_SEALS)
+            page = mmap.mmap(fd.fileno(), mmap.PAGESIZE)
+            _held.append(page)
+            return fd.duplicate() if _lock(page) else None
     except OSError:
         return None
-
-
-def _hold() -> OwnedFd | None:
-    global _held
-    if _held is not None and _held[0] == os.getpid():
-        return OwnedFd(os.dup(_held[1]))
-    with OwnedFd(os.memfd_create("lifeline", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)) as fd:
-        os.ftruncate(fd.fileno(), mmap.PAGESIZE)
-        fcntl.fcntl(fd.fileno(), fcntl.F_ADD_SEALS, SIZE_SEALS)
-        page = mmap.mmap(fd.fileno(), mmap.PAGESIZE)
-        if not _lock(page):
-            return None
-        _held = os.getpid(), os.dup(fd.fileno()), page
-        return fd.duplicate()
 
 
 def _lock(page: mmap.mmap) -> bool:

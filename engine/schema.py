@@ -122,7 +122,6 @@ class EngineHealth(Schema):
     cpu_pressure: Annotated[
         float | None, "share of time in which processes waited for a CPU; null: unknown"
     ]
-    cpu_pressure_file: Annotated[str | None, "the file that says so; null: none"]
     stretch: Annotated[float, "the factor by which it lengthens `--hang-ms`, 1 to 2.5"]
     has_standby: Annotated[bool | None, "a standby is ready; null unless active"]
     is_continued: Annotated[
@@ -156,7 +155,6 @@ class EngineLastFailover(Schema):
     token: Annotated[int, "token of the grant"]
     is_contended: Annotated[bool, "another engine held the lock before"]
     granted_mono_ms: Annotated[float, "when the lock was granted"]
-    woken_mono_ms: Annotated[float | None, "when the backend had woken; null before that"] = None
     canary_mono_ms: Annotated[float | None, "when the canary had passed; null before that"] = None
     active_mono_ms: Annotated[float | None, "when the engine was active; null before that"] = None
 

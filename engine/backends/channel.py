@@ -1,8 +1,8 @@
-"""A backend's end of the channel to its supervisor: requests in, replies out, in a fixed order; and
-when a draining backend is done.
+"""A backend's end of the channel to its supervisor: requests in, replies out; and when a draining
+backend is done.
 
-The channel decides which request is legal in which phase. Without a supervisor, or without a model,
-this process must not serve one more token. Each `BackendHandler` decides what a request does.
+Without a supervisor, or without a model, this process must not serve one more token. In which order
+requests come is the lifecycle's (`engine/core`); each `BackendHandler` decides what one does.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterable, Mapping
-from enum import StrEnum
+from collections.abc import Callable, Iterable
 from typing import NoReturn, Protocol
 
 from engine import messages as msg
@@ -23,60 +22,6 @@ from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.messages import Message
 
 logger = logging.getLogger(__name__)
-
-
-class Phase(StrEnum):
-    PREPARING = "preparing"
-    PREPARED = "prepared"
-    AWAKE = "awake"
-    SERVING = "serving"
-    DRAINING = "draining"
-    RESTING = "resting"
-
-
-# What may be requested in which phase, and the phase after it.
-TRANSITIONS: Mapping[tuple[Phase, str], Phase] = {
-    (Phase.PREPARING, "ready"): Phase.PREPARED,
-    (Phase.PREPARED, "wake"): Phase.AWAKE,
-    (Phase.PREPARED, "place_weights"): Phase.PREPARED,
-    (Phase.PREPARED, "drain"): Phase.DRAINING,
-    (Phase.AWAKE, "run_canary"): Phase.AWAKE,
-    (Phase.AWAKE, "serve"): Phase.SERVING,
-    (Phase.AWAKE, "drain"): Phase.DRAINING,
-    (Phase.SERVING, "run_canary"): Phase.SERVING,
-    (Phase.SERVING, "drain"): Phase.DRAINING,
-    (Phase.DRAINING, "rest"): Phase.RESTING,
-    (Phase.RESTING, "rested"): Phase.PREPARED,
-}
-
-
-class Phases:
-    """The phase of one backend."""
-
-    def __init__(self) -> None:
-        self.now = Phase.PREPARING
-
-    @property
-    def is_parked(self) -> bool:
-        """Ready to be woken, and idle until then."""
-        return self.now is Phase.PREPARED
-
-    def step(self, request: str) -> None:
-        """Enter the phase after `request`.
-
-        Raises:
-            ProtocolError: `engine.backend_phase`; nothing has changed.
-        """
-        target = TRANSITIONS.get((self.now, request))
-        if target is None:
-            raise ProtocolError(
-                "engine.backend_phase",
-                f"{request} is not possible while the backend is {self.now}",
-                phase=str(self.now),
-            )
-        if target is not self.now:
-            logger.info("%s → %s: %s", self.now, target, request)
-        self.now = target
 
 
 class BackendHandler(Protocol):

@@ -173,10 +173,7 @@ class IndexPage:
 
     def raise_generation(self) -> None:
         """End every record by one store; how they were adopted is then forgotten."""
-        raised = (self.generation & GENERATION_MAX) + 1
-        if raised > GENERATION_MAX:
-            raise OverflowError("the content generation of this KV pool is used up")
-        self.store_word(GENERATION, raised)
+        self.store_word(GENERATION, (self.generation & GENERATION_MAX) + 1)
         self.prove()
 
     def count_adopter(self, incarnation: int) -> None:

@@ -9,8 +9,8 @@ A waking backend gets its canary over the channel. One that serves behind a gate
 its private socket, as an HTTP request, which also finds a backend whose HTTP side is stuck. Without
 a gateway requests arrive on a socket that other engines have too, and only the channel reaches this
 one. Only a verdict in the answer's body ends an HTTP canary: it is repeated until the owner's
-patience ends, because a busy machine fails in the same way. If the backend has no such path, or
-no memory is left for a socket, the canary takes the channel.
+patience ends, because a busy machine fails in the same way. If no memory is left for a socket, the
+canary takes the channel.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import re
 import socket
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -125,13 +124,15 @@ class Canaries:
         self._by_http: asyncio.Task[None] | None = None  # while it is on its way
 
     def gate(self, on_done: Done) -> None:
-        """The one before the backend serves: call `on_done` with its verdict."""
-        self._ask_channel(on_done, is_idle=False)
+        """Over the channel, before the backend serves: call `on_done` with its verdict."""
+        self._channel.ask(
+            RunCanaryMsg(), CanaryMsg, lambda reply: self._done(on_done, reply.ok, reply.detail)
+        )
 
     def check(self, on_done: Done) -> None:
         """One while the backend serves, and is idle."""
         if self.private_path is None:
-            self._ask_channel(on_done, is_idle=True)
+            self.gate(on_done)
             return
         asking = self._ask_by_http(self.private_path, on_done)
         self._by_http = asyncio.get_running_loop().create_task(asking)
@@ -143,34 +144,34 @@ class Canaries:
             self._by_http.cancel()
         self._by_http = self.problem = None
 
-    def _ask_channel(self, on_done: Done, *, is_idle: bool) -> None:
-        def answered(reply: CanaryMsg) -> None:
-            self._done(on_done, reply.ok, reply.detail, is_idle=is_idle)
-
-        self._channel.ask(RunCanaryMsg(), CanaryMsg, answered)
-
     async def _ask_by_http(self, path: str, on_done: Done) -> None:
+        answer = b""
         while True:
             try:
-                verdict = await ask_by_http(path)
-            except Unanswered as error:
-                self.problem = str(error)
-                await asyncio.sleep(RETRY_S)
-                continue
-            self._by_http = self.problem = None
-            if verdict is None:
-                self._ask_channel(on_done, is_idle=True)
+                answer = await answer_from(path)
+                body = answer.partition(b"\r\n\r\n")[2]
+                verdict = msgspec.json.decode(body, type=CanaryMsg)
+            except OSError as error:
+                if is_shortage(error):  # of this process: the backend is not to blame
+                    self._by_http = self.problem = None
+                    self.gate(on_done)
+                    return
+                self.problem = f"no answer from {path}: {error.strerror}"
+            except msgspec.DecodeError:
+                self.problem = f"{path} answered a canary without a verdict: {answer[:64]!r}"
             else:
-                self._done(on_done, verdict.ok, verdict.detail, is_idle=True)
-            return
+                self._by_http = self.problem = None
+                self._done(on_done, verdict.ok, verdict.detail)
+                return
+            await asyncio.sleep(RETRY_S)
 
-    def _done(self, on_done: Done, ok: bool, detail: str, *, is_idle: bool) -> None:
+    def _done(self, on_done: Done, ok: bool, detail: str) -> None:
         verdict = "passed" if ok else "failed"
         event = self._log.record(
             "engine.canary",
             f"canary {verdict}" + (f": {detail}" if detail else ""),
             "info" if ok else "error",
-            {"ok": ok, "detail": detail, "is_idle": is_idle},
+            {"ok": ok, "detail": detail},
         )
         self.last = EngineLastCanary(ok, rfc3339(event.ts))
         on_done(ok, detail)
@@ -181,59 +182,22 @@ def _check(task: asyncio.Task[None]) -> None:
         task.result()  # raises what only a bug of ours can raise
 
 
-ANSWER_BYTES_MAX = 65_536  # a verdict has a sentence
-NO_SUCH_PATH = frozenset({404, 405, 501})
 REQUEST = (
     f"POST {hop.CANARY_PATH} HTTP/1.1\r\nHost: engine\r\n{hop.GATEWAY}: {hop.VERSION}\r\n"
     "Content-Length: 0\r\nConnection: close\r\n\r\n"
 ).encode()
 
 
-class Verdict(msgspec.Struct, frozen=True):
-    """The body of an answer."""
-
-    ok: bool
-    detail: str = ""
-
-
-class Unanswered(Exception):
-    """No verdict, and why not."""
-
-
-async def ask_by_http(path: str) -> Verdict | None:
-    """One attempt; None where this way cannot be taken at all.
+async def answer_from(path: str) -> bytes:
+    """What the backend at `path` answers to a canary, to the end of the connection.
 
     Raises:
-        Unanswered: no verdict this time.
+        OSError: there is no connection, or it broke.
     """
-    try:
-        # Not with a socket of our own: at a timeout uvloop would close it, and so would its object.
-        reader, writer = await asyncio.open_unix_connection(path)
-    except OSError as error:
-        if is_shortage(error):
-            return None
-        what = "its backlog is full" if isinstance(error, BlockingIOError) else error.strerror
-        raise Unanswered(f"cannot connect to {path}: {what}") from error
+    # Not with a socket of our own: at a timeout uvloop would close it, and so would its object.
+    reader, writer = await asyncio.open_unix_connection(path)
     try:
         writer.write(REQUEST)
-        await reader.readexactly(ANSWER_BYTES_MAX)
-        raise Unanswered(f"the answer to the canary has more than {ANSWER_BYTES_MAX} bytes")
-    except asyncio.IncompleteReadError as end:  # the backend closes the connection behind it
-        answer = end.partial
-    except OSError as error:
-        raise Unanswered(f"the connection to {path} broke: {error.strerror}") from error
+        return await reader.read()
     finally:
         writer.transport.abort()  # everything was read, or nothing will be
-    head, _, body = answer.partition(b"\r\n\r\n")
-    status = re.match(rb"HTTP/1\.\d (\d{3}) ", head)
-    if status is None:
-        what = "is not HTTP" if answer else "is the end of the connection"
-        raise Unanswered(f"what the backend answers {what}")
-    if int(status[1]) in NO_SUCH_PATH:
-        return None
-    try:
-        return msgspec.json.decode(body, type=Verdict)
-    except msgspec.DecodeError as error:
-        raise Unanswered(
-            f"{path} answered the canary with HTTP {int(status[1])}, no verdict"
-        ) from error

@@ -149,9 +149,7 @@ class History:
 
     def asked(self, step: WakingStep) -> None:
         """The next step's request shows that the step before it is done."""
-        if self._waking is not None and step is WakingStep.CANARY:
-            self._waking.woken_mono_ms = self._clock.now_ms()
-        elif self._waking is not None and step is WakingStep.SERVE:
+        if self._waking is not None and step is WakingStep.SERVE:
             self._waking.canary_mono_ms = self._clock.now_ms()
 
     def _active(self) -> None:

@@ -34,7 +34,7 @@ from lockserver.client import messages as lock_messages
 from lockserver.client import witness
 from lockserver.client.client import LockCallbacks, LockClient
 from plumbing.errors import UnderstudyError, is_shortage
-from plumbing.pod.models import ACTIVE
+from plumbing.pod.models import ACTIVE, LOADER, lock_of
 from plumbing.service import procfs
 from plumbing.text import duration
 from plumbing.wire.fds import OwnedFd
@@ -72,7 +72,7 @@ class LockSide:
         self.address = self.listener.name  # where clients connect
         self._hub, self._on_loader = hub, on_loader
         self._refusal: str | None = None
-        self._active, self._loader = settings.active_lock, settings.loader_lock
+        self._active, self._loader = (lock_of(each, settings.model) for each in (ACTIVE, LOADER))
         self._now = Situation()  # as it was said last, and of which incarnation
         self._running: Incarnation | None = None
         self._succeeds = 0  # the token of the holder that this engine vouches for

@@ -19,7 +19,7 @@ from engine.core.loading import Role
 from plumbing.errors import UsageError
 from plumbing.pod.gms_files import HOST_DEVICES_ENV
 from plumbing.pod.messages import Tier
-from plumbing.pod.models import ACTIVE, LOADER, lock_of, model_name
+from plumbing.pod.models import model_name
 from plumbing.pod.paths import DIRECTORY, engine_http_socket, engine_socket, lockserver_socket
 from plumbing.pod.supervision import DRAIN_MS as DRAIN_MS
 from plumbing.service.config import Option, Resolved
@@ -190,15 +190,6 @@ class EngineSettings:
     def is_remote(self) -> bool:
         """Whether the lock is over TCP: a lease counts instead of the witness."""
         return self.lockserver_socket.startswith(SCHEME)
-
-    @property
-    def active_lock(self) -> str:
-        """The lock that says which engine stands for the model."""
-        return lock_of(ACTIVE, self.model)
-
-    @property
-    def loader_lock(self) -> str:
-        return lock_of(LOADER, self.model)
 
     @property
     def control_path(self) -> str:

@@ -158,7 +158,6 @@ class EngineStatus:
         is_known = watch is not None
         return schema.EngineHealth(
             cpu_pressure=round(signs.pressure, 3) if signs.pressure is not None else None,
-            cpu_pressure_file=engine.pressure.path,
             stretch=round(stretch(signs.pressure), 2),
             has_standby=signs.has_standby if is_known else None,
             is_continued=engine.lock.is_continued if is_known else None,

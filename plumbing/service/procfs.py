@@ -277,7 +277,6 @@ class CpuPressure:
 
     def __init__(self, paths: Sequence[str] | None = None) -> None:
         """`paths`: candidates, the best one first."""
-        self.path: str | None = None
         self.share: float | None = None  # 0 to 1; None: unknown
         self._fd = -1
         self._began: tuple[float, int] | None = None  # of the window: when, and the total then
@@ -311,7 +310,6 @@ class CpuPressure:
         with contextlib.suppress(OSError):
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             if self._read() is not None:
-                self.path = path
                 return True
         self.close()
         return False

@@ -12,7 +12,6 @@ import argparse
 import contextlib
 import ctypes
 import fcntl
-import json
 import mmap
 import os
 import platform
@@ -217,8 +216,7 @@ class Backend:
             asked += more
         if not asked.startswith(f"POST {hop.CANARY_PATH} ".encode()):
             return self.line
-        body = json.dumps({"ok": True})
-        return f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
+        return b'HTTP/1.1 200 OK\r\n\r\n{"type": "canary", "ok": true}'
 
 
 def end_main_thread() -> None:

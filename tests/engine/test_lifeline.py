@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
-import multiprocessing
-import multiprocessing.connection
 import os
 import select
 import socket
@@ -157,33 +155,3 @@ def test_only_the_main_thread_holds():
     thread.start()
     thread.join()
     assert found == [None]
-
-
-def own_lifeline(answer: multiprocessing.connection.Connection) -> None:
-    """In a child: what it inherited is its parent's; its own is another."""
-    before = lifeline._held
-    held = lifeline.hold()
-    assert held is not None
-    inode = os.fstat(held.fileno()).st_ino
-    held.close()
-    answer.send((before is not None, inode, lifeline._held != before))
-
-
-def test_fork_has_a_lifeline_of_its_own():
-    held = lifeline.hold()
-    assert held is not None
-    again = lifeline.hold()
-    assert again is not None
-    with held, again:
-        inode = os.fstat(held.fileno()).st_ino
-        assert os.fstat(again.fileno()).st_ino == inode
-        fork = multiprocessing.get_context("fork")
-        ours, theirs = fork.Pipe()
-        with ours, theirs:
-            child = fork.Process(target=own_lifeline, args=(theirs,))
-            child.start()
-            inherited, its_inode, is_new = ours.recv()
-            child.join()
-    assert inherited
-    assert is_new
-    assert its_inode != inode

@@ -129,8 +129,7 @@ def _kv_of(given):
 
 
 def test_each_feature_can_be_switched_off_and_the_self_test_asked_for():
-    """`--resume-untested` of the last release is still accepted, and does nothing."""
-    plain = arguments.parse([MODEL, "--resume-untested"], {})
+    plain = arguments.parse([MODEL], {})
     assert (plain.no_resume, plain.no_sleep, plain.self_test) == ("", "", False)
     asked = arguments.parse([MODEL, "--no-resume", "--no-sleep", "--self-test"], {})
     assert "--no-resume" in asked.no_resume

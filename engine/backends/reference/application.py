@@ -211,9 +211,9 @@ class ServedModel:
 
     async def canary(self, request: web.Request) -> web.StreamResponse:
         self._check_gateway()
-        checked = await self.model.check()
-        document = {"ok": checked.ok, "detail": checked.detail}
-        return web.json_response(document, status=200 if checked.ok else 503)
+        checked = await self.model.call(lambda rank: rank.check())
+        status = 200 if checked.ok else 503
+        return web.json_response(body=msgspec.json.encode(checked), status=status)
 
     def _check_gateway(self) -> None:
         if not self.is_behind_gateway:

@@ -29,7 +29,7 @@ from engine.backends.process import ProgressPage, fault_report
 from engine.backends.reference.generation import NewToken, TokenRequest
 from engine.backends.reference.rank import Rank
 from engine.backends.reference.ranks import Ready
-from engine.messages import CanaryMsg, FaultReportMsg
+from engine.messages import FaultReportMsg
 from plumbing.errors import UnderstudyError
 
 logger = logging.getLogger(__name__)
@@ -63,7 +63,6 @@ class ModelThread:
         self._on_failed = on_failed
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[Ready] = self._loop.create_future()
-        self._checking: asyncio.Future[CanaryMsg] | None = None
         self._numbers = itertools.count(1)
         self._unfinished: dict[int, asyncio.Queue[NewToken]] = {}  # where the tokens of each go
         # Between the threads: calls one way, news the other.
@@ -99,12 +98,6 @@ class ModelThread:
 
         self._calls.put(run)
         return await done
-
-    async def check(self) -> CanaryMsg:
-        """Run one canary; calls while one runs share its result."""
-        if self._checking is None or self._checking.done():
-            self._checking = asyncio.ensure_future(self.call(lambda rank: rank.check()))
-        return await asyncio.shield(self._checking)
 
     # ------------------------------------------------------------------ requests
 

@@ -11,6 +11,8 @@ the keeper's thread (`gms.client`) attaches to the next service.
 from __future__ import annotations
 
 import logging
+import os
+import socket
 import sys
 from typing import Any, NoReturn
 
@@ -35,7 +37,7 @@ from engine.backends.reference.kv_blocks import (
     kv_memory,
     size_kv,
 )
-from engine.backends.reference.ranks import RANK_LOST, Peers, Ready, digest_of, leader_pipe
+from engine.backends.reference.ranks import PEERS_ENV, RANK_LOST, Peers, Pipe, Ready, digest_of
 from engine.kv.layout import index_bytes
 from engine.messages import CanaryMsg, KvMemoryKind, RestedMsg, WeightsPlacedMsg, WokenMsg
 from gms.client import KvClaim
@@ -266,10 +268,10 @@ class Rank:
 def main() -> int:
     configure("backend-model")
     settings = msgspec.json.decode(sys.argv[1], type=Settings)
-    pipe, member = leader_pipe(), None
+    leader, member = socket.socket(fileno=int(os.environ.pop(PEERS_ENV))), None
     try:
         member = process.enter(f"model-{settings.rank}")
-        Rank(settings, member, Peers([pipe], rank=settings.rank)).follow()
+        Rank(settings, member, Peers([Pipe(leader, "rank 0")], rank=settings.rank)).follow()
     except UnderstudyError as error:
         logger.error("%s", error)
         if member is not None and error.code != RANK_LOST:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import pickle
 import socket
 import subprocess
@@ -139,11 +138,6 @@ def start_ranks(settings: Settings) -> Peers:
             _children.append(subprocess.Popen(command, env=environment, pass_fds=[number]))
         pipes.append(Pipe(ours, f"rank {rank}"))
     return Peers(pipes)
-
-
-def leader_pipe() -> Pipe:
-    """On a rank above 0: its pipe to rank 0, once."""
-    return Pipe(socket.socket(fileno=int(os.environ.pop(PEERS_ENV))), "rank 0")
 
 
 def digest_of(facts: Any) -> str:

@@ -144,7 +144,7 @@ class ReferenceBackend:
         return woken
 
     async def run_canary(self) -> CanaryMsg:
-        return await self._model.check()
+        return await self._model.call(lambda rank: rank.check())
 
     async def serve(self) -> None:
         assert self._lent is not None

@@ -60,11 +60,6 @@ def current() -> BackendProcess:
     return _member
 
 
-def is_core() -> bool:
-    """Whether this process is the engine core."""
-    return _member is not None and _member.name == CORE
-
-
 def join_serving(token: int) -> None:
     """Hold the incarnation's serving file, before this process maps KV memory under `token`.
 

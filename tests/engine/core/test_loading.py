@@ -19,13 +19,6 @@ def test_one_rank_wants_the_loader_until_it_is_attached():
     assert loading.token == 0
 
 
-def test_shadow_never_asks_for_the_loader():
-    """A shadow may only read, so it waits for no lock."""
-    loading = Loading(Role.SHADOW)
-    assert loading.asked(0, 1) == [0]
-    assert (loading.mode, loading.token, loading.wants_loader) == ("ro", 0, False)
-
-
 def test_ranks_with_other_weights_are_refused():
     """Two ranks that attached different models: the field is named."""
     loading = Loading(Role.AUTO)
@@ -43,10 +36,12 @@ def test_late_grant_is_ignored():
 
 
 def test_no_backend_is_prepared_while_a_rank_has_no_weights():
-    """All or nothing: one of three ranks attached, then two, then all."""
+    """All or nothing: one of three ranks attached, then two, then all. A shadow may only read, so
+    it waits for no lock."""
     loading = Loading(Role.SHADOW)
     assert loading.missing is None  # a backend may have no weights of this kind at all
-    loading.asked(0, 3)
+    assert loading.asked(0, 3) == [0]
+    assert (loading.mode, loading.token, loading.wants_loader) == ("ro", 0, False)
     loading.attached(0, {"model": "m"})
     assert loading.missing == "of 3 ranks, 1, 2 attached no weights"
     loading.attached(2, {"model": "m"})

@@ -285,15 +285,6 @@ def test_goal_outlives_the_incarnation_and_the_supervisor():
         assert each.state is State.RESTING
 
 
-@pytest.mark.parametrize(
-    "state", [state for state in State if state not in (State.RELEASING, State.DEAD)]
-)
-def test_rested_counts_only_while_releasing(state):
-    """Goal: a backend cannot end a rest that was not asked for. Method: `Rested` everywhere."""
-    with pytest.raises(IllegalEvent):
-        engine_in(state).handle(ev.Rested())
-
-
 # ---------------------------------------------------------------- where the weights are
 
 AWAY = ev.Shall(Tier.OFFLOADED, "a test")
@@ -441,10 +432,6 @@ def test_dead_engine_that_is_to_be_awake_is_not_launched_by_hearing_so_again():
     engine = engine_in(State.INIT)
     played(engine, DIED, REAPED)
     assert played(engine, SLEEP, WAKE) == [KEEP_GOAL, KEEP_GOAL]
-
-
-def test_sigterm_ends_a_cold_engine():
-    assert EXIT in Lifecycle(goal=Tier.COLD).handle(ev.Terminate())
 
 
 def test_cold_wins_over_a_hand_over_on_its_way():

@@ -19,7 +19,7 @@ from engine.backends.reference.generation import NewToken, TokenRequest
 from engine.backends.reference.model import QUEUE_MAX, ModelThread
 from engine.backends.reference.ranks import Ready
 from engine.backends.reference.text import Tokenizer
-from engine.messages import CanaryMsg, FaultReportMsg
+from engine.messages import FaultReportMsg
 from plumbing.errors import UnderstudyError
 from tests.helpers import auntil
 
@@ -39,8 +39,6 @@ class StubRank:
         self.numbers: list[int] = []
         self.cancelled: list[int] = []
         self.due: list[NewToken | Exception] = []
-        self.checks = 0
-        self.go_on = threading.Event()
 
     @property
     def has_work(self) -> bool:
@@ -62,11 +60,6 @@ class StubRank:
             raise made
         return made
 
-    def check(self) -> CanaryMsg:
-        self.go_on.wait(30)
-        self.checks += 1
-        return CanaryMsg(True)
-
 
 Scenario = Callable[[ModelThread, StubRank, list[FaultReportMsg]], Any]
 
@@ -84,7 +77,6 @@ def run(scenario: Scenario) -> None:
         try:
             await scenario(model, rank, failures)
         finally:
-            rank.go_on.set()
             rank.due.append(UnderstudyError("test.over", "the test is over"))
             with generate(model):  # so that it looks
                 pass

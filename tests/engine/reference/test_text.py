@@ -67,16 +67,12 @@ def test_stream_any_bytes_equal_decoding_at_once(tokens: list[int]):
     assert "".join(streamed(BYTES, tokens)) == BYTES.decode(tokens)
 
 
-@given(st.lists(st.sampled_from([1, 2, 3, 4]), max_size=30))
-def test_stream_sentencepiece_keeps_inner_spaces(tokens: list[int]):
-    """A decoder that strips the first space must not strip one per piece."""
-    assert "".join(streamed(SENTENCEPIECE, tokens)) == SENTENCEPIECE.decode(tokens)
-
-
-@given(st.text(max_size=8))
-def test_stream_byte_fallback_joins_bytes_to_characters(text: str):
-    """Characters without a token come as bytes between ordinary tokens."""
-    tokens = [1, *(5 + byte for byte in text.encode()), 2]
+@given(st.lists(st.integers(1, 4) | PLAIN.map(str.encode), max_size=30))
+def test_stream_sentencepiece_keeps_inner_spaces_and_joins_bytes(parts: list[int | bytes]):
+    """A decoder that strips the first space must not strip one per piece. Characters without a
+    token come as bytes between ordinary tokens."""
+    bytes_of = ([each] if isinstance(each, int) else [5 + byte for byte in each] for each in parts)
+    tokens = [token for each in bytes_of for token in each]
     assert "".join(streamed(SENTENCEPIECE, tokens)) == SENTENCEPIECE.decode(tokens)
 
 

@@ -11,6 +11,7 @@ import json
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from engine.backends.vllm.api.gateway_endpoints import CONNECTION, Door, Gate, Marks, Traffic
@@ -256,7 +257,7 @@ def test_hello_and_canary():
         found.canary = canary
         asyncio.run(found.ask(b"", GATEWAYS, path=hop.CANARY_PATH))
         assert found.sent[0]["status"] == status
-        assert json.loads(found.bodies[0]) == {"ok": canary.ok, "detail": canary.detail}
+        assert msgspec.json.decode(found.bodies[0], type=CanaryMsg) == canary
     found = asked(Serving(), path="/understudy/else")
     assert found.sent[0]["status"] == 404
 

@@ -68,7 +68,6 @@ OWNED_VARIABLES: Mapping[str, str] = {
 }
 PLUGINS_ENV = "VLLM_PLUGINS"  # an allow-list of entry points, ours among them
 
-UNTESTED_FLAG = "--resume-untested"  # of the last release; it does nothing
 SWITCH: Mapping[str, Any] = {"action": "store_true"}
 # Our own flags: what each is for, and how it is parsed.
 OURS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
@@ -157,7 +156,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> Serve
     if args.model_tag is not None:
         args.model = args.model_tag
     _refuse(parser, args, environ)
-    names = (flag.lstrip("-").replace("-", "_") for flag in (*OURS, UNTESTED_FLAG))
+    names = (flag.lstrip("-").replace("-", "_") for flag in OURS)
     ours = argparse.Namespace(**{name: vars(args).pop(name) for name in names})
     args.api_server_count = None
     try:
@@ -262,5 +261,4 @@ def _parser() -> Any:
     ours = parser.add_argument_group("understudy", "Flags that the runtime adds to vLLM's own.")
     for flag, (text, how) in OURS.items():
         ours.add_argument(flag, help=text, **how)
-    ours.add_argument(UNTESTED_FLAG, help=argparse.SUPPRESS, **SWITCH)
     return parser

@@ -34,7 +34,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from engine.backends import process_memory
-from engine.backends.channel import Phases, is_private
+from engine.backends.channel import is_private
 from engine.backends.process import ProgressPage
 from engine.backends.vllm.api.features import KEEP_KV, OFFLOAD, PROVEN, RESUME, SLEEP, Features
 from engine.backends.vllm.api.gateway_endpoints import Door
@@ -104,7 +104,7 @@ class VllmBackend:
         """`find_continuing` tells from the identity of the weights who may continue its streams.
         `prove` says why none of its features is proved here, and may run the test that it is
         given."""
-        self.phases = Phases()
+        self.is_parked = False  # ready to be woken, and idle until then
         self._engine, self._front, self._steps = engine, front, steps
         self._features = features or Features()
         self._find_continuing, self._continuing = find_continuing, Continuing()
@@ -146,7 +146,7 @@ class VllmBackend:
         if self._seat is not None:  # else this vLLM's core may not be as we know it
             await self._ask_core("understudy_into_huge_pages")
         await asyncio.to_thread(process_memory.into_huge_pages)
-        self.phases.step("ready")
+        self.is_parked = True
         return PreparedMsg(
             weights_bytes=sum(status["weights_bytes"] for status in statuses),
             kv_bytes=sum(status["kv_bytes"] for status in statuses),
@@ -177,7 +177,7 @@ class VllmBackend:
         self, engine: str, token: int, listening: OwnedFd, *, era: str = NO_ERA
     ) -> WokenMsg:
         """Take KV memory on all ranks. Keeps a copy of `listening`."""
-        self.phases.step("wake")
+        self.is_parked = False
         if self._seat is not None:
             self._seat.join(token)
             await self._ask_core("understudy_join", token)
@@ -201,10 +201,6 @@ class VllmBackend:
     async def run_canary(self) -> CanaryMsg:
         """One real inference, judged by its numbers: damaged weights or memory yield NaN or a token
         outside the vocabulary."""
-        self.phases.step("run_canary")
-        return await self._canary()
-
-    async def _canary(self) -> CanaryMsg:
         self._canaries += 1
         found = await generate_one(self._engine, f"understudy-canary-{self._canaries}")
         if found is None:
@@ -217,7 +213,6 @@ class VllmBackend:
         return CanaryMsg(False, found)
 
     async def serve(self) -> None:
-        self.phases.step("serve")
         assert self._listening is not None
         listening, self._listening = self._listening, None
         await self._front.open(listening)
@@ -242,7 +237,7 @@ class VllmBackend:
 
     async def drain(self, budget_s: float, *, resume: bool = False) -> None:
         """Stop accepting, and finish requests on open connections within the budget."""
-        self.phases.step("drain")
+        self.is_parked = False
         if self._listening is not None:
             self._listening.close()
         await self._front.drain(budget_s, resume=resume)
@@ -256,7 +251,6 @@ class VllmBackend:
             UnderstudyError: a process is not parked, or requests are in progress: this incarnation
                 must end.
         """
-        self.phases.step("rest")
         self._listening = None  # closed by the drain, if it was never used
         if self._trusting is not None:
             self._trusting.cancel()
@@ -275,7 +269,7 @@ class VllmBackend:
         ranks = await self._ask_ranks("understudy_rest", REST_ASK_S, keep_kv)
         if self._seat is not None:
             self._seat.leave()  # this process accepts: the last to leave
-        self.phases.step("rested")
+        self.is_parked = True
         return RestedMsg(sum(int(rank["kv_resident_bytes"]) for rank in ranks))
 
     @property
@@ -315,11 +309,10 @@ class VllmBackend:
         Raises:
             UnderstudyError: a rank's own, or it does not answer: this incarnation must end.
         """
-        self.phases.step("place_weights")
         async with self._placing:
-            if not is_away and self.phases.is_parked:
+            if not is_away and self.is_parked:
                 await self._restore(budget_s)
-            if not is_away or not self.phases.is_parked:  # woken meanwhile, which has mapped them
+            if not is_away or not self.is_parked:  # woken meanwhile, which has mapped them
                 return WeightsPlacedMsg(False)
             self._may_be_away = True
             wait_s = RESTORE_S + RESTORE_GRACE_S
@@ -343,7 +336,7 @@ class VllmBackend:
         front, is_none = self._front, self._continuing.best is Continuation.NONE
         return Door(
             self._hello,
-            self._canary,
+            self.run_canary,
             has_parsers=front.has_parsers,
             keeps_responses=front.keeps_responses,
             responses=Continuation.NONE if front.keeps_responses or is_none else Continuation.STATE,
@@ -376,7 +369,7 @@ class VllmBackend:
         checking = asyncio.create_task(self._check_while_parked(on_dead))
         while not (self._engine.errored or self._front.has_ended):
             self._turned_s = time.monotonic()
-            await asyncio.sleep(PARKED_PULSE_S if self.phases.is_parked else PULSE_S)
+            await asyncio.sleep(PARKED_PULSE_S if self.is_parked else PULSE_S)
         checking.cancel()
         what = "engine core failed" if self._engine.errored else "HTTP server ended"
         on_dead(UnderstudyError("vllm.dead", f"vLLM's {what}; its log has the reason"))
@@ -387,7 +380,7 @@ class VllmBackend:
             await asyncio.sleep(PARKED_CHECK_S_PER_RANK * ranks)
             try:
                 async with self._placing:  # ranks that place their weights take their time
-                    if self.phases.is_parked:
+                    if self.is_parked:
                         await self._ask_ranks("understudy_status", PARKED_WAIT_S)
             except UnderstudyError as error:
                 on_dead(error)

@@ -227,8 +227,7 @@ class Door:
                 await send_json(send, 200, msgspec.to_builtins(self.hello()))
             case "POST", hop.CANARY_PATH:
                 found = await self.canary()
-                document = {"ok": found.ok, "detail": found.detail}
-                await send_json(send, 200 if found.ok else 503, document)
+                await send_json(send, 200 if found.ok else 503, msgspec.to_builtins(found))
             case _:
                 await send_json(send, 404, {"error": f"{scope['path']} does not exist"})
 

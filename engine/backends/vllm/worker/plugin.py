@@ -24,7 +24,7 @@ def register() -> None:
         return
     from engine.backends.vllm import membership
 
-    membership.join()
+    member = membership.join()
     widen_fd_table()
     from vllm.model_executor.model_loader import register_model_loader
 
@@ -32,7 +32,7 @@ def register() -> None:
     from engine.backends.vllm.worker.weights import Loader
 
     register_model_loader(LOAD_FORMAT)(Loader)
-    if membership.is_core():
+    if member is not None and member.name == membership.CORE:
         from engine.backends.vllm import core_serving  # noqa: F401 - adds methods to the core
     if multiprocessing.parent_process() is not None:  # the main process resumes later
         resume_collector()
