@@ -41,8 +41,16 @@ from msgspec.structs import asdict, replace
 from lockserver import witness
 from lockserver.core.events import LockRecord
 from lockserver.messages import NO_ERA
-from plumbing.errors import UnderstudyError, is_shortage
-from plumbing.service.files import FILE_BYTES, SLOT_BYTES, SlotFile, SlotFormat, put_aside
+from plumbing.errors import UnderstudyError
+from plumbing.service.files import (
+    FILE_BYTES,
+    SLOT_BYTES,
+    SlotFile,
+    SlotFormat,
+    put_aside,
+    state_faults,
+)
+from plumbing.wire.server import identity_of
 
 __all__ = ["FILE_BYTES", "NAME", "SLOT_BYTES", "LoadedRecord", "LockStateFile", "read"]
 
@@ -90,8 +98,9 @@ class LockStateFile:
         """
         self.path = os.path.join(directory, NAME)
         self._directory = directory
-        try:
-            self._identity = directory_identity(directory)
+        faults = {"in_use": "lock.state_in_use", "unwritable": "lock.state_unwritable"}
+        with state_faults(self.path, FORMAT, **faults):
+            self._identity = identity_of(os.path.join(directory, "."))
             self.loaded = _load(directory, tuple(locks), may_be_elsewhere=may_be_elsewhere)
             self._models = tuple(models)
             self._form = WIDE if models else self.loaded.form
@@ -99,19 +108,6 @@ class LockStateFile:
                 record = replace(self.loaded.record, era=secrets.token_hex(8))
                 self.loaded = changed(self.loaded, record=record)
             self._file = self._open()
-        except BlockingIOError as error:
-            raise UnderstudyError(
-                "lock.state_in_use",
-                f"another process has locked {self.path}; stop the other lock server",
-                path=self.path,
-            ) from error
-        except OSError as error:
-            raise UnderstudyError(
-                "lock.state_unwritable",
-                f"cannot keep the lock's state in {self.path}: {error.strerror}; it needs"
-                f" {FILE_BYTES} bytes on a disk that can be written to",
-                path=self.path,
-            ) from error
 
     def _open(self) -> SlotFile:
         is_there = os.path.lexists(self.path)
@@ -146,22 +142,11 @@ class LockStateFile:
             raise OSError(errno.EFBIG, str(error)) from error
 
     def _check_place(self) -> None:
-        if directory_identity(self._directory) != self._identity:
+        if identity_of(os.path.join(self._directory, ".")) != self._identity:
             raise OSError(errno.ESTALE, "the directory was removed or replaced")
 
     def close(self) -> None:
         self._file.close()
-
-
-def directory_identity(directory: str) -> tuple[int, int] | None:
-    """Which directory is there, if any; OSError: there is no memory to look."""
-    try:
-        found = os.stat(directory)
-    except OSError as error:
-        if is_shortage(error):
-            raise
-        return None
-    return found.st_dev, found.st_ino
 
 
 def read(directory: str, locks: Iterable[str]) -> LoadedRecord | None:

@@ -379,8 +379,8 @@ def test_the_package_alone_brings_what_it_imports_and_reads():
 
 # Lines of each package, at most; lowered after each step towards the budgets of `hack/volume.py`.
 LINES_MAX = {
-    "plumbing": 6_300,
-    "lockserver": 6_440,
+    "plumbing": 6_310,
+    "lockserver": 6_420,
     "gms": 8_970,
     "engine": 17_770,
     "gateway": 10_350,

@@ -233,14 +233,12 @@ class KvLease(RegionSession):
             self._let_go()
             if was_held:
                 with contextlib.suppress(UnreachableError):
-                    self._wait_until_freed(max(0.0, end - time.monotonic()))
+                    left_s = max(0.0, end - time.monotonic())
+                    request = msg.GiveUpMsg(round(left_s * 1000))
+                    freed = self._client.request(request, timeout_s=left_s + GRACE_S).message
+                    assert isinstance(freed, msg.PoolFreedMsg), freed
             elif self.state == ATTACHED:
                 raise UnreachableError("wire.closed", "the memory service came back meanwhile")
-
-    def _wait_until_freed(self, wait_s: float) -> None:
-        request = msg.GiveUpMsg(round(wait_s * 1000))
-        freed = self._client.request(request, timeout_s=wait_s + GRACE_S).message
-        assert isinstance(freed, msg.PoolFreedMsg), freed
 
     def _let_go(self) -> None:
         """Of memory, index and file, in this order."""

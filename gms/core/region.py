@@ -263,7 +263,8 @@ class Machine(abc.ABC, Generic[R]):
             case ev.Done(effect, result, error):
                 self._done(effect, result, error)
         # Survivors first: newcomers wait for what they hand back.
-        self._judge_survivors()
+        for session in self._in(S.RETURNING):
+            self._judge_survivor(session, session.request)
         self._judge_waiting()
         self._watch()
         return self._effects
@@ -482,10 +483,6 @@ class Machine(abc.ABC, Generic[R]):
         session.region = message.region
         session.reason = "rejoining"
         session.reason_message = f"region {message.region} is being checked"
-
-    def _judge_survivors(self) -> None:
-        for session in self._in(S.RETURNING):
-            self._judge_survivor(session, session.request)
 
     def _take_back(self, session: Session, region: R, message: msg.HandBackMsg) -> None:
         """Have its memory checked, if none is; one at a time: if it fails, the next one's is."""

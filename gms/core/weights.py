@@ -314,7 +314,9 @@ class WeightsMachine(Upkeep):
         else:  # memory that was given up is being freed; the session's deadline is running
             self.oom_waits_total += not session.has_waited
             session.has_waited = True
-            self._wait(session, "releasing", self._what_is_freed())
+            kv = f"; KV memory takes {size_of(self.kv_bytes)}" if self.kv_bytes else ""
+            what = _held(self.being_freed) or "the replaced epoch"
+            self._wait(session, "releasing", f"memory is being freed: {what}{kv}")
             if replaced is not None:
                 self.retire(replaced)
                 self.journal()
@@ -646,10 +648,6 @@ class WeightsMachine(Upkeep):
             how = "`gms drop-kv` frees it if no engine uses it"
             shown.append(f"KV memory {size_of(self.kv_bytes)} ({how})")
         return shown
-
-    def _what_is_freed(self) -> str:
-        kv = f"; KV memory takes {size_of(self.kv_bytes)}" if self.kv_bytes else ""
-        return f"memory is being freed: {_held(self.being_freed) or 'the replaced epoch'}{kv}"
 
 
 Verdict = Literal["read", "write"] | UnderstudyError

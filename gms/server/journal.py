@@ -20,10 +20,17 @@ from gms import epoch_file, names
 from gms.core.events import Claimant, JournalRecord
 from gms.core.upkeep import Epoch
 from gms.core.weights import orphans_of
-from plumbing.errors import UnderstudyError
-from plumbing.service.files import FILE_BYTES, SlotFile, SlotFormat, put_aside, write_atomic
+from plumbing.service.files import (
+    FILE_BYTES,
+    SlotFile,
+    SlotFormat,
+    put_aside,
+    state_faults,
+    write_atomic,
+)
 
 FORMAT = SlotFormat("understudy-gms 1")
+FAULTS = {"in_use": "gms.journal_in_use", "unwritable": "gms.journal_unwritable"}
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +57,7 @@ class CommitJournal:
         epochs on disk, so a missing journal is a lost one.
         """
         self.path = path
-        try:
+        with state_faults(path, FORMAT, **FAULTS):
             is_there = os.path.lexists(path)
             found = _load(path) if is_there or not has_epochs else None
             self.loaded = LOST if found is None else found
@@ -59,19 +66,11 @@ class CommitJournal:
             if found is None or not is_there:
                 FORMAT.create(path, msgspec.json.encode(self.loaded))
             self._file = SlotFile(path, FORMAT)
-        except BlockingIOError as error:
-            raise UnderstudyError(
-                "gms.journal_in_use", f"another process has locked {path}", path=path
-            ) from error
-        except OSError as error:
-            raise _unwritable(path, error) from error
 
     def write(self, record: JournalRecord | None, offloaded: JournalRecord | None = None) -> None:
         """Put `record` on disk."""
-        try:
+        with state_faults(self.path, FORMAT, **FAULTS):
             self._file.write(msgspec.json.encode(LoadedJournal(record, offloaded=offloaded)))
-        except OSError as error:
-            raise _unwritable(self.path, error) from error
 
     def close(self) -> None:
         self._file.close()
@@ -116,12 +115,6 @@ def _load(path: str) -> LoadedJournal | None:
         return None  # the checksum is right: another version's file
     records = (found.record, found.record and found.record.previous, found.offloaded)
     return found if all(names.is_region_id(each.epoch) for each in records if each) else None
-
-
-def _unwritable(path: str, error: OSError) -> UnderstudyError:
-    return UnderstudyError(
-        "gms.journal_unwritable", f"{path}: {error.strerror}; make room there", path=path
-    )
 
 
 class KeptTokens(msgspec.Struct, frozen=True):

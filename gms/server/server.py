@@ -83,11 +83,6 @@ class WeightsServer(MemoryServer[WeightsMachine]):
         expected = [each.size_bytes for each in self.machine.orphans if each.expected]
         return epoch.size_bytes if epoch is not None else sum(expected)
 
-    @property
-    def all_bytes(self) -> int:
-        """Of every epoch, whatever becomes of it."""
-        return sum(epoch.size_bytes for epoch in self.machine.regions.values())
-
     def _snapshot(self) -> dict[str, Any]:
         used_bytes = None if self._usage is None else self._usage.used_bytes()
         return {**weights_snapshot(self.machine, self._at), "device_used_bytes": used_bytes}
@@ -244,7 +239,7 @@ class KvServer(MemoryServer[KvMachine]):
         weights = [each for each in self.beside if isinstance(each, WeightsServer)]
         mine = [each for each in weights if each.device == self.device]
         others_bytes = self.bytes_beside - sum(each.held_bytes for each in mine)
-        weights_bytes = sum(each.all_bytes for each in mine)
+        weights_bytes = sum(e.size_bytes for each in mine for e in each.machine.regions.values())
         return KvRoom(self.device, self.limit_bytes, weights_bytes, others_bytes)
 
 

@@ -227,10 +227,6 @@ class GmsSupervisor:
         return Probe(True, "this loop runs", {})
 
 
-def _how(returncode: int) -> str:
-    return f"({signal.Signals(-returncode).name})" if returncode < 0 else f"(code {returncode})"
-
-
 class Child:
     """A process, and the memories that it serves."""
 
@@ -276,7 +272,8 @@ class Child:
         self.end()
         silent = ", killed because it had stopped answering"
         lived = duration(self.clock.now_ms() - started_ms)
-        what = f"{self.name} ended {_how(returncode)} after {lived}"
+        how = signal.Signals(-returncode).name if returncode < 0 else f"code {returncode}"
+        what = f"{self.name} ended ({how}) after {lived}"
         what += silent if self._silent_ms > HANG_MS else ""
         is_misused = returncode == USAGE and not self._has_ever_answered
         is_told = returncode < 0 or returncode == SHORTAGE or is_misused

@@ -127,21 +127,15 @@ def _click_option(option: Option) -> Callable[[Any], Any]:
     # Every value reaches `resolve` as the user wrote it: one place understands and refuses values,
     # wherever they come from. So click is told nothing of types and defaults.
     shown = "" if option.default in (None, ()) else f" [default: {_text(option.default)}]"
+    number = "NUMBER" if option.type in (int, float) else "TEXT"
     return click.option(
         f"{option.flag}/--no-{option.flag[2:]}" if option.type is bool else option.flag,
         option.name,
         default=None,
         multiple=option.many,
-        metavar=_metavar(option),
+        metavar=None if option.type is bool else "|".join(option.choices) or number,
         help=f"{option.help} [env: {option.env_name}]{shown}",
     )
-
-
-def _metavar(option: Option) -> str | None:
-    if option.type is bool:
-        return None
-    number = "NUMBER" if option.type in (int, float) else "TEXT"
-    return "|".join(option.choices) or number
 
 
 def _text(value: Any) -> str:

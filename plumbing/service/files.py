@@ -17,7 +17,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -177,6 +177,25 @@ class SlotFormat:
         finally:
             os.close(fd)
         sync_directory(os.path.dirname(path) or ".")
+
+
+@contextlib.contextmanager
+def state_faults(path: str, form: SlotFormat, *, in_use: str, unwritable: str) -> Iterator[None]:
+    """An OSError in the block becomes one sentence on the file with slots at `path`.
+
+    Raises:
+        UnderstudyError: `in_use`: another process has it; `unwritable`: a full disk, a directory of
+            that name, ….
+    """
+    try:
+        yield
+    except BlockingIOError as error:
+        why = f"another process has locked {path}; stop that one first"
+        raise UnderstudyError(in_use, why, path=path) from error
+    except OSError as error:
+        why = f"cannot keep the state in {path}: {error.strerror}; it needs {form.file_bytes} bytes"
+        why += " on a disk that can be written to"
+        raise UnderstudyError(unwritable, why, path=path) from error
 
 
 class SlotFile:

@@ -47,14 +47,11 @@ class OneHot:
     """One gauge per state; exactly one is 1 once `set` has been called for these labels."""
 
     def __init__(self, gauge: Gauge, states: Sequence[str]) -> None:
-        self._gauge = gauge
-        self.states = tuple(states)
+        self._gauge, self._states = gauge, tuple(states)
 
     def set(self, state: str, **labels: str) -> None:
         """Make `state` the current one for `labels`, all labels but `state` given."""
-        if state not in self.states:
-            raise ValueError(f"{state!r} is not one of {', '.join(self.states)}")
-        for each in self.states:
+        for each in self._states:
             self._gauge.labels(state=each, **labels).set(1 if each == state else 0)
 
 

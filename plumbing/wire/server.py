@@ -215,7 +215,7 @@ class PathGuard:
     def is_at(self, guard_path: str) -> bool:
         """Whether the file at `guard_path` is still the one that we hold."""
         found = os.fstat(self._fd.fileno())
-        return _identity(guard_path) == (found.st_dev, found.st_ino)
+        return identity_of(guard_path) == (found.st_dev, found.st_ino)
 
 
 def _take(fd: int) -> None:
@@ -282,7 +282,7 @@ class Server(BaseServer):
         self._guard = PathGuard(self._guard_path, f"{self._service} on {self.path}")
         try:
             sock = _bind(self.path, self._connections_max)
-            self._bound = _identity(self.path)
+            self._bound = identity_of(self.path)
             self._listen(sock)
         except BaseException:
             self._guard.close()
@@ -298,7 +298,7 @@ class Server(BaseServer):
             OSError: there is no memory to look.
         """
         assert self._guard is not None
-        if not self._guard.is_at(self._guard_path) or _identity(self.path) != self._bound:
+        if not self._guard.is_at(self._guard_path) or identity_of(self.path) != self._bound:
             raise UnderstudyError(
                 "wire.path_replaced",
                 f"{self.path} or {self._guard_path} was removed or replaced while {self._service}"
@@ -312,7 +312,7 @@ class Server(BaseServer):
             return
         self._stop_listening()
         with contextlib.suppress(OSError):  # then the next server removes it
-            if _identity(self.path) == self._bound:  # it may have been replaced
+            if identity_of(self.path) == self._bound:  # it may have been replaced
                 os.unlink(self.path)
         await self._close_connections()
         self._guard.close()
@@ -331,7 +331,7 @@ class Server(BaseServer):
         )
 
 
-def _identity(path: str) -> tuple[int, int] | None:
+def identity_of(path: str) -> tuple[int, int] | None:
     """Device and inode of the file at `path`, if there is one; OSError: no memory to look."""
     try:
         found = os.lstat(path)

@@ -10,7 +10,7 @@ from plumbing.pod.messages import Tier
 from pool.core import events as ev
 from pool.core.facts import Facts, OrderRefused, WrongMessage
 from pool.core.model import WITHOUT_KV, Model, ModelEngine, Stander, a_lease
-from pool.core.states import REST, RISING, GoalGeneration, ModelState, PoolRules
+from pool.core.states import REST, RISING, ModelState, PoolRules
 
 # States in which an engine that has rested under our last goal cannot be awake again.
 ASLEEP = frozenset({ModelState.COLD, *REST, ModelState.PENDING, ModelState.FAILED})
@@ -48,7 +48,12 @@ def hear(facts: Facts, event: ev.PoolEvent) -> None:
         case ev.Ordered():
             _order(facts, event)
         case ev.RulesChanged():
-            _rules(facts, event)
+            if isinstance(event.rules, PoolRules):
+                facts.rules = event.rules
+                facts.ledger.margin_bytes = event.rules.margin_bytes
+            else:
+                facts.models[event.model].rules = event.rules
+            facts.touch_all()
         case ev.LeaseAsked():
             _lease(facts, event)
         case ev.LeaseOver():
@@ -100,8 +105,13 @@ def _engine(facts: Facts, said: ev.EngineSaid) -> None:
     engine.has_rested |= engine.has_obeyed and said.state in WITHOUT_KV
     if engine.incarnation:
         engine.is_gone = False
-    if engine.generation is not None and said.goal_seen is not None:
-        _catch_up(facts, model, engine, said.goal_seen)
+    seen = said.goal_seen
+    if engine.generation is not None and seen is not None and engine.generation.is_older(seen):
+        # It obeys a goal that is newer than our file, which was put back to an older state: ours is
+        # told again, as the newest.
+        facts.start, facts.number = max((facts.start, facts.number), (seen.start, seen.number))
+        engine.goal = None
+        facts.touch(model.name)
     _claim(model, engine, said)
     if is_news or _changeable(model, engine) != before:  # it is asked again and again
         facts.ledger.learn_sizes(model)
@@ -112,16 +122,6 @@ def _engine(facts: Facts, said: ev.EngineSaid) -> None:
 def _changeable(model: Model, engine: ModelEngine) -> tuple[object, ...]:
     """What even a repeated word may change."""
     return model.holder, model.lost, engine.is_gone, engine.has_rested
-
-
-def _catch_up(facts: Facts, model: Model, engine: ModelEngine, seen: GoalGeneration) -> None:
-    """It obeys a goal that is newer than our file, which was put back to an older state: ours is
-    told again, as the newest."""
-    if engine.generation is None or not engine.generation.is_older(seen):
-        return
-    facts.start, facts.number = max((facts.start, facts.number), (seen.start, seen.number))
-    engine.goal = None
-    facts.touch(model.name)
 
 
 def _judge(model: Model, engine: ModelEngine, said: ev.EngineSaid) -> None:
@@ -208,15 +208,6 @@ def _order(facts: Facts, event: ev.Ordered) -> None:
             model.forget_faults()
             facts.settle(model, "an operator has reset it")
     facts.touch(model.name)
-
-
-def _rules(facts: Facts, event: ev.RulesChanged) -> None:
-    if isinstance(event.rules, PoolRules):
-        facts.rules = event.rules
-        facts.ledger.margin_bytes = event.rules.margin_bytes
-    else:
-        facts.models[event.model].rules = event.rules
-    facts.touch_all()
 
 
 def _check_pinned(model: Model, way_out: str) -> None:

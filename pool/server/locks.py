@@ -198,9 +198,11 @@ class WitnessWatch:
 
     def _try(self) -> None:
         self._timer = None
-        for incarnation in [each for each in self._since_s if self._is_dead(each)]:
-            engine, _, _ = self._kept.pop(incarnation)
-            del self._since_s[incarnation]
+        for incarnation in tuple(self._since_s):
+            engine, *file = self._kept[incarnation]
+            if witness.probe(self._link(incarnation), *file) is not witness.WitnessState.FREE:
+                continue
+            del self._kept[incarnation], self._since_s[incarnation]
             with contextlib.suppress(OSError):
                 os.unlink(self._link(incarnation))
             self._feed(EngineDead(engine, incarnation))
@@ -223,10 +225,6 @@ class WitnessWatch:
         if file is not None and state is not witness.WitnessState.HELD:
             state = witness.probe(path, file.dev, file.ino)
         return state is witness.WitnessState.FREE or not os.path.lexists(path)
-
-    def _is_dead(self, incarnation: str) -> bool:
-        _, dev, ino = self._kept[incarnation]
-        return witness.probe(self._link(incarnation), dev, ino) is witness.WitnessState.FREE
 
     def _link(self, incarnation: str) -> str:
         return os.path.join(self._directory, LINK_PREFIX + witness.name_of(incarnation))

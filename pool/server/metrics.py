@@ -2,8 +2,7 @@
 
 `ServingShare` measures how much of its time a device serves while there are requests for it: what
 turns and switches cost. A device is *wanted* while a model on it has requests, in an engine or
-waiting, and *serves* while an engine on it has requests. Between two looks what was true at the
-first one counts.
+waiting, and *serves* while an engine on it has requests. Looks a second apart are counted.
 """
 
 from __future__ import annotations
@@ -158,46 +157,31 @@ class PoolMetrics:
             self._set(OF_DEVICE, values, device_uuid=device)
 
 
-STEP_MS = 10_000.0
-STEPS_MAX = 60  # ten minutes: longer than any bound in use, and short enough to see a change
+LOOKS_MAX = 600  # ten minutes: longer than any bound in use, and short enough to see a change
 
 
 class ServingShare:
     """Of the last ten minutes, by device."""
 
-    def __init__(self, devices: Collection[str], now_ms: float) -> None:
-        self._looked_ms, self._now = now_ms, dict.fromkeys(devices, (False, False))
-        # Since the start: how long each was wanted, and served; and that at each step before now.
-        self._spent = dict.fromkeys(devices, (0.0, 0.0))
-        self._steps = deque([(now_ms, self._spent)], maxlen=STEPS_MAX + 1)
+    def __init__(self, devices: Collection[str]) -> None:
+        self._looks = {name: deque[tuple[bool, bool]](maxlen=LOOKS_MAX) for name in devices}
 
-    def look(self, models: Mapping[str, Model], demand: Demand, now_ms: float) -> None:
-        """Call this at every change of `demand`, and now and then."""
-        spent_ms, self._looked_ms = max(0.0, now_ms - self._looked_ms), now_ms
-        self._spent = {
-            device: (wanted_ms + spent_ms * is_wanted, serving_ms + spent_ms * is_serving)
-            for (device, (wanted_ms, serving_ms)), (is_wanted, is_serving) in zip(
-                self._spent.items(), self._now.values(), strict=True
-            )
-        }
-        if now_ms - self._steps[-1][0] >= STEP_MS:
-            self._steps.append((now_ms, self._spent))
+    def look(self, models: Mapping[str, Model], demand: Demand) -> None:
+        """Call this every second."""
         wanted, serving = set[str](), set[str]()
         for name, model in models.items():
             if demand.in_flight(name):
                 serving.update(model.rules.devices)
             elif demand.tickets(name):
                 wanted.update(model.rules.devices)
-        self._now = {name: (name in wanted | serving, name in serving) for name in self._now}
+        for name, looks in self._looks.items():
+            looks.append((name in wanted | serving, name in serving))
 
     def shares(self) -> dict[str, tuple[float, float]]:
         """By device: of the time, how much it was wanted; and of that, how much it served."""
-        since_ms, before = self._steps[0]
-        total_ms, found = self._looked_ms - since_ms, {}
-        for device, (wanted_ms, serving_ms) in self._spent.items():
-            wanted_ms, serving_ms = wanted_ms - before[device][0], serving_ms - before[device][1]
-            found[device] = (
-                wanted_ms / total_ms if total_ms else 0.0,
-                serving_ms / wanted_ms if wanted_ms else 1.0,
-            )
+        found = {}
+        for name, looks in self._looks.items():
+            wanted, serving = (sum(each) for each in zip(*looks, strict=True)) if looks else (0, 0)
+            share = wanted / len(looks) if looks else 0.0
+            found[name] = (share, serving / wanted if wanted else 1.0)
         return found

@@ -116,7 +116,7 @@ class PoolServer(Handler):
         self.doors = {name: ev.SetModelDoor(name, 0, None) for name in models}
         self.metrics = PoolMetrics(models, setup.devices)
         self.metrics.metrics.refresh = self._refresh
-        self.serving = ServingShare(file.devices, clock.now_ms())
+        self.serving = ServingShare(file.devices)
         self.gateways = PoolGateways(lambda: for_gateways(self.facts, self.doors, self.file), feed)
         engines_by_model = {name: engines_of(name, each) for name, each in models.items()}
         self.engines = EngineSide(directory, engines_by_model, clock, feed)
@@ -190,20 +190,13 @@ class PoolServer(Handler):
         self._is_busy = True
         try:
             effects = self.pool.handle(event, self.clock.now_ms())
-            if isinstance(event, ev.DemandCame | ev.GatewayGone):
-                self._look_at_serving()
             # Whoever waits is told first, and then it is written down.
             self._effects.extend(sorted(effects, key=lambda each: isinstance(each, LOG_ONLY)))
             self._perform()
         finally:
             self._is_busy = False
 
-    def _look_at_serving(self) -> None:
-        pool = self.facts
-        self.serving.look(pool.models, pool.demand, self.clock.now_ms())
-
     def _refresh(self) -> None:
-        self._look_at_serving()
         self.metrics.update(
             self.facts,
             self.clock.now_ms(),
@@ -294,7 +287,7 @@ class PoolServer(Handler):
         self._ticker = asyncio.get_running_loop().call_later(SAMPLE_S, self._tick)
         self.engines.look()
         self.memory.sample()
-        self._look_at_serving()
+        self.serving.look(self.facts.models, self.facts.demand)
 
     # ------------------------------------------------------------------ effects
 

@@ -17,19 +17,20 @@ import errno
 import json
 import os
 import stat
+from contextlib import closing
 from typing import Any
 
 import msgspec
 
-from plumbing.errors import UnderstudyError
 from plumbing.pod.paths import pool_state
-from plumbing.service.files import SlotFile, SlotFormat, put_aside
+from plumbing.service.files import SlotFile, SlotFormat, put_aside, state_faults
 from pool.core.saved import PoolSnapshot, anew
 
 SCHEMA = 3
 NEW_POD = "new_pod"  # in a record that no pool has read yet
 SLOT_BYTES = 64 * 1024  # a hundred models with two engines each
 FORMAT = SlotFormat("understudy-pool 1", SLOT_BYTES)
+FAULTS = {"in_use": "pool.state_in_use", "unwritable": "pool.state_unwritable"}
 
 
 class PoolStateFile:
@@ -45,21 +46,13 @@ class PoolStateFile:
         self.path = pool_state(directory)
         self.record: dict[str, Any] | None = None
         self.problem = self.aside = None
-        try:
+        with state_faults(self.path, FORMAT, **FAULTS):
             if os.path.lexists(self.path):
                 self.record, self.problem = _load(self.path)
                 self.aside = None if self.problem is None else put_aside(self.path)
             if not os.path.lexists(self.path) or self.problem is not None:
                 FORMAT.create(self.path, _text(None))
             self._file = SlotFile(self.path, FORMAT)
-        except BlockingIOError as error:
-            raise UnderstudyError(
-                "pool.state_in_use",
-                f"another process has locked {self.path}; stop the other pool",
-                path=self.path,
-            ) from error
-        except OSError as error:
-            raise _unwritable(self.path, error) from error
 
     def write(self, record: dict[str, Any], *, survives_power_cut: bool = True) -> None:
         """Write the next slot; as `SlotFile.write`. Values may be structs.
@@ -88,25 +81,11 @@ def begin_new_pod(directory: str) -> None:
     """
     if not os.path.lexists(pool_state(directory)):
         return
-    file = PoolStateFile(directory)
-    try:
+    with closing(PoolStateFile(directory)) as file, state_faults(file.path, FORMAT, **FAULTS):
         record = file.record
         if record is not None:
             old = msgspec.convert(record["pool"], PoolSnapshot)
             file.write({**record, "pool": anew(old), NEW_POD: True})
-    except OSError as error:
-        raise _unwritable(file.path, error) from error
-    finally:
-        file.close()
-
-
-def _unwritable(path: str, error: OSError) -> UnderstudyError:
-    return UnderstudyError(
-        "pool.state_unwritable",
-        f"cannot keep the pool's state in {path}: {error.strerror}; it needs"
-        f" {FORMAT.file_bytes} bytes on a disk that can be written to",
-        path=path,
-    )
 
 
 def _text(record: dict[str, Any] | None) -> bytes:

@@ -27,7 +27,7 @@ from typing import Any
 from plumbing.errors import UnderstudyError, UsageError
 from plumbing.service import procfs
 from plumbing.service.metrics import build_info
-from plumbing.text import size, table
+from plumbing.text import one_line, size, table
 from understudy.bundle import redact
 from understudy.doctor.checks import document, examine
 from understudy.doctor.pod import ExaminedPod, look
@@ -73,7 +73,7 @@ class Bundle:
         """What is in it and what is missing, as lines."""
         rows = [(name, size(len(raw))) for name, raw in sorted(self.entries.items())]
         missing = (f"missing: {name}: {why}" for name, why in self.missing.items())
-        return [printable(line) for line in (*table(rows), *missing)]
+        return [one_line(line) for line in (*table(rows), *missing)]
 
 
 async def collect(directory: Path, log_dir: Path, output: Path | None, say: Say) -> Path:
@@ -158,16 +158,11 @@ def _add_files(bundle: Bundle, kind: str, folder: Path, pattern: str, bytes_max:
         bundle.missing[kind] = _why(error)
         return
     for name in names[:FILES_MAX]:
-        entry = f"{kind}/{printable(name)}"
+        entry = f"{kind}/{one_line(name)}"
         try:
             bundle.add(entry, _tail(folder / name, bytes_max), bytes_max)
         except OSError as error:
             bundle.missing[entry] = _why(error)
-
-
-def printable(name: str) -> str:
-    """`name` with control and other non-printable characters replaced."""
-    return "".join(each if each.isprintable() else "?" for each in name)
 
 
 def _tail(path: Path, bytes_max: int) -> str:

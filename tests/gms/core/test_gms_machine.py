@@ -82,14 +82,6 @@ def test_too_many_waiters_are_refused():
     assert len(bench.device.waiting) == WAITERS_MAX
 
 
-def test_reporting_an_epoch_in_use_as_free_is_our_own_fault():
-    """A shell that reports a live epoch as free would lose weights: it crashes instead."""
-    bench = Bench()
-    epoch = bench.load(1)
-    with pytest.raises(AssertionError):
-        bench.tell(ev.RegionFree(epoch))
-
-
 def test_slab_that_waits_for_memory_in_vain_fails_at_its_deadline():
     """Memory that is being released does not come: the writer's deadline ends the wait."""
     bench = Bench(capacity_bytes=10 * MIB, stall_ms=1000)

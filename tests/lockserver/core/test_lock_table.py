@@ -1,4 +1,4 @@
-"""The transition table of one lock, exhaustively, and the queue's only function."""
+"""The transition table of one lock, exhaustively."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from lockserver.core.lock import (
     Lock,
     LockState,
     Signal,
-    Waiter,
-    next_waiter,
 )
 
 HOLDER = Holder("e", "e-0011223344556677", "s" * 16, 1, 2, 1, 0.0)
@@ -94,15 +92,3 @@ def test_lock_may_serve_unless_its_holder_is_known_to_be_over():
         assert lock.may_serve is may_serve
     assert not lock_in(LockState.FREE).may_serve
     assert lock_in(LockState.RECOVERING).may_serve
-
-
-def test_queue_is_fifo_and_skips_silent_waiters():
-    """Goal: fairness. Method: three waiters, every set of silent ones."""
-    line = [Waiter(name, name, name, 0.0) for name in "abc"]
-    for silent in ("", "a", "ab", "b", "bc"):
-        expected = next(name for name in "abc" if name not in silent)
-        found = next_waiter(line, set(silent))
-        assert found is not None
-        assert found.supervisor == expected
-    assert next_waiter(line, set("abc")) is None
-    assert next_waiter([], set()) is None

@@ -16,15 +16,9 @@ from lockserver.core.names import (
     serving_name_of,
 )
 from plumbing.errors import UsageError
-from tests.lockserver.core.shell import A, Shell, refused, want
 from tests.lockserver.test_state_file import HOLDER
 
 TWO = kinds_of(("a", "b"))
-
-
-def test_want_of_two_models_locks_is_refused():
-    shell = Shell(kinds=TWO)
-    assert refused(shell.feed(want(1, A, "active:a", "loader:b"))) == ["lock.bad_want"]
 
 
 @pytest.mark.parametrize(("name", "is_fenced"), [("active:gone", True), ("loader:gone", False)])

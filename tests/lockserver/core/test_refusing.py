@@ -33,6 +33,7 @@ def but(wanted: ev.Wanted, **fields) -> ev.Wanted:
         (want(9, A, "active", witness=None), "lock.bad_want"),
         (want(9, A, "active", engine="engine-9"), "lock.bad_want"),
         (want(9, A, "active", "active"), "lock.bad_want"),
+        (want(9, A, "active:a", "loader:b"), "lock.bad_want"),
         (want(9, A, tokens={"active": 3}), "lock.bad_want"),
         (but(want(9, None), locks=("active",)), "lock.bad_want"),
         (but(want(9, None), engine="a/b"), "lock.bad_want"),

@@ -23,18 +23,6 @@ def told(effects) -> list[tuple[int, str, bool]]:
     return [(conn, each.lock, each.is_ready) for conn, each in standbys(effects)]
 
 
-def test_holder_is_told_at_its_grant_and_at_every_change():
-    """Goal: a holder always knows. Method: two waiters come and go; one message for each change
-    from none to some and back, none for the loader lock, none for a heartbeat."""
-    shell = Shell()
-    assert told(shell.feed(want(1, A, "active", "loader"))) == [(1, "active", False)]
-    assert told(shell.feed(want(2, B, "active"))) == [(1, "active", True)]
-    assert told(shell.feed(want(3, C, "active"))) == []
-    assert told(shell.feed(ev.Beaten(1, 1))) == []
-    assert told(shell.feed(want(2, B))) == []
-    assert told(shell.feed(ev.ConnectionClosed(3))) == [(1, "active", False)]
-
-
 def continues(effects) -> list[bool]:
     return [each.continues for _, each in standbys(effects)]
 

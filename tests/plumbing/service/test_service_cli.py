@@ -114,15 +114,14 @@ def test_run_async_error_is_a_sentence_and_a_bug_is_a_stack_trace():
 def test_our_own_fault_in_a_callback_ends_the_process():
     """Goal: a bug in a callback of the loop is not logged and forgotten: the process ends with its
     trace, and nothing of it runs afterwards. Method: a real process."""
-    code = (
-        "import asyncio\n"
-        "from plumbing.pod.cli import run_async\n"
-        "def bug(): raise ZeroDivisionError('a bug')\n"
-        "async def main():\n"
-        "    asyncio.get_running_loop().call_soon(bug)\n"
-        "    await asyncio.sleep(60)\n"
-        "run_async(main)\n"
+    done = run_program(
+        """
+        import asyncio
+        async def main():
+            asyncio.get_running_loop().call_soon(lambda: 1 / 0)
+            await asyncio.sleep(60)
+        run_async(main)
+        """
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 70
-    assert "ZeroDivisionError: a bug" in done.stderr
+    assert "ZeroDivisionError" in done.stderr

@@ -11,21 +11,13 @@ from hypothesis import strategies as st
 from plumbing.errors import UsageError
 from plumbing.wire.tcp_address import TcpAddress
 
+HOSTS = ("127.0.0.1", "localhost", "::1", "fe80::1%eth0", "lock_server.prod.svc")
 
-@pytest.mark.parametrize(
-    ("text", "host", "port"),
-    [
-        ("tcp://127.0.0.1:7443", "127.0.0.1", 7443),
-        ("tcp://localhost:0", "localhost", 0),
-        ("tcp://[::1]:65535", "::1", 65535),
-        ("tcp://[fe80::1%eth0]:7443", "fe80::1%eth0", 7443),
-        ("tcp://lock_server.prod.svc:7443", "lock_server.prod.svc", 7443),
-    ],
-)
-def test_address_round_trips(text: str, host: str, port: int):
-    address = TcpAddress.parse(text)
-    assert address == TcpAddress(host, port)
-    assert str(address) == text
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_address_round_trips(host: str):
+    address = TcpAddress(host, 7443)
+    assert TcpAddress.parse(str(address)) == address
 
 
 @given(st.text(max_size=40))

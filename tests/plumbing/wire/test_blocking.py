@@ -27,7 +27,7 @@ from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.frames import encode_frame
 from plumbing.wire.messages import fault_of
 from tests.helpers import open_fds
-from tests.plumbing.wire.echo import CATALOGUE, Echo, ServerThread
+from tests.plumbing.wire.echo import CATALOGUE, Echo
 
 
 @pytest.fixture
@@ -40,18 +40,6 @@ def pair() -> Iterator[tuple[BlockingClient, socket.socket]]:
 
 def _frame(text: str, request_id: int = 0, fds: int = 0) -> bytes:
     return encode_frame(CATALOGUE.encode(Echo(text), request_id), fds)
-
-
-def test_blocking_client_sends_notifications(tmp_path: Path):
-    """Goal: a notification is sent without waiting, and its echo is kept."""
-    with (
-        ServerThread(str(tmp_path / "echo.sock")) as thread,
-        BlockingClient(thread.path, CATALOGUE) as client,
-    ):
-        client.notify(Echo("note"), request_id=5)
-        client.request(Echo("question"))
-        kept = client.receive(0)
-        assert (kept.message, kept.request_id) == (Echo("note"), 5)
 
 
 def test_blocking_client_can_be_interrupted(pair: tuple[BlockingClient, socket.socket]):

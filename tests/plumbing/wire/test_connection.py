@@ -83,21 +83,6 @@ async def test_close_soon_sends_the_queue_first():
 
 
 @on_loops
-async def test_close_soon_ends_at_once_when_the_peer_is_gone():
-    """Goal: sending the queue to a peer that is gone ends at once. Method: the peer closes while
-    frames are queued."""
-    ours, theirs = socket.socketpair()
-    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-    handler = EchoHandler()
-    conn = Connection(ours, CATALOGUE, handler)
-    conn.send(LARGE)
-    conn.close_soon("last words")
-    theirs.close()
-    await auntil(lambda: handler.reasons, "the end")
-    assert handler.reasons == ["last words"]
-
-
-@on_loops
 async def test_limited_queue_drops_a_slow_reader():
     """Goal: the service's own limit replaces the default. Method: a small limit, and a peer that
     does not read."""

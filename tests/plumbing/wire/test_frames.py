@@ -92,17 +92,6 @@ def test_frames_surplus_fds_are_refused_and_closed():
     assert len(open_fds()) == before
 
 
-def test_incomplete_frame_keeps_its_fds_until_closed():
-    """Goal: an incomplete frame keeps its descriptors, and closing the decoder closes them."""
-    before = len(open_fds())
-    decoder = FrameDecoder()
-    assert decoder.receive(encode_frame(b"abc", 2)[:-1], _fds(2)) == []
-    assert decoder.is_mid_frame
-    assert len(open_fds()) == before + 2
-    decoder.close()
-    assert len(open_fds()) == before
-
-
 def test_encode_over_the_limits_is_refused():
     """Goal: this side refuses to send what the receiver would refuse."""
     with pytest.raises(ProtocolError, match=r"wire\.too_many_fds"):
