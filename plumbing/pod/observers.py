@@ -37,9 +37,6 @@ class Observers:
         self._conns: dict[int, Connection] = {}
         events.subscribe(self._publish)
 
-    def __len__(self) -> int:
-        return len(self._conns)
-
     def join(self, conn: Connection, since: int | None, request_id: int) -> None:
         """Send `conn` the status, the kept events after `since` (None: none), then each new one."""
         conn.limit_queue(KEPT_BYTES_MAX)

@@ -65,9 +65,6 @@ class OwnedFd:
             with contextlib.suppress(OSError):
                 self.close()
 
-    def __repr__(self) -> str:
-        return f"OwnedFd({'closed' if self.is_closed else self._fd})"
-
 
 def close_all(fds: Iterable[OwnedFd]) -> None:
     """Close every one of `fds`, whatever closing any of them raises."""

@@ -45,14 +45,12 @@ def test_owned_fd_closes_once_and_warns_when_leaked():
     with pytest.raises(ValueError, match="not a file descriptor"):
         OwnedFd(-1)  # what a failed system call returns
     fd = OwnedFd(os.memfd_create("x"))
-    assert repr(fd) == f"OwnedFd({fd.fileno()})"
     twin = fd.duplicate()
     assert not os.get_inheritable(twin.fileno())
     number = fd.detach()
     with pytest.raises(ValueError, match="closed"):
         fd.fileno()
     fd.close()
-    assert repr(fd) == "OwnedFd(closed)"
     os.close(number)
     with twin:
         pass
