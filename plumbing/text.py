@@ -76,3 +76,11 @@ def to_json(document: Any, *, indent: int | None = None) -> str:
 
 def _plain(value: Any) -> Any:
     return to_builtins(value) if isinstance(value, Struct) else str(value)
+
+
+def split_address(text: str, port_min: int = 1) -> tuple[str, int]:
+    """The host, without brackets, and the port of HOST:PORT. A ValueError says what is wrong."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not port_min <= int(port) < 65536:
+        raise ValueError(f"{text!r} is not HOST:PORT, such as 127.0.0.1:8000")
+    return host.strip("[]"), int(port)

@@ -25,7 +25,7 @@ from plumbing.errors import UsageError
 from plumbing.pod.gms_files import read_device_names
 from plumbing.pod.models import MODELS_MAX, NAME_PATTERN
 from plumbing.service.config import duration_s, size_bytes
-from plumbing.text import one_line
+from plumbing.text import one_line, split_address
 from pool.core.states import PRIORITY_MAX, TICKETS_MAX, DeviceName, ModelRules, PoolRules
 
 S = TypeVar("S", bound=Struct)
@@ -88,10 +88,7 @@ class PoolFile(PoolRules, frozen=True, forbid_unknown_fields=True, kw_only=True)
         Raises:
             ValueError: `listen` is not an address.
         """
-        host, _, port = self.listen.rpartition(":")
-        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-            raise ValueError(f"{self.listen!r} is not HOST:PORT, such as 127.0.0.1:8000")
-        return host, int(port)
+        return split_address(self.listen)
 
 
 def engines_of(model: str, settings: ModelSettings) -> tuple[str, ...]:

@@ -381,13 +381,13 @@ def test_the_package_alone_brings_what_it_imports_and_reads():
 LINES_MAX = {
     "plumbing": 6_310,
     "lockserver": 6_420,
-    "gms": 8_970,
+    "gms": 8_950,
     "engine": 17_770,
     "gateway": 10_350,
-    "pool": 7_960,
+    "pool": 7_900,
     "understudy": 9_330,
     "hack": 5_990,
-    "tests": 65_070,
+    "tests": 64_970,
 }
 
 

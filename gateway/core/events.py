@@ -60,6 +60,7 @@ class GatewayRules(msgspec.Struct, frozen=True):
     park_timeout_ms: float = 300_000.0  # a stream that has begun waits so long
     resumes_max: int = 32  # replays under way at once; more only delay the oldest
     memory_bytes_max: int = 1 << 30  # bodies, journals and transcripts, of all requests together
+    silent_ms: float = 1_000.0  # of a pod, four reports: its streams move then
 
 
 # -------------------------------------------------------------------------------------- events

@@ -160,7 +160,7 @@ class Fleet(Gateway):
         return {}
 
     def state(self, pod: Pod) -> PodState:
-        return pod.state(self._now_ms)
+        return pod.state(self._now_ms, self.rules.silent_ms)
 
     def attempt(self, number: int) -> Attempt:
         return self.attempts[number]

@@ -8,7 +8,7 @@ reports come on:
     ready       an engine serves, or a model can be woken
     no_engine   neither
     leaving     it was told to end: its streams move
-    silent      no report for a second: its streams move where somebody has room for them
+    silent      no report for `silent_ms`: its streams move where somebody has room for them
     gone        its connection broke, and no new one is there after `GONE_MS`; its streams broke
 
 A pod's readiness in Kubernetes says nothing here: the restart of any one container makes a pod
@@ -32,7 +32,6 @@ from plumbing.gateway_protocol import Continuation, Hello, PodModel, PodReport
 
 GONE_MS = 100.0  # a gateway that lives accepts a new connection in a millisecond
 FORGET_MS = 60_000.0  # a silent pod that no name leads to any more is gone then
-SILENT_MS = 1_000.0  # four reports
 YOUNGER_MS = 5_000.0  # one that was started so much later was not started together with another
 SUSPENDED_MS = 600_000.0  # a pod whose replay was another one gets no resumes for so long
 LOAD_FACTOR = 1.25  # of the mean load, and one more
@@ -74,12 +73,12 @@ class Pod:
     def name(self) -> str:
         return self.address if self.report is None else self.report.pod
 
-    def state(self, now_ms: float) -> PodState:
+    def state(self, now_ms: float, silent_ms: float) -> PodState:
         if self.is_gone:
             return PodState.GONE
         if self.report is None:
             return PodState.UNKNOWN
-        if now_ms - self.heard_ms >= SILENT_MS:
+        if now_ms - self.heard_ms >= silent_ms:
             return PodState.SILENT
         if self.report.leaving_ms is not None:
             return PodState.LEAVING

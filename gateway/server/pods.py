@@ -20,12 +20,12 @@ import msgspec
 
 from gateway.core.events import AnswerEnded, BreakCause, PodBroke, PodHeard, PodNamed
 from gateway.core.fleet import Fleet
-from gateway.core.pods import SILENT_MS
 from gateway.server.exchange import GatewayExchange
 from gateway.server.hop import KEEPALIVE, POD, fleet_security
 from gateway.server.upstream import Upstream
 from plumbing.errors import UsageError
 from plumbing.gateway_protocol import VERSION, WATCH_PATH, PodReport
+from plumbing.text import split_address
 from plumbing.wire.tcp import reason_of
 
 LOOK_UP_S = 1.0
@@ -74,13 +74,10 @@ class PodNames:
 
     @staticmethod
     def _parse(names: list[str]) -> list[Address]:
-        found = []
-        for name in filter(None, map(str.strip, names)):
-            host, _, port = name.rpartition(":")
-            if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-                raise UsageError("gateway.bad_pods", f"{name!r} is not NAME:PORT (--pods)")
-            found.append((host.strip("[]"), int(port)))
-        return found
+        try:
+            return [split_address(name) for name in filter(None, map(str.strip, names))]
+        except ValueError as error:
+            raise UsageError("gateway.bad_pods", f"{error} (--pods)") from None
 
 
 class PodLinks:
@@ -180,7 +177,7 @@ class PodLinks:
             if not head.startswith(b"HTTP/1.1 200 "):
                 raise ValueError(f"it answered {head[:64].decode(errors='replace')!r}")
             while True:
-                async with asyncio.timeout(SILENT_MS / 1000):
+                async with asyncio.timeout(self._fleet.rules.silent_ms / 1000):
                     line = await reader.readline()
                 if not line:
                     return

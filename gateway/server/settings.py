@@ -18,6 +18,7 @@ from plumbing.pod.paths import DIRECTORY, runtime_dir
 from plumbing.pod.supervision import DRAIN_MS
 from plumbing.service.config import Option, Resolved, duration_s, size_bytes
 from plumbing.service.hosts import ALLOWED_HOST
+from plumbing.text import split_address
 
 DAY_S = 24 * 3600
 # One answer without a stream is held whole, up to 64 MiB; with less nothing could be sent again.
@@ -139,6 +140,13 @@ OPTIONS = (
     ),
     Option("listen", str, "0.0.0.0:8000", "Where a front accepts clients."),
     Option(
+        "silent_ms",
+        float,
+        GatewayRules().silent_ms,
+        "A front moves a pod's streams after this long without a report.",
+        minimum=500,
+    ),
+    Option(
         "choose",
         str,
         "prefix",
@@ -237,6 +245,7 @@ def settle(config: Resolved) -> GatewaySettings:
             config["park_timeout"] * 1000,
             config["resumes_max"],
             config["memory_bytes"],
+            config["silent_ms"],
         ),
         keepalive_comments_ms=round(config["keepalive_comments"] * 1000),
         access_log=config["access_log"],
@@ -271,21 +280,11 @@ def _hop_address(text: str, tls: str | None) -> tuple[str, int]:
 
 
 def _address(text: str, option: str) -> tuple[str, int]:
-    """
-    Raises:
-        UsageError: it is none.
-    """
-    host, _, port = text.rpartition(":")
-    host = host.strip("[]")
     try:
-        ipaddress.ip_address(host)
-        if not 0 <= int(port) < 65536:
-            raise ValueError
-    except ValueError:
-        raise UsageError(
-            "gateway.bad_address", f"{text!r} ({option}) is not an address such as 0.0.0.0:8443"
-        ) from None
-    return host, int(port)
+        host, port = split_address(text, 0)
+        return str(ipaddress.ip_address(host)), port
+    except ValueError as error:
+        raise UsageError("gateway.bad_address", f"{error} ({option})") from None
 
 
 def read_lanes(path: str) -> dict[str, Any]:

@@ -72,8 +72,8 @@ def _lose_nothing(real, fleet, pod, cause, now_ms):
 
 
 @RULES.instead("F8-a-pod-that-leaves-gets-nothing-new", "a pod that leaves", Pod, "state")
-def _never_leaving(real, pod, now_ms):
-    found = real(pod, now_ms)
+def _never_leaving(real, pod, *times_ms):
+    found = real(pod, *times_ms)
     return PodState.READY if found is PodState.LEAVING else found
 
 

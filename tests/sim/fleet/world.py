@@ -47,6 +47,7 @@ class Connection:
     journal: list[int] | None
     is_open: bool = True  # at the front
     is_served: bool = True  # at the pod
+    is_lost: bool = False  # the node is gone that would have sent again what a cut has dropped
     made: int = 0
     pipe: list[Callable[[], None]] = field(default_factory=list)
 
@@ -198,6 +199,7 @@ class World:
                 self._deliver(each, lambda each=each: self._broke(each))
             else:
                 each.pipe.clear()
+                each.is_lost = pod.is_cut
                 self.at(LOST_FLOW_MS, lambda each=each: self._broke(each))
         pod.connections = []
         if watch and not is_node and not pod.is_cut:
@@ -547,6 +549,8 @@ class World:
         pod = connection.pod
 
         def arrives() -> None:
+            if connection.is_lost:
+                return
             if pod.is_cut or connection.pipe:
                 connection.pipe.append(what)
             else:
