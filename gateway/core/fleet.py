@@ -71,7 +71,8 @@ NO_BREAKS = (
     BreakCause.WRONG_TOKEN,
 )
 ENDS = (BreakCause.CLOSED, BreakCause.POD_LOST)  # a pod that leaves was told to end
-MOVABLE = (RequestState.SENT, RequestState.ANSWERING, RequestState.STREAMING)
+BEGUN = (*REPLAYS, RequestState.STREAMING)
+MOVABLE = (*UNANSWERED, *BEGUN)
 # A request that was sent once and may not be sent again stays where it is.
 
 
@@ -486,7 +487,7 @@ class Fleet(Gateway):
         """Where this one goes. During a rollout to pods that were replaced already, as far as they
         have room: elsewhere it would have to move again."""
         name, key = self._asked[request.number]
-        is_begun = request.state is RequestState.STREAMING
+        is_begun = request.state in BEGUN
         found = [
             place
             for place in self._places(request, name)
@@ -503,8 +504,8 @@ class Fleet(Gateway):
     def _may_move(self, request: ClientRequest, state: PodState) -> bool:
         if request.is_lean or not request.is_inference or request.state not in MOVABLE:
             return False
-        # A pod that leaves finishes what has not begun; one that is silent may never answer.
-        return state is PodState.SILENT or request.state not in UNANSWERED
+        # A pod that leaves finishes what has not begun, and replays; one that is silent may never.
+        return state is PodState.SILENT or request.state is RequestState.STREAMING
 
     def _look_at_waiting(self, request: ClientRequest, passed_ms: float, now_ms: float) -> None:
         if request.gives_up_ms is not None:

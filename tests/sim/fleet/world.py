@@ -415,6 +415,7 @@ class World:
             pod = SimPod(effect.engine, "", 0, is_alive=False)
         connection = Connection(effect.attempt, core, client, pod, effect.token, journal)
         self.open[effect.attempt] = connection
+        self.hits[effect.request] += not pod.is_alive  # a front cannot know that it did not arrive
         if pod.is_deaf or pod.is_cut:
             self.at(CONNECT_MS, lambda: self._unreached(connection))
         else:
