@@ -37,7 +37,6 @@ from gateway.core.machine import (
     NEVER_MS,
     NEWER_GRANT_MS,
     REPLAYS,
-    UNANSWERED,
     Gateway,
 )
 from gateway.core.pods import (
@@ -72,7 +71,6 @@ NO_BREAKS = (
 )
 ENDS = (BreakCause.CLOSED, BreakCause.POD_LOST)  # a pod that leaves was told to end
 BEGUN = (*REPLAYS, RequestState.STREAMING)
-MOVABLE = (*UNANSWERED, *BEGUN)
 # A request that was sent once and may not be sent again stays where it is.
 
 
@@ -502,7 +500,7 @@ class Fleet(Gateway):
         return choose(free, name, key)
 
     def _may_move(self, request: ClientRequest, state: PodState) -> bool:
-        if request.is_lean or not request.is_inference or request.state not in MOVABLE:
+        if request.is_lean or not request.is_inference or request.state is RequestState.RELAYING:
             return False
         # A pod that leaves finishes what has not begun, and replays; one that is silent may never.
         return state is PodState.SILENT or request.state is RequestState.STREAMING

@@ -14,12 +14,13 @@ A holder that has handed its lock over in place is alive, and so is its witness.
 is the serving file that was filed with the grant, and only after the holder's own word: before it
 wakes, no process holds that file, and after it rests, none may ever hold it for that token again.
 
-Time never hands a lock on. It only makes a witness worth trying and a wait worth reporting.
-
-A holder on file is `recovering` until it reconnects or the evidence for it is gone. Where the state
-file was lost, the holder is *unknown*: a living one claims the lock with its token, and without a
-claim every witness and every serving file in the directory counts. Engines over TCP leave no file:
-for as long as a lease may last, they may live unseen (`leases.py`).
+Time never hands a lock on. It only makes a witness worth trying and a wait worth reporting. After a
+restart a holder on file is `recovering` until the evidence for it is gone, or it connects again
+(`client/reconnect.py`) and gets the same grant (`machine.py`). Others queue as they come. A
+switchover that waited is forgotten, leases begin anew, and the clients' socket comes back from the
+gateway (`server/gateways.py`). Where the state file was lost, the holder is *unknown*: a living one
+claims the lock with its token, and without a claim every witness and serving file in the directory
+counts. Engines over TCP leave no file: while a lease may last, they may live unseen (`leases.py`).
 """
 
 from __future__ import annotations
