@@ -39,6 +39,12 @@ def test_grant_while_one_is_being_written_is_an_invariant():
         machine.handle(ev.TimePassed(), 0.0)
 
 
+def test_event_of_no_kind_is_an_invariant():
+    """Goal: nothing is silently ignored. Method: pass in something that is no event."""
+    with pytest.raises(InvariantError, match="unknown event"):
+        LockMachine(ev.LockRecord(), 0.0).handle("hello", 0.0)
+
+
 def test_refused_lock_is_one_reason_enough():
     """Goal: one error frame ends a connection. Method: two locks, neither with a witness."""
     shell = Shell()
@@ -79,11 +85,12 @@ def test_plain_lock_is_free_when_unwanted_or_its_supervisor_is_gone():
 
 def test_witness_tried_for_another_incarnation_frees_nothing():
     """Goal: a late probe result is no evidence. Method: for another incarnation; without a
-    holder."""
+    holder; of one whose supervisor is heard."""
     shell = Shell()
     assert shell.feed(ev.WitnessFree("active", A)) == []
     shell.feed(want(2, B, "active"))
     assert shell.feed(ev.WitnessFree("active", A)) == []
+    assert shell.feed(ev.WitnessFree("active", B)) == []
     assert shell.active.state is LockState.HELD
 
 

@@ -11,7 +11,8 @@ from lockserver.core import events as ev
 from lockserver.core.leases import Leases
 from lockserver.core.lock import LockState
 from lockserver.core.supervisors import LEASE
-from tests.lockserver.core.shell import A, B, Shell, happened, refused, sent
+from lockserver.messages import RenewedMsg
+from tests.lockserver.core.shell import A2, A, B, Shell, happened, messages, refused, sent
 from tests.lockserver.core.shell import want as want_of
 
 SPAN_MS = 6000  # 5000 and a margin of 1000
@@ -87,6 +88,19 @@ def test_lease_expires_in_a_tick_and_never_before_its_span(script, lease_ms, mar
             until_ms = None if expired else until_ms
 
 
+def test_lease_on_file_keeps_the_length_that_its_engine_was_sent(held):
+    """Goal: a restart with a shorter lease waits no less. Method: 5000 ms on file, 1000 now; the
+    engine sends one message, and then no more."""
+    timed = Timed(held.disk, lease_ms=1000)
+    timed.pass_ms(2000)
+    answer = timed.want(1, A, "active", tokens={"active": 1})
+    assert [each.lease_ms for each in messages(answer, RenewedMsg)] == [5000]
+    timed.pass_ms(SPAN_MS - 100)
+    assert timed.active.holder.incarnation == A
+    timed.pass_ms(100)
+    assert timed.active.holder is None
+
+
 def test_holder_that_is_cut_keeps_the_lock_until_its_lease_has_expired(held):
     """Goal: a lost connection proves nothing; time does. Method: cut it; back within the lease it
     has the same grant; cut for longer, the next one has it, and a late claim is refused."""
@@ -99,6 +113,16 @@ def test_holder_that_is_cut_keeps_the_lock_until_its_lease_has_expired(held):
     assert "lock.lease_expired" in happened(done)
     assert (2, B, 2) in sent(done)
     assert refused(held.want(4, A, "active", tokens={"active": 1})) == ["lock.stale_claim"]
+
+
+def test_another_supervisor_is_refused_until_the_lease_expires(held):
+    """Goal: an engine lost for good can be replaced, and is told the time. Method: ask at once, and
+    later."""
+    held.feed(ev.ConnectionClosed(1))
+    (refusal, *_) = held.want(3, A2, "active", supervisor=OTHER)
+    assert (refusal.code, refusal.details["left_ms"]) == ("lock.engine_id_taken", SPAN_MS)
+    held.beat_for(SPAN_MS, 2)
+    assert refused(held.want(3, A2, "active", supervisor=OTHER)) == []
 
 
 def test_silent_connection_is_closed_and_an_engine_without_a_lease_is_forgotten():
