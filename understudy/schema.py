@@ -140,7 +140,7 @@ ORDERS = "pool load, pool sleep, pool unload, pool pin, pool unpin, pool reset, 
 DOCUMENTS: dict[str, type[Schema]] = {
     "Errors": ErrorDocument,
     "understudy status": PodStatus,
-    "understudy status of a front": FrontView,
+    "The status of a front's directory": FrontView,
     "No answer": Unreachable,
     EVENTS: EventRecord,
     "understudy doctor": DoctorDocument,

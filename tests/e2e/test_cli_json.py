@@ -43,8 +43,8 @@ AT_ONCE = 2  # commands at a time: the pod has work to do meanwhile
 UNREACHABLE = 3
 DEGRADED = 4
 PAGE = (Path(__file__).parents[2] / "docs/cli_json.md").read_text()
-# Offline, or of a pool: in tests/gateway, tests/pool and test_pool_drill.py; or inside others.
-ELSEWHERE = ("gateway ", "pool ", "understudy drill --pool", "A ", "KV ", "No answer", "The ")
+# Offline, or of a pool or a fleet: in tests/gateway, tests/pool, test_pool_drill.py, test_fleet.py.
+ELSEWHERE = ("gateway ", "pool ", "understudy drill --", "A ", "KV ", "No answer", "The ")
 PROGRAMS = {
     "understudy": understudy.cli.main.main,
     "lockserver": lockserver.cli.main,

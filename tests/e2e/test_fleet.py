@@ -22,6 +22,7 @@ from tests.e2e.pods import AS_USERS_RUN_IT
 from tests.helpers import until
 from understudy.drill.schema import FleetDrillDocument
 from understudy.pod.ports import free_offset
+from understudy.schema import FrontView
 
 UNDERSTUDY = str(Path(sys.executable).parent / "understudy")
 ENVIRONMENT = {**os.environ, **AS_USERS_RUN_IT}
@@ -55,8 +56,7 @@ def test_drill_of_a_fleet_passes_and_prints_what_is_documented(tmp_path_factory)
 
 @pytest.mark.slow
 def test_up_with_replicas_serves_at_one_port_and_leaves_no_process(tmp_path_factory):
-    """Method: a request to the front; SIGKILL of a pod's first process, which is started again;
-    SIGTERM."""
+    """Method: a request; SIGKILL of a pod's first process, which is started again; SIGTERM."""
     base = tmp_path_factory.mktemp("up")
     output, directory = base / "out", base / "fleet"
     flags = ["--replicas=2", f"--dir={directory}", f"--port-offset={free_offset(3)}"]
@@ -71,10 +71,12 @@ def test_up_with_replicas_serves_at_one_port_and_leaves_no_process(tmp_path_fact
             assert up.poll() is None, output.read_text()
             (url,) = re.findall(r"^  curl (\S+)", output.read_text(), re.MULTILINE)
             body = json.dumps({"model": "random-model", "prompt": "a", "max_tokens": 4}).encode()
-            headers = {"Content-Type": "application/json"}
-            request = urllib.request.Request(url, body, headers)
+            request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
             with urllib.request.urlopen(request, timeout=60) as answer:
                 served = answer.headers["X-Understudy-Pod"]
+            words = [UNDERSTUDY, "status", f"--dir={directory}", "--json"]
+            view = subprocess.run(words, stdout=subprocess.PIPE, check=False).stdout
+            assert mismatches(json.loads(view), FrontView) == []
             tree = {each.pid: each for each in psutil.Process(up.pid).children(recursive=True)}
             (pod,) = (it for it in tree.values() if f"--dir={directory}/{served}" in it.cmdline())
             pod.kill()

@@ -40,7 +40,6 @@ def test_grant_while_one_is_being_written_is_an_invariant():
 
 
 def test_event_of_no_kind_is_an_invariant():
-    """Goal: nothing is silently ignored. Method: pass in something that is no event."""
     with pytest.raises(InvariantError, match="unknown event"):
         LockMachine(ev.LockRecord(), 0.0).handle("hello", 0.0)
 
