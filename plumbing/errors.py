@@ -83,11 +83,14 @@ _SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS}
 
 _DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO})
 DISK = "disk"  # in an error's details: whether a disk has caused it, which a peer cannot see
+CAUSES_MAX = 8  # that are looked at: an error may even be its own cause
 
 
 def is_disk_fault(error: BaseException | None) -> bool:
     """Whether a disk that is full, read-only or broken has caused `error`."""
-    while error is not None:
+    for _ in range(CAUSES_MAX):
+        if error is None:
+            break
         details = getattr(error, "details", {})  # of an `UnderstudyError`
         if DISK in details:
             return bool(details[DISK])

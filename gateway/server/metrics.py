@@ -94,10 +94,6 @@ class _Collected(Collector):
         yield _histogram("pause_seconds", text, accounts.pauses)
         text = "Time from a request, read whole, to its first byte sent to an engine that was free."
         yield _histogram("added_seconds", text, accounts.added)
-        yield from self.more()
-
-    def more(self) -> Iterator[Metric]:
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -111,7 +107,8 @@ class OfGateway(_Collected):
     def limits(self) -> Iterable[str]:
         return (*LIMITS, *POOL_LIMITS) if self.pool.models else LIMITS
 
-    def more(self) -> Iterator[Metric]:
+    def collect(self) -> Iterator[Metric]:
+        yield from super().collect()
         text, goals = "1 while the lock server is connected.", self.engine.goals
         yield GaugeMetricFamily(_name("lock_server_connected"), text, value=self.lock.is_served)
         text = "1 while requests wait because the engine that holds the lock sleeps."
@@ -133,7 +130,8 @@ class OfFront(_Collected):
 
     fleet: Fleet
 
-    def more(self) -> Iterator[Metric]:
+    def collect(self) -> Iterator[Metric]:
+        yield from super().collect()
         fleet = self.fleet
         text = "Pods that this front knows, by state."
         family = GaugeMetricFamily(_name("pods"), text, labels=["state"])

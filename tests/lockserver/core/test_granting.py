@@ -83,8 +83,7 @@ def test_plain_lock_is_free_when_unwanted_or_its_supervisor_is_gone():
 
 
 def test_witness_tried_for_another_incarnation_frees_nothing():
-    """Goal: a late probe result is no evidence. Method: for another incarnation; without a
-    holder; of one whose supervisor is heard."""
+    """Method: without a holder; of another incarnation; of one whose supervisor is heard."""
     shell = Shell()
     assert shell.feed(ev.WitnessFree("active", A)) == []
     shell.feed(want(2, B, "active"))

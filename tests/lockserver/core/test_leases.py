@@ -89,8 +89,7 @@ def test_lease_expires_in_a_tick_and_never_before_its_span(script, lease_ms, mar
 
 
 def test_lease_on_file_keeps_the_length_that_its_engine_was_sent(held):
-    """Goal: a restart with a shorter lease waits no less. Method: 5000 ms on file, 1000 now; the
-    engine sends one message, and then no more."""
+    """Method: 5000 ms on file, 1000 now; the engine sends one message, and then no more."""
     timed = Timed(held.disk, lease_ms=1000)
     timed.pass_ms(2000)
     answer = timed.want(1, A, "active", tokens={"active": 1})
@@ -116,8 +115,7 @@ def test_holder_that_is_cut_keeps_the_lock_until_its_lease_has_expired(held):
 
 
 def test_another_supervisor_is_refused_until_the_lease_expires(held):
-    """Goal: an engine lost for good can be replaced, and is told the time. Method: ask at once, and
-    later."""
+    """Goal: an engine that is lost for good can be replaced, and is told the time."""
     held.feed(ev.ConnectionClosed(1))
     (refusal, *_) = held.want(3, A2, "active", supervisor=OTHER)
     assert (refusal.code, refusal.details["left_ms"]) == ("lock.engine_id_taken", SPAN_MS)

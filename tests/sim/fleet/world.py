@@ -514,7 +514,7 @@ class World:
         connection.made += len(tokens)
         self._deliver(connection, lambda: self._says(connection, "group", events, tokens, chunks))
         if client.is_poison and connection.made >= 6 and pod.has_engine:
-            if pod.leaving_ms is None:  # its end says nothing against anybody
+            if pod.leaving_ms is None and not pod.is_cut:  # else a front does not count it
                 self.killed[client.number] = self.killed.get(client.number, 0) + 1
             self.kill_engine(pod, self.rng.choice((60.0, 400.0)))
             return
