@@ -9,12 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from plumbing.errors import (
-    RemoteError,
-    UnreachableError,
-    UsageError,
-    WaitTimeoutError,
-)
+from plumbing.errors import RemoteError, UnreachableError, UsageError, WaitTimeoutError
 from plumbing.pod.cli import (
     ANSWER_TIMEOUT_S,
     INTERRUPTED,

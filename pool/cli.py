@@ -35,12 +35,7 @@ from plumbing.wire.messages import Message
 from pool import status_text
 from pool.core.events import Order
 from pool.core.states import PRIORITY_MAX
-from pool.messages import (
-    CATALOGUE,
-    OrderedMsg,
-    OrderMsg,
-    SetMsg,
-)
+from pool.messages import CATALOGUE, OrderedMsg, OrderMsg, SetMsg
 from pool.server.settings import DIR, OPTIONS, settle
 
 ANSWER_S = 10.0  # the pool answers in milliseconds, unless its disk is slow

@@ -15,7 +15,7 @@ whom a request goes, and what becomes of it after a break.
 A stream is resumed only where the continuation id is the one that it was begun under. A request has
 one attempt: it is dropped before another pod gets the request, so no two pods speak in one answer.
 An engine that dies is charged to the requests that it had, over all pods together: a request may
-kill three of them, not three in each pod.
+kill three of them, not three in each pod. What dies in a silent pod is charged when it is known.
 
 A request that no pod can take now waits aside, and is looked at again when something has changed.
 """
@@ -32,13 +32,7 @@ from gateway.core.answers import failure
 from gateway.core.client_request import Attempt, ClientRequest, RequestState
 from gateway.core.events import BreakCause, GatewayEffect, GatewayEvent, GatewayRules
 from gateway.core.lanes import Lane
-from gateway.core.machine import (
-    BUSY,
-    NEVER_MS,
-    NEWER_GRANT_MS,
-    REPLAYS,
-    Gateway,
-)
+from gateway.core.machine import BUSY, NEVER_MS, NEWER_GRANT_MS, REPLAYS, Gateway
 from gateway.core.pods import (
     FORGET_MS,
     GONE_MS,
@@ -70,8 +64,6 @@ NO_BREAKS = (
     BreakCause.WRONG_TOKEN,
 )
 ENDS = (BreakCause.CLOSED, BreakCause.POD_LOST)  # a pod that leaves was told to end
-BEGUN = (*REPLAYS, RequestState.STREAMING)
-# A request that was sent once and may not be sent again stays where it is.
 
 
 class EngineLife(NamedTuple):
@@ -282,7 +274,15 @@ class Fleet(Gateway):
         else:
             sent = self._sent[attempt.request]
             sent.refused_by.clear()
-            sent.token, attempt.continuation_id = came.inner_token, came.continuation_id
+            is_another, sent.token = sent.token != came.inner_token, came.inner_token
+            attempt.continuation_id = came.continuation_id
+            if request.is_inside and is_another:  # before its pod reported what it broke off of
+                self._is_dead_of(request, now_ms)
+                if request.number in self.requests and request.is_suspect:
+                    self.broke(attempt, BreakCause.SUPERSEDED, now_ms)  # it waits for its trial
+                if request.attempt is not attempt:
+                    return
+            request.is_inside = False
             super().head(attempt, came, now_ms)
             if came.token != attempt.token and not sent.pod.is_gone:  # another one has its address
                 self._lose(sent.pod, "gone", now_ms)
@@ -485,7 +485,7 @@ class Fleet(Gateway):
         """Where this one goes. During a rollout to pods that were replaced already, as far as they
         have room: elsewhere it would have to move again."""
         name, key = self._asked[request.number]
-        is_begun = request.state in BEGUN
+        is_begun = request.state in (*REPLAYS, RequestState.STREAMING)
         found = [
             place
             for place in self._places(request, name)
@@ -500,9 +500,10 @@ class Fleet(Gateway):
         return choose(free, name, key)
 
     def _may_move(self, request: ClientRequest, state: PodState) -> bool:
+        """What may be sent once only stays where it is."""
         if request.is_lean or not request.is_inference or request.state is RequestState.RELAYING:
             return False
-        # A pod that leaves finishes what has not begun, and replays; one that is silent may never.
+        # A pod that leaves finishes replays and what has not begun; one that is silent may not.
         return state is PodState.SILENT or request.state is RequestState.STREAMING
 
     def _look_at_waiting(self, request: ClientRequest, passed_ms: float, now_ms: float) -> None:

@@ -41,13 +41,7 @@ from gateway.core.events import BreakCause, Ending, GatewayEffect, GatewayEvent,
 from gateway.core.queue import EXPECTED_MS, RequestQueue
 from gateway.core.replay import Replay
 from gateway.core.target import GREET_AGAIN_MS, LaneTarget
-from plumbing.gateway_protocol import (
-    HANDED_OVER,
-    JOURNAL_TOKENS_MAX,
-    Continuation,
-    Hello,
-    Journal,
-)
+from plumbing.gateway_protocol import HANDED_OVER, JOURNAL_TOKENS_MAX, Continuation, Hello, Journal
 
 TICK_MS = 20.0  # a tenth of the shortest wait here, 200 ms
 NEWER_GRANT_MS = 200.0  # a death is followed by a grant in less; a broken connection by none

@@ -22,12 +22,7 @@ from gms import messages as msg
 from gms.questions import unexpected_answer
 from gms.vmm.host import HostMemory
 from gms.vmm.interface import Allocation, DeviceMemory, Reservation, release_all
-from plumbing.errors import (
-    InvariantError,
-    RemoteError,
-    UnreachableError,
-    WaitTimeoutError,
-)
+from plumbing.errors import InvariantError, RemoteError, UnreachableError, WaitTimeoutError
 from plumbing.pod.models import device_of
 from plumbing.service import procfs
 from plumbing.service.process import make_fd_room

@@ -1,5 +1,13 @@
-"""A writer's session, from the first tensor to the commit; a reader's, for as long as its engine
-lives; and weights that are away: released here, kept as a sealed copy in host memory, brought back.
+"""The way of weights from a checkpoint into other processes; and weights that are away.
+
+    writer    gets slabs from the device's server, as descriptors, and maps them; its backend copies
+              every tensor of the checkpoint to the address that `place` gives; `commit` ends the
+              writing, makes the slabs read-only and files the manifest under a new epoch
+    reader    gets the manifest and the same slabs, locks the epoch's file, and maps all read-only
+              side by side (`attach.Attachment`) for as long as its engine lives; its backend binds
+              its tensors to these addresses
+
+Weights that are away are released here, kept as a sealed copy in host memory, and brought back:
 
     away = release(reader, keeper)         # nothing is mapped any more; the addresses stay reserved
     away.free()                         # the device's memory is free, unless another engine maps it

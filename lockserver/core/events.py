@@ -18,13 +18,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from lockserver.core.names import (
-    ServingFile,
-    WitnessFile,
-    WitnessState,
-    name_of,
-    serving_name_of,
-)
+from lockserver.core.names import ServingFile, WitnessFile, WitnessState, name_of, serving_name_of
 from lockserver.messages import (
     NO_ERA,
     GrantedMsg,

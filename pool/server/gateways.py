@@ -15,12 +15,7 @@ from collections.abc import Callable, Mapping
 from plumbing.errors import UnderstudyError
 from plumbing.wire.connection import Connection
 from plumbing.wire.peer import ProcessWatch
-from pool.core.events import (
-    DemandCame,
-    GatewayGone,
-    PoolEvent,
-    SetModelDoor,
-)
+from pool.core.events import DemandCame, GatewayGone, PoolEvent, SetModelDoor
 from pool.core.facts import Facts
 from pool.core.states import PooledRules
 from pool.messages import DemandMsg, DoorsMsg, PooledModel

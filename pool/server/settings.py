@@ -16,13 +16,7 @@ from plumbing.service.config import Option, Resolved
 from plumbing.service.hosts import ALLOWED_HOST
 from pool.core.facts import ModelSetup, PoolSetup
 from pool.core.states import HOST, EngineSizes
-from pool.pool_file import (
-    ModelSettings,
-    PoolFile,
-    engines_of,
-    read_pool_file,
-    with_served_names,
-)
+from pool.pool_file import ModelSettings, PoolFile, engines_of, read_pool_file, with_served_names
 
 DIR = Option("dir", str, DIRECTORY, "The directory that the pod's processes share.")
 OPTIONS = (

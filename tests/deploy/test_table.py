@@ -22,14 +22,7 @@ from tests.deploy.manifests import (
     words,
 )
 from understudy.pod.ports import ENGINE_PORT, POOL_PORT, Ports
-from understudy.pod.table import (
-    GATEWAY,
-    INIT,
-    REPLACING_INIT,
-    Container,
-    LocalPod,
-    PoolModels,
-)
+from understudy.pod.table import GATEWAY, INIT, REPLACING_INIT, Container, LocalPod, PoolModels
 
 SHARED = "/run/shared/understudy"
 PODS = ("single-gpu", "tp2", "two-shadows", "cpu", *POOLS)

@@ -7,12 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.backends.process_memory import (
-    Room,
-    has_room_for,
-    keep_trying,
-    read_room,
-)
+from engine.backends.process_memory import Room, has_room_for, keep_trying, read_room
 from gms.vmm.host import HostMemory
 from plumbing.errors import WaitTimeoutError
 

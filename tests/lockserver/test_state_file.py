@@ -14,15 +14,7 @@ from msgspec.structs import replace
 from lockserver.core.events import FiledLease, Holder, LockRecord
 from lockserver.core.lock import kinds_of
 from lockserver.messages import TOKEN_CLAIMED_MAX
-from lockserver.state_file import (
-    FILE_BYTES,
-    FORMATS,
-    NAME,
-    SLOT_BYTES,
-    WIDE,
-    LockStateFile,
-    read,
-)
+from lockserver.state_file import FILE_BYTES, FORMATS, NAME, SLOT_BYTES, WIDE, LockStateFile, read
 from plumbing.errors import UnderstudyError
 from plumbing.pod.models import MODELS_MAX
 from tests.helpers import free_witness, open_fds

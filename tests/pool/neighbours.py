@@ -28,13 +28,7 @@ from plumbing.pod.messages import (
     WatchMsg,
     WitnessRef,
 )
-from plumbing.pod.paths import (
-    KV,
-    WEIGHTS,
-    engine_socket,
-    gms_socket,
-    lockserver_socket,
-)
+from plumbing.pod.paths import KV, WEIGHTS, engine_socket, gms_socket, lockserver_socket
 from plumbing.wire.connection import Handler
 from plumbing.wire.server import Server
 from pool.client.link import PoolLink

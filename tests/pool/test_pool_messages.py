@@ -8,11 +8,7 @@ import pytest
 from plumbing.errors import ProtocolError
 from plumbing.wire.limits import FRAME_BYTES_MAX
 from pool import messages as msg
-from pool.core.events import (
-    ModelDemand,
-    Ticket,
-    TicketKind,
-)
+from pool.core.events import ModelDemand, Ticket, TicketKind
 from pool.core.states import MODELS_MAX, TICKETS_MAX
 
 ID = "0123456789abcdef"

@@ -17,15 +17,7 @@ from pathlib import Path
 from plumbing.pod.paths import LOCKSERVER_SOCKET
 from plumbing.service import procfs
 from pool.pool_file import digests
-from understudy.doctor.pod import (
-    ExaminedPod,
-    Finding,
-    failed,
-    passed,
-    process,
-    skipped,
-    warned,
-)
+from understudy.doctor.pod import ExaminedPod, Finding, failed, passed, process, skipped, warned
 from understudy.host import descriptors
 
 ONE_VOLUME = (

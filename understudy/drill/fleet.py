@@ -36,15 +36,7 @@ from understudy.drill.outcomes import pauses_at_pod
 from understudy.drill.prompts import bank_of, learn_answers, model_name
 from understudy.drill.records import GONE, Kill, Moment, Records
 from understudy.drill.run import FIRST_WHOLE_DEADLINE_S, Drill, DrillPlan, clock
-from understudy.drill.targets import (
-    FRONT,
-    GATEWAY,
-    LEAVE,
-    PARTS,
-    POD,
-    STOPPED_POD,
-    fleet_targets,
-)
+from understudy.drill.targets import FRONT, GATEWAY, LEAVE, PARTS, POD, STOPPED_POD, fleet_targets
 from understudy.pod.runner import PodRunner
 from understudy.pod.table import pod_name, program
 from understudy.status.gather import engine_parts, gateway_part, status_of

@@ -65,15 +65,7 @@ from understudy.drill.killer import (
 from understudy.drill.machine import Burn
 from understudy.drill.observer import Observer, OldTree
 from understudy.drill.prompts import bank_of, learn_answers, model_name, pool_prompts
-from understudy.drill.records import (
-    End,
-    Exchange,
-    Kill,
-    Prompt,
-    Records,
-    StatedBound,
-    Upgrade,
-)
+from understudy.drill.records import End, Exchange, Kill, Prompt, Records, StatedBound, Upgrade
 from understudy.drill.targets import (
     ALL_PARTS,
     OF_MODEL,

@@ -30,13 +30,7 @@ import msgspec
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from engine.backends.reference.completions import (
-    BODIES,
-    AnyBody,
-    ChatBody,
-    OpenAiReply,
-    parse_body,
-)
+from engine.backends.reference.completions import BODIES, AnyBody, ChatBody, OpenAiReply, parse_body
 from engine.backends.reference.generation import TokenRequest
 from engine.backends.reference.model import ModelThread
 from engine.backends.reference.ranks import Ready

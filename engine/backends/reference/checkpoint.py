@@ -24,14 +24,7 @@ import numpy as np
 from engine.backends.memory_session import WAIT_S, attach, commit, host_device, loading
 from engine.backends.process import BackendProcess
 from engine.backends.reference.config import LlamaConfig, read_config, unsupported
-from engine.backends.shards import (
-    Shard,
-    StoredTensor,
-    broken,
-    identity_of,
-    read_json,
-    read_shards,
-)
+from engine.backends.shards import Shard, StoredTensor, broken, identity_of, read_json, read_shards
 from gms.client import Reader, Writer
 from plumbing import __version__
 

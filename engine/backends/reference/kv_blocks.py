@@ -32,13 +32,7 @@ from engine.backends.reference.decoder import PREFILL_CHUNK, KVCache
 from engine.backends.reference.ranks import Array, Peers, digest_of
 from engine.kv.layout import IndexHeader, IndexRecord
 from engine.kv.writer import IndexWriter
-from gms.client import (
-    BEGUN,
-    KvClaim,
-    KvLease,
-    borrow_pool,
-    has_pool_service,
-)
+from gms.client import BEGUN, KvClaim, KvLease, borrow_pool, has_pool_service
 from plumbing import __version__
 from plumbing.errors import UnderstudyError, UnreachableError, UsageError
 

@@ -11,20 +11,11 @@ import pytest
 
 from engine.backends.process import fault_report
 from engine.backends.reference import checkpoint as module
-from engine.backends.reference.checkpoint import (
-    identity,
-    open_checkpoint,
-)
+from engine.backends.reference.checkpoint import identity, open_checkpoint
 from engine.backends.reference.config import parse_config
 from engine.backends.shards import read_file, read_shard
 from plumbing.errors import UnderstudyError, UsageError
-from tests.engine.reference.support import (
-    GOLDEN_NAMES,
-    copy_of,
-    edit_header,
-    golden,
-    load,
-)
+from tests.engine.reference.support import GOLDEN_NAMES, copy_of, edit_header, golden, load
 from tests.helpers import descriptors_below
 
 with open(os.path.join(golden("untied-gqa-bf16"), "config.json"), encoding="utf-8") as file:

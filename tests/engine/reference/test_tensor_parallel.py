@@ -12,11 +12,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 
-from engine.backends.reference.checkpoint import (
-    identity,
-    open_checkpoint,
-    same_on_every_rank,
-)
+from engine.backends.reference.checkpoint import identity, open_checkpoint, same_on_every_rank
 from engine.backends.reference.config import read_config
 from engine.backends.reference.decoder import Decoder, KVCache, weights_from
 from engine.backends.reference.generation import Generator, TokenRequest, canary

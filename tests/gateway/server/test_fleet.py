@@ -22,13 +22,7 @@ from click.testing import CliRunner
 from msgspec.structs import replace
 
 from gateway.cli import main, render
-from gateway.core.events import (
-    HeadCame,
-    PodHeard,
-    PodNamed,
-    RequestCame,
-    SendRequest,
-)
+from gateway.core.events import HeadCame, PodHeard, PodNamed, RequestCame, SendRequest
 from gateway.core.fleet import Fleet
 from gateway.core.pods import PodState
 from gateway.messages import CONTROL, StatusMsg

@@ -9,12 +9,7 @@ import pytest
 
 from gms import messages as msg
 from gms.core import events as ev
-from gms.core.region import (
-    SESSIONS,
-    WRITER_STATES,
-    Input,
-    S,
-)
+from gms.core.region import SESSIONS, WRITER_STATES, Input, S
 from plumbing.errors import ProtocolError, UnderstudyError
 from plumbing.wire.messages import Message
 from tests.gms.core.driver import IDENTITY, Bench

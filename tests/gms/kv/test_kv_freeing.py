@@ -7,11 +7,7 @@ import signal
 
 from gms import names
 from tests.gms.kinds import host_only
-from tests.gms.kv.kv_bench import (
-    Borrow,
-    KvProcess,
-    drop_kv,
-)
+from tests.gms.kv.kv_bench import Borrow, KvProcess, drop_kv
 from tests.helpers import open_fds, until
 
 

@@ -20,15 +20,7 @@ from plumbing.pod.paths import KV
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.messages import Message
 from tests.gms.kinds import host_only
-from tests.gms.kv.kv_bench import (
-    ERA,
-    INDEX_BYTES,
-    MIB,
-    SIZE_BYTES,
-    Borrow,
-    KvProcess,
-    drop_kv,
-)
+from tests.gms.kv.kv_bench import ERA, INDEX_BYTES, MIB, SIZE_BYTES, Borrow, KvProcess, drop_kv
 from tests.helpers import auntil, open_fds, until
 
 

@@ -11,16 +11,7 @@ from lockserver.core.lock import LockState
 from lockserver.core.machine import LockMachine
 from lockserver.core.names import WitnessState
 from plumbing.errors import InvariantError
-from tests.lockserver.core.shell import (
-    A,
-    B,
-    Shell,
-    happened,
-    held_by_a,
-    refused,
-    sent,
-    want,
-)
+from tests.lockserver.core.shell import A, B, Shell, happened, held_by_a, refused, sent, want
 
 
 def test_grant_is_on_disk_before_it_is_sent():

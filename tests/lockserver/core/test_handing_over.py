@@ -7,16 +7,7 @@ import pytest
 from lockserver.core import events as ev
 from lockserver.core.lock import LockState
 from lockserver.core.names import ServingFile, serving_name_of
-from tests.lockserver.core.shell import (
-    A,
-    B,
-    Shell,
-    happened,
-    refused,
-    restarted,
-    sent,
-    want,
-)
+from tests.lockserver.core.shell import A, B, Shell, happened, refused, restarted, sent, want
 
 FILE_A = ServingFile(serving_name_of(A), 2, 11)
 

@@ -7,13 +7,7 @@ import itertools
 import pytest
 
 from lockserver.core.events import Holder
-from lockserver.core.lock import (
-    TABLE,
-    IllegalLockTransition,
-    Lock,
-    LockState,
-    Signal,
-)
+from lockserver.core.lock import TABLE, IllegalLockTransition, Lock, LockState, Signal
 
 HOLDER = Holder("e", "e-0011223344556677", "s" * 16, 1, 2, 1, 0.0)
 NAMING = (Signal.GRANTED, Signal.CLAIMED)

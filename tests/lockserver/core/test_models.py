@@ -9,12 +9,7 @@ from msgspec.structs import replace
 from lockserver.core import events as ev
 from lockserver.core import recovery
 from lockserver.core.lock import Lock, LockState, Signal, kinds_of, with_filed
-from lockserver.core.names import (
-    INCARNATION,
-    name_of,
-    new_incarnation,
-    serving_name_of,
-)
+from lockserver.core.names import INCARNATION, name_of, new_incarnation, serving_name_of
 from plumbing.errors import UsageError
 from tests.lockserver.test_state_file import HOLDER
 

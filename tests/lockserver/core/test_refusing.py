@@ -9,15 +9,7 @@ from lockserver.core import events as ev
 from lockserver.core.lock import LockState
 from lockserver.core.names import WitnessState
 from lockserver.core.supervisors import SUPERVISORS_MAX
-from tests.lockserver.core.shell import (
-    A,
-    B,
-    Shell,
-    held_by_a,
-    refused,
-    restarted,
-    want,
-)
+from tests.lockserver.core.shell import A, B, Shell, held_by_a, refused, restarted, want
 
 
 def but(wanted: ev.Wanted, **fields) -> ev.Wanted:

@@ -15,12 +15,7 @@ from plumbing.wire.fds import OwnedFd
 from plumbing.wire.frames import encode_frame
 from plumbing.wire.messages import Message
 from tests.helpers import auntil
-from tests.plumbing.wire.echo import (
-    CATALOGUE,
-    Echo,
-    EchoHandler,
-    on_loops,
-)
+from tests.plumbing.wire.echo import CATALOGUE, Echo, EchoHandler, on_loops
 
 FRAME = encode_frame(CATALOGUE.encode(Echo("x")), 0)
 LARGE = Echo("x" * 99_000)

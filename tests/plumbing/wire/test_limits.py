@@ -13,20 +13,10 @@ from plumbing.errors import RemoteError, UnderstudyError
 from plumbing.wire.blocking import BlockingClient
 from plumbing.wire.connection import Connection
 from plumbing.wire.frames import encode_frame
-from plumbing.wire.limits import (
-    FAULT_DETAILS_BYTES_MAX,
-    FAULT_MESSAGE_CHARS_MAX,
-    FRAMES_PER_TURN,
-)
+from plumbing.wire.limits import FAULT_DETAILS_BYTES_MAX, FAULT_MESSAGE_CHARS_MAX, FRAMES_PER_TURN
 from plumbing.wire.messages import fault_of
 from tests.helpers import auntil, until
-from tests.plumbing.wire.echo import (
-    CATALOGUE,
-    Echo,
-    EchoHandler,
-    ServerThread,
-    on_loops,
-)
+from tests.plumbing.wire.echo import CATALOGUE, Echo, EchoHandler, ServerThread, on_loops
 
 
 def test_fault_is_cut_to_its_limits_and_keeps_what_fits():

@@ -25,14 +25,7 @@ from plumbing.wire.tcp import Security, TcpServer, connect_tcp
 from plumbing.wire.tcp_address import TcpAddress
 from tests.helpers import auntil, open_fds, room_for
 from tests.plumbing.wire.certificates import Authority, shared, write_secret
-from tests.plumbing.wire.echo import (
-    CATALOGUE,
-    LOOPS,
-    Echo,
-    EchoHandler,
-    Refuse,
-    on_loops,
-)
+from tests.plumbing.wire.echo import CATALOGUE, LOOPS, Echo, EchoHandler, Refuse, on_loops
 from tests.plumbing.wire.tcp_rig import (
     HELLO,
     Client,

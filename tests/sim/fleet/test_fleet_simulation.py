@@ -17,6 +17,11 @@ END_MS = 4_000.0
 HEALED_MS = 60_000.0
 
 
+# Schedules of 250,000 that have shown a defect: a replay that stayed at a silent pod; an engine's
+# death that the pod reported after its successor had the request again.
+FOUND = (49_153, 85_312)
+
+
 class Schedule:
     """Random clients and random misfortune for some seconds; then all pods are well."""
 
@@ -149,7 +154,7 @@ def run(seed: int) -> World:
 
 
 def test_F1_to_F8_hold_whatever_becomes_of_pods():
-    for seed in seeds(300):
+    for seed in (*FOUND, *seeds(300)):
         run(seed)
 
 

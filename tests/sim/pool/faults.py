@@ -8,14 +8,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from plumbing.pod.messages import Tier
-from pool.core.events import (
-    DemandCame,
-    HolderNamed,
-    ModelDemand,
-    Order,
-    Ordered,
-    PoolEvent,
-)
+from pool.core.events import DemandCame, HolderNamed, ModelDemand, Order, Ordered, PoolEvent
 from pool.core.states import HOST
 from tests.sim.pool.lease import Lease
 

@@ -8,15 +8,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from understudy.drill.records import (
-    End,
-    Exchange,
-    Kill,
-    Moment,
-    Records,
-    StatedBound,
-    Upgrade,
-)
+from understudy.drill.records import End, Exchange, Kill, Moment, Records, StatedBound, Upgrade
 from understudy.drill.schema import DrillBurn
 
 TEXT = "hello"

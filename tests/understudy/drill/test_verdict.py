@@ -33,15 +33,7 @@ from understudy.drill.outcomes import (
     pause_at,
     phases_of,
 )
-from understudy.drill.records import (
-    End,
-    EngineDeath,
-    Kill,
-    Moment,
-    Outcome,
-    Records,
-    StatedBound,
-)
+from understudy.drill.records import End, EngineDeath, Kill, Moment, Outcome, Records, StatedBound
 from understudy.drill.targets import GATEWAY, LOCKSERVER
 from understudy.drill.verdict import (
     Bounds,
