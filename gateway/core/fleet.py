@@ -276,13 +276,12 @@ class Fleet(Gateway):
             sent.refused_by.clear()
             is_another, sent.token = sent.token != came.inner_token, came.inner_token
             attempt.continuation_id = came.continuation_id
-            if request.is_inside and is_another:  # before its pod reported what it broke off of
+            if attempt.was_inside and is_another:  # where it broke off last, the engine has died
                 self._is_dead_of(request, now_ms)
                 if request.number in self.requests and request.is_suspect:
                     self.broke(attempt, BreakCause.SUPERSEDED, now_ms)  # it waits for its trial
                 if request.attempt is not attempt:
                     return
-            request.is_inside = False
             super().head(attempt, came, now_ms)
             if came.token != attempt.token and not sent.pod.is_gone:  # another one has its address
                 self._lose(sent.pod, "gone", now_ms)
