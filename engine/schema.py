@@ -32,7 +32,7 @@ class EngineGoal(Schema):
         str, "resident now: nothing (`cold`), weights (`warm`), also KV memory (`awake`)"
     ]
     goal: Annotated[str, "its goal, which outlives the supervisor; `cold`: no backend"]
-    by: Annotated[str | None, "who asked; null if nobody has since the supervisor started"]
+    by: Annotated[str | None, "who asked; null: no request since the supervisor started"]
     generation: Annotated[str | None, "of the pool's newest goal, as ERA.START.NUMBER"]
     can_rest: Annotated[bool, "this launch can sleep and hand over without ending"]
 

@@ -149,7 +149,7 @@ class KeptWeights:
 
     @property
     def is_away(self) -> bool:
-        """Nothing is mapped: nobody may compute."""
+        """Nothing is mapped: no process may compute."""
         return self._gone is not None
 
     def let_go(self) -> tuple[int, str]:

@@ -103,7 +103,7 @@ class BackendProcess:
 
     def report(self, error: UnderstudyError) -> None:
         """Report why this process is about to exit: its parent often does not know. It is said
-        once, and nobody is waited for who is gone or stopped."""
+        once, and a reader that is gone or stopped is not waited for."""
         fault = structs.asdict(fault_report(error))
         message = msg.BrokenMsg(**fault, incarnation=self.incarnation)
         with contextlib.suppress(UnderstudyError):
@@ -195,7 +195,7 @@ class ProgressPage:
     """The counter of one incarnation, at either end."""
 
     def __init__(self, page: mmap.mmap | None = None) -> None:
-        """Without `page`: a counter that nobody else sees."""
+        """Without `page`: a counter that no other process sees."""
         self._page = page
         memory = memoryview(page if page is not None else bytearray(COUNTER_BYTES))
         self._counter = memory[:COUNTER_BYTES].cast("Q")  # aligned, so written in one piece

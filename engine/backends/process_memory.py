@@ -184,7 +184,7 @@ PAGES = HUGE_BYTES // mmap.PAGESIZE
 # Of a huge page that many small ones must be there, for the others are taken, too: the process
 # grows by a third at most, and in fact by 1 %.
 PAGES_MIN = PAGES * 3 // 4
-# Whoever asks for this waits for 15 s. On a busy machine it takes two, and more only where the
+# The caller waits for 15 s. On a busy machine it takes two, and more only where the
 # kernel must make room for each huge page.
 TIME_MAX_S = 5.0
 STEP_BYTES = 32 * HUGE_BYTES  # between two looks at the clock: 50 ms, or 300 on a busy machine

@@ -9,8 +9,8 @@ without progress.
 The surprising things: only progress, or a canary that passed, proves anything, so when the last
 request leaves without progress a canary runs at once, and clients that give up and retry do not
 hide a hang. A hang is measured from when this side *saw* work in flight. And a supervisor that did
-not run itself (stopped, thawed, starved) cannot blame the backend: time in which nobody looked does
-not count, and after a long gap every deadline starts again. A parked engine is not asked, which
+not run itself (stopped, thawed, starved) cannot blame the backend: time without a look does not
+count, and after a long gap every deadline starts again. A parked engine is not asked, which
 would cost an idle machine too much: it is only seen whether its processes are stopped.
 
 How long the active engine may show nothing before it counts as hung:
@@ -98,7 +98,7 @@ LATE_MS = 250
 STOPPED_MS = 1_000
 
 
-# A second apart, so that whoever stops a process for a moment, to look at it, does not lose it.
+# A second apart, so that a process that is stopped for a moment, to look at it, is not lost.
 STOPPED_LOOKS_MAX = 5
 
 

@@ -6,8 +6,8 @@ only reads; `IndexWriter` continues with the result or clears the index. Any dou
 a reason for `status`: correctness never depends on an adoption. The caller proves the fence first:
 no process of an earlier engine can still write to the pool.
 
-The audit (`--kv-audit`) compares checksums for tests and drills. No rule relies on it, and whoever
-holds the memory computes the checksums.
+The audit (`--kv-audit`) compares checksums for tests and drills. No rule relies on it, and the
+holder of the memory computes the checksums.
 """
 
 from __future__ import annotations

@@ -208,7 +208,7 @@ class IndexPage:
         """The valid records of the first `blocks` blocks, by number."""
         generation, crc32 = self.generation, zlib.crc32
         key = _key(self._words[COMMIT], generation)
-        # A copy: nobody writes now, and its parts cost less.
+        # A copy: no engine writes now, and its parts cost less.
         memory = bytes(self._bytes[HEADER_BYTES : index_bytes(min(blocks, self.capacity))])
         for first in range(0, len(memory), len(NEVER_WRITTEN)):
             if memory.startswith(NEVER_WRITTEN, first):  # most of a large index

@@ -169,7 +169,7 @@ class IndexWriter:
 
 
 def _begin_empty(pages: Sequence[IndexPage], headers: Sequence[IndexHeader], cohort: str) -> None:
-    """Rank 0's header goes first and comes last: until it is complete nobody adopts anything."""
+    """Rank 0's header goes first and comes last: until it is complete no engine adopts anything."""
     pages[0].invalidate_header()
     pages[0].raise_generation()
     for page, header in list(zip(pages, headers, strict=True))[::-1]:

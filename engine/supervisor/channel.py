@@ -139,7 +139,7 @@ class Canaries:
         self._by_http.add_done_callback(_check)
 
     def stop(self) -> None:
-        """Nobody waits for the one that is on its way any more."""
+        """The answer of the one that is on its way is ignored."""
         if self._by_http is not None:
             self._by_http.cancel()
         self._by_http = self.problem = None

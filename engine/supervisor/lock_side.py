@@ -237,14 +237,14 @@ class BackendListener:
         return listening
 
     def remove(self) -> None:
-        """Let nobody connect any more. Harmless to repeat. What we have not bound stays: a second
+        """Allow no more connections. Harmless to repeat. What we have not bound stays: a second
         supervisor of this engine, which is refused, must not take the first one's away."""
         self.problem = None
         if self._is_ours:
             self.remove_leftover()
 
     def remove_leftover(self) -> None:
-        """Unlink what is at `path`, whoever bound it: only for the engine's one supervisor."""
+        """Unlink what is at `path`, whatever bound it: only for the engine's one supervisor."""
         self._is_ours = False
         if self.path is not None:
             with contextlib.suppress(OSError):  # then `listen` fails, with the reason

@@ -338,7 +338,7 @@ def placed(config: Resolved, directory: str) -> tuple[Resolved, tuple[str, ...],
     if config["http_port"] is None:
         told["http_port"] = PORT_FIRST + ids.index((engine, name))
     if len(engines_of(name, model)) == 1 and config.origin("yield_ms") == "default":
-        told["yield_ms"] = 1  # nobody takes over, so it is relaunched at once
+        told["yield_ms"] = 1  # no other engine takes over, so it is relaunched at once
     devices = ",".join(model.devices)
     variable = HOST_DEVICES_ENV if devices.startswith(HOST_PREFIX) else CUDA_DEVICES_ENV
     arguments = (

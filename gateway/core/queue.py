@@ -1,5 +1,6 @@
 """Every request that waits because no engine is active, or has room, in the order in which the
-gateway sends it. How long it may wait: `Gateway._is_overdue`.
+gateway sends it. How long it may wait: `_is_overdue` in `machine.py`, and in a
+pool in `lanes.py`.
 
     streams that were paused      oldest first, so many replays at once
     requests to send again        nothing of them was sent; oldest first

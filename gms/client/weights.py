@@ -7,6 +7,9 @@
               side by side (`attach.Attachment`) for as long as its engine lives; its backend binds
               its tensors to these addresses
 
+Who may write is decided by the lock `loader` (`engine/core/loading.py`) and by the server's epochs
+(`gms/core/weights.py`).
+
 Weights that are away are released here, kept as a sealed copy in host memory, and brought back:
 
     away = release(reader, keeper)         # nothing is mapped any more; the addresses stay reserved

@@ -1,5 +1,8 @@
 """The status document, of a running server and from its files while none answers.
 
+A new field: a line in `lockserver/schema.py`, its value here, a word in `text.py`, and `make docs`.
+A field of the top level has its value in `offline` and in `LockServer.document`.
+
 Finding out which processes have a witness open walks /proc, so it is done when status is asked for
 or when an event needs it, never in the path of a grant.
 

@@ -4,7 +4,7 @@
 
 The container of a program that dies stays up and Ready, without the kubelet's back-off. Before a
 restart, init kills and reaps all that the program has left. `Restarter` decides, and is pure. One
-init runs beside each program (PSS under 8 MiB), so it imports little.
+init runs beside each program (PSS under 8 MiB), so it imports little. It passes SIGTERM on.
 
 SIGHUP replaces a replaceable program: init starts a second one, with the first one's pid in
 SUCCEEDS_ENV; the first ends by itself. Init restarts the newest that has sent READY=1.

@@ -1,4 +1,4 @@
-"""Checks of one pod: its directory, gateway, engines and pool.
+"""Checks of one pod: its directory, lock server, engines and pool.
 
 The surprising one is `shared`: parts with different directories under the same path all start, each
 alone, without an error. The network namespace that a pod's containers share reveals them: the
@@ -172,7 +172,7 @@ def flock(pod: ExaminedPod) -> Finding:
     )
 
 
-# --- the gateway and the engines
+# --- the engines
 
 
 def engines(pod: ExaminedPod) -> Finding:

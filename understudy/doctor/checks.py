@@ -1,8 +1,9 @@
 """The list of all checks, in the order of the report, and the report itself.
 
-A check is one function in `CHECKS`: its name is the check's stable id, and docs/reference.md lists
-it in the same order. A check that raises is a bug and ends the command: a missing result must not
-look like a pass.
+A check is one function of `check_machine.py` or `check_pod.py`, and one line of `CHECKS`: the name
+there is its stable id, and docs/reference.md lists it in the same order. Its cases are in
+`tests/understudy/doctor`. A check that raises is a bug and ends the command: a missing result must
+not look like a pass.
 """
 
 from __future__ import annotations

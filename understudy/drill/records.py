@@ -167,7 +167,7 @@ class Upgrade(Struct):
 
 
 class EngineDeath(Struct, frozen=True):
-    """The end of an engine's launch `incarnation`, whoever caused it. `cause`: as in its events,
+    """The end of an engine's launch `incarnation`, for any reason. `cause`: as in its events,
     or the code of the fault that its backend reported."""
 
     engine: str

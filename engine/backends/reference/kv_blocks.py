@@ -284,7 +284,7 @@ class KeptBlocks:
 
 # ---------------------------------------------------------------------- memory
 
-# A service that has died is back in half a second; until then nobody serves.
+# A service that has died is back in half a second; until then no engine serves.
 AWAY_S = 2.0
 NO_BLOCKS = "--cache-tokens 0: no blocks are kept"
 NO_POOL_FILE = "gms.pool_file"  # the disk is full or fails; private memory needs none
@@ -312,7 +312,7 @@ class KvMemory:
         self.view = memoryview((ctypes.c_uint8 * size_bytes).from_address(self._range.address))
 
     def give_back(self, wait_s: float, *, is_kept: bool) -> int:
-        """Unmap it, once nobody uses `view` any more; how many bytes are resident after that.
+        """Unmap it, once `view` is not used any more; how many bytes are resident after that.
 
         `is_kept`: the next engine finds it. Otherwise wait until the service has freed it.
 

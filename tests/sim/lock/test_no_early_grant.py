@@ -1,6 +1,7 @@
 """No random schedule of a pod grants a lock early, or breaks another promise of docs/lock.md.
 
-The seed is in the failure's message.
+The seed is in the failure's message. What is asserted is in `promises.py`. Over TCP, a lease is the
+evidence: `tests/sim/lease`.
 """
 
 from __future__ import annotations

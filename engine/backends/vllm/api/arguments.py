@@ -208,7 +208,7 @@ def _own(
 ) -> KvChoice:
     """Set what the runtime owns; returns where the KV cache lives. By default that is private on
     GPUs: whether a write of a killed process can follow the fence there is measured by `make
-    device-check`, and nobody has yet. On the host the kernel excludes it."""
+    device-check`, which has not been done yet. On the host the kernel excludes it."""
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():

@@ -47,7 +47,7 @@ BODY_BYTES_PER_TOKEN = 32  # four to six for text, up to nine for numbers
 # An image is one long string, which is parsed a hundred times faster than numbers.
 BODY_BYTES_MULTIMODAL = 64 << 20
 
-# Nobody waits longer for a gateway that takes nothing of a stream.
+# The longest wait for a gateway that takes nothing of a stream.
 HAND_OVER_S = 1.0
 # Where a request's uvicorn connection is in the state of its scope: `Front` puts it there.
 CONNECTION = "understudy_connection"

@@ -31,7 +31,7 @@ OWN: Literal["private"] = "private"
 AUTO = "auto"
 # Its workers have borrowed the same pools a moment ago, so that the core waits for nothing.
 BEGIN_WAIT_S = 10.0
-# A memory service that has died is back in half a second; until then nobody serves.
+# A memory service that has died is back in half a second; until then no engine serves.
 AWAY_S = 2.0
 # What private memory would not meet as well: it can never fit there, the service is gone, or its
 # disk is full or fails.

@@ -161,8 +161,8 @@ class KeptBlockPool(BlockPool):
     def adopt(self, records: Sequence[IndexRecord], block_tokens: int) -> int:
         """Cache the blocks of `records`, oldest first; how many. They are handed out last.
 
-        What `_insert_block_hash` does with a block that has no hash, for many: nobody is served
-        before the last one is cached.
+        What `_insert_block_hash` does with a block that has no hash, for many: no request is
+        served before the last one is cached.
 
         Raises:
             InvariantError: a record that cannot be true, and nothing was adopted.

@@ -111,7 +111,7 @@ class ContinuingLLM(AsyncLLM):
         return self.continuing.best
 
     def _is_untried(self, params: Any) -> bool:
-        """Nobody has resumed such a request with model runner V2: it finds thinking budgets by
+        """Such a request was never resumed with model runner V2: it finds thinking budgets by
         other code than V1, drafts are aligned with seeds in another way after a cut, and only V2
         has watermarks and replays traces."""
         config = self.vllm_config

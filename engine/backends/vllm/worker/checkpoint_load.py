@@ -1,5 +1,6 @@
 """Loads one model of a rank with shared weights, as a writer or as a reader, and decides which
-weights two processes can share.
+weights two processes can share. The order of a load is in `weights.py` beside this; how the bytes
+reach other processes is in `gms/client/weights.py`.
 
 First the model that will run is built without memory, which shows whether it can be shared. A
 writer then loads another beside it, as vLLM does, moves its tensors into the epoch and drops it.

@@ -119,7 +119,7 @@ class RankWeights:
 
     @property
     def is_away(self) -> bool:
-        """Nothing is mapped where the model's tensors are: whoever touches them dies (SIGSEGV)."""
+        """Nothing is mapped where the tensors are: a process that touches them dies (SIGSEGV)."""
         return self.kept is not None and self.kept.is_away
 
     def settle(self) -> None:

@@ -160,7 +160,7 @@ class ParkingWorker(StockGPUWorker):
         """Park, at any level: the weights are shared and cost a standby nothing.
 
         Never raises: after one rank's failure vLLM takes itself for awake, while the memory of the
-        others is gone. Whoever asks this rank next is told.
+        others is gone. The next request to this rank is told.
         """
         try:
             self._park()
@@ -305,8 +305,8 @@ class ParkingWorker(StockGPUWorker):
 
     @answering
     def understudy_forget_kv(self) -> None:
-        """Nobody keeps the index of this rank's pool, so nobody may believe it, until a writer
-        begins it anew."""
+        """The index of this rank's pool is not maintained, so no engine may believe it, until a
+        writer begins it anew."""
         if self._lease is None:
             raise InvariantError("there is no lease")
         page = page_of(self._lease)
@@ -339,7 +339,7 @@ class ParkingWorker(StockGPUWorker):
 
     def check_weights(self) -> None:
         """Report that something was to be computed without weights, which ends this incarnation: it
-        would end the process (SIGSEGV; on a GPU the context is lost), and nobody would say why.
+        would end the process (SIGSEGV; on a GPU the context is lost), without a word on why.
 
         Raises:
             UnderstudyError: `vllm.weights_away`.
