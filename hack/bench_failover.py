@@ -19,14 +19,15 @@ from plumbing.service.procfs import descendants, rss_bytes
 from understudy.drill.clients import Target
 from understudy.drill.records import PHASES
 from understudy.drill.run import Drill, DrillPlan
+from understudy.drill.verdict import DrillReport
 from understudy.pod.ports import free_pod_ports
 from understudy.pod.runner import PodRunner
 from understudy.pod.table import LocalPod
 from understudy.up.models import make_random_model
-from understudy.up.sessions import DrillResult, run_drill
+from understudy.up.sessions import run_drill
 
 
-async def drilled(base: Path, model: Path, kills: int, idle: dict[str, Any]) -> DrillResult:
+async def drilled(base: Path, model: Path, kills: int, idle: dict[str, Any]) -> DrillReport:
     """One pod in `base`, drilled; `idle`: of each container, before the first kill.
 
     Raises:
@@ -56,8 +57,7 @@ async def measure(rounds: int, kills: int, base: Path) -> rig.Figures:
     model = await make_random_model(base / "model")
     for number in range(rounds):
         rig.say(f"round {number + 1} of {rounds}")
-        result = await drilled(base / f"pod-{number}", model, kills, idle)
-        report = result.report
+        report = await drilled(base / f"pod-{number}", model, kills, idle)
         took_ms += report.failovers_ms
         problems += [f"round {number + 1}: {each}" for each in report.problems]
         for name, found in report["phases_ms"].items():

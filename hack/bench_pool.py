@@ -120,7 +120,6 @@ async def s5(plan: Plan, pool: BenchedPool) -> rig.Figures:
     return {
         "switches": plan.streamed_switches,
         "switches_per_s": round(1000 * plan.streamed_switches / (ended_ms - began_ms), 2),
-        "serving_share": pool.serving_share(began_ms, ended_ms),
         "longest_pause_s": pause_s,
         "bound_s": min(bounds),
         "longest_of_bound": round(pause_s / min(bounds), 4),

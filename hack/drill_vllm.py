@@ -48,10 +48,11 @@ from understudy.drill.clients import Target
 from understudy.drill.page import check_destination, page_data, write_page
 from understudy.drill.records import Exchange, Prompt
 from understudy.drill.run import Drill, DrillPlan
+from understudy.drill.verdict import DrillReport
 from understudy.pod.runner import PodRunner
 from understudy.status.gather import gather
 from understudy.up.models import VLLM_RANDOM_MODEL
-from understudy.up.sessions import DrillResult, run_drill
+from understudy.up.sessions import run_drill
 
 DEFAULTS: Mapping[str, Any] = {"kills": 15, "target": ("api", "core", "worker")}
 TAKEN = (
@@ -145,7 +146,7 @@ class Run:
             raise UsageError("drill.kv_bytes", f"{KV_FLAG} is {given!r}: here it takes bytes")
         return int(given)
 
-    async def everything(self) -> tuple[DrillResult, Found] | None:
+    async def everything(self) -> tuple[DrillReport, Found] | None:
         """None: interrupted."""
         _ = self.kv_bytes  # refused before anything starts
         shape = DEVICE_SHAPE if self.gpus else MODEL_SHAPE
@@ -187,7 +188,7 @@ class Run:
 
     async def _drill(
         self, model: Path, expected: Expected | None, found: Found
-    ) -> DrillResult | None:
+    ) -> DrillReport | None:
         """Drill a pod, and measure it."""
         config, before, base = self.config, leftovers.there_now(), self.base
         plan = DrillPlan(
@@ -220,7 +221,7 @@ class Run:
         drill = Drill(directory, plan, rig.say)
         result = await run_drill(drill, runner, plan, rig.say, look)
         if result is not None:
-            problems = result.report.problems
+            problems = result.problems
             if not self.gpus:
                 problems += (
                     problems_of(found.figures) if found.figures else ["nothing was measured"]
@@ -291,12 +292,11 @@ def main() -> None:
         done = await Run(base, config, flags.idle_s, not flags.no_adoption, *more).everything()
         if done is None:
             return None
-        result, found = done
-        backend = result.backend or "vllm"
+        report, found = done
         if page is not None:
-            write_page(page, page_data(result.records, result.report, backend))
+            write_page(page, page_data(report))
         return {
-            **result.report.to_dict(backend),
+            **report.to_dict(),
             "machine": rig.machine(),
             "vllm": found.to_dict(),
         }

@@ -35,7 +35,6 @@ T = TypeVar("T")
 Event = dict[str, Any]
 
 MODEL, SWITCH = "pool.model", "pool.switch"
-SERVES = ("awake", "draining")  # what runs goes on while the pool lets nothing new in
 DEVICE = "HOST-0"
 DEVICE_BYTES = "64GiB"  # a limit on what is booked, not on what the machine has
 HOST_MEMORY = "2GiB"  # for copies of the weights; a limit, not a size
@@ -239,21 +238,6 @@ class BenchedPool:
                     await self._changed.wait()
         except TimeoutError:
             raise WaitTimeoutError("bench.late", f"no {what} within {deadline_s:g} s") from None
-
-    def serving_share(self, began_ms: float, ended_ms: float) -> float:
-        """The share of that time in which some model served."""
-        serving: set[str] = set()
-        at_ms, served_ms = began_ms, 0.0
-        for each in self.events:
-            if each["type"] != MODEL:
-                continue
-            now_ms = min(max(each["mono_ms"], began_ms), ended_ms)
-            served_ms += now_ms - at_ms if serving else 0.0
-            at_ms = now_ms
-            change = serving.add if each["data"]["to"] in SERVES else serving.discard
-            change(each["data"]["model"])
-        served_ms += ended_ms - at_ms if serving else 0.0
-        return round(served_ms / (ended_ms - began_ms), 4)
 
 
 def _is_whole(answer: Exchange) -> bool:

@@ -209,7 +209,7 @@ def document(client: OpenaiClients, drill: Drill, kills: int, backend: str) -> r
         sum(each.sent_ms <= kill.killed_ms <= each.ended_ms for each in client.exchanges)
         for kill in records.kills
     ]
-    report = judge(records, kills)
+    report = judge(records, kills, backend)
     problems = [*first, *report.problems]
     if not outcomes:
         problems.append("no request was made")
@@ -220,7 +220,7 @@ def document(client: OpenaiClients, drill: Drill, kills: int, backend: str) -> r
         "kills_under_load": sum(1 for each in met if each),
         "requests_over_a_kill": sum(met),
         "kinds": kinds,
-        "drill": report.to_dict(backend),
+        "drill": report.to_dict(),
     }
     return rig.document(figures, problems)
 
@@ -250,7 +250,7 @@ async def run(flags: Any, base: Path) -> rig.Figures:
         drill: Drill = make(pod.directory, plan, rig.say, runner)
         client = OpenaiClients(KINDS, flags.clients)
         await client.run(await drill.prepare(), drill)
-        return document(client, drill, plan.kills_wanted, flags.backend)
+        return document(client, drill, plan.kills, flags.backend)
 
     return await rig.with_pod(containers, pod.directory / "log", measure)
 

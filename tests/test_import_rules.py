@@ -385,8 +385,8 @@ LINES_MAX = {
     "engine": 17_770,
     "gateway": 10_350,
     "pool": 7_900,
-    "understudy": 9_330,
-    "hack": 5_990,
+    "understudy": 8_310,
+    "hack": 5_880,
     "tests": 65_000,
 }
 

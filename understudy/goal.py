@@ -29,7 +29,6 @@ WANTED = {
     Tier.OFFLOADED: "asleep with its weights offloaded",
 }
 DONE = {True: ("woken", "already_awake"), False: ("rested", "already_resting")}
-KEPT = "kept"  # the one engine that was told does not hold the lock
 
 
 @dataclass
@@ -67,10 +66,10 @@ class ToldEngine:
 
 
 async def give_goal(
-    goal: Tier, paths: Mapping[str, str], timeout_s: float, *, is_one: bool
+    goal: Tier, paths: Mapping[str, str], timeout_s: float
 ) -> tuple[str, GoalDocument]:
     """Give `goal` to the engines at these control sockets: one line for operators, and the
-    document. `is_one`: the user named this engine.
+    document.
 
     Raises:
         UnderstudyError: refused, overridden, no engine, or `pod.goal_timeout`.
@@ -81,45 +80,45 @@ async def give_goal(
         async with asyncio.timeout(timeout_s):
             while result is None:
                 await asyncio.gather(*(each.tell(goal) for each in engines))
-                result = _verdict(goal, engines, is_one=is_one)
+                result = _verdict(goal, engines)
                 await asyncio.sleep(LOOK_S if result is None else 0)
     except TimeoutError:
         raise _late(goal, engines, timeout_s) from None
-    took_ms, holder = (time.monotonic() - begun) * 1000, _holder(engines)
+    now = _holder(engines)
     document = GoalDocument(
         schema=1,
         result=result,
         goal=goal,
-        engine=holder[0].name if holder else None,
-        token=holder[1].token if holder else None,
-        took_ms=round(took_ms, 1),
+        engine=now.engine if now else None,
+        token=now.token if now else None,
+        took_ms=round((time.monotonic() - begun) * 1000, 1),
         engines=[each.row() for each in engines],
     )
     return _text(goal, document), document
 
 
-def _holder(engines: Sequence[ToldEngine]) -> tuple[ToldEngine, EngineReportMsg] | None:
-    """Who holds the lock, and its report; one that was superseded may not know it yet."""
-    said = [(each, each.now) for each in engines if each.now is not None]
-    holding = [pair for pair in said if pair[1].token > 0 and State(pair[1].state) in HOLDING]
-    return max(holding, key=lambda pair: pair[1].token, default=None)
+def _holder(engines: Sequence[ToldEngine]) -> EngineReportMsg | None:
+    """What the lock's holder reports; an engine that was superseded may not know it yet."""
+    said = [each.now for each in engines if each.now is not None]
+    holding = [now for now in said if now.token > 0 and State(now.state) in HOLDING]
+    return max(holding, key=lambda now: now.token, default=None)
 
 
-def _verdict(goal: Tier, engines: Sequence[ToldEngine], *, is_one: bool) -> str | None:
+def _verdict(goal: Tier, engines: Sequence[ToldEngine]) -> str | None:
     """What was done, in one word; None: not yet.
 
     Raises:
         UnderstudyError: it will not be done.
     """
-    found = _holder(engines)
-    if found is None:
+    now = _holder(engines)
+    if now is None:
         errors = [each.error for each in engines if each.error is not None]
         if len(errors) < len(engines):
-            return KEPT if is_one else None
+            return None
         refused = next((each for each in errors if isinstance(each, RemoteError)), None)
         why = "; ".join(each.message for each in errors)
         raise refused or UnreachableError("pod.no_engine", f"no engine can be reached: {why}")
-    holder, now = found
+    holder = next(each for each in engines if each.now is now)
     if holder.error is not None:
         raise holder.error
     if now.goal is not goal:
@@ -137,22 +136,18 @@ def _is_there(goal: Tier, report: EngineReportMsg) -> bool:
 
 
 def _overridden(goal: Tier, now: EngineReportMsg) -> str:
-    if now.goal is Tier.AWAKE and now.goal_by == GATEWAY:
-        return (
-            f"a request woke {now.engine} before it slept. To prevent this, start the gateway with"
-            " --wake manual"
-        )
     who = f" by {now.goal_by}" if now.goal_by else ""
-    return f"{now.engine} was given another goal{who} ({now.goal}) before it was {goal}"
+    found = f"{now.engine} was given another goal{who} ({now.goal}) before it was {goal}"
+    is_woken = now.goal is Tier.AWAKE and now.goal_by == GATEWAY
+    return f"{found}; `gateway serve --wake manual` prevents it" if is_woken else found
 
 
 def _late(goal: Tier, engines: Sequence[ToldEngine], timeout_s: float) -> UnderstudyError:
-    after, found = duration(timeout_s * 1000), _holder(engines)
-    if found is None:
+    after, now = duration(timeout_s * 1000), _holder(engines)
+    if now is None:
         told = ", ".join(each.name for each in engines if each.now and not each.error)
         then = f"; {told} will be {WANTED[goal]} at the next grant" if told else ""
         return WaitTimeoutError("pod.goal_timeout", f"no engine holds the lock after {after}{then}")
-    now = found[1]
     busy = f", with {now.in_flight} requests in flight" if now.in_flight else ""
     why = f" ({now.fault})" if now.fault else ""
     return WaitTimeoutError(
@@ -164,11 +159,9 @@ def _late(goal: Tier, engines: Sequence[ToldEngine], timeout_s: float) -> Unders
 
 def _text(goal: Tier, document: GoalDocument) -> str:
     """One line, and one more for each engine that was not told."""
-    wanted, engines = WANTED[goal], document.engines
     is_already = document.result.startswith("already")
     when = "already" if is_already else f"after {duration(document.took_ms)}"
-    first = f"{document.engine} is {wanted} {when}"
-    if document.result == KEPT:
-        first = f"{engines[0].engine} does not hold the lock; it will be {wanted} once it does"
-    rest = [f"{it.engine} did not get the goal: {it.problem}" for it in engines if it.problem]
+    first = f"{document.engine} is {WANTED[goal]} {when}"
+    missed = (each for each in document.engines if each.problem)
+    rest = [f"{each.engine} did not get the goal: {each.problem}" for each in missed]
     return "\n".join([first, *rest])

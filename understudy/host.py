@@ -6,12 +6,11 @@ A process that has ended or is hidden counts as one that holds nothing, never as
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import platform
 import re
 from asyncio.subprocess import DEVNULL, PIPE
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 READ_BYTES_MAX = 64 << 10  # an environment can have two megabytes
@@ -29,41 +28,26 @@ def machine() -> dict[str, Any]:
     }
 
 
-def installed(packages: Iterable[str]) -> dict[str, str]:
-    """The versions of those of `packages` that are installed; none of them is imported."""
-    from importlib import metadata  # heavy, and seldom needed
-
-    found = {}
-    for name in packages:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
-
-
-async def output_of(*command: str, timeout_s: float | None = None) -> tuple[int, str, str]:
-    """Run `command` without stdin; its exit code, stdout and stderr. It is killed if this is
-    cancelled.
+async def output_of(
+    *command: str, timeout_s: float | None = None, **more: Any
+) -> tuple[int, str, str]:
+    """Run `command` without stdin; its exit code, stdout and stderr. `more`: how else it is
+    started. It is killed if this is cancelled.
 
     Raises:
         TimeoutError, OSError: it did not end in time, or could not be started.
     """
-    process = await asyncio.create_subprocess_exec(
-        *command, stdin=DEVNULL, stdout=PIPE, stderr=PIPE
-    )
+    more = {"stdin": DEVNULL, "stdout": PIPE, "stderr": PIPE, **more}
+    process = await asyncio.create_subprocess_exec(*command, **more)
     try:
         async with asyncio.timeout(timeout_s):
-            output, errors = await process.communicate()
-    except (TimeoutError, asyncio.CancelledError):
-        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            found = await process.communicate()
+    finally:
+        if process.returncode is None:
             process.kill()
-        await process.wait()
-        raise
-    assert process.returncode is not None
-    return process.returncode, output.decode(errors="replace"), errors.decode(errors="replace")
-
-
-def fd_count(pid: int) -> int:
-    return sum(1 for _ in descriptors(pid))
+            await process.wait()
+    output, errors = ((each or b"").decode(errors="replace") for each in found)
+    return process.returncode or 0, output, errors
 
 
 def descriptors(pid: int) -> Iterator[tuple[str, str]]:

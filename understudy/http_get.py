@@ -10,7 +10,7 @@ import asyncio
 import json
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 BODY_MAX_BYTES = 4 * 1024 * 1024  # a status page is a few KiB; /metrics some dozens
 
@@ -31,42 +31,30 @@ class HttpReply:
             return {}
         return document if isinstance(document, dict) else {}
 
-    def summary(self) -> str:
-        """The status and why, for logs and errors; or why there is no reply."""
-        said = self._said()
-        return f"{self.status}: {said}" if said and self.status else said or f"HTTP {self.status}"
-
-    def sentence(self) -> str:
+    def said(self) -> str:
         """What the server says about itself, for users; or why there is no reply."""
-        return self._said() or f"it answers with HTTP {self.status}"
-
-    def _said(self) -> str:
-        if self.status == 0:
-            return self.reason
         body = self.json()
-        return str(body.get("message") or body.get("reason") or "")
+        words = self.reason if self.status == 0 else body.get("message") or body.get("reason")
+        return str(words or f"it answers with HTTP {self.status}")
 
 
 async def get(url: str, timeout_s: float = 2.0) -> HttpReply:
     """GET `url` (http only); never raises: status 0 if the server is unreachable."""
     try:
-        parts = urlsplit(url)
-        host, port = parts.hostname or "127.0.0.1", parts.port or 80
-    except ValueError as error:
-        return HttpReply(0, reason=f"{url} is not a valid URL ({error})")
-    path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-    try:
         async with asyncio.timeout(timeout_s):
-            return await _exchange(host, port, path)
+            return await _exchange(urlsplit(url))
     except TimeoutError:
-        return HttpReply(0, reason=f"{host}:{port} did not reply within {timeout_s:g} s")
+        why = f"{url} did not reply within {timeout_s:g} s"
     except OSError as error:
-        return HttpReply(0, reason=f"cannot reach {host}:{port} ({error})")
+        why = f"cannot reach {url} ({error})"
     except (ValueError, IndexError) as error:
-        return HttpReply(0, reason=f"invalid reply from {host}:{port} ({error})")
+        why = f"invalid reply from {url} ({error})"
+    return HttpReply(0, reason=why)
 
 
-async def _exchange(host: str, port: int, path: str) -> HttpReply:
+async def _exchange(url: SplitResult) -> HttpReply:
+    host, port = url.hostname or "127.0.0.1", url.port or 80
+    path = (url.path or "/") + (f"?{url.query}" if url.query else "")
     reader, writer = await asyncio.open_connection(host, port)
     try:
         writer.write(f"GET {path} HTTP/1.0\r\nHost: {host}:{port}\r\n\r\n".encode())

@@ -92,16 +92,14 @@ class GoalEngine(Schema):
 class GoalDocument(Schema):
     """What became of an order to sleep or to wake.
 
-    Errors: `engine.cannot_rest`, `pod.goal_overridden` (exit code 1), `pod.unknown_engine` (2),
-    `pod.unreachable`, `pod.no_engine` (3), `pod.goal_timeout` (5).
+    Errors: `engine.cannot_rest`, `pod.goal_overridden` (exit code 1), `pod.unreachable`,
+    `pod.no_engine` (3), `pod.goal_timeout` (5).
     """
 
     schema: Annotated[int, "1"]
-    result: Annotated[
-        str, "`rested`, `woken`, `already_…`; `kept`: ENGINE obeys once it holds the lock"
-    ]
+    result: Annotated[str, "`rested`, `woken`, `already_…`"]
     goal: Annotated[str, "the engines' goal: `awake`, `warm` or `offloaded`"]
-    engine: Annotated[str | None, "the lock holder, if it got the goal"]
+    engine: Annotated[str | None, "the lock's holder"]
     token: Annotated[int | None, "the token of its grant"]
     took_ms: Annotated[float, "until it was there"]
     engines: list[GoalEngine]

@@ -7,7 +7,6 @@ import time
 
 from hack.device.part import GIB, MIB, NOISE_BYTES, Part, Skipped, mib
 from hack.device.remote import PeerError
-from plumbing.wire.fds import OwnedFd
 
 SIZE = 64 * MIB
 OURS, THEIRS = 7, 9  # bytes that the owner wrote, and that an importer tries to write
@@ -112,36 +111,6 @@ def refcount(part: Part) -> None:
             u >= size * 0.9 for step, u in used.items() if "nobody" not in step
         ),
         last_reference_frees_it=all(u < NOISE_BYTES for s, u in used.items() if "nobody" in s),
-    )
-
-
-def lies(part: Part) -> None:
-    """Are a wrong size and a foreign descriptor noticed; may less, or more, than all be mapped?"""
-    owner, found = part.peer(), {}
-    owner("create", size_bytes=SIZE)
-    granularity = owner("granularity")
-    sizes = {"a granule less": SIZE - granularity, "a granule more": SIZE + granularity}
-    sizes |= {"half": SIZE // 2, "the double": 2 * SIZE}
-    for name, wrong in sizes.items():
-        liar = part.peer()
-        liar("adopt", owner.lend(), size_bytes=wrong)
-        found[f"called {name}"] = liar.attempt("check")
-    memfd, (pipe, other) = os.memfd_create("foreign"), os.pipe()
-    os.ftruncate(memfd, SIZE)
-    for name, fd in (("a memfd", memfd), ("a pipe", pipe), ("/dev/null", os.open("/dev/null", 2))):
-        found[name] = part.peer().attempt("adopt", [OwnedFd(fd)], size_bytes=SIZE)
-    os.close(other)
-    # Whether less can be mapped is not documented, and nothing relies on it: a figure, no claim.
-    maps = {f"map {name}": owner.attempt("try_map", size_bytes=n) for name, n in sizes.items()}
-    true_size = owner.attempt("check")
-    part.note(**found, **maps, true_size=true_size)
-    part.claim(
-        lies_are_bad_slabs=all("gms.bad_slab" in how for how in found.values()),
-        true_size_passes_the_check=true_size == "ok",
-        no_map_beyond_the_end=all(
-            "CUDA_ERROR_INVALID_VALUE" in maps[f"map {name}"]
-            for name in ("a granule more", "the double")
-        ),
     )
 
 

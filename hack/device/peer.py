@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from gms.client import Keeper, Reader, Writer, messages, open_session
+from gms.client import Writer, messages, open_session
 from gms.vmm.cuda import CudaAllocation, CudaMemory, CudaReservation
 from hack.device import kernels
 from plumbing.errors import UnderstudyError
@@ -54,9 +54,6 @@ class Requests:
         for _ in range(count):
             self.slabs.append(self.memory.create(size_bytes, "check"))
 
-    def do_granularity(self) -> int:
-        return self.memory.granularity_bytes
-
     def do_lend(self) -> None:
         """Copies of the memory's descriptors, as the service lends them."""
         self.outgoing = [slab.export(writable=False) for slab in self.slabs]
@@ -69,19 +66,6 @@ class Requests:
 
     def do_adopt(self, fds: Sequence[int], size_bytes: int) -> None:
         self.slabs += [self.memory.adopt(OwnedFd(fd), size_bytes) for fd in fds]
-
-    def do_check(self) -> None:
-        for slab in self.slabs:
-            slab.check("check")
-
-    def do_try_map(self, size_bytes: int) -> None:
-        """Map that much of the first memory, and unmap it."""
-        reservation = self.memory.reserve(max(size_bytes, self.slabs[0].size_bytes))
-        try:
-            self.driver.call("MemMap", reservation.address, size_bytes, 0, self.slabs[0].handle, 0)
-            self.driver.call("MemUnmap", reservation.address, size_bytes)
-        finally:
-            reservation.free()
 
     def do_release(self) -> None:
         while self.slabs:
@@ -198,33 +182,15 @@ class Requests:
 
     def do_load(self, directory: str, slabs: int, slab_bytes: int) -> None:
         """Commit an epoch with one tensor in each slab, and be its reader."""
-        writer = self._session(directory, "rw")
+        request = messages.AttachMsg("check", str(os.getpid()), "rw", IDENTITY, wait_ms=30_000)
+        writer = open_session(directory, self.device, request, memory=self.memory)
         assert isinstance(writer, Writer)
         writer.plan(slabs * slab_bytes, slab_bytes)
         for number in range(slabs):
             writer.place(f"t{number}", slab_bytes, (slab_bytes,), "uint8")
         writer.write("t0", b"\7" * PAGE)
         writer.write(f"t{slabs - 1}", b"\7" * PAGE)
-        self.session: Reader = writer.commit(IDENTITY)
-
-    def do_attach(self, directory: str) -> None:
-        reader = self._session(directory, "ro")
-        assert isinstance(reader, Reader)
-        self.session = reader
-
-    def do_keep(self) -> None:
-        Keeper(self.session).start()
-
-    def do_look(self) -> list[int]:
-        """Every byte value at the start of the first and of the last tensor."""
-        places, tensors = self.session.attachment.range, self.session.tensors
-        last = max(record.offset for record in tensors.values())
-        return sorted({*places.read(0, PAGE), *places.read(last, PAGE)})
-
-    def _session(self, directory: str, mode: str) -> Reader | Writer:
-        who = f"check-{os.getpid()}", str(os.getpid())
-        request = messages.AttachMsg(*who, mode, IDENTITY, wait_ms=30_000)
-        return open_session(directory, self.device, request, memory=self.memory)
+        self.session = writer.commit(IDENTITY)
 
 
 def serve(sock: socket.socket, requests: Requests) -> None:

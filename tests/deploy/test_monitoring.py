@@ -1,7 +1,7 @@
 """Goal: the alerts fire for what they name and clear after it, and all ask for metrics that exist.
 
-Method: `promtool` on the rules as they are deployed; a real Prometheus that scrapes a real pod; the
-names in rules and dashboard against the pages of that pod.
+Method: `promtool` on the rules as they are deployed; the names in rules and dashboard against the
+pages of a real pod.
 """
 
 from __future__ import annotations
@@ -146,6 +146,3 @@ def test_rules_do_what_they_say(tmp_path: Path):
             ["promtool", *words], cwd=tmp_path, capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, done.stdout + done.stderr
-
-
-# ------------------------------------------------------------------ a real one

@@ -21,13 +21,14 @@ from plumbing.pod.observers import PeerWatch
 from plumbing.pod.paths import LOCKSERVER_SOCKET
 from plumbing.service.procfs import children, descendants, is_spent
 from plumbing.wire.messages import Message
-from tests.e2e.processes import Processes, continue_all, pod_ports
+from tests.e2e.processes import Processes, continue_all
 from tests.helpers import POLL_S, auntil
 from understudy.drill.clients import Target, stream_without_pause
 from understudy.drill.killer import WHOLE_POLL_S, Whole, backend_processes, wait_whole
 from understudy.drill.outcomes import classify
 from understudy.drill.records import End, Exchange, Outcome
 from understudy.drill.run import Drill, DrillPlan
+from understudy.pod.ports import free_pod_ports
 from understudy.pod.runner import PodRunner
 from understudy.pod.table import LocalPod
 from understudy.status.gather import engine_parts, gather, lockserver_part, memory_parts, status_of
@@ -340,7 +341,7 @@ class PodHome:
         self._started += 1
         directory = self._base / f"pod{self._started}"
         directory.mkdir(mode=0o700)
-        local = LocalPod(directory, self._model, pod_ports(), **self._differences)
+        local = LocalPod(directory, self._model, free_pod_ports(), **self._differences)
         self._pod = self._make(local)
         await self._pod.start()
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import select
 import signal
 import time
 from collections.abc import Iterable, Sequence
 
 from gateway.server.upstream import IDLE_S
-from plumbing.errors import UnderstudyError
-from tests.helpers import auntil, free_port, free_ports, is_running, open_fds
-from understudy.pod.ports import POOL_PORT, UI_PORT, Ports, check_ports
+from tests.helpers import auntil, is_running, open_fds
 
 SETTLED_AFTER = 25  # equal readings in a row
 SETTLED_S = IDLE_S + 1.5  # a gateway looks once a second which of its connections are too old
@@ -58,20 +55,6 @@ def continue_all(pids: Iterable[int]) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
-
-
-def pod_ports() -> Ports:
-    engine = free_ports(2)
-    return Ports(free_port(), free_port(), free_port(), free_port(), (engine, engine + 1))
-
-
-def free_offset() -> int:
-    """An offset that moves all ports of a pod to free ones."""
-    while True:
-        offset = random.randrange(6_000, 20_000)
-        with contextlib.suppress(UnderstudyError):
-            check_ports(Ports(pool=POOL_PORT, ui=UI_PORT).moved(offset))
-            return offset
 
 
 def fd_counts(pids: Iterable[int]) -> dict[int, int]:

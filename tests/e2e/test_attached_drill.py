@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.processes import free_offset
 from tests.e2e.test_commands import ENVIRONMENT, UNDERSTUDY, running_pod
 from tests.plumbing.service.test_init import NAMESPACE, can_unshare
 from tests.understudy.drill.outside import PREFIX, Outside
 from understudy.drill.targets import TARGETS
+from understudy.pod.ports import free_offset
 
 
 async def drilled(directory: Path, *words: str, wrapper: Sequence[str] = ()) -> dict[str, Any]:

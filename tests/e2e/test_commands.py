@@ -19,9 +19,10 @@ import pytest
 from plumbing.service.procfs import children, descendants
 from tests.documents import mismatches
 from tests.e2e.pods import AS_USERS_RUN_IT
-from tests.e2e.processes import Processes, free_offset
+from tests.e2e.processes import Processes
 from tests.helpers import until
 from understudy.drill.schema import DrillDocument
+from understudy.pod.ports import free_offset
 
 UNDERSTUDY = str(Path(sys.executable).parent / "understudy")
 ENVIRONMENT = {**os.environ, **AS_USERS_RUN_IT}
@@ -79,12 +80,9 @@ def test_drill_on_a_busy_machine_kills_nobody_else(tmp_path_factory: pytest.Temp
     )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
-    burn = report["burn"]
-    assert (burn["per_core"], burn["processes"]) == (1, report["machine"]["cpus"])
-    assert burn["cpu_s"] > 0
     assert report["false_deaths"] == 0
     assert {target: report["killed"][target] for target in targets} == dict.fromkeys(targets, 1)
-    assert "busy loops" in page.read_text()
+    assert "SIGKILL" in page.read_text()
 
 
 @contextmanager

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from plumbing.pod.paths import engine_sockets
-from tests.e2e.processes import free_offset
 from tests.e2e.test_commands import running_pod
 from understudy.drill.killer import strike, wait_whole
 from understudy.drill.records import Kill
+from understudy.pod.ports import free_offset
 
 TOKENS = 45
 TOKEN_INTERVAL_MS = 500  # 32 tokens take 16 s, and the pod is whole again after three

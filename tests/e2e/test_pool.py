@@ -26,8 +26,8 @@ from plumbing.service.procfs import pids
 from pool.core.events import Order
 from tests.e2e.pods import AS_USERS_RUN_IT
 from tests.e2e.pools import WAIT_S, RunningPool, running_pool
-from tests.e2e.processes import free_offset
 from tests.helpers import auntil
+from understudy.pod.ports import free_offset
 from understudy.pod.table import program
 from understudy.up.models import make_random_model
 

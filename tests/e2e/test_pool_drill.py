@@ -60,7 +60,6 @@ def test_drill_of_a_pool_passes_and_prints_what_is_documented(
     ("flags", "code"),
     [
         (["--pool", "--attach"], "drill.needless_flag"),
-        (["--pool", "--upgrade"], "drill.needless_flag"),
         (["--pool", "--model=/"], "drill.needless_flag"),
         (["--pool", "--dir=/run/x"], "drill.needless_flag"),
         (["--pool", "/no/such/file.yaml"], "pool."),

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from plumbing.service.procfs import descendants
-from tests.e2e.processes import free_offset
 from tests.e2e.test_commands import ENVIRONMENT, UNDERSTUDY
+from understudy.pod.ports import free_offset
 
 EVERY_PROCESS = 0  # SIGTERM to all, where others name a signal to `understudy up`
 INTERVAL_MS = 200

@@ -17,7 +17,7 @@ import pytest
 
 from plumbing.errors import GivenUpError, UnderstudyError, UsageError
 from tests.e2e.pods import AS_USERS_RUN_IT, Pod, PodHome
-from tests.e2e.processes import free_offset
+from understudy.pod.ports import free_offset
 
 BIN = Path(sys.executable).parent
 FAILED, USAGE = UnderstudyError.exit_code, UsageError.exit_code

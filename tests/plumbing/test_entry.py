@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.processes import free_offset
+from understudy.pod.ports import free_offset
 
 COMMANDS = ("understudy", "lockserver", "gms", "engine", "gateway", "pool")
 WAIT_S = 60.0

@@ -70,14 +70,6 @@ def test_all_engines_are_told_and_the_active_one_is_waited_for(pair):
     assert [mismatches(each, GoalDocument) for each in documents] == [[], [], []]
 
 
-def test_one_engine_can_be_told_alone(pair):
-    active, standby = pair
-    done = run(active.directory, "sleep", "engine-1", "--json")
-    assert (done.returncode, standby.shall().goal) == (0, Tier.WARM)
-    assert json.loads(done.stdout)["result"] == "kept"
-    assert active.shall().goal is Tier.AWAKE
-
-
 def test_the_next_engine_is_waited_for_where_the_first_one_dies(pair):
     active, standby = pair
     with (
@@ -100,8 +92,5 @@ def test_what_cannot_be_done_is_said_with_its_exit_code(pair, tmp_path):
         late = run(active.directory, "sleep", "--timeout", "2")
     assert late.returncode == 5
     assert "pod.goal_timeout" in late.stderr
-    unknown = run(active.directory, "wake", "engine-7")
-    assert unknown.returncode == 2
-    assert "there are engine-0, engine-1" in unknown.stderr
     nobody = run(str(tmp_path), "sleep")
     assert nobody.returncode == 3

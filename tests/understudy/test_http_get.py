@@ -13,9 +13,7 @@ async def test_get_never_raises_and_says_why():
     before = len(open_fds())
     nobody = await get(f"http://127.0.0.1:{free_port()}/live")
     assert nobody.status == 0
-    assert "cannot reach" in nobody.summary()
-    for url in ("http://[::/live", "http://127.0.0.1:70000/", "http://a b:1/"):
-        assert (await get(url)).status == 0
+    assert "cannot reach" in nobody.said()
     answers = [b"garbage\r\n\r\n", b"HTTP/1.1 200 OK\r\n\r\n" + b"x" * (BODY_MAX_BYTES + 1)]
     answers.append(b'HTTP/1.1 503 No\r\n\r\n{"reason": "loading"}')
 
@@ -27,8 +25,8 @@ async def test_get_never_raises_and_says_why():
     async with await asyncio.start_server(reply, "127.0.0.1", 0) as server:
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/ready"
         assert (await get(url)).status == 0
-        assert "exceeds" in (await get(url)).summary()
-        assert (await get(url)).summary() == "503: loading"
+        assert "exceeds" in (await get(url)).said()
+        assert (await get(url)).said() == "loading"
 
     async def stay(reader, writer):
         await reader.read()
@@ -36,5 +34,5 @@ async def test_get_never_raises_and_says_why():
 
     async with await asyncio.start_server(stay, "127.0.0.1", 0) as server:
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/ready"
-        assert "did not reply" in (await get(url, timeout_s=0.1)).summary()
+        assert "did not reply" in (await get(url, timeout_s=0.1)).said()
     await auntil(lambda: len(open_fds()) <= before, "descriptors to be closed")

@@ -7,28 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from dataclasses import replace
 from pathlib import Path
 
 from plumbing.service.config import resolve
 from understudy.cli.settings import UP_OPTIONS, pod_of
 from understudy.pod.ports import Ports, check_ports, free_pod_ports, free_ports
 from understudy.pod.table import LocalPod, starts
-
-
-def test_pod_on_gpus_takes_those_that_are_there_and_all_of_their_memory():
-    """Goal: `--memory cuda`. Method: the memory service's command line, with and without a limit;
-    and where probes listen, of all parts."""
-    pod = LocalPod(Path("/run/understudy"), Path("/m"), memory="cuda", http_host="0.0.0.0")
-    lock, gms, gateway, *engines = pod.containers()
-    assert "--memory=cuda" in gms.command
-    assert not [word for word in gms.command if word.startswith("--device")]
-    for container in (lock, gms, gateway, *engines):
-        assert container.env["UNDERSTUDY_HTTP_HOST"] == "0.0.0.0"
-        assert container.startup is not None
-        assert container.startup.url.startswith("http://127.0.0.1:")
-    limited = replace(pod, device_bytes="8GiB").containers()[1]
-    assert "--device-bytes=8GiB" in limited.command
 
 
 def test_pods_of_a_fleet_share_no_port_and_their_front_has_those_of_the_one_pod():

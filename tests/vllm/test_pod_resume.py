@@ -24,10 +24,10 @@ from plumbing.pod.messages import SetGoalMsg, Tier
 from plumbing.pod.paths import engine_http_socket, engine_socket
 from plumbing.service.procfs import is_spent
 from plumbing.wire.blocking import BlockingClient
-from tests.e2e.processes import pod_ports
 from tests.helpers import auntil
 from tests.vllm.conftest import IS_INTERPRETED, WHOLE_DEADLINE_S
 from tests.vllm.resume_matrix.client import begin, made_by
+from understudy.pod.ports import free_pod_ports
 from understudy.pod.runner import PodRunner
 from understudy.pod.table import LocalPod
 from understudy.status.gather import gather
@@ -188,7 +188,7 @@ async def test_a_stream_of_a_dead_engine_goes_on_at_the_other(tmp_path: Path, mo
     pod = LocalPod(
         tmp_path,
         model,
-        pod_ports(),
+        free_pod_ports(),
         backend="vllm",
         backend_args=ARGUMENTS,
         env={**VLLM_RANDOM_MODEL.env, "UNDERSTUDY_HOST_MEMORY": "256MiB"},

@@ -21,6 +21,7 @@ import tarfile
 import time
 from collections.abc import Callable, Collection, Coroutine
 from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,7 @@ from plumbing.text import one_line, size, table
 from understudy.bundle import redact
 from understudy.doctor.checks import document, examine
 from understudy.doctor.pod import ExaminedPod, look
-from understudy.host import fd_count, installed, machine, read
-from understudy.pod.ports import Ports
+from understudy.host import descriptors, machine, read
 from understudy.status.events import past_events
 from understudy.status.gather import gather
 
@@ -81,7 +81,7 @@ async def collect(directory: Path, log_dir: Path, output: Path | None, say: Say)
     directory; `say` gets its contents and its path.
 
     Raises:
-        UsageError: `bundle.exists`, `bundle.not_written`.
+        UsageError: `bundle.not_written`.
     """
     name = f"understudy-support-{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
     path = output or Path.cwd() / f"{name}.tar.gz"
@@ -104,7 +104,8 @@ async def collect(directory: Path, log_dir: Path, output: Path | None, say: Say)
 
 
 async def _gather(directory: Path, log_dir: Path) -> Bundle:
-    bundle, pods = Bundle(), list[ExaminedPod]()
+    bundle = Bundle()
+    pod: ExaminedPod | None = None
 
     async def entry(name: str, asked: Coroutine[Any, Any, Any]) -> None:
         try:
@@ -113,14 +114,13 @@ async def _gather(directory: Path, log_dir: Path) -> Bundle:
             bundle.add(name, found if isinstance(found, str) else _json(found))
         except TimeoutError:
             bundle.missing[name] = f"timed out after {COMMAND_S:g} s"
-        except UnderstudyError as error:
-            bundle.missing[name] = error.message
-        except OSError as error:
-            bundle.missing[name] = _why(error)
+        except (UnderstudyError, OSError) as error:
+            bundle.missing[name] = str(error)
 
     async def doctor() -> dict[str, Any]:
-        pods.append(await look(directory, Ports(), os.environ))
-        return document(str(directory), examine(pods[0]))
+        nonlocal pod
+        pod = await look(directory, os.environ)
+        return document(str(directory), examine(pod))
 
     # At the same time: a part that hangs is waited for by each that asks it.
     await asyncio.gather(
@@ -128,22 +128,17 @@ async def _gather(directory: Path, log_dir: Path) -> Bundle:
         entry("events.jsonl", _events(directory)),
         entry("doctor.json", doctor()),
     )
-    pids = pods[0].pids if pods else frozenset()
-    if pods and pods[0].pool_path:
+    if pod is not None and pod.pool_path:
         with contextlib.suppress(OSError):  # then doctor says why
-            bundle.add("pool-file.yaml", _tail(Path(pods[0].pool_path), FILE_BYTES_MAX))
+            bundle.add("pool-file.yaml", _tail(Path(pod.pool_path), FILE_BYTES_MAX))
     bundle.add("machine.json", _json(machine_facts()))
-    bundle.add("processes.json", _json(process_facts(pids)))
+    bundle.add("processes.json", _json(process_facts(pod.pids if pod is not None else ())))
     _add_files(bundle, "state", directory, "*.json*", FILE_BYTES_MAX)
     _add_files(bundle, "log", log_dir, "*.log*", LOG_TAIL_BYTES)
     if not any(name.startswith("log/") for name in (*bundle.entries, *bundle.missing)):
         found = bundle.missing.get("log", f"no logs in {log_dir}")
         bundle.missing["log"] = f"{found}; pass their directory with --log-dir"
     return bundle
-
-
-def _why(error: OSError) -> str:
-    return f"{error.filename}: {error.strerror}" if error.filename else str(error)
 
 
 async def _events(directory: Path) -> str:
@@ -155,14 +150,14 @@ def _add_files(bundle: Bundle, kind: str, folder: Path, pattern: str, bytes_max:
     try:
         names = fnmatch.filter(sorted(os.listdir(folder)), pattern)
     except OSError as error:
-        bundle.missing[kind] = _why(error)
+        bundle.missing[kind] = str(error)
         return
     for name in names[:FILES_MAX]:
         entry = f"{kind}/{one_line(name)}"
         try:
             bundle.add(entry, _tail(folder / name, bytes_max), bytes_max)
         except OSError as error:
-            bundle.missing[entry] = _why(error)
+            bundle.missing[entry] = str(error)
 
 
 def _tail(path: Path, bytes_max: int) -> str:
@@ -185,21 +180,15 @@ def _json(content: Any) -> str:
 
 def _create(path: Path) -> io.BufferedWriter:
     """Create the file, private, before anything is collected."""
-    if path == STDOUT:
-        return open(os.dup(sys.stdout.fileno()), "wb")
     try:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    except FileExistsError as error:
-        raise UsageError(
-            "bundle.exists", f"{path} already exists; choose another file with --output"
-        ) from error
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        return open(os.dup(1) if path == STDOUT else os.open(path, flags, 0o600), "wb")
     except OSError as error:
         raise UsageError(
             "bundle.not_written",
             f"cannot write {path}: {error.strerror}; choose another file with --output, or - for "
             "standard output",
         ) from error
-    return open(fd, "wb")
 
 
 def _write(file: io.BufferedWriter, folder: str, entries: dict[str, bytes]) -> None:
@@ -219,10 +208,6 @@ MACHINE_FILES = (
     *("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/cpu.stat"),
 )
 PROCESS_FILES = ("status", "limits", "cgroup", "oom_score", "oom_score_adj", "wchan", "sched")
-PACKAGES = (
-    *("understudy", "vllm", "torch", "cuda-python", "cuda-bindings", "nvidia-ml-py", "numpy"),
-    *("msgspec", "httptools", "uvloop", "aiohttp", "click", "rich"),
-)
 
 
 def machine_facts() -> dict[str, Any]:
@@ -234,7 +219,7 @@ def machine_facts() -> dict[str, Any]:
         "python": sys.version,
         "executable": sys.executable,
         "uid": os.geteuid(),
-        "packages": installed(PACKAGES),
+        "packages": {each.name: each.version for each in metadata.distributions()},
         "environment": redact.environment(os.environ),
         "files": {path: found for path in MACHINE_FILES if (found := read(path))},
     }
@@ -256,7 +241,7 @@ def process_facts(pids: Collection[int]) -> list[dict[str, Any]]:
                 "command": redact.text(shlex.join(words)),
                 "environment": redact.environment({name: value for name, _, value in variables}),
                 "rss_bytes": procfs.rss_bytes(pid),
-                "descriptors": fd_count(pid),
+                "descriptors": sum(1 for _ in descriptors(pid)),
                 "files": {name: read(f"/proc/{pid}/{name}") for name in PROCESS_FILES},
             }
         )

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -33,15 +32,13 @@ from understudy.cli.settings import (
 from understudy.drill.clients import outside_target
 from understudy.drill.page import check_destination, page_data, write_page
 from understudy.drill.run import DrillPlan
-from understudy.drill.targets import FLEET_ONLY, is_only_in_pool
+from understudy.drill.targets import needed_flag
 from understudy.drill.verdict import print_report
 from understudy.status.gather import require_pod
-from understudy.up import sessions
 from understudy.up.pods import Prepare, prepare_pool, prepare_random_pool
-from understudy.up.sessions import DrillResult
+from understudy.up.sessions import drill_new_pod, drill_running_pod
 
 say = partial(click.echo, err=True)
-Work = Callable[[], Coroutine[Any, Any, DrillResult | None]]
 
 # Options that a kind of drill does not take, and why.
 NOT_TAKEN: dict[str, tuple[set[str], str]] = {
@@ -49,11 +46,6 @@ NOT_TAKEN: dict[str, tuple[set[str], str]] = {
     "--pool": (
         {*(each.name for each in NOT_WITH_POOL), "url", "dir", "replicas"},
         "which starts its own pod, whose models are in the pool file",
-    ),
-    "--upgrade": (
-        {"kills", "target", "duration_s", "url", "dir", "replicas"},
-        "which starts its own pod and has no kills; to upgrade a running pod, follow"
-        " docs/operations.md",
     ),
     "--attach": (
         {"replicas", *(each.name for each in POD_OPTIONS)},
@@ -73,7 +65,6 @@ NOT_TAKEN: dict[str, tuple[set[str], str]] = {
 @click.option("--attach", is_flag=True, help="Drill the running pod in --dir.")
 @click.option("--yes", is_flag=True, help="With --attach, do not ask for confirmation.")
 @click.option("--fleet", is_flag=True, help="Start several pods and a front, and kill whole pods.")
-@click.option("--upgrade", is_flag=True, help="Instead of killing, upgrade both engines in turn.")
 @click.option(
     "--pool",
     "pool_file",
@@ -89,7 +80,6 @@ def drill(
     attach: bool,
     yes: bool,
     fleet: bool,
-    upgrade: bool,
     pool_file: str | None,
 ) -> None:
     """Kill parts of a pod under load and report the result.
@@ -99,90 +89,70 @@ def drill(
     page = Path(config["report"]) if config["report"] else None
     if page is not None:
         check_destination(page)
-    kinds = {
-        "--pool": pool_file is not None,
-        "--fleet": fleet,
-        "--upgrade": upgrade,
-        "--attach": attach,
-    }
+    kinds = {"--pool": pool_file is not None, "--fleet": fleet, "--attach": attach}
     _refuse_others(config, [name for name, is_set in kinds.items() if is_set], arguments)
     plan = DrillPlan(
         config["kills"],
         config["target"],
         config["clients"],
-        is_upgrade=upgrade,
         burn=config["burn"],
         duration_s=config["duration_s"],
         outside=outside_target(config["url"]) if config["url"] is not None else None,
     )
     if attach:
-        work = _of_running_pod(config, plan, as_json=as_json, yes=yes)
+        directory = Path(os.path.abspath(config["dir"]))
+        run_async(lambda: require_pod(directory), as_json=as_json)  # before anybody is asked
+        _ask_first(directory, plan, yes=yes)
+        work = partial(drill_running_pod, directory, plan, say)
     else:
-        work = _of_new_pod(config, arguments, plan, pool_file, fleet=fleet)
-    result = run_async(work, as_json=as_json)
-    if result is None:
+        prepare = _prepare(config, arguments, pool_file, fleet=fleet)
+        work = partial(drill_new_pod, prepare, plan, say)
+    report = run_async(work, as_json=as_json)
+    if report is None:
         sys.exit(INTERRUPTED)
-    backend = result.backend or config["backend"]
     if as_json:
-        click.echo(to_json(result.report.to_dict(backend)))
+        click.echo(to_json(report.to_dict()))
     else:
         from rich.console import Console
 
-        print_report(result.report, Console(), backend)
-    for problem in result.report.problems:
+        print_report(report, Console())
+    for problem in report.problems:
         click.echo(f"error: {problem}", err=True)
     if page is not None:
-        write_page(page, page_data(result.records, result.report, backend))
+        write_page(page, page_data(report))
         click.echo(f"report written to {page}", err=True)
-    sys.exit(0 if result.report.passed else 1)
+    sys.exit(0 if report.passed else 1)
 
 
-def _of_running_pod(config: Resolved, plan: DrillPlan, *, as_json: bool, yes: bool) -> Work:
-    directory = Path(os.path.abspath(config["dir"]))
-    run_async(lambda: require_pod(directory), as_json=as_json)  # before anybody is asked
-    _ask_first(directory, plan, yes=yes)
-    return partial(sessions.drill_running_pod, directory, plan, say)
-
-
-def _of_new_pod(
-    config: Resolved,
-    arguments: tuple[str, ...],
-    plan: DrillPlan,
-    pool_file: str | None,
-    *,
-    fleet: bool,
-) -> Work:
-    prepare: Prepare
+def _prepare(
+    config: Resolved, arguments: tuple[str, ...], pool_file: str | None, *, fleet: bool
+) -> Prepare:
+    """What the drill starts."""
     if fleet:
-        prepare = fleet_of(config, arguments, config["replicas"])
-    elif pool_file is None:
-        prepare = pod_of(config, DRILL_OPTIONS, arguments)
-    elif pool_file:
-        pod = local_pod(config, DRILL_OPTIONS, ())
-        prepare = partial(prepare_pool, pod, Path(os.path.abspath(pool_file)))
-    else:
-        prepare = partial(prepare_random_pool, local_pod(config, DRILL_OPTIONS, ()))
-    return partial(sessions.drill_new_pod, prepare, plan, say)
+        return fleet_of(config, arguments, config["replicas"])
+    if pool_file is None:
+        return pod_of(config, DRILL_OPTIONS, arguments)
+    pod = local_pod(config, DRILL_OPTIONS, ())
+    if pool_file:
+        return partial(prepare_pool, pod, Path(os.path.abspath(pool_file)))
+    return partial(prepare_random_pool, pod)
 
 
 def _refuse_others(config: Resolved, kinds: Sequence[str], arguments: tuple[str, ...]) -> None:
-    """Refuse flags that the first of these kinds of a drill does not take, and those of a pool's
-    drill without one.
+    """Refuse flags that the first of these kinds of a drill does not take, and targets that it has
+    not.
 
     Raises:
-        UsageError: `drill.needless_flag`, `drill.needs_pool`.
+        UsageError: `drill.needless_flag`, `drill.needs_pool`, `drill.needs_fleet`.
     """
     kind, *others = kinds or ["a new pod"]
     names, why = NOT_TAKEN[kind]
     given = [*others, *given_flags([it for it in DRILL_OPTIONS if it.name in names], config)]
     given += arguments[:1] if kind in ("--pool", "--attach") else ()
     refuse_flags("drill.needless_flag", given, f"{kind}, {why}")
-    only = [each for each in config["target"] if is_only_in_pool(each)]
-    if kind != "--pool" and only:
-        raise UsageError("drill.needs_pool", f"--target {only[0]} requires --pool")
-    only = [each for each in config["target"] if each in FLEET_ONLY]
-    if kind != "--fleet" and only:
-        raise UsageError("drill.needs_fleet", f"--target {only[0]} requires --fleet")
+    for target in config["target"]:
+        if (needed := needed_flag(target)) not in (None, kind):
+            raise UsageError(f"drill.needs_{needed[2:]}", f"--target {target} requires {needed}")
 
 
 def _ask_first(directory: Path, plan: DrillPlan, *, yes: bool) -> None:
@@ -194,8 +164,6 @@ def _ask_first(directory: Path, plan: DrillPlan, *, yes: bool) -> None:
         )
     what = ", ".join(plan.targets) or "the active engine"
     question = f"Kill {what} of the pod in {directory} {plan.kills} times?"
-    try:
-        click.confirm(question, err=True, abort=True)
-    except click.Abort:  # click would exit with the code of a failed drill
+    if not click.confirm(question, err=True):
         click.echo("nothing was killed", err=True)
         sys.exit(INTERRUPTED)

@@ -6,7 +6,6 @@ import asyncio
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -29,7 +28,7 @@ from plumbing.pod.paths import engine_sockets, lockserver_socket
 from plumbing.service.config import Option, Resolved
 from plumbing.service.process import arm_from_environment
 from plumbing.text import to_json
-from understudy.cli.settings import DIR, UI_OPTIONS, UP_OPTIONS, ports_of
+from understudy.cli.settings import DIR, UI_OPTIONS
 from understudy.goal import give_goal
 from understudy.status.events import Record, follow_events, past_events
 from understudy.status.gather import gather, states_on_file, unreachable
@@ -45,17 +44,7 @@ from understudy.status.view import (
 
 STATUS_TIMEOUT_S = 2.0  # a part answers in milliseconds; one that hangs should be seen soon
 
-LOG_DIR = Option(
-    "log_dir",
-    str,
-    None,
-    "The directory of the parts' logs [default: DIR/log].",
-)
-LOG_OPTIONS = (DIR, LOG_DIR)
-DOCTOR_OPTIONS = (
-    DIR,
-    *(each for each in UP_OPTIONS if each.name in ("service_port", "port_offset")),
-)
+LOG_DIR = Option("log_dir", str, None, "The directory of the parts' logs [default: DIR/log].")
 
 
 @click.command()
@@ -96,7 +85,7 @@ def _look(directory: Path, kept: dict[str, list[Record]] | None) -> Look:
                 found = run_async(lambda: past_events(directory))
                 kept.clear()
                 kept[last] = found
-            shown += watch_lines(view, kept[last], now)
+            shown += watch_lines(kept[last])
         return Look(view, "\n".join(shown))
     has_socket = os.path.exists(lockserver_socket(str(directory)))
     error = unreachable(directory, view["lockserver"]["error"] if has_socket else "")
@@ -138,7 +127,7 @@ async def _follow(directory: Path, show: Callable[[Record], None]) -> None:
 
 
 @click.command()
-@options(DOCTOR_OPTIONS)
+@options((DIR,))
 @json_flag
 @click.option("--strict", is_flag=True, help="Exit with 1 for warnings, too.")
 def doctor(config: Resolved, as_json: bool, strict: bool) -> None:
@@ -151,9 +140,8 @@ def doctor(config: Resolved, as_json: bool, strict: bool) -> None:
     from understudy.doctor import checks
     from understudy.doctor.pod import look
 
-    directory = _directory(config, is_entered=False)
-    ports = replace(ports_of(config), pool=0, ui=0)  # those that every pod has
-    pod = run_async(lambda: look(directory, ports, os.environ))
+    directory = _directory(config)
+    pod = run_async(lambda: look(directory, os.environ))
     results = checks.examine(pod)
     if as_json:
         click.echo(to_json(checks.document(str(directory), results)))
@@ -179,7 +167,7 @@ def ui(config: Resolved) -> None:
 
 
 @click.command("support-bundle")
-@options(LOG_OPTIONS)
+@options((DIR, LOG_DIR))
 @click.option(
     "--output",
     metavar="FILE",
@@ -192,7 +180,8 @@ def support_bundle(config: Resolved, output: str | None) -> None:
     """
     from understudy.bundle.bundle import STDOUT, collect
 
-    directory, log_dir = _directory(config, is_entered=False), _log_dir(config)
+    directory = _directory(config)
+    log_dir = Path(os.path.abspath(config["log_dir"] or directory / "log"))
     path = STDOUT if output == "-" else Path(os.path.abspath(output)) if output else None
     say = partial(click.echo, err=path == STDOUT)
     run_async(lambda: collect(directory, log_dir, path, say))
@@ -205,78 +194,59 @@ timeout_flag = click.option(
     show_default=True,
     help="How long to wait until it is done, in seconds.",
 )
-one_engine = click.argument("engine", required=False, metavar="[ENGINE]")
 
 
 @click.command()
 @options((DIR,))
 @click.option("--offloaded", is_flag=True, help="Free the weights' device memory, too.")
 @timeout_flag
-@one_engine
 @json_flag
-def sleep(
-    config: Resolved, engine: str | None, timeout: float, offloaded: bool, as_json: bool
-) -> None:
+def sleep(config: Resolved, timeout: float, offloaded: bool, as_json: bool) -> None:
     """Put the pod to sleep and free its KV memory. It wakes in milliseconds.
 
-    Applies to all engines, or to ENGINE alone, and returns when the one that holds the lock is
-    asleep. The next request wakes it, unless the gateway runs with --wake manual.
+    Returns when the engine that holds the lock is asleep. The next request wakes it, unless the
+    gateway runs with --wake manual.
 
     Exit codes: 0 done, 1 refused or overridden by another goal, 3 no engine, 5 not done in time; it
     continues in the background.
     """
     goal = Tier.OFFLOADED if offloaded else Tier.WARM
-    _order(config, engine, goal, timeout, as_json=as_json)
+    _order(config, goal, timeout, as_json=as_json)
 
 
 @click.command()
 @options((DIR,))
 @timeout_flag
-@one_engine
 @json_flag
-def wake(config: Resolved, engine: str | None, timeout: float, as_json: bool) -> None:
+def wake(config: Resolved, timeout: float, as_json: bool) -> None:
     """Wake a sleeping pod.
 
-    Applies to all engines, or to ENGINE alone, and returns when the one that holds the lock is
-    active.
+    Returns when the engine that holds the lock is active.
 
     Exit codes: 0 done, 1 overridden by another goal, 3 no engine, 5 not done in time; it continues
     in the background.
     """
-    _order(config, engine, Tier.AWAKE, timeout, as_json=as_json)
+    _order(config, Tier.AWAKE, timeout, as_json=as_json)
 
 
-def _order(
-    config: Resolved, engine: str | None, goal: Tier, timeout_s: float, *, as_json: bool
-) -> None:
+def _order(config: Resolved, goal: Tier, timeout_s: float, *, as_json: bool) -> None:
     directory = _directory(config)
     paths = engine_sockets(directory)
     if not paths:
         raise unreachable(directory)
-    if engine is not None:
-        if engine not in paths:
-            raise UsageError(
-                "pod.unknown_engine",
-                f"there is no engine {engine!r} in {directory}; there are {', '.join(paths)}",
-                engine=engine,
-            )
-        paths = {engine: paths[engine]}
-    is_one = engine is not None
-    text, document = run_async(
-        lambda: give_goal(goal, paths, timeout_s, is_one=is_one), as_json=as_json
-    )
+    text, document = run_async(lambda: give_goal(goal, paths, timeout_s), as_json=as_json)
     click.echo(to_json(document) if as_json else text)
 
 
-def _directory(config: Resolved, *, is_entered: bool = True) -> Path:
-    """The pod's directory, which need not exist. Not `is_entered`: it need not be readable either.
+def _directory(config: Resolved) -> Path:
+    """The pod's directory, which need not exist.
 
     Raises:
         UsageError: `pod.directory_refused`.
     """
     path = os.path.abspath(config["dir"])
     try:
-        os.stat(os.path.join(path, ".") if is_entered else path)
+        os.stat(os.path.join(path, "."))
     except (FileNotFoundError, NotADirectoryError):
         pass  # there is no pod, which each command reports in its own way
     except OSError as error:
@@ -286,8 +256,3 @@ def _directory(config: Resolved, *, is_entered: bool = True) -> Path:
             "another directory with --dir",
         ) from error
     return Path(path)
-
-
-def _log_dir(config: Resolved) -> Path:
-    given = config["log_dir"]
-    return Path(os.path.abspath(given or os.path.join(config["dir"], "log")))

@@ -51,13 +51,7 @@ POD_OPTIONS = (
         "The directory of a Hugging Face checkpoint; with --backend vllm also a model of the Hub,"
         " such as Qwen/Qwen3-8B. Default: a small random model.",
     ),
-    Option(
-        "backend",
-        str,
-        "reference",
-        "The inference backend of the engines.",
-        choices=BACKENDS,
-    ),
+    Option("backend", str, "reference", "The inference backend of the engines.", choices=BACKENDS),
     Option(
         "device_bytes",
         size_list,
@@ -124,14 +118,7 @@ DRILL_OPTIONS = (
         minimum=1,
         maximum=256,
     ),
-    Option(
-        "replicas",
-        int,
-        3,
-        "With --fleet: number of pods.",
-        minimum=2,
-        maximum=REPLICAS_MAX,
-    ),
+    Option("replicas", int, 3, "With --fleet: number of pods.", minimum=2, maximum=REPLICAS_MAX),
     Option(
         "burn",
         int,
@@ -269,12 +256,12 @@ def _model(given: str | None, backend: str) -> tuple[Path | None, str | None]:
         return path, None
     if backend == HUB_BACKEND and is_hub_id(given):
         return None, given
-    wanted = "a Hugging Face checkpoint"
-    if backend == HUB_BACKEND:
-        wanted += ", or a model of the Hugging Face Hub, owner/name"
-    elif is_hub_id(given):
-        wanted += f" on this machine; the {backend} backend downloads nothing, --backend vllm does"
-    raise UsageError("pod.no_model", f"{path} is not a directory; --model must be {wanted}")
+    kind = "a Hugging Face checkpoint on this machine"
+    raise UsageError(
+        "pod.no_model",
+        f"{path} is not a directory; --model must be {kind}, or, with --backend {HUB_BACKEND}, a"
+        " model of the Hugging Face Hub, owner/name",
+    )
 
 
 def _log_env() -> dict[str, str]:

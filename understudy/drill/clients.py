@@ -16,7 +16,6 @@ import socket
 import ssl
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import cast
 from urllib.parse import urlsplit
 
@@ -31,7 +30,6 @@ SILENCE_MAX_S = 60.0
 REFUSED_PAUSE_S = 0.02  # else a refusing port gets thousands of connections a second
 
 PENDING_MAX_BYTES = 1024 * 1024  # of headers or one event
-DIGITS_MAX = 19  # of a number with 64 bits
 OK = 200
 
 clock = SystemClock()
@@ -65,18 +63,18 @@ def outside_target(url: str) -> Target:
     Raises:
         UsageError: `drill.bad_url`.
     """
+    bad = UsageError(
+        "drill.bad_url",
+        f"--url {url} is not a base address; name one such as http://SERVICE:8000 or"
+        " https://HOST/PREFIX",
+    )
     try:
         parts = urlsplit(url)
-        host, port = parts.hostname, parts.port
-    except ValueError as error:
-        raise UsageError("drill.bad_url", f"--url {url}: {error}") from error
-    is_tls = parts.scheme == "https"
-    if parts.scheme not in ("http", "https") or not host or parts.query or parts.username:
-        raise UsageError(
-            "drill.bad_url",
-            f"--url {url} is not a base address; name one such as http://SERVICE:8000 or"
-            " https://HOST/PREFIX",
-        )
+        host, port, is_tls = parts.hostname, parts.port, parts.scheme == "https"
+    except ValueError:  # a port that is no number
+        raise bad from None
+    if not host or parts.scheme not in ("http", "https") or parts.query or parts.username:
+        raise bad
     tls = ssl.create_default_context() if is_tls else None
     return Target(host, port or (443 if is_tls else 80), url, parts.path.rstrip("/"), tls)
 
@@ -185,17 +183,16 @@ async def stream_without_pause(
     done: Callable[[Exchange], None],
     stopping: asyncio.Event,
     rest: Callable[[int], Awaitable[None]] | None = None,
-    silence_max_s: float | None = None,
+    silence_max_s: float = SILENCE_MAX_S,
 ) -> None:
     """One client: sends the prompts in turn, from number `start`, until `stopping` is set. `rest`
     is awaited after each, with how many were sent."""
-    ask = send if silence_max_s is None else partial(send, silence_max_s=silence_max_s)
     for sent in itertools.count():
         if sent and rest is not None:
             await rest(sent)
         if stopping.is_set():
             return
-        exchange = await ask(target, prompts[(start + sent) % len(prompts)])
+        exchange = await send(target, prompts[(start + sent) % len(prompts)], silence_max_s)
         done(exchange)
         if exchange.end is End.REFUSED or exchange.status >= 400:
             await pause(stopping, REFUSED_PAUSE_S)
@@ -301,9 +298,9 @@ class AnswerReader:
                 self._exchange.engine = text
             case b"x-understudy-pod":
                 self._exchange.pod = text
-            case b"x-understudy-token":  # `int` accepts more than digits, and limits their number
-                is_number = text.isascii() and text.isdigit() and len(text) <= DIGITS_MAX
-                self._exchange.token = int(text) if is_number else None
+            case b"x-understudy-token":
+                with contextlib.suppress(ValueError):  # it is not ours
+                    self._exchange.token = int(text)
 
     def on_headers_complete(self) -> None:
         self._exchange.status = self._parser.get_status_code()

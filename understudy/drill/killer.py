@@ -15,7 +15,6 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,7 +24,6 @@ from gateway.messages import CONTROL as GATEWAY_CONTROL
 from gateway.messages import ExpectDeathMsg
 from gms.client import messages as gms_messages
 from plumbing.errors import UnderstudyError, UnreachableError, WaitTimeoutError
-from plumbing.pod.models import model_at, model_of
 from plumbing.pod.observers import ask
 from plumbing.pod.paths import engine_sockets, gateway_socket, gms_socket
 from plumbing.service import init
@@ -38,8 +36,6 @@ from understudy.drill.records import Kill
 from understudy.drill.targets import (
     GATEWAY,
     GMS,
-    GMS_COPY,
-    GMS_KEEPER,
     GMS_SUPERVISOR,
     LOCKSERVER,
     POD,
@@ -49,6 +45,7 @@ from understudy.drill.targets import (
     kill_request,
     process_of,
 )
+from understudy.host import read
 from understudy.status.gather import (
     PodPart,
     gateway_part,
@@ -59,7 +56,7 @@ from understudy.status.gather import (
     pool_part,
     status_of,
 )
-from understudy.status.view import PARKED, Document, devices, is_open
+from understudy.status.view import PARKED, Document, is_open
 
 WHOLE_POLL_S = 0.05
 WHOLE_DEADLINE_S = 300.0  # a relaunch takes seconds; with vLLM on 2 cores, minutes
@@ -70,7 +67,7 @@ BACK_DEADLINE_S = 90.0  # a container restarts within seconds; its runner may ba
 COMMITTED = "committed"
 FIRST = 1  # pid 1 ignores SIGKILL and SIGSTOP from its own namespace
 SINGLE = {LOCKSERVER: lockserver_part, GATEWAY: gateway_part, POOL: pool_part}
-COPIES, KEEPER_VERB = "OFFLOAD-", "keep-copy"  # of host copies: their places, and who keeps them
+COPIES = "OFFLOAD-"  # the places of host copies, which a server of their own serves
 
 clock = SystemClock()
 Say = Callable[[str], None]
@@ -164,23 +161,6 @@ def service_of_front(front: Mapping[str, Any]) -> str:
     return str((front.get("service") or {}).get("address") or "")
 
 
-def changes(before: Document, after: Document) -> list[str]:
-    """What the death of a part has changed and must not, as sentences: an engine's incarnation, or
-    who is active."""
-    was, now = _standing(before), _standing(after)
-    return [
-        f"{name} is now {now.get(name, 'unreachable')} instead of {said}"
-        for name, said in was.items()
-        if now.get(name) != said
-    ]
-
-
-def _standing(view: Document) -> dict[str, str]:
-    engines = [part["engine"] for part in view["engines"] if "error" not in part]
-    found = {str(each.get("id")): str(each.get("incarnation")) for each in engines}
-    return {**found, "the lock": f"{view['active']} under token {view['token']}"}
-
-
 # ------------------------------------------------------------------ processes of engines
 
 
@@ -220,7 +200,7 @@ async def strike(path: str, supervisor: int, kill: Kill) -> None:
     Raises:
         UnderstudyError: as `kill_engine`.
     """
-    death = ExpectDeathMsg(str(kill.engine), kill.old_token, model_of(kill.lock))
+    death = ExpectDeathMsg(str(kill.engine), kill.old_token, kill.model)
     with contextlib.suppress(UnderstudyError):
         await ask(gateway_socket(os.path.dirname(path)), GATEWAY_CONTROL, death, ANNOUNCED_S)
     process = process_of(kill.target)
@@ -249,15 +229,8 @@ def backend_processes(supervisor: int) -> list[int]:
     return [
         pid
         for pid in descendants(supervisor)
-        if not any(helper in word for word in _words(pid) for helper in HELPERS)
+        if not any(helper in read(f"/proc/{pid}/cmdline") for helper in HELPERS)
     ]
-
-
-def _words(pid: int) -> list[str]:
-    """The command line of `pid`; nothing if it is gone."""
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
-    return []
 
 
 def _kv_of(status: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -286,12 +259,11 @@ async def note_adoption(directory: Path, kill: Kill) -> str:
 @dataclass(frozen=True, slots=True)
 class HeldPart:
     """A part that can be killed: the pidfds of its processes, its own first. `memory`: what its
-    servers said before and must say again; `model`: whose keeper it is."""
+    servers said before and must say again."""
 
     target: str
     pidfds: tuple[int, ...]
     memory: tuple[Document, ...] = ()
-    model: str = ""
 
     @property
     def device(self) -> str:
@@ -304,62 +276,40 @@ async def find_part(
     stack: ExitStack,
     *,
     number: int = 0,
-    model: str = "",
     is_pool: bool = False,
 ) -> HeldPart | None:
     """Find a part, and hold it until `stack` is closed: of devices' servers that of the device with
-    this number, modulo their count; of keepers that of `model`. None: there is none, in a pool.
+    this number, modulo their count. None: there is none, in a pool.
 
     Raises:
         UnderstudyError: `drill.no_memory`, nothing is committed; `drill.not_here`.
     """
-    view = await gather(directory)
-    memory = tuple(committed_devices(view).values())
-    if is_pool:  # models come and go: only that their servers answer is compared
-        answered = (each for part in view["gms"] for each in devices(part))
-        memory = tuple({"device_uuid": str(it["device_uuid"])} for it in answered)
-    pid = await _pid_of(directory, target, model)
+    pid, memory = await _pid_of(directory, target), tuple[Document, ...]()
+    if target in (GMS, GMS_SUPERVISOR):
+        view = await gather(directory)
+        memory = tuple(committed_devices(view).values())
+        if is_pool:  # models come and go: only that their servers answer is compared
+            answered = (each for each in view["gms"] if "error" not in each)
+            memory = tuple({"device_uuid": str(it["device_uuid"])} for it in answered)
     if target == GMS:
-        memory = tuple(it for it in memory if not _is_copy(it))
+        memory = tuple(it for it in memory if not str(it["device_uuid"]).startswith(COPIES))
         if not memory:
             raise UnderstudyError("drill.no_memory", "no memory service has committed weights")
         pids = await pids_of(memory_parts(directory))
         pid = pids.get(memory[number % len(memory)]["device_uuid"])
         memory = tuple(it for it in memory if pids.get(it["device_uuid"]) == pid)
-    elif target == GMS_COPY:
-        memory = tuple(filter(_is_copy, memory))
-    elif target != GMS_SUPERVISOR:
-        memory = ()
     if pid is None and is_pool:
         return None
     held = [stack.enter_context(hold(each, target)) for each in (pid, *descendants(pid or 0))]
-    return HeldPart(target, tuple(held), memory, model)
+    return HeldPart(target, tuple(held), memory)
 
 
-async def _pid_of(directory: Path, target: str, model: str) -> int | None:
+async def _pid_of(directory: Path, target: str) -> int | None:
     """The main process of a part; of a device's server, of any."""
     if target in SINGLE:
         return (await pids_of([SINGLE[target](directory)])).get(target)
-    servers = [*(await pids_of(memory_parts(directory))).values()]
-    if target == GMS or not servers:
-        return servers[0] if servers else None
-    supervisor = parent(servers[0])
-    if target == GMS_SUPERVISOR:
-        return supervisor
-    # Copies have one server, which serves the places of all of them, and a keeper for each.
-    for pid in descendants(supervisor or 0):
-        words = _words(pid)
-        places = [place for flag, place in pairwise(words) if flag in ("--place", "--device")]
-        is_keeper = KEEPER_VERB in words
-        if target == GMS_KEEPER and is_keeper and any(model_at(it) == model for it in places):
-            return pid
-        if target == GMS_COPY and not is_keeper and any(it.startswith(COPIES) for it in places):
-            return pid
-    return None
-
-
-def _is_copy(memory: Document) -> bool:
-    return str(memory["device_uuid"]).startswith(COPIES)
+    servers = [*(await pids_of(memory_parts(directory))).values(), None]
+    return parent(servers[0] or 0) if target == GMS_SUPERVISOR else servers[0]
 
 
 async def kill_part(victim: HeldPart, kill: Kill) -> None:
@@ -421,7 +371,7 @@ async def missing_of(directory: Path, victim: HeldPart) -> str | None:
         now = await status_of(PodPart(place, path, gms_messages.CATALOGUE))
         if (missing := _changed_memory(was, now, is_own=victim.target == GMS)) is not None:
             return missing
-    pid = await _pid_of(directory, victim.target, victim.model)
+    pid = await _pid_of(directory, victim.target)
     return None if pid is not None else f"no {victim.target} runs"
 
 
@@ -442,8 +392,8 @@ def _changed_memory(was: Document, now: Document, *, is_own: bool) -> str | None
 
 def committed_devices(view: Document) -> dict[str, Document]:
     """The devices with committed weights, by name."""
-    found = [device for part in view["gms"] for device in devices(part)]
-    return {str(each["device_uuid"]): each for each in found if each.get("state") == COMMITTED}
+    found = (each for each in view["gms"] if each.get("state") == COMMITTED)
+    return {str(each["device_uuid"]): each for each in found}
 
 
 def _readers_of(device: Document) -> frozenset[str]:
@@ -467,7 +417,7 @@ def hold(pid: int | None, what: str) -> Iterator[int]:
     """
     reason = "it is pid 1 here" if pid == FIRST else "its process is not visible"
     # What our init, pid 1 of this very namespace, keeps running.
-    if pid and parent(pid) == FIRST and init.__file__ in _words(FIRST):
+    if pid and parent(pid) == FIRST and init.__file__ in read(f"/proc/{FIRST}/cmdline"):
         pid, reason = 0, "its init ends everything in this container with it, this drill too"
     try:
         pidfd = os.pidfd_open(0 if not pid or pid == FIRST else pid)  # there is no process 0

@@ -3,8 +3,7 @@
 Owns the pidfds of the engine that is about to be killed, opened *before* the kill, because pids are
 recycled. When the lock server announces the next grant, each of these processes must have exited,
 or have neither memory nor descriptors left; otherwise it could still touch memory that now belongs
-to the new engine. One that hands over in place must have let go of its serving file instead
-(docs/lock.md, promise 7). The evidence is the kernel's, not the pod's.
+to the new engine. The evidence is the kernel's, not the pod's.
 """
 
 from __future__ import annotations
@@ -25,10 +24,11 @@ from lockserver.client import messages as lock_messages
 from lockserver.client import witness
 from plumbing.errors import UnderstudyError
 from plumbing.pod.messages import EventMsg, StatusReplyMsg, WatchMsg
+from plumbing.pod.models import ACTIVE, lock_of
 from plumbing.pod.observers import PeerWatch
 from plumbing.pod.paths import LOCKSERVER_SOCKET, pool_socket
 from plumbing.service.clock import SystemClock
-from plumbing.service.procfs import holds_flock, is_spent
+from plumbing.service.procfs import is_spent
 from plumbing.service.procfs import name as process_name
 from plumbing.wire.messages import Message
 from plumbing.wire.peer import is_gone
@@ -48,19 +48,14 @@ class OldTree:
 
     pids: dict[int, tuple[int, str]] = field(default_factory=dict)  # pidfd → 17, "engine"
     witness: int | None = None
-    serving: tuple[int, int] | None = None  # the file that each of them holds while it may serve
 
     @classmethod
-    def of(cls, pids: Iterable[int], serving_file: tuple[int, int] | None = None) -> OldTree:
-        """`serving_file`: st_dev and st_ino of the one of an engine that is to hand over; it counts
-        if all of `pids` hold it now."""
+    def of(cls, pids: Iterable[int]) -> OldTree:
         tree = cls()
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):  # it has just exited by itself
                 name = process_name(pid)
                 tree.pids[os.pidfd_open(pid)] = pid, name
-        if serving_file and all(holds_flock(pid, *serving_file) for pid, _ in tree.pids.values()):
-            tree.serving = serving_file
         return tree
 
     @classmethod
@@ -85,9 +80,7 @@ class OldTree:
         return [
             f"pid {pid} ({name})"
             for pidfd, (pid, name) in self.pids.items()
-            if not is_gone(pidfd)
-            and (self.serving is None or holds_flock(pid, *self.serving))
-            and not is_spent(pid)
+            if not is_gone(pidfd) and not is_spent(pid)
         ]
 
     def close(self) -> None:
@@ -169,7 +162,7 @@ class Observer:
 
     def _on_lockserver(self, message: Message) -> None:
         self._note(LOCKSERVER, "connected")
-        wanted = self._kill.lock if self._kill is not None else "active"
+        wanted = lock_of(ACTIVE, self._kill.model if self._kill is not None else "")
         if isinstance(message, lock_messages.GrantedMsg) and message.lock == wanted:
             self._granted(message.engine, message.token, message.incarnation)
         elif isinstance(message, EventMsg):

@@ -21,7 +21,6 @@ from understudy.drill.records import (
     Moment,
     Outcome,
     Records,
-    Upgrade,
 )
 from understudy.drill.targets import FRONT, GATEWAY
 
@@ -163,7 +162,11 @@ def pause_at(kill: Kill, until_ms: float, exchange: Exchange) -> float | None:
     is_older = exchange.token is not None and exchange.token <= kill.old_token
     if not times or not is_older or kill.granted_ms is None or times[-1] < kill.granted_ms:
         return None
-    # A stream without text before the kill has waited since the kill at least.
+    return _gap_since(kill, until_ms, times)
+
+
+def _gap_since(kill: Kill, until_ms: float, times: Sequence[float]) -> float | None:
+    """The longest gap. A stream without text before the kill has waited since the kill at least."""
     seen = times if times[0] < kill.killed_ms else [kill.killed_ms, *times]
     return longest_gap(seen, kill.killed_ms, until_ms)
 
@@ -193,8 +196,7 @@ def pauses_at_pod(kill: Kill, records: Records) -> list[float]:
         times = exchange.text_ms
         is_hit = kill.pod in ("", exchange.pod) and exchange.sent_ms < kill.killed_ms
         if is_hit and times and times[-1] > kill.killed_ms + IN_FLIGHT_MS:
-            seen = times if times[0] < kill.killed_ms else [kill.killed_ms, *times]
-            found.append(longest_gap(seen, kill.killed_ms, until_ms))
+            found.append(_gap_since(kill, until_ms, times))
     return [pause for pause in found if pause is not None]
 
 
@@ -222,15 +224,3 @@ def pauses_in(exchange: Exchange, away: Sequence[tuple[float, float]]) -> list[f
         longest = longest_gap(times[max(0, start - 1) : end + 1])
         found += [longest] if longest is not None else []
     return found
-
-
-def switchover_pause(upgrade: Upgrade | None, exchanges: Sequence[Exchange]) -> float | None:
-    """Milliseconds from the last text under the old grant to the first under the new one."""
-    if upgrade is None or not upgrade.new_token:
-        return None
-    last_ms = [e.last_token_ms for e in exchanges if e.token == upgrade.old_token]
-    first_ms = [e.first_token_ms for e in exchanges if e.token == upgrade.new_token]
-    after = min((ms for ms in first_ms if ms), default=math.inf)
-    # Behind a gateway, answers that began under the old grant continue under the new one.
-    before = max((ms for ms in last_ms if ms and ms < after), default=-math.inf)
-    return round(after - before, 3) if math.isfinite(after - before) else None

@@ -7,9 +7,7 @@ In the file `<` is escaped, so no data can be taken for markup.
 from __future__ import annotations
 
 import json
-import math
 import os
-from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -18,40 +16,52 @@ from plumbing.errors import UnderstudyError, UsageError
 from plumbing.service.clock import rfc3339
 from plumbing.service.files import write_atomic
 from understudy.drill.outcomes import first_answers, outcome_of, phases_of, spread
-from understudy.drill.records import Exchange, Kill, Outcome, Records
+from understudy.drill.records import Outcome, Records
 from understudy.drill.targets import FRONT
 from understudy.drill.verdict import DrillReport
 
 TEMPLATE = Path(__file__).parent / "page.html"
 PLACE = "{{data}}"
 MODE = 0o644  # meant to be shared
-DOTS_MAX = 5000  # more than a chart has room for; some 150 KiB
+DOTS_MAX = 5000  # of good answers: more than a chart has room for; some 150 KiB
 
 
-def page_data(records: Records, report: DrillReport, backend: str) -> dict[str, Any]:
+def page_data(report: DrillReport) -> dict[str, Any]:
     """The whole document. The kills of a plain pod's engines have phases, all others a time until
     the victim was back."""
-    exchanges = sorted(records.exchanges, key=_sent)
+    records = report.records
+    exchanges = sorted(records.exchanges, key=lambda each: each.sent_ms)
     starts_ms = [kill.killed_ms for kill in records.kills]
     starts_ms += [each.sent_ms for each in exchanges[:1]]
     began_ms = min(starts_ms, default=0.0)
     kills = [] if records.models else records.engine_kills
     others = [kill for kill in records.kills if kill.engine is None or kill.model or kill.pod]
-    outcomes = {id(each): outcome_of(each, records) for each in exchanges}
-    kept = _sample(exchanges, outcomes)
+    # Every failed request, and an even choice of the others.
+    found = [(each, outcome_of(each, records)) for each in exchanges]
+    step = -(-len(exchanges) // DOTS_MAX) or 1
+    kept = [it for at, it in enumerate(found) if it[1] is not Outcome.OK or at % step == 0]
     pairs = zip(kills, first_answers(kills, exchanges), strict=True)
     return {
         "made_at": rfc3339(datetime.now(UTC)),
         "passed": report.passed,
         "problems": report.problems,
-        "report": report.to_dict(backend),
+        "report": report.to_dict(),
         "kills": [
-            {"number": number, "at_ms": _since(began_ms, kill.killed_ms), **_kill(kill, first)}
+            {
+                "number": number,
+                "target": kill.target,
+                "engine": kill.engine,
+                "new_engine": kill.new_engine,
+                "new_token": kill.new_token,
+                "at_ms": _since(began_ms, kill.killed_ms),
+                "failover_ms": _since(kill.killed_ms, first.first_token_ms if first else None),
+                "phases_ms": {name: _round(ms) for name, ms in phases_of(kill, first).items()},
+            }
             for number, (kill, first) in enumerate(pairs, 1)
         ],
         "part_kills": [
             {
-                "part": _named(kill),
+                "part": kill.name + (f", {kill.model} {kill.phase}" if kill.model else ""),
                 **({"pod": kill.pod or kill.target} if records.pods else {}),
                 "at_ms": _since(began_ms, kill.killed_ms),
                 "back_ms": _since(kill.killed_ms, kill.back_ms),
@@ -73,51 +83,18 @@ def page_data(records: Records, report: DrillReport, backend: str) -> dict[str, 
                 [
                     _since(began_ms, each.sent_ms),
                     _since(each.sent_ms, each.first_token_ms),
-                    outcomes[id(each)],
+                    outcome,
                     each.token,
                 ]
-                for each in kept
+                for each, outcome in kept
             ],
         },
-    }
-
-
-def _kill(kill: Kill, first: Exchange | None) -> dict[str, Any]:
-    """A failover; `first`: the first answer after it."""
-    first_ms = first.first_token_ms if first is not None else None
-    return {
-        "target": kill.target,
-        "engine": kill.engine,
-        "new_engine": kill.new_engine,
-        "new_token": kill.new_token,
-        "failover_ms": _since(kill.killed_ms, first_ms),
-        "phases_ms": {name: _round(length) for name, length in phases_of(kill, first).items()},
     }
 
 
 def _lane(pod: str, records: Records, began_ms: float) -> list[tuple[float | None, str]]:
     """From when on the pod was in which state."""
     return [(_since(began_ms, it.at_ms), it.state) for it in records.moments if it.part == pod]
-
-
-def _sample(exchanges: Sequence[Exchange], outcomes: Mapping[int, Outcome]) -> list[Exchange]:
-    """At most `DOTS_MAX`, in order: the failed ones as far as there is room, and an even sample of
-    the others."""
-    failed = [each for each in exchanges if outcomes[id(each)] is not Outcome.OK][:DOTS_MAX]
-    others = [each for each in exchanges if outcomes[id(each)] is Outcome.OK]
-    room = DOTS_MAX - len(failed)
-    kept = others[:: max(1, math.ceil(len(others) / room))] if room else []
-    return sorted([*failed, *kept], key=_sent)
-
-
-def _sent(exchange: Exchange) -> float:
-    return exchange.sent_ms
-
-
-def _named(kill: Kill) -> str:
-    victim = f"{kill.target} of {kill.engine}" if kill.engine else kill.victim
-    victim += f" of {kill.pod}" if kill.engine and kill.pod else ""
-    return f"{victim}, {kill.model} {kill.phase}" if kill.model else victim
 
 
 def _since(origin_ms: float, at_ms: float | None) -> float | None:
@@ -141,21 +118,16 @@ def check_destination(path: Path) -> None:
         )
 
 
-def render(data: dict[str, Any]) -> str:
-    """The page for `data`."""
-    text = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-    before, after = TEMPLATE.read_text(encoding="utf-8").split(PLACE)
-    return before + text + after
-
-
 def write_page(path: Path, data: dict[str, Any]) -> None:
     """Write the page for `data` to `path`, atomically.
 
     Raises:
         UnderstudyError: `drill.report_not_written`.
     """
+    text = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    page = TEMPLATE.read_text(encoding="utf-8").replace(PLACE, text)
     try:
-        write_atomic(str(path), render(data), MODE, survives_power_cut=False)
+        write_atomic(str(path), page, MODE, survives_power_cut=False)
     except OSError as error:
         raise UnderstudyError(
             "drill.report_not_written", f"cannot write the report page to {path}: {error.strerror}"

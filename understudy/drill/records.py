@@ -13,7 +13,6 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from understudy.drill.schema import DrillBurn
 from understudy.drill.targets import TARGETS
 
 PHASES = ("detect", "fence", "grant", "wake", "serve")  # of a failover, in order
@@ -87,8 +86,8 @@ class Kill(Struct):
     `engine`: whose process was killed; None: a part that is not an engine, then of `device` if it
     is a memory server. `gone_ms`: when all processes of a part had exited; `back_ms`: when the
     victim worked again. `kept_blocks` of KV memory were there for the next engine by the old one's
-    last status, and `adopted_blocks` are those that its cache began with. `lock`: the one that the
-    engine may have held; `peers`: the engines that may be granted it next, () for all.
+    last status, and `adopted_blocks` are those that its cache began with. `peers`: the engines that
+    may be granted its lock next, () for all.
     In a pool: the kill was made as `model` entered `phase`, and `result` is how it ended. In a
     fleet: `pod` was hit, of which the front had this many `streams`.
     """
@@ -106,7 +105,6 @@ class Kill(Struct):
     incarnation: str | None = None
     kept_blocks: int = 0
     adopted_blocks: int | None = None
-    lock: str = "active"
     peers: tuple[str, ...] = ()
     device: str = ""
     gone_ms: float | None = None
@@ -126,6 +124,13 @@ class Kill(Struct):
         """The engine, the device's server, the pod's part or the part."""
         place = self.device or self.pod
         return self.engine or (f"{self.target} of {place}" if place else self.target)
+
+    @property
+    def name(self) -> str:
+        """Of what was killed: `core of engine-0 of pod-1`, `gms of HOST-0`, `pool`."""
+        if self.engine is None:
+            return self.victim
+        return f"{self.target} of {self.engine}" + (f" of {self.pod}" if self.pod else "")
 
 
 class Moment(Struct, frozen=True):
@@ -153,19 +158,6 @@ class StatedBound(Struct, frozen=True):
     bound_ms: float | None
 
 
-class Upgrade(Struct):
-    """An upgrade of both engines: the new setting, whether each has it, and the switchover between
-    them. `switchover_ms`: from the request to the grant."""
-
-    setting: str
-    engines: dict[str, bool] = {}
-    source: str | None = None
-    target: str | None = None
-    old_token: int = 0
-    new_token: int = 0
-    switchover_ms: float | None = None
-
-
 class EngineDeath(Struct, frozen=True):
     """The end of an engine's launch `incarnation`, for any reason. `cause`: as in its events,
     or the code of the fault that its backend reported."""
@@ -179,8 +171,8 @@ class EngineDeath(Struct, frozen=True):
 class Records(Struct):
     """Everything one drill observed.
 
-    `overlaps`: grants while a process of the old engine was alive; `disturbed`: changes caused by
-    the death of a part; `deaths`: of engines, rehearsed or not. `upgrade` is set in an upgrade.
+    `overlaps`: grants while a process of the old engine was alive; `deaths`: of engines, rehearsed
+    or not.
     `targets`: those of every engine of this pod, which are counted even if none was killed.
     `url`: the address outside the pod that clients used, if they did.
     The token of an exchange says where the answer began: text that follows may be of any newer
@@ -195,10 +187,7 @@ class Records(Struct):
     expected: dict[str, Exchange] = {}
     overlaps: list[str] = []
     grants_checked: int = 0
-    disturbed: list[str] = []
-    upgrade: Upgrade | None = None
     deaths: list[EngineDeath] = []
-    burn: DrillBurn | None = None
     began_ms: float = 0.0
     lasted_s: float = 0.0
     targets: Sequence[str] = TARGETS

@@ -6,9 +6,6 @@ shares its CPU cores with the pod whose speed it reports.
 A pool's drill has more victims and several models. Every part is to die in every state of a model,
 so a kill waits until a model enters a state. Clients send requests in bursts, those of the first
 model in longer ones, so that all models also become idle.
-
-An upgrade kills nothing: the standby is relaunched with a new configuration, the active engine
-hands over to it, and is then relaunched likewise, as in docs/operations.md.
 """
 
 from __future__ import annotations
@@ -16,9 +13,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -26,22 +26,12 @@ from typing import Any, Protocol, TypeVar
 from msgspec import structs
 
 from engine import messages as engine_messages
-from lockserver.client import messages as lock_messages
-from lockserver.client import serving
-from plumbing.errors import (
-    RemoteError,
-    UnderstudyError,
-    UnreachableError,
-    UsageError,
-    WaitTimeoutError,
-)
-from plumbing.pod.models import ACTIVE, lock_of
+from plumbing.errors import RemoteError, UnderstudyError, UnreachableError, WaitTimeoutError
 from plumbing.pod.observers import ask
-from plumbing.pod.paths import engine_socket, engine_sockets, lockserver_socket, pool_socket
+from plumbing.pod.paths import engine_socket, engine_sockets, pool_socket
 from plumbing.service.clock import SystemClock
-from plumbing.service.procfs import environment_of
+from plumbing.service.process import parent_environment
 from plumbing.text import duration
-from plumbing.wire.server import guard_holder
 from pool.core.events import Order
 from pool.core.states import ModelState
 from pool.messages import CATALOGUE, OrderMsg
@@ -49,10 +39,8 @@ from pool.pool_file import PoolFile, engines_of
 from understudy.drill.clients import Target, inside_target, pause, send, stream_without_pause
 from understudy.drill.killer import (
     WHOLE_DEADLINE_S,
-    HeldPart,
+    WHOLE_POLL_S,
     Whole,
-    backend_processes,
-    changes,
     find_part,
     kill_engine,
     kill_part,
@@ -62,13 +50,11 @@ from understudy.drill.killer import (
     wait_for,
     wait_whole,
 )
-from understudy.drill.machine import Burn
-from understudy.drill.observer import Observer, OldTree
+from understudy.drill.observer import Observer
 from understudy.drill.prompts import bank_of, learn_answers, model_name, pool_prompts
-from understudy.drill.records import End, Exchange, Kill, Prompt, Records, StatedBound, Upgrade
+from understudy.drill.records import End, Exchange, Kill, Prompt, Records, StatedBound
 from understudy.drill.targets import (
     ALL_PARTS,
-    OF_MODEL,
     SHADOW,
     STOP,
     SUPERVISOR,
@@ -81,11 +67,9 @@ from understudy.drill.targets import (
 from understudy.pod.runner import PodRunner
 from understudy.status.gather import (
     engine_parts,
-    gateway_part,
     gather,
     lockserver_part,
     pool_part,
-    require_pod,
     status_of,
 )
 
@@ -94,13 +78,10 @@ START_DEADLINE_S = 120.0  # until gateway, pool and engines have found one anoth
 UP_DEADLINE_S = 300.0  # a container's probe may run only every ten seconds
 TAKEOVER_DEADLINE_S = 90.0  # more than the wake budget (60 s) and the hold (10 s)
 PROBE_PAUSE_S = 0.002  # else a refusing port gets thousands of requests a second
-GONE_AFTER_S = 3.0  # a part that is restarted runs again within a second
-LOOK_S = 1.0
 ANSWERS_DEADLINE_S = 90.0  # longer than a client waits for a silent server
 
 # In a pool.
 WORKING = ("standby", "resting", "active")  # of an engine that has come back from its death
-NO_SUCH_PROCESS = "engine.unknown_target"
 LEARNED_AT_ONCE = 5
 POOL_ANSWERS_DEADLINE_S = 300.0  # as long as a request may wait
 SILENCE_S = 330.0  # longer than a ticket waits in the gateway by default, which ends in an answer
@@ -114,10 +95,6 @@ FIND_S = 0.005  # between two looks for a process that is just being started
 FIND_DEADLINE_S = 1.5  # after that, the engine has no such process
 STATED_EVERY_S = 1.0  # how often the bounds are read: they change with costs and requests
 
-# What an upgrade sets: a real setting of every backend that no answer depends on.
-SETTING, VALUE = "UNDERSTUDY_DRAIN_MS", "44000"  # the default is 43000
-SWITCHOVER_TIMEOUT_S = 120.0  # the drain's budget, the reap's, and a wake on a slow machine
-
 T = TypeVar("T")
 clock = SystemClock()
 
@@ -129,7 +106,6 @@ class DrillPlan:
     `targets` are killed in turn; default: every process of an engine of this pod, and `also`, or,
     in a pool, every part.
     `expected`: prompts and their answers; default: the first active engine's answers.
-    `is_upgrade`: no kills; both engines get a new configuration instead.
     `burn`: number of busy loops per CPU meanwhile; `duration_s`: spread the kills over this time.
     `outside`: where clients send requests instead of to the pod itself.
     """
@@ -139,14 +115,9 @@ class DrillPlan:
     clients: int = 4
     expected: tuple[Sequence[Prompt], dict[str, Exchange]] | None = None
     also: Sequence[str] = ()
-    is_upgrade: bool = False
     burn: int = 0
     duration_s: float = 0.0
     outside: Target | None = None
-
-    @property
-    def kills_wanted(self) -> int:
-        return 0 if self.is_upgrade else self.kills
 
     @property
     def stretch(self) -> float:
@@ -175,12 +146,9 @@ class Drill:
         runner: PodRunner | None = None,
         file: PoolFile | None = None,
     ) -> None:
-        """`runner` runs the pod, if the drill started it. Upgrades need it. Nothing is killed until
-        its containers have passed their startup probes: before that a hang goes unnoticed.
+        """`runner` runs the pod, if the drill started it. Nothing is killed until its containers
+        have passed their startup probes: before that a hang goes unnoticed.
         `file`: that of the pod's pool, if it has one.
-
-        Raises:
-            UsageError: `drill.no_shadow`.
         """
         self.records = Records()
         self.directory = directory
@@ -195,16 +163,7 @@ class Drill:
             self.records.models = self._models
             self.backend = next(iter(file.models.values())).backend
             has_shadow = any(len(each) > 1 for each in self._models.values())
-            self._targets = self._targets or pool_targets(
-                self.backend, has_shadow=has_shadow, has_copies=bool(file.host_memory)
-            )
-            named = [each for each in self._targets if each.startswith(SHADOW)]
-            if named and not has_shadow:
-                raise UsageError(
-                    "drill.no_shadow",
-                    f"--target {named[0]}: no model of this pool file has a shadow; choose another"
-                    " target, or add `shadow: follows` to a model",
-                )
+            self._targets = self._targets or pool_targets(self.backend, has_shadow=has_shadow)
 
     # ------------------------------------------------------------------ before the first kill
 
@@ -217,7 +176,6 @@ class Drill:
         return await (self._prepare_pool() if self._models else self._prepare_pod())
 
     async def _prepare_pod(self) -> Target:
-        await require_pod(self.directory)
         whole = await wait_whole(self.directory, self._say, FIRST_WHOLE_DEADLINE_S)
         engines = {part.name: part for part in engine_parts(self.directory)}
         backend = (await status_of(engines[whole.engine])).get("backend") or {}
@@ -254,16 +212,12 @@ class Drill:
 
     async def _prepare_pool(self) -> Target:
         async def look() -> str | None:
-            pool, gateway = await self._pool(), await status_of(gateway_part(self.directory))
-            if "error" in pool:
-                return str(pool["error"])
-            if not gateway.get("accepting"):
-                return str(gateway.get("error") or "the gateway does not accept requests")
-            if pool.get("recovering"):
-                return "it is recovering"
-            return next(iter(pool.get("problems") or ()), None)
+            view = await gather(self.directory)
+            missing = view["problems"] if view["pool"] is not None else ["no pool runs"]
+            return next(iter(missing), None)
 
-        await self._wait(look, START_DEADLINE_S, "drill.not_up", "the pool was not ready")
+        failed = "the pool was not ready"
+        await self._wait(look, START_DEADLINE_S, "drill.not_up", failed, poll_s=WHOLE_POLL_S)
         target = inside_target(service_of(await status_of(lockserver_part(self.directory))))
         # The reference backend computes each request alike, whatever runs beside it.
         at_once = 1 if self.backend == "vllm" else LEARNED_AT_ONCE
@@ -284,25 +238,20 @@ class Drill:
     async def run(self, target: Target) -> None:
         """All kills under load. Raises what ended the drill early; `records` is valid anyway."""
         records, stopping = self.records, asyncio.Event()
-        burn = Burn(self._plan.burn)
-        records.burn = burn.use if self._plan.burn else None
-        burn.start()
-        records.began_ms = clock.now_ms()
-        self._watch = self._observe()
-        tasks = [asyncio.create_task(each) for each in self._clients(target, stopping)]
-        try:
-            if self._plan.is_upgrade:
-                await self._upgrade()
-            await self._make_kills(target)
-            stopping.set()
-            await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            await self._watch.close()
-            burn.stop()
-            records.lasted_s = (clock.now_ms() - records.began_ms) / 1000
+        with busy_loops(self._plan.burn):
+            records.began_ms = clock.now_ms()
+            self._watch = self._observe()
+            tasks = [asyncio.create_task(each) for each in self._clients(target, stopping)]
+            try:
+                await self._make_kills(target)
+                stopping.set()
+                await asyncio.gather(*tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+                await self._watch.close()
+                records.lasted_s = (clock.now_ms() - records.began_ms) / 1000
 
     def _observe(self) -> DrillWatch:
         self._observer = Observer(self.directory, engine_sockets(self.directory), self.records)
@@ -341,7 +290,7 @@ class Drill:
         Raises:
             WaitTimeoutError: something did not come back, or no model enters any state.
         """
-        records, wanted = self.records, self._plan.kills_wanted
+        records, wanted = self.records, self._plan.kills
         plain = ((each, None) for each in itertools.cycle(self._targets))
         for what, state in kill_order(self._targets) if self._models else plain:
             if len(records.kills) >= wanted:
@@ -355,7 +304,8 @@ class Drill:
                 self._say(self._line(kill))
             if len(records.not_reached) > MISSED_MAX:
                 raise WaitTimeoutError(
-                    "drill.no_phase", f"{MISSED_MAX} times no model entered the state for a kill"
+                    "drill.no_phase",
+                    f"{MISSED_MAX} times no model entered the state for a kill, last: {what}",
                 )
         await self._until_due(wanted)
         await self._recover()  # the last victim, too
@@ -366,18 +316,15 @@ class Drill:
 
     def _line(self, kill: Kill) -> str:
         """`kill 3/20  backend-model of engine-0  engine-1 answered after 31 ms`."""
-        victim = f"{kill.target} of {kill.engine}" if kill.engine else kill.victim
-        victim += f" of {kill.pod}" if kill.engine and kill.pod else ""
         at = f" as {kill.model} was {kill.phase}" if kill.model else ""
         back = "" if kill.took_ms is None else f", back after {duration(kill.took_ms)}"
-        done = (
-            f"kill {len(self.records.kills)}/{self._plan.kills}  {victim}{at}  {kill.result}{back}"
-        )
+        made = f"kill {len(self.records.kills)}/{self._plan.kills}"
+        done = f"{made}  {kill.name}{at}  {kill.result}{back}"
         return f"{done}; {len(self.records.switches)} switches" if self._models else done
 
     async def _until_due(self, kills: int) -> None:
         """Wait until the time for this number of kills has passed."""
-        share = kills / max(1, self._plan.kills_wanted)
+        share = kills / max(1, self._plan.kills)
         due_ms = self.records.began_ms + 1000 * self._plan.duration_s * share
         await asyncio.sleep(max(0.0, due_ms - clock.now_ms()) / 1000)
 
@@ -393,25 +340,15 @@ class Drill:
         return await self._kill_models_engine(what, state)
 
     async def _kill_part(self, what: str, state: ModelState | None) -> Kill | None:
-        """Kill a part that is not an engine, and record what else its death has changed. None: no
-        model entered the state, or there was no such process."""
+        """Kill a part that is not an engine, whose death no engine may follow. None: no model
+        entered the state, or there was no such process."""
         models, records = tuple(self._models), self.records
         made = sum(each.target == what for each in records.kills)
-        before = None if models else await gather(self.directory)
-        whose = models if what in OF_MODEL else ("",)
         with ExitStack() as stack:
-            held: dict[str, HeldPart] = {}
-            for name in whose:
-                found = await find_part(
-                    self.directory, what, stack, number=made, model=name, is_pool=bool(models)
-                )
-                if found is not None:
-                    held[name] = found
-            entering = tuple(held) if what in OF_MODEL else models
-            model = "" if state is None else await self._entered(state, entering)
-            if model is None or not held:
+            victim = await find_part(self.directory, what, stack, number=made, is_pool=bool(models))
+            model = "" if state is None else await self._entered(state, models)
+            if model is None or victim is None:
                 return None
-            victim = held.get(model) or held[next(iter(held))]
             kill = Kill(what, model=model, phase=state or "", result="did not come back")
             records.kills.append(kill)
             await kill_part(victim, kill)
@@ -420,9 +357,6 @@ class Drill:
         if not models:
             await self._whole()
         await self._answers()
-        if before is not None:
-            changed = changes(before, await gather(self.directory))
-            records.disturbed += [f"after the death of {kill.victim}, {each}" for each in changed]
         return kill
 
     async def _kill_active(self, what: str, whole: Whole, target: Target) -> Kill:
@@ -470,7 +404,7 @@ class Drill:
         first = holder if holder in engines else engines[0]
         engine = next(each for each in engines if (each == first) is not is_shadow)
         supervisor, _ = await self._engine(engine)
-        kill = Kill(what, engine, token, lock=lock_of(ACTIVE, model), peers=engines, model=model)
+        kill = Kill(what, engine, token, peers=engines, model=model)
         kill.phase, kill.result = state, "did not come back"
         end_ms = clock.now_ms() + FIND_DEADLINE_S * 1000
         while not await self._struck(kill):
@@ -492,12 +426,8 @@ class Drill:
         """Whether the engine had the process, which is dead now."""
         try:
             await kill_engine(self.directory, kill, self._observer)
-        except (UnreachableError, KeyError):
+        except (RemoteError, UnreachableError, KeyError):
             return False
-        except RemoteError as error:
-            if error.code == NO_SUCH_PROCESS:
-                return False
-            raise
         return True
 
     async def _not_back(self, kill: Kill, supervisor: int) -> str | None:
@@ -519,65 +449,6 @@ class Drill:
         if holder not in (None, kill.engine) and not kill.target.startswith(SHADOW):
             kill.result = f"{holder} took over"
         return None
-
-    # ------------------------------------------------------------------ an upgrade
-
-    async def _upgrade(self) -> None:
-        """Give both engines a new configuration, the active one once it has handed over.
-
-        Raises:
-            UnderstudyError: a step failed.
-        """
-        upgrade = self.records.upgrade = Upgrade(f"{SETTING}={VALUE}")
-        await self._answers()
-        before = await self._whole()
-        for standby in before.standbys:
-            await self._relaunch(standby)
-        await self._answers()
-        await self._switch_over(before, upgrade)
-        await self._whole()
-        await self._answers()
-        await self._relaunch(before.engine)
-        await self._answers()
-        for engine in (before.engine, *before.standbys):
-            supervisor = self._pids()[engine]
-            processes = [supervisor, *backend_processes(supervisor)]
-            upgrade.engines[engine] = len(processes) > 1 and all(
-                environment_of(pid).get(SETTING) == VALUE for pid in processes
-            )
-
-    def _pids(self) -> Mapping[str, int]:
-        assert self._runner is not None  # upgrades are for pods that we run
-        return self._runner.pids()
-
-    async def _relaunch(self, engine: str) -> None:
-        """With the new setting, as an operator or a kubelet would."""
-        assert self._runner is not None
-        began_ms, container = clock.now_ms(), self._runner.container(engine)
-        env = {**container.env, SETTING: VALUE}
-        await self._runner.replace(replace(container, env=env))
-        await self._whole()
-        took = duration(clock.now_ms() - began_ms)
-        self._say(f"{engine} is in standby with {SETTING}={VALUE} after {took}")
-
-    async def _switch_over(self, before: Whole, upgrade: Upgrade) -> None:
-        old, directory = before.engine, str(self.directory)
-        incarnation = self._observer.incarnation_of(old)
-        found = serving.find(directory, incarnation) if incarnation else None
-        # At the grant, the old backend must be gone here, too, or have stopped serving.
-        pids = backend_processes(self._pids()[old])
-        tree = OldTree.of(pids, (found.dev, found.ino) if found else None)
-        upgrade.source, upgrade.old_token = old, before.token
-        self._observer.expect(Kill("switchover", old, before.token, clock.now_ms()), tree)
-        timeout_s, to = SWITCHOVER_TIMEOUT_S, before.standbys[0]
-        question = lock_messages.SwitchOverMsg("active", to, round(timeout_s * 1000))
-        path, messages = lockserver_socket(directory), lock_messages.CATALOGUE
-        done = (await ask(path, messages, question, timeout_s=timeout_s + 5)).message
-        if not isinstance(done, lock_messages.SwitchedOverMsg):
-            raise UnderstudyError("drill.no_switchover", f"the lock server answered {done.TYPE}")
-        upgrade.target, upgrade.new_token = done.engine, done.token
-        upgrade.switchover_ms = float(done.took_ms)
-        self._say(f"{done.source} handed over to {done.engine} after {done.took_ms} ms")
 
     # ------------------------------------------------------------------ waits
 
@@ -675,29 +546,30 @@ async def _release(together: asyncio.Barrier, stopping: asyncio.Event) -> None:
     await together.abort()
 
 
-# ------------------------------------------------------------------ a pod that is gone
+# ------------------------------------------------------------------ a busy machine
+
+LOOP = """
+from plumbing.service.process import arm_from_environment
+arm_from_environment()
+while True:
+    pass
+"""
 
 
-async def unless_gone(directory: Path, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled if the pod in `directory` is gone: what it waits for
-    will not come. A drill kills one part at a time, so some part of a living pod always runs.
+@contextlib.contextmanager
+def busy_loops(per_core: int) -> Iterator[None]:
+    """Busy loops beside the pod, for each CPU of this process, at the pod's own priority.
 
-    Raises:
-        UnreachableError: `drill.pod_gone`.
+    Each dies with the drill, however that ends (PR_SET_PDEATHSIG), so call it on the main thread;
+    and each has a session of its own: where the kernel shares CPUs out by session
+    (sched_autogroup), loops that shared one would count as a single program.
     """
-    working, seen_ms = asyncio.create_task(work), clock.now_ms()
-    try:
-        while not (await asyncio.wait({working}, timeout=LOOK_S))[0]:
-            if any(guard_holder(str(each)) for each in directory.glob("*.lock")):
-                seen_ms = clock.now_ms()
-            elif clock.now_ms() - seen_ms >= GONE_AFTER_S * 1000:
-                raise UnreachableError(
-                    "drill.pod_gone",
-                    f"the pod in {directory} is gone: for {GONE_AFTER_S:g} s no part of it has"
-                    " run; see its logs, and start it again with `understudy up`",
-                    dir=str(directory),
-                )
-        return working.result()
-    finally:
-        working.cancel()
-        await asyncio.gather(working, return_exceptions=True)
+    command, environ = [sys.executable, "-c", LOOP], {**os.environ, **parent_environment()}
+    with ExitStack() as stack:
+        for _ in range(per_core * len(os.sched_getaffinity(0))):
+            loop = subprocess.Popen(
+                command, env=environ, stdin=subprocess.DEVNULL, start_new_session=True
+            )
+            stack.enter_context(loop)  # reaps it
+            stack.callback(loop.kill)
+        yield

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from msgspec import UNSET, UnsetType, field
+from msgspec import UNSET, UnsetType
 
 from plumbing.service.schema import Percentiles, Schema
 
@@ -17,27 +17,8 @@ class DrillMachine(Schema):
     python: Annotated[str, "Python version"]
 
 
-class DrillBurn(Schema):
-    per_core: Annotated[int, "busy loops for each CPU"]
-    cpus: Annotated[int, "number of CPUs"]
-    processes: Annotated[int, "number of busy loops"]
-    cpu_s: Annotated[float, "CPU time that they got"]
-    ended: Annotated[int, "loops that ended before they were stopped; must be 0"]
-
-
 class DrillGms(Schema):
     recovery_ms: Annotated[Percentiles, "from SIGKILL until the epoch has its readers again"]
-
-
-class DrillUpgrade(Schema):
-    setting: Annotated[str, "the environment variable that the upgrade sets"]
-    engines: Annotated[dict[str, bool], "by engine: all its processes have it; must be true"]
-    from_: Annotated[str | None, "the engine that handed over; null if there was no switchover"] = (
-        field(name="from")
-    )
-    to: Annotated[str | None, "the engine that took over; null if there was no switchover"]
-    switchover_ms: Annotated[float | None, "from the request for the switchover to the grant"]
-    pause_ms: Annotated[float | None, "from the old grant's last token to the new one's first"]
 
 
 DoubleActive = Annotated[int, "how often two engines served at once; must be 0"]
@@ -67,7 +48,6 @@ class AnyDrillDocument(Schema, kw_only=True):
     lasted_s: Annotated[float, "how long the pod was under load"]
     backend: Annotated[str, "`reference`, `vllm`"]
     machine: DrillMachine
-    burn: Annotated[DrillBurn | UnsetType, "only when run with `--burn`"] = UNSET
 
 
 class DrillDocument(AnyDrillDocument, kw_only=True):
@@ -97,7 +77,6 @@ class DrillDocument(AnyDrillDocument, kw_only=True):
         str | UnsetType, "only when run with `--url`: the address outside the pod that clients used"
     ] = UNSET
     gms: Annotated[DrillGms | UnsetType, "only when memory servers were killed"] = UNSET
-    upgrade: Annotated[DrillUpgrade | UnsetType, "only when run with `--upgrade`"] = UNSET
     vllm: Annotated[dict[str, Any] | UnsetType, "only when written by `make drill-vllm`"] = UNSET
 
 

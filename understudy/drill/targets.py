@@ -20,13 +20,9 @@ GMS_SUPERVISOR = "gms-supervisor"  # its servers die with it
 GATEWAY = "gateway"  # requests in it are lost with it
 PARTS = (LOCKSERVER, GMS, GMS_SUPERVISOR, GATEWAY)
 
-# Parts of a pool only.
+# In a pool only.
 POOL = "pool"
-GMS_COPY = "gms-copy"  # the server of the copies of weights in host memory
-GMS_KEEPER = "gms-keeper"  # the process that outlives that server with a model's copy
-POOL_ONLY = (POOL, GMS_COPY, GMS_KEEPER)
-OF_MODEL = (GMS_KEEPER,)  # in a pool, each model has its own
-ALL_PARTS = (*PARTS, *POOL_ONLY)
+ALL_PARTS = (*PARTS, POOL)
 
 STOP = "stop:"  # SIGSTOP to a process of an engine: a simulated hang
 SHADOW = "shadow:"  # in a pool: a process of the engine that does not hold its model's lock
@@ -67,12 +63,15 @@ def check_target(text: str) -> str:
     raise ValueError(
         f"must be one of {', '.join(TARGETS)}, {ranks}, {vllm}, or {', '.join(PARTS)}; {STOP}NAME"
         " stops a process of an engine, to simulate a hang, instead of killing it; with --pool"
-        f" also {', '.join(POOL_ONLY)}, {SHADOW}PROCESS; with --fleet also {', '.join(FLEET_ONLY)}"
+        f" also {POOL}, {SHADOW}PROCESS; with --fleet also {', '.join(FLEET_ONLY)}"
     )
 
 
-def is_only_in_pool(target: str) -> bool:
-    return target in POOL_ONLY or target.startswith(SHADOW)
+def needed_flag(target: str) -> str | None:
+    """The flag of the only kind of drill that has this target."""
+    if target == POOL or target.startswith(SHADOW):
+        return "--pool"
+    return "--fleet" if target in FLEET_ONLY else None
 
 
 def fleet_targets(backend: str | None) -> tuple[str, ...]:
@@ -128,7 +127,7 @@ STATES = (
 )
 
 
-def pool_targets(backend: str | None, *, has_shadow: bool, has_copies: bool) -> tuple[str, ...]:
+def pool_targets(backend: str | None, *, has_shadow: bool) -> tuple[str, ...]:
     """Every part and every process, so that those of one kind are not neighbours."""
     *names, _ = base_targets(backend)
     # The reference backend has one process, vLLM its API server in front of others.
@@ -136,10 +135,9 @@ def pool_targets(backend: str | None, *, has_shadow: bool, has_copies: bool) -> 
     shadows = (f"{SHADOW}{model}", f"{SHADOW}{SUPERVISOR}") if has_shadow else ("", "")
     # Without a shadow no engine takes over for half a minute, which is how long a hang may last.
     hangs = (f"{STOP}{model}", f"{STOP}{SUPERVISOR}") if has_shadow else ("", "")
-    copies = (GMS_COPY, GMS_KEEPER) if has_copies else ("", "")
     found = (
         *(POOL, model, GATEWAY, SUPERVISOR, LOCKSERVER, shadows[0], GMS, front),
-        *(hangs[0], copies[0], shadows[1], GMS_SUPERVISOR, hangs[1], copies[1]),
+        *(hangs[0], shadows[1], GMS_SUPERVISOR, hangs[1]),
     )
     return tuple(each for each in found if each)
 

@@ -16,9 +16,6 @@ from functools import cached_property
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
-from plumbing.text import duration
 from understudy.drill.outcomes import (
     Spread,
     doubled_pieces,
@@ -29,7 +26,6 @@ from understudy.drill.outcomes import (
     pauses_in,
     phases_of,
     spread,
-    switchover_pause,
     times_away,
 )
 from understudy.drill.records import PHASES, Exchange, Kill, Outcome, Records, StatedBound
@@ -40,12 +36,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 LOST_STATES = ("silent", "gone")  # of a pod, as its front says
-ENGINES_MIN = 2  # an active engine and a standby
 CUT_CODE = "pool.cut"  # the marked error of a request that could neither finish nor be parked
 
-# Causes of deaths that an upgrade or a pool wants. A supervisor that exits may be gone before its
-# last event is read.
-WANTED_BY_UPGRADE = frozenset({"", "sigterm", "second_signal", "drained", "hand_over"})
+# Causes of deaths that a pool wants. A supervisor that exits may be gone before its last event is
+# read.
 WANTED_BY_POOL = frozenset({"", "asked_to_be_cold"})
 # What an engine was loading is lost with its memory service, and so the engine begins anew.
 OF_GMS_KILL = frozenset({"engine.gms_lost"})
@@ -178,8 +172,7 @@ def _lost_pods(records: Records) -> list[str]:
 def _false_deaths(records: Records) -> list[str]:
     """Deaths of engines that neither the drill nor the pool wanted."""
     killed = {kill.incarnation for kill in records.engine_kills}
-    wanted = WANTED_BY_UPGRADE if records.upgrade is not None else frozenset()
-    wanted = WANTED_BY_POOL if records.models else wanted
+    wanted = WANTED_BY_POOL if records.models else frozenset()
     if any(kill.target in (GMS, GMS_SUPERVISOR) for kill in records.kills):
         wanted |= OF_GMS_KILL
     return [
@@ -212,17 +205,10 @@ def problems_of(
         yield "starved", "the pod answered no request in full"
     refused = evidence.of(Outcome.REFUSED)
     if records.url and refused:
-        replies = Counter(
-            f"HTTP {each.status}" if each.status else str(each.end) for each in refused
-        )
-        kinds = ", ".join(f"{count} × {reply}" for reply, count in replies.most_common())
         of_all = f"{len(refused)} of {len(evidence.outcomes)} requests"
-        yield "outside", f"{records.url} refused {of_all} ({kinds})"
+        first = f"status {refused[0].status}, {refused[0].detail or refused[0].end}"
+        yield "outside", f"{records.url} refused {of_all} ({first})"
     yield from _left_undone(evidence)
-    yield from (("disturbed", each) for each in records.disturbed)
-    if (burn := records.burn) is not None and burn.ended:
-        ended = f"{burn.ended} of {burn.processes}"
-        yield "burn", f"{ended} busy loops ended before the drill stopped them"
     if evidence.is_pool and not records.bounds:
         yield "no bound", "the pool stated no bound, so no wait could be compared"
     for name, what, share in (
@@ -251,17 +237,6 @@ def _left_undone(evidence: Evidence) -> Iterator[tuple[str, str]]:
     judged = [it for it in records.kills if it.engine is None or it.pod or evidence.is_pool]
     if away := [kill.victim for kill in judged if kill.back_ms is None]:
         yield "not back", f"{', '.join(away)} did not come back"
-    if (upgrade := records.upgrade) is not None:
-        for name, is_upgraded in upgrade.engines.items():
-            if not is_upgraded:
-                yield "upgrade", f"{name} does not run with {upgrade.setting} in every process"
-        if len(upgrade.engines) < ENGINES_MIN:
-            yield "upgrade", "the upgrade was not completed"
-        if not records.grants_checked:
-            yield "upgrade", "the grant could not be checked against the old processes"
-        if switchover_pause(upgrade, records.exchanges) is None:
-            both = "no requests were answered both before and after the switchover"
-            yield "upgrade", both
 
 
 # ------------------------------------------------------------------ the report
@@ -271,10 +246,12 @@ def _left_undone(evidence: Evidence) -> Iterator[tuple[str, str]]:
 class DrillReport:
     """What a drill found: the values of its JSON document, by key, and the failover times.
 
-    `faults`: the counts that must be zero; `problems`: why it did not pass, as sentences.
+    `records`: what it is about. `faults`: the counts that must be zero; `problems`: why it did not
+    pass, as sentences.
     `lost_in_flight` includes `broken_streams`, and `wrong_tokens` the answers with doubled ones.
     """
 
+    records: Records
     values: dict[str, Any]
     failovers_ms: list[float] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -284,21 +261,17 @@ class DrillReport:
         return self.values[key]
 
     @property
-    def mode(self) -> str:
-        return str(self.values["mode"])
-
-    @property
     def passed(self) -> bool:
         return not any(self.faults.values()) and not self.problems
 
-    def to_dict(self, backend: str) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """The JSON document of `understudy drill --json`."""
         document = {"passed": self.passed, "problems": self.problems, **self.values}
-        return document | {"backend": backend, "machine": machine()}
+        return document | {"machine": machine()}
 
 
-def judge(records: Records, kills_wanted: int) -> DrillReport:
-    """The report of a whole drill."""
+def judge(records: Records, kills_wanted: int, backend: str | None = None) -> DrillReport:
+    """The report of a whole drill of a pod with this backend."""
     evidence = Evidence(records, kills_wanted)
     counts, by_kill = counted(evidence), [pauses_at_pod(each, records) for each in records.kills]
     pauses = list(chain(*by_kill)) if evidence.is_fleet else failover_pauses(records)
@@ -306,6 +279,7 @@ def judge(records: Records, kills_wanted: int) -> DrillReport:
     faults = {name: len(found) for name, found in counts.items()}
     values: dict[str, Any] = {
         "mode": records.mode,
+        "backend": backend or "reference",
         "requests": len(records.exchanges),
         "kills": len(records.kills),
         "killed": _killed(records),
@@ -314,15 +288,13 @@ def judge(records: Records, kills_wanted: int) -> DrillReport:
         "resumed": len(pauses),
         "lasted_s": round(records.lasted_s, 3),
     }
-    if records.burn is not None:
-        values["burn"] = msgspec.to_builtins(records.burn)
     if evidence.is_fleet:
         values |= _fleet_values(records, pause_ms, by_kill)
     else:
         make = _pool_values if evidence.is_pool else _values
         values |= make(evidence, pause_ms)
     problems = [sentence for _, sentence in problems_of(evidence, counts)]
-    return DrillReport(values, evidence.failovers_ms, problems, faults)
+    return DrillReport(records, values, evidence.failovers_ms, problems, faults)
 
 
 def _killed(records: Records) -> dict[str, int]:
@@ -348,15 +320,6 @@ def _values(evidence: Evidence, pause_ms: Spread) -> dict[str, Any]:
         found["url"] = records.url
     if back := [kill.took_ms for kill in records.kills if kill.target == GMS and kill.took_ms]:
         found["gms"] = {"recovery_ms": spread(back)}
-    if (upgrade := records.upgrade) is not None:
-        found["upgrade"] = {
-            "setting": upgrade.setting,
-            "engines": upgrade.engines,
-            "from": upgrade.source,
-            "to": upgrade.target,
-            "switchover_ms": upgrade.switchover_ms,
-            "pause_ms": switchover_pause(upgrade, records.exchanges),
-        }
     return found
 
 
@@ -375,14 +338,11 @@ def _fleet_values(
         },
         "outcomes": [
             {
-                "number": number,
-                "target": kill.target,
+                **_outcome(number, kill, records),
                 "pod": kill.pod,
                 "streams": kill.streams,
                 "paused": len(pauses),
                 "longest_pause_ms": round(max(pauses), 3) if pauses else None,
-                "at_ms": round(kill.killed_ms - records.began_ms, 1),
-                "back_ms": None if kill.took_ms is None else round(kill.took_ms, 1),
             }
             for number, (kill, pauses) in enumerate(pairs, 1)
         ],
@@ -409,7 +369,16 @@ def _pool_values(evidence: Evidence, pause_ms: Spread) -> dict[str, Any]:
         "longest_wait_of_bound": evidence.longest_wait(),
         "longest_pause_of_bound": evidence.longest_pause(),
         "models": {name: _model_values(name, evidence) for name in records.models},
-        "outcomes": pool_kills(records),
+        "outcomes": [
+            {
+                **_outcome(number, kill, records),
+                "engine": kill.engine,
+                "model": kill.model,
+                "phase": kill.phase,
+                "outcome": kill.result,
+            }
+            for number, kill in enumerate(records.kills, 1)
+        ],
         "not_reached": list(records.not_reached),
         "switch_ms": spread(each.length_ms for each in records.switches),
         "wait_ms": spread(until_ms - each.sent_ms for each, until_ms in evidence.waits),
@@ -429,21 +398,14 @@ def _model_values(name: str, evidence: Evidence) -> dict[str, Any]:
     }
 
 
-def pool_kills(records: Records) -> list[dict[str, Any]]:
-    """Every kill of a pool's drill, as the JSON document has it."""
-    return [
-        {
-            "number": number,
-            "target": kill.target,
-            "engine": kill.engine,
-            "model": kill.model,
-            "phase": kill.phase,
-            "at_ms": round(kill.killed_ms - records.began_ms, 1),
-            "outcome": kill.result,
-            "back_ms": None if kill.took_ms is None else round(kill.took_ms, 1),
-        }
-        for number, kill in enumerate(records.kills, 1)
-    ]
+def _outcome(number: int, kill: Kill, records: Records) -> dict[str, Any]:
+    """What each kill of a pool and of a fleet has in the document."""
+    return {
+        "number": number,
+        "target": kill.target,
+        "at_ms": round(kill.killed_ms - records.began_ms, 1),
+        "back_ms": None if kill.took_ms is None else round(kill.took_ms, 1),
+    }
 
 
 # ------------------------------------------------------------------ the text
@@ -459,32 +421,23 @@ TIMES = {
 }
 
 
-def print_report(report: DrillReport, console: Console, backend: str) -> None:
+def print_report(report: DrillReport, console: Console) -> None:
     """Print the report."""
     about, figures = machine(), report.values
-    is_pool = report.mode == IN_POOL
+    is_pool = report.records.mode == IN_POOL
 
     def row(name: str, text: object, style: str | None = None) -> None:
         console.print(f"{name:<16} {text}", style=style, markup=False)
 
-    console.print(f"{_measured(report, backend)} on {about['cpus']} CPUs ({about['cpu']})")
-    if "upgrade" not in figures:
-        _print_times(report, console)
-    else:
-        upgrade = figures["upgrade"]
-        engines = ", ".join(name for name, is_done in upgrade["engines"].items() if is_done)
-        row("upgraded", f"{engines or 'no engine'}, to {upgrade['setting']}")
-        if (took_ms := upgrade["switchover_ms"]) is not None:
-            pause_ms = upgrade["pause_ms"]
-            pause = "" if pause_ms is None else f", {duration(pause_ms)} of it without a token"
-            row("switchover", f"{upgrade['from']} to {upgrade['to']} in {duration(took_ms)}{pause}")
+    console.print(f"{_measured(report)} on {about['cpus']} CPUs ({about['cpu']})")
+    _print_times(report, console)
     if is_pool:
         _print_models(figures["models"], console)
     counts = [f"{target} {count}" for target, count in figures["killed"].items() if count]
     row("kills", f"{figures['kills']} ({', '.join(counts) or 'none'})")
     parked = f"streams parked {figures['parked']}, " if is_pool else ""
     resumed = f"{parked}streams resumed {figures['resumed']}"
-    if figures["killed"].get(FRONT if report.mode == IN_FLEET else GATEWAY):
+    if figures["killed"].get(FRONT if report.records.mode == IN_FLEET else GATEWAY):
         resumed += f", lost with the gateway {figures['lost_in_gateway']}"
     row("requests", f"{figures['requests']}, {resumed}")
     if "url" in figures:
@@ -499,9 +452,6 @@ def print_report(report: DrillReport, console: Console, backend: str) -> None:
     if figures.get("adopted_share") is not None:
         adopted = f"{figures['adopted_blocks']} of {figures['published_blocks']} adopted"
         row("KV blocks", f"{adopted} ({figures['adopted_share']:.1%})")
-    if "burn" in figures:
-        burn = figures["burn"]
-        row("burn", f"busy loops {burn['processes']}, which got {burn['cpu_s']:.1f} s of CPU time")
     for missed in figures.get("not_reached", ()):
         row("not made", f"{missed}: no model came there in time")
     for problem in report.problems:
@@ -551,19 +501,16 @@ def _print_models(models: Mapping[str, Mapping[str, Any]], console: Console) -> 
     console.print(table)
 
 
-def _measured(report: DrillReport, backend: str) -> str:
+def _measured(report: DrillReport) -> str:
     """The title: what the times measure."""
-    if report.mode == IN_FLEET:
-        return f"a fleet of {report.values['pods']} pods, {backend} backend,"
-    if report.mode == IN_POOL:
-        return f"a pool of {len(report.values['models'])} models, {backend} backend,"
-    if "upgrade" in report.values:
-        return f"upgrade of two engines with the {backend} backend under load"
-    if "gms" not in report.values:
-        return f"failover of the {backend} backend"
-    if report.failovers_ms:
-        return f"failover of the {backend} backend and recovery of its memory service"
-    return f"recovery of the memory service under the {backend} backend"
+    found, backend = report.values, report["backend"]
+    if report.records.mode == IN_FLEET:
+        return f"a fleet of {found['pods']} pods, {backend} backend,"
+    if report.records.mode == IN_POOL:
+        return f"a pool of {len(found['models'])} models, {backend} backend,"
+    recovery = "recovery of the memory service" if "gms" in found else ""
+    failover = "failover" if report.failovers_ms or not recovery else ""
+    return f"{' and '.join(filter(None, (failover, recovery)))} of the {backend} backend"
 
 
 def _share(value: float | None) -> str:

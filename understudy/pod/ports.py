@@ -8,9 +8,9 @@ ephemeral range may go to the next client that connects while the server for it 
 from __future__ import annotations
 
 import contextlib
-import errno
 import random
 import socket
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from plumbing.errors import UnderstudyError
@@ -69,42 +69,40 @@ def check_port(port: int, address: str) -> None:
         try:
             sock.bind((address, port))
         except OSError as error:
+            holder = procfs.listener_pid(port)
+            by = f" by pid {holder} ({procfs.name(holder)})" if holder else ""
             raise UnderstudyError(
                 "pod.port_in_use",
-                f"cannot listen on port {port} of {address}: {error.strerror}{_fix(error, port)}",
+                f"cannot listen on port {port} of {address}: {error.strerror}{by}; stop what uses"
+                " it, move all ports of this pod with --port-offset 100, or choose others with"
+                " --host and --service-port",
                 port=port,
             ) from error
 
 
-def _fix(error: OSError, port: int) -> str:
-    if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
-        return "; choose an IPv4 address of this machine with --host or --http-host"
-    if error.errno == errno.EACCES:
-        return "; choose a port of 1024 or above with --service-port, or run as root"
-    holder = procfs.listener_pid(port)
-    named = f" by pid {holder} ({procfs.name(holder)})" if holder else ""
-    return f"{named}; move all ports of this pod with --port-offset 100, or stop what uses it"
-
-
-def free_ports(count: int) -> range:
-    """`count` consecutive ports that are free, for a pod beside others.
+def _free(bases: range, apart: Iterable[int]) -> int:
+    """One of `bases` to which each of `apart` can be added for a free port.
 
     Raises:
         UnderstudyError: `pod.no_free_ports`.
     """
-    for _ in range(TRIES):
-        first = random.choice(OURS[:-count])
-        try:
-            for port in range(first, first + count):
-                check_port(port, ANYWHERE)
-        except UnderstudyError:
-            continue
-        return range(first, first + count)
+    wanted = tuple(apart)
+    for base in random.choices(bases, k=TRIES):
+        with contextlib.suppress(UnderstudyError):
+            for each in wanted:
+                check_port(base + each, ANYWHERE)
+            return base
     raise UnderstudyError(
         "pod.no_free_ports",
-        f"found no {count} consecutive free ports from {OURS.start} to {OURS.stop}; stop the"
-        " processes that use them",
+        f"found no {len(wanted)} free ports from {OURS.start} to {OURS.stop}; stop the processes"
+        " that use them",
     )
+
+
+def free_ports(count: int) -> range:
+    """`count` consecutive ports that are free, for a pod beside others; raises as `_free`."""
+    first = _free(OURS[:-count], range(count))
+    return range(first, first + count)
 
 
 def free_pod_ports(engines: int = 2, *, has_pool: bool = False) -> Ports:
@@ -114,23 +112,10 @@ def free_pod_ports(engines: int = 2, *, has_pool: bool = False) -> Ports:
 
 
 def free_offset(pods: int = 1) -> int:
-    """What moves the ports of this many pods, `FLEET_APART` from each other, to free ones.
-
-    Raises:
-        UnderstudyError: `pod.no_free_ports`.
-    """
-    base = (*Ports(pool=POOL_PORT, ui=UI_PORT).all(), HOP_PORT)
-    apart = [FLEET_APART * number for number in range(pods)]
-    for _ in range(TRIES):
-        offset = random.randrange(
-            OURS.start - SERVICE_PORT, OURS.stop - ENGINE_PORT - FLEET_APART * pods
-        )
-        with contextlib.suppress(UnderstudyError):
-            for port in base:
-                for more in apart:
-                    check_port(port + offset + more, ANYWHERE)
-            return offset
-    raise UnderstudyError("pod.no_free_ports", "found no free ports; stop what uses them")
+    """What moves the ports of this many pods, `FLEET_APART` from each other, to free ones."""
+    one = (*Ports(pool=POOL_PORT, ui=UI_PORT).all(), HOP_PORT)
+    offsets = range(OURS.start - SERVICE_PORT, OURS.stop - ENGINE_PORT - FLEET_APART * pods)
+    return _free(offsets, (port + FLEET_APART * number for port in one for number in range(pods)))
 
 
 def check_ports(ports: Ports, host: str = "127.0.0.1", http_host: str = "127.0.0.1") -> None:

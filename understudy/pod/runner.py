@@ -190,8 +190,8 @@ class RunningContainer:
             if self.last_reply.status in OK:
                 return
             if self.was_up and loop.time() > end_s:
-                reply = self.last_reply.summary()
-                why = f"startup probe failed for {probe.patience_s:g} s ({reply})"
+                said = self.last_reply.said()
+                why = f"startup probe failed for {probe.patience_s:g} s ({said})"
                 self.log.note(f"(runner) {why}: SIGKILL")
                 self._signal(signal.SIGKILL)
                 return
@@ -211,9 +211,6 @@ class PodRunner:
     def __init__(
         self, containers: Sequence[Container], log_dir: Path, say: Say = lambda line: None
     ) -> None:
-        names = [container.name for container in containers]
-        if len(set(names)) != len(names):
-            raise ValueError(f"two containers share a name: {names}")
         log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._say = say
         self._kept: dict[str, RunningContainer] = {}
@@ -301,16 +298,16 @@ class PodRunner:
         loop = asyncio.get_running_loop()
         began_s, shown = loop.time(), ""
         while not kept.settled.is_set():
-            waited_s, reply = loop.time() - began_s, kept.last_reply
+            waited_s, said = loop.time() - began_s, kept.last_reply.said()
             if startup is not None and waited_s > startup.patience_s:
                 raise WaitTimeoutError(
                     "pod.start_deadline",
                     f"{container.name} did not start within {startup.patience_s:g} s: "
-                    f"{reply.summary()}; see its log, {kept.log.path}",
+                    f"{said}; see its log, {kept.log.path}",
                     container=container.name,
                 )
-            if waited_s > WAIT_SHOWN_AFTER_S and reply.sentence() != shown:
-                shown = reply.sentence()
+            if waited_s > WAIT_SHOWN_AFTER_S and said != shown:
+                shown = said
                 self._say(f"waiting for {container.name}: {shown}")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(kept.settled.wait(), LOOK_S)

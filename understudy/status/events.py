@@ -11,12 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from plumbing.errors import UnreachableError
 from plumbing.pod.messages import EventMsg, StatusReplyMsg, WatchMsg
 from plumbing.pod.observers import ASK_TIMEOUT_S, PeerWatch
 from plumbing.service.clock import Clock, SystemClock, rfc3339
 from plumbing.wire.messages import Message
-from understudy.status.gather import pod_parts, start_hint
+from understudy.status.gather import pod_parts, unreachable
 
 RESCAN_S = 1.0  # for parts that were not there: operators start them by hand
 
@@ -75,21 +74,15 @@ class _KeptEvents:
             self.is_complete.set()
 
 
-def _no_pod(directory: Path) -> UnreachableError:
-    return UnreachableError(
-        "pod.no_sockets", f"there is no pod in {directory}; {start_hint(directory)}"
-    )
-
-
 async def past_events(directory: Path) -> list[Record]:
     """The events kept by every part that answers, in the order in which they happened.
 
     Raises:
-        UnreachableError: `pod.no_sockets`, there is no pod in `directory`.
+        UnreachableError: `pod.unreachable`, there is no pod in `directory`.
     """
     parts = pod_parts(directory)
     if not parts:
-        raise _no_pod(directory)
+        raise unreachable(directory)
     kept = [_KeptEvents() for _ in parts]
     watches = [
         PeerWatch(part.path, part.catalogue, WatchMsg(0), each.received, each.is_complete.set)
@@ -112,7 +105,7 @@ async def follow_events(directory: Path, on_record: OnRecord, clock: Clock | Non
     """Call `on_record` with every event of every part, until cancelled.
 
     Raises:
-        UnreachableError: `pod.no_sockets`, there is no pod in `directory`.
+        UnreachableError: `pod.unreachable`, there is no pod in `directory`.
     """
     clock = clock or SystemClock()
     watches: dict[str, PeerWatch] = {}
@@ -127,7 +120,7 @@ async def follow_events(directory: Path, on_record: OnRecord, clock: Clock | Non
                         part.path, part.catalogue, WatchMsg(0), followed.received, followed.lost
                     )
             if not watches:
-                raise _no_pod(directory)
+                raise unreachable(directory)
             await asyncio.sleep(RESCAN_S)
     finally:
         for watch in watches.values():

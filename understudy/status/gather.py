@@ -129,10 +129,13 @@ def engine_parts(directory: Path) -> list[PodPart]:
     return [PodPart(engine, path, engine_messages.CONTROL) for engine, path in found]
 
 
+def _single(directory: Path) -> tuple[PodPart, PodPart, PodPart]:
+    return lockserver_part(directory), gateway_part(directory), pool_part(directory)
+
+
 def pod_parts(directory: Path) -> list[PodPart]:
     """Every part that has a socket in `directory`."""
-    single = (lockserver_part(directory), gateway_part(directory), pool_part(directory))
-    found = [part for part in single if os.path.exists(part.path)]
+    found = [part for part in _single(directory) if os.path.exists(part.path)]
     return [*found, *memory_parts(directory), *engine_parts(directory)]
 
 
@@ -142,9 +145,7 @@ async def status_of(part: PodPart, timeout_s: float = ASK_TIMEOUT_S) -> dict[str
         answer = (await ask(part.path, part.catalogue, StatusMsg(), timeout_s)).message
     except UnderstudyError as error:
         return {"name": part.name, "error": error.message}
-    if not isinstance(answer, StatusReplyMsg):
-        error_text = f"it answered a status request with {answer.TYPE}"
-        return {"name": part.name, "error": error_text}
+    assert isinstance(answer, StatusReplyMsg)
     if part.is_memory:
         return {**answer.document, "kv": await _kv_of(part, timeout_s)}
     return answer.document
@@ -180,8 +181,7 @@ async def pids_of(parts: Sequence[PodPart]) -> dict[str, int]:
 async def gather(directory: Path, timeout_s: float = ASK_TIMEOUT_S) -> dict[str, Any]:
     """The whole pod's view (`view.pod_view`): every part is asked once, all at the same time."""
     gms, engines = memory_parts(directory), engine_parts(directory)
-    single = (lockserver_part(directory), gateway_part(directory), pool_part(directory))
-    parts = (*single, *gms, *engines)
+    parts = (*_single(directory), *gms, *engines)
     answers = await asyncio.gather(*(status_of(part, timeout_s) for part in parts))
     lock, gateway, pool, *others = answers
     # With a lock over TCP there is no gateway, and without a pool file no pool. Whether there is

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
-from itertools import pairwise
 from typing import Any
 
 from gateway.front_text import history, pods_line, pods_table
@@ -355,8 +354,7 @@ def front_lines(view: Document, events: Sequence[Mapping[str, Any]] | None) -> l
     out += [*gateway_lines(front, has_pool=False), f"fleet  {history(front)}"]
     out += [f"! {problem}" for problem in view["problems"][:PROBLEMS_SHOWN]]
     if events is not None:
-        alone = {"gateway": front, "lockserver": {}, "engines": []}
-        return [*out, *watch_lines(alone, events, now)]
+        return [*out, *watch_lines(events)]
     last = front["last_event"]
     return [*out, f"last   {since(last['ts'], now)} ago   {last['message']}"] if last else out
 
@@ -450,12 +448,6 @@ def headline(pool: Document) -> str:
 
 # --- the memory service: none of its faults stops the engine that serves, which looks fine; they
 # affect the next relaunch, or the next failover
-
-
-def devices(part: Document) -> Sequence[Document]:
-    """A device's server reports itself, the service's supervisor all its devices."""
-    found = part.get("devices", [part] if "device_uuid" in part else [])
-    return found if isinstance(found, (list, tuple)) else []
 
 
 def engines_by_pid(engines: Iterable[Document]) -> dict[int, str]:
@@ -560,84 +552,12 @@ def _holders(epochs: Iterable[Document], device: Document, engines: Engines) -> 
     return ", ".join(named) or "processes not visible here"
 
 
-# --- what `understudy status --watch` shows below: requests, switches, failovers, events
+# --- what `understudy status --watch` shows below
 
-ROWS_SHOWN = 5  # of failovers, and of a pool's switches
 EVENTS_SHOWN = 8
-GAP = "   "
-PHASES = ("wait", "drain", "release", "raise")
-LOAD = {
-    "connections": "connections",
-    "in_flight": "in flight",
-    "waiting": "waiting for an engine",
-    "parked": "parked",
-    "replaying": "replaying",
-    "suspects": "suspects",
-}
 
 
-def watch_lines(view: Document, events: Sequence[Mapping[str, Any]], now: datetime) -> list[str]:
-    """The sections that have something to show, each below its title and an empty line."""
-    found = {
-        "requests": requests(view.get("gateway")),
-        "switches": switches(events, now),
-        "failovers": failovers(view, now),
-        "events": [
-            f"{each['ts']}  {each['source']:<11}  {each['message']}"
-            for each in events[-EVENTS_SHOWN:]
-        ],
-    }
-    return [line for title, rows in found.items() if rows for line in ("", title, *rows)]
-
-
-def requests(gateway: Document | None) -> list[str]:
-    """The gateway's load, and what failovers have cost so far; none without a gateway."""
-    if gateway is None or "error" in gateway:
-        return []
-    load, totals = load_of(gateway), gateway.get("totals") or {}
-    now = [f"{load.get(name, 0)} {word}" for name, word in LOAD.items()]
-    held, limit = size(load.get("memory_bytes")), size(gateway.get("memory_bytes_max"))
-    ended: dict[str, int] = {}
-    for each in totals.get("requests") or ():
-        ended[each["ending"]] = ended.get(each["ending"], 0) + each["count"]
-    ends = [f"{count} {name}" for name, count in ended.items() if count]
-    pauses = totals.get("pauses", 0)
-    mean = f" of {totals['pause_ms'] / pauses:.0f} ms on average" if pauses else ""
-    return [
-        f"{GAP.join(now)}{GAP}holds {held} of {limit}",
-        f"{pauses} pauses{mean}{GAP}{totals.get('resumes', 0)} resumed{GAP}"
-        f"{totals.get('replayed_tokens', 0)} tokens replayed",
-        f"ended: {', '.join(ends) or 'none'}",
-    ]
-
-
-def switches(events: Sequence[Mapping[str, Any]], now: datetime) -> list[str]:
-    """A pool's last switches, newest first, with the duration of each phase."""
-    found = [each for each in events if each.get("type") == "pool.switch"]
-    rows = []
-    for record in reversed(found[-ROWS_SHOWN:]):
-        data = record.get("data") or {}
-        took = (duration(float(data.get(f"{phase}_ms") or 0)) for phase in PHASES)
-        others = ", ".join(data.get("victims") or ()) or "-"
-        rows.append((f"{since(record.get('ts'), now)} ago", str(data.get("model")), others, *took))
-    return table([("when", "to", "in place of", *PHASES), *rows]) if rows else []
-
-
-def failovers(view: Document, now: datetime) -> list[str]:
-    """The last grants of `active` that took it from another engine, newest first, with phases:
-    fence, until the old engine's processes are gone; grant; wake, until a test inference has
-    passed; serve, until requests are accepted."""
-    granted = view["lockserver"].get("last_grants") or ()
-    taken = [it for it in granted if kind_of(str(it.get("lock"))) == ACTIVE and it.get("contended")]
-    lasts = [part["last_failover"] for part in view["engines"] if part.get("last_failover")]
-    own = {last["token"]: last for last in lasts}  # each engine's own account of its takeover
-    rows = []
-    for grant in reversed(taken[-ROWS_SHOWN:]):
-        after = own.get(grant.get("token")) or {}
-        marks = [grant.get(f"{name}_mono_ms") for name in ("lost", "fenced")]
-        marks += [after.get(f"{name}_mono_ms") for name in ("granted", "canary", "active")]
-        phases = ("-" if None in pair else f"{pair[1] - pair[0]:.1f}" for pair in pairwise(marks))
-        who = str(grant.get("engine")), f"token {grant.get('token')}"
-        rows.append((f"{since(grant.get('ts'), now)} ago", *who, *phases))
-    header = ("when", "to", "grant no.", "fence ms", "grant ms", "wake ms", "serve ms")
-    return table([header, *rows]) if rows else []
+def watch_lines(events: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The last events, below a title and an empty line."""
+    last = [f"{it['ts']}  {it['source']:<11}  {it['message']}" for it in events[-EVENTS_SHOWN:]]
+    return ["", "events", *last] if last else []

@@ -19,10 +19,6 @@ from typing import Any
 
 from aiohttp import web
 
-from engine import messages as engine_messages
-from gateway import messages as gateway_messages
-from gms.client import messages as gms_messages
-from lockserver.client import messages as lock_messages
 from plumbing.pod.messages import EventMsg, WatchMsg
 from plumbing.pod.observers import PeerWatch
 from plumbing.service import notify
@@ -33,12 +29,7 @@ from plumbing.wire.messages import Message
 from understudy.status.gather import PodPart, pod_parts, status_of
 
 PAGE = Path(__file__).parent / "page.html"
-KINDS = {
-    lock_messages.CATALOGUE: "lockserver",
-    gms_messages.CATALOGUE: "gms",
-    engine_messages.CONTROL: "engine",
-    gateway_messages.CONTROL: "gateway",
-}
+NAMED = ("lockserver", "gateway", "pool")  # of other parts there may be several
 PARTS_MAX = 64
 EVENTS_MAX = 2000  # of all parts, some 300 bytes each, and told to each new page
 QUEUE_MAX = 4000  # lines that wait for one page; one that reads more slowly begins anew
@@ -105,7 +96,8 @@ class Hub:
             is_due.set()
 
         watch = PeerWatch(part.path, part.catalogue, WatchMsg(0), received, is_due.set)
-        about = {"part": part.name, "kind": KINDS.get(part.catalogue, "pool")}
+        several = "gms" if part.is_memory else "engine"
+        about = {"part": part.name, "kind": part.name if part.name in NAMED else several}
         try:
             while True:
                 is_due.clear()

@@ -14,7 +14,6 @@ import os
 import re
 import shutil
 import sys
-from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -188,26 +187,21 @@ async def hub_directory(model: str, arguments: Sequence[str]) -> Path:
     """
     command_line(HUB_BACKEND, ())  # nothing is downloaded for a vLLM that is not installed
     options = vllm_options(arguments)
-    flags = {"--revision": REVISION, "--cache": CACHE, "--load-format": FORMAT}
-    given = [f"{flag}={options[name]}" for flag, name in flags.items() if options.get(name)]
-    more = {**parent_environment(), **_quiet()}
+    asked = {"repo_id": model, "revision": options.get(REVISION) or None}
+    asked["cache_dir"] = options.get(CACHE) or None
+    more = {**parent_environment()}
+    if not sys.stderr.isatty():
+        more["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     if (token := options.get(TOKEN, "")) not in ("", "True"):  # else the library finds its own
         more["HF_TOKEN"] = token
+    command = (sys.executable, "-m", "understudy.up.hub_download")
     # A session of its own: Ctrl-C on a terminal reaches only us, and we end the download.
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "understudy.up.hub_download", *given, "--", model),
-        stdin=DEVNULL,
-        stdout=PIPE,
+    code, output, _ = await output_of(
+        *(*command, options.get(FORMAT) or "auto", json.dumps(asked)),
+        stderr=None,
         env={**os.environ, **more},
         start_new_session=True,
     )
-    try:
-        output, _ = await process.communicate()
-    except asyncio.CancelledError:
-        with suppress(ProcessLookupError):  # it has just ended
-            process.kill()
-        await process.wait()
-        raise
     with suppress(ValueError):  # it was killed
         found: Mapping[str, str] = json.loads(output)
         if "directory" in found:
@@ -217,14 +211,7 @@ async def hub_directory(model: str, arguments: Sequence[str]) -> Path:
             f"{model} cannot be downloaded: {found['error']}; for a private or gated model set"
             " HF_TOKEN, for another disk HF_HOME, or download it yourself and pass its directory",
         )
-    raise UnderstudyError(
-        "hub.failed", f"the download of {model} ended with code {process.returncode}"
-    )
-
-
-def _quiet() -> dict[str, str]:
-    """Progress bars are for terminals."""
-    return {} if sys.stderr.isatty() else {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    raise UnderstudyError("hub.failed", f"the download of {model} ended with code {code}")
 
 
 def vllm_options(arguments: Sequence[str]) -> dict[str, str]:

@@ -9,7 +9,6 @@ import os
 import shutil
 import tempfile
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from plumbing.errors import UnderstudyError, UsageError
@@ -18,23 +17,13 @@ from plumbing.service.signals import SignalInbox
 from understudy.drill.clients import Target
 from understudy.drill.fleet import FleetDrill
 from understudy.drill.killer import Say
-from understudy.drill.records import Records
-from understudy.drill.run import Drill, DrillPlan, unless_gone
+from understudy.drill.run import Drill, DrillPlan
 from understudy.drill.verdict import DrillReport, judge
 from understudy.pod.runner import PodRunner, run_pod
 from understudy.up.pods import Prepare
 
 
-@dataclass(slots=True)
-class DrillResult:
-    """What a drill found. `backend`: as reported by the engines."""
-
-    report: DrillReport
-    backend: str | None
-    records: Records
-
-
-async def drill_new_pod(prepare: Prepare, plan: DrillPlan, say: Say) -> DrillResult | None:
+async def drill_new_pod(prepare: Prepare, plan: DrillPlan, say: Say) -> DrillReport | None:
     """Start a pod in a new directory and on free ports, drill it, stop it. None: interrupted.
 
     The directory, with the containers' logs, is kept if the drill was started and fails.
@@ -52,7 +41,7 @@ async def drill_new_pod(prepare: Prepare, plan: DrillPlan, say: Say) -> DrillRes
         is_kept = True
         say(f"starting {pod.title} in {directory}")
         result = await run_drill(drill, runner, plan, say)
-        is_kept = result is not None and not result.report.passed
+        is_kept = result is not None and not result.passed
         return result
     finally:
         if is_kept:
@@ -61,7 +50,7 @@ async def drill_new_pod(prepare: Prepare, plan: DrillPlan, say: Say) -> DrillRes
             shutil.rmtree(directory, ignore_errors=True)
 
 
-async def drill_running_pod(directory: Path, plan: DrillPlan, say: Say) -> DrillResult | None:
+async def drill_running_pod(directory: Path, plan: DrillPlan, say: Say) -> DrillReport | None:
     """Drill the running pod in `directory`, which keeps running."""
     if os.path.exists(pool_socket(str(directory))):
         raise UsageError(
@@ -79,7 +68,7 @@ async def run_drill(
     plan: DrillPlan,
     say: Say,
     look: Callable[[Target], Awaitable[None]] | None = None,
-) -> DrillResult | None:
+) -> DrillReport | None:
     """Start the containers of `runner`, drill them, stop them. None: interrupted.
 
     `look` is awaited once the pod is ready and idle, before the first kill.
@@ -87,11 +76,11 @@ async def run_drill(
     failure: list[str] = []
 
     async def body() -> bool:
-        target = await unless_gone(drill.directory, drill.prepare())
+        target = await drill.prepare()
         if look is not None:
             await look(target)
         try:
-            await unless_gone(drill.directory, drill.run(target))
+            await drill.run(target)
         except UnderstudyError as error:
             failure.append(f"the drill ended early: {error}")
         return True
@@ -102,6 +91,6 @@ async def run_drill(
             return None
     finally:
         inbox.close()
-    report = judge(drill.records, plan.kills_wanted)
+    report = judge(drill.records, plan.kills, drill.backend)
     report.problems += failure
-    return DrillResult(report, drill.backend, drill.records)
+    return report

@@ -12,7 +12,7 @@ import pytest
 from tests.gms.bench import GmsProcess
 from tests.gms.kinds import stand_in_only
 from tests.standin import build
-from tests.understudy.doctor.examining import FAIL, PASS, SKIP, WARN, examined
+from tests.understudy.doctor.examining import FAIL, PASS, SKIP, examined
 from understudy.doctor import pod
 from understudy.doctor.pod import Finding
 
@@ -29,18 +29,13 @@ def test_device_that_the_driver_does_not_list_is_named(
     directory: str, start, gpu: str, monkeypatch: pytest.MonkeyPatch
 ):
     """Goal: containers that were given different devices. Method: a server of a GPU, looked at from
-    where only the other one is; and a UUID in the environment that is none."""
+    where only the other one is."""
     start(GmsProcess(directory, device=gpu))
     assert examined(directory)["device_uuid"] == Finding(PASS, gpu)
     monkeypatch.setenv("STANDIN_DEVICES", build.GPU_B)
     finding = examined(directory)["device_uuid"]
     assert finding.status is FAIL
-    assert f"{gpu} is not visible here, but the memory service serves it" in finding.found
-    assert f"the driver lists {build.GPU_B}" in finding.found
-    monkeypatch.delenv("STANDIN_DEVICES")
-    monkeypatch.setenv("UNDERSTUDY_GPUS", "GPU-ffffffff")
-    finding = examined(directory)["device_uuid"]
-    assert "GPU-ffffffff is not visible here, but UNDERSTUDY_GPUS names it" in finding.found
+    assert finding.found == f"the memory service serves {gpu}; the driver lists {build.GPU_B}"
 
 
 @stand_in_only
@@ -69,8 +64,6 @@ def test_gpu_memory_that_a_process_outside_the_pod_holds_is_named(directory: str
 @pytest.mark.parametrize(
     ("setting", "value", "check", "status", "words"),
     [
-        ("PERSISTENCE", "1", "persistence_mode", PASS, "GPUs: 2"),
-        ("PERSISTENCE", "0", "persistence_mode", WARN, build.GPU_A),
         ("COMPUTE_MODE", "3", "sharing_mode", FAIL, "exclusive_process"),
         ("DEVICES", "GPU-aa=MIG-bb+MIG-cc", "mig_mode", PASS, "GPU-aa (2 instances)"),
         ("NVML_INIT", "9", "driver", SKIP, "Driver Not Loaded"),

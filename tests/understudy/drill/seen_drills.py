@@ -1,5 +1,4 @@
-"""What drills have seen that found nothing wrong: of engines, of memory, an upgrade, of a pool, of
-a fleet."""
+"""What drills have seen that found nothing wrong: of engines, of memory, of a pool, of a fleet."""
 
 from __future__ import annotations
 
@@ -8,8 +7,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from understudy.drill.records import End, Exchange, Kill, Moment, Records, StatedBound, Upgrade
-from understudy.drill.schema import DrillBurn
+from understudy.drill.records import End, Exchange, Kill, Moment, Records, StatedBound
 
 TEXT = "hello"
 ANSWER = Exchange(
@@ -74,23 +72,6 @@ def of_memory() -> Records:
         exchanges=[served(1, sent=0, first=50), served(1, sent=90, first=250)],
         kills=kills,
         expected=EXPECTED,
-    )
-
-
-def of_upgrade() -> Records:
-    """Two engines with another configuration, and answers on both sides of the switchover."""
-    engines = {"engine-0": True, "engine-1": True}
-    return Records(
-        exchanges=[served(1, sent=0, first=50, last=60), served(2, sent=70, first=140)],
-        expected=EXPECTED,
-        grants_checked=1,
-        upgrade=Upgrade("A=1", engines, "engine-0", "engine-1", 1, 2, 30.0),
-    )
-
-
-def of_burn() -> Records:
-    return replace(
-        of_engines(), burn=DrillBurn(per_core=2, cpus=2, processes=4, cpu_s=61.25, ended=0)
     )
 
 

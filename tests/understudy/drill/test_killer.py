@@ -29,7 +29,6 @@ from understudy.drill import killer
 from understudy.drill.killer import (
     FIRST,
     HeldPart,
-    changes,
     committed_devices,
     find_part,
     hold,
@@ -47,9 +46,9 @@ from understudy.drill.targets import (
     TARGETS,
     VLLM_TARGETS,
     check_target,
-    is_only_in_pool,
     kill_order,
     kill_request,
+    needed_flag,
     pool_targets,
     process_of,
     targets_of,
@@ -192,28 +191,6 @@ def test_part_is_killed_with_all_its_processes_and_awaited_until_another_answers
 READERS = ("engine-0-a", "engine-1-b")
 
 
-def view(active: str = "engine-0", token: int = 7, incarnation: str = "engine-0-a") -> dict:
-    engines = [
-        {"engine": {"id": "engine-0", "incarnation": incarnation}},
-        {"engine": {"id": "engine-1", "incarnation": "engine-1-b"}},
-    ]
-    return {"active": active, "token": token, "engines": engines, "gms": []}
-
-
-@pytest.mark.parametrize(
-    ("after", "count"),
-    [
-        (view(), 0),
-        (view(incarnation="engine-0-c"), 1),
-        (view(token=8), 1),
-        (view("engine-1", 8), 1),
-        ({**view(), "engines": []}, 2),
-    ],
-)
-def test_death_of_a_part_changes_neither_engines_nor_the_lock(after: dict, count: int):
-    assert len(changes(view(), after)) == count
-
-
 def device(pid: int = 2, state: str = "committed", epoch: str = "e", readers=READERS) -> dict:
     sessions = [{"incarnation": each, "rank": 0, "epoch": epoch} for each in readers]
     about = {"device_uuid": "HOST-0", "tag": "weights", "pid": pid, "state": state}
@@ -304,18 +281,18 @@ def test_targets_of_an_engine_are_all_its_ranks_in_order(backend, processes, fou
         ("stop:supervisor", "stop:supervisor", KillMsg("supervisor", is_stop=True), False),
         ("shadow:backend-model", "shadow:backend-model", KillMsg("backend-model"), True),
         ("shadow:stop:api", "shadow:stop:api", KillMsg("backend-api", is_stop=True), True),
-        *((each, each, None, each != "gms") for each in ("pool", "gms-copy", "gms")),
+        *((each, each, None, each != "gms") for each in ("pool", "gms")),
     ],
 )
 def test_target_names_one_process(text, target, message, is_only):
     assert check_target(text) == target
-    assert is_only_in_pool(target) is is_only
+    assert needed_flag(target) == ("--pool" if is_only else None)
     if message is not None:
         assert kill_request(target) == message
 
 
 def test_every_target_dies_in_every_state_before_any_pair_comes_again():
-    targets = pool_targets("reference", has_shadow=True, has_copies=True)
+    targets = pool_targets("reference", has_shadow=True)
     backends = [
         each for each in targets if each not in ALL_PARTS and process_of(each) != SUPERVISOR
     ]

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import os
-import subprocess
-import sys
-from typing import IO
 
 import pytest
 from click.testing import CliRunner
@@ -40,7 +36,7 @@ def drill(directory, mood: str = "", kills: int = 4, **more: float) -> DrillRepo
             plan = DrillPlan(kills=kills, targets=BACKENDS, clients=3, **more)
             result = await sessions.drill_running_pod(directory, plan, lambda line: None)
             assert result is not None
-            return result.report
+            return result
 
     return asyncio.run(main())
 
@@ -200,54 +196,6 @@ async def test_old_tree_tells_the_living_from_the_dead():
     tree.close()
 
 
-HOLDER = """
-import fcntl, sys
-file = open(sys.argv[1])
-fcntl.flock(file, fcntl.LOCK_SH)
-print(flush=True)
-input()
-file.close()
-print(flush=True)
-input()
-"""
-
-
-def identity(file: IO[str]) -> tuple[int, int]:
-    found = os.fstat(file.fileno())
-    return found.st_dev, found.st_ino
-
-
-def test_engine_that_hands_over_in_place_must_let_go_of_its_serving_file(tmp_path):
-    """Goal: what double_active rests on while processes live. Method: two processes that hold one
-    file; the child lets go of it, then this one. A file that only one of them holds is not it."""
-    both, single = tmp_path / "serving_both", tmp_path / "serving_single"
-    with (
-        open(both, "w") as file,
-        open(single, "w") as other,
-        subprocess.Popen(
-            [sys.executable, "-c", HOLDER, both], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        ) as child,
-    ):
-        assert child.stdin is not None
-        assert child.stdout is not None
-        assert child.stdout.readline() == b"\n"
-        for each in (file, other):
-            fcntl.flock(each, fcntl.LOCK_SH)
-        pids = [child.pid, os.getpid()]
-        tree, doubted = (OldTree.of(pids, identity(each)) for each in (file, other))
-        assert len(tree.alive()) == 2
-        child.stdin.write(b"\n")
-        child.stdin.flush()
-        assert child.stdout.readline() == b"\n"
-        assert [name.split(" (")[0] for name in tree.alive()] == [f"pid {os.getpid()}"]
-        file.close()
-        assert tree.alive() == []
-        assert len(doubted.alive()) == 2
-        tree.close()
-        doubted.close()
-        child.communicate(b"\n")
-
-
 def invoke(*arguments: str):
     return CliRunner().invoke(main, arguments)
 
@@ -260,13 +208,10 @@ def invoke(*arguments: str):
         (["drill", "--attach", "--yes", "--tensor-parallel", "2"], "--tensor-parallel cannot be"),
         (["drill", "--attach", "--model", "/tmp", "--backend", "reference"], "--model, --backend "),
         (["drill", "--dir", "/tmp/pod", "--kills", "1"], "add --attach"),
-        (["drill", "--upgrade", "--duration-s", "9"], "--duration-s cannot be used with --upgrade"),
-        (["drill", "--upgrade", "--attach"], "--attach cannot be used with --upgrade"),
         (["drill", "--fleet", "--pool"], "--fleet cannot be used with --pool"),
         (["drill", "--fleet", "--url=http://x"], "--url cannot be used with --fleet"),
         (["drill", "--replicas=3"], "--fleet to drill several"),
         (["drill", "--target=pod"], "--target pod requires --fleet"),
-        (["drill", "--upgrade", "--kills=3"], "--kills cannot be used with --upgrade"),
         (["up", "--pool", "x.yaml", "--backend", "vllm"], "--backend cannot be used with --pool"),
     ],
 )

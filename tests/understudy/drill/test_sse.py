@@ -87,8 +87,7 @@ def test_bytes_that_are_no_stream_are_refused_by_name(data, code):
     assert caught.value.code == code
 
 
-@pytest.mark.parametrize("text", ["", "x", "-1", "1_0", "9" * 5000])
+@pytest.mark.parametrize("text", ["", "x", "9" * 5000])
 def test_header_that_is_no_number_is_none(text: str):
-    """Goal: `int` raises of some of what `isdigit` takes. Method: one of each kind."""
     exchange, _ = read(HEAD.replace(b"Token: 7", b"Token: " + text.encode()))
     assert exchange.token is None

@@ -14,13 +14,11 @@ from tests.understudy.drill.seen_drills import (
     ANSWER,
     EXPECTED,
     KILL,
-    of_burn,
     of_engines,
     of_fleet,
     of_memory,
     of_model,
     of_pool,
-    of_upgrade,
     served,
     stream,
 )
@@ -70,7 +68,6 @@ FAULTS = [
     ("double_active", of_engines, lambda records: records.overlaps.append("pid 7 lived")),
     ("double_active", of_pool, lambda records: records.overlaps.append("pid 7 lived")),
     ("false_deaths", of_engines, lambda records: records.deaths.append(DEATH)),
-    ("false_deaths", of_upgrade, lambda records: records.deaths.append(DEATH)),
     ("false_deaths", of_pool, lambda records: records.deaths.append(DEATH)),
     ("lost", of_pool, add(of_model("a", status=500, text="", token=None))),
     ("lost_in_flight", of_engines, add(replace(CUT, token=1))),
@@ -85,14 +82,8 @@ FAULTS = [
     ("kills", of_memory, lambda records: records.kills.pop()),
     ("takeovers", of_engines, lambda records: records.exchanges.pop()),
     ("unchecked", of_engines, change("grants_checked", 0)),
-    ("disturbed", of_memory, lambda records: records.disturbed.append("engine-1 restarted")),
     ("not back", of_memory, lambda records: setattr(records.kills[1], "back_ms", None)),
     ("not back", of_pool, lambda records: records.kills.append(Kill("pool", model="a"))),
-    ("upgrade", of_upgrade, lambda records: records.upgrade.engines.update({"engine-1": False})),
-    ("upgrade", of_upgrade, lambda records: records.upgrade.engines.pop("engine-0")),
-    ("upgrade", of_upgrade, change("grants_checked", 0)),
-    ("upgrade", of_upgrade, lambda records: records.exchanges.pop()),
-    ("burn", of_burn, lambda records: setattr(records.burn, "ended", 1)),
     ("lost_in_flight", of_fleet, add(stream(90, 101, text="he", end=End.CUT))),
     ("refused", of_fleet, add(replace(ANSWER, end=End.REFUSED, status=0, sent_ms=101.0))),
     ("wrong_tokens", of_fleet, add(stream(90, 101, text="heXlo"))),
@@ -127,7 +118,6 @@ def test_each_rule_finds_its_fault_and_fails_the_drill(name, clean, damage):
     [
         (of_engines, "child_exit", "killed", 0),
         (of_engines, "sigterm", "e-1", 1),
-        *((of_upgrade, cause, "e-1", 0) for cause in ("drained", "hand_over", "sigterm", "")),
         (of_pool, "asked_to_be_cold", "e-1", 0),
         (of_pool, "", "e-1", 0),
         (of_pool, "child_exit", "e-1", 1),
@@ -333,14 +323,12 @@ def test_share_counts_what_was_published_after_the_last_look():
     [
         (of_engines, ("failover of the reference backend", "40.0", "backend-model 1", "passed")),
         (of_memory, ("recovery of the memory service", "30.0", "gms 2")),
-        (of_upgrade, ("engine-0, engine-1, to A=1", "engine-0 to engine-1 in 30 ms")),
-        (of_burn, ("busy loops 4, which got 61.2 s", "false deaths     0")),
         (of_pool, ("a pool of 2 models", "1.0 % of its bound", "longest pause")),
         (of_fleet, ("a fleet of 2 pods", "85.0", "pod 1", "false deaths     0", "passed")),
     ],
 )
 def test_text_of_a_report_has_what_the_drill_was_about(records, words):
     out, found = io.StringIO(), records()
-    print_report(judge(found, len(found.kills)), Console(file=out, width=200), "reference")
+    print_report(judge(found, len(found.kills)), Console(file=out, width=200))
     for each in words:
         assert each in out.getvalue(), out.getvalue()
