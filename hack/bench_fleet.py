@@ -1,6 +1,7 @@
 """What a client sees when a backend dies: behind our front and behind other routers, in one run.
 
     python -m hack.bench_fleet --peers DIR [--only NAME,NAME] [--json] [--quick]
+    python -m hack.bench_fleet --crowd [--json]
 
 DIR has a virtual environment for each peer, named as its package: `python3 -m venv DIR/smg` and
 `DIR/smg/bin/pip install smg`. HAProxy is the one in PATH. What is not there is left out.
@@ -12,6 +13,9 @@ answers have every token once. `pause_ms`: from the kill to the next text, of as
 dead backend had, those that waited longest. *Added* is the difference between the percentiles
 through the router and past it, in turns; mockers have no way past. CPU is that of all threads of
 the router, and beside it that of our pods' gateways.
+
+A *crowd* is 1,000 streams at once through one front to 16 pods, over TLS: the memory that each
+takes, how long they waited for their first event, and each of them at most for any other one.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ from typing import Any, ClassVar
 
 from hack import gateway_load as ends
 from hack import rig
-from hack.bench_gateway import BenchGateway
+from hack.bench_gateway import HELD_EVENTS_PER_S, BenchGateway, memory
 from hack.gateway_load import Seen, one_by_one, request, stream
 from plumbing.pod.paths import engine_http_socket
 from plumbing.service import procfs
@@ -55,6 +59,7 @@ DYNAMO = "ai-dynamo"
 INTERVAL_MS, TOKENS = 50.0, 80  # of a stream whose backend is killed: 4 s
 STREAMS, LOAD_TOKENS, REQUESTS = 16, 100, 20
 KILL_AFTER_S, HUNG_S, BACK_S, START_S, SILENCE_S = 2.0, 0.3, 90.0, 120.0, 20.0
+CROWD, CROWD_PODS, KIB_MAX, GAP_MS_MAX = 1000, 16, 64.0, 2000.0
 SETTLE_S = 6.0  # of a mocker that is started again, since it cannot be asked
 
 
@@ -137,13 +142,13 @@ class Backend:
 
 
 class Router:
-    """One of `COMMANDS`, with two backends, below `place`."""
+    """One of `COMMANDS`, with its backends, below `place`."""
 
-    def __init__(self, name: str, folder: Path, place: Path) -> None:
+    def __init__(self, name: str, folder: Path, place: Path, backends: int = 2) -> None:
         self.name, self._folder, self._place = name, folder, place
         self.port, self._other = free_ports(2)
         place.mkdir(mode=0o700)
-        self.backends = [Backend(name, folder, place / each) for each in "ab"]
+        self.backends = [Backend(name, folder, place / str(each)) for each in range(backends)]
         self.through, self.past, self.spent = Seen(), Seen(), Counter[str]()
         self.ended, self.waits = (Counter[str](), Counter[str]()), (list[float](), list[float]())
 
@@ -151,7 +156,7 @@ class Router:
         """Raises:
         UnderstudyError: it does not answer.
         """
-        a, b = self.backends
+        a, b, *_ = self.backends
         if self.name == WITH_TLS:
             create(str(self._place / "tls"), ["understudy-pod"], "pod", "front")
         elif self.name == DYNAMO:
@@ -165,7 +170,7 @@ class Router:
             (self._place / path.name).write_text(Template(path.read_text()).substitute(ports))
         for each in self.backends:
             await each.start()
-        pods, command = f"{a.address},{b.address}", COMMANDS[self.name]
+        pods, command = ",".join(each.address for each in self.backends), COMMANDS[self.name]
         self.process = Process(self._folder, self._place, command, pods=pods, **ports)
         await rig.until(self._missing, f"answer of {self.name}", START_S, every_s=0.5)
 
@@ -206,6 +211,9 @@ class Router:
         await stream(self.port, STREAMS, what, seen, partial(look, -1), partial(look, 1))
         self.spent["errors"] += seen.errors
 
+    def rss_kib(self) -> float:
+        return sum((procfs.rss_bytes(pid) or 0) for pid in self.process.pids()) / 1024
+
     def figures(self) -> rig.Figures:
         """Of all steps."""
         spent, ours, theirs = self.spent, self.through.ttft_ms, self.past.ttft_ms
@@ -215,9 +223,8 @@ class Router:
             found["added_ms"] = {each: round(both[0][each] - both[1][each], 2) for each in both[0]}
         for name in ("cpu_us", "pods_cpu_us"):
             found[f"{name}_per_event"] = round(spent[name] / spent["events"], 1)
-        rss_bytes = sum((procfs.rss_bytes(pid) or 0) for pid in self.process.pids())
         errors = self.through.errors + self.past.errors + spent["errors"]
-        found |= {"rss_mib": round(rss_bytes / 2**20), "errors": errors}
+        found |= {"rss_mib": round(self.rss_kib() / 1024), "errors": errors}
         for name, ended, waits in zip(KINDS, self.ended, self.waits, strict=True):
             is_kept = ended["whole"] > ended["requests"] - ended["at_victim"]
             found[name] = {**ended, "pause_ms": rig.spread(waits, 0) if is_kept else None}
@@ -269,17 +276,24 @@ def outcome(answer: Exchange, tokens: int) -> str:
     return "whole" if is_right and len(words) == tokens else "other_text"
 
 
-async def measure(folders: dict[str, Path], rounds: int, base: Path) -> rig.Figures:
+STEPS: list[Step] = [Router.first_bytes] * 4 + [Router.load]
+STEPS += [partial(Router.death, is_stopped=each) for each in (False, True)]
+
+
+async def measure(
+    folders: dict[str, Path], rounds: int, base: Path, *, is_crowd: bool = False
+) -> rig.Figures:
     os.environ |= {"DYN_DISCOVERY_BACKEND": "file", "DYN_EVENT_PLANE": "zmq"}
     os.environ["DYN_FILE_KV"] = str(base / "kv")
-    routers = [Router(name, folder, base / name) for name, folder in folders.items()]
+    pods = CROWD_PODS if is_crowd else 2
+    routers = [Router(name, folder, base / name, pods) for name, folder in folders.items()]
     try:
         for each in routers:
             rig.say(each.name)
             await each.start()
-        steps: list[Step] = [Router.first_bytes] * 4 + [Router.load]
-        steps += [partial(Router.death, is_stopped=each) for each in (False, True)]
-        for step in steps:
+        if is_crowd:
+            return await crowd(routers[0])
+        for step in STEPS:
             for number in range(rounds):
                 rig.say(f"round {number + 1} of {step}")
                 for each in rig.turns(number, routers):  # what else the machine does affects all
@@ -294,17 +308,32 @@ async def measure(folders: dict[str, Path], rounds: int, base: Path) -> rig.Figu
     return rig.document({"streams": STREAMS, "routers": found}, [])
 
 
+async def crowd(front: Router) -> rig.Figures:
+    await one_by_one(front.port, REQUESTS, request(8), Seen())
+    idle_mib = round(front.rss_kib() / 1024, 1)
+    kib, seen = await memory(front.port, front.rss_kib, CROWD)
+    is_good = not seen.errors and kib <= KIB_MAX and max(seen.gap_ms) <= GAP_MS_MAX
+    problems = [] if is_good else ["a stream was starved or cut off, or takes too much memory"]
+    figures: rig.Figures = {"streams": CROWD, "pods": CROWD_PODS}
+    figures |= {"events_per_s": HELD_EVENTS_PER_S, "idle_rss_mib": idle_mib}
+    figures |= {"kib_per_stream": kib, "errors": seen.errors}
+    waits = {"first_event_ms": rig.spread(seen.ttft_ms, 0), "gap_ms": rig.spread(seen.gap_ms, 0)}
+    return rig.document({**figures, **waits}, problems)
+
+
 def main() -> None:
     parser = rig.arguments("bench_fleet", "what a client sees when a backend dies, behind routers")
     parser.add_argument("--peers", type=Path, default=Path("."), help="of virtual environments")
     parser.add_argument("--only", default=",".join(COMMANDS), help="routers, with commas")
+    parser.add_argument("--crowd", action="store_true", help="of streams, through a front alone")
     flags = parser.parse_args()
     raise_fd_limit()
     folders = {name: flags.peers.resolve() / name / "bin" for name in COMMANDS}
     folders |= dict.fromkeys(OURS, BIN)
     folders["haproxy"] = Path(shutil.which("haproxy") or "/nowhere/haproxy").parent
-    routers = {name: folders[name] for name in flags.only.split(",") if folders[name].is_dir()}
-    body = partial(measure, routers, 1 if flags.quick else 2)
+    only = WITH_TLS if flags.crowd else flags.only
+    routers = {name: folders[name] for name in only.split(",") if folders[name].is_dir()}
+    body = partial(measure, routers, 1 if flags.quick else 2, is_crowd=flags.crowd)
     rig.finish(rig.run("fleet-", body), is_json=flags.json)
 
 

@@ -23,7 +23,7 @@ import socket
 import sys
 import time
 from asyncio.subprocess import DEVNULL
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -223,18 +223,19 @@ async def unpaced(gateway: BenchGateway, count: int) -> rig.Figures:
     return {"events_per_s": rate, "errors_unpaced": seen.errors}
 
 
-async def memory(gateway: BenchGateway, count: int) -> float:
-    """What one more stream takes, in KiB, once it has delivered `MEMORY_TOKENS` tokens."""
-    seen, before = Seen(), gateway.rss_kib()
+async def memory(port: int, rss_kib: Callable[[], float], count: int) -> tuple[float, Seen]:
+    """What one more stream takes, in KiB, once it has delivered `MEMORY_TOKENS` tokens; and what
+    the clients of all of them saw."""
+    seen, before = Seen(), rss_kib()
     what = request(2 * MEMORY_TOKENS, count / HELD_EVENTS_PER_S * 1000)
-    held = asyncio.create_task(stream(gateway.port, count, what, seen))
+    held = asyncio.create_task(stream(port, count, what, seen))
     for _ in range(int(ends.DEADLINE_S / LOOK_S)):
         if seen.events >= MEMORY_TOKENS * count or held.done():
             break
         await asyncio.sleep(LOOK_S)
-    grown = gateway.rss_kib() - before
+    grown = rss_kib() - before
     await held
-    return round(grown / count, 1)
+    return round(grown / count, 1), seen
 
 
 async def measure(counts: Sequence[int], rate: float, seconds: float, base: Path) -> rig.Figures:
@@ -253,9 +254,8 @@ async def measure(counts: Sequence[int], rate: float, seconds: float, base: Path
             "idle_pss_kib": gateway.pss_kib(),
         }
         found["alone"] = await alone(gateway, past)
-        found["kib_per_stream"] = await memory(
-            gateway, max(counts)
-        )  # early: freed memory is reused
+        # Early: freed memory is reused.
+        found["kib_per_stream"], _ = await memory(gateway.port, gateway.rss_kib, max(counts))
         found["streams"] = {
             str(count): await paced(gateway, past, count, rate, seconds) for count in counts
         }

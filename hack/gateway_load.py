@@ -185,6 +185,7 @@ class Seen:
     """What a number of clients saw."""
 
     ttft_ms: list[float] = field(default_factory=list)
+    gap_ms: list[float] = field(default_factory=list)  # the longest of each, between two reads
     events: int = 0
     errors: int = 0
     first_s: float = 0.0
@@ -199,6 +200,7 @@ class Reader(asyncio.Protocol):
         self.begun: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._seen, self._request = seen, request
         self._tail = b""
+        self._gap_s = self._read_s = 0.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)
@@ -206,12 +208,15 @@ class Reader(asyncio.Protocol):
         self.transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
-        seen = self._seen
+        seen, now_s = self._seen, time.perf_counter()
         events = data.count(b"data: {")
-        if events and not self.begun.done():
-            seen.last_s = time.perf_counter()
-            seen.ttft_ms.append((seen.last_s - self._sent_s) * 1000)
+        if self.begun.done():
+            self._gap_s = max(self._gap_s, now_s - self._read_s)
+        elif events:
+            seen.last_s = now_s
+            seen.ttft_ms.append((now_s - self._sent_s) * 1000)
             self.begun.set_result(True)
+        self._read_s = now_s
         seen.events += events
         self._tail = (self._tail + data)[-len(END) :]
         if self._tail == END:
@@ -225,6 +230,7 @@ class Reader(asyncio.Protocol):
         if self.done.done():
             return
         self._seen.errors += not is_whole
+        self._seen.gap_ms.append(self._gap_s * 1000)
         self.done.set_result(is_whole)
         if not self.begun.done():
             self.begun.set_result(False)
@@ -258,7 +264,8 @@ async def stream(
     """
     loop = asyncio.get_running_loop()
     seen.first_s = time.perf_counter()
-    readers = [Reader(seen, what) for _ in range(count)]
+    # Prompts that are not the same: a front sends those to one pod.
+    readers = [Reader(seen, what.replace(b"hello", b"%05d" % each)) for each in range(count)]
     async with asyncio.timeout(DEADLINE_S):
         for reader in readers:
             await loop.create_connection(partial(_same, reader), "127.0.0.1", port)

@@ -79,37 +79,23 @@ def probe_table() -> list[str]:
 
 def page() -> str:
     """The whole page."""
-    lines = [HEAD, "## An engine", ""]
-    lines += page_of(engine_edges()) + ignored_by_engines()
-    lines += ["### Probes of an engine", "", *probe_table()]
-    lines += [
+    lines = [
+        *(HEAD, "## An engine", "", *page_of(engine_edges()), *ignored_by_engines()),
+        *("### Probes of an engine", "", *probe_table()),
         "*First* means that no incarnation of this engine has reached standby in this pod yet.",
-        "",
-        "## A lock",
-        "",
-    ]
-    lines += page_of(lock.TABLE.edges())
-    lines += [
+        *("", "## A lock", "", *page_of(lock.TABLE.edges())),
         "No engine is granted a lock in `releasing` or `recovering`, however long that lasts.",
-        "",
-    ]
-    lines += ["## A session with the GPU memory service", ""]
-    lines += page_of(session_edges())
-    lines += ["## A region: an epoch of weights, or a pool of KV memory", ""]
-    lines += page_of(region.TURNS.edges())
-    lines += [
+        *("", "## A session with the GPU memory service", "", *page_of(session_edges())),
+        "## A region: an epoch of weights, or a pool of KV memory",
+        *("", *page_of(region.TURNS.edges())),
         "`gms status` shows an epoch that is `making` as `staging`, `served` as `committed`, and",
         "`retired` as `superseded` while a session reads it, else as `releasing`.",
-        "",
-    ]
-    lines += ["## A request at the gateway", "", *page_of(request_edges())]
-    lines += [
+        *("", "## A request at the gateway", "", *page_of(request_edges())),
         "Something was sent to the client in `streaming`, `relaying`, `parked`, `resuming` and",
         "`replaying`. `waiting`, `asked` and `answering` never follow these, so nothing is sent",
         "twice.",
-        "",
+        *("", "## A model in a pool", "", *phase_table()),
     ]
-    lines += ["## A model in a pool", "", *phase_table()]
     return "\n".join(lines).rstrip() + "\n"
 
 

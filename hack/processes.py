@@ -13,11 +13,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from gms import messages as gms_messages
 from gms import names
 from gms.client import Reader, Writer, open_session
+from hack.gateway_load import Seen
 from lockserver import messages as lock_messages
 from plumbing.errors import UnderstudyError
 from plumbing.pod.cli import ask_status
@@ -160,12 +161,6 @@ class MemoryServer(ServerProcess):
         return open_session(self.directory, self.device, request)
 
 
-class Counts(Protocol):
-    """What a number of clients saw."""
-
-    events: int
-
-
 @dataclass
 class Usage:
     """What a process took while it passed events on: the sum of the times between begin and end."""
@@ -177,7 +172,7 @@ class Usage:
     waited_ms: float = 0.0  # for a CPU, which others had
     writes: int = 0  # system calls; where a process lags, one passes several events on
 
-    def add(self, sign: int, seen: Counts | None = None) -> None:
+    def add(self, sign: int, seen: Seen | None = None) -> None:
         """`sign`: -1 at the begin, 1 at the end."""
         ran, waited, _ = Path(f"/proc/{self.pid}/schedstat").read_text().split()
         text = Path(f"/proc/{self.pid}/io").read_text()

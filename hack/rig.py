@@ -49,10 +49,7 @@ def machine() -> dict[str, Any]:
 def commit() -> str:
     """The commit of this working tree; empty where git does not know it."""
     command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-    except OSError:
-        return ""
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def spread(values_ms: Sequence[float], digits: int = 2) -> dict[str, float]:
@@ -68,7 +65,7 @@ class Interrupted(Exception):
 
 
 def arguments(name: str, about: str) -> argparse.ArgumentParser:
-    """The parser of `python -m hack.NAME`, with the flags that every bench has."""
+    """The parser of the bench NAME, with the flags that every bench has."""
     parser = argparse.ArgumentParser(prog=f"python -m hack.{name}", description=about)
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     parser.add_argument("--quick", action="store_true", help="a few rounds: shows that it runs")

@@ -44,6 +44,7 @@ from gateway.core.pods import (
     PodState,
     can_continue,
     choose,
+    may_continue,
     serves,
 )
 from plumbing.gateway_protocol import PodModel
@@ -254,12 +255,9 @@ class Fleet(Gateway):
         found = [each for each in named if serves(each.model)]
         if request.state is not RequestState.PARKED:
             return found
-        return [
-            place
-            for place in found
-            if can_continue(place.model, request.continuation_id)
-            and place.pod.suspended_ms <= self._now_ms
-        ]
+        found = [each for each in found if each.pod.suspended_ms <= self._now_ms]
+        known = [each for each in found if can_continue(each.model, request.continuation_id)]
+        return known or [each for each in found if may_continue(each.model)]
 
     # ------------------------------------------------------------------ breaks and refusals
 

@@ -129,6 +129,12 @@ def can_continue(model: PodModel, continuation_id: str) -> bool:
     return is_kept and model.continuation_id == continuation_id
 
 
+def may_continue(model: PodModel) -> bool:
+    """Whether its id will be known only once it is awake, as it has not been yet; the pod refuses a
+    stream of another one."""
+    return not (model.engine or model.continuation_id)
+
+
 class Choice(StrEnum):
     """Why a request goes to its pod."""
 

@@ -449,7 +449,7 @@ class GatewayExchange:
             return b""
         lines = [b"%b: %b\r\n" % each for each in self.requests[effect.request].headers]
         if effect.journal is not None:
-            needed = self.core.attempt(effect.attempt).continuation_id
+            needed = self.core.attempt(effect.attempt).owner.continuation_id
             lines.append(b"%b: %b\r\n" % (CONTINUATION_ID, needed.encode()))
         return b"".join(lines)
 

@@ -234,12 +234,17 @@ class HttpRequest:
         return (head + b"\r\n", body) if body else (head + b"\r\n",)
 
 
+class _Message(msgspec.Struct):
+    role: str = ""
+    content: Raw = Raw(b"")
+
+
 class _Chat(msgspec.Struct):
     model: str = ""
     prompt_cache_key: str = ""
-    messages: tuple[Raw, ...] = ()
-    prompt: Raw = _NULL
-    input: Raw = _NULL
+    messages: tuple[_Message, ...] = ()
+    prompt: Raw = Raw(b"")
+    input: tuple[_Message, ...] | str = ""
 
 
 _CHAT = msgspec.json.Decoder(_Chat)
@@ -247,20 +252,23 @@ PREFIX_BYTES = 4096
 
 
 def prefix_key(body: bytes | bytearray, session: bytes) -> bytes:
-    """A digest of what requests with one prefix share, b"" if there is nothing."""
+    """A digest of what requests with one prefix share, b"" if there is nothing. All turns of a chat
+    have its messages up to the first of the user."""
     try:
         chat = _CHAT.decode(body) if body and len(body) <= LARGE_BYTES else _Chat()
     except (msgspec.DecodeError, RecursionError):
         return b""
+    turns = chat.input if isinstance(chat.input, tuple) else chat.messages
+    first = next((at for at, each in enumerate(turns) if each.role == "user"), 0)
+    parts = [bytes(each.content) for each in turns[: first + 1]]
     if said := chat.prompt_cache_key.encode() or session:
         parts = [said]
-    elif chat.messages:
-        parts = [bytes(each)[:PREFIX_BYTES] for each in chat.messages[:2]]
-    else:
-        parts = [bytes(each)[:PREFIX_BYTES] for each in (chat.prompt, chat.input) if each != _NULL]
-    if not parts:
+    elif not turns:
+        parts = [bytes(chat.prompt), str(chat.input).encode()]
+    if not any(parts):
         return b""
-    return blake2b(b"\0".join((chat.model.encode(), *parts)), digest_size=16).digest()
+    parts = [chat.model.encode(), *(each[:PREFIX_BYTES] for each in parts)]
+    return blake2b(b"\0".join(parts), digest_size=16).digest()
 
 
 def is_endpoint(method: bytes, path: str) -> bool:

@@ -110,16 +110,9 @@ def workers_of(engine: Mapping[str, Any]) -> list[int]:
 
 def workers_below(pids: Iterable[int]) -> list[int]:
     """Those of `pids` that are vLLM's workers by their title: a stock server does not list them."""
-    found = []
-    for pid in pids:
-        try:
-            with open(f"/proc/{pid}/cmdline", encoding="utf-8", errors="replace") as file:
-                words = file.read()
-        except OSError:
-            continue  # it has ended
-        if words.startswith("VLLM::Worker"):
-            found.append(pid)
-    return found
+    wanted, found = set(pids), psutil.process_iter(["cmdline"])
+    words = {each.pid: " ".join(each.info["cmdline"] or ()) for each in found}
+    return [pid for pid in wanted & words.keys() if words[pid].startswith("VLLM::Worker")]
 
 
 def tree_of(engine: Mapping[str, Any]) -> list[int]:

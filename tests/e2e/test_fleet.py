@@ -1,9 +1,12 @@
 """Goal: what a user of a fleet on one machine meets. Method: the real commands: a drill in which
-pods and their parts die under load; `up --replicas`, and that nothing is left when it stops.
+pods and their parts die under load; `up --replicas`, also of a pool, and that nothing is left when
+it stops.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import os
 import re
@@ -11,7 +14,11 @@ import signal
 import subprocess
 import sys
 import urllib.request
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
 import psutil
 import pytest
@@ -19,15 +26,22 @@ import pytest
 from plumbing.service.procfs import is_alive
 from tests.documents import mismatches
 from tests.e2e.pods import AS_USERS_RUN_IT
-from tests.helpers import until
+from tests.e2e.test_pool import DEVICE_BYTES, TWO
+from tests.helpers import POLL_S, auntil, until
+from understudy.drill.clients import inside_target, send, stream_without_pause
+from understudy.drill.outcomes import classify
+from understudy.drill.records import Outcome, Prompt
 from understudy.drill.schema import FleetDrillDocument
 from understudy.pod.ports import free_offset
 from understudy.schema import FrontView
+from understudy.status.gather import gateway_part, status_of
+from understudy.up.models import make_random_model
 
 UNDERSTUDY = str(Path(sys.executable).parent / "understudy")
 ENVIRONMENT = {**os.environ, **AS_USERS_RUN_IT}
 TARGETS = ("pod", "stop:pod", "backend-model", "gateway", "leave", "front")
 WAIT_S = 300.0
+STREAM = {"prompt": "one rainy day", "max_tokens": 300, "temperature": 0, "stream": True}
 
 
 @pytest.mark.slow
@@ -54,12 +68,42 @@ def test_drill_of_a_fleet_passes_and_prints_what_is_documented(tmp_path_factory)
     assert os.listdir(temporary) == [page.name]
 
 
-@pytest.mark.slow
-def test_up_with_replicas_serves_at_one_port_and_leaves_no_process(tmp_path_factory):
-    """Method: a request; SIGKILL of a pod's first process, which is started again; SIGTERM."""
-    base = tmp_path_factory.mktemp("up")
+class RunningFleet:
+    """`understudy up` of two pods, in `directory`, at `url`; `tree`: every process that it had."""
+
+    def __init__(self, directory: Path, output: Path, up: subprocess.Popen[bytes]) -> None:
+        self.directory, self.output, self.up = directory, output, up
+        self.tree: dict[int, psutil.Process] = {}
+        self._kills: Counter[str] = Counter()
+        until(lambda: "curl http" in output.read_text() or up.poll() is not None, "it", WAIT_S)
+        assert up.poll() is None, output.read_text()
+        (self.url,) = re.findall(r"^  curl (\S+)", output.read_text(), re.MULTILINE)
+
+    def look(self) -> list[psutil.Process]:
+        found = psutil.Process(self.up.pid).children(recursive=True)
+        self.tree |= {each.pid: each for each in found}
+        return found
+
+    def kill(self, pod: str) -> None:
+        """Every process of it."""
+        self._kills[pod] += 1
+        words = f"--dir={self.directory / pod}"
+        (first,) = (each for each in self.look() if words in each.cmdline())
+        for each in [first, *first.children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
+
+    def until_restarted(self, pod: str) -> None:
+        again = f"{pod} | (runner) died of signal 9; restarting now"
+        count = self._kills[pod]
+        until(lambda: self.output.read_text().count(again) == count, "its next life", WAIT_S)
+
+
+@contextlib.contextmanager
+def fleet_up(base: Path, *more: str) -> Iterator[RunningFleet]:
+    """It is stopped at the end, and leaves nothing."""
     output, directory = base / "out", base / "fleet"
-    flags = ["--replicas=2", f"--dir={directory}", f"--port-offset={free_offset(3)}"]
+    flags = ["--replicas=2", f"--dir={directory}", f"--port-offset={free_offset(3)}", *more]
     with (
         output.open("w") as file,
         subprocess.Popen(
@@ -67,27 +111,79 @@ def test_up_with_replicas_serves_at_one_port_and_leaves_no_process(tmp_path_fact
         ) as up,
     ):
         try:
-            until(lambda: "curl http" in output.read_text() or up.poll() is not None, "it", WAIT_S)
-            assert up.poll() is None, output.read_text()
-            (url,) = re.findall(r"^  curl (\S+)", output.read_text(), re.MULTILINE)
-            body = json.dumps({"model": "random-model", "prompt": "a", "max_tokens": 4}).encode()
-            request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
-            with urllib.request.urlopen(request, timeout=60) as answer:
-                served = answer.headers["X-Understudy-Pod"]
-            words = [UNDERSTUDY, "status", f"--dir={directory}", "--json"]
-            view = subprocess.run(words, stdout=subprocess.PIPE, check=False).stdout
-            assert mismatches(json.loads(view), FrontView) == []
-            tree = {each.pid: each for each in psutil.Process(up.pid).children(recursive=True)}
-            (pod,) = (it for it in tree.values() if f"--dir={directory}/{served}" in it.cmdline())
-            pod.kill()
-            with urllib.request.urlopen(request, timeout=60) as answer:
-                assert answer.headers["X-Understudy-Pod"] != served
-            again = "(runner) died of signal 9; restarting now"
-            until(lambda: f"{served} | {again}" in output.read_text(), "its next life", WAIT_S)
-            tree |= {each.pid: each for each in psutil.Process(up.pid).children(recursive=True)}
+            fleet = RunningFleet(directory, output, up)
+            yield fleet
+            fleet.look()
             up.send_signal(signal.SIGTERM)
             assert up.wait(60) == 0
         finally:
             up.kill()
-    assert [pid for pid in tree if is_alive(pid)] == []
+    assert [pid for pid in fleet.tree if is_alive(pid)] == []
     assert "Traceback" not in output.read_text()
+
+
+@pytest.mark.slow
+def test_up_with_replicas_serves_at_one_port_and_leaves_no_process(tmp_path_factory):
+    """Method: a request; SIGKILL of a pod, which is started again; SIGTERM."""
+    with fleet_up(tmp_path_factory.mktemp("up")) as fleet:
+        body = json.dumps({"model": "random-model", "prompt": "a", "max_tokens": 4}).encode()
+        request = urllib.request.Request(fleet.url, body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            served = answer.headers["X-Understudy-Pod"]
+        words = [UNDERSTUDY, "status", f"--dir={fleet.directory}", "--json"]
+        view = subprocess.run(words, stdout=subprocess.PIPE, check=False).stdout
+        assert mismatches(json.loads(view), FrontView) == []
+        fleet.kill(served)
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            assert answer.headers["X-Understudy-Pod"] != served
+        fleet.until_restarted(served)
+
+
+@pytest.mark.slow
+async def test_streams_of_two_models_go_on_when_a_pod_with_both_is_killed(tmp_path_factory):
+    """Method: two pods of two models that do not fit together; clients of both all the while; the
+    pod that has more of them is killed, twice. So its streams go on where their model sleeps."""
+    base = tmp_path_factory.mktemp("up")
+    file, model = base / "pool.yaml", await make_random_model(base / "model")
+    file.write_text(TWO.replace("MODEL", str(model)))
+    answers, stopping, expected = [], asyncio.Event(), {}
+    with fleet_up(base, f"--pool={file}", f"--device-bytes={DEVICE_BYTES}") as fleet:
+        address = urlsplit(fleet.url).netloc
+        target, front = inside_target(address), gateway_part(fleet.directory)
+
+        async def pods() -> dict[str, Any]:
+            """By name, once both take requests."""
+            found: dict[str, Any] = {}
+            async with asyncio.timeout(WAIT_S):
+                while [each["state"] for each in found.values()] != ["ready"] * 2:
+                    await asyncio.sleep(POLL_S)
+                    document = await status_of(front)
+                    found = {each["name"]: each for each in document.get("pods", ())}
+            return found
+
+        prompts = [Prompt(each, "/v1/completions", {**STREAM, "model": each}) for each in "ab"]
+        expected = {each.key: await send(target, each) for each in prompts}
+        clients = [
+            asyncio.create_task(
+                stream_without_pause(target, [each], 0, answers.append, stopping, None, WAIT_S)
+            )
+            for each in prompts * 2
+        ]
+        for _ in range(2):
+            before = len(answers)
+            await auntil(
+                lambda before=before: {each.prompt for each in answers[before:]} == {"a", "b"},
+                "an answer of both models",
+                WAIT_S,
+            )
+            found = await pods()
+            busiest = max(found, key=lambda name: found[name]["streams"])
+            fleet.kill(busiest)
+            await asyncio.to_thread(fleet.until_restarted, busiest)
+        await pods()
+        stopping.set()
+        await asyncio.gather(*clients)
+        losses = (await status_of(front))["losses"]
+    outcomes = {classify(each, expected) for each in answers}
+    assert outcomes == {Outcome.OK}, [(each.end, each.status, each.detail) for each in answers]
+    assert losses["gone"] == 2

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tests.vllm.about import ROOT
+from tests.figures import ROOT
 from tests.vllm.kv_kills.seams import SEAMS
 
 KILLS = 14  # each point of the reference backend twice

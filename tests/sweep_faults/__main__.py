@@ -24,11 +24,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 from plumbing.pod.cli import INTERRUPTED
+from tests.figures import commit, machine
 from tests.sweep_faults.phases import PHASES
 from tests.sweep_faults.pod import ROLES
 from tests.sweep_faults.shim import KINDS, SweepError, build
 from tests.sweep_faults.sweep import Case, Outcome, Sweep, Verdict
-from tests.vllm.about import commit, machine
 from understudy.up.models import make_random_model
 
 DEADLINE_S = 30.0

@@ -1,7 +1,7 @@
 """A pod in virtual time: the gateway's core, engines that live and die, and clients.
 
 It is the shell of a simulation: it performs every effect, delivers bytes one group at a time, and
-checks with each event what must never happen.
+checks with each event what must never happen. `Shell` is what every such shell does.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from gateway.core import events as ev
 from gateway.core.client_request import Attempt
@@ -80,16 +81,104 @@ class Upstream:
     made: int = 0
 
 
-class Pod:
+class Shell:
+    """Time, and the clients of the core `gateway`. What goes to engines is for `act`."""
+
+    _is_ticking = False
+    tick_ms, now_ms = TICK_MS, 0.0
+
+    def __init__(self, seed: int, gateway: Any) -> None:
+        self.rng, self.gateway = random.Random(seed), gateway
+        self.clients: dict[int, Client] = {}  # by the number of their request
+        self.records: list[ev.GatewayRecord] = []
+        self._queue: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = itertools.count()
+
+    def at(self, ms: float, what: Callable[[], None]) -> None:
+        heapq.heappush(self._queue, (self.now_ms + ms, next(self._count), what))
+
+    def run(self, until_ms: float = 1e9, is_over: Callable[[], bool] = lambda: False) -> None:
+        """Until nothing is left to happen."""
+        while self._queue and self._queue[0][0] <= until_ms:
+            if is_over():
+                return
+            due_ms, _, what = heapq.heappop(self._queue)
+            self.now_ms = max(self.now_ms, due_ms)
+            what()
+        self.now_ms = max(self.now_ms, until_ms) if self._queue else self.now_ms
+
+    def ask(self, kind: str = "chat", max_tokens: int = 24, **more: object) -> Client:
+        number = len(self.clients) + 1
+        prompt = str(more.pop("prompt", f"prompt {number}"))
+        client = Client(number, kind, prompt, max_tokens, **more)  # type: ignore[arg-type]
+        self.clients[number] = client
+        self.handle(self._came(client))
+        return client
+
+    def _came(self, client: Client) -> ev.RequestCame:
+        path = PATHS.get(client.kind, client.kind)
+        return ev.RequestCame(
+            client.number, path, client.body_bytes, path in PATHS.values(), client.is_stream
+        )
+
+    def leave(self, client: Client) -> None:
+        client.outcome = "left"
+        self.handle(ev.ClientLeft(client.number))
+
+    def handle(self, event: ev.GatewayEvent) -> None:
+        self.perform(self.gateway.handle(event, self.now_ms))
+
+    def perform(self, effects: Sequence[ev.GatewayEffect]) -> None:
+        for effect in effects:
+            match effect:
+                case ev.SendHead():
+                    client = self.clients[effect.request]
+                    assert client.head is None
+                    client.head = effect.continuation
+                case ev.EndAnswer() | ev.SendAnswer():
+                    self._end(effect.request, "whole")
+                case ev.AbortAnswer():
+                    self.clients[effect.request].sent += effect.event
+                    self._end(effect.request, "aborted")
+                case ev.AnswerError():
+                    client = self.clients[effect.request]
+                    assert client.head is None
+                    client.status = effect.status
+                    self._end(effect.request, "error")
+                case ev.GatewayRecord():
+                    self.record(effect)
+                case _:
+                    self.act(effect)
+        if self.gateway.needs_ticks and not self._is_ticking:
+            self._is_ticking = True
+            self.at(self.tick_ms, self._tick)
+
+    def act(self, effect: ev.GatewayEffect) -> None: ...
+
+    def _tick(self) -> None:
+        self._is_ticking = False
+        self.handle(ev.Tick())
+
+    def record(self, record: ev.GatewayRecord) -> None:
+        self.records.append(record)
+        if isinstance(record, ev.RequestEnded):
+            self.clients[record.request].ending = record
+
+    def _end(self, request: int, outcome: str) -> None:
+        client = self.clients[request]
+        assert not client.outcome, f"{client.outcome}, then {outcome}"
+        client.outcome, client.ended_ms = outcome, self.now_ms
+
+
+class Pod(Shell):
     """Engines are named by their tokens: e1 holds token 1. One at a time is alive and granted."""
 
-    is_alive = misspells = _is_ticking = False
+    is_alive = misspells = False
     tells_breaks = True  # connections of a dead engine are seen to break
     token = deaths = resuming_max = 0
     refusals, refused_with = 0, 503  # so many resumes are answered with it first
     continuation_id, continuation = "c" * 16, Continuation.EXACT
     queued: frozenset[int] = frozenset()  # of the engine that died last
-    now_ms = 0.0
 
     def __init__(
         self,
@@ -100,9 +189,7 @@ class Pod:
         fixes_ids: bool = False,
         step_ms: float = 5.0,
     ) -> None:
-        self.rng = random.Random(seed)
-        self.gateway = Gateway(rules or ev.GatewayRules())
-        self.clients: dict[int, Client] = {}
+        super().__init__(seed, Gateway(rules or ev.GatewayRules()))
         self.upstreams: dict[int, Upstream] = {}
         self.fixes_ids, self.step_ms = fixes_ids, step_ms
         self.slots = slots  # requests that run at once; the others are queued
@@ -111,21 +198,6 @@ class Pod:
         self.on_ask: Callable[[Upstream], None] = lambda upstream: None
         self.asks: list[tuple[Client, int]] = []  # with the token of the engine asked
         self.resuming: set[int] = set()
-        self.records: list[ev.GatewayRecord] = []
-        self._queue: list[tuple[float, int, Callable[[], None]]] = []
-        self._count = itertools.count()
-
-    # ---- time
-
-    def at(self, ms: float, what: Callable[[], None]) -> None:
-        heapq.heappush(self._queue, (self.now_ms + ms, next(self._count), what))
-
-    def run(self, until_ms: float = 1e9) -> None:
-        """Until nothing is left to happen."""
-        while self._queue and self._queue[0][0] <= until_ms:
-            self.now_ms, _, what = heapq.heappop(self._queue)
-            what()
-        self.now_ms = max(self.now_ms, until_ms) if self._queue else self.now_ms
 
     # ---- what happens
 
@@ -152,76 +224,24 @@ class Pod:
         upstream.is_open = False
         self.handle(ev.AnswerEnded(upstream.attempt, cause))
 
-    def ask(self, kind: str = "chat", max_tokens: int = 24, **more: object) -> Client:
-        number = len(self.clients) + 1
-        prompt = str(more.pop("prompt", f"prompt {number}"))
-        client = Client(number, kind, prompt, max_tokens, **more)  # type: ignore[arg-type]
-        self.clients[number] = client
-        self.handle(self._came(client))
-        return client
-
-    def _came(self, client: Client) -> ev.RequestCame:
-        path = PATHS.get(client.kind, client.kind)
-        return ev.RequestCame(
-            client.number, path, client.body_bytes, path in PATHS.values(), client.is_stream
-        )
-
-    def leave(self, client: Client) -> None:
-        client.outcome = "left"
-        self.handle(ev.ClientLeft(client.number))
-
-    def handle(self, event: ev.GatewayEvent) -> None:
-        self.perform(self.gateway.handle(event, self.now_ms))
-
     # ---- what follows
 
-    def perform(self, effects) -> None:
-        for effect in effects:
-            match effect:
-                case ev.GreetEngine():
-                    self.at(1.0, lambda effect=effect: self._greet(effect))
-                case ev.SendRequest():
-                    self._ask(effect)
-                case ev.DropAttempt():
-                    if (upstream := self.upstreams.pop(effect.attempt, None)) is not None:
-                        upstream.is_open = False
-                        self.resuming.discard(upstream.client.number)
-                case ev.SendHead():
-                    client = self.clients[effect.request]
-                    assert client.head is None
-                    client.head = effect.continuation
-                case ev.EndAnswer() | ev.SendAnswer():
-                    self._end(effect.request, "whole")
-                case ev.AbortAnswer():
-                    self.clients[effect.request].sent += effect.event
-                    self._end(effect.request, "aborted")
-                case ev.AnswerError():
-                    client = self.clients[effect.request]
-                    assert client.head is None
-                    client.status = effect.status
-                    self._end(effect.request, "error")
-                case ev.GatewayRecord():
-                    self._record(effect)
-        if self.gateway.needs_ticks and not self._is_ticking:
-            self._is_ticking = True
-            self.at(TICK_MS, self._tick)
+    def act(self, effect: ev.GatewayEffect) -> None:
+        match effect:
+            case ev.GreetEngine():
+                self.at(1.0, lambda: self._greet(effect))
+            case ev.SendRequest():
+                self._ask(effect)
+            case ev.DropAttempt():
+                if (upstream := self.upstreams.pop(effect.attempt, None)) is not None:
+                    upstream.is_open = False
+                    self.resuming.discard(upstream.client.number)
 
-    def _tick(self) -> None:
-        self._is_ticking = False
-        self.handle(ev.Tick())
-
-    def _record(self, record: ev.GatewayRecord) -> None:
-        self.records.append(record)
+    def record(self, record: ev.GatewayRecord) -> None:
+        super().record(record)
         if isinstance(record, ev.StreamResumed):
             self.clients[record.request].resumed.append(record)
             self.resuming.discard(record.request)
-        if isinstance(record, ev.RequestEnded):
-            self.clients[record.request].ending = record
-
-    def _end(self, request: int, outcome: str) -> None:
-        client = self.clients[request]
-        assert not client.outcome, f"{client.outcome}, then {outcome}"
-        client.outcome, client.ended_ms = outcome, self.now_ms
 
     def _greet(self, effect: ev.GreetEngine) -> None:
         if not self._serves(effect.engine, effect.token):

@@ -1,19 +1,15 @@
 """Goal: a client of a front reads one whole answer, whatever becomes of the pods behind it.
 
-Method: a front and pods, each the gateway's own shell with its sockets, in this process; stub
-engines behind the pods. A pod dies as a process does: every socket of it at once.
+Method: a front and pods in this process (`fleet_bench`), with stub engines.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
-import os
 import ssl
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -22,155 +18,23 @@ from click.testing import CliRunner
 from msgspec.structs import replace
 
 from gateway.cli import main, render
-from gateway.core.events import HeadCame, PodHeard, PodNamed, RequestCame, SendRequest
+from gateway.core.events import HeadCame, PodBroke, PodHeard, PodNamed, RequestCame, SendRequest
 from gateway.core.fleet import Fleet
-from gateway.core.pods import PodState
 from gateway.messages import CONTROL, StatusMsg
 from gateway.schema import FrontStatus
-from gateway.server.exchange import GatewayExchange
-from gateway.server.front import FrontServer
-from gateway.server.hop import HopDoor, fleet_security
+from gateway.server.hop import fleet_security
 from gateway.server.pods import PODS_MAX, PodNames
 from plumbing.gateway_protocol import WATCH_PATH, Continuation, PodModel, PodReport
 from plumbing.pod.observers import ask
-from plumbing.pod.paths import engine_http_socket, gateway_socket
+from plumbing.pod.paths import gateway_socket
 from tests.documents import mismatches
-from tests.gateway.server.harness import CHAT, Answer, Client, configured, grant, staged
-from tests.gateway.stub_engine import StubEngine, StubReply, StubRequest, text_of
+from tests.gateway.server.fleet_bench import BODY, BenchPod, FleetBench, check_whole, in_fleet
+from tests.gateway.server.fleet_chats import SHARE_MIN, compared
+from tests.gateway.server.harness import CHAT, Answer, configured
+from tests.gateway.stub_engine import StubReply, StubRequest
 from tests.helpers import auntil
 from understudy.http_get import get
 from understudy.status.view import front_lines, front_view
-
-BODY = {"model": "stub", "stream": True, "max_tokens": 12, "messages": [{"role": "user"}]}
-
-
-@dataclass
-class BenchPod:
-    """A pod: the gateway's shell with a door for fronts, and one engine."""
-
-    name: str
-    exchange: GatewayExchange
-    hop: HopDoor
-    engine: StubEngine
-
-    @property
-    def address(self) -> str:
-        return f"127.0.0.1:{self.hop.port}"
-
-    async def grant(self) -> None:
-        await grant(self.exchange, self.engine)
-
-    def kill(self) -> None:
-        """All of its sockets."""
-        self.engine.die()
-        self.hop.close()
-        for upstream in tuple(self.exchange.upstreams.values()):
-            upstream.drop()
-
-
-class FleetBench:
-    """A front, and its pods."""
-
-    def __init__(self, directory: str) -> None:
-        self.directory = directory
-        self.pods: list[BenchPod] = []
-        self.clients: list[Client] = []
-        self._tasks: list[asyncio.Task[None]] = []
-
-    async def pod(self, tls: str = "", port: int = 0, **how: Any) -> BenchPod:
-        name = f"pod-{len(self.pods)}"
-        directory = os.path.join(self.directory, name)
-        os.mkdir(directory, 0o700)
-        exchange = GatewayExchange(configured(directory), lambda *event: None)
-        hop = HopDoor(exchange, name, {})
-        hop.start("127.0.0.1", port, fleet_security(tls) if tls else None)
-        engine = StubEngine(engine_http_socket(directory, "engine-0"), "engine-0", 1, **how)
-        await engine.start()
-        pod = BenchPod(name, exchange, hop, engine)
-        self.pods.append(pod)
-        await pod.grant()
-        return pod
-
-    async def front(self, tls: str = "") -> None:
-        """Accept, and hear every pod."""
-        directory = os.path.join(self.directory, "front")
-        os.mkdir(directory, 0o700)
-        names = ",".join(pod.address for pod in self.pods)
-        where = {"listen": ("127.0.0.1", 0), "http_port": 0}
-        settings = configured(directory, pods=names, fleet_tls=tls, **where)
-        self.server = FrontServer(settings)
-        self.fleet = self.server.fleet
-        self._tasks = [asyncio.create_task(each) for each in await self.server.begin()]
-        self.port = int(self.server.address.rpartition(":")[2])
-        await auntil(lambda: self.ready() == len(self.pods), "every pod's report")
-
-    async def start(self, count: int = 1, **how: Any) -> list[BenchPod]:
-        """Pods, and a front that has heard them."""
-        pods = [await self.pod(**how) for _ in range(count)]
-        await self.front()
-        return pods
-
-    def let_go(self) -> None:
-        """No engine holds its next stream."""
-        for pod in self.pods:
-            pod.engine.hold_after_groups = None
-
-    async def stream(self) -> Client:
-        """A client whose stream has begun."""
-        client = await self.ask(BODY)
-        await auntil(lambda: self.fleet.stats(0.0).by_state["streaming"] == 1, "the stream")
-        return client
-
-    def name(self, *pods: BenchPod) -> None:
-        """What names lead to from now on."""
-        self.server.links.names._names = [("127.0.0.1", pod.hop.port) for pod in pods]
-
-    def ready(self) -> int:
-        return [self.fleet.state(pod) for pod in self.fleet.pods.values()].count(PodState.READY)
-
-    async def ask(self, document: Any, path: str = CHAT, **headers: str) -> Client:
-        client = Client(*await asyncio.open_connection("127.0.0.1", self.port))
-        self.clients.append(client)
-        client.ask(path, document, **headers)
-        return client
-
-    def of(self) -> BenchPod:
-        """The pod that has a request now."""
-        return next(pod for pod in self.pods if pod.exchange.requests)
-
-    async def close(self) -> None:
-        for client in self.clients:
-            client.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._tasks:
-            await self.server.exchange.stop(0)
-            await self.server.close()
-        for pod in self.pods:
-            pod.kill()
-            await pod.exchange.stop(0)
-
-
-@asynccontextmanager
-async def fleet(directory: Any) -> AsyncIterator[FleetBench]:
-    made = FleetBench(str(directory))
-    try:
-        yield made
-    finally:
-        await made.close()
-
-
-in_fleet = staged(fleet)
-
-
-def check_whole(answer: Answer, document: dict[str, Any]) -> None:
-    assert answer.status == 200
-    assert answer.is_whole
-    body = json.dumps(document).encode()
-    assert answer.text() == text_of(body, document["max_tokens"])
-    assert answer.body.endswith(b"data: [DONE]\n\n")
-    assert b": u=" not in answer.body
 
 
 @pytest.mark.parametrize("cut_bytes", [0, 40])
@@ -306,6 +170,11 @@ async def _list_models(_: StubRequest, reply: StubReply) -> None:
     reply.write(b'{"data": []}')
 
 
+async def test_turns_of_a_chat_reach_the_pod_that_has_its_prefix_by_any_front(tmp_path_factory):
+    base = tmp_path_factory.mktemp("c")  # sockets have short paths only
+    assert (await compared(base, room=2.0, count=20))["share"] >= SHARE_MIN
+
+
 WATCHED = b"HTTP/1.1 200 OK\r\n\r\n"
 REPORT = PodReport("liar", 1, {}, 0)
 
@@ -377,7 +246,8 @@ async def test_streams_of_a_pod_that_leaves_go_on_elsewhere_four_at_a_time(bench
     leaving.hop.leave(30_000)
     # Held before they have played what clients have.
     await auntil(lambda: [of_pod(bench, each) for each in others] == [4, 4], "four each")
-    await asyncio.sleep(0.1)
+    said_ms = bench.fleet.pods[leaving.address].heard_ms
+    await auntil(lambda: bench.fleet.pods[leaving.address].heard_ms > said_ms, "its next report")
     assert [of_pod(bench, each) for each in (leaving, *others)] == [4, 4, 4]
     for pod in others:
         pod.engine.hold_after_groups = None
@@ -515,13 +385,27 @@ async def test_front_without_certificates_says_why_it_hears_nothing(bench, certi
 
 
 def test_stream_of_a_model_that_slept_has_the_id_of_the_engine_that_answered(tmp_path):
-    """Method: the pod's report was made before any engine had the model, so it has no id."""
+    """And goes on where the model has not been awake yet. Method: a pod's report that was made
+    before any engine had the model has no id."""
     fleet = Fleet(configured(str(tmp_path)).rules)
-    address, cold = "127.0.0.1:1", PodModel(tier="cold", room=9)
-    fleet.handle(PodNamed(address, True), 0.0)
-    fleet.handle(PodHeard(address, PodReport("pod-0", 7, {"m": cold}, 1 << 20)), 1.0)
+
+    def sent(*events: Any) -> SendRequest:
+        effects = [it for each in events for it in fleet.handle(each, next(times))]
+        (found,) = [it for it in effects if isinstance(it, SendRequest)]
+        return found
+
+    def pod(number: int) -> tuple[PodNamed, PodHeard]:
+        address, cold = f"127.0.0.1:{number}", PodModel(tier="cold", room=9)
+        report = PodReport(f"pod-{number}", number, {"m": cold}, 1 << 20)
+        return PodNamed(address, True), PodHeard(address, report)
+
+    times = itertools.count()
     came = RequestCame(1, CHAT, 100, is_inference=True, is_stream=True, model="m")
-    (sent,) = [it for it in fleet.handle(came, 2.0) if isinstance(it, SendRequest)]
-    head = HeadCame(sent.attempt, 200, address, 7, Continuation.EXACT, True, 3, "one")
-    fleet.handle(head, 3.0)
+    first = sent(*pod(1), came)
+    where = first.engine, first.token
+    head = HeadCame(first.attempt, 200, *where, Continuation.EXACT, True, 3, "one")
+    fleet.handle(head, next(times))
     assert (fleet.requests[1].state, fleet.requests[1].continuation_id) == ("streaming", "one")
+    again = sent(*pod(2), PodBroke(first.engine, is_refused=True))
+    assert (again.token, again.journal is None) == (2, False)
+    assert fleet.requests[1].continuation_id == "one"

@@ -52,7 +52,7 @@ class Schedule:
             is_poison=is_stream and rng.random() < 0.04,
         )
         if rng.random() < 0.1:
-            self.world.at(rng.uniform(0.0, 800.0), lambda: self.world.leave_client(client))
+            self.world.at(rng.uniform(0.0, 800.0), lambda: self.world.leave(client))
 
     def _misfortune(self) -> None:
         world, rng = self.world, self.rng
@@ -73,7 +73,7 @@ class Schedule:
             case 8:
                 world.break_watch(pod)
             case 9:
-                world.leave(pod, rng.choice((200.0, 2_000.0)))
+                world.leave_fleet(pod, rng.choice((200.0, 2_000.0)))
                 world.at(3_000.0, lambda: self._again(pod))
             case 10:
                 world.stall(rng.uniform(100.0, 1_500.0))

@@ -9,23 +9,22 @@ keeps what is sent and delivers it when it heals, as TCP does, or ends the conne
 
 from __future__ import annotations
 
-import heapq
 import itertools
-import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+
+from msgspec.structs import replace
 
 from gateway.core import events as ev
 from gateway.core.client_request import Attempt, RequestState
 from gateway.core.fleet import Fleet
 from plumbing.gateway_protocol import Continuation, PodModel, PodReport
 from tests.gateway.core.model import PATHS, Play, text_of
-from tests.gateway.core.pod import Client
+from tests.gateway.core.pod import Client, Shell
 
 MODEL = "m"
 REPORT_MS = 250.0
-TICK_MS = 50.0
 RETRY_MS = 20.0
 AGAIN_MS = 1_000.0
 LOST_FLOW_MS = 10_000.0
@@ -78,44 +77,31 @@ class SimPod:
     fits_since_ms: float = 0.0
 
 
-class World:
-    """`fleet`: the front's core. `clients` by the number of their request."""
+class World(Shell):
+    """`fleet`: the front's core."""
+
+    tick_ms = 50.0
 
     def __init__(self, seed: int, pods: int = 3, rules: ev.GatewayRules | None = None) -> None:
-        self.rng = random.Random(seed)
-        self.fleet = Fleet(rules or ev.GatewayRules())
-        self.now_ms = self.stalled_ms = 0.0
+        super().__init__(seed, Fleet(rules or ev.GatewayRules()))
+        self.fleet: Fleet = self.gateway
+        self.stalled_ms = 0.0
         self.trace: list[str] = []
-        self.clients: dict[int, Client] = {}
         self.cids: dict[int, str] = {}  # of the engine that began each stream
         self.open: dict[int, Connection] = {}  # by attempt
-        self.records: list[ev.GatewayRecord] = []
         self.entered: dict[int, int] = {}  # requests that an engine has seen, how often
         self.killed: dict[int, int] = {}  # engines, by the request that killed them
         self.hits: Counter[int] = Counter()  # ends of an engine, or of a pod, that had the request
         self.freed: Counter[int] = Counter()  # when a request was at no pod any more, in ms
         self.unseen: set[int] = set()  # whose replay is misspelled behind what the client has
-        self._queue: list[tuple[float, int, Callable[[], None]]] = []
-        self._count = itertools.count()
         self._incarnations = itertools.count(1)
         self._watches = itertools.count(1)
-        self._is_ticking = False
-        self._batch: list[ev.GatewayEffect] = []
         self.pods: dict[str, SimPod] = {}
         for index in range(pods):
             self.start(f"10.0.0.{index}:8443", f"pod-{index}")
             self.handle(ev.PodNamed(f"10.0.0.{index}:8443", True))
 
     # ------------------------------------------------------------------ time
-
-    def at(self, ms: float, what: Callable[[], None]) -> None:
-        heapq.heappush(self._queue, (self.now_ms + ms, next(self._count), what))
-
-    def run(self, until_ms: float, is_over: Callable[[], bool] = lambda: False) -> None:
-        while self._queue and self._queue[0][0] <= until_ms and not is_over():
-            due_ms, _, what = heapq.heappop(self._queue)
-            self.now_ms = max(self.now_ms, due_ms)
-            what()
 
     def told(self, what: str) -> None:
         self.trace.append(f"{self.now_ms:.0f} {what}")
@@ -279,7 +265,7 @@ class World:
             self._watch_broke(pod)
         self._say(pod)
 
-    def leave(self, pod: SimPod, within_ms: float) -> None:
+    def leave_fleet(self, pod: SimPod, within_ms: float) -> None:
         self.told(f"{pod.name} leaves within {within_ms:.0f}")
         pod.leaving_ms = within_ms
         self._unfit(pod)
@@ -295,32 +281,21 @@ class World:
 
     # ------------------------------------------------------------------ clients
 
-    def ask(self, kind: str = "chat", max_tokens: int = 24, **more: object) -> Client:
-        number = len(self.clients) + 1
-        prompt = str(more.pop("prompt", f"prompt {number}"))
-        client = Client(number, kind, prompt, max_tokens, **more)  # type: ignore[arg-type]
-        self.clients[number] = client
-        self.told(f"ask {number} {kind} {max_tokens}{' poison' if client.is_poison else ''}")
-        path = PATHS.get(kind, kind)
-        key = bytes([1 + number % 3])
-        self.handle(
-            ev.RequestCame(
-                *(number, path, 100, path in PATHS.values(), client.is_stream, MODEL), key=key
-            )
-        )
-        return client
+    def _came(self, client: Client) -> ev.RequestCame:
+        number, poison = client.number, " poison" if client.is_poison else ""
+        self.told(f"ask {number} {client.kind} {client.max_tokens}{poison}")
+        return replace(super()._came(client), model=MODEL, key=bytes([1 + number % 3]))
 
-    def leave_client(self, client: Client) -> None:
+    def leave(self, client: Client) -> None:
         if not client.outcome:
             self.told(f"client {client.number} leaves")
-            client.outcome = "left"
-            self.handle(ev.ClientLeft(client.number))
+            super().leave(client)
 
     # ------------------------------------------------------------------ the front's shell
 
     def handle(self, event: ev.GatewayEvent) -> None:
         effects = list(self.fleet.handle(event, self.now_ms))
-        self._perform(effects)
+        self.perform(effects)
         self._check_moved(effects)
 
     def _check_moved(self, effects: list[ev.GatewayEffect]) -> None:
@@ -339,44 +314,17 @@ class World:
                     was_well = self.now_ms - pod.fits_since_ms > FITS_MS and bool(pod.watch)
                     assert differs or not was_well, f"{pod.name} was not silent"
 
-    def _perform(self, effects: list[ev.GatewayEffect]) -> None:
-        for effect in effects:
-            match effect:
-                case ev.SendRequest():
-                    self._send(effect)
-                case ev.DropAttempt():
-                    self._drop(effect.attempt)
-                case ev.SendHead():
-                    client = self.clients[effect.request]
-                    assert client.head is None
-                    client.head = effect.continuation
-                case ev.EndAnswer() | ev.SendAnswer():
-                    self._end(effect.request, "whole")
-                case ev.AbortAnswer():
-                    self.clients[effect.request].sent += effect.event
-                    self._end(effect.request, "aborted")
-                case ev.AnswerError():
-                    client = self.clients[effect.request]
-                    assert client.head is None
-                    client.status = effect.status
-                    self._end(effect.request, "error")
-                case ev.GatewayRecord():
-                    self.records.append(effect)
-                    if isinstance(effect, ev.RequestEnded):
-                        self.clients[effect.request].ending = effect
-                        self.told(f"end {effect.request} {effect.ending} {effect.code}")
-        if self.fleet.needs_ticks and not self._is_ticking:
-            self._is_ticking = True
-            self.at(TICK_MS, self._tick)
+    def act(self, effect: ev.GatewayEffect) -> None:
+        match effect:
+            case ev.SendRequest():
+                self._send(effect)
+            case ev.DropAttempt():
+                self._drop(effect.attempt)
 
-    def _tick(self) -> None:
-        self._is_ticking = False
-        self.handle(ev.Tick())
-
-    def _end(self, request: int, outcome: str) -> None:
-        client = self.clients[request]
-        assert not client.outcome, f"{client.outcome}, then {outcome}"
-        client.outcome, client.ended_ms = outcome, self.now_ms
+    def record(self, record: ev.GatewayRecord) -> None:
+        super().record(record)
+        if isinstance(record, ev.RequestEnded):
+            self.told(f"end {record.request} {record.ending} {record.code}")
 
     def _drop(self, attempt: int) -> None:
         connection = self.open.pop(attempt, None)
@@ -543,7 +491,7 @@ class World:
             self.open.pop(connection.number)
             connection.is_open = False
         connection.client.sent += getattr(connection.core, method)(*what, self.now_ms)
-        self._perform(list(self.fleet.take()))
+        self.perform(self.fleet.take())
 
     def _deliver(self, connection: Connection, what: Callable[[], None]) -> None:
         """To the front, in order."""

@@ -29,8 +29,8 @@ from random import Random
 from typing import Any
 
 from hack import v2_on_cpu
+from tests.figures import commit, machine
 from tests.gms.bench import GmsProcess
-from tests.vllm.about import commit, machine
 from tests.vllm.kv_kills.seams import SEAMS, Points
 from understudy.up.models import RandomModel, make_random_model
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from hack import v2_on_cpu
 from plumbing.gateway_protocol import Journal
-from tests.vllm.about import commit, machine
+from tests.figures import commit, machine
 from tests.vllm.resume_matrix.client import Answer, ask, journal_of, running_engine
 from tests.vllm.resume_matrix.compare import difference
 from tests.vllm.resume_matrix.engine import ASYNC_FLAG, BLOCK_TOKENS, LORA_FLAG

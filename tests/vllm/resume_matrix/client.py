@@ -14,11 +14,12 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPResponse
+from pathlib import Path
 from typing import Any
 
 from plumbing import gateway_protocol as hop
 from plumbing.gateway_protocol import Journal
-from tests.vllm.about import ROOT
+from tests.figures import ROOT
 
 ANSWER_S = 600.0  # V2's kernels are interpreted on the CPU, a step of 40 requests for 0.2 s
 DONE = b"[DONE]"
@@ -155,11 +156,13 @@ class Engine:
 
 
 @contextlib.contextmanager
-def running_engine(flags: Sequence[str], env: Mapping[str, str]) -> Iterator[Engine]:
-    """An engine with a random model."""
+def running_engine(
+    flags: Sequence[str], env: Mapping[str, str], model: Path | None = None
+) -> Iterator[Engine]:
+    """An engine with a random model, which is made in this directory unless it is there."""
     with tempfile.TemporaryDirectory(prefix="us-rm-") as base:
         path = f"{base}/engine.sock"
-        command = [sys.executable, "-m", ENGINE, f"{base}/model", path, *flags]
+        command = [sys.executable, "-m", ENGINE, str(model or f"{base}/model"), path, *flags]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         with subprocess.Popen(command, cwd=ROOT, env={**os.environ, **env}, **pipes) as process:
             found = Engine(process, path)
