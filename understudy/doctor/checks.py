@@ -1,6 +1,6 @@
 """The checks of `understudy doctor`, in the order of the report, and the report itself.
 
-A check looks for what no part can say of itself. It is one function in `CHECKS`: its name is the
+A check looks for what no part can say of itself. It is one function in `CHECKS`, whose name is the
 check's stable id, and docs/reference.md lists it in the same order. A check that raises is a bug
 and ends the command: a missing result must not look like a pass.
 

@@ -1,6 +1,7 @@
-"""No random schedule of a pod grants a lock early, or breaks another promise of docs/lock.md.
+"""No random schedule of a pod grants `active` while its last holder may serve, or breaks another
+promise of docs/lock.md.
 
-The seed is in the failure's message. What is asserted is in `promises.py`. Over TCP, a lease is the
+`Promises.filed_active` asserts it; a failure's message has the seed. Over TCP, a lease is the
 evidence: `tests/sim/lease`.
 """
 
