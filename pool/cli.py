@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -39,7 +38,6 @@ from pool.messages import CATALOGUE, OrderedMsg, OrderMsg, SetMsg
 from pool.server.settings import DIR, OPTIONS, settle
 
 ANSWER_S = 10.0  # the pool answers in milliseconds, unless its disk is slow
-MEANWHILE = "models stay as they are until the pool is back"
 
 model_argument = click.argument("model")
 
@@ -79,16 +77,15 @@ def status(config: Resolved, as_json: bool, watch: bool) -> None:
 
 
 def _look(directory: str) -> Look:
-    try:
-        document = ask_status(pool_socket(directory), CATALOGUE)
-    except UnreachableError as error:
-        if not _had_pool(directory):
-            raise _no_pool(directory, error) from error
-        why = f"no pool answers in {directory}; {MEANWHILE}"
-        document = {"schema": 1, "online": False, "dir": directory, "problems": [why]}
-        away = UnreachableError("pool.offline", why, cause=error.code)
-        return Look(document, status_text.text_of(document), away)
+    document = _ask(directory)
     return Look(document, status_text.text_of(document))
+
+
+def _ask(directory: str) -> dict[str, Any]:
+    try:
+        return ask_status(pool_socket(directory), CATALOGUE)
+    except UnreachableError as error:
+        raise _no_pool(directory, error) from error
 
 
 @main.command()
@@ -158,11 +155,7 @@ def set_(config: Resolved, assignment: str, model: str | None, as_json: bool) ->
 @json_flag
 def explain(config: Resolved, model: str | None, as_json: bool) -> None:
     """Explain each model's state: why, what it is waiting for, and the longest it can take."""
-    directory = os.path.abspath(config["dir"])
-    try:
-        pool = ask_status(pool_socket(directory), CATALOGUE)
-    except UnreachableError as error:
-        raise _no_pool(directory, error) from error
+    pool = _ask(os.path.abspath(config["dir"]))
     chosen = [each for each in pool["models"] if model in (None, each["model"])]
     if not chosen:
         raise UsageError("model_not_found", f"this pool has no model {model}; see `pool status`")
@@ -216,8 +209,7 @@ def lease(config: Resolved, command: tuple[str, ...], **asked: Any) -> None:
 
     with until_interrupted():
         directory = os.path.abspath(config["dir"])
-        say = partial(click.echo, err=True)
-        sys.exit(run_with_lease(directory, command, say=say, **asked))
+        run_with_lease(directory, command, say=partial(click.echo, err=True), **asked)
 
 
 main.add_command(lease)
@@ -235,13 +227,12 @@ def _order(config: Resolved, message: Message, *, as_json: bool) -> None:
     click.echo(to_json(document) if as_json else answer.sentence)
 
 
-def _had_pool(directory: str) -> bool:
-    return os.path.exists(pool_socket(directory).removesuffix(".sock") + ".lock")
-
-
 def _no_pool(directory: str, error: UnreachableError) -> UnreachableError:
-    """`error`, or that the pod in `directory` is one without a pool."""
-    if _had_pool(directory) or not os.path.exists(lockserver_socket(directory)):
+    """Why no pool answers: it is away, the pod in `directory` has none, or there is no pod."""
+    if os.path.exists(pool_socket(directory).removesuffix(".sock") + ".lock"):
+        why = f"no pool answers in {directory}; models stay as they are until the pool is back"
+        return UnreachableError("pool.offline", why, cause=error.code)
+    if not os.path.exists(lockserver_socket(directory)):
         return error
     return UnreachableError(
         "pool.none",

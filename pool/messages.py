@@ -36,8 +36,7 @@ FRAME_BYTES_MAX = 1024 * 1024
 ModelName = Annotated[str, Meta(min_length=1, max_length=NAME_CHARS_MAX)]
 DeviceName = Annotated[str, Meta(min_length=1, max_length=64)]
 PoolBytes = Annotated[int, Meta(ge=0, le=BYTES_MAX)]
-SENTENCE_CHARS_MAX = 4096
-Sentence = Annotated[str, Meta(max_length=SENTENCE_CHARS_MAX)]
+Sentence = Annotated[str, Meta(max_length=4096)]
 HexId = Annotated[str, Meta(pattern="^[0-9a-f]{16}$")]
 
 
@@ -101,14 +100,8 @@ class LeaseMsg(Message, frozen=True, tag="lease"):
     program: Annotated[str, Meta(max_length=256)] = ""
 
 
-class LeaseWaitingMsg(Message, frozen=True, tag="lease_waiting"):
-    """Not yet, and why. Sent at every change; a refusal is an error instead."""
-
-    why: Sentence
-
-
 class LeaseGrantedMsg(Message, frozen=True, tag="lease_granted"):
-    """The memory is booked until the witness is free."""
+    """The memory is booked until the witness is free. A refusal is an error instead."""
 
     lease: HexId
 

@@ -396,39 +396,15 @@ def _refuse_duplicate(file: YamlFile, where: Path, devices: Sequence[str]) -> No
         file.refuse(where, f"{twice[0]} is named twice; remove one of them")
 
 
-def named(pool: PoolFile, names: Sequence[str]) -> PoolFile:
-    """With the names of its devices in place of their numbers: `names` are in the file's order.
-
-    Raises:
-        UsageError: `pool.bad_device`.
-    """
-    if names and len(names) != len(pool.devices):
-        why = f"the pool file has {len(pool.devices)} devices, and {len(names)} are named"
-        raise UsageError("pool.bad_device", f"{why}; name each, in the same order")
-    found = dict(zip(pool.devices, names or pool.devices, strict=True))
-    for number, name in found.items():
-        if name.isdecimal():
-            raise UsageError("pool.bad_device", f"{name!r} is not a device; see `gms status`")
-        twice = next((each for each in found if found[each] == name and each != number), None)
-        if twice is not None:
-            why = f"{number} and {twice} of the pool file are both {name}; remove one of them"
-            raise UsageError("pool.bad_device", why)
-    models = {
-        name: replace(each, devices=tuple(found[device] for device in each.devices))
-        for name, each in pool.models.items()
-    }
-    return replace(pool, devices=tuple(found.values()), models=models)
-
-
 def with_served_names(pool: PoolFile, directory: str) -> PoolFile:
     """With the names of its devices: a number counts those that the memory service in `directory`
     serves, so that it means the same device in every process of the pod.
 
     Raises:
-        UsageError: `pool.unnamed_device`, `pool.bad_device`.
+        UsageError: `pool.unnamed_device`, `pool.bad_setting`.
     """
     served = read_device_names(directory) if any(map(str.isdecimal, pool.devices)) else ()
-    names: list[str] = []
+    found: dict[str, str] = {}
     for device in pool.devices:
         if device.isdecimal() and int(device) >= len(served):
             has = f"it serves {len(served)}: {', '.join(served)}" if served else "none has started"
@@ -438,8 +414,17 @@ def with_served_names(pool: PoolFile, directory: str) -> PoolFile:
                 f" {directory}, and {has}; start `gms serve` first, or name the devices in the pool"
                 " file: HOST-0, GPU-<uuid>",
             )
-        names.append(served[int(device)] if device.isdecimal() else device)
-    return named(pool, names)
+        name = served[int(device)] if device.isdecimal() else device
+        twice = next((each for each in found if found[each] == name), None)
+        if twice is not None:
+            why = f"{twice} and {device} of the pool file are both {name}; remove one of them"
+            raise UsageError("pool.bad_setting", why)
+        found[device] = name
+    models = {
+        name: replace(each, devices=tuple(found[device] for device in each.devices))
+        for name, each in pool.models.items()
+    }
+    return replace(pool, devices=tuple(found.values()), models=models)
 
 
 def with_changes(pool: PoolFile, changed: Mapping[str, Mapping[str, str]]) -> PoolFile:

@@ -90,17 +90,6 @@ class PoolLeaseFields(Schema):
     for_ms: Annotated[float, "time since then"]
 
 
-class PoolPlan(Schema):
-    model: Annotated[str, "a model that requests wait for, the next one first"]
-    step: Annotated[
-        str, "`waits`, `switches`, `rises`, `next_turn`, `refused`, `failed`, `recovering`"
-    ]
-    why: Annotated[str, "the reason, as a sentence"]
-    victims: Annotated[list[str], "which models were asked to"]
-    tickets: Annotated[int, "requests and parked streams; 0: an operator's order"]
-    waited_ms: Annotated[float, "since the oldest of them, or the order"]
-
-
 class PoolGateway(Schema):
     gateway: Annotated[str, "its id"]
 
@@ -110,15 +99,6 @@ class PoolFileFields(Schema):
     digests: Annotated[
         dict[str, str], 'digests of the running settings by model; "": the rest of the file'
     ]
-
-
-class OfflinePool(Schema):
-    """In place of the pool's document, while it does not answer."""
-
-    schema: Annotated[int, "1"]
-    online: Annotated[bool, "false"]
-    dir: Annotated[str, "its directory"]
-    problems: Annotated[list[str], "why, and what to do"]
 
 
 class PoolStatus(Schema):
@@ -138,7 +118,6 @@ class PoolStatus(Schema):
     models: list[PoolModel]
     devices: list[PoolDevice]
     leases: list[PoolLeaseFields]
-    plan: list[PoolPlan]
     gateways: list[PoolGateway]
     file: PoolFileFields
     changed: Annotated[dict[str, dict[str, str]], "by model (`pool`: the whole pool) and setting"]

@@ -15,21 +15,12 @@ Document = Mapping[str, Any]
 
 HEADER = ("model", "state", "for", "tier", "engines", "in flight", "waiting", "memory", "reason")
 PROBLEMS_MAX = 5
-STEPS = {
-    "waits": "waits for room",
-    "switches": "others make room",
-    "rises": "on its way up",
-    "next_turn": "waits for its next turn",
-    "refused": "refused",
-    "failed": "failed",
-    "recovering": "not known yet",
-}
 
 
 def text_of(pool: Document) -> str:
     """All that `pool status` prints."""
     where = f"pool   {state_of(pool)}   pid {pool['pid']}   since {pool['since']}   {pool['dir']}"
-    body = [where, *lines(pool)] if pool["online"] else [f"pool   offline view   {pool['dir']}"]
+    body = [where, *lines(pool)]
     problems = pool["problems"]
     body += [f"! {problem}" for problem in problems[:PROBLEMS_MAX]]
     if len(problems) > PROBLEMS_MAX:
@@ -37,18 +28,14 @@ def text_of(pool: Document) -> str:
     return "\n".join(body)
 
 
-def lines(
-    pool: Document, models_max: int | None = None, waiting_max: int | None = None
-) -> list[str]:
-    """The models, who waits, the devices and the leases."""
+def lines(pool: Document, models_max: int | None = None) -> list[str]:
+    """The models, the devices and the leases."""
     models = list(pool.get("models") or ())
+    if models_max is not None:  # those that have requests are shown
+        models.sort(key=lambda each: not (each["tickets"] or each["in_flight"]))
     out = table([HEADER, *(_row(each) for each in models[:models_max])])
     if (more := len(models) - len(models[:models_max])) > 0:
         out.append(f"       and {more} more: see `understudy pool status`")
-    plan = list(pool.get("plan") or ())
-    out += map(_next, plan[:waiting_max])
-    if (more := len(plan) - len(plan[:waiting_max])) > 0:
-        out.append(f"       and {more} more models are waited for")
     out += [f"device {each['device']}   {_room(each)}" for each in pool.get("devices") or ()]
     for lease in pool.get("leases") or ():
         how = "granted" if lease["granted"] else "waiting"
@@ -63,16 +50,6 @@ def lines(
 
 def state_of(pool: Document) -> str:
     return "recovering" if pool.get("recovering") else "deciding"
-
-
-def _next(model: Document) -> str:
-    """A model that somebody waits for and that does not serve yet, with what happens next."""
-    who = f"{model['tickets']} waiting" if model["tickets"] else "ordered"
-    asked = f"; asked: {', '.join(model['victims'])}" if model["victims"] else ""
-    return (
-        f"next   {model['model']}   {STEPS.get(model['step'], model['step'])}   {who} for"
-        f" {duration(model['waited_ms'])}   {model['why']}{asked}"
-    )
 
 
 def _row(model: Document) -> tuple[str, ...]:

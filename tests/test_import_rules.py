@@ -384,7 +384,7 @@ LINES_MAX = {
     "gms": 8_950,
     "engine": 17_770,
     "gateway": 10_350,
-    "pool": 7_900,
+    "pool": 7_250,
     "understudy": 8_310,
     "hack": 5_880,
     "tests": 65_000,

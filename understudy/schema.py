@@ -31,7 +31,7 @@ from plumbing.service.schema import (
     ProbeAnswerFields,
     Schema,
 )
-from pool.schema import ExplainDocument, OfflinePool, OrderDocument, PoolStatus
+from pool.schema import ExplainDocument, OrderDocument, PoolStatus
 from understudy.drill.schema import DrillDocument, FleetDrillDocument, PoolDrillDocument
 
 CheckStatus = Literal["fail", "warn", "pass", "skip"]
@@ -154,7 +154,6 @@ DOCUMENTS: dict[str, type[Schema]] = {
     "gateway replace": ReplaceDocument,
     "gateway leave": LeaveDocument,
     "pool status, /status of the pool": PoolStatus,
-    "pool status without a pool": OfflinePool,
     "pool explain": ExplainDocument,
     ORDERS: OrderDocument,
     "gms status": GmsStatus,

@@ -11,9 +11,11 @@ the lock, whether or not the lock server answers.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from plumbing.pod.paths import engine_socket, engine_state, engine_states
 from plumbing.service.files import read_json, write_atomic
 from plumbing.text import to_json
 
+SOON_S = 0.02
 RETRY_MS = 2_000.0  # a write that failed; a full disk or a shortage of descriptors lasts longer
 
 
@@ -65,24 +68,37 @@ def from_text(text: str) -> GoalGeneration | None:
 
 
 class EngineStateFile:
-    """Writes documents one after another; a newer one replaces the one that waits."""
+    """Writes documents one after another; a newer one replaces the one that waits.
+
+    Whatever changes within a moment is one document. To make one takes longer than a step of a
+    wake, which needs the CPU itself.
+    """
 
     def __init__(self, hub: EngineHub) -> None:
         self.path = engine_state(hub.settings.directory, hub.settings.engine)
         self.problem: str | None = None
         self._hub = hub
         self._waiting: deque[str] = deque(maxlen=1)
+        self._make: Callable[[], dict[str, Any]] | None = None  # what is due soon
         self._is_writing = False
         self._thread = Background("state-file")
         self._thread.start()
 
-    def write(self, document: dict[str, Any]) -> None:
-        """Write `document` soon."""
-        self._waiting.append(to_json(document, indent=1) + "\n")
-        self._go_on()
+    def write(self, make: Callable[[], dict[str, Any]]) -> None:
+        """Write what `make` says soon."""
+        if self._make is None:
+            asyncio.get_running_loop().call_later(SOON_S, self._take)
+        self._make = make
+
+    def _take(self) -> None:
+        make, self._make = self._make, None
+        if make is not None:
+            self._waiting.append(to_json(make(), indent=1) + "\n")
+            self._go_on()
 
     async def close(self) -> None:
         """Wait a moment for what is not written yet."""
+        self._take()
         self._thread.put(self._write)
         await self._thread.close()
 

@@ -37,7 +37,7 @@ class EngineStatus:
         self._engine = engine
         self._state_file = state_file
         self.sockets: Sequence[Server | HttpServer] = ()  # whose problems are reported
-        engine.listeners.append(lambda: state_file.write(self.document()))
+        engine.listeners.append(lambda: state_file.write(self.document))
 
     def document(self) -> dict[str, Any]:
         """The status document."""

@@ -9,8 +9,7 @@ A model whose turn is over *yields*. Its streams are cut behind a token and kept
 A request of which nothing was sent waits again, once; the second time the lane waits for its
 answer, so that each gets one. None of this counts against the engine: it is no death and no break.
 The lock server says which engine serves the model, so a failover needs no pool. The engine is
-greeted when the door opens and before the first request, so a door that opens early harms no
-request.
+greeted before its first request; one that has slept since, under the same grant, is not again.
 
 A gateway without a pool has one lane, a plain `Gateway`. A request's lane is found once, by its
 model. From then on it follows from the numbers of the request's attempts, and bytes go to the
@@ -137,14 +136,12 @@ class Lane(Gateway):
         )
 
     def _ticket(self, request: ClientRequest) -> Ticket:
-        if request.state is RequestState.PARKED:
-            since_ms, wait_ms = request.paused_since_ms or 0.0, self.rules.park_timeout_ms
+        is_parked = request.state is RequestState.PARKED
+        since_ms = (request.paused_since_ms or 0.0) if is_parked else request.waits_since_ms
+        kind = TicketKind.AGAIN if request.has_broken else TicketKind.NEW
+        if is_parked or request.is_resumed_by_front:
             kind = TicketKind.PARKED
-        else:
-            since_ms, wait_ms = request.waits_since_ms, request.wait_ms
-            kind = TicketKind.AGAIN if request.has_broken else TicketKind.NEW
-            kind = TicketKind.PARKED if request.is_resumed_by_front else kind
-        return Ticket(request.number, since_ms, request.priority, since_ms + wait_ms, kind)
+        return Ticket(request.number, since_ms, request.priority, kind)
 
     # ------------------------------------------------------------------ what happens
 
@@ -272,7 +269,11 @@ class Lane(Gateway):
             self.target.take(ev.EngineGranted(door.engine, door.token, "", self.model), now_ms)
         if not isinstance(old, OpenDoor) and self.target.hello is None:
             self._begin_anew(is_death=False, now_ms=now_ms)  # while it rests nothing is in it
-            self._greet()
+            last, grant = self.target.last_hello, self.target.grant
+            if last and grant and (last.engine, last.token) == (grant.engine, grant.token):
+                self.target.hello = last  # it has slept since, and would say the same
+            else:
+                self._greet()
 
     def _shut(self, door: ShutDoor, now_ms: float) -> None:
         if door.running is not Running.FINISH:

@@ -3,7 +3,7 @@
 The neighbour's processes hold a file by flock, on two descriptors that children inherit: on 0, for
 children of programs that close all others, and on one above 2, for background jobs of a shell, of
 which it replaces 0. So a lease lasts as long as any of them. It costs the command its standard
-input.
+input. Once the memory is booked, this process becomes the command.
 """
 
 from __future__ import annotations
@@ -13,39 +13,37 @@ import fcntl
 import os
 import secrets
 import signal
-import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
+from typing import NoReturn
 
 from plumbing.errors import UnderstudyError, UnreachableError, WaitTimeoutError
 from plumbing.pod.paths import pool_socket
 from plumbing.service.clock import SystemClock
-from plumbing.text import one_line
+from plumbing.text import one_line, size
 from plumbing.wire.blocking import BlockingClient
-from plumbing.wire.messages import Message
-from pool.messages import CATALOGUE, LeaseGrantedMsg, LeaseMsg, LeaseWaitingMsg
+from pool.messages import CATALOGUE, LeaseGrantedMsg, LeaseMsg
 
 RETRY_S = 0.2  # while the pool is away
 PROGRAM_CHARS_MAX = 256
 NOT_FOUND, NOT_EXECUTABLE = 127, 126  # as shells exit
-FORWARDED = (signal.SIGTERM, signal.SIGHUP)
 
 
 def run_with_lease(
     directory: str,
-    command: Sequence[str],
+    command: tuple[str, ...],
     *,
     device: str,
     size_bytes: int,
     priority: int,
     timeout_s: float,
     say: Callable[[str], None],
-) -> int:
-    """Wait for the memory, run `command`, and return its exit code (128 + n for a signal n).
+) -> NoReturn:
+    """Wait for the memory, and become `command`.
 
     Raises:
-        UnderstudyError: refused, with who holds what; WaitTimeoutError: not granted in time;
-        UnreachableError: there is no pool.
+        UnderstudyError: refused, with who holds what; `pool.cannot_run`; WaitTimeoutError: not
+            granted in time; UnreachableError: there is no pool.
     """
     lease = secrets.token_hex(8)
     path = os.path.join(directory, f"lease_{lease}")
@@ -58,17 +56,23 @@ def run_with_lease(
         program=one_line(os.path.basename(command[0]))[:PROGRAM_CHARS_MAX],
     )
     fd = _create(path)
-    is_granted = False
     try:
         fcntl.flock(fd, fcntl.LOCK_SH)
-        with _granted(pool_socket(directory), asked, timeout_s, say):
-            is_granted = True
-            return _run(command, fd)
-    finally:
-        if not is_granted:
-            with contextlib.suppress(OSError):
-                os.unlink(path)
-        os.close(fd)
+        say(f"waiting for {size(size_bytes)} of {device}; see `understudy pool status`")
+        _wait(pool_socket(directory), asked, timeout_s, say)
+        os.dup2(fd, 0)
+        os.set_inheritable(fd, True)
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # which Python ignores
+        os.execvp(command[0], command)
+    except BaseException as error:
+        with contextlib.suppress(OSError):  # the pool has removed it
+            os.unlink(path)
+        if not isinstance(error, OSError):
+            raise
+        why = f"cannot run {command[0]}: {error.strerror}"
+        failed = UnderstudyError("pool.cannot_run", why)
+        failed.exit_code = NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_EXECUTABLE
+        raise failed from error
 
 
 def _create(path: str) -> int:
@@ -88,61 +92,23 @@ def _create(path: str) -> int:
         raise UnderstudyError("pool.no_lease_file", f"{why}; free space on that disk") from error
 
 
-@contextlib.contextmanager
-def _granted(
-    path: str, asked: LeaseMsg, timeout_s: float, say: Callable[[str], None]
-) -> Iterator[None]:
-    """Until the block ends, the pool knows that somebody is there; it looks at once afterwards."""
+def _wait(path: str, asked: LeaseMsg, timeout_s: float, say: Callable[[str], None]) -> None:
+    """Until it is granted."""
     end_s, was_there = time.monotonic() + timeout_s, False
-    try:
-        while True:
-            try:
-                with BlockingClient(path, CATALOGUE) as client:
-                    was_there = True
-                    client.notify(asked, request_id=1)
-                    while not isinstance(answer := _next(client, end_s), LeaseGrantedMsg):
-                        if isinstance(answer, LeaseWaitingMsg):
-                            say(f"waiting: {answer.why}")
-                    yield
-                    return
-            except UnreachableError:
-                if not was_there or time.monotonic() > end_s:
-                    raise
-                say("the pool is restarting; the lease keeps its place")
-                time.sleep(RETRY_S)
-    except WaitTimeoutError as error:
-        why = f"the pool could not free {asked.size_bytes} bytes of {asked.device} within"
-        why += f" {timeout_s:g} s; see `understudy pool explain`"
-        raise WaitTimeoutError("pool.lease_timeout", why) from error
-
-
-def _next(client: BlockingClient, end_s: float) -> Message:
-    return client.receive(timeout_s=max(0.0, end_s - time.monotonic())).message
-
-
-def _run(command: Sequence[str], witness: int) -> int:
-    """Run it to its end. Ctrl-C reaches it from the terminal; what this process gets is passed on.
-
-    Raises:
-        UnderstudyError: `pool.cannot_run`.
-    """
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        child = subprocess.Popen(
-            list(command),
-            stdin=witness,
-            pass_fds=(witness,),
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        )
-    except OSError as error:
-        code = NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_EXECUTABLE
-        failed = UnderstudyError("pool.cannot_run", f"cannot run {command[0]}: {error.strerror}")
-        failed.exit_code = code
-        raise failed from error
-    for signum in FORWARDED:
-        signal.signal(signum, lambda number, _: child.send_signal(number))
-    try:
-        code = child.wait()
-    finally:
-        signal.signal(signal.SIGINT, before)
-    return code if code >= 0 else 128 - code
+    while True:
+        try:
+            with BlockingClient(path, CATALOGUE) as client:
+                was_there = True
+                left_s = max(0.0, end_s - time.monotonic())
+                answer = client.request(asked, timeout_s=left_s).message
+                assert isinstance(answer, LeaseGrantedMsg), answer
+                return
+        except UnreachableError:
+            if not was_there or time.monotonic() > end_s:
+                raise
+            say("the pool is restarting; the lease keeps its place")
+            time.sleep(RETRY_S)
+        except WaitTimeoutError as error:
+            why = f"the pool could not free {asked.size_bytes} bytes of {asked.device} within"
+            why += f" {timeout_s:g} s; see `understudy pool explain`"
+            raise WaitTimeoutError("pool.lease_timeout", why) from error

@@ -1,9 +1,9 @@
 """The pool's events and effects: plain values, no behaviour.
 
 The shell hands in events with `Pool.handle` and performs effects in order. What other processes say
-is level-triggered: `DemandCame`, `EngineSaid`, `HolderNamed` and `MemoryIs` carry the sender's
-whole truth of now, may be repeated, and may come late. Effects are goals of the same kind: the
-shell says them again on every new connection, without asking the core.
+is level-triggered: `DemandCame`, `EngineSaid` and `MemoryIs` carry the sender's whole truth of now,
+may be repeated, and may come late. Effects are goals of the same kind: the shell says them again on
+every new connection, without asking the core.
 
 The proofs come from the kernel: a witness that nobody holds (`EngineDead`), and memory that the
 memory service has given back to the device (`MemoryIs`). Nothing is booked out on anybody's word.
@@ -64,7 +64,6 @@ class Ticket(Struct, frozen=True, forbid_unknown_fields=True):
     id: Count  # unique within its gateway, growing in the order of arrival
     since_ms: Millis
     priority: Priority = 0  # lower is sooner
-    deadline_ms: Millis | None = None
     kind: TicketKind = TicketKind.NEW
 
 
@@ -137,25 +136,16 @@ class EngineDead(PoolEvent, frozen=True):
     asked: int = 0
 
 
-class HolderNamed(PoolEvent, frozen=True):
-    """The lock server's word on `active:<model>`; engine "" and token 0: nobody."""
-
-    model: str
-    engine: str
-    token: int
-    era: str
-
-
 class MemoryIs(PoolEvent, frozen=True):
     """What the memory service holds on one device, by model; what is not named is free.
 
     It may be older than what an engine has taken since, so free memory is proven only by what was
-    looked at after a question: `asked` has the number of the newest `AskMemory` for each model that
-    this answers, or that an earlier one of this device has answered."""
+    looked at after a question: `asked` has the number of the newest `AskMemory` that this answers,
+    or that an earlier one of this device has answered. Both are by kind and model."""
 
     device: str
-    held: Mapping[tuple[EntryKind, str], int]  # by kind and model
-    asked: Mapping[str, int] = {}
+    held: Mapping[tuple[EntryKind, str], int]
+    asked: Mapping[tuple[EntryKind, str], int] = {}
 
 
 class DeviceIs(PoolEvent, frozen=True):
@@ -262,40 +252,37 @@ class SetModelDoor(PoolEffect, frozen=True):
 
 
 class TellEngine(PoolEffect, frozen=True):
-    """`plumbing.pod.messages.SetGoalMsg`."""
+    """`plumbing.pod.messages.SetGoalMsg`. `kill`, with the goal `cold`: why its supervisor kills
+    its processes at once, which have not reached their goal within the budget."""
 
     engine: str
     goal: Tier
     generation: GoalGeneration
+    kill: str = ""
 
 
-class AskMemory(PoolEffect, frozen=True):
-    """Look at what the memory service holds of this model, on each of its devices and on `HOST`,
-    and answer with `MemoryIs`. `frees_kv`: nobody is to wake, so the memory service may free this
-    model's KV memory, which it refuses while anybody maps it. `frees_weights`: no engine of it
+class PoolQuestion(PoolEffect, frozen=True):
+    """What a restarted pool asks anew, so that nothing of it is on file."""
+
+
+class AskMemory(PoolQuestion, frozen=True):
+    """Look at what the memory service holds of these kinds for this model, on each of its devices
+    and on `HOST`, and answer with `MemoryIs`. With KV memory nobody is to wake, so the memory
+    service may free it, which it refuses while anybody maps it. `frees_weights`: no engine of it
     runs, so its weights too, and their copy."""
 
     model: str
     number: int
-    frees_kv: bool = False
+    kinds: frozenset[EntryKind]
     frees_weights: bool = False
 
 
-class AskWitness(PoolEffect, frozen=True):
+class AskWitness(PoolQuestion, frozen=True):
     """Its supervisor obeys a goal of cold. Answer with `EngineDead` once no process of any of its
     incarnations is alive, however long that takes."""
 
     engine: str
     number: int
-
-
-class KillEngine(PoolEffect, frozen=True):
-    """It has not reached its goal within the budget: its supervisor kills the tree and does not
-    start another one before its goal is above cold."""
-
-    engine: str
-    generation: GoalGeneration
-    reason: str
 
 
 class GrantLease(PoolEffect, frozen=True):
@@ -328,13 +315,6 @@ class Switched(PoolRecord, frozen=True):
     drain_ms: float
     release_ms: float
     raise_ms: float
-
-
-class LeaseWaits(PoolRecord, frozen=True):
-    """Why a lease is not granted yet, for who waits; said again when the reason is another one."""
-
-    lease: str
-    why: str
 
 
 class Alarm(PoolRecord, frozen=True):

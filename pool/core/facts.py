@@ -297,18 +297,17 @@ class Facts:
         return True
 
     def kill(self, model: Model, reason: str) -> None:
-        """Its trees at once, and a newer goal of cold behind that: the one to be obeyed."""
+        """Its trees at once."""
         for engine in model.engines:
             if not engine.is_gone:
-                self.say(ev.KillEngine(engine.name, self._generation(), reason))
-                engine.goal = None
+                self.tell(engine, Tier.COLD, kill=reason)
         self.fall(model, Tier.COLD, reason, S.UNLOADING)
 
     def is_sent_to(self, model: Model) -> bool:
-        """Whether requests may reach a model that loads or wakes again: behind the door that stayed
-        open over the death, its next engine may serve before we hear of it. The door is shut
-        first."""
-        if model.state not in RISING or not model.is_again:
+        """Whether requests may reach a model that loads or wakes: behind the door that stayed open
+        over a death, or by a gateway that has not heard its door yet, its engine may serve before
+        we hear of it. The door is shut first."""
+        if model.state not in RISING:
             return False
         if isinstance(model.door, OpenDoor):
             model.door = None
@@ -327,18 +326,15 @@ class Facts:
             if goal is not engine.goal:
                 self.tell(engine, goal)
 
-    def tell(self, engine: ModelEngine, goal: Tier) -> None:
+    def tell(self, engine: ModelEngine, goal: Tier, kill: str = "") -> None:
         """A goal under a new generation."""
         self.touch(engine.model)
         engine.goal, engine.asked, engine.has_rested = goal, None, False
-        engine.generation = self._generation()
+        self.number += 1
+        engine.generation = GoalGeneration(self.era, self.start, self.number)
         if goal is not Tier.COLD:
             engine.is_gone = False
-        self.say(ev.TellEngine(engine.name, goal, engine.generation))
-
-    def _generation(self) -> GoalGeneration:
-        self.number += 1
-        return GoalGeneration(self.era, self.start, self.number)
+        self.say(ev.TellEngine(engine.name, goal, engine.generation, kill))
 
     def renumber_doors(self, above: int) -> None:
         """Say every door again, under a number that no gateway has obeyed."""
@@ -378,25 +374,23 @@ def next_step(facts: Facts, model: Model) -> bool:
 
 def _stands(facts: Facts, model: Model) -> bool:
     """Whether who stood for it does no more: another engine took over, or all have died."""
-    holder, stander, now_ms = model.holder, model.stander(), facts.now_ms
+    stander, now_ms = model.stander(), facts.now_ms
     if model.stood is None:
         if stander is not None:
             model.stood = stander.name, stander.incarnation
         return _died_unseen(facts, model)
     model.lost = None
     name, incarnation = model.stood
-    if holder is not None and holder.engine != name:
-        model.stood, model.headless_ms = (holder.engine, ""), None
-        return _taken_over(facts, model, f"{holder.engine} took over from {name}")
-    if not incarnation and stander is not None:
-        model.stood = name, incarnation = stander.name, stander.incarnation
-    if not _is_gone(model, name, incarnation):
+    if stander is not None and stander.name != name:
+        model.stood, model.headless_ms = (stander.name, stander.incarnation), None
+        return _taken_over(facts, model, f"{stander.name} took over from {name}")
+    if facts.engines[name].incarnation == incarnation:
         model.headless_ms = None
         return False
     if any(engine.name != name for engine in model.living()):
         model.headless_ms = now_ms if model.headless_ms is None else model.headless_ms
         if now_ms < model.headless_ms + HEADLESS_MS:
-            return False  # the lock server will name it
+            return False  # the lock server will grant it the lock
     model.stood = model.headless_ms = None
     return _died(facts, model, name, incarnation)
 
@@ -417,15 +411,6 @@ def _taken_over(facts: Facts, model: Model, reason: str) -> bool:
     return True
 
 
-def _is_gone(model: Model, name: str, incarnation: str) -> bool:
-    engine = model.engine(name)
-    if engine is None or engine.said is None:
-        return False  # nobody has said anything
-    if not incarnation:
-        return model.holder is None  # granted, and gone before it was heard
-    return engine.incarnation != incarnation
-
-
 def _died_unseen(facts: Facts, model: Model) -> bool:
     """One of its engines has died, and none had stood for it. While it is recovering, one that has
     not been heard may live, and serve."""
@@ -441,13 +426,13 @@ def _died(facts: Facts, model: Model, name: str, incarnation: str) -> bool:
     """The last of its engines has ended. On the way down nobody needs it again."""
     if model.state not in (S.LOADING, *REST, S.WAKING, S.AWAKE, S.DRAINING, S.RELEASING):
         return False
-    engine = model.engine(name)
-    said = engine.said if engine is not None else None
+    engine = facts.engines[name]
+    said = engine.said
     fault = f": {said.fault}" if said is not None and said.fault else ""
     reason, is_fault = f"{name} has died{fault}", False
     if model.goal is Tier.COLD:
         reason = model.reason  # it obeys
-    elif engine is not None and incarnation and engine.leaving == incarnation:
+    elif engine.leaving == incarnation:
         reason = f"{name} was told to stop"
     else:
         is_fault = said is None or not said.is_machine

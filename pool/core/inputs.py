@@ -9,7 +9,7 @@ from __future__ import annotations
 from plumbing.pod.messages import Tier
 from pool.core import events as ev
 from pool.core.facts import Facts, OrderRefused, WrongMessage
-from pool.core.model import WITHOUT_KV, Model, ModelEngine, Stander, a_lease
+from pool.core.model import WITHOUT_KV, Model, ModelEngine, a_lease
 from pool.core.states import REST, RISING, ModelState, PoolRules
 
 # States in which an engine that has rested under our last goal cannot be awake again.
@@ -37,11 +37,8 @@ def hear(facts: Facts, event: ev.PoolEvent) -> None:
             facts.touch(engine.model)
         case ev.EngineDead():
             _dead(facts, event)
-        case ev.HolderNamed():
-            _holder(facts, event)
         case ev.MemoryIs():
-            facts.ledger.hear_memory(event, facts.models)
-            facts.touch_all()
+            facts.touch(*facts.ledger.hear_memory(event, facts.models))
         case ev.DeviceIs():
             facts.ledger.set_device(event.device, event.total_bytes, event.outside_bytes)
             facts.touch_all()
@@ -112,7 +109,7 @@ def _engine(facts: Facts, said: ev.EngineSaid) -> None:
         facts.start, facts.number = max((facts.start, facts.number), (seen.start, seen.number))
         engine.goal = None
         facts.touch(model.name)
-    _claim(model, engine, said)
+    model.learn_holder()
     if is_news or _changeable(model, engine) != before:  # it is asked again and again
         facts.ledger.learn_sizes(model)
         facts.ledger.book_living(model)
@@ -142,14 +139,6 @@ def _judge(model: Model, engine: ModelEngine, said: ev.EngineSaid) -> None:
         )
 
 
-def _claim(model: Model, engine: ModelEngine, said: ev.EngineSaid) -> None:
-    """Its token names it as the holder, unless a newer one is known."""
-    if not said.token or not engine.incarnation:
-        return
-    if model.holder is None or said.token > model.holder.token:
-        model.holder = Stander(engine.name, said.token)
-
-
 def _dead(facts: Facts, event: ev.EngineDead) -> None:
     engine = facts.engines[event.engine]
     model = facts.models[engine.model]
@@ -160,20 +149,6 @@ def _dead(facts: Facts, event: ev.EngineDead) -> None:
     is_answer = event.asked and event.asked == engine.asked
     if is_answer and engine.goal is Tier.COLD and engine.has_obeyed:
         engine.is_gone = True
-    facts.touch(model.name)
-
-
-def _holder(facts: Facts, event: ev.HolderNamed) -> None:
-    model = facts.models[event.model]
-    if event.engine and model.engine(event.engine) is None:
-        raise WrongMessage(f"{event.engine} holds active:{event.model} and is no engine of it")
-    holder = model.holder
-    is_same_era = model.lock_era in (None, event.era)
-    model.lock_era = event.era
-    if not event.engine:
-        model.holder = None
-    elif holder is None or not is_same_era or holder.token <= event.token:
-        model.holder = Stander(event.engine, event.token)
     facts.touch(model.name)
 
 
@@ -220,6 +195,6 @@ def _lease(facts: Facts, event: ev.LeaseAsked) -> None:
     if lease is None:
         facts.leases[event.lease] = a_lease(event)
         facts.is_plan_old = True
-    elif lease.goal is Tier.AWAKE:
+    elif lease.goal is Tier.AWAKE:  # it asks again, for the pool was restarted
         facts.say(ev.GrantLease(event.lease))
     facts.touch_all()

@@ -148,14 +148,10 @@ class PoolLedger:
             return False
         return sizes is not None and 0 < sum(sizes.weights.values()) <= total
 
-    def entries_at(
-        self, model: Model, tier: Tier, engines: tuple[ModelEngine, ...] | None = None
-    ) -> Entries:
-        """All that `model` has booked at a tier, with those of its `engines` that may go there."""
-        sizes = model.sizes
-        engines = model.engines if engines is None else engines
-        is_up = tier is not Tier.COLD
-        up = [each.name for each in engines if is_up and each.cap is not Tier.COLD]
+    def entries_at(self, model: Model, tier: Tier) -> Entries:
+        """All that `model` has booked at a tier, with those of its engines that may go there."""
+        sizes, is_up = model.sizes, tier is not Tier.COLD
+        up = [each.name for each in model.engines if is_up and each.cap is not Tier.COLD]
         if not up:
             return {}
         if sizes is None:
@@ -186,15 +182,24 @@ class PoolLedger:
 
     # ------------------------------------------------------------------ what is said
 
-    def hear_memory(self, event: MemoryIs, models: Mapping[str, Model]) -> None:
-        """What is held is booked, whatever there is room for."""
-        self.memory[event.device] = event
+    def hear_memory(self, event: MemoryIs, models: Mapping[str, Model]) -> Iterable[str]:
+        """What is held is booked, whatever there is room for. Of which models something has
+        changed."""
+        before, self.memory[event.device] = self.memory.get(event.device), event
+        is_other = before is None
         for (kind, name), size_bytes in event.held.items():
             key = EntryKey(event.device, kind, name)
             if name in models and size_bytes > self.entries.get(key, 0):
                 self.settle(key, size_bytes)
+                is_other = True  # others may have less room than they count on
             if name in models and kind is EntryKind.WEIGHTS:
                 self.learn_sizes(models[name])
+        if is_other or before is None:
+            return models
+        news = (before.held.items() ^ event.held.items()) | (
+            before.asked.items() ^ event.asked.items()
+        )
+        return {name for (_, name), _ in news} & models.keys()
 
     def learn_sizes(self, model: Model) -> None:
         """Take what its engines have measured; what is booked for their goals follows. Where nobody
@@ -252,13 +257,11 @@ class PoolLedger:
         ready = frozenset(key for key in leaving if self._may_be_free(model, key))
         if any(key.kind is not EntryKind.BASE for key in ready - model.asked_for):
             self.number += 1
-            model.asked, model.asked_for = self.number, ready
-            kinds = {key.kind for key in ready}
+            model.asked = self.number
+            kinds = frozenset(key.kind for key in ready)
             is_gone = all(engine.is_gone for engine in model.engines)
-            frees_weights = EntryKind.COPY in kinds or is_gone
-            yield AskMemory(model.name, self.number, EntryKind.KV in kinds, frees_weights)
-        else:
-            model.asked_for = ready
+            yield AskMemory(model.name, self.number, kinds, EntryKind.COPY in kinds or is_gone)
+        model.asked_for = ready
         for key in ready:
             if self._is_free(model, key):
                 self.drop(key)
@@ -307,7 +310,8 @@ class PoolLedger:
         memory = self.memory.get(key.device)
         if memory is None or model.asked is None:
             return False
-        return memory.asked.get(model.name, 0) >= model.asked and not self._bytes_held(key)
+        answered = memory.asked.get((key.kind, model.name), 0)
+        return answered >= model.asked and not self._bytes_held(key)
 
     def _bytes_held(self, key: EntryKey) -> int:
         memory = self.memory.get(key.device)

@@ -165,7 +165,7 @@ class Costs(Struct, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class Stander:
-    """Who holds `active:<model>`, by the lock server or by its own word."""
+    """Who holds `active:<model>`, by its own word."""
 
     engine: str
     token: int
@@ -222,7 +222,6 @@ class Model(KeptModel, eq=False, kw_only=True):
     alarm: str = ""  # its memory should have left long ago
     # Who stands for it.
     holder: Stander | None = None
-    lock_era: str | None = None  # of the lock server that has named a holder
     stood: tuple[str, str] | None = None  # engine and incarnation that stood last
     headless_ms: float | None = None  # since when nobody stands for it, though somebody could
     lost: tuple[str, str] | None = None  # engine and incarnation that have just died
@@ -233,7 +232,6 @@ class Model(KeptModel, eq=False, kw_only=True):
     victims: tuple[str, ...] = ()
     wait: str = ""  # why it waits
     never: str | None = None  # why it will not fit
-    expected_ms: float | None = None  # when it should be awake, by what was measured
     # When, and for how long.
     wanted_since_ms: float | None = None
     has_resumed: bool = False  # in this turn it had streams to resume
@@ -244,7 +242,6 @@ class Model(KeptModel, eq=False, kw_only=True):
     # What was said.
     door: Door | None = None
     door_key: tuple[object, ...] = ()
-    door_expected_ms: float | None = None  # that was said with it
     asked: int | None = None  # the number of the question for its memory
     asked_for: frozenset[object] = frozenset()
     # What the plan goes by. Bytes are by device, and on `HOST`.
@@ -334,6 +331,14 @@ class Model(KeptModel, eq=False, kw_only=True):
         if engine is None or holder is None or engine.said is None or not engine.incarnation:
             return None
         return engine if engine.said.token == holder.token else None
+
+    def learn_holder(self) -> None:
+        """The newest token of a living engine names it. While none has one, the last holder may
+        still be who stands: a failover asks nobody."""
+        found = [(each.said.token, each.name) for each in self.living() if each.said is not None]
+        token, engine = max(found, default=(0, ""))
+        if token:
+            self.holder = Stander(engine, token)
 
     def living(self) -> Iterator[ModelEngine]:
         return (engine for engine in self.engines if engine.incarnation)

@@ -93,7 +93,7 @@ class ModelPool:
         dues = [model.due_ms for model in facts.models.values()]
         due_ms = min(dues) if self._plan_due_ms is None else min([self._plan_due_ms, *dues])
         self.due_ms = None if due_ms == float("inf") else due_ms
-        is_told = any(not isinstance(effect, ev.PoolRecord) for effect in out)
+        is_told = not all(isinstance(effect, ev.PoolRecord | ev.PoolQuestion) for effect in out)
         is_told |= facts.is_news_for_file
         facts.is_news_for_file = False
         return [ev.SaveState(isinstance(event, ev.Ordered)), *out] if is_told else out
@@ -180,16 +180,8 @@ class ModelPool:
         """The last plan, while nothing that it follows from has changed: most events are no news.
         It is obeyed again, for what could not be done then may be possible now."""
         facts = self.facts
-        blind = _blind_models(facts)
-        for model in facts.models.values():
-            if model.is_blind is not (model.name in blind):
-                model.is_blind = not model.is_blind
-                if not model.is_unknown:
-                    facts.derive(model)
-        leases = [lease for lease in facts.leases.values() if _is_heard(facts, lease)]
-        for lease in facts.leases.values():
-            if lease not in leases:
-                _wait(facts, lease, who_wakes.unheard(lease.rules.devices[0]))
+        leases = [*facts.leases.values()]
+        _mark_blind(facts)
         devices, plan = facts.ledger.views(), self._plan
         went_by = (devices, facts.rules, leases)
         is_late = plan is None or (plan.due_ms is not None and facts.now_ms >= plan.due_ms)
@@ -197,8 +189,7 @@ class ModelPool:
             models = [model for model in facts.models.values() if not model.is_unknown]
             plan = self._planner(facts.now_ms, [*models, *leases], devices, facts.rules)
             self._plan, self._went_by, facts.is_plan_old = plan, went_by, False
-        dues = [plan.due_ms, *(model.ticket_due_ms for model in facts.models.values())]
-        self._plan_due_ms = min((ms for ms in dues if ms is not None), default=None)
+        self._plan_due_ms = plan.due_ms
         return plan
 
     def _obey(self, plan: Plan) -> None:
@@ -210,7 +201,6 @@ class ModelPool:
         for model in facts.models.values():
             if model.never is not None and model.name not in plan.decisions:
                 _set_never(facts, model, None)
-        admission.expect(facts, plan.decisions)
         # Of a pool that has just started: who needed the room may not have been heard yet.
         is_blind = any(model.is_blind for model in facts.models.values())
         for name in plan.unyields if facts.demand.is_heard and not is_blind else ():
@@ -224,17 +214,16 @@ class ModelPool:
             _launch_shadows(facts, facts.models[name])
 
 
-def _blind_models(facts: Facts) -> set[str]:
-    """Of which something on their devices, or of themselves, is not known yet."""
-    if not all(facts.ledger.is_known(device) for device in facts.ledger.devices):
-        return {*facts.models}
+def _mark_blind(facts: Facts) -> None:
+    """Those of which something on their devices, or of themselves, is not known yet."""
+    is_known = all(facts.ledger.is_known(device) for device in facts.ledger.devices)
     unknown = [model for model in facts.models.values() if model.is_unknown]
     devices = {device for model in unknown for device in model.rules.devices}
-    return {
-        name
-        for name, model in facts.models.items()
-        if model.is_recovering or not devices.isdisjoint(model.rules.devices)
-    }
+    for model in (*facts.models.values(), *facts.leases.values()):
+        is_blind = not is_known or model.is_recovering
+        is_blind |= not devices.isdisjoint(model.rules.devices)
+        facts.is_plan_old |= is_blind is not model.is_blind
+        model.is_blind = is_blind
 
 
 def _decide(facts: Facts, head: Model, decision: Decision) -> None:
@@ -249,11 +238,14 @@ def _decide(facts: Facts, head: Model, decision: Decision) -> None:
         case Yield():
             if not head.has_plan:
                 head.has_plan, head.victims, facts.is_plan_old = True, (), True
+                facts.shown.add(head.name)
             for victim in decision.victims:
                 head.victims = tuple(dict.fromkeys((*head.victims, victim.model)))
                 reason = f"evicted to make room for {who_wakes.name_of(head)}"
                 _yield(facts, victim, Leaving.HEAD, reason)
-            _wait(facts, head, who_wakes.making_room(head.victims))
+            names = ", ".join(head.victims)
+            why = f"{names} must release memory first" if names else "memory is being released"
+            _wait(facts, head, why)
         case Wait():
             _wait(facts, head, decision.why)
         case Never() if head.lease is not None:
@@ -268,8 +260,6 @@ def _decide(facts: Facts, head: Model, decision: Decision) -> None:
 
 
 def _wait(facts: Facts, head: Model, why: str) -> None:
-    if head.lease is not None and head.wait != why:
-        facts.say(ev.LeaseWaits(head.lease.lease, why))
     head.wait = why
     _set_never(facts, head, None)
 
@@ -325,18 +315,10 @@ def _launch_shadows(facts: Facts, model: Model) -> None:
         if engine.cap is not Tier.COLD:
             continue
         engine.cap = Tier.AWAKE
-        entries = facts.ledger.entries_at(model, Tier.OFFLOADED, (engine,))
-        base = {key: size for key, size in entries.items() if key.kind is EntryKind.BASE}
-        if facts.ledger.book(base):
+        entries = facts.ledger.entries_at(model, Tier.OFFLOADED)
+        if facts.ledger.book(
+            {key: size for key, size in entries.items() if key.owner == engine.name}
+        ):
             facts.touch(model.name)
         else:
             engine.cap = Tier.COLD
-
-
-def _is_heard(facts: Facts, lease: Model) -> bool:
-    if lease.goal is Tier.AWAKE:
-        return True
-    return all(facts.ledger.is_known(each) for each in facts.ledger.devices) and not any(
-        model.is_unknown and not {*lease.rules.devices}.isdisjoint(model.rules.devices)
-        for model in facts.models.values()
-    )

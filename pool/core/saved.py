@@ -25,7 +25,6 @@ from operator import attrgetter
 from zlib import crc32
 
 from msgspec import Struct
-from msgspec.structs import replace
 
 from plumbing.pod.messages import Tier
 from pool.core import events as ev
@@ -38,7 +37,6 @@ from pool.core.states import EngineSizes, GoalGeneration, ModelState
 
 TEXT_MAX = 100  # characters of a reason or a fault on file
 _kept_of = attrgetter(*KeptModel.__struct_fields__)
-KEPT_ANEW = ("pinned", "costs", "last_request_ms", "door_number")  # by a new pod, of an old one
 
 
 # Goal, start and number of its generation, cap, whether it is gone. The era is the snapshot's.
@@ -65,7 +63,6 @@ class PoolSnapshot(Struct, frozen=True):
     start: int
     number: int
     door_number: int
-    question: int
     models: Mapping[str, SavedModel]
     leases: tuple[LeaseAsked, ...]  # that were granted
     gateways: tuple[str, ...] = ()  # that may have requests
@@ -78,7 +75,6 @@ def saved(facts: Facts) -> PoolSnapshot:
         start=facts.start,
         number=facts.number,
         door_number=facts.door_number,
-        question=facts.ledger.number,
         models={
             name: _saved_model(facts, model)
             for name, model in facts.models.items()
@@ -87,22 +83,6 @@ def saved(facts: Facts) -> PoolSnapshot:
         leases=tuple(lease for lease in leases if lease is not None),
         gateways=facts.demand.gateways,
     )
-
-
-def anew(old: PoolSnapshot) -> PoolSnapshot:
-    """What a new pod keeps of an old one, whose processes are all gone: sizes and costs, who is
-    pinned, and leases, whose processes may live on. Its models are cold, and have no faults."""
-    models = {
-        name: replace(
-            each,
-            kept=KeptModel(**{kept: getattr(each.kept, kept) for kept in KEPT_ANEW}),
-            booked=(None,) * len(each.booked),
-            engines=((None, 0, 0, Tier.AWAKE, True),) * len(each.engines),
-            door=None,
-        )
-        for name, each in old.models.items()
-    }
-    return replace(old, models=models)
 
 
 def shape_of(model: Model) -> int:
@@ -148,7 +128,7 @@ def begin(setup: PoolSetup, now_ms: float, era: str, snapshot: PoolSnapshot | No
 
 def _restore(facts: Facts, snapshot: PoolSnapshot) -> None:
     facts.era, facts.start = snapshot.era, snapshot.start + 1
-    facts.door_number, facts.ledger.number = snapshot.door_number, snapshot.question
+    facts.door_number = snapshot.door_number
     facts.demand.restore(snapshot.gateways)
     for asked in snapshot.leases:
         facts.leases[asked.lease] = lease = a_lease(asked)

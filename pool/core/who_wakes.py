@@ -30,14 +30,15 @@ from pool.core.model import LEASE_PREFIX, Leaving, Model
 from pool.core.states import FALLING, HOST, REST, ModelState, PoolRules, sums
 from pool.core.who_sleeps import Victim, rests_of
 from pool.core.who_yields import (
+    IDLE_MS_MAX,
     Candidate,
     Head,
     Obstacle,
-    choose_idle_soon,
     has_shadow,
     idle_after_ms,
     protection_ms,
-    unloaded,
+    spares,
+    unloads,
 )
 
 MAY_BE_RAISED = frozenset({ModelState.COLD, *REST, ModelState.PENDING})
@@ -48,9 +49,7 @@ _NEVER_MS = float("inf")
 
 
 class Raise(Struct, frozen=True):
-    """Book it to `AWAKE` and raise it now. `is_backfill`: it takes room that no plan needs."""
-
-    is_backfill: bool = False
+    """Book it to `AWAKE` and raise it now."""
 
 
 class Yield(Struct, frozen=True):
@@ -62,14 +61,12 @@ class Yield(Struct, frozen=True):
 class Wait(Struct, frozen=True):
     """Look again at `until_ms`; None: at the next event. `why`: a sentence for operators, which
     does not change while the reason is the same (so it names no remaining time). `victims`: models
-    that are going to be asked then; `behind`: the model, or lease, that goes first. `is_outranked`:
-    one of them has work of a better priority, and most likely ends it before `until_ms`."""
+    that are going to be asked then; `behind`: the model, or lease, that goes first."""
 
     until_ms: float | None
     why: str
     victims: tuple[str, ...] = ()
     behind: str = ""
-    is_outranked: bool = False
 
 
 class Never(Struct, frozen=True):
@@ -250,7 +247,7 @@ class _Planner:
         model, extra = claim.model, claim.extra
         if model.state not in MAY_BE_RAISED:
             self._reserve(claim)
-            return Wait(None, moving(model))
+            return Wait(None, _moving(model))
         if self._raises(claim, self.free):
             return Raise()
         short = {}
@@ -267,13 +264,9 @@ class _Planner:
         if ready_ms is None:
             return Wait(None, stuck(claim, self.free, models))
         chosen = who_yields.choose([each for each in found if each.ready_ms <= ready_ms], short)
-        unloads = unloaded(chosen, models) if ready_ms <= self.now_ms else ()
-        if unloads:
-            soon = choose_idle_soon(
-                claim, short, models, found, len(unloads), self.now_ms, self.rules
-            )
-            if soon is not None:
-                ready_ms, chosen = soon
+        last_ms = claim.ticket.since_ms + IDLE_MS_MAX
+        if ready_ms <= self.now_ms < last_ms and unloads(chosen, models):
+            ready_ms, chosen = spares(found, short, last_ms) or (ready_ms, chosen)
         self._reserve(claim, chosen, tuple(short))
         # Whom it asks, or waits for, changes whenever one of them becomes ready, or idle.
         changes_ms = [ready_ms, *(at for each in found for at in (each.ready_ms, each.idle_ms))]
@@ -283,11 +276,7 @@ class _Planner:
             return Yield(tuple(chosen))
         why = waiting(claim, self.free, found, chosen, self.rules)
         names = tuple(victim.model for victim in chosen if not victim.is_shadow)
-        is_outranked = any(
-            each.obstacle is Obstacle.BETTER and each.model.name in names for each in found
-        )
-        until_ms = None if ready_ms == _NEVER_MS else ready_ms
-        return Wait(until_ms, why, names, is_outranked=is_outranked)
+        return Wait(None if ready_ms == _NEVER_MS else ready_ms, why, names)
 
     def _raises(self, claim: Head, room: Mapping[str, int]) -> bool:
         """Whether it fits there; then it is booked."""
@@ -324,40 +313,30 @@ class _Planner:
         model = claim.model
         if model.state not in MAY_BE_RAISED:
             self.short_of.update(claim.places)
-            return Wait(None, moving(model), behind=before.model.name)
+            return Wait(None, _moving(model), behind=before.model.name)
         if model.name not in self.going and self._raises(claim, self.room):
-            return Raise(is_backfill=True)
+            return Raise()
         self.short_of.update(claim.places)
-        return Wait(None, behind(model, before.model), behind=before.model.name)
+        why = f"{name_of(model)} is behind {name_of(before.model)}"
+        return Wait(None, why, behind=before.model.name)
 
     def _unyields(self) -> tuple[str, ...]:
-        """Models that drain though no head needs their room: asked for one that is gone, or resting
+        """Models that drain though no head waits there: asked for one that is gone, or put to sleep
         when a request came."""
-        found = []
-        leaving = {name: device.leaving_bytes for name, device in self.devices.items()}
-        for model in self.models:
-            if model.state is not ModelState.DRAINING or model.is_blind or model.name in self.going:
-                continue
-            has_turned = model.leaving is Leaving.IDLE and model.ticket is not None
-            if model.leaving is not Leaving.HEAD and not has_turned:
-                continue
-            kept = model.needs.get(model.tier, {})
-            gives = {name: size - kept.get(name, 0) for name, size in model.booked.items()}
-            if any(self._needs(claim, model, gives, leaving) for claim in self.waiting):
-                continue
-            found.append(model.name)
-            for name, size_bytes in gives.items():
-                leaving[name] = leaving.get(name, 0) - size_bytes
-        return tuple(found)
-
-    def _needs(
-        self, claim: Head, model: Model, gives: Mapping[str, int], leaving: Mapping[str, int]
-    ) -> bool:
-        """Whether the head would be short without what this model gives."""
-        return claim.model is not model and any(
-            more > self.free[name] + leaving[name] - gives[name]
-            for name, more in claim.extra.items()
-            if gives.get(name, 0) > 0
+        return tuple(
+            model.name
+            for model in self.models
+            if model.state is ModelState.DRAINING
+            and not model.is_blind
+            and model.name not in self.going
+            and (
+                model.leaving is Leaving.HEAD
+                or (model.leaving is Leaving.IDLE and model.ticket is not None)
+            )
+            and all(
+                head.model is model or set(head.places).isdisjoint(model.rules.devices)
+                for head in self.waiting
+            )
         )
 
     def _shadows(self) -> tuple[str, ...]:
@@ -381,11 +360,6 @@ class _Planner:
 # -------------------------------------------------------------------------------- why
 
 # No sentence names a remaining time: it would be another one at every look.
-# Of a model that has tickets and is on its way down, or loads for nobody.
-MOVING: Mapping[ModelState, str] = {
-    ModelState.LOADING: "{name} is loading",
-    ModelState.DRAINING: "{name} makes room for another model first, and then waits for its turn",
-}
 # Why a model that a head needs cannot be asked yet.
 OBSTACLES: Mapping[Obstacle, str] = {
     Obstacle.QUIET: "{name} has no requests, and makes room once it has had none for {quiet}",
@@ -402,38 +376,28 @@ def held_for_ever(model: Model) -> Mapping[str, int]:
     """What of it no other model can have: all of a pinned one, and a shadow that is kept."""
     if not model.is_pinned:
         return {}
-    if not model.rules.shadow_keeps or not has_shadow(model):
-        return model.booked
-    both = {*model.booked, *model.shadow_bytes}
-    return {name: model.booked.get(name, 0) + model.shadow_bytes.get(name, 0) for name in both}
+    is_kept = model.rules.shadow_keeps and has_shadow(model)
+    return sums(model.booked, model.shadow_bytes) if is_kept else model.booked
 
 
 def never(
-    model: Model,
-    needed: int,
-    device: DeviceView,
-    models: Sequence[Model],
-    margin_bytes: int,
+    model: Model, needed: int, device: DeviceView, models: Sequence[Model], margin_bytes: int
 ) -> str:
     """Only what never yields is in the way."""
-    where = _where(device.name)
     parts = []
     for other in models:
         held = held_for_ever(other).get(device.name, 0) if other is not model else 0
         if held:
             verb = "holds" if other.is_lease else "is pinned and holds"
             parts.append(f"{name_of(other)} {verb} {size(held)}")
-    if len(parts) > NAMED_MAX:
-        parts[NAMED_MAX:] = [f"{len(parts) - NAMED_MAX} more"]
+    more = len(parts[NAMED_MAX:])
+    parts[NAMED_MAX:] = [f"{more} more"] if more else []
     if device.outside_bytes:
         parts.append(f"{size(device.outside_bytes)} is used by programs outside the pool")
     if device.name != HOST and margin_bytes:
         parts.append(f"{size(margin_bytes)} is kept free")
-    holders = ", ".join(parts)
-    return (
-        f"{name_of(model)} needs {size(needed)} {where}, which has {size(device.total_bytes)}"
-        f"{': ' if holders else ''}{holders}"
-    )
+    where = f"{_where(device.name)}, which has {size(device.total_bytes)}"
+    return f"{name_of(model)} needs {size(needed)} {where}{': ' * bool(parts)}{', '.join(parts)}"
 
 
 def waiting(
@@ -443,24 +407,20 @@ def waiting(
     chosen: Collection[Victim],
     rules: PoolRules,
 ) -> str:
-    """Somebody who is needed cannot be asked yet."""
+    """Somebody who is needed cannot be asked yet, or is waited for rather than another unloaded."""
     names = {victim.model for victim in chosen if not victim.is_shadow}
     parts = [
-        _obstacle(each, head.model, rules)
+        OBSTACLES[each.obstacle].format(
+            name=each.model.name,
+            state=each.model.state.value,
+            quiet=duration(idle_after_ms(each.model)),
+            turn=duration(protection_ms(each.model, rules)),
+            wait=duration(head.model.rules.max_wait_ms),
+        )
         for each in found
         if each.model.name in names and each.obstacle is not Obstacle.NONE
     ]
-    # Else it waits for them to be idle, rather than have another one unloaded.
-    why = "; ".join(parts[:NAMED_MAX]) or f"work of {', '.join(sorted(names))} may end soon"
-    return f"{_wants(head, free)}: {why}"
-
-
-def making_room(victims: Sequence[str]) -> str:
-    """Those who were asked have not left yet."""
-    if not victims:
-        return "the memory that it needs is being released"
-    names = ", ".join(victims[:NAMED_MAX])
-    return f"{names} {'makes' if len(victims) == 1 else 'make'} room for it"
+    return _wants(head, free, parts or [f"work of {', '.join(sorted(names))} may end soon"])
 
 
 def stuck(head: Head, free: Mapping[str, int], models: Iterable[Model]) -> str:
@@ -468,56 +428,32 @@ def stuck(head: Head, free: Mapping[str, int], models: Iterable[Model]) -> str:
     parts = []
     for other in models:
         held = sum(other.booked.get(name, 0) for name in head.extra)
-        if not held or other.name == head.model.name:
-            continue
-        if other.is_blind:
-            parts.append(f"{other.name} is not fully known yet and holds {size(held)}")
-        elif other.state in _HARD_TO_MOVE:
-            parts.append(f"{other.name} is {other.state.value} and holds {size(held)}")
-    rest = "; ".join(parts[:NAMED_MAX]) or "processes that the pool cannot evict hold the rest"
-    return f"{_wants(head, free)}: {rest}"
+        if held and other.name != head.model.name:
+            if other.is_blind:
+                parts.append(f"{other.name} is not fully known yet and holds {size(held)}")
+            elif other.state in _HARD_TO_MOVE:
+                parts.append(f"{other.name} is {other.state.value} and holds {size(held)}")
+    return _wants(head, free, parts or ["processes that the pool cannot evict hold the rest"])
+
+
+def _moving(model: Model) -> str:
+    """It was asked to make room, or loads for nobody, and cannot turn round any more."""
+    return f"{model.name} is {model.state.value}; after that it waits for its turn"
 
 
 def unheard(device: str) -> str:
     """Nothing is given away on a device of which something is not known yet."""
-    return (
-        f"an engine {_where(device)}, or the memory service, has not reported since the pool "
-        "started"
-    )
+    where = _where(device)
+    return f"an engine {where}, or the memory service, has not reported since the pool started"
 
 
-def behind(model: Model, before: Model) -> str:
-    return f"{name_of(model)} is behind {name_of(before)}"
-
-
-def moving(model: Model) -> str:
-    """It was asked to make room, or sleeps, and cannot turn round any more."""
-    text = MOVING.get(
-        model.state, "the memory of {name} is being released; after that it waits for its turn"
-    )
-    return text.format(name=model.name)
-
-
-def _wants(head: Head, free: Mapping[str, int]) -> str:
+def _wants(head: Head, free: Mapping[str, int], why: Sequence[str]) -> str:
     name = max(head.extra, key=lambda each: head.extra[each] - free[each])
-    who = name_of(head.model)
-    if free[name] < 0:
-        return f"{who} waits: {size(-free[name])} more is in use {_where(name)} than fits"
-    return (
-        f"{who} needs {size(head.extra[name])} more {_where(name)}, "
-        f"where {size(max(0, free[name]))} is free"
-    )
-
-
-def _obstacle(each: Candidate, head: Model, rules: PoolRules) -> str:
-    model = each.model
-    return OBSTACLES[each.obstacle].format(
-        name=model.name,
-        state=model.state.value,
-        quiet=duration(idle_after_ms(model)),
-        turn=duration(protection_ms(model, rules)),
-        wait=duration(head.rules.max_wait_ms),
-    )
+    who, room = name_of(head.model), free[name]
+    text = f"needs {size(head.extra[name])} more {_where(name)}, where {size(max(0, room))} is free"
+    if room < 0:
+        text = f"waits: {size(-room)} more is in use {_where(name)} than fits"
+    return f"{who} {text}: {'; '.join(why[:NAMED_MAX])}"
 
 
 def _where(device: str) -> str:

@@ -17,22 +17,19 @@ leave deeper. Never one that is pinned or on its way up for a ticket; a granted 
 
 Nobody is asked until all who are needed may be asked: to ask early those who may be would leave the
 device idle until the last one's protection ends. And nobody is unloaded (classes 5 and 7) for a
-head that is `IDLE_MS_MAX` old at most, if to wait until an awake model is idle spares it that. Who
-is unloaded has to load again: half a second with the smallest model, half a minute with vLLM. An
-awake model that was asked a moment ago is idle within `IDLE_MS_MAX`; one that is at work may be
-idle by then, because most requests are short. A head waits for that only in its own first
-`IDLE_MS_MAX`, however often models are asked anew meanwhile: so this wait passes with `max_wait`,
-and no head before it adds another.
+head that is younger than `IDLE_MS_MAX`, if awake models have enough, which may be idle by then: who
+is unloaded has to load again, half a second with the smallest model, half a minute with vLLM. This
+wait passes with `max_wait`, and no head before it adds another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from copy import copy
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from operator import gt, itemgetter
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from plumbing.pod.messages import Tier
 from pool.core.demand import TicketView, order_of
@@ -43,6 +40,7 @@ from pool.core.who_sleeps import Victim
 # Awake and quiet for so long is idle, however costly it is to wake again; so a head need not wait
 # longer for that.
 IDLE_MS_MAX = 2_000.0
+UNLOADS, AT_WORK = (5, 7), 6  # classes
 # These hold their tier, or fall to it, and may be asked to go deeper.
 _AT_REST = frozenset({*REST, ModelState.PENDING, ModelState.DRAINING, ModelState.RELEASING})
 
@@ -305,62 +303,34 @@ def _less(some: Sequence[int], other: Sequence[int]) -> list[int]:
     return [mine - taken for mine, taken in zip(some, other, strict=True)]
 
 
-_MAY_BE_IDLE_SOON = frozenset({ModelState.AWAKE, ModelState.WAKING})
-
-
-def unloaded(chosen: Iterable[Victim], models: Iterable[Model]) -> tuple[str, ...]:
-    """Who of them would have to load again. A load that is broken off was for nobody."""
+def unloads(chosen: Iterable[Victim], models: Iterable[Model]) -> bool:
+    """Whether one of them would have to load again. A load that is broken off was for nobody."""
     loading = {model.name for model in models if model.state is ModelState.LOADING}
-    return tuple(
-        victim.model
+    return any(
+        victim.tier is Tier.COLD and not victim.is_shadow and victim.model not in loading
         for victim in chosen
-        if victim.tier is Tier.COLD and not victim.is_shadow and victim.model not in loading
     )
 
 
-def choose_idle_soon(
-    head: Head,
-    short: Mapping[str, int],
-    models: Collection[Model],
-    found: Iterable[Candidate],
-    unloads: int,
-    now_ms: float,
-    rules: PoolRules,
+def spares(
+    found: Iterable[Candidate], short: Mapping[str, int], last_ms: float
 ) -> tuple[float, dict[Victim, Sequence[int]]] | None:
-    """Until when to wait, and whom to ask then, so that fewer than `unloads` models are unloaded:
-    for an awake model that is idle at that time, else for those that are at work."""
-    last_ms = head.ticket.since_ms + IDLE_MS_MAX
-    if now_ms >= last_ms:
+    """Until when to wait, and whom to ask then, so that no model has to load again: for an awake
+    model that is idle at that time, else for those that are at work, until `last_ms`."""
+    gentle = []
+    for each in found:
+        steps = tuple(step for step in each.steps if step.rank[0] not in UNLOADS)
+        if steps and steps[0].rank[0] == AT_WORK:
+            is_late = last_ms < each.idle_ms < float("inf")
+            if not is_late and each.model.state is not ModelState.LOADING:
+                idle_ms = min(each.idle_ms, last_ms)
+                gentle.append(replace(each, steps=steps, ready_ms=idle_ms))
+        elif steps:
+            gentle.append(replace(each, steps=steps))
+    at_ms = ready_ms(gentle, short)
+    if at_ms is None:
         return None
-    for at_ms in sorted({each.idle_ms for each in found if now_ms < each.idle_ms <= last_ms}):
-        chosen = _choose_at(at_ms, head, short, models, rules)
-        if len(unloaded(chosen, models)) < unloads:
-            return at_ms, chosen
-    at_best = [_as_if_idle(model) for model in models]
-    chosen = _choose_at(last_ms, head, short, at_best, rules)
-    return (last_ms, chosen) if len(unloaded(chosen, models)) < unloads else None
-
-
-def _choose_at(
-    at_ms: float,
-    head: Head,
-    short: Mapping[str, int],
-    models: Iterable[Model],
-    rules: PoolRules,
-) -> dict[Victim, Sequence[int]]:
-    """Whom the head would ask then, of those who may be asked."""
-    then = candidates(head, short, models, at_ms, rules)
-    return choose([each for each in then if each.ready_ms <= at_ms], short)
-
-
-def _as_if_idle(model: Model) -> Model:
-    """As it is if its work has ended, and it has been quiet since."""
-    if model.state not in _MAY_BE_IDLE_SOON or not has_work(model):
-        return model
-    idle = copy(model)
-    idle.state, idle.awake_since_ms, idle.in_flight, idle.ticket = ModelState.AWAKE, None, 0, None
-    idle.last_request_ms -= IDLE_MS_MAX
-    return idle
+    return at_ms, choose([each for each in gentle if each.ready_ms <= at_ms], short)
 
 
 # ------------------------------------------------------------------------------------ the bound

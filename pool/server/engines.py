@@ -3,24 +3,30 @@
 `EngineLink` is the connection to one engine's supervisor. The last goal is said again on every
 connection. A supervisor that is stopped keeps its connection, so it is asked once in a while, and
 sooner while a goal of ours is not obeyed yet.
+
+`WitnessWatch` tries witnesses while there is a reason to. One that is found free is sealed, as by
+the lock server, so that nobody can join it any more. The lock server alone removes witnesses, after
+it has found them free, so one that was heard of and is gone was free, too.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from msgspec.structs import asdict
 
-from plumbing.errors import ProtocolError
+from lockserver.client import witness
+from plumbing.errors import ProtocolError, UnderstudyError
 from plumbing.pod.messages import (
     GOAL_CATALOGUE,
     EngineReportMsg,
-    GoalGeneration,
     PoolGoal,
     PoolWord,
     SetGoalMsg,
     Tier,
+    WitnessRef,
 )
 from plumbing.pod.paths import engine_socket
 from plumbing.service.clock import Clock
@@ -28,19 +34,16 @@ from plumbing.text import duration
 from plumbing.wire.connection import Connection
 from plumbing.wire.messages import FaultMsg, Message
 from pool.client.link import KeptLink
-from pool.core.events import EngineLost, EngineSaid, PoolEvent
-from pool.server.locks import WitnessWatch
+from pool.core.events import EngineDead, EngineLost, EngineSaid, PoolEvent, TellEngine
+
+Feed = Callable[[PoolEvent], None]
 
 
 class EngineSide:
     """One link for each engine."""
 
     def __init__(
-        self,
-        directory: str,
-        models: Mapping[str, Sequence[str]],
-        clock: Clock,
-        feed: Callable[[PoolEvent], None],
+        self, directory: str, models: Mapping[str, Sequence[str]], clock: Clock, feed: Feed
     ) -> None:
         """`models`: the engines of each."""
         self.witnesses = WitnessWatch(directory, feed)
@@ -55,12 +58,9 @@ class EngineSide:
         for engine, link in self.links.items():
             if link.problem is not None:
                 yield f"{engine}: {link.problem}"
-        if self.witnesses.problem is not None:
-            yield self.witnesses.problem
 
     def start(self) -> list[asyncio.Task[None]]:
-        """Take up the evidence of an earlier pool, and connect to all engines."""
-        self.witnesses.recover(self._owner)
+        """Connect to all engines."""
         return [link.start() for link in self.links.values()]
 
     def look(self) -> None:
@@ -68,12 +68,10 @@ class EngineSide:
         for link in self.links.values():
             link.look()
 
-    def tell(
-        self, engine: str, goal: Tier, generation: GoalGeneration, *, is_kill: bool = False
-    ) -> None:
-        if goal is not Tier.COLD:
-            self.witnesses.withdraw(engine)
-        self.links[engine].tell(goal, generation, is_kill=is_kill)
+    def tell(self, told: TellEngine) -> None:
+        if told.goal is not Tier.COLD:
+            self.witnesses.withdraw(told.engine)
+        self.links[told.engine].tell(told)
 
     def bases(self, device: str) -> int | None:
         """What their processes have there beside weights and KV memory; None: not known of all."""
@@ -90,10 +88,6 @@ class EngineSide:
     def close(self) -> None:
         self.witnesses.close()
 
-    def _owner(self, incarnation: str) -> str | None:
-        engine = incarnation.rpartition("-")[0]
-        return engine if engine in self.links else None
-
 
 BY = "pool"  # who wants it, in the engine's status and events
 ANSWER_MS = 3_000.0  # a supervisor answers within a millisecond, and is never blocked
@@ -109,7 +103,7 @@ class EngineLink(KeptLink):
         engine: str,
         model: str,
         clock: Clock,
-        feed: Callable[[PoolEvent], None],
+        feed: Feed,
         witnesses: WitnessWatch,
     ) -> None:
         super().__init__(engine_socket(directory, engine), GOAL_CATALOGUE)
@@ -125,10 +119,10 @@ class EngineLink(KeptLink):
     def goal(self) -> Tier | None:
         return self._goal.goal
 
-    def tell(self, goal: Tier, generation: GoalGeneration, *, is_kill: bool = False) -> None:
-        """Say this now, and on every connection from now on. `is_kill`: wait for nothing that still
-        runs."""
-        self._goal = SetGoalMsg(goal, BY, PoolGoal(self.model, generation, is_kill))
+    def tell(self, told: TellEngine) -> None:
+        """Say this now, and on every connection from now on."""
+        said = PoolGoal(self.model, told.generation, is_kill=bool(told.kill))
+        self._goal = SetGoalMsg(told.goal, BY, said)
         self._ask(self._goal)
 
     def look(self) -> None:
@@ -138,16 +132,9 @@ class EngineLink(KeptLink):
             silent = duration(now_ms - self._asked_ms)
             self.drop(f"its supervisor has not answered for {silent}")
         elif self._asked_ms is None:
-            every_ms = IDLE_LOOK_MS if self._is_obeyed else LOOK_MS
-            if now_ms - self._heard_ms > every_ms:
+            is_obeyed = self.goal is None or (self.said is not None and self.said.tier == self.goal)
+            if now_ms - self._heard_ms > (IDLE_LOOK_MS if is_obeyed else LOOK_MS):
                 self._ask(SetGoalMsg())
-
-    @property
-    def _is_obeyed(self) -> bool:
-        wanted, said = self._goal.pool, self.said
-        if wanted is None:
-            return True
-        return said is not None and said.pool is not None and said.tier == self._goal.goal
 
     def _ask(self, question: SetGoalMsg) -> None:
         if self.conn is not None:
@@ -179,18 +166,115 @@ class EngineLink(KeptLink):
         match message:
             case EngineReportMsg(pool=PoolWord() as word) if word.model == self.model:
                 self.said, self.problem = message, message.fault or None
-                self._report(message, word)
+                self._witnesses.heard(self.engine, message.incarnation, word.witness)
+                said = {**asdict(message), **asdict(word), "engine": self.engine}
+                said["goal_seen"] = word.generation
+                names = EngineSaid.__struct_fields__
+                self._feed(EngineSaid(**{name: said[name] for name in names}))
             case EngineReportMsg():
                 found = f"model {message.pool.model}" if message.pool else "no model's name"
                 self.problem = f"it runs with {found}; start it with --model-name {self.model}"
             case _:
                 raise ProtocolError("pool.not_an_answer", f"engines do not send {message.TYPE}")
 
-    def _report(self, am: EngineReportMsg, word: PoolWord) -> None:
-        engine, witnesses = self.engine, self._witnesses
-        if am.incarnation and word.witness is not None:
-            witnesses.keep(engine, am.incarnation, word.witness)
-        witnesses.trust(am.incarnation)
-        witnesses.suspect(engine, but=am.incarnation)
-        said = {**asdict(am), **asdict(word), "engine": engine, "goal_seen": word.generation}
-        self._feed(EngineSaid(**{name: said[name] for name in EngineSaid.__struct_fields__}))
+
+# Small processes die within milliseconds, and some need half a minute; who is hung may be so for
+# days. A try takes 50 us of a CPU, so it is dense only where somebody waits for the answer: during
+# a failover nobody does, and the engines need the CPU.
+DENSE_S, DENSE_FOR_S = 0.001, 1.0
+SLOW_S, SLOW_FOR_S = 0.010, 60.0
+RARE_S = 0.1
+RANDOM_CHARS = 16  # of an incarnation
+
+
+class WitnessWatch:
+    """The witnesses in `directory`; `feed` gets `EngineDead` once for each that is free, and once
+    for each question."""
+
+    def __init__(self, directory: str, feed: Feed) -> None:
+        self._directory, self._feed = directory, feed
+        self._asked: dict[str, int] = {}  # by engine, the newest question
+        self._heard: dict[str, tuple[str, WitnessRef]] = {}  # by incarnation, with its engine
+        self._suspects: set[str] = set()  # incarnations whose witness is tried now
+        self._newest_s = 0.0  # when the last reason to try has come
+        self._timer: asyncio.TimerHandle | None = None
+
+    def heard(self, engine: str, incarnation: str, ref: WitnessRef | None) -> None:
+        """This incarnation lives, with this witness; there is a reason to think that earlier ones
+        of its engine are dead.
+
+        Raises:
+            UnderstudyError: `pool.bad_witness`, it is not the file that the engine says.
+        """
+        if incarnation and ref is not None:
+            if ref.name != witness.name_of(incarnation):
+                raise UnderstudyError(
+                    "pool.bad_witness", f"{ref.name!r} is not the witness of {incarnation}"
+                )
+            self._heard[incarnation] = engine, ref
+        self._suspects.discard(incarnation)
+        self.suspect(engine, but=incarnation)
+
+    def suspect(self, engine: str, *, but: str = "") -> None:
+        """There is a reason to think that the incarnations of `engine` are dead, but for one."""
+        mine = {each for each, (name, _) in self._heard.items() if name == engine and each != but}
+        if not mine <= self._suspects:
+            self._newest_s = asyncio.get_running_loop().time()
+        self._suspects |= mine
+        self._arm()
+
+    def ask(self, engine: str, number: int) -> None:
+        """Its supervisor has stopped it: answer once all of its processes are dead."""
+        self._asked[engine] = number
+        self._newest_s = asyncio.get_running_loop().time()
+        self.close()  # the next try may be far
+        self.suspect(engine)
+
+    def withdraw(self, engine: str) -> None:
+        """It may start again."""
+        self._asked.pop(engine, None)
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _arm(self) -> None:
+        if self._timer is None and (self._suspects or self._asked):
+            loop = asyncio.get_running_loop()
+            waited_s = loop.time() - self._newest_s
+            delay_s = SLOW_S if waited_s < SLOW_FOR_S else RARE_S
+            if self._asked and waited_s < DENSE_FOR_S:
+                delay_s = DENSE_S
+            self._timer = loop.call_later(delay_s, self._try)
+
+    def _try(self) -> None:
+        self._timer = None
+        for incarnation in tuple(self._suspects):
+            engine, ref = self._heard[incarnation]
+            if self._is_free(ref):
+                del self._heard[incarnation]
+                self._suspects.discard(incarnation)
+                self._feed(EngineDead(engine, incarnation))
+        for engine, number in [each for each in self._asked.items() if self._has_none(each[0])]:
+            del self._asked[engine]
+            self._feed(EngineDead(engine, "", number))
+        self._arm()
+
+    def _has_none(self, engine: str) -> bool:
+        """Whether no witness of this engine is left that anybody may hold, heard of or not."""
+        if any(name == engine for name, _ in self._heard.values()):
+            return False
+        stem = f"{witness.PREFIX}{engine}_"
+        names = [name for name in os.listdir(self._directory) if name.startswith(stem)]
+        refs = (self._found(name) for name in names if len(name) == len(stem) + RANDOM_CHARS)
+        return all(ref is None or self._is_free(ref) for ref in refs)
+
+    def _found(self, name: str) -> WitnessRef | None:
+        file, _ = witness.identify(os.path.join(self._directory, name))
+        return None if file is None else WitnessRef(name, file.dev, file.ino)
+
+    def _is_free(self, ref: WitnessRef) -> bool:
+        path = os.path.join(self._directory, ref.name)
+        state = witness.probe(path, ref.dev, ref.ino)
+        return state is witness.WitnessState.FREE or not os.path.lexists(path)

@@ -10,39 +10,31 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Callable, Collection, Iterable
 
-from msgspec import Struct, convert
+from msgspec import Struct
 
 from lockserver.client import witness
 from plumbing.errors import UnderstudyError
-from plumbing.pod.gms_files import read_device_names
 from plumbing.wire.connection import Connection
 from pool.core.events import LeaseAsked, LeaseOver, PoolEvent
-from pool.messages import SENTENCE_CHARS_MAX, LeaseGrantedMsg, LeaseMsg, LeaseWaitingMsg
+from pool.messages import LeaseGrantedMsg, LeaseMsg
 
 LEASES_MAX = 64  # each is an entry of the ledger, and a file that is tried
 # A training run ends once in hours, and whoever waits for its memory has waited longer than this.
 TRY_S = 0.1
 
 
-class HeldLease(Struct, kw_only=True, eq=False):
-    """One neighbour. `device`: its name; `dev`, `ino`: of its file; `pid`: of the `lease` command,
-    0 where it is not visible; `is_granted`: it may have processes that use the memory."""
+class HeldLease(Struct, eq=False):
+    """One neighbour's file, and who speaks for it: `pid` of the `lease` command, 0 where it is not
+    visible. What it has asked for, and was granted, is in the core."""
 
-    asked: LeaseMsg
-    device: str
     dev: int
     ino: int
+    program: str = ""
     pid: int = 0
-    is_granted: bool = False
-    waits_for: str = ""
     conn: Connection | None = None
     request_id: int = 0
-
-
-ON_FILE = ("asked", "device", "dev", "ino", "pid")
 
 
 class LeaseDesk:
@@ -55,60 +47,48 @@ class LeaseDesk:
         self.leases: dict[str, HeldLease] = {}
         self._timer: asyncio.TimerHandle | None = None
 
-    def recover(self, record: list[Any], granted: Collection[str]) -> None:
+    def recover(self, granted: Iterable[str]) -> None:
         """Those that were granted before this pool started. Who has waited asks again. A file that
         is gone is a lease that is over: what its processes have is seen as used from outside."""
-        for said in record:
-            asked = convert(said["asked"], LeaseMsg)
-            if asked.lease in granted:
-                self.leases[asked.lease] = HeldLease(**{**said, "asked": asked, "is_granted": True})
+        for lease in granted:
+            file, _ = witness.identify(self._path(lease))
+            self.leases[lease] = HeldLease(file.dev, file.ino) if file else HeldLease(0, 0)
         self._arm()
-
-    def record(self) -> list[dict[str, Any]]:
-        """All of them, for the state file: a grant is on file before it is told."""
-        found = self.leases.values()
-        return [{name: getattr(each, name) for name in ON_FILE} for each in found]
 
     def asked(self, conn: Connection, message: LeaseMsg, request_id: int) -> None:
         """
         Raises:
             UnderstudyError: `pool.unknown_device`, `pool.too_many_leases`, `pool.no_lease_file`.
         """
-        known = self.leases.get(message.lease)
-        if known is not None:
-            known.conn, known.request_id, conn.state = conn, request_id, message.lease
-            if known.is_granted:
-                conn.send(LeaseGrantedMsg(message.lease), request_id)
-            elif known.waits_for:
-                conn.send(LeaseWaitingMsg(known.waits_for), request_id)
-            return
-        device = self._named(message.device)
-        if device not in self._devices:
+        if message.device not in self._devices:
             why = f"there is no device {message.device} here; there are {', '.join(self._devices)}"
             raise UnderstudyError("pool.unknown_device", why)
+        held = self.leases.get(message.lease)
+        if held is None:
+            held = self.leases[message.lease] = self._new(message.lease)
+        held.program, held.pid = message.program, conn.peer.pid
+        held.conn, held.request_id, conn.state = conn, request_id, message.lease
+        size_bytes, since_ms = message.size_bytes, message.since_ms
+        self._feed(
+            LeaseAsked(message.lease, message.device, size_bytes, since_ms, message.priority)
+        )
+        self._arm()
+
+    def _new(self, lease: str) -> HeldLease:
         if len(self.leases) >= LEASES_MAX:
             why = f"there are {LEASES_MAX} leases, the limit"
             raise UnderstudyError("pool.too_many_leases", why)
-        path = self._path(message.lease)
+        path = self._path(lease)
         file, state = witness.identify(path)
         if file is None or state is not witness.WitnessState.HELD:
             why = f"no process holds {path}, so this lease would never end"
             raise UnderstudyError("pool.no_lease_file", why)
-        held = HeldLease(
-            asked=message, device=device, dev=file.dev, ino=file.ino, pid=conn.peer.pid
-        )
-        held.conn, held.request_id, conn.state = conn, request_id, message.lease
-        self.leases[message.lease] = held
-        size_bytes, since_ms = message.size_bytes, message.since_ms
-        self._feed(LeaseAsked(message.lease, device, size_bytes, since_ms, message.priority))
-        self._arm()
+        return HeldLease(file.dev, file.ino)
 
     def granted(self, lease: str) -> None:
         held = self.leases.get(lease)
-        if held is not None:
-            held.is_granted, held.waits_for = True, ""
-            if held.conn is not None:
-                held.conn.send(LeaseGrantedMsg(lease), held.request_id)
+        if held is not None and held.conn is not None:
+            held.conn.send(LeaseGrantedMsg(lease), held.request_id)
 
     def refused(self, lease: str, why: str) -> None:
         held = self.leases.pop(lease, None)
@@ -116,14 +96,6 @@ class LeaseDesk:
             if held.conn is not None:
                 held.conn.fault(UnderstudyError("pool.no_room", why), held.request_id, close=False)
             self._remove(lease)
-
-    def waits(self, lease: str, why: str) -> None:
-        """Tell who waits what it waits for."""
-        held = self.leases.get(lease)
-        if held is not None:
-            held.waits_for = why[:SENTENCE_CHARS_MAX]
-            if held.conn is not None:
-                held.conn.send(LeaseWaitingMsg(held.waits_for), held.request_id)
 
     def left(self, conn: Connection) -> None:
         """`conn` has closed; harmless where it is no lease's. Its processes may live on."""
@@ -158,11 +130,6 @@ class LeaseDesk:
     def _remove(self, lease: str) -> None:
         with contextlib.suppress(OSError):
             os.unlink(self._path(lease))
-
-    def _named(self, device: str) -> str:
-        """A number counts the devices of the memory service, as in the pool file."""
-        served = read_device_names(self._directory) if device.isdecimal() else ()
-        return served[int(device)] if device.isdecimal() and int(device) < len(served) else device
 
     def _path(self, lease: str) -> str:
         return os.path.join(self._directory, f"lease_{lease}")

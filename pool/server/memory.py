@@ -27,7 +27,7 @@ from plumbing.pod.paths import KV, WEIGHTS, gms_socket
 from plumbing.wire.connection import Connection
 from plumbing.wire.messages import Message
 from pool.client.link import KeptLink
-from pool.core.events import DeviceIs, MemoryIs, PoolEvent
+from pool.core.events import AskMemory, DeviceIs, MemoryIs, PoolEvent
 from pool.core.states import HOST, EntryKind
 
 SAMPLE_S = 1.0  # between two samples of a device
@@ -86,18 +86,21 @@ class MemorySide:
             if device != HOST:
                 links[0].look_soon(LOOK_S)
 
-    def ask(self, model: str, number: int, *, frees_kv: bool, frees_weights: bool) -> None:
-        """Look anew at all memory of `model`, and report it with this number; have it freed."""
-        for link in self.links(model):
-            if frees_kv if link.tag == KV else frees_weights:
-                link.free()
-            link.ask(number)
+    def ask(self, question: AskMemory) -> None:
+        """Look anew at this memory, and report it with this number; have it freed."""
+        for link in self.links(question.model):
+            is_asked = link.kind in question.kinds
+            link.is_to_free |= is_asked if link.tag == KV else question.frees_weights
+            if is_asked:
+                link.ask(question.number)
+            elif link.is_to_free:
+                link.look()
 
     def keep(self, model: str, *, and_kv: bool) -> None:
         """Its memory is needed again."""
         for link in self.links(model):
             if and_kv or link.tag != KV:
-                link.keep()
+                link.is_to_free = link.is_awaited = False
 
     def _changed(self, link: PlaceLink) -> None:
         device = next(name for name, links in self._places.items() if link in links)
@@ -110,14 +113,13 @@ class MemorySide:
 
     def _tell_memory(self, device: str, links: Sequence[PlaceLink]) -> None:
         held: dict[tuple[EntryKind, str], int] = {}
-        asked: dict[str, int] = {}
+        asked: dict[tuple[EntryKind, str], int] = {}
         for link in links:
             model = model_at(link.place)
-            asked[model] = min(asked.get(model, link.answered), link.answered)
+            if link.answered:
+                asked[link.kind, model] = link.answered
             if link.held_bytes:
-                kind = EntryKind.COPY if device == HOST else EntryKind(link.tag)
-                held[kind, model] = link.held_bytes
-        asked = {model: number for model, number in asked.items() if number}
+                held[link.kind, model] = link.held_bytes
         self._tell(MemoryIs(device, held, asked))
 
     def _tell(self, said: MemoryIs | DeviceIs) -> None:
@@ -175,30 +177,22 @@ class PlaceLink(KeptLink):
         is in service."""
         super().__init__(gms_socket(directory, place, tag), weights.CATALOGUE)
         self.place, self.tag = place, tag
-        self._is_copy = is_copy
+        self.kind = EntryKind.COPY if is_copy else EntryKind(tag)
         self.held_bytes: int | None = None  # None: not known yet
         self.device: DeviceSample | None = None
-        self.is_to_free = False
+        self.is_to_free = False  # nobody needs it: as soon as no process maps it
         self._on_change = on_change
         self._freeing: asyncio.Task[None] | None = None
         self._restless_s = RESTLESS_S
         self._question = 0  # the newest one
-        self._is_awaited = False  # somebody waits for this memory to be free
+        self.is_awaited = False  # somebody waits for this memory to be free
         self._asked: tuple[int, int] = (0, 0)  # the newest request, and the question before it
         self.answered = 0  # the newest question that a look after it has answered
 
     def ask(self, number: int) -> None:
         """Look anew; `answered` is `number` then. Asked again on every connection until it is."""
-        self._question, self._is_awaited = number, True
+        self._question, self.is_awaited = number, True
         self.look()
-
-    def free(self) -> None:
-        """Nobody needs this memory: have it freed as soon as no process maps it."""
-        self.is_to_free = True
-
-    def keep(self) -> None:
-        """It is needed again."""
-        self.is_to_free = self._is_awaited = False
 
     async def run(self) -> None:
         """Stay connected until cancelled."""
@@ -221,7 +215,7 @@ class PlaceLink(KeptLink):
         drop = (
             weights.DropPoolMsg()
             if self.tag == KV
-            else weights.DropMsg(even_if_mapped=self._is_copy)
+            else weights.DropMsg(even_if_mapped=self.kind is EntryKind.COPY)
         )
         try:
             await ask(self.path, weights.CATALOGUE, drop)
@@ -240,7 +234,7 @@ class PlaceLink(KeptLink):
                 self.problem = None
                 self._look_at(message.document, is_newest=request_id == self._asked[0])
             case EventMsg():
-                is_calm = self.held_bytes is not None and not (self._is_awaited or self.is_to_free)
+                is_calm = self.held_bytes is not None and not (self.is_awaited or self.is_to_free)
                 self.look_soon(CALM_LOOK_S if is_calm else LOOK_S)
 
     def _look_at(self, document: dict[str, Any], *, is_newest: bool) -> None:
@@ -260,7 +254,7 @@ class PlaceLink(KeptLink):
             has_some = bool(document["committed_bytes"]) or is_to_forget
             is_used = self._is_used(document["sessions"]) or not has_some
         is_news, self.held_bytes = held != self.held_bytes, held
-        self._is_awaited &= held > 0
+        self.is_awaited &= held > 0
         if is_newest and self.answered != self._asked[1]:
             self.answered, is_news = self._asked[1], True
         sample = _sample(document)
@@ -280,7 +274,8 @@ class PlaceLink(KeptLink):
     def _is_used(self, sessions: list[dict[str, Any]]) -> bool:
         """Whether anybody but the keeper of a copy is there."""
         return any(
-            not self._is_copy or (each["engine"], each["mode"]) != (weights.COPIER, "ro")
+            self.kind is not EntryKind.COPY
+            or (each["engine"], each["mode"]) != (weights.COPIER, "ro")
             for each in sessions
         )
 

@@ -1,14 +1,12 @@
 """The pool's metrics: events are counted as they are recorded, states are read at each scrape.
 
-`ServingShare` measures how much of its time a device serves while there are requests for it: what
-turns and switches cost. A device is *wanted* while a model on it has requests, in an engine or
-waiting, and *serves* while an engine on it has requests. Looks a second apart are counted.
+A device is *wanted* while a model on it has requests, in an engine or waiting, and *serves* while
+an engine on it has requests. Their ratio tells what turns and switches cost.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from plumbing.service.metrics import Metrics
@@ -38,11 +36,6 @@ OF_DEVICE = {
     "pool_device_bytes": "Size of a device.",
     "pool_free_bytes": "Memory that is not reserved; below 0, more is in use than fits.",
 }
-OF_SERVED_DEVICE = {
-    "pool_wanted_ratio": "Share of the last ten minutes in which a device had requests, waiting or"
-    " running.",
-    "pool_serving_ratio": "Share of that time in which an engine had requests; 1 if none came.",
-}
 OF_POOL = {
     "pool_recovering": "1 while not all of a model's engines have reported since the pool started.",
     "pool_write_problem": "1 while the state file cannot be written and nothing is decided.",
@@ -58,12 +51,21 @@ class PoolMetrics:
         self._devices = devices
         by_model, by_device = {"model": tuple(models)}, {"device_uuid": tuple(devices)}
         served = {"device_uuid": tuple(device for device in devices if device != HOST)}
+        self._wanted = made.counter(
+            "pool_wanted_seconds_total",
+            "Time in which a device had requests, waiting or running.",
+            served,
+        )
+        self._serving = made.counter(
+            "pool_serving_seconds_total",
+            "Time in which an engine on a device had requests.",
+            served,
+        )
         self._gauges = {
             name: made.gauge(name, about, labels)
             for names, labels in (
                 (OF_MODEL, by_model),
                 (OF_DEVICE, by_device),
-                (OF_SERVED_DEVICE, served),
                 (OF_POOL, {}),
             )
             for name, about in names.items()
@@ -107,18 +109,29 @@ class PoolMetrics:
                     self._switch.labels(phase=phase).observe(getattr(record, f"{phase}_ms") / 1000)
                 self._waited.labels(model=record.model).observe(record.wait_ms / 1000)
 
+    def look(self, models: Mapping[str, Model], demand: Demand) -> None:
+        """Call this every second."""
+        wanted, serving = set[str](), set[str]()
+        for name, model in models.items():
+            if demand.in_flight(name):
+                serving.update(model.rules.devices)
+            elif demand.tickets(name):
+                wanted.update(model.rules.devices)
+        for device in wanted | serving:
+            self._wanted.labels(device_uuid=device).inc()
+        for device in serving:
+            self._serving.labels(device_uuid=device).inc()
+
     def update(
         self,
         pool: Facts,
         now_ms: float,
         bounds_ms: Mapping[str, float],
-        shares: Mapping[str, tuple[float, float]],
         *,
         is_unwritten: bool,
         gateways: int,
     ) -> None:
-        """Call this before each scrape. `bounds_ms`: of those models whose bound is known;
-        `shares`: as `ServingShare` has them."""
+        """Call this before each scrape. `bounds_ms`: of those models whose bound is known."""
         for name, known in pool.models.items():
             tickets = pool.demand.tickets(name)
             oldest_ms = min((each.since_ms for each in tickets), default=now_ms)
@@ -132,8 +145,6 @@ class PoolMetrics:
             )
             self._set(OF_MODEL, found, model=name)
             self._state.set(known.state.value, model=name)
-        for device, share in shares.items():
-            self._set(OF_SERVED_DEVICE, share, device_uuid=device)
         is_recovering = any(each.is_recovering for each in pool.models.values())
         self._set(OF_POOL, (is_recovering, is_unwritten, gateways))
         self._update_devices(pool.ledger)
@@ -155,33 +166,3 @@ class PoolMetrics:
             free = ledger.free_bytes(device) if device in ledger.totals else 0
             values = (ledger.outside.get(device, 0), ledger.totals.get(device, 0), free)
             self._set(OF_DEVICE, values, device_uuid=device)
-
-
-LOOKS_MAX = 600  # ten minutes: longer than any bound in use, and short enough to see a change
-
-
-class ServingShare:
-    """Of the last ten minutes, by device."""
-
-    def __init__(self, devices: Collection[str]) -> None:
-        self._looks = {name: deque[tuple[bool, bool]](maxlen=LOOKS_MAX) for name in devices}
-
-    def look(self, models: Mapping[str, Model], demand: Demand) -> None:
-        """Call this every second."""
-        wanted, serving = set[str](), set[str]()
-        for name, model in models.items():
-            if demand.in_flight(name):
-                serving.update(model.rules.devices)
-            elif demand.tickets(name):
-                wanted.update(model.rules.devices)
-        for name, looks in self._looks.items():
-            looks.append((name in wanted | serving, name in serving))
-
-    def shares(self) -> dict[str, tuple[float, float]]:
-        """By device: of the time, how much it was wanted; and of that, how much it served."""
-        found = {}
-        for name, looks in self._looks.items():
-            wanted, serving = (sum(each) for each in zip(*looks, strict=True)) if looks else (0, 0)
-            share = wanted / len(looks) if looks else 0.0
-            found[name] = (share, serving / wanted if wanted else 1.0)
-        return found

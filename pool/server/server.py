@@ -41,11 +41,10 @@ from pool.server import status
 from pool.server.engines import EngineSide
 from pool.server.gateways import PoolGateways, for_gateways
 from pool.server.leases import LeaseDesk
-from pool.server.locks import PoolLockSide
 from pool.server.memory import SAMPLE_S, MemorySide
-from pool.server.metrics import PoolMetrics, ServingShare
+from pool.server.metrics import PoolMetrics
 from pool.server.settings import PoolSettings
-from pool.server.state_file import NEW_POD, PoolStateFile
+from pool.server.state_file import PoolStateFile
 
 INBOX_MAX = 10_000  # events that wait for a disk; a pool whose disk is gone for longer ends
 SAVE_RETRY_S = 1.0
@@ -87,11 +86,11 @@ class PoolServer(Handler):
         except BaseException:
             await self.server.close()
             raise
-        self._tasks = [*self.engines.start(), *self.memory.start(), self.locks.start()]
+        self._tasks = [*self.engines.start(), *self.memory.start()]
         for task in self._tasks:
             task.add_done_callback(self._ended)
         self.feed(ev.PoolTick())
-        if (self.state.record or {NEW_POD: True}).get(NEW_POD):
+        if self.state.record is None:
             for name, model in self.file.models.items():
                 if model.preload:
                     self.feed(ev.Ordered(name, ev.Order.LOAD))
@@ -116,18 +115,15 @@ class PoolServer(Handler):
         self.doors = {name: ev.SetModelDoor(name, 0, None) for name in models}
         self.metrics = PoolMetrics(models, setup.devices)
         self.metrics.metrics.refresh = self._refresh
-        self.serving = ServingShare(file.devices)
         self.gateways = PoolGateways(lambda: for_gateways(self.facts, self.doors, self.file), feed)
         engines_by_model = {name: engines_of(name, each) for name, each in models.items()}
         self.engines = EngineSide(directory, engines_by_model, clock, feed)
-        self.locks = PoolLockSide(directory, models, feed)
         devices = {name: each.devices for name, each in models.items()}
         bases = self.engines.bases
         self.memory = MemorySide(directory, devices, file.host_memory, feed, bases)
         self.leases = LeaseDesk(directory, file.devices, feed)
         self.started_ms = clock.now_ms()
-        granted = {each.lease for each in snapshot.leases} if snapshot is not None else set()
-        self.leases.recover(record.get("leases", []), granted)
+        self.leases.recover(self.facts.leases)
         if state.problem is not None:
             message = f"{state.path}: {state.problem}; moved to {state.aside}"
             self.log.record("pool.state_lost", message, "error", {"aside": state.aside})
@@ -201,7 +197,6 @@ class PoolServer(Handler):
             self.facts,
             self.clock.now_ms(),
             status.bounds_ms(self.facts),
-            self.serving.shares(),
             is_unwritten=self.problem is not None,
             gateways=len(self.gateways.conns),
         )
@@ -234,14 +229,8 @@ class PoolServer(Handler):
         Raises:
             OSError: it may not be on file.
         """
-        self.state.write(
-            {
-                "pool": self.pool.snapshot(),
-                "leases": self.leases.record(),
-                "changed": self.changed,
-            },
-            survives_power_cut=is_order,
-        )
+        record = {"pool": self.pool.snapshot(), "changed": self.changed}
+        self.state.write(record, survives_power_cut=is_order)
 
     def _hold(self, error: OSError) -> None:
         if self.problem is None:
@@ -287,7 +276,7 @@ class PoolServer(Handler):
         self._ticker = asyncio.get_running_loop().call_later(SAMPLE_S, self._tick)
         self.engines.look()
         self.memory.sample()
-        self.serving.look(self.facts.models, self.facts.demand)
+        self.metrics.look(self.facts.models, self.facts.demand)
 
     # ------------------------------------------------------------------ effects
 
@@ -307,12 +296,11 @@ class PoolServer(Handler):
                 if effect.goal is not Tier.COLD:
                     model = self.engines.links[effect.engine].model
                     self.memory.keep(model, and_kv=effect.goal is Tier.AWAKE)
-                self.engines.tell(effect.engine, effect.goal, effect.generation)
-            case ev.KillEngine():
-                self.engines.tell(effect.engine, Tier.COLD, effect.generation, is_kill=True)
-                self._record("pool.kill", effect.reason, "warning", engine_id=effect.engine)
-            case ev.AskMemory(model=model, number=number, frees_kv=kv, frees_weights=weights):
-                self.memory.ask(model, number, frees_kv=kv, frees_weights=weights)
+                self.engines.tell(effect)
+                if effect.kill:
+                    self._record("pool.kill", effect.kill, "warning", engine_id=effect.engine)
+            case ev.AskMemory():
+                self.memory.ask(effect)
             case ev.AskWitness():
                 self.engines.witnesses.ask(effect.engine, effect.number)
             case ev.GrantLease():
@@ -321,8 +309,6 @@ class PoolServer(Handler):
             case ev.RefuseLease():
                 self.leases.refused(effect.lease, effect.why)
                 self._record("pool.lease", effect.why, "warning", lease=effect.lease)
-            case ev.LeaseWaits():
-                self.leases.waits(effect.lease, effect.why)
             case ev.Alarm(model=model, sentence=sentence):
                 self._record("pool.alarm", sentence, "error", model=model)
             case ev.ModelChanged(model=model, old=old, new=new, reason=reason):

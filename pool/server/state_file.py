@@ -17,17 +17,14 @@ import errno
 import json
 import os
 import stat
-from contextlib import closing
 from typing import Any
 
 import msgspec
 
 from plumbing.pod.paths import pool_state
 from plumbing.service.files import SlotFile, SlotFormat, put_aside, state_faults
-from pool.core.saved import PoolSnapshot, anew
 
-SCHEMA = 3
-NEW_POD = "new_pod"  # in a record that no pool has read yet
+SCHEMA = 4
 SLOT_BYTES = 64 * 1024  # a hundred models with two engines each
 FORMAT = SlotFormat("understudy-pool 1", SLOT_BYTES)
 FAULTS = {"in_use": "pool.state_in_use", "unwritable": "pool.state_unwritable"}
@@ -70,22 +67,6 @@ class PoolStateFile:
 
     def close(self) -> None:
         self._file.close()
-
-
-def begin_new_pod(directory: str) -> None:
-    """Forget what is on file of a pod whose processes are all gone (`pool.core.saved.anew`); a
-    pool that starts then loads what is to be loaded at the start.
-
-    Raises:
-        UnderstudyError: as `PoolStateFile`.
-    """
-    if not os.path.lexists(pool_state(directory)):
-        return
-    with closing(PoolStateFile(directory)) as file, state_faults(file.path, FORMAT, **FAULTS):
-        record = file.record
-        if record is not None:
-            old = msgspec.convert(record["pool"], PoolSnapshot)
-            file.write({**record, "pool": anew(old), NEW_POD: True})
 
 
 def _text(record: dict[str, Any] | None) -> bytes:

@@ -1,7 +1,7 @@
 """The documents and probes of a pool, made of the structs of `pool.schema`.
 
-Its status has the plan and the reservations: who is next, and who holds what; of each model why it
-is where it is, what it waits for, and how long that can last. `pool.status_text` prints it.
+Its status has the reservations, who holds what; of each model why it is where it is, what it waits
+for, and how long that can last. `pool.status_text` prints it.
 
 It only reads. What a model waits for is said by `pool.core.admission`.
 """
@@ -15,16 +15,18 @@ from typing import Any, Protocol
 
 import msgspec
 
+from plumbing.pod.messages import Tier
 from plumbing.service.clock import SystemClock, moment
 from plumbing.service.events import EventLog
 from plumbing.service.http import Probe
 from plumbing.service.notify import restarts
 from pool import status_text
-from pool.core.admission import expected_ms, next_of, wait_of
+from pool.core.admission import expected_ms, wait_of
 from pool.core.events import SetModelDoor
 from pool.core.facts import Facts
 from pool.core.model import Model
-from pool.core.states import FALLING, HOST, RISING, EntryKind, ModelState
+from pool.core.states import HOST, EntryKind
+from pool.core.who_wakes import unheard
 from pool.core.who_yields import bound_ms
 from pool.pool_file import digests
 from pool.schema import (
@@ -36,13 +38,11 @@ from pool.schema import (
     PoolHolder,
     PoolLeaseFields,
     PoolModel,
-    PoolPlan,
     PoolStatus,
 )
 from pool.server.engines import EngineLink, EngineSide
 from pool.server.gateways import PoolGateways
 from pool.server.leases import LeaseDesk
-from pool.server.locks import PoolLockSide
 from pool.server.memory import MemorySide
 from pool.server.settings import PoolSettings
 
@@ -64,7 +64,6 @@ class ShownPool(Protocol):
     engines: EngineSide
     gateways: PoolGateways
     leases: LeaseDesk
-    locks: PoolLockSide
     memory: MemorySide
 
 
@@ -82,8 +81,7 @@ def document(server: ShownPool) -> dict[str, Any]:
         recovering=is_recovering(server),
         models=[_model(server, model) for model in server.facts.models.values()],
         devices=[_device(server.facts, name) for name in server.facts.ledger.devices],
-        leases=[_lease(server, each) for each in server.leases.leases],
-        plan=plan(server),
+        leases=[_lease(server, lease) for lease in server.facts.leases.values()],
         gateways=[PoolGateway(name) for name in server.gateways.conns],
         file=PoolFileFields(server.settings.path or None, digests(server.settings.file)),
         changed={name or "pool": found for name, found in server.changed.items()},
@@ -102,8 +100,6 @@ def problems(server: ShownPool) -> list[str]:
     """One sentence for each thing that does not work now."""
     found: list[str | None] = [server.problem]
     found += [each.alarm for each in server.facts.models.values()]
-    if server.locks.problem is not None:
-        found.append(f"the pool cannot reach the lock server: {server.locks.problem}")
     if not server.gateways.conns:
         found.append("no gateway is connected, so no request can wake a model")
     found += [*server.engines.problems, *server.memory.problems]
@@ -172,7 +168,7 @@ def _model(server: ShownPool, model: Model) -> PoolModel:
         if sizes is None
         else {kind: dict(getattr(sizes, kind)) for kind in ("base", "weights", "kv")},
         refused=model.never,
-        expected_ms=_rounded(expected_ms(model, now_ms)),
+        expected_ms=_rounded(expected_ms(facts, model)),
         bound_ms=_rounded(bound),
         measured_bound_ms=_rounded(measured),
         alarm=model.alarm or None,
@@ -204,43 +200,6 @@ def _engine(link: EngineLink, model: Model) -> PoolEngine:
     return PoolEngine(link.engine, is_shadow, link.goal, state, link.problem)
 
 
-def plan(server: ShownPool) -> list[PoolPlan]:
-    """What happens next to each model that somebody waits for and that does not serve yet; who has
-    waited longest, counted in steps of priority, is first."""
-    facts, now_ms = server.facts, server.clock.now_ms()
-    rows = []
-    for name, model in facts.models.items():
-        tickets = facts.demand.tickets(name)
-        since_ms = [each.since_ms for each in tickets]
-        if model.load_ordered_ms is not None:
-            since_ms.append(model.load_ordered_ms)
-        if not since_ms or model.state is ModelState.AWAKE:
-            continue
-        priority = min((each.priority for each in tickets), default=model.rules.priority)
-        waited_ms = max(0.0, now_ms - min(since_ms))
-        level = priority - waited_ms // facts.rules.starve_after_ms
-        victims = list(model.victims) if model.has_plan else []
-        why = next_of(facts, model)
-        row = PoolPlan(name, _step(model), why, victims, len(tickets), round(waited_ms))
-        rows.append((level, -waited_ms, row))
-    return [row for _, _, row in sorted(rows, key=lambda each: each[:2])]
-
-
-def _step(model: Model) -> str:
-    """In one word."""
-    if model.is_unknown or model.is_recovering:
-        return "recovering"
-    if model.state is ModelState.FAILED:
-        return "failed"
-    if model.never is not None:
-        return "refused"
-    if model.state in RISING:
-        return "rises"
-    if model.state in FALLING:
-        return "next_turn"
-    return "switches" if model.has_plan else "waits"
-
-
 # -------------------------------------------------------------------------------------- memory
 
 
@@ -264,16 +223,18 @@ def _device(facts: Facts, device: str) -> PoolDevice:
     )
 
 
-def _lease(server: ShownPool, lease: str) -> PoolLeaseFields:
-    held = server.leases.leases[lease]
+def _lease(server: ShownPool, lease: Model) -> PoolLeaseFields:
+    asked = lease.lease
+    assert asked is not None
+    held, is_granted = server.leases.leases.get(asked.lease), lease.goal is Tier.AWAKE
     return PoolLeaseFields(
-        lease=lease,
-        device=held.device,
-        bytes=held.asked.size_bytes,
-        granted=held.is_granted,
-        waits_for=held.waits_for or None,
-        priority=held.asked.priority,
-        command=held.asked.program or None,
-        pid=held.pid or None,
-        **moment(held.asked.since_ms, server.clock),
+        lease=asked.lease,
+        device=asked.device,
+        bytes=asked.bytes,
+        granted=is_granted,
+        waits_for=None if is_granted else unheard(asked.device) if lease.is_blind else lease.wait,
+        priority=asked.priority,
+        command=(held.program if held is not None else "") or None,
+        pid=(held.pid if held is not None else 0) or None,
+        **moment(asked.since_ms, server.clock),
     )

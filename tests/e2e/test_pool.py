@@ -180,7 +180,7 @@ async def test_pod_that_is_stopped_leaves_nothing_behind_and_the_next_one_begins
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ):
     """Method: `understudy up --pool` with a model whose file is cut off; Ctrl-C; again, with the
-    file repaired. An order is kept, a fault is not."""
+    file repaired. Neither an order is kept nor a fault."""
     temporary = tmp_path_factory.mktemp("t")  # sockets have short paths only
     async with started(temporary, monkeypatch) as (pod, model):
         await auntil(lambda: pod.states()["good"] == "awake", "the model to be loaded")
@@ -192,10 +192,7 @@ async def test_pod_that_is_stopped_leaves_nothing_behind_and_the_next_one_begins
     shutil.copy(model / "model.safetensors", temporary / "broken")
     async with started(temporary, monkeypatch) as (pod, _):
         await auntil(lambda: pod.states()["good"] == "awake", "the model to be loaded")
-        assert {each["model"]: each["pinned"] for each in pod.status()["models"]} == {
-            "good": True,
-            "broken": False,
-        }
+        assert not any(each["pinned"] for each in pod.status()["models"])
         assert pod.states()["broken"] == "cold"
         await asyncio.to_thread(pod.stream, "broken", max_tokens=8)
 

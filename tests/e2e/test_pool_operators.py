@@ -32,7 +32,7 @@ pytestmark = pytest.mark.slow
 
 CARDS = """JSON.stringify(Object.fromEntries([...document.querySelectorAll('#cards .card')].map(
     (card) => [card.querySelector('.name').textContent, card.dataset.state])))"""
-PLAN = "document.getElementById('plan').innerText"
+WAITS = "document.getElementById('cards').innerText"
 TIMELINE = "document.querySelector('#timeline svg').getAttribute('aria-label')"
 BAR = "document.querySelector('#devices .memory').getAttribute('aria-label')"
 SOUNDNESS = "document.getElementById('soundness').textContent"
@@ -73,7 +73,7 @@ async def scenario(pod: RunningPool, page: Tab) -> None:
         running = asyncio.create_task(asyncio.to_thread(pod.ask, "a"))
         await page.wait("models.some((each) => each.model === 'a' && each.in_flight)")
         waiting = asyncio.create_task(asyncio.to_thread(pod.ask, "b"))
-        await page.wait(f"{PLAN}.includes('is protected for')")
+        await page.wait(f"{WAITS}.includes('is protected for')")
         assert (await cards(page))["a"] == "awake"
         assert "a awake since" in await page.evaluate(TIMELINE)
         assert (await page.evaluate(BAR)).startswith("a ")
@@ -81,7 +81,7 @@ async def scenario(pod: RunningPool, page: Tab) -> None:
         os.kill(model, signal.SIGCONT)
     assert (await running)[0] == 200
     assert (await waiting)[0] == 200
-    await page.wait(f"{PLAN}.includes('nobody')")
+    await page.wait(f"!{WAITS}.includes('is protected for')")
     assert (await cards(page))["b"] == "awake"
     assert "b awake since" in await page.evaluate(TIMELINE)
     # A child's counts come with its next heartbeat.

@@ -1,4 +1,4 @@
-"""Stand-ins for the pool's neighbours, on the real sockets: engines, memory, lock server, gateway.
+"""Stand-ins for the pool's neighbours, on the real sockets: engines, memory, gateway.
 
 They run on the loop of a test and do at once what the pool says; the pool is a process of its own.
 Engines hold real witnesses.
@@ -16,7 +16,6 @@ from collections.abc import Iterator
 
 from gms.client import messages as weights_messages
 from lockserver import witness
-from lockserver.client import messages as lock
 from plumbing.pod.messages import (
     GOAL_CATALOGUE,
     EngineReportMsg,
@@ -28,7 +27,7 @@ from plumbing.pod.messages import (
     WatchMsg,
     WitnessRef,
 )
-from plumbing.pod.paths import KV, WEIGHTS, engine_socket, gms_socket, lockserver_socket
+from plumbing.pod.paths import KV, WEIGHTS, engine_socket, gms_socket
 from plumbing.wire.connection import Handler
 from plumbing.wire.server import Server
 from pool.client.link import PoolLink
@@ -36,7 +35,6 @@ from pool.core.events import ModelDemand, OpenDoor, Ticket
 from tests.helpers import auntil, free_port
 
 MIB = 1 << 20
-ERA = "e" * 16
 DEVICE = "HOST-0"
 
 
@@ -84,33 +82,6 @@ class Memory(Handler):
                 if self.tag == WEIGHTS:
                     reply = weights_messages.DroppedMsg("e", ())
                 conn.send(reply, request_id)
-
-    def closed(self, conn, reason):
-        self.conns.discard(conn)
-
-
-class Locks(Handler):
-    """The lock server: grants what an engine asks for, and tells every observer."""
-
-    def __init__(self, directory, models):
-        self.holders, self.token, self.conns = dict.fromkeys(models), 0, set()
-        self.server = Server(lockserver_socket(directory), lock.CATALOGUE, self, service="lock")
-
-    def grant(self, model, engine, incarnation):
-        self.token += 1
-        self.holders[model] = (engine, self.token)
-        said = lock.GrantedMsg(f"active:{model}", engine, incarnation, self.token, ERA)
-        for conn in self.conns:
-            conn.send(said)
-        return self.token
-
-    def received(self, conn, message, request_id, fds):
-        self.conns.add(conn)
-        found = {}
-        for model, holder in self.holders.items():
-            shown = {"engine": holder[0], "token": holder[1]} if holder else None
-            found[f"active:{model}"] = {"holder": shown}
-        conn.send(StatusReplyMsg({"era": ERA, "locks": found}), request_id)
 
     def closed(self, conn, reason):
         self.conns.discard(conn)
@@ -182,7 +153,8 @@ class StandInEngine(Handler):
             self._launch()
             weights.set(10 * MIB, is_mapped=True)
         if not self.token:
-            self.token = self.world.locks.grant(self.model, self.name, self.incarnation)
+            self.world.tokens += 1
+            self.token = self.world.tokens
         is_awake = self.goal is Tier.AWAKE
         self.state, self.tier = ("active", Tier.AWAKE) if is_awake else ("resting", Tier.WARM)
         kv.set(20 * MIB if is_awake else 0, is_mapped=is_awake)
@@ -246,7 +218,7 @@ class World:
 
     def __init__(self, directory, models, capacity_bytes):
         self.directory = directory
-        self.locks = Locks(directory, models)
+        self.tokens = 0  # granted so far
         self.memory = {
             (model, tag): Memory(directory, f"{DEVICE}.{model}", tag, capacity_bytes)
             for model in models
@@ -258,7 +230,7 @@ class World:
         self._running = None
 
     async def __aenter__(self):
-        for each in (self.locks, *self.memory.values(), *self.engines.values()):
+        for each in (*self.memory.values(), *self.engines.values()):
             await each.server.start()
         self._running = asyncio.create_task(self.link.run())
         return self
@@ -266,7 +238,7 @@ class World:
     async def __aexit__(self, *_):
         self._running.cancel()
         await asyncio.gather(self._running, return_exceptions=True)
-        for each in (self.locks, *self.memory.values(), *self.engines.values()):
+        for each in (*self.memory.values(), *self.engines.values()):
             await each.server.close()
         for engine in self.engines.values():
             engine.die()

@@ -10,7 +10,7 @@ import asyncio
 from gms.client import messages as weights_messages
 from gms.client import offload_device
 from plumbing.pod.paths import KV, WEIGHTS
-from pool.core.events import DeviceIs, MemoryIs
+from pool.core.events import AskMemory, DeviceIs, MemoryIs
 from pool.core.states import EntryKind
 from pool.server.memory import GRAIN_BYTES, MemorySide
 from tests.helpers import auntil
@@ -57,6 +57,9 @@ class Scene:
             if model in models:
                 await server.server.start()
 
+    def ask(self, model, number, *kinds, frees_weights=False):
+        self.side.ask(AskMemory(model, number, frozenset(kinds), frees_weights))
+
     def last(self, kind):
         return next((each for each in reversed(self.events) if type(each) is kind), None)
 
@@ -86,14 +89,15 @@ async def test_device_is_unknown_until_all_of_its_servers_are_heard(tmp_path):
 
 
 async def test_question_is_answered_by_a_look_after_it(tmp_path):
-    """Goal: a word from before the question proves nothing. Method: the number comes back once all
-    servers of the model have been looked at again, and only for that model."""
+    """Goal: a word from before the question proves nothing. Method: the number comes back once the
+    model's memory of that kind has been looked at again, and only for that one."""
     async with Scene(tmp_path) as seen:
         await seen.serve("chat", "coder")
         await seen.until(MemoryIs, lambda found: True, "the first word")
         assert seen.last(MemoryIs).asked == {}
-        seen.side.ask("chat", 7, frees_kv=False, frees_weights=False)
-        await seen.until(MemoryIs, lambda found: found.asked == {"chat": 7}, "the answer")
+        seen.ask("chat", 7, EntryKind.WEIGHTS)
+        answer = {(EntryKind.WEIGHTS, "chat"): 7}
+        await seen.until(MemoryIs, lambda found: found.asked == answer, "the answer")
 
 
 async def test_memory_is_freed_once_nobody_maps_it_and_not_if_it_is_needed_again(tmp_path):
@@ -105,8 +109,8 @@ async def test_memory_is_freed_once_nobody_maps_it_and_not_if_it_is_needed_again
         for each in (chat, coder):
             each.set(20 * MIB, is_mapped=True)
         await seen.until(MemoryIs, lambda found: len(found.held) == 2, "both in use")
-        seen.side.ask("chat", 1, frees_kv=True, frees_weights=False)
-        seen.side.ask("coder", 2, frees_kv=True, frees_weights=False)
+        seen.ask("chat", 1, EntryKind.KV)
+        seen.ask("coder", 2, EntryKind.KV)
         seen.side.keep("coder", and_kv=True)
         for each in (chat, coder):
             each.set(20 * MIB, is_mapped=False)
@@ -126,8 +130,9 @@ async def test_copy_that_only_its_keeper_maps_is_dropped_with_the_weights(tmp_pa
         copy.set(10 * MIB, is_mapped=True)
         held = {(EntryKind.COPY, "chat"): 10 * MIB}
         await seen.until(MemoryIs, lambda found: found.held == held, "the copy")
-        seen.side.ask("chat", 1, frees_kv=False, frees_weights=True)
-        await seen.until(MemoryIs, lambda found: found.asked == {"chat": 1}, "an answer")
+        seen.ask("chat", 1, EntryKind.COPY, frees_weights=True)
+        answer = {(EntryKind.COPY, "chat"): 1}
+        await seen.until(MemoryIs, lambda found: found.asked == answer, "an answer")
         assert copy.drops == 0
         copy.sessions = [keeper]
         copy.set(10 * MIB, is_mapped=True)
@@ -141,10 +146,11 @@ async def test_what_stands_for_offloaded_weights_is_forgotten_with_their_copy(tm
         chat, coder = seen.servers["chat", WEIGHTS], seen.servers["coder", WEIGHTS]
         chat.state = coder.state = "offloaded"
         await seen.serve("chat", "coder")
-        seen.side.ask("chat", 1, frees_kv=False, frees_weights=True)
+        seen.ask("chat", 1, EntryKind.KV, frees_weights=True)
         await auntil(lambda: chat.drops == 1, "chat's to be forgotten")
-        seen.side.ask("coder", 1, frees_kv=True, frees_weights=False)
-        await seen.until(MemoryIs, lambda found: "coder" in found.asked, "an answer")
+        seen.ask("coder", 1, EntryKind.KV)
+        answer = (EntryKind.KV, "coder")
+        await seen.until(MemoryIs, lambda found: answer in found.asked, "an answer")
         assert coder.drops == 0
 
 

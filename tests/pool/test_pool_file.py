@@ -8,8 +8,9 @@ import math
 import pytest
 
 from plumbing.errors import UsageError
+from plumbing.pod.gms_files import write_device_names
 from plumbing.pod.messages import Tier
-from pool.pool_file import engines_of, named, parse, settle
+from pool.pool_file import engines_of, parse, settle, with_served_names
 
 EXAMPLE = """\
 listen: 0.0.0.0:8000
@@ -32,10 +33,10 @@ def read(text):
 
 
 def test_example_means_what_it_says():
-    pool = named(read(EXAMPLE), ("GPU-a", "GPU-b"))
+    pool = read(EXAMPLE)
     chat, coder, batch = pool.models["chat"], pool.models["coder"], pool.models["batch"]
     assert (pool.devices, pool.host_memory, pool.margin_bytes) == (
-        ("GPU-a", "GPU-b"),
+        ("0", "1"),
         200 << 30,
         512 << 20,
     )
@@ -142,12 +143,16 @@ def test_queue_of_one_model_is_no_longer_than_the_whole_queue():
     assert read(SMALL.replace("models:", "queue: {max: 10}\nmodels:", 1)).queue.per_model == 10
 
 
-def test_names_of_devices_replace_their_numbers():
-    with pytest.raises(UsageError, match="'0' is not a device"):
-        named(read(EXAMPLE), ())
-    with pytest.raises(UsageError, match="2 devices, and 1 are named"):
-        named(read(EXAMPLE), ("GPU-a",))
-    with pytest.raises(UsageError, match="0 and 1 of the pool file are both GPU-a"):
-        named(read(EXAMPLE), ("GPU-a", "GPU-a"))
-    pool = named(read(EXAMPLE), ("GPU-b", "GPU-a"))
+def test_names_of_devices_replace_their_numbers(tmp_path):
+    directory = str(tmp_path)
+    with pytest.raises(UsageError, match="none has started"):
+        with_served_names(read(EXAMPLE), directory)
+    write_device_names(directory, ["GPU-a"])
+    with pytest.raises(UsageError, match="it serves 1: GPU-a"):
+        with_served_names(read(EXAMPLE), directory)
+    write_device_names(directory, ["GPU-b", "GPU-a"])
+    twice = read(EXAMPLE.replace("[0, 1]", "[0, GPU-b]", 1))
+    with pytest.raises(UsageError, match="0 and GPU-b of the pool file are both GPU-b"):
+        with_served_names(twice, directory)
+    pool = with_served_names(read(EXAMPLE), directory)
     assert pool.models["batch"].devices == ("GPU-a",)

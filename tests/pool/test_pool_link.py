@@ -1,4 +1,5 @@
-"""Goal: a gateway's link to the pool says its demand first, joins changes, and reconnects.
+"""Goal: a gateway's link to the pool says its demand first, joins changes, and reconnects; a lease
+names no file but its own.
 
 Method: a real server on the real path, which collects what it is sent.
 """
@@ -8,13 +9,14 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from plumbing.errors import ProtocolError
 from plumbing.pod.paths import pool_socket
 from plumbing.wire.connection import Handler
 from plumbing.wire.server import Server
 from pool.client.link import AHEAD, DEMAND_S, PoolLink
 from pool.core.events import ModelDemand, OpenDoor
 from pool.core.states import ModelState
-from pool.messages import CATALOGUE, DoorsMsg, PooledModel
+from pool.messages import CATALOGUE, DoorsMsg, LeaseMsg, PooledModel
 from tests.helpers import auntil
 from tests.pool.neighbours import linked
 
@@ -117,3 +119,10 @@ async def test_demand_that_changes_all_the_time_is_evenly_spaced_but_for_the_fir
             link.changed()
             await asyncio.sleep(0)
         assert AHEAD < len(pool.said) <= AHEAD + 22
+
+
+def test_lease_names_no_file_but_its_own():
+    """Goal: its file is `lease_` and its id, which is no path."""
+    said = CATALOGUE.encode(LeaseMsg("../../etc/passwd", "HOST-0", 1, 0.0), 7)
+    with pytest.raises(ProtocolError, match="lease"):
+        CATALOGUE.decode(said, 0)

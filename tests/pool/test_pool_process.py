@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 
 from plumbing.pod.cli import ask_status
-from plumbing.pod.gms_files import write_device_names
 from plumbing.pod.paths import pool_socket
 from plumbing.service.clock import SystemClock
 from pool.messages import CATALOGUE
@@ -83,8 +82,7 @@ async def test_second_pool_of_a_directory_cannot_run(place):
 
 async def test_dead_engine_is_known_by_its_witness_alone(place):
     """Goal: memory of processes that may live stays booked. Method: an order to unload; the engine
-    says that it is dead while a process of it still holds the witness, whose name the lock server
-    has removed already."""
+    says that it is dead while a process of it still holds the witness."""
     directory, file = place
     async with World(directory, ("chat", "coder"), ROOM) as world:
         with pool_process(directory, file):
@@ -92,7 +90,6 @@ async def test_dead_engine_is_known_by_its_witness_alone(place):
             await world.until_open("chat")
             engine = world.engines["chat"]
             survivor = os.dup(engine.witness_fd)
-            os.unlink(os.path.join(directory, engine.ref.name))
             code, out, _ = await command(directory, "unload", "chat")
             assert code == 0, out
             await auntil(lambda: engine.state == "dead", "the engine to obey")
@@ -202,7 +199,7 @@ async def test_lease_lasts_as_long_as_any_of_its_processes(place):
             )
             code, _, errors = await command(directory, *words)
             assert code == 7, errors
-            assert "waiting: chat makes room for it" in errors
+            assert "waiting for 20.0 MiB of HOST-0" in errors
             assert world.engines["chat"].state != "active"
             found = document(directory)
             assert [each["granted"] for each in found["leases"]] == [True]
@@ -231,8 +228,7 @@ async def test_lease_lasts_as_long_as_any_of_its_processes(place):
             code, _, errors = await command(f"{directory}/none", *words[:4], "1", "--", "true")
             assert (code, "[pool.offline]" in errors) == (3, True), errors
 
-            write_device_names(directory, ["HOST-0"])
-            words = ("lease", "--device", "0", "--bytes", "1GiB", "--", "true")
+            words = ("lease", "--device", "HOST-0", "--bytes", "1GiB", "--", "true")
             code, _, errors = await command(directory, *words)
             assert (code, "[pool.no_room]" in errors) == (1, True), errors
             assert not [each for each in os.listdir(directory) if each.startswith("lease_")]

@@ -8,7 +8,7 @@ import os
 import pytest
 
 from plumbing.errors import UnderstudyError
-from pool.server.state_file import FORMAT, SLOT_BYTES, PoolStateFile, begin_new_pod
+from pool.server.state_file import FORMAT, SLOT_BYTES, PoolStateFile
 
 
 @pytest.fixture
@@ -52,10 +52,9 @@ def test_record_of_a_newer_version_is_put_aside(directory):
 
 def test_directory_in_its_place_is_named_and_left_alone(directory):
     os.mkdir(os.path.join(directory, "pool.json"))
-    for call in (PoolStateFile, begin_new_pod):
-        with pytest.raises(UnderstudyError, match="it is a directory; remove it") as refused:
-            call(directory)
-        assert refused.value.code == "pool.state_unwritable"
+    with pytest.raises(UnderstudyError, match="it is a directory; remove it") as refused:
+        PoolStateFile(directory)
+    assert refused.value.code == "pool.state_unwritable"
     assert os.listdir(directory) == ["pool.json"]
 
 

@@ -56,19 +56,6 @@ def device(**changes: Any) -> dict[str, Any]:
     }
 
 
-def waits(name: str, **changes: Any) -> dict[str, Any]:
-    """A row of the plan."""
-    return {
-        "model": name,
-        "step": "waits",
-        "why": "chat has work",
-        "victims": [],
-        "tickets": 3,
-        "waited_ms": 4_000,
-        **changes,
-    }
-
-
 def pool(*models: dict[str, Any], **changes: Any) -> dict[str, Any]:
     return {
         "schema": 1,
@@ -78,7 +65,6 @@ def pool(*models: dict[str, Any], **changes: Any) -> dict[str, Any]:
         "models": list(models) or [model("chat", "awake"), model("coder", "warm")],
         "devices": [device()],
         "leases": [],
-        "plan": [],
         "problems": [],
         "changed": {},
         **changes,

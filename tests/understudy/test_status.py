@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from tests.lockserver.processes import ServerProcess
-from tests.understudy.pools import GIB, SINCE, device, model, pool, waits
+from tests.understudy.pools import GIB, SINCE, device, model, pool
 from understudy.status.gather import gather, states_on_file
 from understudy.status.view import is_reachable, lines, offline_lines, pod_view, watch_lines
 
@@ -250,10 +250,6 @@ def rich_pool() -> tuple[dict[str, Any], list[dict[str, Any]]]:
         model("chat", "awake", engines=SHADOWED, pinned=True),
         coder,
         *(model(f"m{n}", "failed", fault="no file", tickets=1) for n in range(40)),
-        plan=[
-            waits("coder", victims=["chat"], step="switches"),
-            *(waits(f"m{n}") for n in "1234567"),
-        ],
         leases=[lease | {"for_ms": 9_000, "waits_for": "chat is pinned"}],
         devices=[device(outside_bytes=GIB)],
     )

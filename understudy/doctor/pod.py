@@ -24,8 +24,7 @@ from plumbing.errors import UnderstudyError
 from plumbing.pod.models import device_of
 from plumbing.pod.paths import gms_sockets
 from plumbing.service import procfs
-from pool.core.states import HOST
-from pool.pool_file import PoolFile, named, read_pool_file
+from pool.pool_file import PoolFile, read_pool_file, with_served_names
 from understudy.host import output_of, read
 from understudy.schema import CheckStatus
 from understudy.status.gather import gather
@@ -98,11 +97,10 @@ async def look(directory: Path, environ: Mapping[str, str]) -> ExaminedPod:
     pod.has_vllm = find_spec("vllm") is not None
     runs = view.get("pool") or {}
     pod.pool_path = (runs.get("file") or {}).get("path") or environ.get("UNDERSTUDY_POOL") or ""
-    devices = [str(each["device"]) for each in runs.get("devices") or () if each["device"] != HOST]
     if pod.pool_path:
         try:
             file = read_pool_file(pod.pool_path)
-            pod.pool_file = named(file, devices) if devices else file
+            pod.pool_file = with_served_names(file, path) if runs.get("devices") else file
         except UnderstudyError as error:
             pod.pool_file = error.message
     return pod

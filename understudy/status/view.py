@@ -368,7 +368,6 @@ def load_of(gateway: Document) -> dict[str, Any]:
 
 AWAKE, FAILED, COLD = "awake", "failed", "cold"
 MODELS_SHOWN = 20  # what fits on a screen; `understudy pool status` shows all
-WAITING_SHOWN = 5
 NOTHING_SWITCHES = "awake models are still served, but no model switches"
 
 
@@ -433,7 +432,7 @@ def pool_lines(pool: Document) -> list[str]:
     if "error" in pool:
         return ["pool   down"]
     state = f"pool   {status_text.state_of(pool)}   pid {pool.get('pid', '-')}"
-    return [*status_text.lines(pool, MODELS_SHOWN, WAITING_SHOWN), state]
+    return [*status_text.lines(pool, MODELS_SHOWN), state]
 
 
 def headline(pool: Document) -> str:

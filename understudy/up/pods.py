@@ -22,12 +22,11 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from plumbing.errors import UnderstudyError, UsageError
-from plumbing.pod.paths import engine_states, up_guard
+from plumbing.pod.paths import engine_states, pool_state, up_guard
 from plumbing.service.clock import SystemClock
 from plumbing.service.signals import SignalInbox
 from plumbing.wire.server import PathGuard, guard_holder
 from pool.pool_file import PoolFile, read_pool_file
-from pool.server.state_file import begin_new_pod
 from understudy.drill.killer import Say, service_of, service_of_front, wait_for, whole_of
 from understudy.http_get import get
 from understudy.pod.ports import (
@@ -128,7 +127,6 @@ async def prepare_pool(
         pod = replace(pod, ports=ports, host=pod.host if "host" in given else host)
         await refuse_second_pod(directory)
         check_ports(pod.ports, pod.host, pod.http_host)
-        begin_new_pod(str(directory))
     await _fill_cache(file, say)
     pod = replace(pod, directory=directory, memory=_memory(file, pod.memory), pool=models)
     return PreparedPod(pod.containers(), f"the pool of {path}", file)
@@ -280,9 +278,10 @@ def _already_running(directory: Path, who: str, stop: str) -> UnderstudyError:
 
 def forget_last_pod(directory: Path) -> None:
     """Remove what the parts of the last pod in `directory` left of themselves: sockets, and what
-    engines wrote last. Call it while no part runs; each start of a part makes its own anew, and the
-    lock server keeps its tokens."""
-    for path in (*directory.glob("*.sock"), *engine_states(directory)):
+    engines and pool wrote last. Call it while no part runs; each start of a part makes its own
+    anew, and the lock server keeps its tokens."""
+    pool = Path(pool_state(str(directory)))
+    for path in (*directory.glob("*.sock"), *engine_states(directory), pool):
         path.unlink(missing_ok=True)
 
 

@@ -86,7 +86,7 @@ def test_a_stream_that_begins_behind_the_door_is_parked_at_once():
         assert pod.demand().in_flight == len(client.asked) - 1
         if len(client.asked) == 1:
             pod.set_door("a", OpenDoor("a-1", 1))
-            pod.run(2.6)
+            pod.run(1.5)
     pod.run(10.0)
     assert pod.demand().in_flight == 0
     assert pod.demand().tickets[0].kind is TicketKind.PARKED
@@ -232,8 +232,6 @@ def test_a_request_whose_deadline_has_passed_is_refused(wait_ms):
     pod = switching(lane_rules=LaneRules(wait_ms=60_000.0))
     client = pod.ask(model="b", wait_ms=wait_ms)
     limit_ms = min(wait_ms, 60_000.0)
-    (ticket,) = pod.demand("b").tickets
-    assert ticket.deadline_ms == limit_ms
     pod.run(limit_ms - 1.0)
     assert client.outcome == ""
     pod.run(limit_ms + 50.0)
@@ -319,7 +317,7 @@ def test_all_tickets_together_fit_into_one_message():
     """Goal: thousands of parked streams of many models are no message that cannot be sent."""
     models = {f"a-model-of-a-longer-name{number}": LaneRules() for number in range(100)}
     lanes = Lanes(GatewayRules(), models)
-    many = tuple(Ticket(number, 1e9, 5, 1e9, TicketKind.PARKED) for number in range(1, 400))
+    many = tuple(Ticket(number, 1e9, 5, TicketKind.PARKED) for number in range(1, 400))
     whole = ModelDemand(many, 500, 500, 1e9, 1e9, 2**40)
     with mock.patch.object(Lane, "demand", return_value=whole):
         demand = lanes.demand(0.0)

@@ -24,18 +24,6 @@ def faults(pod):
     return pod.pool.facts.models["a"].faults_ms
 
 
-def test_holder_that_is_named_late_replaces_nobody_unless_the_lock_server_has_lost_its_state():
-    pod = awake()
-    pod.kill(pod.supervisors["a0"])
-    pod.grant("a")
-    pod.settle()
-    token = pod.supervisors["a1"].token
-    pod.handle(ev.HolderNamed("a", "a0", token - 1, "locks"))
-    assert pod.pool.facts.models["a"].holder.engine == "a1"
-    pod.handle(ev.HolderNamed("a", "a0", 1, "another era"))
-    assert pod.pool.facts.models["a"].holder.engine == "a0"
-
-
 def test_P5_shadow_that_takes_over_a_drain_sleeps_only_behind_a_door_that_the_gateway_obeys():
     pod = awake()
     pod.handle(ev.Ordered("a", ev.Order.SLEEP))

@@ -78,23 +78,6 @@ def test_pinned_model_neither_sleeps_nor_is_unloaded_unless_forced():
     assert pod.state("a") is S.COLD
 
 
-def test_failed_model_refuses_to_be_loaded():
-    pod = pod_of()
-    pod.pool.facts.models["a"].state = S.FAILED
-    with pytest.raises(OrderRefused) as caught:
-        order(pod, "load")
-    assert "reset" in caught.value.message
-
-
-def test_rules_change_at_once():
-    pod = pod_of()
-    order(pod, "load")
-    pod.settle()
-    pod.handle(ev.RulesChanged("a", rules(keep_alive_ms=20_000.0)))
-    pod.tick(20_000)
-    assert pod.state("a") is S.DRAINING
-
-
 def test_lease_waits_like_a_ticket_and_is_booked_until_it_is_over():
     pod = pod_of()
     pod.ask("a")
@@ -116,23 +99,18 @@ def test_lease_waits_like_a_ticket_and_is_booked_until_it_is_over():
     assert pod.state("a") is S.AWAKE
 
 
-def test_lease_says_whom_it_waits_for_once_for_each_reason():
+def test_lease_waits_for_work_as_a_request_does():
     pod = pod_of()
     pod.ask("a")
     pod.settle()
     pod.in_flight["a"] = pod.supervisors["a0"].in_flight = 1
     pod.settle()
-
-    def said(told):
-        return [each.why for each in told if isinstance(each, ev.LeaseWaits)]
-
-    (why,) = said(pod.handle(ev.LeaseAsked("l1", GPU, 400 * MIB, pod.now_ms)))
-    assert why.startswith("lease l1 needs")
-    assert "a has work" in why
-    assert said(pod.tick(10)) == []
-    assert said(pod.tick(20_000)) == ["a makes room for it"]
-    assert pod.pool.facts.leases["l1"].victims == ("a",)
-    assert said(pod.tick(10)) == []
+    pod.handle(ev.LeaseAsked("l1", GPU, 400 * MIB, pod.now_ms))
+    lease = pod.pool.facts.leases["l1"]
+    assert lease.wait.startswith("lease l1 needs")
+    assert "a has work" in lease.wait
+    pod.tick(20_000)
+    assert (lease.wait, lease.victims) == ("a must release memory first", ("a",))
 
 
 def test_lease_that_cannot_fit_is_refused_and_one_that_is_granted_is_told_again():

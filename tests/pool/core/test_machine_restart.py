@@ -27,9 +27,6 @@ def restart(pod):
 def hear_all(pod):
     pod.handle(ev.DeviceIs(GPU, pod.total_bytes, 0))
     pod.say_memory()
-    for model, holder in pod.holders.items():
-        if holder is not None:
-            pod.handle(ev.HolderNamed(model, holder.name, holder.token, "locks"))
     for engine in pod.supervisors.values():
         pod.handle(engine.said())
     pod.say_demand()

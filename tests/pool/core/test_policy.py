@@ -67,21 +67,6 @@ def test_model_without_a_size_takes_the_whole_device():
     assert planned([unknown], {"0": 15}).decisions == {"a": Raise()}
 
 
-def test_claims_on_host_memory_are_in_each_others_way():
-    models = [
-        a_model("a", on=("0", HOST), kv=4, waits_since=1.0),
-        a_model("b", on=("1", HOST), kv=4, waits_since=2.0),
-    ]
-    rules = type(models[0].rules)
-    # Host memory belongs to nobody's devices.
-    models = [but(each, rules=rules(devices=each.rules.devices[:1])) for each in models]
-    found = planned(models, {"0": 9, "1": 9, HOST: 6})
-    assert found.decisions == {"a": Raise(), "b": Wait(None, "b is behind a", behind="a")}
-    with_margin = type(NO_MARGIN)(margin_bytes=GIB)
-    devices = devices_of(models, {"0": 9, "1": 9, HOST: 4})
-    assert plan(NOW, models, devices, with_margin).decisions["a"] == Raise()
-
-
 @pytest.mark.parametrize(
     ("awake", "until_ms"),
     [
@@ -189,11 +174,6 @@ def test_model_that_is_not_known_yet_is_left_alone_and_waited_for():
     assert planned([blind], {"0": 15}).rests == ()
     draining = a_model("x", S.DRAINING, is_blind=True, leaving=Leaving.HEAD)
     assert planned([draining], {"0": 15}).unyields == ()
-
-
-def test_device_that_nobody_has_measured_is_waited_for():
-    found = planned([a_model("a", on=("0", "1"), waits_since=NOW)], {"0": 15})
-    assert found.decisions["a"] == Wait(None, "device 1 has not been measured yet")
 
 
 def test_shadow_is_launched_only_into_room_that_nobody_waits_for():

@@ -93,21 +93,18 @@ class Engine:
 
     # ------------------------------------------------------------------ what it is told
 
-    def shall(self, goal: Tier, generation: GoalGeneration) -> None:
+    def shall(self, goal: Tier, generation: GoalGeneration, kill: str) -> None:
         if not self.is_up or (self.seen is not None and generation.is_older(self.seen)):
             return
         if generation == self.seen:
             assert goal is self.goal, f"{self.name}: one generation, two goals"
         if goal is not self.goal:
             self.fault, self.is_permanent = "", False
-        self.seen, self.goal = generation, goal
+        is_new, self.seen, self.goal = generation != self.seen, generation, goal
+        if kill and is_new and self.tree is not None:
+            self.fail(kill)
         self.say()
         self.go()
-
-    def kill(self, reason: str) -> None:
-        """By order of the pool."""
-        if self.is_up and self.tree is not None:
-            self.fail(reason)
 
     def granted(self, incarnation: str, token: int) -> None:
         if incarnation == self.incarnation and self.state is State.STANDBY:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from plumbing.pod.messages import Tier
-from pool.core.events import DemandCame, HolderNamed, ModelDemand, Order, Ordered, PoolEvent
+from pool.core.events import DemandCame, ModelDemand, Order, Ordered, PoolEvent
 from pool.core.states import HOST
 from tests.sim.pool.lease import Lease
 
@@ -121,7 +121,6 @@ def lie(world: World) -> None:
         replace(said, base_bytes={"gpu9": 1}),
         replace(said, tier=Tier.AWAKE, token=0),
         DemandCame(gateway.name, {engine.model: ModelDemand(), "nobody": ModelDemand()}),
-        HolderNamed(engine.model, "nobody", 1, world.era),
     )
     pool.lie(lies[int(rng.random() * len(lies))])
     if rng.random() < 0.5:

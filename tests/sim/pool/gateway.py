@@ -44,7 +44,6 @@ class Request:
         self.left_ms, self.priority = needs_ms, priority
         self.since_ms = gateway.world.timeline.now_ms
         self.came_ms = self.since_ms
-        self.deadline_ms: float | None = None
         self.ticket = TicketKind.NEW
         self.has_yielded = False  # it was sent again once for a yield
         self.engine: Engine | None = None  # that has it
@@ -253,7 +252,7 @@ class Gateway:
         models = {}
         for model, lane in self.lanes.items():
             tickets = tuple(
-                Ticket(each.id, each.since_ms, each.priority, each.deadline_ms, each.ticket)
+                Ticket(each.id, each.since_ms, each.priority, each.ticket)
                 for each in lane.tickets.values()
             )
             running, last_ms = lane.running.values(), self.last_ms.get(model)

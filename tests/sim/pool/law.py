@@ -13,7 +13,6 @@ from engine.core.events import State
 from plumbing.pod.messages import Tier
 from pool.core.events import (
     GrantLease,
-    KillEngine,
     ModelChanged,
     OpenDoor,
     PoolEffect,
@@ -54,9 +53,6 @@ class Law(Books):
                 if effect.lease not in self.leases:
                     self.leases[effect.lease] = lease
                     self.fits((lease.device,), f"lease {effect.lease} is granted", self.outside)
-            case KillEngine():
-                self.killed.add(effect.engine)
-                self.faulted.add(self.world.engines[effect.engine].model)
 
     def told_goal(self, effect: TellEngine) -> None:
         last, now = self.last.get(effect.engine), effect.generation
@@ -68,6 +64,7 @@ class Law(Books):
                 assert effect.goal is last.goal, f"P14: {number(now)} means two goals"
                 return
             is_again = effect.goal is last.goal and last.generation.start == now.start
+            is_again &= not effect.kill
             assert not is_again, f"P10: {effect.engine} is told {effect.goal} again and again"
         self.last[effect.engine] = effect
         self.goals.setdefault(effect.engine, []).append(effect)
@@ -77,8 +74,8 @@ class Law(Books):
             rules = self.world.rules[engine.model]
             heard = self.predecessor_heard if self.is_inherited(now) else self.outside
             self.fits(rules.devices, f"{effect.engine} is told {effect.goal}", heard)
-        if effect.engine in self.killed:  # what a spent cut had left running ended with it
-            self.killed.discard(effect.engine)
+        if effect.kill:  # what a spent cut had left running ends with it
+            self.faulted.add(engine.model)
         elif effect.goal is not Tier.AWAKE and engine.state is State.ACTIVE:
             self.rests(engine)
 

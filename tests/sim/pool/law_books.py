@@ -50,7 +50,6 @@ class Books:
         self.on_file: GoalGeneration | None = None  # the newest
         self.inherited: GoalGeneration | None = None  # the newest that a predecessor decided
         self.faulted: set[str] = set()  # models whose engines failed or were killed, ever
-        self.killed: set[str] = set()  # engines, until they are told a goal
         self.states: dict[str, ModelState] = {}
         self.seen: set[tuple[str, str]] = set()  # coverage: state and event
         self.outcomes: dict[str, int] = {}

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pool.core.events import HolderNamed
-
 if TYPE_CHECKING:
     from tests.sim.pool.engine import Engine
     from tests.sim.pool.world import World
@@ -18,10 +16,6 @@ class ActiveLock:
         self.incarnation = ""
         self.token = 0  # of the holder; 0: nobody
         self.waiters: list[tuple[Engine, str]] = []
-
-    def named(self) -> HolderNamed:
-        engine = self.holder.name if self.holder is not None else ""
-        return HolderNamed(model=self.model, engine=engine, token=self.token, era=self.world.era)
 
     def want(self, engine: Engine) -> None:
         self.waiters.append((engine, engine.incarnation))
@@ -39,8 +33,6 @@ class ActiveLock:
         if incarnation == self.incarnation:
             self.holder, self.incarnation, self.token = None, "", 0
             self.grant()
-            if self.holder is None:
-                self.tell()
 
     def grant(self) -> None:
         if self.holder is not None or not self.waiters:
@@ -52,7 +44,3 @@ class ActiveLock:
         timeline.soon(self.holder.granted, self.incarnation, self.token)
         for gateway in self.world.gateways:
             timeline.soon(gateway.granted, self.model, self.holder, self.token)
-        self.tell()
-
-    def tell(self) -> None:
-        self.world.pool.tell_soon(self.named)

@@ -126,7 +126,7 @@ class Memory:
     # ------------------------------------------------------------------ for the pool
 
     def obey(self, effect: AskMemory) -> None:
-        self.may_free_kv |= effect.frees_kv
+        self.may_free_kv |= EntryKind.KV in effect.kinds
         self.may_free_weights |= effect.frees_weights
         self._sweep()
 
@@ -180,7 +180,7 @@ class Memory:
         self.world.memory_changed(self.model)
 
 
-def seen_memory(world: World, name: str, asked: Mapping[str, int]) -> MemoryIs:
+def seen_memory(world: World, name: str, asked: Mapping[tuple[EntryKind, str], int]) -> MemoryIs:
     """What the memory service holds on this device, by model."""
     held = {
         (EntryKind(kind), owner): size

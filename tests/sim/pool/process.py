@@ -15,7 +15,6 @@ from pool.core.events import (
     EngineSaid,
     GatewayGone,
     GrantLease,
-    KillEngine,
     LeaseAsked,
     LeaseOver,
     PoolEffect,
@@ -29,7 +28,7 @@ from pool.core.events import (
 from pool.core.facts import ModelSetup, OrderRefused, PoolSetup, WrongMessage
 from pool.core.reconcile import ModelPool
 from pool.core.saved import PoolSnapshot
-from pool.core.states import HOST
+from pool.core.states import HOST, EntryKind
 from tests.sim.pool.law_plan import judged_plan
 from tests.sim.pool.memory import seen_device, seen_memory
 from tests.sim.pool.timeline import Line
@@ -51,8 +50,8 @@ class PoolProcess:
         self.goals: dict[str, TellEngine] = {}  # said again on every new connection
         self.doors: dict[str, SetModelDoor] = {}
         self.asked: dict[str, int] = {}  # engines whose witnesses are waited for
-        self.answered: dict[str, int] = {}  # by model: the newest question on its memory
-        self.lines: dict[str, Line] = {}  # from the lock server, the memory service, the kernel
+        self.answered: dict[tuple[EntryKind, str], int] = {}  # the newest question on this memory
+        self.lines: dict[str, Line] = {}  # from the memory service, the kernel
         self.dead_gateways: list[str] = []
         self.dies_before = -1  # which of its next effects it does not perform
         self.steps = self.spins = 0
@@ -79,10 +78,8 @@ class PoolProcess:
         )
         self.core = ModelPool(setup, now, f"era-{world.eras}", self.file, judged_plan)
         self.goals, self.doors, self.asked, self.answered = {}, {}, {}, {}
-        self.lines = {name: Line() for name in ("locks", "memory", "devices", "witnesses")}
+        self.lines = {name: Line() for name in ("memory", "devices", "witnesses")}
         world.law.pool_started()
-        for lock in world.locks.values():
-            self.tell_soon(lock.named)
         for name in world.devices:
             self.send("devices", seen_device(world, name))
             self.memory_changed(name)
@@ -172,13 +169,8 @@ class PoolProcess:
                 for gateway in world.gateways:
                     if gateway.is_linked:
                         timeline.send(gateway.down, gateway.set_door, effect)
-            case KillEngine():
-                engine = world.engines[effect.engine]
-                if engine.is_linked:
-                    timeline.send(engine.down, engine.kill, effect.reason)
             case AskMemory():
-                if effect.frees_kv or effect.frees_weights:
-                    timeline.send(self.lines["memory"], world.memory[effect.model].obey, effect)
+                timeline.send(self.lines["memory"], world.memory[effect.model].obey, effect)
                 self.post("memory", self.look_at_memory, effect)
             case AskWitness():
                 self.asked[effect.engine] = effect.number
@@ -190,9 +182,8 @@ class PoolProcess:
 
     def tell_goal(self, engine: Engine, effect: TellEngine) -> None:
         send = self.world.timeline.send
-        send(engine.down, engine.shall, effect.goal, effect.generation)
-        if self.world.timeline.rng.random() < 0.05:  # a goal may be repeated
-            send(engine.down, engine.shall, effect.goal, effect.generation)
+        for _ in range(1 + (self.world.timeline.rng.random() < 0.05)):  # a goal may be repeated
+            send(engine.down, engine.shall, effect.goal, effect.generation, effect.kill)
 
     # ------------------------------------------------------------------ engines
 
@@ -279,14 +270,11 @@ class PoolProcess:
         if self.core is not None:
             self.world.timeline.send(self.lines[line], what, *args)
 
-    def tell_soon(self, make: Callable[[], PoolEvent]) -> None:
-        self.send("locks", make())
-
     def memory_changed(self, device: str) -> None:
         self.send("memory", seen_memory(self.world, device, self.answered))
 
     def look_at_memory(self, effect: AskMemory) -> None:
-        self.answered[effect.model] = effect.number
+        self.answered |= {(kind, effect.model): effect.number for kind in effect.kinds}
         self.world.memory_changed(effect.model)
         if HOST in self.world.devices:
             self.memory_changed(HOST)

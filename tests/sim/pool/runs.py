@@ -69,6 +69,7 @@ def settle(world: World) -> None:
     """P11: without another fault, all that waits ends."""
     world.faults_left = 0
     world.timeline.lateness = 0.0
+    world.shape.busy = False  # who comes later has a short request
     world.timeline.after(0, world.pool.start)
     for gateway in world.gateways:
         for lane in gateway.lanes.values():

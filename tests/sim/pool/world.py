@@ -70,7 +70,7 @@ class World:
         shape.gateways = max(shape.gateways, 1 + (seed % 8 == TWO_GATEWAYS))
         self.is_calm, self.has_unparkable = shape.is_calm, shape.has_unparkable
         self.timeline = Timeline(rng, shape.lateness)
-        self.era, self.tokens, self.numbers, self.eras = "locks", 0, 0, 0
+        self.tokens, self.numbers, self.eras = 0, 0, 0
         self.priorities = {0}
         self.in_flight_max = 1000 if shape.is_calm else 4  # of one gateway; else they wait
         self.faults_left = shape.faults
@@ -170,7 +170,7 @@ class World:
         return True
 
     def arrive(self) -> None:
-        rng, now = self.rng, self.timeline.now_ms
+        rng = self.rng
         gateway = self.gateways[int(rng.random() * len(self.gateways))]
         models = list(self.rules)
         kind = Kind.STREAM if rng.random() < 0.7 else Kind.RETRY
@@ -186,7 +186,6 @@ class World:
         if rng.random() < 0.25:
             self.timeline.after(rng.random() * 60_000, gateway.expire, request, "cancelled")
         if rng.random() < 0.7:
-            request.deadline_ms = now + 300_000
             self.timeline.after(300_000, gateway.expire, request, "expired")
         gateway.arrive(request)
 
