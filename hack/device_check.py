@@ -1,6 +1,6 @@
 """`make device-check`: check on one GPU what the design relies on, and write a report.
 
-    python -m hack.device_check [--device UUID] [--only PART,…] [--max-gib 80] [--budget-s 480]
+    python -m hack.device_check [--device UUID] [--only PART,…] [--out FILE] [--stand-in]
 
 Each part has its own limit, and its findings go to bench/device/<device>-<date>.json. Then
 `make device-check` runs the tests of the memory service on the real driver. Only plain allocations
@@ -31,6 +31,7 @@ BENCH = ROOT / "bench" / "device"
 SCHEMA = 1
 FIRST = "device"
 STAND_IN_ENV = "STANDIN_MACHINE"  # is set where the stand-in is
+BUDGET_S = 480.0  # for everything
 PART_S_MIN = 8.0  # no part finds anything in less
 STILL_S = 0.3  # how long memory in use must not change to count
 REAL = {"max_gib": 80.0, "max_kills": 100, "still_s": STILL_S}
@@ -40,6 +41,7 @@ STAND_IN = {"max_gib": 1.0, "max_kills": 2, "still_s": 0.02}
 
 def main() -> int:
     flags = _flags()
+    from hack.device.part import find_devices
     from hack.device.parts import PARTS
 
     names = [name for name in flags.only.split(",") if name] or [*PARTS]
@@ -51,14 +53,15 @@ def main() -> int:
         # A process finds libraries by the environment that it begins with.
         words = [sys.executable, "-m", "hack.device_check", *sys.argv[1:]]
         os.execve(sys.executable, words, {**os.environ, **_stand_in()})
-    device, reason = _device(flags.device)
-    if device is None:
+    devices, reason = find_devices([flags.device], str(ROOT))
+    if not devices:
         print(f"device check: no GPU can be used here ({reason}); skipped {', '.join(names)}")
         return 0
-    os.environ["CUDA_VISIBLE_DEVICES"] = device
-    report = _ask(names, device, flags)
+    os.environ["CUDA_VISIBLE_DEVICES"] = devices[0]
+    report = _ask(names, devices[0], flags)
     _finish(report, flags)
-    return 0 if _is_good(report) else 1
+    has_failed = any(part["status"] == "failed" for part in report["parts"].values())
+    return 1 if has_failed or not all(report["claims"].values()) else 0
 
 
 def _flags() -> argparse.Namespace:
@@ -67,17 +70,10 @@ def _flags() -> argparse.Namespace:
     parser.add_argument(
         "--only", default="", help="only these parts, with commas; writes with --out only"
     )
-    parser.add_argument("--max-gib", type=float, help="of the device, at any time (80)")
-    parser.add_argument("--max-kills", type=int, help="of a process that writes (100)")
-    parser.add_argument("--budget-s", type=float, default=480, help="for everything")
     parser.add_argument("--out", type=Path, help="instead of bench/device/<device>-<date>.json")
     parser.add_argument("--stand-in", action="store_true", help="rehearse without a GPU")
     flags = parser.parse_args()
-    if flags.stand_in and flags.out and flags.out.resolve().is_relative_to(BENCH):
-        parser.error("bench/device holds reports of real devices only")
-    defaults = STAND_IN if flags.stand_in else REAL
-    asked = {name: value for name, value in vars(flags).items() if value is not None}
-    return argparse.Namespace(**{**vars(flags), **defaults, **asked})
+    return argparse.Namespace(**vars(flags), **(STAND_IN if flags.stand_in else REAL))
 
 
 def _stand_in() -> dict[str, str]:
@@ -88,14 +84,6 @@ def _stand_in() -> dict[str, str]:
     return environment
 
 
-def _device(wanted: str) -> tuple[str | None, str]:
-    """The UUID of the device to ask, or why there is none."""
-    from hack.device.part import find_devices
-
-    found, reason = find_devices([wanted], str(ROOT))
-    return (found[0], "") if found else (None, reason)
-
-
 def _ask(names: list[str], device: str, flags: argparse.Namespace) -> dict[str, Any]:
     """Every part in turn; the last one gets what is left of the budget."""
     from hack.device.parts import PARTS, question
@@ -103,7 +91,7 @@ def _ask(names: list[str], device: str, flags: argparse.Namespace) -> dict[str, 
     from plumbing.service.process import raise_fd_limit
 
     began = time.monotonic()
-    end = began + flags.budget_s
+    end = began + BUDGET_S
     report: dict[str, Any] = {
         "schema": SCHEMA,
         "date": time.strftime("%Y-%m-%d"),
@@ -155,12 +143,6 @@ def _run_part(name: str, device: str, limit_s: float, flags: argparse.Namespace)
         finally:
             part.close()
     return {**found, "figures": part.figures, "claims": part.claims}
-
-
-def _is_good(report: dict[str, Any]) -> bool:
-    return all(report["claims"].values()) and not any(
-        part["status"] == "failed" for part in report["parts"].values()
-    )
 
 
 def _finish(report: dict[str, Any], flags: argparse.Namespace) -> None:

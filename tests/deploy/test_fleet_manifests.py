@@ -5,7 +5,6 @@ Method: the rendered files as data, against our own programs and Kubernetes' rul
 
 from __future__ import annotations
 
-import base64
 import re
 from pathlib import Path
 
@@ -14,11 +13,9 @@ import pytest
 from gateway.server.hop import FRONT, POD
 from gateway.server.pods import PodNames
 from plumbing.service.config import duration_s
-from plumbing.wire.certificates import create
 from tests.deploy.manifests import (
     FLEETS,
     Document,
-    block,
     containers,
     documents,
     environment,
@@ -182,20 +179,6 @@ def test_component_makes_a_fleet_of_other_pods(own: Path, overlay: str):
     leaving = of_program("fleet", "engine")[0]["lifecycle"]
     engines = made["template"]["spec"]["containers"]
     assert [each.get("lifecycle") for each in engines] == [leaving] * len(engines)
-
-
-@needs_kubectl
-def test_certificates_of_ones_own_replace_ours_as_the_page_says(own: Path):
-    """Goal: the way that docs/fleet.md shows works. Method: its command's function, its overlay."""
-    create(str(own / "fleet"), [POD], "pod", "front")
-    text = block("fleet.md", "behavior: replace").replace("../", "../deploy/overlays/")
-    found = {e["metadata"]["name"]: e["data"] for e in render(own, text) if e["kind"] == "Secret"}
-    for end in ("front", "pod"):
-        data = found.pop(f"understudy-fleet-{end}")
-        assert {name: base64.b64decode(value) for name, value in data.items()} == {
-            name: (own / "fleet" / end / name).read_bytes() for name in FILES
-        }
-    assert not found
 
 
 @needs_kubectl

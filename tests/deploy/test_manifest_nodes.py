@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 from click.testing import CliRunner
 
+from gateway.server.hop import POD
 from plumbing.errors import UsageError
 from plumbing.service.config import resolve
 from plumbing.wire import certificates
@@ -175,16 +176,26 @@ def test_requests_go_to_the_pod_whose_engine_is_active():
 
 
 @needs_kubectl
-def test_certificates_of_ones_own_replace_ours_as_the_page_says(own: Path):
-    """Goal: the way that docs/kubernetes.md shows works. Method: its command and its overlay."""
-    certificates.create(str(own / "lock"), ["understudy-lockserver"])
-    text = block("kubernetes.md", "behavior: replace").replace("../", "../deploy/overlays/")
-    found = {e["metadata"]["name"]: e for e in render(own, text) if e["kind"] == "Secret"}
-    assert set(found) == {"understudy-lock-server", "understudy-lock-engine"}
-    for name, folder in (("server", "lockserver"), ("engine", "engine")):
-        data = found[f"understudy-lock-{name}"]["data"]
+@pytest.mark.parametrize(
+    ("page", "folder", "made", "ends"),
+    [
+        ("kubernetes.md", "lock", (["understudy-lockserver"],), ("lockserver", "engine")),
+        ("fleet.md", "fleet", ([POD], "pod", "front"), ("pod", "front")),
+    ],
+)
+def test_certificates_of_ones_own_replace_ours_as_the_page_says(
+    own: Path, page: str, folder: str, made: tuple[Any, ...], ends: tuple[str, ...]
+):
+    """Goal: the ways that docs/kubernetes.md and docs/fleet.md show work. Method: the function of
+    their commands, and their overlays."""
+    certificates.create(str(own / folder), *made)
+    text = block(page, "behavior: replace").replace("../", "../deploy/overlays/")
+    found = {e["metadata"]["name"]: e["data"] for e in render(own, text) if e["kind"] == "Secret"}
+    assert len(found) == len(ends)
+    for end in ends:
+        data = found[f"understudy-{folder}-{end.removeprefix('lock')}"]
         assert {file: base64.b64decode(value) for file, value in data.items()} == {
-            file: (own / "lock" / folder / file).read_bytes() for file in FILES
+            file: (own / folder / end / file).read_bytes() for file in FILES
         }
 
 

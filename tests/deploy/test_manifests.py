@@ -183,13 +183,6 @@ def selectors(document: Document) -> list[dict[str, str]]:
     return [each.get("matchLabels", each) for each in found]
 
 
-@pytest.mark.parametrize("overlay", PODS)
-def test_every_volume_is_there_and_used(overlay: str):
-    """Goal: nothing is mounted that is not there. Method: the names on both sides."""
-    mounted = {each["name"] for c in every_container(overlay) for each in mounts(c).values()}
-    assert mounted == {each["name"] for each in pod_spec(overlay)["volumes"]}
-
-
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_strangers_reach_the_service_port_and_no_other(overlay: str):
     """Goal: probe ports, which the kubelet must reach, are not open to a whole cluster. Method: the

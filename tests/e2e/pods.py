@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -350,6 +352,23 @@ class PodHome:
         if pod is not None:
             continue_all(pod.processes())
             await pod.runner.stop()
+
+
+def in_pod(scenario: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """A test of a complete pod: `pod` is that of the fixture `home`, whose loop it runs on."""
+    takes = inspect.signature(scenario)
+    fixtures = [
+        each.replace(name="home", annotation=PodHome) if each.name == "pod" else each
+        for each in takes.parameters.values()
+    ]
+
+    def test(home: PodHome, **others: Any) -> None:
+        home.run(lambda pod: scenario(pod=pod, **others))
+
+    found: Any = functools.update_wrapper(test, scenario)
+    del found.__wrapped__  # pytest would ask that one for its fixtures
+    found.__signature__ = takes.replace(parameters=fixtures)
+    return test
 
 
 def _command_line(pid: int) -> bytes:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.pods import Pod, PodHome
+from tests.e2e.pods import Pod, PodHome, in_pod
 from tests.helpers import POLL_S
 
 DEADLINE_S = 60.0
@@ -49,16 +49,13 @@ async def answered(pod: Pod) -> None:
 
 
 @pytest.mark.slow
-def test_idle_pod_rests_and_the_next_request_wakes_it(home: PodHome):
+@in_pod
+async def test_idle_pod_rests_and_the_next_request_wakes_it(pod: Pod):
     """Goal: nobody is refused, lost or answered wrongly, nor after the death of an engine at rest,
     and the pod rests again by itself each time."""
-
-    async def scenario(pod: Pod) -> None:
-        first = await rests(pod)
-        await answered(pod)
-        assert await rests(pod) == first
-        os.kill((await pod.engine_tree(first))[0], signal.SIGKILL)
-        await answered(pod)
-        assert await rests(pod) != first
-
-    home.run(scenario)
+    first = await rests(pod)
+    await answered(pod)
+    assert await rests(pod) == first
+    os.kill((await pod.engine_tree(first))[0], signal.SIGKILL)
+    await answered(pod)
+    assert await rests(pod) != first

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from plumbing.service.http import CONNECTIONS_MAX
-from tests.e2e.pods import Pod, PodHome
+from tests.e2e.pods import Pod, PodHome, in_pod
 from tests.e2e.test_inspection import understudy
 from tests.helpers import until
 
@@ -55,20 +55,17 @@ def problems_with_strangers(port: int) -> str:
 
 
 @pytest.mark.slow
-def test_every_part_answers_probes_and_names_the_problem(home: PodHome):
+@in_pod
+async def test_every_part_answers_probes_and_names_the_problem(pod: Pod):
     """Goal: strangers at a port are seen by operators and cost no probe. Method: idle connections
     above the limit, at each part's port; its status, its liveness, and the pod afterwards. The name
     of its directory is shown everywhere."""
-
-    async def scenario(pod: Pod) -> None:
-        before = await pod.whole()
-        ports = pod.local.ports
-        for port in (ports.lockserver, ports.gms, ports.gateway, *ports.engines):
-            found = await asyncio.to_thread(problems_with_strangers, port)
-            assert "HTTP connections are open" in found
-        for words in (("status",), ("status", "--json"), ("events",), ("doctor",)):
-            _, out = await understudy(pod, *words)
-            assert SHOWN in out.replace("\\\\", "\\") or words == ("events",)
-        assert (await pod.whole()).token == before.token
-
-    home.run(scenario)
+    before = await pod.whole()
+    ports = pod.local.ports
+    for port in (ports.lockserver, ports.gms, ports.gateway, *ports.engines):
+        found = await asyncio.to_thread(problems_with_strangers, port)
+        assert "HTTP connections are open" in found
+    for words in (("status",), ("status", "--json"), ("events",), ("doctor",)):
+        _, out = await understudy(pod, *words)
+        assert SHOWN in out.replace("\\\\", "\\") or words == ("events",)
+    assert (await pod.whole()).token == before.token

@@ -21,7 +21,7 @@ from plumbing.pod.observers import PeerWatch, ask
 from plumbing.pod.paths import KV_SLAB_PREFIX, engine_socket
 from plumbing.wire.blocking import BlockingClient
 from plumbing.wire.messages import Message
-from tests.e2e.pods import Load, Pod, PodHome
+from tests.e2e.pods import Load, Pod, in_pod
 from tests.e2e.processes import Processes
 from tests.e2e.switching import DEADLINE_S, switch
 from tests.helpers import POLL_S, auntil, open_fds
@@ -35,78 +35,72 @@ def nothing_lost(load: Load) -> None:
 
 
 @pytest.mark.slow
-def test_switchovers_under_load_lose_and_refuse_no_request(home: PodHome):
+@in_pod
+async def test_switchovers_under_load_lose_and_refuse_no_request(pod: Pod):
     """Goal: a planned switchover costs no request, and no engine. Method: several in a row, under
     streams; each grant is newer, and the old holder is on standby again, with the same
     processes."""
-
-    async def scenario(pod: Pod) -> None:
-        async with pod.load() as load:
-            for _ in range(TIMES):
-                before = await pod.whole()
-                (other,) = before.standbys
-                await load.answers()
-                processes = await pod.engine_tree(before.engine)
-                code, document = await switch(pod)
-                assert code == 0, document
-                after = await pod.whole()
-                assert await pod.engine_tree(before.engine) == processes
-                assert (document["result"], document["from"]) == ("switched", before.engine)
-                assert (document["engine"], document["token"]) == (other, after.token)
-                assert (after.engine, after.standbys) == (other, (before.engine,))
-                assert after.token > before.token
-                assert (await pod.engine(before.engine))["deaths"] == []
+    async with pod.load() as load:
+        for _ in range(TIMES):
+            before = await pod.whole()
+            (other,) = before.standbys
             await load.answers()
-            nothing_lost(load)
-        assert await switch(pod, f"--to={after.engine}") == (
-            0,
-            {**document, "result": "already_active", "from": after.engine, "took_ms": 0},
-        )
-        assert (await pod.lock())["switchover"] is None
-
-    home.run(scenario)
+            processes = await pod.engine_tree(before.engine)
+            code, document = await switch(pod)
+            assert code == 0, document
+            after = await pod.whole()
+            assert await pod.engine_tree(before.engine) == processes
+            assert (document["result"], document["from"]) == ("switched", before.engine)
+            assert (document["engine"], document["token"]) == (other, after.token)
+            assert (after.engine, after.standbys) == (other, (before.engine,))
+            assert after.token > before.token
+            assert (await pod.engine(before.engine))["deaths"] == []
+        await load.answers()
+        nothing_lost(load)
+    assert await switch(pod, f"--to={after.engine}") == (
+        0,
+        {**document, "result": "already_active", "from": after.engine, "took_ms": 0},
+    )
+    assert (await pod.lock())["switchover"] is None
 
 
 @pytest.mark.slow
-def test_rests_under_streams_lose_and_refuse_no_request(home: PodHome):
+@in_pod
+async def test_rests_under_streams_lose_and_refuse_no_request(pod: Pod):
     """Goal: an engine may be told to rest at any time. Method: several times in the middle of
     streams, which the gateway keeps and which wake it again; then with no request at all, when no
     process of the pod has KV memory left, says the kernel. The processes stay the same."""
+    active = (await pod.whole()).engine
+    processes = await pod.engine_tree(active)
 
-    async def scenario(pod: Pod) -> None:
-        active = (await pod.whole()).engine
-        processes = await pod.engine_tree(active)
+    async def told(goal: Tier | None) -> EngineReportMsg:
+        path = engine_socket(str(pod.directory), active)
+        answer = (await ask(path, CONTROL, SetGoalMsg(goal, "test"))).message
+        assert isinstance(answer, EngineReportMsg)
+        return answer
 
-        async def told(goal: Tier | None) -> EngineReportMsg:
-            path = engine_socket(str(pod.directory), active)
-            answer = (await ask(path, CONTROL, SetGoalMsg(goal, "test"))).message
-            assert isinstance(answer, EngineReportMsg)
-            return answer
+    async def until(state: str, goals: int) -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            while True:
+                am = await told(None)
+                if am.state == state and am.goal_seen >= goals:
+                    return
+                await asyncio.sleep(POLL_S)
 
-        async def until(state: str, goals: int) -> None:
-            async with asyncio.timeout(DEADLINE_S):
-                while True:
-                    am = await told(None)
-                    if am.state == state and am.goal_seen >= goals:
-                        return
-                    await asyncio.sleep(POLL_S)
-
-        async with pod.load() as load:
-            for _ in range(TIMES):
-                await load.answers(1)
-                goals = (await told(Tier.WARM)).goal_seen
-                await until("active", goals + 1)  # it was woken by the gateway
-            await load.answers()
-            nothing_lost(load)
-        assert with_kv_memory(pod)
-        goals = (await told(Tier.WARM)).goal_seen
-        await until("resting", goals)
-        assert not with_kv_memory(pod)
-        await told(Tier.AWAKE)
-        assert (await pod.whole()).engine == active
-        assert await pod.engine_tree(active) == processes
-
-    home.run(scenario)
+    async with pod.load() as load:
+        for _ in range(TIMES):
+            await load.answers(1)
+            goals = (await told(Tier.WARM)).goal_seen
+            await until("active", goals + 1)  # it was woken by the gateway
+        await load.answers()
+        nothing_lost(load)
+    assert with_kv_memory(pod)
+    goals = (await told(Tier.WARM)).goal_seen
+    await until("resting", goals)
+    assert not with_kv_memory(pod)
+    await told(Tier.AWAKE)
+    assert (await pod.whole()).engine == active
+    assert await pod.engine_tree(active) == processes
 
 
 def with_kv_memory(pod: Pod) -> list[int]:
@@ -161,27 +155,24 @@ def put_to_rest(pod: Pod, engine: str) -> None:
 
 
 @pytest.mark.slow
-def test_process_killed_at_each_step_of_a_rest_and_a_wake_loses_no_request(home: PodHome):
+@in_pod
+async def test_process_killed_at_each_step_of_a_rest_and_a_wake_loses_no_request(pod: Pod):
     """Goal: the pod comes back by itself. Method: clients stream all the time, so that a resting
     engine is woken at once; a process of the backend is killed at a step, its tree is dead at the
     next grant, and the pod is complete again. No request is lost, refused or wrong."""
-
-    async def scenario(pod: Pod) -> None:
-        async with pod.load() as load:
-            for state in STEPS:
-                before = await pod.whole()
-                await load.answers(3)
-                pid = (await pod.engine(before.engine))["backend"]["pids"]["model"]
-                with Processes(await pod.engine_tree(before.engine)) as old:
-                    async with (
-                        pod.grants(old) as grants,
-                        killed_when(pod, before.engine, state, pid) as killer,
-                    ):
-                        await asyncio.to_thread(put_to_rest, pod, before.engine)
-                        await auntil(killer.has_killed, f"{before.engine} to be {state}")
-                        await pod.whole_after(before.token)
-                    assert not grants.made[0].alive
-                await load.answers(3)
-            nothing_lost(load)
-
-    home.run(scenario)
+    async with pod.load() as load:
+        for state in STEPS:
+            before = await pod.whole()
+            await load.answers(3)
+            pid = (await pod.engine(before.engine))["backend"]["pids"]["model"]
+            with Processes(await pod.engine_tree(before.engine)) as old:
+                async with (
+                    pod.grants(old) as grants,
+                    killed_when(pod, before.engine, state, pid) as killer,
+                ):
+                    await asyncio.to_thread(put_to_rest, pod, before.engine)
+                    await auntil(killer.has_killed, f"{before.engine} to be {state}")
+                    await pod.whole_after(before.token)
+                assert not grants.made[0].alive
+            await load.answers(3)
+        nothing_lost(load)

@@ -23,7 +23,7 @@ from plumbing.pod.observers import ask
 from plumbing.wire.frames import HEADER, MAGIC, VERSION, FrameDecoder, encode_frame
 from plumbing.wire.limits import MANIFEST_FRAME_BYTES_MAX
 from plumbing.wire.messages import Catalogue, FaultMsg, Message
-from tests.e2e.pods import Pod, PodHome
+from tests.e2e.pods import Pod, in_pod
 from tests.e2e.processes import Processes, kill, same_fds, settled_fds
 from tests.fault.conftest import SILENT_MS
 from tests.helpers import auntil
@@ -75,30 +75,27 @@ def sockets_of(pod: Pod) -> Iterator[tuple[str, Catalogue]]:
 
 
 @pytest.mark.slow
-def test_bad_bytes_affect_only_their_sender(home: PodHome):
+@in_pod
+async def test_bad_bytes_affect_only_their_sender(pod: Pod):
     """Goal: the sender gets an error code, no other client is affected, no descriptor leaks.
     Method: every kind at every socket at once, while clients stream; count the descriptors of all
     processes."""
-
-    async def scenario(pod: Pod) -> None:
-        before = await pod.whole()
-        tokens = [part["engine"]["incarnation"] for part in (await pod.view())["engines"]]
-        processes = pod.processes()
-        fds = await settled_fds(processes)
-        async with pod.load() as load:
-            await load.answers()
-            await asyncio.to_thread(throw_at_all, pod)
-            await load.answers()
-            assert not load.lost()
-            assert not load.refused()
-            assert load.tokens() == {before.token}
-        after = await pod.whole()
-        assert after == before
-        assert [part["engine"]["incarnation"] for part in (await pod.view())["engines"]] == tokens
-        assert pod.processes() == processes
-        await same_fds(fds)
-
-    home.run(scenario)
+    before = await pod.whole()
+    tokens = [part["engine"]["incarnation"] for part in (await pod.view())["engines"]]
+    processes = pod.processes()
+    fds = await settled_fds(processes)
+    async with pod.load() as load:
+        await load.answers()
+        await asyncio.to_thread(throw_at_all, pod)
+        await load.answers()
+        assert not load.lost()
+        assert not load.refused()
+        assert load.tokens() == {before.token}
+    after = await pod.whole()
+    assert after == before
+    assert [part["engine"]["incarnation"] for part in (await pod.view())["engines"]] == tokens
+    assert pod.processes() == processes
+    await same_fds(fds)
 
 
 def throw_at_all(pod: Pod) -> None:
@@ -140,51 +137,48 @@ def code_from(sock: socket.socket, catalogue: Catalogue) -> str:
     return message.code
 
 
-def test_forged_messages_affect_only_their_sender(home: PodHome):
+@in_pod
+async def test_forged_messages_affect_only_their_sender(pod: Pod):
     """Goal: well-formed messages cannot take what belongs to others. Method: claims by a foreign
     client at every socket, each answered with its code; the pod continues to serve under its
     token."""
-
-    async def scenario(pod: Pod) -> None:
-        before = await pod.whole()
-        active = (await pod.engine(before.engine))["engine"]
-        lock, memory, *engines = [path for path, _ in sockets_of(pod)]
-        claim = {
-            "supervisor": "0" * 16,
-            "engine": before.engine,
-            "incarnation": active["incarnation"],
-            "witness": "witness_" + "_".join(active["incarnation"].rsplit("-", 1)),
-            "locks": ("active",),
-            "tokens": {"active": before.token},
-        }
-        stranger = {**claim, "engine": "engine-9", "incarnation": "engine-9-" + "0" * 16}
-        want, gms = lock_messages.WantMsg, gms_messages
-        control = engine_messages
-        cases = [
-            (lock, want(**claim), "lock.engine_id_taken"),
-            (lock, want(**{**stranger, "witness": "../x"}), "lock.bad_want"),
-            (lock, want(**stranger), "lock.bad_want"),
-            (lock, lock_messages.BeatMsg(1), "lock.want_first"),
-            (
-                memory,
-                gms.AttachMsg("e", "i", "rw", identity={}, wait_ms=0),
-                "gms.already_committed",
-            ),
-            (memory, gms.AttachMsg("e", "i", "ro", identity={"a": 1}), "gms.identity_mismatch"),
-            (memory, gms.AllocateMsg(4096), "gms.not_attached"),
-            *((path, control.KillMsg("init"), "engine.unknown_target") for path in engines),
-        ]
-        async with pod.load() as load:
-            for path, message, code in cases:
-                with pytest.raises(RemoteError) as caught:
-                    await ask(path, catalogue_of(message), message)
-                assert caught.value.code == code
-            await load.answers()
-            assert not load.lost()
-            assert load.tokens() == {before.token}
-        assert await pod.whole() == before
-
-    home.run(scenario)
+    before = await pod.whole()
+    active = (await pod.engine(before.engine))["engine"]
+    lock, memory, *engines = [path for path, _ in sockets_of(pod)]
+    claim = {
+        "supervisor": "0" * 16,
+        "engine": before.engine,
+        "incarnation": active["incarnation"],
+        "witness": "witness_" + "_".join(active["incarnation"].rsplit("-", 1)),
+        "locks": ("active",),
+        "tokens": {"active": before.token},
+    }
+    stranger = {**claim, "engine": "engine-9", "incarnation": "engine-9-" + "0" * 16}
+    want, gms = lock_messages.WantMsg, gms_messages
+    control = engine_messages
+    cases = [
+        (lock, want(**claim), "lock.engine_id_taken"),
+        (lock, want(**{**stranger, "witness": "../x"}), "lock.bad_want"),
+        (lock, want(**stranger), "lock.bad_want"),
+        (lock, lock_messages.BeatMsg(1), "lock.want_first"),
+        (
+            memory,
+            gms.AttachMsg("e", "i", "rw", identity={}, wait_ms=0),
+            "gms.already_committed",
+        ),
+        (memory, gms.AttachMsg("e", "i", "ro", identity={"a": 1}), "gms.identity_mismatch"),
+        (memory, gms.AllocateMsg(4096), "gms.not_attached"),
+        *((path, control.KillMsg("init"), "engine.unknown_target") for path in engines),
+    ]
+    async with pod.load() as load:
+        for path, message, code in cases:
+            with pytest.raises(RemoteError) as caught:
+                await ask(path, catalogue_of(message), message)
+            assert caught.value.code == code
+        await load.answers()
+        assert not load.lost()
+        assert load.tokens() == {before.token}
+    assert await pod.whole() == before
 
 
 def catalogue_of(message: Message) -> Catalogue:
@@ -200,38 +194,35 @@ STATUS_ASKED = 20  # after the window: how many times the check must see no gran
 
 
 @pytest.mark.slow
-def test_stopped_holder_is_not_replaced_by_a_restarted_lock_server(home: PodHome):
+@in_pod
+async def test_stopped_holder_is_not_replaced_by_a_restarted_lock_server(pod: Pod):
     """Goal: no split brain. Method: SIGSTOP the whole tree of the active engine under load, SIGKILL
     the lock server; wait past its window; SIGCONT: the holder continues under its token."""
-
-    async def scenario(pod: Pod) -> None:
-        before = await pod.whole()
-        incarnation = (await pod.engine(before.engine))["engine"]["incarnation"]
-        granted = (await status_of(lockserver_part(pod.directory)))[
-            "token"
-        ]  # one number per grant, of any lock
-        tree = pod.tree(before.engine)
-        with Processes(tree) as holder:
-            async with pod.load() as load:
+    before = await pod.whole()
+    incarnation = (await pod.engine(before.engine))["engine"]["incarnation"]
+    granted = (await status_of(lockserver_part(pod.directory)))[
+        "token"
+    ]  # one number per grant, of any lock
+    tree = pod.tree(before.engine)
+    with Processes(tree) as holder:
+        async with pod.load() as load:
+            await load.answers()
+            holder.signal(signal.SIGSTOP)
+            restarts = pod.runner.restarts()["lockserver"]
+            kill(pod.pid("lockserver"))
+            await pod.restarted("lockserver", restarts)
+            async with pod.grants(holder) as grants:
+                await check_no_grant(pod, granted, tree)
+                holder.signal(signal.SIGCONT)
                 await load.answers()
-                holder.signal(signal.SIGSTOP)
-                restarts = pod.runner.restarts()["lockserver"]
-                kill(pod.pid("lockserver"))
-                await pod.restarted("lockserver", restarts)
-                async with pod.grants(holder) as grants:
-                    await check_no_grant(pod, granted, tree)
-                    holder.signal(signal.SIGCONT)
-                    await load.answers()
-                    after = await pod.whole()
-                assert not grants.made
-                assert (after.engine, after.token) == (before.engine, before.token)
-                assert (await status_of(lockserver_part(pod.directory)))["token"] == granted
-                assert load.tokens() == {before.token}
-                assert not load.lost()
-                assert not load.refused()
-                assert (await pod.engine(before.engine))["engine"]["incarnation"] == incarnation
-
-    home.run(scenario)
+                after = await pod.whole()
+            assert not grants.made
+            assert (after.engine, after.token) == (before.engine, before.token)
+            assert (await status_of(lockserver_part(pod.directory)))["token"] == granted
+            assert load.tokens() == {before.token}
+            assert not load.lost()
+            assert not load.refused()
+            assert (await pod.engine(before.engine))["engine"]["incarnation"] == incarnation
 
 
 async def check_no_grant(pod: Pod, granted: int, tree: list[int]) -> None:
@@ -256,66 +247,58 @@ async def check_no_grant(pod: Pod, granted: int, tree: list[int]) -> None:
 
 
 @pytest.mark.slow
-def test_stopped_lock_server_costs_nothing(home: PodHome):
+@in_pod
+async def test_stopped_lock_server_costs_nothing(pod: Pod):
     """Goal: engines continue to serve while the lock server hangs, and no engine is replaced for
     its silence when the server resumes. Method: SIGSTOP it under load for longer than its silence
     limit, SIGCONT."""
-
-    async def scenario(pod: Pod) -> None:
-        before = await pod.whole()
-        async with pod.load() as load:
-            await load.answers()
-            with Processes([pod.pid("lockserver")]) as server:
-                async with pod.grants(server) as grants:
-                    server.signal(signal.SIGSTOP)
-                    patience_end = time.monotonic() + 1.5 * SILENT_MS / 1000
-                    await auntil(lambda: time.monotonic() > patience_end, "its patience to end")
-                    await load.answers()
-                    server.signal(signal.SIGCONT)
-                    after = await pod.whole()
-                    await load.answers()
-                assert not grants.made
-            assert after == before
-            lock = (await status_of(lockserver_part(pod.directory)))["locks"]["active"]
-            assert (lock["state"], lock["problem"]) == ("held", None)
-            assert load.tokens() == {before.token}
-            assert not load.lost()
-            assert not load.refused()
-
-    home.run(scenario)
+    before = await pod.whole()
+    async with pod.load() as load:
+        await load.answers()
+        with Processes([pod.pid("lockserver")]) as server:
+            async with pod.grants(server) as grants:
+                server.signal(signal.SIGSTOP)
+                patience_end = time.monotonic() + 1.5 * SILENT_MS / 1000
+                await auntil(lambda: time.monotonic() > patience_end, "its patience to end")
+                await load.answers()
+                server.signal(signal.SIGCONT)
+                after = await pod.whole()
+                await load.answers()
+            assert not grants.made
+        assert after == before
+        lock = (await status_of(lockserver_part(pod.directory)))["locks"]["active"]
+        assert (lock["state"], lock["problem"]) == ("held", None)
+        assert load.tokens() == {before.token}
+        assert not load.lost()
+        assert not load.refused()
 
 
 @pytest.mark.slow
-def test_relaunched_engine_waits_for_a_stopped_memory_service(home: PodHome):
+@in_pod
+async def test_relaunched_engine_waits_for_a_stopped_memory_service(pod: Pod):
     """Goal: a relaunched engine waits instead of dying repeatedly, and the others continue to
     serve. Method: SIGSTOP gms's supervisor, SIGKILL its server and the standby's backend; SIGCONT
     once the backend has tried to connect in vain, and check that requests were answered
     throughout."""
-
-    async def scenario(pod: Pod) -> None:
-        before, numbers = await pod.whole(), await launches(pod)
-        (standby,) = before.standbys
-        log = pod.directory / "log" / f"{standby}.log"
-        told = log.read_text().count("waiting up to")
-        async with pod.load() as load:
-            with Processes([pod.pid("gms")]) as supervisor:
-                supervisor.signal(signal.SIGSTOP)
-                kill(pod.gms_server())
-                kill((await pod.engine(standby))["backend"]["pids"]["model"])
-                await auntil(
-                    lambda: log.read_text().count("waiting up to") > told, "a knock in vain"
-                )
-                await load.answers()
-                assert (await pod.view())["active"] == before.engine
-                supervisor.signal(signal.SIGCONT)
-            assert await pod.whole() == before
-            assert await launches(pod) == {**numbers, standby: numbers[standby] + 1}
+    before, numbers = await pod.whole(), await launches(pod)
+    (standby,) = before.standbys
+    log = pod.directory / "log" / f"{standby}.log"
+    told = log.read_text().count("waiting up to")
+    async with pod.load() as load:
+        with Processes([pod.pid("gms")]) as supervisor:
+            supervisor.signal(signal.SIGSTOP)
+            kill(pod.gms_server())
+            kill((await pod.engine(standby))["backend"]["pids"]["model"])
+            await auntil(lambda: log.read_text().count("waiting up to") > told, "a knock in vain")
             await load.answers()
-            assert load.tokens() == {before.token}
-            assert not load.lost()
-        assert (await pod.memory())["commits_total"] == 0  # the active engine's memory is mapped
-
-    home.run(scenario)
+            assert (await pod.view())["active"] == before.engine
+            supervisor.signal(signal.SIGCONT)
+        assert await pod.whole() == before
+        assert await launches(pod) == {**numbers, standby: numbers[standby] + 1}
+        await load.answers()
+        assert load.tokens() == {before.token}
+        assert not load.lost()
+    assert (await pod.memory())["commits_total"] == 0  # the active engine's memory is mapped
 
 
 async def launches(pod: Pod) -> dict[str, int]:

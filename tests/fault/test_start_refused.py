@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from plumbing.errors import GivenUpError, UnderstudyError, UsageError
-from tests.e2e.pods import AS_USERS_RUN_IT, Pod, PodHome
+from tests.e2e.pods import AS_USERS_RUN_IT, Pod, PodHome, in_pod
 from understudy.pod.ports import free_offset
 
 BIN = Path(sys.executable).parent
@@ -69,43 +69,38 @@ async def refuse_all(refusals: Sequence[Refusal]) -> None:
 
 
 @pytest.mark.slow
-def test_second_server_of_a_running_pod_is_refused_by_name(home: PodHome):
+@in_pod
+async def test_second_server_of_a_running_pod_is_refused_by_name(pod: Pod):
     """Goal: two servers of one kind cannot both run. Method: each command again on the pod's
     directory; the error names the pid that holds it, and the pod continues to serve."""
+    before = await pod.whole()
+    where = f"--dir={pod.directory}"
+    engine = {"ENGINE_ID": "engine-0"}
+    model = ("--", "--model", str(pod.local.model))
 
-    async def scenario(pod: Pod) -> None:
-        before = await pod.whole()
-        where = f"--dir={pod.directory}"
-        engine = {"ENGINE_ID": "engine-0"}
-        model = ("--", "--model", str(pod.local.model))
+    def has(container: str, what: str = "holds") -> tuple[str, ...]:
+        return (f"pid {pod.pid(container)} {what}", "already running", "stop it")
 
-        def has(container: str, what: str = "holds") -> tuple[str, ...]:
-            return (f"pid {pod.pid(container)} {what}", "already running", "stop it")
+    in_pod = (f"pid {pod.pid('lockserver')} is lockserver", "[pod.already_running]")
 
-        in_pod = (f"pid {pod.pid('lockserver')} is lockserver", "[pod.already_running]")
-
-        async with pod.load() as load:
-            await refuse_all(
-                [
-                    Refusal(
-                        ("lockserver", "serve", where, "--http-port=0"), FAILED, has("lockserver")
-                    ),
-                    Refusal(("gms", "serve", where, "--http-port=0"), FAILED, has("gms")),
-                    Refusal(
-                        ("engine", "run", where, "--http-port=0", *model),
-                        FAILED,
-                        has("engine-0"),
-                        engine,
-                    ),
-                    Refusal(("understudy", "up", where), FAILED, in_pod),
-                ]
-            )
-            await load.answers()
-            assert not load.lost()
-            assert load.tokens() == {before.token}
-        assert await pod.whole() == before
-
-    home.run(scenario)
+    async with pod.load() as load:
+        await refuse_all(
+            [
+                Refusal(("lockserver", "serve", where, "--http-port=0"), FAILED, has("lockserver")),
+                Refusal(("gms", "serve", where, "--http-port=0"), FAILED, has("gms")),
+                Refusal(
+                    ("engine", "run", where, "--http-port=0", *model),
+                    FAILED,
+                    has("engine-0"),
+                    engine,
+                ),
+                Refusal(("understudy", "up", where), FAILED, in_pod),
+            ]
+        )
+        await load.answers()
+        assert not load.lost()
+        assert load.tokens() == {before.token}
+    assert await pod.whole() == before
 
 
 # ---------------------------------------------------------------------- checkpoints
@@ -133,33 +128,30 @@ BROKEN: dict[Breaking, tuple[int, Sequence[str]]] = {
 
 
 @pytest.mark.slow
-def test_broken_checkpoint_ends_a_third_engine_with_one_clear_error(home: PodHome, tmp_path: Path):
+@in_pod
+async def test_broken_checkpoint_ends_a_third_engine_with_one_clear_error(pod: Pod, tmp_path: Path):
     """Goal: cause and fix, no relaunch, no effect on others. Method: engines beside those of a
     serving pod, each with a checkpoint that is broken in its own way."""
-
-    async def scenario(pod: Pod) -> None:
-        before = await pod.whole()
-        refusals = []
-        for number, (breaking, (code, words)) in enumerate(BROKEN.items(), start=2):
-            model = tmp_path / breaking.__name__ / pod.local.model.name  # its name is its identity
-            shutil.copytree(pod.local.model, model)
-            breaking(model)
-            run = ("engine", "run", f"--dir={pod.directory}", "--http-port=0")
-            refusals.append(
-                Refusal(
-                    (*run, "--", "--model", str(model)),
-                    code,
-                    words,
-                    {"ENGINE_ID": f"engine-{number}"},
-                )
+    before = await pod.whole()
+    refusals = []
+    for number, (breaking, (code, words)) in enumerate(BROKEN.items(), start=2):
+        model = tmp_path / breaking.__name__ / pod.local.model.name  # its name is its identity
+        shutil.copytree(pod.local.model, model)
+        breaking(model)
+        run = ("engine", "run", f"--dir={pod.directory}", "--http-port=0")
+        refusals.append(
+            Refusal(
+                (*run, "--", "--model", str(model)),
+                code,
+                words,
+                {"ENGINE_ID": f"engine-{number}"},
             )
-        await refuse_all(refusals)
-        async with pod.load() as load:
-            await load.answers()
-        assert load.tokens() == {before.token}
-        assert await pod.whole() == before
-
-    home.run(scenario)
+        )
+    await refuse_all(refusals)
+    async with pod.load() as load:
+        await load.answers()
+    assert load.tokens() == {before.token}
+    assert await pod.whole() == before
 
 
 # ---------------------------------------------------------------------- understudy up

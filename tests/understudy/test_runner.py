@@ -151,26 +151,27 @@ def test_start_of_a_container_that_exits_fails_with_its_own_sentence(
 
 def test_program_is_restarted_by_its_init_and_the_init_by_the_runner(tmp_path):
     """Method: SIGKILL to the program, whose init lives on; then to the init, with which its program
-    dies; the count goes on, and no descriptor is left."""
+    dies; only that is a restart of the container, and no descriptor is left."""
 
     async def main():
         lines, before = list[str](), len(open_fds())
         worker = python("worker", ARMED, init=INIT)
         async with running(tmp_path / "log", worker, say=lines.append) as runner:
 
-            async def program(restarts: int) -> int:
-                await auntil(lambda: lines.count("worker | armed") == 1 + restarts, "its start")
-                assert runner.restarts() == {"worker": restarts}
+            async def program(number: int) -> int:
+                await auntil(lambda: lines.count("worker | armed") == number, "its start")
                 return runner.pids()["worker"]
 
-            first = await program(0)
+            first = await program(1)
             init = parent(first)
             assert init is not None
             os.kill(first, signal.SIGKILL)
-            second = await program(1)
+            second = await program(2)
+            assert runner.restarts() == {"worker": 0}
             assert parent(second) == init
             os.kill(init, signal.SIGKILL)
-            assert parent(await program(2)) not in (init, None)
+            assert parent(await program(3)) not in (init, None)
+            assert runner.restarts() == {"worker": 1}
             await auntil(lambda: not is_alive(second), "the program to die with its init")
         await auntil(lambda: len(open_fds()) <= before, "descriptors to be closed")
 

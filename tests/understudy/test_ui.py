@@ -19,7 +19,7 @@ from aiohttp import web
 
 from plumbing.service.hosts import bind
 from tests.browser import Tab, needs_chromium, tab
-from tests.e2e.pods import Pod, PodHome, make_model
+from tests.e2e.pods import Pod, PodHome, in_pod, make_model
 from tests.e2e.processes import kill
 from tests.lockserver.processes import ServerProcess
 from understudy.ui.server import PAGE, Hub, application
@@ -132,70 +132,65 @@ def test_stream_says_what_is_known_what_happened_and_which_part_is_gone(tmp_path
 
 @pytest.mark.slow
 @needs_chromium
-def test_page_follows_deaths_without_a_reload(home: PodHome, tmp_path: Path):
+@in_pod
+async def test_page_follows_deaths_without_a_reload(pod: Pod, tmp_path: Path):
     """Goal: the page follows deaths live, also paused. Method: a real pod and a real browser; kill
     the active engine's supervisor and the memory server; the other engine's card turns active, then
     the pod is complete again. A pause on the way."""
+    whole = await pod.whole()
+    (other,) = whole.standbys
+    async with page_of(pod.directory) as address, tab(tmp_path) as page:
+        await page.tell("Network.setBlockedURLs", urls=["*/stream"])
+        await page.go(address)
+        await page.evaluate("window.wasHere = true")
+        assert await page.evaluate(SOUNDNESS) == "connecting rgb(87, 96, 106)"  # grey
+        await page.tell("Network.setBlockedURLs", urls=[])
+        await page.wait("document.getElementById('soundness').textContent === 'healthy'")
+        await page.wait("document.getElementById('cards').textContent.includes('streams: exact')")
+        await page.wait(  # each line of a card is of a part that answers by itself
+            "document.querySelectorAll('#cards .card').length > 3 && "
+            "document.getElementById('cards').textContent.includes('in flight0waiting')"
+        )
+        found = await cards(page)
+        assert found[whole.engine][0] == "active"
+        assert found[other][0] == "standby"
+        state, lock = found["lock active"]
+        assert (state, lock["holder"], lock["token"]) == (
+            "held",
+            whole.engine,
+            str(whole.token),
+        )
+        assert lock["waiters"] == other
+        assert found[whole.engine][1]["device"] == "HOST-0"
+        state, gateway = found["gateway"]
+        assert (state, gateway["in flight"], gateway["parked"]) == ("accepting", "0", "0")
+        assert gateway["engine"] == f"{whole.engine}, streams: exact"
+        old = await pod.memory()
+        await press(page, "p")
+        kill(pod.pid(whole.engine), pod.gms_server())  # a supervisor and a memory server
+        states = f"transitions.filter((each) => each.lane === '{whole.engine}')"
+        await page.wait(f"{states}.some((each) => each.state === 'gone')")
+        assert (await cards(page))[whole.engine][0] == "active"  # paused, and nothing is lost
+        await press(page, "p")
+        await page.wait(_serves(other))
+        await page.wait(
+            "[...document.querySelectorAll('#rows tr')].some((row) => "
+            f"row.textContent.includes('active lock granted to {other}'))"
+        )
+        await page.wait("document.getElementById('soundness').textContent === 'healthy'")
+        found = await cards(page)
+        assert found["lock active"][1]["holder"] == other
+        assert int(found["lock active"][1]["token"]) > whole.token
+        assert found[whole.engine][0] == "standby"
+        assert f"{other} active" in await page.evaluate(
+            "document.querySelector('#timeline svg').getAttribute('aria-label')"
+        )
 
-    async def scenario(pod: Pod) -> None:
-        whole = await pod.whole()
-        (other,) = whole.standbys
-        async with page_of(pod.directory) as address, tab(tmp_path) as page:
-            await page.tell("Network.setBlockedURLs", urls=["*/stream"])
-            await page.go(address)
-            await page.evaluate("window.wasHere = true")
-            assert await page.evaluate(SOUNDNESS) == "connecting rgb(87, 96, 106)"  # grey
-            await page.tell("Network.setBlockedURLs", urls=[])
-            await page.wait("document.getElementById('soundness').textContent === 'healthy'")
-            await page.wait(
-                "document.getElementById('cards').textContent.includes('streams: exact')"
-            )
-            await page.wait(  # each line of a card is of a part that answers by itself
-                "document.querySelectorAll('#cards .card').length > 3 && "
-                "document.getElementById('cards').textContent.includes('in flight0waiting')"
-            )
-            found = await cards(page)
-            assert found[whole.engine][0] == "active"
-            assert found[other][0] == "standby"
-            state, lock = found["lock active"]
-            assert (state, lock["holder"], lock["token"]) == (
-                "held",
-                whole.engine,
-                str(whole.token),
-            )
-            assert lock["waiters"] == other
-            assert found[whole.engine][1]["device"] == "HOST-0"
-            state, gateway = found["gateway"]
-            assert (state, gateway["in flight"], gateway["parked"]) == ("accepting", "0", "0")
-            assert gateway["engine"] == f"{whole.engine}, streams: exact"
-            old = await pod.memory()
-            await press(page, "p")
-            kill(pod.pid(whole.engine), pod.gms_server())  # a supervisor and a memory server
-            states = f"transitions.filter((each) => each.lane === '{whole.engine}')"
-            await page.wait(f"{states}.some((each) => each.state === 'gone')")
-            assert (await cards(page))[whole.engine][0] == "active"  # paused, and nothing is lost
-            await press(page, "p")
-            await page.wait(_serves(other))
-            await page.wait(
-                "[...document.querySelectorAll('#rows tr')].some((row) => "
-                f"row.textContent.includes('active lock granted to {other}'))"
-            )
-            await page.wait("document.getElementById('soundness').textContent === 'healthy'")
-            found = await cards(page)
-            assert found["lock active"][1]["holder"] == other
-            assert int(found["lock active"][1]["token"]) > whole.token
-            assert found[whole.engine][0] == "standby"
-            assert f"{other} active" in await page.evaluate(
-                "document.querySelector('#timeline svg').getAttribute('aria-label')"
-            )
-
-            for said in ("dead → init: launched as", f"epoch {old['epoch']} is back from"):
-                await page.wait(f"document.getElementById('rows').textContent.includes('{said}')")
-            assert await page.evaluate("window.wasHere")
-            assert page.errors == []
-            assert page.hosts() == {"127.0.0.1"}
-
-    home.run(scenario)
+        for said in ("dead → init: launched as", f"epoch {old['epoch']} is back from"):
+            await page.wait(f"document.getElementById('rows').textContent.includes('{said}')")
+        assert await page.evaluate("window.wasHere")
+        assert page.errors == []
+        assert page.hosts() == {"127.0.0.1"}
 
 
 async def press(page: Tab, key: str) -> None:

@@ -19,7 +19,7 @@ from gms.upkeep import drop_kv
 from plumbing.errors import RemoteError
 from plumbing.pod.paths import engine_http_socket
 from tests.e2e.fence import assert_witness_fences
-from tests.e2e.pods import CLIENTS, Load, Pod, PodHome
+from tests.e2e.pods import CLIENTS, Load, Pod, PodHome, in_pod
 from tests.e2e.processes import Processes
 from tests.e2e.switching import switch
 from tests.helpers import POLL_S, auntil
@@ -58,39 +58,33 @@ def test_death_of_a_worker_is_a_takeover_and_no_stream_is_completed(home: PodHom
     home.run(lambda pod: taken_over(pod, "worker", cut_a_stream, *BOTH_SEEN))
 
 
-def test_vllm_tree_has_no_process_without_the_witness_that_reaches_a_device(home: PodHome):
+@in_pod
+async def test_vllm_tree_has_no_process_without_the_witness_that_reaches_a_device(pod: Pod):
     """Goal: below an init, the witness alone proves that vLLM's tree is dead. Method: list the
     trees of the active engine and of the standby; descriptors and maps of each process that lacks
     the witness."""
-
-    async def scenario(pod: Pod) -> None:
-        whole = await pod.whole()
-        for engine in (whole.engine, *whole.standbys):
-            supervisor = (await pod.engine(engine))["engine"]["pid"]
-            assert_witness_fences(supervisor, pod.tree("gms"), HELPERS)
-
-    home.run(scenario)
+    whole = await pod.whole()
+    for engine in (whole.engine, *whole.standbys):
+        supervisor = (await pod.engine(engine))["engine"]["pid"]
+        assert_witness_fences(supervisor, pod.tree("gms"), HELPERS)
 
 
-def test_signals_of_a_host_that_stops_everything_reach_no_process_of_vllm(home: PodHome):
+@in_pod
+async def test_signals_of_a_host_that_stops_everything_reach_no_process_of_vllm(pod: Pod):
     """Goal: the supervisor decides when streams end. Method: SIGTERM and SIGINT under load to every
     process of vLLM, of the active engine and of the standby; both are the same processes after
     it, and no request has failed."""
-
-    async def scenario(pod: Pod) -> None:
-        before = await pod.whole()
-        engines = await incarnations(pod)
-        trees = [await pod.engine_tree(name) for name in (before.engine, *before.standbys)]
-        async with pod.load() as load:
-            await load.answers()
-            for number in (signal.SIGTERM, signal.SIGINT):
-                with Processes(pid for tree in trees for pid in tree) as processes:
-                    processes.signal(number)
-                await only_answers_under(load, before.token)
-        assert await incarnations(pod) == engines
-        assert [await pod.engine_tree(name) for name in (before.engine, *before.standbys)] == trees
-
-    home.run(scenario)
+    before = await pod.whole()
+    engines = await incarnations(pod)
+    trees = [await pod.engine_tree(name) for name in (before.engine, *before.standbys)]
+    async with pod.load() as load:
+        await load.answers()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            with Processes(pid for tree in trees for pid in tree) as processes:
+                processes.signal(number)
+            await only_answers_under(load, before.token)
+    assert await incarnations(pod) == engines
+    assert [await pod.engine_tree(name) for name in (before.engine, *before.standbys)] == trees
 
 
 def send(number: int) -> Strike:
@@ -166,31 +160,28 @@ async def taken_over(pod: Pod, target: str, strike: Strike, *causes: str) -> Non
     assert (await pod.engine(before.engine))["deaths"][-1]["cause"] in causes
 
 
-def test_switchover_loses_and_refuses_no_request(home: PodHome):
+@in_pod
+async def test_switchover_loses_and_refuses_no_request(pod: Pod):
     """Goal: a planned switchover of vLLM costs no request and no engine. Method: under streams,
     have the active engine hand over, and then the other one; both are the same processes, on both
     ranks."""
-
-    async def scenario(pod: Pod) -> None:
-        before = after = await pod.whole()
-        engines = await incarnations(pod)
-        trees = [await pod.engine_tree(name) for name in (before.engine, *before.standbys)]
-        async with pod.load() as load:
+    before = after = await pod.whole()
+    engines = await incarnations(pod)
+    trees = [await pod.engine_tree(name) for name in (before.engine, *before.standbys)]
+    async with pod.load() as load:
+        await load.answers(ANSWERS)
+        for _ in range(2):
+            active, token = after.engine, after.token
+            code, document = await switch(pod)
+            assert (code, document.get("engine")) == (0, *after.standbys), document
+            await load.newer(token)
             await load.answers(ANSWERS)
-            for _ in range(2):
-                active, token = after.engine, after.token
-                code, document = await switch(pod)
-                assert (code, document.get("engine")) == (0, *after.standbys), document
-                await load.newer(token)
-                await load.answers(ANSWERS)
-                after = await pod.whole_after(token)
-                assert after.standbys == (active,)
-            assert not load.lost()
-            assert not load.refused()
-        assert (after.engine, await incarnations(pod)) == (before.engine, engines)
-        assert [await pod.engine_tree(name) for name in (before.engine, *before.standbys)] == trees
-
-    home.run(scenario)
+            after = await pod.whole_after(token)
+            assert after.standbys == (active,)
+        assert not load.lost()
+        assert not load.refused()
+    assert (after.engine, await incarnations(pod)) == (before.engine, engines)
+    assert [await pod.engine_tree(name) for name in (before.engine, *before.standbys)] == trees
 
 
 async def incarnations(pod: Pod) -> list[str]:
@@ -205,30 +196,27 @@ async def only_answers_under(load: Load, token: int) -> None:
     assert load.tokens() == {token}
 
 
-def test_blocks_of_which_a_rank_lacks_its_part_are_adopted_by_none(home: PodHome):
+@in_pod
+async def test_blocks_of_which_a_rank_lacks_its_part_are_adopted_by_none(pod: Pod):
     """Goal: an engine of which one rank's KV memory is missing begins with an empty cache on all of
     its ranks, says why, and gives the same answers. Method: kill the active engine while the other
     one's supervisor is stopped, and have the pool of one device dropped before it goes on. The last
     test: it leaves the pod as it is."""
-
-    async def scenario(pod: Pod) -> None:
-        before = await pod.whole()
-        (name,) = before.standbys
-        stopped = (await pod.engine(name))["engine"]["pid"]
-        async with pod.load() as load:
-            await load.answers(ANSWERS)
-            os.kill(stopped, signal.SIGSTOP)
-            try:
-                await dropped(pod, (await pod.engine(before.engine))["backend"]["pids"]["core"])
-            finally:
-                os.kill(stopped, signal.SIGCONT)
-            await load.newer(before.token)
-            await load.answers(ANSWERS)
-        kv = (await pod.engine(name))["backend"]["kv"]
-        assert (kv["memory"], kv["adopted_blocks"]) == ("gms", 0)
-        assert "rank 1: the pool is new" in kv["note"]
-
-    home.run(scenario)
+    before = await pod.whole()
+    (name,) = before.standbys
+    stopped = (await pod.engine(name))["engine"]["pid"]
+    async with pod.load() as load:
+        await load.answers(ANSWERS)
+        os.kill(stopped, signal.SIGSTOP)
+        try:
+            await dropped(pod, (await pod.engine(before.engine))["backend"]["pids"]["core"])
+        finally:
+            os.kill(stopped, signal.SIGCONT)
+        await load.newer(before.token)
+        await load.answers(ANSWERS)
+    kv = (await pod.engine(name))["backend"]["kv"]
+    assert (kv["memory"], kv["adopted_blocks"]) == ("gms", 0)
+    assert "rank 1: the pool is new" in kv["note"]
 
 
 async def dropped(pod: Pod, pid: int) -> None:

@@ -141,7 +141,7 @@ async def send(target: Target, prompt: Prompt, silence_max_s: float = SILENCE_MA
             rest_s = silence_max_s - (clock.now_ms() - stream.heard_ms) / 1000
             if rest_s <= 0:
                 exchange.end, exchange.detail = End.HUNG, f"silent for {silence_max_s:g} s"
-                break
+                stream.finished.cancel()  # the end of the connection, which is ours, says nothing
             await asyncio.wait({stream.finished}, timeout=rest_s)
     except ConnectionRefusedError as error:
         exchange.end, exchange.detail = End.REFUSED, str(error)

@@ -22,9 +22,9 @@ from typing import TypeVar
 
 from plumbing.errors import UnderstudyError, UsageError, WaitTimeoutError
 from plumbing.service import init
-from plumbing.service.init import FIRST_START_ENV, RESTARTS_ENV
+from plumbing.service.init import FIRST_START_ENV
 from plumbing.service.process import parent_environment
-from plumbing.service.procfs import children, environment_of, is_alive
+from plumbing.service.procfs import children, is_alive
 from plumbing.text import duration
 from understudy.http_get import HttpReply, get
 from understudy.pod.output import ContainerLog
@@ -64,8 +64,7 @@ class RunningContainer:
             self.settled.set()
         self.is_given_up = False
         self._is_started = False  # in this life
-        self._restarts = 0  # of its first process, and by the inits before the present one
-        self._program_restarts = 0  # by the present init, as far as seen
+        self.restarts = 0  # of its first process
         self._stopping = asyncio.Event()
         self._process: Process | None = None
         self._task: asyncio.Task[None] | None = None
@@ -84,15 +83,6 @@ class RunningContainer:
         if not found:
             return None
         return found[-1 if init.REPLACEABLE in self.container.init else 0]
-
-    @property
-    def restarts(self) -> int:
-        """How often its program was restarted, by its init or with the whole container."""
-        pid = self.pid if self.container.init else None
-        if pid is not None:
-            count = environment_of(pid).get(RESTARTS_ENV, "")
-            self._program_restarts = int(count or self._program_restarts)
-        return self._restarts + self._program_restarts
 
     @property
     def is_up(self) -> bool:
@@ -142,8 +132,7 @@ class RunningContainer:
             self.log.note(f"(runner) {self.ended}; restarting {when}")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), delay_s)
-            self._restarts += 1 + self._program_restarts
-            self._program_restarts = 0
+            self.restarts += 1
 
     async def _live_once(self) -> int:
         """One process from start to reaping; its exit code, negative for a signal."""
@@ -226,7 +215,7 @@ class PodRunner:
         return {name: pid for name, kept in self._kept.items() if (pid := kept.pid) is not None}
 
     def restarts(self) -> Mapping[str, int]:
-        """How often each container's program was restarted."""
+        """How often each container was started again, other than by its init in place."""
         return {name: kept.restarts for name, kept in self._kept.items()}
 
     @property

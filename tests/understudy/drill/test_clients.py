@@ -1,91 +1,139 @@
-"""The clients against a small server that cuts, refuses, lies, stays silent and answers."""
+"""The clients: the receiving half as pure code, then a server that cuts, refuses and lies."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import socket
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
-from aiohttp import web
 
-from plumbing.errors import UnderstudyError
+from plumbing.errors import ProtocolError, UnderstudyError
 from tests.helpers import free_port
-from understudy.drill.clients import Target, send
+from understudy.drill.clients import PENDING_MAX_BYTES, AnswerReader, Target, send
 from understudy.drill.outcomes import classify
 from understudy.drill.prompts import all_prompts, learn_answers
-from understudy.drill.records import End, Outcome, Prompt
+from understudy.drill.records import End, Exchange, Outcome, Prompt
 
-WORDS = ("to ", "be ", "or ", "not")
 PROMPT = Prompt("p", "/v1/completions", {"model": "m", "prompt": "x", "stream": True})
+BARE = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n"
+HEAD = BARE + b"X-Understudy-Engine: engine-1\r\nX-Understudy-Token: 7\r\n\r\n"
+BUSY_BODY = b'{"error": {"message": "no engine is active"}}'
+BUSY = b"HTTP/1.1 503 No\r\nContent-Length: %d\r\n\r\n" % len(BUSY_BODY) + BUSY_BODY
 
 
-class Stub:
-    """An inference server with one mood per request, taken from `moods` (then `good`)."""
+def chunked(*pieces: bytes) -> bytes:
+    return b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in pieces)
 
-    def __init__(self) -> None:
-        self.moods: list[str] = []
-        self.requests: list[dict] = []
-        self.token = 3
 
-    async def answer(self, request: web.Request) -> web.StreamResponse:
-        self.requests.append(await request.json())
-        mood = self.moods.pop(0) if self.moods else "good"
-        if mood == "busy":
-            return web.json_response({"error": {"message": "no engine is active"}}, status=503)
-        if mood == "reset":
-            request.transport.abort()
-            return web.Response()
-        headers = {"X-Understudy-Engine": "engine-1", "X-Understudy-Token": str(self.token)}
-        response = web.StreamResponse(
-            headers={"Content-Type": "text/event-stream", **({} if mood == "bare" else headers)}
-        )
-        response.enable_chunked_encoding()
-        await response.prepare(request)
-        words = ("to ", "bee ", "or ", "not") if mood == "lie" else WORDS
-        for number, word in enumerate(words):
-            if mood == "cut" and number == 2:
-                request.transport.abort()
-                return response
-            if mood == "silent" and number == 2:
-                await asyncio.Event().wait()
-            choice = {"text": word, "finish_reason": None if number < 3 else "length"}
-            if "chat" in request.path:
-                choice = {"delta": {"content": word}, "finish_reason": choice["finish_reason"]}
-            event = json.dumps({"choices": [choice]})
-            await response.write(f"data: {event}\n\n".encode())
-        await response.write(b"data: [DONE]\n\n")
-        return response
+def event(text: str, finish: str | None = None) -> bytes:
+    choice = {"index": 0, "text": text, "finish_reason": finish}
+    return b"data: " + json.dumps({"choices": [choice]}, ensure_ascii=False).encode() + b"\n\n"
+
+
+DONE = b"data: [DONE]\n\n"
+STREAM = HEAD + chunked(event("he"), event("llö"), event(" you"), event("", "length"), DONE)
+
+# ---------------------------------------------------------------------- without a socket
+
+
+def read(*pieces: bytes) -> tuple[Exchange, AnswerReader]:
+    exchange = Exchange("p", 0.0)
+    answer = AnswerReader(exchange)
+    for number, piece in enumerate(pieces):
+        answer.feed(piece, float(number))
+    return exchange, answer
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 64, 100_000])
+def test_stream_in_pieces_of_any_size_gives_the_same_text(size):
+    """Goal: no dependence on how TCP cuts. Method: feed the same bytes in pieces of each size."""
+    exchange, answer = read(*(STREAM[at : at + size] for at in range(0, len(STREAM), size)))
+    assert (exchange.text, exchange.finish_reason, answer.is_done) == ("hellö you", "length", True)
+    assert (exchange.status, exchange.engine, exchange.token) == (200, "engine-1", 7)
+    assert exchange.piece_ends == [2, 5, 9]
+
+
+def test_chat_chunks_give_their_content():
+    """Goal: both shapes of OpenAI. Method: role first, then content, then an empty usage event."""
+    payloads: list[dict] = [
+        {"choices": [{"delta": {"role": "assistant"}}]},
+        {"choices": [{"delta": {"content": "hi"}}]},
+        {"choices": [], "usage": {"completion_tokens": 1}},
+    ]
+    body = b"".join(b"data: " + json.dumps(payload).encode() + b"\r\n\r\n" for payload in payloads)
+    exchange, answer = read(HEAD + chunked(b": ping\n\n", body))
+    assert (exchange.text, exchange.tokens, answer.is_done) == ("hi", 1, False)
+
+
+def test_plain_error_answer_is_done_at_its_length():
+    """Goal: a 503 is an answer, not a cut. Method: a JSON body with a length."""
+    assert not read(BUSY[:-10])[1].is_done
+    exchange, answer = read(BUSY[:-10], BUSY[-10:])
+    assert (answer.is_done, exchange.status, answer.body) == (True, 503, BUSY_BODY)
+
+
+@pytest.mark.parametrize(
+    ("data", "code"),
+    [
+        (b"SSH-2.0-OpenSSH\r\n\r\n", "drill.not_http"),
+        (b"HTTP/1.1 200 OK\r\nX: " + b"x" * PENDING_MAX_BYTES, "drill.endless"),
+        (HEAD + b"-5\r\nabc\r\n", "drill.not_http"),
+        (HEAD + chunked(b"data: {broken\n\n"), "drill.bad_event"),
+        (HEAD + chunked(b"data: [1]\n\n"), "drill.bad_event"),
+        (HEAD + chunked(b'data: {"error": {"message": "gone"}}\n\n'), "drill.error_event"),
+    ],
+)
+def test_bytes_that_are_no_stream_are_refused_by_name(data, code):
+    """Goal: garbage is an error with a code. Method: one kind of garbage each."""
+    with pytest.raises(ProtocolError) as caught:
+        read(data)
+    assert caught.value.code == code
+
+
+@pytest.mark.parametrize("text", ["", "x", "9" * 5000])
+def test_header_that_is_no_number_is_none(text: str):
+    exchange, _ = read(HEAD.replace(b"Token: 7", b"Token: " + text.encode()))
+    assert exchange.token is None
+
+
+# ---------------------------------------------------------------------- a server
+
+SILENT = b"silent"  # in place of the end of the connection
+MOODS = {
+    "good": STREAM,
+    "cut": STREAM[: STREAM.index(b" you")],
+    "reset": b"",
+    "busy": BUSY,
+    "lie": STREAM.replace(b"he", b"ha"),
+    "bare": STREAM.replace(HEAD, BARE + b"\r\n"),
+    "silent": STREAM[: STREAM.index(b" you")] + SILENT,
+}
 
 
 @asynccontextmanager
-async def serving():
-    stub = Stub()
-    app = web.Application()
-    app.router.add_post("/v1/completions", stub.answer)
-    app.router.add_post("/v1/chat/completions", stub.answer)
-    runner = web.AppRunner(app, shutdown_timeout=0.01)
-    await runner.setup()
-    port = free_port()
-    await web.TCPSite(runner, "127.0.0.1", port).start()
-    try:
-        yield stub, Target("127.0.0.1", port)
-    finally:
-        await runner.cleanup()
+async def serving(*moods: str) -> AsyncIterator[tuple[Target, list[dict]]]:
+    """A server with one mood per request, the last one for all that follow; and the bodies that it
+    gets."""
+    left, bodies, tasks = [*moods], list[dict](), set[asyncio.Task]()
 
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        tasks.add(asyncio.current_task())
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = int(head.partition(b"Content-Length: ")[2].partition(b"\r\n")[0])
+        bodies.append(json.loads(await reader.readexactly(length)))
+        said = MOODS[left.pop(0) if len(left) > 1 else left[0]]
+        writer.write(said.removesuffix(SILENT))
+        if said.endswith(SILENT):
+            await reader.read()
+        writer.close()
+        await writer.wait_closed()
 
-async def test_send_records_a_whole_answer_with_its_times_and_headers():
-    """Goal: every field of the record. Method: one good answer."""
-    async with serving() as (stub, target):
-        exchange = await send(target, PROMPT)
-        assert stub.requests == [PROMPT.body]
-    assert (exchange.end, exchange.status, exchange.text) == (End.DONE, 200, "to be or not")
-    assert (exchange.engine, exchange.token, exchange.chunks) == ("engine-1", 3, 4)
-    assert exchange.finish_reason == "length"
-    assert exchange.first_token_ms is not None
-    assert exchange.last_token_ms is not None
-    assert exchange.sent_ms <= exchange.first_token_ms <= exchange.last_token_ms
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        yield Target(*server.sockets[0].getsockname()), bodies
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @pytest.mark.parametrize(
@@ -102,11 +150,14 @@ async def test_send_records_a_whole_answer_with_its_times_and_headers():
 )
 async def test_send_to_a_server_in_each_mood_counts_as_it_should(mood, outcome):
     """Goal: sockets' ends become the right outcomes. Method: a good answer, then the mood."""
-    async with serving() as (stub, target):
-        stub.moods = ["good", mood]
-        expected = {"p": await send(target, PROMPT)}
+    async with serving("good", mood) as (target, bodies):
+        good = await send(target, PROMPT)
         exchange = await send(target, PROMPT, silence_max_s=0.2 if mood == "silent" else 60)
-        assert classify(exchange, expected) is outcome
+    assert classify(exchange, {"p": good}) is outcome
+    assert bodies == [PROMPT.body] * 2
+    assert good.first_token_ms is not None
+    assert good.sent_ms <= good.first_token_ms <= (good.last_token_ms or 0) <= good.ended_ms
+    assert (await send(target, PROMPT)).end is End.REFUSED  # the server is gone
 
 
 async def test_send_says_its_request_before_the_loop_turns():
@@ -122,33 +173,22 @@ async def test_send_says_its_request_before_the_loop_turns():
         assert (await asking).end is End.CUT
 
 
-async def test_send_where_nobody_listens_is_refused():
-    """Goal: ECONNREFUSED is told from a cut. Method: a port that nobody has."""
-    exchange = await send(Target("127.0.0.1", free_port()), PROMPT)
-    assert exchange.end is End.REFUSED
-
-
 async def test_learn_answers_uses_both_kinds_and_leaves_out_the_empty_ones():
     """Goal: prompts that can fail. Method: the first question is answered with an error."""
-    async with serving() as (stub, target):
-        stub.moods = ["busy"]
+    async with serving("busy", "good") as (target, bodies):
         prompts, answers = await learn_answers(target, all_prompts("m"))
-        assert {prompt.path for prompt in prompts} == {
-            "/v1/completions",
-            "/v1/chat/completions",
-        }
-        assert "completion-0" not in answers
-        assert all(answers[prompt.key].text == "to be or not" for prompt in prompts)
-        assert all(body["temperature"] == 0 and body["stream"] for body in stub.requests)
+    assert {prompt.path for prompt in prompts} == {"/v1/completions", "/v1/chat/completions"}
+    assert "completion-0" not in answers
+    assert all(answers[prompt.key].text == "hellö you" for prompt in prompts)
+    assert all(body["temperature"] == 0 and body["stream"] for body in bodies)
 
 
 @pytest.mark.parametrize(("mood", "code"), [("busy", "no_answers"), ("bare", "no_token")])
 async def test_learn_answers_from_a_server_that_gives_none_says_why(mood, code):
     """Goal: a sentence instead of an empty drill. Method: one mood for every question."""
-    async with serving() as (stub, target):
-        stub.moods = [mood] * 20
+    async with serving(mood) as (target, _):
         with pytest.raises(UnderstudyError) as caught:
             await learn_answers(target, all_prompts("m"))
-        assert caught.value.code == f"drill.{code}"
+    assert caught.value.code == f"drill.{code}"
     with pytest.raises(UnderstudyError, match="refuses connections"):
-        await learn_answers(target, all_prompts("m"))  # the server is gone
+        await learn_answers(Target("127.0.0.1", free_port()), all_prompts("m"))

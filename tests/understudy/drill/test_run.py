@@ -9,11 +9,9 @@ import pytest
 from click.testing import CliRunner
 
 from engine.messages import EventMsg, StatusReplyMsg
-from plumbing.errors import UnderstudyError
 from tests.understudy.drill.fake_pod import FakePod
 from understudy.cli.main import main
 from understudy.drill import run as drill_run
-from understudy.drill.killer import wait_whole
 from understudy.drill.observer import Observer, OldTree
 from understudy.drill.records import Kill, Records
 from understudy.drill.run import DrillPlan
@@ -175,25 +173,6 @@ async def test_grant_to_the_victim_itself_is_no_second_active_engine(directory):
     observer._on_lockserver(granted("engine-1", "f-1", 3))
     assert (len(records.overlaps), records.grants_checked, kill.new_token) == (1, 1, 3)
     await observer.close()
-
-
-async def test_wait_whole_names_what_is_missing(directory):
-    """Goal: a visible reason. Method: the standby is dead and stays so."""
-    async with FakePod(directory) as pod:
-        pod.states["engine-1"] = "dead"
-        with pytest.raises(UnderstudyError, match="no standby"):
-            await wait_whole(directory, deadline_s=0.1)
-
-
-async def test_old_tree_tells_the_living_from_the_dead():
-    """Goal: what double_active rests on. Method: one child killed, this process alive."""
-    child = await asyncio.create_subprocess_exec("sleep", "1000")
-    tree = OldTree.of([child.pid, os.getpid()])
-    assert len(tree.alive()) == 2
-    child.kill()
-    await child.wait()
-    assert [name.split(" (")[0] for name in tree.alive()] == [f"pid {os.getpid()}"]
-    tree.close()
 
 
 def invoke(*arguments: str):
