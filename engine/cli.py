@@ -25,13 +25,14 @@ from plumbing.pod.cli import (
     show_status,
     watch_flag,
 )
-from plumbing.pod.paths import engine_socket, engine_state, runtime_dir, socket_path
+from plumbing.pod.paths import engine_socket, engine_state, runtime_dir
 from plumbing.service import log
 from plumbing.service.config import Option, Resolved
 from plumbing.service.files import read_json
 from plumbing.service.process import arm_from_environment
 from plumbing.text import duration
 from plumbing.wire.blocking import BlockingClient
+from plumbing.wire.sockets import check_path
 
 DRAIN_TIMEOUT_S = 60.0  # more than the drain and reap budgets together
 
@@ -72,8 +73,7 @@ def run(config: Resolved, arguments: tuple[str, ...]) -> None:
         arguments = (*own, *arguments)
         os.environ.update(environment)  # for the backend
     settings = settle(config, command_line(config["backend"], arguments), directory)
-    longest = settings.control_path if settings.is_remote else settings.private_path
-    socket_path(directory, longest.rpartition("/")[2])
+    check_path(settings.control_path if settings.is_remote else settings.private_path)
     run_async(lambda: _supervise(settings))
 
 

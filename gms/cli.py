@@ -24,7 +24,6 @@ from gms.vmm.interface import DeviceMemory
 from plumbing.errors import UnreachableError, UsageError
 from plumbing.pod import paths
 from plumbing.pod.cli import Look, json_flag, options, run_async, show_status, watch_flag
-from plumbing.pod.gms_files import write_device_names
 from plumbing.pod.models import device_of, model_names, place_of
 from plumbing.service.config import Option, Resolved, size_bytes, size_list
 from plumbing.service.hosts import ALLOWED_HOST
@@ -140,7 +139,7 @@ def serve(config: Resolved) -> None:
         raise UsageError("config.needless_device", "--device requires --memory cuda")
 
     devices = devices_to_serve(gpus) if is_cuda else [f"HOST-{n}" for n in range(config["devices"])]
-    write_device_names(directory, devices)
+    paths.write_device_names(directory, devices)
     models = model_names(config["model"]) or ("",)
     on = {device: [place_of(device, model) for model in models] for device in devices}
     places = [place_of(device, model) for model in models for device in devices]

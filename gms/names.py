@@ -9,8 +9,6 @@ from __future__ import annotations
 import os
 import re
 
-from plumbing.errors import UsageError
-from plumbing.pod import paths
 from plumbing.pod.models import NAME_PATTERN
 from plumbing.pod.paths import KV as KV
 from plumbing.pod.paths import WEIGHTS as WEIGHTS
@@ -18,20 +16,9 @@ from plumbing.pod.paths import WEIGHTS as WEIGHTS
 OFFLOAD = "OFFLOAD-"
 COPIES = "OFFLOAD"  # the one server of all host copies
 
-PLACE_PATTERN = rf"[A-Za-z0-9-]+(?:\.{NAME_PATTERN})?"
 # HOST-0, GPU-<uuid>, MIG-<uuid>, HOST-0.chat
-_DEVICE = re.compile(rf"[A-Za-z0-9][A-Za-z0-9-]{{0,63}}(?:\.{NAME_PATTERN})?")
+PLACE_PATTERN = rf"[A-Za-z0-9-]+(?:\.{NAME_PATTERN})?"
 SUFFIXES = {WEIGHTS: ".epoch", KV: ".pool"}
-
-
-def check_device(device: str) -> str:
-    """`device`, if it can be part of a file name."""
-    if not _DEVICE.fullmatch(device):
-        raise UsageError(
-            "gms.bad_device",
-            f"{device!r} is not a device name; devices are named HOST-0, HOST-1, … or GPU-<uuid>",
-        )
-    return device
 
 
 def offload_device(device: str) -> str:
@@ -48,17 +35,6 @@ def is_offload(device: str) -> bool:
 def is_host(device: str) -> bool:
     """Whether `device` is host memory, which any process can read."""
     return device.startswith(("HOST-", OFFLOAD))
-
-
-def socket_path(directory: str, device: str, tag: str = WEIGHTS) -> str:
-    """The socket of the server of one device's weights, or of its KV memory."""
-    return paths.gms_socket(directory, check_device(device), tag)
-
-
-def journal_path(directory: str, device: str, tag: str = WEIGHTS) -> str:
-    """What a restarted server must know: the committed weights, or the newest token under which
-    KV memory was lent."""
-    return paths.gms_journal(directory, check_device(device), tag)
 
 
 def region_file(device: str, tag: str, region: str) -> str:

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from gms import messages, names
 from plumbing.errors import ProtocolError
-from plumbing.pod import paths
+from plumbing.pod.paths import gms_socket
 from plumbing.wire.blocking import BlockingClient
 from plumbing.wire.messages import Message
 
@@ -22,7 +22,7 @@ def ask(
     tag: str = names.WEIGHTS,
 ) -> AnswerT:
     """The answer of the server of the device's weights, or of its KV memory."""
-    path = paths.gms_socket(directory, names.check_device(device), tag)
+    path = gms_socket(directory, device, tag)
     with BlockingClient(path, messages.CATALOGUE, connect_timeout_s=timeout_s) as client:
         found = client.request(question, timeout_s=timeout_s).message
     if not isinstance(found, answer):

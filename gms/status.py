@@ -16,6 +16,7 @@ from gms import names
 from gms.questions import status_of
 from gms.server import journal
 from plumbing.errors import UnderstudyError, UnreachableError
+from plumbing.pod.paths import gms_journal, gms_socket
 from plumbing.text import size
 
 TIMEOUT_S = 5.0
@@ -103,7 +104,7 @@ def _ask(directory: str, device: str) -> dict[str, Any]:
         document = status_of(directory, device, TIMEOUT_S)
         return {**document, "online": True, "kv": look_at_kv(directory, device)}
     except UnderstudyError as error:
-        record = journal.peek(names.journal_path(directory, device))
+        record = journal.peek(gms_journal(directory, device))
         return {
             "device_uuid": device,
             "tag": names.WEIGHTS,
@@ -117,7 +118,7 @@ def _ask(directory: str, device: str) -> dict[str, Any]:
 
 def look_at_kv(directory: str, device: str) -> dict[str, Any] | None:
     """The document of the device's KV memory; None if it was never served."""
-    if not os.path.exists(names.socket_path(directory, device, names.KV)):
+    if not os.path.exists(gms_socket(directory, device, names.KV)):
         return None
     try:
         document = status_of(directory, device, TIMEOUT_S, names.KV)

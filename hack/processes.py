@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from gms import messages as gms_messages
-from gms import names
 from gms.client import Reader, Writer, open_session
 from hack.gateway_load import Seen
 from lockserver import messages as lock_messages
 from plumbing.errors import UnderstudyError
 from plumbing.pod.cli import ask_status
-from plumbing.pod.paths import lockserver_socket
+from plumbing.pod.paths import gms_socket, lockserver_socket
 from plumbing.service import procfs
 from plumbing.service.process import parent_environment
 from understudy.pod.ports import free_ports
@@ -151,7 +150,7 @@ class MemoryServer(ServerProcess):
             return False
 
     def status(self) -> dict[str, Any]:
-        path = names.socket_path(self.directory, self.device)
+        path = gms_socket(self.directory, self.device)
         return ask_status(path, gms_messages.CATALOGUE)
 
     def open(self, mode: str, **more: Any) -> Reader | Writer:

@@ -21,12 +21,12 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Collection
 
-from lockserver import flocks
-from lockserver.core.names import SERVING_PREFIX, serving_name_of
+from lockserver import witness
+from lockserver.core.names import SERVING_PREFIX as SERVING_PREFIX
 from lockserver.core.names import ServingFile as ServingFile
 from lockserver.core.names import WitnessState as WitnessState
+from lockserver.core.names import serving_name_of
 from plumbing.errors import UnderstudyError
 
 
@@ -113,20 +113,10 @@ class ServingSeat:
 def find(directory: str, incarnation: str) -> ServingFile | None:
     """The file at the serving file's path, if there is one."""
     name = serving_name_of(incarnation)
-    found = flocks.stat_file(os.path.join(directory, name))
+    found = witness.stat_file(os.path.join(directory, name))
     return None if found is None else ServingFile(name, found.st_dev, found.st_ino)
 
 
 def probe(path: str, file: ServingFile, token: int) -> WitnessState:
     """Try the file that was filed; found free, it is sealed at `token` before it is unlocked."""
-    return flocks.probe(path, file.dev, file.ino, token)
-
-
-def scan(directory: str, *, seal_at: int = 0, keep: Collection[str] = ()) -> tuple[set[str], int]:
-    """The names of the serving files that are held or cannot be tried, and the largest length.
-    `seal_at`: seal the free ones at this token, but those named in `keep`.
-
-    Raises:
-        OSError: the directory cannot be read.
-    """
-    return flocks.scan(directory, SERVING_PREFIX, seal_at, keep)
+    return witness.probe(path, file.dev, file.ino, token)

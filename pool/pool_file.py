@@ -22,8 +22,8 @@ from msgspec import Meta, Struct, ValidationError, convert, field
 from msgspec.structs import fields, replace
 
 from plumbing.errors import UsageError
-from plumbing.pod.gms_files import read_device_names
 from plumbing.pod.models import MODELS_MAX, NAME_PATTERN
+from plumbing.pod.paths import read_device_names
 from plumbing.service.config import duration_s, size_bytes
 from plumbing.text import one_line, split_address
 from pool.core.states import PRIORITY_MAX, TICKETS_MAX, DeviceName, ModelRules, PoolRules

@@ -18,8 +18,8 @@ from typing import Any
 from engine.backends.process import MODEL_ENV, BackendProcess
 from gms.client import Keeper, Offloaded, Reader, Writer, messages, open_session, release
 from plumbing.errors import UnderstudyError, UnreachableError
-from plumbing.pod.gms_files import HOST_DEVICES_ENV
 from plumbing.pod.models import place_of
+from plumbing.pod.paths import HOST_DEVICES_ENV
 from plumbing.text import size
 
 logger = logging.getLogger(__name__)

@@ -17,10 +17,15 @@ from engine.core import health, relaunch
 from engine.core.events import State
 from engine.core.loading import Role
 from plumbing.errors import UsageError
-from plumbing.pod.gms_files import HOST_DEVICES_ENV
 from plumbing.pod.messages import Tier
 from plumbing.pod.models import model_name
-from plumbing.pod.paths import DIRECTORY, engine_http_socket, engine_socket, lockserver_socket
+from plumbing.pod.paths import (
+    DIRECTORY,
+    HOST_DEVICES_ENV,
+    engine_http_socket,
+    engine_socket,
+    lockserver_socket,
+)
 from plumbing.pod.supervision import DRAIN_MS as DRAIN_MS
 from plumbing.service.config import Option, Resolved
 from plumbing.service.hosts import ALLOWED_HOST

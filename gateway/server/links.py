@@ -21,7 +21,7 @@ from gateway.core.sleep_door import Effects, SendGoal, SleepDoor, SleepTold
 from gateway.server.accounts import HistogramTally
 from gateway.server.exchange import GatewayExchange
 from gateway.server.settings import GatewaySettings
-from lockserver.client.borrower import Borrower, BorrowerCallbacks
+from lockserver.client.borrower import Borrower
 from plumbing.errors import UnderstudyError
 from plumbing.pod.messages import GOAL_CATALOGUE, EngineReportMsg, SetGoalMsg, Tier
 from plumbing.pod.paths import engine_socket, lockserver_socket
@@ -52,21 +52,13 @@ class GatewayLockLink(Borrower):
         on_granted: Callable[[str, int], None],
     ) -> None:
         """`on_granted(engine, token)` is called after the exchange is told."""
-        callbacks = BorrowerCallbacks(
-            on_service=self._was_lent,
-            on_yield=on_yield,
-            on_granted=self._was_granted,
-            on_idle=self._is_idle,
-            on_lost=self._was_lost,
-            on_refused=self._was_refused,
-        )
-        super().__init__(lockserver_socket(settings.directory), callbacks)
+        super().__init__(lockserver_socket(settings.directory))
         self.changed_ms = clock.now_ms()  # connected, or lost
         self.is_served = False  # connected, and not refused
         self.refusal: str | None = None
         self.address = ""  # that it has lent last
         self._exchange, self._clock, self._log = exchange, clock, log
-        self._on_lent, self._on_granted = on_lent, on_granted
+        self._on_lent, self._on_yield, self._on_granted = on_lent, on_yield, on_granted
 
     @property
     def outage(self) -> str | None:
@@ -77,14 +69,17 @@ class GatewayLockLink(Borrower):
             return self.problem
         return f"no lock server: {self.problem or 'not connected yet'}"
 
-    def _was_lent(self, fd: OwnedFd, address: str) -> None:
+    def lent(self, fd: OwnedFd, address: str) -> None:
         self._heard()
         message = f"the lock server has lent {address}"
         self._log.record("gateway.socket_lent", message, data={"lock": self.lock})
         self.address = address
         self._on_lent(fd, address)
 
-    def _was_granted(self, model: str, engine: str, token: int, era: str) -> None:
+    def must_yield(self) -> None:
+        self._on_yield()
+
+    def granted(self, model: str, engine: str, token: int, era: str) -> None:
         """`model`: of a pool, which knows whether it is awake; else ""."""
         self._heard()
         lane = self._exchange.core.by_model.get(model)
@@ -97,7 +92,7 @@ class GatewayLockLink(Borrower):
         if not model:
             self._on_granted(engine, token)
 
-    def _is_idle(self, model: str, reason: str, is_final: bool) -> None:
+    def idle(self, model: str, reason: str, is_final: bool) -> None:
         self._heard()
         lane = self._exchange.core.alone
         if lane is not None and lane.target.idle is None:
@@ -112,7 +107,7 @@ class GatewayLockLink(Borrower):
             self.changed_ms = self._clock.now_ms()
             self._log.record("gateway.lock_server", "connected to the lock server")
 
-    def _was_lost(self, reason: str) -> None:
+    def lose(self, reason: str) -> None:
         if self.is_served:
             self.is_served, self.changed_ms = False, self._clock.now_ms()
             message = (
@@ -120,7 +115,7 @@ class GatewayLockLink(Borrower):
             )
             self._log.record("gateway.lock_server_lost", message, "warning")
 
-    def _was_refused(self, error: UnderstudyError) -> None:
+    def turned_away(self, error: UnderstudyError) -> None:
         if self.refusal != error.message:  # it is repeated at every attempt
             self.refusal = error.message
             message = f"the lock server refuses this gateway: {error.message}"

@@ -24,6 +24,7 @@ from gms.vmm.host import HostMemory
 from gms.vmm.interface import Allocation, DeviceMemory, Reservation, release_all
 from plumbing.errors import InvariantError, RemoteError, UnreachableError, WaitTimeoutError
 from plumbing.pod.models import device_of
+from plumbing.pod.paths import gms_socket
 from plumbing.service import procfs
 from plumbing.service.process import make_fd_room
 from plumbing.wire.blocking import BlockingClient, Reply
@@ -43,7 +44,7 @@ class Attachment:
 
     def __init__(self, directory: str, device: str, memory: DeviceMemory) -> None:
         self.directory, self.device, self.memory = directory, device, memory
-        self.path = names.socket_path(directory, device)
+        self.path = gms_socket(directory, device)
         self.slabs: list[Allocation] = []
         self._range: Reservation | None = None
         self._flock: OwnedFd | None = None

@@ -41,6 +41,7 @@ from gms.client.attach import (
 from gms.client.keeper import ATTACHED, BACKOFF_S, REJOINING, Keeper, OnText
 from gms.vmm.interface import Allocation, release_all
 from plumbing.errors import UnderstudyError, UnreachableError
+from plumbing.pod.paths import gms_socket
 from plumbing.service.process import make_fd_room
 from plumbing.wire.blocking import BlockingClient
 from plumbing.wire.fds import OwnedFd, close_all
@@ -55,12 +56,12 @@ PASSING = ("gms.stale_epoch", "gms.server_exhausted")
 
 def has_pool_service(directory: str, device: str) -> bool:
     """Whether the memory service of this directory lends KV memory for `device`."""
-    return os.path.exists(names.socket_path(directory, device, names.KV))
+    return os.path.exists(gms_socket(directory, device, names.KV))
 
 
 def pool_service_answers(directory: str, device: str, deadline_s: float) -> bool:
     """Whether that service accepts connections; one that is restarting gets until the deadline."""
-    path, end = names.socket_path(directory, device, names.KV), time.monotonic() + deadline_s
+    path, end = gms_socket(directory, device, names.KV), time.monotonic() + deadline_s
     while has_pool_service(directory, device):
         try:
             BlockingClient(path, msg.CATALOGUE, ACCEPT_TIMEOUT_S).close()
@@ -131,7 +132,7 @@ class KvLease(RegionSession):
     ) -> None:
         """Borrow it, as `borrow_pool` does."""
         self.claim, self._device = claim, device
-        path = names.socket_path(directory, device, names.KV)
+        path = gms_socket(directory, device, names.KV)
         with contextlib.ExitStack() as stack:
             low = stack.enter_context(placeholder())
             client = stack.enter_context(BlockingClient(path, msg.CATALOGUE, ACCEPT_TIMEOUT_S))

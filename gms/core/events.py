@@ -1,14 +1,14 @@
-"""The events and effects of the machines of one place, its weights and its KV memory: values, no
-behaviour.
+"""What the machines of one place, its weights and its KV memory, are told, and their effects:
+values, no behaviour.
 
-The shell hands in events and performs the effects in order (`gms/server/memory_server.py`). A
-`Respond` goes to a session, or to a connection that only sent a request; the other effects are
-calls to the driver and the kernel, whose completions come back as events, and records for the log.
+The shell says what has happened and performs the effects in order (`gms/server/memory_server.py`).
+A `Respond` goes to a session, or to a connection that only sent a request; the other effects are
+calls to the driver and the kernel, of whose ends the machine is told, and records for the log.
 
 Everything that a client asks for arrives as `Received`, with its wire message as it is. A session
 is named by an integer that the shell chooses and never reuses; a region (an epoch of weights, a
 pool of KV memory) by a random hex string, never a number: numbers restart with the server and would
-bring stale memory back to life. `Done` is the end of a call that an effect has asked for.
+bring stale memory back to life.
 """
 
 from __future__ import annotations
@@ -49,21 +49,10 @@ class Claimant(Struct, frozen=True):
         return f"{self.engine} (token {self.token})"
 
 
-class MemoryEvent(Struct, frozen=True):
-    """Base of all events."""
-
-
-class DeadlinePassed(MemoryEvent, frozen=True):
-    """`next_deadline_ms` has come."""
-
-
-class SessionEvent(MemoryEvent, frozen=True):
-    session: int
-
-
-class Received(SessionEvent, frozen=True):
+class Received(Struct, frozen=True):
     """A message from a client, which need not have a session, with facts from the kernel."""
 
+    session: int
     request_id: int
     message: Message
     pid: int = 0  # of its process; 0 where its PID namespace is not visible
@@ -74,38 +63,8 @@ class Received(SessionEvent, frozen=True):
     copy: JournalRecord | None = None
 
 
-class Closed(SessionEvent, frozen=True):
-    """The connection has ended: the process died, or left."""
-
-    reason: str = ""
-
-
-class RegionEvent(MemoryEvent, frozen=True):
-    region: str
-
-
-class RegionFree(RegionEvent, frozen=True):
-    """No process holds its file; where the watch `ends`, the file is removed."""
-
-    copy: JournalRecord | None = None  # the host copy, as for `offload`
-
-
-class HoldersSeen(RegionEvent, frozen=True):
-    """The processes that have the file of a watched region open, where visible."""
-
-    pids: tuple[int, ...]
-
-
 class Effect(Struct, frozen=True):
     """Base of all effects."""
-
-
-class Done(MemoryEvent, frozen=True):
-    """The call of `effect` has ended, with `result` or `error`; perhaps after its session."""
-
-    effect: Effect
-    result: Any = None
-    error: UnderstudyError | None = None
 
 
 class Respond(Effect, frozen=True):
@@ -137,8 +96,8 @@ class RegionEffect(Effect, frozen=True):
 
 
 class Watch(RegionEffect, frozen=True):
-    """Watch its file until it is free, once: `RegionFree`. `ends`: the file is then removed, in one
-    step, so that nobody can hold it any more; None: it need not be known any more."""
+    """Watch its file until it is free, once: `region_free`. `ends`: the file is then removed, in
+    one step, so that nobody can hold it any more; None: it need not be known any more."""
 
     ends: bool | None
 

@@ -28,7 +28,6 @@ from plumbing.text import duration, size
 
 FULL_RETRY_MS = 100.0  # nothing announces that another process has released memory
 FAILED_ADOPTIONS_MAX = 2  # two engines died of the same content: a third one need not
-RETURN_MS = 60_000.0  # what a survivor hands back is checked in milliseconds
 ERAS_MAX = 8  # an era ends when a lock server has lost its state; older ones are forgotten
 
 
@@ -141,30 +140,17 @@ class KvMachine(Machine[Pool]):
 
     # ------------------------------------------------------------------ what clients ask
 
-    def _received(self, event: ev.Received) -> None:
-        match event.message:
-            case msg.BorrowPoolMsg() as message:
-                self._borrow(event, message)
-            case msg.TakeMsg():
-                self._take(event)
-            case msg.HandBackMsg() as message:
-                self._hand_back_pool(event, message)
-            case msg.MarkMsg(mark):
-                session = self.session(event)
-                session.accept(event.message)
-                self.region_of(session).note(session.claimant, mark)
-            case msg.DiscardMsg(why):
-                session = self.session(event)
-                session.accept(event.message)
-                self.discard(self.region_of(session), f"{session.label} says: {why}")
-            case msg.GiveUpMsg() as message:
-                self._give_up(event, message)
-            case msg.DropPoolMsg():
-                self._drop(event)
-            case _:
-                super()._received(event)
+    def on_mark(self, event: ev.Received, message: msg.MarkMsg) -> None:
+        session = self.session(event)
+        session.accept(message)
+        self.region_of(session).note(session.claimant, message.mark)
 
-    def _borrow(self, event: ev.Received, message: msg.BorrowPoolMsg) -> None:
+    def on_discard(self, event: ev.Received, message: msg.DiscardMsg) -> None:
+        session = self.session(event)
+        session.accept(message)
+        self.discard(self.region_of(session), f"{session.label} says: {message.why}")
+
+    def on_borrow_pool(self, event: ev.Received, message: msg.BorrowPoolMsg) -> None:
         """A claim: refuse it if it is stale, else let it wait to be judged."""
         session = self._newcomer(event)
         self._check_token(Claimant(message.engine, message.incarnation, message.token, message.era))
@@ -175,19 +161,19 @@ class KvMachine(Machine[Pool]):
             if error is not None:
                 self._refuse(older, error)
 
-    def _take(self, event: ev.Received) -> None:
+    def on_take(self, event: ev.Received, message: msg.TakeMsg) -> None:
         """The shell has checked that the process holds the flock."""
         session = self.session(event)
-        session.accept(event.message)
+        session.accept(message)
         pool = self.region_of(session)
         if pool.phase is not RegionPhase.SERVED:
             raise UnderstudyError(
                 "gms.kv_stale_pool", f"pool {pool.id} was discarded meanwhile; borrow again"
             )
-        session.move(event.message, self.now_ms)
+        session.move(message, self.now_ms)
         self.do(ev.SendRegion(session.id, event.request_id, pool.id, not pool.has_begun))
 
-    def _give_up(self, event: ev.Received, message: msg.GiveUpMsg) -> None:
+    def on_give_up(self, event: ev.Received, message: msg.GiveUpMsg) -> None:
         """An engine rests: free its memory once no process maps it. One whose token is stale may
         not: the pool is for the engine with the newer one.
         """
@@ -208,7 +194,7 @@ class KvMachine(Machine[Pool]):
         text = f"KV pool {pool.id} is given up: {pool.discarded}"
         self.record("gms.kv_given_up", text, pool=pool.id, engine=by.engine, token=by.token)
 
-    def _drop(self, event: ev.Received) -> None:
+    def on_drop_pool(self, event: ev.Received, _: msg.DropPoolMsg) -> None:
         """Whether a process without a session maps it, the shell has asked the kernel."""
         pool = self.current
         holders = [each.label for each in self.all_holders]
@@ -295,9 +281,9 @@ class KvMachine(Machine[Pool]):
 
     # ------------------------------------------------------------------ survivors
 
-    def _hand_back_pool(self, event: ev.Received, message: msg.HandBackMsg) -> None:
+    def on_hand_back(self, event: ev.Received, message: msg.HandBackMsg) -> None:
         """It maps that pool, so neither its token nor who else is here matters."""
-        self._hand_back(event, message, RETURN_MS)
+        super().on_hand_back(event, message)
         session, held = self.sessions[event.session], message.pool
         assert held is not None
         self._heard(session.claimant)
@@ -376,9 +362,11 @@ class KvMachine(Machine[Pool]):
         for session in self.waiting:
             self._refuse(session, error)
 
-    def _free(self, pool: Pool, event: ev.RegionFree) -> None:
-        super()._free(pool, event)
-        pool.is_free = pool.phase is RegionPhase.SERVED and not self.is_held(pool)
+    def region_free(self, id_: str, copy: ev.JournalRecord | None = None) -> None:
+        super().region_free(id_, copy)
+        pool = self.regions.get(id_)
+        if pool is not None:
+            pool.is_free = pool.phase is RegionPhase.SERVED and not self.is_held(pool)
 
     def _ended(self, pool: Pool) -> None:
         """Tell those who gave `pool` up that its memory is free."""

@@ -19,9 +19,9 @@ Rules that are easy to break, of both:
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from enum import StrEnum
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, ParamSpec, TypeVar
 
 from msgspec import Struct, field
 
@@ -88,7 +88,7 @@ REFUSABLE = (
 )
 
 # By a message from the client, the end of the driver's call for it, or a verdict of the machine.
-Input = type[Message] | type[ev.Effect] | type[ev.MemoryEvent] | str
+Input = type[Message] | type[ev.Effect] | str
 
 SESSIONS = Table[S, Input](
     {
@@ -111,7 +111,7 @@ SESSIONS = Table[S, Input](
         (S.RETURNING, "read again"): S.READING,
         (S.RETURNING, "hold again"): S.HOLDING,
         **{(state, "refuse"): S.CLOSED for state in REFUSABLE},
-        **{(state, ev.Closed): S.CLOSED for state in S if state is not S.CLOSED},
+        **{(state, "close"): S.CLOSED for state in S if state is not S.CLOSED},
     },
     {
         S.WRITING: [msg.ProgressMsg],
@@ -226,9 +226,13 @@ def claimant(request: Any) -> ev.Claimant:
     return ev.Claimant(request.engine, request.incarnation, of.token, of.era)
 
 
+# How long a survivor waits while others are checked before it, one after the other. It keeps
+# serving meanwhile, and tries again.
+RETURN_MS = 60_000.0
 # Newcomers that may wait: eight engines of eight processes; more is a client in a loop.
 WAITERS_MAX = 64
 
+P = ParamSpec("P")
 R = TypeVar("R", bound=Region)
 
 
@@ -246,22 +250,12 @@ class Machine(abc.ABC, Generic[R]):
 
     # ------------------------------------------------------------------ in and out
 
-    def handle(self, event: ev.MemoryEvent, now_ms: float) -> list[ev.Effect]:
-        """Take one event and return what to do."""
+    def handle(
+        self, now_ms: float, event: Callable[P, None], *said: P.args, **named: P.kwargs
+    ) -> list[ev.Effect]:
+        """`event`, a method of the next part, has happened: return what to do."""
         self.now_ms, self._effects = now_ms, []
-        match event:
-            case ev.Received():
-                self._received(event)
-            case ev.Closed():
-                self._closed(event)
-            case ev.DeadlinePassed():
-                self._deadline_passed()
-            case ev.RegionFree(id_) if id_ in self.regions:
-                self._free(self.regions[id_], event)
-            case ev.HoldersSeen(id_, pids) if id_ in self.regions:
-                self.regions[id_].pids = pids
-            case ev.Done(effect, result, error):
-                self._done(effect, result, error)
+        event(*said, **named)
         # Survivors first: newcomers wait for what they hand back.
         for session in self._in(S.RETURNING):
             self._judge_survivor(session, session.request)
@@ -270,7 +264,7 @@ class Machine(abc.ABC, Generic[R]):
         return self._effects
 
     def next_deadline_ms(self) -> float | None:
-        """When to send the next `DeadlinePassed`."""
+        """When `deadline_passed` is due next."""
         times = [session.deadline_ms for session in self.sessions.values()]
         return min((t for t in (*times, *self._deadlines()) if t is not None), default=None)
 
@@ -289,12 +283,74 @@ class Machine(abc.ABC, Generic[R]):
     def record(self, kind: str, message: str, severity: str = "info", **data: Any) -> None:
         self.do(ev.RecordEvent(kind, message, data, severity))
 
-    # ------------------------------------------------------------------ what an owner rule says
+    # ------------------------------------------------------------------ what may happen
 
-    def _received(self, event: ev.Received) -> None:
-        """A request; here nobody knows it."""
+    def received(self, event: ev.Received) -> None:
+        """A message: for `attach` there is `on_attach`, which takes event and message."""
         what = event.message.TYPE
-        raise ProtocolError("gms.unexpected_message", f"clients do not send {what!r}")
+        on_message = getattr(self, f"on_{what}", None)
+        if on_message is None:
+            raise ProtocolError("gms.unexpected_message", f"clients do not send {what!r}")
+        on_message(event, event.message)
+
+    def closed(self, session_id: int, reason: str = "") -> None:
+        """The connection has ended: the process died, or left."""
+        session = self.sessions.get(session_id)
+        if session is not None:
+            session.move("close", self.now_ms)
+            self._forget(session, reason or "the session ended")
+
+    def deadline_passed(self) -> None:
+        """`next_deadline_ms` has come."""
+        self._due()
+        for session in list(self.sessions.values()):
+            if session.deadline_ms is not None and session.deadline_ms <= self.now_ms:
+                self._refuse(session, self._too_late(session))
+
+    def region_free(self, id_: str, copy: ev.JournalRecord | None = None) -> None:
+        """No process holds its file; where the watch `ends`, the file is removed. A session may
+        still be about to hold it. `copy`: of the host, as for `offload`."""
+        region = self.regions.get(id_)
+        if region is None:
+            return
+        region.watch, region.pids = None, ()
+        is_coming = region.returning is not None or self.is_held(region)
+        if region.phase is RegionPhase.ORPHANED:
+            is_coming = region.returning is not None
+        if is_coming or region.phase not in (RegionPhase.RETIRED, RegionPhase.ORPHANED):
+            return
+        was = region.phase
+        region.turn("free")
+        self.do(ev.Release(region.id))
+        self._freed(region, was, copy)
+
+    def holders_seen(self, id_: str, pids: tuple[int, ...]) -> None:
+        """The processes that have the file of a watched region open, where visible."""
+        if id_ in self.regions:
+            self.regions[id_].pids = pids
+
+    def done(
+        self, effect: ev.Effect, result: Any = None, error: UnderstudyError | None = None
+    ) -> None:
+        """The call of `effect` has ended; perhaps after its session."""
+        match effect:
+            case ev.Release(id_):
+                region = self.regions.pop(id_)
+                region.turn("end")
+                self._ended(region)
+            case ev.TakeBack(id_, session_id, message):
+                region = self.regions[id_]
+                region.returning = None
+                if error is None:
+                    region.turn("recover")
+                    region.slab_sizes = list(message.slab_sizes)
+                    self._recovered(region, message, result)
+                elif session_id in self.sessions:
+                    self._refuse(self.sessions[session_id], error)
+            case _:
+                self._called(effect, result, error)
+
+    # ------------------------------------------------------------------ what an owner rule says
 
     @abc.abstractmethod
     def _called(self, effect: ev.Effect, result: Any, error: UnderstudyError | None) -> None:
@@ -335,7 +391,7 @@ class Machine(abc.ABC, Generic[R]):
         """Whether it must be known when nobody holds a region that is served and idle."""
         return False
 
-    def _freed(self, region: R, was: RegionPhase, event: ev.RegionFree) -> None:
+    def _freed(self, region: R, was: RegionPhase, copy: ev.JournalRecord | None) -> None:
         """Nobody holds it any more."""
 
     @abc.abstractmethod
@@ -403,18 +459,6 @@ class Machine(abc.ABC, Generic[R]):
         del self.sessions[session.id]
         self._left(session, why)
 
-    def _closed(self, event: ev.Closed) -> None:
-        session = self.sessions.get(event.session)
-        if session is not None:
-            session.move(ev.Closed, self.now_ms)
-            self._forget(session, event.reason or "the session ended")
-
-    def _deadline_passed(self) -> None:
-        self._due()
-        for session in list(self.sessions.values()):
-            if session.deadline_ms is not None and session.deadline_ms <= self.now_ms:
-                self._refuse(session, self._too_late(session))
-
     # ------------------------------------------------------------------ regions
 
     def _in_phase(self, *phases: RegionPhase) -> list[R]:
@@ -424,37 +468,6 @@ class Machine(abc.ABC, Generic[R]):
         region = self.regions.get(session.region or "")
         assert region is not None, f"session {session.id} is {session.state} without a region"
         return region
-
-    def _done(self, effect: ev.Effect, result: Any, error: UnderstudyError | None) -> None:
-        match effect:
-            case ev.Release(id_):
-                region = self.regions.pop(id_)
-                region.turn("end")
-                self._ended(region)
-            case ev.TakeBack(id_, session_id, message):
-                region = self.regions[id_]
-                region.returning = None
-                if error is None:
-                    region.turn("recover")
-                    region.slab_sizes = list(message.slab_sizes)
-                    self._recovered(region, message, result)
-                elif session_id in self.sessions:
-                    self._refuse(self.sessions[session_id], error)
-            case _:
-                self._called(effect, result, error)
-
-    def _free(self, region: R, event: ev.RegionFree) -> None:
-        """The kernel says that no process holds its file; a session may still be about to."""
-        region.watch, region.pids = None, ()
-        is_coming = region.returning is not None or self.is_held(region)
-        if region.phase is RegionPhase.ORPHANED:
-            is_coming = region.returning is not None
-        if is_coming or region.phase not in (RegionPhase.RETIRED, RegionPhase.ORPHANED):
-            return
-        was = region.phase
-        region.turn("free")
-        self.do(ev.Release(region.id))
-        self._freed(region, was, event)
 
     def _watch(self) -> None:
         """Ask the kernel about the files of regions whose end, or next holder, hangs on it."""
@@ -474,12 +487,12 @@ class Machine(abc.ABC, Generic[R]):
 
     # ------------------------------------------------------------------ survivors
 
-    def _hand_back(self, event: ev.Received, message: msg.HandBackMsg, wait_ms: float) -> None:
+    def on_hand_back(self, event: ev.Received, message: msg.HandBackMsg) -> None:
         """A survivor of an earlier server has reconnected: it maps that region, which is a fact and
         no claim."""
         session = self._newcomer(event)
         self._check_survivor(message)
-        self._admit(session, event, wait_ms)
+        self._admit(session, event, RETURN_MS)
         session.region = message.region
         session.reason = "rejoining"
         session.reason_message = f"region {message.region} is being checked"

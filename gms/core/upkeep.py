@@ -106,19 +106,6 @@ class Upkeep(Machine[Epoch]):
         epoch.turn("retire")
         self.do(ev.MarkRetired(epoch.id))
 
-    def _received(self, event: ev.Received) -> None:
-        match event.message:
-            case msg.CondemnMsg() as message:
-                self._condemn(event, message)
-            case msg.DigestMsg() as message:
-                self._digest(event, message)
-            case msg.DropMsg() as message:
-                self._drop(event, message)
-            case msg.OffloadMsg():
-                self._offload(event)
-            case _:
-                super()._received(event)
-
     # ------------------------------------------------------------------ the journal
 
     def journal(self) -> None:
@@ -165,7 +152,7 @@ class Upkeep(Machine[Epoch]):
 
     # ------------------------------------------------------------------ out of service
 
-    def _condemn(self, event: ev.Received, message: msg.CondemnMsg) -> None:
+    def on_condemn(self, event: ev.Received, message: msg.CondemnMsg) -> None:
         """A reader's canary has failed on its epoch."""
         session = self.session(event)
         session.accept(message)
@@ -185,7 +172,7 @@ class Upkeep(Machine[Epoch]):
         self.retire(epoch)
         self.journal()
 
-    def _drop(self, event: ev.Received, message: msg.DropMsg) -> None:
+    def on_drop(self, event: ev.Received, message: msg.DropMsg) -> None:
         """An operator wants the memory back, or another load."""
         copy = self.offloaded
         if self.committed is None and copy is not None and message.epoch is None:
@@ -231,7 +218,7 @@ class Upkeep(Machine[Epoch]):
             text = f"epoch {epoch.id} is still mapped by {who}; {fix}"
             raise UnderstudyError("gms.epoch_mapped", text, readers=readers)
 
-    def _digest(self, event: ev.Received, message: msg.DigestMsg) -> None:
+    def on_digest(self, event: ev.Received, message: msg.DigestMsg) -> None:
         """A writer's digest of what it has just committed."""
         session = self.session(event)
         session.accept(message)
@@ -243,7 +230,7 @@ class Upkeep(Machine[Epoch]):
 
     # ------------------------------------------------------------------ offload
 
-    def _offload(self, event: ev.Received) -> None:
+    def on_offload(self, event: ev.Received, message: msg.OffloadMsg) -> None:
         """Somebody has no use for the device's copy at present; if it is a reader, it has unmapped
         it. That the kernel knows: what counts is who holds the epoch's file.
         """
@@ -251,7 +238,7 @@ class Upkeep(Machine[Epoch]):
         if session is None:
             self._begin_offload(event)
             return
-        session.move(event.message, self.now_ms)
+        session.move(message, self.now_ms)
         self._forget(session, "it has unmapped the weights")
         try:
             self._begin_offload(event)

@@ -44,9 +44,6 @@ from plumbing.text import size as size_of
 
 EPOCHS_MAX = 8  # one is committed, one superseded; each keeps a manifest of up to 15 MiB here
 EPOCH_BYTES_MAX = 1 << 50  # no device has a pebibyte; sums over all sessions stay below 64 bits
-# How long a survivor waits while others are checked before it, one after the other. It keeps
-# serving meanwhile, and tries again.
-RETURN_MS = 60_000.0
 # A full device has room again when a dead process has been reaped, which takes seconds if it had
 # pinned memory; the driver does not report that, so the call is retried.
 DEVICE_FULL_RETRY_MS = 250
@@ -131,22 +128,10 @@ class WeightsMachine(Upkeep):
 
     # ------------------------------------------------------------------ events
 
-    def _received(self, event: ev.Received) -> None:
+    def received(self, event: ev.Received) -> None:
         if event.kv_bytes is not None:
             self.kv_bytes = event.kv_bytes
-        match event.message:
-            case msg.AttachMsg() as message:
-                self._attach(event, message)
-            case msg.AllocateMsg() as message:
-                self._allocate(event, message)
-            case msg.ProgressMsg() as message:
-                self._progress(event, message)
-            case msg.CommitMsg() as message:
-                self._commit(event, message)
-            case msg.HandBackMsg() as message:
-                self._hand_back(event, message, RETURN_MS)
-            case _:
-                super()._received(event)
+        super().received(event)
 
     def _called(self, effect: ev.Effect, result: Any, error: UnderstudyError | None) -> None:
         assert isinstance(effect, ev.WriterEffect | ev.WriteJournal)
@@ -180,13 +165,13 @@ class WeightsMachine(Upkeep):
             case ev.WriteJournal():
                 self._publish(session)
 
-    def _closed(self, event: ev.Closed) -> None:
-        session = self.sessions.get(event.session)
+    def closed(self, session_id: int, reason: str = "") -> None:
+        session = self.sessions.get(session_id)
         if session is not None:
-            why = f": {event.reason}" if event.reason else ""
+            why = f": {reason}" if reason else ""
             self._tell_of(session, f"left{why}", incarnation=session.request.incarnation)
-        super()._closed(event)
-        self._offloaders.pop(event.session, None)
+        super().closed(session_id, reason)
+        self._offloaders.pop(session_id, None)
 
     def _tell_of(self, session: Session, what: str, severity: str = "info", **data: Any) -> None:
         engine = session.request.engine
@@ -194,7 +179,7 @@ class WeightsMachine(Upkeep):
 
     # ------------------------------------------------------------------ grants
 
-    def _attach(self, event: ev.Received, message: msg.AttachMsg) -> None:
+    def on_attach(self, event: ev.Received, message: msg.AttachMsg) -> None:
         session = self._newcomer(event)
         check_identity(message.identity)
         self._admit(session, event, message.wait_ms)
@@ -278,7 +263,7 @@ class WeightsMachine(Upkeep):
 
     # ------------------------------------------------------------------ a writer's life
 
-    def _allocate(self, event: ev.Received, message: msg.AllocateMsg) -> None:
+    def on_allocate(self, event: ev.Received, message: msg.AllocateMsg) -> None:
         session = self.session(event)
         session.accept(message)
         if len(self.region_of(session).slab_sizes) >= SLABS_MAX:
@@ -328,7 +313,7 @@ class WeightsMachine(Upkeep):
         committed = self.committed
         return None if committed is None or self.is_held(committed) else committed
 
-    def _progress(self, event: ev.Received, message: msg.ProgressMsg) -> None:
+    def on_progress(self, event: ev.Received, message: msg.ProgressMsg) -> None:
         session = self.session(event)
         session.move(message, self.now_ms)
         if message.done_bytes > session.done_bytes:  # repeating a figure is not progress
@@ -337,7 +322,7 @@ class WeightsMachine(Upkeep):
                 session.deadline_ms = self.now_ms + self.stall_ms
         session.total_bytes = message.total_bytes
 
-    def _commit(self, event: ev.Received, message: msg.CommitMsg) -> None:
+    def on_commit(self, event: ev.Received, message: msg.CommitMsg) -> None:
         session = self.session(event)
         session.accept(message)
         epoch = self.region_of(session)
@@ -580,17 +565,12 @@ class WeightsMachine(Upkeep):
         )
         self.journal()  # the record may be lost, or name a predecessor too
 
-    def _free(self, region: Epoch, event: ev.RegionFree) -> None:
-        in_use = (RegionPhase.SERVED, RegionPhase.MAKING)
-        assert region.phase not in in_use, f"epoch {region.id} in use was reported as free"
-        super()._free(region, event)
-
-    def _freed(self, region: Epoch, was: RegionPhase, event: ev.RegionFree) -> None:
+    def _freed(self, region: Epoch, was: RegionPhase, copy: ev.JournalRecord | None) -> None:
         # Without orphans no survivor can replace a lost journal any more.
         is_over = self.is_journal_lost and not self.orphans
         if is_over or (was is RegionPhase.ORPHANED and region.expected is not None):
             self.is_journal_lost = False
-            self._journalled_is_gone(region.expected, event.copy)
+            self._journalled_is_gone(region.expected, copy)
 
     def _journalled_is_gone(
         self, record: ev.JournalRecord | None, copy: ev.JournalRecord | None

@@ -9,13 +9,11 @@ a newcomer.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import queue
 import sys
-import threading
 from collections.abc import Callable
-from typing import Any, TypeVar
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from plumbing.errors import UnderstudyError
 
@@ -31,19 +29,15 @@ FOREIGN = (OSError, MemoryError, RuntimeError)
 
 logger = logging.getLogger(__name__)
 
-Call = tuple[Callable[[], Any], Callable[[Any], None], Callable[[UnderstudyError], None]]
-
 
 class DriverThread:
     """One worker thread and its queue."""
 
-    def __init__(self, name: str, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, name: str) -> None:
         sys.setswitchinterval(min(SWITCH_INTERVAL_S, sys.getswitchinterval()))
-        self._loop = loop
-        self._queue: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
-        # A daemon: a driver call that never returns must not keep a process from ending.
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self._loop = asyncio.get_running_loop()
+        self._executor = ThreadPoolExecutor(1, name)
+        self._executor.submit(int)  # here it shows if no thread can be started
 
     def submit(
         self,
@@ -56,38 +50,24 @@ class DriverThread:
         An error goes to `failed` on the loop, as `attempt` raises it. Without a `failed`, and for
         any other exception, it is raised on the loop: a bug, for the loop's exception handler.
         """
-        self._queue.put((work, done, failed or _raise))
 
-    def close(self, timeout_s: float) -> bool:
-        """Wait at most `timeout_s` for the submitted calls; returns whether they finished."""
-        self._queue.put(None)
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
-
-    def _run(self) -> None:
-        while True:
-            call = self._queue.get()
-            if call is None:
-                return
-            work, done, failed = call
+        def ended(call: asyncio.Future[T]) -> None:
             try:
-                result = attempt(work)
+                result = call.result()
             except UnderstudyError as error:
-                self._post(failed, error)
-            except BaseException as error:
-                self._post(_raise, error)
+                if failed is None:
+                    raise
+                failed(error)
             else:
-                self._post(done, result)
-            # Keep nothing of the last call alive while this thread waits for the next one.
-            call = work = done = failed = result = None  # type: ignore[assignment]  # on purpose
+                done(result)
 
-    def _post(self, callback: Callable[[Any], None], value: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: the process is exiting
-            self._loop.call_soon_threadsafe(callback, value)
+        self._loop.run_in_executor(self._executor, attempt, work).add_done_callback(ended)
 
-
-def _raise(error: BaseException) -> None:
-    raise error
+    async def close(self, timeout_s: float) -> None:
+        """Wait at most `timeout_s` for the submitted calls."""
+        last = self._loop.run_in_executor(self._executor, lambda: None)
+        self._executor.shutdown(wait=False)
+        await asyncio.wait([last], timeout=timeout_s)
 
 
 def attempt(work: Callable[[], T]) -> T:

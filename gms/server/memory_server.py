@@ -1,9 +1,9 @@
 """What the servers of a place's weights and of its KV memory have in common: sockets on one side,
 the machine in the middle, the driver behind.
 
-A server decides nothing: messages go to the machine as events, and the server carries out its
-effects. It maps no memory, and all that it holds can be lost with it: the processes that map the
-memory hand it back to the next server.
+A server decides nothing: it tells the machine what happens, and carries out its effects. It maps no
+memory, and all that it holds can be lost with it: the processes that map the memory hand it back to
+the next server.
 
 Driver calls run on one thread, in order. Closes that free memory run on a second one: a dead
 engine's memory delays no newcomer. Descriptors for clients are copied on the loop, which never
@@ -23,7 +23,7 @@ import os
 import resource
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, ParamSpec, TypeVar
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -39,6 +39,7 @@ from gms.vmm.interface import DeviceMemory, release_all
 from plumbing.errors import ProtocolError, UnderstudyError, explain_shortage, is_shortage
 from plumbing.pod.models import device_of, model_at
 from plumbing.pod.observers import Observers
+from plumbing.pod.paths import gms_socket
 from plumbing.service.clock import SystemClock, rfc3339
 from plumbing.service.events import EventLog
 from plumbing.service.procfs import holders_of
@@ -141,7 +142,7 @@ class MemoryWatch:
 
         self._thread.submit(
             find,
-            lambda pids: self._server.handle(ev.HoldersSeen(region, pids)),
+            lambda pids: self._server.handle(self._server.machine.holders_seen, region, pids),
             lambda error: logger.debug("could not find the holders of %s: %s", region, error),
         )
 
@@ -159,6 +160,7 @@ def holders(path: str) -> tuple[int, ...]:
 CLOSE_TIMEOUT_S = 5.0
 
 M = TypeVar("M", bound=Machine[Any])
+P = ParamSpec("P")
 
 
 class Arriving(Struct):
@@ -220,7 +222,7 @@ class MemoryServer(Handler, abc.ABC, Generic[M]):
         self.beside: Sequence[MemoryServer[Any]] = ()
         self._store = SlabStore(is_writable=self.is_lent_writable)
         self._started = self.clock.wall()
-        path = names.socket_path(directory, device, self.tag)
+        path = gms_socket(directory, device, self.tag)
         self._server = Server(path, msg.CATALOGUE, self, service=self.service)
         self._conns: dict[int, Connection] = {}
         self._arriving: dict[int, Arriving] = {}  # by session: hand-backs that are not whole yet
@@ -233,21 +235,16 @@ class MemoryServer(Handler, abc.ABC, Generic[M]):
         """Take the path, find what an earlier server left, serve. May be repeated if it fails."""
         await self._server.start()
         # The path is ours; no client is read before this function yields to the loop.
-        self._threads: list[DriverThread] = []
-        loop = asyncio.get_running_loop()
+        name = f"{self.service}-{{}}-{self.device}"
+        self._driver = DriverThread(name.format("driver"))
+        self._closer = DriverThread(name.format("closer"))
+        self._regions = MemoryWatch(self, self._driver)
         try:
-            for name in ("driver", "closer"):
-                thread = DriverThread(f"{self.service}-{name}-{self.device}", loop)
-                self._threads.append(thread)
-            self._driver, self._closer = self._threads
-            self._regions = MemoryWatch(self, self._driver)
             self._begin()
         except BaseException:
             await self._server.close()
-            for thread in self._threads:
-                thread.close(0)
             raise
-        self.handle(ev.DeadlinePassed())  # watches what is there
+        self.handle(self.machine.deadline_passed)  # watches what is there
         state = self._snapshot()["state"]
         serving = f"serving the {self.tag} of {self.device}: {state}"
         self.log.record("gms.serving", serving, data={"device_uuid": self.device})
@@ -255,8 +252,8 @@ class MemoryServer(Handler, abc.ABC, Generic[M]):
     async def close(self) -> None:
         """Stop serving; sessions end, and memory lives on where a process maps it."""
         await self._server.close()
-        for thread in self._threads:  # the closer last: it frees what the driver gives up
-            await asyncio.to_thread(thread.close, CLOSE_TIMEOUT_S)
+        for thread in (self._driver, self._closer):  # the closer frees what the driver gives up
+            await thread.close(CLOSE_TIMEOUT_S)
         self._regions.close()
         if self._timer is not None:
             self._timer.cancel()
@@ -273,7 +270,7 @@ class MemoryServer(Handler, abc.ABC, Generic[M]):
         return names.region_path(self.directory, self.device, self.tag, region)
 
     def is_free(self, region: str) -> None:
-        self.handle(ev.RegionFree(region))
+        self.handle(self.machine.region_free, region)
 
     @property
     @abc.abstractmethod
@@ -353,7 +350,7 @@ class MemoryServer(Handler, abc.ABC, Generic[M]):
                 session = self.machine.sessions.get(conn.id)
                 if session is not None and session.region is not None:
                     self._check_held(session.region)
-        self.handle(self._with_facts(event))
+        self.handle(self.machine.received, self._with_facts(event))
 
     @abc.abstractmethod
     def _with_facts(self, event: ev.Received) -> ev.Received:
@@ -365,7 +362,7 @@ class MemoryServer(Handler, abc.ABC, Generic[M]):
         del self._conns[conn.id]
         self._observers.leave(conn)
         self._forget_offer(conn.id)
-        self.handle(ev.Closed(conn.id, reason))
+        self.handle(self.machine.closed, conn.id, reason)
 
     def _watch_process(self, conn: Connection) -> None:
         """A session ends with the process that opened it, even if a forked child has its socket."""
@@ -418,7 +415,8 @@ class MemoryServer(Handler, abc.ABC, Generic[M]):
             del self._arriving[conn.id]
             self._offered[conn.id] = arriving.fds
             whole = replace(arriving.message, manifest=arriving.manifest)
-            self.handle(ev.Received(conn.id, request_id, whole, conn.peer.pid))
+            received = ev.Received(conn.id, request_id, whole, conn.peer.pid)
+            self.handle(self.machine.received, received)
 
     def _forget_offer(self, session: int) -> None:
         """Close what the session has handed back: it has ended, or it is not needed."""
@@ -429,10 +427,10 @@ class MemoryServer(Handler, abc.ABC, Generic[M]):
 
     # ------------------------------------------------------------------ the machine
 
-    def handle(self, event: ev.MemoryEvent) -> None:
-        """Carry out every effect of `event`: one that fails costs the session that it answers, and
-        never the effects behind it."""
-        for effect in self.machine.handle(event, self.clock.now_ms()):
+    def handle(self, event: Callable[P, None], *said: P.args, **named: P.kwargs) -> None:
+        """Carry out every effect of `event`, a method of the machine: one that fails costs the
+        session that it answers, and never the effects behind it."""
+        for effect in self.machine.handle(self.clock.now_ms(), event, *said, **named):
             try:
                 self._perform(effect)
             except (UnderstudyError, OSError) as error:
@@ -447,7 +445,7 @@ class MemoryServer(Handler, abc.ABC, Generic[M]):
         if due_ms is not None:
             delay_s = max(0.0, due_ms - self.clock.now_ms()) / 1000
             self._timer = asyncio.get_running_loop().call_later(
-                delay_s, lambda: self.handle(ev.DeadlinePassed())
+                delay_s, self.handle, self.machine.deadline_passed
             )
 
     def _at(self, instant_ms: float) -> str:
@@ -491,8 +489,8 @@ class MemoryServer(Handler, abc.ABC, Generic[M]):
         """Have the driver's thread do it; the machine hears of its end."""
         self._driver.submit(
             work,
-            lambda result: self.handle(ev.Done(effect, result)),
-            lambda error: self.handle(ev.Done(effect, error=error)),
+            lambda result: self.handle(self.machine.done, effect, result),
+            lambda error: self.handle(self.machine.done, effect, error=error),
         )
 
     def _taken_back(self, region: str, fds: list[OwnedFd], message: msg.HandBackMsg) -> int:
@@ -531,12 +529,14 @@ class MemoryServer(Handler, abc.ABC, Generic[M]):
         def failed(error: UnderstudyError) -> None:
             message = f"the driver could not free {self.what} {region}: {error.message}"
             self.log.record("gms.release", message, "error", {self.what: region})
-            self.handle(ev.Done(effect))
+            self.handle(self.machine.done, effect)
 
         self._driver.submit(
             lambda: self._store.take(region, self.path(region)),
             lambda slabs: self._closer.submit(
-                lambda: release_all(slabs), lambda _: self.handle(ev.Done(effect)), failed
+                lambda: release_all(slabs),
+                lambda _: self.handle(self.machine.done, effect),
+                failed,
             ),
         )
 

@@ -31,6 +31,7 @@ from gms.server.slab_store import KvRoom, Part, pool_parts, slab_sizes, weights_
 from gms.vmm.interface import release_all
 from plumbing.errors import UnderstudyError
 from plumbing.pod.models import device_of
+from plumbing.pod.paths import gms_journal
 from plumbing.wire.limits import MANIFEST_FRAME_BYTES_MAX
 
 RETRY_S = 1.0  # of a place that cannot be served
@@ -48,7 +49,7 @@ class WeightsServer(MemoryServer[WeightsMachine]):
         is_gpu = not names.is_host(self.device)
         self._usage = DeviceUsage(device_of(self.device)) if is_gpu else None
         self._journal = CommitJournal(
-            names.journal_path(self.directory, self.device),
+            gms_journal(self.directory, self.device),
             has_epochs=bool(names.regions_on_disk(self.directory, self.device, names.WEIGHTS)),
         )
         try:
@@ -75,7 +76,8 @@ class WeightsServer(MemoryServer[WeightsMachine]):
         self._journal.close()
 
     def is_free(self, region: str) -> None:
-        self.handle(ev.RegionFree(region, host_copy(self.directory, self.device)))
+        copy = host_copy(self.directory, self.device)
+        self.handle(self.machine.region_free, region, copy)
 
     @property
     def held_bytes(self) -> int:
@@ -146,7 +148,7 @@ def host_copy(directory: str, device: str) -> ev.JournalRecord | None:
     """The host copy of the weights of `device`, if a living process besides its server holds it:
     a server can be killed at any moment, and its keeper then hands the copy back."""
     host = names.offload_device(device)
-    record = peek(names.journal_path(directory, host))
+    record = peek(gms_journal(directory, host))
     if record is None:
         return None
     path = names.region_path(directory, host, names.WEIGHTS, record.epoch)
@@ -162,7 +164,7 @@ class KvServer(MemoryServer[KvMachine]):
     is_lent_writable = True
 
     def _begin(self) -> None:
-        self._token_path = names.journal_path(self.directory, self.device, names.KV)
+        self._token_path = gms_journal(self.directory, self.device, names.KV)
         found = names.regions_on_disk(self.directory, self.device, names.KV)
         self.machine = KvMachine(
             new_pool_id=lambda: uuid.uuid4().hex,

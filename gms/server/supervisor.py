@@ -22,7 +22,6 @@ import asyncio
 import contextlib
 import errno
 import itertools
-import logging
 import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
@@ -68,8 +67,6 @@ USAGE = UsageError.exit_code
 
 Command = Callable[[str, int], Sequence[str]]
 Environment = Callable[[str], Mapping[str, str]]
-
-logger = logging.getLogger(__name__)
 
 
 class GmsSupervisor:
@@ -342,18 +339,13 @@ class Served(Handler):
         self, directory: str, place: str, tag: str, child: Child, metrics: ServerMetrics
     ) -> None:
         self.place, self.tag, self.metrics = place, tag, metrics
-        self.path = gms_socket(directory, names.check_device(place), tag)
+        self.path = gms_socket(directory, place, tag)
         self.answered_ms: float | None = None  # None: this process has not answered yet
         self.child = child
         self._document: dict[str, Any] | None = None
         self._conn: Connection | None = None
         self._pid = 0
         self._relayed_id = 0  # of this process's events: those up to here are in our log
-
-    @property
-    def name(self) -> str:
-        """`HOST-0`, or `the KV memory of HOST-0`, for sentences."""
-        return self.place if self.tag == names.WEIGHTS else f"the KV memory of {self.place}"
 
     @property
     def is_responsive(self) -> bool:
@@ -384,7 +376,6 @@ class Served(Handler):
             elif self.answered_ms is not None:
                 self._conn.send(msg.StatusMsg(), 1)
         except UnderstudyError as error:
-            logger.debug("%s does not answer yet: %s", self.name, error)
             return error.code != "wire.no_descriptors"
         except OSError:
             return False
@@ -416,12 +407,8 @@ class Served(Handler):
         """The next ping connects again."""
 
     def _relay(self, record: Mapping[str, Any]) -> None:
-        missed = record["id"] - self._relayed_id - 1
         self._relayed_id = record["id"]
-        about, log = {"device_uuid": self.place}, self.child.log
+        about = {"device_uuid": self.place}
         if self.tag != names.WEIGHTS:
             about["tag"] = self.tag
-        if missed:  # our connection was gone for longer than the server keeps events
-            message = f"{missed} events of {self.name} were missed"
-            log.record("gms.events_missed", message, "warning", {**about, "missed": missed})
-        log.relay(record, about)
+        self.child.log.relay(record, about)

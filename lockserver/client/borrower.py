@@ -11,106 +11,85 @@ counts until something newer is; and a grant with an older token of the same era
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
-from dataclasses import dataclass
 
-from lockserver.client.reconnect import NewestGrants, Reconnecting, ignore
+from lockserver.client.grants import NewestGrants
 from lockserver.messages import CATALOGUE, BorrowMsg, GrantedMsg, IdleMsg, ServiceMsg, YieldMsg
 from lockserver.messages import Stage as Stage
 from plumbing.errors import RemoteError, UnderstudyError
 from plumbing.pod.models import kind_of, model_of
 from plumbing.service.clock import SystemClock
-from plumbing.wire.connection import Connection, connect
+from plumbing.wire.connection import Connection, KeptConnection
 from plumbing.wire.fds import OwnedFd
-from plumbing.wire.limits import CONNECT_DEADLINE_S
 from plumbing.wire.messages import FaultMsg, Message
 from plumbing.wire.sockets import no_descriptors
 
 
-def _close(fd: OwnedFd, address: str) -> None:
-    fd.close()
+class Borrower(KeptConnection):
+    """Keeps one gateway's connection to the lock server. A subclass says what follows from what it
+    hears, without blocking."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BorrowerCallbacks:
-    """What a `Borrower` calls, on its loop; none may block.
-
-    - `on_service(fd, address)`: a copy of the listening socket, which the callee owns and must
-      never `shutdown()`: accept from it, in place of an earlier one, and set `Stage.ACCEPTS`.
-    - `on_yield()`: another gateway asks for the socket: accept no more, then set `Stage.YIELDS`.
-    - `on_granted(model, engine, token, era)`: `engine` holds the lock of `model`, "" in a pod
-      without models. The same grant may arrive again.
-    - `on_idle(model, reason, is_final)`: no engine is known to serve, and a sentence that says why.
-      It proves nothing about the last holder: only a newer grant does. `is_final`: every engine was
-      told to end, so that what the holder does not serve any more, none will.
-    - `on_connected()`, `on_lost(reason)`.
-    - `on_refused(error)`: the server refuses this gateway (`lock.no_service`), or cannot be
-      believed (`lock.old_token`). Retried with back-off.
-    """
-
-    on_service: Callable[[OwnedFd, str], object] = _close
-    on_yield: Callable[[], object] = ignore
-    on_granted: Callable[[str, str, int, str], object] = ignore
-    on_idle: Callable[[str, str, bool], object] = ignore
-    on_connected: Callable[[], object] = ignore
-    on_lost: Callable[[str], object] = ignore
-    on_refused: Callable[[UnderstudyError], object] = ignore
-
-
-class Borrower(Reconnecting):
-    """Keeps one gateway's connection to the lock server."""
-
-    def __init__(
-        self,
-        path: str,
-        callbacks: BorrowerCallbacks = BorrowerCallbacks(),
-        *,
-        lock: str = "active",
-        gateway: str | None = None,
-    ) -> None:
+    def __init__(self, path: str, *, lock: str = "active", gateway: str | None = None) -> None:
         """Connect later, in `run`, and ask for the socket.
 
         Args:
             path: the lock server's Unix socket.
             gateway: this gateway's id, 16 hex digits; random unless given.
         """
-        super().__init__()
-        self.path, self.lock = path, lock
+        super().__init__(path, CATALOGUE)
+        self.lock = lock
         self.gateway = gateway or secrets.token_hex(8)
         self.stage = Stage.ASKS
         self._started_ms = SystemClock().now_ms()
-        self._callbacks = callbacks
         self._service: OwnedFd | None = None
         self._grants = NewestGrants()
+
+    # ------------------------------------------------------------------ what is heard
+
+    def lent(self, fd: OwnedFd, address: str) -> None:
+        """A copy of the listening socket (taken), which nobody must ever `shutdown()`: accept from
+        it, in place of an earlier one, and set `Stage.ACCEPTS`."""
+        fd.close()
+
+    def must_yield(self) -> None:
+        """Another gateway asks for the socket: accept no more, then set `Stage.YIELDS`."""
+
+    def granted(self, model: str, engine: str, token: int, era: str) -> None:
+        """`engine` holds the lock of `model`, "" in a pod without models. The same grant may come
+        again."""
+
+    def idle(self, model: str, reason: str, is_final: bool) -> None:
+        """No engine is known to serve, and a sentence that says why. It proves nothing about the
+        last holder: only a newer grant does. `is_final`: every engine was told to end, so that what
+        the holder does not serve any more, none will."""
+
+    def turned_away(self, error: UnderstudyError) -> None:
+        """The server refuses this gateway (`lock.no_service`), or cannot be believed
+        (`lock.old_token`). Retried with back-off."""
+
+    # ------------------------------------------------------------------ the socket
 
     def set_stage(self, stage: Stage) -> None:
         """Tell the server how far this gateway is with the socket. What no longer accepts keeps no
         copy of it."""
         self.stage = stage
         if stage is not Stage.ACCEPTS:
-            self._drop()
-        if self._conn is not None:
-            self._conn.send(self._message())
+            self._drop_copy()
+        if self.conn is not None:
+            self.conn.send(self._message())
 
     def _message(self) -> BorrowMsg:
         return BorrowMsg(self.lock, self.gateway, self.stage, self._started_ms)
 
     async def run(self) -> None:
-        """Stay connected until cancelled."""
         try:
             await super().run()
         finally:
-            self._drop()
+            self._drop_copy()
 
-    def _drop(self) -> None:
+    def _drop_copy(self) -> None:
         if self._service is not None:
             self._service.close()
             self._service = None
-
-    async def _connect(self) -> None:
-        await connect(self.path, CATALOGUE, self, CONNECT_DEADLINE_S)
-
-    # ------------------------------------------------------------------ as the wire's handler
 
     def opened(self, conn: Connection) -> None:
         """As `Handler`'s.
@@ -119,42 +98,38 @@ class Borrower(Reconnecting):
             OSError: there is no descriptor for what must be handed back; nothing has changed.
         """
         copies = [] if self._service is None else [self._service.duplicate()]
-        self._conn = conn
         conn.send(self._message(), fds=copies)
-        self._callbacks.on_connected()
+        super().opened(conn)
 
     def received(
         self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
     ) -> None:
-        if not isinstance(message, FaultMsg):
+        if isinstance(message, ServiceMsg):
             self.problem = None
+            self._lent(message, fds)
+        else:
+            super().received(conn, message, request_id, fds)
+
+    def hear(self, message: Message, request_id: int) -> None:
+        self.problem = None
         match message:
             case GrantedMsg() if kind_of(message.lock) == self.lock:
                 self._granted(message)
             case IdleMsg() if kind_of(message.lock) == self.lock:
-                model = model_of(message.lock)
-                self._callbacks.on_idle(model, message.reason, message.is_final)
-            case ServiceMsg():
-                self._lent(message, fds)
+                self.idle(model_of(message.lock), message.reason, message.is_final)
             case YieldMsg():
-                self._callbacks.on_yield()
-            case FaultMsg():
-                self._refused(RemoteError(message.code, message.message, **message.details))
+                self.must_yield()
 
-    def _lost(self, reason: str) -> None:
-        self._callbacks.on_lost(reason)
+    def refused(self, error: FaultMsg, request_id: int) -> None:
+        self.turned_away(RemoteError(error.code, error.message, **error.details))
 
     def _granted(self, message: GrantedMsg) -> None:
         refusal = self._grants.check(message)
         if refusal is not None:
-            self._refused(refusal)
+            self.problem = refusal.message
+            self.turned_away(refusal)
             return
-        who = message.engine, message.token, message.era
-        self._callbacks.on_granted(model_of(message.lock), *who)
-
-    def _refused(self, error: UnderstudyError) -> None:
-        self.problem = error.message
-        self._callbacks.on_refused(error)
+        self.granted(model_of(message.lock), message.engine, message.token, message.era)
 
     def _lent(self, message: ServiceMsg, fds: list[OwnedFd]) -> None:
         """Keep a copy to hand back, and give one away."""
@@ -163,10 +138,10 @@ class Borrower(Reconnecting):
                 copy = fd.duplicate()
             except OSError as error:
                 fd.close()
-                assert self._conn is not None
-                self._failed(no_descriptors("copy the listening socket", error).message)
-                self._conn.close("out of descriptors; borrowing again")  # … is lent again
+                assert self.conn is not None
+                self._refusal = no_descriptors("copy the listening socket", error).message
+                self.conn.close("out of descriptors; borrowing again")  # … is lent again
                 return
-            self._drop()
+            self._drop_copy()
             self._service = fd
-            self._callbacks.on_service(copy, message.address)
+            self.lent(copy, message.address)

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
+from lockserver.client.grants import NewestGrants
 from lockserver.client.lease import DeadMan, LeaseWatch
-from lockserver.client.reconnect import HEARTBEAT_MS, NewestGrants, Reconnecting, ignore
 from lockserver.messages import (
     CATALOGUE,
     NO_ERA,
@@ -33,18 +33,21 @@ from lockserver.messages import (
 )
 from plumbing.errors import RemoteError, UnderstudyError
 from plumbing.pod.models import ACTIVE, kind_of
-from plumbing.wire.connection import Connection, connect
-from plumbing.wire.fds import OwnedFd, close_all
+from plumbing.wire.connection import Connection, KeptConnection
 from plumbing.wire.messages import FaultMsg, Message
 from plumbing.wire.tcp_address import SCHEME, TcpAddress
 
 if TYPE_CHECKING:
     from plumbing.wire.tcp import Security
 
-CONNECT_DEADLINE_S = 5.0
+HEARTBEAT_MS = 500  # six of them fit into the server's silent_ms of 3 s
 # Over TCP a lost packet may make one attempt hang: there must be time for another within a lease.
 TCP_CONNECT_DEADLINE_S = 1.5
 FENCED = frozenset({ACTIVE})  # the locks that no engine may act on once its lease has expired
+
+
+def ignore(*_: object) -> None:
+    """The default of every callback."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +83,7 @@ class LockCallbacks:
     on_lease_lost: Callable[[str], object] = ignore
 
 
-class LockClient(Reconnecting):
+class LockClient(KeptConnection):
     """Keeps one supervisor's connection to the lock server."""
 
     def __init__(
@@ -104,8 +107,7 @@ class LockClient(Reconnecting):
         Raises:
             UnderstudyError: `lock.no_dead_man`: over TCP, and this process cannot have a timer.
         """
-        super().__init__()
-        self.address = address
+        super().__init__(address, CATALOGUE)
         self.engine = engine
         self.supervisor = supervisor or secrets.token_hex(8)
         self._callbacks = callbacks
@@ -164,8 +166,8 @@ class LockClient(Reconnecting):
         if self._lease is not None and incarnation != self._want.incarnation:
             self._lease.begin()
         self._want = want
-        if self._conn is not None:
-            self._conn.send(self._message())
+        if self.conn is not None:
+            self.conn.send(self._message())
 
     def era_of(self, lock: str, token: int) -> str:
         """The era of the newest grant of `lock` that was heard, if `token` is its token."""
@@ -183,12 +185,12 @@ class LockClient(Reconnecting):
                 self._lease.close()
 
     async def _connect(self) -> None:
-        if not self.address.startswith(SCHEME):
-            await connect(self.address, CATALOGUE, self, CONNECT_DEADLINE_S)
+        if not self.path.startswith(SCHEME):
+            await super()._connect()
             return
         from plumbing.wire.tcp import connect_tcp  # the Unix socket needs no TLS
 
-        where = TcpAddress.parse(self.address)
+        where = TcpAddress.parse(self.path)
         assert self._security is not None, "over TCP the caller has certificates"
         await connect_tcp(where, CATALOGUE, self, self._security, TCP_CONNECT_DEADLINE_S)
 
@@ -197,14 +199,14 @@ class LockClient(Reconnecting):
         while True:
             usual_ms = self._heartbeat_ms
             await asyncio.sleep((lease.beat_ms(usual_ms) if lease else usual_ms) / 1000)
-            if self._conn is None:
+            if self.conn is None:
                 continue
             if lease is not None and lease.is_silent():
-                self._conn.close("the lock server does not answer; reconnecting")
+                self.conn.close("the lock server does not answer; reconnecting")
             elif self._must_repeat:
-                self._conn.send(self._message())
+                self.conn.send(self._message())
             else:
-                self._conn.send(BeatMsg(self._next_progress()))
+                self.conn.send(BeatMsg(self._next_progress()))
 
     def _next_progress(self) -> int:
         """The number of the message that is about to be sent; a lease counts from here."""
@@ -219,17 +221,14 @@ class LockClient(Reconnecting):
 
     # ------------------------------------------------------------------ as the wire's handler
 
-    def opened(self, conn: Connection) -> None:
-        self._conn, self.problem = conn, None
+    def begin(self, conn: Connection) -> None:
+        self.problem = None
         if self._lease is not None:
             self._lease.heard()
         conn.send(self._message())
         self._callbacks.on_connected()
 
-    def received(
-        self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
-    ) -> None:
-        close_all(fds)
+    def hear(self, message: Message, request_id: int) -> None:
         if self._lease is not None:
             self._lease.heard()
         match message:
@@ -243,10 +242,13 @@ class LockClient(Reconnecting):
                 self._callbacks.on_service(lock, address)
             case HandOverMsg(lock, incarnation, to, resume):
                 self._callbacks.on_hand_over(lock, incarnation, to, resume)
-            case FaultMsg(code, why, details):
-                self._callbacks.on_refused(RemoteError(code, why, **details))
 
-    def _lost(self, reason: str) -> None:
+    def refused(self, error: FaultMsg, request_id: int) -> None:
+        if self._lease is not None:
+            self._lease.heard()
+        self._callbacks.on_refused(RemoteError(error.code, error.message, **error.details))
+
+    def lose(self, reason: str) -> None:
         if self._lease is not None:
             self._lease.cut()
         self._callbacks.on_lost(reason)

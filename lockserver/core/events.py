@@ -1,8 +1,9 @@
-"""The inputs and effects of the lock machine, and what is filed of a holder: values, no behaviour.
+"""What the lock machine is told, its effects, and what is filed of a holder: values, no
+behaviour.
 
-Inputs come from the shell (`server.py`, or a simulation); effects go back to it, in order. The only
-effect with an answer is `Persist`: the shell hands in `Persisted` or `PersistFailed` before
-anything else, so that nothing is ever sent that is not on disk.
+The shell (`server.py`, or a simulation) calls the machine's entries; effects go back to it, in
+order. The only effect with an answer is `Persist`: the shell calls `persisted` before anything
+else, so that nothing is ever sent that is not on disk.
 
 A holder over TCP is filed with the length of its lease, and has no witness that this server could
 lock. It is filed with device and inode 0, which no file has: a server that does not know leases and
@@ -83,14 +84,10 @@ class LockRecord(msgspec.Struct, frozen=True):
     era: str = NO_ERA
 
 
-# ---------------------------------------------------------------------- inputs
+# ---------------------------------------------------------------------- what is told
 
 
-class Input(msgspec.Struct, frozen=True):
-    """What has happened."""
-
-
-class Wanted(Input, frozen=True):
+class Wanted(msgspec.Struct, frozen=True):
     """A supervisor's complete want, with what the shell saw of its witness and its process."""
 
     conn: int  # grows with every connection that is accepted
@@ -103,58 +100,7 @@ class Wanted(Input, frozen=True):
     serving: ServingFile | None = None  # this incarnation's, if there is one
 
 
-class Beaten(Input, frozen=True):
-    conn: int
-    progress: int
-
-
-class ConnectionClosed(Input, frozen=True):
-    conn: int
-
-
-class ProcessGone(Input, frozen=True):
-    """The pidfd of a supervisor has become readable."""
-
-    supervisor: str
-
-
-class WitnessFree(Input, frozen=True):
-    """The witness that `probes_due` named was found free and has been sealed."""
-
-    lock: str
-    incarnation: str
-
-
-class ServingFileFree(Input, frozen=True):
-    """The serving file that `handed_over` named was found free and has been sealed at `token`."""
-
-    lock: str
-    incarnation: str
-    token: int
-
-
-class DirectoryScanned(Input, frozen=True):
-    """The witnesses and serving files in the directory that are held. Unknown witnesses that are
-    free have been sealed, and so have serving files, at `sealed`, if one look could settle it."""
-
-    held: frozenset[str]
-    serving: frozenset[str] = frozenset()
-    sealed: int = 0
-
-
-class Persisted(Input, frozen=True):
-    pass
-
-
-class PersistFailed(Input, frozen=True):
-    reason: str
-
-
-class TimePassed(Input, frozen=True):
-    """Time has passed; handed in several times per `silent_ms`."""
-
-
-class SwitchOverAsked(Input, frozen=True):
+class SwitchOverAsked(msgspec.Struct, frozen=True):
     """A request to hand `lock` over to engine `to`, or to the first one waiting.
 
     `whole`: the waiting incarnations whose processes were all found alive just now. `drain`: no

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from lockserver.core import events as ev
 from lockserver.core import sentences
 from lockserver.core.events import Holder, LockEffect
-from lockserver.core.lock import Lock, LockState, Signal, Waiter, next_waiter
-from lockserver.core.supervisors import Locks, SilentOnes, Supervisors, holder_of
+from lockserver.core.lock import Lock, LockState, Signal, Waiter
+from lockserver.core.supervisors import Locks, Supervisors, holder_of, next_of
 
 RETRY_MS = 1000.0  # a grant that cannot be written is tried again this often
 
@@ -67,7 +67,7 @@ class Ledger:
         for lock in locks.values():
             if lock.state is not LockState.FREE:
                 continue
-            waiter = next_waiter(lock.waiters, SilentOnes(supervisors), lock.preferred)
+            waiter = next_of(lock, supervisors)
             if waiter is None:
                 continue
             want = supervisors[waiter.supervisor].want

@@ -23,7 +23,7 @@ The queue is one pure function, so that fairness can change without touching saf
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -63,16 +63,17 @@ class Waiter:
 
 
 def next_waiter(
-    waiters: Sequence[Waiter], silent: Container[str], preferred: str | None = None
+    waiters: Sequence[Waiter], is_silent: Callable[[str], bool], preferred: str | None = None
 ) -> Waiter | None:
     """The first waiter whose supervisor is not silent; a silent one is skipped, not dropped.
 
     Args:
         waiters: in order of arrival.
-        silent: supervisors without a recent heartbeat.
+        is_silent: whether this supervisor has sent no heartbeat of late; asked one by one, since no
+            event may scan a thousand.
         preferred: the engine that a switchover puts before all others if it is waiting.
     """
-    heard = (waiter for waiter in waiters if waiter.supervisor not in silent)
+    heard = (waiter for waiter in waiters if not is_silent(waiter.supervisor))
     first = next(heard, None)  # without a preference nothing else is looked at
     if first is None or preferred in (None, first.engine):
         return first
@@ -162,9 +163,6 @@ class Lock:
     def is_held_by(self, incarnation: str | None) -> bool:
         """Whether this incarnation is the holder, in whatever state."""
         return self.holder is not None and self.holder.incarnation == incarnation
-
-    def has_waiter(self, supervisor: str) -> bool:
-        return any(each.supervisor == supervisor for each in self.waiters)
 
     def remove_waiter(self, supervisor: str, but: str | None = None) -> None:
         """Take this supervisor out of the queue, unless it waits as incarnation `but`."""

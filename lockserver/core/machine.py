@@ -1,9 +1,9 @@
 """The lock server without sockets: locks, supervisors, one token. Events in, effects out.
 
-A supervisor's `want` is its complete state; `_wanted` makes the locks agree
+A supervisor's `want` is its complete state; `wanted` makes the locks agree
 with it. When a holder is lost (its want no longer names the lock, its connection closed, its
 process ended, it fell silent), `recovery.probes_due` names its witness exactly when finding that
-witness free would settle the matter; the shell tries it and reports `WitnessFree`. Of an engine on
+witness free would settle the matter; the shell tries it and calls `witness_free`. Of an engine on
 another host its lease is the evidence, which the machine has itself (`leases.py`). Likewise
 `recovery.handed_over` names the serving file of a holder that says that it handed over and lives.
 After every event the ledger chooses the next grant, which is made once it is on disk.
@@ -16,11 +16,13 @@ be read.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import functools
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Concatenate, ParamSpec
 
 from lockserver.core import events as ev
 from lockserver.core import recovery, sentences
-from lockserver.core.events import LockEffect, Wanted
+from lockserver.core.events import LockEffect, SwitchOverAsked, Wanted
 from lockserver.core.leases import Leases
 from lockserver.core.ledger import Ledger
 from lockserver.core.lock import KINDS, Lock, LockState, Signal, Waiter
@@ -41,6 +43,32 @@ from plumbing.errors import InvariantError
 
 SILENT_MS = 3000.0
 WINDOW_MS = 10_000.0
+
+
+P = ParamSpec("P")
+On = Callable[Concatenate["LockMachine", float, P], Iterable[LockEffect]]
+
+
+def entry(on: On[P]) -> Callable[Concatenate[LockMachine, float, P], list[LockEffect]]:
+    """What the shell calls, with the time first, when this has happened. The effects must be
+    carried out at once and in order. A `Persist` is always the last one; `persisted` is then the
+    next call."""
+
+    @functools.wraps(on)
+    def happen(
+        self: LockMachine, now_ms: float, /, *said: P.args, **named: P.kwargs
+    ) -> list[LockEffect]:
+        if self.ledger.is_writing and on.__name__ != "persisted":
+            raise InvariantError(f"{on.__name__} while a grant is being written")
+        effects = list(on(self, now_ms, *said, **named))
+        effects += self.switchovers.observe(self.locks, now_ms)
+        effects += self._free_expired(now_ms)  # afterwards: a switchover must see its release
+        effects += tell_standbys(
+            self.locks, self.supervisors, self.ledger.era, resumes=self.switchovers.resumes
+        )
+        return effects + self.ledger.next_write(self.locks, self.supervisors, now_ms)
+
+    return happen
 
 
 class LockMachine:
@@ -72,19 +100,6 @@ class LockMachine:
             if lock.holder is not None:
                 self.leases.presume(lock.holder, now_ms)
 
-    def handle(self, event: ev.Input, now_ms: float) -> list[LockEffect]:
-        """Take one event; the effects must be carried out at once and in order. A `Persist` is
-        always the last one; its outcome is the next event."""
-        if self.ledger.is_writing and not isinstance(event, ev.Persisted | ev.PersistFailed):
-            raise InvariantError(f"{type(event).__name__} while a grant is being written")
-        effects = list(self._on(event, now_ms))
-        effects += self.switchovers.observe(self.locks, now_ms)
-        effects += self._free_expired(now_ms)  # afterwards: a switchover must see its release
-        effects += tell_standbys(
-            self.locks, self.supervisors, self.ledger.era, resumes=self.switchovers.resumes
-        )
-        return effects + self.ledger.next_write(self.locks, self.supervisors, now_ms)
-
     def begin(self) -> list[LockEffect]:
         """The events to record at start."""
         locks = self.locks.values()
@@ -94,36 +109,21 @@ class LockMachine:
             if k.state is LockState.RECOVERING
         ]
 
-    def _on(self, event: ev.Input, now_ms: float) -> Iterable[LockEffect]:
-        match event:
-            case ev.Beaten():
-                return self._beaten(event, now_ms)
-            case ev.TimePassed():
-                return self._time_passed(now_ms)
-            case Wanted():
-                return self._wanted(event, now_ms)
-            case ev.Persisted():
-                return self.ledger.written(self.supervisors, now_ms)
-            case ev.PersistFailed():
-                return self.ledger.failed(event.reason, now_ms)
-            case ev.WitnessFree():
-                return self._witness_free(event, now_ms)
-            case ev.ServingFileFree():
-                return self._serving_file_free(event, now_ms)
-            case ev.DirectoryScanned():
-                return self._directory_scanned(event, now_ms)
-            case ev.ConnectionClosed():
-                return self._connection_closed(event, now_ms)
-            case ev.ProcessGone():
-                return self._process_gone(event, now_ms)
-            case ev.SwitchOverAsked():
-                return self.switchovers.begin(event, self.locks, self.supervisors, now_ms)
-            case _:
-                raise InvariantError(f"unknown event {event!r}")
+    @entry
+    def persisted(self, now_ms: float, problem: str | None = None) -> Iterable[LockEffect]:
+        """The record is on disk; or it may not be, because of `problem`."""
+        if problem is not None:
+            return self.ledger.failed(problem, now_ms)
+        return self.ledger.written(self.supervisors, now_ms)
+
+    @entry
+    def switch_over_asked(self, now_ms: float, asked: SwitchOverAsked) -> Iterable[LockEffect]:
+        return self.switchovers.begin(asked, self.locks, self.supervisors, now_ms)
 
     # ------------------------------------------------------------------ a supervisor's want
 
-    def _wanted(self, want: Wanted, now_ms: float) -> Iterable[LockEffect]:
+    @entry
+    def wanted(self, now_ms: float, want: Wanted) -> Iterable[LockEffect]:
         sender = self._by_conn.get(want.conn)
         refusal = None
         if want.process == LEASE:
@@ -198,6 +198,7 @@ class LockMachine:
         claimed = want.msg.tokens.get(lock.name)
         is_proven = want.witness_file is not None and want.witness_state is WitnessState.HELD
         is_its_own = lock.is_held_by(want.msg.incarnation)
+        is_waiting = any(each.supervisor == want.msg.supervisor for each in lock.waiters)
         if is_its_own and not lock.is_ended:
             yield from self._confirm(lock, want.conn, now_ms)
         elif refused:
@@ -210,7 +211,7 @@ class LockMachine:
             yield sentences.stale_claim(lock, want, claimed)
         elif want.witness_file is None or (lock.is_fenced and not is_proven):
             yield sentences.unproven(lock, want)
-        elif not want.msg.is_leaving and not lock.has_waiter(want.msg.supervisor):
+        elif not (want.msg.is_leaving or is_waiting):
             waiter = Waiter(want.msg.supervisor, want.msg.engine, want.msg.incarnation, now_ms)
             lock.waiters.append(waiter)
             yield sentences.of_holder("lock.queue", lock, waiter)
@@ -238,14 +239,15 @@ class LockMachine:
 
     # ------------------------------------------------------------------ heartbeats and losses
 
-    def _beaten(self, beat: ev.Beaten, now_ms: float) -> Iterable[LockEffect]:
-        supervisor = self._by_conn.get(beat.conn)
+    @entry
+    def beaten(self, now_ms: float, conn: int, progress: int) -> Iterable[LockEffect]:
+        supervisor = self._by_conn.get(conn)
         if supervisor is None:
             why = "a supervisor must send `want` before its first heartbeat"
-            return [ev.RefuseConnection(beat.conn, "lock.want_first", why)]
-        if beat.progress <= supervisor.progress:
+            return [ev.RefuseConnection(conn, "lock.want_first", why)]
+        if progress <= supervisor.progress:
             return []  # the same count again: the sender no longer makes progress
-        supervisor.progress = beat.progress
+        supervisor.progress = progress
         heard = self._mark_heard(supervisor, now_ms)
         return [self._renew(supervisor, now_ms), *heard] if supervisor.is_leased else heard
 
@@ -267,8 +269,9 @@ class LockMachine:
         was_silent, supervisor.is_silent = supervisor.is_silent, False
         return [sentences.of_supervisor("lock.heard", supervisor)] if was_silent else []
 
-    def _connection_closed(self, event: ev.ConnectionClosed, now_ms: float) -> Iterable[LockEffect]:
-        supervisor = self._by_conn.get(event.conn)
+    @entry
+    def connection_closed(self, now_ms: float, conn: int) -> Iterable[LockEffect]:
+        supervisor = self._by_conn.get(conn)
         if supervisor is None:
             return
         self._hang_up(supervisor)
@@ -278,8 +281,13 @@ class LockMachine:
             yield from self._drop(supervisor)
         yield from self._lose_all(supervisor, Signal.CONNECTION_CLOSED, now_ms)
 
-    def _process_gone(self, event: ev.ProcessGone, now_ms: float) -> Iterable[LockEffect]:
-        supervisor = self.supervisors.get(event.supervisor)
+    @entry
+    def process_gone(self, now_ms: float, supervisor: str) -> Iterable[LockEffect]:
+        """The pidfd of a supervisor has become readable."""
+        return self._end(supervisor, now_ms)
+
+    def _end(self, supervisor_id: str, now_ms: float) -> Iterable[LockEffect]:
+        supervisor = self.supervisors.get(supervisor_id)
         if supervisor is None:
             return
         if supervisor.conn is not None:  # a copy in another process may keep it open
@@ -315,10 +323,14 @@ class LockMachine:
 
     # ------------------------------------------------------------------ evidence
 
-    def _witness_free(self, event: ev.WitnessFree, now_ms: float) -> Iterable[LockEffect]:
-        lock = self.locks[event.lock]
+    @entry
+    def witness_free(self, now_ms: float, lock: str, incarnation: str) -> Iterable[LockEffect]:
+        """The witness that `recovery.probes_due` named was found free and has been sealed."""
+        return self._fenced(self.locks[lock], incarnation, now_ms)
+
+    def _fenced(self, lock: Lock, incarnation: str, now_ms: float) -> Iterable[LockEffect]:
         holder = lock.holder
-        if holder is None or holder.incarnation != event.incarnation:
+        if holder is None or holder.incarnation != incarnation:
             return
         if not recovery.is_decisive(lock, self.supervisors):
             return
@@ -326,23 +338,31 @@ class LockMachine:
             yield sentences.releasing(lock, holder, "silent", now_ms)
         yield from self._free(lock, now_ms)
 
-    def _serving_file_free(self, event: ev.ServingFileFree, now_ms: float) -> Iterable[LockEffect]:
+    @entry
+    def serving_file_free(
+        self, now_ms: float, lock: str, incarnation: str, token: int
+    ) -> Iterable[LockEffect]:
+        """The serving file that `recovery.handed_over` named was found free and has been sealed at
+        `token`."""
         due = recovery.handed_over(self.locks)
-        if any(event == ev.ServingFileFree(k, each.incarnation, each.token) for k, each in due):
-            yield from self._free(self.locks[event.lock], now_ms)
+        if (lock, incarnation, token) in [(k, each.incarnation, each.token) for k, each in due]:
+            yield from self._free(self.locks[lock], now_ms)
 
     def _free_expired(self, now_ms: float) -> Iterable[LockEffect]:
         """Free the locks of holders whose lease was the evidence, and is over."""
         for lock in self.locks.values():
-            holder = lock.holder
-            if holder is not None and self.leases.is_gone(holder):
-                free = ev.WitnessFree(lock.name, holder.incarnation)
-                yield from self._witness_free(free, now_ms)
+            if lock.holder is not None and self.leases.is_gone(lock.holder):
+                yield from self._fenced(lock, lock.holder.incarnation, now_ms)
 
-    def _directory_scanned(self, event: ev.DirectoryScanned, now_ms: float) -> Iterable[LockEffect]:
-        self.ledger.reach(event.sealed)
-        locks, known = self.locks, self.supervisors
-        for name in recovery.scan_frees(locks, known, event.held, event.serving):
+    @entry
+    def directory_scanned(
+        self, now_ms: float, held: Collection[str], serving: Collection[str] = (), sealed: int = 0
+    ) -> Iterable[LockEffect]:
+        """The witnesses and serving files in the directory that are held. Unknown witnesses that
+        are free have been sealed, and so have serving files, at `sealed`, if one look could settle
+        it."""
+        self.ledger.reach(sealed)
+        for name in recovery.scan_frees(self.locks, self.supervisors, held, serving):
             yield from self._free(self.locks[name], now_ms)
 
     def _free(self, lock: Lock, now_ms: float) -> Iterable[LockEffect]:
@@ -352,13 +372,15 @@ class LockMachine:
 
     # ------------------------------------------------------------------ time
 
-    def _time_passed(self, now_ms: float) -> Iterable[LockEffect]:
+    @entry
+    def time_passed(self, now_ms: float) -> Iterable[LockEffect]:
+        """Called several times per `silent_ms`."""
         gap_ms, self._ticked_ms = now_ms - self._ticked_ms, now_ms
         is_stalled = gap_ms > recovery.STALL_MS
         if is_stalled:
             recovery.forgive(self.supervisors, now_ms)
         for lease in self.leases.tick(now_ms, is_stalled=is_stalled):
             yield sentences.of_supervisor("lock.lease_expired", lease)
-            yield from self._process_gone(ev.ProcessGone(lease.supervisor), now_ms)
+            yield from self._end(lease.supervisor, now_ms)
         yield from recovery.fall_silent(self.locks, self.supervisors, now_ms - self.silent_ms)
         yield from recovery.report_overdue(self.locks, now_ms, self.started_ms + self.window_ms)

@@ -65,10 +65,5 @@ def serving_name_of(incarnation: str) -> str:
 
 def _stem(incarnation: str) -> str:
     match = INCARNATION.fullmatch(incarnation)
-    if match is None:
-        raise UsageError(
-            "engine.bad_incarnation",
-            f"{incarnation!r} is not a valid incarnation: it must be ENGINE_ID-<16 hex digits>",
-            incarnation=incarnation,
-        )
+    assert match is not None, f"{incarnation!r} is not ENGINE_ID-<16 hex digits>"
     return f"{match['engine']}_{match['random']}"

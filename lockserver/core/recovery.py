@@ -16,7 +16,7 @@ wakes, no process holds that file, and after it rests, none may ever hold it for
 
 Time never hands a lock on. It only makes a witness worth trying and a wait worth reporting. After a
 restart a holder on file is `recovering` until the evidence for it is gone, or it connects again
-(`client/reconnect.py`) and gets the same grant (`machine.py`). Others queue as they come. A
+(`client/client.py`) and gets the same grant (`machine.py`). Others queue as they come. A
 switchover that waited is forgotten, leases begin anew, and the clients' socket comes back from the
 gateway (`server/gateways.py`). Where the state file was lost, the holder is *unknown*: a living one
 claims the lock with its token, and without a claim every witness and serving file in the directory
@@ -29,7 +29,6 @@ from collections.abc import Collection, Iterable, Iterator
 
 from lockserver.core import sentences
 from lockserver.core.events import Close, Holder, LockEffect, LockRecord
-from lockserver.core.ledger import Ledger
 from lockserver.core.lock import Lock, LockState
 from lockserver.core.supervisors import Locks, Supervisors
 
@@ -151,9 +150,3 @@ def kept_serving(locks: Locks) -> frozenset[str]:
     never wake again under the token that they have."""
     held = (lock.holder for lock in locks.values() if lock.is_fenced and lock.holder is not None)
     return frozenset(holder.serving.name for holder in held if holder.serving is not None)
-
-
-def seal_at(ledger: Ledger, longest: int) -> int:
-    """The length for every serving file once a lock whose holder is not on file is free; the next
-    token is larger. `longest`: the largest token that is over according to these files."""
-    return max(ledger.token, longest)

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any
 
 from lockserver.core.events import FiledLease, Holder, RefuseConnection, Wanted
-from lockserver.core.lock import Lock, Signal
+from lockserver.core.lock import Lock, Signal, Waiter, next_waiter
 from lockserver.core.names import ENGINE_ID, INCARNATION, name_of
 from lockserver.messages import WantMsg
 from plumbing.pod.models import model_of
@@ -100,14 +100,9 @@ Locks = Mapping[str, Lock]
 Supervisors = Mapping[str, SupervisorRecord]
 
 
-@dataclass(frozen=True, slots=True)
-class SilentOnes:
-    """The ids of the silent supervisors, looked up one by one: no event may scan a thousand."""
-
-    supervisors: Supervisors
-
-    def __contains__(self, supervisor: object) -> bool:
-        return isinstance(supervisor, str) and self.supervisors[supervisor].is_silent
+def next_of(lock: Lock, supervisors: Supervisors) -> Waiter | None:
+    """Who would be granted `lock` next."""
+    return next_waiter(lock.waiters, lambda who: supervisors[who].is_silent, lock.preferred)
 
 
 def can_continue(source: SupervisorRecord, other: SupervisorRecord) -> bool:

@@ -27,14 +27,14 @@ from dataclasses import dataclass
 from lockserver.core import events as ev
 from lockserver.core import sentences
 from lockserver.core.events import Holder, LockEffect, SwitchOverAsked, grant_of
-from lockserver.core.lock import Lock, LockState, Waiter, next_waiter
+from lockserver.core.lock import Lock, LockState, Waiter
 from lockserver.core.sentences import event, facts
 from lockserver.core.supervisors import (
     Locks,
-    SilentOnes,
     SupervisorRecord,
     Supervisors,
     can_continue,
+    next_of,
 )
 from lockserver.messages import SWITCHOVER_MS_MAX, HandOverMsg, StandbyMsg, SwitchedOverMsg
 from plumbing.errors import UnderstudyError
@@ -249,7 +249,7 @@ def tell_standbys(
             effects.append(ev.Announce(supervisor.id, grant))
             effects.append(sentences.of_holder("lock.told_to_end", lock, holder))
         # Who would be granted the lock next; a silent waiter would not be.
-        waiter = next_waiter(lock.waiters, SilentOnes(supervisors), lock.preferred)
+        waiter = next_of(lock, supervisors)
         standby, is_settled = supervisors[waiter.supervisor] if waiter else None, False
         if supervisor.said.is_leaving:
             is_settled = standby is None or standby.said.succeeds == holder.token

@@ -44,6 +44,7 @@ from plumbing.errors import ProtocolError, UnderstudyError, is_shortage
 from plumbing.pod.models import ACTIVE, kind_of
 from plumbing.service.clock import Clock, moment
 from plumbing.service.hosts import bind
+from plumbing.text import split_address
 from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.sockets import no_descriptors
@@ -100,9 +101,9 @@ class ServiceSocket:
         Raises:
             UnderstudyError: `service.port_in_use`, `service.cannot_bind`.
         """
-        host, _, port = self.address.rpartition(":")
+        host, port = split_address(self.address)
         flag = f"--service {ACTIVE}=HOST:PORT"
-        sock, *others = bind(host.strip("[]"), int(port), flag=flag, backlog=BACKLOG)
+        sock, *others = bind(host, port, flag=flag, backlog=BACKLOG)
         for each in others:  # one socket is lent, at the first address of a name
             each.close()
         self._sock, self.problem = sock, None

@@ -17,9 +17,8 @@ import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 
-from lockserver import flocks, serving, witness
+from lockserver import serving, witness
 from lockserver.core import recovery
-from lockserver.core.events import DirectoryScanned, Input, ServingFileFree, WitnessFree
 from lockserver.core.machine import LockMachine
 from lockserver.core.names import PREFIX, SERVING_PREFIX, WitnessState
 
@@ -31,10 +30,10 @@ FAST_FOR_S = 1.0
 
 
 class Prober:
-    """Tries the witnesses in `directory` that the machine names, and hands the outcome to
-    `feed`."""
+    """Tries the witnesses in `directory` that the machine names, and has `feed` call the machine
+    with the outcome."""
 
-    def __init__(self, directory: str, machine: LockMachine, feed: Callable[[Input], None]) -> None:
+    def __init__(self, directory: str, machine: LockMachine, feed: Callable[..., None]) -> None:
         self._directory, self._machine, self._feed = directory, machine, feed
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.Handle | None = None
@@ -87,12 +86,13 @@ class Prober:
             file = holder.witness
             state = witness.probe(os.path.join(self._directory, file.name), file.dev, file.ino)
             if state is WitnessState.FREE:
-                self._feed(WitnessFree(lock, holder.incarnation))
+                self._feed(self._machine.witness_free, lock, holder.incarnation)
         for lock, holder in recovery.handed_over(self._machine.locks):
             assert holder.serving is not None  # or it would not have been named
             path = os.path.join(self._directory, holder.serving.name)
             if serving.probe(path, holder.serving, holder.token) is WitnessState.FREE:
-                self._feed(ServingFileFree(lock, holder.incarnation, holder.token))
+                said = lock, holder.incarnation, holder.token
+                self._feed(self._machine.serving_file_free, *said)
 
     def _try_directory(self) -> None:
         """Look first and seal only if that settles it: new processes may be about to lock."""
@@ -100,17 +100,20 @@ class Prober:
         if machine.leases.may_have_strangers:
             return
         locks, known = machine.locks, machine.supervisors
-        held, (serves, longest) = witness.scan(directory), serving.scan(directory)
+        held, _ = witness.scan(directory)
+        serves, longest = witness.scan(directory, SERVING_PREFIX)
         freed = recovery.scan_frees(locks, known, held, serves)
         if not freed:
             return
         sealed = 0
         if any(locks[name].is_fenced for name in freed):
-            sealed = recovery.seal_at(machine.ledger, longest)
+            # The next token is larger than what is over according to the files, too.
+            sealed = max(machine.ledger.token, longest)
             kept = recovery.kept_serving(locks)
-            serves, _ = serving.scan(directory, seal_at=sealed, keep=kept)
-        held = witness.scan(directory, seal=True, keep=recovery.kept_witnesses(known))
-        self._feed(DirectoryScanned(frozenset(held), frozenset(serves), sealed))
+            serves, _ = witness.scan(directory, SERVING_PREFIX, sealed, kept)
+        kept = recovery.kept_witnesses(known)
+        held, _ = witness.scan(directory, PREFIX, witness.SEALED_BYTES, kept)
+        self._feed(machine.directory_scanned, held, serves, sealed)
 
 
 def remove_dead(directory: str, keep: Collection[str]) -> None:
@@ -120,7 +123,7 @@ def remove_dead(directory: str, keep: Collection[str]) -> None:
     with suppress(OSError):
         for name in os.listdir(directory):
             path = os.path.join(directory, name)
-            found = flocks.stat_file(path) if name.startswith(PREFIX) else None
+            found = witness.stat_file(path) if name.startswith(PREFIX) else None
             if found is None or name in keep:
                 continue
             if witness.discard(path, found.st_dev, found.st_ino):

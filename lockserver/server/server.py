@@ -28,7 +28,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 from lockserver import schema, serving, witness
 from lockserver.core import events as ev
@@ -73,6 +73,8 @@ from plumbing.wire.server import Server
 if TYPE_CHECKING:
     from plumbing.wire.tcp import Security, TcpServer
     from plumbing.wire.tcp_address import TcpAddress
+
+P = ParamSpec("P")
 
 HOLD_MS = 10_000.0
 TICK_S = 0.1  # silence is measured in seconds: a tenth of one is exact enough and costs nothing
@@ -235,7 +237,7 @@ class LockServer:
                 security=settings.security,
                 handshakes_max=strangers_max(HANDSHAKES_MAX),
             )
-        self.processes = ProcessWatch(lambda supervisor: self.feed(ev.ProcessGone(supervisor)))
+        self.processes = ProcessWatch(lambda gone: self.feed(machine.process_gone, gone))
         self.prober = Prober(settings.directory, machine, self.feed)
 
     async def close(self) -> None:
@@ -251,9 +253,14 @@ class LockServer:
         self.gateways.close()
         self.state.close()
 
-    def feed(self, event: ev.Input) -> None:
-        """Hand one event to the machine, carry out its effects, then try what is due."""
-        self._perform(self.machine.handle(event, self.clock.now_ms()))
+    def feed(
+        self,
+        entry: Callable[Concatenate[float, P], list[ev.LockEffect]],
+        *said: P.args,
+        **named: P.kwargs,
+    ) -> None:
+        """Call an entry of the machine, carry out its effects, then try what is due."""
+        self._perform(entry(self.clock.now_ms(), *said, **named))
         self.prober.kick()
 
     def document(self) -> dict[str, Any]:
@@ -318,11 +325,11 @@ class LockServer:
         is_remote = conn.peer.uid == NO_UID
         match message:
             case WantMsg() if is_remote:
-                self.feed(ev.Wanted(conn.id, message, process=LEASE))
+                self.feed(self.machine.wanted, ev.Wanted(conn.id, message, process=LEASE))
             case WantMsg():
                 self._want(conn, message)
             case BeatMsg():
-                self.feed(ev.Beaten(conn.id, message.progress))
+                self.feed(self.machine.beaten, conn.id, message.progress)
             case BorrowMsg() if not is_remote:
                 self.gateways.borrow(conn, message, fds)
             case SwitchOverMsg() if not is_remote:
@@ -346,7 +353,7 @@ class LockServer:
         self.gateways.left(conn, reason)
         if conn.state is not None:
             self.processes.look(conn.state)
-        self.feed(ev.ConnectionClosed(conn.id))
+        self.feed(self.machine.connection_closed, conn.id)
 
     def _want(self, conn: Connection, want: WantMsg) -> None:
         """A `want`, with what its witness shows and the process of the peer."""
@@ -358,23 +365,22 @@ class LockServer:
             )
         if state is WitnessState.UNSEEN:
             # What it said before counts no longer: its place in a queue may be of one that is dead.
-            self.feed(ev.ConnectionClosed(conn.id))
+            self.feed(self.machine.connection_closed, conn.id)
             raise ProtocolError(
                 "lock.witness_unseen",
                 f"the witness of {want.incarnation} cannot be looked at, because descriptors or"
                 " memory are short on the lock server's machine; ask again",
             )
-        self.feed(
-            ev.Wanted(
-                conn.id,
-                want,
-                witness_file=file,
-                witness_state=state,
-                pid=conn.peer.pid,
-                process=conn.peer.pidfd_source,
-                serving=serves,
-            )
+        seen = ev.Wanted(
+            conn.id,
+            want,
+            witness_file=file,
+            witness_state=state,
+            pid=conn.peer.pid,
+            process=conn.peer.pidfd_source,
+            serving=serves,
         )
+        self.feed(self.machine.wanted, seen)
         known = self.machine.supervisors.get(want.supervisor)
         if known is not None and known.conn == conn.id:
             if conn.state is None and self.settings.service is not None:
@@ -397,7 +403,8 @@ class LockServer:
         ask = next(self._ask_numbers)
         self._asks[ask] = conn, request_id
         who = ask, conn.peer.pid, message.lock, message.to
-        self.feed(ev.SwitchOverAsked(*who, message.timeout_ms, whole, message.drain))
+        asked = ev.SwitchOverAsked(*who, message.timeout_ms, whole, message.drain)
+        self.feed(self.machine.switch_over_asked, asked)
 
     def _is_whole(self, supervisor: SupervisorRecord) -> bool:
         """Whether processes of this supervisor's backend hold its witness; over TCP, whether its
@@ -429,7 +436,7 @@ class LockServer:
         self._ticker = self._loop.call_later(TICK_S, self._tick)
         now_ms = self.clock.now_ms()
         self._look_at_path()
-        self.feed(ev.TimePassed())
+        self.feed(self.machine.time_passed)
         self.gateways.tick(now_ms)
         if self.settings.service is not None:
             self.metrics.service(self.gateways.state)
@@ -516,9 +523,9 @@ class LockServer:
         try:
             self.state.write(record)
         except OSError as error:
-            self.feed(ev.PersistFailed(f"{self.state.path}: {error.strerror}"))
+            self.feed(self.machine.persisted, f"{self.state.path}: {error.strerror}")
             return
-        self.feed(ev.Persisted())
+        self.feed(self.machine.persisted)
         connected = {s.said.witness for s in self.machine.supervisors.values() if s.said.witness}
         on_file = {holder.witness.name for holder in record.holders.values()}
         remove_dead(self.settings.directory, on_file | connected)

@@ -181,7 +181,7 @@ def _strangers(lock: Lock, here: Here) -> dict[str, list[schema.LockWaitingFor]]
     }
     strangers: dict[str, list[schema.LockWaitingFor]] = {}
     try:
-        held = witness.scan(here.directory)
+        held, _ = witness.scan(here.directory)
     except OSError:  # no descriptor or memory to look with
         return strangers
     for name in sorted(held - known)[: NAMED_MAX + 1]:

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lockserver.core.events import Holder
-from lockserver.core.lock import Lock, LockState, Signal, next_waiter
+from lockserver.core.lock import Lock, LockState, Signal
 from lockserver.core.machine import LockMachine
 from lockserver.core.names import WitnessState
 from lockserver.core.recovery import is_decisive
 from lockserver.core.sentences import requester
-from lockserver.core.supervisors import SilentOnes, SupervisorRecord
+from lockserver.core.supervisors import SupervisorRecord, next_of
 from lockserver.schema import LockWaitFields, LockWaitingFor
 from plumbing.pod.models import model_of
 from plumbing.service.clock import Clock, moment
@@ -276,7 +276,7 @@ def _queue_waits(lock: Lock, here: Here) -> Iterator[LockWaitFields]:
     """What keeps the next grant from being made."""
     machine, clock = here.machine, here.clock
     supervisors, ledger = machine.supervisors, machine.ledger
-    waiter = next_waiter(lock.waiters, SilentOnes(supervisors), lock.preferred)
+    waiter = next_of(lock, supervisors)
     if ledger.problem is not None:
         who: Who = (waiter.engine, waiter.incarnation, None, None) if waiter else NOBODY
         why = [ledger.problem]

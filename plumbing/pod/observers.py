@@ -20,7 +20,7 @@ from typing import Any
 from plumbing.errors import RemoteError, UnreachableError, WaitTimeoutError
 from plumbing.pod.messages import EventMsg, StatusReplyMsg
 from plumbing.service.events import Event, EventLog
-from plumbing.wire.connection import Connection, Handler, connect, keep_connected
+from plumbing.wire.connection import Connection, Handler, KeptConnection, connect
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.messages import Catalogue, FaultMsg, Message
 
@@ -119,7 +119,7 @@ async def ask(
         asker.answer.cancel()
 
 
-class PeerWatch(Handler):
+class PeerWatch(KeptConnection):
     """A standing `watch` on one socket: `on_message` gets every message; lost peers are redialled.
 
     `on_lost` is called when a connection ends, unless by `close`, and at each failed attempt.
@@ -133,39 +133,23 @@ class PeerWatch(Handler):
         on_message: Callable[[Message], None],
         on_lost: Callable[[], None] = lambda: None,
     ) -> None:
-        self._path = path
-        self._catalogue = catalogue
-        self._question = question
-        self._on_message = on_message
-        self._on_lost = on_lost
-        self._conn: Connection | None = None
-        self._lost = asyncio.Event()
-        self._task = asyncio.create_task(self._run(), name=f"watch {path}")
+        super().__init__(path, catalogue)
+        self._question, self._on_message, self._on_lost = question, on_message, on_lost
+        self._task = asyncio.create_task(self.run(), name=f"watch {path}")
 
     async def close(self) -> None:
         self._task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._task
 
-    async def _run(self) -> None:
-        try:
-            await keep_connected(self._connect, self._lost, lambda why: self._on_lost())
-        finally:
-            if self._conn is not None:
-                self._conn.close("watch ended")
+    def begin(self, conn: Connection) -> None:
+        conn.send(self._question, request_id=1)
 
-    async def _connect(self) -> None:
-        self._conn = await connect(self._path, self._catalogue, self, deadline_s=ASK_TIMEOUT_S)
-        self._conn.send(self._question, request_id=1)
+    def hear(self, message: Message, request_id: int) -> None:
+        self._on_message(message)
 
-    def received(
-        self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
-    ) -> None:
-        close_all(fds)
-        if not isinstance(message, FaultMsg):
-            self._on_message(message)
+    def lose(self, reason: str) -> None:
+        self._on_lost()
 
-    def closed(self, conn: Connection, reason: str) -> None:
-        self._lost.set()
-        if not self._task.cancelling():
-            self._on_lost()
+    def _failed(self, why: str) -> None:
+        self._on_lost()

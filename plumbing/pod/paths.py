@@ -1,5 +1,9 @@
 """The directory that the processes of a pod share, and the names of the parts' files in it.
 
+One file is written here: the list of the pod's devices, in order. A pool file may number its
+devices; NVML, CUDA and each container can count differently, so a number counts what the memory
+service (gms) serves, and all processes read its list once, when they start.
+
 A user who may write there could become the lock server, so the directory must be private. That is
 checked and never changed, because one with the wrong mode may already hold a foreign socket.
 """
@@ -7,12 +11,15 @@ checked and never changed, because one with the wrong mode may already hold a fo
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 
 from plumbing.errors import UsageError
-from plumbing.wire.limits import SOCKET_PATH_BYTES_MAX
+from plumbing.service.files import write_atomic
+from plumbing.wire.sockets import check_path
 
 DIRECTORY = "/run/understudy"  # the default of every --dir
 LOCKSERVER_SOCKET = "lockserver.sock"
@@ -24,9 +31,10 @@ KV = "kv"
 # How the memory files of a host device are called, before an id and a number (man 2 memfd_create).
 SLAB_PREFIX = "understudy-"
 KV_SLAB_PREFIX = "understudy_kv-"
+# How a backend learns its devices in host memory, by rank, with commas; HOST-0 … unless set.
+HOST_DEVICES_ENV = "UNDERSTUDY_HOST_DEVICES"
 
-# The longest name that every pod needs. An engine or a device with a longer one is caught by
-# `socket_path`.
+# The longest name that every pod needs; an engine or a device with a longer one is refused later.
 LONGEST_COMMON_NAME = f"engine_engine-0{HTTP_SUFFIX}"
 
 
@@ -90,8 +98,29 @@ def gms_journal(directory: str, device: str, tag: str = WEIGHTS) -> str:
 
 
 def device_list(directory: str) -> str:
-    """What the devices are called, in the memory service's order (`plumbing.pod.gms_files`)."""
+    """What the devices are called, in the memory service's order."""
     return os.path.join(directory, "devices.json")
+
+
+def write_device_names(directory: str, names: Sequence[str]) -> None:
+    """Put the list there. Without room for it there is none, rather than an old one: only a pool
+    file with numbers needs it, and its readers say that it is missing."""
+    path = device_list(directory)
+    try:
+        content = {"schema": 1, "pid": os.getpid(), "devices": list(names)}
+        write_atomic(path, content, survives_power_cut=False)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+
+
+def read_device_names(directory: str) -> tuple[str, ...]:
+    """The list; empty if no memory service has written one."""
+    try:
+        with open(device_list(directory), encoding="utf-8") as stream:
+            return tuple(map(str, json.load(stream)["devices"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return ()
 
 
 def engine_sockets(directory: Path) -> dict[str, str]:
@@ -124,7 +153,7 @@ def runtime_dir(value: str) -> str:
         UsageError: not a directory, not ours, open to other users, or too long for sockets.
     """
     path = os.path.abspath(value)
-    socket_path(path, LONGEST_COMMON_NAME)
+    check_path(os.path.join(path, LONGEST_COMMON_NAME))
     try:
         with contextlib.suppress(FileExistsError):
             os.mkdir(path, 0o700)
@@ -151,23 +180,3 @@ def runtime_dir(value: str) -> str:
     else:
         return path
     raise UsageError(f"service.{code}", f"{path} {why}", path=path)
-
-
-def socket_path(directory: str, name: str) -> str:
-    """`directory/name`, if the kernel can bind it.
-
-    Raises:
-        UsageError: it is longer than 107 bytes.
-    """
-    path = os.path.join(directory, name)
-    length = len(os.fsencode(path))
-    if length > SOCKET_PATH_BYTES_MAX:
-        raise UsageError(
-            "service.path_too_long",
-            f"the socket path {path} has {length} bytes, and the kernel allows at most "
-            f"{SOCKET_PATH_BYTES_MAX}; "
-            "use a shorter --dir",
-            path=path,
-            length_bytes=length,
-        )
-    return path

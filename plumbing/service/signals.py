@@ -49,24 +49,16 @@ def blocked_in_children(signals: Sequence[int] = ENDING) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-async def wait_signals(signals: Sequence[int] = ENDING) -> int:
-    """The first of `signals` to arrive; afterwards they have their default action again."""
-    inbox = SignalInbox(signals)
-    try:
-        return await inbox.get()
-    finally:
-        inbox.close()
-
-
 async def until_ended(failed: asyncio.Future[None]) -> None:
-    """Return on a signal; raise what `failed` fails with. A server that has ended by itself has
-    failed."""
-    signalled = asyncio.ensure_future(wait_signals())
-    ends: list[asyncio.Future[Any]] = [signalled, failed]
+    """Return on a signal, which ends the process if it comes again; raise what `failed` fails with.
+    A server that has ended by itself has failed."""
+    inbox = SignalInbox()
+    signalled: asyncio.Future[Any] = asyncio.ensure_future(inbox.get())
     try:
-        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([signalled, failed], return_when=asyncio.FIRST_COMPLETED)
         if failed.done():
             failed.result()
     finally:
+        inbox.close()
         signalled.cancel()
         failed.cancel()

@@ -1,5 +1,5 @@
 """One connection on an event loop, either end of it: frames, their deadlines and turns, the queue,
-and closing.
+and closing; and connections that are made again.
 
 A connection is closed in exactly one place, `close`; the loop calls its handler's `closed` exactly
 once, never from inside one of the handler's own calls. `connect` opens one over a Unix socket; what
@@ -16,7 +16,7 @@ import errno
 import itertools
 import socket
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,17 +24,19 @@ from plumbing.errors import ProtocolError, UnderstudyError
 from plumbing.wire import sockets
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.frames import Frame, FrameDecoder, encode_frame
-from plumbing.wire.limits import (
-    CONNECT_DEADLINE_S,
-    FDS_PER_FRAME_MAX,
-    FLUSH_DEADLINE_S,
-    FRAME_DEADLINE_S,
-    FRAMES_PER_TURN,
-    QUEUED_BYTES_FRAMES,
-    RETRY_S,
-)
-from plumbing.wire.messages import Catalogue, Message, fault_of
+from plumbing.wire.limits import CONNECT_DEADLINE_S, FDS_PER_FRAME_MAX, RETRY_S
+from plumbing.wire.messages import Catalogue, FaultMsg, Message, fault_of
 from plumbing.wire.peer import Peer, identify
+
+# What one slow reader may hold in our memory: two of the largest frames, or 64 small ones.
+QUEUED_BYTES_FRAMES = 64
+# Frames of one peer that are handled before the loop turns to the others. One recvmsg may bring
+# two thousand requests, and answering each may take a tenth of a millisecond.
+FRAMES_PER_TURN = 8
+# Each frame is sent in one go: five seconds is thousands of times the usual.
+FRAME_DEADLINE_S = 5.0
+# How long a closing connection may take to deliver its last frame (an error) to the peer.
+FLUSH_DEADLINE_S = 1.0
 
 _ids = itertools.count(1)
 
@@ -401,27 +403,93 @@ RECONNECT_MS_MIN, RECONNECT_MS_MAX = 10.0, 500.0
 RECONNECT_GROWTH = 1.1  # a server is found again within a tenth of the time for which it was away
 
 
-async def keep_connected(
-    connect: Callable[[], Awaitable[object]],
-    ended: asyncio.Event,
-    unreachable: Callable[[str], object],
-) -> None:
-    """Connect, wait until `ended` is set, and again, until cancelled; `unreachable` is told why a
-    connection could not be made."""
-    loop = asyncio.get_running_loop()
-    retry_ms = RECONNECT_MS_MIN
-    while True:
-        ended.clear()
+class KeptConnection(Handler):
+    """A connection to the server at `path` that is made again whenever it ends. `problem`: why
+    there is none, or why it is of no use."""
+
+    def __init__(self, path: str, catalogue: Catalogue) -> None:
+        """Connect later, in `run`."""
+        self.path, self._catalogue = path, catalogue
+        self.problem: str | None = None
+        self.conn: Connection | None = None
+        self._refusal: str | None = None  # on this connection
+        self._ended = asyncio.Event()
+
+    @property
+    def is_connected(self) -> bool:
+        return self.conn is not None
+
+    def begin(self, conn: Connection) -> None:
+        """It is connected."""
+
+    def hear(self, message: Message, request_id: int) -> None:
+        """A message of the server."""
+
+    def refused(self, error: FaultMsg, request_id: int) -> None:
+        """An error of the server; `problem` has its sentence."""
+
+    def lose(self, reason: str) -> None:
+        """It is connected no more."""
+
+    async def run(self) -> None:
+        """Stay connected until cancelled."""
+        loop, retry_ms = asyncio.get_running_loop(), RECONNECT_MS_MIN
         try:
-            await connect()
-        except UnderstudyError as error:
-            unreachable(error.message)
-        except OSError as error:
-            unreachable(sockets.no_descriptors("connect", error).message)
+            while True:
+                self._ended.clear()
+                try:
+                    await self._connect()
+                except UnderstudyError as error:
+                    self._failed(error.message)
+                except OSError as error:
+                    self._failed(sockets.no_descriptors("connect", error).message)
+                else:
+                    begun = loop.time()
+                    await self._ended.wait()
+                    if (loop.time() - begun) * 1000 > RECONNECT_MS_MAX:
+                        retry_ms = RECONNECT_MS_MIN
+                await asyncio.sleep(retry_ms / 1000)
+                retry_ms = min(retry_ms * RECONNECT_GROWTH, RECONNECT_MS_MAX)
+        finally:
+            conn, self.conn = self.conn, None
+            if conn is not None:
+                conn.close("its program is ending")
+
+    def drop(self, reason: str) -> None:
+        """End this connection, for another one."""
+        if self.conn is not None:
+            self.conn.close(reason)
+            self._forget(self.conn, reason)
+
+    async def _connect(self) -> None:
+        await connect(self.path, self._catalogue, self)
+
+    def _failed(self, why: str) -> None:
+        """It cannot connect."""
+        self.problem = why
+
+    def _forget(self, conn: Connection, reason: str) -> None:
+        if conn is self.conn:
+            self.conn = None
+            self.problem = self._refusal or f"the connection ended: {reason}"
+            self.lose(reason)
+
+    def opened(self, conn: Connection) -> None:
+        self.conn, self._refusal = conn, None
+        self.begin(conn)
+
+    def received(
+        self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
+    ) -> None:
+        close_all(fds)
+        if conn is not self.conn:
+            return
+        if isinstance(message, FaultMsg):
+            self.problem = self._refusal = message.message
+            self.refused(message, request_id)
         else:
-            begun = loop.time()
-            await ended.wait()
-            if (loop.time() - begun) * 1000 > RECONNECT_MS_MAX:
-                retry_ms = RECONNECT_MS_MIN
-        await asyncio.sleep(retry_ms / 1000)
-        retry_ms = min(retry_ms * RECONNECT_GROWTH, RECONNECT_MS_MAX)
+            self.hear(message, request_id)
+
+    def closed(self, conn: Connection, reason: str) -> None:
+        self._forget(conn, reason)
+        self._ended.set()

@@ -14,9 +14,14 @@ from typing import Any, ClassVar
 import msgspec
 
 from plumbing.errors import DISK, ProtocolError, UnderstudyError, is_disk_fault
-from plumbing.wire.limits import FAULT_DETAILS_BYTES_MAX, FAULT_MESSAGE_CHARS_MAX, FRAME_BYTES_MAX
+from plumbing.wire.limits import FRAME_BYTES_MAX
 
 REQUEST_ID_MAX = 2**63 - 1
+
+# An error is one sentence and a few facts. Both are cut to these sizes because they may quote what
+# a peer sent, and an error frame that is too large to send would be an error in sending an error.
+FAULT_MESSAGE_CHARS_MAX = 4096
+FAULT_DETAILS_BYTES_MAX = 64 * 1024
 
 # Parts of a peer's message that an error quotes: enough to recognise them, however large they are.
 SHOWN_CHARS_MAX = 60
@@ -74,12 +79,8 @@ class Catalogue:
 
     def __init__(self, *classes: type[Message], frame_bytes_max: int = FRAME_BYTES_MAX) -> None:
         self.frame_bytes_max = frame_bytes_max
-        self.classes: dict[str, type[Message]] = {}
         known: tuple[type[Message], ...] = (HelloMsg, WelcomeMsg, FaultMsg, *classes)
-        for cls in known:
-            if type_of(cls) in self.classes:
-                raise TypeError(f"two messages are called {type_of(cls)!r}")
-            self.classes[type_of(cls)] = cls
+        self.classes = {type_of(cls): cls for cls in known}
 
     def encode(self, message: Message, request_id: int = 0) -> bytes:
         """The payload of `message`: one MessagePack map with `type`, `id` and the fields."""

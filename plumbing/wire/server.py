@@ -24,14 +24,12 @@ from plumbing.errors import ProtocolError, UnderstudyError, UsageError, is_short
 from plumbing.wire import sockets
 from plumbing.wire.connection import Connection, Handler
 from plumbing.wire.fds import OwnedFd
-from plumbing.wire.limits import (
-    CONNECTIONS_MAX,
-    CONNECTIONS_PER_PEER_MAX,
-    FIRST_FRAME_DEADLINE_S,
-    RETRY_S,
-)
+from plumbing.wire.limits import CONNECTIONS_MAX, CONNECTIONS_PER_PEER_MAX, RETRY_S
 from plumbing.wire.messages import Catalogue, HelloMsg, Message, WelcomeMsg
 from plumbing.wire.sockets import no_descriptors
+
+# A peer sends its first frame right after connecting; short enough that a silent one costs little.
+FIRST_FRAME_DEADLINE_S = 5.0
 
 
 class BaseServer(abc.ABC):
@@ -42,8 +40,8 @@ class BaseServer(abc.ABC):
         catalogue: Catalogue,
         handler: Handler,
         service: str,
-        connections_max: int,
-        per_peer_max: int,
+        connections_max: int = CONNECTIONS_MAX,
+        per_peer_max: int = CONNECTIONS_PER_PEER_MAX,
     ) -> None:
         self.connections: set[Connection] = set()
         self._catalogue = catalogue
@@ -146,8 +144,6 @@ class BaseServer(abc.ABC):
     def opened(self, conn: Connection) -> None:
         self.connections.add(conn)
         self._handler.opened(conn)
-        if conn.is_closed:
-            return
         if (refusal := self._refusal(conn)) is not None:
             conn.fault(refusal)
             return

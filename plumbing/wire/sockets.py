@@ -14,8 +14,12 @@ from collections.abc import Sequence
 
 from plumbing.errors import ProtocolError, UnreachableError, UsageError, explain_shortage
 from plumbing.wire.fds import OwnedFd, close_all
-from plumbing.wire.limits import FDS_PER_FRAME_MAX, RECEIVE_BYTES, SOCKET_PATH_BYTES_MAX
+from plumbing.wire.limits import FDS_PER_FRAME_MAX
 
+# One recvmsg. Larger than almost every frame, so that a frame costs one system call.
+RECEIVE_BYTES = 64 * 1024
+# struct sockaddr_un: sun_path is 108 bytes with its terminator (man 7 unix).
+SOCKET_PATH_BYTES_MAX = 107
 _SCM_MAX_FD = 253  # the kernel's own limit: room for everything it can deliver
 _ANCILLARY_BYTES = socket.CMSG_SPACE(_SCM_MAX_FD * array.array("i").itemsize)
 # Plain numbers: an operation on enum members is a dozen calls, and this is done per message.
@@ -84,8 +88,8 @@ def check_path(path: str) -> None:
     if length > SOCKET_PATH_BYTES_MAX:
         raise UsageError(
             "wire.path_too_long",
-            f"the socket path {path} is {length} bytes long and the kernel allows"
-            f" {SOCKET_PATH_BYTES_MAX}; choose a shorter --dir",
+            f"the socket path {path} has {length} bytes, and the kernel allows at most"
+            f" {SOCKET_PATH_BYTES_MAX}; use a shorter --dir",
         )
 
 

@@ -34,22 +34,22 @@ from plumbing.errors import (
 )
 from plumbing.wire.connection import Connection, Handler
 from plumbing.wire.fds import OwnedFd
-from plumbing.wire.limits import (
-    CONNECT_DEADLINE_S,
-    CONNECTIONS_MAX,
-    CONNECTIONS_PER_PEER_MAX,
-    HANDSHAKE_DEADLINE_S,
-    HANDSHAKES_MAX,
-    HANDSHAKES_PER_ADDRESS_MAX,
-    KEEPALIVE_IDLE_S,
-    RECEIVE_BYTES,
-    UNACKNOWLEDGED_MS_MAX,
-)
+from plumbing.wire.limits import CONNECT_DEADLINE_S, HANDSHAKES_MAX
 from plumbing.wire.messages import Catalogue, FaultMsg, HelloMsg, Message, WelcomeMsg
 from plumbing.wire.peer import NO_UID, Peer
 from plumbing.wire.server import BaseServer
-from plumbing.wire.sockets import no_descriptors
+from plumbing.wire.sockets import RECEIVE_BYTES, no_descriptors
 from plumbing.wire.tcp_address import TcpAddress
+
+# A handshake is two round trips and a millisecond of arithmetic. Until it is done the peer is
+# unauthenticated, and an address may have this many under way.
+HANDSHAKE_DEADLINE_S = 5.0
+HANDSHAKES_PER_ADDRESS_MAX = 32
+
+# A peer whose host is gone acknowledges nothing, and by default the kernel retries for a quarter
+# of an hour. Twice the usual lease: a peer that is silent for longer holds nothing any more.
+UNACKNOWLEDGED_MS_MAX = 10_000
+KEEPALIVE_IDLE_S = 5
 
 # A key is a few hundred bytes, a bundle of certificates a few hundred kilobytes.
 FILE_BYTES_MAX = 1024 * 1024
@@ -392,11 +392,9 @@ class TcpServer(BaseServer):
         *,
         service: str,
         security: Security,
-        connections_max: int = CONNECTIONS_MAX,
-        per_peer_max: int = CONNECTIONS_PER_PEER_MAX,
         handshakes_max: int = HANDSHAKES_MAX,
     ) -> None:
-        super().__init__(catalogue, handler, service, connections_max, per_peer_max)
+        super().__init__(catalogue, handler, service)
         self.address = address
         self.port = address.port
         self.refused_count = 0
@@ -410,7 +408,7 @@ class TcpServer(BaseServer):
 
         Raises:
             UsageError: the security files cannot be used.
-            UnderstudyError: `wire.address_in_use`, `wire.cannot_listen`.
+            UnderstudyError: `wire.cannot_listen`.
         """
         self._security.server_context()
         sock = await _bind(self.address, self._service, self._connections_max)
@@ -475,16 +473,9 @@ async def _bind(address: TcpAddress, service: str, backlog: int) -> socket.socke
         sock.setblocking(False)
         return sock
     except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise UnderstudyError(
-                "wire.address_in_use",
-                f"{service} cannot listen on {address}: another process does (`ss -ltnp` shows it);"
-                " stop it, or choose another port",
-                address=str(address),
-            ) from error
         raise UnderstudyError(
             "wire.cannot_listen",
-            f"{service} cannot listen on {address}: {error.strerror or error}; give an address of"
-            " this host, or tcp://0.0.0.0:PORT for all of them",
+            f"{service} cannot listen on {address}: {error.strerror or error}; give a port that no"
+            " process has (`ss -ltnp`) and an address of this host, or tcp://0.0.0.0:PORT",
             address=str(address),
         ) from error

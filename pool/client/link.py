@@ -18,42 +18,21 @@ import secrets
 from collections.abc import Callable, Mapping
 
 from plumbing.pod.paths import pool_socket
-from plumbing.wire.connection import Connection, Handler, connect, keep_connected
-from plumbing.wire.fds import OwnedFd, close_all
-from plumbing.wire.messages import Catalogue, FaultMsg, Message
+from plumbing.wire.connection import Connection, KeptConnection
+from plumbing.wire.messages import Catalogue, Message
 from pool.core.events import ModelDemand
 from pool.messages import CATALOGUE, DemandMsg, DoorsMsg
 
 
-class KeptLink(Handler):
-    """A connection that is made again whenever it ends: `begin` is called on each, `hear` with each
-    message, `refused` with each error, and `lose` after it. `problem`: why its server cannot be
-    heard. `look_soon` calls `look` once, for all that happens until then."""
+class KeptLink(KeptConnection):
+    """One that runs as a task. `look_soon` calls `look` once, for all that happens until then."""
 
     def __init__(self, path: str, catalogue: Catalogue) -> None:
         """Connect later, in `start` or `run`."""
-        self.problem: str | None = "not connected yet"
-        self.conn: Connection | None = None
-        self.path, self._catalogue = path, catalogue
-        self._ended = asyncio.Event()
+        super().__init__(path, catalogue)
+        self.problem = "not connected yet"
         self._due: asyncio.TimerHandle | None = None
         self._due_s = 0.0
-
-    @property
-    def is_connected(self) -> bool:
-        return self.conn is not None
-
-    def begin(self, conn: Connection) -> None:
-        """It is connected."""
-
-    def hear(self, message: Message, request_id: int) -> None:
-        """A message of its server."""
-
-    def refused(self, error: FaultMsg, request_id: int) -> None:
-        """An error of its server; `problem` has its sentence."""
-
-    def lose(self, reason: str) -> None:
-        """It is connected no more."""
 
     def look(self) -> None:
         """Ask how things are, if it is connected."""
@@ -82,49 +61,9 @@ class KeptLink(Handler):
     async def run(self) -> None:
         """Stay connected until cancelled."""
         try:
-            await keep_connected(self._connect, self._ended, self._failed)
+            await super().run()
         finally:
             self.forget_look()
-            conn, self.conn = self.conn, None
-            if conn is not None:
-                conn.close("its program is ending")
-
-    def drop(self, reason: str) -> None:
-        """End this connection, for another one."""
-        if self.conn is not None:
-            self.conn.close(reason)
-            self._forget(self.conn, reason)
-
-    async def _connect(self) -> None:
-        await connect(self.path, self._catalogue, self)
-
-    def _failed(self, why: str) -> None:
-        self.problem = why
-
-    def _forget(self, conn: Connection | None, reason: str) -> None:
-        if conn is not None and conn is self.conn:
-            self.conn, self.problem = None, f"the connection ended: {reason}"
-            self.lose(reason)
-
-    def opened(self, conn: Connection) -> None:
-        self.conn = conn
-        self.begin(conn)
-
-    def received(
-        self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
-    ) -> None:
-        close_all(fds)
-        if conn is not self.conn:
-            return
-        if isinstance(message, FaultMsg):
-            self.problem = message.message
-            self.refused(message, request_id)
-        else:
-            self.hear(message, request_id)
-
-    def closed(self, conn: Connection, reason: str) -> None:
-        self._forget(conn, reason)
-        self._ended.set()
 
 
 DEMAND_S = 0.005  # between two messages, on average
@@ -171,8 +110,3 @@ class PoolLink(KeptLink):
         if isinstance(message, DoorsMsg):
             self.problem = None
             self.doors_came(message)
-
-    def closed(self, conn: Connection, reason: str) -> None:
-        refusal = self.problem
-        super().closed(conn, reason)
-        self.problem = refusal or self.problem

@@ -13,7 +13,7 @@ import pytest
 
 from engine.messages import LeaveMsg
 from plumbing.pod.paths import engine_http_socket
-from plumbing.wire.limits import SOCKET_PATH_BYTES_MAX
+from plumbing.wire.sockets import SOCKET_PATH_BYTES_MAX
 from tests.engine.pod import QUICK, Pod, environment, program
 from tests.engine.stub_lock import StubLock
 from tests.helpers import until
@@ -137,5 +137,5 @@ def test_path_of_the_private_socket_may_be_too_long(directory: Path):
         check=False,
     )
     assert found.returncode == 2
-    assert "service.path_too_long" in found.stderr
+    assert "wire.path_too_long" in found.stderr
     assert f"engine_{name}.http.sock" in found.stderr

@@ -8,7 +8,7 @@ import pytest
 
 from engine.supervisor.settings import OPTIONS, placed, settle
 from plumbing.errors import UsageError
-from plumbing.pod.gms_files import write_device_names
+from plumbing.pod.paths import write_device_names
 from plumbing.service.config import Resolved, resolve
 from pool.server import settings as pool_settings
 

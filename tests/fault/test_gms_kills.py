@@ -17,7 +17,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from gms import names
+from plumbing.pod.paths import gms_socket
 from plumbing.wire.frames import encode_frame
 from tests.gms.bench import DEVICE, MIB, ClientProcess, GmsProcess
 from tests.helpers import until
@@ -78,7 +78,7 @@ class Pod:
         if rng.random() < 0.5:
             junk = encode_frame(junk, 0, 1 << 20)
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-            sock.connect(names.socket_path(self.directory, DEVICE))
+            sock.connect(gms_socket(self.directory, DEVICE))
             sock.sendall(junk)
 
     def check(self) -> None:

@@ -25,6 +25,7 @@ from gms import names
 from gms.client import Keeper, Reader
 from gms.manifest import TensorRecord, encode, layout_hash
 from plumbing.errors import UnderstudyError
+from plumbing.pod.paths import gms_socket
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.frames import encode_frame
 from plumbing.wire.messages import Message
@@ -103,7 +104,7 @@ def gms() -> Iterator[GmsProcess]:
 def test_no_conversation_ends_a_server(gms: GmsProcess):
     """Goal: no order of good messages on connections that come and go ends the server, leaks a
     descriptor or an epoch's file, or keeps the next client from its weights."""
-    path = names.socket_path(gms.directory, DEVICE)
+    path = gms_socket(gms.directory, DEVICE)
     before: list[int] = []
 
     @settings(max_examples=EXAMPLES // 20 or 100, deadline=None)

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 
 from engine import messages as engine_messages
 from gms import messages as gms_messages
-from gms import names
 from lockserver import messages as lock_messages
 from plumbing.errors import ProtocolError
+from plumbing.pod.paths import gms_socket
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.frames import FrameDecoder
 from plumbing.wire.limits import FRAME_BYTES_MAX
@@ -106,7 +106,7 @@ class Target:
         self.gms = GmsProcess(directory).start()
         self.reader = self.gms.load()
         self.good = self.gms.client()
-        self.path = names.socket_path(directory, DEVICE)
+        self.path = gms_socket(directory, DEVICE)
         self.epoch = self.reader.epoch
         self.check()
         self.fds = len(open_fds(self.gms.pid))

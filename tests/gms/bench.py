@@ -18,6 +18,7 @@ from gms import names
 from gms.client import Keeper, Reader, Writer, open_session
 from gms.server import journal
 from plumbing.errors import RemoteError, UnderstudyError
+from plumbing.pod.paths import gms_journal, gms_socket
 from plumbing.wire.blocking import BlockingClient
 from plumbing.wire.fds import close_all
 from plumbing.wire.messages import Message
@@ -83,7 +84,7 @@ class GmsProcess:
             return False
 
     def client(self) -> BlockingClient:
-        return BlockingClient(names.socket_path(self.directory, self.device), msg.CATALOGUE)
+        return BlockingClient(gms_socket(self.directory, self.device), msg.CATALOGUE)
 
     def status(self) -> dict[str, Any]:
         with self.client() as client:
@@ -226,7 +227,7 @@ def is_committed_with(gms: GmsProcess, count: int) -> bool:
 
 
 def journalled(gms: GmsProcess) -> str | None:
-    record = journal.peek(names.journal_path(gms.directory, gms.device))
+    record = journal.peek(gms_journal(gms.directory, gms.device))
     return record.epoch if record is not None else None
 
 

@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 import pytest
 
-from gms import names
 from gms.core.events import JournalRecord
 from gms.manifest import LayoutHash
 from gms.server import journal
 from plumbing.errors import UnderstudyError
+from plumbing.pod.paths import gms_journal
 from tests.gms.bench import DEVICE, ClientProcess, GmsProcess
 from tests.helpers import until
 
@@ -39,7 +39,7 @@ def test_commit_waits_for_a_journal_that_cannot_be_written(gms: GmsProcess, clie
 
     A full disk cannot do this to a preallocated file; a directory that took its name can.
     """
-    path = names.journal_path(gms.directory, gms.device)
+    path = gms_journal(gms.directory, gms.device)
     os.unlink(path)
     os.mkdir(path)
     writer = client()
@@ -61,7 +61,7 @@ def test_commit_waits_for_a_journal_that_cannot_be_written(gms: GmsProcess, clie
 def test_journal_returns_what_was_written(directory: str, said: JournalRecord | None):
     """Write, read; two servers cannot share it. One torn slot may have held the newest record: the
     journal is lost, also for the next server, until something is written."""
-    path = names.journal_path(directory, DEVICE)
+    path = gms_journal(directory, DEVICE)
     assert journal.peek(path) is None
     with opened(path) as written:
         assert written.loaded == journal.LoadedJournal()

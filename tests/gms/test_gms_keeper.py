@@ -16,6 +16,7 @@ from gms import epoch_file, names
 from gms import messages as msg
 from gms.client import Reader
 from plumbing.errors import UnderstudyError, UnreachableError
+from plumbing.pod.paths import gms_socket
 from plumbing.wire.blocking import BlockingClient
 from plumbing.wire.fds import close_all
 from plumbing.wire.frames import encode_frame
@@ -78,7 +79,7 @@ def listener(gms: GmsProcess) -> Iterator[socket.socket]:
 
 
 def take_place(gms: GmsProcess, listener: socket.socket) -> None:
-    path = names.socket_path(gms.directory, gms.device)
+    path = gms_socket(gms.directory, gms.device)
     gms.kill()
     os.unlink(path)
     listener.bind(path)

@@ -17,7 +17,7 @@ from gms.server.server import DeviceProcess
 from gms.status import devices_in
 from gms.vmm.host import HostMemory
 from plumbing.errors import UnderstudyError, UsageError
-from plumbing.pod.paths import KV, WEIGHTS, gms_sockets
+from plumbing.pod.paths import KV, WEIGHTS, gms_socket, gms_sockets
 from plumbing.service.config import size_list
 
 PLACES = ("HOST-0.chat", "HOST-0.chat-2", "HOST-0.4.5-kv", "HOST-1.chat", "HOST-0")
@@ -41,7 +41,7 @@ def test_files_of_one_place_are_no_other_places(directory):
     for place in PLACES:
         make_pool(directory, place, MIB)
         Path(directory, names.region_file(place, names.WEIGHTS, EPOCH)).touch()
-        Path(names.socket_path(directory, place)).touch()
+        Path(gms_socket(directory, place)).touch()
     for place in PLACES:
         assert names.regions_on_disk(directory, place, names.KV) == [POOL]
         assert names.regions_on_disk(directory, place, names.WEIGHTS) == [EPOCH]

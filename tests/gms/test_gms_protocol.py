@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from gms import messages as msg
-from gms import names
 from gms.client import Reader
 from gms.vmm.host import HostMemory
 from plumbing.errors import ProtocolError
+from plumbing.pod.paths import gms_socket
 from plumbing.wire.blocking import BlockingClient, Reply
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.messages import Message
@@ -150,7 +150,7 @@ def test_client_refuses_a_server_that_answers_wrongly(directory: str, epoch: str
     """An answer lacks descriptors, or the epoch's id is a path: the server's fault; the client
     opens nothing and leaks nothing."""
     listener = socket.socket(socket.AF_UNIX)
-    listener.bind(names.socket_path(directory, DEVICE))
+    listener.bind(gms_socket(directory, DEVICE))
     listener.listen()
     pid = os.fork()
     if pid == 0:

@@ -14,6 +14,7 @@ from gms.client import Reader
 from gms.messages import MANIFEST_PIECE_BYTES
 from gms.server import journal
 from plumbing.errors import RemoteError, UnreachableError
+from plumbing.pod.paths import gms_journal
 from plumbing.wire.fds import OwnedFd
 from tests.gms.bench import (
     IDENTITY,
@@ -49,7 +50,7 @@ def test_restarted_server_gets_the_epoch_back_and_serves_newcomers_from_it(gms: 
 
 def replaces(gms: GmsProcess) -> str | None:
     """The record on disk that an epoch replaced whose commit may never have been answered."""
-    record = journal.peek(names.journal_path(gms.directory, gms.device))
+    record = journal.peek(gms_journal(gms.directory, gms.device))
     return record.previous.epoch if record is not None and record.previous is not None else None
 
 

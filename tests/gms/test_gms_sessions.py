@@ -17,8 +17,8 @@ import pytest
 from engine.backends.reference.checkpoint import identity, open_checkpoint
 from plumbing.errors import RemoteError, UnderstudyError
 from tests.engine.reference.support import copy_of
-from tests.gms.bench import IDENTITY, MIB, ClientProcess, GmsProcess, journalled
-from tests.helpers import open_fds, until
+from tests.gms.bench import IDENTITY, ClientProcess, GmsProcess, journalled
+from tests.helpers import until
 
 Start = Callable[..., ClientProcess]
 
@@ -44,25 +44,6 @@ def test_session_ends_with_its_process_even_if_a_child_keeps_the_socket(
     finally:
         os.kill(child, signal.SIGKILL)
     waiter.expect("writer")
-
-
-def test_descriptors_are_flat_over_many_attachments(gms: GmsProcess):
-    """100 readers come and go, half of them unasked for: the server is as it was."""
-    with gms.load(8 * MIB):
-        for _ in range(10):
-            gms.reader().close()
-        until(lambda: len(gms.status()["sessions"]) == 1, "the readers to be gone")
-        fds = len(open_fds(gms.pid))
-        mine = len(open_fds())
-        for index in range(100):
-            if index % 2:
-                gms.reader().close()
-            else:
-                with pytest.raises(RemoteError):
-                    gms.reader(identity={"other": 1})
-        # The first count may include connections that were just being closed: so no more, not ==.
-        until(lambda: len(open_fds(gms.pid)) <= fds, "the server's descriptors to be as before")
-        assert len(open_fds()) == mine
 
 
 def test_tied_and_strided_tensors_are_published_as_they_lie(gms: GmsProcess):

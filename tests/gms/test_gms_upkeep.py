@@ -16,6 +16,7 @@ from gms import names
 from gms import upkeep as operate
 from gms.messages import DigestMsg
 from plumbing.errors import WaitTimeoutError
+from plumbing.pod.paths import gms_journal
 from tests.gms.bench import OTHER, GmsProcess, condemn, inodes, journalled, kept
 from tests.gms.kinds import host_only
 from tests.helpers import until
@@ -146,7 +147,7 @@ def test_after_a_condemnation_the_next_writer_loads_anew(gms: GmsProcess):
 @pytest.mark.parametrize("journal", ["as it was", "torn", "never written"])
 def test_condemned_epoch_does_not_come_back_with_a_restart(gms: GmsProcess, journal: str):
     """Its survivors are kept as readers of history, whatever became of the journal."""
-    path = names.journal_path(gms.directory, gms.device)
+    path = gms_journal(gms.directory, gms.device)
     with gms.load() as reader:
         if journal == "never written":  # its place is taken while it is condemned
             os.rename(path, path + ".saved")

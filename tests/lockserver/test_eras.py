@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from lockserver import state_file
-from lockserver.client.borrower import Borrower, BorrowerCallbacks
 from lockserver.client.client import LockCallbacks, LockClient
 from lockserver.messages import CATALOGUE, NO_ERA, GrantedMsg
 from plumbing.wire.server import Server
@@ -47,32 +46,25 @@ async def test_client_reports_an_old_token_as_a_refusal_and_never_as_a_grant(pod
     """Goal: neither an engine nor a gateway follows an old copy of the state, and both say so.
     Method: a server that goes back by one token between two newer grants."""
     path = os.path.join(pod_dir, "lockserver.sock")
-    tokens: list[int] = []
-    refused: list[str] = []
     server = Server(path, CATALOGUE, OldServer(), service="stub")
     await server.start()
-    client: LockClient | Borrower = LockClient(
-        path,
-        LockCallbacks(
-            on_granted=lambda lock, who, token: tokens.append(token),
-            on_refused=lambda error: refused.append(error.code),
-        ),
-        engine="engine-1",
+    tokens: list[int] = []
+    refused: list[str] = []
+    callbacks = LockCallbacks(
+        on_granted=lambda lock, who, token: tokens.append(token),
+        on_refused=lambda error: refused.append(error.code),
     )
+    client: LockClient | Gateway = LockClient(path, callbacks, engine="engine-1")
     if kind == "gateway":
-        client = Borrower(
-            path,
-            BorrowerCallbacks(
-                on_granted=lambda model, engine, token, era: tokens.append(token),
-                on_refused=lambda error: refused.append(error.code),
-            ),
-        )
+        client = Gateway(pod_dir)
+        refused = client.refusals
     running = asyncio.create_task(client.run())
-    await auntil(lambda: tokens[-1:] == [8], "the last grant")
+    heard = lambda: tokens or [token for _, token, _ in getattr(client, "grants", ())]  # noqa: E731
+    await auntil(lambda: heard()[-1:] == [8], "the last grant")
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     await server.close()
-    assert tokens == [7, 8]
+    assert heard() == [7, 8]
     assert refused == ["lock.old_token"]
 
 
@@ -112,4 +104,4 @@ async def test_server_that_lost_everything_begins_an_era_that_engine_and_gateway
         assert now[2] != era
         assert standby.client.era_of("active", standby.token()) == now[2]
         assert standby.client.era_of("active", token) == NO_ERA
-        assert standby.refused == gateway.refused == []
+        assert standby.refused == gateway.refusals == []

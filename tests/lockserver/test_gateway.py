@@ -84,9 +84,7 @@ async def test_gateway_hands_the_socket_back_to_a_restarted_server_and_no_connec
             lambda: server.status()["service"]["active"]["state"] == "lent", "the hand-back"
         )
         assert server.status()["era"] == era
-        assert [each["gateway"] for each in server.status()["gateways"]] == [
-            gateway.borrower.gateway
-        ]
+        assert [each["gateway"] for each in server.status()["gateways"]] == [gateway.gateway]
         assert gateway.listeners == [listener]  # it has kept its copy
         accepted = await gateway.accept()
         assert await asyncio.get_running_loop().sock_recv(accepted, 4096) == REQUEST
@@ -134,14 +132,14 @@ async def test_successor_is_lent_the_socket_once_the_first_has_yielded_and_gives
         async with Gateway(pod_dir) as second:
             await auntil(lambda: first.yields, "the first to be told")
             assert not second.listeners
-            first.borrower.set_stage(Stage.YIELDS)
+            first.set_stage(Stage.YIELDS)
             await second.accepts()
             stages = [each["stage"] for each in server.status()["gateways"]]
             assert stages == ["yields", "accepts"]
         await auntil(lambda: len(first.listeners) == 2, "the first to be lent it again")
-        first.borrower.set_stage(Stage.ACCEPTS)
+        first.set_stage(Stage.ACCEPTS)
         async with Gateway(pod_dir) as third:
-            await third.lent()  # after two seconds, since the first one hangs
+            await third.wait_lent()  # after two seconds, since the first one hangs
             assert first.yields == 2
 
 
@@ -151,9 +149,9 @@ async def test_gateway_that_cannot_be_served_is_told_why_and_how_to_change_it(
     """Goal: one clear error for a gateway beside a lock server without an address."""
     server = start_server()
     async with Gateway(pod_dir) as gateway:
-        await auntil(lambda: gateway.refused, "the refusal")
-        assert set(gateway.refused) == {"lock.no_service"}
-        assert "--" in str(gateway.borrower.problem)
+        await auntil(lambda: gateway.refusals, "the refusal")
+        assert set(gateway.refusals) == {"lock.no_service"}
+        assert "--" in str(gateway.problem)
         assert gateway.listeners == []
     assert server.status()["gateways"] == []
 

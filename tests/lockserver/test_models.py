@@ -8,7 +8,6 @@ import json
 
 import pytest
 
-from lockserver.client.borrower import Borrower, BorrowerCallbacks
 from tests.helpers import auntil, free_port
 from tests.lockserver.engines import Engine
 from tests.lockserver.gateways import Gateway
@@ -32,14 +31,12 @@ class PoolGateway(Gateway):
     def __init__(self, directory: str) -> None:
         super().__init__(directory)
         self.told: list[tuple[str, object]] = []
-        callbacks = BorrowerCallbacks(
-            on_service=self._lent,
-            on_granted=lambda model, *grant: self.told.append((model, grant)),
-            on_idle=lambda model, reason, is_final: self.told.append((model, reason)),
-            on_connected=self._connected,
-            on_refused=self._refused,
-        )
-        self.borrower = Borrower(self.borrower.path, callbacks)
+
+    def granted(self, model: str, engine: str, token: int, era: str) -> None:
+        self.told.append((model, (engine, token, era)))
+
+    def idle(self, model: str, reason: str, is_final: bool) -> None:
+        self.told.append((model, reason))
 
     def last(self, model: str) -> object:
         return next((word for name, word in reversed(self.told) if name == model), None)
@@ -94,7 +91,7 @@ async def test_gateway_borrows_once_and_is_told_of_every_model(pod_dir, server, 
     """Goal: one address and one connection serve all models. Method: a gateway that borrows
     `active`; an engine of one model is granted its lock, the other model has none."""
     async with PoolGateway(pod_dir) as gateway:
-        await gateway.lent()
+        await gateway.wait_lent()
         await auntil(lambda: gateway.last("chat") and gateway.last("coder"), "two reasons")
         assert "the active:chat lock is free" in str(gateway.last("chat"))
         async with Engine(pod_dir, "chat-0") as engine:

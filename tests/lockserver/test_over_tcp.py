@@ -62,7 +62,7 @@ async def test_engine_over_tcp_holds_while_it_is_heard_and_its_lease_is_shown(se
         assert await holder.hold() == 1
         await other.stand_by()
         connects = holder.connects
-        holder.client._conn.close("cut")
+        holder.client.conn.close("cut")
         await auntil(lambda: holder.connects > connects, "it to be back")
         await auntil(lambda: server.lock()["state"] == "held", "its lock to be held")
         assert holder.client.lease["lease_ms"] == LEASE_MS

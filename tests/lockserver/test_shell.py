@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from lockserver.core import events as ev
-from lockserver.core.events import Happened, WitnessFree
+from lockserver.core.events import Happened
 from lockserver.core.names import WitnessFile, WitnessState
 from lockserver.server import prober
 from lockserver.server.gateways import ServiceSocket
@@ -154,7 +154,8 @@ def tried(monkeypatch, free_after: int) -> tuple[list[float], list[object]]:
     )
     monkeypatch.setattr(prober.recovery, "scan_is_due", lambda *_: False)
     monkeypatch.setattr(prober, "asyncio", SimpleNamespace(get_running_loop=lambda: loop))
-    Prober("/run", SimpleNamespace(locks={}, supervisors={}), fed.append).kick()
+    machine = SimpleNamespace(locks={}, supervisors={}, witness_free="witness_free")
+    Prober("/run", machine, lambda *said: fed.append(said)).kick()
     assert len(fed) == (free_after == 1)  # tried within the call itself
     while loop.next:
         loop.next.pop(0)()
@@ -166,7 +167,7 @@ def test_free_witness_is_found_without_delay(monkeypatch):
     try."""
     waits, fed = tried(monkeypatch, free_after=1)
     assert waits == []
-    assert fed == [WitnessFree("active", HOLDER.incarnation)]
+    assert fed == [("witness_free", "active", HOLDER.incarnation)]
 
 
 def test_dying_tree_is_probed_densely_then_less_often(monkeypatch):

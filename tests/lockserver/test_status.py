@@ -41,7 +41,7 @@ def here(shell: Shell) -> Here:
 
 def cut():
     shell = held_by_a()
-    shell.feed(ev.ConnectionClosed(1))
+    shell.feed("connection_closed", 1)
     return shell
 
 
@@ -53,7 +53,7 @@ def released_too_early():
 
 def supervisor_dead():
     shell = held_by_a()
-    shell.feed(ev.ProcessGone(f"{'engine-0':0>16}"))
+    shell.feed("process_gone", f"{'engine-0':0>16}")
     return shell
 
 
@@ -67,7 +67,7 @@ def silent_holder():
     shell = held_by_a()
     for beat in range(8):
         shell.pass_ms(500)
-        shell.feed(ev.Beaten(2, beat))
+        shell.feed("beaten", 2, beat)
     return shell
 
 
@@ -76,7 +76,7 @@ def silent_waiter(is_held):
     shell.feed(want(2, B, "active"))
     for beat in range(8):
         shell.pass_ms(500)
-        shell.feed(ev.Beaten(1, beat))
+        shell.feed("beaten", 1, beat)
     return shell
 
 
@@ -107,7 +107,7 @@ def leased(is_restarted):
     shell.feed(replace(event, witness_file=None))
     if is_restarted:
         return Shell(shell.disk, leases=Leases(0.0))
-    shell.feed(ev.ConnectionClosed(1))
+    shell.feed("connection_closed", 1)
     return shell
 
 

@@ -136,7 +136,7 @@ def test_witness_created_locked_is_never_seen_free(tmp_path, monkeypatch):
     rename, seen = os.rename, []
 
     def look_at_once(source, target):
-        assert witness.scan(str(tmp_path), seal=True) == set()
+        assert witness.scan(str(tmp_path), seal_at=1)[0] == set()
         rename(source, target)
         seen.append(witness.probe(target, *ids(target)))
 
@@ -165,10 +165,10 @@ def test_scan_names_the_held_and_seals_only_strangers(tmp_path):
     names = [f"engine-{n}-00112233445566aa" for n in range(3)]
     held, kept, stray = (free_witness(str(tmp_path), name) for name in names)
     holder = spawn_backend(held)
-    assert witness.scan(str(tmp_path)) == {os.path.basename(held)}
+    assert witness.scan(str(tmp_path))[0] == {os.path.basename(held)}
     assert os.path.getsize(stray) == 0
     keep = frozenset({os.path.basename(kept)})
-    assert witness.scan(str(tmp_path), seal=True, keep=keep) == {os.path.basename(held)}
+    assert witness.scan(str(tmp_path), seal_at=1, keep=keep)[0] == {os.path.basename(held)}
     assert (os.path.getsize(kept), os.path.getsize(stray)) == (0, 1)
     assert not witness.discard(held, *ids(held))
     serving.create(str(tmp_path), names[2])
@@ -194,7 +194,7 @@ def test_witness_on_descriptor_zero_is_free_only_after_the_device_is_closed(path
         poll.register(reader, select.POLLHUP)
         process.kill()
         dev, ino = ids(path)
-        while witness.probe(path, dev, ino, seal=False) is WitnessState.HELD:
+        while witness.probe(path, dev, ino, 0) is WitnessState.HELD:
             pass
         assert poll.poll(0), "the witness was free while the device was still open"
         end(process)
@@ -336,8 +336,8 @@ def test_scan_names_what_is_held_and_seals_the_rest(tmp_path):
     with seat_at(*made[0]) as seat:
         seat.join(2)
         held = {made[0][1].name, "serving_foreign"}
-        assert serving.scan(str(tmp_path)) == (held, 7)
-        assert serving.scan(str(tmp_path), seal_at=9) == (held, 7)
+        assert witness.scan(str(tmp_path), serving.SERVING_PREFIX) == (held, 7)
+        assert witness.scan(str(tmp_path), serving.SERVING_PREFIX, seal_at=9) == (held, 7)
     assert [os.stat(path).st_size for path, _ in made] == [0, 9, 9]
 
 

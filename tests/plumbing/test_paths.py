@@ -8,13 +8,14 @@ import pytest
 
 from plumbing.errors import UsageError
 from plumbing.pod import paths
+from plumbing.wire import sockets
 
 
 @pytest.fixture
 def short(tmp_path, monkeypatch):
     """The test's directory under a short name, as `sun_path` wants it."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(paths, "SOCKET_PATH_BYTES_MAX", 4096)
+    monkeypatch.setattr(sockets, "SOCKET_PATH_BYTES_MAX", 4096)
     return tmp_path
 
 
@@ -66,8 +67,9 @@ def test_socket_path_limit_is_the_kernels(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
     monkeypatch.chdir(tmp_path)
     with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(paths.socket_path("", "é" * 53 + "x"))
+        sockets.check_path("é" * 53 + "x")
+        listener.bind("é" * 53 + "x")
     with socket.socket(socket.AF_UNIX) as listener, pytest.raises(OSError, match="too long"):
         listener.bind("é" * 54)
     with pytest.raises(UsageError, match="108 bytes"):
-        paths.socket_path("", "é" * 54)
+        sockets.check_path("é" * 54)

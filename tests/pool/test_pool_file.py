@@ -8,8 +8,8 @@ import math
 import pytest
 
 from plumbing.errors import UsageError
-from plumbing.pod.gms_files import write_device_names
 from plumbing.pod.messages import Tier
+from plumbing.pod.paths import write_device_names
 from pool.pool_file import engines_of, parse, settle, with_served_names
 
 EXAMPLE = """\

@@ -55,7 +55,7 @@ def numbers_for_epochs(patch: Patch) -> None:
 @rule("evidence", CRASHES, "lost|doubled")
 def a_deadline_ends_recovery(patch: Patch) -> None:
     """A survivor that has not come back by then is given up."""
-    due, done = WeightsMachine._due, WeightsMachine._done
+    due, done = WeightsMachine._due, WeightsMachine.done
 
     def give_up(self: WeightsMachine) -> None:
         due(self)
@@ -63,12 +63,12 @@ def a_deadline_ends_recovery(patch: Patch) -> None:
             for orphan in self.orphans:
                 del self.regions[orphan.id]
 
-    def ignore_strangers(self: WeightsMachine, effect: Any, result: Any, error: Any) -> None:
+    def ignore_strangers(self: WeightsMachine, effect: Any, *more: Any, **named: Any) -> None:
         if getattr(effect, "region", None) in (None, *self.regions):
-            done(self, effect, result, error)
+            done(self, effect, *more, **named)
 
     patch.setattr(WeightsMachine, "_due", give_up)
-    patch.setattr(WeightsMachine, "_done", ignore_strangers)
+    patch.setattr(WeightsMachine, "done", ignore_strangers)
 
 
 @rule("orphans-block-rw", CRASHES, "doubled|lost")
@@ -111,11 +111,6 @@ def refuse_survivors_of_other_epochs(patch: Patch) -> None:
     _refuse(patch, is_other)
 
 
-def abort_in_doubt(patch: Patch) -> None:
-    """A writer whose commit was not answered has lost, whatever the journal says."""
-    _refuse(patch, lambda self, message: not (message.epoch and message.epoch.was_committed))
-
-
 def _refuse(patch: Patch, is_unwanted: Callable[[WeightsMachine, msg.HandBackMsg], bool]) -> None:
     judge = WeightsMachine._judge_survivor
 
@@ -147,7 +142,7 @@ def check_only_one_survivor(patch: Patch) -> None:
 @rule("condemn", Hazard.DEATHS | Hazard.BAD_PAGE, NO_END)
 def never_condemn(patch: Patch) -> None:
     """A bad epoch stays in service."""
-    patch.setattr(Upkeep, "_condemn", lambda self, event, message: None)
+    patch.setattr(Upkeep, "on_condemn", lambda self, event, message: None)
 
 
 @rule("evict", CHANGES, NO_END, is_tight=True)

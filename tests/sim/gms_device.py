@@ -16,7 +16,7 @@ from typing import Any
 
 from gms import messages as msg
 from gms.core import events as ev
-from gms.core.region import WRITER_STATES, RegionPhase, S
+from gms.core.region import WRITER_STATES, Machine, RegionPhase, S
 from gms.core.snapshot import weights_snapshot
 from gms.core.upkeep import Epoch
 from gms.core.weights import WeightsMachine, orphans_of
@@ -61,6 +61,15 @@ def commit_of(session: int, identity: Mapping[str, Any], slab_sizes: Sequence[in
     return ev.Received(session, 3, msg.CommitMsg(identity, *manifest_of(slab_sizes)))
 
 
+def told(
+    machine: Machine[Any], now_ms: float, said: ev.Received | str, *more: Any, **named: Any
+) -> list[ev.Effect]:
+    """`said`: a message, or which method of the machine says what has happened."""
+    if isinstance(said, ev.Received):
+        return machine.handle(now_ms, machine.received, said)
+    return machine.handle(now_ms, getattr(machine, said), *more, **named)
+
+
 class SimServer:
     """The machine of one place's weights, its driver, its disk and its kernel. A world's server
     says what memory is, who is answered, and what is noted when the disk is written."""
@@ -93,7 +102,7 @@ class SimServer:
             now_ms=self.now_ms,
             **more,
         )
-        self.tell(ev.DeadlinePassed())  # watches what is there
+        self.tell("deadline_passed")  # watches what is there
 
     def perform(self, effect: ev.Effect) -> None:
         match effect:
@@ -133,10 +142,10 @@ class SimServer:
                 self.files.discard(region)
                 self.vault.pop(region, None)
         if not fails or isinstance(effect, ev.OpenEpoch | ev.Release):  # which cannot
-            self.tell(ev.Done(effect, 1))
+            self.tell("done", effect, 1)
         else:
             code = "gms.device_full" if isinstance(effect, ev.CreateSlab) else "gms.driver_failed"
-            self.tell(ev.Done(effect, error=UnderstudyError(code, "as the simulation likes")))
+            self.tell("done", effect, error=UnderstudyError(code, "as the simulation likes"))
 
 
 class SimDevice(SimServer):
@@ -162,7 +171,6 @@ class SimDevice(SimServer):
         self.last: str | None = None  # what must be committed here while anybody alive maps it
         self.doubtful: str | None = None  # journalled to replace `last`, and nobody was told
         self.older: str | None = None  # what the journal says that `last` has replaced
-        self.begun_total = 0  # epochs that somebody began to write
         self.condemned: set[str] = set()  # for good: it is on disk
         self.condemning: set[str] = set()  # a crash forgets it, like a message that came too late
         self.was_replaced = False  # on purpose: then there may be two copies
@@ -210,20 +218,20 @@ class SimDevice(SimServer):
 
     # ------------------------------------------------------------------ machine and driver
 
-    def tell(self, event: ev.MemoryEvent) -> None:
+    def tell(self, said: ev.Received | str, *more: Any, **named: Any) -> None:
         before = self.machine.committed
         try:
-            effects = self.machine.handle(event, self.now_ms)
+            effects = told(self.machine, self.now_ms, said, *more, **named)
         except UnderstudyError as error:  # the shell answers with it and closes the connection
-            session = getattr(event, "session")  # noqa: B009 -- only what peers say is refused
-            self._deliver(session, ev.RefuseRequest(session, 0, error), None)
+            assert isinstance(said, ev.Received)
+            self._deliver(said.session, ev.RefuseRequest(said.session, 0, error), None)
             return
-        self._notice_retired(before, event)
+        self._notice_retired(before, said)
         for effect in effects:
             self.perform(effect)
         self.check()
 
-    def _notice_retired(self, before: Epoch | None, event: ev.MemoryEvent) -> None:
+    def _notice_retired(self, before: Epoch | None, said: ev.Received | str) -> None:
         """Nothing committed goes but on purpose: condemned, or replaced where two do not fit."""
         device = self.machine
         writer = device.writer
@@ -231,9 +239,9 @@ class SimDevice(SimServer):
             self.was_replaced = True
         if before is None or device.committed is not None:
             return
-        is_condemned = isinstance(event, ev.Received) and isinstance(event.message, msg.CondemnMsg)
+        is_condemned = isinstance(said, ev.Received) and isinstance(said.message, msg.CondemnMsg)
         is_evicted = writer is not None and writer.request.replace and not device.is_held(before)
-        assert is_condemned or is_evicted, f"epoch {before.id} was lost to {event}"
+        assert is_condemned or is_evicted, f"epoch {before.id} was lost to {said}"
         if is_condemned:
             self.condemning.add(before.id)
         self.last, self.was_replaced = None, True
@@ -263,7 +271,6 @@ class SimDevice(SimServer):
         self.published[epoch] = Published(copy, sizes, contents, dict(identity))
 
     def new_memory(self, epoch: str) -> Copy:
-        self.begun_total += 1
         return Copy(epoch)
 
     def offer_of(self, session: int) -> Copy | None:
@@ -280,7 +287,7 @@ class SimDevice(SimServer):
         """The server sees one connection's end."""
         session = self.closing.popleft()
         self.offered.pop(session, None)
-        self.tell(ev.Closed(session, "its process is gone"))
+        self.tell("closed", session, "its process is gone")
 
     def moves(self) -> list[Move]:
         """What the server could do now, of itself."""
@@ -302,13 +309,13 @@ class SimDevice(SimServer):
         """The watch finds a file free."""
         self.watched.discard(epoch)
         self.files.discard(epoch)
-        self.tell(ev.RegionFree(epoch))
+        self.tell("region_free", epoch)
 
     def pass_time(self, now_ms: float) -> None:
         self.now_ms = now_ms
         due_ms = self.machine.next_deadline_ms() if self.is_up else None
         if due_ms is not None and due_ms <= now_ms:
-            self.tell(ev.DeadlinePassed())
+            self.tell("deadline_passed")
 
     # ------------------------------------------------------------------ what must always hold
 

@@ -16,6 +16,7 @@ import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from gms import messages as msg
 from gms.core import events as ev
@@ -23,6 +24,7 @@ from gms.core.events import Claimant
 from gms.core.kv import KvMachine
 from gms.core.region import RegionPhase
 from plumbing.errors import UnderstudyError
+from tests.sim.gms_device import told
 
 SIZES = (64, 64, 64, 128)
 INDEX = 8
@@ -112,7 +114,7 @@ class KvWorld:
         elif choice < 0.55 and self.calls:
             self.calls.popleft()()
         elif choice < 0.60:
-            self.tell(ev.DeadlinePassed())
+            self.tell("deadline_passed")
         elif self.machine is None:
             self.boot()
         elif alive:
@@ -176,7 +178,7 @@ class KvWorld:
         for pool in sorted(self.watched):
             if not any(p.flock == pool for p in self.processes):
                 self.watched.discard(pool)
-                self.tell(ev.RegionFree(pool))
+                self.tell("region_free", pool)
                 return
 
     # ------------------------------------------------------------------ one process
@@ -301,7 +303,7 @@ class KvWorld:
         process.inbox = deque(each for each in process.inbox if isinstance(each, tuple))
         if conn is not None and self.machine is not None:
             self.offered.pop(conn, None)
-            self.tell(ev.Closed(conn))
+            self.tell("closed", conn)
 
     # ------------------------------------------------------------------ the server
 
@@ -315,7 +317,7 @@ class KvWorld:
             newest=self.disk,
         )
         self.note(f"boot, orphans {sorted(self.files)}")
-        self.tell(ev.DeadlinePassed())
+        self.tell("deadline_passed")
 
     def crash_server(self) -> None:
         self.note("server crashes")
@@ -328,9 +330,9 @@ class KvWorld:
             if process.inbox and not process.is_dying:
                 self.read(process)  # what the dead server had sent is still in its socket
 
-    def tell(self, event: ev.MemoryEvent) -> None:
+    def tell(self, *said: Any, **named: Any) -> None:
         if self.machine is not None:
-            for effect in self.machine.handle(event, self.now_ms):
+            for effect in told(self.machine, self.now_ms, *said, **named):
                 self.perform(effect)
 
     def perform(self, effect: ev.Effect) -> None:
@@ -366,20 +368,20 @@ class KvWorld:
     def make(self, call: ev.MakePool) -> None:
         if self.is_full:
             full = UnderstudyError("gms.device_full", "the device is full")
-            self.tell(ev.Done(call, error=full))
+            self.tell("done", call, error=full)
             return
         alive = {id(m) for m in self.memories()}
         assert not alive, "a second pool was made beside one that lives"
         self.files[call.region] = False
         self.vault[call.region] = Memory(call.region, call.size_bytes)
-        self.tell(ev.Done(call, (call.size_bytes,)))
+        self.tell("done", call, (call.size_bytes,))
 
     def release(self, call: ev.Release) -> None:
         pool = call.region
         assert not any(p.flock == pool for p in self.processes), "a mapped pool was released"
         self.files.pop(pool, None)
         self.vault.pop(pool, None)
-        self.tell(ev.Done(call))
+        self.tell("done", call)
 
     def take_back(self, call: ev.TakeBack, memory: Memory | None) -> None:
         error = None
@@ -387,7 +389,7 @@ class KvWorld:
             error = UnderstudyError("gms.bad_slab", "the driver refuses it")
         else:
             self.vault[call.region] = memory
-        self.tell(ev.Done(call, error=error))
+        self.tell("done", call, error=error)
 
     # ------------------------------------------------------------------ what must hold
 
@@ -435,7 +437,7 @@ class KvWorld:
             self.look()
             while self.calls:
                 self.calls.popleft()()
-            self.tell(ev.DeadlinePassed())
+            self.tell("deadline_passed")
             self.check()
         assert last.memory is not None, "the last engine was never lent the memory"
         phases = {pool.phase for pool in self.machine.regions.values()}

@@ -1,81 +1,54 @@
-"""The lock server as the tensor-parallel simulation sees it: the real machine and its wires.
+"""The loader lock as the tensor-parallel simulation sees it: one incarnation after the other.
 
-Messages to it queue per connection and are heard whenever the schedule says; what it sends is in
-the supervisor's inbox at once. It never dies here: `test_lock_simulation` is about that.
+What supervisors say queues per connection and is heard whenever the schedule says; what they are
+told is in their inbox at once. That the real lock server grants likewise is proven in
+`tests/sim/lock`.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
-from msgspec.structs import replace
-
-from lockserver.core import events as ev
-from lockserver.core.machine import LockMachine
-from lockserver.core.names import WitnessFile, WitnessState
-from lockserver.messages import WantMsg
-from lockserver.witness import name_of
+from lockserver.messages import GrantedMsg
 
 LOADER = "loader"
 
 
 @dataclass(eq=False)
 class Wire:
-    """One supervisor's connection."""
+    """One supervisor's connection. `up`: its engine, and the incarnation that wants the lock."""
 
-    id: int
     supervisor: str
-    hear: Callable[[Any], None]
-    up: deque[ev.Wanted] = field(default_factory=deque)
+    hear: Callable[[GrantedMsg], None]
+    up: deque[tuple[str, str | None]] = field(default_factory=deque)
     is_closed: bool = False  # by the supervisor
 
 
 class LoaderService:
-    """Grants `loader`; `has_living(incarnation)` is what its witness would say."""
-
-    def __init__(self, has_living: Callable[[str], bool]) -> None:
-        self.machine = LockMachine(ev.LockRecord(), 0.0)
-        self.wires: dict[int, Wire] = {}
+    def __init__(self) -> None:
+        self.wires: list[Wire] = []
         self.dead: list[str] = []  # supervisors whose pidfd is readable
-        self.now_ms = 0.0
+        self._asks: dict[str, tuple[str, str]] = {}  # by supervisor, in order of arrival
+        self._holder: str | None = None  # one of them
+        self._token = 0
+        self._newest: dict[str, Wire] = {}
         self._buried: set[str] = set()
-        self._has_living = has_living
-        self._ids = itertools.count(1)
 
-    def connect(self, supervisor: str, hear: Callable[[Any], None]) -> Wire:
-        wire = Wire(next(self._ids), supervisor, hear)
-        self.wires[wire.id] = wire
-        return wire
+    @property
+    def is_free(self) -> bool:
+        return not self._asks
 
-    def want(self, wire: Wire, engine: str, incarnation: str | None, *, token: int | None) -> None:
-        """`token` None: the lock is not wanted; 0: it is wanted and not held."""
-        name = name_of(incarnation) if incarnation else None
-        locks = () if token is None else (LOADER,)
-        wire.up.append(
-            ev.Wanted(
-                wire.id,
-                WantMsg(
-                    wire.supervisor,
-                    engine,
-                    incarnation,
-                    name,
-                    locks,
-                    {LOADER: token} if token else {},
-                ),
-                WitnessFile(name, 1, int(name[-16:], 16)) if name else None,
-                process="SO_PEERPIDFD",
-            )
-        )
+    def connect(self, supervisor: str, hear: Callable[[GrantedMsg], None]) -> Wire:
+        self.wires.append(Wire(supervisor, hear))
+        return self.wires[-1]
 
     def moves(self) -> list[tuple[str, Callable[[], None]]]:
         """What the server could do now."""
         found: list[tuple[str, Callable[[], None]]] = []
         behind = set[str]()  # what was said on an older connection is read before
-        for wire in self.wires.values():
+        for wire in self.wires:
             if wire.supervisor in behind:
                 continue
             if wire.up:
@@ -88,35 +61,39 @@ class LoaderService:
         return found
 
     def _hear(self, wire: Wire) -> None:
-        want = wire.up.popleft()
-        incarnation, supervisor = want.msg.incarnation, want.msg.supervisor
-        lives = incarnation is not None and self._has_living(incarnation)
-        state = WitnessState.HELD if lives else WitnessState.FREE
-        self._feed(replace(want, witness_state=state))
-        if supervisor in self._buried:  # its last words: the pidfd that came with them tells
-            self.dead.append(supervisor)
+        (engine, incarnation), supervisor = wire.up.popleft(), wire.supervisor
+        if supervisor in self._buried:
+            return
+        self._newest[supervisor] = wire
+        if self._asks.get(supervisor, ("", None))[1] != incarnation:
+            self._forget(supervisor)
+            if incarnation is not None:
+                self._asks[supervisor] = engine, incarnation
+        elif supervisor == self._holder:
+            self._tell(supervisor)
+        self._grant()
 
     def _lose(self, wire: Wire) -> None:
-        del self.wires[wire.id]
-        self._feed(ev.ConnectionClosed(wire.id))
+        """Its place in the queue is lost, its lock is not."""
+        self.wires.remove(wire)
+        if self._newest.get(wire.supervisor) is wire and self._holder != wire.supervisor:
+            self._forget(wire.supervisor)
 
     def _bury(self) -> None:
         self._buried.add(self.dead[0])
-        self._feed(ev.ProcessGone(self.dead.pop(0)))
+        self._forget(self.dead.pop(0))
+        self._grant()
 
-    def _feed(self, event: ev.Input) -> None:
-        for effect in self.machine.handle(event, self.now_ms):
-            if isinstance(effect, ev.Persist):
-                self._feed(ev.Persisted())
-            elif isinstance(effect, ev.Send | ev.RefuseConnection | ev.Close):
-                wire = self.wires.get(effect.conn)
-                if wire is not None and not wire.is_closed:
-                    wire.hear(effect.message if isinstance(effect, ev.Send) else effect)
-                    if not isinstance(effect, ev.Send):
-                        wire.is_closed = True
-                        wire.up.clear()
+    def _forget(self, supervisor: str) -> None:
+        self._asks.pop(supervisor, None)
+        if self._holder == supervisor:
+            self._holder = None
 
-    @property
-    def is_free(self) -> bool:
-        lock = self.machine.locks[LOADER]
-        return lock.holder is None and not lock.waiters
+    def _grant(self) -> None:
+        if self._holder is None and self._asks:
+            self._holder, self._token = next(iter(self._asks)), self._token + 1
+            self._tell(self._holder)
+
+    def _tell(self, holder: str) -> None:
+        if not self._newest[holder].is_closed:
+            self._newest[holder].hear(GrantedMsg(LOADER, *self._asks[holder], self._token))

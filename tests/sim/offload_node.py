@@ -4,11 +4,11 @@ disk and a kernel of its own."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gms.core import events as ev
 from plumbing.errors import UnderstudyError
-from tests.sim.gms_device import SimServer
+from tests.sim.gms_device import SimServer, told
 
 if TYPE_CHECKING:
     from tests.sim.offload_world import OffloadWorld
@@ -67,12 +67,12 @@ class Node(SimServer):
         held = ((a, a.holds[self.name]) for a in self.world.actors)
         return [actor for actor, memory in held if memory is not None and memory.epoch == epoch]
 
-    def tell(self, event: ev.MemoryEvent) -> None:
+    def tell(self, said: ev.Received | str, *more: Any, **named: Any) -> None:
         try:
-            effects = self.machine.handle(event, self.world.now_ms)
+            effects = told(self.machine, self.world.now_ms, said, *more, **named)
         except UnderstudyError as error:
-            assert isinstance(event, ev.SessionEvent)
-            effects = [ev.RefuseRequest(event.session, 0, error)]
+            assert isinstance(said, ev.Received)
+            effects = [ev.RefuseRequest(said.session, 0, error)]
         for effect in effects:
             self.perform(effect)
 
@@ -101,7 +101,7 @@ class Node(SimServer):
         copy = self.world.host_copy() if self is self.world.device else None
         if copy is not None and self._is_lost(epoch) and copy.digest == self.digest:
             self.world.standing = copy.epoch
-        self.tell(ev.RegionFree(epoch, copy))
+        self.tell("region_free", epoch, copy)
 
     @property
     def digest(self) -> str | None:

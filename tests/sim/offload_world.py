@@ -68,7 +68,7 @@ class OffloadWorld:
     def _end(self, node: Node, actor: Actor) -> None:
         session, actor.session[node.name] = actor.session[node.name], None
         if session is not None and node.sessions.pop(session, None) is not None:
-            node.tell(ev.Closed(session, "closed"))
+            node.tell("closed", session, "closed")
 
     def hear(self, node: Node, actor: Actor, effect: ev.Respond) -> None:
         name = node.name
@@ -99,7 +99,7 @@ class OffloadWorld:
                     node.sessions.pop(session, None)
                     actor.session[name] = None
                     self.lose_session(actor, name)
-                    node.tell(ev.Closed(session, "refused"))
+                    node.tell("closed", session, "refused")
 
     # ------------------------------------------------------------------ what engines do
 

@@ -11,11 +11,9 @@ import random
 import pytest
 
 from engine.core.loading import Role
-from gms.core import events as ev
-from tests.sim.broken_rules import RULES, SHOWN_IN, abort_in_doubt
+from tests.sim.broken_rules import RULES, SHOWN_IN
 from tests.sim.faults import Hazard
 from tests.sim.kit import PlantedRule, replayable, seeds
-from tests.sim.steps import committed, run_one
 from tests.sim.tp_world import World
 
 ROLES = [(a, b) for a in Role for b in Role]
@@ -70,54 +68,3 @@ def test_a_rule_that_is_left_out_is_caught(rule: PlantedRule, monkeypatch: pytes
         run(World(seed, roles, 1 + seed % 2, hazards=hazards, is_tight=is_tight))
 
     rule.is_caught(monkeypatch, show, range(400))
-
-
-# ---------------------------------------------------------------------- told step by step
-
-
-def pod(*roles: Role, devices: int = 2, hazards: Hazard = ALWAYS) -> World:
-    return World(0, roles, devices, has_barrier=True, in_container=True, hazards=hazards)
-
-
-def epochs_loaded(world: World) -> list[int]:
-    """How many epochs were ever begun on each device."""
-    return [device.begun_total for device in world.devices]
-
-
-def crash_in_the_middle_of_a_commit(world: World) -> None:
-    """Every device's record is on disk when its server dies; no commit was answered."""
-    (engine,) = world.engines
-
-    def is_writing() -> bool:
-        heads = [device.driver[0] for device in world.devices if device.driver]
-        return len(heads) == 2 and all(isinstance(e, ev.WriteJournal) for e in heads)
-
-    journal_last = ("SealEpoch", "writes", "CreateSlab", "hears", "")
-    while not is_writing():
-        moves = [m for m in world.moves() if "WriteJournal" not in m[0]]
-        run_one(world, next(m for part in journal_last for m in moves if part in m[0]))
-    for device in world.devices:
-        world.crash(device, device.crash_after_journal)
-    assert all(rank.at == "committing" for rank in engine.ranks)
-
-
-def test_a_commit_that_was_journalled_and_not_answered_is_not_loaded_again():
-    """Goal: a writer in doubt may offer. Method: both servers die between journal and answer; the
-    ranks become readers of the very epochs that they wrote."""
-    world = pod(Role.AUTO)
-    crash_in_the_middle_of_a_commit(world)
-    (engine,) = world.engines
-    written = [rank.holds for rank in engine.ranks]
-    world.settle()
-    assert committed(world) == written
-    assert epochs_loaded(world) == [1, 1]
-    assert not engine.failures
-
-
-def test_a_writer_that_gives_up_in_doubt_loads_again(monkeypatch: pytest.MonkeyPatch):
-    """Goal: that rule is needed. Method: refuse writers in doubt; everything is loaded twice."""
-    abort_in_doubt(monkeypatch)
-    world = pod(Role.AUTO)
-    crash_in_the_middle_of_a_commit(world)
-    world.settle()
-    assert epochs_loaded(world) == [2, 2]

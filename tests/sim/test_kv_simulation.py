@@ -63,7 +63,7 @@ def unknown_zeroes_are_believed(recovered, self, pool, offer, tensors):
     recovered(self, pool, offer, tensors)
 
 
-@RULES.instead("a rest needs the newest token", "freed what", KvMachine, "_give_up")
+@RULES.instead("a rest needs the newest token", "freed what", KvMachine, "on_give_up")
 def stale_tokens_free(give_up, self, event, message):
     """Whoever was lent the pool may give it up."""
     with pytest.MonkeyPatch.context() as unchecked:
@@ -81,8 +81,8 @@ def given_up_is_free(give_up, self, pool, by):
         self.do(ev.Release(pool.id))
 
 
-@RULES.instead("drops are judged", "was dropped that", KvMachine, "_drop")
-def drops_are_not_judged(_, self, event):
+@RULES.instead("drops are judged", "was dropped that", KvMachine, "on_drop_pool")
+def drops_are_not_judged(_, self, event, message):
     """An operator's word counts, whoever has the memory."""
     pool = self.current
     if pool is None or pool.phase is not RegionPhase.SERVED:

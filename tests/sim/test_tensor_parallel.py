@@ -8,6 +8,7 @@ mixed weights.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +17,6 @@ from engine.core.loading import Loading, Role
 from tests.sim.broken_rules import write_beside_a_dying_process
 from tests.sim.gms_device import SimDevice
 from tests.sim.kit import SEED, replayable, seeds
-from tests.sim.steps import committed, run_until
 from tests.sim.tp_world import Deadlock, World
 
 ROLES = [(a, b) for a in Role for b in Role]
@@ -48,7 +48,7 @@ def test_an_engine_may_die_at_every_step(roles, death):
     world, steps = World(SEED, roles, devices=2, has_barrier=True), 0
     while not all(engine.is_whole for engine in world.engines):
         steps += world.step()
-    assert steps >= 50
+    assert steps >= 40
     for cut in range(steps):
         world = World(SEED, roles, devices=2, has_barrier=True)
         with replayable(SEED, lambda w=world: w.trace):
@@ -116,6 +116,18 @@ def test_not_waiting_for_a_dying_process_makes_a_second_copy(monkeypatch):
         planted((Role.AUTO, Role.AUTO), fault_rate=0.05)
 
 
+def run_until(world: World, reached: Callable[[], object]) -> None:
+    """Take the first move there is until `reached()`."""
+    for _ in range(2000):
+        if reached():
+            return
+        name, move = world.moves()[0]
+        world.trace.append(name)
+        move()
+        world.check()
+    raise AssertionError(world.trace[-20:])
+
+
 def test_ranks_that_are_not_compared_become_a_mixed_engine():
     """Goal: the comparison is what prevents it. Method: leave it out, change the checkpoint."""
     world = World(0, (Role.AUTO,), devices=2, has_barrier=False)
@@ -123,17 +135,17 @@ def test_ranks_that_are_not_compared_become_a_mixed_engine():
     (engine,) = world.engines
     # When rank 0 has committed and rank 1 has not begun.
     world.held_back = {("engine-0", 1)}
-    run_until(world, "rank 0 commits", lambda: committed(world)[0])
+    run_until(world, lambda: world.devices[0].machine.committed)
     world.version = 2
     world.held_back.clear()
     with pytest.raises(AssertionError, match="mixed weights"):
-        run_until(world, "it is whole", lambda: engine.is_whole)
+        run_until(world, lambda: engine.is_whole)
 
 
 def test_an_epoch_that_is_altered_after_its_commit_is_seen():
     """Goal: the simulation sees altered bytes. Method: write into a committed copy."""
     world = World(0, (Role.AUTO,), devices=2)
-    run_until(world, "it is whole", lambda: world.engines[0].is_whole)
+    run_until(world, lambda: world.engines[0].is_whole)
     device: SimDevice = world.devices[1]
     next(iter(device.vault.values())).contents.add(7)
     with pytest.raises(AssertionError, match="altered"):

@@ -7,10 +7,9 @@ The way to the weights is the real `Loading`; around it is what `engine.launch` 
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from engine.core.loading import Loading, Role
-from lockserver.core import events as lock_ev
 from lockserver.messages import GrantedMsg
 from tests.sim.loader_service import Wire
 from tests.sim.tp_rank import At, Move, Rank
@@ -30,7 +29,7 @@ class Engine:
         self.loading: Loading | None = None
         self.ranks: list[Rank] = []
         self.wire: Wire | None = None
-        self.grants: deque[Any] = deque()
+        self.grants: deque[GrantedMsg] = deque()
         self.failures: list[str] = []
         self._said: object = None
         self._mourned: str | None = None  # the supervisor that died, for the lock server
@@ -109,14 +108,11 @@ class Engine:
         self._say()
 
     def _hear(self) -> None:
-        message = self.grants.popleft()
-        if isinstance(message, lock_ev.RefuseConnection):
-            self.world.trace.append(f"({self.name}'s want was refused: {message.code})")
-        elif isinstance(message, GrantedMsg):
-            mine = message.incarnation == self.incarnation
-            if mine and self.loading is not None and not self.is_dying:
-                self._let_go(self.loading.granted(message.token))
-                self._say()
+        grant = self.grants.popleft()
+        is_mine = grant.incarnation == self.incarnation
+        if is_mine and self.loading is not None and not self.is_dying:
+            self._let_go(self.loading.granted(grant.token))
+            self._say()
 
     # ------------------------------------------------------------------ the way to the weights
 
@@ -149,11 +145,11 @@ class Engine:
         if self.wire is None or self.wire.is_closed:
             return
         loading = self.loading
-        token = loading.token if loading is not None and loading.wants_loader else None
-        truth = (self.incarnation, token)
+        is_wanted = loading is not None and loading.wants_loader
+        truth = (self.name, self.incarnation if is_wanted else None)
         if truth != self._said:
             self._said = truth
-            self.world.loader.want(self.wire, self.name, self.incarnation, token=token)
+            self.wire.up.append(truth)
 
     # ------------------------------------------------------------------ its end
 

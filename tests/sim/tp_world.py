@@ -1,10 +1,10 @@
 """A pod of engines whose ranks load their weights, each from its own device's memory service.
 
-The real machines of the devices, of the lock server and of every incarnation's way to its weights,
-in an order that one seed draws: connects, grants, allocations, commits, attaches, completions,
-deaths and relaunches, and the hazards that a test allows. Checked after every step, in physical
-terms: one copy per device unless a second was asked for, nothing committed is lost or altered, a
-whole engine has one checkpoint. When the faults stop, everything must settle without the help of
+The real machines of the devices and of every incarnation's way to its weights, in an order that one
+seed draws: connects, grants, allocations, commits, attaches, completions, deaths and relaunches,
+and the hazards that a test allows. Checked after every step, in physical terms: one copy per device
+unless a second was asked for, nothing committed is lost or altered, a whole engine has one
+checkpoint. When the faults stop, everything must settle without the help of
 any deadline: a schedule in which nothing can happen any more while somebody could be whole is a
 deadlock.
 """
@@ -78,9 +78,7 @@ class World:
         self._dead: list[tuple[str, list[Rank]]] = []  # supervisors whose pidfd is not yet readable
         self._numbers = itertools.count(1)
         self.devices = [self._device(number) for number in range(devices)]
-        self.loader = LoaderService(
-            lambda incarnation: any(p.incarnation == incarnation for p in self.processes)
-        )
+        self.loader = LoaderService()
         self.engines = [
             Engine(self, f"engine-{number}", role, devices) for number, role in enumerate(roles)
         ]
@@ -183,7 +181,6 @@ class World:
 
     def pass_time(self, ms: float) -> None:
         self.now_ms += ms
-        self.loader.now_ms = self.now_ms
         for device in self.devices:
             device.pass_time(self.now_ms)
 

@@ -26,10 +26,10 @@ from engine.backends.vllm.resume.answer import Continuing
 from engine.backends.vllm.worker import weights
 from engine.backends.vllm.worker.worker import ParkingWorker, StockGPUWorker
 from engine.messages import WeightsPlacedMsg, WokenMsg
-from gms.names import KV, socket_path
 from lockserver import serving
 from plumbing.errors import UnderstudyError
 from plumbing.gateway_protocol import Continuation
+from plumbing.pod.paths import KV, gms_socket
 from plumbing.wire.fds import OwnedFd
 from tests.vllm.fake_engine import FINE, POOL, STATUS, FakeEngine, FakeFront
 
@@ -257,7 +257,7 @@ def test_a_pool_that_can_never_fit_or_a_service_that_vanishes_is_no_reason_not_t
         return rpc
 
     with socket.socket(socket.AF_UNIX) as server:
-        server.bind(socket_path(world.directory, "HOST-0", KV))
+        server.bind(gms_socket(world.directory, "HOST-0", KV))
         server.listen()
         world.engine.collective_rpc = refusing(passable)  # type: ignore[method-assign]
         found = woken(world, no_core, choice=AUTO)

@@ -19,7 +19,6 @@ from gateway import messages as gateway_messages
 from gms.client import messages as gms_messages
 from lockserver.client import messages as lock_messages
 from plumbing.errors import UnderstudyError, UnreachableError
-from plumbing.pod.gms_files import read_device_names
 from plumbing.pod.messages import StatusMsg, StatusReplyMsg
 from plumbing.pod.models import device_of
 from plumbing.pod.observers import ASK_TIMEOUT_S, ask
@@ -32,6 +31,7 @@ from plumbing.pod.paths import (
     gms_sockets,
     lockserver_socket,
     pool_socket,
+    read_device_names,
     up_guard,
 )
 from plumbing.service.files import read_json

@@ -13,6 +13,7 @@ from gms.core.weights import WeightsMachine
 from gms.manifest import TensorRecord, encode, layout_hash
 from plumbing.errors import UnderstudyError
 from plumbing.wire.messages import Message
+from tests.sim.gms_device import told
 
 MIB = 1 << 20
 IDENTITY = {"model": "tiny", "shards": {"a": "1"}}
@@ -59,8 +60,8 @@ class Bench:
         self.offloaded = offloaded  # as the journal has it
         self.records: list[ev.RecordEvent] = []
 
-    def tell(self, event: ev.MemoryEvent) -> list[ev.Effect]:
-        effects = self.machine.handle(event, self.now_ms)
+    def tell(self, *said: Any, **named: Any) -> list[ev.Effect]:
+        effects = told(self.machine, self.now_ms, *said, **named)
         for effect in effects:
             if isinstance(effect, ev.Respond):
                 self.sent.append(effect)
@@ -83,19 +84,19 @@ class Bench:
             case ev.MarkRetired():
                 self.marked.add(effect.region)
             case ev.Watch() if effect.ends is not None and effect.region not in self.mapped:
-                self.tell(ev.RegionFree(effect.region))
+                self.tell("region_free", effect.region)
             case ev.Release():
                 self.released.append(effect.region)
         if not isinstance(effect, ev.MarkRetired | ev.Watch):
-            self.tell(ev.Done(effect, 1))
+            self.tell("done", effect, 1)
 
     def fail(self, effect: ev.Effect, code: str = "as told", why: str = "no") -> None:
-        self.tell(ev.Done(effect, error=UnderstudyError(code, why)))
+        self.tell("done", effect, error=UnderstudyError(code, why))
 
     def unmap(self, epoch: str) -> None:
         """The last process releases `epoch`."""
         self.mapped.discard(epoch)
-        self.tell(ev.RegionFree(epoch))
+        self.tell("region_free", epoch)
 
     def attach(self, session: int, mode: str = "rw_or_ro", **more: Any) -> Answer | None:
         """Attach and return the last answer to this session, if any."""
@@ -144,8 +145,8 @@ class Bench:
             self.auto = False
 
     def close(self, session: int) -> None:
-        self.tell(ev.Closed(session, "gone"))
+        self.tell("closed", session, "gone")
 
     def advance(self, ms: float) -> None:
         self.now_ms += ms
-        self.tell(ev.DeadlinePassed())
+        self.tell("deadline_passed")

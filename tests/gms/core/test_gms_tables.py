@@ -68,13 +68,6 @@ def test_peer_message_at_the_wrong_moment_changes_nothing(state: S, kind: Input)
     assert (bench.device.sessions, bench.device.regions) == before
 
 
-@pytest.mark.parametrize("kind", [k for k in MESSAGES if k not in (msg.AttachMsg, msg.HandBackMsg)])
-def test_message_without_a_session_is_refused(kind: Input):
-    """Say anything but attach first: an error that says so."""
-    with pytest.raises(ProtocolError, match=r"gms\.not_attached"):
-        Bench().tell(MESSAGES[kind])
-
-
 def test_bad_commits_are_refused_and_change_nothing():
     """A wrong layout hash, a changed identity, an impossible identity: each named, none moves."""
     bench = at(S.WRITING)

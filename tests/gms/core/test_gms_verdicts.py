@@ -50,7 +50,7 @@ def full(bench: Bench) -> None:
     """The driver refuses the slab that is being made."""
     create = bench.pending.pop(0)
     assert isinstance(create, ev.CreateSlab)
-    bench.tell(ev.Done(create, error=FULL))
+    bench.tell("done", create, error=FULL)
 
 
 def test_writer_waits_for_a_full_device_and_the_message_names_its_holders():

@@ -8,9 +8,10 @@ import pytest
 
 from gms import messages as msg
 from gms.core import events as ev
-from gms.core.events import DeadlinePassed, Received
+from gms.core.events import Received
 from gms.core.kv import KvMachine
 from plumbing.errors import UnderstudyError
+from tests.sim.gms_device import told
 
 SIZE, INDEX, WAIT_MS = 4096, 64, 1000
 
@@ -23,10 +24,10 @@ class Desk:
         self.machine = KvMachine(new_pool_id=lambda: f"{next(ids):032x}", **arguments)
         self.now_ms = 0.0
         self.effects: list[ev.Effect] = []
-        self.tell(DeadlinePassed())
+        self.tell("deadline_passed")
 
-    def tell(self, event):
-        found = self.machine.handle(event, self.now_ms)
+    def tell(self, *said):
+        found = told(self.machine, self.now_ms, *said)
         self.effects += found
         return found
 
@@ -43,7 +44,7 @@ class Desk:
     def done(self, kind, result=None, error=None):
         """Complete the last call of this kind; the effect, and what follows."""
         effect = [each for each in self.effects if isinstance(each, kind)][-1]
-        return effect, self.tell(ev.Done(effect, result, error))
+        return effect, self.tell("done", effect, result, error)
 
     def take(self, session):
         """The descriptors' message."""

@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from gms import messages as msg
 from gms import names
 from gms.cli import main as gms_command
+from plumbing.pod.paths import gms_socket
 from plumbing.wire.blocking import BlockingClient
 from tests.gms.bench import ClientProcess, GmsProcess
 
@@ -26,9 +27,7 @@ class KvProcess(GmsProcess):
     """A device's server, asked about its KV memory."""
 
     def client(self) -> BlockingClient:
-        return BlockingClient(
-            names.socket_path(self.directory, self.device, names.KV), msg.CATALOGUE
-        )
+        return BlockingClient(gms_socket(self.directory, self.device, names.KV), msg.CATALOGUE)
 
     @property
     def weights(self) -> GmsProcess:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 
-from gms import names
+from plumbing.pod.paths import gms_journal
 from tests.gms.kinds import host_only
 from tests.gms.kv.kv_bench import Borrow, KvProcess, drop_kv
 from tests.helpers import open_fds, until
@@ -15,7 +15,7 @@ from tests.helpers import open_fds, until
 def test_operator_frees_idle_memory_and_is_told_who_holds_it(kv: KvProcess, borrow: Borrow):
     """Goal: `gms drop-kv` frees what no engine uses, and says who does. Method: a holder, a child
     that outlives it, nobody, and nothing left."""
-    os.close(os.open(names.journal_path(kv.directory, kv.device), os.O_CREAT | os.O_WRONLY))
+    os.close(os.open(gms_journal(kv.directory, kv.device), os.O_CREAT | os.O_WRONLY))
     assert drop_kv(kv) == (0, "already_empty")
     first = borrow(1)
     first.expect("lent")

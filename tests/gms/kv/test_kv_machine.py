@@ -6,7 +6,7 @@ import pytest
 
 from gms import messages as msg
 from gms.core import events as ev
-from gms.core.events import Claimant, Closed, DeadlinePassed, Received
+from gms.core.events import Claimant, Received
 from gms.core.kv import FULL_RETRY_MS
 from plumbing.errors import UnderstudyError
 from tests.gms.kv.desk import INDEX, SIZE, WAIT_MS, Desk, hand_back, of, refused
@@ -18,7 +18,7 @@ def test_wait_ends_at_its_deadline_and_names_the_holder():
     desk.borrow(2, token=2)
     assert desk.machine.next_deadline_ms() == WAIT_MS
     desk.now_ms = WAIT_MS
-    desk.tell(DeadlinePassed())
+    desk.tell("deadline_passed")
     error = desk.last_to(2)
     assert error.code == "gms.kv_busy"
     assert "engine-1 (token 1, pid 101)" in error.message
@@ -54,14 +54,14 @@ def test_content_that_two_engines_died_of_is_discarded():
     desk = Desk()
     pool = desk.hold(1)
     desk.mark(1, msg.BEGUN)
-    desk.tell(Closed(1))
+    desk.tell("closed", 1)
     for token, marks in ((2, ()), (3, (msg.ADOPTED,)), (4, ()), (5, ())):
         assert desk.machine.discards_total == 0
         desk.borrow(token, token)
-        desk.tell(ev.RegionFree(pool))
+        desk.tell("region_free", pool)
         desk.take(token)
         desk.mark(token, msg.ADOPTING, *marks)
-        desk.tell(Closed(token))
+        desk.tell("closed", token)
     assert "2 engines in a row" in desk.machine.regions[pool].discarded
 
 
@@ -73,10 +73,10 @@ def test_full_device_is_tried_again_until_the_deadline():
     assert desk.last_to(1).reason == "gms.device_full"
     desk.now_ms = FULL_RETRY_MS
     assert desk.machine.next_deadline_ms() == FULL_RETRY_MS
-    of(desk.tell(DeadlinePassed()), ev.MakePool)
+    of(desk.tell("deadline_passed"), ev.MakePool)
     desk.make(full)
     desk.now_ms = WAIT_MS
-    desk.tell(DeadlinePassed())
+    desk.tell("deadline_passed")
     assert desk.last_to(1).code == "gms.device_full"
     assert desk.machine.full_waits_total == 1
 
@@ -118,13 +118,13 @@ def test_operator_drops_a_pool_that_no_engine_uses():
     held = refused(desk, drop)
     assert (held.code, "lent to engine-1 (token 1, pid 101)" in held.message) == ("gms.kv_held", 1)
     desk.borrow(2, token=2)
-    desk.tell(Closed(1))
+    desk.tell("closed", 1)
     held = refused(desk, drop)
     assert (held.code, "being lent to engine-2" in held.message) == ("gms.kv_held", True)
-    desk.tell(Closed(2))
+    desk.tell("closed", 2)
     desk.tell(drop)
     assert desk.last_to(9) == msg.PoolDroppedMsg(pool, SIZE + INDEX)
-    assert of(desk.tell(ev.RegionFree(pool)), ev.Release).region == pool
+    assert of(desk.tell("region_free", pool), ev.Release).region == pool
     assert refused(desk, drop).code == "gms.kv_releasing"
     desk.done(ev.Release)
     desk.borrow(3, token=3)

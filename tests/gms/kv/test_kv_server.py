@@ -16,7 +16,7 @@ from gms import names
 from gms.messages import DropMsg
 from gms.server.supervisor import GmsSupervisor
 from plumbing.errors import RemoteError
-from plumbing.pod.paths import KV
+from plumbing.pod.paths import KV, gms_socket
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.messages import Message
 from tests.gms.kinds import host_only
@@ -158,8 +158,8 @@ def test_what_cannot_be_served_of_one_model_stops_no_other(directory: str):
     weights, and another's KV memory, cannot be served; everything else is, and both are once they
     can be. The probe is of weights."""
     blocked = [
-        names.socket_path(directory, "HOST-0.a"),
-        names.socket_path(directory, "HOST-0.b", names.KV),
+        gms_socket(directory, "HOST-0.a"),
+        gms_socket(directory, "HOST-0.b", names.KV),
     ]
     for path in blocked:
         Path(path).touch()  # no socket, so it is not ours to remove

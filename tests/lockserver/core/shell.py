@@ -27,18 +27,19 @@ class Shell:
         self.disk_error: str | None = None
         self.effects: list[ev.LockEffect] = []
 
-    def feed(self, event: ev.Input) -> list[ev.LockEffect]:
-        done: list[ev.LockEffect] = []
-        effects = self.machine.handle(event, self.now_ms)
-        done += effects
+    def feed(self, event: str | ev.Wanted | ev.SwitchOverAsked, *said: Any) -> list[ev.LockEffect]:
+        """`event`: an entry of the machine, with what it is told; or a want, or a switchover."""
+        if not isinstance(event, str):
+            said = (event,)
+            event = "wanted" if isinstance(event, ev.Wanted) else "switch_over_asked"
+        effects = getattr(self.machine, event)(self.now_ms, *said)
+        done: list[ev.LockEffect] = [*effects]
         for effect in effects:
             if isinstance(effect, ev.Persist):
                 assert effect is effects[-1]
                 if self.disk_error is None:
                     self.disk = effect.record
-                    done += self.feed(ev.Persisted())
-                else:
-                    done += self.feed(ev.PersistFailed(self.disk_error))
+                done += self.feed("persisted", self.disk_error)
         self.effects += done
         return done
 
@@ -46,7 +47,7 @@ class Shell:
         done: list[ev.LockEffect] = []
         for _ in range(round(ms / 100)):
             self.now_ms += 100
-            done += self.feed(ev.TimePassed())
+            done += self.feed("time_passed")
         return done
 
     def serving_due(self) -> list[tuple[str, int]]:

@@ -41,7 +41,7 @@ class Timed(Shell):
             done += self.pass_ms(500)
             for conn in conns:
                 self.progress += 1
-                done += self.feed(ev.Beaten(conn, self.progress))
+                done += self.feed("beaten", conn, self.progress)
         return done
 
 
@@ -103,11 +103,11 @@ def test_lease_on_file_keeps_the_length_that_its_engine_was_sent(held):
 def test_holder_that_is_cut_keeps_the_lock_until_its_lease_has_expired(held):
     """Goal: a lost connection proves nothing; time does. Method: cut it; back within the lease it
     has the same grant; cut for longer, the next one has it, and a late claim is refused."""
-    held.feed(ev.ConnectionClosed(1))
+    held.feed("connection_closed", 1)
     held.beat_for(SPAN_MS - 500, 2)
     assert held.active.state is LockState.RELEASING
     assert sent(held.want(3, A, "active", tokens={"active": 1})) == [(3, A, 1)]
-    held.feed(ev.ConnectionClosed(3))
+    held.feed("connection_closed", 3)
     done = held.beat_for(SPAN_MS, 2)
     assert "lock.lease_expired" in happened(done)
     assert (2, B, 2) in sent(done)
@@ -116,7 +116,7 @@ def test_holder_that_is_cut_keeps_the_lock_until_its_lease_has_expired(held):
 
 def test_another_supervisor_is_refused_until_the_lease_expires(held):
     """Goal: an engine that is lost for good can be replaced, and is told the time."""
-    held.feed(ev.ConnectionClosed(1))
+    held.feed("connection_closed", 1)
     (refusal, *_) = held.want(3, A2, "active", supervisor=OTHER)
     assert (refusal.code, refusal.details["left_ms"]) == ("lock.engine_id_taken", SPAN_MS)
     held.beat_for(SPAN_MS, 2)
@@ -129,7 +129,7 @@ def test_silent_connection_is_closed_and_an_engine_without_a_lease_is_forgotten(
     timed.want(1, None, engine="engine-0")
     closed = [e.conn for e in timed.pass_ms(4000) if isinstance(e, ev.Close)]
     assert closed == [1]
-    timed.feed(ev.ConnectionClosed(1))
+    timed.feed("connection_closed", 1)
     assert timed.machine.supervisors == {}
 
 
@@ -143,7 +143,7 @@ def test_holder_that_is_cut_for_long_is_reported_with_what_is_left_of_its_lease(
     """Goal: an operator sees why the lock waits. Method: a lease that outlasts the patience."""
     timed = Timed(lease_ms=60_000)
     timed.want(1, A, "active")
-    timed.feed(ev.ConnectionClosed(1))
+    timed.feed("connection_closed", 1)
     done = timed.pass_ms(30_000)
     assert happened(done).count("lock.waiting_evidence") == 1
     leases = timed.machine.leases
@@ -157,5 +157,5 @@ def test_stalled_server_believes_every_lease_anew():
     timed = Timed(listens=True)
     timed.want(1, A, "active")
     timed.now_ms += 2 * SPAN_MS
-    assert "lock.lease_expired" not in happened(timed.feed(ev.TimePassed()))
+    assert "lock.lease_expired" not in happened(timed.feed("time_passed"))
     assert timed.machine.leases.may_have_strangers

@@ -70,7 +70,7 @@ def test_connection_cannot_change_its_identity():
 def test_beat_before_want_is_refused_and_supervisors_are_limited():
     """Goal: bounds. Method: a beat from an unknown connection; one supervisor too many."""
     shell = Shell()
-    assert refused(shell.feed(ev.Beaten(5, 1))) == ["lock.want_first"]
+    assert refused(shell.feed("beaten", 5, 1)) == ["lock.want_first"]
     for number in range(SUPERVISORS_MAX):
         shell.feed(want(number, f"e{number}-000000000000000a", "active"))
     late = want(SUPERVISORS_MAX, "late-000000000000000a", "active")

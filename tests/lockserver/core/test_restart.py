@@ -45,7 +45,7 @@ def test_restart_stale_claim_of_one_lock_confirms_the_other():
     shell = restarted(shell)
     effects = shell.feed(want(1, A, "active", "loader", tokens={"active": 9, "loader": 1}))
     assert refused(effects) == ["lock.stale_claim"]
-    shell.feed(ev.ConnectionClosed(1))
+    shell.feed("connection_closed", 1)
     assert shell.machine.locks["loader"].state is LockState.RELEASING
 
 
@@ -77,7 +77,7 @@ def test_restart_disconnected_twin_is_dropped_silently():
     """Goal: the holder on file has precedence. Method: a twin connected first, and was cut off."""
     shell = restarted(held_by_a())
     shell.feed(want(9, A2, "active", supervisor="f" * 16))
-    shell.feed(ev.ConnectionClosed(9))
+    shell.feed("connection_closed", 9)
     effects = shell.feed(want(1, A, "active"))
     assert refused(effects) == []
     assert sent(effects) == [(1, A, 1)]
@@ -91,7 +91,7 @@ def test_restart_of_two_that_hold_different_locks_the_fenced_one_stays():
     for order in ((first, twin), (twin, first)):
         shell = Shell()
         shell.feed(want(1, A, "active", process="none"))
-        shell.feed(ev.ConnectionClosed(1))
+        shell.feed("connection_closed", 1)
         shell.feed(want(2, A2, "loader", supervisor=twin, process="none"))
         shell = restarted(shell)
         wants = {
@@ -112,7 +112,7 @@ def test_unknown_file_keeps_what_connected_supervisors_name():
     shell.feed(want(1, A, "active"))
     shell.feed(want(2, B, "active"))
     shell.feed(want(3, None, engine="engine-2"))
-    shell.feed(ev.ConnectionClosed(1))
+    shell.feed("connection_closed", 1)
     assert recovery.scan_is_due(shell.machine.locks)
     assert recovery.kept_witnesses(shell.machine.supervisors) == {name_of(B)}
 

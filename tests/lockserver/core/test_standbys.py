@@ -42,7 +42,7 @@ def test_holder_is_told_whether_the_engine_that_is_next_can_continue_its_streams
     assert continues(shell.feed(again)) == [True]
     effects = []
     for beat in range(1, 9):
-        effects += shell.feed(ev.Beaten(1, beat)) + shell.pass_ms(500)
+        effects += shell.feed("beaten", 1, beat) + shell.pass_ms(500)
     assert continues(effects) == [False]
 
 
@@ -91,11 +91,11 @@ def test_last_message_to_a_connected_holder_is_true(steps):
                 conns[number] = opened
             effects = shell.feed(want(conns[number], ENGINES[number], *["active"][: int(wants)]))
         elif kind == "close" and conns[number]:
-            effects = shell.feed(ev.ConnectionClosed(conns[number]))
+            effects = shell.feed("connection_closed", conns[number])
             conns[number] = 0
         elif kind == "beat" and conns[number]:
             beats += 1
-            effects = shell.feed(ev.Beaten(conns[number], beats))
+            effects = shell.feed("beaten", conns[number], beats)
         elif kind == "pass":
             effects = shell.pass_ms(100 * number)
         known.update({conn: is_ready for conn, _, is_ready in told(effects)})

@@ -16,7 +16,7 @@ import sys
 from plumbing.service import notify
 from plumbing.service.init import SUCCEEDS_ENV
 from plumbing.service.process import arm_from_environment
-from plumbing.service.signals import wait_signals
+from plumbing.service.signals import SignalInbox
 
 
 def begin(path: str, *, has_child: bool) -> None:
@@ -28,8 +28,7 @@ def begin(path: str, *, has_child: bool) -> None:
 
 async def main(path: str, *words: str) -> int:
     arm_from_environment()
-    waiting = asyncio.ensure_future(wait_signals())
-    await asyncio.sleep(0)
+    inbox = SignalInbox()
     if "deaf" in words:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if "bad-successor" in words and os.environ.get(SUCCEEDS_ENV):
@@ -40,7 +39,7 @@ async def main(path: str, *words: str) -> int:
     for word in words:
         if word.startswith("exit="):
             return int(word.removeprefix("exit="))
-    await waiting
+    await inbox.get()
     return 0
 
 

@@ -13,9 +13,7 @@ import pytest
 
 from plumbing.errors import UsageError
 from plumbing.service import log
-from plumbing.service.events import EventLog
 from plumbing.service.log import NonBlockingHandler
-from tests.fake_clock import FakeClock
 
 
 @pytest.fixture(autouse=True)
@@ -110,14 +108,3 @@ def test_lines_that_a_full_disk_refuses_are_counted_and_nothing_waits_for_it(tmp
     assert notice.startswith("3 log lines")
     assert kept == "kept"
     assert capsys.readouterr().err == ""
-
-
-def test_record_writes_one_log_line_with_event_and_id(caplog):
-    """Goal: logs derive from the record; method: read the LogRecord's fields."""
-    with caplog.at_level(logging.INFO):
-        EventLog("engine-1", FakeClock()).record(
-            "lock.granted", "granted to engine-1", data={"token": 3}
-        )
-    (record,) = caplog.records
-    assert record.getMessage() == "granted to engine-1"
-    assert record.fields == {"event": "lock.granted", "event_id": 1, "token": 3}

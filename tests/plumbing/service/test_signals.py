@@ -36,13 +36,13 @@ def test_a_process_that_waited_once_is_killed_by_the_second_signal():
         """
         import asyncio
         from plumbing.pod.cli import run_async
-        from plumbing.service.signals import wait_signals
+        from plumbing.service.signals import until_ended
 
         async def main():
-            waiting = asyncio.ensure_future(wait_signals())
-            await asyncio.sleep(0)
-            print("ready", flush=True)
-            print(await waiting, flush=True)
+            loop = asyncio.get_running_loop()
+            loop.call_soon(lambda: print("ready", flush=True))
+            await until_ended(loop.create_future())
+            print("ended", flush=True)
             await asyncio.Event().wait()
 
         run_async(main)
@@ -55,7 +55,7 @@ def test_a_process_that_waited_once_is_killed_by_the_second_signal():
         )
         assert await process.stdout.readline() == b"ready\n"
         process.terminate()
-        assert await process.stdout.readline() == b"%d\n" % signal.SIGTERM
+        assert await process.stdout.readline() == b"ended\n"
         process.terminate()
         return await process.wait()
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import ssl
-import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -105,10 +103,3 @@ async def gone(writer: asyncio.StreamWriter) -> None:
     writer.close()
     with suppress(OSError):
         await asyncio.wait_for(writer.wait_closed(), 30)
-
-
-def reset(writer: asyncio.StreamWriter) -> None:
-    """End the connection with a reset instead of an end (man 7 socket, SO_LINGER)."""
-    sock = writer.get_extra_info("socket")
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    writer.transport.abort()

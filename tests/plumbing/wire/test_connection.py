@@ -7,7 +7,6 @@ import socket
 
 import pytest
 
-from plumbing.errors import RemoteError, UnderstudyError
 from plumbing.wire import connection
 from plumbing.wire.blocking import BlockingClient
 from plumbing.wire.connection import Connection
@@ -19,23 +18,6 @@ from tests.plumbing.wire.echo import CATALOGUE, Echo, EchoHandler, on_loops
 
 FRAME = encode_frame(CATALOGUE.encode(Echo("x")), 0)
 LARGE = Echo("x" * 99_000)
-
-
-@on_loops
-async def test_connection_can_stay_open_after_an_error_frame():
-    """Goal: an error frame can be an ordinary answer. Method: fault without closing, then an
-    echo."""
-    ours, theirs = socket.socketpair()
-    conn = Connection(ours, CATALOGUE, EchoHandler())
-    assert repr(conn).startswith(f"<connection {conn.id} to pid ")
-    client = BlockingClient.from_socket(theirs, CATALOGUE)
-    conn.fault(UnderstudyError("test.no", "no"), 5, close=False)
-    with pytest.raises(RemoteError, match=r"test\.no"):
-        await asyncio.to_thread(client.receive)
-    reply = await asyncio.to_thread(client.request, Echo("still"))
-    assert reply.message == Echo("still")
-    conn.close("done")
-    client.close()
 
 
 @on_loops

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from plumbing.errors import ProtocolError, UnderstudyError
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.frames import HEADER, MAGIC, VERSION, FrameDecoder, encode_frame
-from plumbing.wire.messages import Catalogue, FaultMsg, Message, fault_of
+from plumbing.wire.messages import FaultMsg, fault_of
 from tests.helpers import open_fds
 from tests.plumbing.wire.echo import CATALOGUE, Echo, Part
 
@@ -147,18 +147,6 @@ def test_message_wrong_number_of_fds_is_refused():
     assert message == FaultMsg("a.b", "c", {"d": [1, 2]})
     with pytest.raises(ProtocolError, match=r"wire\.fd_count"):
         CATALOGUE.decode(payload, 1)
-
-
-def test_catalogue_refuses_two_messages_of_one_name_and_any_other_class():
-    """Goal: a mistake in a message is found when the catalogue is made, not on the wire."""
-
-    class Duplicate(Message, frozen=True, tag="hello"):
-        pass
-
-    with pytest.raises(TypeError):
-        Catalogue(Duplicate)
-    with pytest.raises(TypeError):
-        Catalogue().encode(Duplicate())
 
 
 def test_details_of_an_error_may_be_subclasses_of_plain_types():

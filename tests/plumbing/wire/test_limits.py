@@ -11,10 +11,9 @@ import pytest
 
 from plumbing.errors import RemoteError, UnderstudyError
 from plumbing.wire.blocking import BlockingClient
-from plumbing.wire.connection import Connection
+from plumbing.wire.connection import FRAMES_PER_TURN, Connection
 from plumbing.wire.frames import encode_frame
-from plumbing.wire.limits import FAULT_DETAILS_BYTES_MAX, FAULT_MESSAGE_CHARS_MAX, FRAMES_PER_TURN
-from plumbing.wire.messages import fault_of
+from plumbing.wire.messages import FAULT_DETAILS_BYTES_MAX, FAULT_MESSAGE_CHARS_MAX, fault_of
 from tests.helpers import auntil, until
 from tests.plumbing.wire.echo import CATALOGUE, Echo, EchoHandler, ServerThread, on_loops
 
@@ -47,26 +46,6 @@ async def test_busy_peer_does_not_starve_others():
     await asyncio.sleep(0)
     talker.close()
     quiet.close()
-
-
-async def test_frames_of_a_connection_can_be_limited_further():
-    """Goal: a connection can have a lower frame limit: a larger frame is an error that names the
-    limit; the limit can be raised again."""
-    handler = EchoHandler()
-    ours, theirs = socket.socketpair()
-    conn = Connection(ours, CATALOGUE, handler)
-    conn.limit_frames(1000)
-    conn.limit_frames(2000)
-    theirs.sendall(encode_frame(CATALOGUE.encode(Echo("x" * 1500)), 0))
-    await auntil(lambda: handler.received_messages, "the larger frame")
-    conn.limit_frames(1000)
-    theirs.sendall(encode_frame(CATALOGUE.encode(Echo("x" * 1500)), 0))
-    await auntil(lambda: conn.is_closed, "the refusal")
-    with BlockingClient.from_socket(theirs, CATALOGUE) as client:
-        client.receive()
-        with pytest.raises(RemoteError, match=r"wire\.frame_too_large") as caught:
-            client.receive()
-    assert caught.value.details["limit_bytes"] == 1000
 
 
 @pytest.mark.parametrize("limit", ["per_peer_max", "connections_max"])

@@ -23,9 +23,8 @@ from plumbing.errors import (
 )
 from plumbing.wire import connection
 from plumbing.wire import server as base_server
-from plumbing.wire import server as module
 from plumbing.wire.blocking import BlockingClient
-from plumbing.wire.connection import Connection, connect
+from plumbing.wire.connection import connect
 from plumbing.wire.frames import HEADER, MAGIC, VERSION, encode_frame
 from plumbing.wire.messages import HelloMsg, WelcomeMsg
 from plumbing.wire.server import PathGuard, Server, guard_holder
@@ -98,36 +97,6 @@ def test_second_server_is_refused_and_the_error_names_the_first(is_removed: bool
         why = "its lock file was removed" if is_removed else f"pid {os.getpid()}"
         assert why in caught.value.message
         assert client.request(Echo("first")).message == Echo("first")
-
-
-def test_stale_socket_of_a_dead_server_is_replaced(tmp_path: Path):
-    """Goal: the socket of a killed server is replaced. Method: a real process, SIGKILL."""
-    path = str(tmp_path / "echo.sock")
-    code = (
-        "import sys; sys.path.insert(0, sys.argv[1])\n"
-        "from tests.plumbing.wire.echo import ServerThread\n"
-        "with ServerThread(sys.argv[2]): print('up', flush=True); sys.stdin.read()\n"
-    )
-    child = subprocess.Popen(
-        [sys.executable, "-c", code, ROOT, path],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert child.stdout is not None
-    assert child.stdin is not None
-    assert child.stdout.readline() == "up\n"
-    child.kill()
-    child.wait()
-    child.stdout.close()
-    child.stdin.close()
-    assert os.path.exists(path)
-    with pytest.raises(UnreachableError, match="no server is listening"):
-        BlockingClient(path, CATALOGUE)
-    with ServerThread(path), BlockingClient(path, CATALOGUE) as client:
-        assert client.request(Echo("again")).message == Echo("again")
-    with pytest.raises(UnreachableError, match="no such socket"):
-        BlockingClient(path, CATALOGUE)
 
 
 def test_other_file_at_the_path_is_not_removed(tmp_path: Path):
@@ -314,31 +283,6 @@ async def test_server_can_be_closed_while_accepting_is_paused(
     assert server._sock is None
 
 
-class _Doorman(EchoHandler):
-    """Refuses every connection."""
-
-    def opened(self, conn: Connection) -> None:
-        super().opened(conn)
-        conn.close("nobody may enter")
-
-
-@on_loops
-async def test_service_may_close_a_connection_in_opened(tmp_path: Path):
-    """Goal: a connection that its service closes in `opened` is over: nothing is read from it, no
-    deadline runs, and `closed` is called once."""
-    handler = _Doorman()
-    server = _server(tmp_path, handler)
-    await server.start()
-    newcomer = socket.socket(socket.AF_UNIX)
-    newcomer.connect(server.path)
-    await auntil(lambda: handler.reasons, "the end")
-    assert handler.reasons == ["nobody may enter"]
-    assert server.connections == set()
-    assert server._first_frame_deadlines == {}
-    newcomer.close()
-    await server.close()
-
-
 def _server(place: Path, handler: EchoHandler | None = None) -> Server:
     return Server(str(place / "echo.sock"), CATALOGUE, handler or EchoHandler(), service="echo")
 
@@ -382,18 +326,6 @@ async def test_server_whose_files_were_removed_or_replaced_sees_it_and_the_next_
     await successor.close()
 
 
-async def test_closing_server_does_not_remove_a_replaced_socket(tmp_path: Path):
-    """Goal: a file that replaced the socket is not removed; closing a server that never started
-    does nothing."""
-    server = _server(tmp_path)
-    await server.close()
-    await server.start()
-    os.unlink(server.path)
-    Path(server.path).write_text("somebody else's")
-    await server.close()
-    assert Path(server.path).read_text() == "somebody else's"
-
-
 async def test_server_with_a_full_backlog_is_alive(tmp_path: Path):
     """Goal: a running server that is too busy to accept does not lose its path to another one."""
     with socket.socket(socket.AF_UNIX) as busy, socket.socket(socket.AF_UNIX) as waiting:
@@ -403,15 +335,6 @@ async def test_server_with_a_full_backlog_is_alive(tmp_path: Path):
         with pytest.raises(UnderstudyError, match="another server is listening on"):
             await _server(tmp_path).start()
         assert os.path.exists(busy.getsockname())
-
-
-def test_path_that_cannot_be_bound_leaves_nothing_open(tmp_path: Path):
-    """Goal: a failed bind closes its socket and restores the umask."""
-    before, umask = len(open_fds()), os.umask(0o077)
-    with pytest.raises(FileNotFoundError):
-        module._bind(str(tmp_path / "missing" / "echo.sock"), 1)
-    assert os.umask(umask) == 0o077
-    assert len(open_fds()) == before
 
 
 @on_loops

@@ -152,7 +152,7 @@ async def test_tcp_server_that_cannot_start_says_why(tmp_path: Path):
     async with serving(shared()) as (_, address):
         before = len(open_fds())
         for taken, security, code in (
-            (address, shared(), "wire.address_in_use"),
+            (address, shared(), "wire.cannot_listen"),
             (TcpAddress("192.0.2.1", 7443), shared(), "wire.cannot_listen"),
             (TcpAddress("127.0.0.1", 0), none, "wire.file"),
         ):

@@ -170,7 +170,7 @@ class Node:
                 self.hang_up()
             else:
                 self.progress += 1
-                self.say(line, ev.Beaten(line.id, self.progress))
+                self.say(line, ("beaten", line.id, self.progress))
 
     def connect(self) -> None:
         if self.world.server.machine is not None and not self.is_cut_off:
@@ -204,7 +204,7 @@ class Node:
             tokens={"active": tree.token} if tree and is_ready and tree.token else {},
             progress=self.progress,
         )
-        self.say(line, ev.Wanted(line.id, want, process=LEASE))
+        self.say(line, ("wanted", ev.Wanted(line.id, want, process=LEASE)))
 
     # ------------------------------------------------------------------ receiving
 
@@ -343,9 +343,10 @@ class Server:
 
     # ------------------------------------------------------------------ the machine and its effects
 
-    def feed(self, event: ev.Input) -> None:
+    def feed(self, event: str, *said: Any) -> None:
+        """`event`: an entry of the machine."""
         if self.machine is not None:
-            self.perform(self.machine.handle(event, self.now()))
+            self.perform(getattr(self.machine, event)(self.now(), *said))
 
     def perform(self, effects: list[ev.LockEffect]) -> None:
         network = self.world.network
@@ -370,7 +371,7 @@ class Server:
 
     def persist(self, record: ev.LockRecord) -> None:
         if self.world.true_ms < self.disk_fails_until_ms:
-            self.feed(ev.PersistFailed("a full disk"))
+            self.feed("persisted", "a full disk")
             return
         self.slots = [self.slots[1], record]
         self.world.promises.written(record)
@@ -378,7 +379,7 @@ class Server:
             self.world.trace.append("server dies between writing and sending")
             self.kill()
         else:
-            self.feed(ev.Persisted())
+            self.feed("persisted")
 
     # ------------------------------------------------------------------ its loop
 
@@ -392,7 +393,7 @@ class Server:
             jobs.append(self.tick)
         lines = self.world.network.lines.values()
         jobs += [partial(self.read, line) for line in lines if line.has_for_server(true_ms)]
-        jobs += [partial(self.feed, ev.ConnectionClosed(conn)) for conn in self.closed]
+        jobs += [partial(self.feed, "connection_closed", conn) for conn in self.closed]
         self.closed.clear()
         self.world.random.shuffle(jobs)
         for job in [*jobs, self.probe]:
@@ -401,7 +402,7 @@ class Server:
 
     def tick(self) -> None:
         self.ticks_at_ms = self.now() + TICK_MS
-        self.feed(ev.TimePassed())
+        self.feed("time_passed")
 
     def read(self, line: Line) -> None:
         while self.machine is not None and line.server_open and line.up:
@@ -409,16 +410,16 @@ class Server:
             if arrives_ms > self.world.true_ms:
                 return
             line.up.popleft()
-            self.feed(message)
+            self.feed(*message)
         if line.server_open and not line.up and line.eof_up_ms <= self.world.true_ms:
             line.server_open = False
-            self.feed(ev.ConnectionClosed(line.id))
+            self.feed("connection_closed", line.id)
 
     def probe(self) -> None:
         assert self.machine is not None
         is_due = recovery.scan_is_due(self.machine.locks)
         if is_due and not self.machine.leases.may_have_strangers:
-            self.feed(ev.DirectoryScanned(frozenset()))
+            self.feed("directory_scanned", frozenset())
 
 
 # A fifth of the shortest lease in any test plus the margin, minus the difference of two clocks.

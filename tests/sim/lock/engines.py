@@ -206,7 +206,7 @@ class Supervisors:
         if conn.server_open and not conn.up and self.world.server.machine is not None:
             sup.beats += 1
             sup.heard_ms = self.world.now_ms
-            self.world.server.feed(ev.Beaten(conn.id, sup.beats))
+            self.world.server.feed("beaten", conn.id, sup.beats)
 
     # ------------------------------------------------------------------ receiving
 

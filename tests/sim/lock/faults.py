@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from tests.sim.lock.engines import Conn, Said, Sup, Tree
-from tests.sim.lock.server import TICK
 
 if TYPE_CHECKING:
     from tests.sim.lock.world import World
@@ -139,7 +138,7 @@ class Faults:
         """It is stopped for a minute and receives nothing."""
         self.world.promises.forgive(STALL_MS)
         self.world.now_ms += STALL_MS
-        self.world.server.feed(TICK)
+        self.world.server.feed("time_passed")
 
     def lose_slot(self, slot: int) -> None:
         self.world.server.slots[slot] = None

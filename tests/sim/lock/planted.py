@@ -7,7 +7,6 @@ replaces. The engine's own rules are attributes of `Serving` and `Departures`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from msgspec.structs import replace
@@ -15,7 +14,7 @@ from msgspec.structs import replace
 from lockserver.core import events as ev
 from lockserver.core import ledger, machine, recovery, supervisors
 from lockserver.core.ledger import Ledger
-from lockserver.core.lock import Lock, LockState, Signal
+from lockserver.core.lock import Lock, LockState, Signal, next_waiter
 from lockserver.core.machine import LockMachine
 from lockserver.core.names import WitnessState
 from lockserver.core.supervisors import SupervisorRecord
@@ -35,20 +34,6 @@ FEARED = PlantedRules()  # what the design fears most
 CORE = PlantedRules()
 HAND_OVER = PlantedRules()  # promise 7, H1 to H18 in order
 DEPARTURES = PlantedRules()
-
-Hear = Callable[[LockMachine, ev.Input], ev.Input]
-
-
-def hears(name: str, caught: str) -> Callable[[Hear], Hear]:
-    """The machine is fed what the decorated function makes of its input."""
-
-    def add(change: Hear) -> Hear:
-        CORE.instead(name, caught, LockMachine, "handle")(
-            lambda real, self, event, now_ms: real(self, change(self, event), now_ms)
-        )
-        return change
-
-    return add
 
 
 @FEARED.instead("grant-on-eof", rf"{LIVES}|supervisor lives", LockMachine, "_lose")
@@ -102,19 +87,19 @@ CORE.instead(
 def old_eof_counts(patch: Patch) -> None:
     """The end of a replaced connection counts as the end of the new one."""
     older: dict[LockMachine, dict[int, str]] = {}
-    handle = LockMachine.handle
+    wanted, closed = LockMachine.wanted, LockMachine.connection_closed
 
-    def confuse(self: LockMachine, event: ev.Input, now_ms: float) -> list[ev.LockEffect]:
-        mine = older.setdefault(self, {})
-        if isinstance(event, ev.Wanted):
-            mine[event.conn] = event.msg.supervisor
-        elif isinstance(event, ev.ConnectionClosed) and event.conn in mine:
-            known = self.supervisors.get(mine[event.conn])
-            if known is not None and known.conn is not None:
-                event = ev.ConnectionClosed(known.conn)
-        return handle(self, event, now_ms)
+    def note(self: LockMachine, now_ms: float, want: ev.Wanted) -> list[ev.LockEffect]:
+        older.setdefault(self, {})[want.conn] = want.msg.supervisor
+        return wanted(self, now_ms, want)
 
-    patch.setattr(LockMachine, "handle", confuse)
+    def confuse(self: LockMachine, now_ms: float, conn: int) -> list[ev.LockEffect]:
+        known = self.supervisors.get(older.get(self, {}).get(conn, ""))
+        is_back = known is not None and known.conn is not None
+        return closed(self, now_ms, known.conn if is_back else conn)
+
+    patch.setattr(LockMachine, "wanted", note)
+    patch.setattr(LockMachine, "connection_closed", confuse)
 
 
 @CORE.instead("unnamed-is-over", f"{STUCK}|no longer asks", LockMachine, "_end_unnamed")
@@ -135,15 +120,10 @@ def any_claim_is_believed(
     yield from real(self, lock, want, refused, now_ms)
 
 
-@hears("held-witness-to-ask", "asked with a free witness")
-def free_witness_is_let_in(self: LockMachine, event: ev.Input) -> ev.Input:
+@CORE.instead("held-witness-to-ask", "asked with a free witness", LockMachine, "wanted")
+def free_witness_is_let_in(real: Any, self: LockMachine, now_ms: float, want: ev.Wanted) -> Any:
     """Every requester that was looked at counts as alive."""
-    is_want = isinstance(event, ev.Wanted)
-    return seen(event, WitnessState.HELD) if is_want else event
-
-
-def seen(event: Any, state: WitnessState) -> Any:
-    return replace(event, witness_state=state)
+    return real(self, now_ms, replace(want, witness_state=WitnessState.HELD))
 
 
 # A witness that was found free can still be joined.
@@ -163,16 +143,16 @@ def grant_is_not_repeated(real: Any, *asked: Any) -> Any:
     return (effect for effect in real(*asked) if not isinstance(effect, ev.Send))
 
 
-@CORE.instead("silent-waiter-passed-over", "granted in its silence", ledger, "next_waiter")
-def silent_waiter_is_granted(real: Any, waiters: Any, silent: Any, preferred: Any = None) -> Any:
+@CORE.instead("silent-waiter-passed-over", "granted in its silence", ledger, "next_of")
+def silent_waiter_is_granted(real: Any, lock: Lock, supervisors: Any) -> Any:
     """The first waiter is granted the lock even if it is silent."""
-    return waiters[0] if waiters else None
+    return next(iter(lock.waiters), None)
 
 
-@CORE.instead("fifo", "was there before", ledger, "next_waiter")
-def last_comes_first(real: Any, waiters: Any, silent: Any, preferred: Any = None) -> Any:
+@CORE.instead("fifo", "was there before", ledger, "next_of")
+def last_comes_first(real: Any, lock: Lock, supervisors: Any) -> Any:
     """The newest waiter is granted."""
-    return real(waiters[::-1], silent)
+    return next_waiter(lock.waiters[::-1], lambda who: supervisors[who].is_silent)
 
 
 @CORE.instead("silent-holder-is-tried", "waits for the dead", recovery, "is_decisive")
@@ -239,10 +219,12 @@ def the_process_does_not_count(real: Any, lock: Lock, supervisors: Any) -> bool:
     return lock.holder is not None
 
 
-@hears("written-before-sent", "is not on disk")
-def unwritten_grant_is_sent(self: LockMachine, event: ev.Input) -> ev.Input:
+@CORE.instead("written-before-sent", "is not on disk", LockMachine, "persisted")
+def unwritten_grant_is_sent(
+    real: Any, self: LockMachine, now_ms: float, problem: Any = None
+) -> Any:
     """A grant is sent although its write failed."""
-    return ev.Persisted() if isinstance(event, ev.PersistFailed) else event
+    return real(self, now_ms)
 
 
 # A failed write is not retried.

@@ -21,7 +21,6 @@ from tests.sim.lock.engines import ACTIVE, CONTINUATION, Conn, Said, Sup, Tree
 if TYPE_CHECKING:
     from tests.sim.lock.world import World
 
-TICK = ev.TimePassed()
 FIRST_ERA = f"{1:016x}"
 NO_MACHINE = "the server is down"
 
@@ -72,9 +71,10 @@ class Server:
             conn.up.clear()
         self.world.forget_closed()
 
-    def feed(self, event: ev.Input) -> None:
+    def feed(self, event: str, *said: Any) -> None:
+        """`event`: an entry of the machine."""
         assert self.machine is not None, NO_MACHINE
-        self.perform(self.machine.handle(event, self.world.now_ms))
+        self.perform(getattr(self.machine, event)(self.world.now_ms, *said))
 
     # ------------------------------------------------------------------ effects
 
@@ -111,7 +111,7 @@ class Server:
 
     def write(self, record: ev.LockRecord) -> None:
         if self.disk_fails:
-            self.feed(ev.PersistFailed("a full disk"))
+            self.feed("persisted", "a full disk")
             return
         self.slots = [self.slots[1], record]
         self.world.promises.written(record)
@@ -119,7 +119,7 @@ class Server:
             self.world.trace.append("the server dies between writing and sending")
             self.kill()
             return
-        self.feed(ev.Persisted())
+        self.feed("persisted")
         self.remove_dead(record)
 
     def remove_dead(self, record: ev.LockRecord) -> None:
@@ -232,7 +232,7 @@ class Server:
         machine, promises = self.machine, self.world.promises
         assert machine is not None, NO_MACHINE
         holders = {name: lock.holder for name, lock in machine.locks.items()}
-        effects = machine.handle(event, self.world.now_ms)
+        effects = machine.wanted(self.world.now_ms, event)
         codes = [
             e.code for e in effects if isinstance(e, ev.RefuseConnection) and e.conn == conn.id
         ]
@@ -254,7 +254,7 @@ class Server:
 
     def finish(self, conn: Conn) -> None:
         self.world.promises.closed(conn)
-        self.feed(ev.ConnectionClosed(conn.id))
+        self.feed("connection_closed", conn.id)
         self.world.forget_closed()
 
     def see_exit(self, sup: Sup) -> None:
@@ -262,14 +262,14 @@ class Server:
         if self.world.is_process_gone(sup):
             del self.watched[sup.id]
             self.world.promises.gone(sup)
-            self.feed(ev.ProcessGone(sup.id))
+            self.feed("process_gone", sup.id)
 
     def probe(self, subject: tuple[str, Tree]) -> None:
         lock, tree = subject
         self.seal(tree)
         if kind_of(lock) == ACTIVE:
             self.world.promises.freed_by_witness(tree, self.holder_of(lock).token)
-        self.feed(ev.WitnessFree(lock, tree.incarnation))
+        self.feed("witness_free", lock, tree.incarnation)
 
     def holder_of(self, lock: str) -> ev.Holder:
         holder = self.machine.locks[lock].holder if self.machine is not None else None
@@ -281,7 +281,7 @@ class Server:
         token = self.holder_of(lock).token
         self.seal_serving(tree, token)
         self.world.promises.freed_by_serving_file(tree, token)
-        self.feed(ev.ServingFileFree(lock, tree.incarnation, token))
+        self.feed("serving_file_free", lock, tree.incarnation, token)
 
     def is_filed(self, tree: Tree, holder: ev.Holder) -> bool:
         return tree.serving == holder.serving
@@ -303,7 +303,7 @@ class Server:
         for tree in self.world.trees.values():
             if not tree.is_alive and tree.witness.name not in kept:
                 self.seal(tree)
-        self.feed(ev.DirectoryScanned(self.held(), self.serving_held(), self.seal_all_serving()))
+        self.feed("directory_scanned", self.held(), self.serving_held(), self.seal_all_serving())
 
     def seal_all_serving(self) -> int:
         """Where that frees a fenced lock: the token at which every serving file is sealed."""
@@ -314,7 +314,7 @@ class Server:
             return 0
         kept = recovery.kept_serving(self.machine.locks)
         trees = self.world.trees.values()
-        token = recovery.seal_at(self.machine.ledger, max((t.length for t in trees), default=0))
+        token = max(self.machine.ledger.token, *(t.length for t in trees), 0)
         for tree in trees:
             file = tree.serving
             if file is not None and file.name not in kept and not self.is_serving_held(tree):

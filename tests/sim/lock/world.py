@@ -18,7 +18,7 @@ from plumbing.pod.models import lock_of
 from tests.sim.lock.engines import ACTIVE, LOADER, Conn, Departures, Sup, Supervisors, Tree, Worker
 from tests.sim.lock.faults import Faults
 from tests.sim.lock.promises import Promises
-from tests.sim.lock.server import TICK, Server
+from tests.sim.lock.server import Server
 from tests.sim.lock.serving import Serving
 
 Move = tuple[Any, Any]  # what to call, and with what
@@ -94,7 +94,7 @@ class World:
             for sup in self.sups:
                 self.supervisors.beat(sup)
             if self.server.machine is not None:
-                self.server.feed(TICK)
+                self.server.feed("time_passed")
 
     def random_step(self, rng: random.Random, fault_rate: float = FAULT_RATE) -> None:
         roll = rng.random()
