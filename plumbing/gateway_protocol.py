@@ -106,7 +106,6 @@ class PodModel(msgspec.Struct, frozen=True):
     continuation_id: Annotated[str, Meta(max_length=128)] = ""
     continuation: Continuation = Continuation.NONE
     tier: Annotated[str, Meta(max_length=16)] = ""
-    expected_wait_ms: float | None = None
     in_flight: int = 0
     waiting: int = 0
     room: int = 0  # requests that it takes beside these

@@ -189,6 +189,14 @@ class PodBroke(GatewayEvent, frozen=True):
     is_refused: bool = False
 
 
+class Prefilled(GatewayEvent, frozen=True):
+    """What `Prefill` asked for is done, or will not be. `is_broken`: the pod, or its engine, broke
+    off, perhaps because of this request."""
+
+    request: int
+    is_broken: bool = False
+
+
 class DoorSet(GatewayEvent, frozen=True):
     """What `SleepDoor` allows while `token` is that of the grant. Shut: requests wait, because the
     engine sleeps or is on its way there. What is sent behind a shut door would be lost, and the
@@ -248,6 +256,16 @@ class SendRequest(GatewayEffect, frozen=True):
     engine: str
     token: int
     journal: Journal | None
+
+
+class Prefill(GatewayEffect, frozen=True):
+    """Have this pod compute the journal of a stream that another pod still has: send it the resume,
+    and drop it at its first new token; then `Prefilled`. What it says reaches nobody."""
+
+    request: int
+    pod: str
+    continuation_id: str
+    journal: Journal
 
 
 class DropAttempt(GatewayEffect, frozen=True):

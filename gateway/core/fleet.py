@@ -14,6 +14,8 @@ whom a request goes, and what becomes of it after a break.
 
 A stream is resumed only where the continuation id is the one that it was begun under. A request has
 one attempt: it is dropped before another pod gets the request, so no two pods speak in one answer.
+While a pod that leaves still has a long stream, its heir computes it ahead (`Prefill`), so what is
+left of the pause is the tokens that were made meanwhile, and the way.
 An engine that dies is charged to the requests that it had, over all pods together: a request may
 kill three of them, not three in each pod. What dies in a silent pod is charged when it is known.
 
@@ -47,7 +49,7 @@ from gateway.core.pods import (
     may_continue,
     serves,
 )
-from plumbing.gateway_protocol import PodModel
+from plumbing.gateway_protocol import Journal, PodModel
 from pool.core.events import ModelDemand
 
 ASIDE_MS = 100.0  # between two looks at a request that no pod can take
@@ -56,6 +58,9 @@ AGAIN_MAX = 2  # at the same pod, after a break
 # Breaks without progress, at whatever pods: then it is the request.
 BREAKS_MAX = 8
 MOVES_MAX = 4  # streams that come from pods that leave, at one pod at once
+AHEAD_TOKENS = 24  # that a pod has to compute for a stream: more are computed ahead,
+AHEAD_TIMES = 3  # so often, as the stream goes on meanwhile,
+AHEAD_MS = 10_000.0  # each time so long at most
 STALL_MS = 200.0  # this process did not run for so long: nobody was silent meanwhile
 LOSSES = ("gone", "restarted", "silent")
 MOVES = ("gone", "no_engine", "silent", "leaving", "differed", "refused")
@@ -102,6 +107,17 @@ class Sent:
         return model is not None and (model.token, model.era) != (self.token, self.era)
 
 
+@dataclass(slots=True)
+class Ahead:
+    """A pod computes a stream that another pod still has, at most until `until_ms`. `tokens`: of
+    the stream as it was then; `times`: how often it has done so."""
+
+    pod: Pod
+    until_ms: float
+    tokens: int
+    times: int
+
+
 class Fleet(Gateway):
     """All requests of one front. It has no lanes (`lanes.py`)."""
 
@@ -119,6 +135,7 @@ class Fleet(Gateway):
         self.choices: Counter[Choice] = Counter()  # of a pod for a request
         self._sent: dict[int, Sent] = {}  # by request
         self._asked: dict[int, tuple[str, bytes]] = {}  # model and key of each request
+        self._ahead: dict[int, Ahead] = {}  # by request
 
     def handle(self, event: GatewayEvent, now_ms: float) -> Sequence[GatewayEffect]:
         if not self.pods:
@@ -136,6 +153,8 @@ class Fleet(Gateway):
                 self._heard(event, now_ms)
             case ev.PodBroke():
                 self._broken(event, now_ms)
+            case ev.Prefilled():
+                self._prefilled(event, now_ms)
             case ev.GatewayEnds():
                 self._is_final = True
                 for attempt in list(self.attempts.values()):
@@ -302,6 +321,7 @@ class Fleet(Gateway):
         if cause in ENDS and sent.pod.leaving_since_ms is not None:
             cause, leaves = BreakCause.HANDED_OVER, PodState.LEAVING
         sent.broke_ms, sent.leaves = now_ms, leaves
+        self._ahead.pop(request.number, None)
         sent.breaks += cause not in NO_BREAKS
         was_busy, self._is_busy = self._is_busy, True
         super().broke(attempt, cause, now_ms)
@@ -354,6 +374,7 @@ class Fleet(Gateway):
     def _forget(self, request: ClientRequest, ending: ev.Ending, code: str) -> None:
         self._sent.pop(request.number, None)
         self._asked.pop(request.number, None)
+        self._ahead.pop(request.number, None)
         super()._forget(request, ending, code)
 
     # ------------------------------------------------------------------ what pods say
@@ -461,19 +482,25 @@ class Fleet(Gateway):
         """Move what another pod can take, and nothing else."""
         replays = (each for each in self.attempts.values() if each.owner.state in REPLAYS)
         moving = Counter(each.engine for each in replays)
+        moving.update(each.pod.address for each in self._ahead.values())
         most = MOVES_MAX if state is PodState.LEAVING else self.rules.resumes_max
         homeless = set()  # what no pod can take more of now
         for attempt in list(self.attempts.values()):
             request = attempt.owner
             if attempt.engine != pod.address or not self._may_move(request, state):
                 continue
+            begun = self._ahead.get(request.number)
+            if begun is not None and begun.until_ms > now_ms and state is PodState.LEAVING:
+                continue
             kind = self._asked[request.number][0], request.continuation_id
-            place = None if kind in homeless else self._heir(request, pod, state, moving, most)
+            is_homeless = kind in homeless and begun is None
+            place = None if is_homeless else self._heir(request, pod, state, moving, most)
             if place is None:
                 homeless.add(kind)
                 continue
-            self.broke(attempt, BreakCause.MOVED, now_ms, state)
-            self._send_to(request, *place)
+            if state is not PodState.LEAVING or not self._computes_ahead(request, place.pod):
+                self.broke(attempt, BreakCause.MOVED, now_ms, state)
+                self._send_to(request, *place)
             moving[place.pod.address] += 1
 
     def _heir(
@@ -494,7 +521,31 @@ class Fleet(Gateway):
             younger = [each for each in found if each.pod.born_ms > born_ms]
             found = [each for each in younger if each.room(name)] or found
         free = [each for each in found if moving[each.pod.address] < most]
-        return choose(free, name, key)
+        ahead = self._ahead.get(request.number)  # it has its place there
+        known = [each for each in found if ahead is not None and each.pod is ahead.pod]
+        return choose(known, name, b"") or choose(free, name, key)
+
+    def _computes_ahead(self, request: ClientRequest, pod: Pod) -> bool:
+        """Whether this pod, which is its heir, first computes what it lacks of the stream."""
+        old, tokens = self._ahead.get(request.number), len(request.tokens)
+        if old is None or old.pod is not pod:
+            old = Ahead(pod, 0.0, 0, 0)
+        if tokens - old.tokens < AHEAD_TOKENS or old.times >= AHEAD_TIMES:
+            return False
+        new = Ahead(pod, self._now_ms + AHEAD_MS, tokens, old.times + 1)
+        self._ahead[request.number] = new
+        journal = Journal(request.tokens, request.chunks)
+        where = pod.address, request.continuation_id
+        self.outbox.append(ev.Prefill(request.number, *where, journal))
+        return True
+
+    def _prefilled(self, event: ev.Prefilled, now_ms: float) -> None:
+        """It moves with the next tick. What broke off may have been an engine that died of it."""
+        ahead, request = self._ahead.get(event.request), self.requests.get(event.request)
+        if ahead is not None and request is not None:
+            ahead.until_ms = now_ms
+            if event.is_broken:
+                request.died(now_ms)
 
     def _may_move(self, request: ClientRequest, state: PodState) -> bool:
         """What may be sent once only stays where it is."""

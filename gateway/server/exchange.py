@@ -17,7 +17,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from msgspec.structs import replace
 
@@ -43,7 +43,13 @@ from gateway.server.requests import (
 from gateway.server.responses import POD, OwnAnswer, greet
 from gateway.server.settings import GatewaySettings
 from gateway.server.tracing import open_spans
-from gateway.server.upstream import IdleConnections, PodConnections, ReplayTurns, Upstream
+from gateway.server.upstream import (
+    IdleConnections,
+    PodConnections,
+    PrefillAhead,
+    ReplayTurns,
+    Upstream,
+)
 from plumbing.pod.paths import engine_http_socket, engine_queue
 from plumbing.pod.queue_page import QueueReader, attempt_name
 from plumbing.service.clock import SystemClock, moment
@@ -59,6 +65,9 @@ LOOK_S = 0.01  # between two looks at whether everything has ended
 SWEEP_S = 1.0  # a deadline is noticed this much late at most
 QUOTED_CHARS_MAX = 300  # of what is wrong with a hello, which may quote it
 KEEPALIVE_COMMENT = b": keepalive\n\n"
+
+
+ConnectPod: TypeAlias = "Callable[[str, asyncio.Protocol, Callable[[], object]], object]"
 
 
 class GatewayExchange:
@@ -89,7 +98,8 @@ class GatewayExchange:
         )
         lanes = Lanes(settings.rules, settings.lanes, settings.queue_max)
         self.core: Lanes | Fleet = fleet or lanes
-        self.connect_pod: Callable[[Upstream], object] | None = None  # of a front
+        # Of a front: has the protocol connected to a pod, or calls the last argument.
+        self.connect_pod: ConnectPod | None = None
         self.signature = b""  # of a pod, for fronts
         self.on_turn: Callable[[], object] = lambda: None
         self.outbox: Sequence[ev.GatewayEffect] = self.core.outbox
@@ -167,7 +177,7 @@ class GatewayExchange:
                 self.is_final = event.is_final
                 if event.is_final and self._listener is not None:
                     self._listener.resume()
-        self.idle_connections.close(*self.idle_connections)
+        self.idle_connections.close_old(0.0)
         self.handle(event)
 
     def set_model_doors(self, models: Mapping[str, PooledModel]) -> None:
@@ -204,7 +214,7 @@ class GatewayExchange:
             self._listener.stop()
         for client in tuple(self.clients):
             client.abort()
-        self.idle_connections.close(*self.idle_connections)
+        self.idle_connections.close_old(0.0)
         self.accounts.tell()
         self._sweeping.cancel()
 
@@ -358,15 +368,16 @@ class GatewayExchange:
     def connect(self, upstream: Upstream) -> None:
         """Send its request on a connection of its own."""
         attempt = upstream.attempt
+        unreached = ev.AnswerEnded(attempt.number, ev.BreakCause.UNREACHED)
         if self.connect_pod is not None:
             upstream.connect_later()
-            self.connect_pod(upstream)
+            self.connect_pod(attempt.engine, upstream, lambda: self.handle(unreached))
             return
         try:
             path = engine_http_socket(self._settings.directory, attempt.engine)
             connection = upstream.connect(path)
         except OSError:
-            self.handle(ev.AnswerEnded(attempt.number, ev.BreakCause.UNREACHED))
+            self.handle(unreached)
         else:
             take_over(connection, upstream, upstream.connection_lost)
 
@@ -404,6 +415,8 @@ class GatewayExchange:
         match effect:
             case ev.SendRequest():
                 self._send_request(effect)
+            case ev.Prefill():
+                self._prefill(effect)
             case ev.DropAttempt():
                 self._drop(effect.attempt)
             case ev.SendHead():
@@ -426,12 +439,17 @@ class GatewayExchange:
     def _send_request(self, effect: ev.SendRequest) -> None:
         request = self.requests[effect.request]
         request.attempt, request.engine = effect.attempt, effect.engine
+        attempt = self.core.attempt(effect.attempt)
         self.upstreams[effect.attempt] = upstream = Upstream(
             self,
-            self.core.attempt(effect.attempt),
+            attempt,
             self._client_of[effect.request],
             request.for_engine(
-                effect.journal, self._queues.name(effect.attempt), self._for_pod(effect)
+                effect.journal,
+                self._queues.name(effect.attempt),
+                self._for_pod(
+                    request, "" if effect.journal is None else attempt.owner.continuation_id
+                ),
             ),
             is_to_head=request.is_to_head,
             is_passing=request.passing is not None,
@@ -443,15 +461,25 @@ class GatewayExchange:
         if idle is None or not upstream.reuse(idle):
             self.connect(upstream)
 
-    def _for_pod(self, effect: ev.SendRequest) -> bytes:
+    def _for_pod(self, request: HttpRequest, continuation_id: str = "") -> bytes:
         """The headers for a pod: what its client wants, and who alone can continue a stream."""
         if self.connect_pod is None:
             return b""
-        lines = [b"%b: %b\r\n" % each for each in self.requests[effect.request].headers]
-        if effect.journal is not None:
-            needed = self.core.attempt(effect.attempt).owner.continuation_id
-            lines.append(b"%b: %b\r\n" % (CONTINUATION_ID, needed.encode()))
+        lines = [b"%b: %b\r\n" % each for each in request.headers]
+        if continuation_id:
+            lines.append(b"%b: %b\r\n" % (CONTINUATION_ID, continuation_id.encode()))
         return b"".join(lines)
+
+    def _prefill(self, effect: ev.Prefill) -> None:
+        assert self.connect_pod is not None
+        request = self.requests[effect.request]
+        headers = self._for_pod(request, effect.continuation_id)
+        parts = request.for_engine(effect.journal, self._queues.name(request.attempt), headers)
+
+        def done(*, is_broken: bool = False) -> None:
+            self.handle(ev.Prefilled(effect.request, is_broken))
+
+        self.connect_pod(effect.pod, PrefillAhead(parts, len(effect.journal.tokens), done), done)
 
     async def _greet(self, effect: ev.GreetEngine) -> None:
         try:
@@ -589,7 +617,7 @@ class GatewayExchange:
             client.expire()
         self._refuse_largest_bodies()
         self._cut_slowest()
-        self.idle_connections.close_old()
+        self.idle_connections.close_old(self.idle_connections.idle_s)
         self._fill_pauses(self._settings.keepalive_comments_ms)
         self.accounts.tell()
         for watched in (self.keys, self.certificate):

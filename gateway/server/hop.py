@@ -13,11 +13,9 @@ addresses they have: a front may see every journal, and could send a forged one.
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import socket
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import msgspec
 
@@ -45,6 +43,7 @@ KEEPALIVE = (
     (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 10_000),
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
 )
+LOAD_S = 0.02
 REPORT_S = 0.25  # at the latest: a front takes a second without a report for a lost pod
 CUT_MS = 10_000.0  # before a pod that leaves has left: what fronts could not move until then
 WATCH_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/x-ndjson\r\nconnection: close\r\n\r\n"
@@ -83,7 +82,8 @@ class HopDoor:
         self._leaves_at_ms: float | None = None  # when this pod has left
         self._cut: asyncio.TimerHandle | None = None
         self._watching: set[ClientConnection] = set()
-        self._said = b""
+        self._said: list[object] = []  # last, of who serves
+        self._is_soon = False
         self._security: Security | None = None
         self.address, self.port = "", 0
         self._listener: ServiceListener | None = None
@@ -113,6 +113,7 @@ class HopDoor:
             self._listener.stop()
         for client in tuple(self._watching):
             client.abort()
+        self._watching.clear()
 
     def close(self) -> None:
         self.stop()
@@ -190,21 +191,39 @@ class HopDoor:
         else:
             client.begin(WATCH_HEAD, is_chunked=False)
             self._watching.add(client)
+            self._said = self._serving()  # as all others know already
             client.send_body(self._report())
 
     # ------------------------------------------------------------------ reporting
 
     def look(self) -> None:
-        """Something may have changed: say so, if it has."""
-        if self._watching and (said := self._report()) != self._said:
-            self._say(said)
+        """Something may have changed: say at once who serves, and the load a little later, since
+        each request changes it several times."""
+        if not self._watching:
+            return
+        if self._serving() != self._said:
+            self._tick()
+        elif not self._is_soon:
+            self._is_soon = True
+            self._plan(LOAD_S)
+
+    def _serving(self) -> list[object]:
+        lanes = self.exchange.core.by_model.values()
+        return [
+            self._leaves_at_ms,
+            *((lane.target.grant, lane.target.idle, lane.target.hello) for lane in lanes),
+            *(lane.sleep_door.is_shut for lane in lanes),
+            *(said.tier for said in self.exchange.endpoints.said.values()),
+        ]
+
+    def _plan(self, in_s: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_later(in_s, self._tick)
 
     def _tick(self) -> None:
-        self._timer = self._loop.call_later(REPORT_S, self._tick)
-        self._say(self._report())
-
-    def _say(self, said: bytes) -> None:
-        self._said = said
+        self._said, self._is_soon, said = self._serving(), False, self._report()
+        self._plan(REPORT_S)
         for client in tuple(self._watching):
             if client.is_full:  # it would take what it is told for news
                 client.abort()
@@ -220,10 +239,7 @@ class HopDoor:
             names = (name, *self._aliases.get(name, ())) if name else hello.models if hello else ()
             models |= dict.fromkeys(names, said)
         limit = exchange.intake.body_bytes_max()
-        leaving_ms = self.leaving_ms
-        if leaving_ms is not None:  # in whole seconds, else each report would be news
-            leaving_ms = math.ceil(leaving_ms / 1000) * 1000.0
-        report = PodReport(self.pod, self.incarnation, models, limit, leaving_ms)
+        report = PodReport(self.pod, self.incarnation, models, limit, self.leaving_ms)
         return msgspec.json.encode(report) + b"\n"
 
     def _model(self, name: str, lane: Gateway) -> PodModel:
@@ -233,11 +249,8 @@ class HopDoor:
         said = self.exchange.endpoints.said.get(name)
         is_here = target.is_granted and target.hello is not None
         tier = said.tier if said is not None else "warm" if lane.sleep_door.is_shut else "awake"
-        found: dict[str, Any] = {}
-        most = MAX_IN_FLIGHT
-        if isinstance(lane, Lane):
-            found["expected_wait_ms"] = lane.expected_wait_ms(self.exchange.now_ms())
-            most = lane.lane_rules.max_in_flight or MAX_IN_FLIGHT
+        limit = lane.lane_rules.max_in_flight if isinstance(lane, Lane) else None
+        room = (limit or MAX_IN_FLIGHT) - len(lane.attempts) - waiting
         return PodModel(
             grant.engine if grant is not None and is_here else "",
             grant.token if grant is not None else 0,
@@ -247,6 +260,5 @@ class HopDoor:
             tier,
             in_flight=len(lane.attempts),
             waiting=waiting,
-            room=max(0, most - len(lane.attempts) - waiting),
-            **found,
+            room=max(0, room),
         )

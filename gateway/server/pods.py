@@ -4,6 +4,10 @@ Names come from DNS, such as a headless Service with all its pods, ready or not,
 read again when it changes, or as a list. They are looked up each second; what cannot be looked up
 leaves the pods that are known. Each address has one connection that reports come on. It is opened
 again at once when it breaks: the gateway of a pod that lives is there within `pods.GONE_MS`.
+
+When a pod is lost, all of its streams go elsewhere at once, and a handshake of TLS for each would
+be most of their pause. So each pod has idle connections ready, as many as the pod with the most
+streams has of them, within `WARM_MAX`.
 """
 
 from __future__ import annotations
@@ -12,17 +16,21 @@ import asyncio
 import contextlib
 import ipaddress
 import socket
-from collections.abc import AsyncIterator
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Collection
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import msgspec
 
-from gateway.core.events import AnswerEnded, BreakCause, PodBroke, PodHeard, PodNamed
+from gateway.core.events import PodBroke, PodHeard, PodNamed
 from gateway.core.fleet import Fleet
+from gateway.core.pods import Pod, PodState
 from gateway.server.exchange import GatewayExchange
 from gateway.server.hop import KEEPALIVE, POD, fleet_security
-from gateway.server.upstream import Upstream
+from gateway.server.upstream import IdleConnection, PodConnections
 from plumbing.errors import UsageError
 from plumbing.gateway_protocol import VERSION, WATCH_PATH, PodReport
 from plumbing.text import split_address
@@ -30,6 +38,7 @@ from plumbing.wire.tcp import reason_of
 
 LOOK_UP_S = 1.0
 PODS_MAX = 256
+WARM_MAX, WARM_IN_ALL = 32, 256  # idle connections that are made for one pod, and for all
 REPORT_BYTES_MAX = 64 << 10
 CONNECT_S = 2.0  # a pod whose node has no power does not refuse
 RETRY_S, RETRY_S_MAX = 0.02, 1.0  # doubled
@@ -96,7 +105,7 @@ class PodLinks:
         self._watches: dict[Address, asyncio.Task[None]] = {}
         self._tasks = asyncio.TaskGroup()
         self.problems: dict[str, str] = {}  # by address, as text
-        exchange.connect_pod = lambda upstream: self._tasks.create_task(self._connect(upstream))
+        exchange.connect_pod = lambda *who: self._tasks.create_task(self._connect(*who))
 
     @property
     def problem(self) -> str | None:
@@ -107,6 +116,7 @@ class PodLinks:
     async def run(self) -> None:
         """Look names up for ever."""
         async with asyncio.TaskGroup() as self._tasks:  # a fault in one ends the front
+            self._tasks.create_task(self._keep_warm())
             while True:
                 found = await self.names.look_up()
                 if found is not None:
@@ -205,20 +215,47 @@ class PodLinks:
 
     # ------------------------------------------------------------------ requests
 
-    async def _connect(self, upstream: Upstream) -> None:
-        """Send its request on a connection of its own."""
-        number = upstream.attempt.number
+    async def _connect(
+        self, pod: str, protocol: asyncio.Protocol, failed: Callable[[], object]
+    ) -> None:
         try:
-            async with asyncio.timeout(CONNECT_S):
-                host, _, port = upstream.attempt.engine.rpartition(":")
-                address = host.strip("[]"), int(port)
-                transport, _ = await self._loop.create_connection(
-                    lambda: upstream, *address, **self._tls(address)
-                )
-            keep_alive(transport)
+            await self._open(pod, lambda: protocol)
         except (OSError, UsageError):
-            if not upstream.is_dropped:
-                self._exchange.handle(AnswerEnded(number, BreakCause.UNREACHED))
+            failed()
+
+    async def _open(self, pod: str, protocol: Callable[[], asyncio.BaseProtocol]) -> None:
+        """
+        Raises:
+            OSError, UsageError: there is no connection.
+        """
+        host, _, port = pod.rpartition(":")
+        address = host.strip("[]"), int(port)
+        async with asyncio.timeout(CONNECT_S):
+            transport, _ = await self._loop.create_connection(
+                protocol, *address, **self._tls(address)
+            )
+        keep_alive(transport)
+
+    async def _keep_warm(self) -> None:
+        """Make idle connections, one after the other, while no stream is moving."""
+        while True:
+            for pod in list(self._fleet.pods.values()):
+                kept, grant = self._exchange.idle_connections, (pod.address, pod.incarnation)
+                with contextlib.suppress(OSError, UsageError):  # its watch says why
+                    for _ in range(self._missing(pod, kept.get(grant, ()))):
+                        if not self._fleet.resuming:
+                            await self._open(pod.address, partial(IdleConnection, kept, grant))
+            await asyncio.sleep(LOOK_UP_S)
+
+    def _missing(self, pod: Pod, idle: Collection[IdleConnection]) -> int:
+        """How many more it should have, beside those that will soon be closed."""
+        if self._fleet.state(pod) is not PodState.READY:
+            return 0
+        streams = Counter(each.engine for each in self._fleet.attempts.values())
+        most = max(streams.values(), default=0)
+        wanted = max(1, min(most, WARM_MAX, WARM_IN_ALL // len(self._fleet.pods)))
+        old_s = time.monotonic() - PodConnections.idle_s + 2 * LOOK_UP_S
+        return wanted - sum(each.since_s > old_s for each in idle)
 
 
 def keep_alive(transport: asyncio.BaseTransport) -> None:

@@ -30,7 +30,7 @@ import re
 import socket
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias, cast
 
 from gateway.core.client_request import Attempt
@@ -57,27 +57,35 @@ def send_now(connection: socket.socket, parts: Sequence[Buffer]) -> Sequence[Buf
     return left
 
 
-IDLE_MAX = 32  # of all engines together: as many as clients are accepted in one turn of the loop
+IDLE_MAX = 32  # of one engine: as many as clients are accepted in one turn of the loop
 # Engines close theirs after five seconds (uvicorn), so requests hardly ever cross that.
 IDLE_S = 2.0
 _LAST_CHUNK = b"0\r\n\r\n"
 
+Grant: TypeAlias = "tuple[str, int]"  # of an engine, by id and token
+
 
 class IdleConnection(asyncio.Protocol):
-    """One of them. `is_over`: the answer before has ended with its last byte."""
+    """One of them, from when it is a connection's protocol. `is_over`: the answer before has ended
+    with its last byte."""
+
+    transport: asyncio.Transport
 
     def __init__(
         self,
         owner: IdleConnections,
-        grant: tuple[str, int],
-        transport: asyncio.Transport,
-        connection: socket.socket | None,
+        grant: Grant,
+        connection: socket.socket | None = None,
         *,
-        is_over: bool,
+        is_over: bool = True,
     ) -> None:
-        self._owner, self.grant, self.transport, self.is_over = owner, grant, transport, is_over
+        self._owner, self.grant, self.is_over = owner, grant, is_over
         self.socket = connection  # the transport's, for whoever sends without waiting for the loop
         self.since_s = time.monotonic()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast("asyncio.Transport", transport)
+        self._owner.keep(self)
 
     def data_received(self, data: bytes) -> None:
         if self.is_over or data != _LAST_CHUNK:
@@ -85,45 +93,53 @@ class IdleConnection(asyncio.Protocol):
         self.is_over = True
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._owner.pop(self, None)
+        self._owner.forget(self)
 
 
-class IdleConnections(dict[IdleConnection, None]):
-    """Those of one gateway, longest idle first. Each is for requests to one engine under one grant,
-    by id and token."""
+class IdleConnections(dict[Grant, dict[IdleConnection, None]]):
+    """Those of one gateway. Each is for requests to one engine under one grant; of each grant the
+    longest idle is first."""
 
     most, idle_s = IDLE_MAX, IDLE_S
 
     def keep(self, idle: IdleConnection) -> None:
         """Take it; the one that has been idle longest gives its place up."""
-        if len(self) >= self.most:
-            self.close(next(iter(self)))
-        idle.transport.set_protocol(idle)
-        self[idle] = None
+        same = self.get(idle.grant, {})
+        if len(same) >= self.most:
+            self.close(next(iter(same)))
+        self.setdefault(idle.grant, {})[idle] = None
 
-    def find(self, grant: tuple[str, int]) -> IdleConnection | None:
+    def find(self, grant: Grant) -> IdleConnection | None:
         """The one that was used last, for one more request."""
-        for idle in reversed(self):
-            if idle.is_over and idle.grant == grant:
-                del self[idle]
+        for idle in reversed(self.get(grant, {})):
+            if idle.is_over:
+                self.forget(idle)
                 return idle
         return None
 
+    def forget(self, idle: IdleConnection) -> None:
+        same = self.get(idle.grant, {})
+        same.pop(idle, None)
+        if not same:
+            self.pop(idle.grant, None)
+
     def close(self, *which: IdleConnection) -> None:
         for idle in which:
-            self.pop(idle, None)
+            self.forget(idle)
             idle.transport.abort()
 
-    def close_old(self) -> None:
-        """Close those that have been idle for `IDLE_S`."""
+    def close_old(self, idle_s: float) -> None:
+        """Close those that have been idle for so long."""
         now_s = time.monotonic()
-        self.close(*[each for each in self if now_s - each.since_s >= self.idle_s])
+        for same in list(self.values()):
+            self.close(*[each for each in same if now_s - each.since_s >= idle_s])
 
 
 class PodConnections(IdleConnections):
-    """A front's: a handshake of TLS is some milliseconds of CPU, and a pod keeps them for 75 s."""
+    """A front's. A handshake of TLS takes milliseconds of CPU, so `pods.PodLinks` makes some before
+    a stream needs them."""
 
-    most, idle_s = 256, 60.0
+    most, idle_s = 64, 60.0
 
 
 TURN_S = 0.005  # a slice more is less than twice that, unless one event has megabytes
@@ -474,8 +490,9 @@ class Upstream(asyncio.Protocol):
         is_flowing = is_read and not transport.get_write_buffer_size()
         if response.status == 200 and response.keeps_alive and is_flowing:
             grant, kept = (self.attempt.engine, self.attempt.token), self._owner.idle_connections
-            is_over = response.is_whole
-            kept.keep(IdleConnection(kept, grant, transport, self._socket, is_over=is_over))
+            idle = IdleConnection(kept, grant, self._socket, is_over=response.is_whole)
+            transport.set_protocol(idle)
+            idle.connection_made(transport)
         else:
             transport.abort()
         response.close()
@@ -514,6 +531,37 @@ class Upstream(asyncio.Protocol):
     def _break(self, cause: BreakCause) -> None:
         self.drop()
         self._owner.handle(AnswerEnded(self.attempt.number, cause))
+
+
+class PrefillAhead(asyncio.Protocol):
+    """A resume that a pod gets while another one still has the stream. It is dropped at its first
+    new token, so the pod's prefix cache has what the stream needs when it comes."""
+
+    def __init__(self, request: Sequence[Buffer], tokens: int, done: Callable[..., object]) -> None:
+        """`tokens`: of the journal. `done(is_broken=True)`: it was neither played nor refused."""
+        self._request, self._left, self._done = request, tokens, done
+        self._response, self._cutter = ResponseReader(is_to_head=False), GroupCutter()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+        self._transport.writelines(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        response = self._response
+        try:
+            response.feed(data)
+        except ValueError:
+            self._transport.abort()
+            return
+        for _, tokens, _ in self._cutter.feed(b"".join(response.pieces)):
+            self._left -= len(tokens)
+        response.pieces.clear()
+        if self._left < 0 or response.is_whole:
+            self._transport.abort()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._response.close()
+        self._done(is_broken=self._left >= 0 and not self._response.is_whole)
 
 
 # The events of one output of an engine, at most: those of a long prompt's logprobs are some MiB.

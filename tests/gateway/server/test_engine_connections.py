@@ -43,10 +43,13 @@ async def one_idle(bench):
 
 async def idle(bench, count=1):
     """So many connections are idle, to the last byte of their answers."""
-    found = bench.exchange.idle_connections
-    await auntil(
-        lambda: len(found) == count and all(each.is_over for each in found), "idle connections"
-    )
+    kept = bench.exchange.idle_connections
+
+    def is_so():
+        found = [each for same in kept.values() for each in same]
+        return len(found) == count and all(each.is_over for each in found)
+
+    await auntil(is_so, "idle connections")
 
 
 async def closed(engine):
@@ -112,7 +115,7 @@ async def test_a_request_that_crosses_the_engines_close_is_sent_again_at_once(be
 async def test_an_engine_that_has_closed_is_asked_on_a_fresh_connection(bench, no_break):
     """Method: the close and the request are seen in one turn of the loop, the request first."""
     engine, writer = await one_idle(bench)
-    [kept] = bench.exchange.idle_connections
+    [[kept]] = bench.exchange.idle_connections.values()
     kept.transport.pause_reading()
     writer.transport.abort()
     await closed(engine)
@@ -154,7 +157,7 @@ async def test_a_word_about_engines_closes_what_is_idle(bench, word):
         bench.exchange.told(NobodyGranted("for this test"))
     else:
         bench.exchange.told(DoorSet(engine.token, True, True, "it rests"))
-    assert len(bench.exchange.idle_connections) == 0
+    assert not bench.exchange.idle_connections
     await closed(engine)
 
 

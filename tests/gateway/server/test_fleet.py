@@ -11,6 +11,7 @@ import itertools
 import json
 import ssl
 from typing import Any
+from unittest.mock import AsyncMock
 
 import msgspec
 import pytest
@@ -18,10 +19,23 @@ from click.testing import CliRunner
 from msgspec.structs import replace
 
 from gateway.cli import main, render
-from gateway.core.events import HeadCame, PodBroke, PodHeard, PodNamed, RequestCame, SendRequest
-from gateway.core.fleet import Fleet
+from gateway.core import fleet as fleet_module
+from gateway.core.events import (
+    GatewayRules,
+    HeadCame,
+    PodBroke,
+    PodHeard,
+    PodNamed,
+    Prefilled,
+    RequestCame,
+    SendRequest,
+)
+from gateway.core.fleet import Ahead, Fleet
+from gateway.core.pods import Pod
 from gateway.messages import CONTROL, StatusMsg
 from gateway.schema import FrontStatus
+from gateway.server import hop as hop_module
+from gateway.server import pods as pods_module
 from gateway.server.hop import fleet_security
 from gateway.server.pods import PODS_MAX, PodNames
 from plumbing.gateway_protocol import WATCH_PATH, Continuation, PodModel, PodReport
@@ -226,6 +240,24 @@ async def test_names_are_limited_and_what_cannot_be_looked_up_changes_nothing(tm
     assert names.problem
 
 
+@in_fleet
+async def test_pod_says_who_serves_at_once_and_its_load_later(bench, monkeypatch):
+    """Method: only what is said at once is said at all."""
+    monkeypatch.setattr(hop_module, "LOAD_S", 60.0)
+    monkeypatch.setattr(hop_module, "REPORT_S", 60.0)
+    pod = await bench.pod()
+    bench.port = pod.hop.port
+    watch = await bench.ask(None, WATCH_PATH)
+    await watch.head()
+    for _ in range(3):
+        await (await bench.ask(BODY)).answer()
+    pod.engine.token = 2
+    await pod.grant()
+    reports = [json.loads(await watch.reader.readline())["models"]["stub"] for _ in range(3)]
+    assert [each["token"] for each in reports] == [1, 2, 2]
+    assert [bool(each["engine"]) for each in reports] == [True, False, True]
+
+
 # ------------------------------------------------------------------ leaving
 
 
@@ -257,6 +289,39 @@ async def test_streams_of_a_pod_that_leaves_go_on_elsewhere_four_at_a_time(bench
     assert bench.fleet.moves["leaving"] == 12
     assert not bench.fleet.losses
     await auntil(lambda: not leaving.exchange.requests, "the pod to be empty")
+
+
+@in_fleet
+async def test_long_stream_stays_at_a_pod_that_leaves_until_its_heir_has_computed_it(
+    bench, monkeypatch
+):
+    monkeypatch.setattr(fleet_module, "AHEAD_TOKENS", 4)
+    [leaving] = await bench.start(hold_after_groups=4)
+    client = await bench.stream()
+    heir = await bench.pod(hold_after_groups=4)
+    bench.name(leaving, heir)
+    await auntil(lambda: bench.ready() == 2, "the heir")
+    leaving.hop.leave(30_000)
+    await auntil(lambda: heir.engine.requests, "the journal to be there")
+    (request,) = bench.fleet.requests.values()
+    leaving.engine.hold_after_groups, released = 6, leaving.engine.released
+    leaving.engine.released = asyncio.Event()
+    released.set()
+    await auntil(lambda: len(request.tokens) == 6, "the stream to go on")
+    assert (of_pod(bench, leaving), bench.fleet.moves["leaving"]) == (1, 0)
+    heir.engine.released.set()
+    check_whole(await client.answer(), BODY)
+    assert [len(each.journal.tokens) for each in heir.engine.requests] == [4, 6]
+
+
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_engine_that_may_have_died_of_a_journal_is_charged(is_broken):
+    fleet = Fleet(GatewayRules())
+    fleet.handle(RequestCame(1, CHAT, 9, is_inference=True, is_stream=True), 0.0)
+    request, pod = fleet.requests[1], Pod("127.0.0.1:1", 0.0)
+    fleet._ahead[1] = Ahead(pod, until_ms=99.0, tokens=64, times=1)
+    fleet.handle(Prefilled(1, is_broken=is_broken), 1.0)
+    assert request.deaths == is_broken
 
 
 @in_fleet
@@ -349,6 +414,31 @@ async def test_front_and_pod_speak_tls_with_the_fleets_certificates(bench, certi
     bench.let_go()
     dead.kill()
     check_whole(await client.answer(), BODY)
+
+
+@in_fleet
+async def test_streams_of_a_lost_pod_take_connections_that_are_ready(
+    bench, certificates, monkeypatch
+):
+    """Method: none can be made any more when the pod dies."""
+    monkeypatch.setattr(pods_module, "LOOK_UP_S", 0.02)
+    for _ in range(2):
+        await bench.pod(tls=f"{certificates}/pod", hold_after_groups=4)
+    await bench.front(tls=f"{certificates}/front")
+    clients = [await bench.ask({**BODY, "n": each}) for each in range(9)]
+    streaming = bench.fleet.stats
+    await auntil(lambda: streaming(0.0).by_state["streaming"] == 9, "the streams")
+    most = max(of_pod(bench, pod) for pod in bench.pods)
+    ready = bench.server.exchange.idle_connections
+    await auntil(lambda: [len(each) for each in ready.values()] == [most] * 2, "connections")
+    monkeypatch.setattr(bench.server.links, "_open", AsyncMock(side_effect=OSError))
+    dead, other = sorted(bench.pods, key=lambda pod: -of_pod(bench, pod))
+    bench.let_go()
+    dead.kill()
+    other.engine.released.set()
+    for number, client in enumerate(clients):
+        check_whole(await client.answer(), {**BODY, "n": number})
+    assert bench.fleet.moves["gone"] == most
 
 
 @pytest.mark.parametrize("who", ["pod", None])

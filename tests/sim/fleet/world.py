@@ -320,6 +320,8 @@ class World(Shell):
                 self._send(effect)
             case ev.DropAttempt():
                 self._drop(effect.attempt)
+            case ev.Prefill():
+                self._prefill(effect)
 
     def record(self, record: ev.GatewayRecord) -> None:
         super().record(record)
@@ -368,6 +370,20 @@ class World(Shell):
             self.at(CONNECT_MS, lambda: self._unreached(connection))
         else:
             self.at(2 * pod.latency_ms, lambda: self._arrives(connection))
+
+    def _prefill(self, effect: ev.Prefill) -> None:
+        """Its end reaches the front, unless the pod is cut off."""
+        pod = self.pods[effect.pod]
+        assert not pod.is_told_to_leave, "a request for a pod that leaves"
+        assert effect.continuation_id == self.cids[effect.request], "F3: asked of another model"
+        self.told(f"prefill {effect.request} at {effect.pod}")
+
+        def ends() -> None:
+            if not pod.is_cut:
+                self.hits[effect.request] += not pod.has_engine
+                self.handle(ev.Prefilled(effect.request, is_broken=not pod.has_engine))
+
+        self.at(5.0 * (effect.request % 40), ends)
 
     def _unreached(self, connection: Connection) -> None:
         pod = connection.pod
