@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from hack import rig
-from hack.pool_pod import BenchedPool, PoolPlan, longest_pause_s, prompts_of, with_pool
+from hack.pool_pod import MODELS, BenchedPool, longest_pause_s, prompts_of, with_pool
 from understudy.drill.clients import clock
 from understudy.drill.records import Exchange, Prompt
 
@@ -62,18 +62,18 @@ def quick(backend: str) -> Plan:
 async def s1(plan: Plan, pool: BenchedPool) -> rig.Figures:
     """A switch is timed by the client, from its request to the first token. What a first token
     takes without a switch is measured beside it: the same model gets another request at once."""
-    prompts = prompts_of(pool.models, SHORT_TOKENS)
+    prompts = prompts_of(SHORT_TOKENS)
     await _ready(pool, prompts)
     took, direct, exchanges = list[float](), list[float](), list[Exchange]()
-    await pool.send(prompts[pool.models[-1]])  # where the first one switches from
+    await pool.send(prompts[MODELS[-1]])  # where the first one switches from
     began_ms = clock.now_ms()
     for number in range(plan.switches):
         await asyncio.sleep(plan.pause_s)
         for into in (took, direct):
-            exchanges.append(await pool.send(prompts[pool.models[number % 2]]))
+            exchanges.append(await pool.send(prompts[MODELS[number % 2]]))
             into += _first_ms(exchanges[-1])
     switches = pool.switches(began_ms)
-    offloaded = await _from_offloaded(pool, plan, prompts[pool.models[0]], exchanges)
+    offloaded = await _from_offloaded(pool, plan, prompts[MODELS[0]], exchanges)
     return {
         **_times(took, direct),
         "phases_ms": _phases(switches),
@@ -86,7 +86,7 @@ async def _from_offloaded(
     pool: BenchedPool, plan: Plan, prompt: Prompt, exchanges: list[Exchange]
 ) -> rig.Figures:
     """One model that goes to host memory whenever it gets no request."""
-    model, took, direct = pool.models[0], list[float](), list[float]()
+    model, took, direct = MODELS[0], list[float](), list[float]()
     for setting, value in (("rest", "offloaded"), ("min_runtime", "0s"), ("keep_alive", "100ms")):
         await pool.change(setting, value, model)
     began_ms = clock.now_ms()
@@ -103,8 +103,8 @@ async def _from_offloaded(
 async def s5(plan: Plan, pool: BenchedPool) -> rig.Figures:
     """Each model has streams all the time, so each switch parks them: a stream that is resumed
     wrongly, refused, cut or forgotten shows."""
-    await _ready(pool, prompts_of(pool.models, SHORT_TOKENS))
-    prompts = prompts_of(pool.models, plan.stream_tokens)
+    await _ready(pool, prompts_of(SHORT_TOKENS))
+    prompts = prompts_of(plan.stream_tokens)
     await pool.learn(prompts.values())
     began_ms = clock.now_ms()
     asked = [[prompt] for prompt in prompts.values() for _ in range(plan.clients)]
@@ -115,7 +115,7 @@ async def s5(plan: Plan, pool: BenchedPool) -> rig.Figures:
             plan.streamed_switches * SWITCH_S_MAX,
         )
         ended_ms = clock.now_ms()
-    bounds = [(await pool.of(name))["bound_ms"] / 1000 for name in pool.models]
+    bounds = [(await pool.of(name))["bound_ms"] / 1000 for name in MODELS]
     pause_s = longest_pause_s(exchanges)
     return {
         "switches": plan.streamed_switches,
@@ -131,7 +131,7 @@ async def s5(plan: Plan, pool: BenchedPool) -> rig.Figures:
 async def _ready(pool: BenchedPool, prompts: Mapping[str, Prompt]) -> None:
     """Every model has answered, and from now on one of them fits."""
     await pool.learn(prompts.values())
-    await pool.tighten(prompts[pool.models[0]])
+    await pool.tighten(prompts[MODELS[0]])
 
 
 def _first_ms(exchange: Exchange) -> list[float]:
@@ -169,8 +169,8 @@ async def measure(plan: Plan, only: Sequence[str], base: Path) -> rig.Figures:
         is_slowed = name == "S5" and plan.backend == "reference"
         arguments = ("--token-interval-ms", str(plan.token_ms)) if is_slowed else ()
         defaults = THROUGH_STREAMS if name == "S5" else HURRIED if plan.is_quick else {}
-        pod = PoolPlan(plan.backend, defaults=defaults, arguments=arguments)
-        found[name] = await with_pool(base / name, pod, partial(SCENARIOS[name], plan))
+        body = partial(SCENARIOS[name], plan)
+        found[name] = await with_pool(base / name, plan.backend, body, defaults, arguments)
         problems += problems_of(name, found[name])
     return rig.document({"backend": plan.backend, "scenarios": found}, problems)
 

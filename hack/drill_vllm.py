@@ -32,6 +32,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import click
+
 from engine.supervisor import leftovers
 from hack import rig, v2_on_cpu
 from hack.bench_sleep import across_sleeps
@@ -41,8 +43,8 @@ from hack.vllm.figures import Figures, look_at, private_bytes, problems_of, work
 from hack.vllm.pod import MODEL_SHAPE, environment, make_pod, model_of, temporary
 from hack.vllm.stock import GAP_MIN, Question, Stock
 from plumbing.errors import UnderstudyError, UsageError
-from plumbing.pod.cli import fail
-from plumbing.service.config import Option, Resolved, resolve
+from plumbing.pod.cli import json_flag, options
+from plumbing.service.config import Option, Resolved
 from understudy.cli.settings import DRILL_OPTIONS
 from understudy.drill.clients import Target
 from understudy.drill.page import check_destination, page_data, write_page
@@ -273,23 +275,42 @@ class Run:
         return [f"{len(left)} files were left behind: {', '.join(sorted(left)[:LEFT_SHOWN])}"]
 
 
-def main() -> None:
-    flags = _parser().parse_args()
-    given = {option.name: getattr(flags, option.name) for option in OPTIONS}
-    try:
-        config = resolve(OPTIONS, given, os.environ)
-        page = Path(config["report"]) if config["report"] else None
-        if page is not None:
-            check_destination(page)
-    except UnderstudyError as error:
-        fail(error)
-    gpus = gpus_of(flags.device) if flags.device else ()
-    os.environ.update({} if gpus else v2_on_cpu.environment(flags.runner))
+@click.command()
+@options(OPTIONS)
+@click.argument("vllm_flags", metavar="[-- vLLM's flags]", nargs=-1, type=click.UNPROCESSED)
+@click.option(
+    "--runner",
+    type=click.Choice(v2_on_cpu.RUNNERS),
+    help="vLLM's model runner, stock's and ours [default: what vLLM chooses on a GPU]",
+)
+@click.option("--device", metavar="UUIDS", help="Run on these GPUs, or on all.")
+@click.option("--no-adoption", is_flag=True, help="Drill engines that adopt no KV blocks.")
+@click.option(
+    "--idle-s",
+    type=float,
+    help="How long to watch the idle standby's CPU [default: 300 s for each rank].",
+)
+@json_flag
+def main(
+    config: Resolved,
+    vllm_flags: tuple[str, ...],
+    runner: str | None,
+    device: str | None,
+    no_adoption: bool,
+    idle_s: float | None,
+    as_json: bool,
+) -> None:
+    """The drill with vLLM, compared with stock's answers."""
+    page = Path(config["report"]) if config["report"] else None
+    if page is not None:
+        check_destination(page)
+    gpus = gpus_of(device) if device else ()
+    os.environ.update({} if gpus else v2_on_cpu.environment(runner))
 
     async def measure(base: Path) -> Figures | None:
         shown = gpus[: config["tensor_parallel"]]
-        more = (tuple(flags.vllm), flags.runner, shown)
-        done = await Run(base, config, flags.idle_s, not flags.no_adoption, *more).everything()
+        more = (vllm_flags, runner, shown)
+        done = await Run(base, config, idle_s, not no_adoption, *more).everything()
         if done is None:
             return None
         report, found = done
@@ -301,7 +322,7 @@ def main() -> None:
             "vllm": found.to_dict(),
         }
 
-    rig.finish(rig.run("understudy-vllm-", measure), is_json=flags.json)
+    rig.finish(rig.run("understudy-vllm-", measure), is_json=as_json)
 
 
 def gpus_of(asked: str) -> tuple[Nvml, ...]:
@@ -313,34 +334,6 @@ def gpus_of(asked: str) -> tuple[Nvml, ...]:
     if not devices:
         sys.exit(f"nothing was measured, since {reason}")
     return tuple(Nvml(uuid, STILL_S) for uuid in devices)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m hack.drill_vllm",
-        description="the drill with vLLM, compared with stock's answers",
-    )
-    for option in OPTIONS:
-        many: dict[str, Any] = {"action": "append"} if option.many else {}
-        text = f"{option.help} [default: {option.default}]"
-        parser.add_argument(option.flag, dest=option.name, help=text, **many)
-    parser.add_argument(
-        "--runner",
-        choices=v2_on_cpu.RUNNERS,
-        help="vLLM's model runner, stock's and ours [default: what vLLM chooses on a GPU]",
-    )
-    parser.add_argument("--device", metavar="UUIDS", help="run on these GPUs, or on all")
-    parser.add_argument(
-        "--no-adoption", action="store_true", help="drill engines that adopt no KV blocks"
-    )
-    parser.add_argument(
-        "--idle-s",
-        type=float,
-        help="how long to watch the idle standby's CPU [default: 300 s for each rank]",
-    )
-    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
-    parser.add_argument("vllm", nargs="*", metavar="-- vLLM's flags", help="for stock and for ours")
-    return parser
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ import contextlib
 import json
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,13 +27,14 @@ from understudy.drill.prompts import COMPLETIONS
 from understudy.drill.records import End, Exchange, Outcome, Prompt
 from understudy.pod.runner import PodRunner
 from understudy.pod.table import LocalPod
-from understudy.up.models import ONE_THREAD, VLLM_RANDOM_MODEL, make_random_model
+from understudy.up.models import VLLM_RANDOM_MODEL, RandomModel, make_random_model
 from understudy.up.pods import prepare_pool
 
 T = TypeVar("T")
 Event = dict[str, Any]
 
 MODEL, SWITCH = "pool.model", "pool.switch"
+MODELS = ("m0", "m1")
 DEVICE = "HOST-0"
 DEVICE_BYTES = "64GiB"  # a limit on what is booked, not on what the machine has
 HOST_MEMORY = "2GiB"  # for copies of the weights; a limit, not a size
@@ -43,70 +43,32 @@ PHASE_S = 180.0  # vLLM starts within that
 LOST = (Outcome.LOST, Outcome.HUNG, Outcome.LOST_IN_GATEWAY)
 
 
-@dataclass(frozen=True, slots=True)
-class Backend:
-    """How one model is served."""
-
-    arguments: tuple[str, ...]
-    shape: tuple[str, ...]
-    env: Mapping[str, str]
-
-
 # So much KV memory that what else an engine takes, which differs by some MiB from start to start,
 # is small beside it.
-BACKENDS: Mapping[str, Backend] = {
-    "reference": Backend(("--cache-tokens", "600000"), (), ONE_THREAD),
-    "vllm": Backend(
-        (*VLLM_RANDOM_MODEL.arguments, f"--kv-cache-memory-bytes={256 << 20}"),
-        VLLM_RANDOM_MODEL.shape,
-        VLLM_RANDOM_MODEL.env,
-    ),
+ARGUMENTS: Mapping[str, tuple[str, ...]] = {
+    "reference": ("--cache-tokens", "600000"),
+    "vllm": (*VLLM_RANDOM_MODEL.arguments, f"--kv-cache-memory-bytes={256 << 20}"),
 }
 
 
-@dataclass(frozen=True, slots=True)
-class PoolPlan:
-    """`models` of `backend`, of which one is awake; `defaults` of the pool file; `arguments` of the
-    engines."""
-
-    backend: str
-    models: int = 2
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    arguments: tuple[str, ...] = ()
-
-    def document(self, directories: Mapping[str, Path]) -> dict[str, Any]:
-        args = [*BACKENDS[self.backend].arguments, *self.arguments]
-        return {
-            "devices": [DEVICE],
-            "host_memory": HOST_MEMORY,
-            "margin": 0,
-            "queue": {"max": 512, "per_model": 256, "wait": "600s"},
-            "defaults": {"backend": self.backend, **self.defaults},
-            "models": {
-                name: {"model": str(directory), "args": args}
-                for name, directory in directories.items()
-            },
-        }
-
-
-def prompts_of(models: Sequence[str], tokens: int) -> dict[str, Prompt]:
+def prompts_of(tokens: int) -> dict[str, Prompt]:
     """One for each model; all ask for a stream of exactly so many tokens."""
     body = {"max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
     return {
         model: Prompt(
             f"{tokens}-{model}",
             "/v1/completions",
-            {**body, "model": model, "prompt": COMPLETIONS[number % len(COMPLETIONS)]},
+            {**body, "model": model, "prompt": COMPLETIONS[number]},
         )
-        for number, model in enumerate(models)
+        for number, model in enumerate(MODELS)
     }
 
 
 class BenchedPool:
     """The running pod. `expected`: the answers that were given when nothing else ran, by prompt."""
 
-    def __init__(self, directory: Path, target: Target, models: Sequence[str]) -> None:
-        self.directory, self.target, self.models = directory, target, models
+    def __init__(self, directory: Path, target: Target) -> None:
+        self.target = target
         self.expected: dict[str, Exchange] = {}
         self.events: list[Event] = []
         self._changed = asyncio.Event()
@@ -187,12 +149,10 @@ class BenchedPool:
     async def tighten(self, prompt: Prompt) -> None:
         """From now on the KV memory of one model fits, and half of another one's. `prompt`: of the
         first model, which is awake then."""
-        for model in self.models[1:]:
-            began_ms = clock.now_ms()
-            if (await self.of(model))["state"] != "warm":
-                order = msg.OrderMsg(model, Order("sleep"))
-                await ask(self._socket, msg.CATALOGUE, order)
-                await self.until_state(model, "warm", began_ms)
+        began_ms, other = clock.now_ms(), MODELS[1]
+        if (await self.of(other))["state"] != "warm":
+            await ask(self._socket, msg.CATALOGUE, msg.OrderMsg(other, Order("sleep")))
+            await self.until_state(other, "warm", began_ms)
         await self.send(prompt)
         status = await self.status()
         (device,) = (each for each in status["devices"] if each["device"] == DEVICE)
@@ -254,28 +214,44 @@ def longest_pause_s(exchanges: Sequence[Exchange]) -> float:
     return round(max(gaps, default=0.0) / 1000, 3)
 
 
-async def with_pool(base: Path, plan: PoolPlan, body: Callable[[BenchedPool], Awaitable[T]]) -> T:
-    """`body` while the pod of `plan` runs in `base`, every model of which has answered.
+async def with_pool(
+    base: Path,
+    backend: str,
+    body: Callable[[BenchedPool], Awaitable[T]],
+    defaults: Mapping[str, Any],
+    arguments: Sequence[str] = (),
+) -> T:
+    """`body` while a pod of two models of `backend` runs in `base`, both of which have answered.
+    `defaults`: of the pool file; `arguments`: of the engines.
 
     Raises:
         Interrupted: by a signal.
     """
     base.mkdir(mode=0o700, parents=True)
-    backend = BACKENDS[plan.backend]
-    directories = {f"m{number}": base / f"m{number}" for number in range(plan.models)}
-    for number, each in enumerate(directories.values()):
-        await make_random_model(each, (*backend.shape, f"--seed={number}"))
+    random = RandomModel.of(backend)
+    args = [*ARGUMENTS[backend], *arguments]
+    models = {name: {"model": str(base / name), "args": args} for name in MODELS}
+    for number, name in enumerate(MODELS):
+        await make_random_model(base / name, (*random.shape, f"--seed={number}"))
+    document = {
+        "devices": [DEVICE],
+        "host_memory": HOST_MEMORY,
+        "margin": 0,
+        "queue": {"max": 512, "per_model": 256, "wait": "600s"},
+        "defaults": {"backend": backend, **defaults},
+        "models": models,
+    }
     file, directory = base / "pool.yaml", base / "pod"
-    file.write_text(json.dumps(plan.document(directories), indent=1))
+    file.write_text(json.dumps(document, indent=1))
     directory.mkdir(mode=0o700)
-    env = {**backend.env, **rig.PATIENT, "UNDERSTUDY_DEATHS_MAX": rig.DEATHS_MAX}
+    env = {**random.env, **rig.PATIENT, "UNDERSTUDY_DEATHS_MAX": rig.DEATHS_MAX}
     local = LocalPod(Path(), None, device_bytes=DEVICE_BYTES, env=env)
     pod = await prepare_pool(local, file, directory, rig.say, is_drilled=True)
     service = next(word for each in pod.containers for word in each.command if "active=" in word)
     target = Target("127.0.0.1", int(service.rpartition(":")[2]))
 
     async def run(_: PodRunner) -> T:
-        pool = BenchedPool(directory, target, tuple(directories))
+        pool = BenchedPool(directory, target)
         try:
             return await body(pool)
         finally:

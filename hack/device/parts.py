@@ -5,7 +5,7 @@ The process that runs them does not open CUDA; its peers do, and they die with i
 
 from __future__ import annotations
 
-from hack.device import death, driver, fence, rest, service
+from hack.device import death, driver, fence, service
 
 # Each with its limit in seconds, the most important first: the budget may not suffice for the last.
 # The first line of a function's docstring is its question.
@@ -16,7 +16,6 @@ PARTS = {
     "refcount": (driver.refcount, 40.0),
     "server": (service.server, 45.0),
     "fence": (fence.fence, 150.0),
-    "rest": (rest.rest, 60.0),
     "death": (death.death, 100.0),
 }
 

@@ -29,7 +29,6 @@ from plumbing.wire.fds import OwnedFd
 FDS_MAX = 250  # in one message: Linux takes at most 253
 REQUEST_BYTES_MAX = 64 << 10
 PAGE = 4096  # bytes of each read and write
-ONES = 0x01010101
 IDENTITY = {"model": "device-check", "shards": {"a": "1"}}
 
 
@@ -41,7 +40,6 @@ class Requests:
         self.slabs: list[CudaAllocation] = []
         self.ranges: list[CudaReservation] = []
         self.outgoing: list[OwnedFd] = []
-        self.graph: tuple[Any, Any] | None = None
 
     def do_open(self, context: bool) -> dict[str, Any]:
         self.memory = CudaMemory(self.device, context=context)
@@ -82,30 +80,6 @@ class Requests:
         while self.ranges:
             self.ranges.pop().free()
 
-    def do_vacate(self) -> None:
-        """No memory behind the addresses of the first range, and none kept."""
-        self.ranges[0].unmap()
-        self.do_release()
-
-    def do_occupy(self, size_bytes: int) -> None:
-        """New memory behind all of the first range."""
-        self.do_create(size_bytes)
-        self.ranges[0].map(0, self.slabs, writable=True)
-
-    def do_capture(self) -> None:
-        """A graph that fills the first range with ones."""
-        at = self.ranges[0]
-        self.graph = kernels.capture_fill(self.driver, at.address, at.size_bytes, ONES)
-
-    def do_replay(self) -> None:
-        if self.graph is not None:
-            stream, graph = self.graph
-            self.driver.call("GraphLaunch", graph, stream)
-            self.driver.call("StreamSynchronize", stream)
-        else:
-            at = self.ranges[0]
-            self.driver.call("MemsetD32", at.address, ONES, at.size_bytes // 4)
-
     def do_set_access(self, writable: bool) -> None:
         at = self.ranges[0]
         if writable:
@@ -114,18 +88,18 @@ class Requests:
         else:
             at.make_read_only()
 
-    def do_write(self, byte: int, how: str = "copy", offset: int = 0) -> None:
+    def do_write(self, byte: int, how: str = "copy") -> None:
         at = self.ranges[0]
         if how == "copy":
-            at.write(offset, bytes([byte]) * PAGE)
+            at.write(0, bytes([byte]) * PAGE)
         else:
             self.driver.use_context()
-            self.driver.call("MemsetD32", at.address + offset, byte * 0x01010101, PAGE // 4)
+            self.driver.call("MemsetD32", at.address, byte * 0x01010101, PAGE // 4)
             self.driver.call("CtxSynchronize")
 
-    def do_read(self, offset: int = 0) -> list[int]:
-        """Every byte value in the page there."""
-        return sorted(set(self.ranges[0].read(offset, PAGE)))
+    def do_read(self) -> list[int]:
+        """Every byte value in the first page."""
+        return sorted(set(self.ranges[0].read(0, PAGE)))
 
     def do_spin(self, seconds: float) -> None:
         kernels.launch(self.driver, "spin", int(seconds * 1e9))

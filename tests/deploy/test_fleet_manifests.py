@@ -10,14 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from gateway.server.hop import FRONT, POD
 from gateway.server.pods import PodNames
 from plumbing.service.config import duration_s
 from tests.deploy.manifests import (
     FLEETS,
     Document,
     containers,
-    documents,
     environment,
     labels,
     needs_kubectl,
@@ -28,7 +26,7 @@ from tests.deploy.manifests import (
     words,
     workload,
 )
-from tests.deploy.test_manifest_nodes import FILES, key_files, settings
+from tests.deploy.test_manifest_nodes import settings
 from tests.deploy.test_manifests import PROGRAMS
 
 ENDING_S = 30  # what an engine has, after its pod has left
@@ -87,17 +85,6 @@ def test_nobody_but_fronts_reaches_a_pod(fleet: str):
     assert len(rule["from"]) == 1
     assert selects({"spec": {"podSelector": allowed}}, front_of(fleet))
     assert not selects({"spec": {"podSelector": allowed}}, fleet)
-
-
-@each_fleet
-@pytest.mark.parametrize("end", ["front", "pod"])
-def test_certificates_are_where_the_gateway_looks(fleet: str, end: str):
-    pod = front_of(fleet) if end == "front" else fleet
-    ((secret, mount),) = key_files(pod)
-    assert secret == {"secretName": f"understudy-fleet-{end}", "defaultMode": 0o400}
-    assert mount["readOnly"] is True
-    assert settings(pod, gateway_of(pod))["fleet_tls"] == mount["mountPath"]
-    assert sorted(one(fleet, "Secret", secret["secretName"])["data"]) == sorted(FILES)
 
 
 @each_fleet
@@ -179,18 +166,3 @@ def test_component_makes_a_fleet_of_other_pods(own: Path, overlay: str):
     leaving = of_program("fleet", "engine")[0]["lifecycle"]
     engines = made["template"]["spec"]["containers"]
     assert [each.get("lifecycle") for each in engines] == [leaving] * len(engines)
-
-
-@needs_kubectl
-def test_certificates_of_a_manager_in_place_of_ones_own(own: Path):
-    """What the manager issues, in place of our Secrets, has the names that both ends check."""
-    text = "resources: [../deploy/overlays/fleet]\n"
-    found = render(own, f"{text}components: [../deploy/components/fleet-tls]\n")
-    assert not [each for each in found if each["kind"] == "Secret"]
-    assert len(found) > len(documents("fleet"))
-    issued = {
-        each["spec"]["secretName"]: each["spec"] for each in found if each["kind"] == "Certificate"
-    }
-    for name, usage in ((FRONT, "client auth"), (POD, "server auth")):
-        spec = issued[name.replace("understudy-", "understudy-fleet-")]
-        assert (spec["dnsNames"], spec["usages"]) == ([name], [usage])

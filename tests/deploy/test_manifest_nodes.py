@@ -7,6 +7,7 @@ key and the certificates are, a lock server for the probe.
 from __future__ import annotations
 
 import base64
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,7 +15,7 @@ from unittest import mock
 import pytest
 from click.testing import CliRunner
 
-from gateway.server.hop import POD
+from gateway.server.hop import FRONT, POD
 from plumbing.errors import UsageError
 from plumbing.service.config import resolve
 from plumbing.wire import certificates
@@ -22,6 +23,7 @@ from plumbing.wire.tcp import Security
 from plumbing.wire.tcp_address import TcpAddress
 from tests.deploy.manifests import (
     FLEETS,
+    FRONTS,
     LOCK_POD,
     MONITORING,
     NODES,
@@ -33,6 +35,7 @@ from tests.deploy.manifests import (
     environment,
     labels,
     needs_kubectl,
+    of_program,
     one,
     pod_spec,
     render,
@@ -118,28 +121,32 @@ def key_files(pod: str) -> list[tuple[Document, Document]]:
     ]
 
 
+PAIR = ("tls_cert", "tls_key", "tls_ca")
+
+
 @pytest.mark.parametrize(
-    ("pod", "secret_name", "prefix"),
+    ("pod", "program", "secret_name", "names"),
     [
-        (NODES, "understudy-lock-engine", "lockserver_"),
-        (LOCK_POD, "understudy-lock-server", ""),
+        (NODES, "engine", "understudy-lock-engine", [f"lockserver_{each}" for each in PAIR]),
+        (LOCK_POD, "lockserver", "understudy-lock-server", PAIR),
+        *((fleet, "gateway", "understudy-fleet-pod", ["fleet_tls"]) for fleet in FLEETS),
+        *((front, "gateway", "understudy-fleet-front", ["fleet_tls"]) for front in FRONTS),
     ],
 )
 def test_certificates_are_where_the_program_looks_and_nobody_else_can_read_them(
-    pod: str, secret_name: str, prefix: str
+    pod: str, program: str, secret_name: str, names: Sequence[str]
 ):
-    """Goal: each end finds its own pair. Method: the settings, the mount, the Secret's name and
-    mode."""
-    having = engines() if pod == NODES else containers(pod)
-    secrets = key_files(pod)
+    """Goal: each end finds its own pair. Method: the settings, files or a directory; the mount, the
+    Secret's name and mode."""
+    having, secrets = of_program(pod, program), key_files(pod)
     assert len(secrets) == len(having)
     for container, (secret, mount) in zip(having, secrets, strict=True):
         assert secret == {"secretName": secret_name, "defaultMode": 0o400}
         assert mount["readOnly"] is True
-        config = settings(pod, container)
-        paths = [config[f"{prefix}{word}"] for word in ("tls_cert", "tls_key", "tls_ca")]
-        assert paths == [f"{mount['mountPath']}/{file}" for file in FILES]
-        assert sorted(one(NODES, "Secret", secret_name)["data"]) == sorted(FILES)
+        place, config = mount["mountPath"], settings(pod, container)
+        files = [f"{place}/{file}" for file in FILES] if len(names) > 1 else [place]
+        assert [config[name] for name in names] == files
+        assert sorted(one(pod, "Secret", secret_name)["data"]) == sorted(FILES)
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
@@ -200,20 +207,37 @@ def test_certificates_of_ones_own_replace_ours_as_the_page_says(
 
 
 @needs_kubectl
-def test_certificates_of_a_manager_in_place_of_ones_own(own: Path):
+@pytest.mark.parametrize(
+    ("overlay", "component", "names"),
+    [
+        (NODES, "lock-tls", {"lock-server": "server auth", "lock-engine": "client auth"}),
+        ("fleet", "fleet-tls", {"fleet-pod": "server auth", "fleet-front": "client auth"}),
+    ],
+)
+def test_certificates_of_a_manager_in_place_of_ones_own(
+    own: Path, overlay: str, component: str, names: dict[str, str]
+):
     """Goal: the component leaves no Secret, and what is in its place fits. Method: render it with
-    ours; each pod's volume is of a certificate that the manager issues, for the lock's address."""
-    text = "resources: [../deploy/overlays/multi-node-lock]\n"
-    found = render(own, f"{text}components: [../deploy/components/lock-tls]\n")
+    ours; each pod's volume is of a certificate that the manager issues, for the names that are
+    checked."""
+    text = f"resources: [../deploy/overlays/{overlay}]\n"
+    found = render(own, f"{text}components: [../deploy/components/{component}]\n")
     assert not [each for each in found if each["kind"] == "Secret"]
-    issued = {
-        each["spec"]["secretName"]: each["spec"] for each in found if each["kind"] == "Certificate"
-    }
-    for kind, usage in (("Deployment", "server auth"), ("StatefulSet", "client auth")):
-        (made,) = (each for each in found if each["kind"] == kind)
-        volumes = made["spec"]["template"]["spec"]["volumes"]
-        (volume,) = (each["secret"] for each in volumes if "secret" in each)
-        assert issued[volume["secretName"]]["usages"] == [usage]
-        assert volume["defaultMode"] == 0o400
-    address = TcpAddress.parse(settings(NODES, engines()[0])["lockserver_socket"])
-    assert address.host in issued["understudy-lock-server"]["dnsNames"]
+    made = [each["spec"] for each in found if each["kind"] == "Certificate"]
+    issued = {each["secretName"].removeprefix("understudy-"): each for each in made}
+    assert {name: ", ".join(issued[name]["usages"]) for name in names} == names
+    volumes = [
+        volume["secret"]
+        for each in found
+        if each["kind"] in ("Deployment", "StatefulSet")
+        for volume in each["spec"]["template"]["spec"]["volumes"]
+        if "secret" in volume
+    ]
+    assert {each["secretName"].removeprefix("understudy-") for each in volumes} == {*names}
+    assert {each["defaultMode"] for each in volumes} == {0o400}
+    if overlay == NODES:
+        address = TcpAddress.parse(settings(NODES, engines()[0])["lockserver_socket"])
+        assert address.host in issued["lock-server"]["dnsNames"]
+    else:
+        assert issued["fleet-pod"]["dnsNames"] == [POD]
+        assert issued["fleet-front"]["dnsNames"] == [FRONT]

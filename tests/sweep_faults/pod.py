@@ -30,7 +30,7 @@ from understudy.drill.targets import kill_request
 from understudy.http_get import get
 from understudy.pod.ports import Ports, free_pod_ports
 from understudy.pod.runner import PodRunner
-from understudy.pod.table import LocalPod, program
+from understudy.pod.table import LocalPod
 from understudy.status.gather import gather
 from understudy.status.view import PARKED
 from understudy.up.models import ONE_THREAD
@@ -41,6 +41,7 @@ POLL_S = 0.1
 WHOLE_S = 60.0  # a start on a busy machine
 SILENCE_S = 10.0  # of a request; a whole pod answers in milliseconds
 VISIT_S = 1.0  # to listen for events
+SWITCHOVER_MS = 30_000
 PAGES = ("live", "ready", "startup", "status", "metrics", "events")
 # A sweep kills more often than anything else does; what it looks for is not back-off.
 BACK_S = 0.5
@@ -215,14 +216,21 @@ class SweptPod:
     async def kill_model(self, engine: str) -> None:
         """Through its control socket: such a death counts for no crash loop. The call that fails
         may be one that the supervisor makes for this request, which is sent once more then."""
-        path, request = (
-            engine_sockets(self.directory).get(engine, ""),
-            kill_request("backend-model"),
-        )
+        path = engine_sockets(self.directory).get(engine, "")
         try:
-            await ask(path, engine_messages.CONTROL, request)
+            await ask(path, engine_messages.CONTROL, kill_request("backend-model"))
         except UnderstudyError:
-            await ask(path, engine_messages.CONTROL, request)
+            await ask(path, engine_messages.CONTROL, kill_request("backend-model"))
+
+    async def switch_over(self) -> None:
+        """The call that fails may cost the pod its standby for a while."""
+        path = lockserver_socket(str(self.directory))
+        order = lock_messages.SwitchOverMsg("active", None, SWITCHOVER_MS)
+        try:
+            await ask(path, lock_messages.CATALOGUE, order, SWITCHOVER_MS / 1000)
+        except UnderstudyError:
+            await self.until_whole(WHOLE_S)
+            await ask(path, lock_messages.CATALOGUE, order, SWITCHOVER_MS / 1000)
 
     def kill_container(self, name: str) -> None:
         self.kill(self.runner.pids()[name])
@@ -243,7 +251,7 @@ class SweptPod:
         """Ask for everything that can be asked for, once."""
         ports = (self.ports.lockserver, self.ports.gms, *self.ports.engines)
         pages = [f"http://127.0.0.1:{port}/{page}" for port in ports for page in PAGES]
-        await asyncio.gather(*map(get, pages), self._watch(), self._lockserver("status"))
+        await asyncio.gather(*map(get, pages), self._watch())
         await asyncio.gather(*(send(self._target, each, SILENCE_S) for each in self._prompts))
 
     async def _watch(self) -> None:
@@ -255,19 +263,6 @@ class SweptPod:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(heard.wait(), VISIT_S)
         await watch.close()
-
-    async def _lockserver(self, command: str) -> int:
-        process = await asyncio.create_subprocess_exec(
-            *program("lockserver"),
-            command,
-            env={**os.environ, "UNDERSTUDY_DIR": str(self.directory)},
-            **dict.fromkeys(("stdin", "stdout", "stderr"), asyncio.subprocess.DEVNULL),
-        )
-        return await process.wait()
-
-    async def switch_over(self) -> None:
-        if await self._lockserver("switchover"):  # as in `kill_model`
-            await self._lockserver("switchover")
 
 
 def _answering(view: Document) -> list[Document]:

@@ -11,7 +11,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 ROOT = Path(__file__).parents[2]
 SOURCE = Path(__file__).parent / "shim.c"
@@ -58,14 +58,10 @@ class _Block(ctypes.Structure):
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One recorded call: a new site in one process, or a call that failed."""
+class Call(NamedTuple):
+    """A new site in one process."""
 
-    has_failed: bool
-    pid: int
     kinds: int
-    at_ms: int
     process: str  # the engine's id, or `-`, and the command line
     site: str
 
@@ -110,11 +106,11 @@ class Control:
         return int(self._block.fired)
 
     def calls(self) -> list[Call]:
-        """What was recorded, or has failed, since `record` or `arm`."""
+        """What was recorded since `record`."""
         if not self._log.exists():
             return []
-        lines = self._log.read_text(errors="replace").splitlines()
-        return [_call(line) for line in lines if line.count("\t") == FIELDS - 1]
+        lines = (line.split("\t") for line in self._log.read_text(errors="replace").splitlines())
+        return [Call(int(each[2]), *each[4:]) for each in lines if len(each) == FIELDS]
 
     def _begin(self, state: int) -> None:
         self._block.state = OFF
@@ -122,11 +118,6 @@ class Control:
         self._block.seen = self._block.fired = 0
         self._block.armings += 1
         self._block.state = state
-
-
-def _call(line: str) -> Call:
-    what, pid, kinds, at_ms, process, site = line.split("\t")
-    return Call(what == "F", int(pid), int(kinds), int(at_ms), process, site)
 
 
 def build(directory: Path) -> Path:

@@ -23,7 +23,6 @@ from tests.sweep_faults.shim import KINDS, Control, SweepError
 
 REACH_S = 3.0  # for a site to be reached again at rest: ticks come every second or faster
 SETTLE_S = 0.3  # for a death that a fault causes to be seen
-LATE_S = 30.0  # beyond the deadline: late, or never
 DISTURBED_MAX = 3  # unplanned deaths of one pod: a fifth within ten minutes is a crash loop
 CASES_MAX = 12  # of one pod
 
@@ -41,8 +40,7 @@ class Verdict(StrEnum):
     WHOLE = "whole"
     NAMED = "named"  # not whole in time, and status says why
     NOT_REACHED = "not_reached"
-    LATE = "late"  # whole, but after the deadline, and status did not say why
-    SILENT = "silent"  # not whole, and status does not say why
+    SILENT = "silent"  # not whole in time, and status does not say why
     WRONG = "wrong"  # a request got a wrong answer
     TAKEOVER = "takeover"  # it looked whole, and the next death of the active engine was an outage
 
@@ -164,11 +162,7 @@ class Sweep:
         self._cases += 1
         if look.standing is None:
             outcome.detail, outcome.named, outcome.whole_ms = look.missing, look.named, None
-            outcome.verdict = Verdict.NAMED
-            if not look.named:  # does it heal later?
-                later = await pod.until_whole(LATE_S)
-                outcome.verdict = Verdict.LATE if later.standing else Verdict.SILENT
-                outcome.named = later.named
+            outcome.verdict = Verdict.NAMED if look.named else Verdict.SILENT
             await self.close()
         else:
             outcome.cost = phase.unexpected(standing, look.standing) + kv_cost(look.view)
