@@ -136,6 +136,9 @@ DRAIN = ("park", "cut")  # keys of `drain_timeout`
 DEFAULTS = {each.encode_name for each in fields(ModelSettings)} | {"drain_timeout"}
 DEFAULTS -= {"model", "aliases", "devices", "memory", *DRAIN}
 
+STRUCTS = (PoolFile, ModelSettings, QueueLimits, ModelMemory)
+KEYS = {each.encode_name for kind in STRUCTS for each in fields(kind)}
+
 Path = tuple[str, ...]
 NO_MODELS = "a pool file is a mapping with `devices` and at least one of `models`"
 
@@ -300,16 +303,13 @@ def _convert(file: YamlFile, where: Path, raw: Mapping[str, Any], kind: type[S])
     except ValidationError as error:
         reason, _, place = str(error).partition(" - at `$")
         inner = tuple(re.findall(r"[^.\[\]`]+", place))
-        named = {each.encode_name: each.type for each in fields(kind)}
-        at = named.get(inner[0]) if inner else kind
-        structs = [each for each in (at, *get_args(at)) if hasattr(each, "__struct_fields__")]
         unknown = re.fullmatch(r"Object contains unknown field `(.*)`", reason)
         if unknown:
-            known = [each.encode_name for each in fields(structs[0])]
-            file.refuse((*where, *inner, unknown[1]), f"unknown; {closest(unknown[1], known)}")
+            file.refuse((*where, *inner, unknown[1]), f"unknown; {closest(unknown[1], KEYS)}")
         if inner[:1] and inner[0] in DRAIN:
             where = (*where, "drain_timeout")
-        file.refuse((*where, *inner), _plain(reason, at))
+        types = {each.encode_name: each.type for each in fields(kind)}
+        file.refuse((*where, *inner), _plain(reason, types.get(inner[0]) if inner else kind))
 
 
 def _plain(reason: str, kind: object) -> str:
@@ -317,9 +317,6 @@ def _plain(reason: str, kind: object) -> str:
     invalid = re.fullmatch(r"Invalid enum value '(.*)'", reason)
     if invalid:
         return f"{invalid[1]!r} is unknown; {closest(invalid[1], get_args(kind))}"
-    missing = re.fullmatch(r"Object missing required field (.*)", reason)
-    if missing:
-        return f"{missing[1]} is missing"
     if "matching regex" in reason:
         return "it has characters that are not possible here"
     return reason[:1].lower() + reason[1:].replace("`", "")

@@ -128,48 +128,41 @@ def shut(model: Model) -> str:
     return f"model {model.name} is {model.state.value}: {why}"
 
 
-# What an engine in each state does next, on its way up.
-_STEPS = {"dead": "start", "init": "start", "standby": "wake", "waking": "wake", "resting": "wake"}
+STOPPED = "waiting for all gateways to confirm that they stopped sending"
 
 
 def _waits(facts: Facts, model: Model) -> Iterator[str | None]:
     """One after the other; None or "": this one is none."""
-    state = model.state
+    engine = model.main()
     if model.is_unknown or model.is_recovering:
         missing = [each.name for each in model.engines if each.said is None and not each.is_gone]
         if missing:
-            have = "has" if len(missing) == 1 else "have"
-            yield f"{', '.join(missing)} {have} not reported since the pool started"
+            yield f"no report of {', '.join(missing)} has come since the pool started"
         yield "an engine is changing its state and has not reported the new one yet"
-    if state is S.PENDING:
+    if model.state is S.PENDING:
         if model.is_blind:
             yield unheard(model.rules.devices[0])
         yield model.never or model.wait
-    if state in RISING:
-        engine = model.main()
-        name, said = engine.name, engine.said
+    if model.state in RISING:
         if model.is_unload_ordered:
-            what = "all gateways to confirm that they stopped sending"
-            yield f"waiting for {what}; then it is unloaded"
-        if said is None or not engine.is_connected:
-            yield f"{name} is not connected to the pool"
+            yield f"{STOPPED}; then it is unloaded"
+        if engine.said is None or not engine.is_connected:
+            yield f"{engine.name} is not connected to the pool"
         elif not engine.has_obeyed:
-            yield f"{name} has not answered its newest goal, {engine.goal}"
+            yield f"{engine.name} has not answered its newest goal, {engine.goal}"
         else:
-            fault = f" after a fault: {said.fault}" if said.fault else ""
-            yield f"waiting for {name} to {_STEPS.get(said.state, 'be active')}{fault}"
-    if state is S.DRAINING:
-        count, engine_there = facts.demand.in_flight(model.name), model.stander()
+            fault = f", after a fault: {engine.said.fault}" if engine.said.fault else ""
+            yield f"waiting for {engine.name}, which is {engine.said.state}{fault}"
+    if model.state is S.DRAINING:
+        count, stander = facts.demand.in_flight(model.name), model.stander()
         if count:
-            yield f"{count} {'request is' if count == 1 else 'requests are'} still running"
+            yield f"requests that still run: {count}"
         if not facts.demand.is_quiet(model.name, model.door_number):
-            yield "waiting for all gateways to confirm that they stopped sending"
-        if engine_there is None or engine_there.said is None:
+            yield STOPPED
+        if stander is None or stander.said is None:
             yield "no engine holds its lock, so idleness cannot be confirmed"
-        elif engine_there.said.in_flight:
-            yield f"{engine_there.name} has {engine_there.said.in_flight} requests"
         else:
-            yield f"{engine_there.name} is not connected"
+            yield f"{stander.name} has {stander.said.in_flight} requests, or is not connected"
     if model.frees is not None:
         yield facts.ledger.why_not_free(model)
     yield model.never
