@@ -384,7 +384,7 @@ LINES_MAX = {
     "gms": 8_830,
     "engine": 17_780,
     "gateway": 10_550,
-    "pool": 7_180,
+    "pool": 7_170,
     "understudy": 8_300,
     "hack": 5_705,
     "tests": 64_070,
