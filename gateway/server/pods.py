@@ -7,7 +7,7 @@ again at once when it breaks: the gateway of a pod that lives is there within `p
 
 When a pod is lost, all of its streams go elsewhere at once, and a handshake of TLS for each would
 be most of their pause. So each pod has idle connections ready, as many as the pod with the most
-streams has of them, within `WARM_MAX`.
+streams has of them, within these limits.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from plumbing.wire.tcp import reason_of
 
 LOOK_UP_S = 1.0
 PODS_MAX = 256
-WARM_MAX, WARM_IN_ALL = 32, 256  # idle connections that are made for one pod, and for all
+WARM_MIN, WARM_MAX, WARM_IN_ALL = 8, 32, 256  # idle connections made for one pod, and for all
 REPORT_BYTES_MAX = 64 << 10
 CONNECT_S = 2.0  # a pod whose node has no power does not refuse
 RETRY_S, RETRY_S_MAX = 0.02, 1.0  # doubled
@@ -252,8 +252,8 @@ class PodLinks:
         if self._fleet.state(pod) is not PodState.READY:
             return 0
         streams = Counter(each.engine for each in self._fleet.attempts.values())
-        most = max(streams.values(), default=0)
-        wanted = max(1, min(most, WARM_MAX, WARM_IN_ALL // len(self._fleet.pods)))
+        most = max((WARM_MIN, *streams.values()))
+        wanted = min(most, WARM_MAX, WARM_IN_ALL // len(self._fleet.pods)) or 1
         old_s = time.monotonic() - PodConnections.idle_s + 2 * LOOK_UP_S
         return wanted - sum(each.since_s > old_s for each in idle)
 
