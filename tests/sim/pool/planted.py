@@ -74,7 +74,7 @@ def weights_leave_at_unmap(real: Any, self: Any, known: Model, key: Any) -> Any:
     return key.kind is EntryKind.WEIGHTS or real(self, known, key)
 
 
-@RULES.rule("a death is no acknowledgement", "P1:|P2:", 3645)
+@RULES.rule("a death is no acknowledgement", "P1:|P2:", 200)
 def a_death_is_an_answer(patch: Patch) -> None:
     """An engine whose processes are dead takes nothing, whatever goal its supervisor remembers."""
     wrapped(
