@@ -21,7 +21,7 @@ from typing import Any
 from engine.core.events import State
 from hack import rig
 from hack.standing_pod import StandingPod
-from hack.vllm.pod import MODEL_SHAPE, make_pod, model_of
+from hack.vllm.pod import MODEL_SHAPE, make_pod
 from plumbing.errors import RemoteError
 from plumbing.pod.messages import Tier
 from understudy.drill.clients import clock, send, stream_without_pause
@@ -29,7 +29,7 @@ from understudy.drill.outcomes import classify
 from understudy.drill.records import Exchange, Outcome
 from understudy.drill.run import Drill, DrillPlan
 from understudy.pod.runner import PodRunner
-from understudy.up.models import RandomModel
+from understudy.up.models import RandomModel, make_random_model
 
 PHASES = ("told", "wake", "answer")  # to wake; until it is active; until the first byte
 WARM_UP_ROUNDS = 3  # what is done for the first time is slower
@@ -149,13 +149,11 @@ async def measure(pod: StandingPod, rounds: int, sleeps: int, problems: list[str
     return {"to_awake_ms": tiers, "under_streams": streamed}
 
 
-async def run(
-    backend: str, rounds: int, model: Path | None, base: Path, *, is_quick: bool
-) -> rig.Figures:
+async def run(backend: str, rounds: int, base: Path, *, is_quick: bool) -> rig.Figures:
     shape = MODEL_SHAPE if backend == "vllm" else ()
-    found_model = await model_of(base, str(model) if model else None, shape)
+    model = await make_random_model(base / "model", shape)
     arguments = RandomModel.of(backend).arguments
-    local = make_pod(base, found_model, 1, arguments, host_memory=HOST_MEMORY, backend=backend)
+    local = make_pod(base, model, 1, arguments, host_memory=HOST_MEMORY, backend=backend)
     local = replace(local, env={**local.env, **rig.PATIENT})
     problems: list[str] = []
 
@@ -175,10 +173,9 @@ def main() -> None:
     parser = rig.arguments("bench_sleep", "sleeps and wakes of an engine, in time")
     parser.add_argument("--backend", choices=("reference", "vllm"), default="reference")
     parser.add_argument("--rounds", type=int, default=100, help="of each tier")
-    parser.add_argument("--model", type=Path, help="a checkpoint [default: a random one]")
     flags = parser.parse_args()
     rounds = 3 if flags.quick else flags.rounds
-    body = partial(run, flags.backend, rounds, flags.model, is_quick=flags.quick)
+    body = partial(run, flags.backend, rounds, is_quick=flags.quick)
     rig.finish(rig.run("bench-sleep-", body), is_json=flags.json)
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hack import rig
-from hack.vllm.pod import MODEL_SHAPE, make_pod, model_of
+from hack.vllm.pod import MODEL_SHAPE, make_pod
 from plumbing.errors import UnderstudyError
 from understudy.drill.clients import Target, clock
 from understudy.drill.fleet import FleetDrill
@@ -32,7 +32,7 @@ from understudy.drill.run import Drill, DrillPlan
 from understudy.drill.targets import PARTS, POD
 from understudy.drill.verdict import judge
 from understudy.pod.runner import PodRunner
-from understudy.up.models import RandomModel
+from understudy.up.models import RandomModel, make_random_model
 from understudy.up.pods import prepare_fleet
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ APART_S = 5.0
 ANSWER_S = 120.0  # longer than a takeover on a busy machine; then it counts as lost
 # A killed pod closes its connections; where others use the machine, silence is not its death.
 PATIENT_FRONT = {"UNDERSTUDY_SILENT_MS": "10000"}
+CLIENTS = 4
 PODS, FLEET_CLIENTS = 3, 4  # of a fleet; the drill's own, whose pauses it reports
 ALIKE_ROUNDS = 2  # of all kinds at once, before the first kill
 AFTER_ERROR_S = 0.02  # else a port that refuses would get thousands of requests a second
@@ -106,8 +107,8 @@ KINDS = (
 class OpenaiClients:
     """Clients of the package, each of which sends all kinds in turn."""
 
-    def __init__(self, kinds: Sequence[RequestKind], number: int) -> None:
-        self._kinds, self._number = kinds, number
+    def __init__(self, kinds: Sequence[RequestKind]) -> None:
+        self._kinds = kinds
         self.exchanges: list[Exchange] = []
 
     async def run(self, target: Target, drill: Drill) -> None:
@@ -131,9 +132,9 @@ class OpenaiClients:
                     if classify(answer, expected) is not Outcome.OK:
                         text = f"{answer.prompt}: two answers before any kill; {answer.detail}"
                         raise UnderstudyError("clients.unsteady", text)
-            apart = max(1, len(self._kinds) // self._number)
+            apart = max(1, len(self._kinds) // CLIENTS)
             async with asyncio.TaskGroup() as tasks:
-                for each in range(self._number):
+                for each in range(CLIENTS):
                     kinds = itertools.islice(itertools.cycle(self._kinds), apart * each, None)
                     tasks.create_task(self._go_on(send, kinds, stopping))
                 try:
@@ -228,7 +229,7 @@ def document(client: OpenaiClients, drill: Drill, kills: int, backend: str) -> r
 async def run(flags: Any, base: Path) -> rig.Figures:
     # Three pods on two cores: a small model, and more streams than a kill can miss.
     shape, clients = ((), FLEET_CLIENTS) if flags.fleet else (MODEL_SHAPE, 1)
-    model = await model_of(base, str(flags.model) if flags.model else None, shape)
+    model = await make_random_model(base / "model", shape)
     arguments = RandomModel.of(flags.backend).arguments
     pod = make_pod(base, model, 1, arguments, backend=flags.backend)
     plan = DrillPlan(
@@ -248,7 +249,7 @@ async def run(flags: Any, base: Path) -> rig.Figures:
     async def measure(runner: PodRunner) -> rig.Figures:
         make = partial(FleetDrill, replicas=PODS) if flags.fleet else Drill
         drill: Drill = make(pod.directory, plan, rig.say, runner)
-        client = OpenaiClients(KINDS, flags.clients)
+        client = OpenaiClients(KINDS)
         await client.run(await drill.prepare(), drill)
         return document(client, drill, plan.kills, flags.backend)
 
@@ -258,11 +259,9 @@ async def run(flags: Any, base: Path) -> rig.Figures:
 def main() -> None:
     parser = rig.arguments("stock_clients", "stock clients of a pod whose processes are killed")
     parser.add_argument("--kills", type=int, default=100)
-    parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--fleet", action="store_true", help=f"{PODS} pods behind a front")
     parser.add_argument("--apart-s", type=float, default=APART_S, help="from kill to kill")
     parser.add_argument("--backend", choices=("reference", "vllm"), default="reference")
-    parser.add_argument("--model", type=Path, help="a checkpoint [default: a random one]")
     parser.add_argument(
         "--target", action="append", default=[], help="as the drill's [default: all]"
     )

@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import pytest
 import yaml
 
 from tests.deploy.manifests import DEPLOY, PODS, ROOT, containers, labels, workload
-from tests.e2e.pods import Pod, PodHome, make_model
+from tests.e2e.pods import Pod, PodHome, in_pod, make_model
 from tests.helpers import auntil
 from tests.pool.neighbours import MIB, World, pool_process
 from tests.pool.test_pool_process import FILE as POOL_FILE
@@ -49,11 +50,8 @@ def alerts() -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PodHome]:
     model = make_model(tmp_path_factory.mktemp("m") / "model")
-    found = PodHome(tmp_path_factory.mktemp("pod"), model)
-    try:
+    with closing(PodHome(tmp_path_factory.mktemp("pod"), model)) as found:
         yield found
-    finally:
-        found.close()
 
 
 # ------------------------------------------------------------------ the files by themselves
@@ -88,24 +86,18 @@ def test_every_pod_is_scraped(pod: str):
 
 
 @pytest.mark.slow
-def test_names_of_metrics_are_those_of_a_pod(home: PodHome):
+@in_pod
+async def test_names_of_metrics_are_those_of_a_pod(pod: Pod):
     """Whatever the rules and the dashboard ask for is on a page of a running pod."""
     asked = NAME.findall("\n".join(alert["expr"] for alert in alerts()))
     asked += NAME.findall((MONITORING / "dashboard.json").read_text())
     assert len(set(asked)) > 10
-
-    async def scenario(pod: Pod) -> None:
-        pages = ""
-        ports = pod.local.ports
-        for port in (ports.lockserver, ports.gms, ports.gateway, *ports.engines):
-            answer = await get(f"http://127.0.0.1:{port}/metrics", 10)
-            pages += answer.body.decode()
-        there = names_on(pages)
-        assert {
-            name for name in set(asked) - OF_A_POOL - OF_A_FRONT if "_pool_" not in name
-        } <= there
-
-    home.run(scenario)
+    pages, ports = "", pod.local.ports
+    for port in (ports.lockserver, ports.gms, ports.gateway, *ports.engines):
+        answer = await get(f"http://127.0.0.1:{port}/metrics", 10)
+        pages += answer.body.decode()
+    of_others = OF_A_POOL | OF_A_FRONT
+    assert {it for it in set(asked) - of_others if "_pool_" not in it} <= names_on(pages)
 
 
 async def test_names_of_a_pools_metrics_are_those_of_a_pool(tmp_path: Path):

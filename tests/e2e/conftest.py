@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,5 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[PodHome]:
     """A pod that every test of a module leaves complete."""
-    found = PodHome(tmp_path_factory.mktemp("pod"), model)
-    try:
+    with closing(PodHome(tmp_path_factory.mktemp("pod"), model)) as found:
         yield found
-    finally:
-        found.close()

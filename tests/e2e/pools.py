@@ -6,7 +6,7 @@ import http.client
 import json
 import threading
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -107,13 +107,11 @@ class RunningPool:
     @contextmanager
     def _asked(self, model: str, prompt: str, **more: Any) -> Iterator[http.client.HTTPResponse]:
         asked = {"model": model, "prompt": prompt, "temperature": 0, **more}
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=self.silence_s)
         headers = {"Content-Type": "application/json"}
-        try:
+        made = http.client.HTTPConnection("127.0.0.1", self.port, timeout=self.silence_s)
+        with closing(made) as connection:
             connection.request("POST", "/v1/completions", json.dumps(asked), headers)
             yield connection.getresponse()
-        finally:
-            connection.close()
 
 
 @asynccontextmanager

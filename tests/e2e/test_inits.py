@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -24,11 +24,8 @@ SHARE = 0.05
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[PodHome]:
-    found = PodHome(tmp_path_factory.mktemp("inits"), model, has_inits=True)
-    try:
+    with closing(PodHome(tmp_path_factory.mktemp("inits"), model, has_inits=True)) as found:
         yield found
-    finally:
-        found.close()
 
 
 def init_of(pod: Pod, name: str) -> int:

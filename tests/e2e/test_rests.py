@@ -9,6 +9,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -23,11 +24,8 @@ DEADLINE_S = 60.0
 def home(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[PodHome]:
     """A pod whose engine rests after a second."""
     environment = {"UNDERSTUDY_SLEEP_AFTER": "1s"}
-    found = PodHome(tmp_path_factory.mktemp("pod"), model, env=environment)
-    try:
+    with closing(PodHome(tmp_path_factory.mktemp("pod"), model, env=environment)) as found:
         yield found
-    finally:
-        found.close()
 
 
 async def rests(pod: Pod) -> str:

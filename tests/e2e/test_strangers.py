@@ -10,6 +10,7 @@ import socket
 import tempfile
 import urllib.request
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -27,11 +28,8 @@ def home(model: Path) -> Iterator[PodHome]:
     # Not pytest's directory, below which the path of an engine's socket would be too long.
     with tempfile.TemporaryDirectory(prefix="us-") as directory:
         os.mkdir(os.fsencode(directory) + b"/odd-\xff", 0o700)
-        found = PodHome(Path(directory, os.fsdecode(b"odd-\xff")), model)
-        try:
+        with closing(PodHome(Path(directory, os.fsdecode(b"odd-\xff")), model)) as found:
             yield found
-        finally:
-            found.close()
 
 
 def fetch(port: int, path: str) -> str:

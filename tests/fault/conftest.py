@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 
@@ -22,8 +23,5 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PodHome]:
     base = tmp_path_factory.mktemp("fault")
     limits = {"WINDOW_MS": WINDOW_MS, "SILENT_MS": SILENT_MS, "HOLD_MS": HOLD_MS}
     env = {f"UNDERSTUDY_{name}": str(limit) for name, limit in limits.items()}
-    found = PodHome(base, make_model(base / "model"), env=env)
-    try:
+    with closing(PodHome(base, make_model(base / "model"), env=env)) as found:
         yield found
-    finally:
-        found.close()

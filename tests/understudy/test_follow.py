@@ -6,21 +6,11 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from plumbing.pod.messages import EventMsg, StatusReplyMsg
 from tests.fake_clock import FakeClock
 from tests.gms.bench import ClientProcess, GmsProcess
 from tests.helpers import auntil
 from understudy.status.events import FollowedPart, follow_events
-
-
-@pytest.fixture
-def directory(tmp_path: Path) -> Path:
-    path = tmp_path / "pod"
-    path.mkdir(mode=0o700)
-    return path
-
 
 DEADLINE_S = 30.0
 

@@ -9,7 +9,7 @@ import hashlib
 import json
 import re
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +37,8 @@ CARDS = """JSON.stringify([...document.querySelectorAll('#cards .card')].map((ca
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PodHome]:
     model = make_model(tmp_path_factory.mktemp("ui") / "model")
-    found = PodHome(tmp_path_factory.mktemp("pod"), model)
-    try:
+    with closing(PodHome(tmp_path_factory.mktemp("pod"), model)) as found:
         yield found
-    finally:
-        found.close()
 
 
 @asynccontextmanager

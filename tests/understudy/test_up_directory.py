@@ -22,13 +22,6 @@ from understudy.up import pods
 from understudy.up.pods import claim, forget_last_pod, refuse_second_pod
 
 
-@pytest.fixture
-def directory(tmp_path: Path) -> Path:
-    made = tmp_path / "pod"
-    made.mkdir(mode=0o700)
-    return made
-
-
 def test_what_the_last_pod_left_of_itself_is_no_part_of_the_next_one(directory: Path):
     """Method: files of a pool; tokens, journals and witnesses stay."""
     kept = {"lockserver.json", "gms_HOST-0_weights.json", "witness_chat-0_0123456789abcdef"}

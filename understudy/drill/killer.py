@@ -181,7 +181,7 @@ async def kill_engine(directory: Path, kill: Kill, observer: Observer) -> None:
     kill.killed_ms = clock.now_ms()
     kill.kept_blocks = int(_kv_of(document).get("kept_blocks") or 0)
     if status.pid == 0:  # in another PID namespace: the witness that its processes hold must do
-        tree = OldTree.by_witness(directory, str(kill.incarnation))
+        tree = OldTree.by_witness(directory, kill.incarnation)
     else:
         # A supervisor survives the death of its backend, but not its own.
         own = [status.pid] if process_of(kill.target) == SUPERVISOR else []

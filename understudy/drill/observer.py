@@ -22,7 +22,6 @@ from typing import Any
 from engine import messages as engine_messages
 from lockserver.client import messages as lock_messages
 from lockserver.client import witness
-from plumbing.errors import UnderstudyError
 from plumbing.pod.messages import EventMsg, StatusReplyMsg, WatchMsg
 from plumbing.pod.models import ACTIVE, lock_of
 from plumbing.pod.observers import PeerWatch
@@ -59,13 +58,14 @@ class OldTree:
         return tree
 
     @classmethod
-    def by_witness(cls, directory: Path, incarnation: str) -> OldTree:
-        """For processes not visible here; the kernel releases the lock of a dead one last."""
-        try:
-            path = directory / witness.name_of(incarnation)
-            return cls(witness=os.open(path, os.O_RDONLY | os.O_CLOEXEC))
-        except (OSError, UnderstudyError):
-            return cls()  # no evidence
+    def by_witness(cls, directory: Path, incarnation: str | None) -> OldTree:
+        """For processes not visible here; the kernel releases the lock of a dead one last. Without
+        an incarnation, or its file, it is no evidence."""
+        with contextlib.suppress(OSError):
+            if incarnation is not None:
+                path = directory / witness.name_of(incarnation)
+                return cls(witness=os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+        return cls()
 
     @property
     def is_evidence(self) -> bool:

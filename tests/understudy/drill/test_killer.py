@@ -134,7 +134,7 @@ def test_witness_says_of_invisible_processes_whether_they_live(tmp_path: Path):
         process.wait()
         assert tree.alive() == []
         tree.close()
-    for unknown in (witness.new_incarnation("engine-1"), "None"):
+    for unknown in (witness.new_incarnation("engine-1"), None):
         assert not OldTree.by_witness(tmp_path, unknown).is_evidence
 
 

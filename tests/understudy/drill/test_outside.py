@@ -24,13 +24,6 @@ from understudy.up import sessions
 BACKENDS = (f"{BACKEND}model",)
 
 
-@pytest.fixture
-def directory(tmp_path: Path) -> Path:
-    made = tmp_path / "pod"
-    made.mkdir(mode=0o700)
-    return made
-
-
 async def drilled(directory: Path, target: Target, kills: int = 2, **more: float) -> DrillReport:
     plan = DrillPlan(kills, BACKENDS, clients=3, outside=target, **more)
     result = await sessions.drill_running_pod(directory, plan, lambda line: None)

@@ -21,13 +21,6 @@ from understudy.up import sessions
 BACKENDS = ("backend-model", "core")
 
 
-@pytest.fixture
-def directory(tmp_path):
-    made = tmp_path / "pod"
-    made.mkdir(mode=0o700)
-    return made
-
-
 def drill(directory, mood: str = "", kills: int = 4, **more: float) -> DrillReport:
     async def main():
         async with FakePod(directory, mood):
