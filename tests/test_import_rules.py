@@ -381,13 +381,13 @@ def test_the_package_alone_brings_what_it_imports_and_reads():
 LINES_MAX = {
     "plumbing": 6_290,
     "lockserver": 6_260,
-    "gms": 8_830,
+    "gms": 8_840,
     "engine": 17_780,
-    "gateway": 10_550,
+    "gateway": 10_540,
     "pool": 7_170,
     "understudy": 8_300,
     "hack": 5_700,
-    "tests": 64_070,
+    "tests": 63_990,
 }
 
 

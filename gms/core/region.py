@@ -469,6 +469,10 @@ class Machine(abc.ABC, Generic[R]):
         assert region is not None, f"session {session.id} is {session.state} without a region"
         return region
 
+    def _may_end(self, region: R) -> bool:
+        """Whether the file of a region that is out of service may be removed once it is free."""
+        return not self.is_held(region)
+
     def _watch(self) -> None:
         """Ask the kernel about the files of regions whose end, or next holder, hangs on it."""
         for region in self.regions.values():
@@ -476,7 +480,7 @@ class Machine(abc.ABC, Generic[R]):
                 case RegionPhase.ORPHANED:
                     wanted = True if region.returning is None else None
                 case RegionPhase.RETIRED:
-                    wanted = None if self.is_held(region) else True
+                    wanted = True if self._may_end(region) else None
                 case RegionPhase.SERVED:
                     wanted = False if self._is_served_watched(region) else None
                 case _:

@@ -144,6 +144,11 @@ class Upkeep(Machine[Epoch]):
                 self.do(answer)
             self._dropped.clear()
 
+    def _may_end(self, region: Epoch) -> bool:
+        """Not while the journal is being written: a restart would find the epoch on record and its
+        file gone, and take its host copy for it, although it may be condemned."""
+        return not self._journal_writes and super()._may_end(region)
+
     def _note_problem(self, event_type: str, problem: str) -> None:
         """Show `problem` in the status, and log it if it is new."""
         if problem != self.problem:

@@ -328,7 +328,7 @@ class SimDevice(SimServer):
         writers = [s for s in device.sessions.values() if s.state in WRITER_STATES]
         assert len(writers) == phases.count(RegionPhase.MAKING), "staging belongs to its writer"
         for epoch in device.regions.values():
-            is_given_up = epoch.phase is RegionPhase.RETIRED and not device.is_held(epoch)
+            is_given_up = epoch.phase is RegionPhase.RETIRED and device._may_end(epoch)
             assert epoch.watch or not is_given_up, "given up and not watched is a leak"
         for session in device.sessions.values():
             if session.state is S.READING and session.region not in device.regions:

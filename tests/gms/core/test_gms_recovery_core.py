@@ -86,6 +86,19 @@ def test_retired_epoch_is_journalled_again_until_the_write_succeeds(how: str):
     assert len([r for r in bench.records if r.type == "gms.journal"]) == 1, "said once"
 
 
+def test_condemned_epoch_keeps_its_file_until_the_journal_knows():
+    """Goal: no restart finds it on record and gone, and takes its host copy for it. Method: its
+    reader leaves while the journal is being written."""
+    bench = Bench(auto=False)
+    bench.load_by_hand(1)
+    bench.device.committed.failed_canaries.add("another")
+    bench.tell(ev.Received(1, 0, msg.CondemnMsg("other tokens")))
+    bench.close(1)
+    assert not [effect for effect in bench.pending if isinstance(effect, ev.Watch)]
+    bench.drain()
+    assert bench.released
+
+
 def test_memory_that_is_not_what_was_committed_is_refused_and_changes_nothing():
     bench = restarted()
     with pytest.raises(UnderstudyError, match=r"gms\.bad_offer"):
