@@ -473,10 +473,19 @@ class Fleet(Gateway):
         if not pod.is_named and now_ms - pod.heard_ms >= FORGET_MS:
             self._lose(pod, "silent", now_ms)
             return
+        if now_ms - pod.heard_ms >= self.rules.silent_ms / 2 and self._speaks(pod):
+            pod.heard_ms = now_ms - self.rules.silent_ms / 2
         self._note(pod)
         state = self.state(pod)
         if state in (PodState.SILENT, PodState.LEAVING):
             self._empty(pod, state, now_ms)
+
+    def _speaks(self, pod: Pod) -> bool:
+        """Whether its streams have more tokens than when this was asked last: its reports are late,
+        and it lives."""
+        mine = (each.owner for each in self.attempts.values() if each.engine == pod.address)
+        before, pod.tokens = pod.tokens, sum(each.delivered_tokens for each in mine)
+        return 0 <= before < pod.tokens
 
     def _empty(self, pod: Pod, state: PodState, now_ms: float) -> None:
         """Move what another pod can take, and nothing else."""

@@ -8,7 +8,7 @@ reports come on:
     ready       an engine serves, or a model can be woken
     no_engine   neither
     leaving     it was told to end: its streams move
-    silent      no report for `silent_ms`: its streams move where somebody has room for them
+    silent      no report for `silent_ms`, nor tokens: its streams move where somebody has room
     gone        its connection broke, and no new one is there after `GONE_MS`; its streams broke
 
 A pod's readiness in Kubernetes says nothing here: the restart of any one container makes a pod
@@ -61,6 +61,7 @@ class Pod:
         self.is_gone = False
         self.suspended_ms = 0.0  # until then it gets no resumes
         self.sent: Counter[str] = Counter()  # since its last report, by model
+        self.tokens = -1  # of its streams, once its report is late
         self.leaving_since_ms: float | None = None
         self.born_ms = now_ms  # when this incarnation was heard first
         self.shown, self.shown_since_ms = PodState.UNKNOWN, now_ms  # its state, as last recorded
@@ -96,6 +97,7 @@ class Pod:
         self.report, self.heard_ms, self.broke_ms, self.is_gone = report, now_ms, None, False
         self.has_any = any(map(serves, report.models.values()))
         self.sent.clear()
+        self.tokens = -1
 
     def model(self, name: str) -> PodModel | None:
         """None: its report does not name it."""

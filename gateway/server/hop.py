@@ -42,6 +42,8 @@ KEEPALIVE = (
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
     (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 10_000),
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+    # TCP_THIN_LINEAR_TIMEOUTS: a report that is lost twice is not sent later each time.
+    (socket.IPPROTO_TCP, 16, 1),
 )
 LOAD_S = 0.02
 REPORT_S = 0.25  # at the latest: a front takes a second without a report for a lost pod

@@ -187,8 +187,13 @@ class PodLinks:
             if not head.startswith(b"HTTP/1.1 200 "):
                 raise ValueError(f"it answered {head[:64].decode(errors='replace')!r}")
             while True:
-                async with asyncio.timeout(self._fleet.rules.silent_ms / 1000):
-                    line = await reader.readline()
+                try:
+                    async with asyncio.timeout(self._fleet.rules.silent_ms / 1000):
+                        line = await reader.readline()
+                except TimeoutError:
+                    if self._is_silent(text(address)):
+                        raise
+                    continue  # it is this process that was late
                 if not line:
                     return
                 report = _REPORT.decode(line)
@@ -199,6 +204,11 @@ class PodLinks:
                 yield report
         finally:
             writer.transport.abort()
+
+    def _is_silent(self, name: str) -> bool:
+        pod = self._fleet.pods.get(name)
+        now_ms, silent_ms = self._exchange.now_ms(), self._fleet.rules.silent_ms
+        return pod is None or pod.is_gone or now_ms - pod.heard_ms >= silent_ms
 
     def _tls(self, address: Address) -> dict[str, Any]:
         """

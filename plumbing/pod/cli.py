@@ -94,10 +94,13 @@ def run_async(main: Callable[[], Coroutine[Any, Any, T]], *, as_json: bool = Fal
 def _crash_on_our_fault(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     """End the process at once: after a bug, nothing of it may run any more.
 
-    What the loop reports without an exception, or with a peer's OSError, is only logged.
+    What the loop reports without an exception, or with a peer's OSError, is only logged. So is what
+    happens in uvloop alone: its TLS raises RuntimeError for a connection that was just closed.
     """
     error = context.get("exception")
-    if error is None or isinstance(error, OSError):
+    frames = [] if error is None else traceback.extract_tb(error.__traceback__)
+    is_uvloops = bool(frames) and all(each.filename.startswith("uvloop/") for each in frames)
+    if error is None or isinstance(error, OSError) or is_uvloops:
         loop.default_exception_handler(context)
         return
     traceback.print_exception(error)

@@ -46,7 +46,7 @@ ENDED_S = 60.0
 POLL_S = 0.02  # the front is measured
 NETWORK = "10.213"  # of which each pod has a /30
 DROPS = {"in": ("-A", "INPUT", "-i"), "out": ("-A", "OUTPUT", "-o")}
-BODY = {"max_tokens": 192, "temperature": 1.0, "seed": 3, "ignore_eos": True, "stream": True}
+BODY = {"max_tokens": 128, "temperature": 1.0, "seed": 3, "ignore_eos": True, "stream": True}
 PROMPTS = [
     Prompt(str(number), "/v1/completions", {**BODY, "prompt": f"Act {number}:"})
     for number in range(STREAMS)

@@ -24,13 +24,15 @@ from tests.gateway.server.harness import CHAT, Client
 from tests.gateway.stub_engine import StubReply, StubRequest
 
 PODS, FRONTS = 4, 2
-OPEN, AT_ONCE, TURNS = 40, 8, 8
+OPEN, AT_ONCE, TURNS = 40, 16, 8
+ANSWER_S = 0.3
 CHATS = 160
 BLOCK_BYTES = 64
 SYSTEM_BYTES, SAID_BYTES, TOKENS = 2048, 300, 12
 SYSTEMS = 4
-NEED = OPEN * TURNS * (SAID_BYTES + 8 * TOKENS) // 2 // BLOCK_BYTES  # blocks of the open chats
-ROOM = (1.0, 2.0, 4.0)  # of that, in all caches
+# Blocks of the open chats, half of whose turns are over on average, and of the system prompts.
+NEED = (OPEN * TURNS * (SAID_BYTES + 8 * TOKENS) // 2 + SYSTEMS * SYSTEM_BYTES) // BLOCK_BYTES
+ROOM = (2.0, 3.0, 4.0)  # of that, in all caches
 SHARE_MIN = 0.9
 
 
@@ -45,6 +47,7 @@ class PrefixCache:
     async def route(self, request: StubRequest, reply: StubReply) -> None:
         text = json.dumps(request.json()["messages"]).encode()
         self._take(text[: len(text) - len(text) % BLOCK_BYTES])
+        await asyncio.sleep(ANSWER_S)  # some times as long as from report to report
         await reply.engine.stream(request, reply)
 
     def _take(self, text: bytes) -> None:

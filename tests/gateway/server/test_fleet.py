@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import json
 import ssl
+import time
 from typing import Any
 from unittest.mock import AsyncMock
 
@@ -29,6 +30,7 @@ from gateway.core.events import (
     Prefilled,
     RequestCame,
     SendRequest,
+    Tick,
 )
 from gateway.core.fleet import Ahead, Fleet
 from gateway.core.pods import Pod
@@ -256,6 +258,17 @@ async def test_pod_says_who_serves_at_once_and_its_load_later(bench, monkeypatch
     reports = [json.loads(await watch.reader.readline())["models"]["stub"] for _ in range(3)]
     assert [each["token"] for each in reports] == [1, 2, 2]
     assert [bool(each["engine"]) for each in reports] == [True, False, True]
+
+
+@in_fleet
+async def test_front_that_stood_still_takes_no_pod_for_silent(bench):
+    [pod] = await bench.start()
+    watching = set(pod.hop._watching)
+    known = bench.fleet.pods[pod.address]
+    time.sleep(1.5)  # noqa: ASYNC251 - longer than a pod may be silent
+    stood_ms = known.heard_ms
+    await auntil(lambda: known.heard_ms > stood_ms + 1500, "reports after that")
+    assert (bench.ready(), pod.hop._watching) == (1, watching)
 
 
 # ------------------------------------------------------------------ leaving
@@ -500,3 +513,22 @@ def test_stream_of_a_model_that_slept_has_the_id_of_the_engine_that_answered(tmp
     again = sent(*pod(2), PodBroke(first.engine, is_refused=True))
     assert (again.token, again.journal is None) == (2, False)
     assert fleet.requests[1].continuation_id == "one"
+
+
+def test_pod_whose_reports_are_late_is_not_silent_as_long_as_tokens_come(tmp_path):
+    """Method: a stream's tokens for three seconds, and then none, with one report before."""
+    fleet, address = Fleet(configured(str(tmp_path)).rules), "127.0.0.1:1"
+    awake = PodModel("e", 3, "era", "one", Continuation.EXACT, "awake", room=9)
+    fleet.handle(PodNamed(address, True), 0.0)
+    fleet.handle(PodHeard(address, PodReport("pod-1", 1, {"m": awake}, 1 << 20)), 0.0)
+    came = RequestCame(1, CHAT, 100, is_inference=True, is_stream=True, model="m")
+    (sent,) = [it for it in fleet.handle(came, 0.0) if isinstance(it, SendRequest)]
+    head = HeadCame(sent.attempt, 200, address, 1, Continuation.EXACT, True, 3, "one")
+    fleet.handle(head, 0.0)
+    stream, found = fleet.attempts[sent.attempt], set()
+    for now_ms in range(0, 4_000, 20):
+        if now_ms < 3_000 and not now_ms % 100:
+            stream.group(b"data: 1\n\n", [5], [1], now_ms)
+        fleet.handle(Tick(), now_ms)
+        found.add((now_ms < 3_400, str(fleet.state(fleet.pods[address]))))
+    assert found == {(True, "ready"), (False, "silent")}

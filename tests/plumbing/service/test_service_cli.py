@@ -125,3 +125,22 @@ def test_our_own_fault_in_a_callback_ends_the_process():
     )
     assert done.returncode == 70
     assert "ZeroDivisionError" in done.stderr
+
+
+def test_fault_of_uvloop_alone_is_logged():
+    """Method: a callback whose frames are all uvloop's, as of TLS on a connection just closed."""
+    done = run_program(
+        """
+        import asyncio
+        async def main():
+            names = {}
+            text = "def fault(): raise RuntimeError('the handler is closed')"
+            exec(compile(text, "uvloop/sslproto.pyx", "exec"), names)
+            asyncio.get_running_loop().call_soon(names["fault"])
+            await asyncio.sleep(0.01)
+            return "it goes on"
+        print(run_async(main))
+        """
+    )
+    assert (done.returncode, done.stdout) == (0, "it goes on\n")
+    assert "the handler is closed" in done.stderr
