@@ -108,7 +108,7 @@ def sizes_of(devices: Sequence[str], sizes: tuple[int, ...] | None) -> dict[str,
 
 
 HOST_DEVICE_BYTES = 4 << 30
-NICE = 10  # nobody waits for a copy
+NICE = 10  # no request waits for a copy
 FDS_MIN = 256  # what the server of one device opens for one model of 130 slabs and its engines
 
 

@@ -96,7 +96,7 @@ class CopyKeeper:
     def _hold(self, *, is_digested: bool) -> None:
         me = msg.AttachMsg(msg.COPIER, f"gms-keep-{os.getpid()}", "ro")
         copy = open_copy(self._directory, self._device, me)
-        # Whoever finds a copy without a digest computes it: its maker has left.
+        # Who finds a copy without a digest computes it: its maker has left.
         copy.is_author = not is_digested
         self._copy, self._keeper = copy, Keeper(copy, on_change=logger.warning)
         self._keeper.start()

@@ -216,7 +216,7 @@ class DroppedMsg(Message, frozen=True, tag="dropped"):
 
 
 class OffloadMsg(Message, frozen=True, tag="offload"):
-    """Free the committed epoch, which nobody maps and of which host memory has a sealed copy."""
+    """Free the committed epoch, unmapped by all, and of which host memory has a sealed copy."""
 
 
 class OffloadedMsg(Message, frozen=True, tag="offloaded"):
@@ -267,7 +267,7 @@ class MarkMsg(Message, frozen=True, tag="mark"):
 
 
 class DiscardMsg(Message, frozen=True, tag="discard"):
-    """The content cannot be trusted: nobody borrows this pool again, and its memory is freed once
+    """The content cannot be trusted: this pool is not lent again, and its memory is freed once
     no process maps it. Has no answer, as `mark`."""
 
     why: Annotated[str, Meta(min_length=1, max_length=DETAIL_LENGTH_MAX)]

@@ -129,7 +129,7 @@ def look_at_kv(directory: str, device: str) -> dict[str, Any] | None:
 
 
 def render_kv(kv: dict[str, Any] | None) -> list[str]:
-    """Lines about it: none while there is no KV memory and nobody wants any."""
+    """Lines about it: none while there is no KV memory and no engine wants any."""
     if kv is None:
         return []
     if "pool" not in kv:

@@ -6,7 +6,7 @@ holder and to every other supervisor, which is how a supervisor learns that it h
 There is no release and no acknowledgement: both follow from these two.
 
 A gateway is no supervisor: it sends `borrow`, never waits for a lock and never holds one. It is
-lent the listening socket and told who holds the lock, or why nobody does.
+lent the listening socket and told who holds the lock, or why no engine does.
 """
 
 from __future__ import annotations

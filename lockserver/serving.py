@@ -31,7 +31,7 @@ from plumbing.errors import UnderstudyError
 
 
 def create(directory: str, incarnation: str) -> tuple[str, ServingFile]:
-    """Create the serving file of a new incarnation, mode 0600, held by nobody.
+    """Create the serving file of a new incarnation, mode 0600, held by no process.
 
     Raises:
         OSError: the directory is missing or cannot be written.

@@ -12,7 +12,7 @@ that something was lost, perhaps the newest grant, and the holder in the other s
 trusted: the record is then *unknown*, as if the file were gone, but its token still counts. A write
 torn by a power cut looks the same and costs nothing: after a power cut every witness is free.
 
-Where no slot can be read, tokens begin again, and so does their *era*: whoever remembers a larger
+Where no slot can be read, tokens begin again, and so does their *era*: who remembers a larger
 token sees by it that this is another series.
 
 Two kinds of newer version are met after a downgrade. With a newer `schema` the slots are the same,

@@ -18,7 +18,7 @@ INTERRUPTED = 130  # what shells report for a program ended by SIGINT
 
 def _run(module: str) -> None:
     """Run `main` of `module`."""
-    # Ignored by whoever started us, such as `nohup` or a shell's `&`: it stays so.
+    # Ignored by the parent, such as `nohup` or a shell's `&`: it stays so.
     is_ours = signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
     if is_ours:
         signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -7,7 +7,7 @@ of an `Attempt`, which return what to send to the client now (`hot_path.py`).
 Requests, attempts and greetings are numbers. The shell numbers requests in the order in which they
 came, and that order is their age. The core numbers attempts: one is one request on one upstream
 connection, and a request has at most one at a time. Whatever an attempt does after `DropAttempt`
-reaches nobody; an event about it is ignored.
+reaches no client; an event about it is ignored.
 
 The shell keeps what the core need not know: a request's headers and body, the head of a response,
 and an answer that is held whole. It may forget a request after `EndAnswer`, `AbortAnswer`,
@@ -183,7 +183,7 @@ class PodHeard(GatewayEvent, frozen=True):
 
 
 class PodBroke(GatewayEvent, frozen=True):
-    """The connection that it reports on is broken. `is_refused`: and nobody listens there."""
+    """The connection that it reports on is broken. `is_refused`: and nothing listens there."""
 
     address: str
     is_refused: bool = False

@@ -9,7 +9,7 @@ whom a request goes, and what becomes of it after a break.
     the pod has no engine         another pod after 1 s, if one has room
     the pod is gone               another pod at once
     the pod is silent, or leaves  another pod, one stream after the other, as there is room; what
-                                  nobody can take stays connected, and goes on there
+                                  no pod can take stays connected, and goes on there
     the replay is another one     one other pod; the pod gets no resumes for 10 minutes
 
 A stream is resumed only where the continuation id is the one that it was begun under. A request has
@@ -61,7 +61,7 @@ MOVES_MAX = 4  # streams that come from pods that leave, at one pod at once
 AHEAD_TOKENS = 24  # that a pod has to compute for a stream: more are computed ahead,
 AHEAD_TIMES = 3  # so often, as the stream goes on meanwhile,
 AHEAD_MS = 10_000.0  # each time so long at most
-STALL_MS = 200.0  # this process did not run for so long: nobody was silent meanwhile
+STALL_MS = 200.0  # this process did not run for so long: no pod was silent meanwhile
 LOSSES = ("gone", "restarted", "silent")
 MOVES = ("gone", "no_engine", "silent", "leaving", "differed", "refused")
 # They say nothing against the request; those with a wrong token were in no engine of the right one.
@@ -139,7 +139,7 @@ class Fleet(Gateway):
 
     def handle(self, event: GatewayEvent, now_ms: float) -> Sequence[GatewayEffect]:
         if not self.pods:
-            self._ticked_ms = now_ms  # nobody has looked at the time
+            self._ticked_ms = now_ms  # the time was not looked at
         return super().handle(event, now_ms)
 
     def _happened(self, event: GatewayEvent, now_ms: float) -> None:

@@ -13,7 +13,7 @@ first: the time when it came, as much later as its priority is worse (`lanes.py`
 
 A *suspect* was in the engine at two deaths and has made fewer than 32 tokens between them, or was
 there for less than ten seconds where its tokens cannot be seen. One that kills engines is among
-them, and whoever was there beside it. Alone, each shows what it is: it makes progress and is
+them, and so is all that was there beside it. Alone, each shows what it is: it makes progress and is
 cleared, or it is in the engine at a third death and ends. That death explains the earlier ones, so
 it clears the suspects that still waited.
 

@@ -86,7 +86,7 @@ class SleepDoor:
     # ------------------------------------------------------------------ what happens
 
     def holder_is(self, engine: str, token: int, now_ms: float) -> Effects:
-        """The lock server names who holds the lock; "" and 0: nobody. Repeats change nothing."""
+        """The lock server names who holds the lock; "" and 0: none. Repeats change nothing."""
         if (engine, token) == (self.engine, self.token):
             return []
         self.engine, self.token = engine, token

@@ -64,7 +64,7 @@ class Router:
 
 
 def first_of(read: Callable[[object], T | None], *said: object) -> T | None:
-    """The first of `said` that is there, as `read` reads it. None: nobody has said. Raises
+    """The first of `said` that is there, as `read` reads it. None: none was said. Raises
     `BadWish` if any of them cannot be read."""
     return next((each for each in [*map(read, said)] if each is not None), None)
 

@@ -134,7 +134,7 @@ class PodLinks:
             name = text(address)
             if name in known:
                 self._exchange.handle(PodNamed(name, False))
-            if name not in self._fleet.pods:  # gone, and nobody names it
+            if name not in self._fleet.pods:  # gone, and no longer named
                 self._watches.pop(address).cancel()
                 self.problems.pop(text(address), None)
 

@@ -80,7 +80,7 @@ class IdleConnection(asyncio.Protocol):
         is_over: bool = True,
     ) -> None:
         self._owner, self.grant, self.is_over = owner, grant, is_over
-        self.socket = connection  # the transport's, for whoever sends without waiting for the loop
+        self.socket = connection  # the transport's, to send without waiting for the loop
         self.since_s = time.monotonic()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -245,7 +245,7 @@ class Upstream(asyncio.Protocol):
         over, which the caller lets it do. A Unix socket connects without waiting.
 
         Raises:
-            OSError: no socket, nobody listens, its backlog is full, or descriptors have run out.
+            OSError: no socket, no listener, its backlog is full, or descriptors have run out.
         """
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:

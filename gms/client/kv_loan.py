@@ -206,7 +206,7 @@ class KvLease(RegionSession):
         return message, [fd.fileno() for fd in (self.index, *self._fds)], b""
 
     def close(self) -> None:
-        """Give the pool back: whoever calls this maps nothing of it any more. Safe to repeat."""
+        """Give the pool back: the caller maps nothing of it any more. Safe to repeat."""
         if not self.is_closed:
             self.is_closed = True
             self._keeper.close()
@@ -216,7 +216,7 @@ class KvLease(RegionSession):
     def give_up(self, wait_s: float) -> None:
         """Have the pool's memory freed, because this engine rests: as `close`, and returns when the
         service says that the memory is free. The engine's other processes must let go of the pool
-        meanwhile. It is also free if the service dies: then nobody has it any more.
+        meanwhile. It is also free if the service dies: then no process has it any more.
 
         Raises:
             RemoteError: `gms.kv_busy`, a process still maps it; `gms.kv_stale_token`, it is another

@@ -19,7 +19,7 @@ Weights that are away are released here, kept as a sealed copy in host memory, a
 
 The copy belongs to the memory service; this process holds it, too, while it has nothing else: so
 the copy outlives the service's container, and comes back from here. It costs no memory: its pages
-are shared. The surprising thing: nobody has to lead a restage. The first engine to come writes, the
+are shared. The surprising thing: no rank leads a restage. The first engine to come writes, the
 others map what it has committed, and a rank waits for no other rank.
 """
 
@@ -50,7 +50,7 @@ PIECE_BYTES = 8 << 20  # large: few thread switches; small: soon stopped
 COMMIT_TIMEOUT_S = 120.0
 RETRY_S = 0.05  # a server is restarted in half a second
 # How long a load waits for a copy whose server has died: it is restarted in half a second, and
-# whoever holds the copy hands it back. If it is gone, this is what the load takes longer.
+# its holder hands it back. If it is gone, this is what the load takes longer.
 COPY_BACK_S = 5.0
 # How long an engine waits for the proof that the memory is free: the kernel frees 8 GiB a second.
 FREE_TIMEOUT_S = 30.0

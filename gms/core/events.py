@@ -97,7 +97,7 @@ class RegionEffect(Effect, frozen=True):
 
 class Watch(RegionEffect, frozen=True):
     """Watch its file until it is free, once: `region_free`. `ends`: the file is then removed, in
-    one step, so that nobody can hold it any more; None: it need not be known any more."""
+    one step, so that no process can hold it any more; None: it need not be known any more."""
 
     ends: bool | None
 

@@ -46,7 +46,7 @@ class Pool(Region):
     # is for an engine that dies before that, while it reads the index.
     failed_adoptions: int = 0
     discarded: str = ""  # why it was
-    is_free: bool = False  # the kernel has just said so, and nobody was granted it since
+    is_free: bool = False  # the kernel has just said so, and it was not granted since
 
     @property
     def memory_bytes(self) -> int:
@@ -211,7 +211,7 @@ class KvMachine(Machine[Pool]):
             raise UnderstudyError(*self.unowned[0].why)
         if pool is None:
             raise UnderstudyError("gms.no_kv_pool", "there is no KV memory to drop")
-        if pool.phase is RegionPhase.MAKING:  # for somebody who has left since
+        if pool.phase is RegionPhase.MAKING:  # for a session that has left since
             raise UnderstudyError(*pool.why)
         answer = msg.PoolDroppedMsg(pool.id, pool.memory_bytes)
         self.discard(pool, "an operator dropped it")

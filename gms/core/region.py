@@ -38,7 +38,7 @@ class RegionPhase(StrEnum):
     MAKING = "making"  # a writer fills it, or the driver makes it
     SERVED = "served"  # an epoch is committed, a pool is there to be lent
     RETIRED = "retired"  # never granted again; a process may still map it
-    FREEING = "freeing"  # nobody maps it; what we hold of it is being freed
+    FREEING = "freeing"  # no process maps it; what we hold of it is being freed
     ORPHANED = "orphaned"  # of an earlier server: its holders have it, and we do not
     GONE = "gone"
 
@@ -388,11 +388,11 @@ class Machine(abc.ABC, Generic[R]):
         """What a survivor handed back is served again."""
 
     def _is_served_watched(self, region: R) -> bool:
-        """Whether it must be known when nobody holds a region that is served and idle."""
+        """Whether it must be known when no process holds a region that is served and idle."""
         return False
 
     def _freed(self, region: R, was: RegionPhase, copy: ev.JournalRecord | None) -> None:
-        """Nobody holds it any more."""
+        """No process holds it any more."""
 
     @abc.abstractmethod
     def _ended(self, region: R) -> None:

@@ -11,7 +11,7 @@ The copy is an epoch of another server (`gms.names.offload_device`), which this 
 not know; the shell says what is committed there and that a living process holds it. Rules:
 - The copy must have the same identity, layout and bytes (digest) as the epoch. So it does not
   matter which epoch it was made of, and a condemned epoch's copy never comes back for other bytes.
-- Nobody may map the epoch: sessions and the kernel are asked, as for a drop.
+- No process may map the epoch: sessions and the kernel are asked, as for a drop.
 - The link is on disk with the epoch's end, and lasts until the next commit is on disk (or is
   dropped): a restage that breaks off at any step leaves it in force.
 - A server that dies before the link is on disk leaves a record whose memory is gone. Its copy then
@@ -236,7 +236,7 @@ class Upkeep(Machine[Epoch]):
     # ------------------------------------------------------------------ offload
 
     def on_offload(self, event: ev.Received, message: msg.OffloadMsg) -> None:
-        """Somebody has no use for the device's copy at present; if it is a reader, it has unmapped
+        """A session has no use for the device's copy at present; if it is a reader, it has unmapped
         it. That the kernel knows: what counts is who holds the epoch's file.
         """
         session = self.sessions.get(event.session)

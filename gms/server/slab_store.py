@@ -62,7 +62,7 @@ class SlabStore:
         self._slabs[region].append(memory.create(size_bytes, name))
 
     def seal(self, region: str) -> None:
-        """From now on nobody can write it."""
+        """From now on no process can write it."""
         for slab in self._slabs[region]:
             slab.seal()
 

@@ -182,7 +182,7 @@ class GmsSupervisor:
 
     async def _keep_copies(self) -> int:
         """Start what keeps host copies once the others answer, or have failed: a dozen starts at
-        once would share the CPUs, and nobody waits for these."""
+        once would share the CPUs, and no request waits for these."""
         for child in self.children:
             await child.settled.wait()
         await asyncio.gather(*map(self._keep, self.copies))
@@ -260,7 +260,7 @@ class Child:
         self._silent_ms = 0.0
         for each in self.served:
             each.begin(process.pid)
-        if not self.served:  # nobody asks it
+        if not self.served:  # it serves no requests
             self._program.told(b"READY=1", started_ms / 1000)
         async with asyncio.TaskGroup() as tasks:
             pinging = tasks.create_task(self._ping(process))

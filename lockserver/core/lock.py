@@ -46,7 +46,7 @@ def kinds_of(models: Sequence[str]) -> dict[str, bool]:
 
 
 def with_filed(kinds: Mapping[str, bool], record: LockRecord) -> dict[str, bool]:
-    """`kinds`, and the locks that somebody holds on file although the settings no longer have them:
+    """`kinds`, and the locks that are held on file although the settings no longer have them:
     while it lives, its lock is not forgotten."""
     filed = {name: KINDS.get(kind_of(name), True) for name in record.holders}
     return filed | dict(kinds)

@@ -124,7 +124,7 @@ def scan_frees(
     are held.
 
     Each witness must belong to a connected supervisor that does not claim the lock. A fenced one is
-    not free while any serving file is held: whoever handed it over may not have let go yet. Those
+    not free while any serving file is held: who handed it over may not have let go yet. Those
     that stand for another model are known, and serve under that model's lock.
     """
     doubtful = set(serving) - kept_serving(locks)

@@ -66,7 +66,7 @@ class SupervisorRecord:
         return want.conn < self.want.conn
 
     def may_wait_for(self, lock: str) -> bool:
-        """Whoever was told to end keeps what it holds, and is granted nothing."""
+        """A supervisor that was told to end keeps what it holds, and is granted nothing."""
         return lock in self.said.locks and not self.said.is_leaving
 
     def adopt(self, want: Wanted) -> None:
@@ -131,7 +131,7 @@ Refusal = tuple[str, str] | tuple[str, str, Mapping[str, Any]]  # code, sentence
 
 
 def _malformed(want: WantMsg, locks: Locks) -> Refusal | None:
-    """A want that contradicts itself, whoever holds what: no supervisor of ours sends one. Of a
+    """A want that contradicts itself in any state: no supervisor of ours sends one. Of a
     lock that there is not, a wrong flag is the cause."""
     match = INCARNATION.fullmatch(want.incarnation or "")
     is_its_own = match is not None and match["engine"] == want.engine

@@ -2,7 +2,7 @@
 
 A gateway holds no lock, waits for none and proves nothing: it borrows the listening socket and
 says how far it is with it (`Stage`). `lockserver.core.listener` decides who has it. All models are
-served at one address: whoever borrows the socket of `active` is told of each `active:<model>`.
+served at one address: a gateway that has the socket of `active` is told of each `active:<model>`.
 
 What a gateway is told of a lock is its newest grant, as long as that holder may be serving, and
 else a sentence. It is looked at with every tick, so a takeover within a tick is only its grant.
@@ -71,7 +71,7 @@ class ConnectedGateway(Acceptor):
     conn: Connection
     since_ms: float
     stage_ms: float  # since when it is at its stage
-    told: dict[str, str] = field(default_factory=dict)  # by lock, why nobody serves; no grant since
+    told: dict[str, str] = field(default_factory=dict)  # by lock, why none serves; no grant since
 
     @property
     def is_accepting(self) -> bool:

@@ -13,7 +13,7 @@ from plumbing.service.http import HttpServer, Probe
 from plumbing.service.signals import until_ended
 
 SETTLE_S = 0.3  # within which engines say that they were told to end, too
-OUTLAST_S = 120.0  # for streams; whoever has told this process to end has less patience
+OUTLAST_S = 120.0  # for streams; who has told this process to end has less patience
 POLL_S = 0.05
 
 

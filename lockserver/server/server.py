@@ -142,7 +142,7 @@ class LockServer:
         self.last_grants: deque[schema.LockLastGrant] = deque(maxlen=LAST_GRANTS)
         self.conns: dict[int, Connection] = {}
         self.tcp: TcpServer | None = None
-        self._said: str | None = None  # why nobody could connect
+        self._said: str | None = None  # why no process could connect
         self._observers = Observers(self.events, self.document)
         self._wire = Server(
             lockserver_socket(settings.directory),

@@ -80,7 +80,7 @@ def run_async(main: Callable[[], Coroutine[Any, Any, T]], *, as_json: bool = Fal
     in a callback of the loop, is our own fault and ends it with a stack trace.
     """
     raise_fd_limit()
-    gc.freeze()  # what is imported stays: no later collection scans it while somebody waits
+    gc.freeze()  # what is imported stays: no later collection scans it while a request waits
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.get_loop().set_exception_handler(_crash_on_our_fault)

@@ -65,7 +65,7 @@ class PoolGoal(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SetGoalMsg(Message, frozen=True, tag="shall"):
-    """Be at this tier, whenever the lock lets you; the last one counts, whoever sent it.
+    """Be at this tier, whenever the lock lets you; the last one counts, from any sender.
 
     Answered by `am` at once, and by another `am` on the same connection at every change. Without a
     goal the goal stays: the sender only looks on. `by`: who wants it, for status and events.

@@ -1,4 +1,4 @@
-"""A program's child process, and the times that whoever stops a pod allows.
+"""A program's child process, and the times that a pod has to stop.
 
 Kubernetes, systemd and `understudy up` are told the same `GRACE_MS`: change all of them together.
 """
@@ -43,7 +43,7 @@ class ChildProcess:
             self._pidfd = OwnedFd(os.pidfd_open(self._popen.pid))
             self._loop.add_reader(self._pidfd.fileno(), self._has_ended)
         except BaseException:
-            self._popen.kill()  # nobody could watch it
+            self._popen.kill()  # it could not be watched
             self._popen.wait()
             raise
 

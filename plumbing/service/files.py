@@ -278,7 +278,7 @@ def put_aside(path: str) -> str:
     Linked, not moved: a crash in between must not lose what is still readable in it.
 
     Raises:
-        OSError: EISDIR: it is a directory, which somebody has made or mounted there.
+        OSError: EISDIR: it is a directory, made or mounted there.
     """
     if os.path.isdir(path):
         raise IsADirectoryError(errno.EISDIR, "it is a directory; remove it", path)

@@ -36,7 +36,7 @@ class KnownHosts:
     """The names by which clients may ask for more than probes."""
 
     def __init__(self, allowed: Iterable[str] = ()) -> None:
-        """`allowed` are names beside those that nobody else can have."""
+        """`allowed` are names beside those that no other host can have."""
         self._allowed = {_plain(each) for each in (*allowed, socket.gethostname())}
 
     def has(self, authority: str | None) -> bool:

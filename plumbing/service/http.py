@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"  # of metrics
 CONNECTIONS_MAX = 64  # a kubelet, Prometheus, and a few programs
 HEAD_BYTES_MAX = 16 * 1024  # clients send some hundred bytes
-RECEIVE_BYTES = 64 * 1024  # so that most bodies, which nobody needs, are read with their head
+RECEIVE_BYTES = 64 * 1024  # so that most bodies, which are not needed, are read with their head
 DEADLINE_S = 10.0  # from accept to the end of the answer; probes wait a second or two for theirs
 RETRY_S = 0.05  # out of descriptors: until some are closed
 PROBLEM_S = 10.0  # how long a problem is shown after it was last met

@@ -43,7 +43,7 @@ FORWARDED = (*ENDING, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGU
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 PARENT_PID_ENV = "UNDERSTUDY_PARENT_PID"  # as plumbing/service/process.py
 RESTARTS_ENV = "UNDERSTUDY_RESTARTS"  # how often init has restarted the program
-SUCCEEDS_ENV = "UNDERSTUDY_SUCCEEDS"  # if it is replaceable: whom it replaces, "" for nobody
+SUCCEEDS_ENV = "UNDERSTUDY_SUCCEEDS"  # if it is replaceable: which pid it replaces, "" for none
 REPLACEABLE = "--replaceable"
 FIRST_START_ENV = "UNDERSTUDY_FIRST_START"  # "final": an exit with a code before READY=1 is final
 

@@ -32,7 +32,7 @@ def ready() -> None:
     loop = asyncio.get_running_loop()
 
     def beat(message: bytes) -> None:
-        with contextlib.suppress(OSError):  # full, or nobody listens any more
+        with contextlib.suppress(OSError):  # full, or init listens no more
             notify.sendto(message, address)
         loop.call_later(BEAT_S, beat, b"WATCHDOG=1")
 

@@ -106,7 +106,7 @@ def strangers_max(at_most: int) -> int:
     """How many connections one door may hold that anybody may knock at, `at_most` or fewer."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     share = at_most if soft == resource.RLIM_INFINITY else soft // STRANGERS_SHARE
-    return max(2, min(at_most, share))  # never 0: a probe, and whoever came before it
+    return max(2, min(at_most, share))  # never 0: a probe, and a caller before it
 
 
 def raise_fd_limit() -> int:

@@ -123,7 +123,7 @@ def children(pid: int) -> list[int]:
     """The processes whose parent is `pid`, zombies included; no living one is missed.
 
     The kernel's list skips a process when another is reaped while it is read (proc(5)). That
-    other one was in the list and is not in the next, so two equal readings have missed nobody.
+    other one was in the list and is not in the next, so two equal readings have missed none.
     """
     last = _children_once(pid)
     for _ in range(READINGS_MAX):

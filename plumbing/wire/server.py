@@ -124,7 +124,7 @@ class BaseServer(abc.ABC):
         def resume() -> None:
             if self._sock is not None:
                 loop.add_reader(self._sock.fileno(), self._acceptable)
-                self._acceptable()  # also if nobody waits any more: is there room again?
+                self._acceptable()  # also if none waits any more: is there room again?
 
         loop.call_later(RETRY_S, resume)
 
@@ -289,7 +289,7 @@ class Server(BaseServer):
         replaced, since existing connections are not affected.
 
         Raises:
-            UnderstudyError: `wire.path_replaced`: nobody can connect any more, or another server
+            UnderstudyError: `wire.path_replaced`: no client can connect any more, or another server
                 may be here. This one must end; the next one makes both anew.
             OSError: there is no memory to look.
         """

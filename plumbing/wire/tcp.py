@@ -9,7 +9,7 @@ a peer whose host is gone.
 handshakes, and each connection must use the certificates that are on disk now. The service sees a
 peer as a connection once its handshake is done.
 
-Importing this loads `ssl`; whoever needs only an address imports `wire/tcp_address`.
+Importing this loads `ssl`; who needs only an address imports `wire/tcp_address`.
 """
 
 from __future__ import annotations

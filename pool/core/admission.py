@@ -30,7 +30,7 @@ S = ModelState
 
 def tell(facts: Facts, *, says_again: bool) -> None:
     """Say the doors that have changed; `says_again`: all of them. While a model is recovering the
-    door on file stands: nobody knows better."""
+    door on file stands: nothing better is known."""
     for name in [name for name in facts.models if name in facts.shown]:
         model = facts.models[name]
         stands = model.door is not None and model.is_recovering
@@ -61,7 +61,7 @@ def door_key(model: Model, door: Door) -> tuple[object, ...]:
 
 def door_of(facts: Facts, model: Model) -> Door:
     """The door of a model whose phase is known. An open one stays open over a failover: the gateway
-    replaces its engine by itself, and nobody waits for the pool."""
+    replaces its engine by itself, and does not wait for the pool."""
     refused = refusal(model)
     if refused is not None:
         return RefusedDoor(*refused)
@@ -98,7 +98,7 @@ def _leaves_in_ms(victim: Model) -> float:
 
 # ------------------------------------------------------------------ why requests wait
 
-RETRY_S = 60  # somebody has to look at it first, or somebody else to leave
+RETRY_S = 60  # an operator has to look at it first, or another model to leave
 
 
 def refusal(model: Model) -> tuple[str, str, int | None] | None:

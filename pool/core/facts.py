@@ -273,7 +273,7 @@ class Facts:
         model.leaving = why
 
     def unyield(self, model: Model) -> None:
-        """Nobody needs its room any more."""
+        """Its room is not needed any more."""
         if model.state is S.DRAINING and model.leaving is not Leaving.ORDER:
             model.falls_to = None
             self.settle(model, "its memory is no longer needed")
@@ -345,7 +345,7 @@ class Facts:
 
 
 def may_break_off(model: Model) -> bool:
-    """Whether a load may be: while it is for somebody, only if it loads again after a death."""
+    """Whether a load may be: while a ticket waits for it, only if it loads again after a death."""
     return model.is_again or not model.is_wanted
 
 
@@ -423,7 +423,7 @@ def _died_unseen(facts: Facts, model: Model) -> bool:
 
 
 def _died(facts: Facts, model: Model, name: str, incarnation: str) -> bool:
-    """The last of its engines has ended. On the way down nobody needs it again."""
+    """The last of its engines has ended. On the way down it is not needed again."""
     if model.state not in (S.LOADING, *REST, S.WAKING, S.AWAKE, S.DRAINING, S.RELEASING):
         return False
     engine = facts.engines[name]
@@ -574,7 +574,7 @@ def _spent(facts: Facts, model: Model) -> bool:
 
 
 def _alarm(facts: Facts, model: Model) -> None:
-    """Memory does not come back: it stays booked, and nobody counts on it."""
+    """Memory does not come back: it stays booked, and no plan counts on it."""
     model.stage_since_ms = facts.now_ms
     facts.touch(model.name)
     why = facts.ledger.why_not_free(model) or "its memory is not proven to be free"

@@ -5,7 +5,7 @@ The ledger has one line for each thing that takes room:
     free = total − margin − outside − Σ entries
 
 What is leaving still counts: an entry is dropped when its memory is proven to be free, never when
-somebody was asked to give it back. The surprising thing: `free_bytes` may be negative. Books can be
+its engine was asked for it. The surprising thing: `free_bytes` may be negative. Books can be
 wrong (a measured size above the estimate, a stranger on the device), and then they say so instead
 of raising.
 
@@ -36,7 +36,7 @@ Entries = dict[EntryKey, int]
 
 class DeviceView(Struct, frozen=True):
     """`free_bytes` now, in the books, the margin and what is outside taken off; it may be negative.
-    `leaving_bytes`: booked, and on its way out already, whoever's it is."""
+    `leaving_bytes`: booked, and on its way out already, of any model."""
 
     name: str
     total_bytes: int
@@ -65,14 +65,14 @@ class PoolLedger:
 
     def free_bytes(self, device: str) -> int:
         """Room for a new entry; negative if more is booked or used than there is. Of a device that
-        nobody has measured yet, nothing is free."""
+        is not measured yet, nothing is free."""
         if device not in self.totals:
             return -self._booked.get(device, 0)
         return self.usable_bytes(device) - self._booked.get(device, 0)
 
     def usable_bytes(self, device: str) -> int:
         """All that may ever be booked there, as things stand outside. Host memory has no margin:
-        its total is a limit that somebody has set, not a device."""
+        its total is a limit that was set, not a device."""
         margin_bytes = 0 if device == HOST else self.margin_bytes
         return self.totals[device] - margin_bytes - self.outside.get(device, 0)
 
@@ -170,7 +170,7 @@ class PoolLedger:
         }
 
     def _whole(self, model: Model) -> EngineSizes:
-        """Of a model whose size nobody knows: all of its devices, for its first engine."""
+        """Of a model of unknown size: all of its devices, for its first engine."""
         known = [device for device in model.rules.devices if device in self.totals]
         whole = {device: max(0, self.usable_bytes(device)) for device in known}
         return EngineSizes(base=whole, weights={}, kv={}, is_estimated=True)
@@ -202,8 +202,8 @@ class PoolLedger:
         return {name for (_, name), _ in news} & models.keys()
 
     def learn_sizes(self, model: Model) -> None:
-        """Take what its engines have measured; what is booked for their goals follows. Where nobody
-        can measure a base, as on a GPU, that one stays estimated."""
+        """Take what its engines have measured; what is booked for their goals follows. Where no
+        engine can measure a base, as on a GPU, that one stays estimated."""
         words = [engine.said for engine in model.engines if engine.said is not None]
         before = model.sizes or EngineSizes({}, {}, {})
         base = _largest([said.base_bytes for said in words])
@@ -228,7 +228,7 @@ class PoolLedger:
                 self.settle(key, max(size_bytes, held))
 
     def book_living(self, model: Model) -> None:
-        """An engine that lives has its base, whoever has launched it, and one that wakes or serves
+        """An engine that lives has its base, by whatever goal, and one that wakes or serves
         has KV memory: a goal of its own, from before ours, may have led there."""
         sizes = model.sizes or self._whole(model)
         for engine in model.living():
@@ -327,7 +327,7 @@ def _largest(found: list[Mapping[str, int]]) -> dict[str, int]:
 
 
 def needs_of(sizes: EngineSizes | None, *, has_copy: bool = True) -> dict[Tier, Mapping[str, int]]:
-    """What one engine of a model has booked at each tier. A tier whose size nobody knows is left
+    """What one engine of a model has booked at each tier. A tier of unknown size is left
     out, and takes the whole of its devices. `has_copy`: its weights are in host memory as well, at
     every tier above cold."""
     needs: dict[Tier, Mapping[str, int]] = {Tier.COLD: {}}

@@ -6,7 +6,7 @@
       └── offloaded, warm ◀──freed── releasing ◀──quiet── draining ◀─────────────┘
       └── failed ◀──freed── unloading ◀── a budget, an order, a death on the way down
 
-Nobody sets the phase: `phase_of` derives it after every event, and `facts.py` acts on a change.
+No code sets the phase: `phase_of` derives it after every event, and `facts.py` acts on a change.
 What is decided is a goal, which the engines are told, and while the model drains the tier to which
 it will fall. What is learned are three facts: `floor`, the tier that its engines hold;
 `is_serving`; and `frees`, while memory that it gave up is not proven to be free. A lease is a model
@@ -45,7 +45,7 @@ RANK: Mapping[Tier, int] = {tier: rank for rank, tier in enumerate(Tier)}
 
 NEXT_STAGE = {Running.FINISH: Running.PARK, Running.PARK: Running.CUT}
 
-FAULTS_MAX = 3  # in FAULT_WINDOW_MS: then a model has failed, until somebody resets it
+FAULTS_MAX = 3  # in FAULT_WINDOW_MS: then a model has failed, until it is reset
 FAULT_WINDOW_MS = 600_000.0
 DEAD_KEPT = 4  # incarnations of one engine that are known to be dead; an older one is not heard of
 NEW_SHARE = 0.3  # of the last measurement in a mean
@@ -58,7 +58,7 @@ SETTLED = frozenset({"dead", "standby", "resting", "active"})  # and not on its 
 
 BUDGET_MS = 60_000.0  # the least that any phase is given
 BUDGET_FACTOR = 2.0  # of what it took before
-FIRST_LOAD_MS = 1_800_000.0  # of a first load, which nobody has measured: large models take minutes
+FIRST_LOAD_MS = 1_800_000.0  # of a first load, not measured yet: large models take minutes
 CUT_MS = 10_000.0  # from the marked error of the last requests to the kill
 HEADLESS_MS = 60_000.0  # for the lock server to grant a living shadow
 BACK_OFF_MS = (1_000.0, 5_000.0)  # after the first fault, and the next ones
@@ -76,7 +76,7 @@ class Leaving(StrEnum):
     """Why a model is on its way down."""
 
     HEAD = "head"  # another one's ticket needs its room
-    IDLE = "idle"  # nobody has asked for it
+    IDLE = "idle"  # it has had no request
     ORDER = "order"  # an operator's
 
 
@@ -223,11 +223,11 @@ class Model(KeptModel, eq=False, kw_only=True):
     # Who stands for it.
     holder: Stander | None = None
     stood: tuple[str, str] | None = None  # engine and incarnation that stood last
-    headless_ms: float | None = None  # since when nobody stands for it, though somebody could
+    headless_ms: float | None = None  # since when no engine stands for it, though one could
     lost: tuple[str, str] | None = None  # engine and incarnation that have just died
     is_sleep_ordered: bool = False
     # What the plan wants.
-    is_raised_for_ticket: bool = False  # it is on its way up because somebody waits
+    is_raised_for_ticket: bool = False  # it is on its way up for a ticket
     has_plan: bool = False  # a head for which others were asked, and neither raised nor gone since
     victims: tuple[str, ...] = ()
     wait: str = ""  # why it waits
@@ -248,7 +248,7 @@ class Model(KeptModel, eq=False, kw_only=True):
     since_ms: float = 0.0
     stage_since_ms: float = 0.0  # since when its budget counts: of a stage of a drain, of a launch
     is_blind: bool = False  # something about it is not known yet: it goes neither up nor down
-    ticket: TicketView | None = None  # that decides for it; None: nobody waits
+    ticket: TicketView | None = None  # that decides for it; None: none waits
     ticket_due_ms: float | None = None  # when time alone changes which one that is
     in_flight: int = 0
     cannot_park: int = 0
@@ -394,7 +394,7 @@ class Model(KeptModel, eq=False, kw_only=True):
             case _S.DRAINING if self.running is Running.CUT:
                 return since_ms + CUT_MS
             case _S.DRAINING:
-                # Before an unload nobody waits for a next turn of parked streams: they may finish.
+                # Before an unload there is no next turn of parked streams: they may finish.
                 park_ms, cut_ms = rules.park_ms, rules.cut_ms
                 if self.running is Running.FINISH and not self.is_unload_ordered:
                     return since_ms + park_ms
@@ -419,7 +419,7 @@ class Model(KeptModel, eq=False, kw_only=True):
 
 
 def a_lease(asked: LeaseAsked) -> Model:
-    """It waits like a model of one tier. Nobody can make it yield once it is there."""
+    """It waits like a model of one tier. Nothing makes it yield once it is there."""
     return Model(
         name=LEASE_PREFIX + asked.lease,
         rules=ModelRules((asked.device,), priority=asked.priority),

@@ -13,13 +13,13 @@ every change, so what cannot be done is not retried here.
 
 What is surely true at every step:
 
-- An effect that tells somebody something comes after `SaveState`: what a neighbour was told is on
+- An effect that tells a neighbour comes after `SaveState`: what a neighbour was told is on
   file, so the file is never behind the world.
 - Memory is booked before a goal that takes it is told, and booked out by `ledger.py` alone.
 - A goal has a generation of its own. One that was superseded is never said again.
 - A door is shut before the goal of an engine behind it is lowered: a drain ends only once every
   gateway obeys the shut door, and so does the unloading of a model that loads or wakes again after
-  a death, whoever asks for it.
+  a death, in any case.
 - Nothing is raised on a device of which something is not known yet.
 
 Must not know of clocks, sockets or files. `saved.py` has its restarts.
@@ -307,7 +307,7 @@ def _choose_engine(model: Model) -> None:
 
 
 def _launch_shadows(facts: Facts, model: Model) -> None:
-    """There is room for a shadow that nobody else needs. While it starts it maps the weights, so
+    """There is room for a shadow that no ticket needs. While it starts it maps the weights, so
     an offloaded model launches none."""
     if model.state not in (ModelState.WARM, ModelState.AWAKE):
         return

@@ -12,7 +12,7 @@ there, and all that it may have taken is booked. A model is `recovering` until e
 that may live has been heard. Until then it is neither raised nor asked to yield, however long that
 lasts; a deadline would free memory on a guess.
 
-Without a file nobody knows what lives. Nothing is told to the engines of a model before all of them
+Without a file, what lives is unknown. Nothing is told to the engines of a model before all of them
 have been heard and none is on its way; then the model *is* what they are. Until then nothing is
 raised on its devices.
 """

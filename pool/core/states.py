@@ -78,7 +78,7 @@ class EngineSizes(Struct, frozen=True):
     base: Mapping[str, int]
     weights: Mapping[str, int]  # shared with the shadow
     kv: Mapping[str, int]
-    is_estimated: bool = False  # from the files of the model; nobody has measured yet
+    is_estimated: bool = False  # from the files of the model; not measured yet
 
 
 class PooledRules(Struct, frozen=True, forbid_unknown_fields=True):
@@ -127,7 +127,7 @@ class ModelRules(
     priority: Priority = 0
     is_pinned: bool = False
     shadow: Literal["none", "follows", "keeps"] = "none"
-    rest: Literal["cold", "offloaded", "warm"] = "warm"  # where it goes when nobody asks for it
+    rest: Literal["cold", "offloaded", "warm"] = "warm"  # where it goes without requests
     is_on_demand: bool = True  # a request may load it from cold
     min_runtime_ms: float = 10_000.0
     max_wait_ms: float = 5_000.0

@@ -1,4 +1,4 @@
-"""Who goes to sleep because nobody asks for it, when, and how deep: the one place that decides it,
+"""Which model sleeps because it has no requests, when, and how deep: the one place that decides it,
 in every pod.
 
     awake     quiet for `keep_alive`, and awake for `min_runtime`    → its `rest` tier
@@ -50,7 +50,7 @@ class Victim(Struct, frozen=True):
 def rests_of(
     models: Sequence[Model], asked: Collection[str], now_ms: float
 ) -> tuple[tuple[Victim, ...], float]:
-    """Who goes to sleep now, and when the next one will; infinite: nobody."""
+    """Who goes to sleep now, and when the next one will; infinite: none will."""
     found: list[Victim] = []
     next_ms = float("inf")
     for model in models:

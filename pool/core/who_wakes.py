@@ -7,11 +7,11 @@
 
 Nothing is remembered from one call to the next. That a plan stands is the bit `has_plan` of its
 model, set when `Yield` is obeyed: then the head goes first, whatever came since,
-until it is awake, gone or impossible. A model that is booked and on its way up blocks nobody.
+until it is awake, gone or impossible. A model that is booked and on its way up blocks none.
 
 The surprising thing: a claim that cannot fit claims nothing. If only what never yields is in its
-way (pinned models, leases, strangers) its tickets are told so at once; if it is memory that nobody
-can be asked for (of an engine that is lost, say), it waits, and others go on.
+way (pinned models, leases, strangers) its tickets are told so at once; if it is memory that no
+engine can be asked for (of an engine that is lost, say), it waits, and others go on.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ Decision = Raise | Yield | Wait | Never
 
 class Plan(Struct, frozen=True):
     """`decisions`: for each model with a ticket that is not awake or on its way up, in the order of
-    the policy. `rests`: models that go down because nobody has asked for them. `unyields`: models
+    the policy. `rests`: models that go down because they had no requests. `unyields`: models
     whose room no head needs any more, and that still drain. `shadows`: shadows that may be launched
     now. `due_ms`: when time alone changes the plan."""
 
@@ -121,7 +121,7 @@ class _Planner:
         self.waiting: list[Head] = []  # heads that are not raised in this call
         self.going: set[str] = set()  # models that a head asks, or will ask
         self.asked: set[str] = set()
-        self.short_of: set[str] = set()  # devices on which somebody waits for room
+        self.short_of: set[str] = set()  # devices on which a model waits for room
         self.due_ms = float("inf")
         self.usable = {
             name: device.total_bytes
@@ -202,7 +202,7 @@ class _Planner:
             self.claimed.setdefault(name, claim)
 
     def _awake(self, model: Model) -> Mapping[str, int]:
-        """What it has booked awake; all of its devices if nobody knows."""
+        """What it has booked awake; all of its devices if that is unknown."""
         needs = model.needs.get(Tier.AWAKE)
         if needs is None:
             return {name: self.usable.get(name, 0) for name in model.rules.devices}
@@ -340,7 +340,7 @@ class _Planner:
         )
 
     def _shadows(self) -> tuple[str, ...]:
-        """Cold shadows for which there is room, where nobody waits for any."""
+        """Cold shadows for which there is room, where no ticket waits for any."""
         found = []
         for model in self.models:
             if model.shadow is not Tier.COLD or model.state not in _MAY_LAUNCH_SHADOW:
@@ -424,7 +424,7 @@ def waiting(
 
 
 def stuck(head: Head, free: Mapping[str, int], models: Iterable[Model]) -> str:
-    """Nobody who could be asked has enough, and it is not held for ever either."""
+    """No model that could be asked has enough, and it is not held for ever either."""
     parts = []
     for other in models:
         held = sum(other.booked.get(name, 0) for name in head.extra)

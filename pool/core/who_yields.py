@@ -3,7 +3,7 @@ cheapest first.
 
     class  who                                          to              when
     0      shadows, unless `shadow: keeps`              cold            now
-    1      a model that loads, and nobody waits for it  cold            now
+    1      a model that loads, and no ticket waits      cold            now
     2      warm, with a copy in host memory             offloaded       now
     3, 4   awake and idle                               warm, offloaded now
     5      warm, or awake and idle, without a copy      cold            now
@@ -15,8 +15,8 @@ cheapest first.
 Within a class the least recently asked yields first. A model that leaves already may be asked to
 leave deeper. Never one that is pinned or on its way up for a ticket; a granted lease is pinned.
 
-Nobody is asked until all who are needed may be asked: to ask early those who may be would leave the
-device idle until the last one's protection ends. And nobody is unloaded (classes 5 and 7) for a
+None is asked until all that are needed may be asked: to ask early those who may be would leave the
+device idle until the last one's protection ends. And no model is unloaded (classes 5 and 7) for a
 head that is younger than `IDLE_MS_MAX`, if awake models have enough, which may be idle by then: who
 is unloaded has to load again, half a second with the smallest model, half a minute with vLLM. This
 wait passes with `max_wait`, and no head before it adds another.
@@ -118,7 +118,7 @@ def protection_ms(model: Model, rules: PoolRules) -> float:
 
 
 def quiet_since_ms(model: Model) -> float:
-    """Since when nobody has asked; a model that was woken a moment ago has not been asked yet."""
+    """Since when it had no request; a model that was woken a moment ago has not been asked yet."""
     return max(model.last_request_ms, model.awake_since_ms or 0.0)
 
 
@@ -243,7 +243,7 @@ def has_shadow(model: Model) -> bool:
 
 
 def _holds(model: Model) -> Mapping[str, int]:
-    """What it will hold if it is not asked. At rest that is its tier's, so that nobody counts on
+    """What it will hold if it is not asked. At rest that is its tier's, so that no plan counts on
     memory of a dead engine twice: it is booked, and leaves already."""
     if model.state in _AT_REST:
         return model.needs.get(model.tier, model.booked)
@@ -304,7 +304,7 @@ def _less(some: Sequence[int], other: Sequence[int]) -> list[int]:
 
 
 def unloads(chosen: Iterable[Victim], models: Iterable[Model]) -> bool:
-    """Whether one of them would have to load again. A load that is broken off was for nobody."""
+    """Whether one of them would have to load again. A load that is broken off was for none."""
     loading = {model.name for model in models if model.state is ModelState.LOADING}
     return any(
         victim.tier is Tier.COLD and not victim.is_shadow and victim.model not in loading

@@ -21,7 +21,7 @@ from pool.core.events import LeaseAsked, LeaseOver, PoolEvent
 from pool.messages import LeaseGrantedMsg, LeaseMsg
 
 LEASES_MAX = 64  # each is an entry of the ledger, and a file that is tried
-# A training run ends once in hours, and whoever waits for its memory has waited longer than this.
+# A training run ends once in hours, and who waits for its memory has waited longer than this.
 TRY_S = 0.1
 
 

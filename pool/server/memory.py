@@ -5,8 +5,8 @@ of a device before all of its servers have been heard: what is unknown must not 
 
 `PlaceLink` is the connection to one memory server of a model on a device. It is watched, and asked
 for its status whenever something has happened; while memory is on its way out nothing may happen
-for a moment, so it is asked more often then. What it should free is asked of it once nobody uses
-it, and again until it is done or not wanted any more. That has a connection of its own, since a
+for a moment, so it is asked more often then. What it should free is asked of it once it is not
+used, and again until it is done or not wanted any more. That has a connection of its own, since a
 refusal ends it.
 """
 
@@ -130,7 +130,7 @@ class MemorySide:
     def _tell_device(
         self, device: str, links: Sequence[PlaceLink], total_bytes: int, used_bytes: int | None
     ) -> None:
-        """What is used by nobody that the pool knows. An engine that starts takes memory before it
+        """What is used outside the pool. An engine that starts takes memory before it
         can say so, and two samples are not of one instant: so the least of the last samples counts.
         """
         bases = self._bases(device)
@@ -147,7 +147,7 @@ class MemorySide:
 
 
 LOOK_S = 0.002  # after an event; those of one change come together
-# Where nobody waits for memory to leave: as while a model wakes, which needs the CPU itself.
+# Where no model waits for memory to leave: as while a model wakes, which needs the CPU itself.
 CALM_LOOK_S = 0.05
 RESTLESS_S, RESTLESS_S_MAX = 0.01, 0.5  # while memory is on its way out, or is to be freed
 RETRY_S = 0.2  # after a refusal
@@ -185,7 +185,7 @@ class PlaceLink(KeptLink):
         self._freeing: asyncio.Task[None] | None = None
         self._restless_s = RESTLESS_S
         self._question = 0  # the newest one
-        self.is_awaited = False  # somebody waits for this memory to be free
+        self.is_awaited = False  # a model waits for this memory to be free
         self._asked: tuple[int, int] = (0, 0)  # the newest request, and the question before it
         self.answered = 0  # the newest question that a look after it has answered
 

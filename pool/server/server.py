@@ -4,8 +4,8 @@ the HTTP endpoints.
 Owns the order of things. Must not decide who is awake: every question goes to `core`. Everything
 runs as callbacks on one loop, and an event that comes while another one is handled waits its turn.
 
-The surprising thing: a state that cannot be written stops everything behind it. What nobody has on
-file is told to nobody; the write is repeated, and events wait meanwhile.
+The surprising thing: a state that cannot be written stops everything behind it. What is not on file
+is not told; the write is repeated, and events wait meanwhile.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class PoolServer(Handler):
             self.log.record("pool.state_lost", message, "error", {"aside": state.aside})
 
     async def close(self) -> None:
-        """Stop. Nobody is told anything: engines and gateways go on with what they were told."""
+        """Stop. Nothing is told: engines and gateways go on with what they were told."""
         for timer in (self._timer, self._ticker):
             if timer is not None:
                 timer.cancel()
@@ -186,7 +186,7 @@ class PoolServer(Handler):
         self._is_busy = True
         try:
             effects = self.pool.handle(event, self.clock.now_ms())
-            # Whoever waits is told first, and then it is written down.
+            # Neighbours are told first, and then it is written down.
             self._effects.extend(sorted(effects, key=lambda each: isinstance(each, LOG_ONLY)))
             self._perform()
         finally:

@@ -87,4 +87,4 @@ def _load(path: str) -> tuple[dict[str, Any] | None, str | None]:
     body = json.loads(max(slots)[1])
     if body.get("schema") != SCHEMA:
         return None, f"it has schema {body.get('schema')}, and this pool reads {SCHEMA}"
-    return body["record"], None  # None: a pool that has told nobody anything
+    return body["record"], None  # None: a pool that has told nothing yet

@@ -50,7 +50,7 @@ def spread(sample: Iterable[float]) -> Spread:
 def outcome_of(exchange: Exchange, records: Records) -> Outcome:
     """The outcome of one exchange of these records: lost in the gateway if it was killed meanwhile,
     refused if the request was sent to an address outside the pod and reached no engine. In a fleet
-    the front is that gateway, and nobody keeps its address while it is away."""
+    the front is that gateway, and its address is not kept while it is away."""
     outcome = classify(exchange, records.expected)
     is_lost = outcome in (Outcome.LOST, Outcome.BROKEN)
     is_lost |= bool(records.pods) and outcome is Outcome.REFUSED

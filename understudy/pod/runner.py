@@ -220,7 +220,7 @@ class PodRunner:
 
     @property
     def stopping(self) -> str:
-        """What a signal does, for people; without containers, the pod is somebody else's."""
+        """What a signal does, for people; without containers, the pod is another program's."""
         if not self._kept:
             return "stopping; the pod keeps running"
         return "stopping the pod; send it again to kill it"
