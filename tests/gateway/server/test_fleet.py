@@ -45,7 +45,6 @@ from plumbing.pod.observers import ask
 from plumbing.pod.paths import gateway_socket
 from tests.documents import mismatches
 from tests.gateway.server.fleet_bench import BODY, BenchPod, FleetBench, check_whole, in_fleet
-from tests.gateway.server.fleet_chats import SHARE_MIN, compared
 from tests.gateway.server.harness import CHAT, Answer, configured
 from tests.gateway.stub_engine import StubReply, StubRequest
 from tests.helpers import auntil
@@ -186,9 +185,33 @@ async def _list_models(_: StubRequest, reply: StubReply) -> None:
     reply.write(b'{"data": []}')
 
 
-async def test_turns_of_a_chat_reach_the_pod_that_has_its_prefix_by_any_front(tmp_path_factory):
-    base = tmp_path_factory.mktemp("c")  # sockets have short paths only
-    assert (await compared(base, room=2.0, count=20))["share"] >= SHARE_MIN
+@in_fleet
+async def test_turns_of_a_chat_reach_the_pod_that_has_its_prefix_by_any_front(bench):
+    """Goal: the turns of a chat share a cache; chats share the pods. How much of all prompts is
+    cached then: `fleet_chats`."""
+    await bench.start(4)
+    ports = [bench.port]
+    await bench.front()
+    ports.append(bench.port)
+    seen = [pod for front in bench.fronts for pod in front.fleet.pods.values()]
+    used = set()
+
+    def is_idle(pod: Pod) -> bool:
+        models = pod.report.models.values()
+        return not pod.sent.total() and not any(each.in_flight for each in models)
+
+    for number in range(12):
+        said = [{"role": "system", "content": "Be brief."}] * (number % 2)
+        reached = set()
+        for turn, bench.port in enumerate(itertools.islice(itertools.cycle(ports), 4)):
+            said.append({"role": "user", "content": f"question {turn} of chat {number}"})
+            answer = await (await bench.ask({**BODY, "messages": list(said)})).answer()
+            reached.add(answer.headers["x-understudy-pod"])
+            said.append({"role": "assistant", "content": answer.text()})
+            await auntil(lambda: all(map(is_idle, seen)), "both fronts to hear of its end")
+        assert len(reached) == 1, f"the turns of chat {number} reached {reached}"
+        used |= reached
+    assert len(used) > 1
 
 
 WATCHED = b"HTTP/1.1 200 OK\r\n\r\n"
