@@ -207,6 +207,8 @@ class Facts:
             found = besides if key.kind is EntryKind.BASE and key.owner in names else booked
             found[key.device] = found.get(key.device, 0) + size_bytes
         model.shadow = max((each.cap for each in shadows), key=RANK.__getitem__, default=None)
+        if model.headless_ms is not None:
+            model.shadow = None  # it takes over
         if model.shadow is not None:
             if not besides and model.sizes is not None:
                 besides = dict(model.sizes.base)

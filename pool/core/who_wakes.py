@@ -334,7 +334,7 @@ class _Planner:
                 or (model.leaving is Leaving.IDLE and model.ticket is not None)
             )
             and all(
-                head.model is model or set(head.places).isdisjoint(model.rules.devices)
+                head.model is model or set(head.places).isdisjoint(model.booked)
                 for head in self.waiting
             )
         )
