@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from pathlib import Path
 
 import pytest
 
 from plumbing.wire import connection
 from plumbing.wire.blocking import BlockingClient
-from plumbing.wire.connection import Connection
+from plumbing.wire.connection import Connection, FaultMsg, KeptConnection
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.frames import encode_frame
 from plumbing.wire.messages import Message
 from tests.helpers import auntil
-from tests.plumbing.wire.echo import CATALOGUE, Echo, EchoHandler, on_loops
+from tests.plumbing.wire.echo import (
+    CATALOGUE,
+    Echo,
+    EchoHandler,
+    Refuse,
+    ServerThread,
+    on_loops,
+)
 
 FRAME = encode_frame(CATALOGUE.encode(Echo("x")), 0)
 LARGE = Echo("x" * 99_000)
@@ -116,3 +124,51 @@ async def test_handler_bug_reaches_the_loop_and_later_frames_are_handled():
     assert [type(error) for error in found] == [RuntimeError]
     conn.close("done")
     theirs.close()
+
+
+class _Kept(KeptConnection):
+    """Notes what becomes of it."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path, CATALOGUE)
+        self.seen: list[str] = []
+
+    def begin(self, conn: Connection) -> None:
+        self.seen.append("begun")
+
+    def hear(self, message: Message, request_id: int) -> None:
+        assert isinstance(message, Echo)
+        self.seen.append(message.text)
+
+    def refused(self, error: FaultMsg, request_id: int) -> None:
+        self.seen.append(error.code)
+
+    def lose(self, reason: str) -> None:
+        self.seen.append("lost")
+
+
+@on_loops
+async def test_a_kept_connection_is_made_again_and_says_why_there_is_none(tmp_path: Path):
+    """Goal: it outlives its servers, and ends with its program. Method: no socket, one that nobody
+    listens at, a server that refuses, a connection that is dropped, and the server's end."""
+    path = str(tmp_path / "echo.sock")
+    kept = _Kept(path)
+    task = asyncio.create_task(kept.run())
+    await auntil(lambda: kept.problem is not None, "no socket")
+    absent, stale = kept.problem, socket.socket(socket.AF_UNIX)
+    stale.bind(path)
+    await auntil(lambda: kept.problem != absent, "no listener")
+    stale.close()
+    with ServerThread(path):
+        await auntil(lambda: kept.is_connected, "the server")
+        assert kept.conn is not None
+        kept.conn.send(Echo("hello"), 1)
+        kept.conn.send(Refuse(), 2)
+        await auntil(lambda: kept.seen[-2:] == ["lost", "begun"], "a connection after the refusal")
+        kept.drop("for another one")
+        await auntil(lambda: kept.seen.count("begun") == 3, "another connection")
+    await auntil(lambda: not kept.is_connected, "the server's end")
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    again = ["lost", "begun"]
+    assert kept.seen == ["begun", "hello", "test.refused", *again, *again, "lost"]

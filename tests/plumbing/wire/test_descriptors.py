@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import asyncio
 import errno
 import fcntl
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from plumbing.errors import RemoteError, UnreachableError
+from plumbing.errors import ProtocolError, RemoteError, UnreachableError
 from plumbing.wire import connection as unix_connection
 from plumbing.wire import sockets
 from plumbing.wire.blocking import BlockingClient
@@ -255,3 +256,15 @@ def test_receiver_at_its_fd_limit_refuses_and_keeps_serving(tmp_path: Path):
         client.close()
         other.close()
         until(lambda: len(thread.handler.reasons) == 2, "the server to see both ends")
+
+
+def test_foreign_ancillary_data_is_refused():
+    """Goal: control messages other than descriptors end the connection. Method: credentials."""
+    ours, theirs = socket.socketpair()
+    theirs.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+    credentials = array.array("i", [os.getpid(), os.getuid(), os.getgid()])
+    ours.sendmsg([b"x"], [(socket.SOL_SOCKET, socket.SCM_CREDENTIALS, credentials)])
+    with pytest.raises(ProtocolError, match=r"wire\.truncated_fds"):
+        sockets.receive(theirs)
+    ours.close()
+    theirs.close()
