@@ -70,8 +70,9 @@ def from_text(text: str) -> GoalGeneration | None:
 class EngineStateFile:
     """Writes documents one after another; a newer one replaces the one that waits.
 
-    Whatever changes within a moment is one document. To make one takes longer than a step of a
-    wake, which needs the CPU itself.
+    Whatever changes within a moment is one document: to make one takes longer than a step of a
+    wake, which needs the CPU itself. A new goal or launch does not wait: the next supervisor
+    needs it.
     """
 
     def __init__(self, hub: EngineHub) -> None:
@@ -80,15 +81,19 @@ class EngineStateFile:
         self._hub = hub
         self._waiting: deque[str] = deque(maxlen=1)
         self._make: Callable[[], dict[str, Any]] | None = None  # what is due soon
+        self._urgent: tuple[object, ...] = ()  # on file, or on its way there
         self._is_writing = False
         self._thread = Background("state-file")
         self._thread.start()
 
-    def write(self, make: Callable[[], dict[str, Any]]) -> None:
-        """Write what `make` says soon."""
-        if self._make is None:
+    def write(self, make: Callable[[], dict[str, Any]], urgent: tuple[object, ...]) -> None:
+        """Write what `make` says soon; at once if what is `urgent` has changed."""
+        if urgent == self._urgent and self._make is None:
             asyncio.get_running_loop().call_later(SOON_S, self._take)
         self._make = make
+        if urgent != self._urgent:
+            self._urgent = urgent
+            self._take()
 
     def _take(self) -> None:
         make, self._make = self._make, None

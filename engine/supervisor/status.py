@@ -37,7 +37,12 @@ class EngineStatus:
         self._engine = engine
         self._state_file = state_file
         self.sockets: Sequence[Server | HttpServer] = ()  # whose problems are reported
-        engine.listeners.append(lambda: state_file.write(self.document))
+        engine.listeners.append(self._changed)
+
+    def _changed(self) -> None:
+        saved = self._engine.history.saved
+        urgent = saved.goal, saved.generation, saved.number, saved.was_standby
+        self._state_file.write(self.document, urgent)
 
     def document(self) -> dict[str, Any]:
         """The status document."""
