@@ -12,7 +12,7 @@ The surprising things:
 - The server opens a file anew to look at it, tries it alone, and never waits: a flock tried through
   a received descriptor would convert the holder's own lock.
 - A file that is found free is sealed before it is unlocked: its length says what is over, and
-  nobody joins it for that again. A length needs no space, so a full disk cannot prevent it, and a
+  none joins it for that again. A length needs no space, so a full disk cannot prevent it, and a
   seal is never taken back.
 - A look needs a descriptor and the kernel a little memory. Without them the answer is `UNSEEN`,
   which is neither free, nor held, nor gone.

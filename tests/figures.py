@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -35,10 +35,10 @@ def document(figures: Figures, problems: Sequence[str]) -> Figures:
     return {"passed": not problems, **figures, **about}
 
 
-def report(measure: Callable[[Path], Awaitable[Figures]]) -> NoReturn:
+def report(measure: Callable[[Path], Coroutine[Any, Any, Figures]]) -> NoReturn:
     """Print the document that `measure` makes below a new directory, and exit with its verdict."""
     with tempfile.TemporaryDirectory(prefix="us-") as base:
-        found = asyncio.run(measure(Path(base)))  # type: ignore[arg-type]
+        found = asyncio.run(measure(Path(base)))
     print(json.dumps(found, indent=1))
     sys.exit(0 if found["passed"] else 1)
 

@@ -260,7 +260,7 @@ class SendRequest(GatewayEffect, frozen=True):
 
 class Prefill(GatewayEffect, frozen=True):
     """Have this pod compute the journal of a stream that another pod still has: send it the resume,
-    and drop it at its first new token; then `Prefilled`. What it says reaches nobody."""
+    and drop it at its first new token; then `Prefilled`. Its answer reaches no client."""
 
     request: int
     pod: str

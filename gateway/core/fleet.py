@@ -58,9 +58,9 @@ AGAIN_MAX = 2  # at the same pod, after a break
 # Breaks without progress, at whatever pods: then it is the request.
 BREAKS_MAX = 8
 MOVES_MAX = 4  # streams that come from pods that leave, at one pod at once
-AHEAD_TOKENS = 24  # that a pod has to compute for a stream: more are computed ahead,
-AHEAD_TIMES = 3  # so often, as the stream goes on meanwhile,
-AHEAD_MS = 10_000.0  # each time so long at most
+AHEAD_TOKENS = 24  # a pod computes ahead if it lacks so many tokens of a stream at least
+AHEAD_TIMES = 3  # for one stream, which grows meanwhile
+AHEAD_MS = 10_000.0  # each time; a longer prefill is not waited for
 STALL_MS = 200.0  # this process did not run for so long: no pod was silent meanwhile
 LOSSES = ("gone", "restarted", "silent")
 MOVES = ("gone", "no_engine", "silent", "leaving", "differed", "refused")

@@ -8,7 +8,7 @@ reports come on:
     ready       an engine serves, or a model can be woken
     no_engine   neither
     leaving     it was told to end: its streams move
-    silent      no report for `silent_ms`, nor tokens: its streams move where somebody has room
+    silent      no report for `silent_ms`, nor tokens: its streams move where a pod has room
     gone        its connection broke, and no new one is there after `GONE_MS`; its streams broke
 
 A pod's readiness in Kubernetes says nothing here: the restart of any one container makes a pod

@@ -35,6 +35,7 @@ from typing import Protocol, TypeAlias, cast
 
 from gateway.core.client_request import Attempt
 from gateway.core.events import AnswerEnded, BreakCause, GatewayEffect, GatewayEvent, HeadCame
+from gateway.core.fleet import AHEAD_MS
 from gateway.server.client import ClientConnection
 from gateway.server.responses import ResponseReader
 from plumbing.gateway_protocol import END, GROUP_MARK, HANDED_OVER, Continuation, read_group_end
@@ -129,7 +130,7 @@ class IdleConnections(dict[Grant, dict[IdleConnection, None]]):
             idle.transport.abort()
 
     def close_old(self, idle_s: float) -> None:
-        """Close those that have been idle for so long."""
+        """Close those that have been idle for `idle_s`."""
         now_s = time.monotonic()
         for same in list(self.values()):
             self.close(*[each for each in same if now_s - each.since_s >= idle_s])
@@ -535,33 +536,40 @@ class Upstream(asyncio.Protocol):
 
 class PrefillAhead(asyncio.Protocol):
     """A resume that a pod gets while another one still has the stream. It is dropped at its first
-    new token, so the pod's prefix cache has what the stream needs when it comes."""
+    new token, so the pod's prefix cache has what the stream needs when it comes, or when it has
+    taken as long as the front waits for it."""
 
     def __init__(self, request: Sequence[Buffer], tokens: int, done: Callable[..., object]) -> None:
-        """`tokens`: of the journal. `done(is_broken=True)`: it was neither played nor refused."""
-        self._request, self._left, self._done = request, tokens, done
+        """`tokens`: of the journal. `done(is_broken=True)`: the pod ended it."""
+        self._request, self._left, self._done, self._is_dropped = request, tokens, done, False
         self._response, self._cutter = ResponseReader(is_to_head=False), GroupCutter()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
         self._transport.writelines(self._request)
+        self._deadline = asyncio.get_running_loop().call_later(AHEAD_MS / 1000, self._drop)
+
+    def _drop(self) -> None:
+        self._is_dropped = True
+        self._transport.abort()
 
     def data_received(self, data: bytes) -> None:
         response = self._response
         try:
             response.feed(data)
+            for _, tokens, _ in self._cutter.feed(b"".join(response.pieces)):
+                self._left -= len(tokens)
         except ValueError:
             self._transport.abort()
             return
-        for _, tokens, _ in self._cutter.feed(b"".join(response.pieces)):
-            self._left -= len(tokens)
         response.pieces.clear()
         if self._left < 0 or response.is_whole:
-            self._transport.abort()
+            self._drop()
 
     def connection_lost(self, error: Exception | None) -> None:
+        self._deadline.cancel()
         self._response.close()
-        self._done(is_broken=self._left >= 0 and not self._response.is_whole)
+        self._done(is_broken=not self._is_dropped)
 
 
 # The events of one output of an engine, at most: those of a long prompt's logprobs are some MiB.

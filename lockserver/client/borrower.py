@@ -46,7 +46,7 @@ class Borrower(KeptConnection):
     # ------------------------------------------------------------------ what is heard
 
     def lent(self, fd: OwnedFd, address: str) -> None:
-        """A copy of the listening socket (taken), which nobody must ever `shutdown()`: accept from
+        """A copy of the listening socket (taken), which no process may `shutdown()`: accept from
         it, in place of an earlier one, and set `Stage.ACCEPTS`."""
         fd.close()
 

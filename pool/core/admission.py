@@ -41,7 +41,7 @@ def tell(facts: Facts, *, says_again: bool) -> None:
 
 
 def _set_door(facts: Facts, model: Model) -> bool:
-    """Whether it is another one. A number that nobody waits for to be obeyed may grow; a reason
+    """Whether it is another one. A number that no gateway must obey first may grow; a reason
     that changes is no news for those who wait."""
     door = door_of(facts, model)
     key = door_key(model, door)

@@ -3,7 +3,7 @@ order of tickets within a model and between models.
 
     level = priority − ⌊age ÷ starve_after⌋      the lower one first, then the one that came first
 
-So a better priority is worth a fixed time, and nobody waits behind it for ever. Between models a
+So a better priority is worth a fixed time, and no ticket waits behind it for ever. Between models a
 ticket that its model's last turn has not served counts from that turn's drain: with its old age its
 model would get a second turn before others had one.
 
@@ -32,9 +32,9 @@ class Demand:
     def __init__(self) -> None:
         self._said: dict[str, Mapping[str, ModelDemand]] = {}
         self._gone: set[str] = set()
-        self._watched: set[str] = set()  # of these: somebody tells of their end
+        self._watched: set[str] = set()  # of these: the kernel tells of their end
         self._vacant = 0  # how many are known to have ended, and are not replaced yet
-        self.is_heard = False  # by any gateway since the start: until then nobody knows who waits
+        self.is_heard = False  # by any gateway since the start: until then it is unknown who waits
 
     @property
     def gateways(self) -> tuple[str, ...]:
@@ -101,7 +101,7 @@ class Demand:
 
     def is_quiet(self, model: str, door: int) -> bool:
         """Whether every gateway obeys this door and has nothing at an engine. With no gateway to
-        ask, nobody knows."""
+        ask, that is unknown."""
         if not self._said or self._gone:
             return False
         return all(each.door >= door and not each.in_flight for each in self._of(model))

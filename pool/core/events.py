@@ -5,7 +5,7 @@ is level-triggered: `DemandCame`, `EngineSaid` and `MemoryIs` carry the sender's
 may be repeated, and may come late. Effects are goals of the same kind: the shell says them again on
 every new connection, without asking the core.
 
-The proofs come from the kernel: a witness that nobody holds (`EngineDead`), and memory that the
+The proofs come from the kernel: a witness that no process holds (`EngineDead`), and memory that the
 memory service has given back to the device (`MemoryIs`). Nothing is booked out on anybody's word.
 """
 
@@ -43,7 +43,7 @@ class Order(StrEnum):
     """What an operator asks of a model."""
 
     LOAD = "load"  # raise it, as if a request had come
-    SLEEP = "sleep"  # to its resting tier, once nobody needs it
+    SLEEP = "sleep"  # to its resting tier, once no request needs it
     UNLOAD = "unload"  # to cold
     PIN = "pin"
     UNPIN = "unpin"
@@ -149,7 +149,7 @@ class MemoryIs(PoolEvent, frozen=True):
 
 
 class DeviceIs(PoolEvent, frozen=True):
-    """A device's size, and what of it is used by nobody that the pool knows."""
+    """A device's size, and what of it is used outside the pool."""
 
     device: str
     total_bytes: int
@@ -267,8 +267,8 @@ class PoolQuestion(PoolEffect, frozen=True):
 
 class AskMemory(PoolQuestion, frozen=True):
     """Look at what the memory service holds of these kinds for this model, on each of its devices
-    and on `HOST`, and answer with `MemoryIs`. With KV memory nobody is to wake, so the memory
-    service may free it, which it refuses while anybody maps it. `frees_weights`: no engine of it
+    and on `HOST`, and answer with `MemoryIs`. With KV memory no engine is to wake, so the memory
+    service may free it, which it refuses while a process maps it. `frees_weights`: no engine of it
     runs, so its weights too, and their copy."""
 
     model: str

@@ -94,7 +94,7 @@ class Facts:
     changed: set[str] = field(default_factory=set)
     shown: set[str] = field(default_factory=set)
     is_plan_old: bool = True  # something that it goes by is another one
-    is_news_for_file: bool = False  # something to remember, though nobody is told anything
+    is_news_for_file: bool = False  # something to remember, though nothing is told
 
     def say(self, effect: ev.PoolEffect) -> None:
         """To a neighbour, in the order in which it must be performed."""

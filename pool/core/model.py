@@ -334,7 +334,7 @@ class Model(KeptModel, eq=False, kw_only=True):
 
     def learn_holder(self) -> None:
         """The newest token of a living engine names it. While none has one, the last holder may
-        still be who stands: a failover asks nobody."""
+        still be who stands: a failover does not ask the pool."""
         found = [(each.said.token, each.name) for each in self.living() if each.said is not None]
         token, engine = max(found, default=(0, ""))
         if token:

@@ -407,7 +407,7 @@ def waiting(
     chosen: Collection[Victim],
     rules: PoolRules,
 ) -> str:
-    """Somebody who is needed cannot be asked yet, or is waited for rather than another unloaded."""
+    """A model that is needed cannot be asked yet, or is waited for rather than another unloaded."""
     names = {victim.model for victim in chosen if not victim.is_shadow}
     parts = [
         OBSTACLES[each.obstacle].format(
@@ -437,7 +437,7 @@ def stuck(head: Head, free: Mapping[str, int], models: Iterable[Model]) -> str:
 
 
 def _moving(model: Model) -> str:
-    """It was asked to make room, or loads for nobody, and cannot turn round any more."""
+    """It was asked to make room, or loads for no ticket, and cannot turn round any more."""
     return f"{model.name} is {model.state.value}; after that it waits for its turn"
 
 

@@ -5,7 +5,7 @@ connection. A supervisor that is stopped keeps its connection, so it is asked on
 sooner while a goal of ours is not obeyed yet.
 
 `WitnessWatch` tries witnesses while there is a reason to. One that is found free is sealed, as by
-the lock server, so that nobody can join it any more. The lock server alone removes witnesses, after
+the lock server, so that none can join it any more. The lock server alone removes witnesses, after
 it has found them free, so one that was heard of and is gone was free, too.
 """
 
@@ -179,8 +179,8 @@ class EngineLink(KeptLink):
 
 
 # Small processes die within milliseconds, and some need half a minute; who is hung may be so for
-# days. A try takes 50 us of a CPU, so it is dense only where somebody waits for the answer: during
-# a failover nobody does, and the engines need the CPU.
+# days. A try takes 50 us of a CPU, so it is dense only where a model waits for the answer: during
+# a failover none does, and the engines need the CPU.
 DENSE_S, DENSE_FOR_S = 0.001, 1.0
 SLOW_S, SLOW_FOR_S = 0.010, 60.0
 RARE_S = 0.1

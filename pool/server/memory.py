@@ -180,7 +180,7 @@ class PlaceLink(KeptLink):
         self.kind = EntryKind.COPY if is_copy else EntryKind(tag)
         self.held_bytes: int | None = None  # None: not known yet
         self.device: DeviceSample | None = None
-        self.is_to_free = False  # nobody needs it: as soon as no process maps it
+        self.is_to_free = False  # no engine needs it: as soon as no process maps it
         self._on_change = on_change
         self._freeing: asyncio.Task[None] | None = None
         self._restless_s = RESTLESS_S

@@ -59,7 +59,10 @@ async def test_client_reports_an_old_token_as_a_refusal_and_never_as_a_grant(pod
         client = Gateway(pod_dir)
         refused = client.refusals
     running = asyncio.create_task(client.run())
-    heard = lambda: tokens or [token for _, token, _ in getattr(client, "grants", ())]  # noqa: E731
+
+    def heard() -> list[int]:
+        return tokens or [token for _, token, _ in getattr(client, "grants", ())]
+
     await auntil(lambda: heard()[-1:] == [8], "the last grant")
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)

@@ -38,6 +38,7 @@ from gateway.messages import CONTROL, StatusMsg
 from gateway.schema import FrontStatus
 from gateway.server import hop as hop_module
 from gateway.server import pods as pods_module
+from gateway.server import upstream as upstream_module
 from gateway.server.hop import fleet_security
 from gateway.server.pods import PODS_MAX, PodNames
 from plumbing.gateway_protocol import WATCH_PATH, Continuation, PodModel, PodReport
@@ -348,6 +349,28 @@ async def test_long_stream_stays_at_a_pod_that_leaves_until_its_heir_has_compute
     heir.engine.released.set()
     check_whole(await client.answer(), BODY)
     assert [len(each.journal.tokens) for each in heir.engine.requests] == [4, 6]
+
+
+@in_fleet
+async def test_heir_that_computes_for_too_long_gets_the_stream_and_is_not_charged(
+    bench, monkeypatch
+):
+    monkeypatch.setattr(fleet_module, "AHEAD_TOKENS", 2)
+    for module in (fleet_module, upstream_module):
+        monkeypatch.setattr(module, "AHEAD_MS", 50.0)
+    [leaving] = await bench.start(hold_after_groups=4)
+    client = await bench.stream()
+    heir = await bench.pod(hold_after_groups=0)
+    bench.name(leaving, heir)
+    await auntil(lambda: bench.ready() == 2, "the heir")
+    (request,) = bench.fleet.requests.values()
+    leaving.hop.leave(30_000)
+    await auntil(lambda: bench.fleet.moves["leaving"] == 1, "the move")
+    await auntil(lambda: len(heir.exchange.requests) == 1, "the end of what was computed ahead")
+    assert request.deaths == 0
+    heir.engine.released.set()
+    check_whole(await client.answer(), BODY)
+    assert [len(each.journal.tokens) for each in heir.engine.requests] == [4, 4]
 
 
 @pytest.mark.parametrize("is_broken", [False, True])

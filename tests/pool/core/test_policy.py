@@ -143,6 +143,15 @@ def test_model_that_leaves_is_asked_to_leave_deeper():
     assert planned(models, {"0": 10}).decisions["a"] == Yield((Victim("x", Tier.OFFLOADED),))
 
 
+def test_model_that_drains_for_room_in_host_memory_goes_on():
+    """Its rules name no host memory: it counts where it has something booked."""
+    head = a_model("a", on=("0", HOST), waits_since=NOW)
+    draining = a_model("x", S.DRAINING, on=(HOST,), leaving=Leaving.HEAD)
+    draining = but(draining, rules=a_model("x", on=("1",)).rules)
+    devices = devices_of([head, draining], {"0": 10, HOST: 10})
+    assert plan(NOW, [head, draining], devices, NO_MARGIN).unyields == ()
+
+
 @pytest.mark.parametrize("leaving", Leaving)
 def test_model_that_drains_turns_round_if_its_room_is_not_needed(leaving):
     """For a request of its own, unless an operator sends it down."""
