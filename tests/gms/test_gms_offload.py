@@ -190,6 +190,7 @@ def test_copy_of_other_bytes_is_replaced_and_never_stands_for_the_weights(
     until(lambda: gms.status()["state"] == "empty", "its memory to be free")
     with patterned(gms, seed=9) as again, kept(again):
         digest = digested(gms)
+    until(lambda: not gms.status()["sessions"], "the reader's end to be seen")
     with gms.client() as asker, pytest.raises(RemoteError, match="other bytes"):
         asker.request(msg.OffloadMsg())
     until(lambda: copies.settle() != stale, "another copy")
@@ -216,6 +217,7 @@ def test_copy_that_only_its_server_has_does_not_stand_for_the_weights(
         digested(gms)
         copies.settle()
     copies.close()
+    until(lambda: not gms.status()["sessions"], "the reader's end to be seen")
     with gms.client() as asker, pytest.raises(RemoteError, match="only its server has it"):
         asker.request(msg.OffloadMsg())
 
