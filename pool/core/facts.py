@@ -586,8 +586,9 @@ def _alarm(facts: Facts, model: Model) -> None:
 
 def begin_turn(facts: Facts, model: Model) -> None:
     """Its protection counts from when its streams have resumed: one that only replays its streams
-    in each turn would never get on. What that takes is part of the raise."""
-    if model.awake_since_ms is None or model.turn_since_ms is not None:
+    in each turn would never get on. What that takes is part of the raise. Nor does it count while
+    the model is recovering: its door is opened afterwards."""
+    if model.awake_since_ms is None or model.turn_since_ms is not None or model.is_recovering:
         return
     if facts.demand.is_resuming(model.name):
         model.has_resumed = True

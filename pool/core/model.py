@@ -411,7 +411,8 @@ class Model(KeptModel, eq=False, kw_only=True):
     def next_due_ms(self) -> float:
         """When time alone changes something about it; infinite: never."""
         found = [self.deadline_ms(), self.ticket_due_ms]
-        if self.awake_since_ms is not None and self.turn_since_ms is None:
+        is_turn_due = self.awake_since_ms is not None and self.turn_since_ms is None
+        if is_turn_due and not self.is_recovering:
             found.append(self.raise_due_ms)
         if self.headless_ms is not None:
             found.append(self.headless_ms + HEADLESS_MS)

@@ -51,6 +51,22 @@ def test_nothing_changes_for_engines_and_clients_when_all_have_been_heard():
     assert {each.name: each.state for each in pod.supervisors.values()}["a0"] == "active"
 
 
+def test_turn_of_a_model_that_wakes_in_a_recovery_begins_with_its_open_door():
+    """Else the time in which its requests still waited would be taken from its protection."""
+    pod = Pod(engines=2, total_bytes=1500 * MIB).start()
+    pod.ask("a")
+    restart(pod)
+    pod.handle(ev.DeviceIs(GPU, pod.total_bytes, 0))
+    pod.say_memory()
+    pod.obey_goal(pod.supervisors["a0"])
+    model = pod.pool.facts.models["a"]
+    assert (model.state, model.is_recovering, model.turn_since_ms) == (S.AWAKE, True, None)
+    pod.now_ms += 5_000
+    for engine in pod.supervisors.values():
+        pod.handle(engine.said())
+    assert (model.is_recovering, model.turn_since_ms) == (False, pod.now_ms)
+
+
 def test_turn_ends_however_often_the_pool_is_restarted_in_it():
     """And parked streams count from the drain, as they did: else their model had a second turn."""
     pod = Pod(total_bytes=1300 * MIB).start()
