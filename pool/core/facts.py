@@ -19,7 +19,7 @@ from plumbing.pod.messages import Tier
 from pool.core import events as ev
 from pool.core.demand import Demand, TicketView, first_ticket, next_change_ms
 from pool.core.events import OpenDoor, Running, ShutDoor
-from pool.core.ledger import PoolLedger, needs_of
+from pool.core.ledger import PoolLedger
 from pool.core.model import (
     HEADLESS_MS,
     NEXT_STAGE,
@@ -42,6 +42,7 @@ from pool.core.states import (
     ModelRules,
     ModelState,
     PoolRules,
+    by_device,
 )
 
 S = ModelState
@@ -198,26 +199,10 @@ class Facts:
         model.keep_alive_ms = demand.keep_alive_ms(name)
         host = ledger.memory.get(HOST)
         model.has_copy = host is not None and (EntryKind.COPY, name) in host.held
-        model.needs = needs_of(model.sizes, has_copy=ledger.copies(model))
-        shadows = model.shadows()
-        names = {each.name for each in shadows}
-        booked: dict[str, int] = {}
-        besides: dict[str, int] = {}
-        for key, size_bytes in ledger.booked(model).items():
-            found = besides if key.kind is EntryKind.BASE and key.owner in names else booked
-            found[key.device] = found.get(key.device, 0) + size_bytes
-        model.shadow = max((each.cap for each in shadows), key=RANK.__getitem__, default=None)
-        if model.headless_ms is not None:
-            model.shadow = None  # it takes over
-        if model.shadow is not None:
-            if not besides and model.sizes is not None:
-                besides = dict(model.sizes.base)
-            held = Tier.WARM if model.state is S.AWAKE else model.held
-            model.shadow = Tier.COLD if model.shadow is Tier.COLD else held
-        model.booked, model.shadow_bytes = booked, besides
+        model.needs, model.booked = ledger.needs(model), by_device(ledger.booked(model))
         seen = (
-            *(model.state, model.tier, model.ticket, model.in_flight, model.cannot_park, booked),
-            *(besides, model.shadow, model.needs, model.has_copy, model.rules, model.is_pinned),
+            *(model.state, model.tier, model.ticket, model.in_flight, model.cannot_park),
+            *(model.booked, model.needs, model.has_copy, model.rules, model.is_pinned),
             *(model.is_blind, model.has_plan, model.leaving, model.is_again, model.switch_ms),
             *(model.awake_since_ms, model.turn_from_ms, model.asleep_since_ms),
             *(model.last_request_ms, model.back_off_until_ms, model.keep_alive_ms),
@@ -250,6 +235,8 @@ class Facts:
         `UNLOADING` where its processes are killed."""
         model.goal = model.floor = tier
         model.falls_to, model.is_serving, model.frees = None, False, how
+        for engine in model.engines:
+            engine.is_out &= tier is not Tier.COLD
         self.settle(model, reason)
 
     def yields(self, model: Model, tier: Tier, why: Leaving, reason: str) -> None:

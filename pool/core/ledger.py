@@ -29,7 +29,7 @@ from msgspec import Struct
 from plumbing.pod.messages import Tier
 from pool.core.events import AskMemory, AskWitness, MemoryIs, PoolEffect
 from pool.core.model import RANK, WITHOUT_KV, Model, ModelEngine
-from pool.core.states import HOST, NEVER_MS, EngineSizes, EntryKey, EntryKind, sums
+from pool.core.states import HOST, NEVER_MS, EngineSizes, EntryKey, EntryKind, by_device
 
 Entries = dict[EntryKey, int]
 
@@ -149,13 +149,11 @@ class PoolLedger:
         return sizes is not None and 0 < sum(sizes.weights.values()) <= total
 
     def entries_at(self, model: Model, tier: Tier) -> Entries:
-        """All that `model` has booked at a tier, with those of its engines that may go there."""
-        sizes, is_up = model.sizes, tier is not Tier.COLD
-        up = [each.name for each in model.engines if is_up and each.cap is not Tier.COLD]
-        if not up:
+        """All that `model` has booked at a tier."""
+        if tier is Tier.COLD:
             return {}
-        if sizes is None:
-            sizes = self._whole(model)
+        sizes = model.sizes or self._whole(model)
+        out = [each.name for each in model.engines if each.is_out]
         held = {EntryKind.BASE: sizes.base}
         if RANK[tier] >= RANK[Tier.WARM]:
             held[EntryKind.WEIGHTS] = sizes.weights
@@ -166,14 +164,26 @@ class PoolLedger:
         return {
             key: held[key.kind].get(key.device, 0)
             for key in model.keys
-            if key.kind in held and (key.kind is not EntryKind.BASE or key.owner in up)
+            if key.kind in held and key.owner not in out
         }
 
+    def needs(self, model: Model) -> dict[Tier, Mapping[str, int]]:
+        """The same of every tier, by device. A tier of unknown size is left out, and takes the
+        whole of its devices."""
+        needs: dict[Tier, Mapping[str, int]] = {Tier.COLD: {}}
+        sizes = model.sizes or EngineSizes({}, {}, {})
+        tiers = (Tier.OFFLOADED, Tier.WARM, Tier.AWAKE)
+        for tier, size in zip(tiers, (sizes.base, sizes.weights, sizes.kv), strict=True):
+            if not size:
+                break
+            needs[tier] = by_device(self.entries_at(model, tier))
+        return needs
+
     def _whole(self, model: Model) -> EngineSizes:
-        """Of a model of unknown size: all of its devices, for its first engine."""
+        """Of a model of unknown size: all of its devices, in equal parts for its engines."""
         known = [device for device in model.rules.devices if device in self.totals]
-        whole = {device: max(0, self.usable_bytes(device)) for device in known}
-        return EngineSizes(base=whole, weights={}, kv={}, is_estimated=True)
+        parts = {name: max(0, self.usable_bytes(name)) // len(model.engines) for name in known}
+        return EngineSizes(base=parts, weights={}, kv={}, is_estimated=True)
 
     def booked(self, model: Model) -> Entries:
         """All lines of this model and of its engines."""
@@ -324,19 +334,3 @@ def _names(engines: Iterable[ModelEngine]) -> str:
 
 def _largest(found: list[Mapping[str, int]]) -> dict[str, int]:
     return {name: max(each.get(name, 0) for each in found) for each in found for name in each}
-
-
-def needs_of(sizes: EngineSizes | None, *, has_copy: bool = True) -> dict[Tier, Mapping[str, int]]:
-    """What one engine of a model has booked at each tier. A tier of unknown size is left
-    out, and takes the whole of its devices. `has_copy`: its weights are in host memory as well, at
-    every tier above cold."""
-    needs: dict[Tier, Mapping[str, int]] = {Tier.COLD: {}}
-    if sizes is None or not sizes.base:
-        return needs
-    copy_bytes = {HOST: sum(sizes.weights.values())} if has_copy else {}
-    needs[Tier.OFFLOADED] = offloaded = sums(sizes.base, copy_bytes)
-    if sizes.weights:
-        needs[Tier.WARM] = warm = sums(offloaded, sizes.weights)
-        if sizes.kv:
-            needs[Tier.AWAKE] = sums(warm, sizes.kv)
-    return needs

@@ -92,7 +92,7 @@ class ModelEngine:
     model: str
     goal: Tier | None = None  # told last, under `generation`
     generation: GoalGeneration | None = None
-    cap: Tier = Tier.AWAKE  # a shadow that has yielded alone goes no higher
+    is_out: bool = False  # of a pool without its file: it was dead, and stays so until all are cold
     said: EngineSaid | None = None
     is_connected: bool = False
     has_rested: bool = False  # under this goal it has said that it has no KV memory
@@ -254,12 +254,10 @@ class Model(KeptModel, eq=False, kw_only=True):
     cannot_park: int = 0
     keep_alive_ms: float | None = None  # as recent requests ask; None: its rules'; inf: for ever
     has_copy: bool = False  # so that it can be offloaded
-    # What it has booked at each tier without its shadow. A tier that is not named is unknown, and
-    # takes the whole of its devices.
+    # What it has booked at each tier. A tier that is not named is unknown, and takes the whole of
+    # its devices.
     needs: Mapping[Tier, Mapping[str, int]] = field(default_factory=lambda: {Tier.COLD: {}})
-    booked: Mapping[str, int] = field(default_factory=dict)  # without its shadow, until proven free
-    shadow: Tier | None = None  # what its shadow holds, or is falling to; None: it has none
-    shadow_bytes: Mapping[str, int] = field(default_factory=dict)  # booked besides, or to be
+    booked: Mapping[str, int] = field(default_factory=dict)  # until proven free
     seen: tuple[object, ...] = ()  # of all this, what the last plan went by
     due_ms: float = float("inf")  # when time alone changes something about it
     keys: tuple[EntryKey, ...] = ()  # all its lines in the books, in a fixed order
@@ -347,16 +345,12 @@ class Model(KeptModel, eq=False, kw_only=True):
         """The engine that is not the shadow: the holder of the lock, or who would be raised."""
         if self.holder is not None:
             holder = self.engine(self.holder.engine)
-            if holder is not None and holder.cap is not Tier.COLD:
+            if holder is not None and not holder.is_out:
                 return holder
-        return next((each for each in self.engines if each.cap is not Tier.COLD), self.engines[0])
-
-    def shadows(self) -> list[ModelEngine]:
-        main = self.main()
-        return [engine for engine in self.engines if engine is not main]
+        return next((each for each in self.engines if not each.is_out), self.engines[0])
 
     def goal_of(self, engine: ModelEngine) -> Tier:
-        return lower(self.goal, engine.cap)
+        return Tier.COLD if engine.is_out else self.goal
 
     @property
     def is_machines_fault(self) -> bool:

@@ -33,7 +33,7 @@ from plumbing.errors import InvariantError
 from plumbing.pod.messages import Tier
 from pool.core import admission, saved, who_wakes
 from pool.core import events as ev
-from pool.core.facts import Facts, PoolSetup, begin_turn, may_break_off, next_step
+from pool.core.facts import Facts, PoolSetup, begin_turn, next_step
 from pool.core.inputs import hear
 from pool.core.ledger import DeviceView, Entries
 from pool.core.model import Leaving, Model, grant
@@ -151,27 +151,18 @@ class ModelPool:
         """Weights of an offloaded model, one of whose engines starts again: it maps them before it
         can let them go. Without room for that it may not start."""
         facts = self.facts
-        starting = [
-            engine
-            for engine in model.engines
-            if not engine.is_gone and engine.cap is not Tier.COLD and not engine.is_without_weights
-        ]
+        if all(engine.is_out or engine.is_without_weights for engine in model.engines):
+            return {}
         weights = {
             key: size
             for key, size in facts.ledger.entries_at(model, Tier.WARM).items()
             if key.kind is EntryKind.WEIGHTS
         }
-        if not starting or facts.ledger.book(weights):
-            return weights if starting else {}
-        if model.state is ModelState.LOADING:
+        if facts.ledger.book(weights):
+            return weights
+        if not model.is_recovering:
             why = "there is no room to load its weights again"
-            if may_break_off(model):
-                facts.fall(model, Tier.COLD, why, ModelState.UNLOADING)
-            return {}
-        for engine in starting:
-            if engine in model.shadows():
-                engine.cap = Tier.COLD
-                facts.aim(model)
+            facts.fall(model, Tier.COLD, why, ModelState.UNLOADING)
         return {}
 
     # ------------------------------------------------------------------ the plan
@@ -210,8 +201,6 @@ class ModelPool:
                 _yield(facts, victim, Leaving.ORDER, "an operator puts it to sleep")
             else:
                 _yield(facts, victim, Leaving.IDLE, "no request came for it")
-        for name in plan.shadows:
-            _launch_shadows(facts, facts.models[name])
 
 
 def _mark_blind(facts: Facts) -> None:
@@ -271,54 +260,15 @@ def _set_never(facts: Facts, model: Model, why: str | None) -> None:
 
 
 def _yield(facts: Facts, victim: Victim, why: Leaving, reason: str) -> None:
-    model = facts.models[victim.model]
-    if not victim.is_shadow:
-        facts.yields(model, victim.tier, why, reason)
-        return
-    for engine in model.shadows():
-        if engine.cap is not victim.tier:
-            engine.cap = victim.tier
-            facts.touch(model.name)
+    facts.yields(facts.models[victim.model], victim.tier, why, reason)
 
 
 def _raise(facts: Facts, model: Model) -> None:
     if model.is_blind or model.state is not ModelState.PENDING:
         return
-    if model.goal is Tier.COLD:
-        _choose_engine(model)
     if not facts.ledger.book(facts.ledger.entries_at(model, Tier.AWAKE)):
         return
     ticket = facts.ticket_of(model)
     model.wanted_since_ms = ticket.since_ms if ticket is not None else facts.now_ms
     model.is_raised_for_ticket = True
     facts.wake(model)
-
-
-def _choose_engine(model: Model) -> None:
-    """Of a cold model one engine is raised, if its shadow does not belong to it: one that can be
-    heard and has not failed."""
-    engines = sorted(
-        model.engines,
-        key=lambda each: (not each.is_connected, each.said is not None and bool(each.said.fault)),
-    )
-    for place, engine in enumerate(engines):
-        is_raised = place == 0 or model.rules.shadow_keeps
-        engine.cap = Tier.AWAKE if is_raised else Tier.COLD
-
-
-def _launch_shadows(facts: Facts, model: Model) -> None:
-    """There is room for a shadow that no ticket needs. While it starts it maps the weights, so
-    an offloaded model launches none."""
-    if model.state not in (ModelState.WARM, ModelState.AWAKE):
-        return
-    for engine in model.shadows():
-        if engine.cap is not Tier.COLD:
-            continue
-        engine.cap = Tier.AWAKE
-        entries = facts.ledger.entries_at(model, Tier.OFFLOADED)
-        if facts.ledger.book(
-            {key: size for key, size in entries.items() if key.owner == engine.name}
-        ):
-            facts.touch(model.name)
-        else:
-            engine.cap = Tier.COLD

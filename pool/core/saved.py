@@ -39,8 +39,8 @@ TEXT_MAX = 100  # characters of a reason or a fault on file
 _kept_of = attrgetter(*KeptModel.__struct_fields__)
 
 
-# Goal, start and number of its generation, cap, whether it is gone. The era is the snapshot's.
-SavedEngine = tuple[Tier | None, int, int, Tier, bool]
+# Goal, start and number of its generation, whether it is out, and gone. The era is the snapshot's.
+SavedEngine = tuple[Tier | None, int, int, bool, bool]
 
 
 class SavedModel(Struct, frozen=True, array_like=True):
@@ -100,7 +100,7 @@ def _saved_model(facts: Facts, model: Model) -> SavedModel:
     engines: list[SavedEngine] = []
     for engine in model.engines:
         told = engine.generation or GoalGeneration(facts.era, 0, 0)
-        engines.append((engine.goal, told.start, told.number, engine.cap, engine.is_gone))
+        engines.append((engine.goal, told.start, told.number, engine.is_out, engine.is_gone))
     return SavedModel(
         shape_of(model),
         kept,
@@ -146,7 +146,7 @@ def _restore_model(facts: Facts, model: Model, saved: SavedModel) -> None:
         if size_bytes is not None:
             facts.ledger.settle(key, size_bytes)
     for engine, told in zip(model.engines, saved.engines, strict=True):
-        engine.goal, start, number, engine.cap, engine.is_gone = told
+        engine.goal, start, number, engine.is_out, engine.is_gone = told
         if engine.goal is not None:
             engine.generation = GoalGeneration(facts.era, start, number)
     for name in KeptModel.__struct_fields__:
@@ -209,7 +209,7 @@ def _adopt(facts: Facts, model: Model) -> None:
     """The model is what its engines are."""
     living = [engine for engine in model.engines if engine.incarnation]
     for engine in model.engines:
-        engine.cap = Tier.AWAKE if engine in living else Tier.COLD
+        engine.is_out = bool(living) and engine not in living
     words = [engine.said for engine in living if engine.said is not None]
     tier = max((said.tier for said in words), key=list(Tier).index, default=Tier.COLD)
     model.is_unknown = model.is_recovering = False

@@ -67,9 +67,12 @@ class EntryKey(Struct, frozen=True):
     owner: str
 
 
-def sums(some: Mapping[str, int], more: Mapping[str, int]) -> dict[str, int]:
-    """Both, by device."""
-    return {name: some.get(name, 0) + more.get(name, 0) for name in {**some, **more}}
+def by_device(entries: Mapping[EntryKey, int]) -> dict[str, int]:
+    """The sums of these."""
+    found: dict[str, int] = {}
+    for key, size_bytes in entries.items():
+        found[key.device] = found.get(key.device, 0) + size_bytes
+    return found
 
 
 class EngineSizes(Struct, frozen=True):
@@ -126,7 +129,8 @@ class ModelRules(
     devices: Annotated[tuple[DeviceName, ...], Meta(max_length=64)] = ()
     priority: Priority = 0
     is_pinned: bool = False
-    shadow: Literal["none", "follows", "keeps"] = "none"
+    # `follows` is what `keeps` was called where a shadow gave its memory to others.
+    shadow: Literal["none", "keeps", "follows"] = "none"
     rest: Literal["cold", "offloaded", "warm"] = "warm"  # where it goes without requests
     is_on_demand: bool = True  # a request may load it from cold
     min_runtime_ms: float = 10_000.0
@@ -136,7 +140,3 @@ class ModelRules(
     unload_after_ms: float = NEVER_MS
     park_ms: float = 2_000.0  # of a drain: then streams are parked
     cut_ms: float = 30_000.0  # then the rest is cut
-
-    @property
-    def shadow_keeps(self) -> bool:
-        return self.shadow == "keeps"

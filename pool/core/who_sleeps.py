@@ -40,11 +40,10 @@ def sleeps_at_ms(
 
 
 class Victim(Struct, frozen=True):
-    """`model` goes down to `tier`; `is_shadow`: its shadow alone."""
+    """`model` goes down to `tier`."""
 
     model: str
     tier: Tier
-    is_shadow: bool = False
 
 
 def rests_of(

@@ -27,14 +27,13 @@ from pool.core import who_yields
 from pool.core.demand import next_level_ms, order_of
 from pool.core.ledger import DeviceView
 from pool.core.model import LEASE_PREFIX, Leaving, Model
-from pool.core.states import FALLING, HOST, REST, ModelState, PoolRules, sums
+from pool.core.states import FALLING, HOST, REST, ModelState, PoolRules
 from pool.core.who_sleeps import Victim, rests_of
 from pool.core.who_yields import (
     IDLE_MS_MAX,
     Candidate,
     Head,
     Obstacle,
-    has_shadow,
     idle_after_ms,
     protection_ms,
     spares,
@@ -43,8 +42,6 @@ from pool.core.who_yields import (
 
 MAY_BE_RAISED = frozenset({ModelState.COLD, *REST, ModelState.PENDING})
 _CLAIMS_NOTHING = frozenset({ModelState.AWAKE, ModelState.WAKING, ModelState.FAILED})
-# A shadow maps the weights while it starts: an offloaded model's would need room for them.
-_MAY_LAUNCH_SHADOW = frozenset({ModelState.WARM, ModelState.AWAKE})
 _NEVER_MS = float("inf")
 
 
@@ -81,13 +78,12 @@ Decision = Raise | Yield | Wait | Never
 class Plan(Struct, frozen=True):
     """`decisions`: for each model with a ticket that is not awake or on its way up, in the order of
     the policy. `rests`: models that go down because they had no requests. `unyields`: models
-    whose room no head needs any more, and that still drain. `shadows`: shadows that may be launched
-    now. `due_ms`: when time alone changes the plan."""
+    whose room no head needs any more, and that still drain. `due_ms`: when time alone changes the
+    plan."""
 
     decisions: Mapping[str, Decision]
     rests: tuple[Victim, ...] = ()
     unyields: tuple[str, ...] = ()
-    shadows: tuple[str, ...] = ()
     due_ms: float | None = None
 
 
@@ -121,7 +117,6 @@ class _Planner:
         self.waiting: list[Head] = []  # heads that are not raised in this call
         self.going: set[str] = set()  # models that a head asks, or will ask
         self.asked: set[str] = set()
-        self.short_of: set[str] = set()  # devices on which a model waits for room
         self.due_ms = float("inf")
         self.usable = {
             name: device.total_bytes
@@ -135,7 +130,7 @@ class _Planner:
             for name in model.rules.devices:
                 self.models_on.setdefault(name, []).append(model)
             if model.is_pinned:
-                for name, size_bytes in held_for_ever(model).items():
+                for name, size_bytes in model.booked.items():
                     self.held_for_ever[name] = self.held_for_ever.get(name, 0) + size_bytes
 
     def plan(self) -> Plan:
@@ -155,9 +150,8 @@ class _Planner:
             decisions[claim.model.name] = self._backfill(claim, before)
         unyields = self._unyields()
         rests, rest_due_ms = rests_of(self.models, self.asked, self.now_ms)
-        shadows = self._shadows()
         due_ms = min(self.due_ms, rest_due_ms, self._order_due_ms(claims))
-        return Plan(decisions, rests, unyields, shadows, None if due_ms == _NEVER_MS else due_ms)
+        return Plan(decisions, rests, unyields, None if due_ms == _NEVER_MS else due_ms)
 
     # ------------------------------------------------------------------ who claims what
 
@@ -206,8 +200,6 @@ class _Planner:
         needs = model.needs.get(Tier.AWAKE)
         if needs is None:
             return {name: self.usable.get(name, 0) for name in model.rules.devices}
-        if model.rules.shadow_keeps and model.shadow is Tier.COLD:
-            return sums(needs, model.shadow_bytes)
         return needs
 
     def _extra(self, model: Model) -> dict[str, int]:
@@ -235,7 +227,7 @@ class _Planner:
             needed = more if model.state in FALLING else more + model.booked.get(name, 0)
             others = self.held_for_ever[name]
             if model.is_pinned:
-                others -= held_for_ever(model).get(name, 0)
+                others -= model.booked.get(name, 0)
             if needed > self.usable[name] - others:
                 device, margin_bytes = self.devices[name], self.rules.margin_bytes
                 return Never(never(model, needed, device, self.models, margin_bytes))
@@ -272,10 +264,10 @@ class _Planner:
         changes_ms = [ready_ms, *(at for each in found for at in (each.ready_ms, each.idle_ms))]
         self.due_ms = min([self.due_ms, *(at_ms for at_ms in changes_ms if at_ms > self.now_ms)])
         if ready_ms <= self.now_ms:
-            self.asked.update(victim.model for victim in chosen if not victim.is_shadow)
+            self.asked.update(victim.model for victim in chosen)
             return Yield(tuple(chosen))
         why = waiting(claim, self.free, found, chosen, self.rules)
-        names = tuple(victim.model for victim in chosen if not victim.is_shadow)
+        names = tuple(victim.model for victim in chosen)
         return Wait(None if ready_ms == _NEVER_MS else ready_ms, why, names)
 
     def _raises(self, claim: Head, room: Mapping[str, int]) -> bool:
@@ -283,13 +275,10 @@ class _Planner:
         if any(more > room[name] for name, more in claim.extra.items()):
             return False
         self._claim(claim)
-        self._take(claim.extra)
-        return True
-
-    def _take(self, extra: Mapping[str, int]) -> None:
-        for name, more in extra.items():
+        for name, more in claim.extra.items():
             self.free[name] -= more
             self.room[name] -= more
+        return True
 
     def _reserve(
         self,
@@ -301,7 +290,6 @@ class _Planner:
         self._claim(claim)
         self.waiting.append(claim)
         self.going.update(victim.model for victim in chosen)
-        self.short_of.update(claim.places)
         freed = dict(zip(short, map(sum, zip(*chosen.values(), strict=True)), strict=True))
         for name, more in claim.extra.items():
             coming = self.devices[name].leaving_bytes + freed.get(name, 0)
@@ -312,11 +300,9 @@ class _Planner:
     def _backfill(self, claim: Head, before: Head) -> Decision:
         model = claim.model
         if model.state not in MAY_BE_RAISED:
-            self.short_of.update(claim.places)
             return Wait(None, _moving(model), behind=before.model.name)
         if model.name not in self.going and self._raises(claim, self.room):
             return Raise()
-        self.short_of.update(claim.places)
         why = f"{name_of(model)} is behind {name_of(before.model)}"
         return Wait(None, why, behind=before.model.name)
 
@@ -339,23 +325,6 @@ class _Planner:
             )
         )
 
-    def _shadows(self) -> tuple[str, ...]:
-        """Cold shadows for which there is room, where no ticket waits for any."""
-        found = []
-        for model in self.models:
-            if model.shadow is not Tier.COLD or model.state not in _MAY_LAUNCH_SHADOW:
-                continue
-            if (
-                model.is_blind
-                or model.name in self.asked
-                or not self.short_of.isdisjoint(model.rules.devices)
-            ):
-                continue
-            if all(more <= self.room.get(name, -1) for name, more in model.shadow_bytes.items()):
-                found.append(model.name)
-                self._take(model.shadow_bytes)
-        return tuple(found)
-
 
 # -------------------------------------------------------------------------------- why
 
@@ -372,22 +341,14 @@ _HARD_TO_MOVE = frozenset({ModelState.UNLOADING, ModelState.RELEASING, ModelStat
 NAMED_MAX = 4  # holders in one sentence: it is read by people
 
 
-def held_for_ever(model: Model) -> Mapping[str, int]:
-    """What of it no other model can have: all of a pinned one, and a shadow that is kept."""
-    if not model.is_pinned:
-        return {}
-    is_kept = model.rules.shadow_keeps and has_shadow(model)
-    return sums(model.booked, model.shadow_bytes) if is_kept else model.booked
-
-
 def never(
     model: Model, needed: int, device: DeviceView, models: Sequence[Model], margin_bytes: int
 ) -> str:
     """Only what never yields is in the way."""
     parts = []
     for other in models:
-        held = held_for_ever(other).get(device.name, 0) if other is not model else 0
-        if held:
+        held = other.booked.get(device.name, 0)
+        if held and other.is_pinned and other is not model:
             verb = "holds" if other.is_lease else "is pinned and holds"
             parts.append(f"{name_of(other)} {verb} {size(held)}")
     more = len(parts[NAMED_MAX:])
@@ -408,7 +369,7 @@ def waiting(
     rules: PoolRules,
 ) -> str:
     """A model that is needed cannot be asked yet, or is waited for rather than another unloaded."""
-    names = {victim.model for victim in chosen if not victim.is_shadow}
+    names = {victim.model for victim in chosen}
     parts = [
         OBSTACLES[each.obstacle].format(
             name=each.model.name,

@@ -2,7 +2,6 @@
 cheapest first.
 
     class  who                                          to              when
-    0      shadows, unless `shadow: keeps`              cold            now
     1      a model that loads, and no ticket waits      cold            now
     2      warm, with a copy in host memory             offloaded       now
     3, 4   awake and idle                               warm, offloaded now
@@ -91,7 +90,6 @@ class Candidate(Struct, frozen=True):
     ready_ms: float
     idle_ms: float = float("inf")
     obstacle: Obstacle = Obstacle.NONE
-    is_shadow: bool = False
 
 
 class Head(Struct, frozen=True):
@@ -152,15 +150,7 @@ def candidates(
     found = []
     names = tuple(short)
     for model in models:
-        if model.is_blind:
-            continue
-        is_head = model.name == head.model.name
-        if has_shadow(model) and not model.rules.shadow_keeps:
-            freed = [model.shadow_bytes.get(name, 0) for name in names]
-            if any(freed):
-                step = Step((0, _who(model, is_last=is_head), 0), Tier.COLD, freed)
-                found.append(Candidate(model, (step,), now_ms, is_shadow=True))
-        if is_head or model.is_pinned:
+        if model.is_blind or model.is_pinned or model.name == head.model.name:
             continue
         candidate = _candidate(head, names, model, now_ms, rules)
         if candidate is not None and candidate.steps:
@@ -227,19 +217,10 @@ def _steps(model: Model, names: Sequence[str], what: str) -> tuple[Step, ...]:
             freed = [held.get(names[0], 0) - needs.get(names[0], 0)]
         else:
             freed = [held.get(name, 0) - needs.get(name, 0) for name in names]
-        if tier is Tier.COLD and model.rules.shadow_keeps and has_shadow(model):
-            # A cold model has no shadow; one that is not kept was asked for that before.
-            shadow = model.shadow_bytes
-            freed = [has + shadow.get(name, 0) for has, name in zip(freed, names, strict=True)]
         if freed[0] > before[0] or any(map(gt, freed, before)):
             steps.append(Step((klass, who, len(steps)), tier, freed))
             before = freed
     return tuple(steps)
-
-
-def has_shadow(model: Model) -> bool:
-    """Whether its shadow holds memory."""
-    return model.shadow is not None and model.shadow is not Tier.COLD
 
 
 def _holds(model: Model) -> Mapping[str, int]:
@@ -250,7 +231,7 @@ def _holds(model: Model) -> Mapping[str, int]:
     return model.booked
 
 
-def _who(model: Model, *, is_last: bool = False) -> tuple[bool, float, float, str]:
+def _who(model: Model, *, is_last: bool) -> tuple[bool, float, float, str]:
     """What victims of one class are sorted by."""
     return (is_last, model.last_request_ms, model.awake_since_ms or 0.0, model.name)
 
@@ -274,11 +255,11 @@ def choose(found: Iterable[Candidate], short: Mapping[str, int]) -> dict[Victim,
     order.sort(key=itemgetter(0))
     missing = [*short.values()]
     taken: list[tuple[Step, list[Step]]] = []
-    chosen: dict[tuple[str, bool], list[Step]] = {}
+    chosen: dict[str, list[Step]] = {}
     for _, step, each in order:
         if max(missing) <= 0:
             break
-        steps = chosen.setdefault((each.model.name, each.is_shadow), [])
+        steps = chosen.setdefault(each.model.name, [])
         more = _less(step.freed, steps[-1].freed) if steps else step.freed
         if any(gain > 0 and lack > 0 for gain, lack in zip(more, missing, strict=True)):
             steps.append(step)
@@ -293,9 +274,7 @@ def choose(found: Iterable[Candidate], short: Mapping[str, int]) -> dict[Victim,
             steps.pop()
             missing = without
     return {
-        Victim(name, steps[-1].tier, is_shadow): steps[-1].freed
-        for (name, is_shadow), steps in chosen.items()
-        if steps
+        Victim(name, steps[-1].tier): steps[-1].freed for name, steps in chosen.items() if steps
     }
 
 
@@ -306,10 +285,7 @@ def _less(some: Sequence[int], other: Sequence[int]) -> list[int]:
 def unloads(chosen: Iterable[Victim], models: Iterable[Model]) -> bool:
     """Whether one of them would have to load again. A load that is broken off was for none."""
     loading = {model.name for model in models if model.state is ModelState.LOADING}
-    return any(
-        victim.tier is Tier.COLD and not victim.is_shadow and victim.model not in loading
-        for victim in chosen
-    )
+    return any(victim.tier is Tier.COLD and victim.model not in loading for victim in chosen)
 
 
 def spares(

@@ -24,7 +24,7 @@ import msgspec
 from plumbing.pod.paths import pool_state
 from plumbing.service.files import SlotFile, SlotFormat, put_aside, state_faults
 
-SCHEMA = 4
+SCHEMA = 5
 SLOT_BYTES = 64 * 1024  # a hundred models with two engines each
 FORMAT = SlotFormat("understudy-pool 1", SLOT_BYTES)
 FAULTS = {"in_use": "pool.state_in_use", "unwritable": "pool.state_unwritable"}

@@ -15,7 +15,7 @@ from pool.server import settings as pool_settings
 POOL_FILE = """
 devices: [{devices}]
 models:
-  chat: {{backend: reference, model: /models/A, shadow: follows, aliases: [gpt-4o-mini]}}
+  chat: {{backend: reference, model: /models/A, shadow: keeps, aliases: [gpt-4o-mini]}}
   coder: {{backend: vllm, model: /models/B, devices: [{last}], args: [--max-model-len, 1024]}}
   both: {{backend: vllm, model: /models/C, tensor_parallel: 2}}
 """

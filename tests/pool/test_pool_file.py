@@ -40,7 +40,7 @@ def test_example_means_what_it_says():
         200 << 30,
         512 << 20,
     )
-    assert (chat.is_pinned, chat.shadow_keeps) == (True, True)
+    assert (chat.is_pinned, chat.shadow) == (True, "keeps")
     assert (engines_of("chat", chat), engines_of("v2.5", coder)) == (
         ("chat-0", "chat-1"),
         ("v2-5-0",),

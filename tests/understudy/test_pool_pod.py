@@ -17,7 +17,7 @@ POOL_FILE = """
 devices: [HOST-0, 1]
 host_memory: 64MiB
 models:
-  chat: {backend: reference, model: /models/A, shadow: follows, aliases: [gpt-4o-mini]}
+  chat: {backend: reference, model: /models/A, shadow: keeps, aliases: [gpt-4o-mini]}
   coder: {backend: vllm, model: /models/B, devices: [1], args: [--max-model-len, 1024]}
 """
 

@@ -173,7 +173,6 @@ SHADOWED = [
     {"engine": "chat-0", "shadow": False, "state": "active", "goal": "awake"},
     {"engine": "chat-1", "shadow": True, "state": "init", "goal": "warm"},
 ]
-GAVE_ROOM = [SHADOWED[0], {**SHADOWED[1], "state": "dead", "goal": "cold"}]
 ENGINES = [engine("chat-0", "active"), engine("coder-0", "resting")]
 OPEN = gateway(load={}, problems=[])
 
@@ -191,7 +190,6 @@ OPEN = gateway(load={}, problems=[])
         (pool(model("chat", "warm", recovering=True), recovering=True), OPEN, "degraded"),
         (pool(model("chat", "pending", tickets=1, oldest_ticket_ms=46_000)), OPEN, "degraded"),
         (pool(model("chat", "awake", engines=SHADOWED)), OPEN, "degraded"),
-        (pool(model("chat", "awake", engines=GAVE_ROOM)), OPEN, "healthy"),
         (pool(devices=[device(outside_bytes=11 * GIB)]), OPEN, "degraded"),
     ],
 )

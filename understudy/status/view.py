@@ -366,7 +366,7 @@ def load_of(gateway: Document) -> dict[str, Any]:
 
 # --- the pool: what is amiss is what it says of its models, not how many engines there are
 
-AWAKE, FAILED, COLD = "awake", "failed", "cold"
+AWAKE, FAILED = "awake", "failed"
 MODELS_SHOWN = 20  # what fits on a screen; `understudy pool status` shows all
 NOTHING_SWITCHES = "awake models are still served, but no model switches"
 
@@ -381,14 +381,11 @@ def awake_engines(pool: Document | None) -> list[str]:
     return [str(each["holder"]["engine"]) for each in found if each.get("holder")]
 
 
-def lacks_shadow(pool: Document, *, is_expected: bool = False) -> list[str]:
-    """The awake models that have a shadow which could not take over now. `is_expected`: though the
-    pool wants it to, and has not taken its room for another model."""
+def lacks_shadow(pool: Document) -> list[str]:
+    """The awake models that have a shadow which could not take over now."""
     found = []
     for each in models_of(pool):
         shadows = [own for own in each["engines"] if own["shadow"]]
-        if is_expected:
-            shadows = [own for own in shadows if own["goal"] != COLD]
         is_ready = any(own["state"] == "standby" for own in shadows)
         if each["state"] == AWAKE and shadows and not is_ready:
             found.append(str(each["model"]))
@@ -412,7 +409,7 @@ def pool_faults(pool: Document) -> list[str]:
                 f"a request for {name} has waited for {duration(waited_ms)}, longer than its bound"
                 f" of {duration(bound_ms)}: see `understudy pool explain {name}`"
             )
-    missing = lacks_shadow(pool, is_expected=True)
+    missing = lacks_shadow(pool)
     faults += [f"the shadow of {name} cannot take over now" for name in missing]
     for device in pool.get("devices") or ():
         outside_bytes, total_bytes = device["outside_bytes"], device["total_bytes"]

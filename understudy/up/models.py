@@ -127,7 +127,7 @@ defaults:
   max_wait: 200ms
   drain_timeout: {{park: 200ms, cut: 60s}}
 models:
-  a: {{shadow: follows, model: {directory}/a, memory: {memory}}}
+  a: {{shadow: keeps, model: {directory}/a, memory: {memory}}}
   b: {{keep_alive: 300ms, offload_after: 200ms, model: {directory}/b, memory: {memory}}}
   c: {{keep_alive: 300ms, unload_after: 500ms, model: {directory}/c, memory: {memory}}}
 """

@@ -28,7 +28,7 @@ def releasing(engines=1, deaf=()):
     pod = Pod(engines=engines, total_bytes=1500 * MIB).start()
     pod.ask("a")
     pod.settle()
-    pod.tick(20_000)  # there is room for its shadow
+    pod.tick(20_000)
     pod.settle()
     pod.handle(ev.Ordered("a", ev.Order.SLEEP))
     for name in deaf:

@@ -2,7 +2,6 @@
 
 import pytest
 
-from plumbing.pod.messages import Tier
 from pool.core import events as ev
 from pool.core.facts import OrderRefused
 from pool.core.states import ModelState
@@ -120,16 +119,3 @@ def test_lease_that_cannot_fit_is_refused_and_one_that_is_granted_is_told_again(
     asked = ev.LeaseAsked("small", GPU, MIB, 0.0)
     assert ev.GrantLease("small") in pod.handle(asked)
     assert ev.GrantLease("small") in pod.handle(asked)
-
-
-def test_shadow_yields_alone_before_any_model_does_and_comes_back_when_there_is_room():
-    pod = Pod({"a": rules(), "b": rules()}, engines=2, total_bytes=1735 * MIB).start()
-    pod.ask("a")
-    pod.settle()
-    pod.tick(20_000)
-    pod.settle()
-    assert pod.supervisors["a1"].goal is Tier.AWAKE
-    pod.ask("b")
-    pod.settle()
-    assert (pod.state("a"), pod.state("b")) == (S.AWAKE, S.AWAKE)
-    assert Tier.COLD in (pod.supervisors["a1"].goal, pod.supervisors["b1"].goal)

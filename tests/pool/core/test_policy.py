@@ -45,19 +45,6 @@ def test_model_of_two_devices_gets_both_or_waits_for_both():
     assert set(late.decisions["a"].victims) == {Victim("x", Tier.WARM), Victim("y", Tier.WARM)}
 
 
-def test_shadows_yield_first_unless_they_are_kept():
-    for keeps, victim in (
-        (False, Victim("x", Tier.COLD, is_shadow=True)),
-        (True, Victim("x", Tier.OFFLOADED)),
-    ):
-        rules = {"shadow": "keeps" if keeps else "follows"}
-        models = [
-            a_model("a", kv=10, waits_since=NOW),
-            a_model("x", base=1, weights=4, shadow_base=2, rules=rules),
-        ]
-        assert planned(models, {"0": 16}).decisions == {"a": Yield((victim,))}
-
-
 def test_model_without_a_size_takes_the_whole_device():
     unknown = a_model("a", S.COLD, waits_since=NOW)
     unknown = but(unknown, needs={Tier.COLD: {}}, booked={})
@@ -176,27 +163,13 @@ def test_copies_in_host_memory_yield_to_what_needs_it():
 
 def test_model_that_is_not_known_yet_is_left_alone_and_waited_for():
     """Goal: after a restart nobody is told that there never is room, because of it."""
-    blind = a_model("x", S.AWAKE, is_blind=True, shadow_base=1)
+    blind = a_model("x", S.AWAKE, is_blind=True)
     found = planned([a_model("a", waits_since=NOW), blind], {"0": 15})
     assert found.decisions["a"].until_ms is None
     assert found.decisions["a"].why.endswith("x is not fully known yet and holds 10.0 GiB")
     assert planned([blind], {"0": 15}).rests == ()
     draining = a_model("x", S.DRAINING, is_blind=True, leaving=Leaving.HEAD)
     assert planned([draining], {"0": 15}).unyields == ()
-
-
-def test_shadow_is_launched_only_into_room_that_nobody_waits_for():
-    resting = a_model("x", shadow_base=2, shadow=Tier.COLD)
-    head = a_model("a", kv=10, waits_since=NOW)
-    busy = a_model("busy", S.AWAKE, in_flight=1, kv=5, awake_since_ms=NOW)
-    assert planned([resting], {"0": 2}).shadows == ("x",)
-    assert planned([resting], {"0": 1}).shadows == ()
-    assert planned([resting, head], {"0": 12}).shadows == ("x",)
-    assert planned([resting, head], {"0": 11}).shadows == ()
-    assert planned([resting, head, busy], {"0": 12}).shadows == ()
-    assert planned([a_model("x", S.OFFLOADED, shadow_base=2, shadow=Tier.COLD)], {"0": 9}) == (
-        planned([], {"0": 9})
-    )
 
 
 UP = a_model("up", S.AWAKE, last_request_ms=NOW, switch_ms=300.0)  # idle at NOW + 300

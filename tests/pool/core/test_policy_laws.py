@@ -52,11 +52,7 @@ def _model(draw, name, devices):
         on=on,
         waits_since=NOW - draw(TIMES) if waits else None,
         priority=draw(st.integers(-1, 1)),
-        shadow_base=draw(st.integers(0, 2)) if state in (S.WARM, S.AWAKE) else 0,
-        rules={
-            "is_pinned": draw(st.integers(0, 5)) == 0,
-            "shadow": draw(st.sampled_from(["follows", "keeps"])),
-        },
+        rules={"is_pinned": draw(st.integers(0, 5)) == 0},
         awake_since_ms=NOW - draw(TIMES) if state is S.AWAKE else None,
         last_request_ms=NOW - draw(TIMES),
         in_flight=draw(st.integers(0, 2)) if state in (S.AWAKE, S.DRAINING) else 0,
@@ -70,25 +66,15 @@ def _model(draw, name, devices):
 
 
 def extra_of(model):
-    keeps = model.rules.shadow_keeps and model.shadow is Tier.COLD
     held = model.needs[model.tier] if model.state in DOWN else model.booked
-    return {
-        name: size + (model.shadow_bytes.get(name, 0) if keeps else 0) - held.get(name, 0)
-        for name, size in model.needs[Tier.AWAKE].items()
-    }
+    return {name: size - held.get(name, 0) for name, size in model.needs[Tier.AWAKE].items()}
 
 
 def freed_by(victim, model):
     """What it gives, from where it would stay otherwise."""
-    if victim.is_shadow:
-        return model.shadow_bytes
     stays = model.state in (*RAISABLE, S.DRAINING, S.RELEASING)
     held = model.needs[model.tier] if stays else model.booked
-    takes = victim.tier is Tier.COLD and model.rules.shadow_keeps and model.shadow is Tier.WARM
-    return {
-        name: size - model.needs[victim.tier].get(name, 0) + takes * model.shadow_bytes.get(name, 0)
-        for name, size in held.items()
-    }
+    return {name: size - model.needs[victim.tier].get(name, 0) for name, size in held.items()}
 
 
 def is_enough(head, victims, devices, by_name, raised=()):
@@ -122,9 +108,6 @@ def victims_are_allowed_to_be_asked(models, devices, by_name, found):
         head = by_name[name]
         for victim in decision.victims if isinstance(decision, Yield) else ():
             asked = by_name[victim.model]
-            if victim.is_shadow:
-                assert not asked.rules.shadow_keeps
-                continue
             assert asked is not head
             assert not asked.rules.is_pinned
             assert asked.state not in (S.WAKING, S.UNLOADING, S.FAILED, S.COLD)
@@ -149,7 +132,7 @@ def victims_are_enough_and_none_too_many_or_too_deep(models, devices, by_name, f
             others = [each for each in victims if each is not victim]
             assert not is_enough(head, others, devices, by_name)
             # A load can only be broken off.
-            if not victim.is_shadow and by_name[victim.model].state is not S.LOADING:
+            if by_name[victim.model].state is not S.LOADING:
                 for less in shallower(victim):
                     is_copied = less.tier is not Tier.OFFLOADED or by_name[less.model].has_copy
                     assert not is_copied or not is_enough(head, [*others, less], devices, by_name)

@@ -34,7 +34,6 @@ def a_model(
     priority=0,
     rules=None,
     tier=None,
-    shadow_base=0,
     switch_ms=None,
     raise_ms=None,
     release_ms=None,
@@ -52,9 +51,6 @@ def a_model(
     tier = BELOW.get(state, Tier.WARM) if tier is None else tier
     falls = state in (ModelState.DRAINING, ModelState.RELEASING, ModelState.UNLOADING)
     more.setdefault("booked", needs[Tier.AWAKE] if state in UP or falls else needs[tier])
-    if shadow_base:
-        more.setdefault("shadow", Tier.WARM)
-        more["shadow_bytes"] = dict.fromkeys(on, shadow_base * GIB)
     if state is ModelState.AWAKE:
         more.setdefault("awake_since_ms", 0.0)
     if state in (ModelState.LOADING, ModelState.WAKING):
@@ -87,11 +83,7 @@ def devices_of(models, totals, *, margin=0, outside=None):
     outside = outside or {}
     found = {}
     for name, total in totals.items():
-        booked = sum(
-            model.booked.get(name, 0)
-            + (model.shadow_bytes.get(name, 0) if model.shadow not in (None, Tier.COLD) else 0)
-            for model in models
-        )
+        booked = sum(model.booked.get(name, 0) for model in models)
         leaving = sum(
             model.booked.get(name, 0) - model.needs[model.tier].get(name, 0)
             for model in models

@@ -31,7 +31,7 @@ def judged_plan(
     seen = {model.name: model for model in models}
     order = list(plan.decisions)
     raised = {name for name in order if isinstance(plan.decisions[name], Raise)}
-    if not (raised or plan.shadows):
+    if not raised:
         return plan
     for place, name in enumerate(order):
         head = seen[name]
@@ -40,15 +40,14 @@ def judged_plan(
         counts_on = room_of(head, plan, seen, devices)
         before = [more_of(seen[each]) for each in order[:place] if each in raised]
         after = [more_of(seen[each]) for each in order[place:] if each in raised]
-        after += [seen[each].shadow_bytes for each in plan.shadows]
         taken = {device: sum(each.get(device, 0) for each in before) for device in devices}
         if not fits(more_of(head), counts_on, taken):
             continue  # it waits for something else as well
         late = {device: sum(each.get(device, 0) for each in after) for device in devices}
         together = {device: size + late[device] for device, size in taken.items()}
         assert fits(more_of(head), counts_on, together), (
-            f"P17: {sorted(raised - set(order[:place]))} and shadows {plan.shadows} take the room"
-            f" that {name} waits for: {plan.decisions[name]}"
+            f"P17: {sorted(raised - set(order[:place]))} take the room that {name} waits for:"
+            f" {plan.decisions[name]}"
         )
     return plan
 
@@ -76,11 +75,7 @@ def more_of(model: Model) -> Sizes:
     if needs is None:
         return dict.fromkeys(model.rules.devices, 1 << 62)
     held = model.needs.get(model.tier, {}) if model.state in GOES_DOWN else model.booked
-    shadow = model.shadow_bytes if model.rules.shadow_keeps and model.shadow is Tier.COLD else {}
-    more = {
-        device: needs.get(device, 0) + shadow.get(device, 0) - held.get(device, 0)
-        for device in {*needs, *shadow}
-    }
+    more = {device: size - held.get(device, 0) for device, size in needs.items()}
     return {device: size for device, size in more.items() if size > 0}
 
 
@@ -90,15 +85,9 @@ def room_of(
     room = {name: device.free_bytes + device.leaving_bytes for name, device in devices.items()}
     match plan.decisions[head.name]:
         case Yield(victims=victims):
-            given = [
-                seen[each.model].shadow_bytes
-                if each.is_shadow
-                else given_by(seen[each.model], each.tier)
-                for each in victims
-            ]
-        case Wait(victims=names) if names:  # not asked yet: how deep is not said, nor which shadows
+            given = [given_by(seen[each.model], each.tier) for each in victims]
+        case Wait(victims=names) if names:  # not asked yet: how deep is not said
             given = [given_by(seen[name], Tier.COLD) for name in names]
-            given += [model.shadow_bytes for model in seen.values()]
         case _:
             given = []
     for device in room:
@@ -108,8 +97,4 @@ def room_of(
 
 def given_by(victim: Model, tier: Tier) -> Sizes:
     kept = victim.needs.get(tier, {})
-    shadow = victim.shadow_bytes if tier is Tier.COLD else {}
-    return {
-        device: max(0, size - kept.get(device, 0)) + shadow.get(device, 0)
-        for device, size in victim.booked.items()
-    }
+    return {device: max(0, size - kept.get(device, 0)) for device, size in victim.booked.items()}

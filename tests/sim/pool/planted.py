@@ -60,7 +60,7 @@ def wrapped(patch: Patch, owner: Any, name: str, get: Callable[[Any, Any], Any])
 
 
 @RULES.instead(
-    "KV memory leaves once all have acknowledged", "P1:|P2:", PoolLedger, "_may_be_free", 1074
+    "KV memory leaves once all have acknowledged", "P1:|P2:", PoolLedger, "_may_be_free", 84
 )
 def kv_leaves_on_rested(real: Any, self: Any, known: Model, key: Any) -> Any:
     """The holder rests, though the shadow has not acknowledged."""
@@ -69,12 +69,12 @@ def kv_leaves_on_rested(real: Any, self: Any, known: Model, key: Any) -> Any:
     return real(self, known, key)
 
 
-@RULES.instead("weights leave once the service frees them", "P1:|P2:", PoolLedger, "_is_free", 700)
+@RULES.instead("weights leave once the service frees them", "P1:|P2:", PoolLedger, "_is_free", 20)
 def weights_leave_at_unmap(real: Any, self: Any, known: Model, key: Any) -> Any:
     return key.kind is EntryKind.WEIGHTS or real(self, known, key)
 
 
-@RULES.rule("a death is no acknowledgement", "P1:|P2:", 200)
+@RULES.rule("a death is no acknowledgement", "P1:|P2:", 2299)
 def a_death_is_an_answer(patch: Patch) -> None:
     """An engine whose processes are dead takes nothing, whatever goal its supervisor remembers."""
     wrapped(
@@ -85,7 +85,7 @@ def a_death_is_an_answer(patch: Patch) -> None:
     )
 
 
-@RULES.rule("only an answer is a proof", "P1:|P2:", 693)
+@RULES.rule("only an answer is a proof", "P1:|P2:", 22)
 def an_old_picture_is_proof(patch: Patch) -> None:
     """What the memory service said before it was asked proves that memory is free."""
     patch.setattr(PoolLedger, "_is_free", lambda self, known, key: not self._bytes_held(key))
@@ -95,7 +95,7 @@ def an_old_picture_is_proof(patch: Patch) -> None:
 # -------------------------------------------------------------------------------------- P3 to P5
 
 
-@RULES.instead("requeued once", "P3|two tickets|ends twice|waits and runs", Gateway, "park", 100)
+@RULES.instead("requeued once", "P3|two tickets|ends twice|waits and runs", Gateway, "park", 30)
 def requeued_twice(real: Any, self: Any, lane: Any) -> None:
     """By the drain and by the engine's death."""
     for request in list(lane.running.values()):
@@ -108,7 +108,7 @@ def awake_without_the_lock(real: Any, self: Engine) -> bool:
     return self.state in (State.STANDBY, State.RESTING)
 
 
-@RULES.instead("the gateway counts, too", "P5:", Demand, "is_quiet", 100)
+@RULES.instead("the gateway counts, too", "P5:", Demand, "is_quiet", 24)
 def the_engines_count_alone(real: Any, *asked: Any) -> bool:
     return True
 
@@ -130,7 +130,7 @@ def pinned_yields(patch: Patch) -> None:
     wrapped(patch, Model, "is_pinned", lambda self, real: self.is_lease and self.pinned)
 
 
-@RULES.instead("work is interrupted", "P7:|P11:", who_yields, "_ready", 2733)
+@RULES.instead("work is interrupted", "P7:|P11:", who_yields, "_ready", 30)
 def yield_only_when_idle(real: Any, head: Any, model: Any, *asked: Any) -> Any:
     """Who has work is no victim, however long that takes."""
     if model.in_flight:
@@ -175,7 +175,7 @@ def plan_kept_for_a_gone_head(real: Any, self: Facts, model: Model) -> None:
 # -------------------------------------------------------------------------------------- P10 to P13
 
 
-@RULES.instead("one raise for all requests", "P10:", ModelPool, "_planned")
+@RULES.instead("one raise for all requests", "P10:", ModelPool, "_planned", 10)
 def a_raise_per_request(real: Any, self: ModelPool) -> Any:
     """Whoever asks for a model that is on its way raises it again."""
     for model in self.facts.models.values():
@@ -192,7 +192,7 @@ def floors_are_not_to_be_taken(real: Any, head: Any, names: Any, model: Any, *as
     return None if model.state is ModelState.PENDING else real(head, names, model, *asked)
 
 
-@RULES.instead("a failover needs no pool", "P12:", Engine, "may_wake", 138)
+@RULES.instead("a failover needs no pool", "P12:", Engine, "may_wake", 355)
 def the_shadow_asks_the_pool(real: Any, self: Engine) -> bool:
     """Who is granted the lock wakes once the pool has said that there is KV memory."""
     return self.state is State.RESTING and self.is_linked
@@ -211,7 +211,7 @@ def recovery_by_deadline(real: Any, pool: Facts, known: Model) -> None:
     real(pool, known)
 
 
-@RULES.instead("on file before it is told", "P14:", ModelPool, "handle", 140)
+@RULES.instead("on file before it is told", "P14:", ModelPool, "handle", 80)
 def saved_behind_what_is_told(real: Any, *asked: Any) -> Any:
     effects = real(*asked)
     return [*effects[1:], *effects[:1]]
@@ -220,19 +220,19 @@ def saved_behind_what_is_told(real: Any, *asked: Any) -> Any:
 # -------------------------------------------------------------------------------------- P14 to P17
 
 
-@RULES.instead("starts are counted", "P14:", saved, "_restore", 140)
+@RULES.instead("starts are counted", "P14:", saved, "_restore", 20)
 def starts_are_not_counted(real: Any, pool: Facts, snapshot: Any) -> None:
     """The counter of goals begins anew with every pool, and nothing tells them apart."""
     real(pool, snapshot)
     pool.start = snapshot.start
 
 
-@RULES.instead("parked streams are tickets", "P11:|P15:|P7:", Demand, "tickets", 532)
+@RULES.instead("parked streams are tickets", "P11:|P15:|P7:", Demand, "tickets", 32)
 def parked_streams_are_no_ticket(real: Any, *asked: Any) -> Any:
     return [ticket for ticket in real(*asked) if ticket.kind is not TicketKind.PARKED]
 
 
-@RULES.instead("a wrong message is judged first", "P16:", inputs, "_engine", 861)
+@RULES.instead("a wrong message is judged first", "P16:", inputs, "_engine", 327)
 def applied_in_part_then_refused(real: Any, pool: Facts, said: Any) -> None:
     known = pool.engines.get(said.engine)
     if known is not None:
@@ -240,16 +240,10 @@ def applied_in_part_then_refused(real: Any, pool: Facts, said: Any) -> None:
     real(pool, said)
 
 
+@RULES.instead("backfill delays no head", "P17:", who_wakes._Planner, "_raises")
 def first_fit(real: Any, self: Any, claim: Any, room: Any) -> Any:
     """Whoever fits is raised, into room that a head waits for as well."""
     return real(self, claim, self.free)
-
-
-for name, caught, shown in (
-    ("shadows delay no head", "P17: .* and shadows", 2313),
-    ("backfill delays no head", "P17:", 0),
-):
-    RULES.instead(name, caught, who_wakes._Planner, "_raises", shown)(first_fit)
 
 
 @RULES.instead("a fault of the machine is no model's", "the machine's fault", inputs, "_engine")

@@ -135,7 +135,7 @@ class World:
             devices=on,
             priority=priority,
             is_pinned=not is_calm and rng.random() < 0.08,
-            shadow="keeps" if rng.random() < 0.3 else "follows",
+            shadow="keeps",
             rest="offloaded" if HOST in self.devices and rng.random() < 0.3 else "warm",
             is_on_demand=True,
             keep_alive_ms=300_000.0 if rng.random() < 0.6 else 15_000.0,
