@@ -425,6 +425,12 @@ def _died(facts: Facts, model: Model, name: str, incarnation: str) -> bool:
         reason = f"{name} was told to stop"
     else:
         is_fault = said is None or not said.is_machine
+    if model.state is S.DRAINING:
+        # Until every gateway obeys the shut door its successor may serve: the drain goes on.
+        model.falls_to = model.floor = Tier.COLD
+        model.is_serving, model.is_again = False, True
+        facts.touch(model.name)
+        return True
     if model.state in FALLING:
         facts.fall(model, Tier.COLD, reason, S.UNLOADING)
         return True
@@ -511,11 +517,15 @@ def _failed_for_good(facts: Facts, model: Model) -> bool:
 
 
 def _quiet(facts: Facts, model: Model) -> bool:
-    """Nothing is in flight, by both counts, behind a door that every gateway obeys."""
+    """Nothing is in flight, by both counts, behind a door that every gateway obeys. An engine that
+    is dead has nothing."""
     if model.falls_to is None or model.state is not S.DRAINING:
         return False
     engine, is_shut = model.stander(), isinstance(model.door, ShutDoor)
-    if engine is None or engine.said is None or not engine.is_connected or engine.said.in_flight:
+    if engine is None or engine.said is None:
+        if model.is_recovering or any(True for _ in model.living()):
+            return False
+    elif not engine.is_connected or engine.said.in_flight:
         return False
     if not is_shut or not facts.demand.is_quiet(model.name, model.door_number):
         return False

@@ -113,6 +113,15 @@ def the_engines_count_alone(real: Any, *asked: Any) -> bool:
     return True
 
 
+@RULES.instead("a drain outlives its engine", "P5:", facts, "_died", 2110)
+def a_death_ends_a_drain(real: Any, pool: Facts, known: Model, *of: Any) -> Any:
+    """Its goal is lowered before every gateway obeys the shut door."""
+    if known.state is ModelState.DRAINING:
+        pool.fall(known, Tier.COLD, "its engine has died", ModelState.UNLOADING)
+        return True
+    return real(pool, known, *of)
+
+
 # -------------------------------------------------------------------------------------- P6 to P9
 
 
