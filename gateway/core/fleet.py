@@ -549,12 +549,16 @@ class Fleet(Gateway):
         return True
 
     def _prefilled(self, event: ev.Prefilled, now_ms: float) -> None:
-        """It moves with the next tick. What broke off may have been an engine that died of it."""
+        """It moves now. What broke off may have been an engine that died of it."""
         ahead, request = self._ahead.get(event.request), self.requests.get(event.request)
-        if ahead is not None and request is not None:
-            ahead.until_ms = now_ms
-            if event.is_broken:
-                request.died(now_ms)
+        if ahead is None or request is None:
+            return
+        ahead.until_ms = now_ms
+        if event.is_broken:
+            request.died(now_ms)
+        pod = self.pods.get(request.attempt.engine) if request.attempt is not None else None
+        if pod is not None and self.state(pod) is PodState.LEAVING:
+            self._empty(pod, PodState.LEAVING, now_ms)
 
     def _may_move(self, request: ClientRequest, state: PodState) -> bool:
         """What may be sent once only stays where it is."""

@@ -283,8 +283,9 @@ class AnswerReader:
                 exchange.first_token_ms = at_ms
             exchange.last_token_ms = at_ms
             exchange.text += text
-            exchange.text_ms.append(at_ms)
-            exchange.piece_ends.append(len(exchange.text))
+            if self._is_stream:
+                exchange.text_ms.append(at_ms)
+                exchange.piece_ends.append(len(exchange.text))
             exchange.chunks += 1
 
     # ------------------------------------------------------------------ of the parser
