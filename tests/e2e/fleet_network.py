@@ -1,12 +1,14 @@
 """A fleet of which each pod has a network of its own, and what its network costs its streams.
 
-    python -m tests.e2e.fleet_network [--cut-offs 50] [--busy-s 600]
+    python -m tests.e2e.fleet_network [--cut-offs 50] [--busy-s 600] [--rollout-s 600]
 
 Real pods, each in a network namespace, a front outside of them, and certificates between; as root.
 `cut_offs`: one pod after the other is cut off while it streams, both ways and without a word;
 `pause_ms`: how long its streams waited for their next text. `busy`: busy loops on all CPUs and lost
 packets beside clients that stream all the while; `silent`: how often the front called a pod silent,
-or lost one. Exit code 1: an answer was wrong or not whole, or a pod was called silent.
+or lost one. `rollout`: all pods are replaced in turn under streams that last so long; `gap_ms`: the
+longest gap in each one's text while a pod leaves, and in as long a time before. Not every token is
+a piece of text. Exit code 1: an answer was wrong or not whole, or a pod was called silent.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import math
 import os
 import random
 import shutil
@@ -39,7 +42,7 @@ from understudy.pod.runner import PodRunner
 from understudy.pod.table import INIT, Container, program
 from understudy.status.gather import gateway_part, status_of
 
-PODS = 2
+PODS, MORE_PODS = 2, 3  # of a rollout
 STREAMS = 6
 START_S = 120.0
 ENDED_S = 60.0
@@ -56,6 +59,10 @@ PAUSE_MS = 200.0  # shorter ones are the machine's
 LOSS = 0.01  # of the packets, each way
 BURN = 2  # busy loops for each CPU
 BUSY_CLIENTS = 6
+FAST = ("--token-interval-ms=10", "--slots=16")
+# As many tokens as fit into the context of the random model.
+ROLLOUT_STREAMS, ROLLOUT_TOKENS, BEGUN_S, LEAVE_WITHIN = 64, 2000, 10.0, "--within=60s"
+UNPACED = (f"--slots={ROLLOUT_STREAMS}", "--max-context=2048")
 
 
 def command(*words: str) -> None:
@@ -103,8 +110,8 @@ class Namespace:
 
 
 @contextlib.contextmanager
-def made_namespaces() -> Iterator[list[Namespace]]:
-    made = [Namespace(number, f"us{os.getpid()}-{number}") for number in range(PODS)]
+def made_namespaces(pods: int = PODS) -> Iterator[list[Namespace]]:
+    made = [Namespace(number, f"us{os.getpid()}-{number}") for number in range(pods)]
     try:
         for each in made:
             each.create()
@@ -134,26 +141,31 @@ def why_not() -> str:
 class NetworkFleet:
     """A pod in each namespace, and a front here."""
 
-    def __init__(self, base: Path, namespaces: Sequence[Namespace]) -> None:
+    def __init__(self, base: Path, namespaces: Sequence[Namespace], *args: str) -> None:
+        """`args`: of the backends."""
+        base.mkdir(mode=0o700, exist_ok=True)
+        self.base = base
         self.namespaces = {f"pod-{each.number}": each for each in namespaces}
         self.directory, keys, self.port = base / "front", base / "keys", free_port()
         self.directory.mkdir(mode=0o700)
         certificates.create(str(keys), ["understudy-pod"], "pod", "front")
-        containers = []
-        for name, each in self.namespaces.items():
-            inside = ("ip", "netns", "exec", each.name, *program("understudy"), "up")
-            flags = (f"--dir={base / name}", "--", "--token-interval-ms=10", "--slots=16")
-            env = {"UNDERSTUDY_HOP": f"{each.address}:8443", "UNDERSTUDY_POD_NAME": name}
-            env |= {"UNDERSTUDY_FLEET_TLS": str(keys / "pod"), **AS_USERS_RUN_IT}
-            containers.append(Container(name, (*inside, *flags), env, is_engine=True))
         names = ",".join(f"{each.address}:8443" for each in namespaces)
         self.log = base / "log"
         front = ("serve", f"--dir={self.directory}", f"--pods={names}", "--http-port=0")
         front += (f"--fleet-tls={keys / 'front'}", f"--listen=127.0.0.1:{self.port}")
         row = Container("front", (*program("gateway"), *front), AS_USERS_RUN_IT, init=INIT)
-        self.runner = PodRunner([*containers, row], self.log)
+        pods = [self.pod(each, *args) for each in self.namespaces]
+        self.runner = PodRunner([*pods, row], self.log)
         self.target = Target("127.0.0.1", self.port)
         self.expected: dict[str, Exchange] = {}
+
+    def pod(self, name: str, *args: str) -> Container:
+        each = self.namespaces[name]
+        inside = ("ip", "netns", "exec", each.name, *program("understudy"), "up")
+        flags = (f"--dir={self.base / name}", "--device-bytes=8GiB", "--", *args)
+        env = {"UNDERSTUDY_HOP": f"{each.address}:8443", "UNDERSTUDY_POD_NAME": name}
+        env |= {"UNDERSTUDY_FLEET_TLS": str(self.base / "keys/pod"), **AS_USERS_RUN_IT}
+        return Container(name, (*inside, *flags), env, is_engine=True)
 
     async def start(self) -> None:
         await self.runner.start()
@@ -162,7 +174,8 @@ class NetworkFleet:
             self.expected[prompt.key] = await send(self.target, prompt)
 
     async def all_ready(self, deadline_s: float = 60.0) -> None:
-        await self.until(lambda pods: self.states(pods) == ["ready"] * PODS, "ready", deadline_s)
+        wanted = ["ready"] * len(self.namespaces)
+        await self.until(lambda pods: self.states(pods) == wanted, "ready", deadline_s)
 
     @staticmethod
     def states(pods: dict[str, Any]) -> list[str]:
@@ -175,7 +188,7 @@ class NetworkFleet:
         pods: dict[str, Any] = {}
         try:
             async with asyncio.timeout(deadline_s):
-                while len(pods) < PODS or not look(pods):
+                while len(pods) < len(self.namespaces) or not look(pods):
                     await asyncio.sleep(POLL_S)
                     document = await status_of(gateway_part(self.directory))
                     pods = {str(each["name"]): each for each in document.get("pods", ())}
@@ -217,9 +230,9 @@ async def cut_offs(made: NetworkFleet, count: int) -> Figures:
     return {"count": count, "paused": len(pauses_ms), "pause_ms": spread(pauses_ms)}
 
 
-def longest_gap_ms(answer: Exchange, since_ms: float) -> float:
+def longest_gap_ms(answer: Exchange, since_ms: float, until_ms: float = math.inf) -> float:
     """Between two pieces of its text, the second after this time."""
-    gaps = (late - early for early, late in pairwise(answer.text_ms) if late > since_ms)
+    gaps = (late - early for early, late in pairwise(answer.text_ms) if since_ms < late < until_ms)
     return max(gaps, default=0.0)
 
 
@@ -257,10 +270,50 @@ async def busy(made: NetworkFleet, for_s: float) -> Figures:
     return {**figures, "silent": silent, "losses": document["losses"], "said": said}
 
 
+async def rollout(made: NetworkFleet, for_s: float) -> Figures:
+    """Each pod leaves in turn and is replaced. The answers were learnt from pods that do not wait
+    between two tokens."""
+    body = {**BODY, "max_tokens": ROLLOUT_TOKENS}
+    prompts = [
+        Prompt(str(number), "/v1/completions", {**body, "prompt": f"Scene {number}:"})
+        for number in range(ROLLOUT_STREAMS)
+    ]
+    learnt = await asyncio.gather(*(send(made.target, each) for each in prompts))
+    expected = {each.prompt: each for each in learnt}
+    interval_ms = round(for_s * 1000 / ROLLOUT_TOKENS)
+    paced = (*UNPACED, f"--token-interval-ms={interval_ms}")
+    slow = [made.pod(each, *paced) for each in made.namespaces]
+    for each in slow:
+        await made.runner.replace(each)
+    await made.all_ready(START_S)
+    running = [asyncio.create_task(send(made.target, each)) for each in prompts]
+    times_ms = []
+    for each in slow:
+        await asyncio.sleep(BEGUN_S)
+        began_ms = clock.now_ms()
+        leave = (*program("gateway"), "leave", f"--dir={made.base / each.name}", LEAVE_WITHIN)
+        leaving = await asyncio.create_subprocess_exec(*leave, env=os.environ | AS_USERS_RUN_IT)
+        assert await leaving.wait() == 0
+        times_ms.append((began_ms, clock.now_ms()))
+        await made.runner.replace(each)
+        await made.all_ready(START_S)
+    ended = await asyncio.gather(*running)
+    document = await status_of(gateway_part(made.directory))
+    figures: Figures = {"streams": len(ended), "pods": len(slow), "interval_ms": interval_ms}
+    figures["lasted_s"] = round(max(each.ended_ms - each.sent_ms for each in ended) / 1000)
+    figures |= {"answers": Counter(classify(each, expected) for each in ended)}
+    figures |= {"moves": document["moves"], "losses": document["losses"]}
+    figures["leave_ms"] = [round(left - began) for began, left in times_ms]
+    gaps = [longest_gap_ms(each, *pair) for pair in times_ms for each in ended]
+    before = [(2 * began - left, began) for began, left in times_ms]
+    usual = [longest_gap_ms(each, *pair) for pair in before for each in ended]
+    return {**figures, "gap_ms": spread(gaps), "gap_before_ms": spread(usual)}
+
+
 async def measure(flags: argparse.Namespace, base: Path) -> Figures:
     found: Figures = {}
-    with made_namespaces() as namespaces:
-        made = NetworkFleet(base, namespaces)
+    with made_namespaces(MORE_PODS) as namespaces:
+        made = NetworkFleet(base / "fast", namespaces[:PODS], *FAST)
         try:
             await made.start()
             if flags.cut_offs:
@@ -269,9 +322,18 @@ async def measure(flags: argparse.Namespace, base: Path) -> Figures:
                 found["busy"] = await busy(made, flags.busy_s)
         finally:
             await made.runner.stop()
-    about = found.get("busy", {})
-    wrong = sum(number for each, number in about.get("answers", {}).items() if each != Outcome.OK)
+        if flags.rollout_s:
+            made = NetworkFleet(base / "rollout", namespaces, *UNPACED)
+            try:
+                await made.start()
+                found["rollout"] = await rollout(made, flags.rollout_s)
+            finally:
+                await made.runner.stop()
+    abouts = [found.get(each, {}) for each in ("busy", "rollout")]
+    answers = sum((Counter(each.get("answers")) for each in abouts), Counter[str]())
+    wrong = answers.total() - answers[Outcome.OK]
     problems = [f"{wrong} answers were wrong or not whole"] if wrong else []
+    about = found.get("busy", {})
     if about.get("silent") or any(about.get("losses", {}).values()):
         problems.append("a pod was called silent, or lost")
     return document(found, problems)
@@ -281,4 +343,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m tests.e2e.fleet_network")
     parser.add_argument("--cut-offs", type=int, default=50)
     parser.add_argument("--busy-s", type=float, default=600.0)
+    parser.add_argument("--rollout-s", type=float, default=600.0)
     report(partial(measure, parser.parse_args()))

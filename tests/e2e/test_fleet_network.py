@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.fleet_network import PROMPTS, NetworkFleet, made_namespaces, why_not
+from tests.e2e.fleet_network import FAST, PROMPTS, NetworkFleet, made_namespaces, why_not
 from understudy.drill.clients import send
 from understudy.drill.outcomes import classify
 from understudy.drill.records import Outcome
@@ -27,7 +27,7 @@ def fleet(
     if why := why_not():
         pytest.skip(why)
     with made_namespaces() as namespaces, asyncio.Runner() as loop:
-        made = NetworkFleet(tmp_path_factory.mktemp("net"), namespaces)
+        made = NetworkFleet(tmp_path_factory.mktemp("net"), namespaces, *FAST)
         try:
             loop.run(made.start())
             yield made, loop
