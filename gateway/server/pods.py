@@ -38,7 +38,7 @@ from plumbing.wire.tcp import reason_of
 
 LOOK_UP_S = 1.0
 PODS_MAX = 256
-WARM_MIN, WARM_MAX, WARM_IN_ALL = 8, 32, 256  # idle connections made for one pod, and for all
+WARM_MIN, WARM_MAX, WARM_IN_ALL = 8, 32, 128  # idle connections made for one pod, and for all
 REPORT_BYTES_MAX = 64 << 10
 CONNECT_S = 2.0  # a pod whose node has no power does not refuse
 RETRY_S, RETRY_S_MAX = 0.02, 1.0  # doubled
