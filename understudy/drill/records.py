@@ -55,7 +55,7 @@ class Prompt(Struct, frozen=True):
 class Exchange(Struct):
     """One request and its answer.
 
-    `text_ms`: when each piece of a stream's text came; `piece_ends`: how long the text was after it.
+    Of a stream, `text_ms`: when each piece of its text came; `piece_ends`: how long it was then.
     `tokens`: of the answer, as its usage says. `model`: as the request named it. `pod`: of a
     fleet, that in which the answer began.
     """
