@@ -19,7 +19,7 @@ import time
 import uvloop
 
 from lockserver import witness
-from lockserver.client.client import LockCallbacks, LockClient
+from lockserver.client.client import LockClient
 from plumbing.pod.paths import lockserver_socket
 from plumbing.service.process import arm_from_environment
 
@@ -40,25 +40,24 @@ def shrink_on_signal() -> None:
     signal.signal(signal.SIGUSR1, become_sleep)
 
 
-class Supervisor:
+class Supervisor(LockClient):
     """Wants `active` for one incarnation, with the client and the loop of `engine run`."""
 
     def __init__(self, directory: str, name: str) -> None:
         self.incarnation = witness.new_incarnation(name)
         self.witness, self.held = witness.create(directory, self.incarnation)
-        path = lockserver_socket(directory)
-        self.client = LockClient(path, LockCallbacks(on_granted=self._granted), engine=name)
+        super().__init__(lockserver_socket(directory), engine=name)
 
-    def _granted(self, lock: str, incarnation: str, token: int) -> None:
+    def granted(self, lock: str, incarnation: str, token: int) -> None:
         if lock == "active" and incarnation == self.incarnation:
             report("granted_ns", time.monotonic_ns())
-            self.client.set_want(incarnation, self.witness, ("active",), {lock: token})
+            self.set_want(incarnation, self.witness, ("active",), {lock: token})
         elif lock == "active":
             report("waiting", 1)
 
     async def run(self) -> None:
-        self.client.set_want(self.incarnation, self.witness, ("active",))
-        await self.client.run()
+        self.set_want(self.incarnation, self.witness, ("active",))
+        await super().run()
 
 
 if __name__ == "__main__":

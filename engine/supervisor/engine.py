@@ -71,7 +71,7 @@ class Engine(EngineHub):
         self._noting: asyncio.Handle | None = None
         self.lock = LockSide(self, self._loader_granted)
         if settings.is_remote:
-            self.metrics.watch_lease(lambda: self.lock.client.lease)
+            self.metrics.watch_lease(lambda: self.lock.lease)
         limits = (
             "backoff_first_ms",
             "backoff_max_ms",
@@ -292,7 +292,7 @@ class Engine(EngineHub):
         if listening is None:
             self.after("listener", LISTENER_RETRY_MS, self._wake)
             return
-        era = self.lock.era_of(now.token)
+        era = self.lock.era_of(self.lock.active, now.token)
         waking.wake(now.token, era, listening, path)
         self.metrics.woken(is_behind_gateway=path is not None)
 

@@ -32,11 +32,12 @@ from engine.supervisor.hub import EngineHub, shortage
 from engine.supervisor.incarnation import Incarnation
 from lockserver.client import messages as lock_messages
 from lockserver.client import witness
-from lockserver.client.client import LockCallbacks, LockClient
+from lockserver.client.client import LockClient
 from plumbing.errors import UnderstudyError, is_shortage
 from plumbing.pod.models import ACTIVE, LOADER, lock_of
 from plumbing.service import procfs
 from plumbing.text import duration
+from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.tcp_address import TcpAddress
 
@@ -58,12 +59,17 @@ SETTLE_MS = 200.0
 ANSWER_MS = 1_000.0
 
 
-class LockSide:
+class LockSide(LockClient):
     """Posts what the lock server reports."""
 
     def __init__(self, hub: EngineHub, on_loader: Callable[[str, int], None]) -> None:
         """`on_loader` gets the grants of the loader lock: incarnation and token."""
         settings = hub.settings
+        super().__init__(
+            settings.lockserver_socket,
+            engine=settings.engine,
+            security=settings.lockserver_security,
+        )
         self.other: EngineOther | None = None  # the last known grant to another engine
         self.has_standby = False  # as far as is known: another engine could be granted `active`
         self.is_continued = False  # … and could continue this one's streams in a drain
@@ -71,36 +77,15 @@ class LockSide:
         self.listener = BackendListener(path, settings.service_address)
         self.address = self.listener.name  # where clients connect
         self._hub, self._on_loader = hub, on_loader
-        self._refusal: str | None = None
-        self._active, self._loader = (lock_of(each, settings.model) for each in (ACTIVE, LOADER))
+        self.active, self._loader = (lock_of(each, settings.model) for each in (ACTIVE, LOADER))
         self._now = Situation()  # as it was said last, and of which incarnation
         self._running: Incarnation | None = None
         self._succeeds = 0  # the token of the holder that this engine vouches for
-        self.client = LockClient(
-            settings.lockserver_socket,
-            LockCallbacks(
-                on_granted=self._granted,
-                on_leaving=self._leaving,
-                on_standby=self._standby,
-                on_service=self._lent,
-                on_connected=self._connected,
-                on_lost=self._lost,
-                on_refused=self._refused,
-                on_hand_over=self._hand_over,
-                on_lease_lost=lambda reason: self._end("lease_lost", reason),
-            ),
-            engine=settings.engine,
-            security=settings.lockserver_security,
-        )
 
     @property
-    def problem(self) -> str | None:
+    def first_problem(self) -> str | None:
         """What keeps this engine from getting the lock, or from serving under it."""
-        return self._refusal or self.client.problem or self.listener.problem
-
-    def era_of(self, token: int) -> str:
-        """The era of a token under which `active` was granted."""
-        return self.client.era_of(self._active, token)
+        return self.problem or self.listener.problem
 
     # ------------------------------------------------------------------ what is wanted
 
@@ -119,18 +104,16 @@ class LockSide:
         """Say again what is wanted; the client sends it if it is new."""
         now, named, leaving = self._now, self._running, (self._now.has_told, self._succeeds)
         if named is None:
-            self.client.set_want(None, None, (), {}, "", {}, *leaving)
+            self.set_want(None, None, (), {}, "", {}, *leaving)
             return
-        wanted = {self._active: now.in_line, self._loader: named.loading.wants_loader}
-        tokens = {self._active: now.token, self._loader: named.loading.token}
+        wanted = {self.active: now.in_line, self._loader: named.loading.wants_loader}
+        tokens = {self.active: now.token, self._loader: named.loading.token}
         held = {lock: token for lock, token in tokens.items() if token}
         # One that leaves keeps what it has, and waits for nothing.
         locks = [lock for lock in wanted if wanted[lock] and (lock in held or not now.has_told)]
         continuation = named.prepared.continuation if named.prepared is not None else ""
-        over = {self._active: now.over} if now.over else {}  # for the rest of its life
-        self.client.set_want(
-            *(named.id, named.witness_path, locks, held, continuation, over), *leaving
-        )
+        over = {self.active: now.over} if now.over else {}  # for the rest of its life
+        self.set_want(*(named.id, named.witness_path, locks, held, continuation, over), *leaving)
 
     # ------------------------------------------------------------------ succession
 
@@ -143,9 +126,9 @@ class LockSide:
         """There is an answer: whether a successor stays. Ignored where none is waited for."""
         self._hub.post(Succession(resume))
 
-    def _leaving(self, lock: str, token: int) -> None:
+    def leaving(self, lock: str, token: int) -> None:
         """The holder under `token` was told to end: was this engine, too?"""
-        if lock == self._active and not self._now.has_told and token != self._succeeds:
+        if lock == self.active and not self._now.has_told and token != self._succeeds:
             self._hub.after("vouch", SETTLE_MS, lambda: self._vouch(token))
 
     def _vouch(self, token: int) -> None:
@@ -155,53 +138,57 @@ class LockSide:
 
     # ------------------------------------------------------------------ what the server reports
 
-    def _granted(self, lock: str, incarnation: str, token: int) -> None:
+    def granted(self, lock: str, incarnation: str, token: int) -> None:
         engine = incarnation.rpartition("-")[0]
         if lock == self._loader:
             self._on_loader(incarnation, token)
-        elif lock == self._active and engine == self._hub.settings.engine:
+        elif lock == self.active and engine == self._hub.settings.engine:
             self._hub.post(Granted(incarnation, token))
-        elif lock == self._active:
+        elif lock == self.active:
             self.other = EngineOther(engine, token)
             self._hub.post(OtherGranted(engine, token))
 
-    def _standby(self, news: lock_messages.StandbyMsg) -> None:
-        if news.lock == self._active:
+    def standby(self, news: lock_messages.StandbyMsg) -> None:
+        if news.lock == self.active:
             self.has_standby, self.is_continued = news.is_ready, news.continues
             if news.is_settled:
                 self._settled(resume=self.is_continued)
 
-    def _hand_over(self, lock: str, incarnation: str, to: str, resume: bool) -> None:
-        if lock == self._active:
-            self._hub.post(HandOver(incarnation, to, resume))
+    def hand_over(self, message: lock_messages.HandOverMsg) -> None:
+        if message.lock == self.active:
+            self._hub.post(HandOver(message.incarnation, message.to, message.resume))
 
-    def _lent(self, lock: str, address: str) -> None:
+    def service(self, lock: str, address: str) -> None:
         if lock == ACTIVE:
             self.address = address
 
-    def _connected(self) -> None:
-        self._refusal = None
+    def begin(self, conn: Connection) -> None:
+        super().begin(conn)
         text = "connected to the lock server"
         self._hub.log.record("engine.lock", text, data={"connected": True})
 
-    def _lost(self, reason: str) -> None:
+    def lose(self, reason: str) -> None:
+        super().lose(reason)
         # No engine is granted a lock by a server that is away.
         self.has_standby = self.is_continued = False
         self._settled(resume=False)
-        lease = self.client.lease
+        lease = self.lease
         how_long = "continuing"
         if lease is not None and lease["is_held"]:
             how_long = f"continuing for {duration(lease['valid_for_ms'])} under the lease"
         text = f"lost the lock server ({reason}); {how_long} and reconnecting"
         self._hub.log.record("engine.lock", text, "warning", {"connected": False})
 
-    def _refused(self, error: UnderstudyError) -> None:
-        self._refusal = error.message
+    def turned_away(self, error: UnderstudyError) -> None:
+        self.problem = error.message
         data = {"error_code": error.code}
         self._hub.log.record("engine.lock", f"refused: {error.message}", "error", data)
         cause = FATAL_REFUSALS.get(error.code)
         if cause is not None and self._now.in_line:
             self._end(cause, error.message)
+
+    def lease_lost(self, reason: str) -> None:
+        self._end("lease_lost", reason)
 
     def _end(self, cause: str, reason: str) -> None:
         if self._running is not None:

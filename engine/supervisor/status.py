@@ -106,16 +106,16 @@ class EngineStatus:
 
     def _lock(self) -> schema.EngineLock:
         now, lock = self._engine.lifecycle.now, self._engine.lock
-        lease = lock.client.lease
+        lease = lock.lease
         return schema.EngineLock(
             server=self._engine.settings.lockserver_socket,
-            connected=lock.client.is_connected,
+            connected=lock.is_connected,
             token=now.token,
             waiting_since=self._engine.history.since if now.state is State.STANDBY else None,
             other=lock.other,
             address=lock.address,
             is_behind_gateway=lock.listener.path is not None,
-            problem=lock.problem,
+            problem=lock.first_problem,
             lease=schema.EngineLease(**lease) if lease is not None else None,
         )
 
@@ -177,7 +177,7 @@ class EngineStatus:
             self._state_file.problem,
             fault and f"{fault}; it is the machine's fault, and tried again each second",
             engine.predecessor,
-            engine.lock.problem,
+            engine.lock.first_problem,
             engine.leftovers.problem,
             *(server.problem for server in self.sockets),
         ]
@@ -210,14 +210,14 @@ class EngineStatus:
         return now.reason
 
     def _disconnected(self) -> str:
-        client = self._engine.lock.client
+        client = self._engine.lock
         if client.is_connected:
             return ""
         why = f": {client.problem}" if client.problem else ""
         return f" (the lock server cannot be reached{why})"
 
     def _without_lease(self) -> str:
-        lease = self._engine.lock.client.lease
+        lease = self._engine.lock.lease
         if lease is None or lease["valid_for_ms"] > 0:
             return ""
         return ", but cannot be granted it now: the lock server answers too late or not at all"

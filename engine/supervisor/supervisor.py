@@ -68,7 +68,7 @@ class EngineSupervisor:
         try:
             await self._control.server.start()
             await self._http.start()
-            for coroutine in (engine.lock.client.run(), self._heed(signals)):
+            for coroutine in (engine.lock.run(), self._heed(signals)):
                 task = loop.create_task(coroutine)
                 task.add_done_callback(self._ended)
                 tasks.append(task)

@@ -3,8 +3,8 @@
 The surprising things: the current want is the first message on every connection, and nothing else
 is ever sent but heartbeats; a lost grant, a cut connection and a restarted server are all fixed by
 sending it again. A lost connection is not a lost lock: on one host the witness protects its holder,
-over TCP its lease does. So `on_lost` asks for patience; only `on_lease_lost` asks for the tree to
-be killed. While a supervisor reaps its tree it must not call `set_want`: naming another incarnation
+over TCP its lease does. So `lose` asks for patience; only `lease_lost` asks for the tree to be
+killed. While a supervisor reaps its tree it must not call `set_want`: naming another incarnation
 or none states that the last one is gone, and over TCP ends the watch over it.
 """
 
@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
@@ -46,50 +45,13 @@ TCP_CONNECT_DEADLINE_S = 1.5
 FENCED = frozenset({ACTIVE})  # the locks that no engine may act on once its lease has expired
 
 
-def ignore(*_: object) -> None:
-    """The default of every callback."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LockCallbacks:
-    """What a `LockClient` calls, on its loop; none may block.
-
-    - `on_granted(lock, incarnation, token)`: `incarnation` (of any engine) holds `lock`. The same
-      grant may arrive again. A grant to another of a lock that this engine believes to hold means
-      that it is lost. An older token than one that was heard before is refused, not reported.
-    - `on_leaving(lock, token)`: the holder of `lock`, another engine, was told to end.
-    - `on_standby(news)`: whether another engine could be granted a lock that this one holds, and
-      continue its streams; what was said before counts until the connection is lost.
-    - `on_service(lock, address)`: where clients of `lock` connect.
-    - `on_refused(error)`: the server refuses this want (`lock.stale_claim`: the lock is lost, kill
-      the tree; `lock.engine_id_taken`, …), or cannot be believed (`lock.old_token`). The same want
-      is retried with back-off.
-    - `on_hand_over(lock, incarnation, to, resume)`: as in `HandOverMsg`. May arrive again.
-    - `on_connected()`, `on_lost(reason)`.
-    - `on_lease_lost(reason)`: over TCP, the server could not be heard for too long while `active`
-      was held: the incarnation's tree must be killed and reaped at once. Called once per
-      incarnation. A little later the kernel ends this process, unless `set_want` states before then
-      that the tree is reaped, or the server is heard.
-    """
-
-    on_granted: Callable[[str, str, int], object] = ignore
-    on_leaving: Callable[[str, int], object] = ignore
-    on_standby: Callable[[StandbyMsg], object] = ignore
-    on_service: Callable[[str, str], object] = ignore
-    on_connected: Callable[[], object] = ignore
-    on_lost: Callable[[str], object] = ignore
-    on_refused: Callable[[UnderstudyError], object] = ignore
-    on_hand_over: Callable[[str, str, str, bool], object] = ignore
-    on_lease_lost: Callable[[str], object] = ignore
-
-
 class LockClient(KeptConnection):
-    """Keeps one supervisor's connection to the lock server."""
+    """Keeps one supervisor's connection to the lock server. A subclass says what follows from what
+    it hears, without blocking; `begin` and `lose` say when it is connected."""
 
     def __init__(
         self,
         address: str,
-        callbacks: LockCallbacks = LockCallbacks(),
         *,
         engine: str,
         supervisor: str | None = None,
@@ -110,11 +72,10 @@ class LockClient(KeptConnection):
         super().__init__(address, CATALOGUE)
         self.engine = engine
         self.supervisor = supervisor or secrets.token_hex(8)
-        self._callbacks = callbacks
         self._security = security
         self._lease: LeaseWatch | None = None
         if address.startswith(SCHEME):
-            self._lease = LeaseWatch(callbacks.on_lease_lost, ender)
+            self._lease = LeaseWatch(self.lease_lost, ender)
         self._must_repeat = False  # a grant arrived that could not be acted on
         self._heartbeat_ms = heartbeat_ms
         self._want = WantMsg(
@@ -122,6 +83,39 @@ class LockClient(KeptConnection):
         )  # without `progress`, which belongs to one sending
         self._grants = NewestGrants()
         self._progress = 0
+
+    # ------------------------------------------------------------------ what is heard
+
+    def granted(self, lock: str, incarnation: str, token: int) -> None:
+        """`incarnation` (of any engine) holds `lock`. The same grant may arrive again. A grant to
+        another of a lock that this engine believes to hold means that it is lost. An older token
+        than one that was heard before is refused, not reported."""
+
+    def leaving(self, lock: str, token: int) -> None:
+        """The holder of `lock`, another engine, was told to end."""
+
+    def standby(self, news: StandbyMsg) -> None:
+        """Whether another engine could be granted a lock that this one holds, and continue its
+        streams; what was said before counts until the connection is lost."""
+
+    def service(self, lock: str, address: str) -> None:
+        """Where clients of `lock` connect."""
+
+    def turned_away(self, error: UnderstudyError) -> None:
+        """The server refuses this want (`lock.stale_claim`: the lock is lost, kill the tree;
+        `lock.engine_id_taken`, …), or cannot be believed (`lock.old_token`). The same want is
+        retried with back-off."""
+
+    def hand_over(self, message: HandOverMsg) -> None:
+        """Hand a lock over. May arrive again."""
+
+    def lease_lost(self, reason: str) -> None:
+        """Over TCP, the server could not be heard for too long while `active` was held: the
+        incarnation's tree must be killed and reaped at once. Called once per incarnation. A little
+        later the kernel ends this process, unless `set_want` states before then that the tree is
+        reaped, or the server is heard."""
+
+    # ------------------------------------------------------------------ what is wanted
 
     @property
     def lease(self) -> dict[str, Any] | None:
@@ -226,7 +220,6 @@ class LockClient(KeptConnection):
         if self._lease is not None:
             self._lease.heard()
         conn.send(self._message())
-        self._callbacks.on_connected()
 
     def hear(self, message: Message, request_id: int) -> None:
         if self._lease is not None:
@@ -235,29 +228,28 @@ class LockClient(KeptConnection):
             case GrantedMsg():
                 self._granted(message)
             case StandbyMsg() if message.incarnation == self._want.incarnation:
-                self._callbacks.on_standby(message)
+                self.standby(message)
             case RenewedMsg() if self._lease is not None:
                 self._lease.renewed(message.progress, message.lease_ms)
             case ServiceMsg(lock, address):
-                self._callbacks.on_service(lock, address)
-            case HandOverMsg(lock, incarnation, to, resume):
-                self._callbacks.on_hand_over(lock, incarnation, to, resume)
+                self.service(lock, address)
+            case HandOverMsg():
+                self.hand_over(message)
 
     def refused(self, error: FaultMsg, request_id: int) -> None:
         if self._lease is not None:
             self._lease.heard()
-        self._callbacks.on_refused(RemoteError(error.code, error.message, **error.details))
+        self.turned_away(RemoteError(error.code, error.message, **error.details))
 
     def lose(self, reason: str) -> None:
         if self._lease is not None:
             self._lease.cut()
-        self._callbacks.on_lost(reason)
 
     def _granted(self, message: GrantedMsg) -> None:
         """Report any grant that can be believed; act on our own only under a valid lease."""
         refusal = self._grants.check(message)
         if refusal is not None:
-            self._callbacks.on_refused(refusal)
+            self.turned_away(refusal)
             return
         is_own = message.incarnation == self._want.incarnation
         if is_own and message.token <= self._want.over.get(message.lock, 0):
@@ -268,6 +260,6 @@ class LockClient(KeptConnection):
                 return
             if kind_of(message.lock) in FENCED:
                 self._lease.hold()
-        self._callbacks.on_granted(message.lock, message.incarnation, message.token)
+        self.granted(message.lock, message.incarnation, message.token)
         if message.is_leaving and not is_own:
-            self._callbacks.on_leaving(message.lock, message.token)
+            self.leaving(message.lock, message.token)

@@ -96,12 +96,6 @@ def _is_frozen(pid: int) -> bool:
     return False
 
 
-def environment_of(pid: int) -> dict[str, str]:
-    """The variables with which `pid` was started; {} if it is gone or hidden."""
-    pairs = (word.partition("=") for word in _shown(f"/proc/{pid}/environ").split("\0"))
-    return {key: value for key, equals, value in pairs if equals}
-
-
 def parent(pid: int) -> int | None:
     fields = _stat(pid)
     return None if fields is None else int(fields[1])

@@ -19,8 +19,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from lockserver import witness
-from lockserver.client.client import LockCallbacks, LockClient
+from lockserver.client.client import LockClient
+from lockserver.messages import HandOverMsg
+from plumbing.errors import UnderstudyError
 from plumbing.service import procfs
+from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd
 from tests.helpers import auntil
 
@@ -54,6 +57,54 @@ def is_readable(pidfd: int) -> bool:
     return bool(poll.poll(0))
 
 
+class HearingClient(LockClient):
+    """A client that keeps what it hears, in order: `granted`, `lost`, … and what came with it."""
+
+    def __init__(self, address: str, **more: Any) -> None:
+        self.told: list[tuple[str, Any]] = []
+        super().__init__(address, **more)
+
+    def heard(self, what: str) -> list[Any]:
+        return [value for key, value in self.told if key == what]
+
+    def granted(self, lock: str, incarnation: str, token: int) -> None:
+        self.told.append(("granted", (lock, incarnation, token)))
+
+    def service(self, lock: str, address: str) -> None:
+        self.told.append(("service", (lock, address)))
+
+    def begin(self, conn: Connection) -> None:
+        super().begin(conn)
+        self.told.append(("connected", None))
+
+    def lose(self, reason: str) -> None:
+        super().lose(reason)
+        self.told.append(("lost", reason))
+
+    def turned_away(self, error: UnderstudyError) -> None:
+        self.told.append(("refused", error.code))
+
+    def hand_over(self, message: HandOverMsg) -> None:
+        self.told.append(("hand_over", message))
+
+    def lease_lost(self, reason: str) -> None:
+        self.told.append(("lease_lost", reason))
+
+
+class SupervisorClient(HearingClient):
+    """... and shows its supervisor each grant first."""
+
+    def __init__(self, supervisor: Engine, address: str, **more: Any) -> None:
+        self.of = supervisor
+        super().__init__(address, **more)
+
+    def granted(self, lock: str, incarnation: str, token: int) -> None:
+        if self.of.on_granted is not None:
+            self.of.on_granted(lock, incarnation, token)
+        super().granted(lock, incarnation, token)
+        self.of.hold_on(lock, incarnation, token)
+
+
 class Engine:
     """A supervisor with a backend tree. Use as `async with`."""
 
@@ -62,22 +113,13 @@ class Engine:
     ) -> None:
         """`over_tcp`: `address`, `security` and `ender`, as of `LockClient`."""
         self.directory = directory
-        self.heard: list[tuple[str, str, int]] = []
-        self.refused: list[str] = []
-        self.services: list[tuple[str, str]] = []
-        self.connects = 0
         self.backends: list[subprocess.Popen[bytes]] = []
         self.incarnation: str | None = None
         self.witness: str | None = None
         self.continuation = ""
-        self.client = LockClient(
+        self.client = SupervisorClient(
+            self,
             over_tcp.pop("address", os.path.join(directory, "lockserver.sock")),
-            LockCallbacks(
-                on_granted=self._granted,
-                on_service=self._lent,
-                on_connected=self._connected,
-                on_refused=lambda error: self.refused.append(error.code),
-            ),
             engine=engine,
             supervisor=supervisor,
             heartbeat_ms=50,
@@ -86,16 +128,20 @@ class Engine:
         self.on_granted: Any = None
         self._task: asyncio.Task[None] | None = None
 
-    def _lent(self, lock: str, address: str) -> None:
-        self.services.append((lock, address))
+    @property
+    def heard(self) -> list[tuple[str, str, int]]:
+        """The grants."""
+        return self.client.heard("granted")
 
-    def _connected(self) -> None:
-        self.connects += 1
+    @property
+    def refused(self) -> list[str]:
+        return self.client.heard("refused")
 
-    def _granted(self, lock: str, incarnation: str, token: int) -> None:
-        if self.on_granted is not None:
-            self.on_granted(lock, incarnation, token)
-        self.heard.append((lock, incarnation, token))
+    @property
+    def connects(self) -> int:
+        return len(self.client.heard("connected"))
+
+    def hold_on(self, lock: str, incarnation: str, token: int) -> None:
         if incarnation == self.incarnation:
             held = {lock: token}
             self.client.set_want(incarnation, self.witness, self._locks, held, self.continuation)

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from lockserver import state_file
-from lockserver.client.client import LockCallbacks, LockClient
+from lockserver.client.client import LockClient
 from lockserver.messages import CATALOGUE, NO_ERA, GrantedMsg
 from plumbing.wire.server import Server
 from tests.helpers import auntil, free_port
-from tests.lockserver.engines import Engine
+from tests.lockserver.engines import Engine, HearingClient
 from tests.lockserver.gateways import Gateway
 
 A, B = "a" * 16, "b" * 16
@@ -48,27 +48,21 @@ async def test_client_reports_an_old_token_as_a_refusal_and_never_as_a_grant(pod
     path = os.path.join(pod_dir, "lockserver.sock")
     server = Server(path, CATALOGUE, OldServer(), service="stub")
     await server.start()
-    tokens: list[int] = []
-    refused: list[str] = []
-    callbacks = LockCallbacks(
-        on_granted=lambda lock, who, token: tokens.append(token),
-        on_refused=lambda error: refused.append(error.code),
-    )
-    client: LockClient | Gateway = LockClient(path, callbacks, engine="engine-1")
-    if kind == "gateway":
-        client = Gateway(pod_dir)
-        refused = client.refusals
+    supervisor, gateway = HearingClient(path, engine="engine-1"), Gateway(pod_dir)
+    client: LockClient | Gateway = gateway if kind == "gateway" else supervisor
     running = asyncio.create_task(client.run())
 
     def heard() -> list[int]:
-        return tokens or [token for _, token, _ in getattr(client, "grants", ())]
+        return [token for *_, token in supervisor.heard("granted")] or [
+            token for _, token, _ in gateway.grants
+        ]
 
     await auntil(lambda: heard()[-1:] == [8], "the last grant")
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     await server.close()
     assert heard() == [7, 8]
-    assert refused == ["lock.old_token"]
+    assert [*supervisor.heard("refused"), *gateway.refusals] == ["lock.old_token"]
 
 
 def damage(path: str) -> None:

@@ -11,10 +11,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 
 from lockserver import witness
-from lockserver.client.client import LockCallbacks, LockClient
 from lockserver.client.lease import KILL_FRACTION, SENT_MAX, LeaseKeeper, now_ms
 from plumbing.errors import UnderstudyError
 from tests.helpers import auntil
+from tests.lockserver.engines import HearingClient
 from tests.lockserver.lease_server import LeaseServer
 from tests.plumbing.wire.certificates import shared
 
@@ -84,37 +84,25 @@ class Ledger:
         self.at_ms = None
 
 
-class Member:
-    """One client and every message it was sent."""
+class Member(HearingClient):
+    """One client; its grants are kept by lock."""
 
-    def __init__(self, address: str, engine: str = "engine-0", **more: int) -> None:
-        self.told: list[tuple[str, object]] = []
+    def __init__(self, address: str) -> None:
         self.ender = Ledger()
-        self.client = LockClient(
-            address,
-            LockCallbacks(
-                on_granted=lambda lock, who, token: self.told.append((lock, (who, token))),
-                on_lost=lambda reason: self.told.append(("lost", reason)),
-                on_lease_lost=lambda reason: self.told.append(("lease_lost", reason)),
-            ),
-            engine=engine,
-            ender=self.ender,
-            heartbeat_ms=50,
-            security=shared(),
-            **more,
-        )
-        self.incarnation = witness.new_incarnation(engine)
+        tcp = {"ender": self.ender, "security": shared()}
+        super().__init__(address, engine="engine-0", heartbeat_ms=50, **tcp)
+        self.incarnation = witness.new_incarnation("engine-0")
 
     def want(self, *locks: str) -> None:
-        self.client.set_want(self.incarnation, None, locks)
+        self.set_want(self.incarnation, None, locks)
 
-    def heard(self, what: str) -> list[object]:
-        return [value for key, value in self.told if key == what]
+    def granted(self, lock: str, incarnation: str, token: int) -> None:
+        self.told.append((lock, (incarnation, token)))
 
 
 @contextlib.asynccontextmanager
 async def running(member: Member) -> AsyncIterator[Member]:
-    task = asyncio.create_task(member.client.run())
+    task = asyncio.create_task(member.run())
     try:
         yield member
     finally:
@@ -124,10 +112,10 @@ async def running(member: Member) -> AsyncIterator[Member]:
 
 
 @contextlib.asynccontextmanager
-async def holding(server: LeaseServer, member: Member | None = None) -> AsyncIterator[Member]:
+async def holding(server: LeaseServer) -> AsyncIterator[Member]:
     """A member that was granted `active` by a server that grants it on request."""
     server.auto = ("active",)
-    async with running(member or Member(server.address)) as holder:
+    async with running(Member(server.address)) as holder:
         holder.want("active")
         await auntil(lambda: holder.heard("active"), "the grant")
         yield holder
@@ -172,7 +160,7 @@ async def test_a_holder_is_armed_from_its_grant_until_it_is_reaped(server):
         assert begun <= member.ender.at_ms - 0.8 * LEASE_MS <= now_ms()
         first = member.ender.at_ms
         await auntil(lambda: member.ender.at_ms > first, "to be armed anew by a renewal")
-        member.client.set_want(None, None)
+        member.set_want(None, None)
         assert member.ender.at_ms is None
         await beats(server)
         assert member.ender.at_ms is None
@@ -189,8 +177,8 @@ async def test_silent_server_costs_a_holder_its_lease_once(server):
         await auntil(lambda: member.heard("lease_lost"), "the lease to be lost")
         assert member.ender.at_ms is not None
         assert now_ms() < member.ender.at_ms
-        assert member.client.lease["is_lost"]
-        assert member.client.lease["valid_for_ms"] == 0
+        assert member.lease["is_lost"]
+        assert member.lease["valid_for_ms"] == 0
         server.is_deaf = False
         await beats(server)
         assert len(member.heard("lease_lost")) == 1
@@ -199,7 +187,7 @@ async def test_silent_server_costs_a_holder_its_lease_once(server):
         await auntil(lambda: len(member.heard("active")) >= 2, "another grant")
         assert member.heard("active")[-1] == (member.incarnation, server.token)
         assert first != member.incarnation
-        assert member.client.lease["valid_for_ms"] > 0
+        assert member.lease["valid_for_ms"] > 0
         assert len(member.heard("lease_lost")) == 1
 
 
@@ -227,12 +215,12 @@ async def test_server_restart_within_the_lease_costs_nothing(server):
     async with holding(server) as member:
         port = server.server.port
         await server.stop()
-        await auntil(lambda: not member.client.is_connected, "the connection to end")
-        await auntil(lambda: member.client.problem, "an attempt to fail")
+        await auntil(lambda: not member.is_connected, "the connection to end")
+        await auntil(lambda: member.problem, "an attempt to fail")
         await server.start(port)
         await auntil(lambda: len(member.heard("active")) >= 2, "the same grant again")
         assert len(set(member.heard("active"))) == 1
-        assert member.client.problem is None
+        assert member.problem is None
         assert member.heard("lease_lost") == []
 
 
@@ -262,4 +250,4 @@ def test_client_over_tcp_requires_a_timer(monkeypatch):
 
     monkeypatch.setattr("lockserver.client.lease.DeadMan", refuse)
     with pytest.raises(UnderstudyError, match="no_dead_man"):
-        LockClient("tcp://127.0.0.1:1", engine="engine-0")
+        HearingClient("tcp://127.0.0.1:1", engine="engine-0")

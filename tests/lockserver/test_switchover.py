@@ -4,10 +4,9 @@ stand-ins."""
 from __future__ import annotations
 
 import urllib.request
-from dataclasses import replace
 from typing import Any
 
-from lockserver.messages import CATALOGUE, SwitchedOverMsg, SwitchOverMsg
+from lockserver.messages import CATALOGUE, HandOverMsg, SwitchedOverMsg, SwitchOverMsg
 from plumbing.wire.connection import connect
 from tests.helpers import auntil
 from tests.lockserver.engines import Engine
@@ -22,15 +21,6 @@ def metric(server: ServerProcess, line: str) -> float:
         lines = answer.read().decode().splitlines()
     (found,) = [each for each in lines if each.startswith(line)]
     return float(found.rsplit(" ", 1)[1])
-
-
-def hears(engine: Engine) -> list[tuple[str, str | None, str, bool]]:
-    """What `engine` is asked to hand over from now on."""
-    heard: list[tuple[str, str | None, str, bool]] = []
-    engine.client._callbacks = replace(
-        engine.client._callbacks, on_hand_over=lambda *words: heard.append(words)
-    )
-    return heard
 
 
 class Asker:
@@ -58,7 +48,6 @@ async def test_switchover_is_requested_shown_counted_and_answered(start_server: 
         Engine(server.directory, "engine-0") as old,
         Engine(server.directory, "e-1") as new,
     ):
-        heard = hears(old)
         token = await old.hold()
         new.launch()
         new.want("active")
@@ -66,8 +55,9 @@ async def test_switchover_is_requested_shown_counted_and_answered(start_server: 
         asker = Asker()
         conn = await connect(path, CATALOGUE, asker, 5)
         conn.send(SwitchOverMsg("active", None, 60_000), request_id=7)
-        await auntil(lambda: heard, "the request to the holder")
-        assert heard == [("active", old.incarnation, "e-1", False)]
+        await auntil(lambda: old.client.heard("hand_over"), "the request to the holder")
+        (heard,) = old.client.heard("hand_over")
+        assert heard == HandOverMsg("active", old.incarnation, "e-1", resume=False)
         under_way = server.lock()["switchover"]
         assert (under_way["from"], under_way["to"], under_way["overdue"]) == (
             "engine-0",

@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, cast
 import pytest
 
 from lockserver import serving, witness
-from lockserver.client.client import LockCallbacks, LockClient
 from lockserver.core.names import ServingFile, WitnessState, new_incarnation
 from lockserver.messages import GrantedMsg
 from lockserver.server.prober import remove_dead
 from lockserver.serving import ServingSeat
 from plumbing.errors import UnderstudyError
 from tests.helpers import free_witness, open_fds, room_for, until
-from tests.lockserver.engines import spawn_backend
+from tests.lockserver.engines import HearingClient, spawn_backend
 
 INCARNATION = "engine-0-00112233445566aa"
 
@@ -344,12 +343,10 @@ def test_scan_names_what_is_held_and_seals_the_rest(tmp_path):
 def test_client_reports_no_grant_up_to_the_token_that_was_handed_over():
     """Goal: an engine never wakes for a term that is over. Method: its own grants from before and
     after, and another engine's."""
-    heard: list[tuple[str, int]] = []
-    callbacks = LockCallbacks(on_granted=lambda lock, who, token: heard.append((who, token)))
     own, other = new_incarnation("engine-0"), new_incarnation("engine-1")
-    client = LockClient("nowhere", callbacks, engine="engine-0")
+    client = HearingClient("nowhere", engine="engine-0")
     client.set_want(own, "witness", ["active"], over={"active": 3})
     for who, token in ((own, 3), (other, 4), (own, 5)):
         grant = GrantedMsg("active", who.rpartition("-")[0], who, token)
         client.received(cast("Connection", None), grant, 0, [])
-    assert heard == [(other, 4), (own, 5)]
+    assert client.heard("granted") == [("active", other, 4), ("active", own, 5)]
