@@ -51,12 +51,12 @@ class Supervisor(LockClient):
     def granted(self, lock: str, incarnation: str, token: int) -> None:
         if lock == "active" and incarnation == self.incarnation:
             report("granted_ns", time.monotonic_ns())
-            self.set_want(incarnation, self.witness, ("active",), {lock: token})
+            self.set_want(incarnation, ("active",), {lock: token})
         elif lock == "active":
             report("waiting", 1)
 
     async def run(self) -> None:
-        self.set_want(self.incarnation, self.witness, ("active",))
+        self.set_want(self.incarnation, ("active",))
         await super().run()
 
 

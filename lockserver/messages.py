@@ -39,12 +39,12 @@ HexId = Annotated[str, Meta(pattern="^[0-9a-f]{16}$")]
 class WantMsg(Message, frozen=True, tag="want"):
     """Supervisor → server: what this supervisor is and wants, in full.
 
-    `incarnation` and `witness` are None between two launches; what was named before has then been
-    reaped. `tokens`: what it believes it holds. `continuation`: the id of what this incarnation
-    would continue streams with (`plumbing.gateway_protocol.Hello`); "" if it
-    cannot. `over`: by fenced lock, the token under which this incarnation has handed it over in
-    place: no process of it accepts or maps KV memory under that token, ever again. Said for the
-    rest of its life, also while it waits for the lock anew.
+    `incarnation` is None between two launches; what was named before has then been reaped. Its
+    witness has its name. `tokens`: what it believes it holds. `continuation`: the id of what this
+    incarnation would continue streams with (`plumbing.gateway_protocol.Hello`); "" if it cannot.
+    `over`: by fenced lock, the token under which this incarnation has handed it over in place: no
+    process of it accepts or maps KV memory under that token, ever again. Said for the rest of its
+    life, also while it waits for the lock anew.
     `is_leaving`: this supervisor was told to end. It keeps what it holds and is granted nothing.
     `succeeds`: the token of a holder that was told to end, as this supervisor has heard, while
     itself it was not; 0 if there is none.
@@ -53,7 +53,6 @@ class WantMsg(Message, frozen=True, tag="want"):
     supervisor: Annotated[str, Meta(min_length=16, max_length=16)]
     engine: EngineId
     incarnation: IncarnationId | None
-    witness: Annotated[str, Meta(min_length=1, max_length=128)] | None
     locks: Annotated[tuple[str, ...], Meta(max_length=LOCKS_MAX)]
     tokens: dict[str, Annotated[int, Meta(ge=1, le=TOKEN_CLAIMED_MAX)]]
     # A counter shared with `beat` that grows with each message. Over TCP it orders messages of

@@ -104,7 +104,7 @@ class LockSide(LockClient):
         """Say again what is wanted; the client sends it if it is new."""
         now, named, leaving = self._now, self._running, (self._now.has_told, self._succeeds)
         if named is None:
-            self.set_want(None, None, (), {}, "", {}, *leaving)
+            self.set_want(None, (), {}, "", {}, *leaving)
             return
         wanted = {self.active: now.in_line, self._loader: named.loading.wants_loader}
         tokens = {self.active: now.token, self._loader: named.loading.token}
@@ -113,7 +113,7 @@ class LockSide(LockClient):
         locks = [lock for lock in wanted if wanted[lock] and (lock in held or not now.has_told)]
         continuation = named.prepared.continuation if named.prepared is not None else ""
         over = {self.active: now.over} if now.over else {}  # for the rest of its life
-        self.set_want(*(named.id, named.witness_path, locks, held, continuation, over), *leaving)
+        self.set_want(named.id, locks, held, continuation, over, *leaving)
 
     # ------------------------------------------------------------------ succession
 

@@ -78,9 +78,8 @@ class LockClient(KeptConnection):
             self._lease = LeaseWatch(self.lease_lost, ender)
         self._must_repeat = False  # a grant arrived that could not be acted on
         self._heartbeat_ms = heartbeat_ms
-        self._want = WantMsg(
-            self.supervisor, engine, None, None, (), {}
-        )  # without `progress`, which belongs to one sending
+        # Without `progress`, which belongs to one sending.
+        self._want = WantMsg(self.supervisor, engine, None, (), {})
         self._grants = NewestGrants()
         self._progress = 0
 
@@ -125,7 +124,6 @@ class LockClient(KeptConnection):
     def set_want(
         self,
         incarnation: str | None,
-        witness: str | None,
         locks: Sequence[str] = (),
         tokens: Mapping[str, int] | None = None,
         continuation: str = "",
@@ -137,17 +135,14 @@ class LockClient(KeptConnection):
 
         Args:
             incarnation: None between two launches: the last one has been reaped.
-            witness: the witness's file name inside the directory (a path's directory is ignored).
             tokens: by lock, what this incarnation believes it holds.
             continuation: its continuation id, "" while it has none.
             over: by lock, the token under which this incarnation has handed it over in place: say
                 so for the rest of its life. Its grants up to that token are then not reported.
         """
-        name = witness.rpartition("/")[2] if witness is not None else None
         want = replace(
             self._want,
             incarnation=incarnation,
-            witness=name,
             locks=tuple(locks),
             tokens=dict(tokens or {}),
             continuation=continuation,

@@ -128,7 +128,7 @@ def scan_frees(
     that stand for another model are known, and serve under that model's lock.
     """
     doubtful = set(serving) - kept_serving(locks)
-    connected = {s.said.witness: s for s in supervisors.values() if s.conn is not None}
+    connected = {s.witness: s for s in supervisors.values() if s.conn is not None}
     owners = [connected.get(name) for name in held]
     return [
         lock.name
@@ -141,7 +141,7 @@ def scan_frees(
 
 def kept_witnesses(supervisors: Supervisors) -> frozenset[str]:
     """Witnesses of connected supervisors, which a scan must not seal: they may be starting."""
-    named = (s.said.witness for s in supervisors.values() if s.conn is not None)
+    named = (s.witness for s in supervisors.values() if s.conn is not None)
     return frozenset(name for name in named if name)
 
 

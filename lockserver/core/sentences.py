@@ -138,9 +138,9 @@ def stale_claim(lock: Lock, want: Wanted, claimed: int) -> RefuseConnection:
 
 
 def unproven(lock: Lock, want: Wanted) -> RefuseConnection:
-    state, name = want.witness_state, want.msg.witness
-    why = f"requested the {lock.name} lock, but no process holds its witness {name} ({state})"
-    return _refusal("lock.witness_unproven", lock, want, why, witness=name, state=str(state))
+    state = want.witness_state
+    why = f"requested the {lock.name} lock, but no process holds its witness ({state})"
+    return _refusal("lock.witness_unproven", lock, want, why, state=str(state))
 
 
 def incarnation_ended(lock: Lock, want: Wanted) -> RefuseConnection:

@@ -50,6 +50,11 @@ class SupervisorRecord:
         return self.want.msg.incarnation
 
     @property
+    def witness(self) -> str | None:
+        """The name of its incarnation's witness."""
+        return None if self.incarnation is None else name_of(self.incarnation)
+
+    @property
     def has_process(self) -> bool:
         return self.want.process not in ("none", LEASE)
 
@@ -135,12 +140,10 @@ def _malformed(want: WantMsg, locks: Locks) -> Refusal | None:
     lock that there is not, a wrong flag is the cause."""
     match = INCARNATION.fullmatch(want.incarnation or "")
     is_its_own = match is not None and match["engine"] == want.engine
-    names = want.locks or want.tokens or want.witness
+    names = want.locks or want.tokens
     is_sound = (
         ENGINE_ID.fullmatch(want.engine)
         and (is_its_own if want.incarnation is not None else not names)
-        and want.witness in (None, name_of(match[0]) if match else None)
-        and (want.witness or not want.locks)
         and len({model_of(lock) for lock in want.locks}) <= 1
         and len(set(want.locks)) == len(want.locks)
     )

@@ -526,6 +526,6 @@ class LockServer:
             self.feed(self.machine.persisted, f"{self.state.path}: {error.strerror}")
             return
         self.feed(self.machine.persisted)
-        connected = {s.said.witness for s in self.machine.supervisors.values() if s.said.witness}
+        known = {s.witness for s in self.machine.supervisors.values() if s.witness}
         on_file = {holder.witness.name for holder in record.holders.values()}
-        remove_dead(self.settings.directory, on_file | connected)
+        remove_dead(self.settings.directory, on_file | known)

@@ -175,7 +175,7 @@ def _look_at_witness(filed: WitnessFile, directory: str) -> Seen:
 def _strangers(lock: Lock, here: Here) -> dict[str, list[schema.LockWaitingFor]]:
     """The witnesses that keep a lock unknown, by name, each with the processes that hold it."""
     known = {
-        each.said.witness
+        each.witness
         for each in here.machine.supervisors.values()
         if each.conn is not None and lock.name not in each.said.tokens
     }

@@ -149,7 +149,6 @@ async def test_forged_messages_affect_only_their_sender(pod: Pod):
         "supervisor": "0" * 16,
         "engine": before.engine,
         "incarnation": active["incarnation"],
-        "witness": "witness_" + "_".join(active["incarnation"].rsplit("-", 1)),
         "locks": ("active",),
         "tokens": {"active": before.token},
     }
@@ -158,8 +157,8 @@ async def test_forged_messages_affect_only_their_sender(pod: Pod):
     control = engine_messages
     cases = [
         (lock, want(**claim), "lock.engine_id_taken"),
-        (lock, want(**{**stranger, "witness": "../x"}), "lock.bad_want"),
-        (lock, want(**stranger), "lock.bad_want"),
+        (lock, want(**{**stranger, "incarnation": "engine-9-../../" + "0" * 9}), "lock.bad_want"),
+        (lock, want(**stranger), "lock.stale_claim"),
         (lock, lock_messages.BeatMsg(1), "lock.want_first"),
         (
             memory,

@@ -94,8 +94,8 @@ class HearingClient(LockClient):
 class SupervisorClient(HearingClient):
     """... and shows its supervisor each grant first."""
 
-    def __init__(self, supervisor: Engine, address: str, **more: Any) -> None:
-        self.of = supervisor
+    def __init__(self, of: Engine, address: str, **more: Any) -> None:
+        self.of = of
         super().__init__(address, **more)
 
     def granted(self, lock: str, incarnation: str, token: int) -> None:
@@ -144,7 +144,7 @@ class Engine:
     def hold_on(self, lock: str, incarnation: str, token: int) -> None:
         if incarnation == self.incarnation:
             held = {lock: token}
-            self.client.set_want(incarnation, self.witness, self._locks, held, self.continuation)
+            self.client.set_want(incarnation, self._locks, held, self.continuation)
 
     def launch(self, processes: int = 1, dirty_mib: int = 0, fate: str = "dies_with_parent") -> str:
         self.incarnation = witness.new_incarnation(self.client.engine)
@@ -155,7 +155,7 @@ class Engine:
 
     def want(self, *locks: str, tokens: dict[str, int] | None = None) -> None:
         self._locks = locks
-        self.client.set_want(self.incarnation, self.witness, locks, tokens, self.continuation)
+        self.client.set_want(self.incarnation, locks, tokens, self.continuation)
 
     def reap(self) -> None:
         for backend in self.backends:

@@ -94,7 +94,7 @@ class Member(HearingClient):
         self.incarnation = witness.new_incarnation("engine-0")
 
     def want(self, *locks: str) -> None:
-        self.set_want(self.incarnation, None, locks)
+        self.set_want(self.incarnation, locks)
 
     def granted(self, lock: str, incarnation: str, token: int) -> None:
         self.told.append((lock, (incarnation, token)))
@@ -160,7 +160,7 @@ async def test_a_holder_is_armed_from_its_grant_until_it_is_reaped(server):
         assert begun <= member.ender.at_ms - 0.8 * LEASE_MS <= now_ms()
         first = member.ender.at_ms
         await auntil(lambda: member.ender.at_ms > first, "to be armed anew by a renewal")
-        member.set_want(None, None)
+        member.set_want(None)
         assert member.ender.at_ms is None
         await beats(server)
         assert member.ender.at_ms is None

@@ -32,7 +32,6 @@ def want(**fields):
         "supervisor": "0" * 16,
         "engine": "engine-9",
         "incarnation": None,
-        "witness": None,
         "locks": (),
         "tokens": {},
     }

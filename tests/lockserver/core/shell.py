@@ -66,14 +66,16 @@ class Shell:
 def want(conn, incarnation, *locks, engine=None, supervisor=None, **fields) -> ev.Wanted:
     engine = engine or (incarnation or "engine-0-x").rpartition("-")[0]
     supervisor = supervisor or f"{engine:0>16}"
-    witness = name_of(incarnation) if incarnation else None
-    msg = WantMsg(supervisor, engine, incarnation, witness, locks, {})
-    said = ("witness", "tokens", "continuation", "over", "is_leaving", "succeeds")
+    witness = (
+        WitnessFile(name_of(incarnation), 1, hash(incarnation) % 1000) if incarnation else None
+    )
+    msg = WantMsg(supervisor, engine, incarnation, locks, {})
+    said = ("tokens", "continuation", "over", "is_leaving", "succeeds")
     msg = replace(msg, **{key: fields.pop(key) for key in said if key in fields})
     base = ev.Wanted(
         conn,
         msg,
-        witness_file=WitnessFile(witness, 1, hash(witness) % 1000) if witness else None,
+        witness_file=witness,
         witness_state=WitnessState.HELD,
         pid=100 + sum(supervisor.encode()),  # one supervisor, one process
         process="SO_PEERPIDFD",

@@ -20,9 +20,6 @@ def but(wanted: ev.Wanted, **fields) -> ev.Wanted:
     ("bad", "code"),
     [
         (want(9, A, "nothing"), "lock.unknown_lock"),
-        (want(9, A, "active", witness="witness_x"), "lock.bad_want"),
-        (want(9, A, "active", witness="../witness"), "lock.bad_want"),
-        (want(9, A, "active", witness=None), "lock.bad_want"),
         (want(9, A, "active", engine="engine-9"), "lock.bad_want"),
         (want(9, A, "active", "active"), "lock.bad_want"),
         (want(9, A, "active:a", "loader:b"), "lock.bad_want"),

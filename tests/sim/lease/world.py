@@ -24,7 +24,6 @@ from lockserver.core.leases import Leases
 from lockserver.core.machine import LockMachine
 from lockserver.core.supervisors import LEASE
 from lockserver.messages import GrantedMsg, RenewedMsg, WantMsg
-from lockserver.witness import name_of
 
 NEVER = float("inf")
 LEASE_MS = 5000
@@ -199,7 +198,6 @@ class Node:
             supervisor=self.supervisor,
             engine=self.engine,
             incarnation=tree.incarnation if tree else None,
-            witness=name_of(tree.incarnation) if tree else None,
             locks=("active",) if is_ready else (),
             tokens={"active": tree.token} if tree and is_ready and tree.token else {},
             progress=self.progress,

@@ -211,7 +211,6 @@ class Server:
                 sup.id,
                 sup.engine,
                 incarnation=tree.incarnation if tree else None,
-                witness=tree.witness.name if tree else None,
                 locks=said.locks,
                 tokens=said.tokens,
                 over={sup.active: said.over} if said.over else {},
