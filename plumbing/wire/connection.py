@@ -307,7 +307,7 @@ class Connection:
             message, request_id = self._catalogue.decode(frame.payload, len(frame.fds))
         except ProtocolError as error:
             close_all(frame.fds)
-            self.fault(error, error.details.get("request_id", 0))
+            self.fault(error)
             return
         try:
             self._handler.received(self, message, request_id, frame.fds)

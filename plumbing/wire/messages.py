@@ -93,39 +93,32 @@ class Catalogue:
         """The message in `payload` and its request id.
 
         Raises:
-            ProtocolError: a code under `wire.`; its details carry the request id if it was read.
+            ProtocolError: a code under `wire.`.
         """
         try:
             body = msgspec.msgpack.decode(payload)
         except Exception as error:  # also RecursionError: nested too deeply
-            raise ProtocolError(
-                "wire.bad_payload", f"the payload is not one MessagePack map: {error}"
-            ) from error
+            why = f"the payload is not one MessagePack map: {error}"
+            raise ProtocolError("wire.bad_payload", why) from error
         if not isinstance(body, dict):
             raise ProtocolError("wire.bad_payload", "the payload is not a MessagePack map")
         kind, request_id = body.get("type"), body.pop("id", None)
         if type(request_id) is not int or not 0 <= request_id <= REQUEST_ID_MAX:
             raise ProtocolError("wire.bad_request_id", f"not a request id: {shown(request_id)}")
-        if not isinstance(kind, str) or kind not in self.classes:
-            raise ProtocolError(
-                "wire.unknown_type",
-                f"there is no message {shown(kind)} here;"
-                f" known are {', '.join(sorted(self.classes))}",
-                request_id=request_id,
-            )
+        cls = self.classes.get(kind) if isinstance(kind, str) else None
+        if cls is None:
+            raise ProtocolError("wire.unknown_type", f"there is no message {shown(kind)} here")
         try:
-            message = msgspec.convert(body, self.classes[kind], builtin_types=(bytes,))
+            message = msgspec.convert(body, cls, builtin_types=(bytes,))
         except msgspec.ValidationError as error:
             # "Expected `str`, got `int` - at `$.lock`"; it may quote the peer's field names.
-            reason = str(error)[:REASON_CHARS_MAX].replace("`$", f"`{kind}")
-            why = f"bad {kind!r} message: {reason}"
-            raise ProtocolError("wire.bad_field", why, request_id=request_id) from error
+            reason = str(error)[:REASON_CHARS_MAX]
+            raise ProtocolError("wire.bad_field", f"bad {kind} message: {reason}") from error
         least, most = message.FDS
         if not least <= fd_count <= most:
             raise ProtocolError(
                 "wire.fd_count",
                 f"{kind} carries {least} to {most} descriptors, {fd_count} arrived",
-                request_id=request_id,
             )
         return message, request_id
 

@@ -125,11 +125,11 @@ def test_message_round_trip_is_identity(message: Echo, request_id: int):
         ({"type": "echo"}, "wire.bad_request_id", "None"),
         ({"type": "echo", "id": True}, "wire.bad_request_id", "True"),
         ({"type": "echo", "id": 1, "colour": 1}, "wire.bad_field", "colour"),
-        ({"type": "echo", "id": 1, "text": None}, "wire.bad_field", "echo.text"),
-        ({"type": "echo", "id": 1, "count": True}, "wire.bad_field", "echo.count"),
-        ({"type": "echo", "id": 1, "text": "x" * 100_001}, "wire.bad_field", "echo.text"),
+        ({"type": "echo", "id": 1, "text": None}, "wire.bad_field", "$.text"),
+        ({"type": "echo", "id": 1, "count": True}, "wire.bad_field", "$.count"),
+        ({"type": "echo", "id": 1, "text": "x" * 100_001}, "wire.bad_field", "$.text"),
         ({"type": "echo", "id": 1, "parts": [{"name": "a"}]}, "wire.bad_field", "size"),
-        ({"type": "echo", "id": 1, "extra": {b"a": 1}}, "wire.bad_field", "`key` in `echo.extra`"),
+        ({"type": "echo", "id": 1, "extra": {b"a": 1}}, "wire.bad_field", "`key` in `$.extra`"),
     ],
 )
 def test_message_broken_body_names_the_field(body: Any, code: str, named: str):
