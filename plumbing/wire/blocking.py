@@ -44,22 +44,14 @@ class BlockingClient:
     def __init__(
         self, path: str, catalogue: Catalogue, connect_timeout_s: float = CONNECT_DEADLINE_S
     ) -> None:
-        """Connect to `path`.
+        """Connect to `path`; waits while the server's backlog is full.
 
         Raises:
-            UnreachableError: `wire.unreachable`, with the reason; `wire.no_descriptors`: this
-                process is at its limit of open files.
+            UnreachableError: as of `sockets.dial`.
         """
-        sockets.check_path(path)
-        try:
-            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        except OSError as error:
-            raise sockets.no_descriptors(f"open a socket to {path}", error) from error
-        try:
-            _connect(sock, path, connect_timeout_s)
-        except BaseException:
-            sock.close()
-            raise
+        end = time.monotonic() + connect_timeout_s
+        while (sock := sockets.dial(path, end)) is None:
+            time.sleep(RETRY_S)
         self._adopt(sock, catalogue)
 
     @classmethod
@@ -205,22 +197,6 @@ class BlockingClient:
         rest_ms = (end - time.monotonic()) * 1000
         if rest_ms <= 0 or not poll.poll(max(1, rest_ms)):
             raise WaitTimeoutError("wire.timeout", f"timed out waiting for {what}")
-
-
-def _connect(sock: socket.socket, path: str, timeout_s: float) -> None:
-    end = time.monotonic() + timeout_s
-    while True:
-        try:
-            sock.settimeout(max(0.001, end - time.monotonic()))
-            sock.connect(path)
-            # With a timeout set, Python would wait inside recvmsg in spite of MSG_DONTWAIT.
-            sock.settimeout(None)
-            return
-        except OSError as error:
-            is_full = isinstance(error, BlockingIOError | TimeoutError)  # the backlog
-            if not is_full or time.monotonic() > end:
-                raise sockets.unreachable(path, error) from error
-            time.sleep(RETRY_S)
 
 
 def _closed(error: OSError | None) -> UnreachableError:

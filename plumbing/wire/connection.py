@@ -15,6 +15,7 @@ import asyncio
 import errno
 import itertools
 import socket
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -365,37 +366,20 @@ class Connection:
 async def connect(
     path: str, catalogue: Catalogue, handler: Handler, deadline_s: float = CONNECT_DEADLINE_S
 ) -> Connection:
-    """A connection to the server at `path`.
-
-    While the backlog is full (EAGAIN on Unix sockets, man 2 connect), retries until the deadline.
+    """A connection to the server at `path`; waits while the server's backlog is full.
 
     Raises:
-        UnreachableError: `wire.unreachable`, with the reason; `wire.no_descriptors`: this process
-            is at its limit of open files.
+        UnreachableError: as of `sockets.dial`.
     """
-    sockets.check_path(path)
-    loop = asyncio.get_running_loop()
-    end = loop.time() + deadline_s
+    end = time.monotonic() + deadline_s
+    while (sock := sockets.dial(path, end)) is None:  # noqa: ASYNC110 - nothing tells it
+        await asyncio.sleep(RETRY_S)
     try:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    except OSError as error:
-        raise sockets.no_descriptors(f"open a socket to {path}", error) from error
-    try:
-        sock.setblocking(False)
-        while True:
-            try:
-                sock.connect(path)
-                break
-            except OSError as error:
-                if error.errno != errno.EAGAIN or loop.time() > end:
-                    raise sockets.unreachable(path, error) from error
-            await asyncio.sleep(RETRY_S)
-        try:
-            return Connection(sock, catalogue, handler)
-        except OSError as error:
-            raise sockets.no_descriptors(f"connect to {path}", error) from error
-    except BaseException:
+        return Connection(sock, catalogue, handler)
+    except BaseException as error:
         sock.close()
+        if isinstance(error, OSError):
+            raise sockets.no_descriptors(f"connect to {path}", error) from error
         raise
 
 

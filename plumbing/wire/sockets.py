@@ -10,6 +10,7 @@ import array
 import errno
 import os
 import socket
+import time
 from collections.abc import Sequence
 
 from plumbing.errors import ProtocolError, UnreachableError, UsageError, explain_shortage
@@ -91,6 +92,29 @@ def check_path(path: str) -> None:
             f"the socket path {path} has {length} bytes, and the kernel allows at most"
             f" {SOCKET_PATH_BYTES_MAX}; use a shorter --dir",
         )
+
+
+def dial(path: str, end_s: float) -> socket.socket | None:
+    """A socket that is connected to the server at `path`, and does not block. None: the server's
+    backlog is full (man 2 connect), so try again, until `end_s` (`time.monotonic`) has passed.
+
+    Raises:
+        UnreachableError: `wire.unreachable`, with the reason; `wire.no_descriptors`: this process
+            is at its limit of open files.
+    """
+    check_path(path)
+    try:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    except OSError as error:
+        raise no_descriptors(f"open a socket to {path}", error) from error
+    try:
+        sock.connect(path)
+    except OSError as error:
+        sock.close()
+        if isinstance(error, BlockingIOError) and time.monotonic() <= end_s:
+            return None
+        raise unreachable(path, error) from error
+    return sock
 
 
 def no_descriptors(what: str, error: OSError) -> UnreachableError:

@@ -101,28 +101,6 @@ def test_fds_match_frames_when_the_kernel_merges_writes():
     ours.close()
 
 
-@on_loops
-async def test_cancelled_connect_closes_its_socket(tmp_path: Path):
-    """Goal: cancellation is not an Exception; nothing may leak. Method: a full backlog keeps
-    `connect` waiting, then its task is cancelled."""
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(str(tmp_path / "full.sock"))
-    listener.listen(0)
-    filler = socket.socket(socket.AF_UNIX)
-    filler.connect(listener.getsockname())
-    before = len(open_fds())
-    task = asyncio.ensure_future(
-        connect(listener.getsockname(), CATALOGUE, EchoHandler(), deadline_s=60)
-    )
-    await auntil(lambda: len(open_fds()) > before, "the attempt to begin")
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert len(open_fds()) == before
-    filler.close()
-    listener.close()
-
-
 async def test_partial_sends_carry_the_fds_once(tmp_path: Path):
     """Goal: a frame that the socket takes in pieces delivers its descriptors once, and the queue
     empties. Method: a small send buffer, a large frame, a slow reader."""
