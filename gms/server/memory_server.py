@@ -193,7 +193,7 @@ class MemoryServer(Handler, abc.ABC, Generic[M]):
     machine in `_begin`."""
 
     tag: ClassVar[str]
-    service: ClassVar[str]  # in answers to `hello`
+    service: ClassVar[str]  # in errors
     what: ClassVar[str]  # what a region is called
     blocked: ClassVar[str]  # what no engine may do while it is unknown who maps one
     is_lent_writable: ClassVar[bool]

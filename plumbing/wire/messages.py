@@ -45,16 +45,6 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
         return type_of(type(self))
 
 
-class HelloMsg(Message, frozen=True, tag="hello"):
-    """Asks which service this is. Every server answers it, in every state."""
-
-
-class WelcomeMsg(Message, frozen=True, tag="welcome"):
-    service: str
-    pid: int
-    version: str
-
-
 class FaultMsg(Message, frozen=True, tag="error"):
     """The error frame: a stable dotted code, a sentence, details."""
 
@@ -79,7 +69,7 @@ class Catalogue:
 
     def __init__(self, *classes: type[Message], frame_bytes_max: int = FRAME_BYTES_MAX) -> None:
         self.frame_bytes_max = frame_bytes_max
-        known: tuple[type[Message], ...] = (HelloMsg, WelcomeMsg, FaultMsg, *classes)
+        known: tuple[type[Message], ...] = (FaultMsg, *classes)
         self.classes = {type_of(cls): cls for cls in known}
 
     def encode(self, message: Message, request_id: int = 0) -> bytes:

@@ -1,10 +1,10 @@
-"""Servers: a bounded number of connections, a deadline for the first message of each, and `hello`.
+"""Servers: a bounded number of connections, and a deadline for the first message of each.
 
-`BaseServer` has what Unix sockets and TCP share; it answers `hello`, which the service never sees.
-`Server` listens on a Unix socket: one per path, for its owner's processes only. A flock on a file
-beside the path guards it and holds the server's pid, because the socket file alone cannot tell a
-running server from one that died. The socket is 0600 from the moment it exists (umask, not chmod
-afterwards), in a directory that only its owner can access (`plumbing.pod.paths.runtime_dir`).
+`BaseServer` has what Unix sockets and TCP share. `Server` listens on a Unix socket: one per path,
+for its owner's processes only. A flock on a file beside the path guards it and holds the server's
+pid, because the socket file alone cannot tell a running server from one that died. The socket is
+0600 from the moment it exists (umask, not chmod afterwards), in a directory that only its owner can
+access (`plumbing.pod.paths.runtime_dir`).
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ import stat
 import time
 from typing import Any
 
-from plumbing import __version__
 from plumbing.errors import ProtocolError, UnderstudyError, UsageError, is_shortage
 from plumbing.wire import sockets
 from plumbing.wire.connection import Connection, Handler
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.limits import CONNECTIONS_MAX, CONNECTIONS_PER_PEER_MAX, RETRY_S
-from plumbing.wire.messages import Catalogue, HelloMsg, Message, WelcomeMsg
+from plumbing.wire.messages import Catalogue, Message
 from plumbing.wire.sockets import no_descriptors
 
 # A peer sends its first frame right after connecting; short enough that a silent one costs little.
@@ -33,7 +32,7 @@ FIRST_FRAME_DEADLINE_S = 5.0
 
 
 class BaseServer(abc.ABC):
-    """Accepts connections, answers `hello`, and passes every other message to `handler`."""
+    """Accepts connections and passes every message to `handler`."""
 
     def __init__(
         self,
@@ -155,10 +154,7 @@ class BaseServer(abc.ABC):
         self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
     ) -> None:
         self._cancel_first_frame_deadline(conn)
-        if isinstance(message, HelloMsg):
-            conn.send(WelcomeMsg(self._service, os.getpid(), __version__), request_id)
-        else:
-            self._handler.received(conn, message, request_id, fds)
+        self._handler.received(conn, message, request_id, fds)
 
     def closed(self, conn: Connection, reason: str) -> None:
         self._cancel_first_frame_deadline(conn)
@@ -248,7 +244,7 @@ def guard_holder(guard_path: str) -> str | None:
 
 
 class Server(BaseServer):
-    """Listens on `path`, answers `hello`, and passes every other message to `handler`."""
+    """Listens on `path` and passes every message to `handler`."""
 
     def __init__(
         self,

@@ -21,21 +21,15 @@ import os
 import socket
 import ssl
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from plumbing.errors import (
-    ProtocolError,
-    UnderstudyError,
-    UnreachableError,
-    UsageError,
-    is_shortage,
-)
+from plumbing.errors import UnderstudyError, UnreachableError, UsageError, is_shortage
 from plumbing.wire.connection import Connection, Handler
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.limits import CONNECT_DEADLINE_S, HANDSHAKES_MAX
-from plumbing.wire.messages import Catalogue, FaultMsg, HelloMsg, Message, WelcomeMsg
+from plumbing.wire.messages import Catalogue
 from plumbing.wire.peer import NO_UID, Peer
 from plumbing.wire.server import BaseServer
 from plumbing.wire.sockets import RECEIVE_BYTES, no_descriptors
@@ -194,6 +188,9 @@ def _no_password() -> str:
     raise ValueError("the key has a passphrase")
 
 
+# The server's first byte: in TLS 1.3 a client learns from nothing else that its certificate was
+# accepted, and must not count as connected before.
+ACCEPTED = b"\n"
 _FIX = "both sides need a certificate, and each must trust the CA of the other's"
 
 
@@ -240,9 +237,12 @@ def reason_of(error: OSError) -> str:
     return f"the peer is gone: {error.strerror or error}"
 
 
-async def _secured(raw: socket.socket, context: ssl.SSLContext, **side: Any) -> ssl.SSLSocket:
-    """TLS over `raw`, which this owns, once the handshake is done. A host that is gone is noticed
-    (man 7 tcp), and what is sent goes at once.
+async def _secured(
+    raw: socket.socket, context: ssl.SSLContext, server_hostname: str | None = None
+) -> ssl.SSLSocket:
+    """TLS over `raw`, which this owns, once both ends have accepted each other. A host that is gone
+    is noticed (man 7 tcp), and what is sent goes at once. `server_hostname`: of the other end,
+    where this is the client.
 
     Raises:
         OSError: the handshake failed.
@@ -253,26 +253,44 @@ async def _secured(raw: socket.socket, context: ssl.SSLContext, **side: Any) -> 
     raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
     raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_IDLE_S)
     raw.setblocking(False)
-    loop, sock = asyncio.get_running_loop(), raw
+    sock, is_server = raw, server_hostname is None
     try:
-        sock = context.wrap_socket(raw, do_handshake_on_connect=False, **side)
-        while True:
-            ready = asyncio.Event()
-            try:
-                sock.do_handshake()
-                return sock
-            except ssl.SSLWantReadError:
-                loop.add_reader(sock.fileno(), ready.set)
-            except ssl.SSLWantWriteError:
-                loop.add_writer(sock.fileno(), ready.set)
-            try:
-                await ready.wait()
-            finally:
-                loop.remove_reader(sock.fileno())
-                loop.remove_writer(sock.fileno())
+        sock = context.wrap_socket(
+            raw,
+            server_side=is_server,
+            server_hostname=server_hostname,
+            do_handshake_on_connect=False,
+        )
+        await _when_ready(sock, sock.do_handshake)
+        await _when_ready(sock, lambda: sock.send(ACCEPTED) if is_server else _read_accepted(sock))
+        return sock
     except BaseException:
         sock.close()
         raise
+
+
+async def _when_ready(sock: ssl.SSLSocket, step: Callable[[], object]) -> None:
+    """Try `step` until it does not wait for the other end."""
+    loop = asyncio.get_running_loop()
+    while True:
+        ready = asyncio.Event()
+        try:
+            step()
+            return
+        except ssl.SSLWantReadError:
+            loop.add_reader(sock.fileno(), ready.set)
+        except ssl.SSLWantWriteError:
+            loop.add_writer(sock.fileno(), ready.set)
+        try:
+            await ready.wait()
+        finally:
+            loop.remove_reader(sock.fileno())
+            loop.remove_writer(sock.fileno())
+
+
+def _read_accepted(sock: ssl.SSLSocket) -> None:
+    if sock.recv(len(ACCEPTED)) != ACCEPTED:
+        raise ConnectionAbortedError(f"it does not say that it accepts us; {_FIX}")
 
 
 def _peer(sock: ssl.SSLSocket, host: str, who: str) -> Peer:
@@ -289,36 +307,27 @@ async def connect_tcp(
     security: Security,
     deadline_s: float = CONNECT_DEADLINE_S,
 ) -> TcpConnection:
-    """A connection to the server at `address`, once the server has answered `hello`: in TLS 1.3 a
-    client learns only from the first answer that its certificate was accepted. The handler's
+    """A connection to the server at `address`, which has accepted our certificate. The handler's
     `opened` is called then; it is not called if this raises.
 
     Raises:
-        UnreachableError: `wire.unreachable`, with the reason, or the code of the server's refusal.
+        UnreachableError: `wire.unreachable`, with the reason; `wire.no_descriptors`.
         UsageError: the security's files cannot be used.
     """
-    context, greeter = security.client_context(), _Greeter(handler, address)
-    conn: TcpConnection | None = None
+    context = security.client_context()
     try:
         async with asyncio.timeout(deadline_s):
             raw = await _dial(address)
             sock = await _secured(raw, context, server_hostname=address.host)
-            peer = _peer(sock, address.host, str(address))
-            conn = TcpConnection(sock, catalogue, greeter, peer)
-            await greeter.answered
-            return conn
-    except BaseException as error:
-        if conn is not None:
-            conn.close("connecting failed or was cancelled")
-        if isinstance(error, TimeoutError) and not error.errno:
-            why = f"it did not answer within {deadline_s:g} s"
-        elif isinstance(error, OSError) and is_shortage(error):
+    except OSError as error:
+        if is_shortage(error):
             raise no_descriptors(f"open a socket to {address}", error) from error
-        elif isinstance(error, OSError):
-            why = reason_of(error)
-        else:
-            raise
-        raise _unreachable(address, why) from error
+        is_late = isinstance(error, TimeoutError) and not error.errno
+        why = f"it did not answer within {deadline_s:g} s" if is_late else reason_of(error)
+        raise UnreachableError(
+            "wire.unreachable", f"cannot reach {address}: {why}", address=str(address)
+        ) from error
+    return TcpConnection(sock, catalogue, handler, _peer(sock, address.host, str(address)))
 
 
 async def _dial(address: TcpAddress) -> socket.socket:
@@ -338,51 +347,8 @@ async def _dial(address: TcpAddress) -> socket.socket:
     raise failed
 
 
-class _Greeter(Handler):
-    """Sends `hello`; passes the connection on to the handler once it was answered."""
-
-    def __init__(self, handler: Handler, address: TcpAddress) -> None:
-        self.answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._is_welcome = False
-        self._handler, self._address = handler, address
-
-    def opened(self, conn: Connection) -> None:
-        conn.send(HelloMsg())
-
-    def received(
-        self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
-    ) -> None:
-        if self._is_welcome:
-            self._handler.received(conn, message, request_id, fds)
-        elif isinstance(message, WelcomeMsg):
-            self._is_welcome = True
-            self._handler.opened(conn)
-            self._answer(None)
-        elif isinstance(message, FaultMsg):
-            self._answer(UnreachableError(message.code, message.message, **message.details))
-            conn.close("the server refused us")
-        else:
-            raise ProtocolError("wire.no_welcome", f"received {message.TYPE} instead of welcome")
-
-    def closed(self, conn: Connection, reason: str) -> None:
-        if self._is_welcome:
-            self._handler.closed(conn, reason)
-        else:
-            self._answer(_unreachable(self._address, f"{reason} before it sent welcome; {_FIX}"))
-
-    def _answer(self, why: UnreachableError | None) -> None:
-        if not self.answered.done():
-            self.answered.set_exception(why) if why else self.answered.set_result(None)
-
-
-def _unreachable(address: TcpAddress, why: str) -> UnreachableError:
-    return UnreachableError(
-        "wire.unreachable", f"cannot reach {address}: {why}", address=str(address)
-    )
-
-
 class TcpServer(BaseServer):
-    """Listens on `address`, answers `hello`, and passes every other message to `handler`."""
+    """Listens on `address` and passes every message to `handler`."""
 
     def __init__(
         self,
@@ -448,7 +414,7 @@ class TcpServer(BaseServer):
     async def _handshake(self, sock: socket.socket, host: str, who: str) -> None:
         try:
             async with asyncio.timeout(HANDSHAKE_DEADLINE_S):
-                secured = await _secured(sock, self._security.server_context(), server_side=True)
+                secured = await _secured(sock, self._security.server_context())
             TcpConnection(secured, self._catalogue, self, _peer(secured, host, who))
         except OSError as error:  # includes TLS errors and the handshake's deadline
             self._refuse(who, reason_of(error))

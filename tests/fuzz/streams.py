@@ -98,11 +98,11 @@ def seeds(catalogue: Catalogue) -> Iterator[tuple[str, bytes]]:
     for cls in classes(catalogue):
         least = cls.FDS[0]
         yield f"valid-{type_of(cls)}", bytes([least]) + frame(valid(cls), least)
-    hello = frame(msgpack.packb({"type": "hello", "id": 1}))
-    yield "many-hellos", b"\0" + hello * 200
-    yield "fds-nobody-announced", b"\5" + hello
+    request = frame(msgpack.packb({"type": "status", "id": 1}))
+    yield "many-requests", b"\0" + request * 200
+    yield "fds-nobody-announced", b"\5" + request
     yield "fds-that-never-came", b"\0" + frame(b"", 7)
-    yield "half-a-header", b"\0" + hello[:7]
+    yield "half-a-header", b"\0" + request[:7]
     yield "half-a-frame-with-fds", b"\2" + frame(b"\x80", 2, 100)
     yield "length-of-four-gib", b"\0" + frame(b"", 0, 2**32 - 1)
     nested = b"\x91" * 1015 + b"\xc0"
@@ -111,12 +111,12 @@ def seeds(catalogue: Catalogue) -> Iterator[tuple[str, bytes]]:
     yield "nested-value", b"\0" + frame(b"\x85" + fields + nested)
     yield "array-of-four-billion", b"\0" + frame(b"\xdd\xff\xff\xff\xff")
     yield "extension-type", b"\0" + frame(b"\xc7\x08\xff" + bytes(8))
-    yield "bytes-as-keys", b"\0" + frame(msgpack.packb({b"type": "hello", b"id": 1}))
+    yield "bytes-as-keys", b"\0" + frame(msgpack.packb({b"type": "status", b"id": 1}))
     yield "no-map", b"\0" + frame(msgpack.packb([1]))
     yield "two-maps", b"\0" + frame(msgpack.packb({}) * 2)
     huge = "x" * 5000
     yield "huge-type", b"\0" + frame(msgpack.packb({"type": huge, "id": 1}))
-    yield "huge-field", b"\0" + frame(msgpack.packb({"type": "hello", "id": 1, huge: 1}))
+    yield "huge-field", b"\0" + frame(msgpack.packb({"type": "status", "id": 1, huge: 1}))
     identity = {huge: b"no plain data"}
     body = {"engine": "e", "incarnation": "i", "mode": "ro", "identity": identity}
     yield "huge-identity-key", b"\0" + frame(msgpack.packb({"type": "attach", "id": 1, **body}))

@@ -20,11 +20,12 @@ from engine import messages as engine_messages
 from gms import messages as gms_messages
 from lockserver import messages as lock_messages
 from plumbing.errors import ProtocolError
+from plumbing.pod.messages import StatusMsg, StatusReplyMsg
 from plumbing.pod.paths import gms_socket
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.frames import FrameDecoder
 from plumbing.wire.limits import FRAME_BYTES_MAX
-from plumbing.wire.messages import Catalogue, HelloMsg, WelcomeMsg, fault_of
+from plumbing.wire.messages import Catalogue, fault_of
 from tests.fuzz.streams import EXAMPLES, frame, keep, replayed, scripts
 from tests.gms.bench import DEVICE, IDENTITY, GmsProcess
 from tests.helpers import open_fds, until
@@ -130,8 +131,9 @@ class Target:
 
     def check(self) -> None:
         """The server lives, answers others, and what is committed is there."""
-        assert isinstance(self.good.request(HelloMsg()).message, WelcomeMsg)
-        status = self.gms.status()
+        answer = self.good.request(StatusMsg()).message
+        assert isinstance(answer, StatusReplyMsg)
+        status = answer.document
         assert status["pid"] == self.gms.pid
         assert status["epoch"] == self.epoch
         assert bytes(self.reader.view("t")) == b"\7" * 64

@@ -11,14 +11,12 @@ from typing import Any
 
 from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd
-from plumbing.wire.frames import FrameDecoder, encode_frame
-from plumbing.wire.messages import FaultMsg, HelloMsg, Message
+from plumbing.wire.frames import FrameDecoder
+from plumbing.wire.messages import FaultMsg, Message
 from plumbing.wire.tcp import Security, TcpServer, connect_tcp
 from plumbing.wire.tcp_address import TcpAddress
 from tests.plumbing.wire.certificates import Authority
 from tests.plumbing.wire.echo import CATALOGUE, Echo, EchoHandler
-
-HELLO = encode_frame(CATALOGUE.encode(HelloMsg(), 1), 0)
 
 
 class Client(EchoHandler):

@@ -26,7 +26,6 @@ from plumbing.wire import server as base_server
 from plumbing.wire.blocking import BlockingClient
 from plumbing.wire.connection import connect
 from plumbing.wire.frames import HEADER, MAGIC, VERSION, encode_frame
-from plumbing.wire.messages import HelloMsg, WelcomeMsg
 from plumbing.wire.server import PathGuard, Server, guard_holder
 from tests.helpers import auntil, open_fds, room_for, until
 from tests.plumbing.wire.echo import (
@@ -47,19 +46,16 @@ ROOT = str(Path(__file__).resolve().parents[3])
 
 
 @loops
-def test_server_answers_hello_and_requests(loop: str, tmp_path: Path):
-    """Goal: hello, a request, an error that keeps its code, on both loops and with both clients."""
+def test_server_answers_requests(loop: str, tmp_path: Path):
+    """Goal: an answer, and an error that keeps its code, on both loops and with both clients."""
     with ServerThread(str(tmp_path / "echo.sock"), loop) as thread:
         with BlockingClient(thread.path, CATALOGUE) as client:
-            welcome = client.request(HelloMsg()).message
-            assert isinstance(welcome, WelcomeMsg)
-            assert (welcome.service, welcome.pid) == ("echo", os.getpid())
             assert client.request(Echo("hi", count=3)).message == Echo("hi", count=3)
             with pytest.raises(RemoteError) as caught:
                 client.request(Refuse())
             assert (caught.value.code, caught.value.details) == ("test.refused", {"why": "a test"})
             with pytest.raises(UnreachableError, match=r"wire\.closed"):
-                client.request(HelloMsg())
+                client.request(Echo("more"))
 
         async def main() -> None:
             handler = EchoHandler()

@@ -20,14 +20,13 @@ from plumbing.errors import ProtocolError, UnderstudyError, UnreachableError
 from plumbing.wire import connection, tcp
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.frames import encode_frame
-from plumbing.wire.messages import FaultMsg, HelloMsg
-from plumbing.wire.tcp import Security, TcpServer, connect_tcp
+from plumbing.wire.messages import FaultMsg
+from plumbing.wire.tcp import ACCEPTED, Security, TcpServer, connect_tcp
 from plumbing.wire.tcp_address import TcpAddress
 from tests.helpers import auntil, open_fds, room_for
 from tests.plumbing.wire.certificates import Authority, shared, write_secret
 from tests.plumbing.wire.echo import CATALOGUE, LOOPS, Echo, EchoHandler, Refuse, on_loops
 from tests.plumbing.wire.tcp_rig import (
-    HELLO,
     Client,
     answers,
     anybody,
@@ -71,6 +70,7 @@ async def test_tcp_final_error_reaches_a_peer_that_is_still_sending(
     handler = EchoHandler()
     async with serving(ours, handler) as (server, address):
         reader, writer = await stranger(address, theirs.client_context())
+        assert await reader.readexactly(len(ACCEPTED)) == ACCEPTED
         await auntil(lambda: server.connections, "the connection")
         ended: Any = next(iter(server.connections))
         writer.transport.pause_reading()
@@ -247,14 +247,13 @@ async def test_tcp_renewed_certificates_are_used_by_new_connections(tmp_path: Pa
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (b"\x15\x03\x01\x00\x02\x02\x28", "not a frame of this protocol"),
-        (encode_frame(CATALOGUE.encode(Echo("hello yourself"), 1), 0), "received echo instead"),
+        (b"HTTP/1.1 400 Bad Request", "does not say that it accepts us"),
         (b"", "did not answer within"),
-        (None, "before it sent welcome"),
+        (None, "does not say that it accepts us"),
     ],
-    ids=["a TLS alert", "no welcome", "silence", "the end"],
+    ids=["another protocol", "silence", "the end"],
 )
-async def test_tcp_server_that_does_not_send_welcome(
+async def test_tcp_server_that_does_not_say_that_it_accepts(
     data: bytes | None, words: str, monkeypatch: pytest.MonkeyPatch
 ):
     """Goal: whatever answers at the address, connecting fails in time with a reason, the handler is
@@ -279,8 +278,7 @@ async def test_tcp_server_that_does_not_send_welcome(
             await connect_tcp(address, CATALOGUE, client, shared(), 0.3 if data == b"" else 30.0)
         assert caught.value.code == "wire.unreachable"
         for reader, writer in peers:
-            said = [type(message) for message in await heard(reader)]  # until it closes
-            assert data is None or said in ([HelloMsg], [HelloMsg, FaultMsg])
+            assert await heard(reader) == []  # until it closes
             await gone(writer)
         server.close()
         await server.wait_closed()
@@ -340,7 +338,7 @@ async def test_tcp_cancelled_connect_leaves_nothing_open(tmp_path: Path):
 def _another_ca(place: Path, ca: Authority) -> tuple[Security, str, str]:
     (place / "other").mkdir()
     other = Authority(place / "other", "other").issue("engine-1")
-    return Security(other.cert, other.key, ca.path), "unable to get local issuer", "sent welcome"
+    return Security(other.cert, other.key, ca.path), "unable to get local issuer", "both sides need"
 
 
 def _its_ca_does_not_know_us(place: Path, ca: Authority) -> tuple[Security, str, str]:
@@ -354,19 +352,19 @@ def _its_ca_does_not_know_us(place: Path, ca: Authority) -> tuple[Security, str,
 
 
 def _expired(_: Path, ca: Authority) -> tuple[Security, str, str]:
-    return ca.issue("engine-1", age_days=5), "certificate has expired", "sent welcome"
+    return ca.issue("engine-1", age_days=5), "certificate has expired", "both sides need"
 
 
 def _not_yet_valid(_: Path, ca: Authority) -> tuple[Security, str, str]:
-    return ca.issue("engine-1", age_days=-5), "not yet valid", "sent welcome"
+    return ca.issue("engine-1", age_days=-5), "not yet valid", "both sides need"
 
 
 def _for_servers_only(_: Path, ca: Authority) -> tuple[Security, str, str]:
-    return ca.issue("engine-1", uses=("server",)), "certificate purpose", "sent welcome"
+    return ca.issue("engine-1", uses=("server",)), "certificate purpose", "both sides need"
 
 
 def _by_an_engine(_: Path, ca: Authority) -> tuple[Security, str, str]:
-    return ca.issue("engine-1", issuer="engine-0"), "not trusted", "sent welcome"
+    return ca.issue("engine-1", issuer="engine-0"), "not trusted", "both sides need"
 
 
 @on_loops
@@ -410,7 +408,7 @@ async def test_tcp_client_without_a_certificate_or_with_old_tls_is_refused(tmp_p
     handler = EchoHandler()
     async with serving(ours, handler) as (server, address):
         reader, writer = await stranger(address, anybody())
-        writer.write(HELLO)
+        writer.write(encode_frame(CATALOGUE.encode(Echo("x"), 1), 0))
         assert await heard(reader) == []
         await auntil(lambda: server.refused_count == 1, "the refusal")
         assert "did not return a certificate" in str(server.last_refusal)
