@@ -379,8 +379,8 @@ def test_the_package_alone_brings_what_it_imports_and_reads():
 
 # Lines of each package, at most; lowered after each step towards the budgets of `hack/volume.py`.
 LINES_MAX = {
-    "plumbing": 6_290,
-    "lockserver": 6_260,
+    "plumbing": 6_210,
+    "lockserver": 6_245,
     "gms": 8_840,
     "engine": 17_785,
     "gateway": 10_580,
