@@ -53,14 +53,12 @@ class WakeMsg(Message, frozen=True, tag="wake"):
 
 class WokenMsg(Message, frozen=True, tag="woken"):
     """`kv_memory`: whose memory the KV cache is in. `adopted_blocks`: those of an earlier engine
-    that it begins with. `kv_note`: why there are none, or why none are published.
-    `torn_blocks`: those that it refused, because their bytes are not what was published."""
+    that it begins with. `kv_note`: why there are none, or why none are published."""
 
     kv_bytes: Count
     kv_memory: KvMemoryKind = "private"
     adopted_blocks: Count = 0
     kv_note: Sentence = ""
-    torn_blocks: Count = 0
 
 
 class RunCanaryMsg(Message, frozen=True, tag="run_canary"):

@@ -72,7 +72,6 @@ class EngineKv(Schema):
     memory: Annotated[str, "whose memory it is: `gms` (outlives the engine) or `private`"]
     adopted_blocks: Annotated[int, "blocks of an earlier engine with which its cache began"]
     published_blocks: Annotated[int, "blocks published for the next engine since it woke"]
-    torn_blocks: Annotated[int, "blocks not adopted because their bytes differ (`--kv-audit`)"]
     kept_blocks: Annotated[int, "blocks that its successor would find now; 0 unless `active`"]
     note: Annotated[str | None, "why it adopted or publishes none"]
 

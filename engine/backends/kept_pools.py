@@ -3,17 +3,14 @@ earlier engine's, and what it publishes. Shared by every backend; `engine.kv` ha
 
 from __future__ import annotations
 
-import logging
 import mmap
 import secrets
 from collections.abc import Sequence
 
-from engine.kv.adopter import Adoption, Checksums, adoptable, audited
+from engine.kv.adopter import Adoption, adoptable
 from engine.kv.layout import IndexHeader, IndexPage
 from engine.kv.writer import IndexWriter
 from gms.client import ADOPTED, ADOPTING, KvLease
-
-logger = logging.getLogger(__name__)
 
 
 def page_of(lease: KvLease) -> IndexPage:
@@ -29,13 +26,11 @@ class KeptPools:
         self._incarnation = leases[0].claim.incarnation
         self._pages = [page_of(each) for each in leases]
 
-    def find(self, checksums: Checksums, *, may_adopt: bool) -> Adoption:
+    def find(self, *, may_adopt: bool) -> Adoption:
         """What there is to adopt, before the first step; every pool is told."""
         if not may_adopt:
             return Adoption(why_empty="adoption is off (--no-kv-adoption)")
-        found = audited(adoptable(self._pages, self._headers, self._incarnation), checksums)
-        if found.torn:
-            logger.error("KV blocks %s are not what was published", sorted(found.torn))
+        found = adoptable(self._pages, self._headers, self._incarnation)
         if found.records:
             self._mark(ADOPTING)
         return found

@@ -1,20 +1,14 @@
-"""What an engine may adopt from the index of its pools, and whether a block's bytes are still those
-that were published.
+"""What an engine may adopt from the index of its pools.
 
 The adopter compares headers, makes the ranks agree, and judges content that engines died with. It
 only reads; `IndexWriter` continues with the result or clears the index. Any doubt means empty, with
 a reason for `status`: correctness never depends on an adoption. The caller proves the fence first:
 no process of an earlier engine can still write to the pool.
-
-The audit (`--kv-audit`) compares checksums for tests and drills. No rule relies on it, and the
-holder of the memory computes the checksums.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -31,12 +25,10 @@ SHOWN_CHARS_MAX = 40  # of a value in a reason; digests differ earlier
 
 @dataclass(frozen=True, slots=True)
 class Adoption:
-    """`records`, the oldest first, or why there are none. `torn`: blocks whose records are in the
-    index, and whose bytes are not those that were published (`audit`)."""
+    """`records`, the oldest first, or why there are none."""
 
     records: tuple[IndexRecord, ...] = ()
     why_empty: str = ""
-    torn: frozenset[int] = frozenset()
 
 
 def adoptable(
@@ -82,27 +74,3 @@ def _shown(value: str | int) -> str:
 
 def _empty(why: str, rank: int, ranks: int) -> Adoption:
     return Adoption(why_empty=f"rank {rank}: {why}" if ranks > 1 else why)
-
-
-Checksums = Callable[[Sequence[int]], Sequence[int]]
-"""Computes one checksum for each of some blocks, over its bytes on all ranks."""
-
-PART_BYTES = 4  # a CRC-32 of one rank's part
-
-
-def joined(parts: Iterable[int]) -> int:
-    """The checksum of a block, from those of every rank's part of it."""
-    return zlib.crc32(b"".join(part.to_bytes(PART_BYTES, "little") for part in parts))
-
-
-def audited(adoption: Adoption, checksums: Checksums) -> Adoption:
-    """`adoption` without its torn blocks. Blocks that were published without a checksum pass."""
-    checked = [record for record in adoption.records if record.audit is not None]
-    found = checksums([record.block for record in checked]) if checked else ()
-    pairs = zip(checked, found, strict=True)
-    torn = frozenset(record.block for record, checksum in pairs if checksum != record.audit)
-    if not torn:
-        return adoption
-    whole = tuple(record for record in adoption.records if record.block not in torn)
-    why = adoption.why_empty if whole else "no block is what was published"
-    return dataclasses.replace(adoption, records=whole, why_empty=why, torn=torn)

@@ -41,10 +41,9 @@ FACTS_BYTES_MAX = HEADER_BYTES - FACTS_OFFSET
 FORMAT = 1  # part of every header's checksum: another layout is never valid
 
 _LENGTH = struct.Struct("=I")
-_BODY = struct.Struct("=QIHHQ32s")  # of a record: sequence, tokens, group, flags, audit, hash
+_BODY = struct.Struct("=QIHxx8x32s")  # of a record: sequence, tokens, group, hash
 _RECORD = struct.Struct("=Q" + _BODY.format[1:])
 _KEY = struct.Struct("=QI")  # header's commit word, generation
-HAS_AUDIT = 1
 assert _RECORD.size == RECORD_BYTES
 NEVER_WRITTEN = bytes(64 * RECORD_BYTES)
 
@@ -81,11 +80,9 @@ class IndexRecord(NamedTuple):
     tokens: int
     sequence: int
     """Grows with every publication to the pool: the order of age."""
-    audit: int | None = None
-    """Checksum of the block's bytes when it was published, where `--kv-audit` asks for it."""
 
 
-RecordFields = tuple[int, bytes, int, int, int, int | None]
+RecordFields = tuple[int, bytes, int, int, int]
 """An `IndexRecord`, or its fields alone: to name them costs as much as to write them."""
 
 
@@ -196,9 +193,8 @@ class IndexPage:
         """One after the other: a death leaves those before it."""
         store_word, store, generation = self.store_word, self.store, self.generation
         key = _key(self._words[COMMIT], generation)
-        for block, block_hash, group, tokens, sequence, audit in records:
-            flags = 0 if audit is None else HAS_AUDIT
-            body = _BODY.pack(sequence, tokens, group, flags, audit or 0, block_hash)
+        for block, block_hash, group, tokens, sequence in records:
+            body = _BODY.pack(sequence, tokens, group, block_hash)
             first = FIRST_RECORD_WORD + block * RECORD_WORDS
             store_word(first, 0)
             store((first + 1) * WORD, body)
@@ -214,14 +210,13 @@ class IndexPage:
             if memory.startswith(NEVER_WRITTEN, first):  # most of a large index
                 continue
             part, start = memory[first : first + len(NEVER_WRITTEN)], WORD
-            for block, (commit, sequence, tokens, group, flags, audit, block_hash) in enumerate(
+            for block, (commit, sequence, tokens, group, block_hash) in enumerate(
                 _RECORD.iter_unpack(part), first // RECORD_BYTES
             ):
                 if commit and commit & GENERATION_MAX == generation:
                     body = part[start : start + _BODY.size]
                     if commit >> 32 == crc32(body, key ^ block):
-                        proof = audit if flags & HAS_AUDIT else None
-                        yield IndexRecord(block, block_hash, group, tokens, sequence, proof)
+                        yield IndexRecord(block, block_hash, group, tokens, sequence)
                 start += RECORD_BYTES
 
 

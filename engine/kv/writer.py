@@ -24,9 +24,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from itertools import repeat
 
-from engine.kv.adopter import Adoption, Checksums
+from engine.kv.adopter import Adoption
 from engine.kv.layout import HASH_BYTES, IndexHeader, IndexPage, RecordFields, incarnation_word
 from plumbing.errors import InvariantError
 
@@ -74,8 +73,6 @@ class IndexWriter:
             _begin_empty(pages, headers, cohort)
         else:
             self._sequence = adoption.records[-1].sequence
-            for block in adoption.torn:
-                self._page.erase(block)
             self._adopted = {record.block for record in adoption.records}
             for block in self._adopted:
                 self._is_kept[block] = 1
@@ -96,33 +93,22 @@ class IndexWriter:
         if self._adopted:
             self._adopted.discard(block)
 
-    def publish(
-        self,
-        block: int,
-        use: int,
-        block_hash: bytes,
-        group: int,
-        tokens: int,
-        audit: int | None = None,
-    ) -> bool:
+    def publish(self, block: int, use: int, block_hash: bytes, group: int, tokens: int) -> bool:
         """State that the block's bytes are complete; False: that use of it has ended."""
-        return bool(self.publish_all([(block, use, block_hash, group, tokens)], [audit]))
+        return bool(self.publish_all([(block, use, block_hash, group, tokens)]))
 
-    def publish_all(
-        self, due: Sequence[Publication], audits: Iterable[int | None] | None = None
-    ) -> int:
+    def publish_all(self, due: Iterable[Publication]) -> int:
         """The same for the blocks of one step; how many were published."""
         if self._is_closed:
             return 0
         records = list[RecordFields]()
-        each_audit = repeat(None, len(due)) if audits is None else audits
-        for (block, use, block_hash, group, tokens), audit in zip(due, each_audit, strict=True):
+        for block, use, block_hash, group, tokens in due:
             if use != self.use(block):
                 continue
             if len(block_hash) != HASH_BYTES:
                 raise InvariantError(f"a block hash of {len(block_hash)} bytes")
             self._sequence += 1
-            records.append((block, block_hash, group, tokens, self._sequence, audit))
+            records.append((block, block_hash, group, tokens, self._sequence))
             self.kept += not self._is_kept[block]
             self._is_kept[block] = 1
         self.published += len(records)
@@ -177,12 +163,10 @@ def _begin_empty(pages: Sequence[IndexPage], headers: Sequence[IndexHeader], coh
 
 
 class LatePublisher:
-    """Publishes through `writer` what was prepared for the steps that have been processed, with
-    `checksums` where there are any."""
+    """Publishes through `writer` what was prepared for the steps that have been processed."""
 
-    def __init__(self, writer: IndexWriter, checksums: Checksums | None = None) -> None:
+    def __init__(self, writer: IndexWriter) -> None:
         self._writer = writer
-        self._checksums = checksums
         self._scheduling: list[Publication] = []
         self._in_flight: deque[list[Publication]] = deque()
 
@@ -211,10 +195,4 @@ class LatePublisher:
         """The output of the oldest step in flight was processed; how many blocks it published."""
         if not self._in_flight:
             raise InvariantError("a step was processed that was never sent")
-        due = self._in_flight.popleft()
-        if self._checksums is None:
-            return self._writer.publish_all(due)
-        # Only a block whose use has ended is written to, even by steps in flight.
-        due = [each for each in due if each[1] == self._writer.use(each[0])]
-        audits = self._checksums([each[0] for each in due]) if due else ()
-        return self._writer.publish_all(due, audits)
+        return self._writer.publish_all(self._in_flight.popleft())

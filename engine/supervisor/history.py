@@ -213,9 +213,6 @@ METRICS: tuple[tuple[str, str, str, Labels, tuple[float, ...]], ...] = (
      {"reason": ("backend",)}, ()),
     ("counter", "engine_replayed_tokens_total",
      "Tokens of resumed requests that another engine had made, computed again here.", (), ()),
-    ("counter", "engine_kv_torn_blocks_total",
-     "KV blocks of an earlier engine that were not adopted because their bytes were not what was"
-     " published; only with --kv-audit.", (), ()),
     ("counter", "engine_kv_wakes_total",
      "Wakes by what the KV cache began with: blocks of an earlier engine (adopted), nothing in"
      " memory that outlives the engine (empty), or memory of its own (private).",
@@ -294,8 +291,6 @@ class EngineMetrics:
                 of("engine_wake_duration_seconds").observe(data["ms"] / 1000)
             case "engine.canary":
                 of("engine_canary_total", result="ok" if data["ok"] else "failed").inc()
-            case "engine.kv_torn":
-                of("engine_kv_torn_blocks_total").inc(data["blocks"])
             case "engine.phase":
                 phase = of("failover_phase_duration_seconds", phase=data["phase"])
                 phase.observe(data["ms"] / 1000)

@@ -324,14 +324,6 @@ class Incarnation:
         data = {"memory": woken.kv_memory, "adopted_blocks": woken.adopted_blocks}
         text = _begun(woken)
         self._hub.log.record("engine.kv_begun", text, data={**data, "note": woken.kv_note or None})
-        if woken.torn_blocks:
-            self._hub.log.record(
-                "engine.kv_torn",
-                f"{woken.torn_blocks} KV blocks were not adopted: their bytes are not what was"
-                " published",
-                "error",
-                {"incarnation": self.id, "blocks": woken.torn_blocks},
-            )
         if self.can_rest:
             self._judge(self._look_woken)
         else:

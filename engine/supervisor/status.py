@@ -145,7 +145,6 @@ class EngineStatus:
             memory=woken.kv_memory,
             adopted_blocks=woken.adopted_blocks,
             published_blocks=heard.published_blocks,
-            torn_blocks=woken.torn_blocks,
             kept_blocks=heard.kept_blocks,
             note=woken.kv_note or None,
         )

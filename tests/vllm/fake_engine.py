@@ -41,7 +41,7 @@ class FakeEngine:
             "understudy_rest": [{**FINE, "kv_resident_bytes": 0}],
             "understudy_place_weights": [{**FINE, "is_away": True, "freed_bytes": 1, "note": ""}],
         }
-        self.core: Any = {"code": "", "problem": "", "adopted": 0, "why_empty": "", "torn": 0}
+        self.core: Any = {"code": "", "problem": "", "adopted": 0, "why_empty": ""}
         count = lambda: self.in_flight  # noqa: E731  # as vLLM's processor has it
         self.output_processor = SimpleNamespace(get_num_unfinished_requests=count)
         self.model_config = SimpleNamespace(

@@ -196,7 +196,7 @@ def test_a_wake_on_borrowed_memory_says_what_was_adopted(world: World):
 
     async def core(method, asked):
         assert (method, asked["ranks"], asked["may_adopt"]) == ("understudy_begin_kv", [POOL], True)
-        return {"problem": "", "adopted": 5, "why_empty": "", "torn": 0}
+        return {"problem": "", "adopted": 5, "why_empty": ""}
 
     assert woken(world, core) == WokenMsg(7, "gms", 5)
     ((_, lending),) = world.engine.arguments["understudy_take_kv"]
@@ -278,7 +278,7 @@ async def test_what_is_published_is_followed_until_the_core_gives_it_up(world: W
 
     async def core(method, *asked):
         if method == "understudy_begin_kv":
-            return {"problem": "", "adopted": 1, "why_empty": "new", "torn": 0}
+            return {"problem": "", "adopted": 1, "why_empty": "new"}
         seen.append((kept.published, backend.health().kept_blocks))
         answer = answers.pop(0)
         return answer if answer is not None else await asyncio.Event().wait()

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from engine.core.events import State
-from engine.kv.layout import IndexPage
 from engine.messages import CONTROL
 from plumbing import gateway_protocol as hop
 from plumbing.gateway_protocol import Journal
@@ -45,7 +44,6 @@ KV_BYTES = 64 << 20
 ARGUMENTS = (
     *VLLM_RANDOM_MODEL.arguments,
     "--kv-memory=gms",
-    "--kv-audit",
     f"--block-size={BLOCK_TOKENS}",
     f"--kv-cache-memory-bytes={KV_BYTES}",
     "--enable-prompt-tokens-details",
@@ -106,30 +104,6 @@ async def whole(directory: Path) -> Any:
             return view
         await asyncio.sleep(WHOLE_POLL_S)
     raise AssertionError(f"after {WHOLE_DEADLINE_S:g} s the engines are {states}")
-
-
-def alter_a_byte(server: int, tokens: int) -> int:
-    """Of every block that is published as the last one of `tokens` tokens, in the pool of the
-    memory server `server`; how many there are."""
-    parts = {}
-    for fd in map(str, Path(f"/proc/{server}/fd").iterdir()):
-        with contextlib.suppress(FileNotFoundError):  # the server has closed it meanwhile
-            name = os.readlink(fd).removesuffix(" (deleted)")
-            if "understudy_kv-" in name:
-                parts[name.rpartition("-")[2]] = fd
-    with open(parts["0"], "rb") as file:
-        page = IndexPage(memoryview(bytearray(file.read())))
-    facts = page.read_header()
-    assert facts is not None
-    blocks = [each.block for each in page.records(facts[0].blocks) if each.tokens == tokens]
-    with open(parts["1"], "r+b") as file:
-        layer_bytes = KV_BYTES // facts[0].blocks // LAYERS  # of one block; layers come first
-        for block in blocks:
-            file.seek(block * layer_bytes + layer_bytes // 2)
-            byte = file.read(1)
-            file.seek(-1, os.SEEK_CUR)
-            file.write(bytes([byte[0] ^ 1]))
-    return len(blocks)
 
 
 def kv_files(pids: Sequence[int]) -> set[str]:
@@ -225,7 +199,6 @@ async def test_a_stream_of_a_dead_engine_goes_on_at_the_other(tmp_path: Path, mo
         # The last block was in a step that the engine did not live to process.
         whole_blocks = len(text) // BLOCK_TOKENS - 1
         await auntil(lambda: all(map(is_spent, old.values())), "the dead engine's processes")
-        torn = alter_a_byte(view["gms"][0]["kv"]["pid"], whole_blocks * BLOCK_TOKENS)
         os.kill(parked["engine"]["pid"], signal.SIGCONT)
 
         second = Engine(tmp_path, standby)
@@ -239,10 +212,9 @@ async def test_a_stream_of_a_dead_engine_goes_on_at_the_other(tmp_path: Path, mo
             part["backend"]["kv"] for part in view["engines"] if part["engine"]["id"] == standby
         )
         assert (kv["memory"], kv["note"]) == ("gms", None)
-        assert kv["adopted_blocks"] + torn >= ANSWER_TOKENS // BLOCK_TOKENS
-        assert kv["torn_blocks"] == torn > 0
+        assert kv["adopted_blocks"] >= ANSWER_TOKENS // BLOCK_TOKENS
         cached = await asyncio.to_thread(second.cached_tokens, text)
-        assert cached == (whole_blocks - 1) * BLOCK_TOKENS > 0
+        assert cached >= whole_blocks * BLOCK_TOKENS > 0
         resumed = await asyncio.to_thread(second.stream, journal)
         assert resumed.endswith(hop.END)
         assert made_by(resumed)[1] == made_by(expected)[1]

@@ -262,7 +262,7 @@ class KeptBlocks:
     ) -> None:
         """Adopt or begin empty, before the first step."""
         self._leases, self._pools = leases, KeptPools(leases, headers)
-        adoption = self._pools.find(lambda numbers: (), may_adopt=may_adopt)
+        adoption = self._pools.find(may_adopt=may_adopt)
         self.adopted, self.why_empty = adoption.records, adoption.why_empty
         self.writer = self._pools.writer(adoption)
         self.canary_passed = self._pools.trust

@@ -6,7 +6,7 @@ Starting vLLM takes a minute of two cores, and a fork of it a moment. This proce
 and parks; every fork of it borrows the KV pool from a real memory service, adopts what it finds,
 answers the same questions again and again and kills itself inside a step. An engine is one process
 here and has no supervisor. Every answer must be that of a fork that never saw the pool. Exit code 1
-if one is not, if a block is torn, or if nothing was adopted.
+if one is not, or if nothing was adopted.
 """
 
 from __future__ import annotations
@@ -59,7 +59,6 @@ class Life:
     point: str
     skip: int
     adopted: int = 0
-    torn: int = 0
     why_empty: str = ""
     asked: list[int] = field(default_factory=list)
     wrong: int = 0
@@ -82,7 +81,7 @@ def live(parked: Any, token: int, known: Sequence[Known], life: Life, out: int) 
     """One engine's life, up to its death or until it has asked enough. It begins with what its
     predecessor was asked last, as clients do: half-written blocks are of those questions."""
     answer, rng = parked.wake(token), Random(token)
-    _tell(out, {name: answer[name] for name in ("adopted", "torn", "why_empty")})
+    _tell(out, {name: answer[name] for name in ("adopted", "why_empty")})
     asked = life.asked
     for _ in range(ROUNDS_MAX):
         asked = asked or rng.sample(range(len(known)), min(AT_ONCE, len(known)))
@@ -115,7 +114,7 @@ def in_a_fork(work: Any) -> tuple[list[dict[str, Any]], int]:
 
 def load(backend: str, model: str, directory: str) -> Any:
     """The engine of `backend`, loaded and parked. `wake(token)` borrows the pool and adopts, and
-    says how many blocks were `adopted` and `torn`, and `why_empty`; with token 0 it takes private
+    says how many blocks were `adopted`, or `why_empty`; with token 0 it takes private
     memory. `ask(prompts)` answers all at the same time, and `is_clear(prompt)` says whether
     rounding cannot change the answer."""
     if backend == "reference":
@@ -149,16 +148,15 @@ def run(flags: argparse.Namespace, base: Path) -> dict[str, Any]:
             killed.append(point)
         about = f"{point} (+{life.skip}): {life.adopted} adopted {life.error}"
         say(f"{len(killed)}/{flags.kills} {about}")
-        if life.wrong or life.torn or life.error:
+        if life.wrong or life.error:
             break
-    adopted, torn = sum(each.adopted for each in lives), sum(each.torn for each in lives)
+    adopted = sum(each.adopted for each in lives)
     wrong, errors = sum(each.wrong for each in lives), [each.error for each in lives if each.error]
     return {
-        "passed": bool(adopted) and not torn and not wrong and not errors,
+        "passed": bool(adopted) and not wrong and not errors,
         "kills": len(killed),
         "kills_by_point": dict(Counter(killed)),
         "adopted_blocks": adopted,
-        "torn_blocks": torn,
         "wrong_answers": wrong,
         "errors": errors,
         "why_empty": dict(Counter(each.why_empty for each in lives if not each.adopted)),

@@ -54,7 +54,6 @@ class ParkedVllm:
                 "directory": self._directory,
                 "deadline_s": DEADLINE_S,
                 "may_adopt": True,
-                "has_audit": True,
                 "ranks": [taken["pool"]],
             }
             core = self._llm.llm_engine.engine_core.engine_core

@@ -70,7 +70,7 @@ class ParkedReference:
         prefixes = PrefixCache(store, BLOCKS, kept.writer, kept.adopted)
         self._generator = Generator(self._decoder, cache, prefixes)
         kept.canary_passed()
-        return {"adopted": len(kept.adopted), "torn": 0, "why_empty": kept.why_empty}
+        return {"adopted": len(kept.adopted), "why_empty": kept.why_empty}
 
     def ask(self, prompts: Sequence[list[int]]) -> list[list[int]]:
         generator = self._generator

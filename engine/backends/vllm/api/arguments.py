@@ -102,11 +102,6 @@ OURS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "start with an empty cache, ignoring KV blocks of earlier engines",
         SWITCH,
     ),
-    "--kv-audit": (
-        f"with `--kv-memory {GMS}`: publish a checksum of every block, and adopt none"
-        " whose bytes have changed; for tests, because it slows every step",
-        SWITCH,
-    ),
     versions.OVERRIDE_FLAG: (
         f"run a vLLM outside {versions.supported_range()}, which is untested",
         SWITCH,
@@ -245,7 +240,6 @@ def _own(
     return KvChoice(
         is_shared=current_platform.is_cpu() if is_auto else ours.kv_memory == GMS,
         may_adopt=not ours.no_kv_adoption,
-        has_audit=ours.kv_audit,
         may_be_private=is_auto,
     )
 

@@ -1,8 +1,8 @@
 """In the API process: whose memory the KV cache is in, and what its blocks are worth to others.
 
-Owns `--kv-memory`, `--no-kv-adoption`, `--kv-audit`, and what a wake does beyond taking memory: the
-engine core is asked to adopt and to keep the index, and where it cannot, the workers make the index
-say nothing. One of the two must succeed: an engine that writes over blocks which an index still
+Owns `--kv-memory`, `--no-kv-adoption`, and what a wake does beyond taking memory: the engine core
+is asked to adopt and to keep the index, and where it cannot, the workers make the index say
+nothing. One of the two must succeed: an engine that writes over blocks which an index still
 describes would give its successor wrong tokens.
 """
 
@@ -50,7 +50,6 @@ class KvChoice(Struct, frozen=True):
 
     is_shared: bool = False
     may_adopt: bool = True
-    has_audit: bool = False
     may_be_private: bool = False
 
 
@@ -103,37 +102,33 @@ class KeptMemory:
                 return f"the memory service lends none for {device}"
         return ""
 
-    async def begin(
-        self, engine: Any, ask: AskRanks, taken: Sequence[Answer]
-    ) -> tuple[int, str, int]:
-        """After the memory was taken and before the first step: how many blocks were adopted, why
-        none, and how many were torn.
+    async def begin(self, engine: Any, ask: AskRanks, taken: Sequence[Answer]) -> tuple[int, str]:
+        """After the memory was taken and before the first step: how many blocks were adopted, or
+        why none.
 
         Raises:
             UnderstudyError: neither is the index kept, nor can it be made to say nothing.
         """
         if not self._is_lent:
-            return 0, self._note, 0
+            return 0, self._note
         answer: Answer = {"problem": self.problem}
         if not self.problem:
             asked = {
                 "directory": os.environ[SOCKET_DIR_ENV],
                 "deadline_s": BEGIN_WAIT_S,
                 "may_adopt": self.choice.may_adopt,
-                "has_audit": self.choice.has_audit,
                 "ranks": [rank["pool"] for rank in taken],
             }
             answer = await ask_core(engine, 2 * BEGIN_WAIT_S, "understudy_begin_kv", asked)
         if answer["problem"]:
             await ask("understudy_forget_kv", BEGIN_WAIT_S)
             logger.warning("no KV block is published: %s", answer["problem"])
-            return 0, f"no block is published: {answer['problem']}", 0
+            return 0, f"no block is published: {answer['problem']}"
         self._is_kept = True
         adopted, why_empty = int(answer["adopted"]), str(answer["why_empty"])
         self.kept = adopted
         logger.info("adopted %d KV blocks %s", adopted, why_empty and f"({why_empty})")
-        note = why_empty and f"no block was adopted: {why_empty}"
-        return adopted, note, int(answer["torn"])
+        return adopted, why_empty and f"no block was adopted: {why_empty}"
 
     async def judge(self, engine: Any, why: str = "") -> None:
         """The canary has passed, or `why` the content is not to be trusted. Never raises."""

@@ -32,7 +32,6 @@ from vllm.v1.core.kv_cache_utils import (
 )
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
-from engine.kv.adopter import Checksums
 from engine.kv.layout import IndexRecord
 from engine.kv.writer import IndexWriter, LatePublisher, Publication
 from plumbing.errors import InvariantError
@@ -57,10 +56,10 @@ class KeptIndex:
     def kept(self) -> int:
         return self._writer.kept if self._writer is not None else 0
 
-    def open(self, writer: IndexWriter, checksums: Checksums | None = None) -> None:
-        """Before the first step, with no step in flight. `checksums`: publish them, too."""
+    def open(self, writer: IndexWriter) -> None:
+        """Before the first step, with no step in flight."""
         self._writer, self.problem = writer, ""
-        self._publish_by(LatePublisher(writer, checksums))
+        self._publish_by(LatePublisher(writer))
 
     def give_up(self, problem: str) -> None:
         """Nothing is published any more, and nothing of what was is believed."""

@@ -1,26 +1,20 @@
-"""In a worker: what the bytes of a KV block depend on besides its tokens, and their checksums.
+"""In a worker: what the bytes of a KV block depend on besides its tokens.
 
 The facts are taken from what this rank has allocated and loaded, not from what was asked of it:
 where each layer's cache lies, its shape, strides and dtype, and which attention backend writes it.
-
-Checksums are for `--kv-audit`: every rank computes those of its part of a block, and the core asks
-for them and joins them. A step that is in flight when the core asks is done before the ranks
-answer, because they take their work in order. It does not write to the blocks that are asked for.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import zlib
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from engine.backends.vllm import versions
-from engine.kv.adopter import Checksums, joined
-from plumbing.errors import InvariantError, UnderstudyError
+from plumbing.errors import InvariantError
 
 Facts = dict[str, Any]
 
@@ -66,37 +60,3 @@ def digest_of(identity: Facts) -> str:
     """The digest of the identity of a rank's weights."""
     text = json.dumps(identity, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-# A block's bytes go through the CPU; hundreds of thousands of them are read in this time.
-ANSWER_S = 60.0
-
-
-def checksums(
-    caches: Sequence[torch.Tensor], blocks_of_each: int, blocks: Sequence[int]
-) -> list[int]:
-    """In a worker: the checksum of each of `blocks` over all layers. `caches` are the layers' and
-    have `blocks_of_each` blocks, which need not be their first dimension."""
-    places = [tuple(cache.shape).index(blocks_of_each) for cache in caches]
-    found = [0] * len(blocks)
-    for number, block in enumerate(blocks):
-        for cache, place in zip(caches, places, strict=True):
-            part = cache.select(place, block).contiguous().view(torch.uint8).cpu()
-            found[number] = zlib.crc32(part.numpy(), found[number])
-    return found
-
-
-def asking(executor: Any) -> Checksums:
-    """In the core: the checksums of all ranks together."""
-
-    def ask(blocks: Sequence[int]) -> list[int]:
-        answers = executor.collective_rpc(
-            "understudy_checksum_kv", timeout=ANSWER_S, args=(list(blocks),)
-        )
-        for answer in answers:
-            if answer["problem"]:
-                raise UnderstudyError(answer["code"], answer["problem"], rank=answer["rank"])
-        of_ranks = (answer["checksums"] for answer in answers)
-        return [joined(parts) for parts in zip(*of_ranks, strict=True)]
-
-    return ask

@@ -23,10 +23,9 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 
 from engine.backends.kept_pools import KeptPools
-from engine.backends.vllm.kv import facts
 from engine.backends.vllm.kv.block_pool import KeptBlockPool, KeptIndex, problem_with_groups
 from engine.backends.vllm.membership import Answer, answering
-from engine.kv.adopter import Adoption, Checksums
+from engine.kv.adopter import Adoption
 from engine.kv.layout import IndexHeader
 from gms.client import KvClaim, KvLease, borrow_pool
 from plumbing.errors import UnderstudyError
@@ -93,7 +92,7 @@ def _index(core: Any) -> PoolIndex:
 
 @answering
 def _begin(core: Any, asked: Answer) -> Answer:
-    return _index(core).begin(facts.asking(core.model_executor), **asked)
+    return _index(core).begin(**asked)
 
 
 @answering
@@ -136,17 +135,10 @@ class PoolIndex:
         return self._pool.kept
 
     def begin(
-        self,
-        checksums: Checksums,
-        directory: str,
-        deadline_s: float,
-        may_adopt: bool,
-        has_audit: bool,
-        ranks: Sequence[Answer],
+        self, directory: str, deadline_s: float, may_adopt: bool, ranks: Sequence[Answer]
     ) -> Answer:
-        """Before the first step. `checksums` are made by the workers; of each rank its device, its
-        claim to that device's pool, and `facts.facts_of` its blocks. Returns how many blocks were
-        adopted, or why none, and of how many the bytes had changed.
+        """Before the first step. Of each rank its device, its claim to that device's pool, and
+        `facts.facts_of` its blocks. Returns how many blocks were adopted, or why none.
 
         Raises:
             UnderstudyError: a pool cannot be borrowed, and the index was not touched.
@@ -162,15 +154,14 @@ class PoolIndex:
             for rank, lease in zip(ranks, self._leases, strict=True)
         ]
         pools = self._pools = KeptPools(self._leases, headers)
-        adoption = pools.find(checksums, may_adopt=may_adopt)
+        adoption = pools.find(may_adopt=may_adopt)
         try:
             self._pool.adopt(adoption.records, headers[0].block_tokens)
         except UnderstudyError as error:
             self._pool.reset_prefix_cache()
-            adoption = Adoption(why_empty=error.message, torn=adoption.torn)
-        self.kept.open(pools.writer(adoption), checksums if has_audit else None)
-        adopted, torn = len(adoption.records), len(adoption.torn)
-        return {"adopted": adopted, "why_empty": adoption.why_empty, "torn": torn}
+            adoption = Adoption(why_empty=error.message)
+        self.kept.open(pools.writer(adoption))
+        return {"adopted": len(adoption.records), "why_empty": adoption.why_empty}
 
     def judge(self, why: str) -> None:
         """The canary has passed on the adopted blocks; or `why` no engine after this one may

@@ -314,11 +314,6 @@ class ParkingWorker(StockGPUWorker):
         page.release()
 
     @answering
-    def understudy_checksum_kv(self, blocks: list[int]) -> Answer:
-        """Of this rank's part of `blocks`, of all of which it has the memory."""
-        return {"checksums": facts.checksums(self.model_runner.kv_caches, self._blocks, blocks)}
-
-    @answering
     def understudy_distrust(self, detail: str) -> None:
         weights.of_this_process().distrust(detail)
 
