@@ -25,7 +25,7 @@ from __future__ import annotations
 from gms import messages
 from gms.client.attach import Attachment, OnWait, look_for_mps, memory_for
 from gms.client.keeper import Keeper
-from gms.client.kv_loan import KvClaim, KvLease, borrow_pool, has_pool_service, pool_service_answers
+from gms.client.kv_loan import KvClaim, KvLease, borrow_pool
 from gms.client.weights import Offloaded, Reader, Writer, open_copy, opened, release, restaged
 from gms.manifest import TensorRecord
 from gms.messages import ADOPTED, ADOPTING, BEGUN
@@ -47,14 +47,12 @@ __all__ = [
     "TensorRecord",
     "Writer",
     "borrow_pool",
-    "has_pool_service",
     "look_for_mps",
     "memory_for",
     "messages",
     "offload_device",
     "open_copy",
     "open_session",
-    "pool_service_answers",
     "release",
 ]
 

@@ -20,8 +20,6 @@ and a thread of the lease hands the pool back to the restarted service.
 from __future__ import annotations
 
 import contextlib
-import math
-import os
 import time
 from collections.abc import Sequence
 
@@ -54,33 +52,12 @@ KvClaim = msg.BorrowPoolMsg
 PASSING = ("gms.stale_epoch", "gms.server_exhausted")
 
 
-def has_pool_service(directory: str, device: str) -> bool:
-    """Whether the memory service of this directory lends KV memory for `device`."""
-    return os.path.exists(gms_socket(directory, device, names.KV))
-
-
-def pool_service_answers(directory: str, device: str, deadline_s: float) -> bool:
-    """Whether that service accepts connections; one that is restarting gets until the deadline."""
-    path, end = gms_socket(directory, device, names.KV), time.monotonic() + deadline_s
-    while has_pool_service(directory, device):
-        try:
-            BlockingClient(path, msg.CATALOGUE, ACCEPT_TIMEOUT_S).close()
-        except UnreachableError:
-            if time.monotonic() + BACKOFF_S > end:
-                return False
-            time.sleep(BACKOFF_S)
-        else:
-            return True
-    return False
-
-
 def borrow_pool(
     directory: str,
     device: str,
     claim: KvClaim,
     deadline_s: float,
     *,
-    away_s: float = math.inf,
     on_wait: OnText = lambda reason: None,
     on_change: OnText = lambda sentence: None,
 ) -> KvLease:
@@ -88,7 +65,6 @@ def borrow_pool(
     restarting.
 
     Args:
-        away_s: how long to wait, of that, for a service that does not answer.
         on_wait: called with a sentence whenever the reason for waiting changes.
         on_change: called on the lease's thread when the service is lost, or back.
 
@@ -100,16 +76,13 @@ def borrow_pool(
         WaitTimeoutError: `gms.kv_busy`, the service did not answer in time.
     """
     end = time.monotonic() + deadline_s
-    away_end = math.inf
     while True:
         try:
             wait_s = max(0.0, end - time.monotonic())
             return KvLease(directory, device, claim, wait_s, on_wait, on_change)
         except UnderstudyError as error:
-            now = time.monotonic()
-            is_away = isinstance(error, UnreachableError)
-            away_end = min(away_end, now + away_s) if is_away else math.inf
-            if not (is_away or error.code in PASSING) or now + BACKOFF_S > min(end, away_end):
+            is_passing = isinstance(error, UnreachableError) or error.code in PASSING
+            if not is_passing or time.monotonic() + BACKOFF_S > end:
                 raise
             time.sleep(BACKOFF_S)
 

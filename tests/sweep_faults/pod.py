@@ -301,12 +301,6 @@ def _kv_missing(view: Document) -> str:
     return ""
 
 
-def kv_cost(view: Document) -> list[str]:
-    """What the active engine had to do without."""
-    kv = _kv_of_active(view)
-    return [f"private KV memory: {kv.get('note')}"] if kv.get("memory") == "private" else []
-
-
 def _named(view: Document) -> list[str]:
     """Every problem that status names, without what says only that the pod is not whole."""
     found = [each for each in view["problems"] if not each.startswith(SAYS_NOT_WHY)]

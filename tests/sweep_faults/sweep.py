@@ -18,7 +18,7 @@ from pathlib import Path
 
 from plumbing.errors import UnderstudyError
 from tests.sweep_faults.phases import PHASES
-from tests.sweep_faults.pod import WHOLE_S, Look, Standing, SweptPod, kv_cost
+from tests.sweep_faults.pod import WHOLE_S, Look, Standing, SweptPod
 from tests.sweep_faults.shim import KINDS, Control, SweepError
 
 REACH_S = 3.0  # for a site to be reached again at rest: ticks come every second or faster
@@ -165,7 +165,7 @@ class Sweep:
             outcome.verdict = Verdict.NAMED if look.named else Verdict.SILENT
             await self.close()
         else:
-            outcome.cost = phase.unexpected(standing, look.standing) + kv_cost(look.view)
+            outcome.cost = phase.unexpected(standing, look.standing)
             await self._take_over(outcome, pod, look.standing)
         if outcome.verdict is Verdict.WHOLE and not outcome.failed_calls:
             outcome.verdict = Verdict.NOT_REACHED

@@ -89,22 +89,22 @@ def test_other_flags_pass_and_owned_flags_are_set():
 @pytest.mark.parametrize(
     ("given", "on_cpu", "on_cuda"),
     [
-        ([], (True, True), (False, True)),
-        (["--kv-memory", "gms"], (True, False), (True, False)),
-        (["--kv-memory", "private"], (False, False), (False, False)),
+        ([], True, False),
+        (["--kv-memory", "gms"], True, True),
+        (["--kv-memory", "private"], False, False),
     ],
 )
 def test_kv_memory_is_the_services_by_default_on_host_memory_only(
     monkeypatch, given, on_cpu, on_cuda
 ):
     """Goal: no GPU's memory outlives its engine before the fence was measured on one; method: the
-    choice (lent, or private after all) by the platform."""
-    assert _kv_of(given) == on_cpu
+    choice by the platform."""
+    assert arguments.parse([MODEL, *given], {}).kv.is_shared is on_cpu
     from vllm import platforms
 
     gpu = SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: True)
     monkeypatch.setattr(platforms, "current_platform", gpu)
-    assert _kv_of(given) == on_cuda
+    assert arguments.parse([MODEL, *given], {}).kv.is_shared is on_cuda
 
 
 def test_memory_of_gms_is_refused_on_gpus_that_share_one_context(monkeypatch, tmp_path):
@@ -121,11 +121,6 @@ def test_memory_of_gms_is_refused_on_gpus_that_share_one_context(monkeypatch, tm
     assert caught.value.code == "vllm.mps"
     assert str(tmp_path) in caught.value.message
     assert not arguments.parse([MODEL], with_mps).kv.is_shared
-
-
-def _kv_of(given):
-    kv = arguments.parse([MODEL, *given], {}).kv
-    return kv.is_shared, kv.may_be_private
 
 
 def test_each_feature_can_be_switched_off_and_the_self_test_asked_for():

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import math
 import socket
-from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,14 +28,12 @@ from engine.messages import WeightsPlacedMsg, WokenMsg
 from lockserver import serving
 from plumbing.errors import UnderstudyError
 from plumbing.gateway_protocol import Continuation
-from plumbing.pod.paths import KV, gms_socket
 from plumbing.wire.fds import OwnedFd
 from tests.vllm.fake_engine import FINE, POOL, STATUS, FakeEngine, FakeFront
 
 INCARNATION = f"e-{1:016x}"
 BUDGET_S = 60.0
 SHARED = KvChoice(is_shared=True)
-AUTO = KvChoice(is_shared=True, may_be_private=True)
 
 
 class World:
@@ -221,54 +218,6 @@ def test_an_index_that_nobody_keeps_is_forgotten_before_the_first_step(world: Wo
         woken(world, core, problem)
 
 
-async def no_core(method, *asked):
-    raise AssertionError("the core is not asked: there is no pool")
-
-
-@pytest.mark.parametrize(
-    ("problem", "why"), [("", "lends none for HOST-0"), ("no caching", "no caching")]
-)
-def test_private_memory_is_taken_where_none_is_lent_or_nothing_is_kept(world, problem, why):
-    """By default only: no service in the directory, or no block could be kept."""
-    found = woken(world, no_core, problem, AUTO)
-    assert (found.kv_memory, found.adopted_blocks) == ("private", 0)
-    assert found.kv_note.startswith("private KV memory: ")
-    assert found.kv_note.endswith(why)
-    (asked,) = world.engine.arguments["understudy_take_kv"]
-    assert len(asked) == 1, "no rank borrows"
-
-
-@pytest.mark.parametrize("passable", ["gms.kv_too_large", "wire.unreachable", "wire.closed"])
-def test_a_pool_that_can_never_fit_or_a_service_that_vanishes_is_no_reason_not_to_wake(
-    world: World, passable: str
-):
-    """By default every rank is asked again, for private memory; another refusal ends the wake, and
-    so does this one where the service's memory was asked for."""
-    asked: list[int] = []
-
-    def refusing(code: str) -> Callable[..., Awaitable[Any]]:
-        async def rpc(method, timeout, args):  # noqa: ASYNC109  # as vLLM names it
-            if method != "understudy_take_kv":
-                return [STATUS]
-            asked.append(len(args))
-            refused = {**FINE, "code": code, "problem": "too much"}
-            return [refused] if len(args) > 1 else [{**FINE, "kv_bytes": 7, "pool": {}}]
-
-        return rpc
-
-    with socket.socket(socket.AF_UNIX) as server:
-        server.bind(gms_socket(world.directory, "HOST-0", KV))
-        server.listen()
-        world.engine.collective_rpc = refusing(passable)  # type: ignore[method-assign]
-        found = woken(world, no_core, choice=AUTO)
-        assert (found.kv_memory, asked) == ("private", [2, 1])
-        assert "too much" in found.kv_note
-        for code, choice in ((passable, SHARED), ("gms.kv_busy", AUTO)):
-            world.engine.collective_rpc = refusing(code)  # type: ignore[method-assign]
-            with pytest.raises(UnderstudyError, match="too much"):
-                woken(world, no_core, choice=choice)
-
-
 async def test_what_is_published_is_followed_until_the_core_gives_it_up(world: World, monkeypatch):
     """A core that is busy is asked again; what it has said is in the answer to `health`."""
     monkeypatch.setattr(kept_memory, "REPORT_EVERY_S", 0.01)
@@ -285,7 +234,7 @@ async def test_what_is_published_is_followed_until_the_core_gives_it_up(world: W
 
     world.engine.engine_core = SimpleNamespace(call_utility_async=core)
     began = await kept.begin(world.engine, None, [{"pool": POOL}])  # type: ignore[arg-type]
-    assert began == (1, "no block was adopted: new", 0)
+    assert began == (1, "no block was adopted: new")
     await kept.follow(world.engine)
     assert (seen, kept.problem) == ([(0, 1), (3, 2), (3, 2), (4, 2)], "why")
     assert (backend.health().published_blocks, backend.health().kept_blocks) == (3, 0)

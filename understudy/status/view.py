@@ -474,8 +474,7 @@ def memory_faults(device: Document, engines: Engines) -> list[str]:
         )
     if "reason" in kv:
         faults.append(
-            f"the KV memory of {name} has no server: {kv['reason']}; a waking engine waits for it,"
-            " or starts with an empty private cache"
+            f"the KV memory of {name} has no server: {kv['reason']}; a waking engine waits for it"
         )
     return faults
 

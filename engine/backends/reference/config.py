@@ -18,7 +18,7 @@ from msgspec import Meta, Struct
 from msgspec.structs import replace
 
 from engine.backends.shards import broken, read_json
-from engine.messages import RANKS_MAX, KvMemoryKind
+from engine.messages import RANKS_MAX
 from engine.messages import Rank as RankNumber
 from plumbing.errors import UsageError
 
@@ -49,8 +49,7 @@ class Settings(Struct, frozen=True):
     directory: str
     slots: Annotated[int, Meta(ge=1, le=1024)] = 8
     max_context: Annotated[int, Meta(ge=2, le=1 << 20)] | None = None  # the longest of any Llama
-    cache_tokens: Annotated[int, Meta(ge=0, le=1 << 27)] | None = None  # an index of 256 MiB
-    kv_memory: KvMemoryKind = "gms"
+    cache_tokens: Annotated[int, Meta(ge=8, le=1 << 27)] | None = None  # an index of 256 MiB
     may_adopt: bool = True
     rank: RankNumber = 0
     ranks: Annotated[int, Meta(ge=1, le=RANKS_MAX)] = 1

@@ -1,10 +1,11 @@
 """KV memory: its size, where it lives, its blocks, and what the next engine adopts of them.
 
 One piece of memory per rank holds the slots of the running sequences and behind them the blocks of
-the prefix cache. It is lent by the memory service, so that it outlives the engine, or private. Two
-things surprise. A block's hash covers how its tokens were run, too: those of a prompt run in
+the prefix cache. The memory service lends it, so that it outlives the engine.
+
+The surprising thing: a block's hash covers how its tokens were run, too. Those of a prompt run in
 chunks, those of an answer one by one, and the last bits differ; so tokens are bit-identical with
-and without this cache. And an engine without the service wakes with private memory after a moment.
+and without this cache.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from engine.backends.reference.decoder import PREFILL_CHUNK, KVCache
 from engine.backends.reference.ranks import Array, Peers, digest_of
 from engine.kv.layout import IndexHeader, IndexRecord
 from engine.kv.writer import IndexWriter
-from gms.client import BEGUN, KvClaim, KvLease, borrow_pool, has_pool_service
+from gms.client import BEGUN, KvClaim, KvLease, borrow_pool
 from plumbing import __version__
-from plumbing.errors import UnderstudyError, UnreachableError, UsageError
+from plumbing.errors import UsageError
 
 logger = logging.getLogger(__name__)
 
@@ -284,31 +285,22 @@ class KeptBlocks:
 
 # ---------------------------------------------------------------------- memory
 
-# A service that has died is back in half a second; until then no engine serves.
-AWAY_S = 2.0
-NO_BLOCKS = "--cache-tokens 0: no blocks are kept"
-NO_POOL_FILE = "gms.pool_file"  # the disk is full or fails; private memory needs none
 DEADLINE_S = process_memory.DEADLINE_S  # for another engine's process that still maps the pool
 
 
 class KvMemory:
-    """This rank's, from a wake to a rest: the memory service's by `lease`, or without one this
-    process's own. `note` says why none of it is kept for the next engine."""
+    """This rank's, from a wake to a rest."""
 
-    def __init__(self, size_bytes: int, ranks: int, lease: KvLease | None, note: str) -> None:
-        """Takes `lease`; an error here ends the process. Ranks share the machine's memory, so there
-        must be room for every rank's.
+    def __init__(self, size_bytes: int, lease: KvLease) -> None:
+        """Takes `lease`; an error here ends the process.
 
         Raises:
-            UnderstudyError: `engine.kv_memory_busy`, `engine.kv_addresses`.
+            UnderstudyError: `engine.kv_addresses`.
         """
-        self.lease, self.note = lease, note
-        self._range = HostRange(size_bytes, ranks)
-        if lease is None:
-            self._range.take(DEADLINE_S)
-        else:
-            self._range.borrow(lease.slabs, is_new=lease.is_fresh)
-            lease.mark(BEGUN)
+        self.lease = lease
+        self._range = HostRange(size_bytes)
+        self._range.borrow(lease.slabs, is_new=lease.is_fresh)
+        lease.mark(BEGUN)
         self.view = memoryview((ctypes.c_uint8 * size_bytes).from_address(self._range.address))
 
     def give_back(self, wait_s: float, *, is_kept: bool) -> int:
@@ -322,9 +314,9 @@ class KvMemory:
         self._range.park()
         resident_bytes = self._range.resident_bytes()
         self._range.free()
-        if self.lease is not None and is_kept:
+        if is_kept:
             self.lease.close()
-        elif self.lease is not None:
+        else:
             self.lease.give_up(wait_s)
         return resident_bytes
 
@@ -340,29 +332,6 @@ def borrow(claim: KvClaim, rank: int) -> KvLease:
         host_device(rank),
         claim,
         DEADLINE_S,
-        away_s=AWAY_S,
         on_wait=lambda reason: logger.info("waiting for KV memory: %s", reason),
         on_change=logger.warning,
     )
-
-
-def kv_memory(claim: KvClaim, size: KvSize, settings: Settings) -> KvMemory:
-    """This rank's KV memory: from the memory service, if it lends any and `settings` allow it.
-
-    Raises:
-        UnderstudyError: as `borrow`; `engine.kv_memory_busy`.
-    """
-    why, device = "--kv-memory private", host_device(settings.rank)
-    if settings.kv_memory == "gms":
-        why = f"the memory service lends no KV memory for {device}"
-        if has_pool_service(os.environ.get(SOCKET_DIR_ENV, ""), device):
-            try:
-                lease = borrow(claim, settings.rank)
-                note = "" if size.blocks else NO_BLOCKS
-                return KvMemory(size.kv_bytes, settings.ranks, lease, note)
-            except UnderstudyError as error:
-                if not isinstance(error, UnreachableError) and error.code != NO_POOL_FILE:
-                    raise
-                why = f"private KV memory: {error.message}"
-            logger.warning("%s", why)
-    return KvMemory(size.kv_bytes, settings.ranks, None, why)

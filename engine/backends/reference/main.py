@@ -39,11 +39,7 @@ SWITCH_S = 0.0005
 NUMBERS = (
     ("--max-context", "max_context", "Most tokens of prompt and answer (default: up to 4096)."),
     ("--slots", "slots", "Requests that run at the same time (default: 8)."),
-    (
-        "--cache-tokens",
-        "cache_tokens",
-        "The prefix cache (default: as much as the slots; 0: none).",
-    ),
+    ("--cache-tokens", "cache_tokens", "The prefix cache (default: as much as the slots)."),
     ("--tensor-parallel", "ranks", "Model processes, each with its own device (default: 1)."),
     ("--token-interval-ms", "token_interval_ms", "Least time between two tokens (default: 0)."),
 )
@@ -63,10 +59,6 @@ def parse(argv: list[str]) -> tuple[Settings, tuple[str, ...]]:
     add("--served-model-name", nargs="+", metavar="NAME", help=names)
     for name, field, text in NUMBERS:
         add(name, dest=field, type=int, default=argparse.SUPPRESS, help=text)
-    where = (
-        "Where the KV cache lives: `gms` (the next engine reuses its blocks; default) or `private`."
-    )
-    add("--kv-memory", choices=("gms", "private"), default="gms", help=where)
     no_adoption = "Ignore the KV blocks of earlier engines."
     add("--no-kv-adoption", dest="may_adopt", action="store_false", help=no_adoption)
     found = vars(parser.parse_args(argv))

@@ -20,7 +20,6 @@ import msgspec
 from msgspec.structs import replace
 
 from engine.backends import process
-from engine.backends.kept_pools import page_of
 from engine.backends.memory_session import KeptWeights
 from engine.backends.process import BackendProcess
 from engine.backends.reference.checkpoint import map_weights, open_checkpoint
@@ -34,13 +33,12 @@ from engine.backends.reference.kv_blocks import (
     PrefixCache,
     borrow,
     headers_of,
-    kv_memory,
     size_kv,
 )
 from engine.backends.reference.ranks import PEERS_ENV, RANK_LOST, Peers, Pipe, Ready, digest_of
 from engine.kv.layout import index_bytes
-from engine.messages import CanaryMsg, KvMemoryKind, RestedMsg, WeightsPlacedMsg, WokenMsg
-from gms.client import KvClaim
+from engine.messages import CanaryMsg, RestedMsg, WeightsPlacedMsg, WokenMsg
+from gms.client import KvClaim, KvLease
 from plumbing.errors import InvariantError, UnderstudyError
 from plumbing.service.log import configure
 
@@ -54,7 +52,7 @@ RESTAGE_S = 60.0  # as long as a wake may take: weights come back at some 2 GB a
 class Rank:
     """One rank, prepared: everything is in place but KV memory.
 
-    Rank 0 alone has a generator, since its wake, and `kept` if its memory is lent.
+    Rank 0 alone has a generator and `kept`, since its wake.
     """
 
     def __init__(self, settings: Settings, member: BackendProcess, peers: Peers) -> None:
@@ -139,46 +137,32 @@ class Rank:
             member.seat.join(token)
         sizes = size.kv_bytes, index_bytes(size.blocks)
         claim = KvClaim(member.engine, member.incarnation, token, era, *sizes)
-        memory = kv_memory(claim, size, settings)
+        memory = self._memory = KvMemory(size.kv_bytes, borrow(claim, settings.rank))
         config, slots = self._decoder.config, settings.slots
-        cache = KVCache(config, memory.view, slots, size.context, SERVING)
-        if size.blocks:
-            blocks = memory.view[size.slots_bytes :]
-            self._blocks = BlockStore(config, blocks, size.blocks, cache, self._peers)
-        self._caches[SERVING], self._memory = cache, memory
-        if settings.rank == 0:
-            prefixes = self._prefixes(claim, memory)
-            interval_s = settings.token_interval_ms / 1000
-            self.generator = Generator(self._decoder, cache, prefixes, self._queue, interval_s)
-            self.generator.progress = self._progress
-        kind: KvMemoryKind = "gms" if self._memory.lease is not None else "private"
-        if any(each.kv_memory != kind for each in others):
-            raise UnderstudyError(
-                "engine.kv_mixed",
-                "the memory service lends KV memory to some ranks of this engine and not to others,"
-                " so it cannot be kept; it was probably restarted just now",
-            )
-        kv_bytes, kept = size.kv_bytes + sum(each.kv_bytes for each in others), self.kept
-        if kept is None:
-            return WokenMsg(kv_bytes, kind, kv_note=self._memory.note)
-        return WokenMsg(kv_bytes, kind, len(kept.adopted), kept.why_empty)
+        cache = self._caches[SERVING] = KVCache(config, memory.view, slots, size.context, SERVING)
+        blocks = memory.view[size.slots_bytes :]
+        store = self._blocks = BlockStore(config, blocks, size.blocks, cache, self._peers)
+        kv_bytes = size.kv_bytes + sum(each.kv_bytes for each in others)
+        if settings.rank:
+            return WokenMsg(kv_bytes, "gms")
+        kept = self.kept = self._keep(claim, memory.lease)
+        prefixes = PrefixCache(store, size.blocks, kept.writer, kept.adopted)
+        interval_s = settings.token_interval_ms / 1000
+        self.generator = Generator(self._decoder, cache, prefixes, self._queue, interval_s)
+        self.generator.progress = self._progress
+        return WokenMsg(kv_bytes, "gms", len(kept.adopted), kept.why_empty)
 
-    def _prefixes(self, claim: KvClaim, memory: KvMemory) -> PrefixCache | None:
-        """The prefix cache, with what an earlier engine has left in the pools.
+    def _keep(self, claim: KvClaim, lease: KvLease) -> KeptBlocks:
+        """The index of the ranks' pools, rank 0's by `lease`.
 
-        An error here ends the engine: what the pools' index says must not stay as it is.
+        An error here ends the engine: what the index says must not stay as it is.
         """
-        settings, size, store = self._settings, self._size, self._blocks
-        if store is None or memory.lease is None:
-            if memory.lease is not None:
-                page_of(memory.lease).invalidate_header()
-            return None if store is None else PrefixCache(store, size.blocks)
-        leases = [memory.lease, *(borrow(claim, rank) for rank in range(1, settings.ranks))]
+        settings = self._settings
+        leases = [lease, *(borrow(claim, rank) for rank in range(1, settings.ranks))]
         mapped = zip(leases, self._mapped, strict=True)
         ranks = [(lease.pool, *weights) for lease, weights in mapped]
-        headers = headers_of(self._decoder.config, size, ranks)
-        kept = self.kept = KeptBlocks(leases, headers, may_adopt=settings.may_adopt)
-        return PrefixCache(store, size.blocks, kept.writer, kept.adopted)
+        headers = headers_of(self._decoder.config, self._size, ranks)
+        return KeptBlocks(leases, headers, may_adopt=settings.may_adopt)
 
     def give_memory(self, keep_kv: bool, budget_s: float) -> RestedMsg:
         """Undo `take_memory`, when nothing runs. Rank 0 is first, since it uses the others' pools;

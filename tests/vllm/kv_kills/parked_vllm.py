@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -43,7 +42,7 @@ class ParkedVllm:
         self._llm.sleep(1)
 
     def wake(self, token: int) -> Mapping[str, Any]:
-        lending = Lending(self._directory, self._engine, f"i-{token}", token, NO_ERA, math.inf)
+        lending = Lending(self._directory, self._engine, f"i-{token}", token, NO_ERA)
         asked = (DEADLINE_S, structs.asdict(lending)) if token else (DEADLINE_S,)
         (taken,) = self._llm.collective_rpc("understudy_take_kv", args=asked)
         if taken["problem"]:

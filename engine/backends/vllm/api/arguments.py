@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from engine.backends.vllm import LOAD_FORMAT, PLUGIN, PRIVATE, REFUSE, versions
-from engine.backends.vllm.api.kept_memory import AUTO, GMS, OWN, OWN_MEMORY, KvChoice
+from engine.backends.vllm.api.kept_memory import GMS, OWN, OWN_MEMORY, KvChoice
 from engine.messages import RANKS_MAX
 from gms.client import look_for_mps
 from plumbing.errors import UsageError
@@ -66,6 +66,7 @@ OWNED_VARIABLES: Mapping[str, str] = {
     " --kv-cache-memory-bytes to every engine of the pod",
     "VLLM_SERVER_DEV_MODE": "its endpoints park and change an engine without the runtime knowing",
 }
+AUTO = "auto"
 PLUGINS_ENV = "VLLM_PLUGINS"  # an allow-list of entry points, ours among them
 
 SWITCH: Mapping[str, Any] = {"action": "store_true"}
@@ -94,8 +95,7 @@ OURS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "--kv-memory": (
         f"where the KV cache lives: `{GMS}` (survives the engine; the next one reuses"
         f" its blocks), `{OWN}` (ends with the engine), or `{AUTO}` (default): `{OWN}` on GPUs,"
-        f" until the fence was measured on one; `{GMS}` on host memory, unless the service lends"
-        " none or no block could be kept",
+        f" until the fence was measured on one, and `{GMS}` on host memory",
         {"choices": (AUTO, GMS, OWN), "default": AUTO},
     ),
     "--no-kv-adoption": (
@@ -236,12 +236,9 @@ def _own(
     args.load_format = LOAD_FORMAT
     args.worker_cls = f"engine.backends.vllm.worker.{worker}"
     args.distributed_executor_backend = "mp"
-    is_auto = ours.kv_memory == AUTO
-    return KvChoice(
-        is_shared=current_platform.is_cpu() if is_auto else ours.kv_memory == GMS,
-        may_adopt=not ours.no_kv_adoption,
-        may_be_private=is_auto,
-    )
+    chosen = ours.kv_memory
+    is_shared = current_platform.is_cpu() if chosen == AUTO else chosen == GMS
+    return KvChoice(is_shared=is_shared, may_adopt=not ours.no_kv_adoption)
 
 
 def _parser() -> Any:

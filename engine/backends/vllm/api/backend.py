@@ -186,12 +186,12 @@ class VllmBackend:
             self._front.traffic.door = self._make_door()
         self._listening = listening.duplicate()
         self._front.traffic.engine, self._front.traffic.token = engine, token
-        ranks = len(await self._ask_ranks("understudy_join", WAKE_ASK_S, token))
+        await self._ask_ranks("understudy_join", WAKE_ASK_S, token)
         if self._may_be_away:
             async with self._placing:  # a release may have been asked for a moment ago
                 await self._restore(RESTORE_S)
         take = partial(self._ask_ranks, "understudy_take_kv", KV_WAIT_S + PULSE_S, KV_WAIT_S)
-        taken = await self._kv.take(take, engine, token, era, ranks)
+        taken = await self._kv.take(take, engine, token, era)
         began = await self._kv.begin(self._engine, self._ask_ranks, taken)
         if await self._engine.wake_up() is False:  # 0.31 says nothing
             raise UnderstudyError("vllm.not_awake", "vLLM says that it is still asleep")

@@ -10,32 +10,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import os
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Literal
 
 from msgspec import Struct, structs
 
-from engine.backends.memory_session import SOCKET_DIR_ENV, host_device
+from engine.backends.memory_session import SOCKET_DIR_ENV
 from engine.backends.process import INCARNATION_ENV
 from engine.backends.vllm.kv import Lending
 from engine.backends.vllm.membership import FAILED, Answer
-from gms.client import pool_service_answers
-from plumbing.errors import UnderstudyError
 
 logger = logging.getLogger(__name__)
 
 GMS: Literal["gms"] = "gms"
 OWN: Literal["private"] = "private"
-AUTO = "auto"
 # Its workers have borrowed the same pools a moment ago, so that the core waits for nothing.
 BEGIN_WAIT_S = 10.0
-# A memory service that has died is back in half a second; until then no engine serves.
-AWAY_S = 2.0
-# What private memory would not meet as well: it can never fit there, the service is gone, or its
-# disk is full or fails.
-NOT_OF_PRIVATE = ("gms.kv_too_large", "gms.pool_file", "wire.unreachable", "wire.closed")
 JUDGE_WAIT_S = 5.0
 CLOSE_WAIT_S = 5.0  # the core is idle then
 # How often the core is asked how much it has published, for `status`: it answers between two steps.
@@ -45,19 +36,17 @@ AskRanks = Callable[..., Awaitable[Sequence[Answer]]]
 
 
 class KvChoice(Struct, frozen=True):
-    """What the command line asks for: the memory service's memory (`is_shared`), or private memory
-    after all where the service lends none or no block could be kept (`may_be_private`)."""
+    """What the command line asks for: the memory service's memory (`is_shared`), or private."""
 
     is_shared: bool = False
     may_adopt: bool = True
-    may_be_private: bool = False
 
 
 OWN_MEMORY = KvChoice()
 
 
 class KeptMemory:
-    """`problem`: why nothing is published."""
+    """`problem`: why nothing is published. `memory`: whose the KV cache is in."""
 
     def __init__(self, choice: KvChoice, problem: str = "") -> None:
         self.choice, self.problem = choice, problem
@@ -65,13 +54,10 @@ class KeptMemory:
 
     @property
     def memory(self) -> Literal["gms", "private"]:
-        """Known from the wake on."""
-        return GMS if self._is_lent else OWN
+        return GMS if self.choice.is_shared else OWN
 
-    async def take(
-        self, take: AskRanks, engine: str, token: int, era: str, ranks: int
-    ) -> Sequence[Answer]:
-        """Memory for all ranks, of one kind: `take` asks them, by which right they borrow or not.
+    async def take(self, take: AskRanks, engine: str, token: int, era: str) -> Sequence[Answer]:
+        """Memory for all ranks: `take` asks them, by which right they borrow or not.
 
         Raises:
             UnderstudyError: it cannot be had.
@@ -79,28 +65,7 @@ class KeptMemory:
         if not self.choice.is_shared:
             return await take()
         directory, incarnation = os.environ[SOCKET_DIR_ENV], os.environ[INCARNATION_ENV]
-        may_be_private = self.choice.may_be_private
-        why = await self._why_private(directory, ranks) if may_be_private else ""
-        if not why:
-            away_s = AWAY_S if may_be_private else math.inf
-            lending = Lending(directory, engine, incarnation, token, era, away_s)
-            try:
-                return await take(structs.asdict(lending))
-            except UnderstudyError as error:
-                if not (may_be_private and error.code in NOT_OF_PRIVATE):
-                    raise
-                why = error.message
-        self._is_lent, self._note = False, f"private KV memory: {why}"
-        logger.warning("%s", self._note)
-        return await take()
-
-    async def _why_private(self, directory: str, ranks: int) -> str:
-        if self.problem:
-            return f"no block could be kept: {self.problem}"
-        for device in map(host_device, range(ranks)):
-            if not await asyncio.to_thread(pool_service_answers, directory, device, AWAY_S):
-                return f"the memory service lends none for {device}"
-        return ""
+        return await take(structs.asdict(Lending(directory, engine, incarnation, token, era)))
 
     async def begin(self, engine: Any, ask: AskRanks, taken: Sequence[Answer]) -> tuple[int, str]:
         """After the memory was taken and before the first step: how many blocks were adopted, or
@@ -109,8 +74,8 @@ class KeptMemory:
         Raises:
             UnderstudyError: neither is the index kept, nor can it be made to say nothing.
         """
-        if not self._is_lent:
-            return 0, self._note
+        if not self.choice.is_shared:
+            return 0, ""
         answer: Answer = {"problem": self.problem}
         if not self.problem:
             asked = {
@@ -164,7 +129,7 @@ class KeptMemory:
 
     def renew(self) -> None:
         """Once the engine core maps nothing any more: all is as before the wake."""
-        self._is_kept, self._is_lent, self._note = False, self.choice.is_shared, ""
+        self._is_kept = False
         self.published = self.kept = 0
 
 

@@ -22,14 +22,13 @@ INSTALL_ENV = "UNDERSTUDY_VLLM_KV"
 
 class Lending(msgspec.Struct, frozen=True):
     """By what right a rank borrows its device's KV memory: the grant of `active`, and the memory
-    service's directory; and how long to wait for a service that does not answer."""
+    service's directory."""
 
     directory: str
     engine: str
     incarnation: str
     token: int
     era: str
-    away_s: float
 
     def claim(self, size_bytes: int, blocks: int, rank: int) -> KvClaim:
         """Only rank 0's pool has records; the others' have a header."""

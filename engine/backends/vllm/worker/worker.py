@@ -230,9 +230,6 @@ class ParkingWorker(StockGPUWorker):
         the device's pool."""
         membership.check_serving()
         self.check_weights()
-        if lending is None and self._lease is not None:  # another rank could not borrow
-            self._park()
-            self._give_back(keep_kv=True)
         weights.of_this_process().is_awake = True
         arena, pool = self.arena, {}
         if arena is not None and lending is None:
@@ -256,7 +253,6 @@ class ParkingWorker(StockGPUWorker):
                 device,
                 claim,
                 deadline_s,
-                away_s=lending.away_s,
                 on_wait=logger.info,
                 on_change=logger.warning,
             )
