@@ -245,14 +245,6 @@ class BrokenMsg(FaultReportMsg, frozen=True, kw_only=True, tag="broken"):
     incarnation: Id
 
 
-class LeftoverMsg(Message, frozen=True, tag="leftover"):
-    """A file that a process of the backend uses but does not keep open, so that /proc does not show
-    whose it is. It is removed after the incarnation."""
-
-    incarnation: Id
-    path: Annotated[str, Meta(min_length=1, max_length=4096)]
-
-
 class LeaveMsg(Message, frozen=True, tag="drain", omit_defaults=True):
     """As SIGTERM: leave the queue, or drain, then exit. Answered by `ok` at once. `finish`: no
     stream is left to the next engine; a supervisor that does not know it never leaves any."""
@@ -276,7 +268,7 @@ class KillingMsg(Message, frozen=True, tag="killing"):
 
 
 CONTROL = Catalogue(
-    *(RegisterMsg, MayLoadMsg, LoadMsg, AttachedMsg, BrokenMsg, LeftoverMsg, OkMsg),
+    *(RegisterMsg, MayLoadMsg, LoadMsg, AttachedMsg, BrokenMsg, OkMsg),
     *(StatusMsg, StatusReplyMsg, WatchMsg, EventMsg, LeaveMsg, KillMsg, KillingMsg),
     *(SetGoalMsg, EngineReportMsg),
 )

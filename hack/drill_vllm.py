@@ -192,7 +192,7 @@ class Run:
         self, model: Path, expected: Expected | None, found: Found
     ) -> DrillReport | None:
         """Drill a pod, and measure it."""
-        config, before, base = self.config, leftovers.there_now(), self.base
+        config, base = self.config, self.base
         plan = DrillPlan(
             config["kills"],
             config["target"],
@@ -228,7 +228,7 @@ class Run:
                 problems += (
                     problems_of(found.figures) if found.figures else ["nothing was measured"]
                 )
-            problems += [*seen, *self._leftovers(before, base)]
+            problems += [*seen, *self._leftovers(base)]
         return result
 
     # ------------------------------------------------------------------ on GPUs
@@ -261,10 +261,9 @@ class Run:
         found.devices |= {"self_tests": [*tests], "sleeps": sleeps}
         return [*problems, *sleeps["problems"]]
 
-    def _leftovers(self, before: frozenset[leftovers.Name], base: Path) -> list[str]:
-        """Files that the pod has left behind; those that other processes hold do not count."""
-        new = leftovers.there_now() - before
-        left = [name.path for name in new - leftovers.still_held(new)]
+    def _leftovers(self, base: Path) -> list[str]:
+        """Files that a pod has left behind."""
+        left = [name for name in os.listdir(leftovers.SHM) if leftovers.PREFIX in name]
         left += [
             str(path)
             for path in temporary(base).rglob("*")

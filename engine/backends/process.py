@@ -96,11 +96,6 @@ class BackendProcess:
             timeout_s=ANSWER_TIMEOUT_S,
         )
 
-    def leftover(self, path: str) -> None:
-        """Report that this process uses the file `path` but does not keep it open; the supervisor
-        removes it after the incarnation."""
-        self.control.request(msg.LeftoverMsg(self.incarnation, path), timeout_s=ANSWER_TIMEOUT_S)
-
     def report(self, error: UnderstudyError) -> None:
         """Report why this process is about to exit: its parent often does not know. It is said
         once, and a reader that is gone or stopped is not waited for."""

@@ -98,10 +98,6 @@ class Control(Handler):
             case msg.BrokenMsg():
                 self._named(message.incarnation).broken(message)
                 conn.send(msg.OkMsg(), request_id)
-            case msg.LeftoverMsg():
-                self._named(message.incarnation)
-                self._engine.leftovers.reported(message.path)
-                conn.send(msg.OkMsg(), request_id)
             case msg.StatusMsg():
                 conn.send(msg.StatusReplyMsg(self._status()), request_id)
             case msg.WatchMsg():

@@ -19,12 +19,11 @@ from engine.core.lifecycle import PARKED, IllegalEvent, Lifecycle, Situation
 from engine.core.relaunch import Death, Relaunch
 from engine.messages import FaultReportMsg, HealthMsg, HealthyMsg
 from engine.schema import EngineRelaunch
-from engine.supervisor import lock_side, state_file
+from engine.supervisor import leftovers, lock_side, state_file
 from engine.supervisor.cpu_share import CpuShare
 from engine.supervisor.history import EngineMetrics, History
 from engine.supervisor.hub import EngineHub
 from engine.supervisor.incarnation import Incarnation
-from engine.supervisor.leftovers import Leftovers
 from engine.supervisor.lock_side import LISTENER_RETRY_MS, LockSide
 from engine.supervisor.settings import EngineSettings
 from engine.supervisor.state_file import serving_engine
@@ -64,7 +63,7 @@ class Engine(EngineHub):
         self.plan: EngineRelaunch | None = None  # what the next launch waits for
         self.exit: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.listeners: list[Callable[[], object]] = []  # of `note`
-        self.leftovers = Leftovers(directory, engine, self.log)
+        self._temporary = leftovers.directory_of(directory, engine)
         self.pressure = CpuPressure()
         self.watch: HealthWatch | None = None  # while active
         self._is_started = False
@@ -86,7 +85,6 @@ class Engine(EngineHub):
         if self._saved_problem:
             text = f"starting without the saved state: {self._saved_problem}"
             self.log.record("engine.state_file", text, "warning")
-        self.leftovers.start()
         self.lock.listener.remove_leftover()  # of a predecessor that was killed
         self._tick()
         self._is_started = True
@@ -259,7 +257,7 @@ class Engine(EngineHub):
         self.incarnation = Incarnation(
             self,
             now.incarnation,
-            leftovers=self.leftovers,
+            temporary=self._temporary,
             cpus=CpuShare(self.log, self._serving),
             on_gone=self._gone,
             on_loader=self.lock.repeat,
@@ -279,6 +277,8 @@ class Engine(EngineHub):
             self.verdict = self._relaunch.verdict()
         history.reaped(now, gone.rehearsed_ms)
         self.post(ev.Reaped(self.verdict))
+        if self.incarnation is None:  # else its launch has done it
+            leftovers.remove(self._temporary)
         self.note()
 
     # ------------------------------------------------------------------ the lock, waking, health

@@ -30,10 +30,10 @@ from engine.core import events as ev
 from engine.core.events import EngineEvent, Failed, State, WakingStep
 from engine.core.health import ParkedHealth
 from engine.core.loading import Loading
+from engine.supervisor import leftovers
 from engine.supervisor.channel import BackendChannel, Canaries
 from engine.supervisor.cpu_share import CpuShare
 from engine.supervisor.hub import EngineHub, shortage
-from engine.supervisor.leftovers import Leftovers
 from engine.supervisor.tree import ProcessDeath, Tree
 from lockserver.client import serving, witness
 from plumbing.errors import UnderstudyError, is_disk_fault
@@ -80,12 +80,13 @@ class Incarnation:
         hub: EngineHub,
         incarnation_id: str,
         *,
-        leftovers: Leftovers,
+        temporary: str,
         cpus: CpuShare,
         on_gone: Callable[[], None],
         on_loader: Callable[[], None],
     ) -> None:
-        """`on_loader` is called when the loader lock is wanted or no longer wanted."""
+        """`temporary`: where its processes have their temporary files. `on_loader` is called when
+        the loader lock is wanted or no longer wanted."""
         self.id = incarnation_id
         self.witness_path: str | None = None
         self.witness_id = (0, 0)
@@ -103,7 +104,7 @@ class Incarnation:
         self.note = ""  # why the weights are not away, or their memory is not free
         self.progress = ProgressPage()
         self._hub, self._settings = hub, hub.settings
-        self._leftovers = leftovers
+        self._temporary = temporary
         self._on_gone, self._on_loader = on_gone, on_loader
         self._is_over = False
         self._loads: dict[int, LoadReply] = {}
@@ -137,7 +138,7 @@ class Incarnation:
 
     def _start(self) -> None:
         settings = self._settings
-        self._leftovers.starting()
+        leftovers.remake(self._temporary)
         self.progress, progress_end = ProgressPage.create()
         with progress_end, self.channel.open() as backend_end:
             self.witness_path, held = witness.create(settings.directory, self.id)
@@ -172,6 +173,7 @@ class Incarnation:
             **({MODEL_ENV: settings.model} if settings.model else {}),
             "GMS_SOCKET_DIR": settings.gms_socket_dir,
             "UNDERSTUDY_DIR": settings.directory,
+            "TMPDIR": self._temporary,
         }
 
     def tick(self, *, is_parked: bool) -> None:
@@ -182,7 +184,6 @@ class Incarnation:
             self.problem = None
         except OSError as error:
             stopped, self.problem = [], shortage("look for processes of the backend", error)
-        self._leftovers.tick(self.tree.everyone(), is_prepared=self.prepared is not None)
         verdict = self._parked.looked(stopped)
         if verdict is not None:
             self._hub.post(Failed("stopped", verdict))
@@ -216,7 +217,6 @@ class Incarnation:
     def _settle(self) -> None:
         if self.tree.is_gone and self.channel.is_closed and not self._is_over:
             self._is_over = True
-            self._leftovers.reaped()
             if self._settings.is_remote and self.witness_path is not None:
                 with contextlib.suppress(OSError):  # then the next supervisor does
                     witness.discard(self.witness_path, *self.witness_id)  # no server here will

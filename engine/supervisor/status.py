@@ -177,7 +177,6 @@ class EngineStatus:
             fault and f"{fault}; it is the machine's fault, and tried again each second",
             engine.predecessor,
             engine.lock.first_problem,
-            engine.leftovers.problem,
             *(server.problem for server in self.sockets),
         ]
         if running is not None:

@@ -84,7 +84,6 @@ class EngineSupervisor:
             await self._control.farewell()
             await self._control.server.close()
             await self._state_file.close()
-            await engine.leftovers.close()
         _depart(engine)
 
     async def _heed(self, signals: SignalInbox) -> None:

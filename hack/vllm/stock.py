@@ -11,7 +11,9 @@ called, and ends; the module behind it is started instead.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
 import sys
 import urllib.error
 import urllib.request
@@ -20,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.supervisor import leftovers
+from engine.supervisor.leftovers import SHM
 from plumbing.errors import UnderstudyError
 from plumbing.service.procfs import descendants
 from plumbing.service.signals import SignalInbox
@@ -64,7 +66,7 @@ class Stock:
         self.runner = PodRunner([container], base / "log")
         self.target = Target("127.0.0.1", port)
         self.model = str(model)
-        self._left: set[leftovers.Name] = set()
+        self._left: set[str] = set()
 
     def tree(self) -> list[int]:
         """The server's processes."""
@@ -92,7 +94,7 @@ class Stock:
             asked = [each.prompt for each in questions]
             prompts, answers = await learn_answers(self.target, asked, needs_token=False)
             look()
-            self._left = leftovers.held_by(self.tree())
+            self._left = {path for pid in self.tree() for path in shared_memory_of(pid)}
             return [e for e in questions if e.prompt.key in answers], (prompts, answers)
 
         inbox = SignalInbox()
@@ -100,8 +102,8 @@ class Stock:
             return await run_pod(self.runner, body, inbox.get, say)
         finally:
             inbox.close()
-            for name in self._left - leftovers.still_held(self._left):
-                leftovers.remove(name)  # it always leaves some shared memory behind
+            for path in self._left:  # it always leaves some shared memory behind
+                Path(path).unlink(missing_ok=True)
 
     async def _questions(self, gap_min: float) -> list[Question]:
         bank = _long_prompts(self.model)
@@ -132,6 +134,14 @@ class Stock:
         except urllib.error.HTTPError:
             return Question(prompt, 0.0)  # a model without a chat template takes no chats
         return Question(prompt, smallest_gap(document["choices"][0]))
+
+
+def shared_memory_of(pid: int) -> set[str]:
+    """The files there that a process has mapped; none of one that is gone."""
+    found: set[str] = set()
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/maps", errors="replace") as lines:
+        found = {line.split(None, 5)[-1].rstrip() for line in lines}
+    return {path for path in found if path.startswith(f"{SHM}/") and os.path.exists(path)}
 
 
 def smallest_gap(choice: Mapping[str, Any]) -> float:

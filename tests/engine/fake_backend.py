@@ -12,17 +12,19 @@ import argparse
 import contextlib
 import ctypes
 import fcntl
-import mmap
 import os
 import platform
+import secrets
 import select
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from engine import messages as m
 from engine.backends import process
@@ -38,6 +40,7 @@ def arguments() -> argparse.Namespace:
     for on in (
         *("as-child", "rest", "leaves-resident", "fail-canary", "serve-early", "load"),
         *("permanent", "advance"),  # the fault is permanent; the shared page counts
+        "leave-behind",  # one of everything that stays after a SIGKILL
     ):
         parser.add_argument(f"--{on}", action="store_true")
     for text in (
@@ -46,7 +49,6 @@ def arguments() -> argparse.Namespace:
         *("answer-late-if", "load-until"),  # as long as, or until, that file exists
         *("note-drain", "note-wake"),  # where to write what the request said
         *("continuation", "fault", "child-skips", "grandchild"),
-        "leave-behind",  # the beginning of the files' names
     ):
         parser.add_argument(f"--{text}", default="")
     parser.add_argument("--obey", type=int, help="the descriptor of a socket")
@@ -279,20 +281,13 @@ def load_ranks(member: process.BackendProcess, models: list[str]) -> None:
             member.attached(f"e{rank}", {"model": model, "mode": leave.mode}, rank)
 
 
-def leave_behind(member: process.BackendProcess, prefix: str) -> list[object]:
+def leave_behind() -> list[object]:
     """One of everything that stays after a SIGKILL; what keeps it in use until then."""
-    semaphore = _multiprocessing.SemLock(1, 1, 1, f"/{prefix}-semaphore", False)
-    maps: list[object] = []
-    for name in ("mapped", "before"):
-        with open(f"/dev/shm/{prefix}-{name}", "a+b") as file:
-            file.truncate(4096)
-            maps.append(mmap.mmap(file.fileno(), 4096))
-    bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    bound.bind(os.path.join(os.environ["UNDERSTUDY_DIR"], f"{prefix}.socket"))
-    store = os.path.join(os.environ["UNDERSTUDY_DIR"], f"{prefix}.store")
-    with open(store, "wb"):
-        member.leftover(store)
-    return [semaphore, bound, *maps]
+    temporary = tempfile.gettempdir()
+    name, meeting = os.path.basename(temporary), f"vllm_dist_{secrets.token_hex(16)}"
+    for path in (f"{temporary}/{meeting}", f"/dev/shm/{meeting}-x", f"/dev/shm/{name}-mapped"):
+        Path(path).touch()
+    return [_multiprocessing.SemLock(1, 1, 1, f"/{name}-semaphore", False)]
 
 
 def main() -> None:
@@ -333,7 +328,7 @@ def main() -> None:
         load(member, switches)
     if switches.ranks:
         load_ranks(member, switches.ranks)
-    kept = leave_behind(member, switches.leave_behind) if switches.leave_behind else []
+    kept = leave_behind() if switches.leave_behind else []
     channel.notify(
         m.PreparedMsg(
             weights_bytes=0,

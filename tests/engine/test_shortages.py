@@ -93,10 +93,10 @@ def test_an_error_in_a_callback_of_the_supervisor_ends_it(pod, lock):
     """Goal: an OSError of our own is not taken for a peer's. Method: a tick that raises one: the
     process ends with it, and so does its backend."""
     patch = """
-from engine.supervisor.leftovers import Leftovers
+from engine.supervisor.cpu_share import CpuShare
 def tick(*_, **__):
     raise OSError(5, "injected")
-Leftovers.tick = tick
+CpuShare.tick = tick
 """
     engine = pod.engine("e-0", flags=QUICK, wrapper=patched(patch))
     assert engine.wait() == 1

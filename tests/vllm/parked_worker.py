@@ -15,9 +15,7 @@ from engine.backends.vllm.worker.kv_arena import AddressRange
 
 class UnsupervisedWorker(CPUWorker):
     def init_device(self) -> None:
-        member: Any = SimpleNamespace(
-            leftover=lambda path: None, report=lambda error: None, seat=None
-        )
+        member: Any = SimpleNamespace(report=lambda error: None, seat=None)
         membership._member = member
         super().init_device()
 

@@ -13,9 +13,9 @@ import signal
 import socket
 from collections.abc import Awaitable, Callable
 
-from engine.supervisor import leftovers as held_files
 from engine.supervisor.tree import HELPERS
 from gms.upkeep import drop_kv
+from hack.vllm.stock import shared_memory_of
 from plumbing.errors import RemoteError
 from plumbing.pod.paths import engine_http_socket
 from tests.e2e.fence import assert_witness_fences
@@ -141,7 +141,8 @@ async def taken_over(pod: Pod, target: str, strike: Strike, *causes: str) -> Non
     backend = (await pod.engine(before.engine))["backend"]
     assert set(backend["pids"]) == {"api", "core", "worker", "worker-1"}
     tree = await pod.engine_tree(before.engine)
-    names = held_files.held_by(tree)
+    names = {path for pid in tree for path in shared_memory_of(pid)}
+    assert names
     with Processes(tree) as old, Processes([backend["pids"][target]]) as victim:
         async with pod.load() as load, pod.grants(old) as grants:
             await load.answers(ANSWERS)
@@ -154,7 +155,7 @@ async def taken_over(pod: Pod, target: str, strike: Strike, *causes: str) -> Non
         assert [each.token for each in grants.made] == [newer]
         assert grants.made[0].engine in before.standbys
         assert not grants.made[0].alive
-    await auntil(lambda: not names & held_files.there_now(), "shared memory to be given back")
+    await auntil(lambda: not any(map(os.path.exists, names)), "shared memory to be given back")
     after = await pod.whole_after(before.token)
     assert after.standbys == (before.engine,)
     assert (await pod.engine(before.engine))["deaths"][-1]["cause"] in causes

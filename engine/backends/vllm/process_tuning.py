@@ -1,5 +1,5 @@
 """What a process of vLLM sets about itself before its libraries load: garbage collection, the count
-of CPUs, and timer slack.
+of CPUs, timer slack, and the names of its shared memory.
 
 *Garbage collection* is paused while a process starts. Importing vLLM makes 700,000 objects that
 live as long as the process, and the collector would visit them again and again: a fifth of the time
@@ -16,6 +16,9 @@ groups cost an idle rank 2.4 % of a core. Slack (prctl(2), PR_SET_TIMERSLACK) le
 such a wait later; data still wakes the thread at once. Threads inherit it only from the thread that
 starts them.
 
+*Shared memory* stays when its processes are killed. Its names have that of the engine, by which the
+supervisor removes it (`supervisor/leftovers.py`).
+
 Imports neither vLLM nor torch at module level.
 """
 
@@ -25,8 +28,11 @@ import ctypes
 import gc
 import multiprocessing
 import os
+import secrets
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing import shared_memory
 
 from engine.backends.process import CPUS_ENV
 
@@ -104,3 +110,11 @@ def new_threads_may_wake_late(late_ns: int = LATE_NS) -> Iterator[None]:
         yield
     finally:
         _libc.prctl(PR_SET_TIMERSLACK, ctypes.c_ulong(before_ns), 0, 0, 0)
+
+
+def name_shared_memory() -> None:
+    """What multiprocessing makes from now on is named after this engine's TMPDIR. These two are
+    its private names: without them everything works, but for the removal."""
+    name = os.path.basename(tempfile.gettempdir())
+    vars(shared_memory)["_make_filename"] = lambda: f"/{name}-{secrets.token_hex(8)}"
+    vars(multiprocessing.current_process())["_config"]["semprefix"] = f"/{name}"

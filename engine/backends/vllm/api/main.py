@@ -17,6 +17,7 @@ import asyncio
 import logging
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from multiprocessing import resource_tracker
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -79,6 +80,8 @@ def main() -> int:
         with blocked_in_children():
             resource_tracker.ensure_running()
         os.environ.update(ENVIRONMENT)
+        keep_compiled()
+        process_tuning.name_shared_memory()
         raise_fd_limit()
         process_tuning.pause_collector()
         count_all()
@@ -194,6 +197,12 @@ def make_engine(parsed: ServeArguments, steps: Any) -> _Made:
     )
 
 
+def keep_compiled() -> None:
+    """What torch compiles is a cache, and our TMPDIR is removed with this engine."""
+    place = os.path.join(os.path.dirname(tempfile.gettempdir()), f"torchinductor_{os.geteuid()}")
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", place)
+
+
 def _fit_cpu(ranks: int) -> None:
     """On the CPU vLLM binds each rank to its own memory node, and fails if there are too few; then
     each rank gets its share of the cores, unless the user has configured that."""
@@ -209,5 +218,6 @@ def _fit_cpu(ranks: int) -> None:
 if __name__ == "__main__":
     sys.exit(main())
 if __name__ == "__mp_main__":  # the engine core, or a worker
+    process_tuning.name_shared_memory()
     process_tuning.pause_collector_in_spawned()
     count_all()

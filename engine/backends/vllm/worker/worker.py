@@ -41,7 +41,6 @@ from plumbing.errors import InvariantError, UnderstudyError, UsageError
 logger = logging.getLogger(__name__)
 
 GIVE_UP_S = 5.0  # to unmap and free takes milliseconds; the backend asks for longer
-MEETING_FILE = "file://"  # torch's FileStore; over TCP there is no file to remove
 
 
 class ParkingWorker(StockGPUWorker):
@@ -72,10 +71,6 @@ class ParkingWorker(StockGPUWorker):
             super().init_device()
             if os.environ.get(INSTALL_ENV):
                 self._cannot_resume = hook.install(self.vllm_config, self.model_runner)
-            # Ranks on one machine meet through a file that none keeps open; it outlives SIGKILL.
-            place = str(self.distributed_init_method)
-            if self.rank == 0 and place.startswith(MEETING_FILE):
-                membership.current().leftover(place.removeprefix(MEETING_FILE))
             needed_bytes = self.kv_bytes_of_all(self._kv_bytes_asked())
             check_can_ever_fit(needed_bytes, self.room(), "lower --kv-cache-memory-bytes")
 
