@@ -11,7 +11,6 @@ import asyncio
 import logging
 import os
 import socket
-import threading
 from collections.abc import Callable, Iterable
 from typing import NoReturn, Protocol
 
@@ -59,23 +58,17 @@ class BackendHandler(Protocol):
 
 
 class Channel(Handler):
-    """A connection to the supervisor; made on the loop."""
+    """A connection to the supervisor, on the backend's loop. That may be blocked for minutes while
+    the backend prepares: the kernel ends this process with its supervisor."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.backend: BackendHandler | None = None
-        self._its_loop: asyncio.AbstractEventLoop | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._conn = Connection(sock, msg.CHANNEL, self)
 
-    def prepared(
-        self,
-        backend: BackendHandler,
-        prepared: msg.PreparedMsg,
-        loop: asyncio.AbstractEventLoop | None = None,
-    ) -> None:
-        """From now on `backend` takes requests: on `loop`, if it runs on another one, but for
-        `health`."""
-        self.backend, self._its_loop = backend, loop
+    def prepared(self, backend: BackendHandler, prepared: msg.PreparedMsg) -> None:
+        """From now on `backend` takes requests."""
+        self.backend = backend
         self._conn.send(prepared)
 
     def end(self, report: msg.FaultReportMsg) -> NoReturn:
@@ -112,12 +105,7 @@ class Channel(Handler):
         fds: list[OwnedFd],
     ) -> None:
         try:
-            work = _handle(backend, message, fds)
-            if self._its_loop is not None:
-                made = asyncio.run_coroutine_threadsafe(work, self._its_loop)
-                conn.send(await asyncio.wrap_future(made), request_id)
-            else:
-                conn.send(await work, request_id)
+            conn.send(await _handle(backend, message, fds), request_id)
         except UnderstudyError as error:
             conn.fault(error, request_id, close=False)
         except Exception as error:  # a shortage, or a bug: the supervisor would wait for its budget
@@ -128,38 +116,6 @@ class Channel(Handler):
             conn.fault(fault, request_id, close=False)
         finally:
             close_all(fds)
-
-
-class ChannelThread:
-    """A channel on a thread of its own, whose methods may be called from any other thread: where
-    the backend's loop is blocked for minutes while it prepares, the supervisor's exit must be
-    noticed and failures reported. Requests run on the backend's loop, but for `health`."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._is_made = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(sock,), name="channel", daemon=True)
-        self._thread.start()
-        self._is_made.wait()
-
-    def prepared(self, backend: BackendHandler, prepared: msg.PreparedMsg) -> None:
-        """Report `prepared` and accept requests for `backend`; call this on the backend's loop."""
-        theirs = asyncio.get_running_loop()
-        self._loop.call_soon_threadsafe(self._channel.prepared, backend, prepared, theirs)
-
-    def end(self, report: msg.FaultReportMsg) -> NoReturn:
-        """Send `report`, and end this process."""
-        self._loop.call_soon_threadsafe(self._channel.end, report)
-        self._thread.join()
-        raise AssertionError("the process ends on that thread")
-
-    def _run(self, sock: socket.socket) -> None:
-        async def make() -> None:
-            self._channel = Channel(sock)
-            self._is_made.set()
-
-        self._loop.run_until_complete(make())
-        self._loop.run_forever()
 
 
 def is_private(listening: OwnedFd) -> bool:

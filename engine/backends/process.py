@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import mmap
 import os
 import socket
@@ -35,6 +36,8 @@ from plumbing.pod.queue_page import QueuePage
 from plumbing.service.process import arm_from_environment, parent_environment
 from plumbing.wire.blocking import BlockingClient
 from plumbing.wire.fds import OwnedFd
+
+logger = logging.getLogger(__name__)
 
 CHANNEL_ENV = "UNDERSTUDY_CHANNEL"
 WITNESS_ENV = "UNDERSTUDY_WITNESS"
@@ -154,6 +157,18 @@ def queue_page(environ: Mapping[str, str] = os.environ) -> QueuePage:
     """Where the process that schedules shows the gateway what it has queued."""
     directory, engine = environ.get("UNDERSTUDY_DIR"), environ.get(ENGINE_ID_ENV)
     return QueuePage(engine_queue(directory, engine) if directory and engine else "")
+
+
+def end_early(sock: socket.socket, report: msg.FaultReportMsg) -> int:
+    """Over the socket of `take_channel`, before there is a loop: report why this process ends.
+    Returns its exit code."""
+    logger.error("%s [%s]", report.message, report.code)
+    with (
+        BlockingClient.from_socket(sock, msg.CHANNEL) as client,
+        contextlib.suppress(UnderstudyError),
+    ):
+        client.notify(report)
+    return report.exit_code
 
 
 def child_environment() -> dict[str, str]:

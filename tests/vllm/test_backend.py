@@ -168,15 +168,6 @@ def test_an_invalid_token_fails_the_canary_and_is_reported(alone, token, logprob
     assert (asyncio.run(generate_one(engine, "r")) is None) == is_number
 
 
-def test_a_loop_that_does_not_turn_counts_as_work_without_progress(alone: World, monkeypatch):
-    """Goal: a hang of vLLM's own loop is found although another thread answers; method: a clock
-    that has gone on while the loop has not."""
-    assert alone.backend.health().in_flight == 0
-    later = backend_module.time.monotonic() + 2 * backend_module.LATE_S
-    monkeypatch.setattr(backend_module, "time", SimpleNamespace(monotonic=lambda: later))
-    assert alone.backend.health().in_flight == 1
-
-
 # ---------------------------------------------------------------------- KV memory that is lent
 
 

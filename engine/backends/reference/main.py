@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import argparse
 import gc
-import logging
 import os
 import sys
-from contextlib import suppress
 from typing import NoReturn
 
 import msgspec
@@ -20,13 +18,9 @@ from engine.backends import process
 from engine.backends.process import ProgressPage
 from engine.backends.reference.config import Settings
 from engine.backends.registry import HELP
-from engine.messages import CHANNEL
 from plumbing.errors import UnderstudyError, UsageError
 from plumbing.service.log import configure
 from plumbing.service.process import raise_fd_limit
-from plumbing.wire.blocking import BlockingClient
-
-logger = logging.getLogger(__name__)
 
 # Sums of floats depend on how many threads share them, and one thread starts faster than many.
 # Set here because numpy reads them when it is imported.
@@ -85,10 +79,7 @@ def main() -> int:
         settings, names = parse(sys.argv[1:])
         raise_fd_limit()
     except UnderstudyError as error:
-        logger.error("%s", error)
-        with BlockingClient.from_socket(sock, CHANNEL) as client, suppress(UnderstudyError):
-            client.notify(process.fault_report(error))
-        return error.exit_code
+        return process.end_early(sock, process.fault_report(error))
     os.environ |= dict.fromkeys(THREAD_VARIABLES, "1")
     # When imported, aiohttp reads all certificates that a client might need: 30 ms for nothing.
     os.environ["SSL_CERT_FILE"] = os.devnull

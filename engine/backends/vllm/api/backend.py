@@ -1,9 +1,9 @@
 """vLLM as its supervisor sees it: prepared, awake, serving, draining.
 
 Owns the order of a wake (KV memory on every rank, then vLLM's scheduler, then the canary, then the
-lent socket), the order of a rest, and what counts as healthy. Everything but `health` runs on
-vLLM's own loop. Our own worker methods never raise: after a call that raised, vLLM's replies would
-be off by one for good, so the methods return the error.
+lent socket), the order of a rest, and what counts as healthy. Everything runs on vLLM's own loop.
+Our own worker methods never raise: after a call that raised, vLLM's replies would be off by one for
+good, so the methods return the error.
 
 At a rest a drained engine gives its KV memory back and stays ready to be woken. No failed step is
 undone: the incarnation ends, and another is launched.
@@ -84,7 +84,6 @@ RESTORE_S, RESTORE_GRACE_S = 45.0, 15.0
 NOTE_CHARS_MAX = 4096
 PULSE_S = 0.05  # how long a core's own failure may go unnoticed; its death is seen at once
 PARKED_PULSE_S = 0.25  # the same without clients: twenty checks a second cost 0.3 % of a core
-LATE_S = 1.0  # a loop that has not turned for this long does something other than inference
 
 
 class VllmBackend:
@@ -115,7 +114,6 @@ class VllmBackend:
         self._prove, self._canaries = prove, 0
         self._listening: OwnedFd | None = None
         self._trusting: asyncio.Task[None] | None = None
-        self._turned_s = time.monotonic()
 
     async def prepare(self) -> PreparedMsg:
         """Try the engine once, then release its KV memory and stop its scheduler.
@@ -224,10 +222,8 @@ class VllmBackend:
         await self._kv.follow(self._engine)
 
     def health(self) -> HealthyMsg:
-        """From the channel's thread: it only reads. A loop that does not turn is in-flight work."""
-        is_late = time.monotonic() - self._turned_s > LATE_S
         return HealthyMsg(
-            in_flight=max(self._in_flight, int(is_late)),
+            in_flight=self._in_flight,
             progress=self._steps.count,
             accepting=self._front.is_open,
             rejected=self._front.traffic.rejected,
@@ -365,10 +361,9 @@ class VllmBackend:
         )
 
     async def watch(self, on_dead: Callable[[UnderstudyError], None]) -> None:
-        """Note that the loop turns, and call `on_dead` once vLLM has failed."""
+        """Call `on_dead` once vLLM has failed."""
         checking = asyncio.create_task(self._check_while_parked(on_dead))
-        while not (self._engine.errored or self._front.has_ended):
-            self._turned_s = time.monotonic()
+        while not (self._engine.errored or self._front.has_ended):  # noqa: ASYNC110 - vLLM's flags
             await asyncio.sleep(PARKED_PULSE_S if self.is_parked else PULSE_S)
         checking.cancel()
         what = "engine core failed" if self._engine.errored else "HTTP server ended"

@@ -2,9 +2,8 @@
 
     python -m engine.backends.vllm.api.main MODEL [vLLM's own flags]
 
-Started by `engine run --backend vllm -- …`. Owns the start: witness first, then the channel on its
-own thread, then vLLM, whose processes join through the plugin. It runs until the supervisor kills
-it or it reports a failure.
+Started by `engine run --backend vllm -- …`. Owns the start: witness first, then vLLM, whose
+processes join through the plugin. It runs until the supervisor kills it or it reports a failure.
 
 Surprising: every process that multiprocessing spawns from here imports this module again, under
 another name. So its top level imports nothing slow; all that it does there is to count the CPUs and
@@ -36,7 +35,9 @@ from plumbing.service.process import raise_fd_limit
 from plumbing.service.signals import blocked_in_children
 
 if TYPE_CHECKING:
-    from engine.backends.channel import ChannelThread
+    import socket
+
+    from engine.backends.channel import Channel
     from engine.backends.vllm.api.arguments import ServeArguments
     from engine.backends.vllm.api.features import Features
     from lockserver.client import serving
@@ -70,9 +71,6 @@ def main() -> int:
     except UnderstudyError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code
-    from engine.backends.channel import ChannelThread
-
-    channel = ChannelThread(sock)
     try:
         seat = process.enter(NAME).seat
         # Python 3.11 to 3.13 unblocks SIGTERM and SIGINT in the thread that starts this helper, and
@@ -91,20 +89,39 @@ def main() -> int:
 
         parsed = arguments.parse(sys.argv[1:])
         _fit_cpu(parsed.vllm.tensor_parallel_size)
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_run(parsed, channel, page, seat))
-        raise AssertionError("the backend returned while the process lives")
-    except UnderstudyError as error:
-        channel.end(process.fault_report(error))
     except Exception as error:
-        logger.exception("vLLM failed")
-        text, is_machine = f"vLLM failed: {type(error).__name__}: {error}", is_disk_fault(error)
-        channel.end(FaultReportMsg("vllm.failed", text[:4096], False, is_machine=is_machine))
+        return process.end_early(sock, _report_of(error))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_run(parsed, sock, page, seat))
+    raise AssertionError("the backend returned while the process lives")
+
+
+def _report_of(error: Exception) -> FaultReportMsg:
+    if isinstance(error, UnderstudyError):
+        return process.fault_report(error)
+    logger.error("vLLM failed", exc_info=error)
+    text, is_machine = f"vLLM failed: {type(error).__name__}: {error}", is_disk_fault(error)
+    return FaultReportMsg("vllm.failed", text[:4096], False, is_machine=is_machine)
 
 
 async def _run(
     parsed: ServeArguments,
-    channel: ChannelThread,
+    sock: socket.socket,
+    page: ProgressPage,
+    seat: serving.ServingSeat | None,
+) -> None:
+    from engine.backends.channel import Channel
+
+    channel = Channel(sock)
+    try:
+        await _serve(parsed, channel, page, seat)
+    except Exception as error:
+        channel.end(_report_of(error))
+
+
+async def _serve(
+    parsed: ServeArguments,
+    channel: Channel,
     page: ProgressPage,
     seat: serving.ServingSeat | None,
 ) -> None:
@@ -115,10 +132,12 @@ async def _run(
 
     args, steps, directory = parsed.vllm, StepCounter(page), os.environ[DIRECTORY_ENV]
     # Named after the engine, not the incarnation: the next one replaces a killed one's socket.
-    sock = bind(args, os.path.join(directory, f"trial_{os.environ[process.ENGINE_ID_ENV]}.sock"))
+    listener = bind(
+        args, os.path.join(directory, f"trial_{os.environ[process.ENGINE_ID_ENV]}.sock")
+    )
     made = make_engine(parsed, steps)
     process_tuning.resume_collector()
-    front = await Front.start(made.engine, args, sock, parsed.body_bytes_max)
+    front = await Front.start(made.engine, args, listener, parsed.body_bytes_max)
     proof = made.tested and Proof(directory, made.tested, forced=parsed.self_test)
     backend = VllmBackend(
         made.engine,
