@@ -176,9 +176,13 @@ def child_environment() -> dict[str, str]:
     return {**os.environ, **parent_environment()}
 
 
-def fault_report(error: UnderstudyError) -> msg.FaultReportMsg:
+def fault_report(error: Exception) -> msg.FaultReportMsg:
     """For the supervisor: a wrong argument is permanent, and exits with code 2."""
     is_machine = is_disk_fault(error)
+    if not isinstance(error, UnderstudyError):
+        logger.error("the backend failed", exc_info=error)
+        what = f"the backend failed: {type(error).__name__}: {error}"
+        return msg.FaultReportMsg("engine.backend_failed", what[:4096], False, 1, is_machine)
     is_usage = isinstance(error, UsageError) and not is_machine
     is_permanent = is_usage or (error.code in PERMANENT and not is_machine)
     exit_code = 2 if is_usage else 1

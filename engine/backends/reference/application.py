@@ -32,7 +32,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from engine.backends.reference.completions import BODIES, AnyBody, ChatBody, OpenAiReply, parse_body
 from engine.backends.reference.generation import TokenRequest
-from engine.backends.reference.model import ModelThread
+from engine.backends.reference.model import Model
 from engine.backends.reference.ranks import Ready
 from engine.backends.reference.text import AnswerText, Piece, Tokenizer, replay
 from engine.backends.shards import read_file
@@ -117,7 +117,8 @@ class ServedModel:
 
     names: tuple[str, ...]
     tokenizer: Tokenizer
-    model: ModelThread
+    model: Model
+    ready: Ready
     engine: str = ""
     token: int = 0
     is_behind_gateway: bool = False
@@ -125,17 +126,11 @@ class ServedModel:
     is_continued: bool = False
     rejected: int = 0
     replayed: int = 0  # tokens of the journals of resumed requests
-    ready: Ready | None = None
     continuation_id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
     requests_open: int = 0  # between their headers and the end of their answer
     streams: set[MarkedStream] = field(default_factory=set)  # that another engine can continue
     _large: asyncio.Lock = field(default_factory=asyncio.Lock)  # held for work that takes long
-
-    @property
-    def limits(self) -> Ready:
-        assert self.ready is not None  # connections are accepted only afterwards
-        return self.ready
 
     # ------------------------------------------------------------------ around every request
 
@@ -185,7 +180,7 @@ class ServedModel:
             "object": "model",
             "created": self.created,
             "owned_by": "understudy",
-            "max_model_len": self.limits.max_context,
+            "max_model_len": self.ready.max_context,
         }
         return web.json_response({"object": "list", "data": [card]})
 
@@ -205,7 +200,7 @@ class ServedModel:
 
     async def canary(self, request: web.Request) -> web.StreamResponse:
         self._check_gateway()
-        checked = await self.model.call(lambda rank: rank.check())
+        checked = self.model.call(lambda rank: rank.check())
         status = 200 if checked.ok else 503
         return web.json_response(body=msgspec.json.encode(checked), status=status)
 
@@ -261,7 +256,7 @@ class ServedModel:
         answer = AnswerText(self.tokenizer, body.stops, len(wanted.prompt), least)
         replayed = None
         if journal:
-            vocab_size = self.limits.vocab_size
+            vocab_size = self.ready.vocab_size
             replayed = await self._apart(len(journal), lambda: replay(wanted, answer, vocab_size))
         reply = OpenAiReply(body, self.names[0], given_id or uuid.uuid4().hex)
         marking = self._mark(request) if is_marked and body.stream else nullcontext()
@@ -296,7 +291,7 @@ class ServedModel:
         self, body: AnyBody, request_id: str, attempt: bytes, made: tuple[int, ...]
     ) -> TokenRequest:
         """Checks `body` against the model's limits. Raises UsageError."""
-        limits, tokenizer, is_chat = self.limits, self.tokenizer, isinstance(body, ChatBody)
+        limits, tokenizer, is_chat = self.ready, self.tokenizer, isinstance(body, ChatBody)
         # The chat template writes its own special tokens.
         prompt = tokenizer.render_chat(body.messages) if isinstance(body, ChatBody) else body.prompt
         if isinstance(prompt, str):

@@ -1,8 +1,7 @@
 """From requests to tokens: the choice of a token, whose turn it is, and one step of the decoder.
 
-Pure but for the decoder: no sockets, no threads. The model's thread asks for a step, hands the
-result on, and takes its calls between steps. Running sequences take turns, so a long prompt never
-delays the others by more than one chunk.
+Pure but for the decoder: no sockets, no threads. `model.py` asks for a step and hands the result
+on. Running sequences take turns, so a long prompt never delays the others by more than one chunk.
 
 Two things make an answer depend on its request alone, also after a failover. Work is cut by
 *position in the sequence* only, never by what else is running: float sums depend on how a matrix

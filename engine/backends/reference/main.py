@@ -1,4 +1,4 @@
-"""The backend's process: HTTP on its main thread, the model on another, the supervisor above.
+"""The backend's process: HTTP and the model on its main thread, the supervisor above.
 
 Started by `engine run --backend reference -- …`. Owns the start: the witness first, then the
 processes of the other tensor-parallel ranks, and only then the slow imports.
@@ -25,10 +25,6 @@ from plumbing.service.process import raise_fd_limit
 # Sums of floats depend on how many threads share them, and one thread starts faster than many.
 # Set here because numpy reads them when it is imported.
 THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
-
-# How long the loop or the model may keep the interpreter from the other one. With Python's 5 ms, a
-# new token waits as long for its way to the client: steps of a small model never let go of it.
-SWITCH_S = 0.0005
 
 NUMBERS = (
     ("--max-context", "max_context", "Most tokens of prompt and answer (default: up to 4096)."),
@@ -95,7 +91,6 @@ def main() -> int:
 
     gc.freeze()
     gc.enable()
-    sys.setswitchinterval(SWITCH_S)
     uvloop.run(serve(settings, names, sock, member, peers, page))
     raise AssertionError("the backend stopped serving by itself")
 

@@ -1,7 +1,7 @@
 """One rank of the model: its weights, the decoder over them, and its KV memory from wake to sleep.
 
-Rank 0 is a thread of the backend's process (`model.py`) and has the requests; every other rank is a
-process: `python -m engine.backends.reference.rank SETTINGS`. On rank 0 each method has the other
+Rank 0 is in the backend's process (`model.py`) and has the requests; every other rank is a process:
+`python -m engine.backends.reference.rank SETTINGS`. On rank 0 each method has the other
 ranks do the same, and joins their answers. Knows token ids, never text.
 
 The surprising thing: the death of the memory service does not matter. The weights stay mapped, and

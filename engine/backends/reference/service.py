@@ -16,9 +16,9 @@ from engine.backends.channel import POLL_S, Channel, is_private, until_done
 from engine.backends.process import BackendProcess, ProgressPage
 from engine.backends.reference.application import ServedModel, continuation_id, make_app
 from engine.backends.reference.config import Settings
-from engine.backends.reference.model import ModelThread
+from engine.backends.reference.model import Model
 from engine.backends.reference.rank import Rank
-from engine.backends.reference.ranks import Peers, Ready
+from engine.backends.reference.ranks import Peers
 from engine.backends.reference.text import Tokenizer
 from engine.messages import (
     NO_ERA,
@@ -61,13 +61,15 @@ async def serve(
 ) -> None:
     """Serve for the supervisor at the other end of `sock`, which decides when this process ends."""
     channel = Channel(sock)
-    model = ModelThread(lambda: Rank(settings, member, peers), settings.slots, channel.end, page)
     try:
-        served = ServedModel(names, Tokenizer.load(settings.directory), model)
-        backend = ReferenceBackend(served, member.seat)
-        ready = await backend.prepare()
+        rank = Rank(settings, member, peers)
+        ready, tokenizer = rank.ready, Tokenizer.load(settings.directory)
+        model = Model(rank, settings.slots, channel.end, page)
+        served = ServedModel(names, tokenizer, model, ready)
         served.continuation_id = continuation_id(settings.directory, names[0], ready)
-    except UnderstudyError as error:
+        backend = ReferenceBackend(served, member.seat)
+        await backend.prepare()
+    except Exception as error:
         channel.end(process.fault_report(error))
     prepared = PreparedMsg(
         ready.weights_bytes,
@@ -101,19 +103,17 @@ class ReferenceBackend:
             max_field_size=LINE_BYTES_MAX,
         )
 
-    async def prepare(self) -> Ready:
-        """Build the HTTP server while the model loads, so that waking need not; wait for both."""
+    async def prepare(self) -> None:
+        """Build the HTTP server, and try it."""
         await self._runner.setup()
-        ready = self._served.ready = await self._model.ready()
         await self._rehearse()
-        return ready
 
     async def _rehearse(self) -> None:
         """Answer what a gateway sends, over the canary's memory, whatever comes of it. What runs
         for the first time takes several times as long, and should not do so after a grant."""
         loop, served = asyncio.get_running_loop(), self._served
         served.is_behind_gateway = True
-        await self._model.call(lambda rank: rank.rehearse(is_on=True))
+        self._model.call(lambda rank: rank.rehearse(is_on=True))
         for request in REHEARSED:
             ours, theirs = socket.socketpair()
             with ours:
@@ -122,7 +122,7 @@ class ReferenceBackend:
                 await loop.sock_sendall(ours, request.encode())
                 while await loop.sock_recv(ours, LINE_BYTES_MAX):
                     pass
-        await self._model.call(lambda rank: rank.rehearse(is_on=False))
+        self._model.call(lambda rank: rank.rehearse(is_on=False))
 
     async def wake(
         self,
@@ -139,12 +139,10 @@ class ReferenceBackend:
             self._served.engine, self._served.token = engine, token
             self._served.is_behind_gateway = is_private(listening)
             self._lent = socket.socket(fileno=listening.detach())
-        woken = await self._model.call(lambda rank: rank.take_memory(token, era))
-        self._model.kept = woken.adopted_blocks
-        return woken
+        return self._model.call(lambda rank: rank.take_memory(token, era))
 
     async def run_canary(self) -> CanaryMsg:
-        return await self._model.call(lambda rank: rank.check())
+        return self._model.call(lambda rank: rank.check())
 
     async def serve(self) -> None:
         assert self._lent is not None
@@ -203,13 +201,11 @@ class ReferenceBackend:
             await asyncio.sleep(POLL_S)
         served.is_draining = served.is_continued = False
         left_s = max(0.0, end - loop.time())
-        rested = await self._model.call(lambda rank: rank.give_memory(keep_kv, left_s))
-        self._model.published = self._model.kept = 0
-        return rested
+        return self._model.call(lambda rank: rank.give_memory(keep_kv, left_s))
 
     async def place_weights(self, budget_s: float, *, is_away: bool) -> WeightsPlacedMsg:
         """Release the weights on every rank, or map them again."""
-        return await self._model.call(lambda rank: rank.place(is_away, budget_s))
+        return self._model.call(lambda rank: rank.place(is_away, budget_s))
 
     @property
     def _server(self) -> web.Server:

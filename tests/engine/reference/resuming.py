@@ -26,7 +26,7 @@ REQUEST_ID = "the-request"
 
 
 class StubModel:
-    """In place of `ModelThread`: the model's steps are done when a token is asked for."""
+    """In place of `Model`: its steps are done when a token is asked for."""
 
     def __init__(self, directory: str) -> None:
         decoder = decoder_of(directory)
@@ -139,8 +139,8 @@ async def pod(directory: Path) -> AsyncIterator[Pod]:
     tokenizer = Tokenizer.load(str(directory))
     ends = (257, 261)
     link = StubModel(str(directory))
-    served = ServedModel(("tiny",), tokenizer, link)  # type: ignore[arg-type]  # a stand-in for the model
-    served.ready = Ready(1, 1, MAX_CONTEXT, 262, ends, "epoch", {})
+    ready = Ready(1, 1, MAX_CONTEXT, 262, ends, "epoch", {})
+    served = ServedModel(("tiny",), tokenizer, link, ready)  # type: ignore[arg-type]  # a stand-in
     served.is_behind_gateway = True
     served.engine, served.token = "engine-0", 7
     async with TestClient(TestServer(make_app(served))) as client:

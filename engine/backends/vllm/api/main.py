@@ -28,8 +28,7 @@ from engine.backends.process import ProgressPage
 from engine.backends.registry import asks_for_help
 from engine.backends.vllm import process_tuning
 from engine.backends.vllm.process_tuning import count_all
-from engine.messages import FaultReportMsg
-from plumbing.errors import UnderstudyError, UsageError, is_disk_fault
+from plumbing.errors import UnderstudyError, UsageError
 from plumbing.service.log import configure
 from plumbing.service.process import raise_fd_limit
 from plumbing.service.signals import blocked_in_children
@@ -90,18 +89,10 @@ def main() -> int:
         parsed = arguments.parse(sys.argv[1:])
         _fit_cpu(parsed.vllm.tensor_parallel_size)
     except Exception as error:
-        return process.end_early(sock, _report_of(error))
+        return process.end_early(sock, process.fault_report(error))
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_run(parsed, sock, page, seat))
     raise AssertionError("the backend returned while the process lives")
-
-
-def _report_of(error: Exception) -> FaultReportMsg:
-    if isinstance(error, UnderstudyError):
-        return process.fault_report(error)
-    logger.error("vLLM failed", exc_info=error)
-    text, is_machine = f"vLLM failed: {type(error).__name__}: {error}", is_disk_fault(error)
-    return FaultReportMsg("vllm.failed", text[:4096], False, is_machine=is_machine)
 
 
 async def _run(
@@ -116,7 +107,7 @@ async def _run(
     try:
         await _serve(parsed, channel, page, seat)
     except Exception as error:
-        channel.end(_report_of(error))
+        channel.end(process.fault_report(error))
 
 
 async def _serve(
