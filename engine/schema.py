@@ -98,11 +98,6 @@ class EngineBackend(Schema):
     last_canary: Annotated[EngineLastCanary | None, "null if this launch has not made one"]
 
 
-class EngineCpu(Schema):
-    available: Annotated[str, "the supervisor's CPUs, as `0-3,8`"]
-    limit: Annotated[str | None, "its CPUs while it loads and another engine serves; null: all"]
-
-
 class EngineBudget(Schema):
     ms: Annotated[float | None, "time limit of this state; null: unlimited"]
     spent_ms: Annotated[float, "time spent in this state"]
@@ -184,7 +179,6 @@ class EngineDocument(Schema, kw_only=True):
     goal: EngineGoal
     lock: EngineLock
     backend: EngineBackend
-    cpus: EngineCpu
     inflight: Annotated[int, "number of requests in flight"]
     budget: EngineBudget
     stop: EngineStop

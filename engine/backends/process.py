@@ -49,8 +49,6 @@ INCARNATION_ENV = "UNDERSTUDY_INCARNATION"
 ENGINE_SOCKET_ENV = "ENGINE_SOCKET"
 ENGINE_ID_ENV = "ENGINE_ID"
 MODEL_ENV = "UNDERSTUDY_MODEL_NAME"  # of the engine's model; not set in a pod without models
-# All CPUs that this engine will have, as numbers with commas; only if it loads on some of them.
-CPUS_ENV = "UNDERSTUDY_CPUS"
 
 # The supervisor answers immediately; this is for a machine that swaps.
 ANSWER_TIMEOUT_S = 30.0

@@ -20,13 +20,11 @@ from engine.core.relaunch import Death, Relaunch
 from engine.messages import FaultReportMsg, HealthMsg, HealthyMsg
 from engine.schema import EngineRelaunch
 from engine.supervisor import leftovers, lock_side, state_file
-from engine.supervisor.cpu_share import CpuShare
 from engine.supervisor.history import EngineMetrics, History
 from engine.supervisor.hub import EngineHub
 from engine.supervisor.incarnation import Incarnation
 from engine.supervisor.lock_side import LISTENER_RETRY_MS, LockSide
 from engine.supervisor.settings import EngineSettings
-from engine.supervisor.state_file import serving_engine
 from lockserver.client import witness
 from plumbing.errors import InvariantError
 from plumbing.pod.messages import Tier
@@ -116,12 +114,8 @@ class Engine(EngineHub):
     def _tick(self) -> None:
         if self.incarnation is not None:
             self.incarnation.tick(is_parked=self.lifecycle.state in PARKED)
-            self.incarnation.cpus.tick(is_loading=self.lifecycle.state is State.INIT)
         self.pressure.sample(self.clock.now_ms())
         self.after("tick", TICK_MS, self._tick)
-
-    def _serving(self) -> str | None:
-        return serving_engine(self.settings.directory, self.settings.engine)
 
     def note(self) -> None:
         """Something has changed: tell `listeners`, in their order, in the next turn of the event
@@ -209,7 +203,6 @@ class Engine(EngineHub):
         if record.target is State.ACTIVE:
             self.watch = HealthWatch(self, self._running, self.signs, self._answered)
         if record.target is State.STANDBY:
-            self._running.cpus.lift("prepared")
             self.machine_fault = ""
         self.note()
 
@@ -258,7 +251,6 @@ class Engine(EngineHub):
             self,
             now.incarnation,
             temporary=self._temporary,
-            cpus=CpuShare(self.log, self._serving),
             on_gone=self._gone,
             on_loader=self.lock.repeat,
         )

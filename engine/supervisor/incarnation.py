@@ -32,7 +32,6 @@ from engine.core.health import ParkedHealth
 from engine.core.loading import Loading
 from engine.supervisor import leftovers
 from engine.supervisor.channel import BackendChannel, Canaries
-from engine.supervisor.cpu_share import CpuShare
 from engine.supervisor.hub import EngineHub, shortage
 from engine.supervisor.tree import ProcessDeath, Tree
 from lockserver.client import serving, witness
@@ -81,7 +80,6 @@ class Incarnation:
         incarnation_id: str,
         *,
         temporary: str,
-        cpus: CpuShare,
         on_gone: Callable[[], None],
         on_loader: Callable[[], None],
     ) -> None:
@@ -96,7 +94,6 @@ class Incarnation:
         self.rehearsed_ms: float | None = None
         self.exit: str | None = None
         self.machine_fault = ""  # why it ends, if that is not its own fault
-        self.cpus = cpus
         self.waiting: str | None = None  # why what the backend reported does not count yet
         self.problem: str | None = None  # why not every process of the tree is known
         self.woken: messages.WokenMsg | None = None
@@ -155,8 +152,7 @@ class Incarnation:
                     self._serving = file
                     environ[process.SERVING_ENV] = self._serving_path
                     environ[process.SERVING_ID_ENV] = f"{file.dev}:{file.ino}"
-                with self.cpus.inherited():
-                    self.tree.start(settings.command, environ, held, [*lent.values()])
+                self.tree.start(settings.command, environ, held, [*lent.values()])
 
     def _environment(self, lent: Mapping[str, int]) -> dict[str, str]:
         settings = self._settings
@@ -164,7 +160,6 @@ class Incarnation:
             **os.environ,
             **parent_environment(),
             **huge_pages(os.environ),
-            **self.cpus.environment,
             **{variable: str(fd) for variable, fd in lent.items()},
             process.WITNESS_ENV: self.witness_path or "",
             process.INCARNATION_ENV: self.id,

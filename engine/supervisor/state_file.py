@@ -4,29 +4,22 @@ Owns `engine_<id>.json`: the status document, whether any incarnation ever reach
 pod, and the counters that must survive a restart. It outlives processes, not the machine, so
 nothing is synced to disk. Written on a thread, because a disk may hang; only the newest content
 waits. A full disk is reported and retried: nothing here may stop an engine.
-
-`serving_engine` reads the files of the other engines on this machine: it finds the one that holds
-the lock, whether or not the lock server answers.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import socket
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from engine.core.lifecycle import HOLDING
 from engine.schema import EngineMemory
 from engine.supervisor.hub import Background, EngineHub, shortage
 from plumbing.errors import UnderstudyError, is_shortage
 from plumbing.pod.messages import GoalGeneration, Tier
-from plumbing.pod.paths import engine_socket, engine_state, engine_states
+from plumbing.pod.paths import engine_state
 from plumbing.service.files import read_json, write_atomic
 from plumbing.text import to_json
 
@@ -147,29 +140,3 @@ def word_of(directory: str, engine: str) -> tuple[str, int]:
         return str(document["engine"]["state"]), int(document["lock"]["token"])
     except (UnderstudyError, OSError, KeyError, TypeError, ValueError):
         return "", 0
-
-
-def serving_engine(directory: str, engine: str) -> str | None:
-    """The other engine that holds the lock and needs this machine, by its state file.
-
-    A supervisor that has just started launches before it is connected to the lock server, so it
-    cannot ask there. A file that a dead supervisor has left does not count.
-    """
-    with contextlib.suppress(OSError):  # no memory to look
-        for path in engine_states(Path(directory)):
-            name = path.stem.removeprefix("engine_")
-            is_other = name != engine and word_of(directory, name)[0] in HOLDING
-            if is_other and _is_listening(engine_socket(directory, name)):
-                return name
-    return None
-
-
-def _is_listening(path: str) -> bool:
-    try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as sock:
-            sock.connect(path)
-    except (ConnectionRefusedError, FileNotFoundError):
-        return False
-    except OSError:
-        pass  # too busy to accept, or no memory is left: not a proof of its end
-    return True

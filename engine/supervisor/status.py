@@ -18,7 +18,6 @@ from engine.core import probes
 from engine.core.events import Shall, State
 from engine.core.health import stretch
 from engine.core.lifecycle import tier_of
-from engine.supervisor.cpu_share import cpu_list
 from engine.supervisor.engine import Engine, patience_of
 from engine.supervisor.state_file import EngineStateFile, to_text
 from plumbing.pod.messages import Tier
@@ -48,7 +47,6 @@ class EngineStatus:
         """The status document."""
         engine, history = self._engine, self._engine.history
         now, newest = engine.lifecycle.now, engine.log.newest()
-        limit = engine.incarnation.cpus.limit if engine.incarnation else None
         found = schema.EngineDocument(
             schema=1,
             **newest,
@@ -62,10 +60,6 @@ class EngineStatus:
             ),
             lock=self._lock(),
             backend=self._backend(),
-            cpus=schema.EngineCpu(
-                available=cpu_list(os.sched_getaffinity(0)),
-                limit=cpu_list(limit) if limit is not None else None,
-            ),
             inflight=history.heard.in_flight,
             budget=schema.EngineBudget(
                 history.budget_ms, round(history.spent_ms, 3), history.is_budget_spent
@@ -191,9 +185,7 @@ class EngineStatus:
             if incarnation.loading.is_waiting:
                 why = self._disconnected() or ": another engine is loading"
                 return f"waiting for the loader lock{why}"
-            cpus = incarnation.cpus
-            limited = f", {cpus.describe()} until prepared" if cpus.limit is not None else ""
-            return incarnation.waiting or f"loading the model{limited}"
+            return incarnation.waiting or "loading the model"
         if now.state is State.STANDBY:
             other = self._engine.lock.other
             holder = f", {other.engine} holds it" if other else ""

@@ -93,10 +93,10 @@ def test_an_error_in_a_callback_of_the_supervisor_ends_it(pod, lock):
     """Goal: an OSError of our own is not taken for a peer's. Method: a tick that raises one: the
     process ends with it, and so does its backend."""
     patch = """
-from engine.supervisor.cpu_share import CpuShare
-def tick(*_, **__):
+from plumbing.service.procfs import CpuPressure
+def sample(*_, **__):
     raise OSError(5, "injected")
-CpuShare.tick = tick
+CpuPressure.sample = sample
 """
     engine = pod.engine("e-0", flags=QUICK, wrapper=patched(patch))
     assert engine.wait() == 1

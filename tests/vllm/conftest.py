@@ -6,6 +6,7 @@ that: `MODEL_RUNNER=v1` in the environment runs all of them on V1.
 
 from __future__ import annotations
 
+import gc
 import os
 import warnings
 from collections.abc import Iterator
@@ -15,7 +16,6 @@ from pathlib import Path
 
 import pytest
 
-from engine.backends.vllm import process_tuning
 from hack import v2_on_cpu
 from tests.e2e.pods import PodHome, make_model
 from understudy.up.models import VLLM_RANDOM_MODEL
@@ -27,7 +27,7 @@ if find_spec("vllm") is None:
     collect_ignore_glob = ["test_*.py"]
 else:
     v2_on_cpu.use(RUNNER)
-    process_tuning.pause_collector()
+    gc.disable()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch and vLLM speak as they are imported: once, here
         for name in ("worker.worker_cpu", "api.http", "api.self_test", "api.arguments"):
@@ -46,7 +46,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """All of vLLM is imported now; the weights' loader collects garbage with every model."""
-    process_tuning.resume_collector()
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

@@ -70,7 +70,6 @@ async def serve(model: str, path: str, flags: list[str]) -> None:
     args.load_format, args.model_loader_extra_config = "auto", {}
     private = bind(args, f"{path}.trial")
     made = make_engine(parsed, steps)
-    process_tuning.resume_collector()
     front = await Front.start(made.engine, args, private)
     found = made.find_continuing
     backend = VllmBackend(made.engine, front, steps, made.features, find_continuing=found)
@@ -107,7 +106,7 @@ def main() -> None:
     os.environ.update(VARIABLES)
     if GRAPHS_FLAG in flags:
         del os.environ["TORCH_COMPILE_DISABLE"]
-    process_tuning.pause_collector()
+    process_tuning.tune()
     os.setpgid(0, 0)  # vLLM's processes outlive their parent; they are all of this group
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

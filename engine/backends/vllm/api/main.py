@@ -6,8 +6,7 @@ Started by `engine run --backend vllm -- …`. Owns the start: witness first, th
 processes join through the plugin. It runs until the supervisor kills it or it reports a failure.
 
 Surprising: every process that multiprocessing spawns from here imports this module again, under
-another name. So its top level imports nothing slow; all that it does there is to count the CPUs and
-to pause the garbage collector.
+another name. So its top level imports nothing slow.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from engine.backends import process
 from engine.backends.process import ProgressPage
 from engine.backends.registry import asks_for_help
 from engine.backends.vllm import process_tuning
-from engine.backends.vllm.process_tuning import count_all
 from plumbing.errors import UnderstudyError, UsageError
 from plumbing.service.log import configure
 from plumbing.service.process import raise_fd_limit
@@ -78,10 +76,8 @@ def main() -> int:
             resource_tracker.ensure_running()
         os.environ.update(ENVIRONMENT)
         keep_compiled()
-        process_tuning.name_shared_memory()
+        process_tuning.tune()
         raise_fd_limit()
-        process_tuning.pause_collector()
-        count_all()
         import uvloop
 
         from engine.backends.vllm.api import arguments
@@ -127,7 +123,6 @@ async def _serve(
         args, os.path.join(directory, f"trial_{os.environ[process.ENGINE_ID_ENV]}.sock")
     )
     made = make_engine(parsed, steps)
-    process_tuning.resume_collector()
     front = await Front.start(made.engine, args, listener, parsed.body_bytes_max)
     proof = made.tested and Proof(directory, made.tested, forced=parsed.self_test)
     backend = VllmBackend(
@@ -228,6 +223,4 @@ def _fit_cpu(ranks: int) -> None:
 if __name__ == "__main__":
     sys.exit(main())
 if __name__ == "__mp_main__":  # the engine core, or a worker
-    process_tuning.name_shared_memory()
-    process_tuning.pause_collector_in_spawned()
-    count_all()
+    process_tuning.tune()

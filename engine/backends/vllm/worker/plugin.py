@@ -6,7 +6,6 @@ for a device, so that the witness is held first.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 
 from engine.backends.process import INCARNATION_ENV
@@ -28,11 +27,8 @@ def register() -> None:
     widen_fd_table()
     from vllm.model_executor.model_loader import register_model_loader
 
-    from engine.backends.vllm.process_tuning import resume_collector
     from engine.backends.vllm.worker.weights import Loader
 
     register_model_loader(LOAD_FORMAT)(Loader)
     if member is not None and member.name == membership.CORE:
         from engine.backends.vllm import core_serving  # noqa: F401 - adds methods to the core
-    if multiprocessing.parent_process() is not None:  # the main process resumes later
-        resume_collector()
