@@ -90,7 +90,6 @@ class HealthyMsg(Message, frozen=True, tag="healthy"):
 
     in_flight: Count
     progress: Count
-    accepting: bool
     rejected: Count = 0
     replayed: Count = 0
     published_blocks: Count = 0
@@ -163,7 +162,6 @@ class PreparedMsg(Message, frozen=True, tag="prepared"):
     weights_bytes: Count
     kv_bytes: Count
     epoch: Sentence
-    identity: dict[str, Any]
     warnings: tuple[Sentence, ...] = ()
     continuation: ContinuationId = ""
     can_rest: bool = False
@@ -233,7 +231,6 @@ class AttachedMsg(Message, frozen=True, tag="attached"):
 
     incarnation: Id
     rank: Rank
-    epoch: Sentence
     identity: dict[str, Any]
     place: Id | None = None
 

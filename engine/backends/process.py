@@ -86,14 +86,12 @@ class BackendProcess:
         assert isinstance(reply.message, msg.LoadMsg)
         return reply.message
 
-    def attached(
-        self, epoch: str, identity: dict[str, Any], rank: int = 0, place: str = ""
-    ) -> None:
+    def attached(self, identity: dict[str, Any], rank: int = 0, place: str = "") -> None:
         """Report that this rank has its weights mapped at `place`, so that the next engine may
         load."""
         known = place if place and os.environ.get(MODEL_ENV) else None
         self.control.request(
-            msg.AttachedMsg(self.incarnation, rank, epoch, identity, known),
+            msg.AttachedMsg(self.incarnation, rank, identity, known),
             timeout_s=ANSWER_TIMEOUT_S,
         )
 

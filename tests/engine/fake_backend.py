@@ -183,7 +183,7 @@ class Backend:
                 hung = os.path.exists(switches.hang_generation_if)
                 is_still = hung or self.is_private  # there it is idle
                 progress = self.served if is_still else time.monotonic_ns()
-                return m.HealthyMsg(in_flight=int(hung), progress=progress, accepting=self.serving)
+                return m.HealthyMsg(in_flight=int(hung), progress=progress)
             case m.DrainMsg(resume=resume):
                 self.serving = False
                 if self.listener is not None:
@@ -270,7 +270,7 @@ def load(member: process.BackendProcess, switches: argparse.Namespace) -> None:
     leave = member.may_load(timeout_s=60)
     if switches.load_until:
         until(lambda: os.path.exists(switches.load_until))
-    member.attached(epoch="e1", identity={"model": "fake", "mode": leave.mode})
+    member.attached({"model": "fake", "mode": leave.mode})
 
 
 def load_ranks(member: process.BackendProcess, models: list[str]) -> None:
@@ -278,7 +278,7 @@ def load_ranks(member: process.BackendProcess, models: list[str]) -> None:
     for rank, model in enumerate(models):
         leave = member.may_load(60, rank, len(models))
         if model != "none":
-            member.attached(f"e{rank}", {"model": model, "mode": leave.mode}, rank)
+            member.attached({"model": model, "mode": leave.mode}, rank)
 
 
 def leave_behind() -> list[object]:
@@ -334,7 +334,6 @@ def main() -> None:
             weights_bytes=0,
             kv_bytes=KV_BYTES,
             epoch="e1",
-            identity={},
             continuation=switches.continuation,
             can_rest=switches.rest,
         )

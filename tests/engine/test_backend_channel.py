@@ -46,7 +46,7 @@ def test_supervisor_hears_of_every_failed_request(error, sentence):
             on_closed=lambda reason: None,
         )
         channel = Channel(ours.open())
-        channel.prepared(Failing(error), msg.PreparedMsg(1, 1, "epoch", {}))
+        channel.prepared(Failing(error), msg.PreparedMsg(1, 1, "epoch"))
         await asyncio.wait_for(prepared.wait(), 30)
         reader, writer = socket.socketpair()
         writer.close()

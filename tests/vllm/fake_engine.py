@@ -84,7 +84,7 @@ class FakeEngine:
 class FakeFront:
     """No HTTP."""
 
-    is_open = has_ended = False
+    has_ended = False
 
     def __init__(self, engine: FakeEngine) -> None:
         self.traffic, self._engine = Traffic(), engine

@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 from engine.supervisor.tree import HELPERS
 from gms.upkeep import drop_kv
-from hack.vllm.stock import shared_memory_of
 from plumbing.errors import RemoteError
 from plumbing.pod.paths import engine_http_socket
 from tests.e2e.fence import assert_witness_fences
@@ -141,7 +142,8 @@ async def taken_over(pod: Pod, target: str, strike: Strike, *causes: str) -> Non
     backend = (await pod.engine(before.engine))["backend"]
     assert set(backend["pids"]) == {"api", "core", "worker", "worker-1"}
     tree = await pod.engine_tree(before.engine)
-    names = {path for pid in tree for path in shared_memory_of(pid)}
+    maps = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in tree)
+    names = set(re.findall(r" (/dev/shm/\S+)$", maps, re.MULTILINE))
     assert names
     with Processes(tree) as old, Processes([backend["pids"][target]]) as victim:
         async with pod.load() as load, pod.grants(old) as grants:

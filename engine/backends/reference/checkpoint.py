@@ -208,7 +208,7 @@ def map_weights(checkpoint: Checkpoint, member: BackendProcess) -> tuple[Reader,
     session = attach(member, device, leave.mode, mine, rank)
     with loading(device, checkpoint.directory, DTYPE, checkpoint.weights_bytes):
         reader = _load(checkpoint, session, mine) if isinstance(session, Writer) else session
-    member.attached(reader.epoch, same_on_every_rank(mine), rank, device)
+    member.attached(same_on_every_rank(mine), rank, device)
     return reader, mine
 
 

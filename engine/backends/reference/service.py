@@ -75,7 +75,6 @@ async def serve(
         ready.weights_bytes,
         ready.kv_bytes,
         ready.epoch,
-        ready.identity,
         continuation=served.continuation_id,
         can_rest=member.seat is not None,
         can_offload=True,
@@ -154,7 +153,6 @@ class ReferenceBackend:
         return HealthyMsg(
             in_flight=model.in_flight,
             progress=model.progress,
-            accepting=self._accepting is not None,
             rejected=served.rejected,
             replayed=served.replayed,
             published_blocks=model.published,

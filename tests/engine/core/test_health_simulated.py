@@ -229,7 +229,7 @@ class Simulation:
 
     def ask(self, message: object, reply: type, answered: Callable[[HealthyMsg], None]) -> None:
         def look() -> None:
-            healthy = HealthyMsg(self.engine.in_flight, self.engine.progress, True, 0)
+            healthy = HealthyMsg(self.engine.in_flight, self.engine.progress)
             if self.seen_ms is None and healthy.in_flight and self.world.now >= self.hangs_ms:
                 self.seen_ms = self.world.now
             back_ms = self.world.now + self.rng.uniform(0, self._way_ms)

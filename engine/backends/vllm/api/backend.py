@@ -149,7 +149,6 @@ class VllmBackend:
             weights_bytes=sum(status["weights_bytes"] for status in statuses),
             kv_bytes=sum(status["kv_bytes"] for status in statuses),
             epoch=first["epoch"],
-            identity=first["identity"],
             continuation=self._continuing.id,
             warnings=self._warnings(),
             can_rest=self._seat is not None,
@@ -225,7 +224,6 @@ class VllmBackend:
         return HealthyMsg(
             in_flight=self._in_flight,
             progress=self._steps.count,
-            accepting=self._front.is_open,
             rejected=self._front.traffic.rejected,
             published_blocks=self._kv.published,
             kept_blocks=self._kv.kept,

@@ -220,10 +220,6 @@ class Front:
     # ------------------------------------------------------------------ the lent socket
 
     @property
-    def is_open(self) -> bool:
-        return self._lent is not None and self._lent.is_serving()
-
-    @property
     def has_ended(self) -> bool:
         """Whether vLLM itself has stopped the server, as it does when its engine dies."""
         return self._task is not None and self._task.done()

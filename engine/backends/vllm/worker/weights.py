@@ -140,7 +140,7 @@ class RankWeights:
         self._session, self.bytes = reader, reader.size_bytes
         self.kept = KeptWeights(reader)
         same = same_on_every_rank(self.identity)
-        self._member.attached(self.epoch, same, self._rank, self._device)
+        self._member.attached(same, self._rank, self._device)
 
     def _commit(self, writer: Writer) -> Reader:
         assert self._source is not None
