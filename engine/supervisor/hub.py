@@ -1,5 +1,5 @@
 """What every part of one supervisor shares: settings, clock, event log, named timers, the inbox of
-the lifecycle, threads for slow work, and what a shortage means.
+the lifecycle, and what a shortage means.
 
 Every callback (a pidfd, the channel, the lock, a signal, a timer) only posts an event. Events are
 handled one after the other; an effect that causes further events posts them too.
@@ -8,19 +8,14 @@ handled one after the other; an effect that causes further events posts them too
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
-import functools
 import os
-import queue
-import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 
 from engine.core.events import EngineEvent
 from engine.supervisor.settings import EngineSettings
-from plumbing.errors import InvariantError
 from plumbing.service.clock import Clock
 from plumbing.service.events import EventLog
 from plumbing.service.init import SHORTAGE
@@ -83,52 +78,3 @@ def shortage(what: str, error: OSError) -> str:
         os.write(2, f"error: {reason}\n".encode())
         os._exit(SHORTAGE)
     return reason.message
-
-
-CLOSE_DEADLINE_S = 2.0  # at the end of the process: a disk or a look that hangs must not keep it
-
-
-class Background:
-    """Does slow jobs in their order on a daemon thread, which cannot delay the exit."""
-
-    def __init__(self, name: str) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._is_done = asyncio.Event()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-
-    @property
-    def is_idle(self) -> bool:
-        """No job waits; one may be running."""
-        return self._jobs.empty()
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def put(self, job: Callable[[], None]) -> None:
-        self._jobs.put(job)
-
-    def call(self, function: Callable[[], object]) -> None:
-        """On the thread: have `function` called on the loop."""
-        with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
-            self._loop.call_soon_threadsafe(function)
-
-    async def close(self) -> None:
-        """Wait a moment for the jobs that were put."""
-        if self._thread.ident is None:
-            return
-        self._jobs.put(None)
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._is_done.wait(), CLOSE_DEADLINE_S)
-
-    def _run(self) -> None:
-        try:
-            while (job := self._jobs.get()) is not None:
-                job()
-        except Exception as error:  # our own fault, which must not stay on this thread
-            self.call(functools.partial(_raise, self._thread.name, error))
-        self.call(self._is_done.set)
-
-
-def _raise(name: str, error: Exception) -> None:
-    raise InvariantError(f"the thread {name} failed: {error}") from error

@@ -9,14 +9,16 @@ waits. A full disk is reported and retried: nothing here may stop an engine.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+import contextlib
+import queue
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from engine.schema import EngineMemory
-from engine.supervisor.hub import Background, EngineHub, shortage
+from engine.supervisor.hub import EngineHub, shortage
 from plumbing.errors import UnderstudyError, is_shortage
 from plumbing.pod.messages import GoalGeneration, Tier
 from plumbing.pod.paths import engine_state
@@ -24,6 +26,7 @@ from plumbing.service.files import read_json, write_atomic
 from plumbing.text import to_json
 
 SOON_S = 0.02
+CLOSE_DEADLINE_S = 2.0  # a disk that hangs must not keep the process
 RETRY_MS = 2_000.0  # a write that failed; a full disk or a shortage of descriptors lasts longer
 
 
@@ -72,17 +75,20 @@ class EngineStateFile:
         self.path = engine_state(hub.settings.directory, hub.settings.engine)
         self.problem: str | None = None
         self._hub = hub
-        self._waiting: deque[str] = deque(maxlen=1)
+        self._loop = asyncio.get_running_loop()
+        self._waiting: str | None = None
         self._make: Callable[[], dict[str, Any]] | None = None  # what is due soon
         self._urgent: tuple[object, ...] = ()  # on file, or on its way there
-        self._is_writing = False
-        self._thread = Background("state-file")
-        self._thread.start()
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+        self._texts: queue.SimpleQueue[str] = queue.SimpleQueue()
+        # It cannot delay the exit.
+        threading.Thread(target=self._run, name="state-file", daemon=True).start()
 
     def write(self, make: Callable[[], dict[str, Any]], urgent: tuple[object, ...]) -> None:
         """Write what `make` says soon; at once if what is `urgent` has changed."""
         if urgent == self._urgent and self._make is None:
-            asyncio.get_running_loop().call_later(SOON_S, self._take)
+            self._loop.call_later(SOON_S, self._take)
         self._make = make
         if urgent != self._urgent:
             self._urgent = urgent
@@ -91,35 +97,35 @@ class EngineStateFile:
     def _take(self) -> None:
         make, self._make = self._make, None
         if make is not None:
-            self._waiting.append(to_json(make(), indent=1) + "\n")
+            self._waiting = to_json(make(), indent=1) + "\n"
             self._go_on()
 
     async def close(self) -> None:
         """Wait a moment for what is not written yet."""
         self._take()
-        self._thread.put(self._write)
-        await self._thread.close()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._is_idle.wait(), CLOSE_DEADLINE_S)
 
     def _go_on(self) -> None:
-        if self._waiting and not self._is_writing:
-            self._is_writing = True
-            self._thread.put(self._write)
+        if self._waiting is not None and self._is_idle.is_set():
+            self._is_idle.clear()
+            self._texts.put(self._waiting)
+            self._waiting = None
 
-    def _write(self) -> None:
+    def _run(self) -> None:
         """On the thread."""
-        if not self._waiting:
-            return
-        text, problem = self._waiting.pop(), None
-        try:
-            write_atomic(self.path, text, survives_power_cut=False)
-        except OSError as error:
-            problem = f"cannot write {self.path}: {error.strerror}; free space on that disk"
-            if is_shortage(error):
-                problem = shortage(f"write {self.path}", error)
-        self._thread.call(lambda: self._wrote(text, problem))
+        while True:
+            text, error = self._texts.get(), None
+            try:
+                write_atomic(self.path, text, survives_power_cut=False)
+            except Exception as failure:
+                error = failure
+            with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+                self._loop.call_soon_threadsafe(self._wrote, text, error)
 
-    def _wrote(self, text: str, problem: str | None) -> None:
-        self._is_writing = False
+    def _wrote(self, text: str, error: Exception | None) -> None:
+        self._is_idle.set()
+        problem = self._why(error) if error is not None else None
         if problem != self.problem:
             self.problem = problem
             severity = "info" if problem is None else "warning"
@@ -128,9 +134,16 @@ class EngineStateFile:
         if problem is None:
             self._go_on()
             return
-        if not self._waiting:
-            self._waiting.append(text)
+        if self._waiting is None:
+            self._waiting = text
         self._hub.after("state file", RETRY_MS, self._go_on)
+
+    def _why(self, error: Exception) -> str:
+        if not isinstance(error, OSError):
+            raise error  # our own fault, which must not stay on the thread
+        if is_shortage(error):
+            return shortage(f"write {self.path}", error)
+        return f"cannot write {self.path}: {error.strerror}; free space on that disk"
 
 
 def word_of(directory: str, engine: str) -> tuple[str, int]:
