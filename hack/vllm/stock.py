@@ -11,9 +11,8 @@ called, and ends; the module behind it is started instead.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-import os
+import re
 import sys
 import urllib.error
 import urllib.request
@@ -94,7 +93,8 @@ class Stock:
             asked = [each.prompt for each in questions]
             prompts, answers = await learn_answers(self.target, asked, needs_token=False)
             look()
-            self._left = {path for pid in self.tree() for path in shared_memory_of(pid)}
+            maps = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in self.tree())
+            self._left = set(re.findall(rf" ({SHM}/\S+)$", maps, re.MULTILINE))
             return [e for e in questions if e.prompt.key in answers], (prompts, answers)
 
         inbox = SignalInbox()
@@ -134,14 +134,6 @@ class Stock:
         except urllib.error.HTTPError:
             return Question(prompt, 0.0)  # a model without a chat template takes no chats
         return Question(prompt, smallest_gap(document["choices"][0]))
-
-
-def shared_memory_of(pid: int) -> set[str]:
-    """The files there that a process has mapped; none of one that is gone."""
-    found: set[str] = set()
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/maps", errors="replace") as lines:
-        found = {line.split(None, 5)[-1].rstrip() for line in lines}
-    return {path for path in found if path.startswith(f"{SHM}/") and os.path.exists(path)}
 
 
 def smallest_gap(choice: Mapping[str, Any]) -> float:

@@ -32,7 +32,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from engine.backends.reference.completions import BODIES, AnyBody, ChatBody, OpenAiReply, parse_body
 from engine.backends.reference.generation import TokenRequest
-from engine.backends.reference.model import Model
+from engine.backends.reference.model import ModelLoop
 from engine.backends.reference.ranks import Ready
 from engine.backends.reference.text import AnswerText, Piece, Tokenizer, replay
 from engine.backends.shards import read_file
@@ -117,7 +117,7 @@ class ServedModel:
 
     names: tuple[str, ...]
     tokenizer: Tokenizer
-    model: Model
+    model: ModelLoop
     ready: Ready
     engine: str = ""
     token: int = 0

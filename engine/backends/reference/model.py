@@ -31,7 +31,7 @@ T = TypeVar("T")
 QUEUE_MAX = 256
 
 
-class Model:
+class ModelLoop:
     """Rank 0, which leads the others; every method is called on the loop."""
 
     def __init__(

@@ -16,7 +16,7 @@ from engine.backends.channel import POLL_S, Channel, is_private, until_done
 from engine.backends.process import BackendProcess, ProgressPage
 from engine.backends.reference.application import ServedModel, continuation_id, make_app
 from engine.backends.reference.config import Settings
-from engine.backends.reference.model import Model
+from engine.backends.reference.model import ModelLoop
 from engine.backends.reference.rank import Rank
 from engine.backends.reference.ranks import Peers
 from engine.backends.reference.text import Tokenizer
@@ -64,7 +64,7 @@ async def serve(
     try:
         rank = Rank(settings, member, peers)
         ready, tokenizer = rank.ready, Tokenizer.load(settings.directory)
-        model = Model(rank, settings.slots, channel.end, page)
+        model = ModelLoop(rank, settings.slots, channel.end, page)
         served = ServedModel(names, tokenizer, model, ready)
         served.continuation_id = continuation_id(settings.directory, names[0], ready)
         backend = ReferenceBackend(served, member.seat)

@@ -26,7 +26,7 @@ REQUEST_ID = "the-request"
 
 
 class StubModel:
-    """In place of `Model`: its steps are done when a token is asked for."""
+    """In place of `ModelLoop`: its steps are done when a token is asked for."""
 
     def __init__(self, directory: str) -> None:
         decoder = decoder_of(directory)

@@ -15,7 +15,7 @@ from aiohttp.test_utils import TestServer
 
 from engine.backends.reference.application import ServedModel, make_app
 from engine.backends.reference.generation import NewToken, TokenRequest
-from engine.backends.reference.model import QUEUE_MAX, Model
+from engine.backends.reference.model import QUEUE_MAX, ModelLoop
 from engine.backends.reference.ranks import Ready
 from engine.backends.reference.text import Tokenizer
 from engine.messages import FaultReportMsg
@@ -60,17 +60,17 @@ class StubRank:
         return made
 
 
-Scenario = Callable[[Model, StubRank, list[FaultReportMsg]], Any]
+Scenario = Callable[[ModelLoop, StubRank, list[FaultReportMsg]], Any]
 
 
 def run(scenario: Scenario) -> None:
     failures: list[FaultReportMsg] = []
     rank = StubRank()
-    model = Model(rank, SLOTS, failures.append)  # type: ignore[arg-type]
+    model = ModelLoop(rank, SLOTS, failures.append)  # type: ignore[arg-type]
     asyncio.run(scenario(model, rank, failures))
 
 
-def generate(model: Model, prompt: Any = (1, 2)) -> Any:
+def generate(model: ModelLoop, prompt: Any = (1, 2)) -> Any:
     return model.generate(TokenRequest(0, tuple(prompt), 4))
 
 
@@ -78,7 +78,7 @@ def test_step_begins_when_the_last_token_is_passed_on():
     """Goal: a model whose steps are short does not keep tokens from their clients. Method: how many
     tokens had come when each step began."""
 
-    async def scenario(model: Model, rank: StubRank, failures: list[FaultReportMsg]) -> None:
+    async def scenario(model: ModelLoop, rank: StubRank, failures: list[FaultReportMsg]) -> None:
         came, seen, step = list[int](), list[int](), rank.step
 
         def noting() -> NewToken:
@@ -99,7 +99,7 @@ def test_tokens_reach_their_own_request_and_count_as_progress():
     """Goal: answers are matched by number. Method: three requests, tokens out of order, and one
     that is cancelled."""
 
-    async def scenario(model: Model, rank: StubRank, failures: list[FaultReportMsg]) -> None:
+    async def scenario(model: ModelLoop, rank: StubRank, failures: list[FaultReportMsg]) -> None:
         with generate(model) as first, generate(model) as second:
             rank.due += [NewToken(2, 7), NewToken(1, 8, "length")]
             with generate(model) as gone:
@@ -122,7 +122,7 @@ def test_tokens_reach_their_own_request_and_count_as_progress():
 def test_model_that_fails_is_reported(error: Exception, code: str):
     """Goal: an error of the model ends the engine, which may be relaunched."""
 
-    async def scenario(model: Model, rank: StubRank, failures: list[FaultReportMsg]) -> None:
+    async def scenario(model: ModelLoop, rank: StubRank, failures: list[FaultReportMsg]) -> None:
         rank.due.append(error)
         with generate(model):
             await auntil(lambda: failures, "the failure")
@@ -134,7 +134,7 @@ def test_model_that_fails_is_reported(error: Exception, code: str):
 def test_full_engine_refuses_a_stream_with_a_status(model: Path):
     """Goal: no 200 for what is not going to be answered. Method: a stream with a full queue."""
 
-    async def scenario(made: Model, rank: StubRank, failures: list[FaultReportMsg]) -> None:
+    async def scenario(made: ModelLoop, rank: StubRank, failures: list[FaultReportMsg]) -> None:
         served = ServedModel(("tiny",), Tokenizer.load(str(model)), made, READY, "engine-0", 5)
         async with TestServer(make_app(served)) as server, aiohttp.ClientSession() as client:
             unfinished = ExitStack()
