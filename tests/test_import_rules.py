@@ -382,7 +382,7 @@ LINES_MAX = {
     "plumbing": 6_210,
     "lockserver": 6_245,
     "gms": 8_840,
-    "engine": 17_785,
+    "engine": 16_865,
     "gateway": 10_580,
     "pool": 7_050,
     "understudy": 8_300,
