@@ -47,7 +47,6 @@ from plumbing.pod.cli import json_flag, options
 from plumbing.service.config import Option, Resolved
 from understudy.cli.settings import DRILL_OPTIONS
 from understudy.drill.clients import Target
-from understudy.drill.page import check_destination, page_data, write_page
 from understudy.drill.records import Exchange, Prompt
 from understudy.drill.run import Drill, DrillPlan
 from understudy.drill.verdict import DrillReport
@@ -64,8 +63,6 @@ TAKEN = (
     "kills",
     "target",
     "clients",
-    "report",
-    "burn",
     "duration_s",
 )
 OPTIONS: tuple[Option, ...] = tuple(
@@ -198,7 +195,6 @@ class Run:
             config["target"],
             config["clients"],
             expected,
-            burn=config["burn"],
             duration_s=config["duration_s"],
         )
         ranks = config["tensor_parallel"]
@@ -300,9 +296,6 @@ def main(
     as_json: bool,
 ) -> None:
     """The drill with vLLM, compared with stock's answers."""
-    page = Path(config["report"]) if config["report"] else None
-    if page is not None:
-        check_destination(page)
     gpus = gpus_of(device) if device else ()
     os.environ.update({} if gpus else v2_on_cpu.environment(runner))
 
@@ -313,8 +306,6 @@ def main(
         if done is None:
             return None
         report, found = done
-        if page is not None:
-            write_page(page, page_data(report))
         return {
             **report.to_dict(),
             "machine": rig.machine(),

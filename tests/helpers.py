@@ -7,9 +7,10 @@ import os
 import random
 import resource
 import socket
+import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TypeVar
 
 import psutil
@@ -108,6 +109,19 @@ def is_over(pid: int) -> bool:
     """Whether `pid` can do nothing any more: it has ended, or is dying and has released all that it
     had, which is what the next engine waits for. The rest may wait for a CPU."""
     return not procfs.is_alive(pid) or procfs.is_spent(pid)
+
+
+@contextmanager
+def busy_loops(per_core: int) -> Iterator[None]:
+    """Busy loops at this process's priority. Each has a session of its own: where the kernel shares
+    CPUs out by session (sched_autogroup), loops of one session would count as a single program."""
+    command = ("setpriv", "--pdeathsig", "KILL", "sh", "-c", "while :; do :; done")
+    with ExitStack() as stack:
+        for _ in range(per_core * len(os.sched_getaffinity(0))):
+            loop = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+            stack.enter_context(loop)  # reaps it
+            stack.callback(loop.kill)
+        yield
 
 
 @contextmanager

@@ -33,11 +33,10 @@ from typing import Any
 from plumbing.wire import certificates
 from tests.e2e.pods import AS_USERS_RUN_IT
 from tests.figures import Figures, document, report, say
-from tests.helpers import free_port
+from tests.helpers import busy_loops, free_port
 from understudy.drill.clients import Target, clock, send, stream_without_pause
 from understudy.drill.outcomes import classify, spread
 from understudy.drill.records import Exchange, Outcome, Prompt
-from understudy.drill.run import busy_loops
 from understudy.pod.runner import PodRunner
 from understudy.pod.table import INIT, Container, program
 from understudy.status.gather import gateway_part, status_of

@@ -30,9 +30,8 @@ def test_drill_of_a_pool_passes_and_prints_what_is_documented(
     tmp_path_factory: pytest.TempPathFactory,
 ):
     temporary = tmp_path_factory.mktemp("t")  # sockets have short paths only
-    page = temporary / "drill.html"
     flags = [f"--target={each}" for each in TARGETS]
-    flags += [f"--kills={len(TARGETS)}", "--duration-s=8", f"--report={page}"]
+    flags += [f"--kills={len(TARGETS)}", "--duration-s=8"]
     done = subprocess.run(
         [UNDERSTUDY, "drill", "--pool", *flags, "--json"],
         env={**os.environ, **AS_USERS_RUN_IT, "TMPDIR": str(temporary)},
@@ -51,9 +50,7 @@ def test_drill_of_a_pool_passes_and_prints_what_is_documented(
     assert all(each["answered"] for each in report["models"].values())
     assert 0 < report["longest_wait_of_bound"] <= 1
     assert mismatches(report, PoolDrillDocument) == []
-    text = page.read_text(encoding="utf-8")
-    assert all(each["outcome"] in text for each in report["outcomes"])
-    assert list(temporary.glob("understudy-*")) == []
+    assert os.listdir(temporary) == []
 
 
 @pytest.mark.parametrize(

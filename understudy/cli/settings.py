@@ -27,7 +27,6 @@ from understudy.up.pods import Prepare, prepare_fleet, prepare_local, prepare_po
 DIRECTORY = "/run/understudy"
 
 PORT_OFFSET_MAX = 50_000  # leaves room for the ports of some thousand engines
-BURN_MAX = 16  # loops per CPU: the pod's share is then a seventeenth, or less
 
 DIR = Option("dir", str, DIRECTORY, "The directory that the pod's processes share.")
 
@@ -120,14 +119,6 @@ DRILL_OPTIONS = (
     ),
     Option("replicas", int, 3, "With --fleet: number of pods.", minimum=2, maximum=REPLICAS_MAX),
     Option(
-        "burn",
-        int,
-        0,
-        "Number of busy loops per CPU, at equal priority, that compete with the pod.",
-        minimum=0,
-        maximum=BURN_MAX,
-    ),
-    Option(
         "duration_s",
         float,
         0.0,
@@ -141,7 +132,6 @@ DRILL_OPTIONS = (
         "With --attach: send the clients' requests to this address outside the pod, e.g. of a"
         " Service or an Ingress, and count what it refuses.",
     ),
-    Option("report", str, None, "Write the report to this HTML file."),
 )
 
 # What a pool file says instead, for each model.

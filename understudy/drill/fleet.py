@@ -30,11 +30,12 @@ from understudy.drill.killer import (
     signal_all,
     strike,
     wait_back,
+    wait_for,
     wait_whole,
 )
 from understudy.drill.outcomes import pauses_at_pod
 from understudy.drill.prompts import bank_of, learn_answers, model_name
-from understudy.drill.records import GONE, Kill, Moment, Records
+from understudy.drill.records import Kill, Moment, Records
 from understudy.drill.run import FIRST_WHOLE_DEADLINE_S, Drill, DrillPlan, clock
 from understudy.drill.targets import FRONT, GATEWAY, LEAVE, PARTS, POD, STOPPED_POD, fleet_targets
 from understudy.pod.runner import PodRunner
@@ -46,7 +47,7 @@ SEEN_DEADLINE_S = 10.0  # silence is one second
 STOPPED_S = 3.0  # of a stopped pod: long enough for all its streams to move
 BACK_DEADLINE_S = 300.0  # a pod starts within seconds; with vLLM on 2 cores, minutes
 LEAVE_WITHIN_S = 30.0
-READY, SILENT = "ready", "silent"
+READY, SILENT, GONE = "ready", "silent", "gone"
 
 
 class FrontWatch:
@@ -137,7 +138,7 @@ class FleetDrill(Drill):
 
     async def _kill(self, what: str, state: ModelState | None, target: Target) -> Kill:
         what_for = "no pod had a request"
-        streams, pod = await self._wait(self._busiest, SEEN_DEADLINE_S, "drill.idle", what_for)
+        streams, pod = await wait_for(self._busiest, SEEN_DEADLINE_S, "drill.idle", what_for)
         if what == LEAVE:  # one after another, as in a rollout
             left = Counter(each.pod for each in self.records.kills if each.target == LEAVE)
             pod = min(self.records.pods, key=lambda name: left[name])
@@ -157,7 +158,7 @@ class FleetDrill(Drill):
                 self.records.kills.append(kill)
                 await kill_part(found, kill)
                 if what != FRONT:
-                    await wait_back(directory, found, kill, self._say, self._plan.stretch)
+                    await wait_back(directory, found, kill, self._say)
         else:
             await self._hit_engine(kill, directory)
         await self.watch.look()  # what it knows may be older than the kill
@@ -202,7 +203,7 @@ class FleetDrill(Drill):
         async def look() -> str | None:
             return None if is_so() else "the drill waits on"
 
-        await self._wait(look, deadline_s, "drill.not_noticed", what)
+        await wait_for(look, deadline_s, "drill.not_noticed", what)
 
     async def _replace_pod(self, kill: Kill) -> None:
         """As a rollout does: the pod is told to leave, then to stop, and started anew."""
@@ -232,4 +233,4 @@ class FleetDrill(Drill):
             return None if now.token > whole.token else "no engine took over"
 
         failed = f"no engine took over from {whole.engine} of {kill.pod}"
-        await self._wait(look, BACK_DEADLINE_S, "drill.no_takeover", failed)
+        await wait_for(look, BACK_DEADLINE_S, "drill.no_takeover", failed)

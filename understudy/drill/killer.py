@@ -341,7 +341,6 @@ async def wait_back(
     victim: HeldPart,
     kill: Kill,
     say: Say = lambda line: None,
-    stretch: float = 1.0,
 ) -> None:
     """Wait until the part works again with all that it had; records when.
 
@@ -351,7 +350,7 @@ async def wait_back(
     look = partial(missing_of, directory, victim)
     code = "drill.no_recovery" if victim.memory else "drill.no_part"
     what = f"{kill.victim} did not come back"
-    await wait_for(look, BACK_DEADLINE_S * stretch, code, what, say)
+    await wait_for(look, BACK_DEADLINE_S, code, what, say)
     kill.back_ms = clock.now_ms()
 
 

@@ -32,7 +32,7 @@ from plumbing.service.procfs import name as process_name
 from plumbing.wire.messages import Message
 from plumbing.wire.peer import is_gone
 from pool.messages import CATALOGUE as POOL_CATALOGUE
-from understudy.drill.records import GONE, MODEL, EngineDeath, Kill, Moment, Records, Switch
+from understudy.drill.records import EngineDeath, Kill, Moment, Records, Switch
 from understudy.drill.targets import POOL
 
 clock = SystemClock()
@@ -102,7 +102,8 @@ class Observer:
         self._records = records
         self._kill: Kill | None = None
         self._tree = OldTree()
-        self._states: dict[str, str] = {}  # the last of each part
+        self._connected: set[str] = set()
+        self._states: dict[str, str] = {}  # the last of each model
         self._running: dict[str, str] = {}  # the living incarnation of each engine
         self._faults: dict[str, str] = {}  # the code of what its backend reported last
         self._waiting: list[tuple[str, Collection[str], asyncio.Future[str]]] = []
@@ -114,7 +115,8 @@ class Observer:
             watched.append((POOL, pool_socket(""), POOL_CATALOGUE, self._on_pool))
         self._watches = [
             PeerWatch(
-                str(directory / path), catalogue, WatchMsg(), on, partial(self._note, part, GONE)
+                *(str(directory / path), catalogue, WatchMsg(), on),
+                partial(self._connected.discard, part),
             )
             for part, path, catalogue, on in watched
         ]
@@ -122,7 +124,7 @@ class Observer:
     def unwatched(self) -> list[str]:
         """The lock server or the pool, if it is not connected, so that its events are not seen."""
         parts = (LOCKSERVER, *((POOL,) if self._records.models else ()))
-        return [each for each in parts if self._states.get(each, GONE) == GONE]
+        return [each for each in parts if each not in self._connected]
 
     async def entered(self, state: str, models: Collection[str], timeout_s: float) -> str | None:
         """The next of `models` that enters `state`; None: none did in time."""
@@ -151,17 +153,10 @@ class Observer:
             await watch.close()
         self._tree.close()
 
-    def _note(self, part: str, state: str, at_ms: Any = None) -> None:
-        """Record that `part` is in `state`, since `at_ms` if known; repetitions are dropped."""
-        if self._states.get(part) != state:
-            self._states[part] = state
-            moment_ms = float(at_ms) if isinstance(at_ms, (int, float)) else clock.now_ms()
-            self._records.moments.append(Moment(moment_ms, part, state))
-
     # ------------------------------------------------------------------ messages
 
     def _on_lockserver(self, message: Message) -> None:
-        self._note(LOCKSERVER, "connected")
+        self._connected.add(LOCKSERVER)
         wanted = lock_of(ACTIVE, self._kill.model if self._kill is not None else "")
         if isinstance(message, lock_messages.GrantedMsg) and message.lock == wanted:
             self._granted(message.engine, message.token, message.incarnation)
@@ -217,7 +212,6 @@ class Observer:
     def _note_engine(self, engine: str, message: Message) -> None:
         if isinstance(message, StatusReplyMsg):
             about = message.document.get("engine") or {}
-            self._note(engine, str(about.get("state", "unknown")))
             # Before its first launch a new supervisor has none, and the last one's has ended.
             self._note_incarnation(engine, about, is_dead=about.get("state") == "dead")
         elif isinstance(message, EventMsg):
@@ -226,11 +220,9 @@ class Observer:
             if record.get("type") == "engine.fault":
                 self._faults[engine] = str(record.get("error_code") or data.get("error_code"))
             elif record.get("type") == "engine.state":
-                state = data.get("to", "unknown")
-                self._note(engine, str(state), at_ms=record.get("mono_ms"))
-                self._note_incarnation(
-                    engine, data, is_dead=state == "dead", message=str(record.get("message", ""))
-                )
+                why = str(record.get("message", ""))
+                is_dead = data.get("to") == "dead"
+                self._note_incarnation(engine, data, is_dead=is_dead, message=why)
 
     def _note_incarnation(
         self, engine: str, about: Mapping[str, Any], *, is_dead: bool, message: str = ""
@@ -253,7 +245,7 @@ class Observer:
     def _on_pool(self, message: Message) -> None:
         """A pool that was killed is dialled again; what happened meanwhile shows in the states that
         its successor names first."""
-        self._note(POOL, "connected")
+        self._connected.add(POOL)
         if isinstance(message, StatusReplyMsg):
             for each in message.document.get("models") or ():
                 at_ms = clock.now_ms() - float(each.get("for_ms") or 0.0)
@@ -268,10 +260,10 @@ class Observer:
                 self._records.switches.append(Switch(at_ms, str(data["model"]), length_ms))
 
     def _note_model(self, model: str, state: str, at_ms: float) -> None:
-        part = MODEL + model
-        if self._states.get(part) == state:
+        if self._states.get(model) == state:
             return
-        self._note(part, state, at_ms)
+        self._states[model] = state
+        self._records.moments.append(Moment(at_ms, model, state))
         for wanted, models, future in self._waiting:
             if wanted == state and model in models and not future.done():
                 future.set_result(model)

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from understudy.drill.records import (
-    MODEL,
     PHASES,
     End,
     Exchange,
@@ -204,7 +203,7 @@ def times_away(moments: Iterable[Moment], model: str) -> list[tuple[float, float
     """From when to when the model was not awake, each time."""
     found: list[tuple[float, float]] = []
     since_ms: float | None = None
-    for moment in (each for each in moments if each.part == MODEL + model):
+    for moment in (each for each in moments if each.part == model):
         if moment.state == AWAKE and since_ms is not None:
             found.append((since_ms, moment.at_ms))
             since_ms = None

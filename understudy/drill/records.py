@@ -6,20 +6,15 @@ clock, so their times can be compared.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from enum import StrEnum
 from typing import Any
 
-from msgspec import Struct, field
+from msgspec import Struct
 
 from understudy.drill.targets import TARGETS
 
 PHASES = ("detect", "fence", "grant", "wake", "serve")  # of a failover, in order
-
-MODEL = "model "  # prefix of a model as a part: an engine may have the same name
-GONE = "gone"  # the state of an unreachable part
-MOMENTS_MAX = 100_000  # some ten per kill; the oldest are dropped
 
 
 class End(StrEnum):
@@ -134,7 +129,7 @@ class Kill(Struct):
 
 
 class Moment(Struct, frozen=True):
-    """From `at_ms` on, `part` was in `state`: an engine, or `MODEL` and a model's name."""
+    """From `at_ms` on, `part` was in `state`: a model, a fleet's pod, or its front."""
 
     at_ms: float
     part: str
@@ -183,7 +178,7 @@ class Records(Struct):
 
     exchanges: list[Exchange] = []
     kills: list[Kill] = []
-    moments: deque[Moment] = field(default_factory=lambda: deque(maxlen=MOMENTS_MAX))
+    moments: list[Moment] = []
     expected: dict[str, Exchange] = {}
     overlaps: list[str] = []
     grants_checked: int = 0

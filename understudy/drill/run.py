@@ -13,15 +13,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import os
-import subprocess
-import sys
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from msgspec import structs
 
@@ -30,7 +27,6 @@ from plumbing.errors import RemoteError, UnderstudyError, UnreachableError, Wait
 from plumbing.pod.observers import ask
 from plumbing.pod.paths import engine_socket, engine_sockets, pool_socket
 from plumbing.service.clock import SystemClock
-from plumbing.service.process import parent_environment
 from plumbing.text import duration
 from pool.core.events import Order
 from pool.core.states import ModelState
@@ -38,7 +34,6 @@ from pool.messages import CATALOGUE, OrderMsg
 from pool.pool_file import PoolFile, engines_of
 from understudy.drill.clients import Target, inside_target, pause, send, stream_without_pause
 from understudy.drill.killer import (
-    WHOLE_DEADLINE_S,
     WHOLE_POLL_S,
     Whole,
     find_part,
@@ -95,7 +90,6 @@ FIND_S = 0.005  # between two looks for a process that is just being started
 FIND_DEADLINE_S = 1.5  # after that, the engine has no such process
 STATED_EVERY_S = 1.0  # how often the bounds are read: they change with costs and requests
 
-T = TypeVar("T")
 clock = SystemClock()
 
 
@@ -106,7 +100,7 @@ class DrillPlan:
     `targets` are killed in turn; default: every process of an engine of this pod, and `also`, or,
     in a pool, every part.
     `expected`: prompts and their answers; default: the first active engine's answers.
-    `burn`: number of busy loops per CPU meanwhile; `duration_s`: spread the kills over this time.
+    `duration_s`: spread the kills over this time.
     `outside`: where clients send requests instead of to the pod itself.
     """
 
@@ -115,15 +109,8 @@ class DrillPlan:
     clients: int = 4
     expected: tuple[Sequence[Prompt], dict[str, Exchange]] | None = None
     also: Sequence[str] = ()
-    burn: int = 0
     duration_s: float = 0.0
     outside: Target | None = None
-
-    @property
-    def stretch(self) -> float:
-        """By how much deadlines are longer on the busy machine: busy loops of the same priority
-        leave the pod its share."""
-        return 1.0 + self.burn
 
 
 class DrillWatch(Protocol):
@@ -217,7 +204,7 @@ class Drill:
             return next(iter(missing), None)
 
         failed = "the pool was not ready"
-        await self._wait(look, START_DEADLINE_S, "drill.not_up", failed, poll_s=WHOLE_POLL_S)
+        await wait_for(look, START_DEADLINE_S, "drill.not_up", failed, poll_s=WHOLE_POLL_S)
         target = inside_target(service_of(await status_of(lockserver_part(self.directory))))
         # The reference backend computes each request alike, whatever runs beside it.
         at_once = 1 if self.backend == "vllm" else LEARNED_AT_ONCE
@@ -238,20 +225,19 @@ class Drill:
     async def run(self, target: Target) -> None:
         """All kills under load. Raises what ended the drill early; `records` is valid anyway."""
         records, stopping = self.records, asyncio.Event()
-        with busy_loops(self._plan.burn):
-            records.began_ms = clock.now_ms()
-            self._watch = self._observe()
-            tasks = [asyncio.create_task(each) for each in self._clients(target, stopping)]
-            try:
-                await self._make_kills(target)
-                stopping.set()
-                await asyncio.gather(*tasks)
-            finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
-                await self._watch.close()
-                records.lasted_s = (clock.now_ms() - records.began_ms) / 1000
+        records.began_ms = clock.now_ms()
+        self._watch = self._observe()
+        tasks = [asyncio.create_task(each) for each in self._clients(target, stopping)]
+        try:
+            await self._make_kills(target)
+            stopping.set()
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._watch.close()
+            records.lasted_s = (clock.now_ms() - records.began_ms) / 1000
 
     def _observe(self) -> DrillWatch:
         self._observer = Observer(self.directory, engine_sockets(self.directory), self.records)
@@ -352,7 +338,7 @@ class Drill:
             kill = Kill(what, model=model, phase=state or "", result="did not come back")
             records.kills.append(kill)
             await kill_part(victim, kill)
-        await wait_back(self.directory, victim, kill, self._say, self._plan.stretch)
+        await wait_back(self.directory, victim, kill, self._say)
         kill.result = "restarted"
         if not models:
             await self._whole()
@@ -382,7 +368,7 @@ class Drill:
 
         failed = f"no engine took over from {kill.engine}"
         deadline_s, code = TAKEOVER_DEADLINE_S, "drill.no_takeover"
-        took_ms = await self._wait(look, deadline_s, code, failed, poll_s=PROBE_PAUSE_S)
+        took_ms = await wait_for(look, deadline_s, code, failed, poll_s=PROBE_PAUSE_S)
         why = await note_adoption(self.directory, kill)
         kill.result = f"{kill.new_engine or 'its successor'} answered after {duration(took_ms)}"
         kill.result += f", KV blocks were not adopted: {why}" if why else ""
@@ -414,7 +400,7 @@ class Drill:
         self.records.kills.append(kill)
         failed = f"{engine} did not come back after the death of {what} as {model} was {state}"
         look = partial(self._not_back, kill, supervisor)
-        await self._wait(look, BACK_DEADLINE_S, "drill.not_back", failed)
+        await wait_for(look, BACK_DEADLINE_S, "drill.not_back", failed)
         kill.back_ms = clock.now_ms()
         # The pool forgets the death: three of them in ten minutes are a fault of the model.
         with contextlib.suppress(UnderstudyError):
@@ -452,18 +438,8 @@ class Drill:
 
     # ------------------------------------------------------------------ waits
 
-    async def _wait(
-        self,
-        look: Callable[[], Coroutine[Any, Any, T | str]],
-        deadline_s: float,
-        code: str,
-        what: str,
-        **more: Any,
-    ) -> T:
-        return await wait_for(look, deadline_s * self._plan.stretch, code, what, **more)
-
     async def _whole(self) -> Whole:
-        return await wait_whole(self.directory, self._say, WHOLE_DEADLINE_S * self._plan.stretch)
+        return await wait_whole(self.directory, self._say)
 
     async def _all_up(self) -> None:
         """Wait until every container has passed its startup probe, and its watches are connected.
@@ -476,7 +452,7 @@ class Drill:
             missing = list(self._runner.not_up()) if self._runner is not None else []
             return ", ".join([*missing, *self._watch.unwatched()]) or None
 
-        await self._wait(look, UP_DEADLINE_S, "drill.not_up", "the pod was not up again")
+        await wait_for(look, UP_DEADLINE_S, "drill.not_up", "the pod was not up again")
 
     async def _answers(self) -> None:
         """Wait until a recovered part was used, too: each client has had two more answers, or each
@@ -495,15 +471,14 @@ class Drill:
             return f"{missing} are missing, although nothing was killed" if missing > 0 else None
 
         deadline_s = POOL_ANSWERS_DEADLINE_S if self._models else ANSWERS_DEADLINE_S
-        await self._wait(look, deadline_s, "drill.no_answers", "requests did not complete")
+        await wait_for(look, deadline_s, "drill.no_answers", "requests did not complete")
 
     async def _entered(self, state: ModelState, models: Sequence[str]) -> str | None:
         """The model that enters the state; None: none does, or none did the last time."""
         wanted = state, tuple(models)
         if not models or wanted in self._missed:
             return None
-        deadline_s = STATE_DEADLINE_S * self._plan.stretch
-        found = await self._observer.entered(state, models, deadline_s)
+        found = await self._observer.entered(state, models, STATE_DEADLINE_S)
         if found is None:
             self._missed.add(wanted)
         return found
@@ -544,32 +519,3 @@ async def _release(together: asyncio.Barrier, stopping: asyncio.Event) -> None:
     """Release the clients that wait for one another when the drill ends."""
     await stopping.wait()
     await together.abort()
-
-
-# ------------------------------------------------------------------ a busy machine
-
-LOOP = """
-from plumbing.service.process import arm_from_environment
-arm_from_environment()
-while True:
-    pass
-"""
-
-
-@contextlib.contextmanager
-def busy_loops(per_core: int) -> Iterator[None]:
-    """Busy loops beside the pod, for each CPU of this process, at the pod's own priority.
-
-    Each dies with the drill, however that ends (PR_SET_PDEATHSIG), so call it on the main thread;
-    and each has a session of its own: where the kernel shares CPUs out by session
-    (sched_autogroup), loops that shared one would count as a single program.
-    """
-    command, environ = [sys.executable, "-c", LOOP], {**os.environ, **parent_environment()}
-    with ExitStack() as stack:
-        for _ in range(per_core * len(os.sched_getaffinity(0))):
-            loop = subprocess.Popen(
-                command, env=environ, stdin=subprocess.DEVNULL, start_new_session=True
-            )
-            stack.enter_context(loop)  # reaps it
-            stack.callback(loop.kill)
-        yield

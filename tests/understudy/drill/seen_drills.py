@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Any
 
 from msgspec.structs import replace
@@ -112,7 +111,7 @@ def of_fleet(*exchanges: Exchange, target: str = "pod") -> Records:
         ],
         kills=[Kill(target, killed_ms=100, gone_ms=105, back_ms=160, pod=pod, streams=1)],
         expected=EXPECTED,
-        moments=deque(moments),
+        moments=list(moments),
         pods=("pod-0", "pod-1"),
         lasted_s=0.2,
     )

@@ -145,7 +145,7 @@ def test_observer_sees_a_model_enter_a_state_and_switches(directory):
 
     records = asyncio.run(main())
     assert [each.length_ms for each in records.switches] == [12]
-    states = [each.state for each in records.moments if each.part == "model a"]
+    states = [each.state for each in records.moments if each.part == "a"]
     assert states == ["awake", "cold", "awake"]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections import deque
 from collections.abc import Callable
 
 import pytest
@@ -285,10 +284,10 @@ def test_pause_in_a_pool_is_of_the_killed_models_streams_if_its_shadow_took_over
 def test_parked_stream_is_one_that_continues_in_the_next_turn():
     """Method: a gap while the model was not awake; a stream that ended while the model drained."""
     states = (0.0, "awake"), (100.0, "draining"), (130.0, "pending"), (400.0, "awake")
-    turns = [Moment(at_ms, "model a", state) for at_ms, state in states]
+    turns = [Moment(at_ms, "a", state) for at_ms, state in states]
     through = of_model("a", 50.0, 110.0, 120.0, 420.0, 430.0)
     before = of_model("a", 50.0, 60.0, 70.0, 105.0, 110.0)
-    report = judge(of_pool(through, before, moments=deque(turns)), 0)
+    report = judge(of_pool(through, before, moments=turns), 0)
     assert report["parked"] == 1
     assert report["pause_ms"]["max"] == 300.0
 
