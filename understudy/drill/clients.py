@@ -1,9 +1,9 @@
 """Clients that send requests continuously and timestamp the text that they receive.
 
-One connection per request: a kept-alive connection would hide a refusal. Timestamps are taken in
-the callback that receives the bytes, which no HTTP library offers, and a stream that ended must be
-told from one that was cut; so HTTP is read here, too. The end of an exchange is recorded as the
-socket saw it; the verdict comes later.
+One connection per request: a kept-alive connection would hide a refusal. Timestamps are those of
+the bytes, which HTTP libraries do not offer, and a stream that ended must be told from one that was
+cut; so HTTP is read here, too. The end of an exchange is recorded as the socket saw it; the verdict
+comes later.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import socket
 import ssl
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -29,6 +28,7 @@ from understudy.drill.records import End, Exchange, Prompt
 SILENCE_MAX_S = 60.0
 REFUSED_PAUSE_S = 0.02  # else a refusing port gets thousands of connections a second
 
+READ_BYTES = 64 * 1024
 PENDING_MAX_BYTES = 1024 * 1024  # of headers or one event
 OK = 200
 
@@ -79,79 +79,50 @@ def outside_target(url: str) -> Target:
     return Target(host, port or (443 if is_tls else 80), url, parts.path.rstrip("/"), tls)
 
 
-class _Stream(asyncio.Protocol):
-    """One request on one connection, recorded in its `Exchange`."""
-
-    def __init__(self, exchange: Exchange, request: bytes) -> None:
-        self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.heard_ms = exchange.sent_ms
-        self._exchange = exchange
-        self._request = request
-        self._answer = AnswerReader(exchange)
-        self._transport: asyncio.Transport | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)  # uvloop's is one in shape only
-        self._transport.write(self._request)
-
-    def data_received(self, data: bytes) -> None:
-        self.heard_ms = clock.now_ms()
-        try:
-            self._answer.feed(data, self.heard_ms)
-        except ProtocolError as error:
-            is_said = error.code == "drill.error_event"
-            self._end(End.CUT if is_said else End.GARBLED, error.message)
-            return
-        if self._answer.is_done:
-            self._end(End.DONE, self._answer.body[:200].decode("utf-8", "replace"))
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._end(
-            End.CUT, str(exc) if exc else "the connection was closed before the end of the answer"
-        )
-
-    def _end(self, end: End, detail: str) -> None:
-        if not self.finished.done():
-            self._exchange.end = end
-            self._exchange.detail = detail
-            self.finished.set_result(None)
-        if self._transport is not None:
-            self._transport.abort()
-
-
 async def send(target: Target, prompt: Prompt, silence_max_s: float = SILENCE_MAX_S) -> Exchange:
     """Send one request and wait until the answer ends in any way."""
     named = str(prompt.body.get("model", ""))
     exchange = Exchange(prompt=prompt.key, sent_ms=clock.now_ms(), model=named)
-    loop = asyncio.get_running_loop()
-    transport: asyncio.Transport | None = None
+    answer, writer = AnswerReader(exchange), None
     try:
-        request = _request(target, prompt)
-        if target.url:  # the name is resolved each time, since a Service's may change
-            stream = _Stream(exchange, request)
-            async with asyncio.timeout(silence_max_s):
-                transport, _ = await loop.create_connection(
-                    lambda: stream, target.host, target.port, ssl=target.tls
-                )
-        else:
-            sock, rest = await _send_at_once(target, request)
-            stream = _Stream(exchange, rest)
-            transport, _ = await loop.create_connection(lambda: stream, sock=sock)
-        while not stream.finished.done():
-            rest_s = silence_max_s - (clock.now_ms() - stream.heard_ms) / 1000
-            if rest_s <= 0:
-                exchange.end, exchange.detail = End.HUNG, f"silent for {silence_max_s:g} s"
-                stream.finished.cancel()  # the end of the connection, which is ours, says nothing
-            await asyncio.wait({stream.finished}, timeout=rest_s)
+        async with asyncio.timeout(silence_max_s) as silence:
+            reader, writer = await _sent(target, _request(target, prompt))
+            while not answer.is_done:
+                data, heard_ms = await reader.read(READ_BYTES), clock.now_ms()
+                if not data:
+                    raise ConnectionError("the connection was closed before the end of the answer")
+                answer.feed(data, heard_ms)
+                silence.reschedule(asyncio.get_running_loop().time() + silence_max_s)
+        exchange.end = End.DONE
+        exchange.detail = answer.body[:200].decode("utf-8", "replace")
+    except TimeoutError:
+        exchange.end, exchange.detail = End.HUNG, f"silent for {silence_max_s:g} s"
     except ConnectionRefusedError as error:
         exchange.end, exchange.detail = End.REFUSED, str(error)
-    except OSError as error:  # reset right after the handshake
+    except OSError as error:
         exchange.end, exchange.detail = End.CUT, str(error) or type(error).__name__
+    except ProtocolError as error:
+        is_said = error.code == "drill.error_event"
+        exchange.end, exchange.detail = End.CUT if is_said else End.GARBLED, error.message
     finally:
-        if transport is not None:
-            transport.abort()
+        if writer is not None:
+            writer.transport.abort()
         exchange.ended_ms = clock.now_ms()
     return exchange
+
+
+async def _sent(
+    target: Target, request: bytes
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connection on which `request` was sent."""
+    if target.url:  # the name is resolved each time, since a Service's may change
+        reader, writer = await asyncio.open_connection(target.host, target.port, ssl=target.tls)
+        rest = request
+    else:
+        sock, rest = await _send_at_once(target, request)
+        reader, writer = await asyncio.open_connection(sock=sock)
+    writer.write(rest)
+    return reader, writer
 
 
 async def _send_at_once(target: Target, request: bytes) -> tuple[socket.socket, bytes]:

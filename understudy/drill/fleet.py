@@ -19,7 +19,6 @@ from typing import Any
 from plumbing.errors import UnderstudyError
 from plumbing.service.procfs import descendants
 from plumbing.text import duration
-from pool.core.states import ModelState
 from understudy.drill.clients import Target, inside_target
 from understudy.drill.killer import (
     HeldPart,
@@ -120,7 +119,7 @@ class FleetDrill(Drill):
         target = inside_target(address)
         model = await model_name(target)
         bank = bank_of(self.backend, model)
-        self.prompts, self.records.expected = await learn_answers(target, bank, len(bank))
+        self.prompts, self.records.expected = await learn_answers(target, bank)
         self._say(
             f"{len(self.records.pods)} pods serve {model} behind {address}; "
             f"{len(self.prompts)} prompts, {self._plan.clients} clients"
@@ -131,12 +130,9 @@ class FleetDrill(Drill):
         self.watch = FrontWatch(self.directory, self.records)
         return self.watch
 
-    async def _recover(self) -> None:
-        await self._all_up()
-
     # ------------------------------------------------------------------ one kill
 
-    async def _kill(self, what: str, state: ModelState | None, target: Target) -> Kill:
+    async def _kill(self, what: str, target: Target) -> Kill:
         what_for = "no pod had a request"
         streams, pod = await wait_for(self._busiest, SEEN_DEADLINE_S, "drill.idle", what_for)
         if what == LEAVE:  # one after another, as in a rollout
@@ -154,7 +150,6 @@ class FleetDrill(Drill):
             with ExitStack() as stack:
                 part = GATEWAY if what == FRONT else what
                 found = await find_part(directory, part, stack)
-                assert found is not None  # not in a pool
                 self.records.kills.append(kill)
                 await kill_part(found, kill)
                 if what != FRONT:

@@ -277,9 +277,9 @@ async def find_part(
     *,
     number: int = 0,
     is_pool: bool = False,
-) -> HeldPart | None:
+) -> HeldPart:
     """Find a part, and hold it until `stack` is closed: of devices' servers that of the device with
-    this number, modulo their count. None: there is none, in a pool.
+    this number, modulo their count.
 
     Raises:
         UnderstudyError: `drill.no_memory`, nothing is committed; `drill.not_here`.
@@ -298,8 +298,6 @@ async def find_part(
         pids = await pids_of(memory_parts(directory))
         pid = pids.get(memory[number % len(memory)]["device_uuid"])
         memory = tuple(it for it in memory if pids.get(it["device_uuid"]) == pid)
-    if pid is None and is_pool:
-        return None
     held = [stack.enter_context(hold(each, target)) for each in (pid, *descendants(pid or 0))]
     return HeldPart(target, tuple(held), memory)
 

@@ -8,12 +8,11 @@ to the new engine. The evidence is the kernel's, not the pod's.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import fcntl
 import os
 import signal
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -103,10 +102,9 @@ class Observer:
         self._kill: Kill | None = None
         self._tree = OldTree()
         self._connected: set[str] = set()
-        self._states: dict[str, str] = {}  # the last of each model
+        self.states: dict[str, str] = {}  # the last of each model
         self._running: dict[str, str] = {}  # the living incarnation of each engine
         self._faults: dict[str, str] = {}  # the code of what its backend reported last
-        self._waiting: list[tuple[str, Collection[str], asyncio.Future[str]]] = []
         watched = [(LOCKSERVER, LOCKSERVER_SOCKET, lock_messages.CATALOGUE, self._on_lockserver)]
         for engine, path in engines.items():
             heard = partial(self._on_engine, engine)
@@ -125,19 +123,6 @@ class Observer:
         """The lock server or the pool, if it is not connected, so that its events are not seen."""
         parts = (LOCKSERVER, *((POOL,) if self._records.models else ()))
         return [each for each in parts if each not in self._connected]
-
-    async def entered(self, state: str, models: Collection[str], timeout_s: float) -> str | None:
-        """The next of `models` that enters `state`; None: none did in time."""
-        future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        waiting = (state, models, future)
-        self._waiting.append(waiting)
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await future
-        except TimeoutError:
-            return None
-        finally:
-            self._waiting.remove(waiting)
 
     def incarnation_of(self, engine: str) -> str | None:
         """The one that lives, as far as is known."""
@@ -260,13 +245,9 @@ class Observer:
                 self._records.switches.append(Switch(at_ms, str(data["model"]), length_ms))
 
     def _note_model(self, model: str, state: str, at_ms: float) -> None:
-        if self._states.get(model) == state:
-            return
-        self._states[model] = state
-        self._records.moments.append(Moment(at_ms, model, state))
-        for wanted, models, future in self._waiting:
-            if wanted == state and model in models and not future.done():
-                future.set_result(model)
+        if self.states.get(model) != state:
+            self.states[model] = state
+            self._records.moments.append(Moment(at_ms, model, state))
 
 
 def _is_held(file: int) -> bool:

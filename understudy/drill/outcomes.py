@@ -8,7 +8,7 @@ where it began, so text after a newer grant can only come from the newer engine.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
@@ -215,11 +215,6 @@ def times_away(moments: Iterable[Moment], model: str) -> list[tuple[float, float
 def pauses_in(exchange: Exchange, away: Sequence[tuple[float, float]]) -> list[float]:
     """A stream's pauses in the times when its model was not awake, if it continued afterwards."""
     times = exchange.text_ms
-    found = []
-    for from_ms, to_ms in away:
-        if len(times) < 2 or times[0] > from_ms or times[-1] < to_ms:
-            continue
-        start, end = bisect_left(times, from_ms), bisect_right(times, to_ms)
-        longest = longest_gap(times[max(0, start - 1) : end + 1])
-        found += [longest] if longest is not None else []
-    return found
+    through = (each for each in away if times and times[0] <= each[0] and each[1] <= times[-1])
+    gaps = (longest_gap(times, *each) for each in through)
+    return [gap for gap in gaps if gap is not None]

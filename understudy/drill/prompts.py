@@ -21,7 +21,6 @@ from understudy.http_get import get
 
 ANSWER_TOKENS_MAX = 16  # short answers allow many requests
 CHUNKS_MIN = 3
-PROMPTS_USED = 6
 
 COMPLETIONS = (
     "The understudy steps onto the stage and",
@@ -130,13 +129,9 @@ async def model_name(target: Target) -> str:
 
 
 async def learn_answers(
-    target: Target,
-    prompts: Sequence[Prompt],
-    count: int = PROMPTS_USED,
-    *,
-    needs_token: bool = True,
+    target: Target, prompts: Sequence[Prompt], *, needs_token: bool = True
 ) -> tuple[list[Prompt], dict[str, Exchange]]:
-    """Send each prompt once; returns the first `count` that can be used, and their answers by key.
+    """Send each prompt once; returns those that can be used, and their answers by key.
 
     Without `needs_token`, any server will do, not only our engines.
 
@@ -162,8 +157,6 @@ async def learn_answers(
             refused = answer.detail if answer.end is End.REFUSED and not answer.status else None
             last = f"{prompt.path}: {answer.status} {answer.end}, {answer.chunks} pieces of text"
             last += f", {answer.detail}" if answer.detail else ""
-        if len(used) == count:
-            break
     if not used:
         who = target.url or f"{target.host}:{target.port}"
         why = f"gave no usable answer; the last one: {last}"

@@ -83,8 +83,8 @@ class Kill(Struct):
     victim worked again. `kept_blocks` of KV memory were there for the next engine by the old one's
     last status, and `adopted_blocks` are those that its cache began with. `peers`: the engines that
     may be granted its lock next, () for all.
-    In a pool: the kill was made as `model` entered `phase`, and `result` is how it ended. In a
-    fleet: `pod` was hit, of which the front had this many `streams`.
+    In a pool: the engine's `model` was in the state `phase`. In a fleet: `pod` was hit, of which
+    the front had this many `streams`. `result` is how it ended.
     """
 
     target: str
@@ -172,8 +172,7 @@ class Records(Struct):
     `url`: the address outside the pod that clients used, if they did.
     The token of an exchange says where the answer began: text that follows may be of any newer
     engine.
-    In a pool: `models` with their engines, and `not_reached`: the kills for which no model entered
-    the phase in time. In a fleet: the names of its `pods`.
+    In a pool: `models` with their engines. In a fleet: the names of its `pods`.
     """
 
     exchanges: list[Exchange] = []
@@ -190,7 +189,6 @@ class Records(Struct):
     models: dict[str, tuple[str, ...]] = {}
     switches: list[Switch] = []
     bounds: list[StatedBound] = []
-    not_reached: list[str] = []
     pods: tuple[str, ...] = ()
 
     @property

@@ -3,9 +3,9 @@
 Owns the order of the steps and the progress lines; judges nothing. It is kept lean, because it
 shares its CPU cores with the pod whose speed it reports.
 
-A pool's drill has more victims and several models. Every part is to die in every state of a model,
-so a kill waits until a model enters a state. Clients send requests in bursts, those of the first
-model in longer ones, so that all models also become idle.
+A pool's drill has more victims and several models. Clients send requests in bursts, those of the
+first model in longer ones, so that all models also become idle; kills come at random moments, so
+that models die in every state.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+import random
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -23,13 +24,12 @@ from typing import Any, Protocol
 from msgspec import structs
 
 from engine import messages as engine_messages
-from plumbing.errors import RemoteError, UnderstudyError, UnreachableError, WaitTimeoutError
+from plumbing.errors import RemoteError, UnderstudyError, UnreachableError
 from plumbing.pod.observers import ask
 from plumbing.pod.paths import engine_socket, engine_sockets, pool_socket
 from plumbing.service.clock import SystemClock
 from plumbing.text import duration
 from pool.core.events import Order
-from pool.core.states import ModelState
 from pool.messages import CATALOGUE, OrderMsg
 from pool.pool_file import PoolFile, engines_of
 from understudy.drill.clients import Target, inside_target, pause, send, stream_without_pause
@@ -54,7 +54,6 @@ from understudy.drill.targets import (
     STOP,
     SUPERVISOR,
     base_targets,
-    kill_order,
     pool_targets,
     process_of,
     targets_of,
@@ -83,11 +82,8 @@ SILENCE_S = 330.0  # longer than a ticket waits in the gateway by default, which
 CLIENTS_MIN = 2  # of each model: one that streams for longer than a turn, one that sends anew
 BURST, FIRST_BURST = 4, 12  # requests of a client, after which its model is left alone
 PAUSE_S = 2.5
-MISSED_MAX = 300  # kills for which there was no moment: more than all pairs of target and state
-STATE_DEADLINE_S = 20.0  # several turns of all models; else no model enters this state
+TURN_S = 1.0  # of a model, about: a kill comes at a random moment of it
 BACK_DEADLINE_S = 120.0
-FIND_S = 0.005  # between two looks for a process that is just being started
-FIND_DEADLINE_S = 1.5  # after that, the engine has no such process
 STATED_EVERY_S = 1.0  # how often the bounds are read: they change with costs and requests
 
 clock = SystemClock()
@@ -144,10 +140,10 @@ class Drill:
         self._plan, self._say, self._runner = plan, say, runner
         self._targets = tuple(plan.targets)
         self._models: dict[str, tuple[str, ...]] = {}  # of a pool: each model's engines
-        self._missed: set[tuple[ModelState, tuple[str, ...]]] = set()  # waited for in vain
+        self._turns: Iterator[str] = iter(())  # of a pool: whose engine dies next
         if file is not None:
             self._models = {name: engines_of(name, each) for name, each in file.models.items()}
-            self.records.models = self._models
+            self.records.models, self._turns = self._models, itertools.cycle(self._models)
             self.backend = next(iter(file.models.values())).backend
             has_shadow = any(len(each) > 1 for each in self._models.values())
             self._targets = self._targets or pool_targets(self.backend, has_shadow=has_shadow)
@@ -181,7 +177,7 @@ class Drill:
             ]
         else:
             bank = bank_of(self.backend, model)
-            self.prompts, self.records.expected = await learn_answers(target, bank, len(bank))
+            self.prompts, self.records.expected = await learn_answers(target, bank)
         newest = (await self._whole()).token if target.url else 0
         for each in self.records.expected.values():
             if newest and each.token is not None and not whole.token <= each.token <= newest:
@@ -211,7 +207,7 @@ class Drill:
         for model in self._models:
             began_ms, bank = clock.now_ms(), pool_prompts(self.backend, model)
             parts = [bank[number::at_once] for number in range(at_once)]
-            learned = await asyncio.gather(*(learn_answers(target, p, len(p)) for p in parts))
+            learned = await asyncio.gather(*(learn_answers(target, part) for part in parts))
             for _, answers in learned:
                 self.records.expected |= answers
             used = [each for each in bank if each.key in self.records.expected]
@@ -274,30 +270,16 @@ class Drill:
     async def _make_kills(self, target: Target) -> None:
         """
         Raises:
-            WaitTimeoutError: something did not come back, or no model enters any state.
+            WaitTimeoutError: something did not come back, or there is nothing to kill.
         """
-        records, wanted = self.records, self._plan.kills
-        plain = ((each, None) for each in itertools.cycle(self._targets))
-        for what, state in kill_order(self._targets) if self._models else plain:
-            if len(records.kills) >= wanted:
-                break
-            await self._until_due(len(records.kills))
+        for number in range(self._plan.kills):
+            await self._until_due(number)
             await self._all_up()
-            kill = await self._kill(what, state, target)
-            if kill is None:
-                records.not_reached.append(f"{what} at {state}")
-            else:
-                self._say(self._line(kill))
-            if len(records.not_reached) > MISSED_MAX:
-                raise WaitTimeoutError(
-                    "drill.no_phase",
-                    f"{MISSED_MAX} times no model entered the state for a kill, last: {what}",
-                )
-        await self._until_due(wanted)
-        await self._recover()  # the last victim, too
-
-    async def _recover(self) -> None:
-        if not self._models:
+            kill = await self._kill(self._targets[number % len(self._targets)], target)
+            self._say(self._line(kill))
+        await self._until_due(self._plan.kills)
+        await self._all_up()  # the last victim, too
+        if self.records.mode == "gateway":
             await self._whole()
 
     def _line(self, kill: Kill) -> str:
@@ -316,31 +298,27 @@ class Drill:
 
     # ------------------------------------------------------------------ one kill
 
-    async def _kill(self, what: str, state: ModelState | None, target: Target) -> Kill | None:
-        """None: there was no moment for it."""
-        whole = None if self._models else await self._whole()
+    async def _kill(self, what: str, target: Target) -> Kill:
+        if self._models:
+            await asyncio.sleep(random.uniform(0, TURN_S))
+            killing = self._kill_part(what) if what in ALL_PARTS else self._kill_models_engine(what)
+            return await killing
+        whole = await self._whole()
         if what in ALL_PARTS:
-            return await self._kill_part(what, state)
-        if whole is not None:
-            return await self._kill_active(what, whole, target)
-        return await self._kill_models_engine(what, state)
+            return await self._kill_part(what)
+        return await self._kill_active(what, whole, target)
 
-    async def _kill_part(self, what: str, state: ModelState | None) -> Kill | None:
-        """Kill a part that is not an engine, whose death no engine may follow. None: no model
-        entered the state, or there was no such process."""
-        models, records = tuple(self._models), self.records
-        made = sum(each.target == what for each in records.kills)
+    async def _kill_part(self, what: str) -> Kill:
+        """Kill a part that is not an engine, whose death no engine may follow."""
+        made = sum(each.target == what for each in self.records.kills)
+        is_pool, kill = bool(self._models), Kill(what, result="did not come back")
         with ExitStack() as stack:
-            victim = await find_part(self.directory, what, stack, number=made, is_pool=bool(models))
-            model = "" if state is None else await self._entered(state, models)
-            if model is None or victim is None:
-                return None
-            kill = Kill(what, model=model, phase=state or "", result="did not come back")
-            records.kills.append(kill)
+            victim = await find_part(self.directory, what, stack, number=made, is_pool=is_pool)
+            self.records.kills.append(kill)
             await kill_part(victim, kill)
         await wait_back(self.directory, victim, kill, self._say)
         kill.result = "restarted"
-        if not models:
+        if not is_pool:
             await self._whole()
         await self._answers()
         return kill
@@ -374,47 +352,46 @@ class Drill:
         kill.result += f", KV blocks were not adopted: {why}" if why else ""
         return kill
 
-    async def _kill_models_engine(self, what: str, state: ModelState | None) -> Kill | None:
-        """Kill a process of an engine as its model enters `state`, and wait until it is back. None:
-        no model entered the state, or there was no such process any more."""
+    async def _kill_models_engine(self, what: str) -> Kill:
+        """Kill a process of an engine of the next model that has such a process, whatever state the
+        model is in, and wait until the engine is back.
+
+        Raises:
+            WaitTimeoutError: `drill.no_victim`, `drill.not_back`.
+        """
         # Without a shadow a hang would last for half a minute: no engine could take over.
-        needs_shadow = what.startswith((SHADOW, STOP))
-        wanted = [name for name, each in self._models.items() if len(each) > 1 or not needs_shadow]
-        document = await self._pool()
-        assert state is not None  # in a pool each kill has one
-        model = await self._entered(state, wanted)
-        if model is None:
-            return None
-        engines, is_shadow = self._models[model], what.startswith(SHADOW)
-        holder, token = _holder_of(_model_in(document, model))
-        first = holder if holder in engines else engines[0]
-        engine = next(each for each in engines if (each == first) is not is_shadow)
-        supervisor, _ = await self._engine(engine)
-        kill = Kill(what, engine, token, peers=engines, model=model)
-        kill.phase, kill.result = state, "did not come back"
-        end_ms = clock.now_ms() + FIND_DEADLINE_S * 1000
-        while not await self._struck(kill):
-            if clock.now_ms() > end_ms:
-                return None
-            await asyncio.sleep(FIND_S)  # its supervisor may be about to start it
+        needs_shadow, is_shadow = what.startswith((SHADOW, STOP)), what.startswith(SHADOW)
+
+        async def look() -> tuple[Kill, int] | str:
+            model = next(self._turns)
+            engines, state = self._models[model], self._observer.states.get(model, "")
+            if needs_shadow and len(engines) == 1:
+                return f"{model} has no shadow"
+            holder, token = _holder_of(_model_in(await self._pool(), model))
+            first = holder if holder in engines else engines[0]
+            engine = next(each for each in engines if (each == first) is not is_shadow)
+            supervisor, _ = await self._engine(engine)
+            kill = Kill(what, engine, token, peers=engines, model=model, phase=state)
+            try:
+                await kill_engine(self.directory, kill, self._observer)
+            except (RemoteError, UnreachableError, KeyError) as error:
+                return f"{engine}: {error}"
+            return kill, supervisor
+
+        failed = f"there was no {what} to kill"
+        kill, supervisor = await wait_for(look, BACK_DEADLINE_S, "drill.no_victim", failed)
+        kill.result = "did not come back"
         self.records.kills.append(kill)
-        failed = f"{engine} did not come back after the death of {what} as {model} was {state}"
-        look = partial(self._not_back, kill, supervisor)
-        await wait_for(look, BACK_DEADLINE_S, "drill.not_back", failed)
+        failed = f"{kill.engine} did not come back after the death of {what}"
+        back = partial(self._not_back, kill, supervisor)
+        await wait_for(back, BACK_DEADLINE_S, "drill.not_back", failed)
         kill.back_ms = clock.now_ms()
         # The pool forgets the death: three of them in ten minutes are a fault of the model.
         with contextlib.suppress(UnderstudyError):
-            await ask(pool_socket(str(self.directory)), CATALOGUE, OrderMsg(model, Order.RESET))
+            reset = OrderMsg(kill.model, Order.RESET)
+            await ask(pool_socket(str(self.directory)), CATALOGUE, reset)
         await self._answers()
         return kill
-
-    async def _struck(self, kill: Kill) -> bool:
-        """Whether the engine had the process, which is dead now."""
-        try:
-            await kill_engine(self.directory, kill, self._observer)
-        except (RemoteError, UnreachableError, KeyError):
-            return False
-        return True
 
     async def _not_back(self, kill: Kill, supervisor: int) -> str | None:
         """Why the engine has not come back: another incarnation stands by, sleeps or serves, or the
@@ -472,16 +449,6 @@ class Drill:
 
         deadline_s = POOL_ANSWERS_DEADLINE_S if self._models else ANSWERS_DEADLINE_S
         await wait_for(look, deadline_s, "drill.no_answers", "requests did not complete")
-
-    async def _entered(self, state: ModelState, models: Sequence[str]) -> str | None:
-        """The model that enters the state; None: none does, or none did the last time."""
-        wanted = state, tuple(models)
-        if not models or wanted in self._missed:
-            return None
-        found = await self._observer.entered(state, models, STATE_DEADLINE_S)
-        if found is None:
-            self._missed.add(wanted)
-        return found
 
     async def _pool(self) -> Mapping[str, Any]:
         return await status_of(pool_part(self.directory))

@@ -1,16 +1,14 @@
-"""What a drill kills: the names of the targets, which of them a pod has, and their order.
+"""What a drill kills: the names of the targets, and which of them a pod has.
 
 Pure. How each is found and killed is in `killer.py`.
 """
 
 from __future__ import annotations
 
-import itertools
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 
 from engine import messages as engine_messages
-from pool.core.states import ModelState
 
 SUPERVISOR = "supervisor"
 # Parts that are not engines: their deaths must not affect anything else.
@@ -39,25 +37,23 @@ VLLM_TARGETS = ("api", "core", "worker", SUPERVISOR)
 BACKEND = "backend-"  # prefix of all backend processes in an engine's own names
 
 
+RANK = r"(?:-[1-9]\d?)?"
+PROCESS = re.compile(
+    rf"((?:{SHADOW})?(?:{STOP})?)"
+    rf"(?:({SUPERVISOR}|backend-model{RANK})|(?:{BACKEND})?(api|core|worker{RANK}))"
+)
+
+
 def check_target(text: str) -> str:
     """`text`, if it is a valid target. The engine decides whether the rank exists.
 
     Raises:
         ValueError: with the valid targets.
     """
-    if text in FLEET_ONLY:
+    if text in (*ALL_PARTS, *FLEET_ONLY):
         return text
-    for prefix in (SHADOW, STOP):
-        if text.startswith(prefix):
-            process = check_target(text.removeprefix(prefix))
-            if process in ALL_PARTS or process.startswith((prefix, SHADOW)):
-                raise ValueError(f"{prefix} is for processes of an engine: {process} is not one")
-            return prefix + process
-    if text in (*TARGETS, *ALL_PARTS) or re.fullmatch(r"backend-model-[1-9]\d?", text):
-        return text
-    plain = text.removeprefix(BACKEND)
-    if re.fullmatch(r"api|core|worker(-[1-9]\d?)?", plain):
-        return plain
+    if (found := PROCESS.fullmatch(text)) is not None:
+        return "".join(filter(None, found.groups()))
     ranks = "backend-model-1, backend-model-2, … of a tensor-parallel engine"
     vllm = "api, core, worker, worker-1, … of vLLM"
     raise ValueError(
@@ -110,23 +106,6 @@ def kill_request(target: str) -> engine_messages.KillMsg:
     return engine_messages.KillMsg(process, is_stop=STOP in target)
 
 
-# ------------------------------------------------------------------ which kill comes next in a pool
-
-# When to kill in a pool: as a model enters one of these states.
-STATES = (
-    ModelState.DRAINING,
-    ModelState.WAKING,
-    ModelState.AWAKE,
-    ModelState.RELEASING,
-    ModelState.PENDING,
-    ModelState.LOADING,
-    ModelState.WARM,
-    ModelState.UNLOADING,
-    ModelState.OFFLOADED,
-    ModelState.COLD,
-)
-
-
 def pool_targets(backend: str | None, *, has_shadow: bool) -> tuple[str, ...]:
     """Every part and every process, so that those of one kind are not neighbours."""
     *names, _ = base_targets(backend)
@@ -140,17 +119,3 @@ def pool_targets(backend: str | None, *, has_shadow: bool) -> tuple[str, ...]:
         *(hangs[0], shadows[1], GMS_SUPERVISOR, hangs[1]),
     )
     return tuple(each for each in found if each)
-
-
-def kill_order(
-    targets: Sequence[str], states: Sequence[ModelState] = STATES
-) -> Iterator[tuple[str, ModelState]]:
-    """Pairs of a target and a state, without end; no pair comes twice before all have come. The
-    first round pairs each target with another state, and each further round shifts the pairs by
-    one. A model that is cold has nothing but supervisors."""
-    for shift in itertools.count():
-        for number, target in enumerate(targets):
-            state = states[(number + shift) % len(states)]
-            is_backend = target not in ALL_PARTS and process_of(target) != SUPERVISOR
-            if not (is_backend and state is ModelState.COLD):
-                yield target, state

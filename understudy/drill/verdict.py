@@ -379,7 +379,6 @@ def _pool_values(evidence: Evidence, pause_ms: Spread) -> dict[str, Any]:
             }
             for number, kill in enumerate(records.kills, 1)
         ],
-        "not_reached": list(records.not_reached),
         "switch_ms": spread(each.length_ms for each in records.switches),
         "wait_ms": spread(until_ms - each.sent_ms for each, until_ms in evidence.waits),
         "pause_ms": spread(evidence.parked),
@@ -452,8 +451,6 @@ def print_report(report: DrillReport, console: Console) -> None:
     if figures.get("adopted_share") is not None:
         adopted = f"{figures['adopted_blocks']} of {figures['published_blocks']} adopted"
         row("KV blocks", f"{adopted} ({figures['adopted_share']:.1%})")
-    for missed in figures.get("not_reached", ()):
-        row("not made", f"{missed}: no model came there in time")
     for problem in report.problems:
         row("problem", problem, "red")
     console.print("passed" if report.passed else "FAILED", style="bold", markup=False)

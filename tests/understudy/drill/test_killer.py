@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,6 @@ from plumbing.errors import UnderstudyError, WaitTimeoutError
 from plumbing.service.init import FIRST_START_ENV
 from plumbing.service.procfs import is_alive
 from plumbing.wire.server import Server
-from pool.core.states import ModelState
 from tests.helpers import free_witness, until
 from tests.plumbing.service.test_init import INIT, NAMESPACE, ROOT, can_unshare
 from understudy.drill import killer
@@ -38,19 +36,14 @@ from understudy.drill.killer import (
 from understudy.drill.observer import OldTree
 from understudy.drill.records import Kill
 from understudy.drill.targets import (
-    ALL_PARTS,
     GMS,
     LOCKSERVER,
-    STATES,
     SUPERVISOR,
     TARGETS,
     VLLM_TARGETS,
     check_target,
-    kill_order,
     kill_request,
     needed_flag,
-    pool_targets,
-    process_of,
     targets_of,
 )
 
@@ -166,7 +159,6 @@ def test_part_is_killed_with_all_its_processes_and_awaited_until_another_answers
     async def find_and_kill() -> HeldPart:
         with ExitStack() as stack:
             victim = await find_part(tmp_path, LOCKSERVER, stack)
-            assert victim is not None
             await kill_part(victim, kill)
         return victim
 
@@ -289,16 +281,3 @@ def test_target_names_one_process(text, target, message, is_only):
     assert needed_flag(target) == ("--pool" if is_only else None)
     if message is not None:
         assert kill_request(target) == message
-
-
-def test_every_target_dies_in_every_state_before_any_pair_comes_again():
-    targets = pool_targets("reference", has_shadow=True)
-    backends = [
-        each for each in targets if each not in ALL_PARTS and process_of(each) != SUPERVISOR
-    ]
-    pairs = len(targets) * len(STATES) - len(backends)
-    order = list(islice(kill_order(targets), pairs))
-    assert len(set(order)) == pairs
-    assert not any((each, ModelState.COLD) in order for each in backends)
-    # A short drill sees many of both.
-    assert len({target for target, _ in order[:8]}) == len({state for _, state in order[:8]}) == 8
