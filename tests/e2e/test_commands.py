@@ -21,8 +21,8 @@ from tests.documents import mismatches
 from tests.e2e.pods import AS_USERS_RUN_IT
 from tests.e2e.processes import Processes
 from tests.helpers import busy_loops, until
-from understudy.drill.schema import DrillDocument
 from understudy.pod.ports import free_offset
+from understudy.schema import DrillDocument
 
 UNDERSTUDY = str(Path(sys.executable).parent / "understudy")
 ENVIRONMENT = {**os.environ, **AS_USERS_RUN_IT}

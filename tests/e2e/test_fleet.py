@@ -31,9 +31,8 @@ from tests.helpers import POLL_S, auntil, until
 from understudy.drill.clients import inside_target, send, stream_without_pause
 from understudy.drill.outcomes import classify
 from understudy.drill.records import Outcome, Prompt
-from understudy.drill.schema import FleetDrillDocument
 from understudy.pod.ports import free_offset
-from understudy.schema import FrontView
+from understudy.schema import FleetDrillDocument, FrontView
 from understudy.status.gather import gateway_part, status_of
 from understudy.up.models import make_random_model
 

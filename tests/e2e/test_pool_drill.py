@@ -18,7 +18,7 @@ from click.testing import CliRunner
 from tests.documents import mismatches
 from tests.e2e.pods import AS_USERS_RUN_IT
 from understudy.cli.main import main
-from understudy.drill.schema import PoolDrillDocument
+from understudy.schema import PoolDrillDocument
 
 UNDERSTUDY = str(Path(sys.executable).parent / "understudy")
 TARGETS = ("pool", "backend-model")

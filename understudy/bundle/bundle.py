@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import fnmatch
 import io
-import json
 import os
 import platform
 import shlex
@@ -28,11 +27,11 @@ from typing import Any
 from plumbing.errors import UnderstudyError, UsageError
 from plumbing.service import procfs
 from plumbing.service.metrics import build_info
-from plumbing.text import one_line, size, table
+from plumbing.text import one_line, size, table, to_json
 from understudy.bundle import redact
-from understudy.doctor.checks import document, examine
-from understudy.doctor.pod import ExaminedPod, look
+from understudy.doctor import ExaminedPod, examine, look
 from understudy.host import descriptors, machine, read
+from understudy.schema import DoctorDocument
 from understudy.status.events import past_events
 from understudy.status.gather import gather
 
@@ -111,16 +110,16 @@ async def _gather(directory: Path, log_dir: Path) -> Bundle:
         try:
             async with asyncio.timeout(COMMAND_S):
                 found = await asked
-            bundle.add(name, found if isinstance(found, str) else _json(found))
+            bundle.add(name, found if isinstance(found, str) else to_json(found, indent=1))
         except TimeoutError:
             bundle.missing[name] = f"timed out after {COMMAND_S:g} s"
         except (UnderstudyError, OSError) as error:
             bundle.missing[name] = str(error)
 
-    async def doctor() -> dict[str, Any]:
+    async def doctor() -> DoctorDocument:
         nonlocal pod
         pod = await look(directory, os.environ)
-        return document(str(directory), examine(pod))
+        return examine(pod)
 
     # At the same time: a part that hangs is waited for by each that asks it.
     await asyncio.gather(
@@ -131,8 +130,9 @@ async def _gather(directory: Path, log_dir: Path) -> Bundle:
     if pod is not None and pod.pool_path:
         with contextlib.suppress(OSError):  # then doctor says why
             bundle.add("pool-file.yaml", _tail(Path(pod.pool_path), FILE_BYTES_MAX))
-    bundle.add("machine.json", _json(machine_facts()))
-    bundle.add("processes.json", _json(process_facts(pod.pids if pod is not None else ())))
+    bundle.add("machine.json", to_json(machine_facts(), indent=1))
+    processes = process_facts(pod.pids if pod is not None else ())
+    bundle.add("processes.json", to_json(processes, indent=1))
     _add_files(bundle, "state", directory, "*.json*", FILE_BYTES_MAX)
     _add_files(bundle, "log", log_dir, "*.log*", LOG_TAIL_BYTES)
     if not any(name.startswith("log/") for name in (*bundle.entries, *bundle.missing)):
@@ -142,7 +142,7 @@ async def _gather(directory: Path, log_dir: Path) -> Bundle:
 
 
 async def _events(directory: Path) -> str:
-    return "".join(f"{json.dumps(each, default=str)}\n" for each in await past_events(directory))
+    return "".join(f"{to_json(each)}\n" for each in await past_events(directory))
 
 
 def _add_files(bundle: Bundle, kind: str, folder: Path, pattern: str, bytes_max: int) -> None:
@@ -172,10 +172,6 @@ def _tail(path: Path, bytes_max: int) -> str:
     # Half a line may be a secret without its name, so it is dropped.
     _, _, whole_lines = raw.partition(b"\n")
     return (whole_lines if skipped and whole_lines else raw).decode(errors="replace")
-
-
-def _json(content: Any) -> str:
-    return json.dumps(content, indent=1, default=str, ensure_ascii=False) + "\n"
 
 
 def _create(path: Path) -> io.BufferedWriter:

@@ -137,17 +137,12 @@ def doctor(config: Resolved, as_json: bool, strict: bool) -> None:
 
     Exit codes: 0 no check failed, 1 at least one did.
     """
-    from understudy.doctor import checks
-    from understudy.doctor.pod import look
+    from understudy.doctor import examine, look, report
 
     directory = _directory(config)
-    pod = run_async(lambda: look(directory, os.environ))
-    results = checks.examine(pod)
-    if as_json:
-        click.echo(to_json(checks.document(str(directory), results)))
-    else:
-        click.echo("\n".join(checks.lines(results)))
-    sys.exit(0 if checks.is_well(results, is_strict=strict) else 1)
+    found = examine(run_async(lambda: look(directory, os.environ)))
+    click.echo(to_json(found) if as_json else "\n".join(report(found)))
+    sys.exit(found.status == "fail" or (strict and found.status == "warn"))
 
 
 @click.command()

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.documents import mismatches
-from understudy.doctor.checks import CHECKS
-from understudy.doctor.pod import Finding, look
+from understudy.doctor import CHECKS, Finding, look
 from understudy.schema import DoctorDocument
 
 FAIL, WARN, PASS, SKIP = "fail", "warn", "pass", "skip"

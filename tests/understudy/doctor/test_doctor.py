@@ -19,7 +19,7 @@ from tests.gms.bench import GmsProcess
 from tests.helpers import free_port, until
 from tests.lockserver.processes import ServerProcess
 from tests.understudy.doctor.examining import FAIL, PASS, doctor, examined
-from understudy.doctor.checks import UNIX_LISTENS
+from understudy.doctor import UNIX_LISTENS
 
 LOCK_FILES = ("lockserver.sock", "lockserver.lock", "lockserver.json")
 PRELOAD = Path(__file__).with_name("old_kernel.c")

@@ -13,8 +13,8 @@ from tests.gms.bench import GmsProcess
 from tests.gms.kinds import stand_in_only
 from tests.standin import build
 from tests.understudy.doctor.examining import FAIL, PASS, SKIP, examined
-from understudy.doctor import pod
-from understudy.doctor.pod import Finding
+from understudy import doctor
+from understudy.doctor import Finding
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def test_settings_of_a_gpu_are_asked_of_its_driver(
     ("program", "deadline_s", "words"),
     [
         ("exec sleep 1000", 0.2, "did not answer in 0.2 s"),
-        ("kill -9 $$", pod.NVML_DEADLINE_S, "process that asked the driver died"),
+        ("kill -9 $$", doctor.NVML_DEADLINE_S, "process that asked the driver died"),
     ],
 )
 def test_driver_that_hangs_or_crashes_is_named_and_costs_no_more(
@@ -99,7 +99,7 @@ def test_driver_that_hangs_or_crashes_is_named_and_costs_no_more(
     path = tmp_path / "python"
     path.write_text(f"#!/bin/sh\n{program}\n")
     path.chmod(0o700)
-    monkeypatch.setattr(pod, "NVML_DEADLINE_S", deadline_s)
+    monkeypatch.setattr(doctor, "NVML_DEADLINE_S", deadline_s)
     monkeypatch.setattr(sys, "executable", str(path))
     finding = examined(directory)["driver"]
     assert (finding.status, words in finding.found) == (FAIL, True), finding
