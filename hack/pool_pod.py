@@ -25,6 +25,7 @@ from understudy.drill.clients import Target, clock, send, stream_without_pause
 from understudy.drill.outcomes import classify
 from understudy.drill.prompts import COMPLETIONS
 from understudy.drill.records import End, Exchange, Outcome, Prompt
+from understudy.pod.ports import free_pod_ports
 from understudy.pod.runner import PodRunner
 from understudy.pod.table import LocalPod
 from understudy.up.models import VLLM_RANDOM_MODEL, RandomModel, make_random_model
@@ -245,8 +246,10 @@ async def with_pool(
     file.write_text(json.dumps(document, indent=1))
     directory.mkdir(mode=0o700)
     env = {**random.env, **rig.PATIENT, "UNDERSTUDY_DEATHS_MAX": rig.DEATHS_MAX}
-    local = LocalPod(Path(), None, device_bytes=DEVICE_BYTES, env=env)
-    pod = await prepare_pool(local, file, directory, rig.say, is_drilled=True)
+    local = LocalPod(
+        Path(), None, free_pod_ports(has_pool=True), device_bytes=DEVICE_BYTES, env=env
+    )
+    pod = await prepare_pool(local, file, directory, rig.say)
     service = next(word for each in pod.containers for word in each.command if "active=" in word)
     target = Target("127.0.0.1", int(service.rpartition(":")[2]))
 

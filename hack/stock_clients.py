@@ -31,8 +31,9 @@ from understudy.drill.records import End, Exchange, Outcome
 from understudy.drill.run import Drill, DrillPlan
 from understudy.drill.targets import PARTS, POD
 from understudy.drill.verdict import judge
+from understudy.pod.ports import Ports, free_offset
 from understudy.pod.runner import PodRunner
-from understudy.up.models import RandomModel, make_random_model
+from understudy.up.models import TOKEN_INTERVAL_MS, RandomModel, make_random_model
 from understudy.up.pods import prepare_fleet
 
 if TYPE_CHECKING:
@@ -242,9 +243,13 @@ async def run(flags: Any, base: Path) -> rig.Figures:
     containers = pod.containers()
     if flags.fleet:
         words = (f"--model={model}", f"--backend={flags.backend}")
-        pod = replace(pod, env={**PATIENT_FRONT, **pod.env})
-        fleet = prepare_fleet(pod, PODS, words, 0, pod.directory, rig.say, is_drilled=True)
-        containers = list((await fleet).containers)
+        offset, env = free_offset(PODS + 1), {**PATIENT_FRONT, **pod.env}
+        pod = replace(pod, env=env, ports=Ports().moved(offset))
+        if flags.backend == "reference":  # so that a kill meets streams
+            slow = f"--token-interval-ms={TOKEN_INTERVAL_MS}"
+            pod = replace(pod, backend_args=(slow, *pod.backend_args))
+        fleet = await prepare_fleet(pod, PODS, words, offset, pod.directory, rig.say)
+        containers = list(fleet.containers)
 
     async def measure(runner: PodRunner) -> rig.Figures:
         make = partial(FleetDrill, replicas=PODS) if flags.fleet else Drill

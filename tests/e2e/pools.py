@@ -19,6 +19,7 @@ from plumbing.wire.blocking import BlockingClient
 from pool.core.events import Order
 from pool.messages import CATALOGUE, OrderMsg, StatusMsg
 from tests.e2e.pods import AS_USERS_RUN_IT
+from understudy.pod.ports import free_pod_ports
 from understudy.pod.runner import PodRunner
 from understudy.pod.table import LocalPod
 from understudy.up.models import make_random_model
@@ -128,8 +129,8 @@ async def running_pool(
     model = model or await make_random_model(directory / "model")
     path = directory / "pool.yaml"
     path.write_text(text.replace("MODEL", str(model)))
-    local = LocalPod(Path(), None, device_bytes=device_bytes)
-    pod = await prepare_pool(local, path, directory, print, is_drilled=True)
+    local = LocalPod(Path(), None, free_pod_ports(has_pool=True), device_bytes=device_bytes)
+    pod = await prepare_pool(local, path, directory, print)
     port = int(next(w for w in pod.containers[0].command if "service=" in w).rpartition(":")[2])
     # Without inits: tests stop processes, and the runner restarts what dies.
     containers = [replace(each, init=()) for each in pod.containers]

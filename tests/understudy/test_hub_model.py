@@ -16,7 +16,7 @@ import pytest
 
 from plumbing.errors import UnderstudyError
 from tests.helpers import until
-from understudy.pod.ports import free_offset
+from understudy.pod.ports import free_offset, free_pod_ports
 from understudy.pod.table import LocalPod, program
 from understudy.up.hub_download import BESIDE_SAFETENSORS, NEVER_LOADED
 from understudy.up.models import hub_directory
@@ -98,8 +98,15 @@ def test_both_engines_get_one_directory_and_clients_the_id(hub: Path, tmp_path: 
     """Goal: as `vllm serve`: the model is called what the user called it, unless the user names it;
     the engines never ask the Hub for it."""
     said: list[str] = []
-    pod = LocalPod(Path(), None, backend="vllm", hub_id=TINY, backend_args=("--eager", *given))
-    prepared = asyncio.run(prepare_local(pod, tmp_path / "pod", said.append, True))
+    pod = LocalPod(
+        Path(),
+        None,
+        free_pod_ports(),
+        backend="vllm",
+        hub_id=TINY,
+        backend_args=("--eager", *given),
+    )
+    prepared = asyncio.run(prepare_local(pod, tmp_path / "pod", said.append))
     snapshot, named = str(hub / "acme-tiny"), () if given else ("--served-model-name", TINY)
     told = [
         each.command[each.command.index("--") + 1 :]

@@ -25,8 +25,7 @@ models:
 def prepared(directory: Path, text: str, pod: LocalPod | None = None, **more: Any) -> PreparedPod:
     path = directory / "pool.yaml"
     path.write_text(text)
-    pod = pod or LocalPod(Path(), None)
-    more = {"is_drilled": True, **more}
+    pod = pod or LocalPod(Path(), None, free_pod_ports(has_pool=True))
     return asyncio.run(prepare_pool(pod, path, directory, print, **more))
 
 
@@ -43,7 +42,8 @@ def test_parts_are_told_the_pool_file_wherever_they_run(tmp_path: Path, monkeypa
     """Method: a relative path."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pool.yaml").write_text(POOL_FILE)
-    pod = prepare_pool(LocalPod(Path(), None), Path("pool.yaml"), tmp_path, print, True)
+    local = LocalPod(Path(), None, free_pod_ports(has_pool=True))
+    pod = prepare_pool(local, Path("pool.yaml"), tmp_path, print)
     env = {each.name: each.env.get("UNDERSTUDY_POOL") for each in asyncio.run(pod).containers}
     absent = dict.fromkeys(("lockserver", "gms"))
     told = ("gateway", "pool", "chat-0", "chat-1", "coder-0")
@@ -53,11 +53,11 @@ def test_parts_are_told_the_pool_file_wherever_they_run(tmp_path: Path, monkeypa
 @pytest.mark.parametrize("given", [(), ("host",), ("host", "service_port")])
 def test_pod_listens_where_the_file_says_unless_a_flag_does(tmp_path: Path, given: tuple[str, ...]):
     """Method: the pod's own ports are free ones; the file names an address of this machine."""
-    ports = free_pod_ports()
+    ports = free_pod_ports(has_pool=True)
     listen = f"listen: 127.0.0.2:{free_ports(1)[0]}\n"
     local = LocalPod(Path(), None, ports, http_host="127.0.0.3")
     file = listen + POOL_FILE
-    pod = prepared(tmp_path, file, local, is_drilled=False, given=given)
+    pod = prepared(tmp_path, file, local, given=given)
     host = "127.0.0.1" if "host" in given else "127.0.0.2"
     port = str(ports.service) if "service_port" in given else listen.strip().rpartition(":")[2]
     assert f"--service=active={host}:{port}" in pod.containers[0].command

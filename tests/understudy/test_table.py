@@ -11,7 +11,7 @@ from pathlib import Path
 
 from plumbing.service.config import resolve
 from understudy.cli.settings import UP_OPTIONS, pod_of
-from understudy.pod.ports import Ports, check_ports, free_pod_ports, free_ports
+from understudy.pod.ports import Ports, check_ports, free_offset, free_pod_ports, free_ports
 from understudy.pod.table import LocalPod, starts
 
 
@@ -41,7 +41,7 @@ def test_pods_of_a_fleet_share_no_port_and_their_front_has_those_of_the_one_pod(
 def test_free_ports_are_for_nobody_else():
     """Goal: drills beside a running pod. Method: all ports of one pod are distinct, unused, and
     none that the kernel gives to a client."""
-    ports = free_pod_ports(engines=3)
+    ports = free_pod_ports(has_pool=True)
     assert len(set(ports.all())) == 7
     check_ports(ports)
     given_away_from = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
@@ -58,14 +58,14 @@ def test_flags_of_a_fleet_reach_each_pod_as_they_were_given(tmp_path: Path):
     given = {
         "dir": "/elsewhere",
         "replicas": "2",
-        "port_offset": "300",
+        "port_offset": str(free_offset(3)),
         "device_bytes": "1GiB,2KiB",
         "tensor_parallel": "2",
         "http_allowed_host": ("a.example", "b.example"),
     }
     config = resolve(UP_OPTIONS, given, {})
-    prepare = pod_of(config, UP_OPTIONS, ("--seed=1",))
-    pod, _, _ = asyncio.run(prepare(tmp_path, lambda line: None, True)).containers
+    prepare = pod_of(config, ("--seed=1",))
+    pod, _, _ = asyncio.run(prepare(tmp_path, lambda line: None)).containers
     flags = [each for each in pod.command if each.startswith("--")]
     assert [it for it in flags if it.startswith(("--device", "--tensor", "--http"))] == [
         *("--device-bytes=1073741824,2048", "--tensor-parallel=2"),

@@ -10,6 +10,7 @@ import pytest
 from plumbing.service.config import resolve
 from understudy.cli.settings import UP_OPTIONS, local_pod
 from understudy.pod.output import terminal
+from understudy.pod.ports import Ports
 
 
 def test_reader_who_does_not_read_or_has_left_stops_nobody():
@@ -36,5 +37,5 @@ def test_logs_of_a_pod_are_text_on_a_terminal(
     for name, value in user.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
-    pod = local_pod(resolve(UP_OPTIONS, {"model": str(tmp_path)}, {}), UP_OPTIONS, ())
+    pod = local_pod(resolve(UP_OPTIONS, {"model": str(tmp_path)}, {}), (), Ports())
     assert {each.env.get("LOG_FORMAT") for each in pod.containers()} == {told}

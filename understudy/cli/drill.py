@@ -26,15 +26,16 @@ from understudy.cli.settings import (
     fleet_of,
     given_flags,
     local_pod,
-    pod_of,
     refuse_flags,
 )
 from understudy.drill.clients import outside_target
 from understudy.drill.run import DrillPlan
 from understudy.drill.targets import needed_flag
 from understudy.drill.verdict import print_report
+from understudy.pod.ports import Ports, free_offset, free_pod_ports
 from understudy.status.gather import require_pod
-from understudy.up.pods import Prepare, prepare_pool, prepare_random_pool
+from understudy.up.models import TOKEN_INTERVAL_MS
+from understudy.up.pods import Prepare, prepare_local, prepare_pool, prepare_random_pool
 from understudy.up.sessions import drill_new_pod, drill_running_pod
 
 say = partial(click.echo, err=True)
@@ -119,12 +120,15 @@ def drill(
 def _prepare(
     config: Resolved, arguments: tuple[str, ...], pool_file: str | None, *, fleet: bool
 ) -> Prepare:
-    """What the drill starts."""
+    """What the drill starts, on free ports."""
     if fleet:
-        return fleet_of(config, arguments, config["replicas"])
+        offset = free_offset(config["replicas"] + 1)
+        if config["backend"] == "reference":  # so that a kill meets streams
+            arguments = (f"--token-interval-ms={TOKEN_INTERVAL_MS}", *arguments)
+        return fleet_of(config, arguments, Ports().moved(offset), offset)
+    pod = local_pod(config, arguments, free_pod_ports(has_pool=pool_file is not None))
     if pool_file is None:
-        return pod_of(config, DRILL_OPTIONS, arguments)
-    pod = local_pod(config, DRILL_OPTIONS, ())
+        return partial(prepare_local, pod)
     if pool_file:
         return partial(prepare_pool, pod, Path(os.path.abspath(pool_file)))
     return partial(prepare_random_pool, pod)

@@ -61,7 +61,7 @@ def up(config: Resolved, arguments: tuple[str, ...]) -> None:
         given = [*given_flags(NOT_WITH_POOL, config), *arguments[:1]]
         why = "--pool, where the pool file says it for each model"
         refuse_flags("pod.needless_flag", given, why)
-    prepare = pod_of(config, UP_OPTIONS, arguments)
+    prepare = pod_of(config, arguments)
     with terminal() as say:
         killed_by = run_async(lambda: pods.stay_up(prepare, directory, say))
     if killed_by is not None:

@@ -22,7 +22,7 @@ from understudy.drill.targets import check_target
 from understudy.pod.ports import POOL_PORT, SERVICE_PORT, UI_PORT, Ports
 from understudy.pod.table import LocalPod
 from understudy.up.models import HUB_BACKEND, is_hub_id
-from understudy.up.pods import Prepare, prepare_fleet, prepare_local, prepare_pool
+from understudy.up.pods import GIVEN, Prepare, prepare_fleet, prepare_local, prepare_pool
 
 DIRECTORY = "/run/understudy"
 
@@ -153,12 +153,6 @@ def ports_of(config: Resolved) -> Ports:
     return replace(moved, service=config["service_port"]) if is_own else moved
 
 
-def given_address(config: Resolved) -> frozenset[str]:
-    """What is said of the service's address, and wins over a pool file's `listen`."""
-    names = ("host", "service_port")
-    return frozenset(name for name in names if config.origin(name) != "default")
-
-
 # ------------------------------------------------------------------ the pod that they ask for
 
 backend_arguments = click.argument(
@@ -182,15 +176,16 @@ class BackendCommand(click.Command):
         return rest
 
 
-def pod_of(config: Resolved, declared: Sequence[Option], arguments: tuple[str, ...]) -> Prepare:
-    """The pod to start, of one model or of a pool file; or several."""
-    if declared is UP_OPTIONS and config["replicas"] > 1:
-        return fleet_of(config, arguments, config["replicas"], config["port_offset"])
-    if declared is UP_OPTIONS and config["pool"] is not None:
-        pod, file = local_pod(config, declared, ()), Path(config["pool"])
-        place = {"given": given_address(config), "port_offset": config["port_offset"]}
-        return partial(prepare_pool, pod, file, **place)
-    return partial(prepare_local, local_pod(config, declared, arguments))
+def pod_of(config: Resolved, arguments: tuple[str, ...]) -> Prepare:
+    """What `understudy up` starts: a pod of one model or of a pool file, or several."""
+    ports, port_offset = ports_of(config), config["port_offset"]
+    if config["replicas"] > 1:
+        return fleet_of(config, arguments, ports, port_offset)
+    if config["pool"] is None:
+        return partial(prepare_local, local_pod(config, arguments, replace(ports, pool=0)))
+    given = {name for name in GIVEN if config.origin(name) != "default"}
+    place = {"given": given, "port_offset": port_offset}
+    return partial(prepare_pool, local_pod(config, (), ports), Path(config["pool"]), **place)
 
 
 # What the fleet says of each pod itself.
@@ -198,37 +193,37 @@ _OF_FLEET = {"dir", "replicas", "host", "service_port", "port_offset"}
 
 
 def fleet_of(
-    config: Resolved, arguments: tuple[str, ...], replicas: int, port_offset: int = 0
+    config: Resolved, arguments: tuple[str, ...], ports: Ports, port_offset: int
 ) -> Prepare:
-    """Several pods, each with the flags that were given, and a front."""
-    declared = UP_OPTIONS if "port_offset" in config else POD_OPTIONS
+    """Several pods, each with the flags that were given, and a front with these ports."""
     flags = []
-    for each in declared:
-        if each.name not in _OF_FLEET and config.origin(each.name) == "flag":
+    for each in UP_OPTIONS:
+        if each.name in config.keys() - _OF_FLEET and config.origin(each.name) == "flag":
             value = config[each.name]
             if isinstance(value, tuple) and not each.many:
                 value = ",".join(map(str, value))
             flags += [f"{each.flag}={it}" for it in (value if each.many else (value,))]
-    front = local_pod(config, declared, arguments)
-    return partial(prepare_fleet, front, replicas, flags, port_offset)
+    front = local_pod(config, arguments, ports)
+    return partial(prepare_fleet, front, config["replicas"], flags, port_offset)
 
 
-def local_pod(config: Resolved, declared: Sequence[Option], arguments: tuple[str, ...]) -> LocalPod:
+def local_pod(config: Resolved, arguments: tuple[str, ...], ports: Ports) -> LocalPod:
+    """The pod of `understudy up`, or of a drill, which has fewer flags."""
     model, hub_id = _model(config["model"], config["backend"])
     pod = LocalPod(
         Path(),
         model,
+        ports,
         hub_id=hub_id,
         backend=config["backend"],
         device_bytes=config["device_bytes"],
         tensor_parallel=config["tensor_parallel"],
         backend_args=arguments,
     )
-    if declared is not UP_OPTIONS:
+    if "host" not in config:
         return pod
     return replace(
         pod,
-        ports=ports_of(config) if config["pool"] else replace(ports_of(config), pool=0),
         host=config["host"],
         memory=config["memory"],
         env={**_log_env(), ALLOWED_HOST.env_name: ",".join(config["http_allowed_host"])},

@@ -24,6 +24,7 @@ GATEWAY_PORT = 9403  # 9402 is the lock's own, over TCP
 POOL_PORT = 9404
 UI_PORT = 9405
 ENGINE_PORT = 9410  # engine n: this plus n
+ENGINES = 16  # whose ports are looked at beside other pods; a pool may have more
 
 OURS = range(15_000, 32_000)  # below the kernel's ephemeral range
 TRIES = 100
@@ -105,17 +106,17 @@ def free_ports(count: int) -> range:
     return range(first, first + count)
 
 
-def free_pod_ports(engines: int = 2, *, has_pool: bool = False) -> Ports:
-    """Free ports for a whole pod."""
-    service, lockserver, gms, gateway, pool, *rest = free_ports(5 + engines)
-    return Ports(service, lockserver, gms, gateway, tuple(rest), pool if has_pool else 0)
-
-
 def free_offset(pods: int = 1) -> int:
     """What moves the ports of this many pods, `FLEET_APART` from each other, to free ones."""
-    one = (*Ports(pool=POOL_PORT, ui=UI_PORT).all(), HOP_PORT)
-    offsets = range(OURS.start - SERVICE_PORT, OURS.stop - ENGINE_PORT - FLEET_APART * pods)
+    engines = tuple(range(ENGINE_PORT, ENGINE_PORT + ENGINES))
+    one = (*Ports(engines=engines, pool=POOL_PORT, ui=UI_PORT).all(), HOP_PORT)
+    offsets = range(OURS.start - SERVICE_PORT, OURS.stop - max(one) - FLEET_APART * pods)
     return _free(offsets, (port + FLEET_APART * number for port in one for number in range(pods)))
+
+
+def free_pod_ports(*, has_pool: bool = False) -> Ports:
+    """Free ports for a whole pod, beside others."""
+    return Ports(pool=POOL_PORT if has_pool else 0).moved(free_offset())
 
 
 def check_ports(ports: Ports, host: str = "127.0.0.1", http_host: str = "127.0.0.1") -> None:

@@ -32,11 +32,8 @@ from understudy.http_get import get
 from understudy.pod.ports import (
     FLEET_APART,
     HOP_PORT,
-    Ports,
     check_port,
     check_ports,
-    free_offset,
-    free_pod_ports,
 )
 from understudy.pod.runner import PodRunner, run_pod
 from understudy.pod.table import (
@@ -56,13 +53,14 @@ from understudy.up.models import (
     DEVICE_BYTES,
     HUB_BACKEND,
     ONE_THREAD,
-    TOKEN_INTERVAL_MS,
     hub_directory,
     is_hub_id,
     make_random_pool,
     with_hub_model,
     with_random_model,
 )
+
+GIVEN = frozenset(("host", "service_port"))  # what may win over a pool file's `listen`
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,24 +73,19 @@ class PreparedPod:
     replicas: int = 0  # of a fleet
 
 
-# Prepares a pod in a directory. True: for a drill, beside other pods.
-Prepare = Callable[[Path, Say, bool], Awaitable[PreparedPod]]
+Prepare = Callable[[Path, Say], Awaitable[PreparedPod]]  # a pod in a directory
 
 
-async def prepare_local(pod: LocalPod, directory: Path, say: Say, is_drilled: bool) -> PreparedPod:
+async def prepare_local(pod: LocalPod, directory: Path, say: Say) -> PreparedPod:
     """Prepare the standard pod, with a random model unless it has one. A model of the Hub is
     downloaded once everything else is known to be right."""
-    if is_drilled:
-        pod = replace(pod, ports=free_pod_ports())
-    else:
-        await refuse_second_pod(directory)
-        check_ports(pod.ports, pod.host, pod.http_host)
+    await refuse_second_pod(directory)
+    check_ports(pod.ports, pod.host, pod.http_host)
     pod = replace(pod, directory=directory)
     if pod.hub_id is not None:
         pod = await with_hub_model(pod, pod.hub_id, say)
     elif pod.model is None:
-        if not is_drilled:
-            say("no --model: serving a small random one, whose answers are gibberish")
+        say("no --model: serving a small random one, whose answers are gibberish")
         pod = await with_random_model(pod, directory / "random-model")
     return PreparedPod(pod.containers())
 
@@ -102,9 +95,8 @@ async def prepare_pool(
     path: Path,
     directory: Path,
     say: Say,
-    is_drilled: bool,
     *,
-    given: Collection[str] = (),
+    given: Collection[str] = GIVEN,
     port_offset: int = 0,
 ) -> PreparedPod:
     """Prepare the pod of the pool file at `path`; `pod` has what the flags say. `given`: `host`,
@@ -115,30 +107,26 @@ async def prepare_pool(
     """
     file = read_pool_file(str(path))
     models = PoolModels(path, file)
-    engines = len(models.engines)
-    if is_drilled:
-        pod = replace(pod, ports=free_pod_ports(engines, has_pool=True))
-    else:
-        first, *_ = pod.ports.engines
-        numbers = tuple(range(first, first + engines))
-        host, service = file.address
-        service = pod.ports.service if "service_port" in given else service + port_offset
-        ports = replace(pod.ports, service=service, engines=numbers)
-        pod = replace(pod, ports=ports, host=pod.host if "host" in given else host)
-        await refuse_second_pod(directory)
-        check_ports(pod.ports, pod.host, pod.http_host)
+    first, *_ = pod.ports.engines
+    host, service = file.address
+    ports = replace(
+        pod.ports,
+        service=pod.ports.service if "service_port" in given else service + port_offset,
+        engines=tuple(range(first, first + len(models.engines))),
+    )
+    pod = replace(pod, ports=ports, host=pod.host if "host" in given else host)
+    await refuse_second_pod(directory)
+    check_ports(pod.ports, pod.host, pod.http_host)
     await _fill_cache(file, say)
     pod = replace(pod, directory=directory, memory=_memory(file, pod.memory), pool=models)
     return PreparedPod(pod.containers(), f"the pool of {path}", file)
 
 
-async def prepare_random_pool(
-    pod: LocalPod, directory: Path, say: Say, is_drilled: bool
-) -> PreparedPod:
+async def prepare_random_pool(pod: LocalPod, directory: Path, say: Say) -> PreparedPod:
     """Prepare a pool of three random models; the user's own settings win."""
     env = {name: os.environ.get(name, value) for name, value in ONE_THREAD.items()}
     pod = replace(pod, env={**env, **pod.env}, device_bytes=pod.device_bytes or DEVICE_BYTES)
-    return await prepare_pool(pod, await make_random_pool(directory), directory, say, is_drilled)
+    return await prepare_pool(pod, await make_random_pool(directory), directory, say)
 
 
 async def prepare_fleet(
@@ -148,19 +136,11 @@ async def prepare_fleet(
     port_offset: int,
     directory: Path,
     say: Say,
-    is_drilled: bool,
 ) -> PreparedPod:
     """Prepare pods with these flags of `understudy up`, and a front with the ports of `front`."""
-    if is_drilled:
-        port_offset = free_offset(replicas + 1)
-        front = replace(front, ports=Ports().moved(port_offset))
-        if front.backend == "reference":
-            slow = f"--token-interval-ms={TOKEN_INTERVAL_MS}"  # so that a kill meets streams
-            front = replace(front, backend_args=(slow, *front.backend_args))
-    else:
-        await refuse_second_pod(directory)
-        check_port(front.ports.service, front.host)
-        check_port(front.ports.gateway, front.http_host)
+    await refuse_second_pod(directory)
+    check_port(front.ports.service, front.host)
+    check_port(front.ports.gateway, front.http_host)
     if front.hub_id is not None:  # once, not in each pod
         say(f"{front.hub_id} is in {await hub_directory(front.hub_id, front.backend_args)}")
     front = replace(front, directory=directory)
@@ -200,7 +180,7 @@ async def stay_up(prepare: Prepare, directory: Path, say: Say) -> int | None:
         UnderstudyError: `pod.already_running`, and what the start of the pod raises.
     """
     with contextlib.closing(await claim(directory)):
-        pod = await prepare(directory, say, False)
+        pod = await prepare(directory, say)
         forget_last_pod(directory)
 
         async def body() -> None:

@@ -31,7 +31,7 @@ async def drill_new_pod(prepare: Prepare, plan: DrillPlan, say: Say) -> DrillRep
     directory = Path(tempfile.mkdtemp(prefix="understudy-"))
     is_kept = False
     try:
-        pod = await prepare(directory, say, True)
+        pod = await prepare(directory, say)
         runner = PodRunner(pod.containers, directory / "log")
         drill = (
             FleetDrill(directory, plan, say, runner, pod.replicas)
