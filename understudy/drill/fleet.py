@@ -213,7 +213,7 @@ class FleetDrill(Drill):
             raise UnderstudyError(
                 "drill.no_leave", f"`gateway leave` of {kill.pod} failed: {said.decode()[-200:]}"
             )
-        await self.fleet_runner.replace(self.fleet_runner.container(kill.pod))
+        await self.fleet_runner.restart(kill.pod)
 
     async def _hit_engine(self, kill: Kill, directory: Path) -> None:
         """A process of the active engine: its standby takes over in the same pod."""

@@ -29,7 +29,7 @@ from understudy.drill.outcomes import (
     times_away,
 )
 from understudy.drill.records import PHASES, Exchange, Kill, Outcome, Records, StatedBound
-from understudy.drill.targets import FRONT, GATEWAY, GMS, GMS_SUPERVISOR, POOL
+from understudy.drill.targets import GMS, GMS_SUPERVISOR, POOL
 from understudy.host import machine
 
 if TYPE_CHECKING:
@@ -410,105 +410,48 @@ def _outcome(number: int, kill: Kill, records: Records) -> dict[str, Any]:
 # ------------------------------------------------------------------ the text
 
 PERCENTILES = ("p50", "p99", "max")
-TIMES = {
-    "failover_ms": "failover",
-    "pause_ms": "pause of a stream",
-    "switch_ms": "switch",
-    "wait_ms": "wait for the first token",
-    "failover_pause_ms": "pause of a stream at a failover",
-    "pool_back_ms": "pool back after its death",
-}
 
 
 def print_report(report: DrillReport, console: Console) -> None:
-    """Print the report."""
-    about, figures = machine(), report.values
-    is_pool = report.records.mode == IN_POOL
+    """Print the document: a table of the times that were measured, and a line for each other
+    figure."""
+    from rich.table import Table
 
-    def row(name: str, text: object, style: str | None = None) -> None:
-        console.print(f"{name:<16} {text}", style=style, markup=False)
-
-    console.print(f"{_measured(report)} on {about['cpus']} CPUs ({about['cpu']})")
-    _print_times(report, console)
-    if is_pool:
-        _print_models(figures["models"], console)
-    counts = [f"{target} {count}" for target, count in figures["killed"].items() if count]
-    row("kills", f"{figures['kills']} ({', '.join(counts) or 'none'})")
-    parked = f"streams parked {figures['parked']}, " if is_pool else ""
-    resumed = f"{parked}streams resumed {figures['resumed']}"
-    if figures["killed"].get(FRONT if report.records.mode == IN_FLEET else GATEWAY):
-        resumed += f", lost with the gateway {figures['lost_in_gateway']}"
-    row("requests", f"{figures['requests']}, {resumed}")
-    if "url" in figures:
-        row("sent to", figures["url"])
-    if is_pool:
-        row("switches", f"{figures['switches']} in {figures['lasted_s']:.0f} s")
-    for name, count in report.faults.items():
-        row(name.removesuffix("_in_flight").replace("_", " "), count, "red" if count else "green")
-    if is_pool:
-        row("longest wait", f"{_share(figures['longest_wait_of_bound'])} of its bound")
-        row("longest pause", f"{_share(figures['longest_pause_of_bound'])} of its bound")
-    if figures.get("adopted_share") is not None:
-        adopted = f"{figures['adopted_blocks']} of {figures['published_blocks']} adopted"
-        row("KV blocks", f"{adopted} ({figures['adopted_share']:.1%})")
+    about, figures = machine(), dict(_figures(report.values))
+    console.print(f"{_title(report)} on {about['cpus']} CPUs ({about['cpu']})")
+    table = Table("milliseconds")
+    for column in PERCENTILES:
+        table.add_column(column, justify="right")
+    for name, times in figures.items():
+        if isinstance(times, Mapping) and times["p50"] is not None:
+            table.add_row(_words(name), *(f"{times[each]:.1f}" for each in PERCENTILES))
+    console.print(table)
+    rows = [(name, value) for name, value in figures.items() if not isinstance(value, Mapping)]
+    width = max(len(name) for name, _ in rows)
+    for name, value in rows:
+        style = {0: "green"}.get(value, "red") if name in report.faults else None
+        shown = "-" if value is None else value
+        console.print(f"{_words(name):<{width}}  {shown}", style=style, markup=False)
     for problem in report.problems:
-        row("problem", problem, "red")
+        console.print(f"problem: {problem}", style="red", markup=False)
     console.print("passed" if report.passed else "FAILED", style="bold", markup=False)
 
 
-def _print_times(report: DrillReport, console: Console) -> None:
-    """Times by phase, and in the whole."""
-    from rich.table import Table
-
-    table, figures = Table(), report.values
-    table.add_column("milliseconds")
-    for column in PERCENTILES:
-        table.add_column(column, justify="right")
-
-    def row(name: str, spread: Mapping[str, float | None], style: str | None = "bold") -> None:
-        times = (spread[each] for each in PERCENTILES)
-        cells = ("-" if each is None else f"{each:.1f}" for each in times)
-        table.add_row(name, *cells, style=style)
-
-    for target, pauses in figures.get("pauses_ms", {}).items():
-        row(f"  {target}", pauses, style=None)
-    if report.failovers_ms or "gms" not in figures:
-        for phase, spread in figures.get("phases_ms", {}).items():
-            row(f"  {phase}", spread, style=None)
-        table.add_section()
-        for key, name in TIMES.items():
-            if key in figures:
-                row(name, figures[key])
-    if "gms" in figures:
-        row("memory recovery", figures["gms"]["recovery_ms"])
-    console.print(table)
+def _figures(values: Mapping[str, Any], place: str = "") -> Iterator[tuple[str, Any]]:
+    """Each figure by its place in the document; a spread is one."""
+    for key, value in values.items():
+        if isinstance(value, Mapping) and "p50" not in value:
+            yield from _figures(value, f"{place}{key} ")
+        elif not isinstance(value, list):
+            yield place + key, value
 
 
-def _print_models(models: Mapping[str, Mapping[str, Any]], console: Console) -> None:
-    from rich.table import Table
-
-    table = Table()
-    table.add_column("model")
-    for column in ("answered", "switches", "longest wait", "of its bound"):
-        table.add_column(column, justify="right")
-    for name, found in models.items():
-        wait = f"{found['longest_wait_ms'] / 1000:.2f} s"
-        share = _share(found["longest_wait_of_bound"])
-        table.add_row(name, str(found["answered"]), str(found["switches"]), wait, share)
-    console.print(table)
+def _words(name: str) -> str:
+    return name.replace("_ms", "").replace("_", " ")
 
 
-def _measured(report: DrillReport) -> str:
-    """The title: what the times measure."""
-    found, backend = report.values, report["backend"]
-    if report.records.mode == IN_FLEET:
-        return f"a fleet of {found['pods']} pods, {backend} backend,"
-    if report.records.mode == IN_POOL:
-        return f"a pool of {len(found['models'])} models, {backend} backend,"
-    recovery = "recovery of the memory service" if "gms" in found else ""
-    failover = "failover" if report.failovers_ms or not recovery else ""
-    return f"{' and '.join(filter(None, (failover, recovery)))} of the {backend} backend"
-
-
-def _share(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.1f} %"
+def _title(report: DrillReport) -> str:
+    found = report.values
+    mode: str = report.records.mode
+    what = {IN_POOL: "a pool of models", IN_FLEET: f"a fleet of {found.get('pods')} pods"}
+    return f"drill of {what.get(mode, 'a pod')}, {found['backend']} backend,"

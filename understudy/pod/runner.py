@@ -28,9 +28,9 @@ from plumbing.service.procfs import children, is_alive
 from plumbing.text import duration
 from understudy.http_get import HttpReply, get
 from understudy.pod.output import ContainerLog
-from understudy.pod.table import Container, HttpProbe, starts, stops
+from understudy.pod.table import Container, starts, stops
 
-LOOK_S = 0.05  # how often a start checks for news
+LOOK_S = 0.01  # how often a start checks for news
 WAIT_SHOWN_AFTER_S = 1.0  # shorter waits are not reported
 STARTUP_PERIOD_S = 0.05  # a start takes seconds; a probe costs about a millisecond
 STARTUP_TIMEOUT_S = 2.0
@@ -59,9 +59,6 @@ class RunningContainer:
         self.ended = "has not started"
         self.exit_code: int | None = None
         self.last_reply = HttpReply(0, reason="not probed yet")  # of its startup probe
-        self.settled = asyncio.Event()  # it is up, or was given up
-        if self.was_up:
-            self.settled.set()
         self.is_given_up = False
         self._is_started = False  # in this life
         self.restarts = 0  # of its first process
@@ -123,7 +120,6 @@ class RunningContainer:
             if not self.container.is_restarted or (code >= 0 and not self.was_up):
                 self.log.note(f"(runner) {self.ended}; not restarted")
                 self.is_given_up = True
-                self.settled.set()
                 return
             failures = 0 if loop.time() - began_s >= GOOD_LIFE_S else failures
             delay_s = backoff_s(failures, self.container.backoff_max_s)
@@ -165,26 +161,22 @@ class RunningContainer:
             await asyncio.gather(probing, return_exceptions=True)
 
     async def _probe(self) -> None:
-        """Wait until this life is up; its exit cancels this."""
-        if (startup := self.container.startup) is not None:
-            await self._wait_started(startup)
-        self._is_started = self.was_up = True
-        self.settled.set()
-
-    async def _wait_started(self, probe: HttpProbe) -> None:
-        loop = asyncio.get_running_loop()
-        end_s = loop.time() + probe.patience_s
-        while True:
+        """Wait until this life is up; its exit cancels this. The patience with a first start is the
+        runner's."""
+        probe, loop = self.container.startup, asyncio.get_running_loop()
+        began_s = loop.time()
+        while probe is not None:
             self.last_reply = await get(probe.url, STARTUP_TIMEOUT_S)
             if self.last_reply.status in OK:
-                return
-            if self.was_up and loop.time() > end_s:
+                break
+            if self.was_up and loop.time() > began_s + probe.patience_s:
                 said = self.last_reply.said()
                 why = f"startup probe failed for {probe.patience_s:g} s ({said})"
                 self.log.note(f"(runner) {why}: SIGKILL")
                 self._signal(signal.SIGKILL)
                 return
             await asyncio.sleep(STARTUP_PERIOD_S)
+        self._is_started = self.was_up = True
 
     def _signal(self, number: int) -> None:
         """To a child that is not reaped yet, so never to a recycled pid."""
@@ -218,21 +210,10 @@ class PodRunner:
         """How often each container was started again, other than by its init in place."""
         return {name: kept.restarts for name, kept in self._kept.items()}
 
-    @property
-    def stopping(self) -> str:
-        """What a signal does, for people; without containers, the pod is another program's."""
-        if not self._kept:
-            return "stopping; the pod keeps running"
-        return "stopping the pod; send it again to kill it"
-
     def not_up(self) -> list[str]:
         """The containers that should be up and are not, or not again."""
         kept = self._kept.items()
         return [name for name, each in kept if not each.is_given_up and not each.is_up]
-
-    def container(self, name: str) -> Container:
-        """The container of that name."""
-        return self._kept[name].container
 
     async def start(self) -> None:
         """Start every container in order; returns when the last one passed its startup probe.
@@ -252,17 +233,15 @@ class PodRunner:
                     each.cancel()
                 await asyncio.gather(*waits, return_exceptions=True)
 
-    async def replace(self, container: Container) -> None:
-        """Stop the container of the same name and start this one in its place; returns when it has
-        passed its startup probe.
+    async def restart(self, name: str) -> None:
+        """Stop a container and start it anew; returns when it has passed its startup probe.
 
         Raises:
             UnderstudyError, WaitTimeoutError: as `start`.
         """
-        old = self._kept[container.name]
+        old = self._kept[name]
         await old.stop()
-        old.log.note("(runner) replaced by a container with another configuration")
-        new = self._kept[container.name] = RunningContainer(container, old.log)
+        new = self._kept[name] = RunningContainer(old.container, old.log)
         new.start()
         await self._wait_up(new)
 
@@ -286,7 +265,7 @@ class PodRunner:
         container, startup = kept.container, kept.container.startup
         loop = asyncio.get_running_loop()
         began_s, shown = loop.time(), ""
-        while not kept.settled.is_set():
+        while not (kept.was_up or kept.is_given_up):
             waited_s, said = loop.time() - began_s, kept.last_reply.said()
             if startup is not None and waited_s > startup.patience_s:
                 raise WaitTimeoutError(
@@ -298,8 +277,7 @@ class PodRunner:
             if waited_s > WAIT_SHOWN_AFTER_S and said != shown:
                 shown = said
                 self._say(f"waiting for {container.name}: {shown}")
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(kept.settled.wait(), LOOK_S)
+            await asyncio.sleep(LOOK_S)
         if not kept.was_up:
             # A usage error of a part is ours, too: same exit code.
             error = UsageError if kept.exit_code == UsageError.exit_code else UnderstudyError
@@ -341,7 +319,13 @@ async def run_pod(
         await asyncio.wait({work, interrupt}, return_when=asyncio.FIRST_COMPLETED)
         if work.done():
             return work.result()
-        say(f"{signal.Signals(interrupt.result()).name}: {runner.stopping}")
+        # Without containers the pod is another program's.
+        ours, others = (
+            "stopping the pod; send it again to kill it",
+            "stopping; the pod keeps running",
+        )
+        name = signal.Signals(interrupt.result()).name
+        say(f"{name}: {ours if runner.restarts() else others}")
         if while_stopping is not None:
             watching = asyncio.ensure_future(while_stopping())
         return None
