@@ -3,9 +3,8 @@
 Owns the order of the steps and the progress lines; judges nothing. It is kept lean, because it
 shares its CPU cores with the pod whose speed it reports.
 
-A pool's drill has more victims and several models. Clients send requests in bursts, those of the
-first model in longer ones, so that all models also become idle; kills come at random moments, so
-that models die in every state.
+A pool's drill has more victims and several models. A model's clients rest together, so that it also
+becomes idle; kills come at random moments, so that models die in every state.
 """
 
 from __future__ import annotations
@@ -80,8 +79,7 @@ LEARNED_AT_ONCE = 5
 POOL_ANSWERS_DEADLINE_S = 300.0  # as long as a request may wait
 SILENCE_S = 330.0  # longer than a ticket waits in the gateway by default, which ends in an answer
 CLIENTS_MIN = 2  # of each model: one that streams for longer than a turn, one that sends anew
-BURST, FIRST_BURST = 4, 12  # requests of a client, after which its model is left alone
-PAUSE_S = 2.5
+CYCLE_S, PAUSE_S = 8.0, 3.0  # of each model's clients, which all rest at its end
 TURN_S = 1.0  # of a model, about: a kill comes at a random moment of it
 BACK_DEADLINE_S = 120.0
 STATED_EVERY_S = 1.0  # how often the bounds are read: they change with costs and requests
@@ -250,12 +248,10 @@ class Drill:
         count = max(CLIENTS_MIN, -(-self._plan.clients // len(self._models)))
         for order, model in enumerate(self._models):
             prompts = [each for each in self.prompts if each.body["model"] == model]
-            together = asyncio.Barrier(count)
-            rest = partial(_rest, BURST if order else FIRST_BURST, together, stopping)
+            rest = partial(_rest, order * CYCLE_S / len(self._models), stopping)
             for number in range(count):
                 start = number * len(prompts) // count
                 yield stream_without_pause(target, prompts, start, done, stopping, rest, SILENCE_S)
-            yield _release(together, stopping)
         yield self._note_bounds(stopping)
 
     async def _note_bounds(self, stopping: asyncio.Event) -> None:
@@ -432,20 +428,22 @@ class Drill:
         await wait_for(look, UP_DEADLINE_S, "drill.not_up", "the pod was not up again")
 
     async def _answers(self) -> None:
-        """Wait until a recovered part was used, too: each client has had two more answers, or each
-        model has answered.
+        """Wait until a recovered part was used, too: each model has answered a new request.
 
         Raises:
             WaitTimeoutError: `drill.no_answers`.
         """
-        exchanges, began = self.records.exchanges, len(self.records.exchanges)
+        exchanges, began, began_ms = (
+            self.records.exchanges,
+            len(self.records.exchanges),
+            clock.now_ms(),
+        )
+        wanted = {str(each.body["model"]) for each in self.prompts}
 
         async def look() -> str | None:
-            if self._models:
-                answered = {each.model for each in exchanges[began:] if each.end is End.DONE}
-                return ", ".join(sorted(self._models.keys() - answered)) or None
-            missing = began + 2 * self._plan.clients - len(exchanges)
-            return f"{missing} are missing, although nothing was killed" if missing > 0 else None
+            new = (each for each in exchanges[began:] if each.sent_ms > began_ms)
+            missing = wanted - {each.model for each in new if each.end is End.DONE}
+            return ", ".join(sorted(missing)) or None
 
         deadline_s = POOL_ANSWERS_DEADLINE_S if self._models else ANSWERS_DEADLINE_S
         await wait_for(look, deadline_s, "drill.no_answers", "requests did not complete")
@@ -474,15 +472,8 @@ def _holder_of(model: Mapping[str, Any]) -> tuple[str | None, int]:
     return (holder["engine"], int(holder["token"])) if holder else (None, 0)
 
 
-async def _rest(burst: int, together: asyncio.Barrier, stopping: asyncio.Event, sent: int) -> None:
-    """All clients of a model pause together after each burst."""
-    if sent % burst == 0 and not stopping.is_set():
-        with contextlib.suppress(asyncio.BrokenBarrierError):
-            await together.wait()
-        await pause(stopping, PAUSE_S)
-
-
-async def _release(together: asyncio.Barrier, stopping: asyncio.Event) -> None:
-    """Release the clients that wait for one another when the drill ends."""
-    await stopping.wait()
-    await together.abort()
+async def _rest(offset_s: float, stopping: asyncio.Event) -> None:
+    """Wait while the clients of a model rest."""
+    at_s = (clock.now_ms() / 1000 + offset_s) % CYCLE_S
+    if at_s > CYCLE_S - PAUSE_S:
+        await pause(stopping, CYCLE_S - at_s)
