@@ -201,8 +201,8 @@ def show_event(record: dict[str, Any], *, as_json: bool) -> None:
         click.echo(f"{record['ts']}  {source:<11}  {kind:<20}  {record['message']}")
 
 
-def print_events(path: str, catalogue: Catalogue, *, follow: bool, as_json: bool) -> None:
-    """Print the events that the part at the socket `path` keeps; or new ones until it exits.
+def events_of(path: str, catalogue: Catalogue, *, follow: bool = False) -> Iterator[dict[str, Any]]:
+    """The events that the part at the socket `path` keeps; or new ones until it exits.
 
     Raises:
         UnreachableError: nothing answers there, or not any more.
@@ -211,7 +211,7 @@ def print_events(path: str, catalogue: Catalogue, *, follow: bool, as_json: bool
     from plumbing.wire.blocking import BlockingClient  # as in `ask_status`
 
     wait_s = FOLLOW_TIMEOUT_S if follow else ANSWER_TIMEOUT_S
-    with until_interrupted(), BlockingClient(path, catalogue) as client:
+    with BlockingClient(path, catalogue) as client:
         reply = client.request(WatchMsg(None if follow else 0), timeout_s=ANSWER_TIMEOUT_S).message
         assert isinstance(reply, StatusReplyMsg)
         shown_id = 0
@@ -219,7 +219,14 @@ def print_events(path: str, catalogue: Catalogue, *, follow: bool, as_json: bool
             message = client.receive(timeout_s=wait_s).message
             if isinstance(message, EventMsg):
                 shown_id = message.record["id"]
-                show_event(message.record, as_json=as_json)
+                yield message.record
+
+
+def print_events(path: str, catalogue: Catalogue, *, follow: bool, as_json: bool) -> None:
+    """Print the events of a part; raises as `events_of`."""
+    with until_interrupted():
+        for record in events_of(path, catalogue, follow=follow):
+            show_event(record, as_json=as_json)
 
 
 def ask_status(path: str, catalogue: Catalogue) -> dict[str, Any]:

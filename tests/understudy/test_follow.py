@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,13 @@ async def test_events_of_a_memory_server_are_followed_across_its_deaths(director
     """Goal: what a memory service does is seen, its recoveries above all. Method: follow it, kill
     it twice under a kept reader: gone, back and recovered once each, and nothing of before."""
     heard: list[dict[str, Any]] = []
+    note = heard.append
+
+    async def hear() -> None:
+        async with aclosing(follow_events(directory)) as records:
+            async for record in records:
+                note(record)
+
     gms = await asyncio.to_thread(GmsProcess(str(directory)).start)
     kept = ClientProcess(str(directory), "rw", "engine-0")
     following = None
@@ -31,7 +39,7 @@ async def test_events_of_a_memory_server_are_followed_across_its_deaths(director
         await asyncio.to_thread(kept.do, "place 1")
         await asyncio.to_thread(kept.do, "commit")
         await asyncio.to_thread(kept.do, "keep")
-        following = asyncio.create_task(follow_events(directory, heard.append))
+        following = asyncio.create_task(hear())
         while not heard:  # it says nothing when it has begun to watch
             await asyncio.to_thread(lambda: gms.reader().close())
         assert "gms.commit" not in types_of(heard), "that was before our time"

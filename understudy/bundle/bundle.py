@@ -142,7 +142,8 @@ async def _gather(directory: Path, log_dir: Path) -> Bundle:
 
 
 async def _events(directory: Path) -> str:
-    return "".join(f"{to_json(each)}\n" for each in await past_events(directory))
+    found = await asyncio.to_thread(past_events, directory)
+    return "".join(f"{to_json(each)}\n" for each in found)
 
 
 def _add_files(bundle: Bundle, kind: str, folder: Path, pattern: str, bytes_max: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import os
 import sys
 from collections.abc import Callable
@@ -75,14 +75,14 @@ def _look(directory: Path, kept: dict[str, list[Record]] | None) -> Look:
     view, now = run_async(lambda: gather(directory, STATUS_TIMEOUT_S)), datetime.now(UTC)
     if (front := view["gateway"]) is not None and "pods" in front:
         seen = front_view(str(directory), front)
-        events = None if kept is None else run_async(lambda: past_events(directory))
+        events = None if kept is None else past_events(directory)
         return Look(seen, "\n".join(front_lines(seen, events)))
     if is_reachable(view):
         shown = lines(view, now)
         if kept is not None:
             last = str([part.get("last_event") for part in parts_of(view)])
             if last not in kept:
-                found = run_async(lambda: past_events(directory))
+                found = past_events(directory)
                 kept.clear()
                 kept[last] = found
             shown += watch_lines(kept[last])
@@ -108,22 +108,14 @@ def events(config: Resolved, as_json: bool, follow: bool) -> None:
     directory, show = _directory(config), partial(show_event, as_json=as_json)
     if follow:
         run_async(lambda: _follow(directory, show), as_json=as_json)
-    for record in run_async(lambda: past_events(directory), as_json=as_json):
+    for record in past_events(directory):
         show(record)
 
 
 async def _follow(directory: Path, show: Callable[[Record], None]) -> None:
-    """Print in this task, not in the one that receives: a closed stdout must end the command."""
-    received: asyncio.Queue[Record | None] = asyncio.Queue()
-    following = asyncio.create_task(follow_events(directory, received.put_nowait))
-    following.add_done_callback(lambda _: received.put_nowait(None))
-    try:
-        while (record := await received.get()) is not None:
+    async with contextlib.aclosing(follow_events(directory)) as following:
+        async for record in following:
             show(record)
-        await following  # raises why it ended
-    finally:
-        following.cancel()
-        await asyncio.gather(following, return_exceptions=True)
 
 
 @click.command()

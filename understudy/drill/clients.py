@@ -153,17 +153,17 @@ async def stream_without_pause(
     start: int,
     done: Callable[[Exchange], None],
     stopping: asyncio.Event,
-    rest: Callable[[], Awaitable[None]] | None = None,
+    rest: Callable[[int], Awaitable[None]] | None = None,
     silence_max_s: float = SILENCE_MAX_S,
 ) -> None:
     """One client: sends the prompts in turn, from number `start`, until `stopping` is set. `rest`
-    is awaited before each."""
-    for number in itertools.count(start):
-        if rest is not None:
-            await rest()
+    is awaited after each, with how many were sent."""
+    for sent in itertools.count():
+        if sent and rest is not None:
+            await rest(sent)
         if stopping.is_set():
             return
-        exchange = await send(target, prompts[number % len(prompts)], silence_max_s)
+        exchange = await send(target, prompts[(start + sent) % len(prompts)], silence_max_s)
         done(exchange)
         if exchange.end is End.REFUSED or exchange.status >= 400:
             await pause(stopping, REFUSED_PAUSE_S)

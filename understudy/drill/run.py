@@ -3,8 +3,9 @@
 Owns the order of the steps and the progress lines; judges nothing. It is kept lean, because it
 shares its CPU cores with the pod whose speed it reports.
 
-A pool's drill has more victims and several models. A model's clients rest together, so that it also
-becomes idle; kills come at random moments, so that models die in every state.
+A pool's drill has more victims and several models. Clients send requests in bursts, those of the
+first model in longer ones, so that all models also become idle; kills come at random moments, so
+that models die in every state.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any, Protocol
 from msgspec import structs
 
 from engine import messages as engine_messages
-from plumbing.errors import RemoteError, UnderstudyError, UnreachableError
+from plumbing.errors import RemoteError, UnderstudyError, UnreachableError, WaitTimeoutError
 from plumbing.pod.observers import ask
 from plumbing.pod.paths import engine_socket, engine_sockets, pool_socket
 from plumbing.service.clock import SystemClock
@@ -79,9 +80,11 @@ LEARNED_AT_ONCE = 5
 POOL_ANSWERS_DEADLINE_S = 300.0  # as long as a request may wait
 SILENCE_S = 330.0  # longer than a ticket waits in the gateway by default, which ends in an answer
 CLIENTS_MIN = 2  # of each model: one that streams for longer than a turn, one that sends anew
-CYCLE_S, PAUSE_S = 8.0, 3.0  # of each model's clients, which all rest at its end
+BURST, FIRST_BURST = 4, 12  # requests of a client, after which its model is left alone
+PAUSE_S = 2.5
 TURN_S = 1.0  # of a model, about: a kill comes at a random moment of it
 BACK_DEADLINE_S = 120.0
+FIND_S = 20.0  # a shadow may have left its room to other models
 STATED_EVERY_S = 1.0  # how often the bounds are read: they change with costs and requests
 
 clock = SystemClock()
@@ -248,10 +251,12 @@ class Drill:
         count = max(CLIENTS_MIN, -(-self._plan.clients // len(self._models)))
         for order, model in enumerate(self._models):
             prompts = [each for each in self.prompts if each.body["model"] == model]
-            rest = partial(_rest, order * CYCLE_S / len(self._models), stopping)
+            together = asyncio.Barrier(count)
+            rest = partial(_rest, BURST if order else FIRST_BURST, together, stopping)
             for number in range(count):
                 start = number * len(prompts) // count
                 yield stream_without_pause(target, prompts, start, done, stopping, rest, SILENCE_S)
+            yield _release(together, stopping)
         yield self._note_bounds(stopping)
 
     async def _note_bounds(self, stopping: asyncio.Event) -> None:
@@ -266,14 +271,18 @@ class Drill:
     async def _make_kills(self, target: Target) -> None:
         """
         Raises:
-            WaitTimeoutError: something did not come back, or there is nothing to kill.
+            WaitTimeoutError: something did not come back.
         """
-        for number in range(self._plan.kills):
-            await self._until_due(number)
+        kills, wanted = self.records.kills, self._plan.kills
+        for tries in itertools.count():
+            if len(kills) == wanted or tries > len(self._targets) * (len(kills) + 1):
+                break
+            await self._until_due(len(kills))
             await self._all_up()
-            kill = await self._kill(self._targets[number % len(self._targets)], target)
-            self._say(self._line(kill))
-        await self._until_due(self._plan.kills)
+            kill = await self._kill(self._targets[tries % len(self._targets)], target)
+            if kill is not None:
+                self._say(self._line(kill))
+        await self._until_due(wanted)
         await self._all_up()  # the last victim, too
         if self.records.mode == "gateway":
             await self._whole()
@@ -294,7 +303,7 @@ class Drill:
 
     # ------------------------------------------------------------------ one kill
 
-    async def _kill(self, what: str, target: Target) -> Kill:
+    async def _kill(self, what: str, target: Target) -> Kill | None:
         if self._models:
             await asyncio.sleep(random.uniform(0, TURN_S))
             killing = self._kill_part(what) if what in ALL_PARTS else self._kill_models_engine(what)
@@ -348,12 +357,12 @@ class Drill:
         kill.result += f", KV blocks were not adopted: {why}" if why else ""
         return kill
 
-    async def _kill_models_engine(self, what: str) -> Kill:
+    async def _kill_models_engine(self, what: str) -> Kill | None:
         """Kill a process of an engine of the next model that has such a process, whatever state the
-        model is in, and wait until the engine is back.
+        model is in, and wait until the engine is back. None: there was no such process.
 
         Raises:
-            WaitTimeoutError: `drill.no_victim`, `drill.not_back`.
+            WaitTimeoutError: `drill.not_back`.
         """
         # Without a shadow a hang would last for half a minute: no engine could take over.
         needs_shadow, is_shadow = what.startswith((SHADOW, STOP)), what.startswith(SHADOW)
@@ -375,7 +384,12 @@ class Drill:
             return kill, supervisor
 
         failed = f"there was no {what} to kill"
-        kill, supervisor = await wait_for(look, BACK_DEADLINE_S, "drill.no_victim", failed)
+        try:
+            found = await wait_for(look, FIND_S, "", failed, poll_s=WHOLE_POLL_S)
+        except WaitTimeoutError as error:
+            self._say(error.message)
+            return None
+        kill, supervisor = found
         kill.result = "did not come back"
         self.records.kills.append(kill)
         failed = f"{kill.engine} did not come back after the death of {what}"
@@ -433,11 +447,8 @@ class Drill:
         Raises:
             WaitTimeoutError: `drill.no_answers`.
         """
-        exchanges, began, began_ms = (
-            self.records.exchanges,
-            len(self.records.exchanges),
-            clock.now_ms(),
-        )
+        exchanges, began_ms = self.records.exchanges, clock.now_ms()
+        began = len(exchanges)
         wanted = {str(each.body["model"]) for each in self.prompts}
 
         async def look() -> str | None:
@@ -472,8 +483,15 @@ def _holder_of(model: Mapping[str, Any]) -> tuple[str | None, int]:
     return (holder["engine"], int(holder["token"])) if holder else (None, 0)
 
 
-async def _rest(offset_s: float, stopping: asyncio.Event) -> None:
-    """Wait while the clients of a model rest."""
-    at_s = (clock.now_ms() / 1000 + offset_s) % CYCLE_S
-    if at_s > CYCLE_S - PAUSE_S:
-        await pause(stopping, CYCLE_S - at_s)
+async def _rest(burst: int, together: asyncio.Barrier, stopping: asyncio.Event, sent: int) -> None:
+    """All clients of a model pause together after each burst."""
+    if sent % burst == 0 and not stopping.is_set():
+        with contextlib.suppress(asyncio.BrokenBarrierError):
+            await together.wait()
+        await pause(stopping, PAUSE_S)
+
+
+async def _release(together: asyncio.Barrier, stopping: asyncio.Event) -> None:
+    """Release the clients that wait for one another when the drill ends."""
+    await stopping.wait()
+    await together.abort()

@@ -7,15 +7,19 @@ again what it has kept: what is older than the last record, on the machine's one
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from plumbing.pod.messages import EventMsg, StatusReplyMsg, WatchMsg
-from plumbing.pod.observers import ASK_TIMEOUT_S, PeerWatch
+from plumbing.errors import UnderstudyError
+from plumbing.pod.cli import events_of
+from plumbing.pod.messages import EventMsg, WatchMsg
+from plumbing.pod.observers import PeerWatch
 from plumbing.service.clock import Clock, SystemClock, rfc3339
 from plumbing.wire.messages import Message
-from understudy.status.gather import pod_parts, unreachable
+from understudy.status.gather import PodPart, pod_parts, unreachable
 
 RESCAN_S = 1.0  # for parts that were not there: operators start them by hand
 
@@ -56,25 +60,7 @@ class FollowedPart:
         self._on_record({"id": None, **times, **about, "data": {}})  # no part has recorded it
 
 
-class _KeptEvents:
-    """The events that one part keeps; complete once the newest in its status has arrived."""
-
-    def __init__(self) -> None:
-        self.records: list[Record] = []
-        self.is_complete = asyncio.Event()
-        self._newest_id: int | None = None
-
-    def received(self, message: Message) -> None:
-        if isinstance(message, StatusReplyMsg):
-            self._newest_id = message.document["as_of_event_id"]
-        elif isinstance(message, EventMsg):
-            self.records.append(message.record)
-        last_id = self.records[-1]["id"] if self.records else 0
-        if self._newest_id is not None and last_id >= self._newest_id:
-            self.is_complete.set()
-
-
-async def past_events(directory: Path) -> list[Record]:
+def past_events(directory: Path) -> list[Record]:
     """The events kept by every part that answers, in the order in which they happened.
 
     Raises:
@@ -83,31 +69,25 @@ async def past_events(directory: Path) -> list[Record]:
     parts = pod_parts(directory)
     if not parts:
         raise unreachable(directory)
-    kept = [_KeptEvents() for _ in parts]
-    watches = [
-        PeerWatch(part.path, part.catalogue, WatchMsg(0), each.received, each.is_complete.set)
-        for part, each in zip(parts, kept, strict=True)
-    ]
-    try:
-        async with asyncio.timeout(ASK_TIMEOUT_S):
-            for each in kept:
-                await each.is_complete.wait()
-    except TimeoutError:
-        pass  # a part that hangs does not hide the events of the others
-    finally:
-        for watch in watches:
-            await watch.close()
-    records = [record for each in kept for record in each.records]
+
+    def kept(part: PodPart) -> list[Record]:
+        found: list[Record] = []
+        with contextlib.suppress(UnderstudyError):  # one that hangs does not hide the others'
+            found.extend(events_of(part.path, part.catalogue))
+        return found
+
+    with ThreadPoolExecutor(len(parts)) as threads:
+        records = [record for each in threads.map(kept, parts) for record in each]
     return sorted(records, key=lambda record: float(record["mono_ms"]))
 
 
-async def follow_events(directory: Path, on_record: OnRecord, clock: Clock | None = None) -> None:
-    """Call `on_record` with every event of every part, until cancelled.
+async def follow_events(directory: Path) -> AsyncGenerator[Record]:
+    """Every event of every part from now on.
 
     Raises:
         UnreachableError: `pod.unreachable`, there is no pod in `directory`.
     """
-    clock = clock or SystemClock()
+    loop, clock, heard = asyncio.get_running_loop(), SystemClock(), asyncio.Queue[Record]()
     watches: dict[str, PeerWatch] = {}
     since_ms = clock.now_ms()
     try:
@@ -115,13 +95,18 @@ async def follow_events(directory: Path, on_record: OnRecord, clock: Clock | Non
             for part in pod_parts(directory):
                 if part.path not in watches:
                     name = f"gms-{part.name}" if part.is_memory else part.name
-                    followed = FollowedPart(name, on_record, clock, since_ms)
+                    followed = FollowedPart(name, heard.put_nowait, clock, since_ms)
                     watches[part.path] = PeerWatch(
                         part.path, part.catalogue, WatchMsg(0), followed.received, followed.lost
                     )
             if not watches:
                 raise unreachable(directory)
-            await asyncio.sleep(RESCAN_S)
+            rescan_s = loop.time() + RESCAN_S
+            with contextlib.suppress(TimeoutError):
+                while True:
+                    async with asyncio.timeout_at(rescan_s):
+                        record = await heard.get()
+                    yield record
     finally:
         for watch in watches.values():
             await watch.close()
