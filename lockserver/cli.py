@@ -200,17 +200,17 @@ def _look(directory: str) -> Look:
         UnreachableError: there is neither.
     """
     from lockserver.messages import CATALOGUE
-    from lockserver.status import document
-    from lockserver.status.text import text_of
+    from lockserver.status import offline, silent_server
+    from lockserver.status_text import text_of
 
     try:
         found = ask_status(lockserver_socket(directory), CATALOGUE)
         return Look(found, text_of(found))
     except (UnreachableError, WaitTimeoutError) as error:
-        silent, why = document.silent_server(directory, error), error
+        silent, why = silent_server(directory, error), error
         if silent is not None:
             why = UnreachableError("lock.not_answering", "; ".join(silent))
-        on_file = document.offline(directory, silent)
+        on_file = offline(directory, silent)
         if on_file is None:
             raise why from error
         return Look(on_file, text_of(on_file), why)

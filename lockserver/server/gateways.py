@@ -29,7 +29,6 @@ from lockserver import schema
 from lockserver.core import events as ev
 from lockserver.core.listener import Acceptor, Listener
 from lockserver.core.lock import Lock, LockState
-from lockserver.core.machine import LockMachine
 from lockserver.messages import (
     REASON_CHARS_MAX,
     BorrowMsg,
@@ -39,10 +38,10 @@ from lockserver.messages import (
     Stage,
     YieldMsg,
 )
-from lockserver.status.reasons import wait
+from lockserver.status import Here, wait
 from plumbing.errors import ProtocolError, UnderstudyError, is_shortage
 from plumbing.pod.models import ACTIVE, kind_of
-from plumbing.service.clock import Clock, moment
+from plumbing.service.clock import moment
 from plumbing.service.hosts import bind
 from plumbing.text import split_address
 from plumbing.wire.connection import Connection
@@ -164,10 +163,8 @@ class GatewayDesk:
 
     def __init__(
         self,
-        machine: LockMachine,
-        clock: Clock,
+        here: Here,
         record: Callable[[ev.Happened], None],
-        directory: str,
         address: str | None,
         hold_ms: float,
     ) -> None:
@@ -177,10 +174,10 @@ class GatewayDesk:
         self.is_overdue = False  # which is a fault, and no slow start of the pod
         # Every engine was told to end. It stays so when the last one is gone.
         self.is_final = False
-        self._listener = Listener(hold_ms, clock.now_ms())
+        self._listener = Listener(hold_ms, here.clock.now_ms())
         self._hold_ms, self._was_here = hold_ms, False  # a gateway has accepted
-        self._machine, self._clock, self._record = machine, clock, record
-        self._directory = directory
+        self._machine, self._clock, self._directory = here.machine, here.clock, here.directory
+        self._record = record
 
     def start(self, *, is_first: bool) -> None:
         """Bind the address. `is_first`: no gateway can have it yet.
@@ -369,8 +366,7 @@ class GatewayDesk:
         service, found = self.service, []
         if service is not None and not service.is_here and service.problem is not None:
             since_ms, why = self._listener.since_ms, [service.problem]
-            away = wait("address_away", self._clock, since_ms, why, address=service.address)
-            found.append(away)
+            found.append(wait("address_away", self._clock, since_ms, why, address=service.address))
         if service is not None and self.missing_ms is not None:
             named = [f"{each} is connected and does not accept" for each in self.gateways.values()]
             end = "see why: gateway status" if named else "start one: gateway serve"

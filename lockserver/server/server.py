@@ -53,8 +53,7 @@ from lockserver.server.gateways import GatewayDesk
 from lockserver.server.metrics import LockMetrics
 from lockserver.server.prober import Prober, remove_dead
 from lockserver.state_file import LockStateFile
-from lockserver.status.document import built, lock_status, supervisor_status
-from lockserver.status.reasons import Here
+from lockserver.status import Here, built, lock_status, supervisor_status
 from plumbing.errors import InvariantError, ProtocolError, UnderstudyError, UsageError
 from plumbing.pod.models import ACTIVE, kind_of
 from plumbing.pod.observers import Observers
@@ -222,8 +221,8 @@ class LockServer:
             resumes=not is_remote,
             leases=leases,
         )
-        address = settings.directory, settings.service, settings.hold_ms
-        self.gateways = GatewayDesk(machine, clock, self._happened, *address)
+        self.here = here = Here(machine, clock, settings.directory)
+        self.gateways = GatewayDesk(here, self._happened, settings.service, settings.hold_ms)
         self.gateways.start(is_first=self.state.loaded.is_first)
         if settings.listen is not None:
             from plumbing.wire.tcp import TcpServer  # loads TLS
@@ -267,7 +266,7 @@ class LockServer:
         """The status document, the same for the CLI, `/status` and observers."""
         self.flush()
         machine, settings, gateways, tcp = self.machine, self.settings, self.gateways, self.tcp
-        here, waits = Here(machine, self.clock, settings.directory), gateways.waits()
+        here, waits = self.here, gateways.waits()
         problems = [machine.ledger.problem, self._wire.problem]
         problems += [tcp.problem or tcp.security_problem] if tcp is not None else []
         problems += gateways.problem, self.http_problem()

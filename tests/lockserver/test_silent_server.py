@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from lockserver.core.names import new_incarnation
-from lockserver.status.document import silent_server
+from lockserver.status import silent_server
 from plumbing.errors import UnreachableError, WaitTimeoutError
 from plumbing.pod.paths import lockserver_guard
 from tests.helpers import auntil, free_witness, until

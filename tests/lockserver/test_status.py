@@ -22,7 +22,7 @@ from lockserver.core.leases import Leases
 from lockserver.core.names import ServingFile, WitnessState, serving_name_of
 from lockserver.core.supervisors import LEASE
 from lockserver.schema import LockWaitingFor
-from lockserver.status.reasons import TEXTS, Here, Seen, waits_of
+from lockserver.status import TEXTS, Here, Seen, waits_of
 from tests.lockserver.core.shell import A, B, Shell, held_by_a, want
 
 ALIVE = Seen(probe=WitnessState.HELD, processes=[LockWaitingFor(12, "backend", None)])
