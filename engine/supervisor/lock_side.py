@@ -179,8 +179,7 @@ class LockSide(LockClient):
         text = f"lost the lock server ({reason}); {how_long} and reconnecting"
         self._hub.log.record("engine.lock", text, "warning", {"connected": False})
 
-    def turned_away(self, error: UnderstudyError) -> None:
-        self.problem = error.message
+    def refused(self, error: UnderstudyError, request_id: int) -> None:
         data = {"error_code": error.code}
         self._hub.log.record("engine.lock", f"refused: {error.message}", "error", data)
         cause = FATAL_REFUSALS.get(error.code)

@@ -30,7 +30,7 @@ from plumbing.service.events import EventLog
 from plumbing.text import duration
 from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd
-from plumbing.wire.messages import FaultMsg, Message
+from plumbing.wire.messages import Message
 from pool.client.link import KeptLink, PoolLink
 from pool.core.events import RefusedDoor
 from pool.core.states import ModelState
@@ -115,7 +115,7 @@ class GatewayLockLink(Borrower):
             )
             self._log.record("gateway.lock_server_lost", message, "warning")
 
-    def turned_away(self, error: UnderstudyError) -> None:
+    def refused(self, error: UnderstudyError, request_id: int) -> None:
         if self.refusal != error.message:  # it is repeated at every attempt
             self.refusal = error.message
             message = f"the lock server refuses this gateway: {error.message}"
@@ -201,7 +201,7 @@ class GatewayEngineLink(KeptLink):
         if isinstance(message, EngineReportMsg):
             self._heard(message, is_answer=self._is_answer(request_id))
 
-    def refused(self, error: FaultMsg, request_id: int) -> None:
+    def refused(self, error: UnderstudyError, request_id: int) -> None:
         if self._is_answer(request_id) and self.core.pending_goal is not None:
             self._perform(self.core.refused(error.message, self._clock.now_ms()))
 
@@ -290,7 +290,7 @@ class GatewayPoolLink(PoolLink):
         message = f"lost the pool ({reason}); awake models are still served, but no model switches"
         self._log.record("gateway.pool_lost", message, "warning")
 
-    def refused(self, error: FaultMsg, request_id: int) -> None:
+    def refused(self, error: UnderstudyError, request_id: int) -> None:
         if self.refusal != error.message:  # it is repeated at every attempt
             self.refusal = error.message
             message = f"the pool refuses this gateway: {error.message}"

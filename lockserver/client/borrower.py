@@ -15,12 +15,12 @@ import secrets
 from lockserver.client.grants import NewestGrants
 from lockserver.messages import CATALOGUE, BorrowMsg, GrantedMsg, IdleMsg, ServiceMsg, YieldMsg
 from lockserver.messages import Stage as Stage
-from plumbing.errors import RemoteError, UnderstudyError
+from plumbing.errors import UnderstudyError
 from plumbing.pod.models import kind_of, model_of
 from plumbing.service.clock import SystemClock
 from plumbing.wire.connection import Connection, KeptConnection
 from plumbing.wire.fds import OwnedFd
-from plumbing.wire.messages import FaultMsg, Message
+from plumbing.wire.messages import Message
 from plumbing.wire.sockets import no_descriptors
 
 
@@ -62,7 +62,7 @@ class Borrower(KeptConnection):
         last holder: only a newer grant does. `is_final`: every engine was told to end, so that what
         the holder does not serve any more, none will."""
 
-    def turned_away(self, error: UnderstudyError) -> None:
+    def refused(self, error: UnderstudyError, request_id: int) -> None:
         """The server refuses this gateway (`lock.no_service`), or cannot be believed
         (`lock.old_token`). Retried with back-off."""
 
@@ -120,14 +120,11 @@ class Borrower(KeptConnection):
             case YieldMsg():
                 self.must_yield()
 
-    def refused(self, error: FaultMsg, request_id: int) -> None:
-        self.turned_away(RemoteError(error.code, error.message, **error.details))
-
     def _granted(self, message: GrantedMsg) -> None:
         refusal = self._grants.check(message)
         if refusal is not None:
             self.problem = refusal.message
-            self.turned_away(refusal)
+            self.refused(refusal, 0)
             return
         self.granted(model_of(message.lock), message.engine, message.token, message.era)
 

@@ -30,10 +30,10 @@ from lockserver.messages import (
     StandbyMsg,
     WantMsg,
 )
-from plumbing.errors import RemoteError, UnderstudyError
+from plumbing.errors import UnderstudyError
 from plumbing.pod.models import ACTIVE, kind_of
 from plumbing.wire.connection import Connection, KeptConnection
-from plumbing.wire.messages import FaultMsg, Message
+from plumbing.wire.messages import Message
 from plumbing.wire.tcp_address import SCHEME, TcpAddress
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class LockClient(KeptConnection):
     def service(self, lock: str, address: str) -> None:
         """Where clients of `lock` connect."""
 
-    def turned_away(self, error: UnderstudyError) -> None:
+    def refused(self, error: UnderstudyError, request_id: int) -> None:
         """The server refuses this want (`lock.stale_claim`: the lock is lost, kill the tree;
         `lock.engine_id_taken`, …), or cannot be believed (`lock.old_token`). The same want is
         retried with back-off."""
@@ -231,11 +231,6 @@ class LockClient(KeptConnection):
             case HandOverMsg():
                 self.hand_over(message)
 
-    def refused(self, error: FaultMsg, request_id: int) -> None:
-        if self._lease is not None:
-            self._lease.heard()
-        self.turned_away(RemoteError(error.code, error.message, **error.details))
-
     def lose(self, reason: str) -> None:
         if self._lease is not None:
             self._lease.cut()
@@ -244,7 +239,8 @@ class LockClient(KeptConnection):
         """Report any grant that can be believed; act on our own only under a valid lease."""
         refusal = self._grants.check(message)
         if refusal is not None:
-            self.turned_away(refusal)
+            self.problem = refusal.message
+            self.refused(refusal, 0)
             return
         is_own = message.incarnation == self._want.incarnation
         if is_own and message.token <= self._want.over.get(message.lock, 0):

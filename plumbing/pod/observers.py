@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from plumbing.errors import RemoteError, UnreachableError, WaitTimeoutError
+from plumbing.errors import UnreachableError, WaitTimeoutError
 from plumbing.pod.messages import EventMsg, StatusReplyMsg
 from plumbing.service.events import Event, EventLog
 from plumbing.wire.connection import Connection, Handler, KeptConnection, connect
@@ -83,7 +83,7 @@ class _Asker(Handler):
         if self.answer.done():
             return
         if isinstance(message, FaultMsg):
-            self.answer.set_exception(RemoteError(message.code, message.message, **message.details))
+            self.answer.set_exception(message.to_error())
         elif request_id:
             self.answer.set_result(message)
 

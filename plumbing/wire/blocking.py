@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from plumbing.errors import ProtocolError, RemoteError, UnreachableError, WaitTimeoutError
+from plumbing.errors import ProtocolError, UnreachableError, WaitTimeoutError
 from plumbing.wire import sockets
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.frames import Frame, FrameDecoder, encode_frame
@@ -206,6 +206,5 @@ def _closed(error: OSError | None) -> UnreachableError:
 
 def _raise_fault(reply: Reply) -> Reply:
     if isinstance(reply.message, FaultMsg):
-        fault = reply.message
-        raise RemoteError(fault.code, fault.message, **fault.details)
+        raise reply.message.to_error()
     return reply

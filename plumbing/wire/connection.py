@@ -409,7 +409,7 @@ class KeptConnection(Handler):
     def hear(self, message: Message, request_id: int) -> None:
         """A message of the server."""
 
-    def refused(self, error: FaultMsg, request_id: int) -> None:
+    def refused(self, error: UnderstudyError, request_id: int) -> None:
         """An error of the server; `problem` has its sentence."""
 
     def lose(self, reason: str) -> None:
@@ -470,7 +470,7 @@ class KeptConnection(Handler):
             return
         if isinstance(message, FaultMsg):
             self.problem = self._refusal = message.message
-            self.refused(message, request_id)
+            self.refused(message.to_error(), request_id)
         else:
             self.hear(message, request_id)
 

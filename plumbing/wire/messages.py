@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from plumbing.errors import DISK, ProtocolError, UnderstudyError, is_disk_fault
+from plumbing.errors import DISK, ProtocolError, RemoteError, UnderstudyError, is_disk_fault
 from plumbing.wire.limits import FRAME_BYTES_MAX
 
 REQUEST_ID_MAX = 2**63 - 1
@@ -51,6 +51,9 @@ class FaultMsg(Message, frozen=True, tag="error"):
     code: str
     message: str
     details: dict[str, Any]
+
+    def to_error(self) -> RemoteError:
+        return RemoteError(self.code, self.message, **self.details)
 
 
 def type_of(cls: type[Message]) -> str:

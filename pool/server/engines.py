@@ -32,7 +32,7 @@ from plumbing.pod.paths import engine_socket
 from plumbing.service.clock import Clock
 from plumbing.text import duration
 from plumbing.wire.connection import Connection
-from plumbing.wire.messages import FaultMsg, Message
+from plumbing.wire.messages import Message
 from pool.client.link import KeptLink
 from pool.core.events import EngineDead, EngineLost, EngineSaid, PoolEvent, TellEngine
 
@@ -153,7 +153,7 @@ class EngineLink(KeptLink):
             self._witnesses.suspect(self.engine)
             self._feed(EngineLost(self.engine))
 
-    def refused(self, error: FaultMsg, request_id: int) -> None:
+    def refused(self, error: UnderstudyError, request_id: int) -> None:
         self._answered(request_id)
 
     def _answered(self, request_id: int) -> None:

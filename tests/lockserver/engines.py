@@ -81,7 +81,7 @@ class HearingClient(LockClient):
         super().lose(reason)
         self.told.append(("lost", reason))
 
-    def turned_away(self, error: UnderstudyError) -> None:
+    def refused(self, error: UnderstudyError, request_id: int) -> None:
         self.told.append(("refused", error.code))
 
     def hand_over(self, message: HandOverMsg) -> None:

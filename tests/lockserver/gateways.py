@@ -42,7 +42,7 @@ class Gateway(Borrower):
     def begin(self, conn: Connection) -> None:
         self.connects += 1
 
-    def turned_away(self, error: UnderstudyError) -> None:
+    def refused(self, error: UnderstudyError, request_id: int) -> None:
         self.refusals.append(error.code)
 
     @property

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from plumbing.errors import UnderstudyError
 from plumbing.wire import connection
 from plumbing.wire.blocking import BlockingClient
-from plumbing.wire.connection import Connection, FaultMsg, KeptConnection
+from plumbing.wire.connection import Connection, KeptConnection
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.frames import encode_frame
 from plumbing.wire.messages import Message
@@ -140,7 +141,7 @@ class _Kept(KeptConnection):
         assert isinstance(message, Echo)
         self.seen.append(message.text)
 
-    def refused(self, error: FaultMsg, request_id: int) -> None:
+    def refused(self, error: UnderstudyError, request_id: int) -> None:
         self.seen.append(error.code)
 
     def lose(self, reason: str) -> None:
