@@ -128,7 +128,7 @@ class Node:
         self.tree: Tree | None = None
         self.is_ready = False  # initialised: it wants `active`
         self.is_killing = False
-        self.keeper = world.keeper_type(self.now)
+        self.keeper = LeaseKeeper(self.now)
         self.kill_at_ms = NEVER
 
     def now(self) -> float:
@@ -320,9 +320,7 @@ class Server:
             self.slots = [record, record]
         world, now_ms = self.world, self.now()
         lease_ms = world.random.choice(world.leases_ms)
-        leases = world.leases_type(
-            now_ms, lease_ms=lease_ms, margin_ms=world.margin_ms, listens=True
-        )
+        leases = Leases(now_ms, lease_ms=lease_ms, margin_ms=world.margin_ms, listens=True)
         self.machine = LockMachine(record, now_ms, silent_ms=SILENT_MS, leases=leases)
         self.perform(self.machine.begin())
 
@@ -432,11 +430,9 @@ FAULTS = (
 
 class LeaseWorld:
     leases_ms = (LEASE_MS,)  # one is chosen at each start of the server
-    # The rules. A subclass that changes them plants a bug.
+    # Rules: one that is changed plants a bug.
     kill_fraction = KILL_FRACTION  # of a lease: when the kernel kills a supervisor
     margin_ms = 1000  # how long the server waits beyond a lease
-    keeper_type: type[LeaseKeeper] = LeaseKeeper
-    leases_type: type[Leases] = Leases
 
     def __init__(self, seed: int, *, engines: int = 3) -> None:
         self.random = random.Random(seed)
