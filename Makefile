@@ -93,6 +93,7 @@ test-vllm-full: test-vllm ## all tests on V1, too, and all kinds of requests, cu
 			$(VLLM_PY) -m tests.vllm.resume_matrix --runner=$$runner --at-once=40 $$how || exit 1; \
 		done; \
 		$(VLLM_PY) -m tests.vllm.kv_kills --backend=vllm --runner=$$runner --kills=36 || exit 1; \
+		$(VLLM_PY) -m tests.vllm.fleet_cuts --runner=$$runner || exit 1; \
 	done
 
 fuzz: setup ## random input for the decoder, the sessions and real servers; keeps failing inputs
