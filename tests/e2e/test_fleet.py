@@ -46,8 +46,9 @@ STREAM = {"prompt": "one rainy day", "max_tokens": 300, "temperature": 0, "strea
 @pytest.mark.slow
 def test_drill_of_a_fleet_passes_and_prints_what_is_documented(tmp_path_factory):
     temporary = tmp_path_factory.mktemp("t")  # sockets have short paths only
+    page = temporary / "drill.html"
     flags = [f"--target={each}" for each in TARGETS]
-    flags += ["--replicas=2", f"--kills={len(TARGETS)}", "--json"]
+    flags += ["--replicas=2", f"--kills={len(TARGETS)}", f"--report={page}", "--json"]
     done = subprocess.run(
         [UNDERSTUDY, "drill", "--fleet", *flags],
         env={**ENVIRONMENT, "TMPDIR": str(temporary)},
@@ -62,7 +63,8 @@ def test_drill_of_a_fleet_passes_and_prints_what_is_documented(tmp_path_factory)
     assert (report["passed"], report["pods"]) == (True, 2)
     assert report["killed"] == dict.fromkeys(TARGETS, 1)
     assert report["resumed"]
-    assert os.listdir(temporary) == []
+    assert "stop:pod of pod-" in page.read_text()
+    assert os.listdir(temporary) == [page.name]
 
 
 class RunningFleet:

@@ -29,6 +29,7 @@ from understudy.cli.settings import (
     refuse_flags,
 )
 from understudy.drill.clients import outside_target
+from understudy.drill.page import check_destination, page_data, write_page
 from understudy.drill.run import DrillPlan
 from understudy.drill.targets import needed_flag
 from understudy.drill.verdict import print_report
@@ -86,6 +87,9 @@ def drill(
 
     Arguments after `--` go to the backends of the pod that the drill starts.
     """
+    page = Path(config["report"]) if config["report"] else None
+    if page is not None:
+        check_destination(page)
     kinds = {"--pool": pool_file is not None, "--fleet": fleet, "--attach": attach}
     _refuse_others(config, [name for name, is_set in kinds.items() if is_set], arguments)
     plan = DrillPlan(
@@ -114,6 +118,9 @@ def drill(
         print_report(report, Console())
     for problem in report.problems:
         click.echo(f"error: {problem}", err=True)
+    if page is not None:
+        write_page(page, page_data(report))
+        click.echo(f"report written to {page}", err=True)
     sys.exit(0 if report.passed else 1)
 
 

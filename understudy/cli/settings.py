@@ -132,6 +132,7 @@ DRILL_OPTIONS = (
         "With --attach: send the clients' requests to this address outside the pod, e.g. of a"
         " Service or an Ingress, and count what it refuses.",
     ),
+    Option("report", str, None, "Write the report to this HTML file."),
 )
 
 # What a pool file says instead, for each model.
