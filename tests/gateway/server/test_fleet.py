@@ -188,8 +188,7 @@ async def _list_models(_: StubRequest, reply: StubReply) -> None:
 
 @in_fleet
 async def test_turns_of_a_chat_reach_the_pod_that_has_its_prefix_by_any_front(bench):
-    """Goal: the turns of a chat share a cache; chats share the pods. How much of all prompts is
-    cached then: `fleet_chats`."""
+    """Goal: the turns of a chat share a cache; chats share the pods."""
     await bench.start(4)
     ports = [bench.port]
     await bench.front()
