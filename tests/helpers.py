@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TypeVar
 
-import psutil
-
 from lockserver import witness
 from plumbing.service import procfs
 from plumbing.wire.fds import OwnedFd, close_all
@@ -98,11 +96,6 @@ def steady_fds(pid: int) -> set[int]:
         time.sleep(POLL_S)
         kept &= open_fds(pid).keys()
     return kept
-
-
-def is_running(pid: int) -> bool:
-    """Whether the main thread of `pid` runs, or waits for a CPU."""
-    return psutil.Process(pid).status() == psutil.STATUS_RUNNING
 
 
 def is_over(pid: int) -> bool:

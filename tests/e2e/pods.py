@@ -11,6 +11,8 @@ import asyncio
 import contextlib
 import functools
 import inspect
+import os
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -46,6 +48,9 @@ POLL_SHARE = 1 / 1200
 
 # The pod runs as users run it: Python's development mode would cost it memory and time.
 AS_USERS_RUN_IT = {**ONE_THREAD, "PYTHONDEVMODE": "", "PYTHONWARNINGS": ""}
+ENVIRONMENT = {**os.environ, **AS_USERS_RUN_IT}
+BIN = Path(sys.executable).parent
+UNDERSTUDY = str(BIN / "understudy")
 
 
 class Pod:

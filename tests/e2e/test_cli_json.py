@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import shutil
 import subprocess
-import sys
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -28,7 +26,7 @@ import lockserver.cli
 import understudy.cli.main
 from gms.messages import OffloadMsg
 from tests.documents import mismatches
-from tests.e2e.pods import AS_USERS_RUN_IT, Pod, PodHome
+from tests.e2e.pods import BIN, ENVIRONMENT, Pod, PodHome
 from tests.gateway.gateways import GatewayProcess, LockServer
 from tests.gms.bench import GmsProcess, kept
 from tests.gms.kv.kv_bench import KvProcess
@@ -36,14 +34,12 @@ from tests.gms.test_gms_offload import Copies, digested
 from understudy.http_get import get
 from understudy.schema import DOCUMENTS
 
-BIN = Path(sys.executable).parent
-ENVIRONMENT = {**os.environ, **AS_USERS_RUN_IT}
 WAIT_S = 60.0
 AT_ONCE = 2  # commands at a time: the pod has work to do meanwhile
 UNREACHABLE = 3
 DEGRADED = 4
 PAGE = (Path(__file__).parents[2] / "docs/cli_json.md").read_text()
-# Offline, or of a pool or a fleet: in tests/gateway, tests/pool, test_pool_drill.py, test_fleet.py.
+# Offline, or of a pool or a fleet: in tests/gateway, tests/pool, test_drills.py, test_fleet.py.
 ELSEWHERE = ("gateway ", "pool ", "understudy drill --", "A ", "KV ", "No answer", "The ")
 PROGRAMS = {
     "understudy": understudy.cli.main.main,

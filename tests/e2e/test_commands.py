@@ -8,7 +8,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,70 +16,15 @@ from urllib.request import urlopen
 import pytest
 
 from plumbing.service.procfs import children, descendants
-from tests.documents import mismatches
-from tests.e2e.pods import AS_USERS_RUN_IT
+from tests.e2e.pods import ENVIRONMENT, UNDERSTUDY
 from tests.e2e.processes import Processes
-from tests.helpers import busy_loops, until
+from tests.helpers import until
 from understudy.pod.ports import free_offset
-from understudy.schema import DrillDocument
 
-UNDERSTUDY = str(Path(sys.executable).parent / "understudy")
-ENVIRONMENT = {**os.environ, **AS_USERS_RUN_IT}
 LEFT_BY_A_POOL = ("pool.sock", "engine_chat-0.sock", "gms_HOST-0.chat_weights.sock")
 # Below `up`: an init for each of six containers; the page; a lock server; a memory service and a
 # device's server; a gateway; two engines of two processes.
 PROCESSES = 6 + 1 + 1 + 2 + 1 + 2 * 2
-
-
-def killed_engines(output: str) -> list[str]:
-    """The engines of `kill 1/3  backend-model of engine-0  engine-1 answered …`, in order."""
-    return re.findall(r"^kill \d+/\d+ +\S+ of (\S+) ", output, re.MULTILINE)
-
-
-@pytest.mark.slow
-def test_drill_passes_and_leaves_nothing_behind(
-    tmp_path_factory: pytest.TempPathFactory,
-):
-    """Goal: the first command that a new user runs. Method: run it, each target; check its
-    JSON, its exit code, its temporary directory."""
-    temporary = tmp_path_factory.mktemp("t")  # short: a socket's path has 107 bytes
-    done = subprocess.run(
-        [UNDERSTUDY, "drill", "--kills", "3", "--json"],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**ENVIRONMENT, "TMPDIR": str(temporary)},
-    )
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
-    assert mismatches(report, DrillDocument) == []
-    assert (report["passed"], report["problems"]) == (True, [])
-    assert report["killed"] == {"backend-model": 2, "supervisor": 1}
-    # What one engine has computed, the next one has: nobody evicts anything in so short a time.
-    assert report["published_blocks"] >= report["adopted_blocks"] > 0
-    first, second, third = killed_engines(done.stderr)
-    assert first == third != second
-    assert os.listdir(temporary) == []
-
-
-@pytest.mark.slow
-def test_drill_on_a_busy_machine_kills_nobody_else(tmp_path_factory: pytest.TempPathFactory):
-    """Goal: a healthy engine is never taken for a hung one, and a hung one is. Method: one busy
-    loop per CPU, a kill, a SIGSTOP."""
-    targets = ("backend-model", "stop:backend-model")
-    flags = [f"--target={target}" for target in targets]
-    with busy_loops(1):
-        done = subprocess.run(
-            [UNDERSTUDY, "drill", "--kills=2", "--json", *flags],
-            capture_output=True,
-            text=True,
-            check=False,
-            env={**ENVIRONMENT, "TMPDIR": str(tmp_path_factory.mktemp("t"))},
-        )
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
-    assert report["false_deaths"] == 0
-    assert {target: report["killed"][target] for target in targets} == dict.fromkeys(targets, 1)
 
 
 @contextmanager

@@ -1,6 +1,5 @@
-"""Goal: what a user of a fleet on one machine meets. Method: the real commands: a drill in which
-pods and their parts die under load; `up --replicas`, also of a pool, and that nothing is left when
-it stops.
+"""Goal: what a user of a fleet on one machine meets. Method: the real command: `up --replicas`,
+also of a pool, and that nothing is left when it stops.
 """
 
 from __future__ import annotations
@@ -8,11 +7,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import re
 import signal
 import subprocess
-import sys
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator
@@ -25,46 +22,19 @@ import pytest
 
 from plumbing.service.procfs import is_alive
 from tests.documents import mismatches
-from tests.e2e.pods import AS_USERS_RUN_IT
+from tests.e2e.pods import ENVIRONMENT, UNDERSTUDY
 from tests.e2e.test_pool import DEVICE_BYTES, TWO
 from tests.helpers import POLL_S, auntil, until
 from understudy.drill.clients import inside_target, send, stream_without_pause
 from understudy.drill.outcomes import classify
 from understudy.drill.records import Outcome, Prompt
 from understudy.pod.ports import free_offset
-from understudy.schema import FleetDrillDocument, FrontView
+from understudy.schema import FrontView
 from understudy.status.gather import gateway_part, status_of
 from understudy.up.models import make_random_model
 
-UNDERSTUDY = str(Path(sys.executable).parent / "understudy")
-ENVIRONMENT = {**os.environ, **AS_USERS_RUN_IT}
-TARGETS = ("pod", "stop:pod", "backend-model", "gateway", "leave", "front")
 WAIT_S = 300.0
 STREAM = {"prompt": "one rainy day", "max_tokens": 300, "temperature": 0, "stream": True}
-
-
-@pytest.mark.slow
-def test_drill_of_a_fleet_passes_and_prints_what_is_documented(tmp_path_factory):
-    temporary = tmp_path_factory.mktemp("t")  # sockets have short paths only
-    page = temporary / "drill.html"
-    flags = [f"--target={each}" for each in TARGETS]
-    flags += ["--replicas=2", f"--kills={len(TARGETS)}", f"--report={page}", "--json"]
-    done = subprocess.run(
-        [UNDERSTUDY, "drill", "--fleet", *flags],
-        env={**ENVIRONMENT, "TMPDIR": str(temporary)},
-        capture_output=True,
-        text=True,
-        timeout=WAIT_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
-    assert mismatches(report, FleetDrillDocument) == []
-    assert (report["passed"], report["pods"]) == (True, 2)
-    assert report["killed"] == dict.fromkeys(TARGETS, 1)
-    assert report["resumed"]
-    assert "stop:pod of pod-" in page.read_text()
-    assert os.listdir(temporary) == [page.name]
 
 
 class RunningFleet:

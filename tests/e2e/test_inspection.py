@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,9 @@ from typing import Any
 import pytest
 
 from plumbing.errors import DegradedError
-from tests.e2e.pods import AS_USERS_RUN_IT, Pod, in_pod
+from tests.e2e.pods import ENVIRONMENT, UNDERSTUDY, Pod, in_pod
 from understudy.drill.prompts import CHATS, COMPLETIONS
 
-UNDERSTUDY = str(Path(sys.executable).parent / "understudy")
-ENVIRONMENT = {**os.environ, **AS_USERS_RUN_IT}
 WAIT_S = 60.0
 DEGRADED = DegradedError.exit_code
 

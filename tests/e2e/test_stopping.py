@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from plumbing.service.procfs import descendants
-from tests.e2e.test_commands import ENVIRONMENT, UNDERSTUDY
+from tests.e2e.pods import ENVIRONMENT, UNDERSTUDY
 from understudy.pod.ports import free_offset
 
 EVERY_PROCESS = 0  # SIGTERM to all, where others name a signal to `understudy up`
