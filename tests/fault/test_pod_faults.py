@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import shutil
 import signal
+import subprocess
 import time
+from pathlib import Path
 
 import pytest
 
 from engine import messages as control
 from gms.client import messages as gms
 from lockserver.client import messages as lock_messages
-from plumbing.errors import RemoteError
+from plumbing.errors import GivenUpError, RemoteError
 from plumbing.pod.observers import ask
 from plumbing.wire.messages import Catalogue
-from tests.e2e.pods import Pod, in_pod
+from tests.e2e.pods import BIN, ENVIRONMENT, Pod, in_pod
 from tests.e2e.processes import Processes, kill
 from tests.fault.conftest import SILENT_MS
 from tests.helpers import auntil
@@ -61,6 +65,32 @@ async def test_forged_messages_affect_only_their_sender(pod: Pod):
         await load.answers()
         assert not load.lost()
         assert load.tokens() == {before.token}
+    assert await pod.whole() == before
+
+
+@pytest.mark.slow
+@in_pod
+async def test_third_engine_with_other_weights_ends_and_says_why(pod: Pod, tmp_path: Path):
+    """Goal: cause and fix, no relaunch, no effect on others. Method: a checkpoint of the same name
+    and shape, of which a few numbers differ."""
+    before = await pod.whole()
+    model = tmp_path / pod.local.model.name  # its name is its identity
+    shutil.copytree(pod.local.model, model)
+    (path,) = model.glob("*.safetensors")
+    content = path.read_bytes()
+    path.write_bytes(content[:-64] + bytes(byte ^ 1 for byte in content[-64:]))
+    process = await asyncio.create_subprocess_exec(
+        *(BIN / "engine", "run", f"--dir={pod.directory}", "--http-port=0"),
+        *("--", "--model", model),
+        stderr=subprocess.PIPE,
+        env={**ENVIRONMENT, "ENGINE_ID": "engine-2"},
+    )
+    _, said = await process.communicate()
+    assert process.returncode == GivenUpError.exit_code, said.decode()
+    assert "[gms.identity_mismatch]" in said.decode().splitlines()[-1]
+    async with pod.load() as load:
+        await load.answers()
+    assert load.tokens() == {before.token}
     assert await pod.whole() == before
 
 
