@@ -24,7 +24,6 @@ from plumbing.errors import UnderstudyError, WaitTimeoutError
 from tests.engine.pod import ROOT
 from tests.helpers import open_fds
 from tests.standin import build
-from tests.standin.driver import call as standin
 
 STEP = 2 << 20  # the granularity
 SIZE = 5 * STEP + 100  # no multiple of anything
@@ -40,8 +39,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     build.use(monkeypatch)
     monkeypatch.setattr(kv_cuda, "SCRATCH_BYTES_MAX", 2 * STEP)
     monkeypatch.setattr(CudaMemory, "allocation_bytes_max", 4 * STEP)
-    standin("Init", 0)
-    standin("CtxSetCurrent", 0)
+    build.call("Init", 0)
+    build.call("CtxSetCurrent", 0)
     before = open_fds()
     yield
     assert used() == 0
@@ -153,7 +152,7 @@ def test_touching_what_is_not_there_ends_the_process(touch: str):
 def other(size_bytes: int) -> subprocess.Popen[bytes]:
     """Another process that holds so much of the device."""
     program = (
-        f"from tests.standin.driver import *; call('Init', 0); import pynvml;"
+        f"from tests.standin import build; build.call('Init', 0); import pynvml;"
         f"from gms.vmm.cuda import CudaMemory;"
         f"m = CudaMemory({build.GPU_A!r}).create({size_bytes}, 'other');"
         "print(flush=True); input()"

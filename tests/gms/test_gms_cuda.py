@@ -17,7 +17,6 @@ from plumbing.errors import UnderstudyError, UsageError
 from tests.gms.kinds import stand_in_only
 from tests.helpers import open_fds
 from tests.standin import build
-from tests.standin.driver import call as standin
 
 STEP = 2 << 20
 GPU = build.GPU_A
@@ -27,8 +26,8 @@ GPU = build.GPU_A
 def nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A fresh machine; what a test opens, it closes, so that its memory is free again."""
     build.use(monkeypatch)
-    standin("Init", 0)
-    standin("CtxSetCurrent", 0)  # as on a fresh thread, whatever ran before on this one
+    build.call("Init", 0)
+    build.call("CtxSetCurrent", 0)  # as on a fresh thread, whatever ran before on this one
     before = open_fds()
     yield
     if build.REAL_GPU is None:  # which opens files of its own when it sees fit

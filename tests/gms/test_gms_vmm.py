@@ -17,15 +17,14 @@ from plumbing.errors import UnderstudyError
 from plumbing.wire.fds import OwnedFd
 from tests.helpers import open_fds
 from tests.standin import build
-from tests.standin.driver import call as standin
 
 
 @pytest.fixture
 def memory(kind: str, device: str) -> Iterator[DeviceMemory]:
     """What a test opens, it closes."""
     if kind == "cuda":
-        standin("Init", 0)
-        standin("CtxSetCurrent", 0)  # as on a fresh thread, whatever ran before on this one
+        build.call("Init", 0)
+        build.call("CtxSetCurrent", 0)  # as on a fresh thread, whatever ran before on this one
     found = memory_for(device)
     assert found.kind == kind, "never the other one"
     before = open_fds()

@@ -14,7 +14,7 @@ import os
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import pytest
@@ -92,6 +92,15 @@ def use(monkeypatch: pytest.MonkeyPatch, **settings: object) -> None:
         monkeypatch.delenv(name, raising=False)
     for name, value in environment(**settings).items():
         monkeypatch.setenv(name, value)
+
+
+def call(name: str, *args: Any) -> Any:
+    """What the driver's `cu<name>` answers, which has to succeed."""
+    from cuda.bindings import driver
+
+    error, *values = getattr(driver, f"cu{name}")(*args)
+    assert error.value == 0, f"cu{name}: {error.name}"
+    return values[0] if len(values) == 1 else values
 
 
 if __name__ == "__main__":
