@@ -96,8 +96,8 @@ test-vllm-full: test-vllm ## all tests on V1, too, and all kinds of requests, cu
 		$(VLLM_PY) -m tests.vllm.fleet_cuts --runner=$$runner || exit 1; \
 	done
 
-fuzz: setup ## random input for the decoder, the sessions and real servers; keeps failing inputs
-	FUZZ_EXAMPLES=20000 FUZZ_KEEP=1 $(PY) -m pytest tests/fuzz -o faulthandler_timeout=0 $(ARGS)
+fuzz: setup ## random input for the decoder, the sessions and real servers
+	FUZZ_EXAMPLES=20000 $(PY) -m pytest tests/fuzz -o faulthandler_timeout=0 $(ARGS)
 
 sim: setup ## random schedules of the memory service and of the lock: RUNS= of them from SEED= on
 	SEED=$(SEED) RUNS=$(RUNS) $(PY) -m pytest -q tests/sim/test_crash_recovery.py tests/sim/test_tensor_parallel.py tests/sim/lock tests/sim/lease -k simulation -o faulthandler_timeout=0 $(ARGS)

@@ -1,5 +1,5 @@
 """What a peer may send, as data: a script is one byte that counts descriptors, then the bytes of a
-stream, with the descriptors attached to its first byte. The corpus keeps scripts that were found.
+stream, with the descriptors attached to its first byte.
 
 Strategies make them out of the catalogue itself, so that a new message is fuzzed from the day it
 is there: frames of every message with fields that are right, wrong, missing, surplus or huge, cut,
@@ -12,7 +12,6 @@ import functools
 import os
 import typing
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Annotated, Any
 
 import msgpack
@@ -24,19 +23,7 @@ from plumbing.wire.frames import HEADER, MAGIC, VERSION
 from plumbing.wire.limits import FDS_PER_FRAME_MAX
 from plumbing.wire.messages import Catalogue, Message, type_of
 
-CORPUS = Path(__file__).parent / "corpus"
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "0"))  # 0: a short run, with every test run
-
-
-def corpus() -> list[Any]:
-    """Each script that once broke something, as a test's parameter."""
-    return [pytest.param(path.read_bytes(), id=path.stem) for path in sorted(CORPUS.glob("*.bin"))]
-
-
-def keep(script: bytes, name: str) -> None:
-    """Write what broke something into the corpus; Hypothesis ends with the smallest such script."""
-    if "FUZZ_KEEP" in os.environ:
-        (CORPUS / f"found-{name}.bin").write_bytes(script)
 
 
 def classes(catalogue: Catalogue) -> list[type[Message]]:
@@ -88,8 +75,8 @@ def valid(cls: type[Message], request_id: int = 1) -> bytes:
 
 
 def replayed(catalogue: Catalogue) -> list[Any]:
-    """The corpus and the seeds."""
-    return [*corpus(), *(pytest.param(script, id=name) for name, script in seeds(catalogue))]
+    """The seeds, as a test's parameters."""
+    return [pytest.param(script, id=name) for name, script in seeds(catalogue)]
 
 
 def seeds(catalogue: Catalogue) -> Iterator[tuple[str, bytes]]:
