@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ import pytest
 
 from gateway.schema import GatewayStatus, LeaveDocument, OfflineGateway, ReplaceDocument
 from tests.documents import mismatches
+from tests.engine.pod import Pod
 from tests.gateway.gateways import GatewayProcess, command
-from tests.gateway.resting_engine import RestingEngineProcess
 from tests.helpers import until
 from tests.lockserver.engines import EngineProcess
 
@@ -68,8 +69,8 @@ def test_documents_have_the_keys_and_types_of_the_page(gateway: GatewayProcess):
     """Goal: scripts can rely on the page. Method: status with an engine, behind a replacement,
     without an engine, from the command, the port and a directory without a gateway."""
     documents: list[dict[str, Any]] = []
-    engine = RestingEngineProcess(gateway.directory, "engine-0")
-    try:
+    with closing(Pod(Path(gateway.directory))) as pod:
+        pod.engine("engine-0", "--rest")
         until(lambda: gateway.status()["rest"]["engine"], "the engine to be heard")
         until(gateway.is_alone, "one gateway")
         done = command(gateway.directory, "replace", "--json")
@@ -80,8 +81,6 @@ def test_documents_have_the_keys_and_types_of_the_page(gateway: GatewayProcess):
         done = command(gateway.directory, "status", "--json")
         assert done.returncode == 0, done.stderr
         documents += [json.loads(done.stdout), gateway.get("status")[1]]
-    finally:
-        engine.kill()
     until(lambda: gateway.status()["idle"] is not None, "the engine to be missed")
     documents.append(gateway.status())
     assert gateway.ends(signal.SIGTERM) == 0

@@ -17,6 +17,8 @@ from contextlib import AsyncExitStack
 
 import pytest
 
+from gateway.schema import GatewayStatus
+from tests.documents import mismatches
 from tests.gateway.gateways import FINAL, GatewayProcess, StandInEngine, command, ended
 from tests.gateway.server.harness import CHAT, Answer, Client
 from tests.gateway.stub_engine import text_of
@@ -133,6 +135,7 @@ def test_replacement_loses_no_stream_and_refuses_no_connection(gateway: GatewayP
     async def scenario(world: World) -> None:
         await auntil(gateway.is_alone, "one gateway")
         old, before = await world.pid(), await asyncio.to_thread(gateway.status)
+        assert mismatches(before, GatewayStatus) == []  # with an engine's hello
         streams = await world.begun(STREAMS)
         if by == "signal":
             assert gateway.process is not None

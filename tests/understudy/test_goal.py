@@ -1,96 +1,87 @@
 """Goal: `understudy sleep` and `wake` return when the active engine is there, and say so otherwise.
 
-Method: the command in its own process, beside a lock server and stand-ins for engines.
+Method: the command in its own process, beside a lock server and engines with fake backends.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
 
 import pytest
 
-from plumbing.pod.messages import Tier
 from tests.documents import mismatches
-from tests.gateway.gateways import LockServer
-from tests.gateway.resting_engine import RestingEngineProcess
+from tests.engine.pod import QUICK, Engine, Pod
 from tests.helpers import until
 from understudy.schema import GoalDocument
 
-
-@pytest.fixture(scope="module")
-def lock_server() -> Iterator[LockServer]:
-    with tempfile.TemporaryDirectory(prefix="rest-") as directory:
-        server = LockServer(directory)
-        server.start()
-        yield server
-        server.close()
+HANGS = ("--hang-at", "drain")  # on its way to rest
 
 
 @pytest.fixture
-def pair(lock_server: LockServer) -> Iterator[tuple[RestingEngineProcess, RestingEngineProcess]]:
-    """An active engine and a standby."""
-    with contextlib.ExitStack() as stack:
-
-        def start(name: str, state: str) -> RestingEngineProcess:
-            engine = RestingEngineProcess(lock_server.directory, name)
-            stack.callback(engine.kill)
-            engine.reaches(state)
-            return engine
-
-        yield start("engine-0", "active"), start("engine-1", "standby")
-    until(lambda: lock_server.lock()["state"] == "free", "the lock to be free")
+def pod() -> Iterator[Pod]:
+    with tempfile.TemporaryDirectory(prefix="us") as path, closing(Pod(Path(path))) as made:
+        made.start_lock()
+        yield made
 
 
-def command(directory: str, *words: str) -> list[str]:
-    return [sys.executable, "-m", "understudy.cli.main", *words, "--dir", directory]
+def pair(pod: Pod, *switches: str) -> tuple[Engine, Engine]:
+    """An active engine with these switches, and a standby."""
+    active = pod.engine("engine-0", "--rest", *switches, flags=QUICK)
+    active.until("active")
+    standby = pod.engine("engine-1", "--rest", flags=QUICK)
+    standby.until("standby")
+    return active, standby
 
 
-def run(directory: str, *words: str) -> subprocess.CompletedProcess[str]:
+def goal(engine: Engine) -> str:
+    document = engine.status()
+    assert document is not None
+    return str(document["goal"]["goal"])
+
+
+def command(directory: Path, *words: str) -> list[str]:
+    return [sys.executable, "-m", "understudy.cli.main", *words, "--dir", str(directory)]
+
+
+def run(directory: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command(directory, *words), capture_output=True, text=True, timeout=60, check=False
     )
 
 
-def test_all_engines_are_told_and_the_active_one_is_waited_for(pair):
-    active, standby = pair
-    first = run(active.directory, "sleep", "--json")
-    again = run(active.directory, "sleep", "--json")
-    assert active.shall().state == "resting"
-    assert standby.shall().goal is Tier.WARM
-    woken = run(active.directory, "wake", "--json")
+def test_all_engines_are_told_and_the_active_one_is_waited_for(pod: Pod):
+    active, standby = pair(pod)
+    first = run(pod.directory, "sleep", "--json")
+    again = run(pod.directory, "sleep", "--json")
+    assert (active.state, goal(standby)) == ("resting", "warm")
+    woken = run(pod.directory, "wake", "--json")
     assert (first.returncode, again.returncode, woken.returncode) == (0, 0, 0), first.stderr
-    assert (active.shall().state, standby.shall().goal) == ("active", Tier.AWAKE)
+    assert (active.state, goal(standby)) == ("active", "awake")
     documents = [json.loads(each.stdout) for each in (first, again, woken)]
     assert [each["result"] for each in documents] == ["rested", "already_resting", "woken"]
     assert [mismatches(each, GoalDocument) for each in documents] == [[], [], []]
 
 
-def test_the_next_engine_is_waited_for_where_the_first_one_dies(pair):
-    active, standby = pair
-    with (
-        active.kept_from("draining"),
-        subprocess.Popen(
-            command(active.directory, "sleep", "--json"), stdout=subprocess.PIPE
-        ) as sleeping,
-    ):
-        until(lambda: standby.shall().goal is Tier.WARM, "both to be told")
-        until(lambda: active.shall().goal is Tier.WARM, "both to be told")
-        active.kill()
+def test_the_next_engine_is_waited_for_where_the_first_one_dies(pod: Pod):
+    active, standby = pair(pod, *HANGS)
+    words = command(pod.directory, "sleep", "--json")
+    with subprocess.Popen(words, stdout=subprocess.PIPE) as sleeping:
+        until(lambda: [goal(each) for each in (active, standby)] == ["warm"] * 2, "both to be told")
+        active.stop()
         assert sleeping.stdout is not None
         assert json.load(sleeping.stdout)["engine"] == "engine-1"
     assert sleeping.returncode == 0
 
 
-def test_what_cannot_be_done_is_said_with_its_exit_code(pair, tmp_path):
-    active, _ = pair
-    with active.kept_from("draining"):
-        late = run(active.directory, "sleep", "--timeout", "2")
+def test_what_cannot_be_done_is_said_with_its_exit_code(pod: Pod, tmp_path: Path):
+    pair(pod, *HANGS)
+    late = run(pod.directory, "sleep", "--timeout", "2")
     assert late.returncode == 5
     assert "pod.goal_timeout" in late.stderr
-    nobody = run(str(tmp_path), "sleep")
-    assert nobody.returncode == 3
+    assert run(tmp_path, "sleep").returncode == 3
