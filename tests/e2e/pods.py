@@ -125,6 +125,9 @@ class Pod:
         pid = self.pid(container)
         return [pid, *descendants(pid)]
 
+    async def incarnations(self) -> list[str]:
+        return [part["engine"]["incarnation"] for part in (await self.view())["engines"]]
+
     async def engine_tree(self, name: str) -> list[int]:
         """The backend's processes, registered or not, of the engine `name`."""
         return backend_processes((await self.engine(name))["engine"]["pid"])
@@ -251,6 +254,13 @@ class Load:
 
     def lost(self) -> list[Exchange]:
         return self.of(Outcome.LOST, Outcome.BROKEN)
+
+    def lost_nothing(self, *tokens: int) -> None:
+        """Nothing was lost or refused so far, and the answers came under each of these grants, if
+        any is given, and no other."""
+        failed = [*self.lost(), *self.refused()]
+        assert not failed, failed
+        assert not tokens or self.tokens() == {*tokens}, self.tokens()
 
     def check(self) -> None:
         """What no fault may ever cause."""

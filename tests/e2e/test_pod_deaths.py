@@ -5,16 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.e2e.pods import CLIENTS, Load, Pod, in_pod
+from tests.e2e.pods import CLIENTS, Pod, in_pod
 from tests.e2e.processes import Processes, kill
-
-
-async def only_answers_under(load: Load, token: int) -> None:
-    """Nothing was lost or refused so far, and every answer came under `token`."""
-    await load.answers()
-    assert not load.lost()
-    assert not load.refused()
-    assert load.tokens() == {token}
 
 
 @pytest.mark.slow
@@ -32,7 +24,8 @@ async def test_lock_server_killed_under_load_is_no_failover_and_the_next_one_ref
         await pod.restarted("lockserver", restarts)
         after = await pod.whole()
         assert (after.engine, after.token) == (before.engine, before.token)
-        await only_answers_under(load, before.token)
+        await load.answers()
+        load.lost_nothing(before.token)
         with Processes(pod.tree(before.engine)) as old:
             assert len(old.alive()) == 2
             async with pod.grants(old) as grants:
@@ -43,9 +36,7 @@ async def test_lock_server_killed_under_load_is_no_failover_and_the_next_one_ref
         assert last.standbys == (before.engine,)
         assert [(each.engine, each.token) for each in grants.made] == [(last.engine, last.token)]
         assert not grants.made[0].alive
-        assert not load.refused()
-        assert not load.lost()  # what was in flight goes on at the other engine
-        assert load.tokens() == {before.token, last.token}
+        load.lost_nothing(before.token, last.token)
 
 
 @pytest.mark.slow
@@ -63,9 +54,7 @@ async def test_lock_server_and_active_engine_killed_together_refuse_nothing(pod:
         assert after.engine != before.engine
         assert after.standbys == (before.engine,)
         await load.answers()
-        assert not load.refused()
-        assert not load.lost()
-        assert load.tokens() == {before.token, after.token}
+        load.lost_nothing(before.token, after.token)
         assert pod.runner.restarts()[before.engine] == restarts[before.engine] + 1
 
 
@@ -108,7 +97,8 @@ async def test_standby_killed_returns_without_affecting_the_active_engine(pod: P
         after = await pod.whole()
         assert (after.engine, after.token) == (before.engine, before.token)
         assert (await pod.engine(before.engine))["engine"] == active["engine"]
-        await only_answers_under(load, before.token)
+        await load.answers()
+        load.lost_nothing(before.token)
 
 
 @pytest.mark.slow
@@ -116,7 +106,7 @@ async def test_standby_killed_returns_without_affecting_the_active_engine(pod: P
 async def test_gateway_killed_under_load_costs_what_was_in_it_and_refuses_nobody(pod: Pod):
     """Goal: rule 11: its state is its connections. Method: SIGKILL under load, twice; engines and
     lock are as before, and new requests wait for the next one."""
-    before, engines = await pod.whole(), await incarnations(pod)
+    before, engines = await pod.whole(), await pod.incarnations()
     restarts = pod.runner.restarts()["gateway"]
     for _ in range(2):
         victim = pod.pid("gateway")
@@ -128,7 +118,7 @@ async def test_gateway_killed_under_load_costs_what_was_in_it_and_refuses_nobody
             assert not load.refused()
             assert load.tokens() == {before.token}
         assert await pod.whole() == before
-    assert await incarnations(pod) == engines
+    assert await pod.incarnations() == engines
     assert pod.runner.restarts()["gateway"] == restarts + 2
 
 
@@ -163,17 +153,14 @@ async def test_memory_service_killed_under_load_costs_nothing(pod: Pod):
 async def lose_memory_service(pod: Pod, victim: int) -> None:
     """Kill it; the next one has the same epoch with the same readers, and nothing else has
     changed."""
-    before, engines = await pod.whole(), await incarnations(pod)
+    before, engines = await pod.whole(), await pod.incarnations()
     memory = await pod.memory()
     async with pod.load() as load:
         await load.answers()
         kill(victim)
         recovered = await pod.recovered(memory)
         assert recovered["commits_total"] == 0  # nothing was loaded
-        await only_answers_under(load, before.token)
-        assert await incarnations(pod) == engines
+        await load.answers()
+        load.lost_nothing(before.token)
+        assert await pod.incarnations() == engines
         assert (await pod.whole()) == before
-
-
-async def incarnations(pod: Pod) -> list[str]:
-    return [part["engine"]["incarnation"] for part in (await pod.view())["engines"]]

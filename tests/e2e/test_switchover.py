@@ -21,17 +21,12 @@ from plumbing.pod.observers import PeerWatch, ask
 from plumbing.pod.paths import KV_SLAB_PREFIX, engine_socket
 from plumbing.wire.blocking import BlockingClient
 from plumbing.wire.messages import Message
-from tests.e2e.pods import Load, Pod, in_pod
+from tests.e2e.pods import Pod, in_pod
 from tests.e2e.processes import Processes
 from tests.e2e.switching import DEADLINE_S, switch
 from tests.helpers import POLL_S, auntil, open_fds
 
 TIMES = 3
-
-
-def nothing_lost(load: Load) -> None:
-    assert not load.lost()
-    assert not load.refused()
 
 
 @pytest.mark.slow
@@ -56,7 +51,7 @@ async def test_switchovers_under_load_lose_and_refuse_no_request(pod: Pod):
             assert after.token > before.token
             assert (await pod.engine(before.engine))["deaths"] == []
         await load.answers()
-        nothing_lost(load)
+        load.lost_nothing()
     assert await switch(pod, f"--to={after.engine}") == (
         0,
         {**document, "result": "already_active", "from": after.engine, "took_ms": 0},
@@ -93,7 +88,7 @@ async def test_rests_under_streams_lose_and_refuse_no_request(pod: Pod):
             goals = (await told(Tier.WARM)).goal_seen
             await until("active", goals + 1)  # it was woken by the gateway
         await load.answers()
-        nothing_lost(load)
+        load.lost_nothing()
     assert with_kv_memory(pod)
     goals = (await told(Tier.WARM)).goal_seen
     await until("resting", goals)
@@ -175,4 +170,4 @@ async def test_process_killed_at_each_step_of_a_rest_and_a_wake_loses_no_request
                     await pod.whole_after(before.token)
                 assert not grants.made[0].alive
             await load.answers(3)
-        nothing_lost(load)
+        load.lost_nothing()

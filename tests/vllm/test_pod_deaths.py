@@ -20,7 +20,7 @@ from gms.upkeep import drop_kv
 from plumbing.errors import RemoteError
 from plumbing.pod.paths import engine_http_socket
 from tests.e2e.fence import assert_witness_fences
-from tests.e2e.pods import CLIENTS, Load, Pod, PodHome, in_pod
+from tests.e2e.pods import CLIENTS, Pod, PodHome, in_pod
 from tests.e2e.processes import Processes
 from tests.e2e.switching import switch
 from tests.helpers import POLL_S, auntil
@@ -76,15 +76,16 @@ async def test_signals_of_a_host_that_stops_everything_reach_no_process_of_vllm(
     process of vLLM, of the active engine and of the standby; both are the same processes after
     it, and no request has failed."""
     before = await pod.whole()
-    engines = await incarnations(pod)
+    engines = await pod.incarnations()
     trees = [await pod.engine_tree(name) for name in (before.engine, *before.standbys)]
     async with pod.load() as load:
         await load.answers()
         for number in (signal.SIGTERM, signal.SIGINT):
             with Processes(pid for tree in trees for pid in tree) as processes:
                 processes.signal(number)
-            await only_answers_under(load, before.token)
-    assert await incarnations(pod) == engines
+            await load.answers(ANSWERS)
+            load.lost_nothing(before.token)
+    assert await pod.incarnations() == engines
     assert [await pod.engine_tree(name) for name in (before.engine, *before.standbys)] == trees
 
 
@@ -151,9 +152,7 @@ async def taken_over(pod: Pod, target: str, strike: Strike, *causes: str) -> Non
             await strike(pod, before, victim)
             newer = await load.newer(before.token)
             await load.answers(ANSWERS)
-            assert not load.refused()
-            assert not load.lost()
-            assert load.tokens() == {before.token, newer}
+            load.lost_nothing(before.token, newer)
         assert [each.token for each in grants.made] == [newer]
         assert grants.made[0].engine in before.standbys
         assert not grants.made[0].alive
@@ -169,7 +168,7 @@ async def test_switchover_loses_and_refuses_no_request(pod: Pod):
     have the active engine hand over, and then the other one; both are the same processes, on both
     ranks."""
     before = after = await pod.whole()
-    engines = await incarnations(pod)
+    engines = await pod.incarnations()
     trees = [await pod.engine_tree(name) for name in (before.engine, *before.standbys)]
     async with pod.load() as load:
         await load.answers(ANSWERS)
@@ -181,22 +180,9 @@ async def test_switchover_loses_and_refuses_no_request(pod: Pod):
             await load.answers(ANSWERS)
             after = await pod.whole_after(token)
             assert after.standbys == (active,)
-        assert not load.lost()
-        assert not load.refused()
-    assert (after.engine, await incarnations(pod)) == (before.engine, engines)
+        load.lost_nothing()
+    assert (after.engine, await pod.incarnations()) == (before.engine, engines)
     assert [await pod.engine_tree(name) for name in (before.engine, *before.standbys)] == trees
-
-
-async def incarnations(pod: Pod) -> list[str]:
-    return [part["engine"]["incarnation"] for part in (await pod.view())["engines"]]
-
-
-async def only_answers_under(load: Load, token: int) -> None:
-    """Nothing was lost or refused so far, and everything came under `token`."""
-    await load.answers(ANSWERS)
-    assert not load.lost()
-    assert not load.refused()
-    assert load.tokens() == {token}
 
 
 @in_pod
