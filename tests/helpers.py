@@ -9,9 +9,10 @@ import resource
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 from lockserver import witness
 from plumbing.service import procfs
@@ -23,6 +24,7 @@ T = TypeVar("T")
 # not up yet, or dead.
 PORTS = range(15_000, 32_000)
 STEADY_LOOKS = 25
+COMMAND_S = 600.0  # of a command that a test runs; a hang is a failure
 POLL_S = 0.002  # short enough that a test costs little more than what it waits for
 
 
@@ -74,6 +76,12 @@ def _is_free(port: int) -> bool:
     except OSError:
         return False
     return True
+
+
+def run_command(words: Sequence[str | Path], **how: Any) -> subprocess.CompletedProcess[str]:
+    """Its exit code, and what it said on both streams."""
+    how = {"timeout": COMMAND_S, **how}
+    return subprocess.run(words, capture_output=True, text=True, check=False, **how)
 
 
 def open_fds(pid: int | None = None) -> dict[int, str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -19,7 +18,7 @@ import yaml
 
 from tests.deploy.manifests import DEPLOY, PODS, ROOT, containers, labels, workload
 from tests.e2e.pods import Pod, PodHome, in_pod, make_model
-from tests.helpers import auntil
+from tests.helpers import auntil, run_command
 from tests.pool.neighbours import MIB, World, pool_process
 from tests.pool.test_pool_process import FILE as POOL_FILE
 from understudy.http_get import get
@@ -134,7 +133,5 @@ def test_rules_do_what_they_say(tmp_path: Path):
     tested = set(re.findall(r"alertname: (\w+)", CASES))
     assert tested == {alert["alert"] for alert in alerts()}
     for words in (("check", "rules", "rules.yml"), ("test", "rules", "tests.yml")):
-        done = subprocess.run(
-            ["promtool", *words], cwd=tmp_path, capture_output=True, text=True, check=False
-        )
+        done = run_command(["promtool", *words], cwd=tmp_path)
         assert done.returncode == 0, done.stdout + done.stderr

@@ -12,6 +12,7 @@ import pytest
 
 from tests.deploy.manifests import DEPLOY
 from tests.deploy.test_manifests import PROGRAMS
+from tests.helpers import run_command
 
 SYSTEMD = DEPLOY / "systemd"
 POOL = "pool/pool.service"
@@ -60,9 +61,7 @@ def root(tmp_path: Path) -> Path:
 def verify(root: Path, engine: str = "0") -> subprocess.CompletedProcess[str]:
     names = [Path(name).name.replace("@.", f"@{engine}.") for name in SERVICES]
     command = ["systemd-analyze", "verify", f"--root={root}", "--man=no", "--recursive-errors=yes"]
-    return subprocess.run(
-        [*command, "understudy.target", *names], capture_output=True, text=True, check=False
-    )
+    return run_command([*command, "understudy.target", *names])
 
 
 @needs_systemd

@@ -18,7 +18,7 @@ import pytest
 from plumbing.service.procfs import children, descendants
 from tests.e2e.pods import ENVIRONMENT, UNDERSTUDY
 from tests.e2e.processes import Processes
-from tests.helpers import until
+from tests.helpers import run_command, until
 from understudy.pod.ports import free_offset
 
 LEFT_BY_A_POOL = ("pool.sock", "engine_chat-0.sock", "gms_HOST-0.chat_weights.sock")
@@ -112,7 +112,7 @@ def check_status(directory: Path) -> int:
     """The pod is healthy, and the status says so in a few lines; returns the active engine's
     token."""
     status = [UNDERSTUDY, "status", "--check", f"--dir={directory}"]
-    done = subprocess.run(status, capture_output=True, text=True, check=False, env=ENVIRONMENT)
+    done = run_command(status, env=ENVIRONMENT)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "failover ready" in done.stdout
     assert len(done.stdout.splitlines()) < 15

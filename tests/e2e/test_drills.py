@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from plumbing.service.schema import Schema
 from tests.documents import mismatches
 from tests.e2e.pods import ENVIRONMENT, UNDERSTUDY
 from tests.e2e.test_commands import running_pod
-from tests.helpers import busy_loops
+from tests.helpers import busy_loops, run_command
 from tests.plumbing.service.test_init import NAMESPACE, can_unshare
 from understudy.cli.main import main
 from understudy.drill.targets import TARGETS
@@ -47,13 +46,10 @@ class Drilled:
         page = temporary / "drill.html"
         words = [*flags, f"--report={page}", *(f"--target={each}" for each in targets)]
         words += [f"--kills={len(targets)}"] if targets else []
-        done = subprocess.run(
+        done = run_command(
             [*wrapper, UNDERSTUDY, "drill", *words, "--json"],
             env={**ENVIRONMENT, "TMPDIR": str(temporary)},
-            capture_output=True,
-            text=True,
             timeout=WAIT_S,
-            check=False,
         )
         assert done.returncode == 0, done.stderr
         self.said, self.report = done.stderr, json.loads(done.stdout)

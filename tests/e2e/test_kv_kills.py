@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 
 import pytest
 
 from tests.figures import ROOT
+from tests.helpers import run_command
 from tests.vllm.kv_kills.seams import SEAMS
 
 KILLS = 14  # each point of the reference backend twice
@@ -21,7 +21,7 @@ def test_engines_killed_at_each_point_of_a_step_leave_only_true_blocks():
     model on a real memory service; each kills itself inside a step."""
     command = [sys.executable, "-m", "tests.vllm.kv_kills", "--kills", str(KILLS), "--json"]
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"}
-    done = subprocess.run(command, cwd=ROOT, env=kept, capture_output=True, text=True, check=False)
+    done = run_command(command, cwd=ROOT, env=kept)
     assert done.stdout, done.stderr
     found = json.loads(done.stdout)
     assert found["passed"], done.stderr

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.pods import AS_USERS_RUN_IT
+from tests.helpers import run_command
 from understudy.drill.targets import PARTS, TARGETS
 
 # The gateway dies between the engines: a request that is in three of them as they die, without
@@ -28,11 +28,8 @@ def test_stock_clients_see_no_error_and_no_other_answer_whatever_is_killed():
     itself, which kills every process of the pod once; all kinds of requests, streamed and not. Only
     what is in the gateway itself may be lost, with its own process."""
     flags = [f"--kills={len(ORDER)}", "--apart-s=0", *(f"--target={each}" for each in ORDER)]
-    done = subprocess.run(
+    done = run_command(
         [sys.executable, "-m", "hack.stock_clients", *flags, "--json"],
-        capture_output=True,
-        text=True,
-        check=False,
         cwd=Path(__file__).parents[2],
         env={**os.environ, **AS_USERS_RUN_IT},
     )

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import socket
 import stat
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from plumbing.pod.paths import engine_http_socket
 from plumbing.wire.sockets import SOCKET_PATH_BYTES_MAX
 from tests.engine.pod import QUICK, Pod, environment, program
 from tests.engine.stub_lock import StubLock
-from tests.helpers import until
+from tests.helpers import run_command, until
 
 CANARIES = ("--idle-canary-ms", "1")  # one at once after the other
 HASTY = (*CANARIES, "--hang-ms", "300", "--hang-alone-ms", "300")
@@ -129,13 +128,7 @@ def test_path_of_the_private_socket_may_be_too_long(directory: Path):
     name = "e-23456789"
     assert len(os.path.join(where, f"engine_{name}.sock")) <= SOCKET_PATH_BYTES_MAX
     command = [*program("engine"), "run", "--dir", where, "--engine-id", name]
-    found = subprocess.run(
-        [*command, "--backend", "command", "--", "true"],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    found = run_command([*command, "--backend", "command", "--", "true"], env=environment())
     assert found.returncode == 2
     assert "wire.path_too_long" in found.stderr
     assert f"engine_{name}.http.sock" in found.stderr

@@ -13,7 +13,7 @@ from plumbing.pod.paths import engine_http_socket, engine_socket
 from plumbing.service import procfs
 from plumbing.wire.blocking import BlockingClient
 from tests.engine.pod import QUICK, Engine, environment, program
-from tests.helpers import until
+from tests.helpers import run_command, until
 
 # Hung after a second, although no standby is ready; less would kill healthy ones on a busy machine.
 HASTY = ("--answer-ms", "500", "--hang-ms", "1000", "--hang-alone-ms", "1000")
@@ -89,9 +89,7 @@ def test_status_command_also_offline(pod, lock):
 
     def ask(name: str) -> subprocess.CompletedProcess[str]:
         command = [*program("engine"), "status", "--dir", str(pod.directory), "--engine-id", name]
-        return subprocess.run(
-            command, env=environment(), capture_output=True, text=True, timeout=60, check=False
-        )
+        return run_command(command, env=environment())
 
     assert "engine e-0   active since" in ask("e-0").stdout
     engine.terminate()

@@ -17,7 +17,7 @@ from engine.supervisor.tree import Tree
 from plumbing.errors import UsageError
 from plumbing.service import procfs
 from plumbing.service.signals import ENDING
-from tests.helpers import until
+from tests.helpers import run_command, until
 
 # A subreaper with a tree of its own: in the test's process orphans and children are the test's.
 PROGRAM = """
@@ -39,13 +39,7 @@ WITH_HANDLERS = [*NOBODY[:2], HANDLERS + NOBODY[2]]
 
 
 def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, scenario.__name__],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = run_command([sys.executable, "-c", PROGRAM, scenario.__name__])
     assert done.returncode == 0, done.stderr
 
 

@@ -21,7 +21,7 @@ from plumbing.pod.paths import engine_http_socket, gateway_socket, lockserver_so
 from plumbing.service import procfs
 from plumbing.service.init import FIRST_START_ENV
 from tests.gateway.stub_engine import StubEngine
-from tests.helpers import auntil, free_port, until
+from tests.helpers import auntil, free_port, run_command, until
 from tests.lockserver.engines import Engine
 from tests.lockserver.processes import ServerProcess
 from understudy.pod.table import REPLACING_INIT
@@ -140,13 +140,7 @@ class GatewayProcess:
 
 
 def command(directory: str, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "gateway.cli", *words, "--dir", directory],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    return run_command([sys.executable, "-m", "gateway.cli", *words, "--dir", directory])
 
 
 def ended(pid: int) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from gms.vmm.cuda import CudaAllocation, CudaMemory
 from gms.vmm.cuda_driver import FIXES
 from plumbing.errors import UnderstudyError, UsageError
 from tests.gms.kinds import stand_in_only
-from tests.helpers import open_fds
+from tests.helpers import open_fds, run_command
 from tests.standin import build
 
 STEP = 2 << 20
@@ -206,12 +205,9 @@ def test_failed_initialisation_names_the_fix_and_whether_to_retry(directory: str
     }
     flags = ["--dir", directory, "--memory", "cuda", "--device", GPU]
     for error, (returncode, fix, code) in expected.items():
-        done = subprocess.run(
+        done = run_command(
             [sys.executable, "-m", "gms.cli", "serve-device", *flags],
             env={**os.environ, "STANDIN_FAIL": f"cuInit:1:{error}"},
-            capture_output=True,
-            text=True,
-            check=False,
         )
         assert done.returncode == returncode
         assert fix in done.stderr

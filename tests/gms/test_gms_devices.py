@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 
 import pytest
@@ -11,6 +10,7 @@ import pytest
 from gms.server import devices
 from gms.server.devices import devices_to_serve
 from plumbing.errors import UnderstudyError, UsageError
+from tests.helpers import run_command
 from tests.standin import build
 
 # In NVML's order; CUDA counts the GPUs the other way round.
@@ -127,9 +127,7 @@ def test_serving_cuda_where_there_is_none_is_one_sentence(directory: str, word: 
     """`gms serve --memory cuda` without library or driver: exit code 2, never host memory."""
     program = f"import os, sys; {HIDDEN[word]}; from gms.cli import main; main()"
     flags = ["serve", "--memory", "cuda", "--dir", directory]
-    done = subprocess.run(
-        [sys.executable, "-c", program, *flags], capture_output=True, text=True, check=False
-    )
+    done = run_command([sys.executable, "-c", program, *flags])
     assert done.returncode == 2, done.stderr
     assert word in done.stderr
     assert "Traceback" not in done.stderr

@@ -22,7 +22,7 @@ from plumbing.errors import GivenUpError
 from plumbing.service import init
 from plumbing.service.init import FAILED_STARTS_MAX
 from tests.gms.test_gms_supervisor import serve
-from tests.helpers import auntil
+from tests.helpers import auntil, run_command
 
 __all__ = ["serve"]  # a fixture
 
@@ -102,12 +102,7 @@ def test_shortage_of_processes_is_waited_out_and_told_once(
 def test_service_that_may_open_too_few_files_says_so(directory: str):
     """The limit is known at the start: one sentence with the fix."""
     program = "import resource as r; r.setrlimit(r.RLIMIT_NOFILE, (64, 64)); import gms.cli as g"
-    done = subprocess.run(
-        [sys.executable, "-c", f"{program}; g.main()", "serve", "--dir", directory],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_command([sys.executable, "-c", f"{program}; g.main()", "serve", "--dir", directory])
     assert done.returncode == 2
     assert "may open 64 files" in done.stderr
     assert "Traceback" not in done.stderr

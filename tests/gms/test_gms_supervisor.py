@@ -20,7 +20,7 @@ from gms.client import Reader
 from plumbing.service import procfs
 from tests.gms.bench import GmsProcess
 from tests.gms.kinds import host_only
-from tests.helpers import free_port, until
+from tests.helpers import free_port, run_command, until
 from tests.standin import build
 
 DEVICES = {"host": ("HOST-0", "HOST-1"), "cuda": (build.GPU_A, build.GPU_B)}
@@ -104,13 +104,7 @@ def load(shared: Serve) -> Reader:
 
 
 def command(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-m", "gms.cli", *words],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    return run_command([sys.executable, "-W", "error", "-m", "gms.cli", *words])
 
 
 @pytest.mark.slow

@@ -16,19 +16,15 @@ import pytest
 
 from hack import device_check
 from hack.device.parts import PARTS
+from tests.helpers import run_command
 from tests.standin import build
 
 ROOT = device_check.ROOT
 
 
 def run(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "hack.device_check", *words],
-        cwd=ROOT,
-        env={**os.environ, **env},
-        capture_output=True,
-        text=True,
-        check=False,
+    return run_command(
+        [sys.executable, "-m", "hack.device_check", *words], cwd=ROOT, env={**os.environ, **env}
     )
 
 

@@ -19,7 +19,7 @@ from lockserver.cli import main
 from plumbing.errors import UnreachableError
 from plumbing.wire.tcp import Security, connect_tcp
 from plumbing.wire.tcp_address import TcpAddress
-from tests.helpers import auntil, free_port
+from tests.helpers import auntil, free_port, run_command
 from tests.lockserver.engines import Engine
 from tests.plumbing.wire.certificates import Authority, shared, tls_flags
 from tests.plumbing.wire.echo import CATALOGUE
@@ -114,7 +114,7 @@ def refused(pod_dir: str, *flags: str) -> subprocess.CompletedProcess[str]:
         "--http-port",
         "0",
     ]
-    return subprocess.run([*command, *flags], capture_output=True, text=True, timeout=60)
+    return run_command([*command, *flags])
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_serve_over_tcp_status_shows_address_and_security(start_server, pod_dir)
     tcp = server.status()["tcp"]
     assert (tcp["address"], tcp["secured"], tcp["lease_ms"]) == (address, True, 7000)
     command = [sys.executable, "-m", "lockserver.cli", "status", "--dir", pod_dir]
-    text = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
+    text = run_command(command).stdout
     assert f"{address}  0 connections" in text
 
 

@@ -18,7 +18,7 @@ import pytest
 
 from lockserver.messages import CATALOGUE, EventMsg, WantMsg, WatchMsg
 from plumbing.wire.blocking import BlockingClient
-from tests.helpers import open_fds, until
+from tests.helpers import open_fds, run_command, until
 from tests.lockserver.engines import Engine, EngineProcess
 from tests.lockserver.processes import ServerProcess
 
@@ -117,9 +117,7 @@ def command(*words: str, directory: str) -> list[str]:
 
 
 def run(*words: str, directory: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(*words, directory=directory), capture_output=True, text=True, check=False
-    )
+    return run_command(command(*words, directory=directory))
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from lockserver.core.names import new_incarnation
 from lockserver.status import silent_server
 from plumbing.errors import UnreachableError, WaitTimeoutError
 from plumbing.pod.paths import lockserver_guard
-from tests.helpers import auntil, free_witness, until
+from tests.helpers import auntil, free_witness, run_command, until
 from tests.lockserver.engines import Engine, spawn_backend
 
 REFUSED = UnreachableError("wire.unreachable", "refused")
@@ -23,12 +23,7 @@ TIMED_OUT = WaitTimeoutError("wire.timeout", "timed out")
 
 
 def ask(directory: str) -> tuple[int, str, str]:
-    ran = subprocess.run(
-        [sys.executable, "-m", "lockserver.cli", "status", "--dir", directory],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    ran = run_command([sys.executable, "-m", "lockserver.cli", "status", "--dir", directory])
     return ran.returncode, " ".join(ran.stdout.split()), ran.stderr.strip()
 
 

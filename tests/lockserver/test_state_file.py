@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from lockserver.messages import TOKEN_CLAIMED_MAX
 from lockserver.state_file import FILE_BYTES, FORMATS, NAME, SLOT_BYTES, WIDE, LockStateFile, read
 from plumbing.errors import UnderstudyError
 from plumbing.pod.models import MODELS_MAX
-from tests.helpers import free_witness, open_fds
+from tests.helpers import free_witness, open_fds, run_command
 
 LOCKS = ("active", "loader")
 ERA = "0123456789abcdef"
@@ -209,7 +208,7 @@ def test_state_file_directory_in_its_place_or_full_disk_is_one_clear_error(direc
         "try: LockStateFile(sys.argv[1], ('active',))\n"
         "except UnderstudyError as error: print(error.code)"
     )
-    ran = subprocess.run([sys.executable, "-c", script, directory], capture_output=True, text=True)
+    ran = run_command([sys.executable, "-c", script, directory])
     assert ran.stdout == "lock.state_unwritable\n", ran.stderr
     assert os.listdir(directory) == []
 

@@ -20,7 +20,7 @@ from lockserver.messages import GrantedMsg
 from lockserver.server.prober import remove_dead
 from lockserver.serving import ServingSeat
 from plumbing.errors import UnderstudyError
-from tests.helpers import free_witness, open_fds, room_for, until
+from tests.helpers import free_witness, open_fds, room_for, run_command, until
 from tests.lockserver.engines import HearingClient, spawn_backend
 
 INCARNATION = "engine-0-00112233445566aa"
@@ -55,9 +55,7 @@ def ids(path):
 
 
 def run_join(path):
-    return subprocess.run(
-        [sys.executable, "-c", JOIN, path], capture_output=True, text=True, timeout=60
-    )
+    return run_command([sys.executable, "-c", JOIN, path])
 
 
 def end(process):

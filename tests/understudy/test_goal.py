@@ -17,7 +17,7 @@ import pytest
 
 from tests.documents import mismatches
 from tests.engine.pod import QUICK, Engine, Pod
-from tests.helpers import until
+from tests.helpers import run_command, until
 from understudy.schema import GoalDocument
 
 HANGS = ("--hang-at", "drain")  # on its way to rest
@@ -50,9 +50,7 @@ def command(directory: Path, *words: str) -> list[str]:
 
 
 def run(directory: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(directory, *words), capture_output=True, text=True, timeout=60, check=False
-    )
+    return run_command(command(directory, *words))
 
 
 def test_all_engines_are_told_and_the_active_one_is_waited_for(pod: Pod):

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers import run_command
 from tests.lockserver.processes import ServerProcess
 from tests.understudy.pools import GIB, SINCE, device, model, pool
 from understudy.status.gather import gather, states_on_file
@@ -286,7 +287,7 @@ def write(directory: Path, name: str, state: str, reason: str = "as told") -> No
 
 def status(directory: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     words = [*STATUS, f"--dir={directory}", *flags]
-    return subprocess.run(words, capture_output=True, text=True, check=False, timeout=WAIT_S)
+    return run_command(words, timeout=WAIT_S)
 
 
 def test_status_of_a_pod_that_is_down_shows_its_offline_view_and_exits_with_3(tmp_path: Path):

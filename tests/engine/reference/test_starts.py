@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from plumbing.pod.paths import engine_http_socket
 from tests.engine.pod import Engine, Pod, environment, program
 from tests.engine.stub_lock import StubLock
 from tests.gms.bench import GmsProcess
-from tests.helpers import until
+from tests.helpers import run_command, until
 
 URL = "http://engine/v1/completions"
 
@@ -27,12 +26,9 @@ URL = "http://engine/v1/completions"
 def test_help_of_the_backend_is_printed_and_nothing_is_started(tmp_path: Path):
     """Goal: a question is answered. Method: `engine run -- --help` in a place for no pod."""
     nowhere = tmp_path / "nowhere"
-    done = subprocess.run(
+    done = run_command(
         [*program("engine"), "run", "--backend=reference", "--dir", nowhere, "--", "--help"],
         env=environment(),
-        capture_output=True,
-        text=True,
-        check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert "--tensor-parallel" in done.stdout
@@ -42,7 +38,7 @@ def test_help_of_the_backend_is_printed_and_nothing_is_started(tmp_path: Path):
 def test_start_by_hand_names_the_command_to_use():
     """A backend without a supervisor is one sentence on stderr and exit code 2, no stack trace."""
     command = [sys.executable, "-m", "engine.backends.reference.main", "--model", "m"]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    ended = run_command(command)
     assert ended.returncode == 2
     assert "engine run" in ended.stderr
     assert "Traceback" not in ended.stderr

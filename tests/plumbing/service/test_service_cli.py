@@ -3,7 +3,6 @@
 import json
 import os
 import resource
-import subprocess
 import sys
 import textwrap
 
@@ -14,6 +13,7 @@ from click.testing import CliRunner
 from plumbing.errors import UnderstudyError, UnreachableError
 from plumbing.pod.cli import options
 from plumbing.service.config import Option
+from tests.helpers import run_command
 
 OPTIONS = (
     Option("http_port", int, default=9400, help="Port of the probes."),
@@ -75,12 +75,9 @@ def test_errors_of_a_json_command_are_json_on_stdout_too():
 
 def run_program(body, **environ):
     program = "from plumbing.pod.cli import run_async\n" + textwrap.dedent(body)
-    return subprocess.run(
+    return run_command(
         [sys.executable, "-c", program],
         env={**os.environ, "PYTHONDEVMODE": "", "PYTHONASYNCIODEBUG": "", **environ},
-        capture_output=True,
-        text=True,
-        check=False,
     )
 
 

@@ -7,7 +7,6 @@ import errno
 import os
 import socket
 import stat
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -27,7 +26,7 @@ from plumbing.wire.blocking import BlockingClient
 from plumbing.wire.connection import connect
 from plumbing.wire.frames import HEADER, MAGIC, VERSION, encode_frame
 from plumbing.wire.server import PathGuard, Server, guard_holder
-from tests.helpers import auntil, open_fds, room_for, until
+from tests.helpers import auntil, open_fds, room_for, run_command, until
 from tests.plumbing.wire.echo import (
     CATALOGUE,
     LOOPS,
@@ -174,9 +173,7 @@ def test_other_user_is_refused():
             "s = socket.socket(socket.AF_UNIX); os.setuid(65534); s.connect(sys.argv[1])\n"
             "print(b'wire.forbidden' in s.recv(4096))\n"
         )
-        out = subprocess.run(
-            [sys.executable, "-c", code, thread.path], capture_output=True, text=True, timeout=60
-        )
+        out = run_command([sys.executable, "-c", code, thread.path])
         assert out.stdout == "True\n", out.stderr
 
 

@@ -7,7 +7,6 @@ import asyncio
 import os
 import socket
 import ssl
-import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -23,7 +22,7 @@ from plumbing.wire.frames import encode_frame
 from plumbing.wire.messages import FaultMsg
 from plumbing.wire.tcp import ACCEPTED, Security, TcpServer, connect_tcp
 from plumbing.wire.tcp_address import TcpAddress
-from tests.helpers import auntil, open_fds, room_for
+from tests.helpers import auntil, open_fds, room_for, run_command
 from tests.plumbing.wire.certificates import Authority, shared, write_secret
 from tests.plumbing.wire.echo import CATALOGUE, LOOPS, Echo, EchoHandler, Refuse, on_loops
 from tests.plumbing.wire.tcp_rig import (
@@ -129,15 +128,10 @@ def test_tcp_half_open_connection_ends(loop: str):
     """Goal: a peer whose host vanishes is detected by missing acknowledgements, of data or of
     keepalives. Method: a network namespace whose only device goes down, and short timeouts."""
     command = ["unshare", "--user", "--map-root-user", "--net"]
-    probe = subprocess.run([*command, "true"], capture_output=True, text=True, timeout=60)
+    probe = run_command([*command, "true"])
     if probe.returncode:
         pytest.skip(f"no network namespace can be made here: {probe.stderr.strip()}")
-    done = subprocess.run(
-        [*command, sys.executable, "-c", _CABLE, ROOT, loop],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = run_command([*command, sys.executable, "-c", _CABLE, ROOT, loop], timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("the peer is gone") == 2
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tests.documents import mismatches
+from tests.helpers import run_command
 from understudy.doctor import CHECKS, Finding, look
 from understudy.schema import DoctorDocument
 
@@ -28,11 +28,8 @@ def doctor(
     *flags: str, before: Sequence[str] = (), **env: str
 ) -> tuple[int, dict[str, dict[str, Any]]]:
     """The command as people run it: its exit code and the checks of its document, by id."""
-    done = subprocess.run(
+    done = run_command(
         [*before, sys.executable, "-m", "understudy.cli.main", "doctor", "--json", *flags],
-        capture_output=True,
-        text=True,
-        check=False,
         env={**os.environ, **env},
     )
     assert done.stdout, done.stderr

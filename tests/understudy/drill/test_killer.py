@@ -21,7 +21,7 @@ from plumbing.errors import UnderstudyError, WaitTimeoutError
 from plumbing.service.init import FIRST_START_ENV
 from plumbing.service.procfs import is_alive
 from plumbing.wire.server import Server
-from tests.helpers import free_witness, until
+from tests.helpers import free_witness, run_command, until
 from tests.plumbing.service.test_init import INIT, NAMESPACE, ROOT, can_unshare
 from understudy.drill import killer
 from understudy.drill.killer import (
@@ -108,7 +108,7 @@ def test_program_below_the_init_of_the_drills_own_container_is_not_killed():
         pytest.skip("this machine does not let us create a PID namespace")
     command = [*NAMESPACE, *INIT, sys.executable, "-c", HOLDS_ITSELF]
     environ = {**os.environ, "PYTHONPATH": ROOT, FIRST_START_ENV: "final"}
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    done = run_command(command, env=environ)
     assert done.returncode == UnderstudyError.exit_code
     assert "drill.not_here" in done.stderr
     assert "its init ends everything in this container" in done.stderr
