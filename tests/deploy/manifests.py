@@ -27,7 +27,6 @@ IN_ONE_POD = tuple(name for name in OVERLAYS if name != NODES)
 POOLS = ("pool", "pool-cpu")  # many models in one pod
 WITH_CLAIM = ("fleet", "single-gpu", "tp2", "tp8", "two-shadows", "pool")
 ON_HOST_MEMORY = ("cpu", "fleet-cpu", "pool-cpu", NODES)
-IN_MANY_CONTAINERS = tuple(name for name in OVERLAYS if name != "no-dra")
 LOCK_POD = f"{NODES}:understudy-lockserver"
 FRONTS = tuple(f"{name}:understudy-front" for name in FLEETS)
 PODS = (
