@@ -8,24 +8,61 @@ from lockserver.messages import CATALOGUE, BeatMsg, GrantedMsg, RenewedMsg, Want
 from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.messages import Message
+from plumbing.wire.server import Server
 from plumbing.wire.tcp import Security, TcpServer
 from plumbing.wire.tcp_address import TcpAddress
 from tests.plumbing.wire.certificates import shared
 
 
-@dataclass
-class LeaseServer:
-    """`auto`: locks that are granted on request; `is_deaf`: receives, answers and keeps nothing."""
+@dataclass(kw_only=True)
+class Grants:
+    """`wants` is all that was heard, newest last; `auto`: locks that are granted on request."""
 
-    lease_ms: int = 1000
+    server: Server | TcpServer = field(init=False)
     auto: tuple[str, ...] = ()
-    renews: bool = True
-    is_deaf: bool = False
     token: int = 0
     wants: list[WantMsg] = field(default_factory=list)
-    beats: int = 0
     conns: list[Connection] = field(default_factory=list)
     granted: dict[tuple[str, str], int] = field(default_factory=dict)
+
+    @property
+    def want(self) -> WantMsg | None:
+        return self.wants[-1] if self.wants else None
+
+    async def stop(self) -> None:
+        await self.server.close()
+
+    def opened(self, conn: Connection) -> None:
+        self.conns.append(conn)
+
+    def closed(self, conn: Connection, reason: str) -> None:
+        self.conns.remove(conn)
+
+    def wanted(self, want: WantMsg) -> None:
+        self.wants.append(want)
+        for lock in want.locks:
+            if lock in self.auto and want.incarnation is not None:
+                self.grant(lock, want.engine, want.incarnation)
+
+    def grant(self, lock: str, engine: str, incarnation: str) -> int:
+        """Send the grant to every client; the same incarnation gets the same token again."""
+        if (lock, incarnation) not in self.granted:
+            self.token += 1
+            self.granted[lock, incarnation] = self.token
+        token = self.granted[lock, incarnation]
+        for conn in self.conns:
+            conn.send(GrantedMsg(lock, engine, incarnation, token))
+        return token
+
+
+@dataclass
+class LeaseServer(Grants):
+    """`is_deaf`: receives, answers and keeps nothing."""
+
+    lease_ms: int = 1000
+    renews: bool = True
+    is_deaf: bool = False
+    beats: int = 0
 
     async def start(self, port: int = 0, security: Security | None = None) -> None:
         security = security or shared()
@@ -33,22 +70,10 @@ class LeaseServer:
         self.server = TcpServer(where, CATALOGUE, self, service="stub", security=security)
         await self.server.start()
 
-    async def stop(self) -> None:
-        await self.server.close()
-
     @property
     def address(self) -> str:
+        assert isinstance(self.server, TcpServer)
         return f"tcp://127.0.0.1:{self.server.port}"
-
-    @property
-    def want(self) -> WantMsg | None:
-        return self.wants[-1] if self.wants else None
-
-    def opened(self, conn: Connection) -> None:
-        self.conns.append(conn)
-
-    def closed(self, conn: Connection, reason: str) -> None:
-        self.conns.remove(conn)
 
     def received(
         self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
@@ -61,20 +86,7 @@ class LeaseServer:
         if isinstance(message, BeatMsg):
             self.beats += 1
             return
-        self.wants.append(message)
-        for lock in message.locks:
-            if lock in self.auto and message.incarnation is not None:
-                self.grant(lock, message.engine, message.incarnation)
-
-    def grant(self, lock: str, engine: str, incarnation: str) -> int:
-        """Send the grant to every client; the same incarnation gets the same token again."""
-        if (lock, incarnation) not in self.granted:
-            self.token += 1
-            self.granted[lock, incarnation] = self.token
-        token = self.granted[lock, incarnation]
-        for conn in self.conns:
-            conn.send(GrantedMsg(lock, engine, incarnation, token))
-        return token
+        self.wanted(message)
 
     def hang_up(self) -> None:
         """Close every connection, so that each client sends its want again."""
