@@ -134,6 +134,8 @@ class ClientRequest:
     is_stream: bool
     sent_ms: float
     passing: Passing | None = None  # a front has its journal
+    model: str = ""  # in a pool, and in a fleet:
+    key: bytes = b""  # requests with one key share a prefix
     is_lean: bool = False  # class none: sent once, neither journalled nor held
     state: RequestState = RequestState.WAITING
 

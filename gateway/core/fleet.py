@@ -25,14 +25,14 @@ A request that no pod can take now waits aside, and is looked at again when some
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from gateway.core import events as ev
 from gateway.core.answers import failure
 from gateway.core.client_request import Attempt, ClientRequest, RequestState
-from gateway.core.events import BreakCause, GatewayEffect, GatewayEvent, GatewayRules
+from gateway.core.events import BreakCause, GatewayEvent, GatewayRules
 from gateway.core.lanes import Lane
 from gateway.core.machine import BUSY, NEVER_MS, NEWER_GRANT_MS, REPLAYS, Gateway
 from gateway.core.pods import (
@@ -128,24 +128,16 @@ class Fleet(Gateway):
 
     def __init__(self, rules: GatewayRules) -> None:
         super().__init__(rules)
-        self.take = self.shared.take
         self.pods: dict[str, Pod] = {}  # by address
         self.losses: Counter[str] = Counter()  # of pods, by cause (`LOSSES`)
         self.moves: Counter[str] = Counter()  # of streams to another pod, by cause (`MOVES`)
         self.choices: Counter[Choice] = Counter()  # of a pod for a request
         self._sent: dict[int, Sent] = {}  # by request
-        self._asked: dict[int, tuple[str, bytes]] = {}  # model and key of each request
         self._ahead: dict[int, Ahead] = {}  # by request
-
-    def handle(self, event: GatewayEvent, now_ms: float) -> Sequence[GatewayEffect]:
-        if not self.pods:
-            self._ticked_ms = now_ms  # the time was not looked at
-        return super().handle(event, now_ms)
 
     def _happened(self, event: GatewayEvent, now_ms: float) -> None:
         match event:
             case ev.RequestCame():
-                self._asked[event.request] = (event.model, event.key)
                 self.add(event, now_ms)
             case ev.PodNamed():
                 self._named(event, now_ms)
@@ -155,10 +147,6 @@ class Fleet(Gateway):
                 self._broken(event, now_ms)
             case ev.Prefilled():
                 self._prefilled(event, now_ms)
-            case ev.GatewayEnds():
-                self._is_final = True
-                for attempt in list(self.attempts.values()):
-                    self.broke(attempt, BreakCause.SUPERSEDED, now_ms)
             case _:
                 super()._happened(event, now_ms)
 
@@ -173,9 +161,6 @@ class Fleet(Gateway):
     def state(self, pod: Pod) -> PodState:
         return pod.state(self._now_ms, self.rules.silent_ms)
 
-    def attempt(self, number: int) -> Attempt:
-        return self.attempts[number]
-
     def _note(self, pod: Pod, cause: str = "") -> None:
         """Record a state that is another one, and every loss."""
         state, old = self.state(pod), pod.shown
@@ -187,13 +172,7 @@ class Fleet(Gateway):
 
     # ------------------------------------------------------------------ whose turn it is, and where
 
-    def look(self) -> None:
-        if self._is_busy or not self.queue.waiting:
-            return
-        self._is_busy = True
-        if self._is_final:
-            for request in list(self.queue.waiting.values()):
-                self.fail(request, failure("gateway.stopping"))
+    def _send_due(self) -> None:
         # Each pod has a limit of its own, of the same size.
         ready = sum(self.state(pod) is PodState.READY for pod in self.pods.values()) or 1
         turns = self.queue.due(
@@ -210,10 +189,9 @@ class Fleet(Gateway):
                 self.fail(request, failure("gateway.body_too_large", **sizes))
             else:
                 self._send_to(request, *place)
-        self._is_busy = False
 
     def _send_to(self, request: ClientRequest, pod: Pod, model: PodModel, by: Choice) -> None:
-        name, _ = self._asked[request.number]
+        name = request.model
         old = self._sent.get(request.number)
         new = Sent(pod, pod.incarnation, name, model.token, model.era)
         if old is not None:
@@ -240,9 +218,9 @@ class Fleet(Gateway):
 
     def _place_for(self, request: ClientRequest) -> Place | None:
         """Where it goes now; None: it waits."""
-        name, key = self._asked[request.number]
+        name, key = request.model, request.key
         sent = self._sent.get(request.number)
-        places = self._places(request, name)
+        places = self._places(request)
         if sent is None:
             return choose(places, name, key)
         is_same = sent.pod.incarnation == sent.incarnation
@@ -265,8 +243,9 @@ class Fleet(Gateway):
         sent.refused_by.clear()
         return choose(here, name, b"") if not sent.leaves else None
 
-    def _places(self, request: ClientRequest, name: str) -> list[Place]:
+    def _places(self, request: ClientRequest) -> list[Place]:
         """All pods that could take it, full ones too."""
+        name = request.model
         ready = [pod for pod in self.pods.values() if self.state(pod) is PodState.READY]
         named = [Place(pod, model) for pod in ready if (model := pod.model(name)) is not None]
         if not named:
@@ -307,13 +286,10 @@ class Fleet(Gateway):
         """Another pod may take it at once."""
         request, sent = attempt.owner, self._sent[attempt.request]
         sent.refused_by.add(attempt.token)
-        was_busy, self._is_busy = self._is_busy, True
         super().refused(attempt, now_ms)
-        self._is_busy = was_busy
-        places = self._places(request, sent.model)
+        places = self._places(request)
         if any(each.pod.incarnation not in sent.refused_by for each in places):
             request.not_before_ms = now_ms
-        self.look()
 
     def broke(self, attempt: Attempt, cause: BreakCause, now_ms: float, leaves: str = "") -> None:
         """`leaves`: with `MOVED`, why it is to go elsewhere."""
@@ -323,7 +299,6 @@ class Fleet(Gateway):
         sent.broke_ms, sent.leaves = now_ms, leaves
         self._ahead.pop(request.number, None)
         sent.breaks += cause not in NO_BREAKS
-        was_busy, self._is_busy = self._is_busy, True
         super().broke(attempt, cause, now_ms)
         if cause is not BreakCause.MOVED:
             self._settle(request, sent, now_ms)
@@ -331,8 +306,6 @@ class Fleet(Gateway):
                 self._is_dead_of(request, now_ms)  # as its pod has reported already
         elif self.state(sent.pod) is PodState.SILENT:
             sent.unsure.append(sent.engine)
-        self._is_busy = was_busy
-        self.look()
 
     def _settle(self, request: ClientRequest, sent: Sent, now_ms: float) -> None:
         """Charge the engines of pods that fell silent under this request, unless they live."""
@@ -373,7 +346,6 @@ class Fleet(Gateway):
 
     def _forget(self, request: ClientRequest, ending: ev.Ending, code: str) -> None:
         self._sent.pop(request.number, None)
-        self._asked.pop(request.number, None)
         self._ahead.pop(request.number, None)
         super()._forget(request, ending, code)
 
@@ -450,19 +422,14 @@ class Fleet(Gateway):
     # ------------------------------------------------------------------ time
 
     def _pass_time(self, now_ms: float) -> None:
-        passed_ms, self._ticked_ms = now_ms - self._ticked_ms, now_ms
+        passed_ms = now_ms - self._ticked_ms
         if passed_ms >= STALL_MS:
             for pod in self.pods.values():
                 pod.heard_ms = min(pod.heard_ms + passed_ms, now_ms)
         for pod in list(self.pods.values()):
             self._look_at_pod(pod, now_ms)
         self._forget_gone()
-        trial = self.queue.on_trial
-        if trial is not None and trial.made_progress(now_ms):
-            self.progressed(trial)
-        self.queue.limit_trial(now_ms)
-        for request in list(self.queue.waiting.values()):
-            self._look_at_waiting(request, passed_ms, now_ms)
+        super()._pass_time(now_ms)
 
     def _look_at_pod(self, pod: Pod, now_ms: float) -> None:
         if pod.is_gone:
@@ -501,7 +468,7 @@ class Fleet(Gateway):
             begun = self._ahead.get(request.number)
             if begun is not None and begun.until_ms > now_ms and state is PodState.LEAVING:
                 continue
-            kind = self._asked[request.number][0], request.continuation_id
+            kind = request.model, request.continuation_id
             is_homeless = kind in homeless and begun is None
             place = None if is_homeless else self._heir(request, pod, state, moving, most)
             if place is None:
@@ -517,11 +484,11 @@ class Fleet(Gateway):
     ) -> Place | None:
         """Where this one goes. During a rollout to pods that were replaced already, as far as they
         have room: elsewhere it would have to move again."""
-        name, key = self._asked[request.number]
+        name, key = request.model, request.key
         is_begun = request.state in (*REPLAYS, RequestState.STREAMING)
         found = [
             place
-            for place in self._places(request, name)
+            for place in self._places(request)
             if place.pod is not pod
             and (not is_begun or can_continue(place.model, request.continuation_id))
         ]
@@ -567,18 +534,11 @@ class Fleet(Gateway):
         # A pod that leaves finishes replays and what has not begun; one that is silent may not.
         return state is PodState.SILENT or request.state is RequestState.STREAMING
 
-    def _look_at_waiting(self, request: ClientRequest, passed_ms: float, now_ms: float) -> None:
-        if request.gives_up_ms is not None:
-            self.fail(request, failure("gateway.keeps_breaking"), event=request.engine_error)
-        elif request.state is RequestState.PARKED:
-            if now_ms - (request.paused_since_ms or 0.0) >= self.rules.park_timeout_ms:
-                timeout_s = self.rules.park_timeout_ms / 1000
-                why = failure("gateway.park_timeout", park_s=timeout_s, why=self.waits_for)
-                self.fail(request, why)
-        else:
-            request.held_ms += passed_ms
-            if request.held_ms >= self.rules.hold_ms:
-                self.fail(request, failure("no_active_engine", why=self.waits_for))
+    def _waits_in_vain(self, request: ClientRequest) -> bool:
+        return True
+
+    def _is_overdue(self, request: ClientRequest, now_ms: float) -> bool:
+        return request.gives_up_ms is not None or request.held_ms >= self.rules.hold_ms
 
     @property
     def waits_for(self) -> str:

@@ -11,9 +11,9 @@ answer, so that each gets one. None of this counts against the engine: it is no 
 The lock server says which engine serves the model, so a failover needs no pool. The engine is
 greeted before its first request; one that has slept since, under the same grant, is not again.
 
-A gateway without a pool has one lane, a plain `Gateway`. A request's lane is found once, by its
-model. From then on it follows from the numbers of the request's attempts, and bytes go to the
-attempt itself, so an event costs the same with and without a pool.
+A gateway without a pool has one lane, a plain `Gateway`. A request's lane is found by its model,
+then by the number of its attempt. Bytes go to the attempt itself, so an event costs the same with
+and without a pool.
 """
 
 from __future__ import annotations
@@ -67,12 +67,10 @@ class Lane(Gateway):
         rules: GatewayRules,
         lane_rules: LaneRules,
         shared: Shared,
-        place: int,
-        step: int,
         is_full: Callable[[], bool],
     ) -> None:
         """`is_full`: whether too many requests wait in all lanes together."""
-        super().__init__(rules, shared, place, step)
+        super().__init__(rules, shared)
         self.model = model
         self.lane_rules = lane_rules
         self.door: Door | None = None  # None: unheard
@@ -155,8 +153,6 @@ class Lane(Gateway):
 
     def look(self) -> None:
         super().look()
-        if self._is_busy:
-            return
         in_flight, waiting = self.in_flight, len(self.queue.waiting)
         # Behind an open door the pool has nothing to decide, but when all is quiet.
         is_open = isinstance(self.door, OpenDoor)
@@ -332,14 +328,11 @@ class Lanes:
     ) -> None:
         self.shared = Shared(rules.memory_bytes_max)
         self.outbox = self.shared.outbox
-        self.take = self.shared.take
         self._queue_max = queue_max
-        self.lanes: dict[str, Lane] = {}  # of a pool
-        for model, lane_rules in (models or {}).items():
-            place, step = len(self.lanes), len(models or {})
-            self.lanes[model] = Lane(
-                model, rules, lane_rules, self.shared, place, step, self._is_full
-            )
+        self.lanes = {  # of a pool
+            model: Lane(model, rules, lane_rules, self.shared, self._is_full)
+            for model, lane_rules in (models or {}).items()
+        }
         self.by_model: Mapping[str, Gateway] = self.lanes or {"": Gateway(rules, self.shared)}
         self._all = tuple(self.by_model.values())
         self._live: dict[Gateway, None] = {}  # those that time may mean something to
@@ -350,7 +343,15 @@ class Lanes:
         return self.by_model.get("")
 
     def attempt(self, number: int) -> Attempt:
-        return self._lane_of(number).attempts[number]
+        lane = self._lane_of(number)
+        assert lane is not None
+        return lane.attempts[number]
+
+    def take(self) -> Sequence[GatewayEffect]:
+        """The effects in the outbox, with those of requests whose turn it is."""
+        for lane in tuple(self._live):
+            lane.look()
+        return self.shared.take()
 
     def handle(self, event: GatewayEvent, now_ms: float) -> Sequence[GatewayEffect]:
         """What follows from `event`, with all that was in the outbox. What is about a model that is
@@ -362,7 +363,7 @@ class Lanes:
         found = None if number is None else self._lane_of(number)
         lane = found or self.by_model.get(getattr(event, "model", ""))
         if lane is None:
-            return self.take()
+            return self.shared.take()
         self._live[lane] = None
         return lane.handle(event, now_ms)
 
@@ -391,9 +392,11 @@ class Lanes:
         """What there is now in all lanes."""
         return stats_of(chain.from_iterable(each.requests.values() for each in self._all), now_ms)
 
-    def _lane_of(self, number: int) -> Gateway:
-        """Of an attempt or a greeting."""
-        return self._all[number % len(self._all)]
+    def _lane_of(self, number: int) -> Gateway | None:
+        """Of an attempt or a greeting, None if that is over."""
+        known = (each for each in self._all if number in each.attempts)
+        greeted = (each for each in self._all if number == each.target.greeting)
+        return next(known, None) or next(greeted, None)
 
     def _is_full(self) -> bool:
         return sum(lane.queued for lane in self.lanes.values()) > self._queue_max

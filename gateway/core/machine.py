@@ -22,6 +22,7 @@ failover, instead of many.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence, Set
 
@@ -69,6 +70,7 @@ class Shared:
 
     def __init__(self, memory_bytes_max: int) -> None:
         self.outbox: list[GatewayEffect] = []
+        self.numbers = itertools.count(1)  # of attempts and greetings
         self.memory_bytes = 0
         self.memory_bytes_max = memory_bytes_max
         self.requests: list[dict[int, ClientRequest]] = []  # of each lane
@@ -124,9 +126,7 @@ class Gateway:
 
     explains_deaths = True  # a request that killed engines clears those that were beside it
 
-    def __init__(
-        self, rules: GatewayRules, shared: Shared | None = None, lane: int = 0, step: int = 1
-    ) -> None:
+    def __init__(self, rules: GatewayRules, shared: Shared | None = None) -> None:
         self.rules = rules
         self.shared = shared or Shared(rules.memory_bytes_max)
         self.outbox = self.shared.outbox
@@ -134,15 +134,13 @@ class Gateway:
         self.attempts: dict[int, Attempt] = {}  # those that are not over
         self.queue = RequestQueue(rules.resumes_max)
         self.resuming = 0  # replays under way
-        self._attempt, self._step = lane, step  # the last one; `number % step` is the lane
         self.shared.requests.append(self.requests)
-        self.target = LaneTarget(lane, step)
+        self.target = LaneTarget()
         self.sleep_door = ev.DoorSet(0)
         self._is_final = False  # no engine will be granted any more
         self._expected: dict[tuple[str, int], float] = {}  # engine and token → until when
         self._is_wanted = False  # the shell knows that a request waits behind this door
         self._now_ms = self._ticked_ms = 0.0
-        self._is_busy = False
 
     def handle(self, event: GatewayEvent, now_ms: float) -> Sequence[GatewayEffect]:
         """What follows from `event`, with all that was in the outbox.
@@ -150,11 +148,17 @@ class Gateway:
         Events about attempts, requests and greetings that are over are ignored.
         """
         self._now_ms = now_ms
-        self._is_busy = True
         self._happened(event, now_ms)
-        self._is_busy = False
+        return self.take()
+
+    def take(self) -> Sequence[GatewayEffect]:
+        """The effects in the outbox, with those of requests whose turn it is."""
         self.look()
         return self.shared.take()
+
+    def attempt(self, number: int) -> Attempt:
+        """One that is not over."""
+        return self.attempts[number]
 
     def _happened(self, event: GatewayEvent, now_ms: float) -> None:
         match event:
@@ -224,19 +228,21 @@ class Gateway:
             self.fail(request, failure("gateway.memory"))
 
     def look(self) -> None:
-        if self._is_final and not self._is_busy:
-            self._is_busy = True
-            for request in list(self.queue.waiting.values()):  # no engine will take it
-                self.fail(request, failure("gateway.stopping"))
-            self._is_busy = False
-        target = self.target
-        if self._is_busy or not target.is_granted:
-            return
+        """Send what may be sent now."""
         if not self.queue.waiting:  # nearly always, and looked at four times a request
             return
-        if not self._may_send() or target.hello is None or target.grant is None:
+        if not self._is_final:
+            self._send_due()
             return
-        self._is_busy = True
+        for request in list(self.queue.waiting.values()):  # no engine will take it
+            self.fail(request, failure("gateway.stopping"))
+
+    def _send_due(self) -> None:
+        target = self.target
+        if not target.is_granted or not self._may_send():
+            return
+        if target.hello is None or target.grant is None:
+            return
         for request in self.queue.due(lambda: self.resuming, lambda: self._company, self._now_ms):
             if not self._has_room:
                 break
@@ -245,7 +251,6 @@ class Gateway:
                 self.fail(request, why)
             else:
                 self.send(request, target.grant.token, target.hello, self._now_ms)
-        self._is_busy = False
 
     @property
     def _company(self) -> int:
@@ -329,7 +334,7 @@ class Gateway:
             self.outbox.append(ev.SuspectFound(request.number, request.deaths))
 
     def _greet(self) -> None:
-        self.outbox.append(self.target.greet())
+        self.outbox.append(self.target.greet(next(self.shared.numbers)))
 
     # ------------------------------------------------------------------ time
 
@@ -346,6 +351,10 @@ class Gateway:
         door = self.sleep_door
         is_resting = self.target.is_granted and door.is_shut and door.does_open
         return request.held_ms >= (max(hold_ms, park_ms) if is_resting else hold_ms)
+
+    def _waits_in_vain(self, request: ClientRequest) -> bool:
+        """An engine that refuses it, or breaks it off each time, cannot serve it."""
+        return bool(self.waits_for or request.gives_up_ms is not None or request.refusals)
 
     @property
     def _no_engine(self) -> Failure:
@@ -368,8 +377,7 @@ class Gateway:
         for request in list(self.queue.waiting.values()):
             is_given_up = request.gives_up_ms is not None
             if request.state is RequestState.WAITING:
-                # An engine that refuses it, or breaks it off each time, cannot serve it.
-                if self.waits_for or is_given_up or request.refusals:
+                if self._waits_in_vain(request):
                     request.held_ms += min(passed_ms, now_ms - request.waits_since_ms)
                 if self._is_overdue(request, now_ms):
                     self.fail(request, keeps_breaking if is_given_up else self._no_engine)
@@ -385,7 +393,7 @@ class Gateway:
     def add(self, came: ev.RequestCame, now_ms: float) -> ClientRequest:
         request = ClientRequest(
             *(came.request, came.path, came.body_bytes, came.is_inference, came.is_stream),
-            *(now_ms, came.passing),
+            *(now_ms, came.passing, came.model, came.key),
         )
         weight = self.shared.memory_bytes + REQUEST_BYTES + came.body_bytes
         request.is_lean = weight > self.shared.memory_bytes_max
@@ -404,7 +412,7 @@ class Gateway:
         """Send it to the engine of `hello`, from the start or with its journal."""
         is_resume = request.state is RequestState.PARKED
         self.fire(request, Turn.SEND)
-        self._attempt = number = self._attempt + self._step
+        number = next(self.shared.numbers)
         attempt = Attempt(number, request, token, hello, self)
         self.attempts[number] = request.attempt = attempt
         request.entered_as = 0 if request.is_inside else number
@@ -518,7 +526,6 @@ class Gateway:
         request.refusals = 0
         self.weigh(request)
         self._watch(request)
-        self.look()
 
     def mismatched(self, request: ClientRequest, why: str) -> None:
         """The replay is not what was delivered."""
@@ -538,7 +545,6 @@ class Gateway:
         request.was_tried = False
         request.steer()
         self.queue.end_trial(request)
-        self.look()
 
     # ------------------------------------------------------------------ breaks and refusals
 
@@ -578,7 +584,6 @@ class Gateway:
             return
         self._wait_for_grant(request, cause, now_ms)
         self.queue.add(request)
-        self.look()
 
     def _wait_for_grant(self, request: ClientRequest, cause: BreakCause, now_ms: float) -> None:
         """When it may be sent again if no newer grant comes."""
@@ -603,7 +608,6 @@ class Gateway:
         request.refusals += 1
         request.not_before_ms = now_ms + min(pause_ms, REFUSED_MAX_MS)
         self.queue.add(request)
-        self.look()
 
     # ------------------------------------------------------------------ ends
 
@@ -647,7 +651,6 @@ class Gateway:
         self.outbox.append(
             ev.RequestEnded(request.number, ending, code, tokens, request.pauses, request.paused_ms)
         )
-        self.look()
 
     # ------------------------------------------------------------------ memory
 

@@ -16,8 +16,7 @@ GREET_AGAIN_MS = 50.0  # an engine that is granted answers within milliseconds o
 class LaneTarget:
     """Of one lane. `greet_at_ms`: when the engine is to be greeted again; None: it is not."""
 
-    def __init__(self, lane: int = 0, step: int = 1) -> None:
-        """The numbers of its greetings are such that `number % step` is the lane."""
+    def __init__(self) -> None:
         self.grant: EngineGranted | None = None  # the newest
         self.granted_ms = 0.0  # when it was heard of
         self.idle: str | None = None  # why no engine is known to hold the lock, once that was said
@@ -26,7 +25,7 @@ class LaneTarget:
         self.last_hello: Hello | None = None  # of any engine so far
         self.greet_at_ms: float | None = None
         self._no_hello = ""  # why it has not answered the last greeting
-        self._greeting, self._step = lane, step  # the last one
+        self.greeting = 0  # the number of the last one, while its answer counts
 
     @property
     def is_granted(self) -> bool:
@@ -67,17 +66,17 @@ class LaneTarget:
     def part(self) -> None:
         """The engine must be greeted anew before it gets a request."""
         self.hello, self.greet_at_ms = None, None
-        self._greeting += self._step  # what an earlier greeting brings is about the past
+        self.greeting = 0  # what an earlier greeting brings is about the past
 
-    def greet(self) -> GreetEngine:
+    def greet(self, number: int) -> GreetEngine:
         assert self.grant is not None
         self.greet_at_ms = None
-        self._greeting += self._step
-        return GreetEngine(self._greeting, self.grant.engine, self.grant.token)
+        self.greeting = number
+        return GreetEngine(number, self.grant.engine, self.grant.token)
 
     def greeted(self, event: HelloCame, greet_at_ms: float) -> None:
         """The answer to a greeting. If it is not the granted engine's, greet again then."""
-        if event.greeting != self._greeting or self.grant is None:
+        if event.greeting != self.greeting or self.grant is None:
             return
         hello, self._no_hello = event.hello, event.problem
         if hello is not None:

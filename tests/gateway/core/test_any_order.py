@@ -40,7 +40,7 @@ class Walk:
             attempt = self.rng.choice(self.attempts[-12:])
             before = attempt.is_over
             self._speak(attempt)
-            self.perform(self.gateway.shared.take())
+            self.perform(self.gateway.take())
             assert attempt.is_over or not before
         else:
             self.perform(self.gateway.handle(self._event(), self.now_ms))

@@ -61,7 +61,7 @@ def test_older_and_repeated_grants_change_nothing():
     effects = gateway.handle(ev.EngineGranted("e2", 1, "newer era"), 4.0)
     assert names(effects) == ["DropAttempt", "StreamPaused", "GreetEngine"]
     assert attempt.group(EVENT, [1], [1], 5.0) == b""
-    assert gateway.handle(ev.EngineGranted("e1", 9, "era"), 6.0)[-1] == ev.GreetEngine(3, "e1", 9)
+    assert gateway.handle(ev.EngineGranted("e1", 9, "era"), 6.0)[-1] == ev.GreetEngine(4, "e1", 9)
 
 
 def test_nobody_is_asked_without_a_grant_and_its_hello():
@@ -101,8 +101,9 @@ def test_stream_does_not_resume_at_an_engine_that_cannot(change, code):
     gateway = gateway_with()
     attempt = stream(gateway, 1)
     attempt.group(EVENT, [1], [1], 2.0)
-    gateway.handle(ev.EngineGranted("e2", 6, "era"), 3.0)
-    abort, ended = gateway.handle(ev.HelloCame(2, hello("e2", 6, **change)), 4.0)
+    greet = gateway.handle(ev.EngineGranted("e2", 6, "era"), 3.0)[-1]
+    came = ev.HelloCame(greet.greeting, hello("e2", 6, **change))
+    abort, ended = gateway.handle(came, 4.0)
     assert code in abort.event.decode()
     assert (ended.code, ended.ending, ended.tokens) == (code, ev.Ending.BROKEN, 1)
 
@@ -157,7 +158,7 @@ def test_memory_cap_makes_new_requests_class_none_from_their_start():
         if promise is Continuation.NONE:
             assert effects == [ev.SendHead(number, asked.attempt, promise)]
     # Passed on, so it is not asked again.
-    assert names(gateway.handle(ev.AnswerEnded(2, ev.BreakCause.CLOSED), 2.0)) == [
+    assert names(gateway.handle(ev.AnswerEnded(asked.attempt, ev.BreakCause.CLOSED), 2.0)) == [
         "DropAttempt",
         "AbortAnswer",
         "RequestEnded",
