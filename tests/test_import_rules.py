@@ -70,14 +70,13 @@ PLACES = {
     "safetensors": NUMERIC,
     "tokenizers": NUMERIC,
     "cryptography": (),  # only tests make certificates with it
-    "opentelemetry": ("gateway/server/tracing.py",),
     "huggingface_hub": ("understudy/up/hub_download.py",),
 }
 
 # What `pip install .` alone does not bring, or brings for a dependency's sake: imported where it is
 # needed, or by vLLM's own processes. `pynvml` is in nvidia-ml-py, `yaml` in pyyaml.
 OPTIONAL = (
-    *("cuda", "cryptography", "huggingface_hub", "opentelemetry", "torch", "vllm"),
+    *("cuda", "cryptography", "huggingface_hub", "torch", "vllm"),
     *("fastapi", "starlette", "transformers", "uvicorn"),
 )
 DISTRIBUTIONS = {"pynvml": "nvidia-ml-py", "yaml": "pyyaml"}
@@ -324,7 +323,7 @@ def run_importing(modules, then) -> str:
     program = textwrap.dedent(
         """
         import importlib, sys
-        absent = ("torch", "vllm", "cuda", "pynvml", "opentelemetry", "huggingface_hub")
+        absent = ("torch", "vllm", "cuda", "pynvml", "huggingface_hub")
         for name in absent:
             sys.modules[name] = None  # importing it now raises ImportError
         for name in sys.argv[1].split():

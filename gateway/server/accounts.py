@@ -27,7 +27,6 @@ from gateway.core.events import (
 )
 from gateway.core.pods import PodState
 from gateway.server.requests import HttpRequest
-from gateway.server.tracing import RequestSpans
 from plumbing.gateway_protocol import Continuation
 
 access_logger = logging.getLogger("gateway.access")
@@ -96,13 +95,7 @@ class Accounts:
     """`note` is told of every record of the core, `refused` of what never came there. The counts
     only grow."""
 
-    def __init__(
-        self,
-        tell: Tell,
-        *,
-        has_access_log: bool,
-        spans: RequestSpans | None = None,
-    ) -> None:
+    def __init__(self, tell: Tell, *, has_access_log: bool) -> None:
         # From a whole request to its first byte towards an engine that was free to take it.
         self.added = HistogramTally(ADDED_BUCKETS_S)
         self.pauses = HistogramTally(PAUSE_BUCKETS_S)
@@ -117,7 +110,6 @@ class Accounts:
         self.replays_differed = 0  # of pods of a fleet
         self._tell_of = tell
         self._has_access_log = has_access_log
-        self._spans = spans
         # Since the last `tell`:
         self._paused: list[StreamPaused] = []
         self._resumed: list[StreamResumed] = []
@@ -125,8 +117,6 @@ class Accounts:
         self._lost: Counter[str] = Counter()
 
     def note(self, record: GatewayRecord) -> None:
-        if self._spans is not None and isinstance(record, StreamPaused | StreamResumed):
-            self._spans.note(record)
         match record:
             case StreamPaused():
                 self.paused[record.cause.value] += 1
@@ -183,8 +173,6 @@ class Accounts:
         if request.model:
             outcome = OUTCOME_BY_CODE.get(record.code) or OUTCOME_BY_ENDING[record.ending]
             self.models[request.model, outcome] += 1
-        if self._spans is not None:
-            self._spans.ended(request, record, now_ms - request.came_ms)
         if not self._has_access_log:
             return
         access_logger.info(

@@ -42,7 +42,6 @@ from gateway.server.requests import (
 )
 from gateway.server.responses import POD, OwnAnswer, greet
 from gateway.server.settings import GatewaySettings
-from gateway.server.tracing import open_spans
 from gateway.server.upstream import (
     IdleConnections,
     PodConnections,
@@ -86,16 +85,13 @@ class GatewayExchange:
         models may be another one.
 
         Raises:
-            UsageError: `gateway.bad_tls` or `gateway.bad_api_keys`, files that cannot be used;
-                `gateway.no_tracing`.
+            UsageError: `gateway.bad_tls` or `gateway.bad_api_keys`, files that cannot be used.
         """
         self._settings = settings
         self._loop = asyncio.get_running_loop()
         self.keys = open_api_keys(settings.api_keys)
         self.certificate = open_certificate(settings.tls_cert, settings.tls_key)
-        self.accounts = Accounts(
-            tell, has_access_log=settings.access_log, spans=open_spans(settings.tracing)
-        )
+        self.accounts = Accounts(tell, has_access_log=settings.access_log)
         lanes = Lanes(settings.rules, settings.lanes, settings.queue_max)
         self.core: Lanes | Fleet = fleet or lanes
         # Of a front: has the protocol connected to a pod, or calls the last argument.

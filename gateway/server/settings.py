@@ -12,7 +12,6 @@ from typing import Any
 from gateway.core.events import QUEUE_MAX, GatewayRules, LaneRules
 from gateway.core.sleep_door import SleepRules
 from gateway.server.files import open_api_keys, open_certificate
-from gateway.server.tracing import MODES, OFF
 from plumbing.errors import UsageError
 from plumbing.pod.paths import DIRECTORY, runtime_dir
 from plumbing.pod.supervision import DRAIN_MS
@@ -161,13 +160,6 @@ OPTIONS = (
         " Without it fronts and pods speak plain text, on loopback only.",
     ),
     Option("access_log", bool, False, "Log one line for each request, without its body."),
-    Option(
-        "tracing",
-        str,
-        OFF,
-        "Send spans to OpenTelemetry: of requests that were paused, or of all of them.",
-        choices=MODES,
-    ),
     Option("tls_cert", os.path.abspath, None, "Serve HTTPS with this certificate, a PEM file."),
     Option("tls_key", os.path.abspath, None, "The private key of this certificate, a PEM file."),
     Option(
@@ -196,7 +188,6 @@ class GatewaySettings:
     tls_cert: str = ""
     tls_key: str = ""
     api_keys: str = ""
-    tracing: str = OFF
     pool_file: str = ""
     lanes: Mapping[str, LaneRules] = field(default_factory=dict)
     aliases: Mapping[str, Sequence[str]] = field(default_factory=dict)
@@ -252,7 +243,6 @@ def settle(config: Resolved) -> GatewaySettings:
         tls_cert=config["tls_cert"] or "",
         tls_key=config["tls_key"] or "",
         api_keys=config["api_keys"] or "",
-        tracing=config["tracing"],
         pool_file=pool_file,
         **read_lanes(pool_file),
         hop=_hop_address(config["hop"], config["fleet_tls"]) if config["hop"] else None,
