@@ -74,7 +74,7 @@ async def _serve(settings: GatewaySettings) -> int:
     from gateway.server.server import GatewayServer  # heavy, and only needed here
 
     if settings.pods:
-        from gateway.server.front import FrontServer
+        from gateway.server.program import FrontServer
 
         return await FrontServer(settings).run()
     return await GatewayServer(settings).run()

@@ -41,7 +41,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
-from gateway.core.events import BreakCause, Passing
+from gateway.core.events import BreakCause
 from gateway.core.replay import (
     BLOCK_BYTES,
     GROUP_BYTES,
@@ -133,7 +133,7 @@ class ClientRequest:
     is_inference: bool
     is_stream: bool
     sent_ms: float
-    passing: Passing | None = None  # a front has its journal
+    passing: str | None = None  # a front has its journal, of this continuation id
     model: str = ""  # in a pool, and in a fleet:
     key: bytes = b""  # requests with one key share a prefix
     is_lean: bool = False  # class none: sent once, neither journalled nor held
@@ -220,7 +220,7 @@ class ClientRequest:
 
     @property
     def is_resumed_by_front(self) -> bool:
-        return self.passing is not None and bool(self.passing.continuation_id)
+        return bool(self.passing)
 
     @property
     def is_front_stream(self) -> bool:
@@ -355,7 +355,7 @@ class Attempt:
         return events
 
     def end(self, events: bytes, now_ms: float) -> bytes:
-        """The events in front of `hop.END`; `EndAnswer` is then in the outbox."""
+        """The events in front of `hop.END`; `RequestEnded` is then in the outbox."""
         request = self.owner
         if self.is_over or (b'"error"' in events and self._is_error(events, now_ms)):
             return b""

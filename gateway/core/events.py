@@ -2,7 +2,7 @@
 
 `gateway/server` is the shell: it hands in events with `Gateway.handle` and
 performs effects in order. The bytes of answers do not travel as events: they go through the methods
-of an `Attempt`, which return what to send to the client now (`hot_path.py`).
+of an `Attempt`, which return what to send to the client now (`client_request.py`).
 
 Requests, attempts and greetings are numbers. The shell numbers requests in the order in which they
 came, and that order is their age. The core numbers attempts: one is one request on one upstream
@@ -10,9 +10,8 @@ connection, and a request has at most one at a time. Whatever an attempt does af
 reaches no client; an event about it is ignored.
 
 The shell keeps what the core need not know: a request's headers and body, the head of a response,
-and an answer that is held whole. It may forget a request after `EndAnswer`, `AbortAnswer`,
-`AnswerError`, `SendAnswer` and its own `ClientGone`, and what an attempt has held after
-`DropAttempt`.
+and an answer that is held whole. It forgets a request after `RequestEnded`, and what an attempt has
+held after `DropAttempt`.
 
 A lane of a pool gets its rules and its door beside the gateway's own events.
 """
@@ -24,6 +23,7 @@ from enum import StrEnum
 
 import msgspec
 
+from gateway.core.answers import Failure
 from plumbing.gateway_protocol import Continuation, Hello, Journal, PodReport
 from pool.core.events import Door
 from pool.core.states import PooledRules
@@ -70,13 +70,6 @@ class GatewayEvent(msgspec.Struct, frozen=True):
     """What has happened, for `Gateway.handle`."""
 
 
-class Passing(msgspec.Struct, frozen=True):
-    """A front's request: its answer is passed on as it comes, and the front resumes it.
-    `continuation_id`: of the engine that it was begun by, "" if it has no journal."""
-
-    continuation_id: str = ""
-
-
 class RequestCame(GatewayEvent, frozen=True):
     """A client's request has been read whole. What follows `is_stream` counts in a pool only:
     `wait_ms`: how long it may wait at most for its model; `keep_alive_ms`: how long the model shall
@@ -91,7 +84,9 @@ class RequestCame(GatewayEvent, frozen=True):
     priority: int | None = None  # lower is sooner; None: its model's own
     wait_ms: float = math.inf
     keep_alive_ms: float | None = None
-    passing: Passing | None = None
+    # A front's request: its answer is passed on as it comes, and the front resumes it. The
+    # continuation id of the engine that it was begun by, "" if it has no journal.
+    passing: str | None = None
     key: bytes = b""  # in a fleet: requests with one key share a prefix
 
 
@@ -99,8 +94,8 @@ class HeadCame(GatewayEvent, frozen=True):
     """The head of a response. `engine` and `token` are "" and 0 where the headers are missing.
 
     `is_marked` means an event stream of class exact or state, with the hop's comments. A response
-    that is not marked is held by the shell until `SendHead`, `SendAnswer` or `DropAttempt`, and the
-    shell tells `Attempt.hold` of each piece that it holds.
+    that is not marked is held by the shell until `SendHead`, `RequestEnded` or `DropAttempt`, and
+    the shell tells `Attempt.hold` of each piece that it holds.
     """
 
     attempt: int
@@ -236,12 +231,9 @@ class GreetEngine(GatewayEffect, frozen=True):
     token: int
 
 
-class WantEngine(GatewayEffect, frozen=True):
-    """A request waits behind a door that is not open. Once for each door."""
-
-
 class DemandChanged(GatewayEffect, frozen=True):
-    """`Lanes.demand` of a model is another one."""
+    """`Lanes.demand` of a model is another one. Without a pool: a request waits behind a door that
+    is shut, once for each door."""
 
 
 class SendRequest(GatewayEffect, frozen=True):
@@ -287,38 +279,27 @@ class SendHead(GatewayEffect, frozen=True):
     continuation: Continuation
 
 
-class SendAnswer(GatewayEffect, frozen=True):
-    """Send the client the answer that is held whole. The request is over."""
+class RequestEnded(GatewayEffect, frozen=True):
+    """The request is over: send its client the end of its answer, and count it.
 
-    request: int
-    attempt: int
-
-
-class EndAnswer(GatewayEffect, frozen=True):
-    """All bytes of the body were sent: finish it as HTTP wants. The request is over."""
-
-    request: int
-
-
-class AbortAnswer(GatewayEffect, frozen=True):
-    """Send this event, if any, and close the client's connection without the body's terminator.
-
-    What the client sees is an error inside the stream and no end of it. The request is over.
+    A whole answer was sent, and ends as HTTP wants, or is held by `attempt`. A refused one is the
+    error `why`. Of a broken one the client sees `event`, if any, which is an error inside the
+    stream, and no end of it.
     """
 
     request: int
-    event: bytes
+    ending: Ending
+    tokens: int  # delivered, each once
+    pauses: int
+    paused_ms: float
+    attempt: int = 0
+    why: Failure | None = None
+    event: bytes = b""
 
-
-class AnswerError(GatewayEffect, frozen=True):
-    """Answer with this error, as JSON. Nothing was sent before. The request is over. `is_final`: it
-    has waited for its model as long as it may, so a front asks no other pod."""
-
-    request: int
-    status: int
-    body: bytes
-    retry_after_s: int | None = None
-    is_final: bool = False
+    @property
+    def code(self) -> str:
+        """That the client saw, if any; "" of a whole answer."""
+        return "" if self.why is None else self.why.code
 
 
 # -------------------------------------------------------------------------------------- records
@@ -380,17 +361,6 @@ class ReplayDiffered(GatewayRecord, frozen=True):
     request: int
     pod: str
     why: str
-
-
-class RequestEnded(GatewayRecord, frozen=True):
-    """`code` is "" for a whole answer, else the dotted code that the client saw, if any."""
-
-    request: int
-    ending: Ending
-    code: str
-    tokens: int  # delivered, each once
-    pauses: int
-    paused_ms: float
 
 
 # An engine's batch, as vLLM's on small GPUs. What is sent beyond it waits inside of the engine,

@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from gateway.core import events as ev
 from gateway.core.answers import failure
@@ -87,7 +87,6 @@ class Sent:
 
     pod: Pod
     incarnation: int
-    model: str
     token: int  # of the engine that had it there
     era: str
     broke_ms: float = 0.0
@@ -193,7 +192,7 @@ class Fleet(Gateway):
     def _send_to(self, request: ClientRequest, pod: Pod, model: PodModel, by: Choice) -> None:
         name = request.model
         old = self._sent.get(request.number)
-        new = Sent(pod, pod.incarnation, name, model.token, model.era)
+        new = Sent(pod, pod.incarnation, model.token, model.era)
         if old is not None:
             new.refused_by, new.differed = old.refused_by, old.differed
             new.unsure = old.unsure
@@ -302,7 +301,7 @@ class Fleet(Gateway):
         super().broke(attempt, cause, now_ms)
         if cause is not BreakCause.MOVED:
             self._settle(request, sent, now_ms)
-            if request.is_inside and sent.is_of_another(sent.pod.model(sent.model)):
+            if request.is_inside and sent.is_of_another(sent.pod.model(request.model)):
                 self._is_dead_of(request, now_ms)  # as its pod has reported already
         elif self.state(sent.pod) is PodState.SILENT:
             sent.unsure.append(sent.engine)
@@ -313,7 +312,7 @@ class Fleet(Gateway):
         for engine in unsure:
             if engine == sent.engine:  # charged as the one that has just broken off
                 continue
-            pod, model = engine.pod, engine.pod.model(sent.model)
+            pod, model = engine.pod, engine.pod.model(request.model)
             now = model and EngineLife(pod, pod.incarnation, model.token, model.era)
             lives = engine == now and self.state(pod) not in (PodState.SILENT, PodState.GONE)
             if not lives and request.number in self.queue.waiting:
@@ -344,10 +343,10 @@ class Fleet(Gateway):
         sent.differed = True
         self.broke(attempt, BreakCause.MOVED, self._now_ms, "differed")
 
-    def _forget(self, request: ClientRequest, ending: ev.Ending, code: str) -> None:
+    def _forget(self, request: ClientRequest, *how: Any, **more: Any) -> None:
         self._sent.pop(request.number, None)
         self._ahead.pop(request.number, None)
-        super()._forget(request, ending, code)
+        super()._forget(request, *how, **more)
 
     # ------------------------------------------------------------------ what pods say
 
@@ -389,7 +388,7 @@ class Fleet(Gateway):
             sent = self._sent.get(request.number)
             if sent is None or sent.pod is not pod or not request.is_inside:
                 continue
-            if is_lost or sent.is_of_another(pod.model(sent.model)):
+            if is_lost or sent.is_of_another(pod.model(request.model)):
                 self._is_dead_of(request, now_ms)
 
     def _is_dead_of(self, request: ClientRequest, now_ms: float) -> None:

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
 
 from msgspec.structs import asdict, replace
 
@@ -37,7 +36,7 @@ from gateway.core.events import (
     LaneDoorSet,
     LaneRules,
 )
-from gateway.core.machine import UNANSWERED, Gateway, Shared, Stats, stats_of
+from gateway.core.machine import UNANSWERED, Gateway, Shared
 from pool.core.events import (
     Door,
     ModelDemand,
@@ -103,11 +102,6 @@ class Lane(Gateway):
             and not each.is_resumed_by_front
             for each in self.queue.waiting.values()
         )
-
-    @property
-    def parked(self) -> int:
-        waiting = self.queue.waiting.values()
-        return sum(each.state is RequestState.PARKED for each in waiting)
 
     def expected_wait_ms(self, now_ms: float) -> float | None:
         """Until the model is awake, as far as is known."""
@@ -387,10 +381,6 @@ class Lanes:
             model: replace(each, tickets=first_of(each.tickets, most))
             for model, each in whole.items()
         }
-
-    def stats(self, now_ms: float) -> Stats:
-        """What there is now in all lanes."""
-        return stats_of(chain.from_iterable(each.requests.values() for each in self._all), now_ms)
 
     def _lane_of(self, number: int) -> Gateway | None:
         """Of an attempt or a greeting, None if that is over."""

@@ -23,13 +23,10 @@ failover, instead of many.
 from __future__ import annotations
 
 import itertools
-from collections import Counter
-from collections.abc import Iterable, Sequence, Set
-
-import msgspec
+from collections.abc import Iterator, Sequence, Set
 
 from gateway.core import events as ev
-from gateway.core.answers import Failure, error_body, error_event, failure
+from gateway.core.answers import Failure, error_event, failure
 from gateway.core.client_request import (
     PROGRESS_TOKENS,
     REQUEST_BYTES,
@@ -41,7 +38,6 @@ from gateway.core.client_request import (
 from gateway.core.events import BreakCause, Ending, GatewayEffect, GatewayEvent, GatewayRules
 from gateway.core.queue import EXPECTED_MS, RequestQueue
 from gateway.core.replay import Replay
-from gateway.core.target import GREET_AGAIN_MS, LaneTarget
 from plumbing.gateway_protocol import HANDED_OVER, JOURNAL_TOKENS_MAX, Continuation, Hello, Journal
 
 TICK_MS = 20.0  # a tenth of the shortest wait here, 200 ms
@@ -53,13 +49,14 @@ GIVE_UP_MS = 30_000.0
 REFUSED_MS = 50.0  # doubled with each refusal in a row,
 REFUSED_MAX_MS = 1_000.0  # up to this
 NEVER_MS = float("inf")
+UNHEARD = "the lock server has not reported yet which engine is active"
+GREET_AGAIN_MS = 50.0  # an engine that is granted answers within milliseconds of serving
 
 ANSWER_BYTES_MAX = 64 << 20  # an embedding of a large batch; more is passed on as it comes
 BUSY = (429, 503)
 CONTINUING = (Continuation.EXACT, Continuation.STATE)
 REPLAYS = (RequestState.RESUMING, RequestState.REPLAYING)
 PASSED_MS = 1_000.0  # a front's request waits so long for an engine: another pod may have one
-EXPIRED = ("pool.not_awake", "pool.busy")
 UNANSWERED = (RequestState.SENT, RequestState.ANSWERING)
 UNSENT = (RequestState.WAITING, *UNANSWERED)
 
@@ -75,6 +72,10 @@ class Shared:
         self.memory_bytes_max = memory_bytes_max
         self.requests: list[dict[int, ClientRequest]] = []  # of each lane
 
+    def everything(self) -> Iterator[ClientRequest]:
+        """All requests, of all lanes."""
+        return (each for requests in self.requests for each in requests.values())
+
     def take(self) -> Sequence[GatewayEffect]:
         """The effects in the outbox, which is empty then."""
         found = self.outbox.copy()
@@ -82,13 +83,92 @@ class Shared:
         return found
 
 
+class LaneTarget:
+    """The engine that requests go to: whom the lock server has granted, and what it says of itself.
+
+    An engine that is granted is greeted, and gets no request before it has answered: its hello says
+    what it can continue and how large a body it takes. Tokens compare within an era only.
+    `greet_at_ms`: when it is to be greeted again; None: it is not.
+    """
+
+    def __init__(self) -> None:
+        self.grant: ev.EngineGranted | None = None  # the newest
+        self.granted_ms = 0.0  # when it was heard of
+        self.idle: str | None = None  # why no engine is known to hold the lock, once that was said
+        self.idle_ms = 0.0  # since when
+        self.hello: Hello | None = None  # of the engine that is granted
+        self.last_hello: Hello | None = None  # of any engine so far
+        self.greet_at_ms: float | None = None
+        self._no_hello = ""  # why it has not answered the last greeting
+        self.greeting = 0  # the number of the last one, while its answer counts
+
+    @property
+    def is_granted(self) -> bool:
+        """Whether an engine holds the lock, as far as is known."""
+        return self.grant is not None and self.idle is None
+
+    @property
+    def waits_for(self) -> str:
+        """What a request waits for now, "" if only for its turn."""
+        if self.grant is None or self.idle is not None:
+            return self.idle or UNHEARD
+        if self.hello is not None:
+            return ""
+        why = f" ({self._no_hello})" if self._no_hello else ""
+        return f"waiting for {self.grant.engine} to answer{why}"
+
+    def take(self, grant: ev.EngineGranted, now_ms: float) -> bool:
+        """Note this grant. Whether it is another engine's, or another life's of the same one:
+        what is late changes nothing, nor does what is said again, also by a lock server that has
+        lost its file and was told of it."""
+        old = self.grant
+        if old is not None and old.era == grant.era and grant.token < old.token:
+            return False
+        if old is None or (old.token, old.era) != (grant.token, grant.era):
+            self.granted_ms = now_ms
+        self.grant, self.idle = grant, None
+        if old is not None and (old.engine, old.token) == (grant.engine, grant.token):
+            return False
+        self.hello = None
+        return True
+
+    def lose(self, reason: str, now_ms: float) -> None:
+        """No engine holds the lock."""
+        if self.idle is None:
+            self.idle_ms = now_ms
+        self.idle = reason
+
+    def part(self) -> None:
+        """The engine must be greeted anew before it gets a request."""
+        self.hello, self.greet_at_ms = None, None
+        self.greeting = 0  # what an earlier greeting brings is about the past
+
+    def greet(self, number: int) -> ev.GreetEngine:
+        assert self.grant is not None
+        self.greet_at_ms = None
+        self.greeting = number
+        return ev.GreetEngine(number, self.grant.engine, self.grant.token)
+
+    def greeted(self, event: ev.HelloCame, greet_at_ms: float) -> None:
+        """The answer to a greeting. If it is not the granted engine's, greet again then."""
+        if event.greeting != self.greeting or self.grant is None:
+            return
+        hello, self._no_hello = event.hello, event.problem
+        if hello is not None:
+            if (hello.engine, hello.token) == (self.grant.engine, self.grant.token):
+                self.hello = self.last_hello = hello.as_understood()
+                return
+            self._no_hello = f"{hello.engine} answered, under token {hello.token}"
+        self.greet_at_ms = greet_at_ms
+
+
 def objection(request: ClientRequest, hello: Hello) -> Failure | None:
     """Why it can never be sent to the engine of `hello`."""
     if request.body_bytes > hello.body_bytes_max:
         sizes = {"size": request.body_bytes, "limit": hello.body_bytes_max}
         return failure("gateway.body_too_large", **sizes)
-    if request.is_resumed_by_front and request.passing is not None:
-        is_same = hello.continuation_id == request.passing.continuation_id
+    if request.is_resumed_by_front:
+        is_same = hello.continuation_id == request.passing
         return None if is_same else failure("gateway.other_pod")
     if request.state is not RequestState.PARKED:
         return None
@@ -100,24 +180,6 @@ def objection(request: ClientRequest, hello: Hello) -> Failure | None:
 def is_replayed(request: ClientRequest) -> bool:
     """Whether an engine works for it before anything new comes: the prefill of a resume."""
     return request.state in (UNANSWERED if request.is_resumed_by_front else REPLAYS)
-
-
-class Stats(msgspec.Struct, frozen=True):
-    """What there is now."""
-
-    by_state: Counter[str]  # requests, by `RequestState`
-    suspects: int
-    oldest_paused_ms: float  # 0 if no stream is paused
-
-
-def stats_of(requests: Iterable[ClientRequest], now_ms: float) -> Stats:
-    found = list(requests)
-    paused = [each.paused_since_ms for each in found if each.paused_since_ms is not None]
-    return Stats(
-        Counter(str(each.state) for each in found),
-        sum(each.is_suspect for each in found),
-        now_ms - min(paused) if paused else 0.0,
-    )
 
 
 class Gateway:
@@ -205,10 +267,6 @@ class Gateway:
         is_waiting = bool(self.queue.waiting) or self.queue.on_trial is not None
         return is_waiting or self.target.greet_at_ms is not None
 
-    def stats(self, now_ms: float) -> Stats:
-        """What there is now."""
-        return stats_of(self.requests.values(), now_ms)
-
     @property
     def waits_for(self) -> str:
         """What a request waits for now, "" if only for its turn."""
@@ -258,10 +316,10 @@ class Gateway:
         return sum(not each.owner.has_broken for each in self.attempts.values())
 
     def _may_send(self) -> bool:
-        """Whether the door is open. `WantEngine` reports the first request behind it."""
+        """Whether the door is open. The first request behind it is reported."""
         if self.sleep_door.is_shut and not self._is_wanted:
             self._is_wanted = True
-            self.outbox.append(ev.WantEngine())
+            self.outbox.append(ev.DemandChanged())
         return not self.sleep_door.is_shut
 
     @property
@@ -616,41 +674,41 @@ class Gateway:
         is_held = request.state is RequestState.ANSWERING
         self.fire(request, Turn.WHOLE)
         attempt = self._end_attempt(request)  # not dropped: its connection may be used again
-        effect = ev.SendAnswer(request.number, attempt)
-        self.outbox.append(effect if is_held else ev.EndAnswer(request.number))
-        self._forget(request, Ending.WHOLE, "")
+        self._forget(request, Ending.WHOLE, attempt=attempt if is_held else 0)
 
     def fail(self, request: ClientRequest, why: Failure, event: bytes = b"") -> None:
         """It ends without its answer, honestly; `event` is what the engine itself said of it."""
-        ending = Ending.REFUSED if request.state in UNSENT else Ending.BROKEN
+        is_unsent = request.state in UNSENT
         self.fire(request, Turn.FAIL)
-        if ending is Ending.REFUSED:
-            body = error_body(why, request.path)
-            how = why.status, body, why.retry_after_s, why.code in EXPIRED
-            self.outbox.append(ev.AnswerError(request.number, *how))
-        else:
-            can_say = request.is_event_stream and request.is_at_boundary
-            if request.passing is not None:
-                can_say = bool(event)
-            event = event or error_event(why, request.path)
-            self.outbox.append(ev.AbortAnswer(request.number, event if can_say else b""))
-        self._forget(request, ending, why.code)
+        if is_unsent:
+            self._forget(request, Ending.REFUSED, why)
+            return
+        can_say = request.is_event_stream and request.is_at_boundary
+        if request.passing is not None:
+            can_say = bool(event)
+        event = event or error_event(why, request.path)
+        self._forget(request, Ending.BROKEN, why, event if can_say else b"")
 
     def left(self, request: ClientRequest) -> None:
         """The client is gone."""
         self.fire(request, Turn.LEAVE)
-        self._forget(request, Ending.CLIENT_GONE, "")
+        self._forget(request, Ending.CLIENT_GONE)
 
-    def _forget(self, request: ClientRequest, ending: Ending, code: str) -> None:
+    def _forget(
+        self,
+        request: ClientRequest,
+        ending: Ending,
+        why: Failure | None = None,
+        event: bytes = b"",
+        attempt: int = 0,
+    ) -> None:
         self.drop(request)
         self.queue.remove(request)
         self.queue.end_trial(request)
         del self.requests[request.number]
         self.shared.memory_bytes -= request.charged_bytes
-        tokens = request.delivered_tokens
-        self.outbox.append(
-            ev.RequestEnded(request.number, ending, code, tokens, request.pauses, request.paused_ms)
-        )
+        counts = request.delivered_tokens, request.pauses, request.paused_ms
+        self.outbox.append(ev.RequestEnded(request.number, ending, *counts, attempt, why, event))
 
     # ------------------------------------------------------------------ memory
 
@@ -661,8 +719,7 @@ class Gateway:
         if len(request.tokens) > JOURNAL_TOKENS_MAX:
             self._give_journal_up(request, "tokens")
         while shared.memory_bytes > shared.memory_bytes_max:
-            all_requests = (each for requests in shared.requests for each in requests.values())
-            streams = [each for each in all_requests if each.state is RequestState.STREAMING]
+            streams = [each for each in shared.everything() if each.state is RequestState.STREAMING]
             if not streams:
                 return
             self._give_journal_up(max(streams, key=lambda each: each.charged_bytes), "memory")

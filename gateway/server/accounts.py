@@ -17,6 +17,7 @@ from urllib.parse import quote
 from gateway.core.events import (
     ContinuationLost,
     Ending,
+    GatewayEffect,
     GatewayRecord,
     PodChanged,
     ReplayDiffered,
@@ -110,25 +111,21 @@ class Accounts:
         self.replays_differed = 0  # of pods of a fleet
         self._tell_of = tell
         self._has_access_log = has_access_log
-        # Since the last `tell`:
-        self._paused: list[StreamPaused] = []
-        self._resumed: list[StreamResumed] = []
-        self._broken: Counter[str] = Counter()
-        self._lost: Counter[str] = Counter()
+        self._untold: list[GatewayEffect] = []  # what `tell` makes one event of, with its like
 
     def note(self, record: GatewayRecord) -> None:
         match record:
             case StreamPaused():
                 self.paused[record.cause.value] += 1
-                self._paused.append(record)
+                self._untold.append(record)
             case StreamResumed():
                 self.resumed += 1
                 self.replayed_tokens += record.tokens
                 self.pauses.observe(record.pause_ms / 1000)
-                self._resumed.append(record)
+                self._untold.append(record)
             case ContinuationLost():
                 self.continuations_lost += 1
-                self._lost[record.reason] += 1
+                self._untold.append(record)
             case SuspectFound():
                 self._tell(
                     "suspect",
@@ -150,12 +147,6 @@ class Accounts:
                     request=record.request,
                     pod=record.pod,
                 )
-            case RequestEnded():
-                self.tokens += record.tokens
-                if record.code in POOL_LIMITS:
-                    self.limits[record.code] += 1
-                if record.ending is Ending.BROKEN:
-                    self._broken[record.code] += 1
 
     def _pod_changed(self, record: PodChanged) -> None:
         where = f"{record.pod} at {record.address}"
@@ -168,7 +159,12 @@ class Accounts:
         self._tell("pod", message, severity, **data, state=record.state, old=record.old)
 
     def ended(self, request: HttpRequest, record: RequestEnded, now_ms: float) -> None:
-        """`request` is over; the record was noted."""
+        """`request` is over."""
+        self.tokens += record.tokens
+        if record.code in POOL_LIMITS:
+            self.limits[record.code] += 1
+        if record.ending is Ending.BROKEN:
+            self._untold.append(record)
         self.requests[record.ending.value, request.continuation] += 1
         if request.model:
             outcome = OUTCOME_BY_CODE.get(record.code) or OUTCOME_BY_ENDING[record.ending]
@@ -198,7 +194,11 @@ class Accounts:
 
     def tell(self) -> None:
         """One event of each kind for all that happened since the last call."""
-        paused, resumed, broken, lost = self._paused, self._resumed, self._broken, self._lost
+        records, self._untold = self._untold, []
+        paused = [each for each in records if isinstance(each, StreamPaused)]
+        resumed = [each for each in records if isinstance(each, StreamResumed)]
+        broken = Counter(each.code for each in records if isinstance(each, RequestEnded))
+        lost = Counter(each.reason for each in records if isinstance(each, ContinuationLost))
         if paused:
             first, causes = paused[0], Counter(each.cause.value for each in paused)
             message = f"{_many(len(paused), 'stream')} of {first.engine} paused ({_names(causes)})"
@@ -225,8 +225,6 @@ class Accounts:
             message = f"{streams} would not survive a failover any more ({_names(lost)})"
             kind, count, reasons = "continuation_lost", lost.total(), dict(lost)
             self._tell(kind, message, "warning", streams=count, reasons=reasons)
-        for each in (paused, resumed, broken, lost):
-            each.clear()
 
     def _tell(self, kind: str, message: str, severity: str = "info", **data: object) -> None:
         self._tell_of(f"gateway.{kind}", message, severity, data)

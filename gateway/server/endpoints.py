@@ -280,11 +280,10 @@ class Endpoints:
 
     def _load(self, model: str) -> RequestLoad:
         lane = self._lanes.by_model[model]
-        by_state, hello = lane.stats(0.0).by_state, lane.target.last_hello
-        waiting = by_state["waiting"] + by_state["parked"]
+        hello, waiting = lane.target.last_hello, len(lane.queue.waiting)
         return RequestLoad(
             model or next(iter(hello.models if hello is not None else ()), ""),
-            running=sum(by_state.values()) - waiting,
+            running=len(lane.requests) - waiting,
             waiting=waiting,
             kv_usage=self._kv_usage.get(model, 0.0),
         )

@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -31,7 +31,6 @@ from gateway.schema import GatewayLoad, GatewayUpstream
 from gateway.server.accounts import Accounts, Tell
 from gateway.server.client import WRITE_BUFFER_BYTES, ClientConnection, ServiceListener, take_over
 from gateway.server.endpoints import Endpoints
-from gateway.server.files import open_api_keys, open_certificate
 from gateway.server.requests import (
     BODY_BYTES_MAX,
     CONTINUATION_ID,
@@ -64,6 +63,7 @@ LOOK_S = 0.01  # between two looks at whether everything has ended
 SWEEP_S = 1.0  # a deadline is noticed this much late at most
 QUOTED_CHARS_MAX = 300  # of what is wrong with a hello, which may quote it
 KEEPALIVE_COMMENT = b": keepalive\n\n"
+EXPIRED = ("pool.not_awake", "pool.busy")
 
 
 ConnectPod: TypeAlias = "Callable[[str, asyncio.Protocol, Callable[[], object]], object]"
@@ -78,10 +78,9 @@ class GatewayExchange:
         tell: Tell,
         *,
         fleet: Fleet | None = None,
-        want: Callable[[], object] = lambda: None,
         demand_changed: Callable[[], object] = lambda: None,
     ) -> None:
-        """`want`: a request waits for an engine that sleeps; `demand_changed`: that of a pool's
+        """`demand_changed`: a request waits for an engine that sleeps, or the demand of a pool's
         models may be another one.
 
         Raises:
@@ -89,8 +88,7 @@ class GatewayExchange:
         """
         self._settings = settings
         self._loop = asyncio.get_running_loop()
-        self.keys = open_api_keys(settings.api_keys)
-        self.certificate = open_certificate(settings.tls_cert, settings.tls_key)
+        self.keys, self.certificate = settings.open_files()
         self.accounts = Accounts(tell, has_access_log=settings.access_log)
         lanes = Lanes(settings.rules, settings.lanes, settings.queue_max)
         self.core: Lanes | Fleet = fleet or lanes
@@ -112,7 +110,6 @@ class GatewayExchange:
         self.upstreams: dict[int, Upstream] = {}  # by the number of their attempt
         self.idle_connections = IdleConnections() if fleet is None else PodConnections()
         self.replays = ReplayTurns()
-        self._want = want
         self._demand_changed = demand_changed
         self._listener: ServiceListener | None = None
         self._is_stopping = False
@@ -120,7 +117,6 @@ class GatewayExchange:
         self._idle_clients: dict[ClientConnection, None] = {}  # longest idle first
         self._client_of: dict[int, ClientConnection] = {}  # of each request
         self._quiet_since_ms = 0.0  # long ago: a fresh gateway keeps no engine awake
-        self._paused: dict[int, float] = {}  # request → when it was sent something last, in ms
         self._inbox: deque[ev.GatewayEvent] = deque()
         self._is_performing = False
         self._tasks: set[asyncio.Task[None]] = set()
@@ -222,15 +218,17 @@ class GatewayExchange:
         return "; ".join(each for each in found if each)[:PROBLEM_CHARS_MAX] or None
 
     def load(self) -> GatewayLoad:
-        stats = self.core.stats(self.now_ms())
+        now_ms, found = self.now_ms(), list(self.core.shared.everything())
+        states = Counter(str(each.state) for each in found)
+        paused = [each.paused_since_ms or now_ms for each in found]
         return GatewayLoad(
             connections=len(self.clients),
             in_flight=len(self.requests),
-            waiting=stats.by_state["waiting"],
-            parked=stats.by_state["parked"] + stats.by_state["resuming"],
-            parked_oldest_ms=stats.oldest_paused_ms,
-            replaying=stats.by_state["replaying"],
-            suspects=stats.suspects,
+            waiting=states["waiting"],
+            parked=states["parked"] + states["resuming"],
+            parked_oldest_ms=now_ms - min(paused, default=now_ms),
+            replaying=states["replaying"],
+            suspects=sum(each.is_suspect for each in found),
             memory_bytes=self.core.shared.memory_bytes,
         )
 
@@ -417,18 +415,14 @@ class GatewayExchange:
                 self._drop(effect.attempt)
             case ev.SendHead():
                 self._send_head(effect)
-            case ev.SendAnswer():
-                self._send_answer(effect)
-            case ev.EndAnswer() | ev.AbortAnswer() | ev.AnswerError():
-                self._finish(effect)
+            case ev.RequestEnded():
+                self._end(effect)
             case ev.GreetEngine():
                 self._start(self._greet(effect))
-            case ev.WantEngine():
-                self._want()
             case ev.DemandChanged():
                 self._demand_changed()
             case ev.GatewayRecord():
-                self._note(effect)
+                self.accounts.note(effect)
             case _:
                 raise NotImplementedError(type(effect).__name__)  # our own fault: it crashes
 
@@ -513,16 +507,6 @@ class GatewayExchange:
             )
         upstream.pass_on()
 
-    def _send_answer(self, effect: ev.SendAnswer) -> None:
-        request, upstream = self.requests[effect.request], self.upstreams[effect.attempt]
-        response, body = upstream.response, b"".join(upstream.held)
-        request.status, request.continuation = response.status, response.continuation
-        length = b"%d" % len(body) if response.has_body else response.declared_length
-        framing = b"" if length is None else b"content-length: " + length
-        head = response.head_for_client(request, framing, self._signed(request, upstream))
-        client = self._forget(request, len(body))
-        client.answer(head + body if response.has_body else head)
-
     def _signed(self, request: HttpRequest, upstream: Upstream) -> bytes:
         """What a front wants to know of who answers, and which pod it is for the front's client."""
         if request.passing is None:
@@ -534,43 +518,42 @@ class GatewayExchange:
             *(CONTINUATION_ID, upstream.attempt.continuation_id.encode()),
         )
 
-    def _finish(self, effect: ev.EndAnswer | ev.AbortAnswer | ev.AnswerError) -> None:
-        request = self.requests[effect.request]
-        client = self._forget(request)
-        match effect:
-            case ev.EndAnswer():
+    def _end(self, effect: ev.RequestEnded) -> None:
+        """The request is over; its client is free for the next one once it has its answer."""
+        request, client = self.requests[effect.request], self._client_of.pop(effect.request)
+        request.sent_bytes, answer = client.sent_bytes, b""
+        if effect.attempt:
+            answer, request.sent_bytes = self._held_answer(request, self.upstreams[effect.attempt])
+        if effect.ending is ev.Ending.REFUSED and effect.why is not None:
+            request.status = effect.why.status
+            request.keeps_alive = request.keeps_alive and not self.is_final
+        self._drop(request.attempt)
+        self.accounts.ended(self.requests.pop(request.number), effect, self.now_ms())
+        if not self.requests:
+            self._quiet_since_ms = self.now_ms()
+        match effect.ending:
+            case ev.Ending.WHOLE if answer:
+                client.answer(answer)
+            case ev.Ending.WHOLE:
                 client.end_body()
-            case ev.AbortAnswer():
+            case ev.Ending.BROKEN:
                 client.cut(b"" if request.is_tunnel else effect.event)
-            case ev.AnswerError():
-                request.status = effect.status
-                request.keeps_alive = request.keeps_alive and not self.is_final
-                is_final = effect.is_final and request.passing is not None
+            case ev.Ending.REFUSED:
+                assert effect.why is not None
+                # A front asks no other pod for what has waited as long as it may.
+                is_final = effect.code in EXPIRED and request.passing is not None
                 signed = b"%b: %b" % (POD, self.signature) if is_final else b""
-                own = OwnAnswer(effect.status, effect.body, retry_after_s=effect.retry_after_s)
+                own = OwnAnswer.of(effect.why, request.path)
                 client.answer_own(own._replace(signed=signed), request)
 
-    def _forget(self, request: HttpRequest, sent_bytes: int | None = None) -> ClientConnection:
-        """Its client is free for the next one; the core's last record of it is still to come."""
-        client = self._client_of[request.number]
-        request.sent_bytes = client.sent_bytes if sent_bytes is None else sent_bytes
-        self._drop(request.attempt)
-        self._paused.pop(request.number, None)
-        return client
-
-    def _note(self, record: ev.GatewayRecord) -> None:
-        self.accounts.note(record)
-        match record:
-            case ev.StreamPaused():
-                self._paused[record.request] = self.now_ms()
-            case ev.StreamResumed():
-                self._paused.pop(record.request, None)
-            case ev.RequestEnded():
-                self._paused.pop(record.request, None)
-                del self._client_of[record.request]
-                self.accounts.ended(self.requests.pop(record.request), record, self.now_ms())
-                if not self.requests:
-                    self._quiet_since_ms = self.now_ms()
+    def _held_answer(self, request: HttpRequest, upstream: Upstream) -> tuple[bytes, int]:
+        """The answer that is held whole, and the size of its body."""
+        response, body = upstream.response, b"".join(upstream.held)
+        request.status, request.continuation = response.status, response.continuation
+        length = b"%d" % len(body) if response.has_body else response.declared_length
+        framing = b"" if length is None else b"content-length: " + length
+        head = response.head_for_client(request, framing, self._signed(request, upstream))
+        return head + body if response.has_body else head, len(body)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)
@@ -647,10 +630,13 @@ class GatewayExchange:
     def _fill_pauses(self, keepalive_ms: float) -> None:
         """Send comments into paused streams, where that is wanted."""
         now_ms = self.now_ms()
-        for number, sent_ms in self._paused.items() if keepalive_ms else ():
-            client = self._client_of[number]
-            if now_ms - sent_ms >= keepalive_ms and not client.is_full:
-                self._paused[number] = now_ms
+        for each in self.core.shared.everything() if keepalive_ms else ():
+            if each.paused_since_ms is None:
+                continue
+            request, client = self.requests[each.number], self._client_of[each.number]
+            quiet_ms = now_ms - max(each.paused_since_ms, request.filled_ms)
+            if quiet_ms >= keepalive_ms and not client.is_full:
+                request.filled_ms = now_ms
                 client.send_body(KEEPALIVE_COMMENT)
 
 

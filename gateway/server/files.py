@@ -23,14 +23,22 @@ KEYS_BYTES_MAX = 1 << 20  # some ten thousand keys
 
 class WatchedFiles:
     """What was read of `paths`, and is again when any of them has changed. OSError and ValueError
-    of a later `load` are a problem."""
+    of a later `load` are a problem. `code`, `fault`: of an error, with a place for each path and
+    for the reason."""
+
+    code = fault = ""
 
     def __init__(self, *paths: str) -> None:
-        """Raises: what `load` raises."""
+        """Raises:
+        UsageError: they cannot be used.
+        """
         self.problem: str | None = None
         self._paths = paths
         self._seen = self._state()
-        self.load()
+        try:
+            self.load()
+        except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+            raise UsageError(self.code, self.fault.format(*paths, _why(error))) from error
 
     def load(self) -> None:
         raise NotImplementedError  # by each kind of file
@@ -63,6 +71,9 @@ class WatchedFiles:
 class ApiKeys(WatchedFiles):
     """The accepted keys, one per line. Only digests are kept."""
 
+    code = "gateway.bad_api_keys"
+    fault = "cannot use {} (--api-keys): {}; write one key per line"
+
     def check(self, headers: Headers) -> Failure | None:
         for name, value in headers:
             if name == b"authorization" and value[:7].lower() == b"bearer ":
@@ -88,10 +99,12 @@ class ApiKeys(WatchedFiles):
 class Certificate(WatchedFiles):
     """A TLS context whose certificate follows its files; handshakes that follow use the new one."""
 
+    code = "gateway.bad_tls"
+    fault = (
+        "cannot use {} (--tls-cert) and {} (--tls-key) as a PEM certificate and its private key: {}"
+    )
+
     def __init__(self, cert: str, key: str) -> None:
-        """Raises:
-        OSError: one of them cannot be read, or they do not belong together.
-        """
         self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self.context.set_alpn_protocols(["http/1.1"])
         super().__init__(cert, key)
@@ -103,38 +116,6 @@ class Certificate(WatchedFiles):
 
 def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
-
-
-def open_api_keys(path: str) -> ApiKeys | None:
-    """The keys in the file `path`; None without one.
-
-    Raises:
-        UsageError: `gateway.bad_api_keys`.
-    """
-    try:
-        return ApiKeys(path) if path else None
-    except (OSError, ValueError) as error:
-        why = f"cannot use {path} (--api-keys): {_why(error)}; write one key per line"
-        raise UsageError("gateway.bad_api_keys", why) from error
-
-
-def open_certificate(cert: str, key: str) -> Certificate | None:
-    """The certificate in the file `cert` with its private key in `key`; None without both.
-
-    Raises:
-        UsageError: `gateway.bad_tls`.
-    """
-    if bool(cert) != bool(key):
-        missing, given = ("--tls-key", "--tls-cert") if cert else ("--tls-cert", "--tls-key")
-        raise UsageError("gateway.bad_tls", f"{given} requires {missing}")
-    try:
-        return Certificate(cert, key) if cert else None
-    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
-        raise UsageError(
-            "gateway.bad_tls",
-            f"cannot use {cert} (--tls-cert) and {key} (--tls-key) as a PEM certificate and its"
-            f" private key: {_why(error)}",
-        ) from error
 
 
 def _no_password() -> str:

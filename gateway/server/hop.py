@@ -245,8 +245,7 @@ class HopDoor:
         return msgspec.json.encode(report) + b"\n"
 
     def _model(self, name: str, lane: Gateway) -> PodModel:
-        target, by_state = lane.target, lane.stats(0.0).by_state
-        waiting = by_state["waiting"] + by_state["parked"]
+        target, waiting = lane.target, len(lane.queue.waiting)
         hello, grant = target.last_hello, target.grant
         said = self.exchange.endpoints.said.get(name)
         is_here = target.is_granted and target.hello is not None

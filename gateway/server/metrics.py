@@ -28,37 +28,6 @@ from plumbing.pod.messages import Tier
 from plumbing.service.metrics import PREFIX, Metrics
 
 
-def counters(exchange: GatewayExchange) -> Iterator[tuple[str, float, str]]:
-    """Names, values and what they are."""
-    accounts = exchange.accounts
-    replayed = "Tokens sent to engines to resume requests; clients already had them."
-    lost = "Streams that can no longer be continued, for lack of memory."
-    yield "delivered_tokens", accounts.tokens, "Tokens sent to clients, each counted once."
-    yield "replayed_tokens", accounts.replayed_tokens, replayed
-    yield "resumes", accounts.resumed, "Streams that were resumed after an interruption."
-    yield "continuations_lost", accounts.continuations_lost, lost
-
-
-def gauges(exchange: GatewayExchange) -> Iterator[tuple[str, float, str]]:
-    """As `counters`."""
-    load = exchange.load()
-    waiting = "Requests that wait for an engine and have no answer yet."
-    replaying = "Streams that an engine is replaying, up to where their clients are."
-    suspects = "Requests in flight at two engine deaths without progress between."
-    yield "in_flight_requests", load.in_flight, "Requests in the gateway."
-    yield "waiting_requests", load.waiting, waiting
-    yield "parked_requests", load.parked, "Streams that wait to be resumed."
-    oldest_s = load.parked_oldest_ms / 1000
-    yield "parked_oldest_seconds", oldest_s, "How long the oldest parked stream has waited."
-    yield "replaying_requests", load.replaying, replaying
-    yield "suspect_requests", load.suspects, suspects
-    yield "connections", load.connections, "Connections of clients."
-    yield "held_bytes", load.memory_bytes, "Memory of journals, bodies and held answers."
-    limit = "Limit of that memory; requests above it cannot be continued."
-    yield "held_bytes_max", exchange.memory_bytes_max, limit
-    yield "accepting", exchange.is_accepting, "1 while connections are accepted."
-
-
 @dataclass(frozen=True)
 class _Collected(Collector):
     exchange: GatewayExchange
@@ -73,13 +42,33 @@ class _Collected(Collector):
         return LIMITS
 
     def collect(self) -> Iterator[Metric]:
-        accounts = self.exchange.accounts
-        for name, value, text in counters(self.exchange):
-            yield CounterMetricFamily(_name(name), text, value=value)
-        for name, value, text in gauges(self.exchange):
-            yield GaugeMetricFamily(_name(name), text, value=value)
-        text = "1 while /ready is 200."
-        yield GaugeMetricFamily(_name("ready"), text, value=self.is_ready())
+        accounts, load = self.exchange.accounts, self.exchange.load()
+        text = "Tokens sent to clients, each counted once."
+        yield _counter("delivered_tokens", text, accounts.tokens)
+        text = "Tokens sent to engines to resume requests; clients already had them."
+        yield _counter("replayed_tokens", text, accounts.replayed_tokens)
+        text = "Streams that were resumed after an interruption."
+        yield _counter("resumes", text, accounts.resumed)
+        text = "Streams that can no longer be continued, for lack of memory."
+        yield _counter("continuations_lost", text, accounts.continuations_lost)
+        yield _gauge("in_flight_requests", "Requests in the gateway.", load.in_flight)
+        text = "Requests that wait for an engine and have no answer yet."
+        yield _gauge("waiting_requests", text, load.waiting)
+        yield _gauge("parked_requests", "Streams that wait to be resumed.", load.parked)
+        text = "How long the oldest parked stream has waited."
+        yield _gauge("parked_oldest_seconds", text, load.parked_oldest_ms / 1000)
+        text = "Streams that an engine is replaying, up to where their clients are."
+        yield _gauge("replaying_requests", text, load.replaying)
+        text = "Requests in flight at two engine deaths without progress between."
+        yield _gauge("suspect_requests", text, load.suspects)
+        yield _gauge("connections", "Connections of clients.", load.connections)
+        text = "Memory of journals, bodies and held answers."
+        yield _gauge("held_bytes", text, load.memory_bytes)
+        text = "Limit of that memory; requests above it cannot be continued."
+        yield _gauge("held_bytes_max", text, self.exchange.memory_bytes_max)
+        text = "1 while connections are accepted."
+        yield _gauge("accepting", text, self.exchange.is_accepting)
+        yield _gauge("ready", "1 while /ready is 200.", self.is_ready())
         text = "Streams that were interrupted and waited for an engine, by cause."
         yield _by(accounts.paused, "pauses", text, "cause", map(str, BreakCause))
         yield _counters(
@@ -110,14 +99,14 @@ class OfGateway(_Collected):
     def collect(self) -> Iterator[Metric]:
         yield from super().collect()
         text, goals = "1 while the lock server is connected.", self.engine.goals
-        yield GaugeMetricFamily(_name("lock_server_connected"), text, value=self.lock.is_served)
+        yield _gauge("lock_server_connected", text, self.lock.is_served)
         text = "1 while requests wait because the engine that holds the lock sleeps."
         is_shut = self.engine.core.door.is_shut
-        yield GaugeMetricFamily(_name("engine_resting"), text, value=is_shut)
+        yield _gauge("engine_resting", text, is_shut)
         text = "Times that the gateway put an engine to sleep because no request came."
-        yield CounterMetricFamily(_name("sleeps"), text, value=goals[Tier.WARM])
+        yield _counter("sleeps", text, goals[Tier.WARM])
         text = "Times that the gateway woke an engine for a request."
-        yield CounterMetricFamily(_name("wakes"), text, value=goals[Tier.AWAKE])
+        yield _counter("wakes", text, goals[Tier.AWAKE])
         text = "Time from a wake that the gateway requested until the engine is active."
         yield _histogram("wake_seconds", text, self.engine.wakes)
         if self.pool.models:
@@ -145,7 +134,7 @@ class OfFront(_Collected):
         yield _by(fleet.moves, "moves", text, "cause", MOVES)
         text = "Replays at another pod that were not what the client had, and were not sent."
         differed = self.exchange.accounts.replays_differed
-        yield CounterMetricFamily(_name("replays_differed"), text, value=differed)
+        yield _counter("replays_differed", text, differed)
         text = "Requests by why they got their pod: first by prefix, load bound, less load."
         yield _by(fleet.choices, "choices", text, "by", Choice)
 
@@ -175,7 +164,15 @@ def of_models(exchange: GatewayExchange, pool: GatewayPoolLink) -> Iterator[Metr
     )
     text = "1 while the gateway is connected to the pool; without it nothing switches."
     is_connected = pool.outage is None
-    yield GaugeMetricFamily(_name("pool_connected"), text, value=is_connected)
+    yield _gauge("pool_connected", text, is_connected)
+
+
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(_name(name), text, value=value)
+
+
+def _counter(name: str, text: str, value: float) -> Metric:
+    return CounterMetricFamily(_name(name), text, value=value)
 
 
 def _counters(

@@ -29,7 +29,6 @@ import msgspec
 from msgspec import Raw
 
 from gateway.core.answers import Failure
-from gateway.core.events import Passing
 from gateway.core.wishes import model_in_path
 from plumbing import gateway_protocol as hop
 from plumbing.gateway_protocol import HEADER_PREFIX, HOP_PATHS, Continuation, Journal
@@ -142,7 +141,7 @@ class HttpRequest:
     head: bytes = b""  # what the engine gets, without framing
     path: str = ""  # decoded, without the query
     request_id: bytes = b""
-    passing: Passing | None = None  # of a front,
+    passing: str | None = None  # of a front: the continuation id that it needs,
     journal: bytes = b""  # which sends a journal behind the body: the value of its header
     _members: tuple[BodyMembers, str] | None = None
     number: int = 0
@@ -150,6 +149,7 @@ class HttpRequest:
     peer: object = None  # the client's address
     came_ms: float = 0.0
     is_fresh: bool = True  # it comes just now, and no engine has got it yet
+    filled_ms: float = 0.0  # when a comment was sent into its pause last
     attempt: int = 0  # the last one
     engine: str = ""  # whom it was sent to last
     status: int = 0  # that the client was sent
@@ -469,7 +469,7 @@ class RequestReader:
         if self._intake.is_for_fronts:
             named = dict(current.headers)
             current.journal = named.get(JOURNAL, b"")
-            current.passing = Passing(named.get(CONTINUATION_ID, b"").decode(errors="replace"))
+            current.passing = named.get(CONTINUATION_ID, b"").decode(errors="replace")
         current.finish(self._intake.stripped)
         self.ready.append(current)
 

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from gateway import messages as msg
 from gateway import schema as doc
 from gateway.core.events import DeathExpected
-from gateway.core.target import LaneTarget
+from gateway.core.machine import LaneTarget
 from gateway.server.endpoints import counts_of
 from gateway.server.exchange import GatewayExchange
 from gateway.server.hop import HopDoor, fleet_security
@@ -67,10 +67,7 @@ class GatewayServer(GatewayProgram):
         """
         super().__init__(settings, clock)
         self.exchange = exchange = GatewayExchange(
-            settings,
-            self.log.record,
-            want=lambda: self._loop.call_soon(self.engine.count),
-            demand_changed=lambda: self.pool.changed(),
+            settings, self.log.record, demand_changed=self._demand_changed
         )
         self.pool = GatewayPoolLink(settings, exchange, self.clock, self.log)
         self.engine = GatewayEngineLink(settings, exchange, self.clock, self.log)
@@ -300,6 +297,12 @@ class GatewayServer(GatewayProgram):
                 super().asked(conn, message, request_id)
 
     # ------------------------------------------------------------------ inside
+
+    def _demand_changed(self) -> None:
+        if self.pool.models:
+            self.pool.changed()
+        else:
+            self._loop.call_soon(self.engine.count)
 
     def make_metrics(self) -> Metrics:
         from gateway.server.metrics import OfGateway

@@ -11,7 +11,7 @@ from typing import Any
 
 from gateway.core.events import QUEUE_MAX, GatewayRules, LaneRules
 from gateway.core.sleep_door import SleepRules
-from gateway.server.files import open_api_keys, open_certificate
+from gateway.server.files import ApiKeys, Certificate
 from plumbing.errors import UsageError
 from plumbing.pod.paths import DIRECTORY, runtime_dir
 from plumbing.pod.supervision import DRAIN_MS
@@ -29,6 +29,7 @@ DRAIN_S = DRAIN_MS // 1000  # as an engine's
 # Each rest costs the KV cache and the next client a wake.
 SLEEP_AFTER_S_MIN = 1
 ON_REQUEST, MANUAL = "on-request", "manual"  # --wake
+TAKEN = ("http_host", "tls_cert", "tls_key", "api_keys", "pods", "fleet_tls")  # as they are given
 
 
 def sleep_after_s(text: str) -> float:
@@ -199,14 +200,24 @@ class GatewaySettings:
     uses_keys: bool = True  # of a front: else each request goes to the less loaded of two pods
     fleet_tls: str = ""
 
+    def open_files(self) -> tuple[ApiKeys | None, Certificate | None]:
+        """
+        Raises:
+            UsageError: `gateway.bad_tls`, `gateway.bad_api_keys`.
+        """
+        if bool(self.tls_cert) != bool(self.tls_key):
+            missing, given = ("key", "cert") if self.tls_cert else ("cert", "key")
+            raise UsageError("gateway.bad_tls", f"--tls-{given} requires --tls-{missing}")
+        keys = ApiKeys(self.api_keys) if self.api_keys else None
+        return keys, Certificate(self.tls_cert, self.tls_key) if self.tls_cert else None
+
     def check_files(self) -> None:
         """Whether a gateway that starts now could use the files that users renew.
 
         Raises:
-            UsageError: `gateway.bad_tls`, `gateway.bad_api_keys`, or of the pool file.
+            UsageError: as `open_files`, or of the pool file.
         """
-        open_certificate(self.tls_cert, self.tls_key)
-        open_api_keys(self.api_keys)
+        self.open_files()
         read_lanes(self.pool_file)
 
 
@@ -224,9 +235,10 @@ def settle(config: Resolved) -> GatewaySettings:
             "the pool decides when engines sleep; remove --sleep-after, and set keep_alive in the"
             " pool file",
         )
+    taken: dict[str, Any] = {name: config[name] or "" for name in TAKEN}
     return GatewaySettings(
         directory=runtime_dir(config["dir"]),
-        http_host=config["http_host"],
+        **taken,
         http_port=config["http_port"],
         allowed_hosts=config["http_allowed_host"],
         drain_ms=round(config["drain_timeout"] * 1000),
@@ -240,17 +252,12 @@ def settle(config: Resolved) -> GatewaySettings:
         ),
         keepalive_comments_ms=round(config["keepalive_comments"] * 1000),
         access_log=config["access_log"],
-        tls_cert=config["tls_cert"] or "",
-        tls_key=config["tls_key"] or "",
-        api_keys=config["api_keys"] or "",
         pool_file=pool_file,
         **read_lanes(pool_file),
         hop=_hop_address(config["hop"], config["fleet_tls"]) if config["hop"] else None,
         pod_name=config["pod_name"] or socket.gethostname(),
-        pods=config["pods"] or "",
         listen=_address(config["listen"], "--listen"),
         uses_keys=config["choose"] == "prefix",
-        fleet_tls=config["fleet_tls"] or "",
     )
 
 

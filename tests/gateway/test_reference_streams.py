@@ -36,9 +36,10 @@ def begin(path: str) -> tuple[Gateway, ev.SendRequest]:
 
 
 def grant(gateway: Gateway, token: int) -> ev.SendRequest:
-    gateway.handle(ev.EngineGranted("e", token, "era"), 0.0)
+    greet = gateway.handle(ev.EngineGranted("e", token, "era"), 0.0)[-1]
+    assert isinstance(greet, ev.GreetEngine)
     hello = Hello("e", token, "c", Continuation.EXACT, 1 << 20)
-    (asked,) = gateway.handle(ev.HelloCame(token, hello), 0.0)
+    (asked,) = gateway.handle(ev.HelloCame(greet.greeting, hello), 0.0)
     assert isinstance(asked, ev.SendRequest)
     head = ev.HeadCame(asked.attempt, 200, "e", token, Continuation.EXACT, True)
     gateway.handle(head, 0.0)

@@ -11,6 +11,7 @@ import codecs
 import json
 import random
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -33,6 +34,11 @@ TEXTS = {
     55: b'{"error": {',
 }
 VOCABULARY = 56
+
+
+def by_state(core) -> Counter[str]:
+    """How many requests of a lane, or of a front, are in each state."""
+    return Counter(str(each.state) for each in core.requests.values())
 
 
 def text_of(token: int) -> bytes:

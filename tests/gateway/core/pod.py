@@ -20,6 +20,11 @@ from plumbing.gateway_protocol import Continuation, Hello
 from tests.gateway.core.model import PATHS, Play, read_answer, whole_output
 
 ERA = "00112233aabbccdd"
+OUTCOMES = {
+    ev.Ending.WHOLE: "whole",
+    ev.Ending.BROKEN: "aborted",
+    ev.Ending.REFUSED: "error",
+}
 
 
 @dataclass
@@ -135,16 +140,8 @@ class Shell:
                     client = self.clients[effect.request]
                     assert client.head is None
                     client.head = effect.continuation
-                case ev.EndAnswer() | ev.SendAnswer():
-                    self._end(effect.request, "whole")
-                case ev.AbortAnswer():
-                    self.clients[effect.request].sent += effect.event
-                    self._end(effect.request, "aborted")
-                case ev.AnswerError():
-                    client = self.clients[effect.request]
-                    assert client.head is None
-                    client.status = effect.status
-                    self._end(effect.request, "error")
+                case ev.RequestEnded():
+                    self.end(effect)
                 case ev.GatewayRecord():
                     self.record(effect)
                 case _:
@@ -161,13 +158,17 @@ class Shell:
 
     def record(self, record: ev.GatewayRecord) -> None:
         self.records.append(record)
-        if isinstance(record, ev.RequestEnded):
-            self.clients[record.request].ending = record
 
-    def _end(self, request: int, outcome: str) -> None:
-        client = self.clients[request]
-        assert not client.outcome, f"{client.outcome}, then {outcome}"
-        client.outcome, client.ended_ms = outcome, self.now_ms
+    def end(self, effect: ev.RequestEnded) -> None:
+        client = self.clients[effect.request]
+        client.ending = effect
+        client.sent += effect.event
+        if effect.ending is ev.Ending.REFUSED:
+            assert client.head is None
+            client.status = effect.why.status
+        if effect.ending is not ev.Ending.CLIENT_GONE:
+            assert not client.outcome, f"{client.outcome}, then {effect.ending}"
+            client.outcome, client.ended_ms = OUTCOMES[effect.ending], self.now_ms
 
 
 class Pod(Shell):

@@ -15,7 +15,6 @@ from gateway.core.machine import REPLAYS, Gateway
 from plumbing.gateway_protocol import Continuation, Hello
 
 EVENT = b'data: {"choices":[{"index":0,"delta":{"content":"x"}}]}\n\n'
-FINAL = (ev.EndAnswer, ev.SendAnswer, ev.AbortAnswer, ev.AnswerError)
 BREAKS = [each for each in ev.BreakCause if each is not ev.BreakCause.UNREACHED]
 PATHS = ("/v1/chat/completions", "/v1/messages", "/other", "/understudy/x")
 
@@ -32,7 +31,6 @@ class Walk:
         self.attempts: list = []  # of all times
         self.greeting, self.granted = 0, ("e0", 0)
         self.open: set[int] = set()
-        self.ended: set[int] = set()
 
     def step(self) -> None:
         self.now_ms += self.rng.choice((0.0, 1.0, 30.0, 250.0))
@@ -111,9 +109,6 @@ class Walk:
                     self.greeting, self.granted = effect.greeting, (effect.engine, effect.token)
                 case ev.RequestEnded():
                     self.open.remove(effect.request)  # once
-            if isinstance(effect, FINAL):
-                assert effect.request not in self.ended
-                self.ended.add(effect.request)
 
     def check(self) -> None:
         desk = self.gateway

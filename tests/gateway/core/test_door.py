@@ -3,8 +3,6 @@ has rested is greeted anew."""
 
 from __future__ import annotations
 
-import json
-
 from gateway.core import events as ev
 from gateway.core.machine import Gateway
 from plumbing.gateway_protocol import Continuation
@@ -19,7 +17,7 @@ def behind(door: ev.DoorSet) -> Gateway:
     """A request waits behind this door, and the parent was told."""
     gateway = gateway_with(hold_ms=HOLD_MS, park_timeout_ms=PARK_MS)
     assert gateway.handle(door, 0.0) == []
-    assert ask(gateway, 1) == [ev.WantEngine()]
+    assert ask(gateway, 1) == [ev.DemandChanged()]
     return gateway
 
 
@@ -29,8 +27,9 @@ def answer_greeting(gateway: Gateway, effects, now_ms: float, engine: str = "e1"
 
 
 def code_of(effects) -> str:
-    (error,) = [each for each in effects if isinstance(each, ev.AnswerError)]
-    return str(json.loads(error.body)["error"]["code"])
+    (ended,) = [each for each in effects if isinstance(each, ev.RequestEnded)]
+    assert ended.ending is ev.Ending.REFUSED
+    return ended.code
 
 
 def test_requests_wait_behind_the_door_and_an_engine_that_has_rested_is_greeted_anew():
@@ -65,9 +64,9 @@ def test_streams_that_were_handed_over_go_on_as_soon_as_the_engine_is_awake():
     gateway.handle(ev.HeadCame(asked.attempt, 200, "e1", 5, Continuation.EXACT, True), 3.0)
     assert gateway.attempts[asked.attempt].group(EVENT, [1], [1], 3.0) == EVENT
     assert third.end(b"data: [DONE]\n\n", 4.0)
-    assert "EndAnswer" in names(gateway.shared.take())
+    assert names(gateway.shared.take()) == ["RequestEnded"]
     handed = gateway.handle(ev.AnswerEnded(first.number, ev.BreakCause.HANDED_OVER), 4.0)
-    assert names(handed) == ["DropAttempt", "StreamPaused", "WantEngine"]
+    assert names(handed) == ["DropAttempt", "StreamPaused", "DemandChanged"]
     gateway.handle(ev.AnswerEnded(second.number, ev.BreakCause.CLOSED), 4.0)
     gateway.handle(ev.AnswerEnded(asked.attempt, ev.BreakCause.HANDED_OVER), 4.0)
     resumed = answer_greeting(gateway, gateway.handle(OPEN, 20.0), 21.0)
@@ -78,7 +77,7 @@ def test_the_time_to_hold_a_request_counts_from_the_wake_and_ends():
     gateway = behind(SHUT)
     assert gateway.handle(ev.Tick(), 5 * HOLD_MS) == []
     gateway.handle(OPEN, 5 * HOLD_MS)
-    assert "AnswerError" not in names(gateway.handle(ev.Tick(), 6 * HOLD_MS - 1))
+    assert "RequestEnded" not in names(gateway.handle(ev.Tick(), 6 * HOLD_MS - 1))
     assert code_of(gateway.handle(ev.Tick(), 6 * HOLD_MS)) == "no_active_engine"
     assert code_of(behind(SHUT).handle(ev.Tick(), PARK_MS + 1)) == "no_active_engine"
 
@@ -87,9 +86,10 @@ def test_where_only_an_operator_wakes_the_engine_a_request_is_refused_in_time():
     why = "e1 is resting; wake it with `understudy wake`"
     gateway = behind(ev.DoorSet(5, True, False, why))
     effects = gateway.handle(ev.Tick(), HOLD_MS + 1)
-    assert (effects[0].status, effects[0].retry_after_s) == (503, 1)
+    (ended,) = effects
+    assert (ended.why.status, ended.why.retry_after_s) == (503, 1)
     assert code_of(effects) == "gateway.resting"
-    assert why in effects[0].body.decode()
+    assert why in ended.why.message
 
 
 def test_a_door_is_that_of_one_grant():

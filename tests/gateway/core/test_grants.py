@@ -7,11 +7,12 @@ import json
 import pytest
 
 from gateway.core import events as ev
+from gateway.core.answers import error_body
 from gateway.core.client_request import REQUEST_BYTES
 from gateway.core.machine import Gateway
 from gateway.core.replay import BLOCK_BYTES
 from plumbing.gateway_protocol import VERSION, Continuation, Hello
-from tests.gateway.core.model import KINDS, PATHS
+from tests.gateway.core.model import KINDS, PATHS, by_state
 from tests.gateway.core.pod import Pod
 
 CHAT = "/v1/chat/completions"
@@ -103,8 +104,8 @@ def test_stream_does_not_resume_at_an_engine_that_cannot(change, code):
     attempt.group(EVENT, [1], [1], 2.0)
     greet = gateway.handle(ev.EngineGranted("e2", 6, "era"), 3.0)[-1]
     came = ev.HelloCame(greet.greeting, hello("e2", 6, **change))
-    abort, ended = gateway.handle(came, 4.0)
-    assert code in abort.event.decode()
+    (ended,) = gateway.handle(came, 4.0)
+    assert code in ended.event.decode()
     assert (ended.code, ended.ending, ended.tokens) == (code, ev.Ending.BROKEN, 1)
 
 
@@ -124,12 +125,12 @@ def test_error_event_of_the_engine_is_a_break_and_its_end_is_not_sent(kind):
         sent = attempt.end(said, 3.0) if is_last else attempt.group(said, [], [], 3.0)
         assert sent == b""
         assert names(gateway.shared.take()) == ["DropAttempt", "StreamPaused"]
-    assert gateway.stats(3.0).by_state == {"parked": 2}
+    assert by_state(gateway) == {"parked": 2}
     lean = gateway_with(memory_bytes_max=1)
     (asked,) = ask(lean, 1)
     lean.handle(ev.HeadCame(asked.attempt, 200, "e1", 5, Continuation.EXACT, True), 1.0)
     assert lean.attempts[asked.attempt].group(said, [], [], 2.0) == b""
-    (_, abort, _) = lean.shared.take()
+    (_, abort) = lean.shared.take()
     assert (b"dead" in abort.event.lower(), b"[DONE]" in abort.event) == (True, False)
 
 
@@ -160,12 +161,11 @@ def test_memory_cap_makes_new_requests_class_none_from_their_start():
     # Passed on, so it is not asked again.
     assert names(gateway.handle(ev.AnswerEnded(asked.attempt, ev.BreakCause.CLOSED), 2.0)) == [
         "DropAttempt",
-        "AbortAnswer",
         "RequestEnded",
     ]
     gateway.handle(ev.NobodyGranted("none"), 3.0)
-    error, _ = ask(gateway, 3, body_bytes=400)
-    assert (error.status, b"gateway.memory" in error.body) == (503, True)
+    (refused,) = ask(gateway, 3, body_bytes=400)
+    assert (refused.why.status, refused.code) == (503, "gateway.memory")
 
 
 def test_memory_cap_takes_the_journal_of_the_largest_stream_and_says_so():
@@ -189,7 +189,7 @@ def test_memory_cap_takes_the_journal_of_the_largest_stream_and_says_so():
     ended = {each.request: each for each in effects if isinstance(each, ev.RequestEnded)}
     assert list(ended) == [2]
     assert ended[2].code == "gateway.broken"
-    assert gateway.stats(4.0).by_state == {"parked": 1}
+    assert by_state(gateway) == {"parked": 1}
 
 
 def test_held_answer_over_its_limit_is_passed_on():
@@ -206,10 +206,8 @@ def test_held_answer_over_its_limit_is_passed_on():
         attempt.hold(1 << 20)
         assert gateway.shared.take() == [ev.SendHead(1, asked.attempt, Continuation.NONE)]
         assert attempt.raw(b"more") == b"more"
-        assert names(gateway.handle(ev.AnswerEnded(asked.attempt), 2.0)) == [
-            "EndAnswer",
-            "RequestEnded",
-        ]
+        (ended,) = gateway.handle(ev.AnswerEnded(asked.attempt), 2.0)
+        assert (ended.ending, ended.attempt) == (ev.Ending.WHOLE, 0)
         assert gateway.shared.memory_bytes == 0
 
 
@@ -217,14 +215,14 @@ def test_refusals_before_anything_is_asked():
     """Goal: each with its status and code. Method: a body that is too large, and no engine for too
     long."""
     gateway = gateway_with()
-    error, _ = ask(gateway, 2, body_bytes=1001)
-    assert (error.status, b"gateway.body_too_large" in error.body) == (413, True)
+    (refused,) = ask(gateway, 2, body_bytes=1001)
+    assert (refused.why.status, refused.code) == (413, "gateway.body_too_large")
     for path in set(PATHS.values()):
         waiting = Gateway(ev.GatewayRules())
         waiting.handle(ev.RequestCame(1, path, 1, True, True), 0.0)
-        error, _ = waiting.handle(ev.Tick(), 10_000.0)
-        assert (error.status, error.retry_after_s) == (503, 1)
-        said = json.loads(error.body)["error"]
+        (refused,) = waiting.handle(ev.Tick(), 10_000.0)
+        assert (refused.why.status, refused.why.retry_after_s) == (503, 1)
+        said = json.loads(error_body(refused.why, path))["error"]
         assert said["type"] == "service_unavailable"
 
 

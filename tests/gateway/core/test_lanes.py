@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from unittest import mock
 
 import pytest
@@ -253,9 +252,9 @@ def test_retry_after_is_from_the_expected_time():
     lanes = Lanes(ev.GatewayRules(), {"a": LaneRules()})
     lanes.handle(LaneDoorSet("a", 1, ShutDoor(Running.FINISH, 12_300.0, "it is loaded")), 0.0)
     came = ev.RequestCame(1, "/v1/completions", 5, True, False, "a", wait_ms=1_000.0)
-    (found,) = [e for e in lanes.handle(came, 300.0) if isinstance(e, ev.AnswerError)]
+    (found,) = [e.why for e in lanes.handle(came, 300.0) if isinstance(e, ev.RequestEnded)]
     assert found.retry_after_s == 12
-    assert "it is loaded" in json.loads(found.body)["error"]["message"]
+    assert "it is loaded" in found.message
 
 
 def test_all_lanes_share_one_memory():
@@ -329,7 +328,7 @@ def test_all_tickets_together_fit_into_one_message():
 
 
 def of_front(number: int, continuation_id: str = "") -> ev.RequestCame:
-    passing = ev.Passing(continuation_id)
+    passing = continuation_id
     return ev.RequestCame(number, "/v1/completions", 10, True, True, "a", passing=passing)
 
 
@@ -345,7 +344,7 @@ def test_front_stream_of_a_model_that_yields_is_handed_over():
     lanes.attempt(sent.attempt).hold(10)
     assert any(isinstance(each, ev.SendHead) for each in lanes.take())
     effects = lanes.handle(LaneDoorSet("a", 6, PARK), 101.0)
-    (aborted,) = [each for each in effects if isinstance(each, ev.AbortAnswer)]
+    (aborted,) = [each for each in effects if isinstance(each, ev.RequestEnded)]
     assert aborted.event.endswith(b"\n\n" + HANDED_OVER)
 
 
@@ -353,6 +352,6 @@ def test_front_resume_waits_for_its_models_turn_as_a_parked_stream():
     lanes = switching(queue_max=0).gateway
     lanes.handle(LaneDoorSet("a", 5, PARK), 0.0)
     effects = lanes.handle(of_front(1, "one"), 0.0)
-    assert not any(isinstance(each, ev.AnswerError) for each in effects)
+    assert not any(isinstance(each, ev.RequestEnded) for each in effects)
     (ticket,) = lanes.demand(0.0)["a"].tickets
     assert ticket.kind is TicketKind.PARKED

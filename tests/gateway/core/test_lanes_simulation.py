@@ -16,8 +16,7 @@ import pytest
 from gateway.core import lanes as lane_module
 from gateway.core.events import BreakCause, LaneRules
 from gateway.core.lanes import Lane, Lanes
-from gateway.core.machine import UNANSWERED, Gateway
-from gateway.core.target import LaneTarget
+from gateway.core.machine import UNANSWERED, Gateway, LaneTarget
 from pool.core.events import OpenDoor
 from tests.gateway.core.lanes_pod import LanesPod
 from tests.gateway.core.model import KINDS

@@ -13,9 +13,10 @@ from typing import Any
 
 from gateway.core.pods import PodState
 from gateway.server.exchange import GatewayExchange
-from gateway.server.front import FrontServer
 from gateway.server.hop import HopDoor, fleet_security
+from gateway.server.program import FrontServer
 from plumbing.pod.paths import engine_http_socket
+from tests.gateway.core.model import by_state
 from tests.gateway.server.harness import CHAT, Answer, Client, configured, grant, staged
 from tests.gateway.stub_engine import StubEngine, text_of
 from tests.helpers import auntil
@@ -102,7 +103,7 @@ class FleetBench:
     async def stream(self) -> Client:
         """A client whose stream has begun."""
         client = await self.ask(BODY)
-        await auntil(lambda: self.fleet.stats(0.0).by_state["streaming"] == 1, "the stream")
+        await auntil(lambda: by_state(self.fleet)["streaming"] == 1, "the stream")
         return client
 
     def name(self, *pods: BenchPod) -> None:

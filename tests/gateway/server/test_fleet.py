@@ -45,6 +45,7 @@ from plumbing.gateway_protocol import WATCH_PATH, Continuation, PodModel, PodRep
 from plumbing.pod.observers import ask
 from plumbing.pod.paths import gateway_socket
 from tests.documents import mismatches
+from tests.gateway.core.model import by_state
 from tests.gateway.server.fleet_bench import BODY, BenchPod, FleetBench, check_whole, in_fleet
 from tests.gateway.server.harness import CHAT, Answer, configured
 from tests.gateway.stub_engine import StubReply, StubRequest
@@ -102,7 +103,7 @@ async def test_engine_that_dies_is_followed_in_its_pod_under_a_newer_token(bench
     [pod] = await bench.start(hold_after_groups=5)
     client = await bench.ask(BODY)
     await client.head()
-    await auntil(lambda: bench.fleet.stats(0.0).by_state["streaming"] == 1, "the stream")
+    await auntil(lambda: by_state(bench.fleet)["streaming"] == 1, "the stream")
     pod.engine.die()
     pod.engine.token, pod.engine.hold_after_groups = 2, None
     await pod.engine.start()
@@ -306,8 +307,7 @@ async def test_streams_of_a_pod_that_leaves_go_on_elsewhere_four_at_a_time(bench
     [leaving] = await bench.start(hold_after_groups=4)
     documents = [{**BODY, "seed": each} for each in range(12)]
     clients = [await bench.ask(each) for each in documents]
-    streaming = bench.fleet.stats
-    await auntil(lambda: streaming(0.0).by_state["streaming"] == 12, "the streams")
+    await auntil(lambda: by_state(bench.fleet)["streaming"] == 12, "the streams")
     others = [await bench.pod(hold_after_groups=2) for _ in range(2)]
     bench.name(leaving, *others)
     await auntil(lambda: bench.ready() == 3, "the other pods")
@@ -387,13 +387,13 @@ async def test_pod_that_leaves_drops_what_could_not_move_and_takes_nothing_new(b
     routes = {"/v1/files": _begin_and_wait}
     [leaving] = await bench.start(hold_after_groups=4, routes=routes)
     kept, lost = await bench.ask(BODY), await bench.ask(BODY, "/v1/files")
-    await auntil(lambda: bench.fleet.stats(0.0).by_state["streaming"] == 1, "the stream")
+    await auntil(lambda: by_state(bench.fleet)["streaming"] == 1, "the stream")
     await lost.head()
     leaving.hop.leave(400)
     await auntil(lambda: not leaving.exchange.requests, "the end")
     assert not (await lost.chunks())[1]
     late = await bench.ask({**BODY, "seed": 1})
-    await auntil(lambda: bench.fleet.stats(0.0).by_state["waiting"] == 1, "the late one")
+    await auntil(lambda: by_state(bench.fleet)["waiting"] == 1, "the late one")
     other = await bench.pod()
     bench.name(leaving, other)
     check_whole(await kept.answer(), BODY)
@@ -484,8 +484,7 @@ async def test_streams_of_a_lost_pod_take_connections_that_are_ready(
         await bench.pod(tls=f"{certificates}/pod", hold_after_groups=4)
     await bench.front(tls=f"{certificates}/front")
     clients = [await bench.ask({**BODY, "n": each}) for each in range(9)]
-    streaming = bench.fleet.stats
-    await auntil(lambda: streaming(0.0).by_state["streaming"] == 9, "the streams")
+    await auntil(lambda: by_state(bench.fleet)["streaming"] == 9, "the streams")
     most = max(of_pod(bench, pod) for pod in bench.pods)
     ready = bench.server.exchange.idle_connections
     count = max(most, pods_module.WARM_MIN)

@@ -323,10 +323,9 @@ class World(Shell):
             case ev.Prefill():
                 self._prefill(effect)
 
-    def record(self, record: ev.GatewayRecord) -> None:
-        super().record(record)
-        if isinstance(record, ev.RequestEnded):
-            self.told(f"end {record.request} {record.ending} {record.code}")
+    def end(self, effect: ev.RequestEnded) -> None:
+        super().end(effect)
+        self.told(f"end {effect.request} {effect.ending} {effect.code}")
 
     def _drop(self, attempt: int) -> None:
         connection = self.open.pop(attempt, None)
