@@ -382,7 +382,7 @@ LINES_MAX = {
     "lockserver": 6_245,
     "gms": 8_840,
     "engine": 16_865,
-    "gateway": 10545,
+    "gateway": 10_275,
     "pool": 7_050,
     "understudy": 7_925,
     "hack": 5_700,
