@@ -55,8 +55,8 @@ class WantMsg(Message, frozen=True, tag="want"):
     incarnation: IncarnationId | None
     locks: Annotated[tuple[str, ...], Meta(max_length=LOCKS_MAX)]
     tokens: dict[str, Annotated[int, Meta(ge=1, le=TOKEN_CLAIMED_MAX)]]
-    # A counter shared with `beat` that grows with each message. Over TCP it orders messages of
-    # several connections, and the sender knows when the message that is answered was sent.
+    # A counter shared with `beat` that grows with each message. It orders messages of several
+    # connections, and over TCP the sender knows when the message that is answered was sent.
     progress: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
     continuation: Annotated[str, Meta(max_length=CONTINUATION_CHARS_MAX)] = ""
     over: dict[str, Annotated[int, Meta(ge=1, le=TOKEN_CLAIMED_MAX)]] = field(default_factory=dict)

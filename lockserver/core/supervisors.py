@@ -64,11 +64,9 @@ class SupervisorRecord:
         return self.want.process == LEASE
 
     def has_outrun(self, want: Wanted) -> bool:
-        """Whether `want` was sent before one that has been adopted: on an older connection, or over
-        TCP, where connections may be accepted in any order, with a smaller count."""
-        if want.process == LEASE:
-            return want.msg.progress < self.progress
-        return want.conn < self.want.conn
+        """Whether `want` was sent before one that has been adopted: connections are accepted, and
+        read, in any order."""
+        return want.msg.progress < self.progress
 
     def may_wait_for(self, lock: str) -> bool:
         """A supervisor that was told to end keeps what it holds, and is granted nothing."""
@@ -76,11 +74,7 @@ class SupervisorRecord:
 
     def adopt(self, want: Wanted) -> None:
         """Replace what is known with what `want` says."""
-        if want.process == LEASE:
-            self.progress = want.msg.progress
-        elif self.conn != want.conn:
-            self.progress = -1
-        self.want, self.conn = want, want.conn
+        self.want, self.conn, self.progress = want, want.conn, want.msg.progress
 
 
 def holder_of(want: Wanted, token: int, now_ms: float) -> Holder:

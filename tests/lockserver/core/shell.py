@@ -15,6 +15,7 @@ from lockserver.messages import GrantedMsg, WantMsg
 A = "engine-0-000000000000000a"
 A2 = "engine-0-00000000000000a2"
 B = "engine-1-000000000000000b"
+BEATS_MAX = 1_000_000  # between two wants
 
 
 class Shell:
@@ -26,12 +27,19 @@ class Shell:
         self.disk = record or ev.LockRecord()
         self.disk_error: str | None = None
         self.effects: list[ev.LockEffect] = []
+        self.wants = 0
 
     def feed(self, event: str | ev.Wanted | ev.SwitchOverAsked, *said: Any) -> list[ev.LockEffect]:
         """`event`: an entry of the machine, with what it is told; or a want, or a switchover."""
         if not isinstance(event, str):
+            if isinstance(event, ev.Wanted) and not event.msg.progress:
+                self.wants += 1
+                progress = self.wants * BEATS_MAX  # as a client counts
+                event = replace(event, msg=replace(event.msg, progress=progress))
             said = (event,)
             event = "wanted" if isinstance(event, ev.Wanted) else "switch_over_asked"
+        elif event == "beaten":
+            said = (said[0], self.wants * BEATS_MAX + said[1])
         effects = getattr(self.machine, event)(self.now_ms, *said)
         done: list[ev.LockEffect] = [*effects]
         for effect in effects:

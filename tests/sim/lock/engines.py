@@ -97,6 +97,7 @@ class Said:
     over: int = 0
     is_leaving: bool = False
     succeeds: int = 0
+    progress: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -196,7 +197,9 @@ class Supervisors:
                 locks = (sup.active,) if tree.is_loaded else (sup.loader,)
             tokens = {lock: token for lock, token in sup.tokens.items() if lock in locks}
             over = tree.over if tree is not None and self.world.serving.says_over else 0
-            sup.conn.up.append(Said(tree, locks, tokens, over, sup.is_leaving, sup.succeeds))
+            sup.beats += 1
+            said = Said(tree, locks, tokens, over, sup.is_leaving, sup.succeeds, sup.beats)
+            sup.conn.up.append(said)
 
     def beat(self, sup: Sup) -> None:
         """A heartbeat that arrives at once, if nothing else is in flight."""

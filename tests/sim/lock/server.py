@@ -217,6 +217,7 @@ class Server:
                 continuation=CONTINUATION,
                 is_leaving=said.is_leaving,
                 succeeds=said.succeeds,
+                progress=said.progress,
             ),
             witness_file=tree.witness if tree and not tree.is_removed else None,
             witness_state=self.look(tree),

@@ -120,7 +120,7 @@ class Serving:
         tree.over = sup.tokens.pop(sup.active)
         tree.is_told = tree.is_serving = tree.is_resting = False
         if not self.says_over and sup.conn is not None:
-            sup.conn.up.append(Said(tree, (), {}))
+            sup.conn.up.append(Said(tree, (), {}, progress=sup.beats))
         self.world.supervisors.say(sup)
 
     # ------------------------------------------------------------------ workers
