@@ -132,8 +132,7 @@ def main() -> None:
 @options(SERVE)
 def serve(config: Resolved) -> None:
     """Run the lock server until SIGTERM."""
-    from lockserver.server.run import run
-    from lockserver.server.server import LockSettings
+    from lockserver.server.server import LockSettings, run
     from plumbing.service.log import configure
     from plumbing.service.process import arm_from_environment
 

@@ -20,11 +20,12 @@ events and switchover are the Unix socket's alone.
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import os
 import resource
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import islice
@@ -33,7 +34,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 from lockserver import schema, serving, witness
 from lockserver.core import events as ev
 from lockserver.core.leases import LEASE_MS, MARGIN_MS, Leases
-from lockserver.core.lock import kinds_of, with_filed
+from lockserver.core.lock import LockState, kinds_of, with_filed
 from lockserver.core.machine import SILENT_MS, WINDOW_MS, LockMachine
 from lockserver.core.names import INCARNATION, WitnessState
 from lockserver.core.supervisors import LEASE, SUPERVISORS_MAX, SupervisorRecord
@@ -55,13 +56,15 @@ from lockserver.server.prober import Prober, remove_dead
 from lockserver.state_file import LockStateFile
 from lockserver.status import Here, built, lock_status, supervisor_status
 from plumbing.errors import InvariantError, ProtocolError, UnderstudyError, UsageError
-from plumbing.pod.models import ACTIVE, kind_of
+from plumbing.pod.models import ACTIVE, kind_of, model_of
 from plumbing.pod.observers import Observers
 from plumbing.pod.paths import lockserver_guard, lockserver_socket
 from plumbing.service.clock import Clock, SystemClock, rfc3339
 from plumbing.service.events import Event, EventLog
+from plumbing.service.http import HttpServer, Probe
 from plumbing.service.notify import restarts
 from plumbing.service.process import strangers_max
+from plumbing.service.signals import until_ended
 from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.limits import CONNECTIONS_MAX, HANDSHAKES_MAX
@@ -528,3 +531,67 @@ class LockServer:
         known = {s.witness for s in self.machine.supervisors.values() if s.witness}
         on_file = {holder.witness.name for holder in record.holders.values()}
         remove_dead(self.settings.directory, on_file | known)
+
+
+# ---------------------------------------------------------------------- as a program
+
+SETTLE_S = 0.3  # within which engines say that they were told to end, too
+OUTLAST_S = 120.0  # for streams; who has told this process to end has less patience
+POLL_S = 0.05
+
+
+async def run(
+    settings: LockSettings, http_host: str, http_port: int, allowed_hosts: Sequence[str] = ()
+) -> None:
+    """Serve until SIGTERM or SIGINT.
+
+    Raises:
+        UnderstudyError: it could not start, or a foreign process has its service address.
+    """
+    server = LockServer(settings)
+    http = HttpServer(
+        http_host,
+        http_port,
+        probes={"live": lambda: Probe(True, "running"), "ready": lambda: ready(server)},
+        status=server.document,
+        metrics=server.metrics.metrics,
+        events=server.events,
+        allowed_hosts=allowed_hosts,
+    )
+    server.http_problem = lambda: http.problem
+    await server.start()
+    try:
+        await http.start()
+        message = f"started on {settings.directory}, probes on {http.host}:{http.port}"
+        server.events.record("lockserver.started", message, data={"http_port": http.port})
+        gc.freeze()  # these objects stay: no later collection scans them while a grant waits
+        await until_ended(server.failed)
+        await _outlast(server)
+    finally:
+        await http.stop()
+        await server.close()
+
+
+async def _outlast(server: LockServer) -> None:
+    """Serve engines that were told to end in the same moment until they have ended: a host may tell
+    all processes of a pod at once. A second signal ends this."""
+    loop = asyncio.get_running_loop()
+    told_s, supervisors = loop.time(), server.machine.supervisors
+    while supervisors and loop.time() - told_s < OUTLAST_S:
+        is_leaving = any(each.said.is_leaving for each in supervisors.values())
+        if not is_leaving and loop.time() - told_s > SETTLE_S:
+            return
+        await asyncio.sleep(POLL_S)
+
+
+def ready(server: LockServer) -> Probe:
+    """The pod's readiness: an engine is active; with models, of any of them."""
+    locks = server.machine.locks
+    lock = locks.get(ACTIVE)
+    if lock is None or server.settings.models:
+        held = [k for k in locks.values() if k.is_fenced and k.state is LockState.HELD]
+        engines = {model_of(k.name): k.holder.engine for k in held if k.holder is not None}
+        return Probe(bool(held), f"active_{len(held)}_models", {"engines": engines})
+    holder = lock.holder
+    details = {"engine": holder.engine, "token": holder.token} if holder else {}
+    return Probe(lock.state is LockState.HELD, f"active_{lock.state}", details)
