@@ -32,9 +32,9 @@ STAGES = {
 TOGETHER = "\u00a0"  # a space at which no line is broken
 
 
-def text_of(document: Document, columns: int | None = None) -> str:
-    """`document` as text; `columns`: the terminal's unless given."""
-    width = max(COLUMNS_MIN, columns or shutil.get_terminal_size().columns)
+def text_of(document: Document) -> str:
+    """`document` as text."""
+    width = max(COLUMNS_MIN, shutil.get_terminal_size().columns)
     lines: list[str] = []
     for head, label, text in _rows(document):
         lines += textwrap.wrap(

@@ -8,9 +8,9 @@ another host its lease is the evidence, which the machine has itself (`leases.py
 `recovery.handed_over` names the serving file of a holder that says that it handed over and lives.
 After every event the ledger chooses the next grant, which is made once it is on disk.
 
-Rules that are here because leaving them out broke an invariant in the model: the newest connection
-of a supervisor replaces the older ones, in whatever order they are read; an incarnation that is no
-longer named has been reaped; a claim with a token is believed only where the state file could not
+Rules that are here because leaving them out broke an invariant in the model: the newest message of
+a supervisor counts, in whatever order its connections are read; an incarnation that is no longer
+named has been reaped; a claim with a token is believed only where the state file could not
 be read.
 """
 

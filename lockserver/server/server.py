@@ -59,7 +59,7 @@ from plumbing.errors import InvariantError, ProtocolError, UnderstudyError, Usag
 from plumbing.pod.models import ACTIVE, kind_of, model_of
 from plumbing.pod.observers import Observers
 from plumbing.pod.paths import lockserver_guard, lockserver_socket
-from plumbing.service.clock import Clock, SystemClock, rfc3339
+from plumbing.service.clock import SystemClock, rfc3339
 from plumbing.service.events import Event, EventLog
 from plumbing.service.http import HttpServer, Probe
 from plumbing.service.notify import restarts
@@ -127,7 +127,7 @@ def room_for_connections() -> int:
 class LockServer:
     """One directory's lock server. What `_open` makes is there from `start` on."""
 
-    def __init__(self, settings: LockSettings, clock: Clock | None = None) -> None:
+    def __init__(self, settings: LockSettings) -> None:
         if settings.models and settings.listen is not None:
             raise UsageError(
                 "lock.models_need_gateway",
@@ -135,7 +135,7 @@ class LockServer:
                 " does not have: with --model, leave --listen out",
             )
         self.settings = settings
-        self.clock = clock or SystemClock()
+        self.clock = SystemClock()
         self.started = self.clock.wall()
         self.events = EventLog("lockserver", self.clock)
         self.metrics = LockMetrics(tuple(kinds_of(settings.models)))

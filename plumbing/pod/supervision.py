@@ -25,18 +25,14 @@ class ChildProcess:
     three more (tried), and such a start is retried for ever.
     """
 
-    def __init__(
-        self, command: Sequence[str], environ: Mapping[str, str], pass_fds: Sequence[int] = ()
-    ) -> None:
-        """Start it; `pass_fds` are lent, and have the same numbers there.
+    def __init__(self, command: Sequence[str], environ: Mapping[str, str]) -> None:
+        """Start it.
 
         Raises:
             OSError: there is no such program, or no room for a process or its descriptors; nothing
                 of the attempt is left.
         """
-        self._popen = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, env=dict(environ), pass_fds=pass_fds
-        )
+        self._popen = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=dict(environ))
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[int] = self._loop.create_future()
         try:

@@ -53,10 +53,10 @@ Subscriber = Callable[[Event], None]
 class EventLog:
     """A ring of events with ids from 1; each goes to the log and to all subscribers."""
 
-    def __init__(self, source: str, clock: Clock, ring_max: int = RING_MAX) -> None:
+    def __init__(self, source: str, clock: Clock) -> None:
         self.source = source
         self._clock = clock
-        self._ring: deque[Event] = deque(maxlen=ring_max)
+        self._ring: deque[Event] = deque(maxlen=RING_MAX)
         self._subscribers: list[Subscriber] = []
         self.last_id = 0
 

@@ -73,7 +73,7 @@ class HttpServer:
         probes: Mapping[str, Callable[[], Probe]],
         status: Callable[[], dict[str, Any]],
         metrics: Metrics | Callable[[], Metrics],
-        events: EventLog | None = None,
+        events: EventLog,
         allowed_hosts: Iterable[str] = (),
     ) -> None:
         """`metrics`: or what makes them when they are first needed: the library takes a while."""
@@ -207,12 +207,11 @@ class HttpServer:
         # Probes are answered in any case: they say little, and a refusal would restart a container.
         if name not in self._probes and (error := self._hosts.refusal(host)):
             return _json({"error": error.to_dict()}, 421)
-        events = {} if self._events is None else {"events": partial(self._since, query)}
         pages: dict[str, Callable[[], Answer]] = {
             **{each: partial(_probe, ask) for each, ask in self._probes.items()},
             "status": lambda: _json(self._status()),
             "metrics": lambda: (200, self._page(), CONTENT_TYPE),
-            **events,
+            "events": partial(self._since, query),
         }
         pages[""] = lambda: _json({"paths": [f"/{each}" for each in pages if each]})
         if path != f"/{name}" or name not in pages:
@@ -221,7 +220,6 @@ class HttpServer:
 
     def _since(self, query: str) -> Answer:
         """The events that are kept, or those of them after the id `since`."""
-        assert self._events is not None  # the page exists only then
         since = parse_qs(query).get("since", ["0"])[0]
         try:
             found = [event.to_dict() for event in self._events.kept_since(int(since))]

@@ -60,24 +60,22 @@ class Metrics:
 
     Labels are given with their known values, `{"lock": ("active", "loader")}`, whose product is
     exported as zeros from the start; or by name only where values are not known yet: call
-    `.labels(…)` once when they are. `limits` are the limits that `limit_hits` will name.
+    `.labels(…)` once when they are.
     """
 
-    def __init__(self, limits: Sequence[str] = ()) -> None:
+    def __init__(self) -> None:
         self.refresh: Callable[[], None] = lambda: None  # called before each scrape is answered
         self.registry = CollectorRegistry()
         ProcessCollector(namespace=PREFIX, registry=self.registry)
-        self._build = self.gauge(
-            "build_info",
-            "Version of this process; always 1.",
-            ("version", "commit", "python", "driver"),
-        )
-        self.build_info()
+        build = build_info()
+        self.gauge("build_info", "Version of this process; always 1.", tuple(build)).labels(
+            **build
+        ).set(1)
         self.counter(
             "program_restarts_total", "Restarts of this program by its init, in its container."
         ).inc(restarts())
         self.limit_hits = self.counter(
-            "limit_hits_total", "Number of times a limit was reached, by limit.", {"limit": limits}
+            "limit_hits_total", "Number of times a limit was reached, by limit.", ("limit",)
         )
 
     def gauge(self, name: str, help_text: str, labels: Labels = ()) -> Gauge:
@@ -89,16 +87,14 @@ class Metrics:
         metric = Counter(name, help_text, tuple(labels), namespace=PREFIX, registry=self.registry)
         return _with_zeros(metric, labels)
 
-    def histogram(
-        self,
-        name: str,
-        help_text: str,
-        labels: Labels = (),
-        buckets: Sequence[float] = DURATION_BUCKETS_S,
-    ) -> Histogram:
-        names = tuple(labels)
+    def histogram(self, name: str, help_text: str, labels: Labels = ()) -> Histogram:
         metric = Histogram(
-            name, help_text, names, namespace=PREFIX, registry=self.registry, buckets=buckets
+            name,
+            help_text,
+            tuple(labels),
+            namespace=PREFIX,
+            registry=self.registry,
+            buckets=DURATION_BUCKETS_S,
         )
         return _with_zeros(metric, labels)
 
@@ -111,11 +107,6 @@ class Metrics:
     ) -> OneHot:
         """A state as gauges labelled `state`, beside `labels`."""
         return OneHot(self.gauge(name, help_text, {**(labels or {}), "state": states}), states)
-
-    def build_info(self, driver: str = "none") -> None:
-        """Export the version; called again once the GPU driver's version is known."""
-        self._build.clear()
-        self._build.labels(**build_info(), driver=driver).set(1)
 
     def render(self) -> bytes:
         """The page that Prometheus scrapes."""

@@ -30,16 +30,16 @@ STRANGERS_SHARE = 8
 logger = logging.getLogger(__name__)
 
 
-def die_with_parent(parent_pid: int, signum: int = signal.SIGKILL) -> None:
-    """Have the kernel send `signum` to this process when its parent dies.
+def die_with_parent(parent_pid: int) -> None:
+    """Have the kernel kill this process when its parent dies.
 
     `parent_pid` is the parent's own pid: if that is no longer our parent, it died before the kernel
     was asked, and this process sends itself the signal now. Forked children do not inherit this;
     it survives exec.
     """
-    _prctl("PR_SET_PDEATHSIG", 1, signum)
+    _prctl("PR_SET_PDEATHSIG", 1, signal.SIGKILL)
     if os.getppid() != parent_pid:
-        os.kill(os.getpid(), signum)
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def become_subreaper() -> None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from plumbing.errors import is_shortage
 
@@ -162,28 +162,21 @@ def holds_flock(pid: int, dev: int, ino: int) -> bool:
     return any(flock_held(pid, fd, dev, ino) for fd in _fds(pid))
 
 
-def tcp_listeners(ports: Collection[int]) -> dict[int, int | None]:
-    """Those of `ports` that a process listens on here, each with its pid if that is visible."""
-    sockets: dict[str, int] = {}
+def listener_pid(port: int) -> int | None:
+    """The process that listens on TCP `port` here, if it is visible."""
+    sockets = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         for line in _shown(table).splitlines()[1:]:
             fields = line.split()
-            port = int(fields[1].rpartition(":")[2], 16)
-            if fields[3] == TCP_LISTEN and port in ports:
-                sockets[f"socket:[{fields[9]}]"] = port
-    found: dict[int, int | None] = dict.fromkeys(sockets.values())
+            if fields[3] == TCP_LISTEN and int(fields[1].rpartition(":")[2], 16) == port:
+                sockets.add(f"socket:[{fields[9]}]")
     with contextlib.suppress(OSError):
         for pid in pids() if sockets else ():
             for fd in _fds(pid):
                 with contextlib.suppress(OSError):
-                    if listened := sockets.get(os.readlink(f"/proc/{pid}/fd/{fd}")):
-                        found[listened] = pid
-    return found
-
-
-def listener_pid(port: int) -> int | None:
-    """The process that listens on TCP `port` here, if it is visible."""
-    return tcp_listeners([port]).get(port)
+                    if os.readlink(f"/proc/{pid}/fd/{fd}") in sockets:
+                        return pid
+    return None
 
 
 def raise_shortage(error: OSError) -> None:

@@ -149,10 +149,9 @@ def test_events_are_the_last_ones_or_those_after_an_id(serve):
         assert (found.status, found.document["error"]["code"]) == (400, "service.bad_since")
 
 
-def test_nothing_changes_state_and_unknown_paths_are_404(serve):
-    service = serve(events=None)
+def test_nothing_changes_state_and_unknown_paths_are_404(service):
     assert {service.get("/status", each).status for each in ("POST", "PUT", "DELETE")} == {405}
-    assert {service.get(path).status for path in ("/nothing", "/events")} == {404}
+    assert {service.get(path).status for path in ("/nothing", "/events/")} == {404}
 
 
 # ---------------------------------------------------------------------- which names are ours
@@ -240,7 +239,9 @@ def test_port_in_use_names_port_and_process():
     """Goal: one sentence with the cause and the fix; method: take the port first."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        http = HttpServer("127.0.0.1", port, probes={}, status=dict, metrics=Metrics())
+        events = EventLog("x", FakeClock())
+        made = {"probes": {}, "status": dict, "metrics": Metrics(), "events": events}
+        http = HttpServer("127.0.0.1", port, **made)
         before = open_fds()
         with pytest.raises(UnderstudyError, match="--http-port") as caught:
             asyncio.run(http.start())

@@ -21,14 +21,13 @@ def value(metrics, name, **labels):
 
 def test_known_label_values_are_zeros_before_anything_happened():
     """Goal: never absent, no noise, one prefix; method: scrape at once."""
-    metrics = Metrics(limits=("frame_bytes",))
+    metrics = Metrics()
     locks = {"lock": ("active", "loader")}
     metrics.counter("lock_grants_total", "h", locks)
     metrics.histogram("lock_wait_duration_seconds", "h", locks)
     for lock in locks["lock"]:
         assert value(metrics, "understudy_lock_grants_total", lock=lock) == 0
         assert value(metrics, "understudy_lock_wait_duration_seconds_count", lock=lock) == 0
-    assert value(metrics, "understudy_limit_hits_total", limit="frame_bytes") == 0
     names = {name for name, _ in samples(metrics)}
     assert not [name for name in names if name.endswith("_created")]
     assert [name for name in names if not name.startswith("understudy_")] == []
