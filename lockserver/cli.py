@@ -26,7 +26,7 @@ from plumbing.pod.models import ACTIVE, model_names
 from plumbing.pod.paths import DIRECTORY, lockserver_socket, runtime_dir
 from plumbing.service.config import Option, Resolved
 from plumbing.service.hosts import ALLOWED_HOST
-from plumbing.text import duration
+from plumbing.text import duration, split_address
 from plumbing.wire.tcp_address import TcpAddress
 
 if TYPE_CHECKING:
@@ -42,9 +42,9 @@ DIR = Option("dir", str, DIRECTORY, "The directory that the pod's processes shar
 def parse_service(text: str) -> str:
     """`active=127.0.0.1:8000` → "127.0.0.1:8000"; ValueError says what is wrong."""
     lock, _, address = text.partition("=")
-    host, _, port = address.rpartition(":")
-    if lock != ACTIVE or not host or not port.isdigit() or not 0 < int(port) < 65536:
+    if lock != ACTIVE:
         raise ValueError(f"it must be {ACTIVE}=HOST:PORT, such as {ACTIVE}=127.0.0.1:8000")
+    split_address(address)
     return address
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Sequence
 
 from plumbing.errors import UnderstudyError, UsageError
@@ -18,6 +17,11 @@ from plumbing.wire.tcp_address import SCHEME, TcpAddress
 DAYS = 3650  # replacing the CA restarts everything; who wants short lives has a certificate manager
 DEADLINE_S = 60.0  # openssl waits for entropy on a machine that has just started
 KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
+AUTHORITY = (
+    *("basicConstraints=critical,CA:TRUE,pathlen:0", "keyUsage=critical,keyCertSign,cRLSign"),
+    "subjectKeyIdentifier=hash",
+)
+SIGNED = ("basicConstraints=critical,CA:FALSE", "authorityKeyIdentifier=keyid")
 
 
 def create(
@@ -47,18 +51,18 @@ def create(
                 f"{directory} is not empty; name a new directory, so that no key is overwritten",
                 path=directory,
             )
-        with tempfile.NamedTemporaryFile("w", suffix=".cnf") as config:
-            config.write(_config(names, server, client))
-            config.flush()
-            _issue(config.name, "ca", f"understudy-{server}-ca", *authority)
-            for role in (server, client):
-                place = os.path.join(directory, role)
-                os.mkdir(place, 0o700)
-                files = [os.path.join(place, name) for name in ("tls.crt", "tls.key", "ca.crt")]
-                signer = ("-CA", authority[0], "-CAkey", authority[1])
-                _issue(config.name, role, f"understudy-{role}", *files[:2], *signer)
-                shutil.copyfile(authority[0], files[2])
-                written += files
+        _issue(f"understudy-{server}-ca", AUTHORITY, *authority)
+        # A client's certificate is good for no server: it cannot pose as one.
+        uses = {server: ("serverAuth", names), client: ("clientAuth", f"DNS:understudy-{client}")}
+        for role, (use, alternatives) in uses.items():
+            place = os.path.join(directory, role)
+            os.mkdir(place, 0o700)
+            files = [os.path.join(place, name) for name in ("tls.crt", "tls.key", "ca.crt")]
+            signer = ("-CA", authority[0], "-CAkey", authority[1])
+            more = (f"extendedKeyUsage={use}", f"subjectAltName={alternatives}")
+            _issue(f"understudy-{role}", SIGNED + more, *files[:2], *signer)
+            shutil.copyfile(authority[0], files[2])
+            written += files
     except OSError as error:
         raise UnderstudyError(
             "lock.certificates_unwritable", f"cannot write {directory}: {error}", path=directory
@@ -66,13 +70,13 @@ def create(
     return written
 
 
-def _issue(config: str, section: str, name: str, cert: str, key: str, *signer: str) -> None:
+def _issue(name: str, extensions: Sequence[str], cert: str, key: str, *signer: str) -> None:
     """A certificate and its private key, which only this user can read."""
     os.close(os.open(key, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))  # openssl keeps the mode
     command = [
-        *("openssl", "req", "-x509", "-config", config, "-extensions", section),
-        *("-subj", f"/CN={name}", "-days", str(DAYS), *KEY, "-keyout", key, "-out", cert),
-        *signer,
+        *("openssl", "req", "-x509", "-config", os.devnull, "-subj", f"/CN={name}"),
+        *("-days", str(DAYS), *KEY, "-keyout", key, "-out", cert, *signer),
+        *(word for each in extensions for word in ("-addext", each)),
     ]
     if shutil.which("openssl") is None:
         raise UsageError(
@@ -93,26 +97,3 @@ def _alternative(host: str) -> str:
     address = TcpAddress.parse(f"{SCHEME}[{host}]:1" if is_v6 else f"{SCHEME}{host}:1")
     is_v4 = host.rpartition(".")[2].isdigit()  # an address, as no name ends in a number
     return f"IP:{address.host}" if is_v6 or is_v4 else f"DNS:{address.host}"
-
-
-def _config(names: str, server: str, client: str) -> str:
-    # A client's certificate is good for no server: it cannot pose as one.
-    return f"""
-[req]
-distinguished_name = subject
-[subject]
-[ca]
-basicConstraints = critical,CA:TRUE,pathlen:0
-keyUsage = critical,keyCertSign,cRLSign
-subjectKeyIdentifier = hash
-[{server}]
-basicConstraints = critical,CA:FALSE
-authorityKeyIdentifier = keyid
-extendedKeyUsage = serverAuth
-subjectAltName = {names}
-[{client}]
-basicConstraints = critical,CA:FALSE
-authorityKeyIdentifier = keyid
-extendedKeyUsage = clientAuth
-subjectAltName = DNS:understudy-{client}
-"""
