@@ -378,8 +378,8 @@ def test_the_package_alone_brings_what_it_imports_and_reads():
 
 # Lines of each package, at most; lowered after each step towards the budgets of `hack/volume.py`.
 LINES_MAX = {
-    "plumbing": 6_220,
-    "lockserver": 6_245,
+    "plumbing": 6_185,
+    "lockserver": 6_190,
     "gms": 8_840,
     "engine": 16_865,
     "gateway": 10_275,
