@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 def write_atomic(
     path: str,
     content: bytes | str | dict[str, Any],
+    mode: int = 0o600,
     *,
     survives_power_cut: bool = True,
 ) -> None:
@@ -56,7 +57,7 @@ def write_atomic(
     _remove_stale(directory, name)
     temporary = os.path.join(directory, f".{name}.{os.urandom(8).hex()}.tmp")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    fd = os.open(temporary, flags, 0o600)
+    fd = os.open(temporary, flags, mode)
     try:
         with open(fd, "wb") as stream:
             stream.write(payload)
