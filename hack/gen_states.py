@@ -51,11 +51,6 @@ def session_edges() -> list[Edge]:
     ]
 
 
-def request_edges() -> list[Edge]:
-    found = gateway_states.TRANSITIONS.items()
-    return [(str(source), str(turn), str(target)) for (source, turn), target in found]
-
-
 def phase_table() -> list[str]:
     """A model's states follow from facts, so there are no transitions to list."""
     return [
@@ -90,9 +85,9 @@ def page() -> str:
         *("", *page_of(region.TURNS.edges())),
         "`gms status` shows an epoch that is `making` as `staging`, `served` as `committed`, and",
         "`retired` as `superseded` while a session reads it, else as `releasing`.",
-        *("", "## A request at the gateway", "", *page_of(request_edges())),
+        *("", "## A request at the gateway", "", *page_of(gateway_states.TABLE.edges())),
         "Something was sent to the client in `streaming`, `relaying`, `parked`, `resuming` and",
-        "`replaying`. `waiting`, `asked` and `answering` never follow these, so nothing is sent",
+        "`replaying`. `waiting`, `sent` and `answering` never follow these, so nothing is sent",
         "twice.",
         *("", "## A model in a pool", "", *phase_table()),
     ]

@@ -36,7 +36,6 @@ from __future__ import annotations
 import math
 import re
 from array import array
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
@@ -54,6 +53,7 @@ from gateway.core.replay import (
 )
 from plumbing.errors import InvariantError
 from plumbing.gateway_protocol import ITEM_BYTES, Hello
+from plumbing.transitions import Table
 
 
 class RequestState(StrEnum):
@@ -84,37 +84,36 @@ class Turn(StrEnum):
 
 _S, _T = RequestState, Turn
 
-TRANSITIONS: Mapping[tuple[RequestState, Turn], RequestState] = {
-    (_S.WAITING, _T.SEND): _S.SENT,
-    (_S.SENT, _T.STREAM): _S.STREAMING,
-    (_S.SENT, _T.HOLD): _S.ANSWERING,
-    (_S.SENT, _T.RELAY): _S.RELAYING,
-    (_S.SENT, _T.BREAK): _S.WAITING,
-    (_S.SENT, _T.REFUSE): _S.WAITING,
-    (_S.ANSWERING, _T.RELAY): _S.RELAYING,
-    (_S.ANSWERING, _T.BREAK): _S.WAITING,
-    (_S.STREAMING, _T.BREAK): _S.PARKED,
-    (_S.STREAMING, _T.FORGET): _S.RELAYING,
-    (_S.PARKED, _T.SEND): _S.RESUMING,
-    (_S.RESUMING, _T.STREAM): _S.REPLAYING,
-    (_S.RESUMING, _T.BREAK): _S.PARKED,
-    (_S.RESUMING, _T.REFUSE): _S.PARKED,
-    (_S.REPLAYING, _T.BREAK): _S.PARKED,
-    (_S.REPLAYING, _T.JOIN): _S.STREAMING,
-    (_S.ANSWERING, _T.WHOLE): _S.DONE,
-    (_S.STREAMING, _T.WHOLE): _S.DONE,
-    (_S.RELAYING, _T.WHOLE): _S.DONE,
-    (_S.WAITING, _T.FAIL): _S.DONE,
-    (_S.RELAYING, _T.FAIL): _S.DONE,
-    (_S.PARKED, _T.FAIL): _S.DONE,
-    (_S.RESUMING, _T.FAIL): _S.DONE,
-    (_S.REPLAYING, _T.FAIL): _S.DONE,
-    **{(state, _T.LEAVE): _S.DONE for state in _S if state is not _S.DONE},
-}
-
-
-class IllegalTurn(InvariantError):
-    """A turn that the table does not have for this state. The state is unchanged."""
+TABLE = Table(
+    {
+        (_S.WAITING, _T.SEND): _S.SENT,
+        (_S.SENT, _T.STREAM): _S.STREAMING,
+        (_S.SENT, _T.HOLD): _S.ANSWERING,
+        (_S.SENT, _T.RELAY): _S.RELAYING,
+        (_S.SENT, _T.BREAK): _S.WAITING,
+        (_S.SENT, _T.REFUSE): _S.WAITING,
+        (_S.ANSWERING, _T.RELAY): _S.RELAYING,
+        (_S.ANSWERING, _T.BREAK): _S.WAITING,
+        (_S.STREAMING, _T.BREAK): _S.PARKED,
+        (_S.STREAMING, _T.FORGET): _S.RELAYING,
+        (_S.PARKED, _T.SEND): _S.RESUMING,
+        (_S.RESUMING, _T.STREAM): _S.REPLAYING,
+        (_S.RESUMING, _T.BREAK): _S.PARKED,
+        (_S.RESUMING, _T.REFUSE): _S.PARKED,
+        (_S.REPLAYING, _T.BREAK): _S.PARKED,
+        (_S.REPLAYING, _T.JOIN): _S.STREAMING,
+        (_S.ANSWERING, _T.WHOLE): _S.DONE,
+        (_S.STREAMING, _T.WHOLE): _S.DONE,
+        (_S.RELAYING, _T.WHOLE): _S.DONE,
+        (_S.WAITING, _T.FAIL): _S.DONE,
+        (_S.RELAYING, _T.FAIL): _S.DONE,
+        (_S.PARKED, _T.FAIL): _S.DONE,
+        (_S.RESUMING, _T.FAIL): _S.DONE,
+        (_S.REPLAYING, _T.FAIL): _S.DONE,
+        **{(state, _T.LEAVE): _S.DONE for state in _S if state is not _S.DONE},
+    },
+    start=[_S.WAITING],
+)
 
 
 REQUEST_BYTES = 4096  # what a request takes beside its body, in objects here and in the shell
@@ -185,11 +184,11 @@ class ClientRequest:
         """Take one turn of the table.
 
         Raises:
-            IllegalTurn: nothing has changed.
+            InvariantError: the table does not have it for this state; nothing has changed.
         """
-        target = TRANSITIONS.get((self.state, turn))
+        target = TABLE.target(self.state, turn)
         if target is None:
-            raise IllegalTurn(f"request {self.number}: {turn} in state {self.state}")
+            raise InvariantError(f"request {self.number}: {turn} in state {self.state}")
         self.state = target
         self.steer()
 
