@@ -382,7 +382,7 @@ LINES_MAX = {
     "lockserver": 6_190,
     "gms": 8_840,
     "engine": 16_865,
-    "gateway": 10_275,
+    "gateway": 10_240,
     "pool": 7_050,
     "understudy": 7_925,
     "hack": 5_700,

@@ -57,9 +57,11 @@ class GatewayRules(msgspec.Struct, frozen=True):
     """The settings of the core. Times are in ms."""
 
     hold_ms: float = 10_000.0  # a request of which nothing was sent waits so long for an engine
-    park_timeout_ms: float = 300_000.0  # a stream that has begun waits so long
-    resumes_max: int = 32  # replays under way at once; more only delay the oldest
-    memory_bytes_max: int = 1 << 30  # bodies, journals and transcripts, of all requests together
+    # A stream that has begun: a relaunch of a large model; clients give up after ten minutes or so.
+    park_timeout_ms: float = 300_000.0
+    resumes_max: int = 32  # replays under way at once; more delay the oldest and new requests
+    # Bodies, journals and transcripts: a few thousand long streams, or a dozen large answers.
+    memory_bytes_max: int = 1 << 30
     silent_ms: float = 1_000.0  # of a pod, four reports: its streams move then
 
 

@@ -249,17 +249,15 @@ class Gateway:
             case ev.HeadCame():
                 if (attempt := self.attempts.get(event.attempt)) is not None:
                     self.head(attempt, event, now_ms)
-            case ev.AnswerEnded():
-                if (attempt := self.attempts.get(event.attempt)) is not None:
-                    self._ended(attempt, event.cause, now_ms)
-
-    def _ended(self, attempt: Attempt, cause: BreakCause | None, now_ms: float) -> None:
-        if cause is None:
-            self.answered(attempt, now_ms)
-        elif cause is BreakCause.UNREACHED:
-            self.refused(attempt, now_ms)
-        else:
-            self.broke(attempt, cause, now_ms)
+            case ev.AnswerEnded(number, cause):
+                if (attempt := self.attempts.get(number)) is None:
+                    pass
+                elif cause is None:
+                    self.answered(attempt, now_ms)
+                elif cause is BreakCause.UNREACHED:
+                    self.refused(attempt, now_ms)
+                else:
+                    self.broke(attempt, cause, now_ms)
 
     @property
     def needs_ticks(self) -> bool:

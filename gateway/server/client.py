@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, cast
 
 from gateway.core.answers import Failure
+from gateway.server.accounts import Accounts
 from gateway.server.requests import HttpRequest, Intake, RequestReader, fresh_id
 from gateway.server.responses import OwnAnswer
 from plumbing.errors import UnderstudyError, explain_shortage, is_shortage
@@ -42,15 +43,13 @@ class Clients(Protocol):
     """Who serves the requests of connections (`exchange.py`)."""
 
     intake: Intake
+    accounts: Accounts
     clients: set[ClientConnection]
 
-    def make_client(self) -> ClientConnection: ...
     def close_an_idle_one(self) -> bool: ...
-    def limit_hit(self, name: str) -> None: ...
     def closed(self, client: ClientConnection) -> None: ...
     def became_idle(self, client: ClientConnection) -> None: ...
     def came(self, client: ClientConnection, request: HttpRequest) -> None: ...
-    def refused(self, refused: Failure, request_id: bytes) -> None: ...
     def left(self, request: HttpRequest) -> None: ...
     def tunnelled(self, request: HttpRequest, data: bytes) -> None: ...
     def drained(self, request: HttpRequest) -> None: ...
@@ -328,7 +327,7 @@ class ClientConnection(asyncio.Protocol):
 
     def _refuse(self, refused: Failure) -> None:
         request_id = self._reader.refused_id or fresh_id()
-        self._owner.refused(refused, request_id)
+        self._owner.accounts.refused(refused.code, refused.status, request_id)
         own = OwnAnswer.of(refused, "")
         self._write(own.response(request_id, keeps_alive=False))
         self._linger()
@@ -462,7 +461,7 @@ class ServiceListener:
             if is_full and not self._is_anybody_waiting():
                 return
             if is_full and not self._places.close_an_idle_one():
-                self._places.limit_hit("connections")
+                self._places.accounts.limits["connections"] += 1
                 self._wait(
                     f"{most} clients are connected, the limit; raise the limit of open files"
                     " (ulimit -n), or restrict who can reach this port"
@@ -474,7 +473,7 @@ class ServiceListener:
                 return
             except OSError as error:
                 if is_shortage(error):
-                    self._places.limit_hit("descriptors")
+                    self._places.accounts.limits["descriptors"] += 1
                     self._places.close_an_idle_one()
                     self._wait(f"cannot accept clients: {explain_shortage(error.errno)}")
                     return
@@ -487,7 +486,8 @@ class ServiceListener:
         return bool(poll.poll(0))
 
     def _adopt(self, connection: socket.socket) -> None:
-        client = self._places.make_client()
+        client = ClientConnection(self._places)
+        self._places.clients.add(client)
         tls = {"ssl": self._tls(), "ssl_handshake_timeout": HANDSHAKE_S} if self._tls else {}
         # It fails if the client is gone, or does not speak TLS.
         take_over(connection, client, lambda _: self._places.closed(client), **tls)

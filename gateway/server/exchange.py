@@ -22,7 +22,6 @@ from typing import Any, TypeAlias
 from msgspec.structs import replace
 
 from gateway.core import events as ev
-from gateway.core.answers import Failure
 from gateway.core.fleet import Fleet
 from gateway.core.lanes import Lanes
 from gateway.core.machine import TICK_MS
@@ -34,8 +33,6 @@ from gateway.server.endpoints import Endpoints
 from gateway.server.requests import (
     BODY_BYTES_MAX,
     CONTINUATION_ID,
-    NOT_PASSED_ON,
-    Headers,
     HttpRequest,
     Intake,
 )
@@ -98,11 +95,8 @@ class GatewayExchange:
         self.on_turn: Callable[[], object] = lambda: None
         self.outbox: Sequence[ev.GatewayEffect] = self.core.outbox
         self.memory_bytes_max = settings.rules.memory_bytes_max
-        # A key is the gateway's where it checks keys.
-        ours = frozenset() if self.keys is None else frozenset({b"authorization"})
-        self.intake = Intake(
-            self.memory_bytes_max, self._body_bytes_max, self._check, NOT_PASSED_ON | ours
-        )
+        check = None if self.keys is None else self.keys.check
+        self.intake = Intake(self.memory_bytes_max, self._body_bytes_max, check)
         self.is_final = False  # no engine takes requests any more: every one was told to end
         self.endpoints = Endpoints(lanes, settings, lambda: self.is_stopping, fleet)
         self.clients: set[ClientConnection] = set()
@@ -259,11 +253,6 @@ class GatewayExchange:
 
     # ------------------------------------------------------------------ for clients' connections
 
-    def make_client(self) -> ClientConnection:
-        client = ClientConnection(self)
-        self.clients.add(client)
-        return client
-
     def closed(self, client: ClientConnection) -> None:
         self.clients.discard(client)
         self._idle_clients.pop(client, None)
@@ -282,9 +271,6 @@ class GatewayExchange:
                 return True
         return False
 
-    def limit_hit(self, name: str) -> None:
-        self.accounts.limits[name] += 1
-
     def came(self, client: ClientConnection, request: HttpRequest) -> None:
         """A request has been read whole: answer it here, or hand it to the core."""
         self._idle_clients.pop(client, None)
@@ -293,7 +279,7 @@ class GatewayExchange:
             self._admit(client, request, found)
         elif isinstance(found, OwnAnswer):
             if found.code:
-                self.refused(found, request.request_id)
+                self.accounts.refused(found.code, found.status, request.request_id)
             client.answer_own(found, request)
         else:
             self._start(self._answer_later(client, request, found))
@@ -327,9 +313,6 @@ class GatewayExchange:
         if client.request is request:  # else the client has left
             client.answer_own(found, request)
 
-    def refused(self, refused: Failure | OwnAnswer, request_id: bytes) -> None:
-        self.accounts.refused(refused.code, refused.status, request_id)
-
     def left(self, request: HttpRequest) -> None:
         """Its client has left."""
         if request.number:
@@ -348,9 +331,6 @@ class GatewayExchange:
         """In a pool it is known whose body it is that comes only once it is whole."""
         hello = None if self.core.alone is None else self.core.alone.target.hello
         return BODY_BYTES_MAX if hello is None else hello.body_bytes_max
-
-    def _check(self, headers: Headers) -> Failure | None:
-        return None if self.keys is None else self.keys.check(headers)
 
     # ------------------------------------------------------------------ for connections to engines
 
@@ -442,7 +422,6 @@ class GatewayExchange:
                 ),
             ),
             is_to_head=request.is_to_head,
-            is_passing=request.passing is not None,
             is_to_pod=self.connect_pod is not None,
         )
         # A request that must not be sent twice gets no connection that may end at any time.
@@ -624,7 +603,7 @@ class GatewayExchange:
             if excess_bytes <= 0 or waiting[client] <= WRITE_BUFFER_BYTES:
                 return
             excess_bytes -= waiting[client]
-            self.limit_hit("unread_answers")
+            self.accounts.limits["unread_answers"] += 1
             client.abort()
 
     def _fill_pauses(self, keepalive_ms: float) -> None:

@@ -26,7 +26,7 @@ from gateway.core.machine import Gateway
 from gateway.schema import GatewayHop
 from gateway.server.client import ClientConnection, ServiceListener, listen_at
 from gateway.server.exchange import GatewayExchange
-from gateway.server.requests import NOT_PASSED_ON, HttpRequest, Intake
+from gateway.server.requests import HttpRequest, Intake
 from gateway.server.responses import OwnAnswer
 from plumbing.gateway_protocol import WATCH_PATH, Continuation, PodModel, PodReport
 from plumbing.wire.tcp import Security
@@ -68,17 +68,13 @@ class HopDoor:
         aliases: Mapping[str, Sequence[str]],
     ) -> None:
         self.exchange = exchange
-        self.limit_hit, self.refused = exchange.limit_hit, exchange.refused
+        self.accounts = exchange.accounts
         self.left, self.drained = exchange.left, exchange.drained
         self.tunnelled = exchange.tunnelled
         self.pod, self.incarnation = pod, int.from_bytes(os.urandom(8)) | 1
         self.clients: set[ClientConnection] = set()
         self.intake = Intake(
-            exchange.memory_bytes_max,
-            exchange.intake.body_bytes_max,
-            lambda _: None,
-            NOT_PASSED_ON,
-            is_for_fronts=True,
+            exchange.memory_bytes_max, exchange.intake.body_bytes_max, is_for_fronts=True
         )
         self._aliases = aliases
         self._leaves_at_ms: float | None = None  # when this pod has left
@@ -168,18 +164,12 @@ class HopDoor:
     def is_stopping(self) -> bool:
         return self.exchange.is_stopping
 
-    def make_client(self) -> ClientConnection:
-        client = ClientConnection(self)
-        self.clients.add(client)
-        return client
-
     def close_an_idle_one(self) -> bool:
         return False
 
     def closed(self, client: ClientConnection) -> None:
         self.clients.discard(client)
         self._watching.discard(client)
-        self.exchange.closed(client)
 
     def became_idle(self, client: ClientConnection) -> None:
         if client in self.clients and not client.is_named(FRONT):

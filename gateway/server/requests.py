@@ -325,15 +325,14 @@ OVERLOADED = Failure(503, "overloaded", "Too many requests are being sent at onc
 
 class Intake:
     """What the readers of all connections share. `bytes`: of the bodies that are being read; whole
-    ones are counted by the core. `check` looks at a request's headers before its body is read;
-    `stripped`: names of headers that no engine gets."""
+    ones are counted by the core. `check` looks at a request's key before its body is read; a key
+    that is checked here is not for the engine. `stripped`: headers that no engine gets."""
 
     def __init__(
         self,
         bytes_max: int,
         body_bytes_max: Callable[[], int],
-        check: Callable[[Headers], Failure | None],
-        stripped: frozenset[bytes] = NOT_PASSED_ON,
+        check: Callable[[Headers], Failure | None] | None = None,
         *,
         is_for_fronts: bool = False,
     ) -> None:
@@ -341,7 +340,7 @@ class Intake:
         self.bytes_max = bytes_max
         self.body_bytes_max = body_bytes_max  # of one request
         self.check = check
-        self.stripped = stripped
+        self.stripped = NOT_PASSED_ON | ({b"authorization"} if check is not None else set())
         self.is_for_fronts = is_for_fronts
 
 
@@ -492,7 +491,8 @@ class RequestReader:
         if sum(name == b"host" for name, _ in current.headers) > 1:
             return Failure(400, "bad_request", "There is more than one Host header.")
         declared = int(named.get(b"content-length", b"0"))  # llhttp has checked it
-        refused = self._intake.check(current.headers)
+        check = self._intake.check
+        refused = None if check is None else check(current.headers)
         if refused is not None:
             is_small = declared <= KEYLESS_BYTES_MAX and not codings
             _, in_model = model_in_path(current.url.decode("latin-1"))

@@ -22,9 +22,7 @@ from plumbing.text import split_address
 DAY_S = 24 * 3600
 # One answer without a stream is held whole, up to 64 MiB; with less nothing could be sent again.
 MEMORY_BYTES_MIN = 64 << 20
-MEMORY_BYTES = 1 << 30  # a few thousand streams of long contexts, or a dozen of the largest answers
-RESUMES_MAX = 32  # at once: more prefills than that delay each other and every new request
-PARK_S = 300  # a relaunch of a large model; clients give up after ten minutes or so
+RULES = GatewayRules()
 DRAIN_S = DRAIN_MS // 1000  # as an engine's
 # Each rest costs the KV cache and the next client a wake.
 SLEEP_AFTER_S_MIN = 1
@@ -56,7 +54,7 @@ OPTIONS = (
     Option(
         "hold_ms",
         float,
-        10_000.0,
+        RULES.hold_ms,
         "How long new requests wait for an active engine before they get a 503.",
         minimum=0,
         maximum=DAY_S * 1000,
@@ -64,7 +62,7 @@ OPTIONS = (
     Option(
         "park_timeout",
         duration_s,
-        PARK_S,
+        RULES.park_timeout_ms / 1000,
         "How long a paused stream waits to be resumed before it ends with an error, such as 5m.",
         minimum=0.001,
         maximum=DAY_S,
@@ -81,7 +79,7 @@ OPTIONS = (
     Option(
         "resumes_max",
         int,
-        RESUMES_MAX,
+        RULES.resumes_max,
         "Most requests that are resumed at the same time.",
         minimum=1,
         maximum=10_000,
@@ -89,7 +87,7 @@ OPTIONS = (
     Option(
         "memory_bytes",
         size_bytes,
-        MEMORY_BYTES,
+        RULES.memory_bytes_max,
         "Memory for journals, bodies and held answers; requests beyond it cannot be continued.",
         minimum=MEMORY_BYTES_MIN,
     ),
@@ -142,7 +140,7 @@ OPTIONS = (
     Option(
         "silent_ms",
         float,
-        GatewayRules().silent_ms,
+        RULES.silent_ms,
         "A front moves a pod's streams after this long without a report.",
         minimum=500,
     ),

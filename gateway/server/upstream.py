@@ -212,12 +212,11 @@ class Upstream(asyncio.Protocol):
         request: Sequence[Buffer],
         *,
         is_to_head: bool,
-        is_passing: bool = False,
         is_to_pod: bool = False,
     ) -> None:
-        """`is_passing`: the answer goes through with its marks; `is_to_pod`: the pod's gateway
-        signs it."""
-        self._is_passing, self._is_to_pod = is_passing, is_to_pod
+        """`is_to_pod`: the pod's gateway signs it."""
+        self._is_passing = attempt.owner.passing is not None  # the answer keeps its marks
+        self._is_to_pod = is_to_pod
         self.attempt = attempt
         self.response: ResponseReader = ResponseReader(is_to_head=is_to_head)
         self.held: list[bytes] = []

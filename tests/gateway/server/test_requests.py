@@ -25,7 +25,9 @@ from tests.helpers import auntil
 
 
 def reader(body_bytes_max=1000, refused=None, memory=None):
-    intake = memory or Intake(1 << 20, lambda: body_bytes_max, lambda headers: refused)
+    intake = memory or Intake(
+        1 << 20, lambda: body_bytes_max, (lambda headers: refused) if refused else None
+    )
     return RequestReader(intake)
 
 
