@@ -87,14 +87,16 @@ class Metrics:
         metric = Counter(name, help_text, tuple(labels), namespace=PREFIX, registry=self.registry)
         return _with_zeros(metric, labels)
 
-    def histogram(self, name: str, help_text: str, labels: Labels = ()) -> Histogram:
+    def histogram(
+        self,
+        name: str,
+        help_text: str,
+        labels: Labels = (),
+        buckets: Sequence[float] = DURATION_BUCKETS_S,
+    ) -> Histogram:
+        names = tuple(labels)
         metric = Histogram(
-            name,
-            help_text,
-            tuple(labels),
-            namespace=PREFIX,
-            registry=self.registry,
-            buckets=DURATION_BUCKETS_S,
+            name, help_text, names, namespace=PREFIX, registry=self.registry, buckets=buckets
         )
         return _with_zeros(metric, labels)
 
