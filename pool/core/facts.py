@@ -94,7 +94,6 @@ class Facts:
     out: list[ev.PoolEffect] = field(default_factory=list)
     changed: set[str] = field(default_factory=set)
     shown: set[str] = field(default_factory=set)
-    is_plan_old: bool = True  # something that it goes by is another one
     is_news_for_file: bool = False  # something to remember, though nothing is told
 
     def say(self, effect: ev.PoolEffect) -> None:
@@ -184,7 +183,7 @@ class Facts:
         model.victims, model.wait = (), ""
 
     def derive(self, model: Model) -> None:
-        """What the plan goes by. Nothing new here means that the last plan still holds."""
+        """What the plan goes by."""
         name, demand, ledger = model.name, self.demand, self.ledger
         model.ticket = self.ticket_of(model)
         tickets = demand.tickets(name)
@@ -200,16 +199,6 @@ class Facts:
         host = ledger.memory.get(HOST)
         model.has_copy = host is not None and (EntryKind.COPY, name) in host.held
         model.needs, model.booked = ledger.needs(model), by_device(ledger.booked(model))
-        seen = (
-            *(model.state, model.tier, model.ticket, model.in_flight, model.cannot_park),
-            *(model.booked, model.needs, model.has_copy, model.rules, model.is_pinned),
-            *(model.is_blind, model.has_plan, model.leaving, model.is_again, model.switch_ms),
-            *(model.awake_since_ms, model.turn_from_ms, model.asleep_since_ms),
-            *(model.last_request_ms, model.back_off_until_ms, model.keep_alive_ms),
-            *(model.is_raised_for_ticket, model.is_sleep_ordered),
-        )
-        if seen != model.seen:
-            model.seen, self.is_plan_old = seen, True
         model.due_ms = model.next_due_ms()
 
     def ticket_of(self, model: Model) -> TicketView | None:

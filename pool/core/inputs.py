@@ -57,7 +57,6 @@ def hear(facts: Facts, event: ev.PoolEvent) -> None:
             lease = facts.leases.pop(event.lease, None)
             if lease is not None:
                 facts.ledger.drop(lease.keys[0])
-                facts.is_plan_old = True
                 facts.touch_all()
 
 
@@ -194,7 +193,6 @@ def _lease(facts: Facts, event: ev.LeaseAsked) -> None:
     lease = facts.leases.get(event.lease)
     if lease is None:
         facts.leases[event.lease] = a_lease(event)
-        facts.is_plan_old = True
     elif lease.goal is Tier.AWAKE:  # it asks again, for the pool was restarted
         facts.say(ev.GrantLease(event.lease))
     facts.touch_all()

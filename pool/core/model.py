@@ -258,7 +258,6 @@ class Model(KeptModel, eq=False, kw_only=True):
     # its devices.
     needs: Mapping[Tier, Mapping[str, int]] = field(default_factory=lambda: {Tier.COLD: {}})
     booked: Mapping[str, int] = field(default_factory=dict)  # until proven free
-    seen: tuple[object, ...] = ()  # of all this, what the last plan went by
     due_ms: float = float("inf")  # when time alone changes something about it
     keys: tuple[EntryKey, ...] = ()  # all its lines in the books, in a fixed order
 

@@ -39,7 +39,6 @@ from pool.core.ledger import DeviceView, Entries
 from pool.core.model import Leaving, Model, grant
 from pool.core.saved import PoolSnapshot, recover
 from pool.core.states import EntryKind, ModelState, PoolRules
-from pool.core.who_sleeps import Victim
 from pool.core.who_wakes import Decision, Never, Plan, Raise, Wait, Yield
 
 STEPS_MAX = 24  # of one model, after one event: more than any path through its phases
@@ -62,9 +61,7 @@ class ModelPool:
         """`era`: random, for a pool that finds no state of its own; `snapshot` has another one."""
         self.facts = saved.begin(setup, now_ms, era, snapshot)
         self._planner = planner
-        self._plan: Plan | None = None
         self._plan_due_ms: float | None = None
-        self._went_by: tuple[object, ...] = ()  # beside the models, for the last plan
         self._is_started = False
         self.due_ms: float | None = now_ms
 
@@ -107,12 +104,11 @@ class ModelPool:
             facts.touch(*due)
         is_due = self._plan_due_ms is not None and self._plan_due_ms <= facts.now_ms
         for _ in range(ROUNDS_MAX):
-            is_other = is_due or facts.is_plan_old or bool(facts.changed)
+            if not (facts.changed or is_due):
+                return
             while facts.changed:
                 for name in [name for name in facts.models if name in facts.changed]:
                     self._follow(facts.models[name])
-            if not is_other:
-                return
             is_due = False
             self._obey(self._planned())
         raise InvariantError("the pool does not settle")
@@ -168,18 +164,11 @@ class ModelPool:
     # ------------------------------------------------------------------ the plan
 
     def _planned(self) -> Plan:
-        """The last plan, while nothing that it follows from has changed: most events are no news.
-        It is obeyed again, for what could not be done then may be possible now."""
         facts = self.facts
-        leases = [*facts.leases.values()]
         _mark_blind(facts)
-        devices, plan = facts.ledger.views(), self._plan
-        went_by = (devices, facts.rules, leases)
-        is_late = plan is None or (plan.due_ms is not None and facts.now_ms >= plan.due_ms)
-        if plan is None or is_late or facts.is_plan_old or went_by != self._went_by:
-            models = [model for model in facts.models.values() if not model.is_unknown]
-            plan = self._planner(facts.now_ms, [*models, *leases], devices, facts.rules)
-            self._plan, self._went_by, facts.is_plan_old = plan, went_by, False
+        models = [model for model in facts.models.values() if not model.is_unknown]
+        models += facts.leases.values()
+        plan = self._planner(facts.now_ms, models, facts.ledger.views(), facts.rules)
         self._plan_due_ms = plan.due_ms
         return plan
 
@@ -197,10 +186,11 @@ class ModelPool:
         for name in plan.unyields if facts.demand.is_heard and not is_blind else ():
             facts.unyield(facts.models[name])
         for victim in plan.rests:
-            if facts.models[victim.model].is_sleep_ordered:
-                _yield(facts, victim, Leaving.ORDER, "an operator puts it to sleep")
-            else:
-                _yield(facts, victim, Leaving.IDLE, "no request came for it")
+            model = facts.models[victim.model]
+            why, reason = Leaving.IDLE, "no request came for it"
+            if model.is_sleep_ordered:
+                why, reason = Leaving.ORDER, "an operator puts it to sleep"
+            facts.yields(model, victim.tier, why, reason)
 
 
 def _mark_blind(facts: Facts) -> None:
@@ -210,9 +200,7 @@ def _mark_blind(facts: Facts) -> None:
     devices = {device for model in unknown for device in model.rules.devices}
     for model in (*facts.models.values(), *facts.leases.values()):
         is_blind = not is_known or model.is_recovering
-        is_blind |= not devices.isdisjoint(model.rules.devices)
-        facts.is_plan_old |= is_blind is not model.is_blind
-        model.is_blind = is_blind
+        model.is_blind = is_blind or not devices.isdisjoint(model.rules.devices)
 
 
 def _decide(facts: Facts, head: Model, decision: Decision) -> None:
@@ -220,18 +208,18 @@ def _decide(facts: Facts, head: Model, decision: Decision) -> None:
         case Raise() if head.lease is not None:
             if facts.ledger.book(dict.fromkeys(head.keys, head.lease.bytes)):
                 grant(head)
-                facts.is_plan_old = True
+                facts.touch_all()
                 facts.say(ev.GrantLease(head.lease.lease))
         case Raise():
             _raise(facts, head)
         case Yield():
             if not head.has_plan:
-                head.has_plan, head.victims, facts.is_plan_old = True, (), True
-                facts.shown.add(head.name)
+                head.has_plan, head.victims = True, ()
+                facts.touch_all()
             for victim in decision.victims:
                 head.victims = tuple(dict.fromkeys((*head.victims, victim.model)))
                 reason = f"evicted to make room for {who_wakes.name_of(head)}"
-                _yield(facts, victim, Leaving.HEAD, reason)
+                facts.yields(facts.models[victim.model], victim.tier, Leaving.HEAD, reason)
             names = ", ".join(head.victims)
             why = f"{names} must release memory first" if names else "memory is being released"
             _wait(facts, head, why)
@@ -239,7 +227,7 @@ def _decide(facts: Facts, head: Model, decision: Decision) -> None:
             _wait(facts, head, decision.why)
         case Never() if head.lease is not None:
             del facts.leases[head.lease.lease]
-            facts.is_plan_old = True
+            facts.touch_all()
             facts.say(ev.RefuseLease(head.lease.lease, decision.why))
         case Never():
             if head.has_plan:
@@ -257,10 +245,6 @@ def _set_never(facts: Facts, model: Model, why: str | None) -> None:
     if model.never != why:
         model.never = why
         facts.shown.add(model.name)
-
-
-def _yield(facts: Facts, victim: Victim, why: Leaving, reason: str) -> None:
-    facts.yields(facts.models[victim.model], victim.tier, why, reason)
 
 
 def _raise(facts: Facts, model: Model) -> None:
