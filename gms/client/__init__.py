@@ -14,7 +14,7 @@
     Keeper(session).start()                              # keeps the session if the service restarts
 
 No numpy, no asyncio, no click here: this runs inside workers that have loops of their own. A
-session is its connection: when `fileno()` becomes readable, the service is gone. The views are bare
+session is its connection: when `client` becomes readable, the service is gone. The views are bare
 addresses: using one after `unmap` or `close` ends the process (SIGSEGV), and so does writing to a
 writer's view after `commit`. Readers keep their descriptors, so that the keeper can hand the memory
 back to a restarted service.

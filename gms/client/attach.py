@@ -164,44 +164,22 @@ def _receive_slabs(client: BlockingClient, fds: list[OwnedFd], grant: msg.EpochA
         raise unexpected_answer(f"{len(fds)} descriptors", "attach")
 
 
-RECEIVE_TIMEOUT_S = 5.0  # for the rest of a frame that has begun
 # Short: a server that does not accept yet is tried again, and the thread may have to end meanwhile.
 ACCEPT_TIMEOUT_S = 0.5
 
 
 class RegionSession:
-    """A connection by which this process holds a region, or writes one. It ends with its service;
-    `rejoin` hands the region to the next one."""
+    """A connection by which this process holds a region, or writes one: `client`, whose descriptor
+    is readable once the service is gone. `rejoin` hands the region to the next one."""
 
     service = "memory service"  # in sentences
     kept = "the weights stay mapped"  # without it
 
     def __init__(self, path: str, client: BlockingClient) -> None:
-        self._path, self._client = path, client
+        self._path, self.client = path, client
         self._coming: BlockingClient | None = None  # a connection that is not a session yet
         self.is_closed = False
         self.is_author = False  # this process has just written the epoch that it reads
-
-    def fileno(self) -> int:
-        """Lend the session's socket: readable means that the service is gone or has sent
-        something."""
-        return self._client.fileno()
-
-    def receive(self) -> Reply:
-        """The next message that the service sends of itself.
-
-        Raises:
-            UnreachableError, ProtocolError, RemoteError: this session is over.
-        """
-        return self._client.receive(timeout_s=RECEIVE_TIMEOUT_S)
-
-    def send(self, message: Message, request_id: int = 0) -> None:
-        """Send a message to the service; as the answer to its `request_id`, if not 0.
-
-        Raises:
-            UnreachableError: it is gone.
-        """
-        self._client.notify(message, request_id=request_id)
 
     def digest(self, may_go_on: Callable[[], bool]) -> str | None:
         """What an author computes of what it reads; None once `may_go_on` is false."""
@@ -233,14 +211,14 @@ class RegionSession:
         if message.epoch is not None:
             epoch = structs.replace(message.epoch, was_committed=was_committed)
             message = structs.replace(message, epoch=epoch)
-        self._client.close()
+        self.client.close()
         accept_s = min(deadline_s, ACCEPT_TIMEOUT_S)
         self._coming = client = BlockingClient(self._path, msg.CATALOGUE, accept_s)
         try:
             if not may_go_on():  # asked when `interrupt` knows the client: one of the two sees it
                 raise _closed()
             _hand_back(client, message, fds, manifest, deadline_s)
-            self._client = client
+            self.client = client
             if self.is_closed:  # asked when `close` sees the new client: one of the two closes it
                 raise _closed()
         except BaseException:
@@ -257,7 +235,7 @@ class RegionSession:
 
     def close(self) -> None:
         """Let the memory go and disconnect; safe to call again."""
-        self._client.close()
+        self.client.close()
 
     def __enter__(self) -> Any:
         return self

@@ -24,6 +24,7 @@ from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.messages import Message
 
 CLOSE_TIMEOUT_S = 5.0  # waits are interrupted, and a digest checks between two pieces
+RECEIVE_TIMEOUT_S = 5.0  # for the rest of a frame that has begun
 REJOIN_TIMEOUT_S = 90.0  # longer than a server keeps a survivor waiting (gms.core.weights)
 # The first attempts fall into the restart of a server, which takes half a second; after that the
 # whole container is being restarted. A failed attempt costs microseconds, and a pause as long as
@@ -94,7 +95,7 @@ class Keeper:
             self._reports[kind] = message
             self._is_reported.clear()
             with contextlib.suppress(UnderstudyError):  # the thread rejoins and sends it then
-                self._session.send(message)
+                self._session.client.notify(message)
                 self._is_reported.set()
 
     def wait_until_reported(self, timeout_s: float) -> bool:
@@ -113,7 +114,7 @@ class Keeper:
 
     def _attend(self) -> None:
         """Wait for the end of the session, which raises: a service says nothing of itself."""
-        number = self._session.fileno()
+        number = self._session.client.fileno()
         if number < 0:  # its last keeper was closed before it had found a service
             raise UnreachableError("wire.closed", "there is no session")
         poll = select.poll()  # no `select`: an engine has descriptors above 1,023
@@ -121,7 +122,7 @@ class Keeper:
         poll.register(self._wake.fileno(), select.POLLIN)
         poll.poll()
         if not self._is_closing:
-            reply = self._session.receive()
+            reply = self._session.client.receive(RECEIVE_TIMEOUT_S)
             close_all(reply.fds)
             raise unexpected_answer(reply.message.TYPE, "nothing")
 
@@ -146,7 +147,7 @@ class Keeper:
                 session.rejoin(REJOIN_TIMEOUT_S, may_go_on=lambda: not self._is_closing)
                 with self._report_lock:
                     for message in self._reports.values():
-                        session.send(message)
+                        session.client.notify(message)
                     self._is_reported.set()
             except TEMPORARY as error:
                 why = error

@@ -183,7 +183,7 @@ class KvLease(RegionSession):
         if not self.is_closed:
             self.is_closed = True
             self._keeper.close()
-            with contextlib.closing(self._client):
+            with contextlib.closing(self.client):
                 self._let_go()
 
     def give_up(self, wait_s: float) -> None:
@@ -203,13 +203,13 @@ class KvLease(RegionSession):
         was_held = self.state == ATTACHED
         self._keeper.close()
         self.is_closed = True
-        with contextlib.closing(self._client):
+        with contextlib.closing(self.client):
             self._let_go()
             if was_held:
                 with contextlib.suppress(UnreachableError):
                     left_s = max(0.0, end - time.monotonic())
                     request = msg.GiveUpMsg(round(left_s * 1000))
-                    freed = self._client.request(request, timeout_s=left_s + GRACE_S).message
+                    freed = self.client.request(request, timeout_s=left_s + GRACE_S).message
                     assert isinstance(freed, msg.PoolFreedMsg), freed
             elif self.state == ATTACHED:
                 raise UnreachableError("wire.closed", "the memory service came back meanwhile")

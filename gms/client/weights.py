@@ -167,10 +167,10 @@ class Reader(WeightsSession):
         """Release the memory; the addresses stay. Gives the session's connection to the caller,
         who may tell the service that this reader has nothing mapped any more."""
         with contextlib.ExitStack() as stack:
-            stack.callback(self._client.close)
+            stack.callback(self.client.close)
             self.attachment.unmap()
             stack.pop_all()
-        return self._client
+        return self.client
 
     def remap(self, deadline_s: float, source: Reader | None = None) -> None:
         """Attach again and map the same layout at the same addresses. `source`: the host copy from
@@ -209,9 +209,9 @@ class Reader(WeightsSession):
                 stack.callback(client.close)
                 stack.callback(self.attachment.unmap)
                 writer = Writer(self.attachment, client, request, grant)
-                client = writer.restage(source)._client
+                client = writer.restage(source).client
                 stack.pop_all()
-        self._client, self.epoch = client, grant.epoch
+        self.client, self.epoch = client, grant.epoch
 
 
 # Few slabs: attaching then takes one request and one frame of descriptors. They lie side by side,
@@ -331,7 +331,7 @@ class Writer(WeightsSession):
 
     def progress(self, done_bytes: int, total_bytes: int) -> None:
         """Report that the load proceeds; without it, the writer's deadline runs out."""
-        self._client.notify(msg.ProgressMsg(done_bytes, total_bytes))
+        self.client.notify(msg.ProgressMsg(done_bytes, total_bytes))
 
     def commit(self, identity: Mapping[str, Any], *, restaged_from: str | None = None) -> Reader:
         """Publish the epoch and go on as its reader: same session, same addresses, read-only.
@@ -352,7 +352,7 @@ class Writer(WeightsSession):
         )
         epoch = msg.EpochAttachedMsg(self.epoch, dict(identity), computed, sizes, manifest)
         self.is_closed = True  # the reader owns everything from here on
-        reader = Reader(self.attachment, self._client, self.request, epoch)
+        reader = Reader(self.attachment, self.client, self.request, epoch)
         # The digest of a restaged epoch is known: it is the copy's.
         reader.is_author = restaged_from is None
         if not is_answered:
@@ -365,7 +365,7 @@ class Writer(WeightsSession):
     def _request_commit(self, commit: msg.CommitMsg) -> bool:
         """Whether it was answered: a service that died may have committed or not."""
         try:
-            message = self._client.request(commit, timeout_s=COMMIT_TIMEOUT_S).message
+            message = self.client.request(commit, timeout_s=COMMIT_TIMEOUT_S).message
         except UnreachableError:
             return False
         assert isinstance(message, msg.CommittedMsg), message
@@ -373,10 +373,10 @@ class Writer(WeightsSession):
 
     def _open_slab(self, size_bytes: int) -> None:
         # As long as a commit: the server may have to wait for memory that is being freed.
-        reply = self._client.request(msg.AllocateMsg(size_bytes), timeout_s=COMMIT_TIMEOUT_S)
+        reply = self.client.request(msg.AllocateMsg(size_bytes), timeout_s=COMMIT_TIMEOUT_S)
         while isinstance(reply.message, msg.WaitingMsg):
             self._on_wait(reply.message.message)
-            reply = self._client.receive(COMMIT_TIMEOUT_S)
+            reply = self.client.receive(COMMIT_TIMEOUT_S)
         message = reply.message
         assert isinstance(message, msg.AllocatedMsg), message
         self.attachment.adopt(reply.fds, [message.size_bytes], writable=True)

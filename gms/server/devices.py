@@ -5,7 +5,7 @@ in CUDA_VISIBLE_DEVICES, a short-lived process with that environment asks CUDA i
 mode computes nothing by itself: its instances are served, each as a device.
 
 `python -m gms.server.devices` prints NVML's facts about the GPUs, for a check-up: one JSON document
-`{"driver_version", "gpus": [{uuid, is_mig, instances, is_persistent, compute_mode, processes:
+`{"driver_version", "gpus": [{uuid, is_mig, instances, compute_mode, processes:
 [{pid, used_bytes}]}]}`, or `{"problem": why there is none, "is_broken": whether a driver is there
 and does not work}`. A process of its own, because a hanging driver must not block the checker.
 """
@@ -244,11 +244,9 @@ def _settings(nvml: Any, handle: Any) -> dict[str, Any]:
         except nvml.NVMLError:
             return None
 
-    persistence = ask(nvml.nvmlDeviceGetPersistenceMode)
     compute = ask(nvml.nvmlDeviceGetComputeMode)
     running = ask(nvml.nvmlDeviceGetComputeRunningProcesses) or []
     return {
-        "is_persistent": None if persistence is None else bool(persistence),
         "compute_mode": None if compute is None else COMPUTE_MODES.get(compute, str(compute)),
         "processes": [{"pid": each.pid, "used_bytes": each.usedGpuMemory} for each in running],
     }

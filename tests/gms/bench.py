@@ -213,7 +213,7 @@ def condemn(gms: GmsProcess, reader: Reader) -> None:
     """The canaries of two incarnations fail on what it reads."""
     with gms.reader(engine="engine-8", incarnation="i-8") as other:
         for each in (reader, other):
-            each.send(msg.CondemnMsg("other tokens"))
+            each.client.notify(msg.CondemnMsg("other tokens"))
         until(lambda: gms.status()["epoch"] != reader.epoch, "the epoch to be condemned")
 
 

@@ -63,7 +63,7 @@ def test_report_lost_with_the_server_is_repeated(gms: GmsProcess, server: str):
         gms.start()
         assert keeper.wait_until_reported(30)
         with gms.reader(engine="engine-1", incarnation="i-1") as other:
-            other.send(msg.CondemnMsg("other tokens, too"))
+            other.client.notify(msg.CondemnMsg("other tokens, too"))
             until(lambda: gms.status()["condemnations_total"] == 1, "the epoch to be condemned")
 
 

@@ -39,7 +39,7 @@ class Copies(CopyKeeper):
             self.look()
             copy = status_of(self._directory, self._host, 5)
             if self._copy is not None and copy["digest"] == "pending":
-                self._copy.send(msg.DigestMsg(self._copy.digest()))  # likewise
+                self._copy.client.notify(msg.DigestMsg(self._copy.digest()))  # likewise
             written = host_copy(self._directory, self._device)
             if written is None or written.digest is None or written.epoch != copy["epoch"]:
                 return None
@@ -65,7 +65,7 @@ def patterned(gms: GmsProcess, seed: int = 1, **more: Any) -> Reader:
         writer.write(name, bytes([seed + number]) * nbytes)
     reader = writer.commit(more.get("identity", IDENTITY))
     # At once: a keeper computes it on a thread that a busy machine may starve.
-    reader.send(msg.DigestMsg(reader.digest()))
+    reader.client.notify(msg.DigestMsg(reader.digest()))
     reader.is_author = False
     return reader
 

@@ -164,13 +164,13 @@ def crash_in_commit(gms: GmsProcess, writer: Any, *, after_journal: bool) -> Non
 
     def request(message: Any, **more: Any) -> Any:
         if after_journal:
-            writer._client.notify(message, request_id=9)
+            writer.client.notify(message, request_id=9)
             until(lambda: journalled(gms) == writer.epoch, "the commit to be on disk")
         gms.kill()
         gms.start()
         raise UnreachableError("wire.closed", "the service died before it answered")
 
-    writer._client.request = request
+    writer.client.request = request
 
 
 def test_writer_in_doubt_whose_commit_was_journalled_becomes_a_reader(gms: GmsProcess):

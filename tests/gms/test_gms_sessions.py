@@ -102,10 +102,10 @@ def test_row_3_commit_leaves_no_gap_for_a_queued_writer(gms: GmsProcess, client:
     strict.expect("waiting")
     writer.place("t", 4, (4,), "uint8")
     writer.write("t", b"\7" * 4)
-    socket_before, address = writer.fileno(), writer.place("u", 4, (4,), "uint8")
+    socket_before, address = writer.client.fileno(), writer.place("u", 4, (4,), "uint8")
     since = gms.status()["sessions"][0]
     with writer.commit(IDENTITY) as reader:
-        assert reader.fileno() == socket_before
+        assert reader.client.fileno() == socket_before
         assert reader.address("u") == address
         assert either.expect("reader")["epoch"] == reader.epoch
         assert strict.expect("refused")["code"] == "gms.already_committed"

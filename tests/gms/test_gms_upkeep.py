@@ -64,7 +64,7 @@ def test_writer_digests_what_it_committed_and_a_command_verifies_it(gms: GmsProc
 def test_verify_finds_bytes_that_are_not_what_was_written(gms: GmsProcess):
     """The writer's digest is another than that of the bytes: exit code 1, and it is an event."""
     with gms.load() as reader:
-        reader.send(DigestMsg("0" * 64))
+        reader.client.notify(DigestMsg("0" * 64))
         assert digested(gms) == "0" * 64
     code, document = command(gms, "verify")
     assert (code, document["result"]) == (1, "altered")
