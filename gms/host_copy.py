@@ -25,7 +25,7 @@ from gms import messages as msg
 from gms import names
 from gms.client import Keeper, Reader, Writer, open_copy, open_session
 from gms.messages import COPIER
-from gms.questions import status_of
+from gms.questions import ask, status_of
 from plumbing.errors import UnderstudyError
 from plumbing.service.process import parent_environment
 
@@ -80,7 +80,7 @@ class CopyKeeper:
             return
         if weights["state"] == "committed" and not _is_same(weights, copy):
             self.close()
-            self._make_one()
+            self._drop(copy["epoch"])
         elif self._copy is None or self._copy.epoch != copy["epoch"]:
             self.close()
             self._hold(is_digested=copy["digest"] != "pending")
@@ -101,6 +101,11 @@ class CopyKeeper:
         self._copy, self._keeper = copy, Keeper(copy, on_change=logger.warning)
         self._keeper.start()
         self._say(f"host memory has a copy of the weights of {self._device}: {copy.epoch}")
+
+    def _drop(self, copy: str) -> None:
+        """It stands for nothing any more; the next look finds room for another one."""
+        drop = msg.DropMsg(copy, even_if_mapped=True)
+        ask(self._directory, self._host, drop, msg.DroppedMsg, ANSWER_S)
 
     def _make_one(self) -> None:
         now_s = time.monotonic()
@@ -141,7 +146,7 @@ def make_in_a_process(flags: list[str]) -> int:
     return made.returncode
 
 
-WAIT_S = 10.0  # for the memory of the copy that this one replaces
+WAIT_S = 10.0  # for the memory of the copy before this one
 
 
 def make_copy(directory: str, device: str) -> str:
@@ -154,9 +159,8 @@ def make_copy(directory: str, device: str) -> str:
     source = open_session(directory, device, me)
     assert isinstance(source, Reader)  # it asked for `ro`
     with source:
-        to = replace(
-            me, mode="rw", identity=source.identity, wait_ms=round(WAIT_S * 1000), replace=True
-        )
+        wait_ms = round(WAIT_S * 1000)
+        to = replace(me, mode="rw_or_ro", identity=source.identity, wait_ms=wait_ms)
         target = open_session(directory, names.offload_device(device), to)
         assert isinstance(target, Writer)
         with target:

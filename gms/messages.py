@@ -62,11 +62,10 @@ class AttachMsg(Message, frozen=True, tag="attach"):
 
     engine: Name
     incarnation: Name
-    mode: Annotated[str, Meta(pattern=r"^(rw|ro|rw_or_ro)\Z")]
+    mode: Annotated[str, Meta(pattern=r"^(ro|rw_or_ro)\Z")]
     identity: dict[str, Any] | None = None
     rank: Annotated[int, Meta(ge=0, le=RANKS_MAX)] = 0
     wait_ms: Annotated[int, Meta(ge=0, le=WAIT_MS_MAX)] = 0
-    replace: bool = False
 
 
 class WaitingMsg(Message, frozen=True, tag="waiting"):

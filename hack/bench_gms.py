@@ -21,7 +21,8 @@ from typing import Any
 
 from gms.client import Reader, Writer, open_session
 from gms.client.weights import ALIGNMENT_BYTES
-from gms.messages import AttachMsg
+from gms.messages import AttachMsg, DropMsg, DroppedMsg
+from gms.questions import ask
 from hack import rig
 from hack.processes import IDENTITY, MemoryServer
 from plumbing.service.process import arm_from_environment, parent_environment
@@ -40,8 +41,10 @@ class BenchServer(MemoryServer):
     """A device's server, and epochs of a given shape in it."""
 
     def stage(self, slabs: int, tensors: int) -> Writer:
-        """Place `tensors` in that many slabs, to replace what is committed."""
-        writer = self.open("rw", replace=True)
+        """Place `tensors` in that many slabs, in place of what is committed."""
+        if self.status()["state"] == "committed":
+            ask(self.directory, DEVICE, DropMsg(even_if_mapped=True), DroppedMsg, timeout_s=20)
+        writer = self.open("rw_or_ro")
         assert isinstance(writer, Writer)
         left_bytes = slabs * SLAB_BYTES
         writer.plan(left_bytes, SLAB_BYTES)
@@ -60,11 +63,6 @@ class BenchServer(MemoryServer):
         reader = writer.commit(IDENTITY)
         assert len(reader.slab_sizes) == slabs, f"{len(reader.slab_sizes)} slabs, not {slabs}"
         return reader, {"load": round(load_ms, 2), "commit": round(_since_ms(began), 2)}
-
-    def reader(self) -> Reader:
-        reader = self.open("ro")
-        assert isinstance(reader, Reader)
-        return reader
 
     def usage(self) -> dict[str, Any]:
         return {"rss_mib": self.rss_mib, "open_fds": self.status()["open_fds"]}
@@ -117,7 +115,7 @@ def _slabs(server: BenchServer, sessions: int, report: rig.Figures) -> None:
     assert all((each["slabs"], each["tensors"]) == (SLABS, TENSORS) for each in fresh)
     report["attach_slabs_ms"] = rig.spread([each["attach"] for each in fresh])
     report["look_at_every_tensor_ms"] = rig.spread([each["look"] for each in fresh])
-    readers = [held, *(server.reader() for _ in range(READERS - 1))]
+    readers = [held, *(server.open("ro") for _ in range(READERS - 1))]
     report["server"][f"{TENSORS} tensors, {READERS} readers"] = server.usage()
     for reader in readers:
         reader.close()
@@ -146,10 +144,10 @@ def attach(directory: str) -> dict[str, float]:
     report["tensors"] = len([record.offset for record in session.tensors.values()])
     report["look"] = _since_ms(began)
     began = time.perf_counter()
-    session.unmap()
+    session.leave().close()
     report["detach"] = _since_ms(began)
     began = time.perf_counter()
-    session.remap(20)
+    session.remap(20, session)
     report["reattach"] = _since_ms(began)
     report["slabs"] = len(session.slab_fds())
     session.close()

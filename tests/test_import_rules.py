@@ -380,7 +380,7 @@ def test_the_package_alone_brings_what_it_imports_and_reads():
 LINES_MAX = {
     "plumbing": 6_185,
     "lockserver": 6_190,
-    "gms": 8_840,
+    "gms": 8_685,
     "engine": 16_865,
     "gateway": 10_240,
     "pool": 7_050,

@@ -68,9 +68,8 @@ def open_session(
     """Attach to the memory of `device`, waiting at most `request.wait_ms` for the grant.
 
     Args:
-        request: its `mode` is `rw` (write; an error where something is committed, unless
-            `replace`), `ro` (read, once something is committed) or `rw_or_ro` (read what is
-            committed, else write); `identity` is what the weights must be; None accepts any.
+        request: its `mode` is `ro` (read, once something is committed) or `rw_or_ro` (read what
+            is committed, else write); `identity` is what the weights must be; None accepts any.
         on_wait: called with a sentence whenever the reason for waiting changes.
         memory: what to map with; by default the kind that `device` has.
 
@@ -79,7 +78,7 @@ def open_session(
             `gms.server_exhausted`, it has run short.
         UsageError: `gms.no_cuda`, `gms.device_not_visible`: this process cannot use that GPU.
         RemoteError: the server refused: `gms.identity_mismatch` (`details["field"]`),
-            `gms.already_committed`, `gms.wait_timeout`, …
+            `gms.wait_timeout`, …
     """
     attachment = Attachment(directory, device, memory or memory_for(device))
     session = opened(attachment, request, on_wait)

@@ -158,21 +158,17 @@ class Reader(WeightsSession):
 
     # ------------------------------------------------------------------ away and back
 
-    def unmap(self) -> None:
-        """Release the memory and the session; the addresses stay reserved for `remap`. Close the
-        keeper first: while it waits for a message it keeps the session open."""
-        self.leave().close()
-
     def leave(self) -> BlockingClient:
-        """Release the memory; the addresses stay. Gives the session's connection to the caller,
-        who may tell the service that this reader has nothing mapped any more."""
+        """Release the memory; the addresses stay reserved for `remap`. Gives the session's
+        connection to the caller, who may tell the service that this reader has nothing mapped any
+        more. Close the keeper first: while it waits for a message it keeps the session open."""
         with contextlib.ExitStack() as stack:
             stack.callback(self.client.close)
             self.attachment.unmap()
             stack.pop_all()
         return self.client
 
-    def remap(self, deadline_s: float, source: Reader | None = None) -> None:
+    def remap(self, deadline_s: float, source: Reader) -> None:
         """Attach again and map the same layout at the same addresses. `source`: the host copy from
         which the memory may be written again.
 
@@ -184,7 +180,7 @@ class Reader(WeightsSession):
         """
 
         def check(grant: Message) -> None:
-            if isinstance(grant, msg.WritingMsg) and (source is None or grant.copy != source.epoch):
+            if isinstance(grant, msg.WritingMsg) and grant.copy != source.epoch:
                 raise UnderstudyError(
                     "gms.stale_copy",
                     "the host copy no longer matches the weights of this device; restart this "
@@ -198,13 +194,10 @@ class Reader(WeightsSession):
                     epoch=grant.epoch,
                 )
 
-        wait_ms, mode = round(deadline_s * 1000), "ro" if source is None else "rw_or_ro"
-        request = replace(
-            self.request, mode=mode, identity=self.identity, wait_ms=wait_ms, replace=False
-        )
+        wait_ms = round(deadline_s * 1000)
+        request = replace(self.request, mode="rw_or_ro", identity=self.identity, wait_ms=wait_ms)
         client, grant = self.attachment.attach(request, check=check)
         if isinstance(grant, msg.WritingMsg):
-            assert source is not None
             with contextlib.ExitStack() as stack:
                 stack.callback(client.close)
                 stack.callback(self.attachment.unmap)
@@ -456,7 +449,7 @@ def open_copy(
         UnreachableError: its server is away.
     """
     attachment = Attachment(directory, names.offload_device(device), HostMemory())
-    wanted = replace(request, mode="ro", wait_ms=round(wait_s * 1000), replace=False)
+    wanted = replace(request, mode="ro", wait_ms=round(wait_s * 1000))
     try:
         copy = opened(attachment, wanted)
     except UnreachableError:

@@ -32,9 +32,6 @@ class JournalRecord(Struct, frozen=True):
     layout_hash: LayoutHash  # covers slab sizes and manifest
     identity_hash: str
     digest: str | None = None  # of the bytes; None until the writer has computed it
-    # The epoch that this one replaces, until the commit is answered: a writer and a server that die
-    # between this record and the answer must not lose the epoch that every other engine still uses.
-    previous: JournalRecord | None = None
 
 
 class Claimant(Struct, frozen=True):

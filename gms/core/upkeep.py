@@ -25,7 +25,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from msgspec import field
-from msgspec.structs import replace
 
 from gms import messages as msg
 from gms.core import events as ev
@@ -47,7 +46,6 @@ class Epoch(Region):
     layout_hash: LayoutHash = LayoutHash("")
     was_published: bool = False  # committed once, here or by an earlier server
     expected: ev.JournalRecord | None = None  # what a survivor's memory must match
-    fallback: ev.JournalRecord | None = None  # the same, if the journalled one is gone
     is_history: bool = False  # its file is marked: out of service
     digest: str | None = None  # of the bytes, as its writer computed it
     failed_canaries: set[str] = field(default_factory=set)  # incarnations
@@ -119,10 +117,8 @@ class Upkeep(Machine[Epoch]):
             self.do(ev.WriteJournal(None, record, self.offloaded))
 
     def _journal_commit(self, session: Session) -> None:
-        """Write the epoch that `session` commits, with the one that it replaces."""
-        previous = self.committed.record() if self.committed else None
-        record = replace(self.region_of(session).record(), previous=previous)
-        self.do(ev.WriteJournal(session.id, record, self.offloaded))
+        """Write the epoch that `session` commits."""
+        self.do(ev.WriteJournal(session.id, self.region_of(session).record(), self.offloaded))
 
     @property
     def is_journal_true(self) -> bool:

@@ -8,8 +8,8 @@ order of priorities: a committed epoch is never doubled or lost by accident, and
 while memory without an owner may still be mapped.
 
 Rules that are easy to break:
-- At most one epoch is being written, by the one writer. Losing the writer loses only that; the
-  committed epoch stays until the new one is on disk.
+- At most one epoch is being written, by the one writer, while none is committed. Losing the writer
+  loses only that.
 - Nothing slow is done here. A slab is created when it fits; the driver's thread checks manifests
   and seals memory.
 - Capacity: every epoch counts until the kernel says that no process maps it. Memory that a dying
@@ -207,7 +207,7 @@ class WeightsMachine(Upkeep):
         verdict = None
         if committed is not None:
             verdict = _on_committed(wish, committed)
-        elif offloaded is not None and not wish.replace:
+        elif offloaded is not None:
             verdict = _on_offloaded(wish, offloaded)
         if verdict is not None:
             return verdict
@@ -277,7 +277,7 @@ class WeightsMachine(Upkeep):
         session.deadline_ms = self.now_ms + self.stall_ms  # created as soon as it fits
 
     def _judge_allocation(self) -> None:
-        """Issue the writer's slab once it fits; make room if the request allows it."""
+        """Issue the writer's slab once it fits."""
         session = self.writer
         if session is None or session.asked_bytes is None or session.is_issued:
             return
@@ -285,10 +285,8 @@ class WeightsMachine(Upkeep):
             return  # the driver had no room a moment ago
         granularity = self.granularity_bytes
         size_bytes = -(-session.asked_bytes // granularity) * granularity
-        freed = sum(epoch.size_bytes for epoch in self.being_freed)
         missing = size_bytes - self.free_bytes
-        replaced = self.replaceable if session.request.replace and missing > freed else None
-        if missing > freed + (replaced.size_bytes if replaced is not None else 0):
+        if missing > sum(epoch.size_bytes for epoch in self.being_freed):
             self._refuse(session, self._out_of_memory(size_bytes))
         elif missing <= 0:
             session.has_waited = False
@@ -300,18 +298,8 @@ class WeightsMachine(Upkeep):
             self.oom_waits_total += not session.has_waited
             session.has_waited = True
             kv = f"; KV memory takes {size_of(self.kv_bytes)}" if self.kv_bytes else ""
-            what = _held(self.being_freed) or "the replaced epoch"
+            what = _held(self.being_freed)
             self._wait(session, "releasing", f"memory is being freed: {what}{kv}")
-            if replaced is not None:
-                self.retire(replaced)
-                self.journal()
-
-    @property
-    def replaceable(self) -> Epoch | None:
-        """The committed epoch, if it has no readers: it may make room for the one that is to
-        replace it."""
-        committed = self.committed
-        return None if committed is None or self.is_held(committed) else committed
 
     def on_progress(self, event: ev.Received, message: msg.ProgressMsg) -> None:
         session = self.session(event)
@@ -365,8 +353,7 @@ class WeightsMachine(Upkeep):
     def _epoch_opened(self, session: Session) -> None:
         session.deadline_ms = self.now_ms + self.stall_ms
         copy = self.offloaded  # of the requested identity, or it would not be granted
-        is_wanted = copy is not None and not session.request.replace
-        offered = copy.epoch if copy is not None and is_wanted else None
+        offered = copy.epoch if copy is not None else None
         sizes = self.capacity_bytes, self.free_bytes, self.granularity_bytes
         self._send(session, msg.WritingMsg(str(session.region), *sizes, offered))
 
@@ -396,13 +383,10 @@ class WeightsMachine(Upkeep):
         self._wait(session, "device_full", session.full.message)
 
     def _publish(self, session: Session) -> None:
-        """On disk. From here on the old epoch is history and the new one is readable."""
-        epoch, old = self.region_of(session), self.committed
-        # The replaced epoch is history from now on, also after a restart; and the device has its
-        # own weights again, which may be lost or condemned.
-        is_stale = self.is_journal_behind or old is not None or self.offloaded is not None
-        if old is not None:
-            self.retire(old)
+        """On disk. From here on the epoch is readable."""
+        epoch = self.region_of(session)
+        # The device has its own weights again, which may be lost or condemned.
+        is_stale = self.is_journal_behind or self.offloaded is not None
         self.offloaded = None
         epoch.turn("serve")
         epoch.was_published = True
@@ -472,9 +456,8 @@ class WeightsMachine(Upkeep):
         epoch = self.regions.get(region_id)
         if epoch is None:
             return False
-        is_known = epoch.expected is not None or epoch.fallback is not None
-        may_be_it = is_known or (self.is_journal_lost and not epoch.is_history)
-        return may_be_it and super().is_awaited(region_id)
+        may_be_it = self.is_journal_lost and not epoch.is_history
+        return (epoch.expected is not None or may_be_it) and super().is_awaited(region_id)
 
     def _check_survivor(self, message: msg.HandBackMsg) -> None:
         held, size_bytes = message.epoch, sum(message.slab_sizes)
@@ -489,7 +472,7 @@ class WeightsMachine(Upkeep):
         epoch = self.regions.get(message.region)
         if epoch is None or not self.is_awaited(message.region):
             return  # its word is enough: what came with it was not even kept
-        expected = epoch.expected or epoch.fallback
+        expected = epoch.expected
         check_identity(held.identity)
         check_size(message.manifest)
         computed = layout_hash(message.slab_sizes, message.manifest)
@@ -511,8 +494,6 @@ class WeightsMachine(Upkeep):
         assert held is not None
         if epoch is not None and epoch.phase is RegionPhase.MAKING:
             return  # its old connection has ended, which is about to be reported
-        if epoch is not None and epoch.fallback is not None:
-            return  # until the kernel, or a survivor, settles what became of its successor
         is_orphan = epoch is not None and epoch.phase is RegionPhase.ORPHANED
         if epoch is not None and is_orphan and self._may_publish(epoch, held):
             self._take_back(session, epoch, message)
@@ -553,8 +534,6 @@ class WeightsMachine(Upkeep):
         epoch.tensors, epoch.was_published = tensors, True
         epoch.digest = epoch.expected.digest if epoch.expected else None
         self.is_journal_lost, self.offloaded = False, None
-        for orphan in self.orphans:
-            orphan.fallback = None  # it was indeed replaced
         self.recoveries_total += 1
         took_ms = round(self.now_ms - self._began_ms)
         self.record(
@@ -563,7 +542,7 @@ class WeightsMachine(Upkeep):
             epoch=epoch.id,
             duration_ms=took_ms,
         )
-        self.journal()  # the record may be lost, or name a predecessor too
+        self.journal()  # the record may be lost
 
     def _freed(self, region: Epoch, was: RegionPhase, copy: ev.JournalRecord | None) -> None:
         # Without orphans no survivor can replace a lost journal any more.
@@ -575,13 +554,8 @@ class WeightsMachine(Upkeep):
     def _journalled_is_gone(
         self, record: ev.JournalRecord | None, copy: ev.JournalRecord | None
     ) -> None:
-        """The journalled epoch's file is free. If its commit was never answered, the epoch that it
-        was to replace is still the committed one. Otherwise a host copy of its bytes stands for
-        it: its readers may have unmapped it to offload it when the server died."""
-        predecessor = next((orphan for orphan in self.orphans if orphan.fallback), None)
-        if predecessor is not None:
-            predecessor.expected, predecessor.fallback = predecessor.fallback, None
-            return
+        """The journalled epoch's file is free. A host copy of its bytes stands for it: its readers
+        may have unmapped it to offload it when the server died."""
         if record is not None and copy is not None and is_copy_of(copy, record):
             self.offloaded = copy
             said = f"epoch {record.epoch} is lost from the device; using its host copy {copy.epoch}"
@@ -640,34 +614,23 @@ def _on_offloaded(wish: msg.AttachMsg, offloaded: ev.JournalRecord) -> Understud
     return UnderstudyError(
         "gms.identity_mismatch",
         f"the weights that are offloaded to host memory as epoch {offloaded.epoch} are not the "
-        "requested ones; start every engine with the same checkpoint and settings, or ask to "
-        "replace the epoch",
+        "requested ones; start every engine with the same checkpoint and settings, or "
+        "`gms drop` them",
         epoch=offloaded.epoch,
     )
 
 
-def _on_committed(wish: msg.AttachMsg, committed: Epoch) -> Verdict | None:
-    """The verdict where something is committed; None: the request is to replace it."""
-    if wish.mode == "rw":
-        if wish.replace:
-            return None
-        return UnderstudyError(
-            "gms.already_committed",
-            f"epoch {committed.id} is committed on this device; attach with rw_or_ro to use it, or "
-            "ask to replace it",
-            epoch=committed.id,
-        )
+def _on_committed(wish: msg.AttachMsg, committed: Epoch) -> Verdict:
+    """The verdict where something is committed."""
     expected = committed.identity
     known = wish.identity is not None and expected is not None
     mismatch = first_mismatch(expected, wish.identity) if known else None
     if mismatch is None:
         return "read"
-    if wish.mode == "rw_or_ro" and wish.replace:
-        return None
     return UnderstudyError(
         "gms.identity_mismatch",
         f"the committed weights are not the requested ones: {mismatch}; start every engine with "
-        "the same checkpoint and settings, or ask to replace the epoch",
+        "the same checkpoint and settings, or `gms drop` the epoch",
         epoch=committed.id,
         field=mismatch.field,
         expected=mismatch.expected,
@@ -692,8 +655,4 @@ def orphans_of(
         known = orphans.setdefault(record.epoch, Epoch(record.epoch, RegionPhase.ORPHANED))
         # Its slabs are unknown until it is handed back; it counts as one piece until then.
         known.slab_sizes, known.expected = [record.size_bytes], record
-        previous = record.previous
-        older = orphans.get(previous.epoch) if previous is not None else None
-        if previous is not None and older is not None and not older.is_history:
-            older.slab_sizes, older.fallback = [previous.size_bytes], previous
     return list(orphans.values())

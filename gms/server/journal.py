@@ -113,7 +113,7 @@ def _load(path: str) -> LoadedJournal | None:
         found = msgspec.json.decode(max(known)[1], type=LoadedJournal)
     except msgspec.MsgspecError:
         return None  # the checksum is right: another version's file
-    records = (found.record, found.record and found.record.previous, found.offloaded)
+    records = (found.record, found.offloaded)
     return found if all(names.is_region_id(each.epoch) for each in records if each) else None
 
 

@@ -189,9 +189,6 @@ class HostReservation(Reservation):
         if self.mapped_bytes:
             ctypes.memset(self.address, 0, self.mapped_bytes)
 
-    def fill(self, offset_bytes: int) -> int:
-        return fill(self.address + offset_bytes, self.mapped_bytes - offset_bytes)
-
     def view(self, offset_bytes: int, size_bytes: int) -> memoryview:
         self.check_mapped(offset_bytes, size_bytes)
         if not size_bytes:

@@ -133,13 +133,6 @@ class Reservation(abc.ABC):
     def clear(self) -> None:
         """Zero everything that is mapped, which must be writable."""
 
-    def fill(self, offset_bytes: int) -> int:
-        """Put memory behind what is mapped writable from there on, at once rather than when it is
-        touched; its content stays. On the host in huge pages, as far as the kernel has any: a
-        process that maps it then dies sooner. Returns how many bytes are in such pages. A device's
-        memory is there already."""
-        return 0
-
     @abc.abstractmethod
     def view(self, offset_bytes: int, size_bytes: int) -> memoryview:
         """What is mapped there, in place; read-only where the mapping is.

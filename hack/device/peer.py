@@ -156,7 +156,9 @@ class Requests:
 
     def do_load(self, directory: str, slabs: int, slab_bytes: int) -> None:
         """Commit an epoch with one tensor in each slab, and be its reader."""
-        request = messages.AttachMsg("check", str(os.getpid()), "rw", IDENTITY, wait_ms=30_000)
+        request = messages.AttachMsg(
+            "check", str(os.getpid()), "rw_or_ro", IDENTITY, wait_ms=30_000
+        )
         writer = open_session(directory, self.device, request, memory=self.memory)
         assert isinstance(writer, Writer)
         writer.plan(slabs * slab_bytes, slab_bytes)

@@ -1,5 +1,4 @@
-"""A committed epoch survives real deaths, one after the other: servers, readers, writers, bad
-clients.
+"""A committed epoch survives real deaths, one after the other: servers, readers, bad clients.
 
 Drawn from a seed that a failure prints (GMS_KILLS_SEED replays it; GMS_KILLS sets how many). A
 server or a reader always holds the memory. When all of them are gone, so is the memory, as it
@@ -64,14 +63,6 @@ class Pod:
         self.gms.start()
         self.readers.append(self.start_reader())
 
-    def kill_writer(self, rng: random.Random) -> None:
-        """In the middle of a load that would have replaced the epoch."""
-        writer = ClientProcess(self.directory, "rw+replace", f"engine-{next(self.numbers)}")
-        writer.expect("writer")
-        if rng.random() < 0.7:
-            writer.do("place 2")
-        writer.kill()
-
     def send_garbage(self, rng: random.Random) -> None:
         """Bytes, and frames with surplus descriptors."""
         junk = rng.randbytes(rng.randrange(1, 400))
@@ -111,7 +102,7 @@ def test_no_death_loses_or_alters_a_committed_epoch(pod: Pod):
     repeatedly; after each death a new client finds every byte."""
     rng = random.Random(SEED)
     print(f"GMS_KILLS_SEED={SEED}")
-    deaths = [pod.kill_server, pod.kill_reader, pod.kill_reader_and_server, pod.kill_writer]
+    deaths = [pod.kill_server, pod.kill_reader, pod.kill_reader_and_server]
     for _ in range(KILLS):
         rng.choice([*deaths, pod.kill_server, pod.send_garbage])(rng)
         pod.check()

@@ -52,7 +52,7 @@ async def test_forged_messages_affect_only_their_sender(pod: Pod):
         (lock, want(**{**stranger, "incarnation": "engine-9-../../" + "0" * 9}), "lock.bad_want"),
         (lock, want(**stranger), "lock.stale_claim"),
         (lock, lock_messages.BeatMsg(1), "lock.want_first"),
-        (memory, gms.AttachMsg("e", "i", "rw", {}, wait_ms=0), "gms.already_committed"),
+        (memory, gms.AttachMsg("e", "i", "rw_or_ro", identity={}), "gms.identity_mismatch"),
         (memory, gms.AttachMsg("e", "i", "ro", identity={"a": 1}), "gms.identity_mismatch"),
         (memory, gms.AllocateMsg(4096), "gms.not_attached"),
         *((each, control.KillMsg("init"), "engine.unknown_target") for each in engines),

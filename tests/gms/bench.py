@@ -116,6 +116,15 @@ class GmsProcess:
         writer.write("t", b"\7" * nbytes)
         return writer.commit(more.get("identity", IDENTITY))
 
+    def drop(self) -> None:
+        """What is committed, if anything is, mapped or not."""
+        with contextlib.suppress(RemoteError), self.client() as client:
+            client.request(msg.DropMsg(even_if_mapped=True), timeout_s=20)
+
+    def reload(self, nbytes: int = 64, **more: Any) -> Reader:
+        self.drop()
+        return self.load(nbytes, **more)
+
     def refusal(self, *messages: Message) -> RemoteError:
         """The error that the last of `messages`, all on one connection, gets."""
         with self.client() as client:

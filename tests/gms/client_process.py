@@ -24,8 +24,7 @@ def say(what: str, **more: Any) -> None:
 
 def main() -> None:
     arm_from_environment()
-    directory, asked, engine, device = sys.argv[1:5]
-    mode, _, more = asked.partition("+")  # `rw+replace`
+    directory, mode, engine, device = sys.argv[1:5]
     try:
         session = open_session(
             directory,
@@ -36,7 +35,6 @@ def main() -> None:
                 mode,
                 {"model": "tiny", "shards": {"a": "1"}},
                 wait_ms=60_000,
-                replace=more == "replace",
             ),
             on_wait=lambda reason: say("waiting", reason=reason),
         )

@@ -59,13 +59,14 @@ def test_slabs_of_an_epoch_are_limited():
 
 
 def test_epochs_that_are_still_read_are_limited():
-    """Replace again and again while a reader keeps every old epoch: the next writer waits, with
-    the number; it is granted when one of the readers leaves."""
+    """Drop again and again while a reader keeps every old epoch: the next writer waits, with the
+    number; it is granted when one of the readers leaves."""
     bench = Bench()
     for session in range(1, EPOCHS_MAX + 1):
-        bench.load(session, 4096, mode="rw", replace=True)
+        bench.reload(session, 4096)
     assert len(bench.device.regions) == EPOCHS_MAX
-    answer = bench.attach(99, "rw", replace=True)
+    bench.drop()
+    answer = bench.attach(99)
     assert isinstance(answer, msg.WaitingMsg)
     assert answer.reason == "epochs"
     assert f"{EPOCHS_MAX} epochs" in answer.message

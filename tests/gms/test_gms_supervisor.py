@@ -100,7 +100,7 @@ def shared(request: pytest.FixtureRequest) -> Iterator[Serve]:
 
 
 def load(shared: Serve) -> Reader:
-    return GmsProcess(shared.directory, device=shared.first).load(4096, mode="rw", replace=True)
+    return GmsProcess(shared.directory, device=shared.first).reload(4096)
 
 
 def command(*words: str) -> subprocess.CompletedProcess[str]:

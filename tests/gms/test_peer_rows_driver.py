@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from gms.client import Reader, Writer
-from plumbing.errors import UnderstudyError
+from plumbing.errors import RemoteError, UnderstudyError
 from tests.gms.bench import IDENTITY, GmsProcess
 from tests.gms.faulty import FaultyGms
 from tests.helpers import open_fds, until
@@ -25,7 +25,9 @@ def faulty(directory: str) -> Iterator[FaultyGms]:
 
 
 def replacing(gms: GmsProcess) -> Writer:
-    return gms.writer(mode="rw", replace=True, engine="engine-1")
+    """A writer, beside whatever is still read of what was dropped."""
+    gms.drop()
+    return gms.writer(engine="engine-1")
 
 
 def write_one(writer: Writer) -> Reader:
@@ -46,16 +48,14 @@ def test_row_4_driver_error_costs_the_writer_only(
     faulty: FaultyGms, call: str, nth: int, kind: str
 ):
     """Fail the n-th driver call of a writer, in every way that a driver fails: that session ends
-    with an error, what is committed stays, readers come, and the next writer succeeds."""
+    with an error, what others read stays, and the next writer succeeds."""
     with faulty.load() as old:
         pid, fds = faulty.pid, len(open_fds(faulty.pid))
         faulty.memory.fail(call, nth, kind)
         with replacing(faulty) as writer, pytest.raises(UnderstudyError) as caught:
             write_one(writer)
         assert caught.value.code.startswith("gms.")
-        assert faulty.status()["epoch"] == old.epoch
-        with faulty.reader() as reader:
-            assert reader.read("t") == b"\7" * 64
+        assert old.read("t") == b"\7" * 64
         until(lambda: faulty.status()["staging_bytes"] == 0, "the failed load to be given up")
         until(lambda: len(open_fds(pid)) <= fds, "the descriptors to be as before")
         write_one(replacing(faulty)).close()
@@ -96,19 +96,19 @@ def in_thread(*work: object) -> threading.Thread:
 
 @pytest.mark.parametrize("call", ["create", "seal"])
 def test_row_5_driver_call_that_blocks_delays_no_reader(faulty: FaultyGms, call: str):
-    """A writer's driver call blocks for as long as the test likes: meanwhile status answers and a
-    newcomer attaches to what is committed. Then the call goes on, and the writer succeeds."""
+    """A writer's driver call blocks for as long as the test likes: meanwhile status answers, and a
+    newcomer is told what it waits for. Then the call goes on, and the writer succeeds."""
     with faulty.load() as old:
         writer = replacing(faulty)
         done: list[Reader] = []
         faulty.memory.block(call)
         thread = in_thread(lambda: done.append(write_one(writer)))
         faulty.memory.wait_until_blocked()
-        assert faulty.status()["epoch"] == old.epoch
-        with faulty.reader(engine="engine-2") as newcomer:
-            assert newcomer.read("t") == b"\7" * 64
-            engines = [s["engine"] for s in faulty.status()["sessions"]]
-            assert sorted(engines) == ["engine-0", "engine-1", "engine-2"]
+        assert old.read("t") == b"\7" * 64
+        engines = [s["engine"] for s in faulty.status()["sessions"]]
+        assert sorted(engines) == ["engine-0", "engine-1"]
+        with pytest.raises(RemoteError, match=r"gms\.wait_timeout"):
+            faulty.reader(engine="engine-2", wait_ms=0)
         assert not done, "the driver call is still blocked"
         faulty.memory.may_go_on.set()
         thread.join(20)
@@ -121,24 +121,23 @@ def test_row_5_blocked_release_delays_no_client(faulty: FaultyGms):
     status answers, a reader attaches and a client that wants to write is told what it waits for;
     it is granted when the memory is free."""
     old = faulty.load()
-    with faulty.load(mode="rw", replace=True, engine="engine-1") as new:
+    with faulty.reload(engine="engine-1") as new:
         faulty.memory.block("release")
         old.close()
         faulty.memory.wait_until_blocked()
         assert faulty.status()["epoch"] == new.epoch
         faulty.reader(engine="engine-2").close()
+        faulty.drop()
         reasons: list[str] = []
         granted: list[Writer] = []
 
         def replace() -> None:
-            more = {"mode": "rw", "replace": True, "engine": "engine-3"}
-            granted.append(faulty.writer(on_wait=reasons.append, **more))
+            granted.append(faulty.writer(on_wait=reasons.append, engine="engine-3"))
 
         thread = in_thread(replace)
         until(lambda: reasons, "the reason of the wait")
         assert "not free yet" in reasons[0]
         assert not granted
-        faulty.reader(engine="engine-4").close()
         faulty.memory.may_go_on.set()
         thread.join(20)
         assert granted

@@ -145,12 +145,6 @@ def never_condemn(patch: Patch) -> None:
     patch.setattr(Upkeep, "on_condemn", lambda self, event, message: None)
 
 
-@rule("evict", CHANGES, NO_END, is_tight=True)
-def never_evict(patch: Patch) -> None:
-    """A committed epoch is not freed to make room, even where no process maps it."""
-    patch.setattr(WeightsMachine, "replaceable", None)
-
-
 @rule("content-identity", CHANGES, "mixed weights")
 def identity_of_structure_only(patch: Patch) -> None:
     """An identity that does not tell two checkpoints of one model apart."""

@@ -24,7 +24,7 @@ class Hazard(Flag):
     DRIVER = auto()  # calls and journal writes fail
     SERVER = auto()  # servers of devices crash
     SESSIONS = auto()  # connections to a server that lives are cut
-    CHECKPOINT = auto()  # the checkpoint on disk changes; engines may replace
+    CHECKPOINT = auto()  # the checkpoint on disk changes, and an operator drops what is of another
     BAD_PAGE = auto()  # a committed copy goes bad
     JOURNAL = auto()  # the journal of a server that is down is lost
 

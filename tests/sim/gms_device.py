@@ -169,11 +169,9 @@ class SimDevice(SimServer):
         self.is_up = False
         self.published: dict[str, Published] = {}
         self.last: str | None = None  # what must be committed here while anybody alive maps it
-        self.doubtful: str | None = None  # journalled to replace `last`, and nobody was told
-        self.older: str | None = None  # what the journal says that `last` has replaced
         self.condemned: set[str] = set()  # for good: it is on disk
         self.condemning: set[str] = set()  # a crash forgets it, like a message that came too late
-        self.was_replaced = False  # on purpose: then there may be two copies
+        self.was_dropped = False  # on purpose: then there may be two copies
         self.closing: deque[int] = deque()  # sessions whose end the server has not seen yet
         self.offered: dict[int, Copy] = {}  # by session: descriptors that were handed back
         self.boot()
@@ -193,12 +191,7 @@ class SimDevice(SimServer):
             # On disk and not answered: committed all the same, if anything is left of it.
             if journal.epoch in self.vault and journal.epoch not in self.published:
                 self._register(journal.epoch)
-            if journal.previous is None:
-                self.last = journal.epoch
-            else:
-                self.doubtful = journal.epoch
-        if journal is not None and journal.previous is not None:
-            self.older = journal.previous.epoch
+            self.last = journal.epoch
         self.is_up = False
         for pending in (self.driver, self.closing, self.offered, self.vault, self.watched):
             pending.clear()
@@ -232,19 +225,15 @@ class SimDevice(SimServer):
         self.check()
 
     def _notice_retired(self, before: Epoch | None, said: ev.Received | str) -> None:
-        """Nothing committed goes but on purpose: condemned, or replaced where two do not fit."""
-        device = self.machine
-        writer = device.writer
-        if writer is not None and writer.request.replace and before is not None:
-            self.was_replaced = True
-        if before is None or device.committed is not None:
+        """Nothing committed goes but on purpose: condemned, or dropped by an operator."""
+        if before is None or self.machine.committed is not None:
             return
-        is_condemned = isinstance(said, ev.Received) and isinstance(said.message, msg.CondemnMsg)
-        is_evicted = writer is not None and writer.request.replace and not device.is_held(before)
-        assert is_condemned or is_evicted, f"epoch {before.id} was lost to {said}"
-        if is_condemned:
+        message = said.message if isinstance(said, ev.Received) else None
+        is_meant = isinstance(message, msg.CondemnMsg | msg.DropMsg)
+        assert is_meant, f"epoch {before.id} was lost to {said}"
+        if isinstance(message, msg.CondemnMsg):
             self.condemning.add(before.id)
-        self.last, self.was_replaced = None, True
+        self.last, self.was_dropped = None, True
 
     def answer(self, effect: ev.Respond) -> None:
         copy = None
@@ -261,7 +250,7 @@ class SimDevice(SimServer):
 
     def _publish(self, epoch: str) -> None:
         self._register(epoch)
-        self.last, self.doubtful, self.older = epoch, None, None
+        self.last = epoch
 
     def _register(self, epoch: str) -> None:
         copy, identity = self.vault[epoch], self.machine.regions[epoch].identity
@@ -272,6 +261,16 @@ class SimDevice(SimServer):
 
     def new_memory(self, epoch: str) -> Copy:
         return Copy(epoch)
+
+    def stale(self, version: int) -> str | None:
+        """What is committed of another checkpoint than this."""
+        committed = self.machine.committed if self.is_up else None
+        copy = self.vault.get(committed.id) if committed is not None else None
+        return copy.epoch if copy is not None and copy.contents != {version} else None
+
+    def drop(self, epoch: str) -> None:
+        """An operator wants other weights."""
+        self.tell(ev.Received(-1, 0, msg.DropMsg(epoch, even_if_mapped=True)))
 
     def offer_of(self, session: int) -> Copy | None:
         return self.offered.pop(session, None)
@@ -341,12 +340,6 @@ class SimDevice(SimServer):
         weights_snapshot(device, str)
         committed = device.committed
         assert committed is None or committed.id not in self.condemned, "a condemned epoch is back"
-        if committed is not None and committed.id == self.doubtful:
-            self.last, self.doubtful, self.older = committed.id, None, None
-        if committed is not None and committed.id == self.older != self.last:
-            # Its successor is gone with everybody who had it.
-            assert self.last not in self._holders(), "an older epoch is back beside a newer one"
-            self.last, self.doubtful, self.older = committed.id, None, None
         if committed is not None and self.last is not None:
             assert committed.id == self.last, f"{committed.id} is stale: {self.last} came after it"
         self._check_published()
@@ -373,7 +366,7 @@ class SimDevice(SimServer):
             return
         epoch = self.machine.regions.get(str(self.last))
         phase = epoch.phase if epoch is not None else None
-        is_expected = epoch is not None and (epoch.expected or epoch.fallback) is not None
+        is_expected = epoch is not None and epoch.expected is not None
         is_expected = is_expected or self.machine.is_journal_lost  # the first one's word
         is_safe = phase is RegionPhase.SERVED or (phase is RegionPhase.ORPHANED and is_expected)
         assert is_safe, f"epoch {self.last} is mapped by a live engine and lost ({phase})"

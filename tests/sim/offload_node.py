@@ -109,11 +109,10 @@ class Node(SimServer):
         return None if self.journal is None else self.journal.digest
 
     def _is_lost(self, epoch: str) -> bool:
-        """Whether the committed epoch is gone with all that mapped it, and nothing replaces it."""
+        """Whether the committed epoch is gone with all that mapped it."""
         record = self.journal
-        if record is None or record.epoch != epoch or epoch in self.marked or record.digest is None:
-            return False
-        return record.previous is None or record.previous.epoch not in self.files - self.marked
+        is_it = record is not None and record.epoch == epoch and record.digest is not None
+        return is_it and epoch not in self.marked
 
     @property
     def free_files(self) -> list[str]:

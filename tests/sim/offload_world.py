@@ -103,11 +103,9 @@ class OffloadWorld:
 
     # ------------------------------------------------------------------ what engines do
 
-    def _attach(self, node: Node, actor: Actor, mode: str, *, replace: bool = False) -> None:
+    def _attach(self, node: Node, actor: Actor, mode: str) -> None:
         actor.at[node.name], actor.restages_from = "asking", None
-        request = msg.AttachMsg(
-            actor.name, f"i-{id(actor)}", mode, IDENTITY, wait_ms=1 << 40, replace=replace
-        )
+        request = msg.AttachMsg(actor.name, f"i-{id(actor)}", mode, IDENTITY, wait_ms=1 << 40)
         self._send(node, actor, request)
 
     def _write(self, node: Node, actor: Actor) -> None:
@@ -282,7 +280,7 @@ class OffloadWorld:
     def _keeper_move(self, actor: Actor) -> tuple[str, Any] | None:
         weights, copy = self.device.machine.committed, self.host.machine.committed
         if actor.at["device"] == "reading" and actor.at["host"] == "":
-            return "makes a copy", lambda: self._attach(self.host, actor, "rw", replace=True)
+            return "makes a copy", lambda: self._attach(self.host, actor, "rw_or_ro")
         if actor.at["device"] == "reading" and actor.at["host"] == "reading":
             return "has made it", lambda: self._let_go(self.device, actor)
         is_other = weights is not None and (
@@ -293,6 +291,10 @@ class OffloadWorld:
         if is_other and is_idle:
             if actor.at["host"] == "reading":
                 return "lets go", lambda: self._let_go(self.host, actor)
+            if copy is not None:
+                drop = msg.DropMsg(copy.id, even_if_mapped=True)
+                said = ev.Received(next(self._numbers), 1, drop)
+                return "drops the copy", lambda: self.host.tell(said)
             if actor.at["host"] == "":
                 return "reads the weights", lambda: self._attach(self.device, actor, "ro")
         if copy is not None and actor.at["host"] == "":

@@ -119,7 +119,6 @@ class Rank:
                     self.identity_now(self.version),
                     rank=self.number,
                     wait_ms=WAIT_MS,
-                    replace=self.world.may_replace and self.mode == "rw_or_ro",
                 ),
             )
         )

@@ -3,10 +3,9 @@
 The real machines of the devices and of every incarnation's way to its weights, in an order that one
 seed draws: connects, grants, allocations, commits, attaches, completions, deaths and relaunches,
 and the hazards that a test allows. Checked after every step, in physical terms: one copy per device
-unless a second was asked for, nothing committed is lost or altered, a whole engine has one
-checkpoint. When the faults stop, everything must settle without the help of
-any deadline: a schedule in which nothing can happen any more while somebody could be whole is a
-deadlock.
+unless an operator has dropped the first, nothing committed is lost or altered, a whole engine has
+one checkpoint. When the faults stop, everything must settle without the help of any deadline: a
+schedule in which nothing can happen any more while somebody could be whole is a deadlock.
 """
 
 from __future__ import annotations
@@ -61,7 +60,6 @@ class World:
         self.has_barrier = drawn[0] if has_barrier is None else has_barrier
         self.in_container = drawn[1] if in_container is None else in_container
         self.hazards = self.hazards if hazards is None else hazards
-        self.may_replace = Hazard.CHECKPOINT in self.hazards
         # Somebody restarts engines that have an old checkpoint, in the end. Where only one copy
         # fits, or only one engine may write, nobody else could make way for the new one.
         has_shadow = any(not role.may_write for role in roles)
@@ -156,6 +154,9 @@ class World:
         found += exits
         for device in self.devices:
             found += device.moves()
+            stale = device.stale(self.version) if Hazard.CHECKPOINT in self.hazards else None
+            if stale is not None:
+                found.append((f"DROP on {device.name}", lambda d=device, s=stale: d.drop(s)))
         for index, (supervisor, ranks) in enumerate(self._dead):
             if not any(rank in self.processes for rank in ranks):
                 found.append((f"{supervisor[-4:]}'s pidfd", lambda i=index: self._readable(i)))
@@ -263,4 +264,4 @@ class World:
 
     def _check_copies(self, device: SimDevice) -> None:
         copies = self.copies(device)
-        assert len(copies) <= 1 or device.was_replaced, f"doubled on {device.name}: {copies}"
+        assert len(copies) <= 1 or device.was_dropped, f"doubled on {device.name}: {copies}"

@@ -32,7 +32,7 @@ async def test_events_of_a_memory_server_are_followed_across_its_deaths(director
                 note(record)
 
     gms = await asyncio.to_thread(GmsProcess(str(directory)).start)
-    kept = ClientProcess(str(directory), "rw", "engine-0")
+    kept = ClientProcess(str(directory), "rw_or_ro", "engine-0")
     following = None
     try:
         await asyncio.to_thread(kept.expect, "writer")

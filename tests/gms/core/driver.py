@@ -136,6 +136,16 @@ class Bench:
         assert isinstance(answer, msg.CommittedMsg), answer
         return answer.epoch
 
+    def drop(self) -> None:
+        """An operator's order: what is committed is out of service, mapped or not."""
+        self.tell(ev.Received(-1, 4, msg.DropMsg(even_if_mapped=True)))
+
+    def reload(self, session: int, size_bytes: int = MIB, **more: Any) -> str:
+        """Drop what is committed, if anything is, and load anew."""
+        if self.device.committed is not None:
+            self.drop()
+        return self.load(session, size_bytes, **more)
+
     def load_by_hand(self, session: int) -> str:
         """`load` where nothing is completed by itself."""
         self.auto = True

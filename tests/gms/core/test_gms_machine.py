@@ -47,19 +47,11 @@ def test_writer_that_stalls_loses_its_staging_but_slow_progress_is_no_stall():
     assert isinstance(bench.last(2), msg.WritingMsg)
 
 
-def test_rw_or_ro_with_replace_writes_only_where_the_identity_differs():
-    """`replace` is a permission: the same identity is simply read."""
-    bench = Bench()
-    bench.load(1)
-    assert isinstance(bench.attach(2, replace=True), ev.SendRegion)
-    assert isinstance(bench.attach(3, replace=True, identity=OTHER), msg.WritingMsg)
-
-
 def test_kv_memory_counts_against_the_device_and_is_named():
     """An epoch that fits the device but for its KV memory; then that is freed."""
     bench = Bench(capacity_bytes=10 * MIB)
     message = msg.AllocateMsg(6 * MIB)
-    attach = msg.AttachMsg("engine-1", "i", "rw", wait_ms=1000)
+    attach = msg.AttachMsg("engine-1", "i", "rw_or_ro", wait_ms=1000)
     bench.tell(ev.Received(1, 1, attach, kv_bytes=5 * MIB))
     assert bench.device.free_bytes == 5 * MIB
     bench.tell(ev.Received(1, 1, message, kv_bytes=5 * MIB))
@@ -86,9 +78,12 @@ def test_slab_that_waits_for_memory_in_vain_fails_at_its_deadline():
     """Memory that is being released does not come: the writer's deadline ends the wait."""
     bench = Bench(capacity_bytes=10 * MIB, stall_ms=1000)
     old = bench.load(1, 6 * MIB)
-    bench.close(1)
+    bench.attach(2)
+    bench.drop()
+    bench.attach(3)
     bench.mapped.add(old)
-    bench.attach(2, "rw", replace=True, identity=OTHER)
-    bench.allocate(2, 6 * MIB)
+    bench.close(1)
+    bench.close(2)
+    bench.allocate(3, 6 * MIB)
     bench.advance(1000)
-    assert refusal(bench.last(2)).code == "gms.writer_stalled"
+    assert refusal(bench.last(3)).code == "gms.writer_stalled"

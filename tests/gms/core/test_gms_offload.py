@@ -98,14 +98,13 @@ def test_commit_that_is_not_the_copy_is_refused():
     assert other_copy.value.code == other_identity.value.code == "gms.stale_copy"
 
 
-def test_other_weights_are_refused_unless_they_are_to_replace_the_offloaded_ones():
-    """As where something is committed; a replacing writer is not told of the copy."""
+def test_other_weights_than_the_offloaded_ones_are_refused():
+    """As where something is committed."""
     bench, _ = offloaded()
     other = {**IDENTITY, "model": "large"}
     answer = bench.attach(2, identity=other)
     assert isinstance(answer, ev.RefuseRequest)
     assert answer.error.code == "gms.identity_mismatch"
-    assert writing(bench.attach(3, identity=other, replace=True)) == ("0" * 31 + "2", None)
 
 
 def test_reader_waits_until_the_weights_are_back():

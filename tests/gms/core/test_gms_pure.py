@@ -55,7 +55,7 @@ def placed(sizes: list[int], planned: int | None, free: int, cap: int | None) ->
     attachment = Attachment("/none", "HOST-0", HostMemory(cap))
     attachment._reserve(sum(sizes) + 2 * GIB)
     grant = msg.WritingMsg("e", 8 * GIB, free, PAGE)
-    with Writer(attachment, slabs, msg.AttachMsg("e", "i", "rw"), grant) as writer:
+    with Writer(attachment, slabs, msg.AttachMsg("e", "i", "rw_or_ro"), grant) as writer:
         if planned is not None:
             writer.plan(planned)
         for index, nbytes in enumerate(sizes):

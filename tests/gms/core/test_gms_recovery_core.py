@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from msgspec.structs import replace
 
 from gms import messages as msg
 from gms.core import events as ev
@@ -24,10 +23,8 @@ def record(epoch: str, identity: dict[str, object]) -> ev.JournalRecord:
 
 
 def restarted() -> Bench:
-    """A server that finds a commit of NEW over OLD on disk, which may not have been answered."""
-    bench = Bench(
-        orphans=orphans_of([OLD, NEW], replace(record(NEW, OTHER), previous=record(OLD, IDENTITY)))
-    )
+    """A server that finds a commit of NEW on disk, and files of NEW and OLD."""
+    bench = Bench(orphans=orphans_of([OLD, NEW], record(NEW, OTHER)))
     bench.mapped |= {OLD, NEW}
     return bench
 
@@ -46,16 +43,6 @@ def hand_back(
 
 def phases(bench: Bench) -> dict[str, RegionPhase]:
     return {epoch.id: epoch.phase for epoch in bench.device.regions.values()}
-
-
-def test_lost_commit_does_not_lose_the_epoch_it_replaces():
-    """Its writer died with the server: once the kernel says so, the older epoch is served."""
-    bench = restarted()
-    assert hand_back(bench, 1, OLD) is None, "not before it is known"
-    bench.unmap(NEW)
-    assert bench.last(1) == msg.KeptMsg(OLD)
-    assert phases(bench) == {OLD: RegionPhase.SERVED}
-    assert (bench.journal.epoch, bench.journal.previous) == (OLD, None)
 
 
 @pytest.mark.parametrize("how", ["condemned", "dropped"])
@@ -122,7 +109,7 @@ def replaced_and_cut(capacity_bytes: int = 100 * MIB) -> tuple[Bench, str]:
     bench = Bench(capacity_bytes)
     old = bench.load(1)
     bench.mapped.add(old)
-    bench.load(2, mode="rw", replace=True, identity=OTHER)
+    bench.reload(2, identity=OTHER)
     bench.close(1)
     assert bench.device.phase_shown(bench.device.regions[old]) == "releasing"
     assert hand_back(bench, 3, old) == msg.KeptMsg(old)
@@ -132,10 +119,11 @@ def replaced_and_cut(capacity_bytes: int = 100 * MIB) -> tuple[Bench, str]:
 
 def test_a_reader_that_rejoins_a_given_up_epoch_does_not_block_writers():
     """Goal: an active engine whose connection broke is no reason to wait. Method: the next writer
-    that replaces is granted at once, and the memory goes with that reader. (It waited for ever.)
+    is granted at once, and the memory goes with that reader. (It waited for ever.)
     """
     bench, old = replaced_and_cut()
-    assert isinstance(bench.attach(4, "rw", replace=True, identity=THIRD), msg.WritingMsg)
+    bench.drop()
+    assert isinstance(bench.attach(4, identity=THIRD), msg.WritingMsg)
     bench.close(3)
     bench.unmap(old)
     assert old not in bench.device.regions
@@ -145,23 +133,9 @@ def test_room_that_a_reader_keeps_is_not_on_its_way():
     """Goal: no wait for memory that does not come. Method: three epochs do not fit; the writer is
     refused at once, and told who reads."""
     bench, _ = replaced_and_cut(2 * MIB)
-    bench.attach(4, "rw", replace=True, identity=THIRD)
+    bench.drop()
+    bench.attach(4, identity=THIRD)
     answer = bench.allocate(4)
     assert isinstance(answer, ev.RefuseRequest)
     assert answer.error.code == "gms.out_of_memory"
     assert "engine-3" in answer.error.message
-
-
-def test_drop_waits_for_a_commit_that_is_being_written():
-    """The committed epoch is dropped while its successor is journalled: answered after that."""
-    bench = Bench(auto=False)
-    bench.load_by_hand(1)
-    bench.attach(2, "rw", replace=True, identity=OTHER)
-    bench.drain()
-    bench.commit(2, OTHER)
-    bench.complete(bench.pending.pop(0))
-    bench.tell(ev.Received(9, 4, msg.DropMsg(None, even_if_mapped=True)))
-    assert bench.last(9) is None
-    bench.drain()
-    assert isinstance(bench.last(9), msg.DroppedMsg)
-    assert bench.journal.epoch == bench.device.committed.id

@@ -32,7 +32,7 @@ def test_digest_is_journalled_once():
 def test_condemnation_of_a_superseded_epoch_means_nothing():
     """It is out of service already; the epoch that replaced it stays."""
     bench = loaded(2)
-    fresh = bench.load(3, mode="rw", replace=True)
+    fresh = bench.reload(3)
     bench.tell(ev.Received(1, 0, msg.CondemnMsg("other tokens")))
     assert bench.device.committed.id == fresh
 
