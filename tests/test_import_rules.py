@@ -383,7 +383,7 @@ LINES_MAX = {
     "gms": 8_685,
     "engine": 16_865,
     "gateway": 10_240,
-    "pool": 7_050,
+    "pool": 7_000,
     "understudy": 7_925,
     "hack": 5_700,
     "tests": 62_380,

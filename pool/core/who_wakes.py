@@ -195,19 +195,16 @@ class _Planner:
         for name in claim.places:
             self.claimed.setdefault(name, claim)
 
-    def _awake(self, model: Model) -> Mapping[str, int]:
-        """What it has booked awake; all of its devices if that is unknown."""
+    def _extra(self, model: Model) -> dict[str, int]:
+        """What is to be booked to raise it; on its way down, on top of where that ends. Of unknown
+        size, it takes all of its devices."""
         needs = model.needs.get(Tier.AWAKE)
         if needs is None:
-            return {name: self.usable.get(name, 0) for name in model.rules.devices}
-        return needs
-
-    def _extra(self, model: Model) -> dict[str, int]:
-        """What is to be booked to raise it; on its way down, on top of where that ends."""
+            needs = {name: self.usable.get(name, 0) for name in model.rules.devices}
         held = model.needs.get(model.tier, {}) if model.state in FALLING else model.booked
         return {
             name: needed - held.get(name, 0)
-            for name, needed in self._awake(model).items()
+            for name, needed in needs.items()
             if needed > held.get(name, 0)
         }
 

@@ -202,10 +202,12 @@ def _ready(head: Head, model: Model, now_ms: float, rules: PoolRules) -> tuple[f
 
 
 def _steps(model: Model, names: Sequence[str], what: str) -> tuple[Step, ...]:
-    """From what it holds downwards, as far as that gives room where it is short."""
+    """From what it holds downwards, as far as that gives room where it is short. Victims of one
+    class are sorted by `who`."""
     steps: list[Step] = []
     held = _holds(model)
-    who = _who(model, is_last=model.ticket is not None and model.state is not ModelState.AWAKE)
+    is_last = model.ticket is not None and model.state is not ModelState.AWAKE
+    who = (is_last, model.last_request_ms, model.awake_since_ms or 0.0, model.name)
     before = [0] * len(names)
     for klass, tier in _DESCENTS[what, model.has_copy]:
         needs = model.needs.get(tier)
@@ -229,11 +231,6 @@ def _holds(model: Model) -> Mapping[str, int]:
     if model.state in _AT_REST:
         return model.needs.get(model.tier, model.booked)
     return model.booked
-
-
-def _who(model: Model, *, is_last: bool) -> tuple[bool, float, float, str]:
-    """What victims of one class are sorted by."""
-    return (is_last, model.last_request_ms, model.awake_since_ms or 0.0, model.name)
 
 
 # ------------------------------------------------------------------------------------ choosing

@@ -17,7 +17,7 @@ from plumbing.wire.connection import Connection
 from plumbing.wire.peer import ProcessWatch
 from pool.core.events import DemandCame, GatewayGone, PoolEvent, SetModelDoor
 from pool.core.facts import Facts
-from pool.core.states import PooledRules
+from pool.core.states import PooledRules, by_device
 from pool.messages import DemandMsg, DoorsMsg, PooledModel
 from pool.pool_file import PoolFile
 
@@ -104,9 +104,6 @@ def for_gateways(
     found = {}
     for name, told in doors.items():
         known, settings = facts.models[name], file.models[name]
-        memory: dict[str, int] = {}
-        for key, size_bytes in facts.ledger.booked(known).items():
-            memory[key.device] = memory.get(key.device, 0) + size_bytes
         found[name] = PooledModel(
             number=told.number,
             door=told.door,
@@ -114,7 +111,7 @@ def for_gateways(
             since_ms=known.since_ms,
             reason=known.reason,
             tier=known.goal,
-            memory=memory,
+            memory=by_device(facts.ledger.booked(known)),
             rules=PooledRules(
                 priority=settings.priority,
                 keep_alive_ms=settings.keep_alive_ms,
