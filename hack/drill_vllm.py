@@ -23,7 +23,6 @@ apart: `unshare --mount sh -c 'mount -t tmpfs none /dev/shm && exec python -m ha
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import sys
@@ -236,10 +235,8 @@ class Run:
             memory[f"with_{when}"] = [gpu.settled() for gpu in self.gpus]
 
     async def _look_at_devices(self, drill: Drill, target: Target, found: Found) -> list[str]:
-        """Note what each engine takes of its device beside the shared weights, and the self-tests;
-        then sleep and wake under load. What is wrong."""
-        from engine.backends.vllm.api.self_test import NAME
-
+        """Note what each engine takes of its device beside the shared weights; then sleep and wake
+        under load. What is wrong, also of the self-tests."""
         self._note_memory(found, "pod")
         view = await gather(drill.directory)
         by_pid = {pid: size for gpu in self.gpus for pid, size in gpu.by_process().items()}
@@ -247,14 +244,14 @@ class Run:
             role = "active" if part["engine"]["id"] == view["active"] else "standby"
             pids = {name: by_pid.get(pid) for name, pid in part["backend"]["pids"].items()}
             found.devices["memory"][role] = {name: size for name, size in pids.items() if size}
-        tests = json.loads((drill.directory / NAME).read_text()).values()
-        problems = [f"self-test: {each['problem']}" for each in tests if each["problem"] != ""]
+        said = (problem for part in view["engines"] for problem in part["problems"])
+        problems = [problem for problem in said if "self-test" in problem]
         pod = await StandingPod.of(drill.directory, drill, target)
         try:
             sleeps = await across_sleeps(pod, SLEEPING_CLIENTS, SLEEPS)
         finally:
             await pod.close()
-        found.devices |= {"self_tests": [*tests], "sleeps": sleeps}
+        found.devices |= {"sleeps": sleeps}
         return [*problems, *sleeps["problems"]]
 
     def _leftovers(self, base: Path) -> list[str]:

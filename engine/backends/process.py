@@ -48,6 +48,7 @@ SERVING_ID_ENV = "UNDERSTUDY_SERVING_ID"
 INCARNATION_ENV = "UNDERSTUDY_INCARNATION"
 ENGINE_SOCKET_ENV = "ENGINE_SOCKET"
 ENGINE_ID_ENV = "ENGINE_ID"
+FAILURES_ENV = "UNDERSTUDY_FAILURES"  # launches in a row that ended before they were prepared
 MODEL_ENV = "UNDERSTUDY_MODEL_NAME"  # of the engine's model; not set in a pod without models
 
 # The supervisor answers immediately; this is for a machine that swaps.

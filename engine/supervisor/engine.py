@@ -251,6 +251,7 @@ class Engine(EngineHub):
             self,
             now.incarnation,
             temporary=self._temporary,
+            failures=self._relaunch.failures,
             on_gone=self._gone,
             on_loader=self.lock.repeat,
         )

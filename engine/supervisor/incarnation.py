@@ -80,11 +80,13 @@ class Incarnation:
         incarnation_id: str,
         *,
         temporary: str,
+        failures: int,
         on_gone: Callable[[], None],
         on_loader: Callable[[], None],
     ) -> None:
-        """`temporary`: where its processes have their temporary files. `on_loader` is called when
-        the loader lock is wanted or no longer wanted."""
+        """`temporary`: where its processes have their temporary files. `failures`: launches before
+        it that failed in a row. `on_loader` is called when the loader lock is wanted or no longer
+        wanted."""
         self.id = incarnation_id
         self.witness_path: str | None = None
         self.witness_id = (0, 0)
@@ -101,7 +103,7 @@ class Incarnation:
         self.note = ""  # why the weights are not away, or their memory is not free
         self.progress = ProgressPage()
         self._hub, self._settings = hub, hub.settings
-        self._temporary = temporary
+        self._temporary, self._failures = temporary, failures
         self._on_gone, self._on_loader = on_gone, on_loader
         self._is_over = False
         self._loads: dict[int, LoadReply] = {}
@@ -164,6 +166,7 @@ class Incarnation:
             process.WITNESS_ENV: self.witness_path or "",
             process.INCARNATION_ENV: self.id,
             process.ENGINE_ID_ENV: settings.engine,
+            process.FAILURES_ENV: str(self._failures),
             process.ENGINE_SOCKET_ENV: settings.control_path,
             **({MODEL_ENV: settings.model} if settings.model else {}),
             "GMS_SOCKET_DIR": settings.gms_socket_dir,

@@ -106,20 +106,33 @@ def test_an_engine_is_parked_before_it_reports_prepared(alone: World):
     assert alone.asked == ["understudy_join", "understudy_take_kv", "wake_up"]
 
 
-@pytest.mark.parametrize("why", ["", "the seed is lost"])
-def test_without_a_proof_nothing_is_continued_published_or_put_to_sleep(alone: World, why: str):
-    """The engine serves all the same. A reason of its own, which stood before, is kept."""
+@pytest.mark.parametrize(
+    ("problem", "failures", "why"),
+    [
+        ("", 2, ""),
+        ("the seed is lost", 0, "the seed is lost"),
+        ("", 3, "the last 3 launches ended"),
+    ],
+)
+def test_without_a_proof_nothing_is_continued_published_or_put_to_sleep(
+    alone: World, monkeypatch, problem: str, failures: int, why: str
+):
+    """The engine serves all the same, also one whose last launches have ended in the test."""
     found = Continuing(Continuation.STATE, "an id")
 
-    async def prove(run: Any) -> str:
-        return why
+    async def run(test: Any) -> str:
+        return problem
 
-    backend = alone.made(None, alone.kept, SimpleNamespace(), lambda identity: found, prove)
+    monkeypatch.setattr(backend_module.SelfTest, "__init__", lambda *asked: None)
+    monkeypatch.setattr(backend_module.SelfTest, "run", run)
+    monkeypatch.setenv("UNDERSTUDY_FAILURES", str(failures))
+    seat = SimpleNamespace()
+    backend = alone.made(None, alone.kept, seat, lambda identity: found, is_tested=True)
     prepared = asyncio.run(backend.prepare())
     assert prepared.continuation == ("" if why else "an id")
     assert prepared.can_rest == (not why)
     assert [why in each for each in prepared.warnings] == ([True, True] if why else [])
-    assert alone.kept.problem == why
+    assert why in alone.kept.problem
     assert alone.engine.continuing == (Continuing() if why else found)  # type: ignore[attr-defined]
 
 

@@ -23,6 +23,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -35,12 +36,12 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 
 from engine.backends import process_memory
 from engine.backends.channel import is_private
-from engine.backends.process import ProgressPage
+from engine.backends.process import FAILURES_ENV, ProgressPage
 from engine.backends.vllm.api.features import KEEP_KV, OFFLOAD, PROVEN, RESUME, SLEEP, Features
 from engine.backends.vllm.api.gateway_endpoints import Door
 from engine.backends.vllm.api.http import TRIAL_PROMPT, Front
 from engine.backends.vllm.api.kept_memory import OWN_MEMORY, KeptMemory, ask_core
-from engine.backends.vllm.api.self_test import Prove, SelfTest
+from engine.backends.vllm.api.self_test import SelfTest
 from engine.backends.vllm.membership import Answer
 from engine.backends.vllm.resume.answer import Continuing
 from engine.backends.vllm.versions import vllm_version
@@ -82,6 +83,7 @@ COUNT_POLL_S = 0.001
 # itself waits for: the memory service frees 8 GiB a second, and a rank gives up by itself.
 RESTORE_S, RESTORE_GRACE_S = 45.0, 15.0
 NOTE_CHARS_MAX = 4096
+FAILURES_MAX = 3  # then there is no self-test: five are a crash loop
 PULSE_S = 0.05  # how long a core's own failure may go unnoticed; its death is seen at once
 PARKED_PULSE_S = 0.25  # the same without clients: twenty checks a second cost 0.3 % of a core
 
@@ -98,11 +100,11 @@ class VllmBackend:
         kv: KeptMemory | None = None,
         seat: serving.ServingSeat | None = None,
         find_continuing: Callable[[dict[str, Any]], Continuing] = lambda identity: Continuing(),
-        prove: Prove | None = None,
+        *,
+        is_tested: bool = False,
     ) -> None:
         """`find_continuing` tells from the identity of the weights who may continue its streams.
-        `prove` says why none of its features is proved here, and may run the test that it is
-        given."""
+        `is_tested`: only what the self-test proves is done."""
         self.is_parked = False  # ready to be woken, and idle until then
         self._engine, self._front, self._steps = engine, front, steps
         self._features = features or Features()
@@ -111,7 +113,7 @@ class VllmBackend:
         self._seat = seat if self._features.has(SLEEP) else None
         self._placing = asyncio.Lock()  # held while ranks release their weights or map them again
         self._may_be_away = False
-        self._prove, self._canaries = prove, 0
+        self._is_tested, self._canaries = is_tested, 0
         self._listening: OwnedFd | None = None
         self._trusting: asyncio.Task[None] | None = None
 
@@ -131,7 +133,8 @@ class VllmBackend:
         features, first = self._features, statuses[0]
         features.learn(statuses)
         self._continue_streams(first["identity"])
-        if self._prove is not None and (why := await self._prove(self._self_test)):
+        if self._is_tested and (problem := await self._self_test()):
+            why = f"the self-test on this device failed: {problem}"
             logger.warning("%s", why)
             for feature in PROVEN:
                 features.lacks(feature, why)
@@ -161,8 +164,16 @@ class VllmBackend:
         return await self._ask_ranks("understudy_status", STATUS_WAIT_S)
 
     async def _self_test(self) -> str:
+        """What is wrong, or nothing. An engine that dies in its test must not do so for ever."""
+        failures = int(os.environ.get(FAILURES_ENV, "0"))
+        if failures >= FAILURES_MAX:
+            return f"the last {failures} launches ended before they were prepared"
+        began_s = time.monotonic()
         take = partial(self._ask_ranks, "understudy_scratch", STATUS_WAIT_S)
-        return await SelfTest(self._engine, self._park, take).run()
+        problem = await SelfTest(self._engine, self._park, take).run()
+        took_s = time.monotonic() - began_s
+        logger.info("the self-test took %.1f s: %s", took_s, problem or "passed")
+        return problem
 
     def _continue_streams(self, identity: dict[str, Any]) -> None:
         """Or none, if it cannot resume."""

@@ -115,7 +115,6 @@ async def _serve(
     from engine.backends.vllm.api.backend import StepCounter, VllmBackend
     from engine.backends.vllm.api.http import Front, bind
     from engine.backends.vllm.api.kept_memory import KeptMemory
-    from engine.backends.vllm.api.self_test import Proof
 
     args, steps, directory = parsed.vllm, StepCounter(page), os.environ[DIRECTORY_ENV]
     # Named after the engine, not the incarnation: the next one replaces a killed one's socket.
@@ -124,7 +123,6 @@ async def _serve(
     )
     made = make_engine(parsed, steps)
     front = await Front.start(made.engine, args, listener, parsed.body_bytes_max)
-    proof = made.tested and Proof(directory, made.tested, forced=parsed.self_test)
     backend = VllmBackend(
         made.engine,
         front,
@@ -133,7 +131,7 @@ async def _serve(
         KeptMemory(parsed.kv),
         seat,
         made.find_continuing,
-        proof.obtain if proof else None,
+        is_tested=made.is_tested,
     )
     prepared = await backend.prepare()
     warnings = (*made.warnings, *prepared.warnings)
@@ -145,13 +143,13 @@ async def _serve(
 
 class _Made(NamedTuple):
     """The engine, warnings for the operator, what it can do, how to find out who may continue its
-    streams, and on what the result of its self-test depends, if it needs one."""
+    streams, and whether it tests itself."""
 
     engine: Any
     warnings: tuple[str, ...]
     features: Features
     find_continuing: Callable[[dict[str, Any]], Any]
-    tested: dict[str, Any] | None
+    is_tested: bool
 
 
 def make_engine(parsed: ServeArguments, steps: Any) -> _Made:
@@ -198,7 +196,7 @@ def make_engine(parsed: ServeArguments, steps: Any) -> _Made:
         tuple(kv_size.warnings(config)),
         can,
         lambda identity: continuing(engine, args, identity),
-        self_test.about(config) if is_tested else None,
+        is_tested,
     )
 
 

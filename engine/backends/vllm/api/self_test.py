@@ -1,5 +1,4 @@
-"""Whether this engine, on this device, resumes requests, reuses KV blocks and wakes correctly; and
-the proof of it, filed so that the test runs once.
+"""Whether this engine, on this device, resumes requests, reuses KV blocks and wakes correctly.
 
 Each row is a request whose answer depends on the state that a resume must restore. It is answered
 once without interruption, then resumed behind several of its tokens, and answered again after a
@@ -12,42 +11,30 @@ penalties decide by a large margin. Rounding cannot change such an answer, so it
 equal. The rows of kind `NUMBERS` are the model's own greedy answers; they depend on every KV block
 and position. Their log probabilities are compared within a tolerance.
 
-On GPUs an engine continues streams, publishes KV blocks and sleeps only with a proof. On the CPU
-`tests/vllm` prove the same, so an engine there is tested only with `--self-test`. The file is in
-the pod's directory, keyed by all on which a result depends: devices, driver, vLLM, runner and
-settings. An attempt is filed before it begins: an engine that dies in its self-test would otherwise
-be launched again and again, only to die in it.
+On GPUs every launch runs it, and continues streams, publishes KV blocks and sleeps only if it
+passes. On the CPU `tests/vllm` prove the same, so an engine there is tested only with
+`--self-test`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import itertools
-import json
-import logging
-import os
-import platform
 import random
-import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import msgspec
 from msgspec import Struct
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
-from engine.backends.vllm import NO_SELF_TEST, versions
+from engine.backends.vllm import NO_SELF_TEST
 from engine.backends.vllm.resume.answer import CURRENT, Answer
 from engine.backends.vllm.worker.kv_cuda import BLOCKS
 from plumbing.errors import UnderstudyError
 from plumbing.gateway_protocol import Continuation, Journal
-from plumbing.service.files import write_atomic
-
-logger = logging.getLogger(__name__)
 
 MADE = 24  # tokens of an answer
 # Behind so many tokens a prompt of `prompt_tokens` ends one token into a block: the blocks before
@@ -309,106 +296,5 @@ def _digits(tokenizer: Any) -> tuple[int, int] | None:
     return seven[-1], three[-1]
 
 
-# ---------------------------------------------------------------------- the proof, filed
-
-NAME = "vllm_self_test.json"
-SELF_TEST = 1  # of what is tested; a change makes results of the past worthless
-ATTEMPTS_MAX = 3
-RESULTS_MAX = 32
-DRIVER = "/proc/driver/nvidia/version"
-
-Run = Callable[[], Awaitable[str]]
-Prove = Callable[[Run], Awaitable[str]]
-
-
-class Result(Struct, frozen=True):
-    """Of one kind of engine. `problem` is None while no attempt has ended."""
-
-    about: dict[str, Any]
-    attempts: int = 0
-    problem: str | None = None
-    seconds: float = 0.0
-
-
 def is_needed() -> bool:
     return not current_platform.is_cpu()
-
-
-def about(config: Any) -> dict[str, Any]:
-    """On what the result depends, of an engine with this `VllmConfig`."""
-    cache, scheduler = config.cache_config, config.scheduler_config
-    name = current_platform.get_device_name if is_needed() else lambda rank: platform.machine()
-    try:
-        with open(DRIVER, encoding="utf-8") as file:
-            driver = file.readline().strip()
-    except OSError:
-        driver = platform.release()
-    return {
-        "self_test": SELF_TEST,
-        "devices": [name(rank) for rank in range(config.parallel_config.world_size)],
-        "driver": driver,
-        "vllm": versions.vllm_version(),
-        "torch": versions.torch_version(),
-        "runner": versions.in_use(config),
-        "noise": "fp64" if getattr(config.model_config, "use_fp64_gumbel", False) else "fp32",
-        "computation": config.compute_hash(),  # vLLM's own digest: model, kernels, graphs, ranks
-        "async": bool(scheduler.async_scheduling),
-        "block_tokens": cache.block_size,
-        "prefix_caching": bool(cache.enable_prefix_caching),
-        "max_num_seqs": scheduler.max_num_seqs,
-        "max_num_batched_tokens": scheduler.max_num_batched_tokens,
-    }
-
-
-class Proof:
-    """The result for one engine, in `directory`; `forced`: test whatever is filed."""
-
-    def __init__(self, directory: str, about: dict[str, Any], *, forced: bool) -> None:
-        self._path = os.path.join(directory, NAME)
-        self._about, self._forced = about, forced
-        text = json.dumps(about, sort_keys=True, default=str)
-        self._key = hashlib.sha256(text.encode()).hexdigest()[:16]
-
-    async def obtain(self, run: Run) -> str:
-        """Why nothing is proved, or nothing. `run` is the self-test, which says the same.
-
-        Raises:
-            UnderstudyError: `run`'s; the attempt is filed.
-        """
-        problem = await self._obtain(run)
-        return problem and (
-            f"the self-test on this device failed: {problem}; to repeat it, remove {self._path} or"
-            " start with --self-test"
-        )
-
-    async def _obtain(self, run: Run) -> str:
-        filed = None if self._forced else self._read().get(self._key)
-        attempts = filed.attempts if filed is not None else 0
-        if filed is not None and filed.problem is not None:
-            logger.info("the self-test of %s is filed: %s", self._key, filed.problem or "passed")
-            return filed.problem
-        if attempts >= ATTEMPTS_MAX:
-            return f"{attempts} engines ended in the middle of it"
-        self._file(Result(self._about, attempts + 1))
-        began = time.monotonic()
-        problem = await run()
-        seconds = round(time.monotonic() - began, 3)
-        self._file(Result(self._about, attempts + 1, problem, seconds))
-        logger.info("the self-test took %.1f s: %s", seconds, problem or "passed")
-        return problem
-
-    def _read(self) -> dict[str, Result]:
-        try:
-            with open(self._path, "rb") as file:
-                return msgspec.json.decode(file.read(), type=dict[str, Result])
-        except (OSError, msgspec.MsgspecError):
-            return {}  # then it is tested again
-
-    def _file(self, result: Result) -> None:
-        results = {key: each for key, each in self._read().items() if key != self._key}
-        results[self._key] = result  # the newest last
-        kept = dict([*results.items()][-RESULTS_MAX:])
-        try:
-            write_atomic(self._path, msgspec.json.format(msgspec.json.encode(kept), indent=1))
-        except OSError as error:  # the next engine tests itself again
-            logger.warning("the result of the self-test is not filed: %s", error)
