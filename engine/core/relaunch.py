@@ -14,10 +14,9 @@ BACKOFF_FIRST_MS = 500
 BACKOFF_MAX_MS = 30_000
 DEATHS_MAX = 5
 DEATHS_WINDOW_MS = 600_000
-# Loading is the heaviest thing that an engine does; a takeover takes a fraction of this.
-YIELD_MS = 2_000
-# After it is active the other engine needs the machine most: it prefills all waiting requests.
-SETTLE_MS = 500
+# After the death of an engine that held the lock: loading is the heaviest thing that an engine
+# does, and the one that takes over, in half of this time, prefills all waiting requests.
+YIELD_MS = 1_000
 # A fault of the machine may end at any moment, and what it costs to try is an `open`.
 MACHINE_RETRY_MS = 1_000
 
@@ -29,6 +28,7 @@ class Death:
     reached_standby: bool
     is_planned: bool
     is_machine: bool = False  # a disk is full or fails
+    held_lock: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +50,10 @@ class Relaunch:
     yield_ms: int = YIELD_MS
     failures: int = field(default=0, init=False)  # in a row before standby
     _counted: list[Death] = field(default_factory=list, init=False)  # the last `deaths_max`
-    _died_ms: float | None = field(default=None, init=False)
-    _is_machine: bool = field(default=False, init=False)  # the last death
-    # The last look since then that found no engine active.
-    _vacant_ms: float | None = field(default=None, init=False)
+    _last: Death | None = field(default=None, init=False)
 
     def died(self, death: Death) -> None:
-        self._died_ms, self._vacant_ms = death.at_ms, None
-        self._is_machine = death.is_machine
+        self._last = death
         if death.reached_standby:
             self.failures = 0  # earlier failures have been overcome, however it ended now
         if death.is_planned or death.is_machine:
@@ -85,23 +81,16 @@ class Relaunch:
         doubled = self.backoff_first_ms << min(self.failures - 1, 32)
         return min(doubled, self.backoff_max_ms)
 
-    def due(self, now_ms: float, *, is_other_active: bool) -> Due:
-        """When to launch, as of now: after the back-off, and once another engine is active and has
-        had a moment to answer, or after `yield_ms`. Ask again until then."""
-        if self._died_ms is None:
+    def due(self) -> Due:
+        """When to launch."""
+        last = self._last
+        if last is None:
             return Due(0.0, "first launch")
-        if not is_other_active:
-            self._vacant_ms = now_ms
-        backoff = self._died_ms + (MACHINE_RETRY_MS if self._is_machine else self.backoff_ms)
-        latest = pause = self._died_ms + self.yield_ms
-        if self._vacant_ms is None:
-            pause = self._died_ms
-        elif is_other_active:
-            pause = min(latest, self._vacant_ms + SETTLE_MS)
+        backoff = last.at_ms + (MACHINE_RETRY_MS if last.is_machine else self.backoff_ms)
+        pause = last.at_ms + (self.yield_ms if last.held_lock else 0)
         if pause > backoff:
-            what = "has answered" if is_other_active else "is active"
-            return Due(pause, f"waiting until another engine {what}")
-        if self._is_machine:
+            return Due(pause, "leaving the machine to the engine that takes over")
+        if last.is_machine:
             return Due(backoff, "retrying every second: the machine is at fault, not the engine")
         if self.failures:
             return Due(backoff, f"backing off after {self.failures} failures before standby")

@@ -35,9 +35,6 @@ from plumbing.text import duration
 
 # How often new processes are looked for, and orphans reaped.
 TICK_MS = 1_000.0
-# How often a dead engine checks whether another one has become active: often enough that loading
-# starts soon after, seldom enough not to disturb the takeover that it waits for.
-RELAUNCH_POLL_MS = 50.0
 
 
 class Engine(EngineHub):
@@ -216,9 +213,8 @@ class Engine(EngineHub):
 
     def _launch_when_due(self) -> None:
         """Launch now or later."""
-        now_ms = self.clock.now_ms()
-        due = self._relaunch.due(now_ms, is_other_active=self._is_other_active())
-        rest_ms = due.at_ms - now_ms
+        due = self._relaunch.due()
+        rest_ms = due.at_ms - self.clock.now_ms()
         if rest_ms <= 0:
             self.plan = None
             self._launch()
@@ -228,19 +224,11 @@ class Engine(EngineHub):
             text = f"relaunch in at most {duration(rest_ms)}: {due.reason}"
             data = {"in_ms": self.plan.in_ms, "reason": due.reason}
             self.log.record("engine.relaunch", text, data=data)
-        self.after("relaunch", min(rest_ms, RELAUNCH_POLL_MS), self._launch_when_due)
+        self.after("relaunch", rest_ms, self._launch_when_due)
 
     def _cancel_launch(self) -> None:
         self.cancel("relaunch")
         self.plan = None
-
-    def _is_other_active(self) -> bool:
-        """A grant is not enough: the other engine has yet to wake. Its state file says when it has;
-        where that cannot be read, the pause simply lasts its full time."""
-        other, directory = self.lock.other, self.settings.directory
-        if other is None:
-            return False
-        return state_file.word_of(directory, other.engine) == (State.ACTIVE, other.token)
 
     def _start_tree(self) -> None:
         now = self.lifecycle.now
@@ -264,9 +252,15 @@ class Engine(EngineHub):
         self.cancel("budget")
         if not now.is_leaving:
             is_outside = gone.rehearsed_ms is not None or history.cause in ev.FROM_OUTSIDE
-            is_planned, is_machine = now.is_meant or is_outside, bool(gone.machine_fault)
-            death = (now.reason, now.reached_standby, is_planned, is_machine)
-            self._relaunch.died(Death(self.clock.now_ms(), *death))
+            death = Death(
+                self.clock.now_ms(),
+                now.reason,
+                now.reached_standby,
+                is_planned=now.is_meant or is_outside,
+                is_machine=bool(gone.machine_fault),
+                held_lock=now.token > 0,
+            )
+            self._relaunch.died(death)
             self.verdict = self._relaunch.verdict()
         history.reaped(now, gone.rehearsed_ms)
         self.post(ev.Reaped(self.verdict))

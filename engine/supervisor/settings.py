@@ -73,7 +73,10 @@ DURATIONS: Mapping[str, tuple[int, str]] = {
     ),
     "backoff_first_ms": (relaunch.BACKOFF_FIRST_MS, "Shortest wait after a failed launch."),
     "backoff_max_ms": (relaunch.BACKOFF_MAX_MS, "Longest wait after a failed launch."),
-    "yield_ms": (relaunch.YIELD_MS, "Longest wait for another engine to take over."),
+    "yield_ms": (
+        relaunch.YIELD_MS,
+        "Wait for another engine to take over, after the death of an engine that held the lock.",
+    ),
     "deaths_window_ms": (
         relaunch.DEATHS_WINDOW_MS,
         "The time in which --deaths-max deaths count as a crash loop.",

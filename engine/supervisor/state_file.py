@@ -144,12 +144,3 @@ class EngineStateFile:
         if is_shortage(error):
             return shortage(f"write {self.path}", error)
         return f"cannot write {self.path}: {error.strerror}; free space on that disk"
-
-
-def word_of(directory: str, engine: str) -> tuple[str, int]:
-    """State and token of `engine` by its state file; "" where that cannot be read."""
-    try:
-        document = read_json(engine_state(directory, engine)) or {}
-        return str(document["engine"]["state"]), int(document["lock"]["token"])
-    except (UnderstudyError, OSError, KeyError, TypeError, ValueError):
-        return "", 0
