@@ -43,7 +43,6 @@ CONTINUATION_ID = "X-Understudy-Continuation-Id"
 HOP_PATHS = "/understudy/"
 HELLO_PATH = "/understudy/hello"  # GET: a `Hello`, as JSON
 WATCH_PATH = "/understudy/watch"  # GET, by a front: `PodReport`s, one line of JSON each
-CANARY_PATH = "/understudy/canary"  # POST: one real inference; 200 or 503 with a `CanaryMsg`
 
 GROUP_MARK = b": u="  # begins the comment behind the events of one group
 _ONE_TOKEN = b"|1\n\n"  # ends it where that is one token

@@ -170,12 +170,8 @@ class LatePublisher:
         self._scheduling: list[Publication] = []
         self._in_flight: deque[list[Publication]] = deque()
 
-    def prepare(self, block: int, block_hash: bytes, group: int, tokens: int) -> None:
-        """The step that is being scheduled completes the present use of `block`."""
-        self.prepare_all([(block, self._writer.use(block), block_hash, group, tokens)])
-
     def prepare_all(self, completed: Iterable[Publication]) -> None:
-        """The same for many blocks, in uses that began before."""
+        """The step that is being scheduled completes these uses of blocks."""
         self._scheduling += completed
 
     def step_sent(self) -> None:

@@ -336,7 +336,6 @@ class HealthWatch:
     def close(self) -> None:
         """Ignore answers that still arrive."""
         self._is_over = True
-        self._running.canaries.stop()
         self._hub.cancel("health")
 
     @property
@@ -353,7 +352,7 @@ class HealthWatch:
             if action is Action.ASK:
                 self._running.channel.ask(HealthMsg(), HealthyMsg, self._answered)
             else:
-                self._running.canaries.check(self._canary_done)
+                self._running.canary(self._canary_done)
         self._hub.after("health", self._health.next_ms() - self._clock.now_ms(), self._tick)
 
     def _answered(self, healthy: HealthyMsg) -> None:
@@ -373,6 +372,5 @@ class HealthWatch:
             self._tick()
 
     def _fail(self, verdict: str) -> None:
-        problem = self._running.canaries.problem
         self.close()
-        self._hub.post(Failed("unhealthy", f"{verdict}; {problem}" if problem else verdict))
+        self._hub.post(Failed("unhealthy", verdict))

@@ -30,13 +30,15 @@ from engine.core import events as ev
 from engine.core.events import EngineEvent, Failed, State, WakingStep
 from engine.core.health import ParkedHealth
 from engine.core.loading import Loading
+from engine.schema import EngineLastCanary
 from engine.supervisor import leftovers
-from engine.supervisor.channel import BackendChannel, Canaries
+from engine.supervisor.channel import BackendChannel
 from engine.supervisor.hub import EngineHub, shortage
 from engine.supervisor.tree import ProcessDeath, Tree
 from lockserver.client import serving, witness
 from plumbing.errors import UnderstudyError, is_disk_fault
 from plumbing.service import procfs
+from plumbing.service.clock import rfc3339
 from plumbing.service.process import parent_environment
 from plumbing.text import size
 from plumbing.wire.fds import OwnedFd
@@ -113,7 +115,8 @@ class Incarnation:
             on_fault=functools.partial(self._fail, "backend_fault"),
             on_closed=self._channel_closed,
         )
-        self.canaries = Canaries(self.channel, hub.log)
+        self.private_path: str | None = None  # where the backend serves, since it was woken
+        self.last_canary: EngineLastCanary | None = None
         self._parked = ParkedHealth()
         self._serving_path = ""
         self._serving: serving.ServingFile | None = None
@@ -313,7 +316,7 @@ class Incarnation:
         """Takes `listener`, the socket that the backend will accept from; behind a gateway it is
         the private one, at `private_path`. `era` is that of `token`."""
         self._stop_placing()
-        self.is_wake_asked, self.canaries.private_path = True, private_path
+        self.is_wake_asked, self.private_path = True, private_path
         wake = messages.WakeMsg(token, self._settings.engine, era)
         self.channel.ask(wake, messages.WokenMsg, self._woke, [listener])
 
@@ -343,12 +346,26 @@ class Incarnation:
     def ask(self, step: WakingStep) -> None:
         """The step after the wake."""
         if step is WakingStep.CANARY:
-            self.canaries.gate(self._gate)
+            self.canary(self._gate)
         else:
             self._ask(messages.ServeMsg(), messages.ServingMsg, ev.Serving())
 
     def _ask(self, request: Message, reply: type[Message], event: EngineEvent) -> None:
         self.channel.ask(request, reply, lambda _: self._hub.post(event))
+
+    def canary(self, on_done: Callable[[bool, str], object]) -> None:
+        """One real inference: call `on_done` with its verdict."""
+
+        def done(found: messages.CanaryMsg) -> None:
+            text = f"canary {'passed' if found.ok else 'failed'}"
+            text += f": {found.detail}" if found.detail else ""
+            data = {"ok": found.ok, "detail": found.detail}
+            severity = "info" if found.ok else "error"
+            event = self._hub.log.record("engine.canary", text, severity, data)
+            self.last_canary = EngineLastCanary(found.ok, rfc3339(event.ts))
+            on_done(found.ok, found.detail)
+
+        self.channel.ask(messages.RunCanaryMsg(), messages.CanaryMsg, done)
 
     def _gate(self, ok: bool, detail: str) -> None:
         failed = Failed("canary_failed", f"the canary failed: {detail or 'wrong tokens'}")
@@ -387,7 +404,7 @@ class Incarnation:
                 pass
             case found:
                 return f"{name} is {found.value}: nothing proves the end of serving yet"
-        self.is_wake_asked, self.woken, self.canaries.private_path = False, None, None
+        self.is_wake_asked, self.woken, self.private_path = False, None, None
         took_ms = round(self._hub.clock.now_ms() - self._rest_asked_ms, 3)
         self._hub.log.record(
             "engine.rested",

@@ -126,7 +126,7 @@ class EngineStatus:
             kv=self._kv(),
             epoch=prepared.epoch if prepared else None,
             serves_on=self._serves_on(),
-            last_canary=incarnation.canaries.last if incarnation else None,
+            last_canary=incarnation.last_canary if incarnation else None,
         )
 
     def _kv(self) -> schema.EngineKv | None:
@@ -148,7 +148,7 @@ class EngineStatus:
         incarnation, state = self._engine.incarnation, self._engine.lifecycle.state
         if incarnation is None or state not in SERVING or not incarnation.is_wake_asked:
             return None
-        return incarnation.canaries.private_path or self._engine.lock.address
+        return incarnation.private_path or self._engine.lock.address
 
     def _health(self) -> schema.EngineHealth:
         engine, watch = self._engine, self._engine.watch
@@ -174,7 +174,7 @@ class EngineStatus:
             *(server.problem for server in self.sockets),
         ]
         if running is not None:
-            problems += [running.problem, running.canaries.problem, running.waiting]
+            problems += [running.problem, running.waiting]
             problems += running.prepared.warnings if running.prepared is not None else ()
         return [problem for problem in problems if problem]
 

@@ -29,7 +29,6 @@ from pathlib import Path
 from engine import messages as m
 from engine.backends import process
 from engine.backends.process import ProgressPage
-from plumbing import gateway_protocol as hop
 from plumbing.errors import UnreachableError
 from plumbing.wire.blocking import BlockingClient, Reply
 
@@ -52,7 +51,6 @@ def arguments() -> argparse.Namespace:
     ):
         parser.add_argument(f"--{text}", default="")
     parser.add_argument("--obey", type=int, help="the descriptor of a socket")
-    parser.add_argument("--bind", type=int, help="start two threads, one of them bound to this CPU")
     parser.add_argument("--ranks", nargs="*", help="load as so many ranks, of these models")
     return parser.parse_args()
 
@@ -202,23 +200,11 @@ class Backend:
         with contextlib.suppress(BlockingIOError):
             conn, _ = self.listener.accept()
             with conn:
-                conn.sendall(self.reply_over_http(conn) if self.is_private else self.line)
+                conn.sendall(self.line)
 
     @property
     def line(self) -> bytes:
         return f"{os.environ[process.ENGINE_ID_ENV]} {self.token}\n".encode()
-
-    def reply_over_http(self, conn: socket.socket) -> bytes:
-        conn.settimeout(WAIT_S)
-        asked = b""
-        while not asked.endswith(b"\r\n\r\n"):
-            more = conn.recv(4096)
-            if not more:
-                return b""
-            asked += more
-        if not asked.startswith(f"POST {hop.CANARY_PATH} ".encode()):
-            return self.line
-        return b'HTTP/1.1 200 OK\r\n\r\n{"type": "canary", "ok": true}'
 
 
 def end_main_thread() -> None:
@@ -253,17 +239,6 @@ def spawn(kind: str) -> None:
     else:  # its stdin is not the witness, and it never joins
         bare = subprocess.Popen(["sleep", "1000"], stdin=subprocess.DEVNULL, start_new_session=True)
         CHILDREN.append(bare)
-
-
-def start_threads(cpu: int) -> None:
-    """One that leaves its affinity alone, and one that binds itself to `cpu`."""
-
-    def bound() -> None:
-        os.sched_setaffinity(0, {cpu})
-        hang_in_thread()
-
-    for each in (hang_in_thread, bound):
-        threading.Thread(target=each, daemon=True).start()
 
 
 def load(member: process.BackendProcess, switches: argparse.Namespace) -> None:
@@ -307,8 +282,6 @@ def main() -> None:
         threading.Thread(
             target=advance, args=(page, switches.hang_generation_if), daemon=True
         ).start()
-    if switches.bind is not None:
-        start_threads(switches.bind)
     if switches.fault:
         channel.notify(
             m.FaultReportMsg("fake.fault", switches.fault, switches.permanent, exit_code=2)

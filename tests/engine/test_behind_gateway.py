@@ -82,16 +82,6 @@ def test_connections_that_wait_break_with_the_incarnation(
             engine.until("active", number=2)
 
 
-def test_backend_that_does_not_accept_is_found(pod: Pod, lock: StubLock, directory: Path):
-    """Goal: inference that works is not enough. Method: the channel answers everything, the private
-    socket nothing."""
-    stuck = directory / "stuck"
-    engine = pod.engine("e-0", "--accept-none-if", str(stuck), flags=(*QUICK, *HASTY))
-    engine.until("active")
-    stuck.touch()
-    engine.until_death("the idle canary made no token", "unhealthy")
-
-
 @pytest.mark.parametrize(
     ("continues", "leave", "expected"),
     [

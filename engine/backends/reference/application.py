@@ -185,7 +185,8 @@ class ServedModel:
         return web.json_response({"object": "list", "data": [card]})
 
     async def hello(self, request: web.Request) -> web.StreamResponse:
-        self._check_gateway()
+        if not self.is_behind_gateway:
+            raise web.HTTPNotFound
         hello = hop.Hello(
             engine=self.engine,
             token=self.token,
@@ -197,16 +198,6 @@ class ServedModel:
             backend_version=__version__,
         )
         return web.json_response(body=msgspec.json.encode(hello))
-
-    async def canary(self, request: web.Request) -> web.StreamResponse:
-        self._check_gateway()
-        checked = self.model.call(lambda rank: rank.check())
-        status = 200 if checked.ok else 503
-        return web.json_response(body=msgspec.json.encode(checked), status=status)
-
-    def _check_gateway(self) -> None:
-        if not self.is_behind_gateway:
-            raise web.HTTPNotFound
 
     def is_marked(self, request: web.Request) -> bool:
         """Whether the request is from a gateway of this release, which can continue the answer. Not
@@ -405,6 +396,5 @@ def make_app(served: ServedModel) -> web.Application:
     for path in BODIES:
         app.router.add_post(path, served.complete)
     app.router.add_get(hop.HELLO_PATH, served.hello)
-    app.router.add_post(hop.CANARY_PATH, served.canary)
     app.on_response_prepare.append(served.add_headers)
     return app

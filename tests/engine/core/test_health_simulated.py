@@ -194,7 +194,7 @@ class Simulation:
             "idle_canary_ms": IDLE_CANARY_MS,
         }
         self._timer = 0
-        self.canaries = SimpleNamespace(check=self._run_canary, stop=lambda: None, problem=None)
+        self.canary = self._run_canary
         self.settings, self.clock = SimpleNamespace(config=config), self.world
         self.channel = self
         HealthWatch(

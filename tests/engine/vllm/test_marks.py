@@ -11,12 +11,10 @@ import json
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 
 from engine.backends.vllm.api.gateway_endpoints import CONNECTION, Door, Gate, Marks, Traffic
 from engine.backends.vllm.resume.answer import CURRENT
-from engine.messages import CanaryMsg
 from plumbing import gateway_protocol as hop
 from plumbing.gateway_protocol import Continuation, Hello, Journal
 from tests.helpers import auntil
@@ -103,9 +101,8 @@ class Hop:
     def __init__(self, serving: Serving, *, is_direct: bool = False) -> None:
         self.traffic = Traffic()
         self.traffic.engine, self.traffic.token = "engine-0", 7
-        self.canary = CanaryMsg(True)
         if not is_direct:
-            self.traffic.door = Door(self.hello, self.run_canary)
+            self.traffic.door = Door(self.hello)
         self.gate = Gate(PassesOn(Marks(serving, self.traffic)), self.traffic)
         self.sent: list[Any] = []
         self.transport = self  # of this one connection
@@ -113,9 +110,6 @@ class Hop:
 
     def hello(self) -> Hello:
         return Hello("engine-0", 7, "id", Continuation.STATE, BODY_MAX, ("m",))
-
-    async def run_canary(self) -> CanaryMsg:
-        return self.canary
 
     def close(self) -> None:
         self.closed += 1
@@ -246,18 +240,11 @@ def test_only_what_a_gateway_of_this_release_sends_is_marked(header, is_direct):
     assert is_direct or serving.seen["headers"] == []
 
 
-def test_hello_and_canary():
-    """Both are answered by the gate; a failed canary is a 503 with its reason."""
+def test_hello_is_answered_by_the_gate():
     found = asked(Serving(), method="GET", path=hop.HELLO_PATH)
     hello = json.loads(found.bodies[0])
     assert (hello["engine"], hello["token"], hello["continuation"]) == ("engine-0", 7, "state")
     assert (hello["body_bytes_max"], hello["models"]) == (BODY_MAX, ["m"])
-    for canary, status in ((CanaryMsg(True), 200), (CanaryMsg(False, "NaN"), 503)):
-        found = Hop(Serving())
-        found.canary = canary
-        asyncio.run(found.ask(b"", GATEWAYS, path=hop.CANARY_PATH))
-        assert found.sent[0]["status"] == status
-        assert msgspec.json.decode(found.bodies[0], type=CanaryMsg) == canary
     found = asked(Serving(), path="/understudy/else")
     assert found.sent[0]["status"] == 404
 

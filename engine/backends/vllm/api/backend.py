@@ -341,7 +341,6 @@ class VllmBackend:
         front, is_none = self._front, self._continuing.best is Continuation.NONE
         return Door(
             self._hello,
-            self.run_canary,
             has_parsers=front.has_parsers,
             keeps_responses=front.keeps_responses,
             responses=Continuation.NONE if front.keeps_responses or is_none else Continuation.STATE,

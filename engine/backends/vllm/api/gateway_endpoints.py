@@ -27,7 +27,6 @@ from typing import Any
 import msgspec
 
 from engine.backends.vllm.resume.answer import CURRENT, Answer
-from engine.messages import CanaryMsg
 from plumbing import gateway_protocol as hop
 from plumbing.gateway_protocol import Continuation, Hello, Journal
 
@@ -208,14 +207,13 @@ class _Exchange:
 class Door:
     """What this engine says to a gateway.
 
-    `hello`: of itself under the present grant. `canary`: one real inference. `has_parsers`: its
-    chats go through a parser of reasoning or tools. `keeps_responses`: it stores answers of the
-    Responses API or calls tools for them, so that one that is asked again is not the same.
-    `responses`: the class of a stream of the Responses API.
+    `hello`: of itself under the present grant. `has_parsers`: its chats go through a parser of
+    reasoning or tools. `keeps_responses`: it stores answers of the Responses API or calls tools for
+    them, so that one that is asked again is not the same. `responses`: the class of a stream of the
+    Responses API.
     """
 
     hello: Callable[[], Hello]
-    canary: Callable[[], Awaitable[CanaryMsg]]
     has_parsers: bool = True
     keeps_responses: bool = True
     responses: Continuation = Continuation.NONE
@@ -225,9 +223,6 @@ class Door:
         match scope["method"], scope["path"]:
             case "GET", hop.HELLO_PATH:
                 await send_json(send, 200, msgspec.to_builtins(self.hello()))
-            case "POST", hop.CANARY_PATH:
-                found = await self.canary()
-                await send_json(send, 200 if found.ok else 503, msgspec.to_builtins(found))
             case _:
                 await send_json(send, 404, {"error": f"{scope['path']} does not exist"})
 
