@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.core.relaunch import YIELD_MS
 from engine.supervisor.settings import OPTIONS, placed, settle
 from plumbing.errors import UsageError
 from plumbing.pod.paths import write_device_names
@@ -51,7 +52,7 @@ def test_engine_runs_its_model_under_all_names_on_its_devices(tmp_path: Path):
     ("engine", "flags", "yield_ms"),
     [
         *(("coder-0", {}, 1), ("coder-0", {"yield_ms": 300}, 300)),
-        *(("chat-0", {}, 2_000), ("chat-1", {}, 2_000)),
+        *(("chat-0", {}, YIELD_MS), ("chat-1", {}, YIELD_MS)),
     ],
 )
 def test_engine_without_a_shadow_is_relaunched_at_once_unless_somebody_says_otherwise(

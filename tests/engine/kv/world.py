@@ -9,6 +9,7 @@ devices wrote: every read of a block by a step checks it. A `Mutation` leaves on
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from random import Random
@@ -17,7 +18,7 @@ from msgspec import structs
 
 from engine.kv.adopter import Adoption, adoptable
 from engine.kv.layout import IndexHeader, IndexPage, index_bytes
-from engine.kv.writer import IndexWriter, LatePublisher
+from engine.kv.writer import IndexWriter, LatePublisher, Publication
 from tests.engine.kv.indexes import HEADER, block_hash
 
 LIVES, BLOCKS, RANKS, ACTIONS_MAX, STEPS_IN_FLIGHT_MAX = 4, 4, 2, 40, 2
@@ -94,8 +95,8 @@ class SameGenerationPage(DyingPage):
 
 
 class EarlyPublisher(LatePublisher):
-    def prepare(self, block: int, block_hash: bytes, group: int, tokens: int) -> None:
-        self._writer.publish(block, self._writer.use(block), block_hash, group, tokens)
+    def prepare_all(self, completed: Iterable[Publication]) -> None:
+        self._writer.publish_all(completed)
 
 
 class SameUseWriter(IndexWriter):
@@ -244,7 +245,8 @@ class Engine:
             step.ops.append(Op(block, world.content(number)))
             if number not in self.cached:
                 self.cached[number], self.hash_of[block] = block, number
-                self.publisher.prepare(block, HASHES[number], 0, 16)
+                use = self.writer.use(block)
+                self.publisher.prepare_all([(block, use, HASHES[number], 0, 16)])
                 step.hashed.append((block, self.handed_out[block], number))
 
     def _hand_out(self) -> int:
