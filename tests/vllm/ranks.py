@@ -63,16 +63,14 @@ class Rank:
 
     def __init__(self, engine: str) -> None:
         self.engine, self.incarnation = engine, f"{engine}-1"
-        self.said: list[tuple[str, dict[str, Any], int]] = []
+        self.said: list[tuple[dict[str, Any], int]] = []
         self.weights = RankWeights(self)  # type: ignore[arg-type]  # a stand-in for a BackendProcess
 
     def may_load(self, timeout_s: float, rank: int = 0, ranks: int = 1) -> Any:
         return SimpleNamespace(mode="rw_or_ro", token=1)
 
-    def attached(
-        self, epoch: str, identity: dict[str, Any], rank: int = 0, place: str = ""
-    ) -> None:
-        self.said.append((epoch, identity, rank))
+    def attached(self, identity: dict[str, Any], rank: int = 0, place: str = "") -> None:
+        self.said.append((identity, rank))
 
     @property
     def reader(self) -> Reader:
