@@ -16,6 +16,7 @@ from typing import Any
 
 from hack import rig
 from plumbing.service.procfs import descendants, rss_bytes
+from understudy.cli.drill import run_drill
 from understudy.drill.clients import Target
 from understudy.drill.records import PHASES
 from understudy.drill.run import Drill, DrillPlan
@@ -24,7 +25,6 @@ from understudy.pod.ports import free_pod_ports
 from understudy.pod.runner import PodRunner
 from understudy.pod.table import LocalPod
 from understudy.up.models import make_random_model
-from understudy.up.sessions import run_drill
 
 
 async def drilled(base: Path, model: Path, kills: int, idle: dict[str, Any]) -> DrillReport:

@@ -44,6 +44,7 @@ from hack.vllm.stock import GAP_MIN, Question, Stock
 from plumbing.errors import UnderstudyError, UsageError
 from plumbing.pod.cli import json_flag, options
 from plumbing.service.config import Option, Resolved
+from understudy.cli.drill import run_drill
 from understudy.cli.settings import DRILL_OPTIONS
 from understudy.drill.clients import Target
 from understudy.drill.records import Exchange, Prompt
@@ -52,7 +53,6 @@ from understudy.drill.verdict import DrillReport
 from understudy.pod.runner import PodRunner
 from understudy.status.gather import gather
 from understudy.up.models import VLLM_RANDOM_MODEL
-from understudy.up.sessions import run_drill
 
 DEFAULTS: Mapping[str, Any] = {"kills": 15, "target": ("api", "core", "worker")}
 TAKEN = (

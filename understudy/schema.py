@@ -145,7 +145,7 @@ class DrillMachine(Schema):
 
 
 class DrillGms(Schema):
-    recovery_ms: Annotated[Percentiles, "from SIGKILL until the epoch has its readers again"]
+    recovery_ms: Annotated[Percentiles, "from SIGKILL until no memory has a fault"]
 
 
 DoubleActive = Annotated[int, "how often two engines served at once; must be 0"]

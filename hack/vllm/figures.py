@@ -16,7 +16,6 @@ import psutil
 from plumbing.errors import UnderstudyError
 from plumbing.pod.paths import KV_SLAB_PREFIX, SLAB_PREFIX
 from plumbing.service.procfs import descendants, parent
-from understudy.drill.killer import committed_devices
 from understudy.status.gather import engine_parts, gather, memory_parts, pids_of
 
 # A parked engine is checked once in this time for each rank, and vLLM's workers spin for a second
@@ -76,7 +75,7 @@ async def look_at(
     engines = {part["engine"]["id"]: part for part in view["engines"]}
     active = engines.pop(view["active"])
     (standby,) = engines.values()
-    committed = sum(int(each["committed_bytes"]) for each in committed_devices(view).values())
+    committed = sum(int(each.get("committed_bytes") or 0) for each in view["gms"])
     servers = (await pids_of(memory_parts(directory))).values()
     supervisors = (await pids_of(engine_parts(directory))).values()
     roots = {*supervisors, *filter(None, map(parent, servers))}

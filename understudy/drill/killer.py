@@ -22,10 +22,9 @@ from engine import messages as engine_messages
 from engine.supervisor.tree import HELPERS
 from gateway.messages import CONTROL as GATEWAY_CONTROL
 from gateway.messages import ExpectDeathMsg
-from gms.client import messages as gms_messages
 from plumbing.errors import UnderstudyError, UnreachableError, WaitTimeoutError
 from plumbing.pod.observers import ask
-from plumbing.pod.paths import engine_sockets, gateway_socket, gms_socket
+from plumbing.pod.paths import engine_sockets, gateway_socket
 from plumbing.service import init
 from plumbing.service.clock import SystemClock
 from plumbing.service.procfs import descendants, parent
@@ -35,7 +34,6 @@ from understudy.drill.observer import Observer, OldTree
 from understudy.drill.records import Kill
 from understudy.drill.targets import (
     GATEWAY,
-    GMS,
     GMS_SUPERVISOR,
     LOCKSERVER,
     POD,
@@ -56,7 +54,7 @@ from understudy.status.gather import (
     pool_part,
     status_of,
 )
-from understudy.status.view import PARKED, Document, is_open
+from understudy.status.view import PARKED, is_open, memory_faults
 
 WHOLE_POLL_S = 0.05
 WHOLE_DEADLINE_S = 300.0  # a relaunch takes seconds; with vLLM on 2 cores, minutes
@@ -64,7 +62,6 @@ ANNOUNCED_S = 2.0  # a gateway answers within milliseconds
 SAID_EVERY_S = 10.0  # most waits are shorter; longer ones are explained
 POLL_S = 0.01
 BACK_DEADLINE_S = 90.0  # a container restarts within seconds; its runner may back off
-COMMITTED = "committed"
 FIRST = 1  # pid 1 ignores SIGKILL and SIGSTOP from its own namespace
 SINGLE = {LOCKSERVER: lockserver_part, GATEWAY: gateway_part, POOL: pool_part}
 COPIES = "OFFLOAD-"  # the places of host copies, which a server of their own serves
@@ -258,56 +255,33 @@ async def note_adoption(directory: Path, kill: Kill) -> str:
 
 @dataclass(frozen=True, slots=True)
 class HeldPart:
-    """A part that can be killed: the pidfds of its processes, its own first. `memory`: what its
-    servers said before and must say again."""
+    """A part that can be killed: the pidfds of its processes, its own first. `device`: one of those
+    of a memory server."""
 
     target: str
     pidfds: tuple[int, ...]
-    memory: tuple[Document, ...] = ()
-
-    @property
-    def device(self) -> str:
-        return str(self.memory[0]["device_uuid"]) if self.target == GMS else ""
+    device: str = ""
 
 
-async def find_part(
-    directory: Path,
-    target: str,
-    stack: ExitStack,
-    *,
-    number: int = 0,
-    is_pool: bool = False,
-) -> HeldPart:
-    """Find a part, and hold it until `stack` is closed: of devices' servers that of the device with
-    this number, modulo their count.
+async def find_part(directory: Path, target: str, stack: ExitStack, *, number: int = 0) -> HeldPart:
+    """Find a part, and hold it until `stack` is closed: of memory servers that with this number,
+    modulo their count.
 
     Raises:
-        UnderstudyError: `drill.no_memory`, nothing is committed; `drill.not_here`.
+        UnderstudyError: `drill.not_here`.
     """
-    pid, memory = await _pid_of(directory, target), tuple[Document, ...]()
-    if target in (GMS, GMS_SUPERVISOR):
-        view = await gather(directory)
-        memory = tuple(committed_devices(view).values())
-        if is_pool:  # models come and go: only that their servers answer is compared
-            answered = (each for each in view["gms"] if "error" not in each)
-            memory = tuple({"device_uuid": str(it["device_uuid"])} for it in answered)
-    if target == GMS:
-        memory = tuple(it for it in memory if not str(it["device_uuid"]).startswith(COPIES))
-        if not memory:
-            raise UnderstudyError("drill.no_memory", "no memory service has committed weights")
-        pids = await pids_of(memory_parts(directory))
-        pid = pids.get(memory[number % len(memory)]["device_uuid"])
-        memory = tuple(it for it in memory if pids.get(it["device_uuid"]) == pid)
-    held = [stack.enter_context(hold(each, target)) for each in (pid, *descendants(pid or 0))]
-    return HeldPart(target, tuple(held), memory)
-
-
-async def _pid_of(directory: Path, target: str) -> int | None:
-    """The main process of a part; of a device's server, of any."""
+    device, pid = "", None
     if target in SINGLE:
-        return (await pids_of([SINGLE[target](directory)])).get(target)
-    servers = [*(await pids_of(memory_parts(directory))).values(), None]
-    return parent(servers[0] or 0) if target == GMS_SUPERVISOR else servers[0]
+        pid = (await pids_of([SINGLE[target](directory)])).get(target)
+    else:
+        places = (await pids_of(memory_parts(directory))).items()
+        servers = {pid: place for place, pid in places if not place.startswith(COPIES)}
+        if servers:
+            pid, device = [*servers.items()][number % len(servers)]
+        if target == GMS_SUPERVISOR:
+            pid, device = parent(pid or 0), ""
+    held = [stack.enter_context(hold(each, target)) for each in (pid, *descendants(pid or 0))]
+    return HeldPart(target, tuple(held), device)
 
 
 async def kill_part(victim: HeldPart, kill: Kill) -> None:
@@ -335,71 +309,31 @@ def signal_all(pidfds: Iterable[int], number: int) -> None:
 
 
 async def wait_back(
-    directory: Path,
-    victim: HeldPart,
-    kill: Kill,
-    say: Say = lambda line: None,
+    directory: Path, victim: HeldPart, kill: Kill, say: Say = lambda line: None
 ) -> None:
     """Wait until the part works again with all that it had; records when.
 
     Raises:
-        WaitTimeoutError: `drill.no_recovery` of memory, `drill.no_part`.
+        WaitTimeoutError: `drill.no_part`.
     """
-    look = partial(missing_of, directory, victim)
-    code = "drill.no_recovery" if victim.memory else "drill.no_part"
+    look = partial(missing_of, directory, victim.target)
     what = f"{kill.victim} did not come back"
-    await wait_for(look, BACK_DEADLINE_S, code, what, say)
+    await wait_for(look, BACK_DEADLINE_S, "drill.no_part", what, say)
     kill.back_ms = clock.now_ms()
 
 
-async def missing_of(directory: Path, victim: HeldPart) -> str | None:
-    """What a killed part lacks until it works again."""
-    if victim.target in SINGLE:
-        said = await status_of(SINGLE[victim.target](directory))
+async def missing_of(directory: Path, target: str) -> str | None:
+    """What a killed part, all of whose processes are gone, lacks until it works again."""
+    if target in SINGLE:
+        said = await status_of(SINGLE[target](directory))
         is_back = {
             LOCKSERVER: "error" not in said,
             GATEWAY: said.get("accepting"),
             POOL: said.get("gateways") and not said.get("recovering"),
         }
-        return None if is_back[victim.target] else str(said.get("error") or "it is not ready")
-    for was in victim.memory:
-        place = str(was["device_uuid"])
-        path = gms_socket(str(directory), place)
-        now = await status_of(PodPart(place, path, gms_messages.CATALOGUE))
-        if (missing := _changed_memory(was, now, is_own=victim.target == GMS)) is not None:
-            return missing
-    pid = await _pid_of(directory, victim.target)
-    return None if pid is not None else f"no {victim.target} runs"
-
-
-def _changed_memory(was: Document, now: Document, *, is_own: bool) -> str | None:
-    """What a device's server does not have yet of what its predecessor had. `is_own`: that alone
-    was killed, so the successor has another pid."""
-    if "error" in now:
-        return str(now["error"])
-    if is_own and now.get("pid") == was.get("pid", 0):
-        return f"the killed server (pid {now.get('pid')}) still answers"
-    if "epoch" not in was:
-        return None
-    if now.get("state") != COMMITTED or now.get("epoch") != was.get("epoch"):
-        return f"it is {now.get('state')}, with the epoch {now.get('epoch')}"
-    away = sorted(_readers_of(was) - _readers_of(now))
-    return f"not attached: {', '.join(away)}" if away else None
-
-
-def committed_devices(view: Document) -> dict[str, Document]:
-    """The devices with committed weights, by name."""
-    found = (each for each in view["gms"] if each.get("state") == COMMITTED)
-    return {str(each["device_uuid"]): each for each in found}
-
-
-def _readers_of(device: Document) -> frozenset[str]:
-    """The readers of the committed epoch, as `engine-0-… rank 1`."""
-    return frozenset(
-        f"{session.get('incarnation')} rank {session.get('rank')}"
-        for session in device.get("sessions") or ()
-        if session.get("epoch") == device.get("epoch")
-    )
+        return None if is_back[target] else str(said.get("error") or "it is not ready")
+    devices = (await gather(directory))["gms"]
+    return next((fault for each in devices for fault in memory_faults(each, {})), None)
 
 
 # ------------------------------------------------------------------ who may be killed

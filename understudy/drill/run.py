@@ -316,14 +316,14 @@ class Drill:
     async def _kill_part(self, what: str) -> Kill:
         """Kill a part that is not an engine, whose death no engine may follow."""
         made = sum(each.target == what for each in self.records.kills)
-        is_pool, kill = bool(self._models), Kill(what, result="did not come back")
+        kill = Kill(what, result="did not come back")
         with ExitStack() as stack:
-            victim = await find_part(self.directory, what, stack, number=made, is_pool=is_pool)
+            victim = await find_part(self.directory, what, stack, number=made)
             self.records.kills.append(kill)
             await kill_part(victim, kill)
         await wait_back(self.directory, victim, kill, self._say)
         kill.result = "restarted"
-        if not is_pool:
+        if not self._models:
             await self._whole()
         await self._answers()
         return kill

@@ -27,10 +27,10 @@ from understudy.drill import killer
 from understudy.drill.killer import (
     FIRST,
     HeldPart,
-    committed_devices,
     find_part,
     hold,
     kill_part,
+    missing_of,
     wait_back,
 )
 from understudy.drill.observer import OldTree
@@ -167,7 +167,6 @@ def test_part_is_killed_with_all_its_processes_and_awaited_until_another_answers
         victim = asyncio.run(find_and_kill())
         assert first.wait() == -signal.SIGKILL
         until(lambda: not is_alive(below), "its child")
-    assert victim.memory == ()
     with monkeypatch.context() as patch:
         patch.setattr(killer, "BACK_DEADLINE_S", 0.05)
         with pytest.raises(WaitTimeoutError, match=r"did not come back within 0\.05 s") as caught:
@@ -180,13 +179,8 @@ def test_part_is_killed_with_all_its_processes_and_awaited_until_another_answers
     assert kill.took_ms > 0
 
 
-READERS = ("engine-0-a", "engine-1-b")
-
-
-def device(pid: int = 2, state: str = "committed", epoch: str = "e", readers=READERS) -> dict:
-    sessions = [{"incarnation": each, "rank": 0, "epoch": epoch} for each in readers]
-    about = {"device_uuid": "HOST-0", "tag": "weights", "pid": pid, "state": state}
-    return {**about, "epoch": epoch, "sessions": sessions}
+def device(state: str = "committed") -> dict:
+    return {"device_uuid": "HOST-0", "tag": "weights", "pid": 2, "state": state}
 
 
 class Answers:
@@ -206,34 +200,27 @@ class Answers:
         conn.send(gms_messages.StatusReplyMsg(document), request_id)
 
 
-async def recover(directory: Path, *documents: dict) -> Kill:
-    kill = Kill(GMS, killed_ms=killer.clock.now_ms(), device="HOST-0")
-    victim = HeldPart(GMS, (), memory=(device(pid=1),))
-    path = str(directory / "gms_HOST-0_weights.sock")
-    server = Server(path, gms_messages.CATALOGUE, Answers(list(documents)), service="gms")
+async def test_memory_server_is_back_once_it_answers_and_has_recovered(tmp_path: Path):
+    """Method: a socket without a server, one that recovers, and then has what it had."""
+    path, answers = tmp_path / "gms_HOST-0_weights.sock", [device("recovering"), device()]
+    path.touch()
+    assert await missing_of(tmp_path, GMS) is not None
+    path.unlink()
+    server = Server(str(path), gms_messages.CATALOGUE, Answers(answers), service="gms")
     await server.start()
     try:
-        await wait_back(directory, victim, kill)
+        kill = Kill(GMS, killed_ms=killer.clock.now_ms(), device="HOST-0")
+        await wait_back(tmp_path, HeldPart(GMS, ()), kill)
     finally:
         await server.close()
-    return kill
-
-
-def test_recovery_is_another_server_with_the_same_epoch_and_readers(tmp_path: Path):
-    """Method: every stage on the way, in turn."""
-    answers = device(pid=1), device(state="recovering"), device(readers=READERS[:1]), device()
-    kill = asyncio.run(recover(tmp_path, *answers))
+    assert answers == [device()]
     assert kill.took_ms is not None
-    assert kill.took_ms >= 0
 
 
-def test_without_committed_weights_there_is_no_server_to_kill(tmp_path: Path):
+def test_without_a_visible_memory_server_there_is_none_to_kill(tmp_path: Path):
     with ExitStack() as stack, pytest.raises(UnderstudyError) as caught:
         asyncio.run(find_part(tmp_path, GMS, stack))
-    assert caught.value.code == "drill.no_memory"
-    two = {**device(), "device_uuid": "HOST-1"}
-    seen = {"gms": [device(), two, {"name": "gms_HOST-2", "error": "gone"}]}
-    assert list(committed_devices(seen)) == ["HOST-0", "HOST-1"]
+    assert caught.value.code == "drill.not_here"
 
 
 # ------------------------------------------------------------------ targets and their order

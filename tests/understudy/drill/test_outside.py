@@ -14,19 +14,19 @@ from plumbing.errors import UnderstudyError
 from tests.plumbing.wire.certificates import Authority
 from tests.understudy.drill.fake_pod import FakePod
 from tests.understudy.drill.outside import PREFIX, REFUSALS, Outside
+from understudy.cli.drill import drill_running_pod
 from understudy.cli.main import main
 from understudy.drill.clients import Target, outside_target
 from understudy.drill.run import DrillPlan
 from understudy.drill.targets import BACKEND
 from understudy.drill.verdict import DrillReport
-from understudy.up import sessions
 
 BACKENDS = (f"{BACKEND}model",)
 
 
 async def drilled(directory: Path, target: Target, kills: int = 2, **more: float) -> DrillReport:
     plan = DrillPlan(kills, BACKENDS, clients=3, outside=target, **more)
-    result = await sessions.drill_running_pod(directory, plan, lambda line: None)
+    result = await drill_running_pod(directory, plan, lambda line: None)
     assert result is not None
     return result
 

@@ -10,13 +10,13 @@ from click.testing import CliRunner
 
 from engine.messages import EventMsg, StatusReplyMsg
 from tests.understudy.drill.fake_pod import FakePod
+from understudy.cli.drill import drill_running_pod
 from understudy.cli.main import main
 from understudy.drill import run as drill_run
 from understudy.drill.observer import Observer, OldTree
 from understudy.drill.records import Kill, Records
 from understudy.drill.run import DrillPlan
 from understudy.drill.verdict import DrillReport
-from understudy.up import sessions
 
 BACKENDS = ("backend-model", "core")
 
@@ -25,7 +25,7 @@ def drill(directory, mood: str = "", kills: int = 4, **more: float) -> DrillRepo
     async def main():
         async with FakePod(directory, mood):
             plan = DrillPlan(kills=kills, targets=BACKENDS, clients=3, **more)
-            result = await sessions.drill_running_pod(directory, plan, lambda line: None)
+            result = await drill_running_pod(directory, plan, lambda line: None)
             assert result is not None
             return result
 
