@@ -158,10 +158,10 @@ class Observer:
         if kill is None or token <= kill.old_token or kill.new_token is not None:
             return
         if incarnation is not None and incarnation == kill.incarnation:
-            kill.old_token = token  # the victim's own grant, from before its death
+            kill.old_token, kill.is_holder = token, True  # its own grant, from before its death
             return
         kill.new_token, kill.new_engine = token, engine
-        alive = self._tree.alive()
+        alive = self._tree.alive() if kill.is_holder else []
         if self._tree.is_evidence:
             self._records.grants_checked += 1
         if alive:

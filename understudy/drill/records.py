@@ -82,7 +82,8 @@ class Kill(Struct):
     is a memory server. `gone_ms`: when all processes of a part had exited; `back_ms`: when the
     victim worked again. `kept_blocks` of KV memory were there for the next engine by the old one's
     last status, and `adopted_blocks` are those that its cache began with. `peers`: the engines that
-    may be granted its lock next, () for all.
+    may be granted its lock next, () for all. `is_holder`: it held that lock, so nothing of it may
+    be alive at the next grant.
     In a pool: the engine's `model` was in the state `phase`. In a fleet: `pod` was hit, of which
     the front had this many `streams`. `result` is how it ended.
     """
@@ -101,6 +102,7 @@ class Kill(Struct):
     kept_blocks: int = 0
     adopted_blocks: int | None = None
     peers: tuple[str, ...] = ()
+    is_holder: bool = True
     device: str = ""
     gone_ms: float | None = None
     back_ms: float | None = None

@@ -377,6 +377,7 @@ class Drill:
             engine = next(each for each in engines if (each == first) is not is_shadow)
             supervisor, _ = await self._engine(engine)
             kill = Kill(what, engine, token, peers=engines, model=model, phase=state)
+            kill.is_holder = engine == holder
             try:
                 await kill_engine(self.directory, kill, self._observer)
             except (RemoteError, UnreachableError, KeyError) as error:

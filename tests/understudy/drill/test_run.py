@@ -144,7 +144,8 @@ def test_observer_notes_each_state_of_a_model_once_and_switches(directory):
 
 async def test_grant_to_the_victim_itself_is_no_second_active_engine(directory):
     """Goal: an engine that is killed as it wakes. Method: its own grant is heard after its kill;
-    then another engine is granted the lock while a process of it, this one, lives."""
+    then another engine is granted the lock while a process of it, this one, lives. One that only
+    waited for the lock may live on."""
 
     def granted(engine: str, incarnation: str, token: int) -> EventMsg:
         data = {"lock": "active", "engine": engine, "incarnation": incarnation, "token": token}
@@ -152,12 +153,16 @@ async def test_grant_to_the_victim_itself_is_no_second_active_engine(directory):
 
     records = Records()
     observer = Observer(directory, {}, records)
-    kill = Kill("backend-model", "engine-0", incarnation="e-1")
+    kill = Kill("backend-model", "engine-0", incarnation="e-1", is_holder=False)
     observer.expect(kill, OldTree.of([os.getpid()]))
     observer._on_lockserver(granted("engine-0", "e-1", 2))
     assert (records.overlaps, records.grants_checked, kill.old_token) == ([], 0, 2)
     observer._on_lockserver(granted("engine-1", "f-1", 3))
     assert (len(records.overlaps), records.grants_checked, kill.new_token) == (1, 1, 3)
+    waiter = Kill("stop:backend-model", "engine-0", 3, incarnation="e-2", is_holder=False)
+    observer.expect(waiter, OldTree.of([os.getppid()]))
+    observer._on_lockserver(granted("engine-1", "f-2", 4))
+    assert (len(records.overlaps), waiter.new_token) == (1, 4)
     await observer.close()
 
 
