@@ -11,7 +11,7 @@ from plumbing.pod.messages import EventMsg, StatusReplyMsg
 from tests.fake_clock import FakeClock
 from tests.gms.bench import ClientProcess, GmsProcess
 from tests.helpers import auntil
-from understudy.status.events import FollowedPart, follow_events
+from understudy.status.gather import FollowedPart, follow_events
 
 DEADLINE_S = 30.0
 

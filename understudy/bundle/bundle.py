@@ -32,8 +32,7 @@ from understudy.bundle import redact
 from understudy.doctor import ExaminedPod, examine, look
 from understudy.host import descriptors, machine, read
 from understudy.schema import DoctorDocument
-from understudy.status.events import past_events
-from understudy.status.gather import gather
+from understudy.status.gather import gather, past_events
 
 Say = Callable[[str], None]
 

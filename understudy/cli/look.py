@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 
 import click
@@ -30,8 +30,14 @@ from plumbing.service.process import arm_from_environment
 from plumbing.text import to_json
 from understudy.cli.settings import DIR, UI_OPTIONS
 from understudy.goal import give_goal
-from understudy.status.events import Record, follow_events, past_events
-from understudy.status.gather import gather, states_on_file, unreachable
+from understudy.status.gather import (
+    Record,
+    follow_events,
+    gather,
+    past_events,
+    states_on_file,
+    unreachable,
+)
 from understudy.status.view import (
     front_lines,
     front_view,
@@ -55,8 +61,7 @@ LOG_DIR = Option("log_dir", str, None, "The directory of the parts' logs [defaul
 def status(config: Resolved, as_json: bool, check: bool, watch: bool) -> None:
     """Show who is active and whether failover is ready."""
     directory = _directory(config)
-    kept: dict[str, list[Record]] | None = {} if watch and not as_json else None
-    look = partial(_look, directory, kept)
+    look = partial(_look, directory, has_events=watch and not as_json)
     seen = show_status(look, as_json=as_json, watch=watch)
     state, problems = seen.document["state"], seen.document["problems"]
     if check and state != "healthy":
@@ -65,28 +70,21 @@ def status(config: Resolved, as_json: bool, check: bool, watch: bool) -> None:
         fail(DegradedError("pod.degraded", f"the pod is {state}: {reason}"))
 
 
-def _look(directory: Path, kept: dict[str, list[Record]] | None) -> Look:
-    """The pod's view, or what its engines last wrote. `kept`: the events of a watch, by the parts'
-    last ones, because a part sends a thousand of them.
+def _look(directory: Path, *, has_events: bool) -> Look:
+    """The pod's view, or what its engines last wrote.
 
     Raises:
         UnreachableError: there is neither.
     """
     view, now = run_async(lambda: gather(directory, STATUS_TIMEOUT_S)), datetime.now(UTC)
+    last = str([part.get("last_event") for part in parts_of(view)])
     if (front := view["gateway"]) is not None and "pods" in front:
         seen = front_view(str(directory), front)
-        events = None if kept is None else past_events(directory)
+        events = _events_until(last, directory) if has_events else None
         return Look(seen, "\n".join(front_lines(seen, events)))
     if is_reachable(view):
-        shown = lines(view, now)
-        if kept is not None:
-            last = str([part.get("last_event") for part in parts_of(view)])
-            if last not in kept:
-                found = past_events(directory)
-                kept.clear()
-                kept[last] = found
-            shown += watch_lines(kept[last])
-        return Look(view, "\n".join(shown))
+        events = _events_until(last, directory) if has_events else []
+        return Look(view, "\n".join([*lines(view, now), *watch_lines(events)]))
     has_socket = os.path.exists(lockserver_socket(str(directory)))
     error = unreachable(directory, view["lockserver"]["error"] if has_socket else "")
     on_file = offline_lines(states_on_file(directory), now)
@@ -94,6 +92,12 @@ def _look(directory: Path, kept: dict[str, list[Record]] | None) -> Look:
         raise error
     text = "\n".join([f"pod    {directory}   no part answers", *on_file])
     return Look({"error": error.to_dict()}, text, error)
+
+
+@lru_cache(maxsize=1)
+def _events_until(last: str, directory: Path) -> list[Record]:
+    """The events of all parts, of which `last` are the newest: each part sends a thousand."""
+    return past_events(directory)
 
 
 @click.command()
