@@ -29,7 +29,7 @@ from understudy.drill.fleet import FleetDrill
 from understudy.drill.outcomes import classify, outcome_of
 from understudy.drill.records import End, Exchange, Outcome
 from understudy.drill.run import Drill, DrillPlan
-from understudy.drill.targets import PARTS, POD
+from understudy.drill.targets import PARTS, POD, base_targets
 from understudy.drill.verdict import judge
 from understudy.pod.ports import Ports, free_offset
 from understudy.pod.runner import PodRunner
@@ -235,9 +235,8 @@ async def run(flags: Any, base: Path) -> rig.Figures:
     pod = make_pod(base, model, 1, arguments, backend=flags.backend)
     plan = DrillPlan(
         flags.kills,
-        tuple(flags.target) or ((POD,) if flags.fleet else ()),
+        tuple(flags.target) or ((POD,) if flags.fleet else (*base_targets(flags.backend), *PARTS)),
         clients=clients,
-        also=PARTS,
         duration_s=flags.kills * flags.apart_s,
     )
     containers = pod.containers()

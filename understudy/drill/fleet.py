@@ -34,7 +34,7 @@ from understudy.drill.killer import (
 )
 from understudy.drill.outcomes import pauses_at_pod
 from understudy.drill.prompts import bank_of, learn_answers, model_name
-from understudy.drill.records import Kill, Moment, Records
+from understudy.drill.records import Kill, Moment
 from understudy.drill.run import FIRST_WHOLE_DEADLINE_S, Drill, DrillPlan, clock
 from understudy.drill.targets import FRONT, GATEWAY, LEAVE, PARTS, POD, STOPPED_POD, fleet_targets
 from understudy.pod.runner import PodRunner
@@ -47,46 +47,6 @@ STOPPED_S = 3.0  # of a stopped pod: long enough for all its streams to move
 BACK_DEADLINE_S = 300.0  # a pod starts within seconds; with vLLM on 2 cores, minutes
 LEAVE_WITHIN_S = 30.0
 READY, SILENT, GONE = "ready", "silent", "gone"
-
-
-class FrontWatch:
-    """What the front says of its pods, noted in `records` as it changes."""
-
-    def __init__(self, directory: Path, records: Records) -> None:
-        self.pods: dict[str, dict[str, Any]] = {}  # by name, as the front said last
-        self._records, self._front = records, gateway_part(directory)
-        self._states: dict[str, str] = {}
-        self._task = asyncio.create_task(self._watch())
-
-    def state(self, pod: str) -> str:
-        return str(self.pods.get(pod, {}).get("state", GONE))
-
-    def unwatched(self) -> list[str]:
-        """The pods that are not ready."""
-        if self._task.done():
-            self._task.result()  # it watches for ever, unless it failed
-        states = {name: self.state(name) for name in self._records.pods}
-        return [f"{name} ({state})" for name, state in states.items() if state != READY]
-
-    async def close(self) -> None:
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
-
-    async def look(self) -> None:
-        document = await status_of(self._front)
-        self.pods = {str(each["name"]): each for each in document.get("pods") or ()}
-        states = {name: self.state(name) for name in self._records.pods}
-        states[FRONT] = GONE if "error" in document else READY
-        for part, state in states.items():
-            # A front that has just started knows nothing of its pods yet.
-            if self._states.get(part) != state and (part == FRONT or states[FRONT] == READY):
-                self._states[part] = state
-                self._records.moments.append(Moment(clock.now_ms(), part, state))
-
-    async def _watch(self) -> None:
-        while True:
-            await self.look()
-            await asyncio.sleep(LOOK_S)
 
 
 class FleetDrill(Drill):
@@ -103,7 +63,8 @@ class FleetDrill(Drill):
         super().__init__(directory, plan, say, runner)
         self.records.pods = tuple(map(pod_name, range(replicas)))
         self.fleet_runner = runner
-        self.watch: FrontWatch
+        self._pods: dict[str, dict[str, Any]] = {}  # by name, as the front said last
+        self._states: dict[str, str] = {}  # the last of each pod and of the front
 
     # ------------------------------------------------------------------ before the first kill
 
@@ -114,7 +75,6 @@ class FleetDrill(Drill):
         backend = (await status_of(engines[0])).get("backend") or {}
         self.backend = backend.get("name")
         self._targets = self._targets or fleet_targets(self.backend)
-        self.records.targets = self._targets
         address = service_of_front(await status_of(gateway_part(self.directory)))
         target = inside_target(address)
         model = await model_name(target)
@@ -126,9 +86,40 @@ class FleetDrill(Drill):
         )
         return target
 
-    def _observe(self) -> FrontWatch:
-        self.watch = FrontWatch(self.directory, self.records)
-        return self.watch
+    # ------------------------------------------------------------------ what the front says
+
+    def _observe(self) -> None:
+        self._watching = asyncio.create_task(self._watch())
+
+    async def _watch(self) -> None:
+        while True:
+            await self._look()
+            await asyncio.sleep(LOOK_S)
+
+    async def _look(self) -> None:
+        """Note what the front says of its pods in `records` as it changes."""
+        document = await status_of(gateway_part(self.directory))
+        self._pods = {str(each["name"]): each for each in document.get("pods") or ()}
+        states = {name: self._state(name) for name in self.records.pods}
+        states[FRONT] = GONE if "error" in document else READY
+        for part, state in states.items():
+            # A front that has just started knows nothing of its pods yet.
+            if self._states.get(part) != state and (part == FRONT or states[FRONT] == READY):
+                self._states[part] = state
+                self.records.moments.append(Moment(clock.now_ms(), part, state))
+
+    def _state(self, pod: str) -> str:
+        return str(self._pods.get(pod, {}).get("state", GONE))
+
+    def _unwatched(self) -> list[str]:
+        if self._watching.done():
+            self._watching.result()  # it watches for ever, unless it failed
+        states = {name: self._state(name) for name in self.records.pods}
+        return [f"{name} ({state})" for name, state in states.items() if state != READY]
+
+    async def _close_watches(self) -> None:
+        self._watching.cancel()
+        await asyncio.gather(self._watching, return_exceptions=True)
 
     # ------------------------------------------------------------------ one kill
 
@@ -138,7 +129,7 @@ class FleetDrill(Drill):
         if what == LEAVE:  # one after another, as in a rollout
             left = Counter(each.pod for each in self.records.kills if each.target == LEAVE)
             pod = min(self.records.pods, key=lambda name: left[name])
-            streams = int(self.watch.pods[pod]["streams"])
+            streams = int(self._pods[pod]["streams"])
         kill = Kill(what, pod="" if what == FRONT else pod, result="did not come back")
         kill.streams = streams
         directory = self.directory / kill.pod
@@ -156,7 +147,7 @@ class FleetDrill(Drill):
                     await wait_back(directory, found, kill, self._say)
         else:
             await self._hit_engine(kill, directory)
-        await self.watch.look()  # what it knows may be older than the kill
+        await self._look()  # what it knows may be older than the kill
         await self._all_up()
         kill.back_ms = clock.now_ms()
         await self._answers()
@@ -167,8 +158,8 @@ class FleetDrill(Drill):
 
     async def _busiest(self) -> tuple[int, str] | str:
         """The pod with the most streams."""
-        await self.watch.look()
-        found = max((int(each["streams"]), name) for name, each in self.watch.pods.items())
+        await self._look()
+        found = max((int(each["streams"]), name) for name, each in self._pods.items())
         return found if found[0] else "all are idle"
 
     async def _hit_pod(self, kill: Kill) -> None:
@@ -188,8 +179,7 @@ class FleetDrill(Drill):
             try:
                 signal_all(held.pidfds, signal.SIGSTOP)
                 what = f"the front did not notice that {kill.pod} is stopped"
-                state = self.watch.state
-                await self._until(lambda: state(kill.pod) == SILENT, what, SEEN_DEADLINE_S)
+                await self._until(lambda: self._state(kill.pod) == SILENT, what, SEEN_DEADLINE_S)
                 await asyncio.sleep(STOPPED_S)
             finally:
                 signal_all(held.pidfds, signal.SIGCONT)

@@ -45,13 +45,7 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
     "whole-seed": {"stream": False, "temperature": 1.0, "seed": 11, "max_tokens": 32},
 }
 LONG_STREAM_TOKENS = 160  # longer than a turn with streams beside it: it is parked, and resumes
-# In the body of a stream that outlasts its model's turn.
-LONG_KINDS: Mapping[str, Mapping[str, Any]] = {
-    "stream": {},
-    "stream-seed": {"temperature": 1.0, "top_p": 0.9, "seed": 13},
-    "stream-penalties": {"repetition_penalty": 1.2, "frequency_penalty": 0.4},
-    "stream-usage": {"stream_options": {"include_usage": True}},
-}
+LONG_KINDS = ("long", "seed", "penalties", "usage")  # of a stream that outlasts its model's turn
 CHATS = ("Name three colours.", "What is a phone call?", "Count to seven.")
 
 
@@ -92,10 +86,11 @@ def pool_prompts(backend: str | None, model: str) -> list[Prompt]:
     """Short and long streams, whole answers, and the state that must survive a pause; their keys
     name the model."""
     mixed = bank_of(backend, model)
-    common = {**mixed[0].body, "max_tokens": LONG_STREAM_TOKENS, "ignore_eos": True}
-    kinds = LONG_KINDS if backend != "vllm" else {"stream": {}}  # as in `bank_of`
-    long = [Prompt(name, mixed[0].path, {**common, **more}) for name, more in kinds.items()]
-    whole = Prompt("whole-stream", mixed[0].path, {**common, "stream": False})
+    common = {"max_tokens": LONG_STREAM_TOKENS, "ignore_eos": True}
+    kinds = LONG_KINDS if backend != "vllm" else LONG_KINDS[:1]  # as in `bank_of`
+    path, body = mixed[0].path, mixed[0].body
+    long = [Prompt(f"stream-{it}", path, {**body, **KINDS[it], **common}) for it in kinds]
+    whole = Prompt("whole-stream", path, {**body, **common, "stream": False})
     return [
         Prompt(f"{model}/{each.key}", each.path, each.body)
         for each in _mixed([*long, whole], mixed, every=3)

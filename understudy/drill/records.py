@@ -6,13 +6,10 @@ clock, so their times can be compared.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import StrEnum
 from typing import Any
 
 from msgspec import Struct
-
-from understudy.drill.targets import TARGETS
 
 PHASES = ("detect", "fence", "grant", "wake", "serve")  # of a failover, in order
 
@@ -170,7 +167,6 @@ class Records(Struct):
 
     `overlaps`: grants while a process of the old engine was alive; `deaths`: of engines, rehearsed
     or not.
-    `targets`: those of every engine of this pod, which are counted even if none was killed.
     `url`: the address outside the pod that clients used, if they did.
     The token of an exchange says where the answer began: text that follows may be of any newer
     engine.
@@ -186,7 +182,6 @@ class Records(Struct):
     deaths: list[EngineDeath] = []
     began_ms: float = 0.0
     lasted_s: float = 0.0
-    targets: Sequence[str] = TARGETS
     url: str = ""
     models: dict[str, tuple[str, ...]] = {}
     switches: list[Switch] = []

@@ -19,7 +19,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from msgspec import structs
 
@@ -53,7 +53,6 @@ from understudy.drill.targets import (
     SHADOW,
     STOP,
     SUPERVISOR,
-    base_targets,
     pool_targets,
     process_of,
     targets_of,
@@ -94,8 +93,8 @@ clock = SystemClock()
 class DrillPlan:
     """How many kills, of which targets, under how much load.
 
-    `targets` are killed in turn; default: every process of an engine of this pod, and `also`, or,
-    in a pool, every part.
+    `targets` are killed in turn; default: every process of an engine of this pod, or, in a pool,
+    every part.
     `expected`: prompts and their answers; default: the first active engine's answers.
     `duration_s`: spread the kills over this time.
     `outside`: where clients send requests instead of to the pod itself.
@@ -105,18 +104,8 @@ class DrillPlan:
     targets: Sequence[str] = ()
     clients: int = 4
     expected: tuple[Sequence[Prompt], dict[str, Exchange]] | None = None
-    also: Sequence[str] = ()
     duration_s: float = 0.0
     outside: Target | None = None
-
-
-class DrillWatch(Protocol):
-    """What observes a drill, from the first kill to the last."""
-
-    def unwatched(self) -> list[str]:
-        """What the next kill must wait for."""
-
-    async def close(self) -> None: ...
 
 
 class Drill:
@@ -164,9 +153,7 @@ class Drill:
         engines = {part.name: part for part in engine_parts(self.directory)}
         backend = (await status_of(engines[whole.engine])).get("backend") or {}
         self.backend = backend.get("name")
-        self.records.targets = base_targets(self.backend)
-        processes = targets_of(self.backend, backend.get("pids") or ())
-        self._targets = self._targets or (*processes, *self._plan.also)
+        self._targets = self._targets or targets_of(self.backend, backend.get("pids") or ())
         inside = inside_target(whole.service)
         target = self._plan.outside or inside
         self.records.url = target.url
@@ -223,7 +210,7 @@ class Drill:
         """All kills under load. Raises what ended the drill early; `records` is valid anyway."""
         records, stopping = self.records, asyncio.Event()
         records.began_ms = clock.now_ms()
-        self._watch = self._observe()
+        self._observe()
         tasks = [asyncio.create_task(each) for each in self._clients(target, stopping)]
         try:
             await self._make_kills(target)
@@ -233,12 +220,18 @@ class Drill:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            await self._watch.close()
+            await self._close_watches()
             records.lasted_s = (clock.now_ms() - records.began_ms) / 1000
 
-    def _observe(self) -> DrillWatch:
+    def _observe(self) -> None:
         self._observer = Observer(self.directory, engine_sockets(self.directory), self.records)
-        return self._observer
+
+    def _unwatched(self) -> list[str]:
+        """What the next kill must wait for."""
+        return self._observer.unwatched()
+
+    async def _close_watches(self) -> None:
+        await self._observer.close()
 
     def _clients(
         self, target: Target, stopping: asyncio.Event
@@ -438,7 +431,7 @@ class Drill:
 
         async def look() -> str | None:
             missing = list(self._runner.not_up()) if self._runner is not None else []
-            return ", ".join([*missing, *self._watch.unwatched()]) or None
+            return ", ".join([*missing, *self._unwatched()]) or None
 
         await wait_for(look, UP_DEADLINE_S, "drill.not_up", "the pod was not up again")
 

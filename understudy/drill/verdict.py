@@ -282,7 +282,7 @@ def judge(records: Records, kills_wanted: int, backend: str | None = None) -> Dr
         "backend": backend or "reference",
         "requests": len(records.exchanges),
         "kills": len(records.kills),
-        "killed": _killed(records),
+        "killed": dict(Counter(kill.target for kill in records.kills)),
         **faults,
         "lost_in_gateway": len(evidence.of(Outcome.LOST_IN_GATEWAY)),
         "resumed": len(pauses),
@@ -295,14 +295,6 @@ def judge(records: Records, kills_wanted: int, backend: str | None = None) -> Dr
         values |= make(evidence, pause_ms)
     problems = [sentence for _, sentence in problems_of(evidence, counts)]
     return DrillReport(records, values, evidence.failovers_ms, problems, faults)
-
-
-def _killed(records: Records) -> dict[str, int]:
-    """The number of kills by target; those that every drill of such a pod makes are always in."""
-    made = Counter(kill.target for kill in records.kills)
-    if records.models:
-        return dict(made)
-    return {name: made[name] for name in dict.fromkeys([*records.targets, *made])}
 
 
 def _values(evidence: Evidence, pause_ms: Spread) -> dict[str, Any]:
