@@ -61,7 +61,7 @@ class Stock:
             *("--port", str(port), "--tensor-parallel-size", str(ranks), *flags),
         )
         startup = HttpProbe(f"http://127.0.0.1:{port}/health", 1, STARTUP_S)
-        container = Container("stock", command, env, startup, is_restarted=False)
+        container = Container("stock", command, env, startup)
         self.runner = PodRunner([container], base / "log")
         self.target = Target("127.0.0.1", port)
         self.model = str(model)

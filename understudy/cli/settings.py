@@ -29,19 +29,7 @@ DIRECTORY = "/run/understudy"
 PORT_OFFSET_MAX = 50_000  # leaves room for the ports of some thousand engines
 
 DIR = Option("dir", str, DIRECTORY, "The directory that the pod's processes share.")
-
-
 REPLICAS_MAX = 8  # on one machine
-REPLICAS = Option(
-    "replicas",
-    int,
-    1,
-    "Number of pods. Several have a front before them, which has the ports of the one pod, and"
-    " continues a stream in another pod when its own is lost.",
-    minimum=1,
-    maximum=REPLICAS_MAX,
-)
-
 POD_OPTIONS = (
     Option(
         "model",
@@ -72,7 +60,15 @@ UP_OPTIONS = (
         "Pool file: serve many models on the same devices; a request wakes its model.",
     ),
     *POD_OPTIONS,
-    REPLICAS,
+    Option(
+        "replicas",
+        int,
+        1,
+        "Number of pods. Several have a front before them, which has the ports of the one pod, and"
+        " continues a stream in another pod when its own is lost.",
+        minimum=1,
+        maximum=REPLICAS_MAX,
+    ),
     Option("memory", str, "host", "The kind of memory for the weights.", choices=("host", "cuda")),
     Option("host", str, "127.0.0.1", "Address of the inference port."),
     Option("http_host", str, "127.0.0.1", "Address of probes and metrics."),

@@ -117,7 +117,7 @@ class RunningContainer:
             self.ended = f"exited with code {code}" if code >= 0 else f"died of signal {-code}"
             if self._stopping.is_set():
                 return
-            if not self.container.is_restarted or (code >= 0 and not self.was_up):
+            if code >= 0 and not self.was_up:
                 self.log.note(f"(runner) {self.ended}; not restarted")
                 self.is_given_up = True
                 return

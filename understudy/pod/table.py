@@ -60,7 +60,6 @@ class Container:
     startup: HttpProbe | None = None
     init: tuple[str, ...] = ()
     is_engine: bool = False
-    is_restarted: bool = True
     starts_in_order: bool = True
     grace_s: float = GRACE_MS / 1000
     backoff_max_s: float = 30.0  # between two restarts
