@@ -105,7 +105,7 @@ sim: setup ## random schedules of the memory service and of the lock: RUNS= of t
 drill: $(VENV)/.stamp ## start a pod, kill the active engine 20 times, print the report
 	@$(VENV)/bin/understudy drill $(ARGS)
 
-drill-pool: $(VENV)/.stamp ## three models that do not fit together: switches under load, kills at random moments
+drill-pool: $(VENV)/.stamp ## three models that do not fit together: switches under load, kills in every state of a model
 	@$(VENV)/bin/understudy drill --pool $(ARGS)
 
 drill-vllm: setup-vllm ## the drill with vLLM on the CPU, its tokens compared with stock vLLM's

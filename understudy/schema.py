@@ -233,8 +233,8 @@ class PoolDrillOutcome(Schema):
     number: Annotated[int, "one kill: its number"]
     target: Annotated[str, "what was killed"]
     engine: Annotated[str | None, "of which engine, if it was an engine's process"]
-    model: Annotated[str, "the model of the engine; empty: another part was killed"]
-    phase: Annotated[str, "the state that the model was in"]
+    model: Annotated[str, "the model that had entered `phase`"]
+    phase: Annotated[str, "the state that it had entered"]
     at_ms: Annotated[float, "since the load began"]
     outcome: Annotated[str, "how it ended, in words"]
     back_ms: Annotated[float | None, "until the victim worked again; null: it did not"]
@@ -279,6 +279,7 @@ class PoolDrillDocument(AnyDrillDocument, kw_only=True):
     ]
     models: dict[str, PoolDrillModel]
     outcomes: list[PoolDrillOutcome]
+    not_reached: Annotated[list[str], "kills left out because no model reached their state"]
 
 
 # --- where each is printed

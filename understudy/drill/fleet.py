@@ -19,6 +19,7 @@ from typing import Any
 from plumbing.errors import UnderstudyError
 from plumbing.service.procfs import descendants
 from plumbing.text import duration
+from pool.core.states import ModelState
 from understudy.drill.clients import Target, inside_target
 from understudy.drill.killer import (
     HeldPart,
@@ -123,7 +124,7 @@ class FleetDrill(Drill):
 
     # ------------------------------------------------------------------ one kill
 
-    async def _kill(self, what: str, target: Target) -> Kill:
+    async def _kill(self, what: str, state: ModelState | None, target: Target) -> Kill:
         what_for = "no pod had a request"
         streams, pod = await wait_for(self._busiest, SEEN_DEADLINE_S, "drill.idle", what_for)
         if what == LEAVE:  # one after another, as in a rollout

@@ -102,7 +102,7 @@ class Observer:
         self._kill: Kill | None = None
         self._tree = OldTree()
         self._connected: set[str] = set()
-        self.states: dict[str, str] = {}  # the last of each model
+        self._states: dict[str, str] = {}  # the last of each model
         self._running: dict[str, str] = {}  # the living incarnation of each engine
         self._faults: dict[str, str] = {}  # the code of what its backend reported last
         watched = [(LOCKSERVER, LOCKSERVER_SOCKET, lock_messages.CATALOGUE, self._on_lockserver)]
@@ -158,10 +158,10 @@ class Observer:
         if kill is None or token <= kill.old_token or kill.new_token is not None:
             return
         if incarnation is not None and incarnation == kill.incarnation:
-            kill.old_token, kill.is_holder = token, True  # its own grant, from before its death
+            kill.old_token, kill.holder = token, None  # its own grant, from before its death
             return
         kill.new_token, kill.new_engine = token, engine
-        alive = self._tree.alive() if kill.is_holder else []
+        alive = self._tree.alive() if kill.holder in (None, kill.incarnation) else []
         if self._tree.is_evidence:
             self._records.grants_checked += 1
         if alive:
@@ -245,8 +245,8 @@ class Observer:
                 self._records.switches.append(Switch(at_ms, str(data["model"]), length_ms))
 
     def _note_model(self, model: str, state: str, at_ms: float) -> None:
-        if self.states.get(model) != state:
-            self.states[model] = state
+        if self._states.get(model) != state:
+            self._states[model] = state
             self._records.moments.append(Moment(at_ms, model, state))
 
 

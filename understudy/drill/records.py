@@ -79,10 +79,10 @@ class Kill(Struct):
     is a memory server. `gone_ms`: when all processes of a part had exited; `back_ms`: when the
     victim worked again. `kept_blocks` of KV memory were there for the next engine by the old one's
     last status, and `adopted_blocks` are those that its cache began with. `peers`: the engines that
-    may be granted its lock next, () for all. `is_holder`: it held that lock, so nothing of it may
-    be alive at the next grant.
-    In a pool: the engine's `model` was in the state `phase`. In a fleet: `pod` was hit, of which
-    the front had this many `streams`. `result` is how it ended.
+    may be granted its lock next, () for all. `holder`: the incarnation that had that lock, None if
+    it was the victim: only then nothing of it may be alive at the next grant.
+    In a pool: the kill was made as `model` entered `phase`, and `result` is how it ended. In a
+    fleet: `pod` was hit, of which the front had this many `streams`.
     """
 
     target: str
@@ -99,7 +99,7 @@ class Kill(Struct):
     kept_blocks: int = 0
     adopted_blocks: int | None = None
     peers: tuple[str, ...] = ()
-    is_holder: bool = True
+    holder: str | None = None
     device: str = ""
     gone_ms: float | None = None
     back_ms: float | None = None
@@ -170,7 +170,8 @@ class Records(Struct):
     `url`: the address outside the pod that clients used, if they did.
     The token of an exchange says where the answer began: text that follows may be of any newer
     engine.
-    In a pool: `models` with their engines. In a fleet: the names of its `pods`.
+    In a pool: `models` with their engines, and `not_reached`: the kills for which no model entered
+    the phase in time. In a fleet: the names of its `pods`.
     """
 
     exchanges: list[Exchange] = []
@@ -186,6 +187,7 @@ class Records(Struct):
     models: dict[str, tuple[str, ...]] = {}
     switches: list[Switch] = []
     bounds: list[StatedBound] = []
+    not_reached: list[str] = []
     pods: tuple[str, ...] = ()
 
     @property

@@ -4,8 +4,8 @@ Owns the order of the steps and the progress lines; judges nothing. It is kept l
 shares its CPU cores with the pod whose speed it reports.
 
 A pool's drill has more victims and several models. Clients send requests in bursts, those of the
-first model in longer ones, so that all models also become idle; kills come at random moments, so
-that models die in every state.
+first model in longer ones, so that all models also become idle. Every part is to die in every state
+of a model, so a kill waits until a model enters a state.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import random
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -24,12 +23,14 @@ from typing import Any
 from msgspec import structs
 
 from engine import messages as engine_messages
-from plumbing.errors import RemoteError, UnderstudyError, UnreachableError, WaitTimeoutError
+from plumbing.errors import RemoteError, UnderstudyError, UnreachableError
+from plumbing.pod.models import ACTIVE, lock_of
 from plumbing.pod.observers import ask
 from plumbing.pod.paths import engine_socket, engine_sockets, pool_socket
 from plumbing.service.clock import SystemClock
 from plumbing.text import duration
 from pool.core.events import Order
+from pool.core.states import ModelState
 from pool.messages import CATALOGUE, OrderMsg
 from pool.pool_file import PoolFile, engines_of
 from understudy.drill.clients import Target, inside_target, pause, send, stream_without_pause
@@ -53,6 +54,7 @@ from understudy.drill.targets import (
     SHADOW,
     STOP,
     SUPERVISOR,
+    kill_order,
     pool_targets,
     process_of,
     targets_of,
@@ -81,9 +83,11 @@ SILENCE_S = 330.0  # longer than a ticket waits in the gateway by default, which
 CLIENTS_MIN = 2  # of each model: one that streams for longer than a turn, one that sends anew
 BURST, FIRST_BURST = 4, 12  # requests of a client, after which its model is left alone
 PAUSE_S = 2.5
-TURN_S = 1.0  # of a model, about: a kill comes at a random moment of it
+MISSED_MAX = 300  # kills for which there was no moment: more than all pairs of target and state
+STATE_DEADLINE_S = 20.0  # several turns of all models; else no model enters this state
 BACK_DEADLINE_S = 120.0
-FIND_S = 20.0  # a shadow may have left its room to other models
+FIND_S = 0.002  # between two looks for a state, or a process that is just being started
+FIND_DEADLINE_S = 1.5  # after that, the engine has no such process
 STATED_EVERY_S = 1.0  # how often the bounds are read: they change with costs and requests
 
 clock = SystemClock()
@@ -130,10 +134,10 @@ class Drill:
         self._plan, self._say, self._runner = plan, say, runner
         self._targets = tuple(plan.targets)
         self._models: dict[str, tuple[str, ...]] = {}  # of a pool: each model's engines
-        self._turns: Iterator[str] = iter(())  # of a pool: whose engine dies next
+        self._missed: set[tuple[ModelState, tuple[str, ...]]] = set()  # waited for in vain
         if file is not None:
             self._models = {name: engines_of(name, each) for name, each in file.models.items()}
-            self.records.models, self._turns = self._models, itertools.cycle(self._models)
+            self.records.models = self._models
             self.backend = next(iter(file.models.values())).backend
             has_shadow = any(len(each) > 1 for each in self._models.values())
             self._targets = self._targets or pool_targets(self.backend, has_shadow=has_shadow)
@@ -266,14 +270,17 @@ class Drill:
         Raises:
             WaitTimeoutError: something did not come back.
         """
-        kills, wanted = self.records.kills, self._plan.kills
-        for tries in itertools.count():
-            if len(kills) == wanted or tries > len(self._targets) * (len(kills) + 1):
+        kills, missed, wanted = self.records.kills, self.records.not_reached, self._plan.kills
+        plain = ((each, None) for each in itertools.cycle(self._targets))
+        for what, state in kill_order(self._targets) if self._models else plain:
+            if len(kills) >= wanted or len(missed) > MISSED_MAX:
                 break
             await self._until_due(len(kills))
             await self._all_up()
-            kill = await self._kill(self._targets[tries % len(self._targets)], target)
-            if kill is not None:
+            kill = await self._kill(what, state, target)
+            if kill is None:
+                missed.append(f"{what} at {state}")
+            else:
                 self._say(self._line(kill))
         await self._until_due(wanted)
         await self._all_up()  # the last victim, too
@@ -296,22 +303,25 @@ class Drill:
 
     # ------------------------------------------------------------------ one kill
 
-    async def _kill(self, what: str, target: Target) -> Kill | None:
-        if self._models:
-            await asyncio.sleep(random.uniform(0, TURN_S))
-            killing = self._kill_part(what) if what in ALL_PARTS else self._kill_models_engine(what)
-            return await killing
-        whole = await self._whole()
+    async def _kill(self, what: str, state: ModelState | None, target: Target) -> Kill | None:
+        """None: there was no moment for it."""
+        whole = None if self._models else await self._whole()
         if what in ALL_PARTS:
-            return await self._kill_part(what)
-        return await self._kill_active(what, whole, target)
+            return await self._kill_part(what, state)
+        if whole is not None:
+            return await self._kill_active(what, whole, target)
+        return await self._kill_models_engine(what, state)
 
-    async def _kill_part(self, what: str) -> Kill:
-        """Kill a part that is not an engine, whose death no engine may follow."""
+    async def _kill_part(self, what: str, state: ModelState | None) -> Kill | None:
+        """Kill a part that is not an engine, whose death no engine may follow. None: no model
+        entered the state."""
         made = sum(each.target == what for each in self.records.kills)
-        kill = Kill(what, result="did not come back")
         with ExitStack() as stack:
             victim = await find_part(self.directory, what, stack, number=made)
+            model = "" if state is None else await self._entered(state, tuple(self._models))
+            if model is None:
+                return None
+            kill = Kill(what, model=model, phase=state or "", result="did not come back")
             self.records.kills.append(kill)
             await kill_part(victim, kill)
         await wait_back(self.directory, victim, kill, self._say)
@@ -350,52 +360,52 @@ class Drill:
         kill.result += f", KV blocks were not adopted: {why}" if why else ""
         return kill
 
-    async def _kill_models_engine(self, what: str) -> Kill | None:
-        """Kill a process of an engine of the next model that has such a process, whatever state the
-        model is in, and wait until the engine is back. None: there was no such process.
+    async def _kill_models_engine(self, what: str, state: ModelState | None) -> Kill | None:
+        """Kill a process of an engine as its model enters `state`, and wait until it is back. None:
+        no model entered the state, or there was no such process any more.
 
         Raises:
             WaitTimeoutError: `drill.not_back`.
         """
         # Without a shadow a hang would last for half a minute: no engine could take over.
         needs_shadow, is_shadow = what.startswith((SHADOW, STOP)), what.startswith(SHADOW)
-
-        async def look() -> tuple[Kill, int] | str:
-            model = next(self._turns)
-            engines, state = self._models[model], self._observer.states.get(model, "")
-            if needs_shadow and len(engines) == 1:
-                return f"{model} has no shadow"
-            holder, token = _holder_of(_model_in(await self._pool(), model))
-            first = holder if holder in engines else engines[0]
-            engine = next(each for each in engines if (each == first) is not is_shadow)
-            supervisor, _ = await self._engine(engine)
-            kill = Kill(what, engine, token, peers=engines, model=model, phase=state)
-            kill.is_holder = engine == holder
-            try:
-                await kill_engine(self.directory, kill, self._observer)
-            except (RemoteError, UnreachableError, KeyError) as error:
-                return f"{engine}: {error}"
-            return kill, supervisor
-
-        failed = f"there was no {what} to kill"
-        try:
-            found = await wait_for(look, FIND_S, "", failed, poll_s=WHOLE_POLL_S)
-        except WaitTimeoutError as error:
-            self._say(error.message)
+        wanted = (name for name, each in self._models.items() if len(each) > 1 or not needs_shadow)
+        assert state is not None  # in a pool each kill has one
+        model = await self._entered(state, tuple(wanted))
+        if model is None:
             return None
-        kill, supervisor = found
-        kill.result = "did not come back"
+        engines = self._models[model]
+        locks = (await status_of(lockserver_part(self.directory))).get("locks") or {}
+        holder = (locks.get(lock_of(ACTIVE, model)) or {}).get("holder") or {}
+        first = holder["engine"] if holder.get("engine") in engines else engines[0]
+        engine = next(each for each in engines if (each == first) is not is_shadow)
+        supervisor, _ = await self._engine(engine)
+        kill = Kill(what, engine, int(holder.get("token") or 0), peers=engines, model=model)
+        kill.holder = holder.get("incarnation", "")
+        kill.phase, kill.result = state, "did not come back"
+        end_ms = clock.now_ms() + FIND_DEADLINE_S * 1000
+        while not await self._struck(kill):
+            if clock.now_ms() > end_ms:
+                return None
+            await asyncio.sleep(FIND_S)  # its supervisor may be about to start it
         self.records.kills.append(kill)
-        failed = f"{kill.engine} did not come back after the death of {what}"
+        failed = f"{engine} did not come back after the death of {what} as {model} was {state}"
         back = partial(self._not_back, kill, supervisor)
         await wait_for(back, BACK_DEADLINE_S, "drill.not_back", failed)
         kill.back_ms = clock.now_ms()
         # The pool forgets the death: three of them in ten minutes are a fault of the model.
         with contextlib.suppress(UnderstudyError):
-            reset = OrderMsg(kill.model, Order.RESET)
-            await ask(pool_socket(str(self.directory)), CATALOGUE, reset)
+            await ask(pool_socket(str(self.directory)), CATALOGUE, OrderMsg(model, Order.RESET))
         await self._answers()
         return kill
+
+    async def _struck(self, kill: Kill) -> bool:
+        """Whether the engine had the process, which is dead now."""
+        try:
+            await kill_engine(self.directory, kill, self._observer)
+        except (RemoteError, UnreachableError, KeyError):
+            return False
+        return True
 
     async def _not_back(self, kill: Kill, supervisor: int) -> str | None:
         """Why the engine has not come back: another incarnation stands by, sleeps or serves, or the
@@ -412,7 +422,7 @@ class Drill:
         if not is_up and said.get("goal") != "cold":
             return "its next incarnation does not work yet"
         kill.result = "relaunched" if is_up else "cold, as the pool wants it"
-        holder, _ = _holder_of(model)
+        holder = (model.get("holder") or {}).get("engine")
         if holder not in (None, kill.engine) and not kill.target.startswith(SHADOW):
             kill.result = f"{holder} took over"
         return None
@@ -453,6 +463,19 @@ class Drill:
         deadline_s = POOL_ANSWERS_DEADLINE_S if self._models else ANSWERS_DEADLINE_S
         await wait_for(look, deadline_s, "drill.no_answers", "requests did not complete")
 
+    async def _entered(self, state: ModelState, models: tuple[str, ...]) -> str | None:
+        """The model that enters the state; None: none does, or none did the last time."""
+        moments, seen = self.records.moments, len(self.records.moments)
+        end_ms = clock.now_ms() + STATE_DEADLINE_S * 1000
+        while models and (state, models) not in self._missed:
+            for each in moments[seen:]:
+                if each.state == state and each.part in models:
+                    return each.part
+            if clock.now_ms() > end_ms:
+                self._missed.add((state, models))
+            await asyncio.sleep(FIND_S)
+        return None
+
     async def _pool(self) -> Mapping[str, Any]:
         return await status_of(pool_part(self.directory))
 
@@ -469,12 +492,6 @@ def _model_in(document: Mapping[str, Any], model: str) -> Mapping[str, Any]:
     """A model in the pool's document."""
     models = document.get("models") or ()
     return next((each for each in models if each["model"] == model), {})
-
-
-def _holder_of(model: Mapping[str, Any]) -> tuple[str | None, int]:
-    """The engine that holds a model's lock and its token, from the pool's document."""
-    holder = model.get("holder")
-    return (holder["engine"], int(holder["token"])) if holder else (None, 0)
 
 
 async def _rest(burst: int, together: asyncio.Barrier, stopping: asyncio.Event, sent: int) -> None:

@@ -1,14 +1,16 @@
-"""What a drill kills: the names of the targets, and which of them a pod has.
+"""What a drill kills: the names of the targets, which of them a pod has, and their order.
 
 Pure. How each is found and killed is in `killer.py`.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
 from engine import messages as engine_messages
+from pool.core.states import ModelState
 
 SUPERVISOR = "supervisor"
 # Parts that are not engines: their deaths must not affect anything else.
@@ -106,6 +108,23 @@ def kill_request(target: str) -> engine_messages.KillMsg:
     return engine_messages.KillMsg(process, is_stop=STOP in target)
 
 
+# ------------------------------------------------------------------ which kill comes next in a pool
+
+# When to kill in a pool: as a model enters one of these states.
+STATES = (
+    ModelState.DRAINING,
+    ModelState.WAKING,
+    ModelState.AWAKE,
+    ModelState.RELEASING,
+    ModelState.PENDING,
+    ModelState.LOADING,
+    ModelState.WARM,
+    ModelState.UNLOADING,
+    ModelState.OFFLOADED,
+    ModelState.COLD,
+)
+
+
 def pool_targets(backend: str | None, *, has_shadow: bool) -> tuple[str, ...]:
     """Every part and every process, so that those of one kind are not neighbours."""
     *names, _ = base_targets(backend)
@@ -119,3 +138,17 @@ def pool_targets(backend: str | None, *, has_shadow: bool) -> tuple[str, ...]:
         *(hangs[0], shadows[1], GMS_SUPERVISOR, hangs[1]),
     )
     return tuple(each for each in found if each)
+
+
+def kill_order(
+    targets: Sequence[str], states: Sequence[ModelState] = STATES
+) -> Iterator[tuple[str, ModelState]]:
+    """Pairs of a target and a state, without end; no pair comes twice before all have come. The
+    first round pairs each target with another state, and each further round shifts the pairs by
+    one. A model that is cold has nothing but supervisors."""
+    for shift in itertools.count():
+        for number, target in enumerate(targets):
+            state = states[(number + shift) % len(states)]
+            is_backend = target not in ALL_PARTS and process_of(target) != SUPERVISOR
+            if not (is_backend and state is ModelState.COLD):
+                yield target, state

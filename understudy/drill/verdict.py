@@ -371,6 +371,7 @@ def _pool_values(evidence: Evidence, pause_ms: Spread) -> dict[str, Any]:
             }
             for number, kill in enumerate(records.kills, 1)
         ],
+        "not_reached": list(records.not_reached),
         "switch_ms": spread(each.length_ms for each in records.switches),
         "wait_ms": spread(until_ms - each.sent_ms for each, until_ms in evidence.waits),
         "pause_ms": spread(evidence.parked),
@@ -424,6 +425,8 @@ def print_report(report: DrillReport, console: Console) -> None:
         style = {0: "green"}.get(value, "red") if name in report.faults else None
         shown = "-" if value is None else value
         console.print(f"{_words(name):<{width}}  {shown}", style=style, markup=False)
+    for missed in report.values.get("not_reached", ()):
+        console.print(f"not made: {missed}, as no model came there in time", markup=False)
     for problem in report.problems:
         console.print(f"problem: {problem}", style="red", markup=False)
     console.print("passed" if report.passed else "FAILED", style="bold", markup=False)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from plumbing.errors import UnderstudyError, WaitTimeoutError
 from plumbing.service.init import FIRST_START_ENV
 from plumbing.service.procfs import is_alive
 from plumbing.wire.server import Server
+from pool.core.states import ModelState
 from tests.helpers import free_witness, run_command, until
 from tests.plumbing.service.test_init import INIT, NAMESPACE, ROOT, can_unshare
 from understudy.drill import killer
@@ -36,14 +38,19 @@ from understudy.drill.killer import (
 from understudy.drill.observer import OldTree
 from understudy.drill.records import Kill
 from understudy.drill.targets import (
+    ALL_PARTS,
     GMS,
     LOCKSERVER,
+    STATES,
     SUPERVISOR,
     TARGETS,
     VLLM_TARGETS,
     check_target,
+    kill_order,
     kill_request,
     needed_flag,
+    pool_targets,
+    process_of,
     targets_of,
 )
 
@@ -60,6 +67,7 @@ PART = """
 import asyncio, os, signal, sys
 from lockserver import messages
 from plumbing.wire.server import Server
+from pool.core.states import ModelState
 class Answers:
     def opened(self, conn): pass
     def closed(self, conn, reason): pass
@@ -268,3 +276,16 @@ def test_target_names_one_process(text, target, message, is_only):
     assert needed_flag(target) == ("--pool" if is_only else None)
     if message is not None:
         assert kill_request(target) == message
+
+
+def test_every_target_dies_in_every_state_before_any_pair_comes_again():
+    targets = pool_targets("reference", has_shadow=True)
+    backends = [
+        each for each in targets if each not in ALL_PARTS and process_of(each) != SUPERVISOR
+    ]
+    pairs = len(targets) * len(STATES) - len(backends)
+    order = list(islice(kill_order(targets), pairs))
+    assert len(set(order)) == pairs
+    assert not any((each, ModelState.COLD) in order for each in backends)
+    # A short drill sees many of both.
+    assert len({target for target, _ in order[:8]}) == len({state for _, state in order[:8]}) == 8
