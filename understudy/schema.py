@@ -145,7 +145,9 @@ class DrillMachine(Schema):
 
 
 class DrillGms(Schema):
-    recovery_ms: Annotated[Percentiles, "from SIGKILL until no memory has a fault"]
+    recovery_ms: Annotated[
+        Percentiles, "from SIGKILL until the epochs are there and no memory has a fault"
+    ]
 
 
 DoubleActive = Annotated[int, "how often two engines served at once; must be 0"]

@@ -256,14 +256,17 @@ async def note_adoption(directory: Path, kill: Kill) -> str:
 @dataclass(frozen=True, slots=True)
 class HeldPart:
     """A part that can be killed: the pidfds of its processes, its own first. `device`: one of those
-    of a memory server."""
+    of a memory server; `epochs`: the committed ones that must survive it."""
 
     target: str
     pidfds: tuple[int, ...]
     device: str = ""
+    epochs: frozenset[tuple[str, str]] = frozenset()
 
 
-async def find_part(directory: Path, target: str, stack: ExitStack, *, number: int = 0) -> HeldPart:
+async def find_part(
+    directory: Path, target: str, stack: ExitStack, *, number: int = 0, is_pool: bool = False
+) -> HeldPart:
     """Find a part, and hold it until `stack` is closed: of memory servers that with this number,
     modulo their count.
 
@@ -281,7 +284,16 @@ async def find_part(directory: Path, target: str, stack: ExitStack, *, number: i
         if target == GMS_SUPERVISOR:
             pid, device = parent(pid or 0), ""
     held = [stack.enter_context(hold(each, target)) for each in (pid, *descendants(pid or 0))]
-    return HeldPart(target, tuple(held), device)
+    epochs = frozenset[tuple[str, str]]()
+    if target not in SINGLE and not is_pool:  # there, models come and go
+        epochs = epochs_of((await gather(directory))["gms"])
+    return HeldPart(target, tuple(held), device, epochs)
+
+
+def epochs_of(devices: Iterable[Mapping[str, Any]]) -> frozenset[tuple[str, str]]:
+    """The committed epochs, each by its device."""
+    committed = (each for each in devices if each.get("state") == "committed")
+    return frozenset((str(each["device_uuid"]), str(each.get("epoch"))) for each in committed)
 
 
 async def kill_part(victim: HeldPart, kill: Kill) -> None:
@@ -316,24 +328,26 @@ async def wait_back(
     Raises:
         WaitTimeoutError: `drill.no_part`.
     """
-    look = partial(missing_of, directory, victim.target)
+    look = partial(missing_of, directory, victim)
     what = f"{kill.victim} did not come back"
     await wait_for(look, BACK_DEADLINE_S, "drill.no_part", what, say)
     kill.back_ms = clock.now_ms()
 
 
-async def missing_of(directory: Path, target: str) -> str | None:
+async def missing_of(directory: Path, victim: HeldPart) -> str | None:
     """What a killed part, all of whose processes are gone, lacks until it works again."""
-    if target in SINGLE:
-        said = await status_of(SINGLE[target](directory))
+    if victim.target in SINGLE:
+        said = await status_of(SINGLE[victim.target](directory))
         is_back = {
             LOCKSERVER: "error" not in said,
             GATEWAY: said.get("accepting"),
             POOL: said.get("gateways") and not said.get("recovering"),
         }
-        return None if is_back[target] else str(said.get("error") or "it is not ready")
+        return None if is_back[victim.target] else str(said.get("error") or "it is not ready")
     devices = (await gather(directory))["gms"]
-    return next((fault for each in devices for fault in memory_faults(each, {})), None)
+    faults = [fault for each in devices for fault in memory_faults(each, {})]
+    faults += [f"the epoch of {place} is lost" for place, _ in victim.epochs - epochs_of(devices)]
+    return next(iter(faults), None)
 
 
 # ------------------------------------------------------------------ who may be killed

@@ -317,7 +317,8 @@ class Drill:
         entered the state."""
         made = sum(each.target == what for each in self.records.kills)
         with ExitStack() as stack:
-            victim = await find_part(self.directory, what, stack, number=made)
+            is_pool = bool(self._models)
+            victim = await find_part(self.directory, what, stack, number=made, is_pool=is_pool)
             model = "" if state is None else await self._entered(state, tuple(self._models))
             if model is None:
                 return None

@@ -29,6 +29,7 @@ from understudy.drill import killer
 from understudy.drill.killer import (
     FIRST,
     HeldPart,
+    epochs_of,
     find_part,
     hold,
     kill_part,
@@ -187,8 +188,9 @@ def test_part_is_killed_with_all_its_processes_and_awaited_until_another_answers
     assert kill.took_ms > 0
 
 
-def device(state: str = "committed") -> dict:
-    return {"device_uuid": "HOST-0", "tag": "weights", "pid": 2, "state": state}
+def device(state: str = "committed", epoch: str = "e") -> dict:
+    about = {"device_uuid": "HOST-0", "tag": "weights", "pid": 2, "state": state}
+    return {**about, "epoch": epoch}
 
 
 class Answers:
@@ -209,16 +211,21 @@ class Answers:
 
 
 async def test_memory_server_is_back_once_it_answers_and_has_recovered(tmp_path: Path):
-    """Method: a socket without a server, one that recovers, and then has what it had."""
-    path, answers = tmp_path / "gms_HOST-0_weights.sock", [device("recovering"), device()]
+    """Method: a socket without a server, one that recovers, or has another epoch, and then has what
+    it had."""
+    path, victim = (
+        tmp_path / "gms_HOST-0_weights.sock",
+        HeldPart(GMS, (), "", epochs_of([device()])),
+    )
+    answers = [device("recovering"), device(epoch="f"), device()]
     path.touch()
-    assert await missing_of(tmp_path, GMS) is not None
+    assert await missing_of(tmp_path, victim) is not None
     path.unlink()
     server = Server(str(path), gms_messages.CATALOGUE, Answers(answers), service="gms")
     await server.start()
     try:
         kill = Kill(GMS, killed_ms=killer.clock.now_ms(), device="HOST-0")
-        await wait_back(tmp_path, HeldPart(GMS, ()), kill)
+        await wait_back(tmp_path, victim, kill)
     finally:
         await server.close()
     assert answers == [device()]
