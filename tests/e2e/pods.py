@@ -125,8 +125,16 @@ class Pod:
         pid = self.pid(container)
         return [pid, *descendants(pid)]
 
+    async def engines(self) -> list[dict[str, Any]]:
+        """Every engine's document, once all answer."""
+        async with asyncio.timeout(self._whole_deadline_s):
+            while True:
+                found = [part.get("engine") for part in (await self.view())["engines"]]
+                if all(found):
+                    return found
+
     async def incarnations(self) -> list[str]:
-        return [part["engine"]["incarnation"] for part in (await self.view())["engines"]]
+        return [each["incarnation"] for each in await self.engines()]
 
     async def engine_tree(self, name: str) -> list[int]:
         """The backend's processes, registered or not, of the engine `name`."""

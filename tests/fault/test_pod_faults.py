@@ -202,5 +202,4 @@ async def test_relaunched_engine_waits_for_a_stopped_memory_service(pod: Pod):
 
 async def launches(pod: Pod) -> dict[str, int]:
     """The number of each engine's current launch."""
-    engines = [part["engine"] for part in (await pod.view())["engines"]]
-    return {engine["id"]: engine["number"] for engine in engines}
+    return {each["id"]: each["number"] for each in await pod.engines()}

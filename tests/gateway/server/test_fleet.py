@@ -463,22 +463,10 @@ def certificates(tmp_path_factory):
 
 
 @in_fleet
-async def test_front_and_pod_speak_tls_with_the_fleets_certificates(bench, certificates):
-    for _ in range(2):
-        await bench.pod(tls=f"{certificates}/pod", hold_after_groups=4)
-    await bench.front(tls=f"{certificates}/front")
-    client = await bench.stream()
-    dead = bench.of()
-    bench.let_go()
-    dead.kill()
-    check_whole(await client.answer(), BODY)
-
-
-@in_fleet
 async def test_streams_of_a_lost_pod_take_connections_that_are_ready(
     bench, certificates, monkeypatch
 ):
-    """Method: none can be made any more when the pod dies."""
+    """Method: none can be made any more when the pod dies; with the fleet's certificates."""
     monkeypatch.setattr(pods_module, "LOOK_UP_S", 0.02)
     for _ in range(2):
         await bench.pod(tls=f"{certificates}/pod", hold_after_groups=4)
