@@ -328,13 +328,9 @@ class Lanes:
             for model, lane_rules in (models or {}).items()
         }
         self.by_model: Mapping[str, Gateway] = self.lanes or {"": Gateway(rules, self.shared)}
+        self.alone = self.by_model.get("")  # the only lane of a gateway without a pool
         self._all = tuple(self.by_model.values())
         self._live: dict[Gateway, None] = {}  # those that time may mean something to
-
-    @property
-    def alone(self) -> Gateway | None:
-        """The only lane of a gateway without a pool."""
-        return self.by_model.get("")
 
     def attempt(self, number: int) -> Attempt:
         lane = self._lane_of(number)
@@ -384,9 +380,12 @@ class Lanes:
 
     def _lane_of(self, number: int) -> Gateway | None:
         """Of an attempt or a greeting, None if that is over."""
-        known = (each for each in self._all if number in each.attempts)
-        greeted = (each for each in self._all if number == each.target.greeting)
-        return next(known, None) or next(greeted, None)
+        if self.alone is not None:
+            return self.alone
+        for lane in self._all:
+            if number in lane.attempts or number == lane.target.greeting:
+                return lane
+        return None
 
     def _is_full(self) -> bool:
         return sum(lane.queued for lane in self.lanes.values()) > self._queue_max
