@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 import zlib
@@ -153,8 +154,9 @@ class StandInEngine:
     def __init__(self, directory: str, name: str = "engine-0") -> None:
         self.directory, self.token = directory, 0
         self.http = StubEngine(engine_http_socket(directory, name), name)
-        # The same supervisor in each test: its process, the test's, lives on.
+        # The same supervisor in each test: its process, the test's, lives on, and counts on.
         self.engine = Engine(directory, name, f"{zlib.crc32(name.encode()):016x}")
+        self.engine.client._progress = time.monotonic_ns()
         self.engine.on_granted = self._granted
 
     def _granted(self, lock: str, incarnation: str, token: int) -> None:
