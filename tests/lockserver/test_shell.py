@@ -184,12 +184,13 @@ def test_dying_tree_is_probed_densely_then_less_often(monkeypatch):
     assert len(fed) == 1
 
 
-async def test_event_recorded_late_has_the_time_at_which_it_happened(pod_dir):
+async def test_event_recorded_late_has_the_time_at_which_it_happened(pod_dir, monkeypatch):
     """Goal: the phases in reports stay accurate although recording is delayed. Method: two events,
     and a clock that moves between them and again before they are recorded; a third that only the
     loop records."""
     clock, recorded = FakeClock(1000.0), []
-    server = LockServer(LockSettings(pod_dir), clock)
+    monkeypatch.setattr("lockserver.server.server.SystemClock", lambda: clock)
+    server = LockServer(LockSettings(pod_dir))
     server.events.subscribe(recorded.append)
     server._happened(Happened("lock.releasing", "first"))
     clock.advance(1.0)
