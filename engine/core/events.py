@@ -241,11 +241,11 @@ def explain(event: EngineEvent) -> tuple[str, str]:
         case HandOver():
             return "hand_over", f"asked to hand over to {event.to}{_left(event)}"
         case Shall(goal=Tier.AWAKE):
-            return "asked_to_wake", f"asked to wake{_by(event)}"
+            return "asked_to_wake", f"asked to wake{by_whom(event)}"
         case Shall(goal=Tier.COLD):
-            return "asked_to_be_cold", f"asked to be cold{_by(event)}"
+            return "asked_to_be_cold", f"asked to be cold{by_whom(event)}"
         case Shall():
-            return "asked_to_rest", f"asked to sleep{_by(event)}"
+            return "asked_to_rest", f"asked to sleep{by_whom(event)}"
         case Drained():
             return "drained", "drained"
         case Rested():
@@ -258,5 +258,6 @@ def _left(event: Terminate | HandOver) -> str:
     return ", streams continue at the next engine" if event.resume else ""
 
 
-def _by(event: Shall) -> str:
+def by_whom(event: Shall) -> str:
+    """` by somebody`, or nothing."""
     return f" by {event.by}" if event.by else ""

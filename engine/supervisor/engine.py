@@ -346,7 +346,7 @@ class HealthWatch:
     def _tick(self) -> None:
         actions = self._health.tick(self._clock.now_ms(), self._look())
         if isinstance(actions, str):
-            self._fail(actions)
+            self._go_on(actions)
             return
         for action in actions:
             if action is Action.ASK:
@@ -366,11 +366,8 @@ class HealthWatch:
             self._go_on(self._health.canary_done(self._clock.now_ms(), ok=ok, detail=detail))
 
     def _go_on(self, verdict: str | None) -> None:
-        if verdict is not None:
-            self._fail(verdict)
-        else:
+        if verdict is None:
             self._tick()
-
-    def _fail(self, verdict: str) -> None:
-        self.close()
-        self._hub.post(Failed("unhealthy", verdict))
+        else:
+            self.close()
+            self._hub.post(Failed("unhealthy", verdict))

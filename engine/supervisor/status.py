@@ -15,7 +15,7 @@ import msgspec
 
 from engine import schema
 from engine.core import probes
-from engine.core.events import Shall, State
+from engine.core.events import Shall, State, by_whom
 from engine.core.health import stretch
 from engine.core.lifecycle import tier_of
 from engine.supervisor.engine import Engine, patience_of
@@ -237,14 +237,10 @@ class EngineStatus:
 def cold_because(shall: Shall, engine: str, *, is_reaped: bool) -> str:
     """Why no backend runs, and what starts one."""
     if not is_reaped:
-        return f"becoming cold: its processes are being ended; asked to be cold{_by(shall)}"
+        return f"becoming cold: its processes are being ended; asked to be cold{by_whom(shall)}"
     how = f"; `understudy wake {engine}` starts it" if shall.generation is None else ""
-    return f"cold because it was asked to be{_by(shall)}: no backend runs{how}"
-
-
-def _by(shall: Shall) -> str:
-    return f" by {shall.by}" if shall.by else ""
+    return f"cold because it was asked to be{by_whom(shall)}: no backend runs{how}"
 
 
 def _asked(shall: Shall) -> str:
-    return f"asked to be {shall.goal.value}{_by(shall)}; `understudy wake` wakes it"
+    return f"asked to be {shall.goal.value}{by_whom(shall)}; `understudy wake` wakes it"

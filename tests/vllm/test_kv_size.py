@@ -1,5 +1,4 @@
-"""The size of a KV cache: the proposal where none was given, the refusal of one that is too small,
-and the checksum of a block."""
+"""The size of a KV cache: the proposal where none was given, the refusal of one that is too small."""
 
 from __future__ import annotations
 
@@ -13,7 +12,6 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from engine.backends.vllm import kv_size, membership, versions
-from engine.backends.vllm.kv.facts import checksums
 from engine.backends.vllm.kv_size import check_holds_a_sequence
 from engine.backends.vllm.worker.worker_cpu import CPUWorker
 from engine.backends.vllm.worker.worker_gpu import GPUWorker
@@ -142,31 +140,3 @@ def test_worker_reports_to_the_supervisor_before_it_measures(
         worker.determine_available_memory()
     assert [error.code for error in told] == ["vllm.kv_too_small"]
     assert told == [found.value]
-
-
-# ---------------------------------------------------------------------- checksums
-
-
-BLOCKS = 6
-# As the CPU and FlashAttention keep them; keys and values of all blocks apart; packed by blocks.
-LAYOUTS = {
-    "blocks first": lambda: torch.zeros(BLOCKS, 2, 4, 8, dtype=torch.bfloat16),
-    "keys first": lambda: torch.zeros(2, BLOCKS, 4, 8, dtype=torch.float32),
-    "packed": lambda: torch.zeros(BLOCKS, 3, 2, 4, dtype=torch.float32)[:, 1],
-}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_each_byte_of_a_block_and_no_other_counts(layout: str):
-    """Change every element of the second layer in turn: only the checksum of its block changes."""
-    caches = [LAYOUTS[layout](), LAYOUTS[layout]()]
-    place = tuple(caches[1].shape).index(BLOCKS)
-    everyone = list(range(BLOCKS))
-    before = checksums(caches, BLOCKS, everyone)
-    for block in everyone:
-        part = caches[1].select(place, block)
-        for element in range(part.numel()):
-            part[tuple(torch.unravel_index(torch.tensor(element), part.shape))] += 1
-            after = checksums(caches, BLOCKS, everyone)
-            part.zero_()
-            assert [each for each in everyone if after[each] != before[each]] == [block]

@@ -50,11 +50,8 @@ class KeptMemory:
 
     def __init__(self, choice: KvChoice, problem: str = "") -> None:
         self.choice, self.problem = choice, problem
+        self.memory = GMS if choice.is_shared else OWN
         self.renew()
-
-    @property
-    def memory(self) -> Literal["gms", "private"]:
-        return GMS if self.choice.is_shared else OWN
 
     async def take(self, take: AskRanks, engine: str, token: int, era: str) -> Sequence[Answer]:
         """Memory for all ranks: `take` asks them, by which right they borrow or not.

@@ -34,7 +34,6 @@ from plumbing.service.signals import blocked_in_children
 if TYPE_CHECKING:
     import socket
 
-    from engine.backends.channel import Channel
     from engine.backends.vllm.api.arguments import ServeArguments
     from engine.backends.vllm.api.features import Features
     from lockserver.client import serving
@@ -99,46 +98,36 @@ async def _run(
 ) -> None:
     from engine.backends.channel import Channel
 
-    channel = Channel(sock)
+    channel, args = Channel(sock), parsed.vllm
+    # Named after the engine, not the incarnation: the next one replaces a killed one's socket.
+    trial = f"trial_{os.environ[process.ENGINE_ID_ENV]}.sock"
     try:
-        await _serve(parsed, channel, page, seat)
+        from engine.backends.vllm.api.backend import StepCounter, VllmBackend
+        from engine.backends.vllm.api.http import Front, bind
+        from engine.backends.vllm.api.kept_memory import KeptMemory
+
+        steps = StepCounter(page)
+        listener = bind(args, os.path.join(os.environ[DIRECTORY_ENV], trial))
+        made = make_engine(parsed, steps)
+        front = await Front.start(made.engine, args, listener, parsed.body_bytes_max)
+        backend = VllmBackend(
+            made.engine,
+            front,
+            steps,
+            made.features,
+            KeptMemory(parsed.kv),
+            seat,
+            made.find_continuing,
+            is_tested=made.is_tested,
+        )
+        prepared = await backend.prepare()
+        warnings = (*made.warnings, *prepared.warnings)
+        for warning in warnings:
+            logger.warning("%s", warning)
+        channel.prepared(backend, structs.replace(prepared, warnings=warnings))
+        await backend.watch(lambda error: channel.end(process.fault_report(error)))
     except Exception as error:
         channel.end(process.fault_report(error))
-
-
-async def _serve(
-    parsed: ServeArguments,
-    channel: Channel,
-    page: ProgressPage,
-    seat: serving.ServingSeat | None,
-) -> None:
-    from engine.backends.vllm.api.backend import StepCounter, VllmBackend
-    from engine.backends.vllm.api.http import Front, bind
-    from engine.backends.vllm.api.kept_memory import KeptMemory
-
-    args, steps, directory = parsed.vllm, StepCounter(page), os.environ[DIRECTORY_ENV]
-    # Named after the engine, not the incarnation: the next one replaces a killed one's socket.
-    listener = bind(
-        args, os.path.join(directory, f"trial_{os.environ[process.ENGINE_ID_ENV]}.sock")
-    )
-    made = make_engine(parsed, steps)
-    front = await Front.start(made.engine, args, listener, parsed.body_bytes_max)
-    backend = VllmBackend(
-        made.engine,
-        front,
-        steps,
-        made.features,
-        KeptMemory(parsed.kv),
-        seat,
-        made.find_continuing,
-        is_tested=made.is_tested,
-    )
-    prepared = await backend.prepare()
-    warnings = (*made.warnings, *prepared.warnings)
-    for warning in warnings:
-        logger.warning("%s", warning)
-    channel.prepared(backend, structs.replace(prepared, warnings=warnings))
-    await backend.watch(lambda error: channel.end(process.fault_report(error)))
 
 
 class _Made(NamedTuple):
