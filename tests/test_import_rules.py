@@ -381,7 +381,7 @@ LINES_MAX = {
     "plumbing": 6_185,
     "lockserver": 6_190,
     "gms": 8_685,
-    "engine": 16_865,
+    "engine": 16_605,
     "gateway": 10_240,
     "pool": 7_000,
     "understudy": 7_865,

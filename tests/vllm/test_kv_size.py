@@ -1,4 +1,5 @@
-"""The size of a KV cache: the proposal where none was given, the refusal of one that is too small."""
+"""The size of a KV cache: the proposal where none was given, the refusal of one that is too
+small."""
 
 from __future__ import annotations
 
