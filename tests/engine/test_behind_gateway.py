@@ -34,9 +34,8 @@ def connect(path: Path) -> socket.socket:
 
 
 def ask(path: Path) -> str:
-    """What the backend answers the gateway."""
+    """What the backend says to whoever connects."""
     with connect(path) as sock:
-        sock.sendall(b"GET / HTTP/1.1\r\n\r\n")
         return sock.makefile().readline()
 
 
