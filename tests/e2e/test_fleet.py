@@ -102,6 +102,8 @@ def test_up_with_replicas_serves_at_one_port_and_leaves_no_process(tmp_path_fact
         words = [UNDERSTUDY, "status", f"--dir={fleet.directory}", "--json"]
         view = subprocess.run(words, stdout=subprocess.PIPE, check=False).stdout
         assert mismatches(json.loads(view), FrontView) == []
+        # Two models would have two names and two continuation ids: no stream could move.
+        assert list(fleet.directory.glob("pod-*/random-model*")) == []
         fleet.kill(served)
         with urllib.request.urlopen(request, timeout=60) as answer:
             assert answer.headers["X-Understudy-Pod"] != served

@@ -201,7 +201,8 @@ def fleet_of(
                 value = ",".join(map(str, value))
             flags += [f"{each.flag}={it}" for it in (value if each.many else (value,))]
     front = local_pod(config, arguments, ports)
-    return partial(prepare_fleet, front, config["replicas"], flags, port_offset)
+    is_pool = config.get("pool") is not None
+    return partial(prepare_fleet, front, config["replicas"], flags, port_offset, is_pool=is_pool)
 
 
 def local_pod(config: Resolved, arguments: tuple[str, ...], ports: Ports) -> LocalPod:

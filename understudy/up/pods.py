@@ -75,6 +75,8 @@ class PreparedPod:
 
 Prepare = Callable[[Path, Say], Awaitable[PreparedPod]]  # a pod in a directory
 
+NO_MODEL = "no --model: serving a small random one, whose answers are gibberish"
+
 
 async def prepare_local(pod: LocalPod, directory: Path, say: Say) -> PreparedPod:
     """Prepare the standard pod, with a random model unless it has one. A model of the Hub is
@@ -85,7 +87,7 @@ async def prepare_local(pod: LocalPod, directory: Path, say: Say) -> PreparedPod
     if pod.hub_id is not None:
         pod = await with_hub_model(pod, pod.hub_id, say)
     elif pod.model is None:
-        say("no --model: serving a small random one, whose answers are gibberish")
+        say(NO_MODEL)
         pod = await with_random_model(pod, directory / "random-model")
     return PreparedPod(pod.containers())
 
@@ -136,13 +138,20 @@ async def prepare_fleet(
     port_offset: int,
     directory: Path,
     say: Say,
+    *,
+    is_pool: bool = False,
 ) -> PreparedPod:
-    """Prepare pods with these flags of `understudy up`, and a front with the ports of `front`."""
+    """Prepare pods with these flags of `understudy up`, and a front with the ports of `front`. They
+    have one random model: two would have two names, and no stream could move."""
     await refuse_second_pod(directory)
     check_port(front.ports.service, front.host)
     check_port(front.ports.gateway, front.http_host)
     if front.hub_id is not None:  # once, not in each pod
         say(f"{front.hub_id} is in {await hub_directory(front.hub_id, front.backend_args)}")
+    elif front.model is None and not is_pool:
+        say(NO_MODEL)
+        front = await with_random_model(front, directory / "random-model")
+        flags = (f"--model={front.model}", *flags)
     front = replace(front, directory=directory)
     apart = (FLEET_APART * (number + 1) for number in range(replicas))
     names = "".join(f"127.0.0.1:{HOP_PORT + port_offset + each}\n" for each in apart)
