@@ -251,13 +251,21 @@ class Observer:
 
 
 def _is_held(file: int) -> bool:
-    """Whether a process holds a lock on `file`. The lock server has tested it by now."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+    """Whether processes hold `file`, by shared locks. The lock server has tested it by now; while
+    it holds the file alone, to seal it, no process does."""
+    # It may be done between two tries.
+    is_held = not _locks(file, fcntl.LOCK_EX) and _locks(file, fcntl.LOCK_SH)
+    is_held = is_held and not _locks(file, fcntl.LOCK_EX)
     fcntl.flock(file, fcntl.LOCK_UN)
-    return False
+    return is_held
+
+
+def _locks(file: int, how: int) -> bool:
+    try:
+        fcntl.flock(file, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _after(kill: Kill, mono_ms: Any) -> float | None:

@@ -4,6 +4,7 @@ locks and sockets."""
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import signal
 import subprocess
@@ -134,6 +135,9 @@ def test_witness_says_of_invisible_processes_whether_they_live(tmp_path: Path):
         assert tree.alive() == ["a process that holds its witness"]
         process.kill()
         process.wait()
+        with open(path) as looker:  # as the lock server does when it finds it free
+            fcntl.flock(looker, fcntl.LOCK_EX)
+            assert tree.alive() == []
         assert tree.alive() == []
         tree.close()
     for unknown in (witness.new_incarnation("engine-1"), None):
