@@ -22,6 +22,7 @@ import os
 import random
 import shutil
 import subprocess
+from asyncio.subprocess import DEVNULL
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -291,7 +292,8 @@ async def rollout(made: NetworkFleet, for_s: float) -> Figures:
         await asyncio.sleep(BEGUN_S)
         began_ms = clock.now_ms()
         leave = (*program("gateway"), "leave", f"--dir={made.base / each.name}", LEAVE_WITHIN)
-        leaving = await asyncio.create_subprocess_exec(*leave, env=os.environ | AS_USERS_RUN_IT)
+        env = os.environ | AS_USERS_RUN_IT
+        leaving = await asyncio.create_subprocess_exec(*leave, env=env, stdout=DEVNULL)
         assert await leaving.wait() == 0
         times_ms.append((began_ms, clock.now_ms()))
         await made.runner.replace(each)
