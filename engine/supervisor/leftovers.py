@@ -23,7 +23,7 @@ UNIQUE_CHARS_MIN = 32
 def directory_of(directory: str, engine: str) -> str:
     """The temporary directory of `engine` of the pod in `directory`."""
     about = f"{os.geteuid()} {os.path.realpath(directory)} {engine}"
-    name = f"{PREFIX}{hashlib.sha256(about.encode()).hexdigest()[:12]}"
+    name = f"{PREFIX}{hashlib.sha256(os.fsencode(about)).hexdigest()[:12]}"
     return os.path.join(tempfile.gettempdir(), name)
 
 

@@ -26,6 +26,7 @@ from tests.e2e.pools import RunningPool, running_pool
 from tests.e2e.test_pool import DEVICE_BYTES, TWO
 from tests.helpers import until
 from tests.understudy.test_ui import page_of
+from understudy.pod.ports import Ports
 from understudy.status.gather import gather
 
 pytestmark = pytest.mark.slow
@@ -54,7 +55,7 @@ def test_every_surface_shows_who_is_awake_who_waits_and_who_holds_what(
 
 
 async def scenario(pod: RunningPool, page: Tab) -> None:
-    gateway = pod.port + 3  # free ports are consecutive, in the order of `Ports`
+    gateway = Ports().moved(pod.port - Ports().service).gateway
     await page.wait(f"{SOUNDNESS} === 'healthy'")
     await page.wait("document.querySelectorAll('#cards .card').length === 4")
     assert set(await cards(page)) == {"a", "b", "gateway", "pool"}
@@ -82,7 +83,7 @@ async def scenario(pod: RunningPool, page: Tab) -> None:
     assert (await running)[0] == 200
     assert (await waiting)[0] == 200
     await page.wait(f"!{WAITS}.includes('is protected for')")
-    assert (await cards(page))["b"] == "awake"
+    await page.wait(f"JSON.parse({CARDS}).b === 'awake'")
     assert "b awake since" in await page.evaluate(TIMELINE)
     # A child's counts come with its next heartbeat.
     await asyncio.to_thread(
