@@ -84,7 +84,7 @@ class Turn(StrEnum):
 
 _S, _T = RequestState, Turn
 
-TABLE = Table(
+TABLE: Table[RequestState, Turn] = Table(
     {
         (_S.WAITING, _T.SEND): _S.SENT,
         (_S.SENT, _T.STREAM): _S.STREAMING,
