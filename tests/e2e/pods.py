@@ -126,11 +126,12 @@ class Pod:
         return [pid, *descendants(pid)]
 
     async def engines(self) -> list[dict[str, Any]]:
-        """Every engine's document, once all answer."""
+        """Every engine's document, once all answer; one that a test added left a socket."""
         async with asyncio.timeout(self._whole_deadline_s):
             while True:
-                found = [part.get("engine") for part in (await self.view())["engines"]]
-                if all(found):
+                parts = (await self.view())["engines"]
+                found = [part["engine"] for part in parts if part.get("engine")]
+                if len(found) >= len(self.local.ports.engines):
                     return found
 
     async def incarnations(self) -> list[str]:

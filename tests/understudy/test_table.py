@@ -72,5 +72,7 @@ def test_flags_of_a_fleet_reach_each_pod_as_they_were_given(tmp_path: Path):
         *("--http-allowed-host=a.example", "--http-allowed-host=b.example"),
     ]
     assert flags[-1] == "--seed=1"
-    assert not [each for each in flags if each.startswith(("--model", "--memory"))]
+    assert not [each for each in flags if each.startswith("--memory")]
+    (model,) = (each for each in flags if each.startswith("--model"))
+    assert model == f"--model={tmp_path}/random-model"
     assert len((tmp_path / "pods").read_text().split()) == 2

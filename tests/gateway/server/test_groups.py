@@ -58,11 +58,16 @@ class Recorder:
     """The owner, the attempt and the client of an upstream, in one: keeps what it is told."""
 
     number, request, is_full, is_replaying = 1, 1, False, False
+    passing = None  # its client is no front
 
     def __init__(self) -> None:
         self.groups: list[tuple[bytes, list[int], list[int]]] = []
         self.outbox: list[object] = []
         self.sent, self.last = b"", None
+
+    @property
+    def owner(self):
+        return self
 
     def passes(self, events, token):
         assert token <= TOKEN_MAX
