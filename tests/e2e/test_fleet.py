@@ -63,7 +63,7 @@ class RunningFleet:
                 each.kill()
 
     def until_restarted(self, pod: str) -> None:
-        again = f"{pod} | (runner) died of signal 9; restarting now"
+        again = f"{pod} | (runner) died of signal 9; restarting"  # a second death may have to wait
         count = self._kills[pod]
         until(lambda: self.output.read_text().count(again) == count, "its next life", WAIT_S)
 

@@ -104,8 +104,9 @@ class FleetDrill(Drill):
         states = {name: self._state(name) for name in self.records.pods}
         states[FRONT] = GONE if "error" in document else READY
         for part, state in states.items():
-            # A front that has just started knows nothing of its pods yet.
-            if self._states.get(part) != state and (part == FRONT or states[FRONT] == READY):
+            # A front that has just started may not have named all of its pods yet.
+            is_known = part in (FRONT, *self._pods)
+            if is_known and self._states.get(part) != state:
                 self._states[part] = state
                 self.records.moments.append(Moment(clock.now_ms(), part, state))
 
