@@ -259,5 +259,5 @@ def _left(event: Terminate | HandOver) -> str:
 
 
 def by_whom(event: Shall) -> str:
-    """` by somebody`, or nothing."""
+    """` by NAME`, or nothing."""
     return f" by {event.by}" if event.by else ""

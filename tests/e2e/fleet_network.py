@@ -289,7 +289,7 @@ async def rollout(made: NetworkFleet, for_s: float) -> Figures:
     running = [asyncio.create_task(send(made.target, each)) for each in prompts]
     times_ms = []
     for each in slow:
-        await asyncio.sleep(BEGUN_S)
+        await asyncio.sleep(BEGUN_S)  # of streaming that the gaps are compared with
         began_ms = clock.now_ms()
         leave = (*program("gateway"), "leave", f"--dir={made.base / each.name}", LEAVE_WITHIN)
         env = os.environ | AS_USERS_RUN_IT

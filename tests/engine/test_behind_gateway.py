@@ -34,7 +34,7 @@ def connect(path: Path) -> socket.socket:
 
 
 def ask(path: Path) -> str:
-    """What the backend says to whoever connects."""
+    """What the backend says to each client that connects."""
     with connect(path) as sock:
         return sock.makefile().readline()
 

@@ -66,7 +66,7 @@ Scenario = Callable[[ModelLoop, StubRank, list[FaultReportMsg]], Any]
 def run(scenario: Scenario) -> None:
     failures: list[FaultReportMsg] = []
     rank = StubRank()
-    model = ModelLoop(rank, SLOTS, failures.append)  # type: ignore[arg-type]
+    model = ModelLoop(rank, SLOTS, failures.append)  # type: ignore[arg-type] # a stand-in
     asyncio.run(scenario(model, rank, failures))
 
 
