@@ -51,7 +51,6 @@ class Clients(Protocol):
     def became_idle(self, client: ClientConnection) -> None: ...
     def came(self, client: ClientConnection, request: HttpRequest) -> None: ...
     def left(self, request: HttpRequest) -> None: ...
-    def tunnelled(self, request: HttpRequest, data: bytes) -> None: ...
     def drained(self, request: HttpRequest) -> None: ...
     @property
     def is_stopping(self) -> bool: ...
@@ -69,7 +68,7 @@ class ClientConnection(asyncio.Protocol):
 
     __slots__ = (
         *("_ahead", "_body_since_s", "_has_body", "_is_advancing", "_is_chunked", "_is_lingering"),
-        *("_is_tunnel_open", "_out", "_owner", "_reader", "_transport", "_unsent_seen_bytes"),
+        *("_out", "_owner", "_reader", "_transport", "_unsent_seen_bytes"),
         *("deadline_s", "is_full", "peer", "request", "sent_bytes"),
     )
 
@@ -87,7 +86,6 @@ class ClientConnection(asyncio.Protocol):
         self._has_body = True
         self._is_advancing = False
         self._is_lingering = False
-        self._is_tunnel_open = False
         self.is_full = False  # the client takes its answer slower than the engine makes it
         self._body_since_s = 0.0
         self._unsent_seen_bytes = 0  # when a deadline passed last
@@ -167,13 +165,6 @@ class ClientConnection(asyncio.Protocol):
         self.request = None
         self._close()
 
-    def open_tunnel(self, head: bytes) -> bytes:
-        """From now on bytes go through in both ways; returns those that have come already."""
-        self.begin(head, is_chunked=False)
-        self._is_tunnel_open = True
-        self.resume_reading()
-        return bytes(self._ahead)
-
     def finish(self) -> None:
         """The answer is out: close, or serve the next request."""
         request, self.request = self.request, None
@@ -213,15 +204,6 @@ class ClientConnection(asyncio.Protocol):
         self._reader.give_up()
         self._advance()
 
-    def pause_reading(self) -> None:
-        """A tunnel's engine does not take what the client sends."""
-        if self._transport is not None:
-            self._transport.pause_reading()
-
-    def resume_reading(self) -> None:
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.resume_reading()
-
     def expire(self) -> None:
         """The deadline has passed. A client that takes its answer slowly may go on doing so."""
         unsent_bytes = self.unsent_bytes
@@ -250,12 +232,10 @@ class ClientConnection(asyncio.Protocol):
         if self.request is None:
             self._reader.feed(data)
             self._advance()
-        elif self._is_tunnel_open:
-            self._owner.tunnelled(self.request, data)
         else:
             self._ahead += data
-            if len(self._ahead) > AHEAD_BYTES_MAX:
-                self.pause_reading()
+            if len(self._ahead) > AHEAD_BYTES_MAX and self._transport is not None:
+                self._transport.pause_reading()
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = self._out = None
@@ -291,7 +271,8 @@ class ClientConnection(asyncio.Protocol):
             elif self._ahead:
                 data = bytes(self._ahead)
                 self._ahead.clear()
-                self.resume_reading()
+                if not self._transport.is_closing():
+                    self._transport.resume_reading()
                 self._reader.feed(data)
             else:
                 self._await_more()
@@ -303,8 +284,6 @@ class ClientConnection(asyncio.Protocol):
             request.keeps_alive = False
         self.request, self.deadline_s = request, NEVER
         self._body_since_s = 0.0
-        if request.is_tunnel and self._reader.rest:
-            self._ahead += self._reader.rest
         self._owner.came(self, request)
 
     def _await_more(self) -> None:

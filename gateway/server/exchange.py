@@ -323,10 +323,6 @@ class GatewayExchange:
         if (upstream := self.upstreams.get(request.attempt)) is not None:
             upstream.resume()
 
-    def tunnelled(self, request: HttpRequest, data: bytes) -> None:
-        if (upstream := self.upstreams.get(request.attempt)) is not None:
-            upstream.send(data)
-
     def _body_bytes_max(self) -> int:
         """In a pool it is known whose body it is that comes only once it is whole."""
         hello = None if self.core.alone is None else self.core.alone.target.hello
@@ -472,18 +468,15 @@ class GatewayExchange:
         client, response = self._client_of[effect.request], upstream.response
         request.status, request.continuation = response.status, effect.continuation
         signed = self._signed(request, upstream)
-        if response.status == 101:
-            upstream.send(client.open_tunnel(response.head_for_client(request)))
-        else:
-            is_chunked = not request.is_http_1_0
-            if not is_chunked:
-                request.keeps_alive = False  # only the end of the connection ends the body
-            framing = b"transfer-encoding: chunked" if is_chunked else b""
-            client.begin(
-                response.head_for_client(request, framing, signed),
-                is_chunked=is_chunked,
-                has_body=response.has_body,
-            )
+        is_chunked = not request.is_http_1_0
+        if not is_chunked:
+            request.keeps_alive = False  # only the end of the connection ends the body
+        framing = b"transfer-encoding: chunked" if is_chunked else b""
+        client.begin(
+            response.head_for_client(request, framing, signed),
+            is_chunked=is_chunked,
+            has_body=response.has_body,
+        )
         upstream.pass_on()
 
     def _signed(self, request: HttpRequest, upstream: Upstream) -> bytes:
@@ -516,7 +509,7 @@ class GatewayExchange:
             case ev.Ending.WHOLE:
                 client.end_body()
             case ev.Ending.BROKEN:
-                client.cut(b"" if request.is_tunnel else effect.event)
+                client.cut(effect.event)
             case ev.Ending.REFUSED:
                 assert effect.why is not None
                 # A front asks no other pod for what has waited as long as it may.

@@ -70,7 +70,6 @@ class HopDoor:
         self.exchange = exchange
         self.accounts = exchange.accounts
         self.left, self.drained = exchange.left, exchange.drained
-        self.tunnelled = exchange.tunnelled
         self.pod, self.incarnation = pod, int.from_bytes(os.urandom(8)) | 1
         self.clients: set[ClientConnection] = set()
         self.intake = Intake(

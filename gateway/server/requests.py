@@ -10,7 +10,8 @@ and `Accept-Encoding` with them, so that the engine's answer can be read. The bo
 headers reach the engine as they are.
 
 The surprising thing: `Upgrade: h2c`, which Java's client sends with every first request, makes
-llhttp skip the body. Such a request is read once more, without that header.
+llhttp skip the body. Such a request is read once more, without that header. So is any other that
+asks for an upgrade, a WebSocket's too: the engine gets it as a plain request.
 """
 
 from __future__ import annotations
@@ -137,7 +138,6 @@ class HttpRequest:
     has_head: bool = False
     is_http_1_0: bool = False
     keeps_alive: bool = True
-    is_tunnel: bool = False
     head: bytes = b""  # what the engine gets, without framing
     path: str = ""  # decoded, without the query
     request_id: bytes = b""
@@ -162,8 +162,6 @@ class HttpRequest:
 
     @property
     def may_be_sent_twice(self) -> bool:
-        if self.is_tunnel:
-            return False
         return self.method in SAFE_METHODS or self.path in INFERENCE_PATHS
 
     @property
@@ -210,9 +208,6 @@ class HttpRequest:
             if name not in stripped and name not in dropped and not name.startswith(PRIVATE)
         ]
         lines.append(b"x-request-id: " + self.request_id)
-        if self.is_tunnel:
-            self.keeps_alive = False
-            lines.append(b"connection: upgrade\r\nupgrade: websocket")
         self.head = b"\r\n".join(lines) + b"\r\n"
         self.headers = [each for each in self.headers if each[0] in WISHES]
 
@@ -221,8 +216,6 @@ class HttpRequest:
     ) -> tuple[bytes | bytearray, ...]:
         """The request as it goes to an engine, with the journal of what the client has. `attempt`:
         the name of this one."""
-        if self.is_tunnel:
-            return (self.head + b"\r\n",)
         body, head = self.body, self.head + more + MARK % (hop.VERSION, attempt.hex().encode())
         if journal is not None:
             body, header = hop.with_journal(body, journal)
@@ -353,7 +346,6 @@ class RequestReader:
         self.refused_id = b""  # its id, if it came that far
         self.count = 0  # requests read whole
         self.expects_continue = False  # the client waits for "100 Continue"
-        self.rest = b""  # what came behind a request that asks for a tunnel
         self._intake = intake
         self._open: HttpRequest | None = None
         self._head_bytes = 0
@@ -523,11 +515,6 @@ class RequestReader:
     def _upgraded(self, rest: bytes) -> None:
         current = self._open
         if current is None or self.refused is not None:
-            return
-        named = dict(current.headers)
-        if current.method == b"GET" and named.get(b"upgrade", b"").lower() == b"websocket":
-            current.is_tunnel, self.rest = True, rest
-            self._finish(current)
             return
         lines = [b"%b %b HTTP/1.1" % (current.method, current.url)]
         lines += [

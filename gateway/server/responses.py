@@ -48,7 +48,6 @@ class ResponseReader:
         self.has_head = False
         self.is_whole = False
         self.keeps_alive = False  # another response may follow here, and none has begun
-        self.is_switched = False  # to another protocol, whose bytes are `pieces` then
         self.pieces: list[bytes] = []
         self.on_body = self.pieces.append  # called by llhttp without any code of ours between
         self._named: dict[bytes, bytes] = {}
@@ -67,14 +66,10 @@ class ResponseReader:
         """
         if self.is_whole or self._parser is None:
             return
-        if self.is_switched:
-            self.pieces.append(data)
-            return
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
-            self.is_switched = True
-            self.pieces.append(data[upgrade.args[0] :])
+            raise ValueError("it upgrades the connection") from upgrade
         except httptools.HttpParserError as error:
             self.keeps_alive = False
             if not self.is_whole:
@@ -140,9 +135,7 @@ class ResponseReader:
         lines.append(b"%b: %b" % (CONTINUATION, request.continuation.value.encode()))
         lines.append(b"x-request-id: " + request.request_id)
         lines += [each for each in (framing, signed) if each]
-        if self.is_switched:
-            lines.append(b"connection: upgrade\r\nupgrade: websocket")
-        elif not request.keeps_alive:
+        if not request.keeps_alive:
             lines.append(b"connection: close")
         return b"\r\n".join(lines) + b"\r\n\r\n"
 
@@ -167,7 +160,7 @@ class ResponseReader:
     def on_headers_complete(self) -> None:
         assert self._parser is not None  # it is calling
         self.status = self._parser.get_status_code()
-        self._is_interim = 100 <= self.status < 200 and self.status != 101
+        self._is_interim = 100 <= self.status < 200
         if self._is_interim:
             self.headers.clear()
             return
@@ -177,7 +170,7 @@ class ResponseReader:
         self.is_whole = not self.has_body
 
     def on_message_complete(self) -> None:
-        if not self._is_interim and self.status != 101:
+        if not self._is_interim:
             self.is_whole = True
 
 

@@ -295,11 +295,6 @@ class Upstream(asyncio.Protocol):
         if self._cutter is None and held:
             self._send(self.attempt.raw(b"".join(held)))
 
-    def send(self, data: bytes) -> None:
-        """Bytes of a tunnel."""
-        if self._transport is not None and not self.is_dropped:
-            self._transport.write(data)
-
     def resume(self) -> None:
         """The client has room again."""
         self._is_paused = False
@@ -388,15 +383,6 @@ class Upstream(asyncio.Protocol):
         if response.is_whole and not self.is_dropped:
             self._end()
 
-    def pause_writing(self) -> None:
-        """The engine takes a tunnel's bytes slower than they come; a request's are all here."""
-        if self.response.is_switched:
-            self._client.pause_reading()
-
-    def resume_writing(self) -> None:
-        if self.response.is_switched:
-            self._client.resume_reading()
-
     def connection_lost(self, error: Exception | None) -> None:
         if self._was_unread(error):
             self._transport, self._is_reused = None, False
@@ -406,7 +392,7 @@ class Upstream(asyncio.Protocol):
         if self.is_dropped:
             return
         response = self.response
-        is_complete = response.is_switched or (
+        is_complete = (
             response.has_head
             and response.ends_with_connection
             and error is None

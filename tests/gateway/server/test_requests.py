@@ -119,13 +119,13 @@ def test_too_many_pipelined_requests_are_not_read():
     assert not found.ready[-1].keeps_alive
 
 
-def test_a_post_that_asks_for_a_websocket_is_read_with_its_body():
-    """Goal: no body passes as a tunnel's bytes, unread."""
+def test_a_request_for_a_websocket_is_a_plain_one_with_its_body():
+    """Goal: no bytes pass to an engine unread."""
     wants = b"Host: h\r\nConnection: Upgrade\r\nUpgrade: websocket"
-    for sent in (POST, CHUNKED):
+    for sent, body in ((POST, b"abc"), (CHUNKED, b"abc"), (GET, b"")):
         [request] = read(sent.replace(b"Host: h", wants)).ready
-        assert not request.is_tunnel
-        assert request.body == b"abc"
+        assert b"pgrade" not in request.head
+        assert request.body == body
 
 
 @pytest.mark.parametrize(
@@ -190,10 +190,9 @@ def test_no_bytes_are_read_in_two_ways_and_no_engine_gets_more_than_one_head(sen
     is accepted, the head that an engine gets is one head, without framing and private headers."""
     data = spoilt(b"".join(sent), mistakes)
     whole = read(data)
-    if not any(each.is_tunnel for each in whole.ready):  # what follows is the tunnel's
-        bounds = [0, *sorted(each % (len(data) + 1) for each in at), len(data)]
-        assert outcome(read(*(data[a:b] for a, b in pairwise(bounds) if b > a))) == outcome(whole)
-        assert outcome(read(*(data[i : i + 1] for i in range(len(data))))) == outcome(whole)
+    bounds = [0, *sorted(each % (len(data) + 1) for each in at), len(data)]
+    assert outcome(read(*(data[a:b] for a, b in pairwise(bounds) if b > a))) == outcome(whole)
+    assert outcome(read(*(data[i : i + 1] for i in range(len(data))))) == outcome(whole)
     for each in whole.ready:
         first, *lines = each.head.removesuffix(b"\r\n").split(b"\r\n")
         assert re.fullmatch(rb"[A-Z-]+ [^ \r\n]+ HTTP/1\.1", first)
