@@ -44,24 +44,6 @@ def test_a_request_that_fails_is_no_longer_in_flight(traffic):
     assert traffic.in_flight == 0
 
 
-def test_a_websocket_is_counted_and_marked_and_refused_in_a_drain(traffic):
-    """Goal: a drain waits for these too, and they name their engine; method: one accepted, one that
-    comes later."""
-    seen = []
-
-    async def app(scope, receive, send):
-        seen.append(traffic.in_flight)
-        await send({"type": "websocket.accept"})
-
-    scope = {"type": "websocket", "headers": []}
-    accepted = asyncio.run(_call(traffic, app, scope))
-    traffic.is_draining = True
-    refused = asyncio.run(_call(traffic, app, scope))
-    assert seen == [1]
-    assert (b"x-understudy-engine", b"engine-0") in accepted[0]["headers"]
-    assert refused == [{"type": "websocket.close", "code": gate.TRY_AGAIN_LATER}]
-
-
 BEGUN = {"type": "http.response.start", "status": 200}
 TOKEN = {"type": "http.response.body", "body": b"data: a", "more_body": True}
 

@@ -235,7 +235,6 @@ class VllmBackend:
         return HealthyMsg(
             in_flight=self._in_flight,
             progress=self._steps.count,
-            rejected=self._front.traffic.rejected,
             published_blocks=self._kv.published,
             kept_blocks=self._kv.kept,
         )

@@ -36,7 +36,6 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-TRY_AGAIN_LATER = 1013  # RFC 6455's registry of WebSocket close codes
 CONFLICT = 409
 
 # What a gateway may pass on. A body is parsed in one go, which blocks other requests and all
@@ -82,7 +81,7 @@ class Traffic:
         self.continuable: set[_Marked] = set()
         self.is_dead: Callable[[], bool] = lambda: False
         self.on_dead: Callable[[], None] = lambda: None
-        self.rejected = self.in_flight = 0
+        self.in_flight = 0
         self.renew()
 
     def renew(self) -> None:
@@ -116,21 +115,16 @@ class Gate:
         self._app, self._traffic = app, traffic
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] not in ("http", "websocket"):
+        if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         traffic = self._traffic
         exchange = _Exchange(traffic, receive, send)
-        if traffic.is_draining and scope["type"] == "websocket":
-            # It may never end by itself, so the drain would only cut it.
-            traffic.rejected += 1
-            await exchange.send({"type": "websocket.close", "code": TRY_AGAIN_LATER})
-            return
         traffic.in_flight += 1
         try:
             if traffic.is_dead():
                 await traffic.stay_silent()
-            door = traffic.door if scope["type"] == "http" else None
+            door = traffic.door
             if door is None or await self._admit(door, scope, exchange):
                 await self._app(scope, exchange.receive, exchange.send)
         finally:
@@ -166,9 +160,9 @@ class _Exchange:
     async def send(self, message: Message) -> None:
         if self._traffic.is_dead():
             await self._traffic.stay_silent()
-        if message["type"] in ("http.response.start", "websocket.accept"):
+        if message["type"] == "http.response.start":
             message["headers"] = [*message.get("headers", ()), *self._traffic.headers()]
-            if self._traffic.is_draining and message["type"] == "http.response.start":
+            if self._traffic.is_draining:
                 message["headers"].append(CLOSE)
         await self._send(message)
 
