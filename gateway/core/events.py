@@ -13,7 +13,7 @@ The shell keeps what the core need not know: a request's headers and body, the h
 and an answer that is held whole. It forgets a request after `RequestEnded`, and what an attempt has
 held after `DropAttempt`.
 
-A lane of a pool gets its rules and its door beside the gateway's own events.
+A lane of a pool gets its rules beside the gateway's own events.
 """
 
 from __future__ import annotations
@@ -192,18 +192,6 @@ class Prefilled(GatewayEvent, frozen=True):
 
     request: int
     is_broken: bool = False
-
-
-class DoorSet(GatewayEvent, frozen=True):
-    """What `SleepDoor` allows while `token` is that of the grant. Shut: requests wait, because the
-    engine sleeps or is on its way there. What is sent behind a shut door would be lost, and the
-    engine must be greeted anew when the door opens. `does_open`: without an operator, so requests
-    wait as long as that takes. `reason`: why it is shut."""
-
-    token: int
-    is_shut: bool = False
-    does_open: bool = True
-    reason: str = ""
 
 
 class HelloCame(GatewayEvent, frozen=True):
@@ -390,11 +378,13 @@ class LaneRules(PooledRules, frozen=True, kw_only=True):
         return max(wanted, min(best, self.priority))
 
 
-class LaneDoorSet(GatewayEvent, frozen=True):
-    """The pool says what may be done with requests for `model`; repeats change nothing. `rules`:
-    its settings now, where an operator may have changed them; None: as they are."""
+class DoorSet(GatewayEvent, frozen=True):
+    """What may be done with requests for `model`; repeats change nothing. Without a pool
+    `SleepDoor` sets a shut door, or None, and `expected_ms` is infinite if only an operator wakes
+    the engine. `rules`: the model's settings now, where an operator may have changed them; None: as
+    they are."""
 
-    model: str
-    number: int
-    door: Door
+    model: str = ""
+    number: int = 0
+    door: Door | None = None
     rules: PooledRules | None = None

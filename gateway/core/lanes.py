@@ -30,10 +30,10 @@ from gateway.core.events import (
     MAX_IN_FLIGHT,
     QUEUE_MAX,
     BreakCause,
+    DoorSet,
     GatewayEffect,
     GatewayEvent,
     GatewayRules,
-    LaneDoorSet,
     LaneRules,
 )
 from gateway.core.machine import UNANSWERED, Gateway, Shared
@@ -72,8 +72,8 @@ class Lane(Gateway):
         super().__init__(rules, shared)
         self.model = model
         self.lane_rules = lane_rules
-        self.door: Door | None = None  # None: unheard
         self.door_number = 0
+        self._is_wanted = True  # the pool hears of every demand
         self._expected_ms: float | None = None  # when it is awake, as far as is known
         self._is_full = is_full
         self._keep_alive_ms: float | None = None
@@ -138,9 +138,6 @@ class Lane(Gateway):
     # ------------------------------------------------------------------ what happens
 
     def _happened(self, event: GatewayEvent, now_ms: float) -> None:
-        if isinstance(event, LaneDoorSet):
-            self._set_lane_door(event, now_ms)
-            return
         super()._happened(event, now_ms)
         if isinstance(self.door, ShutDoor) and self.door.running is not Running.FINISH:
             self._yield(now_ms)  # a stream has begun only now
@@ -207,9 +204,6 @@ class Lane(Gateway):
     def _has_room(self) -> bool:
         return self.in_flight < (self.lane_rules.max_in_flight or MAX_IN_FLIGHT)
 
-    def _may_send(self) -> bool:
-        return self.door is None or isinstance(self.door, OpenDoor)
-
     def _is_overdue(self, request: ClientRequest, now_ms: float) -> bool:
         return now_ms - request.waits_since_ms >= request.wait_ms
 
@@ -229,33 +223,25 @@ class Lane(Gateway):
 
     # ------------------------------------------------------------------ the door
 
-    def _set_lane_door(self, event: LaneDoorSet, now_ms: float) -> None:
+    def _set_door(self, event: DoorSet, now_ms: float) -> None:
         if event.rules is not None:
             self.lane_rules = replace(self.lane_rules, **asdict(event.rules))
-        old, door = self.door, event.door
-        self.door, self.door_number = door, event.number
-        if door == old:
-            return
-        self._expected_ms = None
+        old, door, self.door_number = self.door, event.door, event.number
+        super()._set_door(event, now_ms)
         match door:
-            case OpenDoor():
-                self._open(door, old, now_ms)
-            case ShutDoor():
-                if door.expected_ms is not None:
-                    self._expected_ms = now_ms + door.expected_ms
-                if not isinstance(old, ShutDoor):
-                    self.target.part()
+            case ShutDoor() if door != old:
                 self._shut(door, now_ms)
-            case RefusedDoor():
-                self.target.part()
+            case RefusedDoor() if door != old:
                 for request in list(self.queue.waiting.values()):
                     # A lease or an order takes room for a while, and no stream is cut for that.
                     is_kept = request.state is RequestState.PARKED and door.code == NO_ROOM
                     if not is_kept:
                         self.fail(request, refused_door(door))
 
-    def _open(self, door: OpenDoor, old: Door | None, now_ms: float) -> None:
-        if self.target.grant is None:  # the pool has heard of it, and the lock server was not heard
+    def _open(self, old: Door | None, now_ms: float) -> None:
+        door = self.door
+        # The pool may have heard of it, and the lock server not.
+        if self.target.grant is None and isinstance(door, OpenDoor):
             self.target.take(ev.EngineGranted(door.engine, door.token, "", self.model), now_ms)
         if not isinstance(old, OpenDoor) and self.target.hello is None:
             self._begin_anew(is_death=False, now_ms=now_ms)  # while it rests nothing is in it
@@ -266,6 +252,7 @@ class Lane(Gateway):
                 self._greet()
 
     def _shut(self, door: ShutDoor, now_ms: float) -> None:
+        self._expected_ms = None if door.expected_ms is None else now_ms + door.expected_ms
         if door.running is not Running.FINISH:
             self._yield(now_ms)
         if door.running is Running.CUT:
@@ -297,13 +284,6 @@ class Lane(Gateway):
                 self.fire(request, Turn.BREAK)
             why = door.reason or "its turn"
             self.fail(request, failure("pool.cut", model=self.model, why=why))
-
-    # ------------------------------------------------------------------ who stands for the model
-
-    def _meet(self, grant: ev.EngineGranted) -> None:
-        self.target.part()
-        if self._may_send():
-            self._greet()
 
     @property
     def _greet_again_ms(self) -> float:

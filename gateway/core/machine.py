@@ -11,8 +11,8 @@ say, and every request that the old engine had scheduled when it died is charged
 again. The gateway sends both again: to the next engine as soon as there is a newer grant, or to the
 same one if there is none within `NEWER_GRANT_MS`, under a new attempt, twice at most.
 
-While the engine rests, the shell shuts the door: requests wait, and the machine reports the first
-one to the shell. An engine that wakes under the same grant is greeted anew.
+While the engine rests, its door is shut (`sleep_door.py`): requests wait, and the machine reports
+the first one to the shell. An engine that wakes under the same grant is greeted anew.
 
 The memory has one cap. A request that comes when it is reached is *lean*: its answer is neither
 held nor journalled, and its class is `none` from the start. If streams grow to the cap, the largest
@@ -39,6 +39,7 @@ from gateway.core.events import BreakCause, Ending, GatewayEffect, GatewayEvent,
 from gateway.core.queue import EXPECTED_MS, RequestQueue
 from gateway.core.replay import Replay
 from plumbing.gateway_protocol import HANDED_OVER, JOURNAL_TOKENS_MAX, Continuation, Hello, Journal
+from pool.core.events import Door, OpenDoor, ShutDoor
 
 TICK_MS = 20.0  # a tenth of the shortest wait here, 200 ms
 NEWER_GRANT_MS = 200.0  # a death is followed by a grant in less; a broken connection by none
@@ -198,7 +199,7 @@ class Gateway:
         self.resuming = 0  # replays under way
         self.shared.requests.append(self.requests)
         self.target = LaneTarget()
-        self.sleep_door = ev.DoorSet(0)
+        self.door: Door | None = None  # None: an engine that answers a greeting gets requests
         self._is_final = False  # no engine will be granted any more
         self._expected: dict[tuple[str, int], float] = {}  # engine and token → until when
         self._is_wanted = False  # the shell knows that a request waits behind this door
@@ -268,9 +269,12 @@ class Gateway:
     @property
     def waits_for(self) -> str:
         """What a request waits for now, "" if only for its turn."""
-        if self.target.is_granted and self.sleep_door.is_shut:
-            return self.sleep_door.reason
-        return self.target.waits_for
+        return self.target.waits_for if self._rest is None else self._rest.reason
+
+    @property
+    def _rest(self) -> ShutDoor | None:
+        """The door that the engine that holds the lock sleeps behind."""
+        return self.door if self.target.is_granted and isinstance(self.door, ShutDoor) else None
 
     # ------------------------------------------------------------------ whose turn it is
 
@@ -295,9 +299,12 @@ class Gateway:
 
     def _send_due(self) -> None:
         target = self.target
-        if not target.is_granted or not self._may_send():
+        if not self._may_send():
+            if target.is_granted and not self._is_wanted:
+                self._is_wanted = True
+                self.outbox.append(ev.DemandChanged())
             return
-        if target.hello is None or target.grant is None:
+        if not target.is_granted or target.hello is None or target.grant is None:
             return
         for request in self.queue.due(lambda: self.resuming, lambda: self._company, self._now_ms):
             if not self._has_room:
@@ -314,11 +321,8 @@ class Gateway:
         return sum(not each.owner.has_broken for each in self.attempts.values())
 
     def _may_send(self) -> bool:
-        """Whether the door is open. The first request behind it is reported."""
-        if self.sleep_door.is_shut and not self._is_wanted:
-            self._is_wanted = True
-            self.outbox.append(ev.DemandChanged())
-        return not self.sleep_door.is_shut
+        """Whether the door is open."""
+        return self.door is None or isinstance(self.door, OpenDoor)
 
     @property
     def _has_room(self) -> bool:
@@ -336,27 +340,27 @@ class Gateway:
         expected_ms = self._expected.get((old.engine, old.token), 0.0) if old is not None else 0.0
         is_death = old is not None and now_ms >= expected_ms
         self._supersede(is_death=is_death, now_ms=now_ms, queued=grant.queued)
-        self._meet(grant)
-
-    def _meet(self, grant: ev.EngineGranted) -> None:
-        """Another engine stands here now."""
-        self.sleep_door, self._is_wanted = ev.DoorSet(grant.token), False
-        self._greet()
-
-    def _set_door(self, door: ev.DoorSet, now_ms: float) -> None:
-        if self.target.grant is None or door.token != self.target.grant.token:
-            return  # of an engine that does not hold the lock any more
-        old, self.sleep_door = self.sleep_door, door
-        if door.is_shut is old.is_shut:
-            return  # only the reason
-        self._is_wanted = False
-        if door.is_shut:
-            self.target.part()
-        else:
-            for request in self.queue.waiting.values():
-                request.waits_anew(now_ms)  # for a wake
-            self._begin_anew(is_death=False, now_ms=now_ms)  # while it rests nothing is in it
+        self.target.part()
+        if self._may_send():
             self._greet()
+
+    def _set_door(self, event: ev.DoorSet, now_ms: float) -> None:
+        """What is sent behind a door that is shut would be lost."""
+        old, could_send, self.door = self.door, self._may_send(), event.door
+        if self.door == old:
+            return
+        if self._may_send():
+            self._open(old, now_ms)
+        elif could_send:
+            self.target.part()
+
+    def _open(self, old: Door | None, now_ms: float) -> None:
+        """The engine has slept under this grant, or another one stands here since."""
+        self._is_wanted = False
+        for request in self.queue.waiting.values():
+            request.waits_anew(now_ms)  # for a wake
+        self._begin_anew(is_death=False, now_ms=now_ms)  # while it rests nothing is in it
+        self._greet()
 
     def _supersede(self, *, is_death: bool, now_ms: float, queued: Set[int] = frozenset()) -> None:
         """No engine of an older grant says anything any more."""
@@ -404,9 +408,8 @@ class Gateway:
         hold_ms, park_ms = self.rules.hold_ms, self.rules.park_timeout_ms
         if request.passing is not None:
             hold_ms = min(hold_ms, PASSED_MS)
-        door = self.sleep_door
-        is_resting = self.target.is_granted and door.is_shut and door.does_open
-        return request.held_ms >= (max(hold_ms, park_ms) if is_resting else hold_ms)
+        will_wake = self._rest is not None and self._rest.expected_ms != NEVER_MS
+        return request.held_ms >= (max(hold_ms, park_ms) if will_wake else hold_ms)
 
     def _waits_in_vain(self, request: ClientRequest) -> bool:
         """An engine that refuses it, or breaks it off each time, cannot serve it."""
@@ -414,8 +417,8 @@ class Gateway:
 
     @property
     def _no_engine(self) -> Failure:
-        if self.target.is_granted and self.sleep_door.is_shut and not self.sleep_door.does_open:
-            return failure("gateway.resting", why=self.sleep_door.reason)
+        if self._rest is not None and self._rest.expected_ms == NEVER_MS:
+            return failure("gateway.resting", why=self._rest.reason)
         why = self.waits_for or "the engine does not answer; retry"
         return failure("no_active_engine", why=why)
 

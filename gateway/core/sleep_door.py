@@ -19,8 +19,10 @@ from __future__ import annotations
 from msgspec import Struct
 
 from gateway.core.events import DoorSet
+from gateway.core.machine import NEVER_MS
 from plumbing.pod.messages import EngineReportMsg, Tier
 from plumbing.text import duration
+from pool.core.events import Running, ShutDoor
 from pool.core.who_sleeps import sleeps_at_ms
 
 
@@ -62,7 +64,7 @@ class SleepDoor:
         self.engine = ""
         self.token = 0
         self.said: EngineReportMsg | None = None  # the last report of this holder
-        self.door = DoorSet(0)
+        self.door: ShutDoor | None = None
         self.pending_goal: Tier | None = None  # that it has not answered yet
         self.has_predecessor = False
         self._wanting = 0  # requests that wait behind this door
@@ -127,9 +129,9 @@ class SleepDoor:
         self._wanting = wanting
         said = self.said
         may_sleep = said is not None and self._is_heard and said.can_rest
-        if may_sleep and not self.door.is_shut and not self.has_predecessor:
+        if may_sleep and not self.door and not self.has_predecessor:
             self._sleep_if_due(now_ms - quiet_ms, now_ms)
-        elif self.door.is_shut and wanting and self.goal is not Tier.AWAKE:
+        elif self.door and wanting and self.goal is not Tier.AWAKE:
             self._wake(now_ms)
         return self._follow()
 
@@ -164,22 +166,23 @@ class SleepDoor:
         return out
 
     def _set_door(self) -> None:
-        said, does_open = self.said, True
-        is_shut, reason = False, ""
+        said, new = self.said, None
         if said is not None and self._is_heard:
             is_awake = self.goal is Tier.AWAKE
             # One that cannot rest stays awake, whatever it was told. One that was told to wake
             # is on its way there only once it says so.
             is_shut = said.state in WAY_DOWN or (said.can_rest and not is_awake)
-            is_shut |= self.door.is_shut and self.pending_goal is not None
-            does_open = not is_shut or self.rules.wakes_on_request or is_awake
-            reason = self._reason(said, does_open=does_open) if is_shut else ""
-        new = DoorSet(self.token, is_shut, does_open, reason)
+            is_shut |= self.door is not None and self.pending_goal is not None
+            if is_shut:
+                does_open = self.rules.wakes_on_request or is_awake
+                expected_ms = None if does_open else NEVER_MS
+                reason = self._reason(said, does_open=does_open)
+                new = ShutDoor(Running.FINISH, expected_ms, reason)
         if new != self.door:
-            if new.is_shut is not self.door.is_shut:
+            if new is None or self.door is None:
                 self._wanting = 0  # who waits behind this one says so
             self.door = new
-            self._out.append(new)
+            self._out.append(DoorSet(door=new))
 
     def _reason(self, said: EngineReportMsg, *, does_open: bool) -> str:
         if self.goal is Tier.AWAKE:

@@ -28,6 +28,7 @@ from msgspec import Struct
 from gateway.core.answers import RETRY_AFTER_S, Failure, failure
 from gateway.core.fleet import Fleet
 from gateway.core.lanes import Lanes
+from gateway.core.machine import NEVER_MS
 from gateway.core.wishes import (
     BadWish,
     Router,
@@ -46,7 +47,7 @@ from plumbing.pod.paths import engine_http_socket
 from plumbing.service.clock import rfc3339
 from plumbing.service.http import Probe
 from plumbing.text import duration, to_json
-from pool.core.events import ModelDemand, RefusedDoor, TicketKind
+from pool.core.events import ModelDemand, RefusedDoor, ShutDoor, TicketKind
 from pool.messages import PooledModel
 
 PAGE_S = 1.0  # an engine that does not give its page in this time is left out of it
@@ -60,17 +61,11 @@ class Endpoints:
     """Of one gateway. `said`: what the pool says of each model."""
 
     def __init__(
-        self,
-        lanes: Lanes,
-        settings: GatewaySettings,
-        is_stopping: Callable[[], bool],
-        fleet: Fleet | None = None,
+        self, core: Lanes | Fleet, settings: GatewaySettings, is_stopping: Callable[[], bool]
     ) -> None:
-        """`fleet`: of a front, whose requests all go to pods."""
-        self._fleet = fleet
         self.said: dict[str, PooledModel] = {}
-        self._lanes = lanes
-        self._aliases = {it: tuple(settings.aliases.get(it, ())) for it in lanes.lanes}
+        self._core = core
+        self._aliases = {it: tuple(settings.aliases.get(it, ())) for it in core.lanes}
         self._router = Router(self._aliases)
         self._created = int(time.time())
         self._directory, self._hold_ms = settings.directory, settings.rules.hold_ms
@@ -80,12 +75,12 @@ class Endpoints:
     def find(self, http: HttpRequest) -> Wishes | OwnAnswer | Awaitable[OwnAnswer]:
         """For which model it is, with its path behind `/m/<model>`; or the gateway's own answer.
         Where the path or a header names the model, a broken body is the engine's to refuse."""
-        is_pool = bool(self._lanes.lanes)
+        is_pool = bool(self._core.lanes)
         in_path = unquote(self._strip(http)) if is_pool else ""
         if is_hop_path(http.path):
             return OwnAnswer.of(failure("gateway.not_found"), http.path)
-        if self._fleet is not None:
-            return self._to_pods(self._fleet, http)
+        if isinstance(self._core, Fleet):
+            return self._to_pods(self._core, http)
         if is_endpoint(http.method, http.path):
             model = self._router.find(in_path)[0] if in_path else ""
             if in_path and not model:
@@ -116,15 +111,15 @@ class Endpoints:
     def serves(self) -> Probe:
         """Whether a request would be answered: an engine serves, one soon will, or one sleeps that
         a request wakes. A model of a pool that has failed takes no others out of service."""
-        lane = self._lanes.alone
+        lane = self._core.alone
         if lane is None:
             if self.said:
                 return Probe(True, "pool")
-            if any(each.target.grant for each in self._lanes.lanes.values()):
+            if any(each.target.grant for each in self._core.lanes.values()):
                 return Probe(True, "engine_active")
             why = "neither the pool nor an engine has reported yet"
             return Probe(False, "no_engine", {"why": why})
-        target, door = lane.target, lane.sleep_door
+        target, door = lane.target, lane.door
         if target.grant is None:
             return Probe(False, "no_engine", {"why": target.idle or "no engine was active yet"})
         if target.idle is not None:
@@ -133,13 +128,14 @@ class Endpoints:
                 return Probe(True, "takeover", {"why": target.idle})
             return Probe(False, "no_engine", {"why": target.idle, "for": duration(idle_ms)})
         details = {"engine": target.grant.engine, "token": target.grant.token}
-        if door.is_shut:
-            return Probe(door.does_open, "resting", {**details, "why": door.reason})
+        if isinstance(door, ShutDoor):
+            will_wake = door.expected_ms != NEVER_MS
+            return Probe(will_wake, "resting", {**details, "why": door.reason})
         return Probe(True, "engine_active", details)
 
     def _health(self, model: str) -> OwnAnswer:
         """As the gateway's `/ready`; of one model, what the pool says."""
-        serves, door = self.serves(), self._lanes.lanes[model].door if model else None
+        serves, door = self.serves(), self._core.lanes[model].door if model else None
         why = "" if serves.ok else str(serves.details["why"])
         if isinstance(door, RefusedDoor):
             why = door.sentence
@@ -151,7 +147,7 @@ class Endpoints:
         return _json({"status": "ok"})
 
     def _version(self, model: str) -> OwnAnswer:
-        lanes = [self._lanes.by_model[model]] if model else self._lanes.by_model.values()
+        lanes = [self._core.by_model[model]] if model else self._core.by_model.values()
         hellos = [each.target.last_hello for each in lanes]
         first = next((each.backend_version or None for each in hellos if each is not None), None)
         return _json({"version": first, "understudy": __version__})
@@ -174,7 +170,7 @@ class Endpoints:
             if path == "/status":
                 return self._one(in_path, path)
         elif path == "/v1/models":
-            models = [self.describe(model) for model in self._lanes.lanes]
+            models = [self.describe(model) for model in self._core.lanes]
             return _json({"object": "list", "data": models})
         elif path.startswith("/v1/models/"):
             return self._one(path.removeprefix("/v1/models/"), path)
@@ -188,7 +184,7 @@ class Endpoints:
 
     def describe(self, model: str) -> dict[str, Any]:
         """One entry of `/v1/models`."""
-        lane, said = self._lanes.lanes[model], self.said.get(model)
+        lane, said = self._core.lanes[model], self.said.get(model)
         now_ms = time.monotonic() * 1000
         demand = lane.demand(now_ms)
         return {
@@ -256,19 +252,19 @@ class Endpoints:
     # ------------------------------------------------------------------ metrics
 
     async def _metrics(self, model: str) -> OwnAnswer:
-        names = [model] if model else list(self._lanes.by_model)
+        names = [model] if model else list(self._core.by_model)
         pages = await asyncio.gather(*map(self._page, names))
         for name, page in zip(names, pages, strict=True):
             said = kv_usage(page)
             if said is not None:
                 self._kv_usage[name] = said
         loads = map(self._load, names)
-        text = page_of(zip(loads, pages, strict=True), is_pool=bool(self._lanes.lanes))
+        text = page_of(zip(loads, pages, strict=True), is_pool=bool(self._core.lanes))
         return OwnAnswer(HTTPStatus.OK, text, content_type=CONTENT_TYPE)
 
     async def _page(self, model: str) -> bytes:
         """The page of the model's active engine, b"" where there is none."""
-        target = self._lanes.by_model[model].target
+        target = self._core.by_model[model].target
         if target.grant is None or target.idle is not None or target.hello is None:
             return b""
         path = engine_http_socket(self._directory, target.grant.engine)
@@ -279,7 +275,7 @@ class Endpoints:
             return b""
 
     def _load(self, model: str) -> RequestLoad:
-        lane = self._lanes.by_model[model]
+        lane = self._core.by_model[model]
         hello, waiting = lane.target.last_hello, len(lane.queue.waiting)
         return RequestLoad(
             model or next(iter(hello.models if hello is not None else ()), ""),

@@ -87,8 +87,7 @@ class GatewayExchange:
         self._loop = asyncio.get_running_loop()
         self.keys, self.certificate = settings.open_files()
         self.accounts = Accounts(tell, has_access_log=settings.access_log)
-        lanes = Lanes(settings.rules, settings.lanes, settings.queue_max)
-        self.core: Lanes | Fleet = fleet or lanes
+        self.core = fleet or Lanes(settings.rules, settings.lanes, settings.queue_max)
         # Of a front: has the protocol connected to a pod, or calls the last argument.
         self.connect_pod: ConnectPod | None = None
         self.signature = b""  # of a pod, for fronts
@@ -98,7 +97,7 @@ class GatewayExchange:
         check = None if self.keys is None else self.keys.check
         self.intake = Intake(self.memory_bytes_max, self._body_bytes_max, check)
         self.is_final = False  # no engine takes requests any more: every one was told to end
-        self.endpoints = Endpoints(lanes, settings, lambda: self.is_stopping, fleet)
+        self.endpoints = Endpoints(self.core, settings, lambda: self.is_stopping)
         self.clients: set[ClientConnection] = set()
         self.requests: dict[int, HttpRequest] = {}  # by the core's number
         self.upstreams: dict[int, Upstream] = {}  # by the number of their attempt
@@ -171,7 +170,7 @@ class GatewayExchange:
         self.endpoints.said = dict(models)
         for model, said in models.items():
             if said.door is not None:
-                self.told(ev.LaneDoorSet(model, said.number, said.door, said.rules))
+                self.told(ev.DoorSet(model, said.number, said.door, said.rules))
 
     def forget_door_numbers(self) -> None:
         """The pool is gone: another one counts its doors anew. The doors themselves hold."""

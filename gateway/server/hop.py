@@ -30,6 +30,7 @@ from gateway.server.requests import HttpRequest, Intake
 from gateway.server.responses import OwnAnswer
 from plumbing.gateway_protocol import WATCH_PATH, Continuation, PodModel, PodReport
 from plumbing.wire.tcp import Security
+from pool.core.events import ShutDoor
 
 FRONT, POD = "understudy-front", "understudy-pod"  # in certificates
 FRONTS_MAX = 64
@@ -203,7 +204,7 @@ class HopDoor:
         return [
             self._leaves_at_ms,
             *((lane.target.grant, lane.target.idle, lane.target.hello) for lane in lanes),
-            *(lane.sleep_door.is_shut for lane in lanes),
+            *(isinstance(lane.door, ShutDoor) for lane in lanes),
             *(said.tier for said in self.exchange.endpoints.said.values()),
         ]
 
@@ -238,7 +239,8 @@ class HopDoor:
         hello, grant = target.last_hello, target.grant
         said = self.exchange.endpoints.said.get(name)
         is_here = target.is_granted and target.hello is not None
-        tier = said.tier if said is not None else "warm" if lane.sleep_door.is_shut else "awake"
+        own = "warm" if isinstance(lane.door, ShutDoor) else "awake"
+        tier = own if said is None else said.tier
         limit = lane.lane_rules.max_in_flight if isinstance(lane, Lane) else None
         room = (limit or MAX_IN_FLIGHT) - len(lane.attempts) - waiting
         return PodModel(

@@ -179,7 +179,7 @@ class GatewayEngineLink(KeptLink):
             silent = duration(now_ms - self._asked_ms)
             self.drop(f"its supervisor has not answered for {silent}")
         is_due = self._asked_ms is None and now_ms - self.said_ms > LOOK_MS
-        if is_due and self.core.door.is_shut:
+        if is_due and self.core.door is not None:
             self._ask(SetGoalMsg())
 
     # ------------------------------------------------------------------ the connection

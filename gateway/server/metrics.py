@@ -101,8 +101,7 @@ class OfGateway(_Collected):
         text, goals = "1 while the lock server is connected.", self.engine.goals
         yield _gauge("lock_server_connected", text, self.lock.is_served)
         text = "1 while requests wait because the engine that holds the lock sleeps."
-        is_shut = self.engine.core.door.is_shut
-        yield _gauge("engine_resting", text, is_shut)
+        yield _gauge("engine_resting", text, self.engine.core.door is not None)
         text = "Times that the gateway put an engine to sleep because no request came."
         yield _counter("sleeps", text, goals[Tier.WARM])
         text = "Times that the gateway woke an engine for a request."

@@ -392,7 +392,7 @@ def _rest(gateway: GatewayServer) -> doc.GatewayRest:
     return doc.GatewayRest(
         sleep_after_ms=round(rules.keep_alive_ms),
         wake=ON_REQUEST if rules.wakes_on_request else MANUAL,
-        door="shut" if link.core.door.is_shut else "open",
+        door="open" if link.core.door is None else "shut",
         engine=engine,
         problem=link.problem,
     )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from gateway.core import events as ev
 from gateway.core.client_request import Attempt
-from gateway.core.events import LaneDoorSet, LaneRules
+from gateway.core.events import DoorSet, LaneRules
 from gateway.core.lanes import Lanes
 from pool.core.events import Door, OpenDoor, RefusedDoor, Running, ShutDoor
 from tests.gateway.core.pod import ERA, Client, Pod
@@ -104,7 +104,7 @@ class LanesPod(Pod):
         model.door, model.number = door, model.number + 1
         if isinstance(door, OpenDoor):
             model.opened = 0
-        self.handle(LaneDoorSet(name, model.number, door))
+        self.handle(DoorSet(name, model.number, door))
 
     def awake(self, name: str) -> None:
         """It stands, is awake, and its door opens."""

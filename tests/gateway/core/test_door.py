@@ -4,12 +4,13 @@ has rested is greeted anew."""
 from __future__ import annotations
 
 from gateway.core import events as ev
-from gateway.core.machine import Gateway
+from gateway.core.machine import NEVER_MS, Gateway
 from plumbing.gateway_protocol import Continuation
+from pool.core.events import Running, ShutDoor
 from tests.gateway.core.test_grants import EVENT, ask, gateway_with, hello, names, stream
 
-SHUT = ev.DoorSet(5, True, reason="e1 is resting; a request wakes it")
-OPEN = ev.DoorSet(5)
+SHUT = ev.DoorSet(door=ShutDoor(Running.FINISH, None, "e1 is resting; a request wakes it"))
+OPEN = ev.DoorSet()
 HOLD_MS, PARK_MS = 1_000.0, 20_000.0
 
 
@@ -84,7 +85,7 @@ def test_the_time_to_hold_a_request_counts_from_the_wake_and_ends():
 
 def test_where_only_an_operator_wakes_the_engine_a_request_is_refused_in_time():
     why = "e1 is resting; wake it with `understudy wake`"
-    gateway = behind(ev.DoorSet(5, True, False, why))
+    gateway = behind(ev.DoorSet(door=ShutDoor(Running.FINISH, NEVER_MS, why)))
     effects = gateway.handle(ev.Tick(), HOLD_MS + 1)
     (ended,) = effects
     assert (ended.why.status, ended.why.retry_after_s) == (503, 1)
@@ -92,10 +93,8 @@ def test_where_only_an_operator_wakes_the_engine_a_request_is_refused_in_time():
     assert why in ended.why.message
 
 
-def test_a_door_is_that_of_one_grant():
-    gateway = gateway_with()
-    assert gateway.handle(ev.DoorSet(4, True), 1.0) == []
-    assert names(ask(gateway, 1)) == ["SendRequest"]
+def test_another_engine_is_greeted_once_the_door_of_the_one_before_is_open():
     gateway = behind(SHUT)
-    effects = gateway.handle(ev.EngineGranted("e2", 6, "era"), 2.0)
+    assert gateway.handle(ev.EngineGranted("e2", 6, "era"), 2.0) == []
+    effects = gateway.handle(OPEN, 2.0)
     assert names(answer_greeting(gateway, effects, 3.0, "e2", 6)) == ["SendRequest"]

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 
 from gateway.core import events as ev
-from gateway.core.events import GatewayRules, LaneDoorSet, LaneRules
+from gateway.core.events import DoorSet, GatewayRules, LaneRules
 from gateway.core.lanes import TICKETS_MAX, Lane, Lanes, first_of
 from plumbing.gateway_protocol import HANDED_OVER, Continuation
 from pool.core.events import ModelDemand, OpenDoor, Running, ShutDoor, Ticket, TicketKind
@@ -173,7 +173,7 @@ def test_settings_that_an_operator_changes_count_for_requests_that_name_none():
     for name in ("a", "b"):
         model = pod.models[name]
         rules = PooledRules(priority=-2, keep_alive_ms=5.0, starve_after_ms=7.0, max_in_flight=2)
-        pod.handle(LaneDoorSet(name, model.number, model.door, rules))
+        pod.handle(DoorSet(name, model.number, model.door, rules))
     assert (pod.demand().in_flight, len(pod.demand().tickets)) == (2, 0)
     pod.ask(model="b")
     assert [ticket.priority for ticket in pod.demand("b").tickets] == [4, 6, -2]
@@ -250,7 +250,7 @@ def test_a_request_that_cannot_be_in_time_is_refused_at_once():
 
 def test_retry_after_is_from_the_expected_time():
     lanes = Lanes(ev.GatewayRules(), {"a": LaneRules()})
-    lanes.handle(LaneDoorSet("a", 1, ShutDoor(Running.FINISH, 12_300.0, "it is loaded")), 0.0)
+    lanes.handle(DoorSet("a", 1, ShutDoor(Running.FINISH, 12_300.0, "it is loaded")), 0.0)
     came = ev.RequestCame(1, "/v1/completions", 5, True, False, "a", wait_ms=1_000.0)
     (found,) = [e.why for e in lanes.handle(came, 300.0) if isinstance(e, ev.RequestEnded)]
     assert found.retry_after_s == 12
@@ -302,7 +302,7 @@ def test_the_last_request_is_when_it_ended():
 def test_what_is_about_an_unknown_model_is_ignored():
     lanes = Lanes(ev.GatewayRules(), {"a": LaneRules()})
     assert lanes.handle(ev.EngineGranted("e", 1, "era", "other"), 0.0) == []
-    assert lanes.handle(LaneDoorSet("other", 1, FINISH), 0.0) == []
+    assert lanes.handle(DoorSet("other", 1, FINISH), 0.0) == []
 
 
 def test_what_one_message_cannot_carry_is_the_last_in_order():
@@ -343,14 +343,14 @@ def test_front_stream_of_a_model_that_yields_is_handed_over():
     lanes.handle(ev.HeadCame(sent.attempt, 200, *signed), 100.0)
     lanes.attempt(sent.attempt).hold(10)
     assert any(isinstance(each, ev.SendHead) for each in lanes.take())
-    effects = lanes.handle(LaneDoorSet("a", 6, PARK), 101.0)
+    effects = lanes.handle(DoorSet("a", 6, PARK), 101.0)
     (aborted,) = [each for each in effects if isinstance(each, ev.RequestEnded)]
     assert aborted.event.endswith(b"\n\n" + HANDED_OVER)
 
 
 def test_front_resume_waits_for_its_models_turn_as_a_parked_stream():
     lanes = switching(queue_max=0).gateway
-    lanes.handle(LaneDoorSet("a", 5, PARK), 0.0)
+    lanes.handle(DoorSet("a", 5, PARK), 0.0)
     effects = lanes.handle(of_front(1, "one"), 0.0)
     assert not any(isinstance(each, ev.RequestEnded) for each in effects)
     (ticket,) = lanes.demand(0.0)["a"].tickets

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.core.events import DoorSet
+from gateway.core.machine import NEVER_MS
 from gateway.core.sleep_door import SendGoal, SleepDoor, SleepRules
 from plumbing.pod.messages import EngineReportMsg, Tier
 
@@ -45,7 +46,7 @@ class Table:
 
     @property
     def is_shut(self) -> bool:
-        return self.core.door.is_shut
+        return self.core.door is not None
 
 
 def goals(effects) -> list[Tier]:
@@ -56,9 +57,11 @@ def test_quiet_for_so_long_shuts_the_door_and_then_sends_the_goal():
     table = Table()
     assert table.load(after=AFTER_MS - 1) == []
     told, door, goal = table.load(after=1)
-    assert (told.kind, door.is_shut, door.token, goal) == ("sleep", True, 7, SendGoal(Tier.WARM))
+    assert (told.kind, goal) == ("sleep", SendGoal(Tier.WARM))
+    assert door.door == table.core.door is not None
     assert table.said("active", Tier.AWAKE) == []  # it has not read the goal yet
-    assert table.said("draining", Tier.WARM, is_answer=True)[0].reason.startswith("e1 is draining")
+    (door,) = table.said("draining", Tier.WARM, is_answer=True)
+    assert door.door.reason.startswith("e1 is draining")
     table.said("resting", Tier.WARM)
     assert goals(table.load()) == []
     assert "a request wakes it" in table.core.door.reason
@@ -92,7 +95,7 @@ def test_quiet_counts_from_the_last_request_from_the_wake_and_from_a_refusal():
     assert table.load(quiet_ms=20.0, after=1) == []
     assert goals(table.load(quiet_ms=AFTER_MS, after=AFTER_MS)) == [Tier.WARM]
     told, door = table.core.refused("the backend cannot rest", table.now_ms)
-    assert (told.severity, door.is_shut) == ("warning", False)
+    assert (told.severity, door) == ("warning", DoorSet())
     assert "the backend cannot rest" in told.message
     assert table.load(after=AFTER_MS - 1) == []
     assert goals(table.load(after=1)) == [Tier.WARM]
@@ -109,7 +112,7 @@ def test_a_request_wakes_an_engine_once_wherever_it_is_on_its_way_down(state: st
         table.said(state, Tier.WARM)
     told, door, goal = table.load(wanting=1, quiet_ms=0.0)
     assert (told.kind, goal) == ("wake", SendGoal(Tier.AWAKE))
-    assert (door.is_shut, "wakes it" in door.reason) == (True, False)
+    assert "wakes it" not in door.door.reason
     assert goals(table.load(wanting=2, quiet_ms=0.0)) == []
     table.said("draining", Tier.WARM)
     assert table.is_shut
@@ -127,11 +130,11 @@ def test_a_request_wakes_an_engine_once_wherever_it_is_on_its_way_down(state: st
 def test_only_an_operator_wakes_it_where_that_is_asked_for():
     table = Table(wakes_on_request=False)
     table.said("resting", Tier.WARM)
-    assert not table.core.door.does_open
+    assert table.core.door.expected_ms == NEVER_MS
     assert "understudy wake" in table.core.door.reason
     assert goals(table.load(wanting=1, quiet_ms=0.0)) == []
     (door,) = table.said("resting", Tier.AWAKE)
-    assert (door.is_shut, door.does_open) == (True, True)
+    assert door.door.expected_ms is None
 
 
 @pytest.mark.parametrize("holder", [None, ("e2", 9), ("e1", 9)])
@@ -140,7 +143,7 @@ def test_whatever_is_not_known_opens_the_door(holder: tuple[str, int] | None):
     table.said("resting", Tier.WARM)
     core = table.core
     (door,) = core.holder_is(*holder, 0.0) if holder else core.lost(0.0)
-    assert not door.is_shut
+    assert door == DoorSet()
     assert core.goal is None
 
 
@@ -184,7 +187,7 @@ class SimPod:
         for effect in effects:
             match effect:
                 case DoorSet():
-                    self.is_shut = effect.is_shut
+                    self.is_shut = effect.door is not None
                     self.send()
                 case SendGoal():
                     if effect.goal is Tier.WARM:

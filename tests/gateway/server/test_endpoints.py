@@ -14,9 +14,10 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.core.events import DoorSet, NobodyGranted
+from gateway.core.machine import NEVER_MS
 from gateway.server import endpoints
 from gateway.server.endpoints import RequestLoad, page_of
-from pool.core.events import RefusedDoor
+from pool.core.events import RefusedDoor, Running, ShutDoor
 from tests.gateway.server.harness import CHAT, Answer, Bench, scene
 from tests.gateway.server.test_models import LANES, models_scene
 from tests.gateway.stub_engine import StubReply, StubRequest
@@ -109,14 +110,15 @@ async def test_all_four_answer_before_any_engine_was_active_through_a_rest_and_a
     found = await metrics(bench)
     assert {"python_info", "vllm:cache_config_info", "vllm:prompt_tokens"} < set(found)
     assert await gauges(bench) == {("stub", "0"): [3.0, 2.0, 0.25]}
-    for does_open in (True, False):
-        bench.exchange.told(DoorSet(engine.token, True, does_open, "it sleeps"))
-        assert await health(bench) == (200 if does_open else 503)
+    for expected_ms, status in ((None, 200), (NEVER_MS, 503)):
+        shut = ShutDoor(Running.FINISH, expected_ms, "it sleeps")
+        bench.exchange.told(DoorSet(door=shut))
+        assert await health(bench) == status
     asked = engine.accepted
     assert await gauges(bench) == {("stub", "0"): [0.0, 0.0, 0.25]}
     assert version(await bench.once("/version")) == "0.32.0"
     assert engine.accepted == asked
-    bench.exchange.told(DoorSet(engine.token))
+    bench.exchange.told(DoorSet())
     client = await bench.client()
     client.ask(CHAT, STREAM)
     await client.head()

@@ -24,6 +24,7 @@ from gateway.server.responses import HEAD_BYTES_MAX, ResponseReader, greet
 from gateway.server.upstream import Upstream
 from plumbing import gateway_protocol as hop
 from plumbing.wire.limits import FRAME_BYTES_MAX
+from pool.core.events import Running, ShutDoor
 from tests.gateway.server.harness import CHAT, ERA, scene
 from tests.gateway.server.test_streams import ASKED, BODY, assert_whole
 from tests.gateway.stub_engine import StubEngine, group_of, last_events
@@ -156,7 +157,7 @@ async def test_a_word_about_engines_closes_what_is_idle(bench, word):
     elif word == "nobody":
         bench.exchange.told(NobodyGranted("for this test"))
     else:
-        bench.exchange.told(DoorSet(engine.token, True, True, "it rests"))
+        bench.exchange.told(DoorSet(door=ShutDoor(Running.FINISH, None, "it rests")))
     assert not bench.exchange.idle_connections
     await closed(engine)
 

@@ -60,7 +60,7 @@ async def test_a_supervisor_that_does_not_answer_is_a_visible_reason(bench, monk
     link = GatewayEngineLink(settings, bench.exchange, clock, log)
     task = asyncio.create_task(link.run())
     link.granted(engine.name, engine.token)
-    await auntil(lambda: link.core.door.is_shut, "the gateway to know that it sleeps")
+    await auntil(lambda: link.core.door, "the gateway to know that it sleeps")
     supervisor.refusal = "no memory"
     client = await bench.client()
     client.ask(CHAT, ASKED)
@@ -81,7 +81,7 @@ async def test_a_supervisor_that_does_not_answer_is_a_visible_reason(bench, monk
     assert (await client.answer()).status == 200
     monkeypatch.setattr(links, "ANSWER_MS", 60_000.0)
     supervisor.is_silent = False
-    await auntil(lambda: link.core.door.is_shut, "it to be heard again")
+    await auntil(lambda: link.core.door, "it to be heard again")
     task.cancel()
     await asyncio.wait([task])
     await server.close()
