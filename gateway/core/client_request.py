@@ -133,6 +133,7 @@ class ClientRequest:
     is_stream: bool
     sent_ms: float
     passing: str | None = None  # a front has its journal, of this continuation id
+    unplayed_tokens: int = 0  # of that journal, before anything new comes
     model: str = ""  # in a pool, and in a fleet:
     key: bytes = b""  # requests with one key share a prefix
     is_lean: bool = False  # class none: sent once, neither journalled nor held
@@ -280,6 +281,7 @@ class ColdPath(Protocol):
     def whole(self, request: ClientRequest) -> None: ...
     def weigh(self, request: ClientRequest) -> None: ...
     def progressed(self, request: ClientRequest) -> None: ...
+    def played(self, request: ClientRequest, tokens: int) -> None: ...
     def held(self, attempt: Attempt, size_bytes: int) -> None: ...
 
 
@@ -377,6 +379,12 @@ class Attempt:
             return b""
         self.owner.is_at_boundary = data.endswith(b"\n\n")
         return data
+
+    def played(self, tokens: int) -> bool:
+        """So many tokens more of a front's answer were passed on; whether new ones follow."""
+        if not self.is_over:
+            self._cold.played(self.owner, tokens)
+        return self.owner.unplayed_tokens <= 0
 
     def hold(self, size_bytes: int) -> None:
         """So many more bytes of the answer are held; over the limit `SendHead` is in the outbox."""

@@ -89,6 +89,7 @@ class RequestCame(GatewayEvent, frozen=True):
     # A front's request: its answer is passed on as it comes, and the front resumes it. The
     # continuation id of the engine that it was begun by, "" if it has no journal.
     passing: str | None = None
+    journal_tokens: int = 0  # what its engine plays first
     key: bytes = b""  # in a fleet: requests with one key share a prefix
 
 

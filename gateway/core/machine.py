@@ -180,7 +180,10 @@ def objection(request: ClientRequest, hello: Hello) -> Failure | None:
 
 def is_replayed(request: ClientRequest) -> bool:
     """Whether an engine works for it before anything new comes: the prefill of a resume."""
-    return request.state in (UNANSWERED if request.is_resumed_by_front else REPLAYS)
+    if not request.is_resumed_by_front:
+        return request.state in REPLAYS
+    is_played = request.unplayed_tokens <= 0
+    return request.state in UNANSWERED or (request.state is RequestState.RELAYING and not is_played)
 
 
 class Gateway:
@@ -452,7 +455,7 @@ class Gateway:
     def add(self, came: ev.RequestCame, now_ms: float) -> ClientRequest:
         request = ClientRequest(
             *(came.request, came.path, came.body_bytes, came.is_inference, came.is_stream),
-            *(now_ms, came.passing, came.model, came.key),
+            *(now_ms, came.passing, came.journal_tokens, came.model, came.key),
         )
         weight = self.shared.memory_bytes + REQUEST_BYTES + came.body_bytes
         request.is_lean = weight > self.shared.memory_bytes_max
@@ -585,6 +588,12 @@ class Gateway:
         request.refusals = 0
         self.weigh(request)
         self._watch(request)
+
+    def played(self, request: ClientRequest, tokens: int) -> None:
+        """So many tokens more of a front's answer were passed on."""
+        self.resuming -= is_replayed(request)
+        request.unplayed_tokens -= tokens
+        self.resuming += is_replayed(request)
 
     def mismatched(self, request: ClientRequest, why: str) -> None:
         """The replay is not what was delivered."""

@@ -300,6 +300,7 @@ class GatewayExchange:
                 wishes.wait_ms,
                 wishes.keep_alive_ms,
                 request.passing,
+                request.journal_tokens,
                 request.key if self.connect_pod and self._settings.uses_keys else b"",
             )
         )

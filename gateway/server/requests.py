@@ -178,6 +178,12 @@ class HttpRequest:
         return int(size) if size.isdigit() else len(self.body)
 
     @property
+    def journal_tokens(self) -> int:
+        _, _, sizes = self.journal.partition(b",")
+        tokens = sizes.partition(b",")[0]
+        return int(tokens) if tokens.isdigit() else 0
+
+    @property
     def key(self) -> bytes:
         """Equal for requests that share a prefix: those of a session, or the turns of a chat."""
         return prefix_key(self.body, dict(self.headers).get(b"x-session-id", b""))

@@ -198,7 +198,7 @@ class Upstream(asyncio.Protocol):
 
     __slots__ = (
         *("_cutter", "_is_behind", "_is_between", "_is_head_told", "_is_passed_on"),
-        *("_is_passing", "_is_paused", "_is_to_pod"),
+        *("_is_passing", "_is_paused", "_is_to_pod", "_journal_cutter"),
         *("_is_reused", "_outbox", "_owner", "_client", "_replayed", "_request", "_socket"),
         *("_transport", "_unsent"),
         *("_is_silent", "attempt", "held", "is_dropped", "response"),
@@ -231,6 +231,8 @@ class Upstream(asyncio.Protocol):
         self._is_silent = True  # nothing of the response has come
         self._cutter: GroupCutter | None = None
         self._is_between = False  # the next byte begins a chunk and, within it, a group
+        # Of a front's resume, until what is passed on is new.
+        self._journal_cutter = GroupCutter() if attempt.owner.unplayed_tokens else None
         self._replayed = bytearray()  # that waits for its turn,
         self._is_behind = False  # and the connection is not read on meanwhile
         self._is_head_told = False
@@ -377,7 +379,9 @@ class Upstream(asyncio.Protocol):
             self._is_between = self._cutter.is_between and data.endswith(_GROUP_AND_CHUNK_END)
         elif body:
             self._receive_unmarked(body)
-            if self._is_passing and self._is_passed_on:
+            if self._journal_cutter is not None and not self.is_dropped:
+                self._count_played(self._journal_cutter, body)
+            elif self._is_passing and self._is_passed_on:
                 # Behind the comment of a group comes no byte of the body, so it is the chunk's end.
                 self._is_between = data.endswith(_GROUP_AND_CHUNK_END) and _ends_group(body)
         if response.is_whole and not self.is_dropped:
@@ -459,6 +463,12 @@ class Upstream(asyncio.Protocol):
         self.attempt.hold(len(data))
         if self._outbox:
             self._owner.perform_outbox()
+
+    def _count_played(self, cutter: GroupCutter, data: bytes) -> None:
+        tokens = sum(len(tokens) for _, tokens, _ in cutter.feed(data))
+        if self.attempt.played(tokens) or cutter.broken is not None:
+            self._journal_cutter = None
+            self._owner.perform_outbox()  # another one may be sent, and a turn begins
 
     def _end(self) -> None:
         """The response is over, as HTTP sees it; a stream without `END` is none to the core."""

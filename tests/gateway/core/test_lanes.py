@@ -5,6 +5,7 @@ from __future__ import annotations
 from unittest import mock
 
 import pytest
+from msgspec.structs import replace
 
 from gateway.core import events as ev
 from gateway.core.events import DoorSet, GatewayRules, LaneRules
@@ -355,3 +356,22 @@ def test_front_resume_waits_for_its_models_turn_as_a_parked_stream():
     assert not any(isinstance(each, ev.RequestEnded) for each in effects)
     (ticket,) = lanes.demand(0.0)["a"].tickets
     assert ticket.kind is TicketKind.PARKED
+
+
+def test_front_resume_is_under_way_until_its_journal_was_played():
+    """Goal: a turn in which a journal only plays is not over before the stream has a new token.
+    Method: two tokens, then the third, of a journal of three."""
+    pod = switching()
+    pod.run(100.0)
+    lanes, engine = pod.gateway, pod.models["a"]
+    effects = lanes.handle(replace(of_front(90, "c" * 16), journal_tokens=3), 100.0)
+    (sent,) = [each for each in effects if isinstance(each, ev.SendRequest)]
+    attempt, found = lanes.attempt(sent.attempt), []
+    signed = engine.engine, engine.token, Continuation.EXACT, True
+    lanes.handle(ev.HeadCame(sent.attempt, 200, *signed), 100.0)
+    attempt.hold(10)
+    lanes.take()
+    for tokens in (0, 2, 1):
+        attempt.played(tokens)
+        found.append(lanes.demand(100.0)["a"].resuming)
+    assert found == [1, 1, 0]

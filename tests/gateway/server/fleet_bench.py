@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from gateway.core.machine import Gateway
 from gateway.core.pods import PodState
 from gateway.server.exchange import GatewayExchange
 from gateway.server.hop import HopDoor, fleet_security
@@ -36,6 +37,11 @@ class BenchPod:
     @property
     def address(self) -> str:
         return f"127.0.0.1:{self.hop.port}"
+
+    @property
+    def core(self) -> Gateway:
+        (lane,) = self.exchange.core.by_model.values()
+        return lane
 
     async def grant(self) -> None:
         await grant(self.exchange, self.engine)

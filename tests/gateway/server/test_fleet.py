@@ -295,6 +295,27 @@ async def test_front_that_stood_still_takes_no_pod_for_silent(bench):
     assert (bench.ready(), pod.hop._watching) == (1, watching)
 
 
+@in_fleet
+async def test_pod_counts_a_resume_as_under_way_until_its_journal_was_played(bench):
+    """Method: the second pod's engine stops within the journal of four tokens, then behind it."""
+    [first] = await bench.start(hold_after_groups=4)
+    client = await bench.stream()
+    heir = await bench.pod(hold_after_groups=2)
+    bench.name(first, heir)
+    (request,) = bench.fleet.requests.values()
+    await auntil(lambda: (bench.ready(), len(request.tokens)) == (2, 4), "a journal, and an heir")
+    first.kill()
+    await auntil(lambda: by_state(heir.core)["relaying"] == 1, "its first token")
+    assert heir.core.resuming == 1
+    heir.engine.hold_after_groups, released = 5, heir.engine.released
+    heir.engine.released = asyncio.Event()
+    released.set()
+    await auntil(lambda: len(request.tokens) == 5, "a new token")
+    assert heir.core.resuming == 0
+    heir.engine.released.set()
+    check_whole(await client.answer(), BODY)
+
+
 # ------------------------------------------------------------------ leaving
 
 
