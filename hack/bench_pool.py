@@ -1,10 +1,11 @@
 """What switching between models costs, and who waits how long for it.
 
-    python -m hack.bench_pool [--only S1,S5] [--backend reference|vllm] [--json] [--quick]
+    python -m hack.bench_pool [--only S1,S2,S5] [--backend reference|vllm] [--json] [--quick]
 
 | scenario | what happens |
 |---|---|
 | S1 | two models in turn; each answer needs the room of the other one; then one from `offloaded` |
+| S2 | ten models in turn, of which one fits |
 | S5 | switches through streams that last far longer than a turn |
 
 Each runs on a pod of `understudy up --pool` that is started for it. Every answer is compared with
@@ -27,6 +28,7 @@ from understudy.drill.clients import clock
 from understudy.drill.records import Exchange, Prompt
 
 SHORT_TOKENS = 16
+TEN = len(MODELS)  # of S2; the others have two
 NEVER = ("lost", "refused", "cut", "wrong_tokens")  # whatever is measured
 SWITCH_S_MAX = 10.0  # of S5, on average; then the scenario is given up
 # As short as the drain and the protection of S5 are to be.
@@ -47,6 +49,7 @@ class Plan:
     switches: int = 300
     pause_s: float = 0.3
     offloads: int = 50
+    rounds: int = 20  # of S2, through all models
     streamed_switches: int = 1000
     stream_tokens: int = 300
     token_ms: int = 200  # of the reference backend's streams: as slow as a large model's
@@ -55,31 +58,44 @@ class Plan:
 
 
 def quick(backend: str) -> Plan:
-    return Plan(backend, 10, offloads=2, streamed_switches=8,
+    return Plan(backend, 10, offloads=2, rounds=1, streamed_switches=8,
                 stream_tokens=60, token_ms=50, is_quick=True)  # fmt: skip
 
 
 async def s1(plan: Plan, pool: BenchedPool) -> rig.Figures:
     """A switch is timed by the client, from its request to the first token. What a first token
     takes without a switch is measured beside it: the same model gets another request at once."""
-    prompts = prompts_of(SHORT_TOKENS)
+    prompts, exchanges = prompts_of(SHORT_TOKENS), list[Exchange]()
+    found = await _in_turn(pool, plan, [*prompts.values()], plan.switches, exchanges)
+    offloaded = await _from_offloaded(pool, plan, prompts[MODELS[0]], exchanges)
+    return {**found, "from_offloaded": offloaded, **pool.counts(exchanges)}
+
+
+async def s2(plan: Plan, pool: BenchedPool) -> rig.Figures:
+    """Round robin: the model that is asked for has slept longest."""
+    prompts, exchanges = [*prompts_of(SHORT_TOKENS, TEN).values()], list[Exchange]()
+    found = await _in_turn(pool, plan, prompts, TEN * plan.rounds, exchanges)
+    return {"models": TEN, **found, **pool.counts(exchanges)}
+
+
+async def _in_turn(
+    pool: BenchedPool,
+    plan: Plan,
+    prompts: Sequence[Prompt],
+    switches: int,
+    exchanges: list[Exchange],
+) -> rig.Figures:
+    """So many switches, each to the model of the next prompt."""
     await _ready(pool, prompts)
-    took, direct, exchanges = list[float](), list[float](), list[Exchange]()
-    await pool.send(prompts[MODELS[-1]])  # where the first one switches from
+    took, direct = list[float](), list[float]()
+    await pool.send(prompts[-1])  # where the first one switches from
     began_ms = clock.now_ms()
-    for number in range(plan.switches):
+    for number in range(switches):
         await asyncio.sleep(plan.pause_s)
         for into in (took, direct):
-            exchanges.append(await pool.send(prompts[MODELS[number % 2]]))
+            exchanges.append(await pool.send(prompts[number % len(prompts)]))
             into += _first_ms(exchanges[-1])
-    switches = pool.switches(began_ms)
-    offloaded = await _from_offloaded(pool, plan, prompts[MODELS[0]], exchanges)
-    return {
-        **_times(took, direct),
-        "phases_ms": _phases(switches),
-        "from_offloaded": offloaded,
-        **pool.counts(exchanges),
-    }
+    return {**_times(took, direct), "phases_ms": _phases(pool.switches(began_ms))}
 
 
 async def _from_offloaded(
@@ -103,7 +119,7 @@ async def _from_offloaded(
 async def s5(plan: Plan, pool: BenchedPool) -> rig.Figures:
     """Each model has streams all the time, so each switch parks them: a stream that is resumed
     wrongly, refused, cut or forgotten shows."""
-    await _ready(pool, prompts_of(SHORT_TOKENS))
+    await _ready(pool, [*prompts_of(SHORT_TOKENS).values()])
     prompts = prompts_of(plan.stream_tokens)
     await pool.learn(prompts.values())
     began_ms = clock.now_ms()
@@ -115,7 +131,7 @@ async def s5(plan: Plan, pool: BenchedPool) -> rig.Figures:
             plan.streamed_switches * SWITCH_S_MAX,
         )
         ended_ms = clock.now_ms()
-    bounds = [(await pool.of(name))["bound_ms"] / 1000 for name in MODELS]
+    bounds = [(await pool.of(name))["bound_ms"] / 1000 for name in prompts]
     pause_s = longest_pause_s(exchanges)
     return {
         "switches": plan.streamed_switches,
@@ -128,10 +144,10 @@ async def s5(plan: Plan, pool: BenchedPool) -> rig.Figures:
     }
 
 
-async def _ready(pool: BenchedPool, prompts: Mapping[str, Prompt]) -> None:
+async def _ready(pool: BenchedPool, prompts: Sequence[Prompt]) -> None:
     """Every model has answered, and from now on one of them fits."""
-    await pool.learn(prompts.values())
-    await pool.tighten(prompts[MODELS[0]])
+    await pool.learn(prompts)
+    await pool.tighten(prompts[0])
 
 
 def _first_ms(exchange: Exchange) -> list[float]:
@@ -154,7 +170,7 @@ def _phases(switches: Sequence[Mapping[str, Any]]) -> rig.Figures:
 
 
 Scenario = Callable[[Plan, BenchedPool], Awaitable[rig.Figures]]
-SCENARIOS: Mapping[str, Scenario] = {"S1": s1, "S5": s5}
+SCENARIOS: Mapping[str, Scenario] = {"S1": s1, "S2": s2, "S5": s5}
 
 
 def problems_of(name: str, figures: Mapping[str, Any]) -> list[str]:
@@ -169,8 +185,8 @@ async def measure(plan: Plan, only: Sequence[str], base: Path) -> rig.Figures:
         is_slowed = name == "S5" and plan.backend == "reference"
         arguments = ("--token-interval-ms", str(plan.token_ms)) if is_slowed else ()
         defaults = THROUGH_STREAMS if name == "S5" else HURRIED if plan.is_quick else {}
-        body = partial(SCENARIOS[name], plan)
-        found[name] = await with_pool(base / name, plan.backend, body, defaults, arguments)
+        body, count = partial(SCENARIOS[name], plan), TEN if name == "S2" else 2
+        found[name] = await with_pool(base / name, plan.backend, body, defaults, arguments, count)
         problems += problems_of(name, found[name])
     return rig.document({"backend": plan.backend, "scenarios": found}, problems)
 

@@ -35,7 +35,7 @@ T = TypeVar("T")
 Event = dict[str, Any]
 
 MODEL, SWITCH = "pool.model", "pool.switch"
-MODELS = ("m0", "m1")
+MODELS = tuple(f"m{number}" for number in range(10))
 DEVICE = "HOST-0"
 DEVICE_BYTES = "64GiB"  # a limit on what is booked, not on what the machine has
 HOST_MEMORY = "2GiB"  # for copies of the weights; a limit, not a size
@@ -52,16 +52,16 @@ ARGUMENTS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def prompts_of(tokens: int) -> dict[str, Prompt]:
-    """One for each model; all ask for a stream of exactly so many tokens."""
+def prompts_of(tokens: int, models: int = 2) -> dict[str, Prompt]:
+    """One for each of so many models; all ask for a stream of exactly so many tokens."""
     body = {"max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
     return {
         model: Prompt(
             f"{tokens}-{model}",
             "/v1/completions",
-            {**body, "model": model, "prompt": COMPLETIONS[number]},
+            {**body, "model": model, "prompt": COMPLETIONS[number % len(COMPLETIONS)]},
         )
-        for number, model in enumerate(MODELS)
+        for number, model in enumerate(MODELS[:models])
     }
 
 
@@ -150,10 +150,11 @@ class BenchedPool:
     async def tighten(self, prompt: Prompt) -> None:
         """From now on the KV memory of one model fits, and half of another one's. `prompt`: of the
         first model, which is awake then."""
-        began_ms, other = clock.now_ms(), MODELS[1]
-        if (await self.of(other))["state"] != "warm":
-            await ask(self._socket, msg.CATALOGUE, msg.OrderMsg(other, Order("sleep")))
-            await self.until_state(other, "warm", began_ms)
+        for model in (await self.status())["models"]:
+            name, began_ms = model["model"], clock.now_ms()
+            if name != MODELS[0] and model["state"] != "warm":
+                await ask(self._socket, msg.CATALOGUE, msg.OrderMsg(name, Order("sleep")))
+                await self.until_state(name, "warm", began_ms)
         await self.send(prompt)
         status = await self.status()
         (device,) = (each for each in status["devices"] if each["device"] == DEVICE)
@@ -221,9 +222,10 @@ async def with_pool(
     body: Callable[[BenchedPool], Awaitable[T]],
     defaults: Mapping[str, Any],
     arguments: Sequence[str] = (),
+    count: int = 2,
 ) -> T:
-    """`body` while a pod of two models of `backend` runs in `base`, both of which have answered.
-    `defaults`: of the pool file; `arguments`: of the engines.
+    """`body` while a pod of `count` models of `backend` runs in `base`. `defaults`: of the pool
+    file; `arguments`: of the engines.
 
     Raises:
         Interrupted: by a signal.
@@ -231,8 +233,8 @@ async def with_pool(
     base.mkdir(mode=0o700, parents=True)
     random = RandomModel.of(backend)
     args = [*ARGUMENTS[backend], *arguments]
-    models = {name: {"model": str(base / name), "args": args} for name in MODELS}
-    for number, name in enumerate(MODELS):
+    models = {name: {"model": str(base / name), "args": args} for name in MODELS[:count]}
+    for number, name in enumerate(models):
         await make_random_model(base / name, (*random.shape, f"--seed={number}"))
     document = {
         "devices": [DEVICE],
