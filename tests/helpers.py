@@ -126,15 +126,14 @@ def busy_loops(per_core: int) -> Iterator[None]:
 
 
 @contextmanager
-def descriptors_below(limit: int, pid: int | None = None) -> Iterator[None]:
-    """`pid` may open no descriptor from `limit` on; with 3 it may open none at all."""
-    target = pid or os.getpid()
-    before = resource.prlimit(target, resource.RLIMIT_NOFILE)
-    resource.prlimit(target, resource.RLIMIT_NOFILE, (limit, before[1]))
+def descriptors_below(limit: int) -> Iterator[None]:
+    """This process may open no descriptor from `limit` on; with 3 it may open none at all."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, before[1]))
     try:
         yield
     finally:
-        resource.prlimit(target, resource.RLIMIT_NOFILE, before)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def free_witness(directory: str, incarnation: str) -> str:
@@ -148,13 +147,11 @@ def free_witness(directory: str, incarnation: str) -> str:
 def room_for(count: int) -> Iterator[None]:
     """Room for `count` more descriptors in this process, and no more."""
     filler = [OwnedFd(os.memfd_create("filler")) for _ in range(30)]
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     free = [filler.pop() for _ in range(count)]
     limit = max(fd.fileno() for fd in [*filler, *free]) + 1
     close_all(free)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     try:
-        yield
+        with descriptors_below(limit):
+            yield
     finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         close_all(filler)

@@ -25,7 +25,6 @@ from tests.deploy.manifests import (
     environment,
     every_container,
     init_containers,
-    one,
     pod_spec,
     words,
 )
@@ -64,15 +63,14 @@ async def podman(*arguments: str) -> str:
 
 
 class PodmanPod:
-    """The containers of an overlay's pod and their volumes."""
+    """The containers of the overlay's pod and their volumes."""
 
-    def __init__(self, image: str, overlay: str = OVERLAY) -> None:
+    def __init__(self, image: str) -> None:
         self._image = image
-        self._overlay = overlay
         # In memory, as the manifests have it, and short: sockets are in it.
         self._volumes = Path(tempfile.mkdtemp(prefix="understudy-pod-", dir="/dev/shm"))
         self._ids: dict[str, str] = {}
-        self._specs = {each["name"]: each for each in containers(overlay)}
+        self._specs = {each["name"]: each for each in containers(OVERLAY)}
         self.service_port = free_ports(1 + len(self._specs))
         self._ports = {
             name: self.service_port + 1 + number for number, name in enumerate(self._specs)
@@ -92,7 +90,7 @@ class PodmanPod:
     async def start(self) -> None:
         """Make every container in order; a sidecar's startup probe holds the next one back, and an
         init container's end."""
-        for container in every_container(self._overlay):
+        for container in every_container(OVERLAY):
             name = container["name"]
             if name not in self._specs:
                 await podman("run", "--rm", *self._flags(container))
@@ -120,7 +118,7 @@ class PodmanPod:
 
     async def stop(self, name: str) -> int:
         """SIGTERM to PID 1, and its grace; the exit code."""
-        grace_s = pod_spec(self._overlay)["terminationGracePeriodSeconds"]
+        grace_s = pod_spec(OVERLAY)["terminationGracePeriodSeconds"]
         await podman("stop", f"--time={grace_s}", self._ids[name])
         return int((await self.state(name))["ExitCode"])
 
@@ -159,13 +157,13 @@ class PodmanPod:
 
     def _flags(self, container: Document) -> list[str]:
         name = container["name"]
-        security = pod_spec(self._overlay)["securityContext"]
-        variables = environment(self._overlay, container)
+        security = pod_spec(OVERLAY)["securityContext"]
+        variables = environment(OVERLAY, container)
         if name in self._ports:
             variables["UNDERSTUDY_HTTP_PORT"] = str(self._ports[name])
         command = [
             re.sub(rf":{SERVICE_PORT}$", f":{self.service_port}", word)
-            for word in words(self._overlay, container)
+            for word in words(OVERLAY, container)
         ]
         return [
             "--network=host",  # one network for the pod's containers
@@ -175,28 +173,18 @@ class PodmanPod:
             *(f"--volume={each}" for each in self._mounts(container)),
             *(f"--env={key}={value}" for key, value in variables.items()),
             self._image,
-            *([] if container in init_containers(self._overlay) else [INIT]),
+            *([] if container in init_containers(OVERLAY) else [INIT]),
             *command,
         ]
 
     def _mounts(self, container: Document) -> list[str]:
         found = []
-        volumes = {each["name"]: each for each in pod_spec(self._overlay)["volumes"]}
         for mount in container["volumeMounts"]:
-            source, volume = self._volumes / mount["name"], volumes[mount["name"]]
+            source = self._volumes / mount["name"]
             source.mkdir(exist_ok=True)
             source.chmod(0o777)  # as a kubelet makes them
-            for name, text in self._files(volume).items():
-                (source / name).write_text(text)
             mode = "ro" if mount.get("readOnly") else "rw"
             found.append(f"{source}:{mount['mountPath']}:{mode}")
-        return found
-
-    def _files(self, volume: Document) -> dict[str, str]:
-        """Those of a ConfigMap; none of any other volume."""
-        if "configMap" not in volume:
-            return {}
-        found: dict[str, str] = one(self._overlay, "ConfigMap", volume["configMap"]["name"])["data"]
         return found
 
 

@@ -1,8 +1,8 @@
-"""An engine that speaks the private hop and computes nothing: for tests, and for the benchmark.
+"""An engine that speaks the private hop and computes nothing.
 
 The answer to a request depends on its body alone: token i of an answer is `token_of(body, i)`, its
 text is ` t<token>`. So an answer that two stubs gave in turn can be compared with one of a single
-stub. Fields of the JSON body that it knows: `stream`, `max_tokens`, `stream_options`.
+stub. Fields of the JSON body that it knows: `stream`, `max_tokens`.
 
 A test changes what a stub does by `cut_after_groups`, `hold_after_groups`, or a `route` of its own.
 """
@@ -31,7 +31,6 @@ BODY_BYTES_MAX = 32 << 20
 class StubRequest:
     """One request as it arrived."""
 
-    method: str
     target: str
     headers: dict[str, str]  # lower-case names
     body: bytes  # the client's
@@ -188,7 +187,7 @@ class StubEngine:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         """One request; whether another one may follow."""
         lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
-        method, target, _ = lines[0].split(" ")
+        _, target, _ = lines[0].split(" ")
         headers = {
             name.lower(): value
             for name, _, value in (line.partition(": ") for line in lines[1:] if line)
@@ -197,7 +196,7 @@ class StubEngine:
         journal = None
         if hop.JOURNAL.lower() in headers:
             body, journal = hop.without_journal(body, headers[hop.JOURNAL.lower()])
-        request = StubRequest(method, target, headers, body, journal)
+        request = StubRequest(target, headers, body, journal)
         reply = StubReply(self, reader, writer)
         if request.path == hop.HELLO_PATH:
             await self._hello(reply)
@@ -314,13 +313,7 @@ def group_of(request: StubRequest, start: int, size: int) -> bytes:
 
 
 def last_events(request: StubRequest) -> bytes:
-    finish = chunk_of(request, {}, "stop")
-    options = request.json().get("stream_options") or {}
-    if options.get("include_usage"):
-        usage = {"prompt_tokens": 3, "completion_tokens": tokens_max(request), "total_tokens": 0}
-        document = {"id": "u", "object": "chat.completion.chunk", "created": CREATED}
-        finish += event({**document, "model": "stub", "choices": [], "usage": usage})
-    return finish + b"data: [DONE]\n\n"
+    return chunk_of(request, {}, "stop") + b"data: [DONE]\n\n"
 
 
 def whole_answer(request: StubRequest) -> dict[str, Any]:

@@ -23,7 +23,7 @@ COPY = "copy"
 class Scene:
     """The servers of two models on one device, and the side that watches them."""
 
-    def __init__(self, directory, *, bases=BASE, copies=False):
+    def __init__(self, directory, *, copies=False):
         directory.chmod(0o700)
         self.events = []
         self.servers = {
@@ -38,7 +38,7 @@ class Scene:
         host_bytes = 100 * MIB if copies else 0
         models = {"chat": (DEVICE,), "coder": (DEVICE,)}
         self.side = MemorySide(
-            str(directory), models, host_bytes, self.events.append, lambda _: bases
+            str(directory), models, host_bytes, self.events.append, lambda _: BASE
         )
 
     async def __aenter__(self):

@@ -42,15 +42,15 @@ async def one_idle(bench):
     return engine, writer
 
 
-async def idle(bench, count=1):
-    """So many connections are idle, to the last byte of their answers."""
+async def idle(bench):
+    """One connection is idle, to the last byte of its answers."""
     kept = bench.exchange.idle_connections
 
     def is_so():
         found = [each for same in kept.values() for each in same]
-        return len(found) == count and all(each.is_over for each in found)
+        return len(found) == 1 and found[0].is_over
 
-    await auntil(is_so, "idle connections")
+    await auntil(is_so, "an idle connection")
 
 
 async def closed(engine):

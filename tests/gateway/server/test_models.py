@@ -74,8 +74,8 @@ class TwoModels:
         self.open(new)
 
 
-def shut(running: Running, expected_ms: float | None = None) -> ShutDoor:
-    return ShutDoor(running, expected_ms, "another model is awake")
+def shut(running: Running) -> ShutDoor:
+    return ShutDoor(running, None, "another model is awake")
 
 
 def models_scene(lanes: Any = LANES) -> Callable[..., Any]:

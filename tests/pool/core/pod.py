@@ -11,7 +11,6 @@ from plumbing.pod.messages import Tier
 from pool.core import events as ev
 from pool.core.facts import ModelSetup, PoolSetup
 from pool.core.reconcile import ModelPool
-from pool.core.saved import PoolSnapshot
 from pool.core.states import EngineSizes, EntryKind, GoalGeneration, ModelRules, ModelState
 
 GPU = "HOST-0"
@@ -65,7 +64,6 @@ class Pod:
         *,
         engines: int = 1,
         total_bytes: int = 1000 * MIB,
-        snapshot: PoolSnapshot | None = None,
     ) -> None:
         models = models or {"a": rules(), "b": rules()}
         self.setup = PoolSetup(
@@ -93,7 +91,7 @@ class Pod:
         self.obeyed = dict.fromkeys(models, 0)
         self.questions: list[ev.PoolEffect] = []
         self.all: list[ev.PoolEffect] = []
-        self.pool = ModelPool(self.setup, self.now_ms, ERA, snapshot)
+        self.pool = ModelPool(self.setup, self.now_ms, ERA)
 
     # ------------------------------------------------------------------ what is said
 

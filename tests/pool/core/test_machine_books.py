@@ -23,9 +23,9 @@ def booked(pod):
     return pod.pool.facts.ledger.entries
 
 
-def releasing(engines=1, deaf=()):
+def releasing(deaf=()):
     """Model a has just been told to give its KV memory back; nobody has answered yet."""
-    pod = Pod(engines=engines, total_bytes=1500 * MIB).start()
+    pod = Pod(total_bytes=1500 * MIB).start()
     pod.ask("a")
     pod.settle()
     pod.tick(20_000)

@@ -78,7 +78,7 @@ def but(model, **fields):
     return other
 
 
-def devices_of(models, totals, *, margin=0, outside=None):
+def devices_of(models, totals, *, outside=None):
     """Devices of these sizes, with what the models have booked, and what of it is leaving."""
     outside = outside or {}
     found = {}
@@ -89,7 +89,7 @@ def devices_of(models, totals, *, margin=0, outside=None):
             for model in models
             if model.state in (ModelState.DRAINING, ModelState.RELEASING, ModelState.UNLOADING)
         )
-        used = booked + (margin + outside.get(name, 0)) * GIB
+        used = booked + outside.get(name, 0) * GIB
         found[name] = DeviceView(
             name, total * GIB, total * GIB - used, leaving, outside.get(name, 0) * GIB
         )

@@ -43,7 +43,6 @@ class Request:
         self.gateway, self.id, self.model, self.kind = gateway, number, model, kind
         self.left_ms, self.priority = needs_ms, priority
         self.since_ms = gateway.world.timeline.now_ms
-        self.came_ms = self.since_ms
         self.ticket = TicketKind.NEW
         self.has_yielded = False  # it was sent again once for a yield
         self.engine: Engine | None = None  # that has it

@@ -20,11 +20,10 @@ STEPS_MAX = 6_000  # almost twice as many as it takes
 class SaturatedWorld(World):
     """Whoever has been answered asks again at once."""
 
-    def __init__(self, seed: int, stream_ms: float = STREAM_MS) -> None:
+    def __init__(self, seed: int) -> None:
         shape = Shape(random.Random(seed), models=MODELS, is_calm=True)
         shape.devices = shape.gateways = 1
         shape.has_unparkable, shape.requests = False, 0
-        self.stream_ms = stream_ms
         self.serving_ms = self.measured_ms = 0.0
         super().__init__(seed, shape)
         self.law.orders = dict.fromkeys(self.rules, 0.0)  # who yields too early is caught by P8
@@ -48,7 +47,7 @@ class SaturatedWorld(World):
 
     def ask(self, model: str) -> None:
         self.numbers += 1
-        gateway, needs_ms = self.gateways[0], self.timeline.between(0.5, 1.5) * self.stream_ms
+        gateway, needs_ms = self.gateways[0], self.timeline.between(0.5, 1.5) * STREAM_MS
         gateway.arrive(Request(gateway, self.numbers, model, Kind.STREAM, needs_ms, 0))
 
     def run(self) -> float:
