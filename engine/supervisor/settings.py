@@ -34,7 +34,6 @@ from plumbing.wire.tcp import settle as settle_security
 from plumbing.wire.tcp_address import SCHEME, TcpAddress
 
 PORT_FIRST = 9410  # engine n serves its probes on 9410 + n
-TERMINATION_LOG = "/dev/termination-log"  # where Kubernetes reads why a container ended
 
 INIT_MS = 7_200_000  # the first load of a large model from a slow disk, behind another engine's
 WAKING_MS = 60_000  # the old holder's memory may take half a minute to be freed
@@ -156,12 +155,6 @@ OPTIONS = (
         maximum=65535,
     ),
     ALLOWED_HOST,
-    Option(
-        "termination_log",
-        str,
-        None,
-        f"File for the reason of exit; {TERMINATION_LOG} if it exists, unless given.",
-    ),
     *(Option(name, int, *row, minimum=1) for name, row in DURATIONS.items()),
     Option(
         "deaths_max",
@@ -172,7 +165,6 @@ OPTIONS = (
     ),
 )
 
-TERMINATION_LOG_BYTES_MAX = 4096  # what the kubelet keeps of it
 SECURITY = ("lockserver_tls_cert", "lockserver_tls_key", "lockserver_tls_ca")
 
 

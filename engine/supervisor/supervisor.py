@@ -9,16 +9,14 @@ the whole pod is built to survive.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
-import os
 from typing import Any
 
 from engine.core import probes
 from engine.core.events import Terminate, TerminateNow
 from engine.supervisor.control import Control
 from engine.supervisor.engine import Engine
-from engine.supervisor.settings import TERMINATION_LOG, TERMINATION_LOG_BYTES_MAX, EngineSettings
+from engine.supervisor.settings import EngineSettings
 from engine.supervisor.state_file import EngineStateFile
 from engine.supervisor.status import EngineStatus
 from plumbing.errors import GivenUpError, UsageError
@@ -120,20 +118,6 @@ def _depart(engine: Engine) -> None:
     """
     now, fault = engine.lifecycle.now, engine.last_fault
     if now.is_leaving:
-        _write_termination_log(engine.settings, "exited as requested")
         return
-    _write_termination_log(engine.settings, now.reason)
     code = "engine.crash_loop" if engine.verdict else fault.code if fault else "engine.cannot_go_on"
     raise (UsageError if now.exit_code == EXIT_USAGE else GivenUpError)(code, now.reason)
-
-
-def _write_termination_log(settings: EngineSettings, reason: str) -> None:
-    """Best effort: the same sentence goes to stderr."""
-    path = settings.config["termination_log"]
-    if path is None:
-        if not os.path.exists(TERMINATION_LOG):
-            return  # not in Kubernetes: leave no file in /dev
-        path = TERMINATION_LOG
-    text = f"engine {settings.engine}: {reason}\n"
-    with contextlib.suppress(OSError), open(path, "wb") as stream:
-        stream.write(text.encode(errors="backslashreplace")[:TERMINATION_LOG_BYTES_MAX])
