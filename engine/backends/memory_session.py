@@ -16,7 +16,18 @@ from contextlib import contextmanager
 from typing import Any
 
 from engine.backends.process import MODEL_ENV, BackendProcess
-from gms.client import Keeper, Offloaded, Reader, Writer, messages, open_session, release
+from gms.client import (
+    Keeper,
+    KvClaim,
+    KvLease,
+    Offloaded,
+    Reader,
+    Writer,
+    borrow_pool,
+    messages,
+    open_session,
+    release,
+)
 from plumbing.errors import UnderstudyError, UnreachableError
 from plumbing.pod.models import place_of
 from plumbing.pod.paths import HOST_DEVICES_ENV
@@ -137,6 +148,22 @@ def commit(
     weights = size(reader.size_bytes)
     logger.info("loaded and committed %s on %s in %.1f s", weights, device, took_s)
     return reader
+
+
+def borrow(device: str, claim: KvClaim, wait_s: float) -> KvLease:
+    """The KV memory of `device`; waits `wait_s` for another engine that still maps it.
+
+    Raises:
+        UnderstudyError: `gms.kv_busy`, `gms.kv_stale_token`, …; UnreachableError.
+    """
+    return borrow_pool(
+        os.environ[SOCKET_DIR_ENV],
+        device,
+        claim,
+        wait_s,
+        on_wait=lambda reason: logger.info("waiting for KV memory: %s", reason),
+        on_change=logger.warning,
+    )
 
 
 class KeptWeights:

@@ -40,8 +40,6 @@ class World:
     """An engine with the memory service's KV memory, and its serving file."""
 
     def __init__(self, directory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("GMS_SOCKET_DIR", str(directory))
-        monkeypatch.setenv("UNDERSTUDY_INCARNATION", INCARNATION)
         self.directory = str(directory)
         self.path, self.file = serving.create(self.directory, INCARNATION)
         self.engine = FakeEngine()
@@ -200,8 +198,8 @@ def test_a_wake_on_borrowed_memory_says_what_was_adopted(world: World):
         return {"problem": "", "adopted": 5, "why_empty": ""}
 
     assert woken(world, core) == WokenMsg(7, "gms", 5)
-    ((_, lending),) = world.engine.arguments["understudy_take_kv"]
-    assert (lending["incarnation"], lending["token"], lending["era"]) == (INCARNATION, 3, "e" * 16)
+    ((_, *grant),) = world.engine.arguments["understudy_take_kv"]
+    assert grant == [3, "e" * 16]
     assert "understudy_forget_kv" not in world.asked
 
 

@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import logging
 import math
-import os
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -27,17 +25,14 @@ import numpy as np
 from engine.backends import process_memory
 from engine.backends.host_range import HostRange
 from engine.backends.kept_pools import KeptPools
-from engine.backends.memory_session import SOCKET_DIR_ENV, host_device
 from engine.backends.reference.config import LlamaConfig, Settings
 from engine.backends.reference.decoder import PREFILL_CHUNK, KVCache
 from engine.backends.reference.ranks import Array, Peers, digest_of
 from engine.kv.layout import IndexHeader, IndexRecord
 from engine.kv.writer import IndexWriter
-from gms.client import BEGUN, KvClaim, KvLease, borrow_pool
+from gms.client import BEGUN, KvLease
 from plumbing import __version__
 from plumbing.errors import UsageError
-
-logger = logging.getLogger(__name__)
 
 DEFAULT_CONTEXT = 4096  # 2 GiB of KV for a Llama 3.2 1B with eight slots, and as much for blocks
 # Positions per block, a part of a chunk. What lies behind its last block is computed again when an
@@ -285,8 +280,6 @@ class KeptBlocks:
 
 # ---------------------------------------------------------------------- memory
 
-DEADLINE_S = process_memory.DEADLINE_S  # for another engine's process that still maps the pool
-
 
 class KvMemory:
     """This rank's, from a wake to a rest."""
@@ -319,19 +312,3 @@ class KvMemory:
         else:
             self.lease.give_up(wait_s)
         return resident_bytes
-
-
-def borrow(claim: KvClaim, rank: int) -> KvLease:
-    """The pool of `rank`'s device; waits longest for another engine that still maps it.
-
-    Raises:
-        UnderstudyError: `gms.kv_busy`, `gms.kv_stale_token`, …; UnreachableError.
-    """
-    return borrow_pool(
-        os.environ.get(SOCKET_DIR_ENV, ""),
-        host_device(rank),
-        claim,
-        DEADLINE_S,
-        on_wait=lambda reason: logger.info("waiting for KV memory: %s", reason),
-        on_change=logger.warning,
-    )

@@ -20,8 +20,9 @@ import msgspec
 from msgspec.structs import replace
 
 from engine.backends import process
-from engine.backends.memory_session import KeptWeights
+from engine.backends.memory_session import KeptWeights, borrow, host_device
 from engine.backends.process import BackendProcess
+from engine.backends.process_memory import DEADLINE_S
 from engine.backends.reference.checkpoint import map_weights, open_checkpoint
 from engine.backends.reference.config import Settings
 from engine.backends.reference.decoder import Decoder, KVCache, weights_from
@@ -31,7 +32,6 @@ from engine.backends.reference.kv_blocks import (
     KeptBlocks,
     KvMemory,
     PrefixCache,
-    borrow,
     headers_of,
     size_kv,
 )
@@ -137,7 +137,7 @@ class Rank:
             member.seat.join(token)
         sizes = size.kv_bytes, index_bytes(size.blocks)
         claim = KvClaim(member.engine, member.incarnation, token, era, *sizes)
-        memory = self._memory = KvMemory(size.kv_bytes, borrow(claim, settings.rank))
+        memory = self._memory = KvMemory(size.kv_bytes, _borrow(claim, settings.rank))
         config, slots = self._decoder.config, settings.slots
         cache = self._caches[SERVING] = KVCache(config, memory.view, slots, size.context, SERVING)
         blocks = memory.view[size.slots_bytes :]
@@ -158,7 +158,7 @@ class Rank:
         An error here ends the engine: what the index says must not stay as it is.
         """
         settings = self._settings
-        leases = [lease, *(borrow(claim, rank) for rank in range(1, settings.ranks))]
+        leases = [lease, *(_borrow(claim, rank) for rank in range(1, settings.ranks))]
         mapped = zip(leases, self._mapped, strict=True)
         ranks = [(lease.pool, *weights) for lease, weights in mapped]
         headers = headers_of(self._decoder.config, self._size, ranks)
@@ -247,6 +247,11 @@ class Rank:
         except UnderstudyError as error:
             logger.warning("a failed canary was not reported on every rank: %s", error.message)
         return True
+
+
+def _borrow(claim: KvClaim, rank: int) -> KvLease:
+    """The pool of `rank`'s device."""
+    return borrow(host_device(rank), claim, DEADLINE_S)
 
 
 def main() -> int:

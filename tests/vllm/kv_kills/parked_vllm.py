@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
-from msgspec import structs
 from vllm import LLM, SamplingParams
 
-from engine.backends.vllm.kv import Lending
+from engine.backends.memory_session import SOCKET_DIR_ENV
+from engine.backends.vllm import membership
 from gms.messages import NO_ERA
 from tests.vllm.overlapping import keep_async_scheduling
 
@@ -23,7 +25,7 @@ class ParkedVllm:
     """See `load`."""
 
     def __init__(self, model: str, directory: str, engine: str) -> None:
-        self._directory, self._engine = directory, engine
+        os.environ[SOCKET_DIR_ENV], self._engine = directory, engine
         keep_async_scheduling()
         self._llm: Any = LLM(
             model,
@@ -42,15 +44,15 @@ class ParkedVllm:
         self._llm.sleep(1)
 
     def wake(self, token: int) -> Mapping[str, Any]:
-        lending = Lending(self._directory, self._engine, f"i-{token}", token, NO_ERA)
-        asked = (DEADLINE_S, structs.asdict(lending)) if token else (DEADLINE_S,)
+        member: Any = SimpleNamespace(engine=self._engine, incarnation=f"i-{token}", seat=None)
+        membership._member = member
+        asked = (DEADLINE_S, token, NO_ERA)
         (taken,) = self._llm.collective_rpc("understudy_take_kv", args=asked)
         if taken["problem"]:
             raise RuntimeError(taken["problem"])
         answer: dict[str, Any] = {}
         if token:
             beginning = {
-                "directory": self._directory,
                 "deadline_s": DEADLINE_S,
                 "may_adopt": True,
                 "ranks": [taken["pool"]],

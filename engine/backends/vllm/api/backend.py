@@ -198,8 +198,9 @@ class VllmBackend:
         if self._may_be_away:
             async with self._placing:  # a release may have been asked for a moment ago
                 await self._restore(RESTORE_S)
-        take = partial(self._ask_ranks, "understudy_take_kv", KV_WAIT_S + PULSE_S, KV_WAIT_S)
-        taken = await self._kv.take(take, engine, token, era)
+        grant = (token, era) if self._kv.choice.is_shared else ()
+        wait_s = KV_WAIT_S + PULSE_S
+        taken = await self._ask_ranks("understudy_take_kv", wait_s, KV_WAIT_S, *grant)
         began = await self._kv.begin(self._engine, self._ask_ranks, taken)
         if await self._engine.wake_up() is False:  # 0.31 says nothing
             raise UnderstudyError("vllm.not_awake", "vLLM says that it is still asleep")

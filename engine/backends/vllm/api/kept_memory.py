@@ -10,15 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Literal
 
-from msgspec import Struct, structs
+from msgspec import Struct
 
-from engine.backends.memory_session import SOCKET_DIR_ENV
-from engine.backends.process import INCARNATION_ENV
-from engine.backends.vllm.kv import Lending
 from engine.backends.vllm.membership import FAILED, Answer
 
 logger = logging.getLogger(__name__)
@@ -53,17 +49,6 @@ class KeptMemory:
         self.memory = GMS if choice.is_shared else OWN
         self.renew()
 
-    async def take(self, take: AskRanks, engine: str, token: int, era: str) -> Sequence[Answer]:
-        """Memory for all ranks: `take` asks them, by which right they borrow or not.
-
-        Raises:
-            UnderstudyError: it cannot be had.
-        """
-        if not self.choice.is_shared:
-            return await take()
-        directory, incarnation = os.environ[SOCKET_DIR_ENV], os.environ[INCARNATION_ENV]
-        return await take(structs.asdict(Lending(directory, engine, incarnation, token, era)))
-
     async def begin(self, engine: Any, ask: AskRanks, taken: Sequence[Answer]) -> tuple[int, str]:
         """After the memory was taken and before the first step: how many blocks were adopted, or
         why none.
@@ -76,7 +61,6 @@ class KeptMemory:
         answer: Answer = {"problem": self.problem}
         if not self.problem:
             asked = {
-                "directory": os.environ[SOCKET_DIR_ENV],
                 "deadline_s": BEGIN_WAIT_S,
                 "may_adopt": self.choice.may_adopt,
                 "ranks": [rank["pool"] for rank in taken],

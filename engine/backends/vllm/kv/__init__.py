@@ -9,34 +9,5 @@ Everything here relies on private parts of vLLM; `contracts.txt` says on which. 
 has changed, nothing is published: the next engine starts with an empty cache.
 """
 
-from __future__ import annotations
-
-import msgspec
-
-from engine.kv.layout import index_bytes
-from gms.client import KvClaim
-
 # Set by the API process for its children: the index is to be kept.
 INSTALL_ENV = "UNDERSTUDY_VLLM_KV"
-
-
-class Lending(msgspec.Struct, frozen=True):
-    """By what right a rank borrows its device's KV memory: the grant of `active`, and the memory
-    service's directory."""
-
-    directory: str
-    engine: str
-    incarnation: str
-    token: int
-    era: str
-
-    def claim(self, size_bytes: int, blocks: int, rank: int) -> KvClaim:
-        """Only rank 0's pool has records; the others' have a header."""
-        return KvClaim(
-            self.engine,
-            self.incarnation,
-            self.token,
-            self.era,
-            size_bytes,
-            index_bytes(blocks if rank == 0 else 0),
-        )

@@ -12,7 +12,6 @@ workers), because this engine is about to write over the blocks that it describe
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,14 +22,13 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 
 from engine.backends.kept_pools import KeptPools
+from engine.backends.memory_session import borrow
 from engine.backends.vllm.kv.block_pool import KeptBlockPool, KeptIndex, problem_with_groups
 from engine.backends.vllm.membership import Answer, answering
 from engine.kv.adopter import Adoption
 from engine.kv.layout import IndexHeader
-from gms.client import KvClaim, KvLease, borrow_pool
+from gms.client import KvClaim, KvLease
 from plumbing.errors import UnderstudyError
-
-logger = logging.getLogger(__name__)
 
 
 class Keeping:
@@ -134,9 +132,7 @@ class PoolIndex:
     def kept(self) -> KeptIndex:
         return self._pool.kept
 
-    def begin(
-        self, directory: str, deadline_s: float, may_adopt: bool, ranks: Sequence[Answer]
-    ) -> Answer:
+    def begin(self, deadline_s: float, may_adopt: bool, ranks: Sequence[Answer]) -> Answer:
         """Before the first step. Of each rank its device, its claim to that device's pool, and
         `facts.facts_of` its blocks. Returns how many blocks were adopted, or why none.
 
@@ -144,11 +140,7 @@ class PoolIndex:
             UnderstudyError: a pool cannot be borrowed, and the index was not touched.
         """
         for rank in ranks:
-            claim = KvClaim(**rank["claim"])
-            lease = borrow_pool(
-                directory, rank["device"], claim, deadline_s, on_change=logger.warning
-            )
-            self._leases.append(lease)
+            self._leases.append(borrow(rank["device"], KvClaim(**rank["claim"]), deadline_s))
         headers = [
             IndexHeader(pool=lease.pool, hash_algorithm=self._hash_algorithm(), **rank["facts"])
             for rank, lease in zip(ranks, self._leases, strict=True)

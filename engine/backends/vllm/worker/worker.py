@@ -17,7 +17,6 @@ import os
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
-import msgspec
 import torch
 from msgspec import structs
 from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
@@ -25,17 +24,19 @@ from vllm.v1.worker.gpu_worker import Worker as StockGPUWorker
 
 from engine.backends import process_memory
 from engine.backends.kept_pools import page_of
+from engine.backends.memory_session import borrow
 from engine.backends.process_memory import check_can_ever_fit
 from engine.backends.vllm import membership
 from engine.backends.vllm.kv import INSTALL_ENV as KEEP_KV_ENV
-from engine.backends.vllm.kv import Lending, facts
+from engine.backends.vllm.kv import facts
 from engine.backends.vllm.kv_size import check_holds_a_sequence
 from engine.backends.vllm.membership import Answer, answering, reporting
 from engine.backends.vllm.resume import INSTALL_ENV, hook
 from engine.backends.vllm.worker import kv_cuda, weights
 from engine.backends.vllm.worker.identity import same_on_every_rank
 from engine.backends.vllm.worker.kv_arena import Backing, KVArena
-from gms.client import BEGUN, KvLease, borrow_pool
+from engine.kv.layout import index_bytes
+from gms.client import BEGUN, KvClaim, KvLease
 from plumbing.errors import InvariantError, UnderstudyError, UsageError
 
 logger = logging.getLogger(__name__)
@@ -220,37 +221,32 @@ class ParkingWorker(StockGPUWorker):
         resume_spinning()
 
     @answering
-    def understudy_take_kv(self, deadline_s: float, lending: Answer | None = None) -> Answer:
-        """Wait until the memory is free (the second fence) and take it, or with `lending` borrow
-        the device's pool."""
+    def understudy_take_kv(self, deadline_s: float, token: int = 0, era: str = "") -> Answer:
+        """Wait until the memory is free (the second fence) and take it, or, as the holder of
+        `active` under `token` of `era`, borrow the device's pool."""
         membership.check_serving()
         self.check_weights()
         weights.of_this_process().is_awake = True
         arena, pool = self.arena, {}
-        if arena is not None and lending is None:
+        if arena is not None and not token:
             arena.take(deadline_s)
         elif arena is not None:
-            pool = self._borrow(msgspec.convert(lending, Lending), arena, deadline_s)
+            pool = self._borrow(arena, deadline_s, token, era)
         return {"kv_bytes": arena.kv_bytes if arena else 0, "pool": pool}
 
-    def _borrow(self, lending: Lending, arena: KVArena, deadline_s: float) -> Answer:
+    def _borrow(self, arena: KVArena, deadline_s: float, token: int, era: str) -> Answer:
         """What the engine core needs, to keep the index of this rank's pool. The first holder of a
         new region on a GPU zeroes it before it is used.
 
         Raises:
-            UnderstudyError: as `gms.client.borrow_pool`.
+            UnderstudyError: as `memory_session.borrow`.
         """
-        device = weights.device_of(self.rank)
-        claim = lending.claim(arena.addresses.pool_bytes, self._blocks, self.rank)
+        member, device = membership.current(), weights.device_of(self.rank)
+        records = self._blocks if self.rank == 0 else 0  # the others' pools have a header only
+        sizes = arena.addresses.pool_bytes, index_bytes(records)
+        claim = KvClaim(member.engine, member.incarnation, token, era, *sizes)
         if self._lease is None:
-            self._lease = borrow_pool(
-                lending.directory,
-                device,
-                claim,
-                deadline_s,
-                on_wait=logger.info,
-                on_change=logger.warning,
-            )
+            self._lease = borrow(device, claim, deadline_s)
         arena.borrow(self._lease.slabs, is_new=self._lease.is_fresh)
         self._lease.mark(BEGUN)  # the memory is zero or a predecessor's; from here on it is written
         known, ours = self._kv_facts, weights.of_this_process()
