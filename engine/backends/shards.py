@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import math
 import os
 import struct
@@ -168,6 +169,12 @@ def identity_of(shards: Iterable[Shard]) -> dict[str, Any]:
         os.path.basename(each.path): {"header": each.header_hash, "sample": each.sample_hash()}
         for each in shards
     }
+
+
+def digest_of(facts: Any) -> str:
+    """What processes compare in place of `facts`, which are JSON but for what has a text."""
+    text = json.dumps(facts, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def read_shard(path: str) -> Shard:

@@ -9,8 +9,6 @@ file and nothing else.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import os
 import platform
@@ -24,7 +22,15 @@ import numpy as np
 from engine.backends.memory_session import WAIT_S, attach, commit, host_device, loading
 from engine.backends.process import BackendProcess
 from engine.backends.reference.config import LlamaConfig, read_config, unsupported
-from engine.backends.shards import Shard, StoredTensor, broken, identity_of, read_json, read_shards
+from engine.backends.shards import (
+    Shard,
+    StoredTensor,
+    broken,
+    digest_of,
+    identity_of,
+    read_json,
+    read_shards,
+)
 from gms.client import Reader, Writer
 from plumbing import __version__
 
@@ -148,11 +154,10 @@ def identity(directory: str, *, rank: int = 0, size: int = 1) -> dict[str, Any]:
     Computed before the load and again before commit, so that a checkpoint that is replaced while it
     is read is never published under the old name.
     """
-    config = json.dumps(read_json(os.path.join(directory, "config.json")), sort_keys=True)
     blas = cast("dict[str, Any]", np.show_config(mode="dicts"))["Build Dependencies"]["blas"]
     return {
         "model": os.path.basename(os.path.realpath(directory)),
-        "config": hashlib.sha256(config.encode()).hexdigest(),
+        "config": digest_of(read_json(os.path.join(directory, "config.json"))),
         "shards": identity_of(read_shards(directory)),
         "dtype": DTYPE,
         "quantization": "none",

@@ -27,7 +27,8 @@ from engine.backends.host_range import HostRange
 from engine.backends.kept_pools import KeptPools
 from engine.backends.reference.config import LlamaConfig, Settings
 from engine.backends.reference.decoder import PREFILL_CHUNK, KVCache
-from engine.backends.reference.ranks import Array, Peers, digest_of
+from engine.backends.reference.ranks import Array, Peers
+from engine.backends.shards import digest_of
 from engine.kv.layout import IndexHeader, IndexRecord
 from engine.kv.writer import IndexWriter
 from gms.client import BEGUN, KvLease

@@ -35,7 +35,8 @@ from engine.backends.reference.kv_blocks import (
     headers_of,
     size_kv,
 )
-from engine.backends.reference.ranks import PEERS_ENV, RANK_LOST, Peers, Pipe, Ready, digest_of
+from engine.backends.reference.ranks import PEERS_ENV, RANK_LOST, Peers, Pipe, Ready
+from engine.backends.shards import digest_of
 from engine.kv.layout import index_bytes
 from engine.messages import CanaryMsg, RestedMsg, WeightsPlacedMsg, WokenMsg
 from gms.client import KvClaim, KvLease

@@ -7,8 +7,6 @@ a deadline: the end of a rank is noticed at once, and a hang is the supervisor's
 
 from __future__ import annotations
 
-import hashlib
-import json
 import pickle
 import socket
 import subprocess
@@ -138,8 +136,3 @@ def start_ranks(settings: Settings) -> Peers:
             _children.append(subprocess.Popen(command, env=environment, pass_fds=[number]))
         pipes.append(Pipe(ours, f"rank {rank}"))
     return Peers(pipes)
-
-
-def digest_of(facts: Any) -> str:
-    """What two processes compare in place of `facts`, which are JSON."""
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()

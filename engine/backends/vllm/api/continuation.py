@@ -11,7 +11,6 @@ the id stands for everything by which weights are shared.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 
 from vllm import envs
 
+from engine.backends.shards import digest_of
 from engine.backends.vllm import versions
 from engine.backends.vllm.resume.answer import Continuing
 from engine.backends.vllm.worker.identity import files_of
@@ -85,10 +85,9 @@ def continuing(engine: Any, args: argparse.Namespace, identity: dict[str, Any]) 
         "tokenizer": _tokenizer(engine.get_tokenizer()),
         "vllm": versions.vllm_version().split(".")[:2],
     }
-    text = json.dumps(document, sort_keys=True, default=str)
     return Continuing(
         Continuation.EXACT if is_exact else Continuation.STATE,
-        hashlib.sha256(text.encode()).hexdigest()[:ID_CHARACTERS],
+        digest_of(document)[:ID_CHARACTERS],
         adapters=frozenset(adapters),
     )
 
@@ -107,4 +106,4 @@ def _tokenizer(tokenizer: Any) -> str:
     fast = getattr(tokenizer, "backend_tokenizer", None)
     words = fast.to_str() if fast is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
     about = [type(tokenizer).__name__, words, str(getattr(tokenizer, "chat_template", None))]
-    return hashlib.sha256("\0".join(about).encode()).hexdigest()
+    return digest_of(about)

@@ -6,13 +6,12 @@ where each layer's cache lies, its shape, strides and dtype, and which attention
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from engine.backends.shards import digest_of
 from engine.backends.vllm import versions
 from plumbing.errors import InvariantError
 
@@ -41,12 +40,11 @@ def facts_of(worker: Any, kv_cache_config: Any, base_address: int) -> Facts:
         "images": str(getattr(config.model_config.multimodal_config, "mm_processor_kwargs", "")),
         "plan": repr(kv_cache_config),
     }
-    text = json.dumps(document, sort_keys=True)
     dtypes = sorted({str(each.dtype).removeprefix("torch.") for each in caches})
     return {
         "blocks": int(kv_cache_config.num_blocks),
         "block_tokens": int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size),
-        "layout_digest": hashlib.sha256(text.encode()).hexdigest(),
+        "layout_digest": digest_of(document),
         # Scales are the checkpoint's, so its identity covers them; computed ones are not eligible.
         "dtype": f"{config.cache_config.cache_dtype} as {', '.join(dtypes)}",
         "attention_backend": ", ".join(sorted(backends)),
@@ -54,9 +52,3 @@ def facts_of(worker: Any, kv_cache_config: Any, base_address: int) -> Facts:
         "ranks": int(config.parallel_config.world_size),
         "engine_version": f"vllm {versions.vllm_version()}, torch {versions.torch_version()}",
     }
-
-
-def digest_of(identity: Facts) -> str:
-    """The digest of the identity of a rank's weights."""
-    text = json.dumps(identity, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()

@@ -11,8 +11,6 @@ two identities differ, so readable fields sort before hashes.
 from __future__ import annotations
 
 import glob
-import hashlib
-import json
 import os
 import platform
 from typing import Any
@@ -21,7 +19,7 @@ import torch
 from vllm.model_executor.model_loader.weight_utils import download_weights_from_hf
 from vllm.platforms import current_platform
 
-from engine.backends.shards import identity_of, read_shard, sample_of
+from engine.backends.shards import digest_of, identity_of, read_shard, sample_of
 from engine.backends.vllm import versions
 from plumbing.errors import UsageError
 
@@ -180,9 +178,9 @@ def _model_settings(config: Any, vllm_config: Any) -> Document:
         # A directory's last part: another container may mount it elsewhere.
         "name": os.path.basename(os.path.realpath(model)) if os.path.exists(model) else model,
         "quantization": str(config.quantization),
-        "quantization_settings": _hash(str(config.quantization_config)),
+        "quantization_settings": digest_of(str(config.quantization_config)),
         "revision": str(config.revision),
-        "settings": _hash(json.dumps(settings, sort_keys=True, default=str)),
+        "settings": digest_of(settings),
     }
 
 
@@ -199,7 +197,3 @@ def _multimodal(config: Any) -> Document:
         "encoder_split": str(found.mm_encoder_tp_mode),
         "language_only": bool(found.language_model_only),
     }
-
-
-def _hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()

@@ -26,6 +26,7 @@ from engine.backends import process_memory
 from engine.backends.kept_pools import page_of
 from engine.backends.memory_session import borrow
 from engine.backends.process_memory import check_can_ever_fit
+from engine.backends.shards import digest_of
 from engine.backends.vllm import membership
 from engine.backends.vllm.kv import INSTALL_ENV as KEEP_KV_ENV
 from engine.backends.vllm.kv import facts
@@ -251,7 +252,7 @@ class ParkingWorker(StockGPUWorker):
         self._lease.mark(BEGUN)  # the memory is zero or a predecessor's; from here on it is written
         known, ours = self._kv_facts, weights.of_this_process()
         if known is not None:
-            digest = facts.digest_of(ours.identity)
+            digest = digest_of(ours.identity)
             known = {**known, "weights_epoch": ours.epoch, "identity_digest": digest}
         return {"device": device, "claim": structs.asdict(claim), "facts": known}
 
