@@ -180,7 +180,6 @@ class Goals:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._seen = 0
         self._watchers: set[Connection] = set()
         self._told: tuple[object, ...] = ()
         self._measured: tuple[str, dict[str, int]] = ("", {})  # of which incarnation
@@ -200,7 +199,6 @@ class Goals:
             self._check_model(pool.model)
         if message.goal is not None:
             self._check(message.goal)
-            self._seen += 1
             by = message.by or "an unnamed client"
             generation, is_kill = (pool.generation, pool.is_kill) if pool else (None, False)
             self._engine.post(Shall(message.goal, by, generation, is_kill))
@@ -214,8 +212,7 @@ class Goals:
 
     def report(self) -> EngineReportMsg:
         """What the engine is now."""
-        engine, now, running = self._engine, self._engine.lifecycle.now, self._engine.incarnation
-        woken = running.woken if running is not None else None
+        engine, now = self._engine, self._engine.lifecycle.now
         return EngineReportMsg(
             engine=engine.settings.engine,
             incarnation=now.incarnation or "",
@@ -224,9 +221,7 @@ class Goals:
             tier=tier_of(now.state, is_away=now.is_away),
             goal=now.shall.goal,
             goal_by=now.shall.by,
-            goal_seen=self._seen,
             since_ms=round(engine.history.spent_ms),
-            kv_bytes=woken.kv_bytes if woken is not None else 0,
             in_flight=engine.history.heard.in_flight,
             can_rest=now.can_rest and not self._cannot_rest(),
             fault=self._fault()[:FAULT_CHARS_MAX],

@@ -113,11 +113,9 @@ class EngineReportMsg(Message, frozen=True, tag="am"):
     """What an engine is now. Sent when `state`, `tier`, `goal`, `can_rest` or `fault` changes, and
     in a pool when what `pool` says does.
 
-    `goal_seen` counts the goals that this supervisor was given. The answer to `shall` has counted
-    that one already, so what a smaller count says is from before it. `since_ms`: how long it has
-    been in `state`. `can_rest`: whether it can rest and wake without a relaunch. `fault`: why it is
-    not at its goal, in one sentence; "" while it is, or is on its way. `pool`: only of an engine
-    with a model's name.
+    `since_ms`: how long it has been in `state`. `can_rest`: whether it can rest and wake without a
+    relaunch. `fault`: why it is not at its goal, in one sentence; "" while it is, or is on its way.
+    `pool`: only of an engine with a model's name.
     """
 
     engine: ShortText
@@ -127,9 +125,7 @@ class EngineReportMsg(Message, frozen=True, tag="am"):
     tier: Tier
     goal: Tier
     goal_by: ShortText
-    goal_seen: Count
     since_ms: Count
-    kv_bytes: Count
     in_flight: Count
     can_rest: bool
     fault: Reason = ""

@@ -17,7 +17,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from plumbing.pod.messages import Tier
+from plumbing.pod.messages import PoolWord, Tier
 from pool.core.states import (
     TICKETS_MAX,
     Count,
@@ -97,28 +97,19 @@ class GatewayGone(PoolEvent, frozen=True):
     is_watched: bool = False
 
 
-class EngineSaid(PoolEvent, frozen=True):
-    """An engine's word (`plumbing.pod.messages.EngineReportMsg`). `goal_seen`: the newest goal of
-    ours that it has obeyed or is obeying; what an older one says about the tier counts for
-    nothing."""
+class EngineSaid(PoolEvent, PoolWord, frozen=True, kw_only=True):
+    """An engine's word, with what it says to everybody (`plumbing.pod.messages.EngineReportMsg`).
+    `generation`: the newest goal of ours that it has obeyed or is obeying; what an older one says
+    about the tier counts for nothing."""
 
     engine: str
-    model: str
     incarnation: str  # "" between two of them
     token: int  # of its grant of `active:<model>`; 0: it has none
     state: str  # of `engine.core.lifecycle`
     tier: Tier
-    goal_seen: GoalGeneration | None
-    base_bytes: Mapping[str, int]  # by device, measured; empty: not yet
-    weights_bytes: Mapping[str, int]
-    kv_bytes: Mapping[str, int]  # that it needs awake
     in_flight: int
-    can_resume: bool
     can_rest: bool
     fault: str = ""
-    is_permanent: bool = False  # the fault: another try would end the same way
-    is_leaving: bool = False  # it was told to stop
-    is_machine: bool = False  # its last end: a disk is full or fails
 
 
 class EngineLost(PoolEvent, frozen=True):

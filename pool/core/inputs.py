@@ -101,7 +101,7 @@ def _engine(facts: Facts, said: ev.EngineSaid) -> None:
     engine.has_rested |= engine.has_obeyed and said.state in WITHOUT_KV
     if engine.incarnation:
         engine.is_gone = False
-    seen = said.goal_seen
+    seen = said.generation
     if engine.generation is not None and seen is not None and engine.generation.is_older(seen):
         # It obeys a goal that is newer than our file, which was put back to an older state: ours is
         # told again, as the newest.
@@ -128,7 +128,7 @@ def _judge(model: Model, engine: ModelEngine, said: ev.EngineSaid) -> None:
             raise WrongMessage(f"{said.engine} says that it has memory on {where}")
     if said.tier is Tier.AWAKE and not said.token:
         raise WrongMessage(f"{said.engine} is awake without the lock active:{model.name}")
-    if model.is_unknown or said.goal_seen != engine.generation or said.incarnation in engine.dead:
+    if model.is_unknown or said.generation != engine.generation or said.incarnation in engine.dead:
         return
     is_asleep = model.state in ASLEEP and engine.has_rested
     if said.tier is Tier.AWAKE and is_asleep and said.incarnation:

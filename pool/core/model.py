@@ -104,7 +104,7 @@ class ModelEngine:
     @property
     def has_obeyed(self) -> bool:
         """Whether its supervisor goes by what it was told last, and by nothing older."""
-        return self.said is not None and self.said.goal_seen == self.generation is not None
+        return self.said is not None and self.said.generation == self.generation is not None
 
     @property
     def incarnation(self) -> str:

@@ -168,7 +168,6 @@ class EngineLink(KeptLink):
                 self.said, self.problem = message, message.fault or None
                 self._witnesses.heard(self.engine, message.incarnation, word.witness)
                 said = {**asdict(message), **asdict(word), "engine": self.engine}
-                said["goal_seen"] = word.generation
                 names = EngineSaid.__struct_fields__
                 self._feed(EngineSaid(**{name: said[name] for name in names}))
             case EngineReportMsg():

@@ -92,7 +92,7 @@ class StandInEngine(Handler):
 
     def __init__(self, world, name, model):
         self.world, self.name, self.model = world, name, model
-        self.told, self.conns = 0, set()
+        self.conns = set()
         self.generation, self.goal = None, Tier.COLD
         self.incarnation, self.token, self.state, self.tier = "", 0, "dead", Tier.COLD
         self.witness_fd, self.ref = None, None
@@ -119,9 +119,7 @@ class StandInEngine(Handler):
             tier=self.tier,
             goal=self.goal,
             goal_by="pool",
-            goal_seen=self.told,
             since_ms=0,
-            kv_bytes=20 * MIB,
             in_flight=0,
             can_rest=True,
             pool=word,
@@ -134,7 +132,6 @@ class StandInEngine(Handler):
             self.generation is None or self.generation.is_older(wanted.generation)
         ):
             self.generation, self.goal = wanted.generation, message.goal
-            self.told += 1
             self._obey()
         conn.send(self.am(), request_id)
         self.conns.add(conn)

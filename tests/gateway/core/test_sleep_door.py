@@ -24,7 +24,7 @@ STATES = ("init", "standby", "waking", "active", "draining", "releasing", "resti
 
 
 def report(state: str, goal: Tier = Tier.AWAKE, token: int = 7, *, can_rest: bool = True):
-    return EngineReportMsg("e1", "i", token, state, Tier.AWAKE, goal, "", 0, 0, 0, 0, can_rest)
+    return EngineReportMsg("e1", "i", token, state, Tier.AWAKE, goal, "", 0, 0, can_rest)
 
 
 class Table:

@@ -31,7 +31,7 @@ class Supervisor(Handler):
         self.is_silent = False
         self.refusal = ""
         self.report = EngineReportMsg(
-            "engine-0", "i", 1, "resting", Tier.WARM, Tier.WARM, "user", 0, 0, 0, 0, True
+            "engine-0", "i", 1, "resting", Tier.WARM, Tier.WARM, "user", 0, 0, True
         )
 
     def received(self, conn, message, request_id, fds) -> None:

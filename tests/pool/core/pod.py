@@ -44,13 +44,15 @@ class Supervisor:
             token=self.token,
             state=self.state,
             tier=tier,
-            goal_seen=self.seen,
+            generation=self.seen,
+            witness=None,
             base_bytes=SIZES.base if self.incarnation else {},
             weights_bytes=SIZES.weights if self.incarnation else {},
             kv_bytes=SIZES.kv if self.incarnation else {},
             in_flight=self.in_flight,
             can_resume=True,
             can_rest=True,
+            is_permanent=False,
         )
         return replace(word, **changed)  # type: ignore[arg-type]
 

@@ -94,9 +94,9 @@ class Books:
                 if event.fault or (is_down and isinstance(self.doors.get(event.model), OpenDoor)):
                     self.faulted.add(event.model)
                 told = self.goals.get(event.engine)
-                if told and event.goal_seen is not None:
+                if told and event.generation is not None:
                     self.goals[event.engine] = [
-                        order for order in told if not order.generation.is_older(event.goal_seen)
+                        order for order in told if not order.generation.is_older(event.generation)
                     ]
             case EngineDead() if event.incarnation:  # else nobody has died: it is an answer
                 self.faulted.add(self.world.engines[event.engine].model)
