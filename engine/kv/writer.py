@@ -7,8 +7,11 @@ One writer per pool at a time, in the scheduler's process.
    may write into it is sent.
 2. *Publish late*: only when the output of the step that filled the block has been processed. The
    scheduler knows a block's hash when it schedules that step, and with asynchronous scheduling the
-   next step is scheduled before the device has written it. So `LatePublisher` keeps publications
-   until the output of their step arrives. Steps are processed in the order they were sent.
+   next step is scheduled before the device has written it. So `KeptIndex` keeps publications until
+   the output of their step arrives. Steps are processed in the order they were sent. Two traps: a
+   scheduler may hash the blocks of a request and then take it out of the same step, so only blocks
+   of requests that are in the step belong to it; and an aborted request is gone while its last step
+   is still in flight, so the step proves a block, and never the state of a request.
 3. *Uses*: `invalidate` begins a new use of a block. A publication names the use that it was
    prepared for, and is void in any other, even if that one prepared the same hash.
 
@@ -23,7 +26,7 @@ and raises before the block is written to.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 from engine.kv.adopter import Adoption
 from engine.kv.layout import HASH_BYTES, IndexHeader, IndexPage, RecordFields, incarnation_word
@@ -59,7 +62,7 @@ class IndexWriter:
         self._page = pages[0]
         self._uses = [0] * headers[0].blocks
         self._clears = 0
-        self._is_closed = False
+        self.is_closed = False
         self._sequence = 0
         self.published = 0
         """Publications of this writer, for `status`."""
@@ -84,7 +87,7 @@ class IndexWriter:
 
     def invalidate(self, block: int) -> None:
         """The block's content ends, and with it every publication prepared for it."""
-        if self._is_closed:
+        if self.is_closed:
             raise InvariantError(f"block {block} is handed out after its index was closed")
         self._uses[block] += 1
         self._page.erase(block)
@@ -99,7 +102,7 @@ class IndexWriter:
 
     def publish_all(self, due: Iterable[Publication]) -> int:
         """The same for the blocks of one step; how many were published."""
-        if self._is_closed:
+        if self.is_closed:
             return 0
         records = list[RecordFields]()
         for block, use, block_hash, group, tokens in due:
@@ -120,7 +123,7 @@ class IndexWriter:
 
         After `close` it does nothing, so that a hand-over keeps the content.
         """
-        if not self._is_closed:
+        if not self.is_closed:
             self._page.raise_generation()
             self._clears += 1
             self._is_kept = bytearray(len(self._is_kept))
@@ -130,7 +133,7 @@ class IndexWriter:
     def rely_on(self, blocks: Iterable[int]) -> None:
         """The next step reads these blocks. If one of them is adopted, a death of this engine is
         blamed on the adoption from now on, until it is proven."""
-        if self._is_closed or not self._adopted or self._adopted.isdisjoint(blocks):
+        if self.is_closed or not self._adopted or self._adopted.isdisjoint(blocks):
             return
         self._adopted.clear()
         self._steps_to_proof = PROOF_STEPS
@@ -146,12 +149,12 @@ class IndexWriter:
 
     def prove(self) -> None:
         """Steps over the adopted blocks have succeeded: its next death is not blamed on them."""
-        if not self._is_closed and self._page.unproven:
+        if not self.is_closed and self._page.unproven:
             self._page.prove()
 
     def close(self) -> None:
         """Leave the content to the next engine. No step may be sent after this."""
-        self._is_closed = True
+        self.is_closed = True
 
 
 def _begin_empty(pages: Sequence[IndexPage], headers: Sequence[IndexHeader], cohort: str) -> None:
@@ -162,33 +165,96 @@ def _begin_empty(pages: Sequence[IndexPage], headers: Sequence[IndexHeader], coh
         page.write_header(header, cohort)
 
 
-class LatePublisher:
-    """Publishes through `writer` what was prepared for the steps that have been processed."""
+class KeptIndex:
+    """What is published of an engine whose steps may overlap. The block pool says `hashed`, `lost`,
+    `cleared` and `touched`; the scheduler says `sent` and `processed`. Does nothing until it is
+    opened: a parked engine has no pool."""
 
-    def __init__(self, writer: IndexWriter) -> None:
-        self._writer = writer
-        self._scheduling: list[Publication] = []
-        self._in_flight: deque[list[Publication]] = deque()
+    def __init__(self) -> None:
+        self.problem = ""
+        """Why it stopped publishing, for the user."""
+        self._writer: IndexWriter | None = None
+        self._fresh: dict[int, tuple[str, Publication]] = {}  # by block; with the owner
+        self._steps: deque[tuple[object, list[Publication]]] = deque()  # in flight
 
-    def prepare_all(self, completed: Iterable[Publication]) -> None:
-        """The step that is being scheduled completes these uses of blocks."""
-        self._scheduling += completed
+    @property
+    def published(self) -> int:
+        return self._writer.published if self._writer is not None else 0
 
-    def step_sent(self) -> None:
-        """The step is complete, and goes to the device."""
-        self._in_flight.append(self._scheduling)
-        self._scheduling = []
+    @property
+    def kept(self) -> int:
+        return self._writer.kept if self._writer is not None else 0
 
-    def amend(self) -> None:
-        """What was prepared since the newest step was sent belongs to that step: the device writes
-        the blocks with it or wrote them before, but their tokens were not known then."""
-        if not self._in_flight:
-            raise InvariantError("there is no step in flight to amend")
-        self._in_flight[-1] += self._scheduling
-        self._scheduling = []
+    def open(self, writer: IndexWriter) -> None:
+        """Before the first step, with no step in flight."""
+        self.let_go()
+        self._writer, self.problem = writer, ""
 
-    def step_processed(self) -> int:
-        """The output of the oldest step in flight was processed; how many blocks it published."""
-        if not self._in_flight:
-            raise InvariantError("a step was processed that was never sent")
-        return self._writer.publish_all(self._in_flight.popleft())
+    def give_up(self, problem: str) -> None:
+        """Nothing is published any more, and nothing of what was is believed."""
+        self.cleared()
+        self.let_go()
+        self.problem = problem
+
+    def close(self) -> None:
+        """Leave the content to the next engine, before this one resets its cache. Handing a block
+        out raises from now on, until `let_go` or `open`."""
+        if self._writer is not None:
+            self._writer.close()
+
+    def let_go(self) -> None:
+        """The index is about to be unmapped, and no step is sent until another one is opened."""
+        self._writer = None
+        self._fresh.clear()
+        self._steps.clear()
+
+    # ------------------------------------------------------------------ the block pool
+
+    def hashed(self, owner: str, block: int, block_hash: bytes, group: int, tokens: int) -> None:
+        """`block` holds, or soon will, what this hash stands for; for the request `owner`."""
+        if self._writer is not None:
+            use = self._writer.use(block)
+            self._fresh[block] = owner, (block, use, block_hash, group, tokens)
+
+    def lost(self, block: int) -> None:
+        """`block` is about to be handed out, or to get another hash."""
+        if self._writer is not None:
+            self._writer.invalidate(block)
+            self._fresh.pop(block, None)
+
+    def cleared(self) -> None:
+        if self._writer is not None:
+            self._writer.clear()
+            self._fresh.clear()
+
+    def touched(self, blocks: Iterable[int]) -> None:
+        """A request goes on from these blocks."""
+        if self._writer is not None:
+            self._writer.rely_on(blocks)
+
+    # ------------------------------------------------------------------ the scheduler
+
+    def sent(self, step: object, owners: Container[str]) -> None:
+        """`step`, with the requests `owners`, is complete and goes to the device."""
+        if self._writer is not None and not self._writer.is_closed:
+            due = [each for owner, each in self._fresh.values() if owner in owners]
+            self._fresh.clear()
+            self._steps.append((step, due))
+
+    def processed(self, step: object) -> None:
+        """The output of `step` has arrived, so all that it and the steps before it wrote is there.
+
+        What was hashed meanwhile was written by steps that have been sent, for with overlapping
+        steps the scheduler knows the tokens of a block only now.
+        """
+        if self._writer is None or self._writer.is_closed:
+            return
+        if not self._steps or self._steps[0][0] is not step:
+            self.give_up("steps were processed in another order than they were sent")
+            return
+        newest = self._steps[-1][1]
+        newest += [each for _, each in self._fresh.values()]
+        self._fresh.clear()
+        _, due = self._steps.popleft()
+        self._writer.publish_all(due)
+        self._writer.stepped()

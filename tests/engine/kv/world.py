@@ -9,7 +9,6 @@ devices wrote: every read of a block by a step checks it. A `Mutation` leaves on
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from random import Random
@@ -18,7 +17,7 @@ from msgspec import structs
 
 from engine.kv.adopter import Adoption, adoptable
 from engine.kv.layout import IndexHeader, IndexPage, index_bytes
-from engine.kv.writer import IndexWriter, LatePublisher, Publication
+from engine.kv.writer import IndexWriter, KeptIndex
 from tests.engine.kv.indexes import HEADER, block_hash
 
 LIVES, BLOCKS, RANKS, ACTIONS_MAX, STEPS_IN_FLIGHT_MAX = 4, 4, 2, 40, 2
@@ -26,6 +25,7 @@ LIVES, BLOCKS, RANKS, ACTIONS_MAX, STEPS_IN_FLIGHT_MAX = 4, 4, 2, 40, 2
 PROMPTS = ((0, 1, 2), (0, 1, 3), (0, 4, 5), (6, 7))
 HASHES = [block_hash(number) for number in range(8)]
 NUMBERS = {each: number for number, each in enumerate(HASHES)}
+OWNER = "a request"
 
 Content = tuple[int, int, int] | None  # weights, version, hash; None: not completely written
 
@@ -94,9 +94,10 @@ class SameGenerationPage(DyingPage):
         self.prove()
 
 
-class EarlyPublisher(LatePublisher):
-    def prepare_all(self, completed: Iterable[Publication]) -> None:
-        self._writer.publish_all(completed)
+class EarlyIndex(KeptIndex):
+    def hashed(self, owner: str, block: int, block_hash: bytes, group: int, tokens: int) -> None:
+        assert self._writer is not None
+        self._writer.publish(block, self._writer.use(block), block_hash, group, tokens)
 
 
 class SameUseWriter(IndexWriter):
@@ -160,7 +161,8 @@ class Engine:
         kind = WRITERS.get(world.mutation, IndexWriter)
         self.writer = kind(pages, headers, name, f"{name} {world.rng.random()}", adoption)
         is_early = world.mutation is Mutation.PUBLISH_WHEN_SCHEDULED
-        self.publisher = (EarlyPublisher if is_early else LatePublisher)(self.writer)
+        self.kept = (EarlyIndex if is_early else KeptIndex)()
+        self.kept.open(self.writer)
         self.cached = {NUMBERS[each.block_hash]: each.block for each in adoption.records}
         self.hash_of = {block: number for number, block in self.cached.items()}
         self.proven = dict(self.hash_of)
@@ -213,7 +215,7 @@ class Engine:
         step = Step()
         for request in list(self.requests):
             self._advance(request, step)
-        self.publisher.step_sent()
+        self.kept.sent(step, (OWNER,))
         step.left = [deque(step.ops) for _ in range(RANKS)]
         self.in_flight.append(step)
 
@@ -229,7 +231,7 @@ class Engine:
             self.references[block] += 1
             if block in self.free:
                 self.free.remove(block)
-            self.writer.rely_on([block])
+            self.kept.touched([block])
             step.ops.append(Op(block, world.content(number), is_read=True))
         if len(request.blocks) == len(chain) and not request.is_half:
             self._finish(request)
@@ -245,8 +247,7 @@ class Engine:
             step.ops.append(Op(block, world.content(number)))
             if number not in self.cached:
                 self.cached[number], self.hash_of[block] = block, number
-                use = self.writer.use(block)
-                self.publisher.prepare_all([(block, use, HASHES[number], 0, 16)])
+                self.kept.hashed(OWNER, block, HASHES[number], 0, 16)
                 step.hashed.append((block, self.handed_out[block], number))
 
     def _hand_out(self) -> int:
@@ -255,7 +256,7 @@ class Engine:
         self.handed_out[block] += 1
         self.cached.pop(self.hash_of.pop(block, -1), None)
         self.proven.pop(block, None)
-        self.writer.invalidate(block)
+        self.kept.lost(block)
         return block
 
     def _finish(self, request: Running) -> None:
@@ -275,7 +276,7 @@ class Engine:
             return
         for request in list(self.requests):
             self._finish(request)
-        self.writer.clear()
+        self.kept.cleared()
         self.world.version += 1
         self._forget()
         self.proven = {}
@@ -289,7 +290,7 @@ class Engine:
         step = self.in_flight.popleft()
         if isinstance(self.writer, LateWriter):
             self.writer.erase_late()
-        self.publisher.step_processed()
+        self.kept.processed(step)
         if self.rng.random() < 0.2:
             self.writer.prove()
         for block, life, number in step.hashed:
@@ -302,10 +303,10 @@ class Engine:
             self._run_device()
             self._process()
         if self.world.mutation is Mutation.KEEP_OPEN:
-            self.writer.clear()
-        self.writer.close()
+            self.kept.cleared()
+        self.kept.close()
         self._forget()
-        self.writer.clear()
+        self.kept.cleared()
         self.world.proven = self.proven
         self.world.ghosts = []
 

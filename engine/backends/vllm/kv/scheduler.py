@@ -23,10 +23,11 @@ from vllm.v1.engine.core import EngineCore
 
 from engine.backends.kept_pools import KeptPools
 from engine.backends.memory_session import borrow
-from engine.backends.vllm.kv.block_pool import KeptBlockPool, KeptIndex, problem_with_groups
+from engine.backends.vllm.kv.block_pool import KeptBlockPool, problem_with_groups
 from engine.backends.vllm.membership import Answer, answering
 from engine.kv.adopter import Adoption
 from engine.kv.layout import IndexHeader
+from engine.kv.writer import KeptIndex
 from gms.client import KvClaim, KvLease
 from plumbing.errors import UnderstudyError
 
