@@ -21,24 +21,21 @@ def page_of(lease: KvLease) -> IndexPage:
 class KeptPools:
     """The pools of `leases`, one of each rank, whose owner closes them."""
 
-    def __init__(self, leases: Sequence[KvLease], headers: Sequence[IndexHeader]) -> None:
-        self._leases, self._headers = leases, headers
-        self._incarnation = leases[0].claim.incarnation
+    def __init__(
+        self, leases: Sequence[KvLease], headers: Sequence[IndexHeader], *, may_adopt: bool
+    ) -> None:
+        """Adopt or begin empty, before the first step."""
+        self.leases = leases
         self._pages = [page_of(each) for each in leases]
-
-    def find(self, *, may_adopt: bool) -> Adoption:
-        """What there is to adopt, before the first step; every pool is told."""
-        if not may_adopt:
-            return Adoption(why_empty="adoption is off (--no-kv-adoption)")
-        found = adoptable(self._pages, self._headers, self._incarnation)
-        if found.records:
+        incarnation = leases[0].claim.incarnation
+        adoption = Adoption(why_empty="adoption is off (--no-kv-adoption)")
+        if may_adopt:
+            adoption = adoptable(self._pages, headers, incarnation)
+        if adoption.records:
             self._mark(ADOPTING)
-        return found
-
-    def writer(self, adoption: Adoption) -> IndexWriter:
-        """Continues with `adoption`; one without records clears the index."""
+        self.adopted, self.why_empty = adoption.records, adoption.why_empty
         cohort = secrets.token_hex(16)
-        return IndexWriter(self._pages, self._headers, self._incarnation, cohort, adoption)
+        self.writer = IndexWriter(self._pages, headers, incarnation, cohort, adoption)
 
     def trust(self) -> None:
         """The canary has passed on what was adopted."""
@@ -46,14 +43,18 @@ class KeptPools:
 
     def distrust(self, why: str) -> None:
         """No engine after this one may believe the content."""
-        for lease in self._leases:
+        self.writer.clear()
+        for lease in self.leases:
             lease.discard(why)
 
-    def release(self) -> None:
-        """Map the index no more."""
+    def close(self) -> None:
+        """Leave the content to the next engine, and map the index no more. An engine that lives to
+        do this has not died of what it adopted."""
+        self.writer.prove()
+        self.writer.close()
         for page in self._pages:
             page.release()
 
     def _mark(self, mark: str) -> None:
-        for lease in self._leases:
+        for lease in self.leases:
             lease.mark(mark)

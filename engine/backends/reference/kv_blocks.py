@@ -24,7 +24,6 @@ import numpy as np
 
 from engine.backends import process_memory
 from engine.backends.host_range import HostRange
-from engine.backends.kept_pools import KeptPools
 from engine.backends.reference.config import LlamaConfig, Settings
 from engine.backends.reference.decoder import PREFILL_CHUNK, KVCache
 from engine.backends.reference.ranks import Array, Peers
@@ -249,34 +248,6 @@ def headers_of(
         )
         for rank, (pool, epoch, identity) in enumerate(ranks)
     ]
-
-
-class KeptBlocks:
-    """The index of one engine in its ranks' pools, from the wake on."""
-
-    def __init__(
-        self, leases: Sequence[KvLease], headers: Sequence[IndexHeader], *, may_adopt: bool
-    ) -> None:
-        """Adopt or begin empty, before the first step."""
-        self._leases, self._pools = leases, KeptPools(leases, headers)
-        adoption = self._pools.find(may_adopt=may_adopt)
-        self.adopted, self.why_empty = adoption.records, adoption.why_empty
-        self.writer = self._pools.writer(adoption)
-        self.canary_passed = self._pools.trust
-
-    def discard(self, why: str) -> None:
-        """Nothing of it may be believed: this engine is about to end."""
-        self.writer.clear()
-        self._pools.distrust(why)
-
-    def close(self) -> None:
-        """Leave the content to the next engine, and let go of the pools but for rank 0's own, whose
-        lease is its caller's. An engine that lives to do this has not died of what it adopted."""
-        self.writer.prove()
-        self.writer.close()
-        self._pools.release()
-        for lease in self._leases[1:]:
-            lease.close()
 
 
 # ---------------------------------------------------------------------- memory

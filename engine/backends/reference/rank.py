@@ -20,6 +20,7 @@ import msgspec
 from msgspec.structs import replace
 
 from engine.backends import process
+from engine.backends.kept_pools import KeptPools
 from engine.backends.memory_session import KeptWeights, borrow, host_device
 from engine.backends.process import BackendProcess
 from engine.backends.process_memory import DEADLINE_S
@@ -29,7 +30,6 @@ from engine.backends.reference.decoder import Decoder, KVCache, weights_from
 from engine.backends.reference.generation import Generator, canary
 from engine.backends.reference.kv_blocks import (
     BlockStore,
-    KeptBlocks,
     KvMemory,
     PrefixCache,
     headers_of,
@@ -69,7 +69,7 @@ class Rank:
         self._blocks: BlockStore | None = None
         self._memory: KvMemory | None = None
         self.generator: Generator | None = None
-        self.kept: KeptBlocks | None = None
+        self.kept: KeptPools | None = None
         self._queue = process.queue_page()
         self._progress = 0  # before the last sleep: it only ever grows
         reader, identity = map_weights(checkpoint, member)
@@ -153,7 +153,7 @@ class Rank:
         self.generator.progress = self._progress
         return WokenMsg(kv_bytes, "gms", len(kept.adopted), kept.why_empty)
 
-    def _keep(self, claim: KvClaim, lease: KvLease) -> KeptBlocks:
+    def _keep(self, claim: KvClaim, lease: KvLease) -> KeptPools:
         """The index of the ranks' pools, rank 0's by `lease`.
 
         An error here ends the engine: what the index says must not stay as it is.
@@ -163,7 +163,7 @@ class Rank:
         mapped = zip(leases, self._mapped, strict=True)
         ranks = [(lease.pool, *weights) for lease, weights in mapped]
         headers = headers_of(self._decoder.config, self._size, ranks)
-        return KeptBlocks(leases, headers, may_adopt=settings.may_adopt)
+        return KeptPools(leases, headers, may_adopt=settings.may_adopt)
 
     def give_memory(self, keep_kv: bool, budget_s: float) -> RestedMsg:
         """Undo `take_memory`, when nothing runs. Rank 0 is first, since it uses the others' pools;
@@ -181,6 +181,8 @@ class Rank:
         self._caches.pop(SERVING, None)
         if kept is not None:
             kept.close()
+            for lease in kept.leases[1:]:
+                lease.close()
             del kept
         if memory is not None:
             resident_bytes = memory.give_back(budget_s, is_kept=keep_kv)
@@ -223,7 +225,7 @@ class Rank:
             expected = f"{self._canary_tokens} when it was prepared"
             return CanaryMsg(False, f"the canary made {made}, and {expected}")
         if self.kept is not None:
-            self.kept.canary_passed()
+            self.kept.trust()
         return CanaryMsg(True, "the same tokens as when it was prepared")
 
     def rehearse(self, *, is_on: bool) -> None:
@@ -240,7 +242,7 @@ class Rank:
         every rank, because the damage may be on any of them.
         """
         if self.kept is not None:
-            self.kept.discard("a canary failed")
+            self.kept.distrust("a canary failed")
         self._weights.distrust(f"rank {self._settings.rank}: a canary failed")
         try:
             self._peers.call("distrust")

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from msgspec import structs
 
+from engine.backends.kept_pools import KeptPools
 from engine.backends.reference.decoder import Decoder, KVCache
 from engine.backends.reference.generation import Generator, SamplingParams, TokenRequest
 from engine.backends.reference.kv_blocks import (
     BLOCK_TOKENS,
     BlockStore,
-    KeptBlocks,
     KvSize,
     PrefixCache,
     headers_of,
@@ -173,14 +173,14 @@ class PlainLease:
         self.marks.append(why)
 
 
-def engine(leases: list[Any], number: int, weights: Any = WEIGHTS) -> KeptBlocks:
+def engine(leases: list[Any], number: int, weights: Any = WEIGHTS) -> KeptPools:
     """The index of the engine `number`."""
     for lease in leases:
         lease.claim = structs.replace(lease.claim, incarnation=f"engine-{number}")
         lease.marks.clear()
     config = decoder_of(golden("untied-gqa-bf16")).config
     ranks = [(lease.pool, *each) for lease, each in zip(leases, weights, strict=True)]
-    return KeptBlocks(leases, headers_of(config, SIZE, ranks), may_adopt=True)
+    return KeptPools(leases, headers_of(config, SIZE, ranks), may_adopt=True)
 
 
 @pytest.fixture(name="leases")
@@ -198,9 +198,9 @@ def leases_fixture() -> Iterator[list[PlainLease]]:
 def test_next_engine_adopts_and_reports_it_to_every_pool(leases: list[PlainLease]):
     kept = engine(leases, 2)
     assert [record.block for record in kept.adopted] == [2]
-    kept.canary_passed()
+    kept.trust()
     assert [lease.marks for lease in leases] == [[ADOPTING, ADOPTED]] * RANKS
-    kept.discard("a canary failed")
+    kept.distrust("a canary failed")
     assert engine(leases, 3).why_empty == "no block is published"
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from engine.backends.kept_pools import KeptPools
 from engine.backends.reference.checkpoint import open_checkpoint
 from engine.backends.reference.decoder import Decoder, KVCache, weights_from
 from engine.backends.reference.generation import Generator, SamplingParams, TokenRequest
 from engine.backends.reference.kv_blocks import (
     BLOCK_TOKENS,
     BlockStore,
-    KeptBlocks,
     KvMemory,
     KvSize,
     PrefixCache,
@@ -47,7 +47,7 @@ class ParkedReference:
         slots_bytes = KVCache.bytes_needed(config, SLOTS, CONTEXT)
         kv_bytes = slots_bytes + KVCache.bytes_needed(config, BLOCKS, BLOCK_TOKENS)
         self._size = KvSize(CONTEXT, BLOCKS, slots_bytes, kv_bytes)
-        self._kept: KeptBlocks | None = None
+        self._kept: KeptPools | None = None
         self._generator: Generator | None = None
 
     def wake(self, token: int) -> Mapping[str, Any]:
@@ -66,10 +66,10 @@ class ParkedReference:
         blocks = view[size.slots_bytes :]
         store = BlockStore(config, blocks, BLOCKS, cache, self._leader)
         headers = headers_of(config, size, [("", "", "")])
-        kept = self._kept = KeptBlocks([lease], headers, may_adopt=True)
+        kept = self._kept = KeptPools([lease], headers, may_adopt=True)
         prefixes = PrefixCache(store, BLOCKS, kept.writer, kept.adopted)
         self._generator = Generator(self._decoder, cache, prefixes)
-        kept.canary_passed()
+        kept.trust()
         return {"adopted": len(kept.adopted), "why_empty": kept.why_empty}
 
     def ask(self, prompts: Sequence[list[int]]) -> list[list[int]]:

@@ -25,7 +25,6 @@ from engine.backends.kept_pools import KeptPools
 from engine.backends.memory_session import borrow
 from engine.backends.vllm.kv.block_pool import KeptBlockPool, problem_with_groups
 from engine.backends.vllm.membership import Answer, answering
-from engine.kv.adopter import Adoption
 from engine.kv.layout import IndexHeader
 from engine.kv.writer import KeptIndex
 from gms.client import KvClaim, KvLease
@@ -146,15 +145,10 @@ class PoolIndex:
             IndexHeader(pool=lease.pool, hash_algorithm=self._hash_algorithm(), **rank["facts"])
             for rank, lease in zip(ranks, self._leases, strict=True)
         ]
-        pools = self._pools = KeptPools(self._leases, headers)
-        adoption = pools.find(may_adopt=may_adopt)
-        try:
-            self._pool.adopt(adoption.records, headers[0].block_tokens)
-        except UnderstudyError as error:
-            self._pool.reset_prefix_cache()
-            adoption = Adoption(why_empty=error.message)
-        self.kept.open(pools.writer(adoption))
-        return {"adopted": len(adoption.records), "why_empty": adoption.why_empty}
+        pools = self._pools = KeptPools(self._leases, headers, may_adopt=may_adopt)
+        self._pool.adopt(pools.adopted, headers[0].block_tokens)
+        self.kept.open(pools.writer)
+        return {"adopted": len(pools.adopted), "why_empty": pools.why_empty}
 
     def judge(self, why: str) -> None:
         """The canary has passed on the adopted blocks; or `why` no engine after this one may
@@ -171,7 +165,7 @@ class PoolIndex:
         """Map nothing any more, with vLLM paused; another `begin` may follow."""
         self.kept.let_go()
         if self._pools is not None:
-            self._pools.release()
+            self._pools.close()
         for lease in self._leases:
             lease.close()
         self._pools, self._leases = None, []
