@@ -31,8 +31,7 @@ class Demand:
 
     def __init__(self) -> None:
         self._said: dict[str, Mapping[str, ModelDemand]] = {}
-        self._gone: set[str] = set()
-        self._watched: set[str] = set()  # of these: the kernel tells of their end
+        self._gone: dict[str, bool] = {}  # and whether the kernel tells of their end
         self._vacant = 0  # how many are known to have ended, and are not replaced yet
         self.is_heard = False  # by any gateway since the start: until then it is unknown who waits
 
@@ -44,7 +43,7 @@ class Demand:
     def restore(self, gateways: Iterable[str]) -> None:
         """Those that this pool knew before it was restarted."""
         self._said = {gateway: {} for gateway in gateways}
-        self._gone = set(self._said)
+        self._gone = dict.fromkeys(self._said, False)
 
     def hear(self, event: DemandCame) -> set[str]:
         """Of which models something has changed."""
@@ -54,27 +53,23 @@ class Demand:
         if event.gateway not in self._said and self._vacant:
             self._vacant -= 1
         elif event.gateway not in self._said:
-            for name in self._gone - self._watched:
+            for name in [name for name, is_watched in self._gone.items() if not is_watched]:
                 changed.update(self._said.pop(name))
-                self._gone.discard(name)
+                del self._gone[name]
         if event.gateway in self._gone or not self.is_heard:
             changed.update(event.models)
-        self._gone.discard(event.gateway)
-        self._watched.discard(event.gateway)
+        self._gone.pop(event.gateway, None)
         self.is_heard = True
         self._said[event.gateway] = event.models
         return changed
 
     def lose(self, gateway: str, *, is_dead: bool, is_watched: bool) -> None:
         """It is not connected. `is_dead`: and its requests have ended with it."""
-        self._watched.discard(gateway)
         if is_dead:
             self._vacant += self._said.pop(gateway, None) is not None
-            self._gone.discard(gateway)
+            self._gone.pop(gateway, None)
         elif gateway in self._said:
-            self._gone.add(gateway)
-            if is_watched:
-                self._watched.add(gateway)
+            self._gone[gateway] = is_watched
 
     def _of(self, model: str) -> Iterator[ModelDemand]:
         return (models.get(model, NOTHING) for models in self._said.values())
