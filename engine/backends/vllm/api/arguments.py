@@ -88,8 +88,8 @@ OURS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     ),
     "--no-sleep": ("never sleep; hand over by a relaunch", SWITCH),
     "--self-test": (
-        "test resuming, KV blocks and a wake while the engine prepares, also on the CPU"
-        " and whatever the result of the last test (default: on GPUs, once for each configuration)",
+        "test resuming, KV blocks and a wake while the engine prepares, also on the CPU (default:"
+        " on GPUs)",
         SWITCH,
     ),
     "--kv-memory": (

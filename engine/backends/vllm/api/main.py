@@ -148,10 +148,11 @@ def make_engine(parsed: ServeArguments, steps: Any) -> _Made:
         UsageError: `vllm.configuration`, `vllm.no_kv_size`.
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.platforms import current_platform
     from vllm.usage.usage_lib import UsageContext
 
     from engine.backends.vllm import contracts, kv_size
-    from engine.backends.vllm.api import features, self_test
+    from engine.backends.vllm.api import features
     from engine.backends.vllm.api.continuation import continuing
 
     args, usage = parsed.vllm, UsageContext.OPENAI_API_SERVER
@@ -179,13 +180,13 @@ def make_engine(parsed: ServeArguments, steps: Any) -> _Made:
         aggregate_engine_logging=engine_args.aggregate_engine_logging,
     )
     engine.progressed = steps.record
-    is_tested = parsed.self_test or (self_test.is_needed() and any(map(can.has, features.PROVEN)))
+    is_unproven = not current_platform.is_cpu() and any(map(can.has, features.PROVEN))
     return _Made(
         engine,
         tuple(kv_size.warnings(config)),
         can,
         lambda identity: continuing(engine, args, identity),
-        is_tested,
+        parsed.self_test or is_unproven,
     )
 
 

@@ -27,7 +27,6 @@ from typing import Any, NamedTuple
 from msgspec import Struct
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
-from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from engine.backends.vllm import NO_SELF_TEST
@@ -294,7 +293,3 @@ def _digits(tokenizer: Any) -> tuple[int, int] | None:
         return None
     seven, three = (tokenizer.encode(each, add_special_tokens=False) for each in "73")
     return seven[-1], three[-1]
-
-
-def is_needed() -> bool:
-    return not current_platform.is_cpu()
