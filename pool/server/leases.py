@@ -95,7 +95,8 @@ class LeaseDesk:
         if held is not None:
             if held.conn is not None:
                 held.conn.fault(UnderstudyError("pool.no_room", why), held.request_id, close=False)
-            self._remove(lease)
+            with contextlib.suppress(OSError):
+                os.unlink(self._path(lease))
 
     def left(self, conn: Connection) -> None:
         """`conn` has closed; harmless where it is no lease's. Its processes may live on."""
@@ -118,18 +119,10 @@ class LeaseDesk:
             self._timer.cancel()
             self._timer = None
         for lease, held in tuple(self.leases.items()):
-            path = self._path(lease)
-            state = witness.probe(path, held.dev, held.ino)
-            is_missing = state is witness.WitnessState.UNPROVEN and not os.path.lexists(path)
-            if state is witness.WitnessState.FREE or is_missing:
+            if witness.discard(self._path(lease), held.dev, held.ino):
                 del self.leases[lease]
-                self._remove(lease)
                 self._feed(LeaseOver(lease))
         self._arm()
-
-    def _remove(self, lease: str) -> None:
-        with contextlib.suppress(OSError):
-            os.unlink(self._path(lease))
 
     def _path(self, lease: str) -> str:
         return os.path.join(self._directory, f"lease_{lease}")
