@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import itertools
 import os
 import random
 import resource
+import shutil
 import socket
 import subprocess
 import time
@@ -16,14 +19,15 @@ from typing import Any, TypeVar
 
 from lockserver import witness
 from plumbing.service import procfs
-from plumbing.wire.fds import OwnedFd, close_all
 
 T = TypeVar("T")
+
+# Runs a command as PID 1 of a namespace, which ends with `unshare`.
+NAMESPACE = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
 
 # Below the kernel's range for automatic ports: nobody else is given one while a test's server is
 # not up yet, or dead.
 PORTS = range(15_000, 32_000)
-STEADY_LOOKS = 25
 COMMAND_S = 600.0  # of a command that a test runs; a hang is a failure
 POLL_S = 0.002  # short enough that a test costs little more than what it waits for
 
@@ -84,6 +88,12 @@ def run_command(words: Sequence[str | Path], **how: Any) -> subprocess.Completed
     return subprocess.run(words, capture_output=True, text=True, check=False, **how)
 
 
+@functools.cache
+def can_unshare() -> bool:
+    """Whether this machine lets a test make a PID namespace."""
+    return shutil.which("unshare") is not None and not run_command([*NAMESPACE, "true"]).returncode
+
+
 def open_fds(pid: int | None = None) -> dict[int, str]:
     """Every open descriptor of `pid` (default: this process) and what it points at."""
     base = f"/proc/{pid or os.getpid()}/fd"
@@ -94,16 +104,6 @@ def open_fds(pid: int | None = None) -> dict[int, str]:
         except FileNotFoundError:
             continue  # the descriptor of the listing itself
     return found
-
-
-def steady_fds(pid: int) -> set[int]:
-    """The numbers of the descriptors that `pid` keeps: open in each of many looks, so without what
-    it opens for a moment."""
-    kept = set(open_fds(pid))
-    for _ in range(STEADY_LOOKS):
-        time.sleep(POLL_S)
-        kept &= open_fds(pid).keys()
-    return kept
 
 
 def is_over(pid: int) -> bool:
@@ -146,12 +146,7 @@ def free_witness(directory: str, incarnation: str) -> str:
 @contextmanager
 def room_for(count: int) -> Iterator[None]:
     """Room for `count` more descriptors in this process, and no more."""
-    filler = [OwnedFd(os.memfd_create("filler")) for _ in range(30)]
-    free = [filler.pop() for _ in range(count)]
-    limit = max(fd.fileno() for fd in [*filler, *free]) + 1
-    close_all(free)
-    try:
-        with descriptors_below(limit):
-            yield
-    finally:
-        close_all(filler)
+    used = open_fds()
+    free = (number for number in itertools.count() if number not in used)
+    with descriptors_below(next(itertools.islice(free, count, None))):
+        yield

@@ -19,8 +19,7 @@ from plumbing.service.schema import Schema
 from tests.documents import mismatches
 from tests.e2e.pods import ENVIRONMENT, UNDERSTUDY
 from tests.e2e.test_commands import running_pod
-from tests.helpers import busy_loops, run_command
-from tests.plumbing.service.test_init import NAMESPACE, can_unshare
+from tests.helpers import NAMESPACE, busy_loops, can_unshare, run_command
 from understudy.cli.main import main
 from understudy.drill.targets import TARGETS
 from understudy.pod.ports import free_offset

@@ -17,9 +17,6 @@ from tests.engine.pod import QUICK, Pod, environment, program
 from tests.engine.stub_lock import StubLock
 from tests.helpers import run_command, until
 
-CANARIES = ("--idle-canary-ms", "1")  # one at once after the other
-HASTY = (*CANARIES, "--hang-ms", "300", "--hang-alone-ms", "300")
-
 
 @pytest.fixture
 def private(directory: Path) -> Path:

@@ -26,8 +26,6 @@ from tests.gms.kinds import cuda_only, host_only, stand_in_only
 from tests.gms.test_gms_recovery import crash_in_commit
 from tests.helpers import open_fds, until
 
-NOBODY = "no server is listening"  # what a keeper says of a server that was killed
-
 
 @stand_in_only
 @cuda_only

@@ -18,8 +18,7 @@ from gms.client import Reader
 from plumbing.errors import RemoteError, UnderstudyError
 from plumbing.wire.blocking import BlockingClient
 from tests.gms.bench import GmsProcess
-from tests.gms.limits import at_limit, descriptors_left
-from tests.helpers import open_fds, until
+from tests.helpers import descriptors_below, open_fds, room_for, until
 
 
 def status(client: BlockingClient) -> dict[str, Any]:
@@ -42,7 +41,7 @@ def test_attaching_reader_is_told_what_is_short_and_others_are_served(gms: GmsPr
     with gms.load() as reader, gms.client() as watching, gms.client() as late:
         for client in (watching, late):
             status(client)
-        with at_limit(gms.pid):
+        with descriptors_below(3, gms.pid):
             with pytest.raises(RemoteError, match="limit of 3 open files; raise") as caught:
                 late.request(msg.AttachMsg("e", "i", "ro"))
             assert caught.value.code == "gms.server_exhausted"
@@ -55,7 +54,7 @@ def test_attach_without_descriptors_leaks_nothing(gms: GmsProcess):
     with gms.load() as reader:
         before = set(open_fds())
         for count in itertools.count():
-            with contextlib.suppress(UnderstudyError, OSError), descriptors_left(count):
+            with contextlib.suppress(UnderstudyError, OSError), room_for(count):
                 gms.reader().close()
                 break
             assert set(open_fds()) <= before

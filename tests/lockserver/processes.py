@@ -16,7 +16,14 @@ from plumbing.errors import UnderstudyError
 from plumbing.service import procfs
 from plumbing.wire.blocking import BlockingClient
 from plumbing.wire.fds import OwnedFd
-from tests.helpers import free_port, until
+from tests.helpers import free_port, run_command, until
+
+COMMAND = (sys.executable, "-m", "lockserver.cli")
+
+
+def run_command_of(directory: str, *words: str, **how: Any) -> subprocess.CompletedProcess[str]:
+    """`lockserver WORDS… --dir DIRECTORY`, as a user runs it."""
+    return run_command([*COMMAND, *words, "--dir", directory], **how)
 
 
 class ServerProcess:
@@ -28,7 +35,7 @@ class ServerProcess:
     def __init__(self, directory: str, *flags: str) -> None:
         self.directory = directory
         self.flags = flags
-        self.command: tuple[str, ...] = (sys.executable, "-m", "lockserver.cli")
+        self.command: tuple[str, ...] = COMMAND
         self.http_port = free_port()
         self.process: subprocess.Popen[bytes] | None = None
         self.log_path = os.path.join(directory, "log.txt")

@@ -5,16 +5,12 @@ from __future__ import annotations
 import re
 import resource
 import signal
-import subprocess
 import sys
 
 import pytest
 
-NAMESPACE = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
-may_unshare = pytest.mark.skipif(
-    subprocess.run([*NAMESPACE, "true"], check=False, capture_output=True).returncode != 0,
-    reason="this machine does not let us make a PID namespace",
-)
+from tests.helpers import NAMESPACE, can_unshare, run_command
+
 PROGRAM = """
 import os, resource, signal, time
 from lockserver.client.lease import DeadMan, now_ms
@@ -27,7 +23,7 @@ REFUSED = "try: DeadMan()\nexcept UnderstudyError as error: print(error)"
 def run(body: str, *wrapper: str) -> tuple[int, str]:
     """How a program with `DeadMan` and `now_ms` ended, and what it printed."""
     command = [*wrapper, sys.executable, "-c", PROGRAM.format(body=body)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60, check=False)
+    done = run_command(command, timeout=60)
     return done.returncode, done.stdout.strip()
 
 
@@ -66,7 +62,7 @@ def test_rearmed_or_disarmed_timer_does_nothing_at_the_old_time():
     assert run(body) == (-signal.SIGKILL, "outlived")
 
 
-@may_unshare
+@pytest.mark.skipif(not can_unshare(), reason="this machine allows no PID namespace")
 def test_pid_1_of_a_container_is_refused():
     """Goal: who could not be killed holds no lock. Method: PID 1 of a namespace."""
     assert re.search(r"understudy-init.*\[lock\.no_dead_man\]", run(REFUSED, *NAMESPACE)[1])

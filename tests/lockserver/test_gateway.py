@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import os
 import socket
-import sys
 
 import pytest
 
@@ -17,9 +16,10 @@ from lockserver.server.gateways import ServiceSocket
 from plumbing.errors import ProtocolError
 from plumbing.wire.blocking import BlockingClient
 from plumbing.wire.fds import OwnedFd, close_all
-from tests.helpers import auntil, free_port, open_fds, run_command
+from tests.helpers import auntil, free_port, open_fds
 from tests.lockserver.engines import Engine
 from tests.lockserver.gateways import Gateway
+from tests.lockserver.processes import run_command_of
 
 GATEWAY = "00112233445566aa"
 
@@ -216,12 +216,8 @@ def test_service_address_in_use_at_the_first_start_is_one_clear_error(pod_dir):
     server."""
     with socket.create_server(("127.0.0.1", 0)) as stranger:
         port = stranger.getsockname()[1]
-        ran = run_command(
-            [
-                *(sys.executable, "-m", "lockserver.cli", "serve", "--dir", pod_dir),
-                *("--http-port", "0", "--service", f"active=127.0.0.1:{port}"),
-            ]
-        )
+        flags = ("--http-port", "0", "--service", f"active=127.0.0.1:{port}")
+        ran = run_command_of(pod_dir, "serve", *flags)
     assert ran.returncode == 1
     assert f"127.0.0.1:{port} is in use by pid {os.getpid()}" in ran.stderr
     assert "Traceback" not in ran.stderr

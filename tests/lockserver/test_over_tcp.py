@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import stat
-import subprocess
-import sys
 import urllib.request
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,8 +17,9 @@ from lockserver.cli import main
 from plumbing.errors import UnreachableError
 from plumbing.wire.tcp import Security, connect_tcp
 from plumbing.wire.tcp_address import TcpAddress
-from tests.helpers import auntil, free_port, run_command
+from tests.helpers import auntil, free_port
 from tests.lockserver.engines import Engine
+from tests.lockserver.processes import run_command_of
 from tests.plumbing.wire.certificates import Authority, shared, tls_flags
 from tests.plumbing.wire.echo import CATALOGUE
 from tests.plumbing.wire.tcp_rig import Client, answers, serving
@@ -103,20 +102,6 @@ async def test_engines_on_this_host_and_on_others_share_one_lock(server, pod_dir
         assert await local.granted() == 3
 
 
-def refused(pod_dir: str, *flags: str) -> subprocess.CompletedProcess[str]:
-    command = [
-        sys.executable,
-        "-m",
-        "lockserver.cli",
-        "serve",
-        "--dir",
-        pod_dir,
-        "--http-port",
-        "0",
-    ]
-    return run_command([*command, *flags])
-
-
 @pytest.mark.parametrize(
     ("code", "flags"),
     [
@@ -135,7 +120,7 @@ def refused(pod_dir: str, *flags: str) -> subprocess.CompletedProcess[str]:
 def test_serve_refuses_conflicting_flags_with_one_clear_error(pod_dir, code, flags):
     """Goal: a lock is never left open to the network by mistake. Method: each flag or pair of flags
     that is refused."""
-    ran = refused(pod_dir, *flags)
+    ran = run_command_of(pod_dir, "serve", "--http-port=0", *flags)
     assert ran.returncode == 2, ran.stderr
     assert code in ran.stderr
     assert "Traceback" not in ran.stderr
@@ -147,8 +132,7 @@ def test_serve_over_tcp_status_shows_address_and_security(start_server, pod_dir)
     server = start_server("--listen", address, *tls_flags(shared()), "--lease-ms", "7000")
     tcp = server.status()["tcp"]
     assert (tcp["address"], tcp["secured"], tcp["lease_ms"]) == (address, True, 7000)
-    command = [sys.executable, "-m", "lockserver.cli", "status", "--dir", pod_dir]
-    text = run_command(command).stdout
+    text = run_command_of(pod_dir, "status").stdout
     assert f"{address}  0 connections" in text
 
 

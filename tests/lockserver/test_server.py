@@ -1,4 +1,4 @@
-"""A real server: observers, probes, a clean end, and the commands that ask it."""
+"""A real server: observers, probes, a switchover, a clean end, and the commands that ask it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import json
 import os
 import select
 import subprocess
-import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -16,26 +15,22 @@ from typing import IO
 
 import pytest
 
-from lockserver.messages import CATALOGUE, EventMsg, WantMsg, WatchMsg
+from lockserver.messages import (
+    CATALOGUE,
+    EventMsg,
+    HandOverMsg,
+    SwitchedOverMsg,
+    SwitchOverMsg,
+    WatchMsg,
+)
 from plumbing.wire.blocking import BlockingClient
-from tests.helpers import open_fds, run_command, until
+from tests.helpers import auntil, open_fds, until
 from tests.lockserver.engines import Engine, EngineProcess
-from tests.lockserver.processes import ServerProcess
+from tests.lockserver.processes import COMMAND, ServerProcess, run_command_of
 
 
 def connect(server: ServerProcess) -> BlockingClient:
     return BlockingClient(os.path.join(server.directory, "lockserver.sock"), CATALOGUE)
-
-
-def want(**fields):
-    defaults = {
-        "supervisor": "0" * 16,
-        "engine": "engine-9",
-        "incarnation": None,
-        "locks": (),
-        "tokens": {},
-    }
-    return WantMsg(**{**defaults, **fields})
 
 
 def http(server: ServerProcess, path: str):
@@ -90,6 +85,41 @@ def test_server_http_ready_is_an_active_engine_and_metrics_are_never_absent(
     assert json.loads(http(server, "/status")[1])["locks"]["active"]["state"] == "held"
 
 
+async def test_switchover_is_requested_shown_counted_and_answered(pod_dir, start_server):
+    """Goal: the path of one request. Method: a holder that is asked releases the lock; check
+    status, metrics and the answer on the same connection, with the number of the request."""
+    server = start_server()
+
+    async def metric(line: str) -> str:
+        page = (await asyncio.to_thread(http, server, "/metrics"))[1].decode()
+        (found,) = [each for each in page.splitlines() if each.startswith(line)]
+        return found.rpartition(" ")[2]
+
+    async with Engine(pod_dir, "engine-0") as old, Engine(pod_dir, "e-1") as new:
+        token = await old.hold()
+        new.launch()
+        new.want("active")
+        await auntil(lambda: server.lock()["waiters"], "the standby")
+        with connect(server) as asker:
+            asker.notify(SwitchOverMsg("active", None, 60_000), request_id=7)
+            await auntil(lambda: old.client.heard("hand_over"), "the request to the holder")
+            hand_over = HandOverMsg("active", old.incarnation, "e-1", resume=False)
+            assert old.client.heard("hand_over") == [hand_over]
+            shown = server.lock()["switchover"]
+            assert [shown[key] for key in ("from", "to", "overdue")] == ["engine-0", "e-1", False]
+            assert await metric('understudy_lock_switchover{lock="active"}') == "1.0"
+            old.reap()
+            old.relent()
+            assert await new.granted() > token
+            reply = await asyncio.to_thread(asker.receive)
+        answer = reply.message
+        assert (reply.request_id, type(answer)) == (7, SwitchedOverMsg)
+        assert (answer.source, answer.engine, answer.token) == ("engine-0", "e-1", new.token())
+        done = 'understudy_lock_switchovers_total{lock="active",result="done"}'
+        assert await metric(done) == "1.0"
+        assert await metric('understudy_lock_switchover{lock="active"}') == "0.0"
+
+
 def test_server_closes_cleanly_and_unwatches_everything(pod_dir):
     """Goal: no descriptor survives a stop. Method: a server in this process, used and closed."""
 
@@ -108,24 +138,14 @@ def test_server_closes_cleanly_and_unwatches_everything(pod_dir):
 
 
 WAIT_S = 30.0
-INTERRUPTED = 130
 UNREACHABLE = 3
-
-
-def command(*words: str, directory: str) -> list[str]:
-    return [sys.executable, "-m", "lockserver.cli", *words, "--dir", directory]
-
-
-def run(*words: str, directory: str) -> subprocess.CompletedProcess[str]:
-    return run_command(command(*words, directory=directory))
 
 
 @contextlib.contextmanager
 def running(*words: str, directory: str) -> Iterator[subprocess.Popen[bytes]]:
     """The command until the block ends. Unbuffered, because `select` cannot see buffered input."""
-    process = subprocess.Popen(
-        command(*words, directory=directory), stdout=subprocess.PIPE, bufsize=0
-    )
+    command = [*COMMAND, *words, "--dir", directory]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, bufsize=0)
     try:
         yield process
     finally:
@@ -157,13 +177,13 @@ def engine(start_engine, server: ServerProcess) -> EngineProcess:
 def test_events_prints_the_remembered_events_and_exits(engine, server, pod_dir):
     """Goal: past events can be read afterwards. Method: a grant, then the command."""
     before = server.status()["as_of_event_id"]
-    done = run("events", "--json", directory=pod_dir)
+    done = run_command_of(pod_dir, "events", "--json")
     assert done.returncode == 0, done.stderr
     records = [json.loads(line) for line in done.stdout.splitlines()]
     assert [record["id"] for record in records] == list(range(1, len(records) + 1))
     assert before <= len(records) <= server.status()["as_of_event_id"]
     assert {"lockserver.started", "lock.granted"} <= {record["type"] for record in records}
-    text = run("events", directory=pod_dir).stdout
+    text = run_command_of(pod_dir, "events").stdout
     assert len(text.splitlines()) >= len(records)
     assert "active lock granted to engine-0, token 1" in text
 
@@ -206,7 +226,7 @@ def test_commands_on_a_directory_without_a_server_exit_with_3(tmp_path):
     """Goal: a missing server is not shown as an empty list. Method: run each command on an empty
     directory; watching reports it and continues."""
     for words in (["status"], ["events"], ["events", "-f"]):
-        done = run(*words, directory=str(tmp_path))
+        done = run_command_of(str(tmp_path), *words)
         assert done.returncode == UNREACHABLE
         assert "there is no such socket" in done.stderr
     with running("status", "--watch", directory=str(tmp_path)) as watching:

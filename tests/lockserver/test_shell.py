@@ -6,7 +6,6 @@ room; by its own clients a server is never short (`room_for_connections`)."""
 from __future__ import annotations
 
 import errno
-import resource
 import signal
 from types import SimpleNamespace
 
@@ -21,17 +20,10 @@ from lockserver.server.prober import DENSE_S, FAST_S, SLOW_S, Prober
 from lockserver.server.server import LockServer, LockSettings, room_for_connections
 from plumbing.errors import InvariantError, UsageError
 from tests.fake_clock import FakeClock
-from tests.helpers import auntil, free_port, room_for
+from tests.helpers import auntil, descriptors_below, free_port, room_for
 from tests.lockserver.engines import Engine
-from tests.lockserver.processes import ServerProcess
 
 NOTHING = 3  # below every descriptor that a server opens
-
-
-def may_open(server: ServerProcess, below: int) -> None:
-    """No descriptor of `server` may be opened at this number or above; it keeps those it has."""
-    _, hard = resource.prlimit(server.pid, resource.RLIMIT_NOFILE)
-    resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (min(below, hard), hard))
 
 
 @pytest.mark.parametrize("died_meanwhile", [False, True], ids=["holder lives", "holder dies"])
@@ -48,15 +40,14 @@ async def test_standby_that_asks_without_a_descriptor_left_is_queued_later(
     async with Engine(pod_dir, "engine-1") as standby:
         standby.launch()
         await auntil(lambda: server.status()["supervisors_total"] == 2, "its connection")
-        may_open(server, NOTHING)
-        standby.want("active")
-        await auntil(lambda: "lock.witness_unseen" in standby.refused, "its refusal")
-        if died_meanwhile:
-            holder.signal(signal.SIGKILL, tree=True)
-            await auntil(holder.is_gone, "the end of the holder")
-            await auntil(lambda: "lock.unreachable" in server.log(), "the shortage to be told")
-            assert "lock.free" not in server.log()
-        may_open(server, 1024)
+        with descriptors_below(NOTHING, server.pid):
+            standby.want("active")
+            await auntil(lambda: "lock.witness_unseen" in standby.refused, "its refusal")
+            if died_meanwhile:
+                holder.signal(signal.SIGKILL, tree=True)
+                await auntil(holder.is_gone, "the end of the holder")
+                await auntil(lambda: "lock.unreachable" in server.log(), "the shortage to be told")
+                assert "lock.free" not in server.log()
         if not died_meanwhile:
             await auntil(lambda: server.lock()["waiters"], "it to be queued")
             holder.signal(signal.SIGKILL, tree=True)
@@ -67,17 +58,13 @@ async def test_standby_that_asks_without_a_descriptor_left_is_queued_later(
 
 @pytest.mark.parametrize(("limit", "room"), [(4096, 1152), (256, 53), (128, 21), (64, None)])
 def test_connections_are_as_many_as_descriptors_allow(limit, room):
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, before[1]))
-    try:
+    with descriptors_below(limit):
         if room is not None:
             assert room_for_connections() == room
             return
-        with pytest.raises(UsageError, match="64 files, which is too few") as caught:
+        with pytest.raises(UsageError) as caught:
             room_for_connections()
-        assert caught.value.code == "lock.too_few_descriptors"
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert caught.value.code == "lock.too_few_descriptors"
 
 
 async def test_effect_that_fails_unforeseen_ends_the_process_and_is_not_logged_away(pod_dir):

@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import subprocess
-import sys
 
 import psutil
 import pytest
@@ -15,15 +14,16 @@ from lockserver.core.names import new_incarnation
 from lockserver.status import silent_server
 from plumbing.errors import UnreachableError, WaitTimeoutError
 from plumbing.pod.paths import lockserver_guard
-from tests.helpers import auntil, free_witness, run_command, until
+from tests.helpers import auntil, free_witness, until
 from tests.lockserver.engines import Engine, spawn_backend
+from tests.lockserver.processes import run_command_of
 
 REFUSED = UnreachableError("wire.unreachable", "refused")
 TIMED_OUT = WaitTimeoutError("wire.timeout", "timed out")
 
 
 def ask(directory: str) -> tuple[int, str, str]:
-    ran = run_command([sys.executable, "-m", "lockserver.cli", "status", "--dir", directory])
+    ran = run_command_of(directory, "status")
     return ran.returncode, " ".join(ran.stdout.split()), ran.stderr.strip()
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -22,8 +21,8 @@ from lockserver.core.names import ServingFile, WitnessState, serving_name_of
 from lockserver.core.supervisors import LEASE
 from lockserver.schema import LockWaitingFor
 from lockserver.status import TEXTS, Here, Seen, waits_of
-from tests.helpers import run_command
 from tests.lockserver.core.shell import A, B, Shell, held_by_a, want
+from tests.lockserver.processes import run_command_of
 
 ALIVE = Seen(probe=WitnessState.HELD, processes=[LockWaitingFor(12, "backend", None)])
 
@@ -245,10 +244,8 @@ def test_status_in_an_80_column_terminal_and_its_exit_codes(pod_dir, start_serve
     holder.granted()
 
     def run(columns: int) -> tuple[int, str]:
-        done = run_command(
-            [sys.executable, "-m", "lockserver.cli", "status", "--dir", pod_dir],
-            env={**os.environ, "COLUMNS": str(columns)},
-        )
+        environ = {**os.environ, "COLUMNS": str(columns)}
+        done = run_command_of(pod_dir, "status", env=environ)
         return done.returncode, done.stdout
 
     code, text = run(COLUMNS)

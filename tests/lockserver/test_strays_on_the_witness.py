@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +13,7 @@ import sys
 import pytest
 
 from lockserver import witness
-from tests.helpers import auntil
+from tests.helpers import NAMESPACE, auntil, can_unshare
 from tests.lockserver import old_kernel
 from tests.lockserver.engines import Engine, EngineProcess
 from tests.lockserver.processes import ServerProcess
@@ -112,21 +111,11 @@ def test_process_that_locks_the_witness_late_ends_before_it_opens_the_device(
         end(late)
 
 
-NAMESPACE = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
-
-
-def why_no_namespace() -> str | None:
-    if shutil.which("unshare") is None:
-        return "needs unshare (util-linux)"
-    tried = subprocess.run([*NAMESPACE, "true"], capture_output=True)
-    return None if tried.returncode == 0 else "this container may not make PID namespaces"
-
-
 def on_a_kernel_without(lacks: str) -> tuple[str, ...]:
     return (sys.executable, "-m", "tests.lockserver.old_kernel", lacks)
 
 
-IN_A_NAMESPACE = pytest.mark.skipif(why_no_namespace() is not None, reason=str(why_no_namespace()))
+IN_A_NAMESPACE = pytest.mark.skipif(not can_unshare(), reason="no PID namespaces are allowed")
 ON_AN_OLD_KERNEL = pytest.mark.skipif(
     old_kernel.why_not() is not None, reason=str(old_kernel.why_not())
 )

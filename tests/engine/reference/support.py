@@ -92,14 +92,6 @@ def tokens_of(made: list[NewToken]) -> list[int]:
     return [produced.token for produced in made]
 
 
-def edit_json(path: str, change: Callable[[dict[str, Any]], Any]) -> None:
-    with open(path, encoding="utf-8") as file:
-        document = json.load(file)
-    change(document)
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump(document, file)
-
-
 def edit_header(path: str, change: Callable[[dict[str, Any]], Any]) -> None:
     """Rewrite a safetensors header in place of the old one, tensors unchanged."""
     with open(path, "rb") as file:

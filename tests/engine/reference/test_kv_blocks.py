@@ -37,9 +37,6 @@ from tests.engine.reference.support import (
     tokens_of,
 )
 
-MIB = 1 << 20
-
-
 BLOCKS, CONTEXT, SLOTS = 32, 160, 3
 SEEDED = SamplingParams(temperature=0.9, top_p=0.9, seed=7)
 FACTS = structs.replace(HEADER, blocks=BLOCKS, block_tokens=BLOCK_TOKENS)

@@ -10,8 +10,6 @@ from gms.core.region import WAITERS_MAX
 from plumbing.errors import UnderstudyError
 from tests.gms.core.driver import MIB, Answer, Bench
 
-OTHER = {"model": "tiny", "shards": {"a": "2"}}
-
 
 def refusal(answer: Answer | None) -> UnderstudyError:
     assert isinstance(answer, ev.RefuseRequest), answer

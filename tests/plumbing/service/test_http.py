@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import json
 import os
-import resource
 import socket
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -23,7 +22,7 @@ from plumbing.service.hosts import KnownHosts
 from plumbing.service.http import HttpServer, Probe
 from plumbing.service.metrics import Metrics
 from tests.fake_clock import FakeClock
-from tests.helpers import auntil, open_fds
+from tests.helpers import auntil, open_fds, room_for
 
 ANSWER_S = 30.0
 PROBES = {
@@ -318,26 +317,16 @@ def test_connection_without_a_whole_request_is_closed_at_the_deadline(sent, serv
 def test_out_of_descriptors_the_oldest_makes_room(service):
     """Goal: a probe is answered although the process has no descriptor left. Method: a limit of
     what is open, while strangers hold some of it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 
-    async def ask_without_descriptors(pending: socket.socket, taken: list[socket.socket]) -> bytes:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(open_fds()) + 1, hard))
-        with contextlib.suppress(OSError):
-            while True:
-                taken.append(socket.socket())
-        pending.connect_ex(("127.0.0.1", service.http.port))
-        await auntil(lambda: "cannot accept" in (service.http.problem or ""), "the shortage")
-        await asyncio.get_running_loop().sock_sendall(pending, WHOLE)
-        return await end_of(pending)
+    async def ask_without_descriptors(pending: socket.socket) -> bytes:
+        with room_for(0):
+            pending.connect_ex(("127.0.0.1", service.http.port))
+            await auntil(lambda: "cannot accept" in (service.http.problem or ""), "the shortage")
+            await asyncio.get_running_loop().sock_sendall(pending, WHOLE)
+            return await end_of(pending)
 
     with strangers(service, 3), socket.socket() as pending:
         service.until(lambda: service.open == 3, "the connections")
         pending.setblocking(False)
-        taken: list[socket.socket] = []
-        try:
-            # In one piece: uvloop takes descriptors whenever a loop is run.
-            assert b"200 OK" in service.run(ask_without_descriptors(pending, taken))
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-            for sock in taken:
-                sock.close()
+        # In one piece: uvloop takes descriptors whenever a loop is run.
+        assert b"200 OK" in service.run(ask_without_descriptors(pending))

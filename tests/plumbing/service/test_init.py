@@ -18,17 +18,12 @@ from hypothesis import strategies as st
 
 from plumbing.service import init, procfs
 from plumbing.service.init import Program, Restarter
-from tests.helpers import until
+from tests.helpers import NAMESPACE, can_unshare, until
 
 ROOT = str(Path(__file__).parents[3])
 PROGRAM = str(Path(__file__).with_name("init_program.py"))
 INIT = (sys.executable, "-I", "-S", init.__file__)
-NAMESPACE = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
 PSS_MAX_KIB = 8 * 1024
-
-
-def can_unshare() -> bool:
-    return subprocess.run([*NAMESPACE, "true"], capture_output=True, check=False).returncode == 0
 
 
 class Run:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 import socket
 import threading
 from collections.abc import Iterator
@@ -26,7 +25,7 @@ from plumbing.wire.blocking import BlockingClient
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.frames import encode_frame
 from plumbing.wire.messages import fault_of
-from tests.helpers import open_fds
+from tests.helpers import descriptors_below, open_fds
 from tests.plumbing.wire.echo import CATALOGUE, Echo
 
 
@@ -162,11 +161,6 @@ def test_blocking_client_waits_for_room_in_the_backlog(tmp_path: Path):
 
 def test_blocking_client_at_the_limit_of_descriptors_raises_it(tmp_path: Path):
     """Goal: no descriptor for a socket is an error that names the limit and can be retried."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
-    try:
-        with pytest.raises(UnreachableError, match="limit of 0 open files") as caught:
-            BlockingClient(str(tmp_path / "any.sock"), CATALOGUE)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    with descriptors_below(0), pytest.raises(UnreachableError, match="limit of 0 open") as caught:
+        BlockingClient(str(tmp_path / "any.sock"), CATALOGUE)
     assert caught.value.code == "wire.no_descriptors"

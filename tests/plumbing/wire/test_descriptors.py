@@ -7,7 +7,6 @@ import asyncio
 import errno
 import fcntl
 import os
-import resource
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ from plumbing.wire.blocking import BlockingClient
 from plumbing.wire.connection import Connection, connect
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.frames import encode_frame
-from tests.helpers import auntil, open_fds, room_for, until
+from tests.helpers import auntil, descriptors_below, open_fds, room_for, until
 from tests.plumbing.wire.echo import (
     CATALOGUE,
     LOOPS,
@@ -221,14 +220,9 @@ def test_receiver_at_its_fd_limit_refuses_and_keeps_serving(tmp_path: Path):
         filler = [OwnedFd(os.memfd_create("filler")) for _ in range(40)]
         room = filler[-1].fileno()  # those sent lie above it, so closing them makes no room
         sent = _fds(60)
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (room, hard))
-        try:
-            with pytest.raises(RemoteError) as caught:
-                client.request(Echo("too many"), sent)
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-            close_all(filler)
+        with descriptors_below(room), pytest.raises(RemoteError) as caught:
+            client.request(Echo("too many"), sent)
+        close_all(filler)
         assert caught.value.code == "wire.truncated_fds"
         assert other.request(Echo("still here")).message == Echo("still here")
         client.close()

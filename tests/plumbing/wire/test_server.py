@@ -41,8 +41,6 @@ from tests.plumbing.wire.tcp_rig import Client
 
 loops = pytest.mark.parametrize("loop", LOOPS)
 
-ROOT = str(Path(__file__).resolve().parents[3])
-
 
 @loops
 def test_server_answers_requests(loop: str, tmp_path: Path):

@@ -24,8 +24,8 @@ from plumbing.service.init import FIRST_START_ENV
 from plumbing.service.procfs import is_alive
 from plumbing.wire.server import Server
 from pool.core.states import ModelState
-from tests.helpers import free_witness, run_command, until
-from tests.plumbing.service.test_init import INIT, NAMESPACE, ROOT, can_unshare
+from tests.helpers import NAMESPACE, can_unshare, free_witness, run_command, until
+from tests.plumbing.service.test_init import INIT, ROOT
 from understudy.drill import killer
 from understudy.drill.killer import (
     FIRST,
