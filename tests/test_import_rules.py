@@ -382,7 +382,7 @@ LINES_MAX = {
     "lockserver": 6_190,
     "gms": 8_685,
     "engine": 16_430,
-    "gateway": 10_185,
+    "gateway": 10_180,
     "pool": 6_980,
     "understudy": 7_885,
     "hack": 5_705,

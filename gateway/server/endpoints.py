@@ -99,12 +99,8 @@ class Endpoints:
             if why := fleet.waits_for:
                 return OwnAnswer.of(failure("no_active_engine", why=why), http.path)
             return _json({"status": "ok"})
-        try:
-            in_body = value_of(http.members[0].model)
-        except ValueError:
-            in_body = None
-        named = dict(http.headers).get(b"x-understudy-model", b"").decode(errors="replace")
-        return Wishes(in_body if isinstance(in_body, str) else named)
+        in_body, in_header, _ = _names(http)
+        return Wishes(in_body if isinstance(in_body, str) else in_header)
 
     # ------------------------------------------------------------------ health and version
 
@@ -207,14 +203,9 @@ class Endpoints:
         }
 
     def _wishes(self, http: HttpRequest, in_path: str) -> Wishes | OwnAnswer:
-        said = dict(http.headers)
-        members, fault = http.members
-        try:
-            in_body = value_of(members.model)
-        except ValueError as error:
-            in_body, fault = None, str(error)
-        named = said.get(b"x-understudy-model", b"").decode(errors="replace")
-        model, name = self._router.find(in_body, in_path, named)
+        said, members = dict(http.headers), http.members[0]
+        in_body, in_header, fault = _names(http)
+        model, name = self._router.find(in_body, in_path, in_header)
         if not model:
             return OwnAnswer.of(self._no_model(name, fault, http), http.path)
         try:
@@ -297,6 +288,17 @@ def _json(
     retry_after_s: int | None = None,
 ) -> OwnAnswer:
     return OwnAnswer(status, to_json(document).encode() + b"\n", retry_after_s=retry_after_s)
+
+
+def _names(http: HttpRequest) -> tuple[object, str, str]:
+    """The model that the body names, the one that a header names, and what is wrong with the
+    body."""
+    members, fault = http.members
+    in_header = dict(http.headers).get(b"x-understudy-model", b"").decode(errors="replace")
+    try:
+        return value_of(members.model), in_header, fault
+    except ValueError as error:
+        return None, in_header, str(error)
 
 
 def _wish(raw: msgspec.Raw) -> object:

@@ -142,7 +142,6 @@ class GatewayEngineLink(KeptLink):
         super().__init__("", GOAL_CATALOGUE)
         self.problem = None
         self.core = SleepDoor(settings.rest)
-        self.said: EngineReportMsg | None = None  # the engine's last word, while it is connected
         self.said_ms = 0.0
         self.unheard_ms: float | None = None  # since when it cannot be heard
         self.goals: Counter[Tier] = Counter()  # sent
@@ -157,14 +156,14 @@ class GatewayEngineLink(KeptLink):
 
     def granted(self, engine: str, token: int) -> None:
         """The lock server names the holder; the exchange knows already."""
-        is_another = engine != self.core.engine
+        is_another, said = engine != self.core.engine, self.core.said
         self._perform(self.core.holder_is(engine, token, self._clock.now_ms()))
         if is_another:
             self.path = engine_socket(self._directory, engine)
             self._is_named.set()
             self.drop("another engine holds the lock")
-        elif self.said is not None:
-            self._heard(self.said, is_answer=False)  # it may have spoken under this token before
+        elif said is not None:
+            self._heard(said, is_answer=False)  # it may have spoken under this token before
 
     def count(self) -> None:
         """Tell the door what there is: every 500 ms or so, and when a request wants an engine."""
@@ -206,7 +205,7 @@ class GatewayEngineLink(KeptLink):
             self._perform(self.core.refused(error.message, self._clock.now_ms()))
 
     def lose(self, reason: str) -> None:
-        self.said = self._asked_ms = None
+        self._asked_ms = None
         self._failed(f"the connection ended: {reason}")
         self._perform(self.core.lost(self._clock.now_ms()))
 
@@ -217,7 +216,7 @@ class GatewayEngineLink(KeptLink):
     # ------------------------------------------------------------------ inside
 
     def _heard(self, said: EngineReportMsg, *, is_answer: bool) -> None:
-        self.said, self.said_ms = said, self._clock.now_ms()
+        self.said_ms = self._clock.now_ms()
         self.unheard_ms, self.problem = None, said.fault or None
         self._perform(self.core.heard(said, self.said_ms, is_answer=is_answer))
 

@@ -103,14 +103,6 @@ class BodyMembers(msgspec.Struct):
 _MEMBERS = msgspec.json.Decoder(BodyMembers)
 
 
-def read_members(body: bytes | bytearray) -> tuple[BodyMembers, str]:
-    """The members of a body, and why they cannot be read."""
-    try:
-        return _MEMBERS.decode(body) if body else BodyMembers(), ""
-    except (msgspec.DecodeError, RecursionError) as error:
-        return BodyMembers(), str(error)
-
-
 def value_of(raw: Raw) -> object:
     """A member's value; of a long text the beginning, which is no model's name.
 
@@ -168,7 +160,11 @@ class HttpRequest:
     def members(self) -> tuple[BodyMembers, str]:
         """The members of the body, and why they cannot be read."""
         if self._members is None:
-            self._members = read_members(self.body[: self.body_bytes])
+            body = self.body[: self.body_bytes]
+            try:
+                self._members = _MEMBERS.decode(body) if body else BodyMembers(), ""
+            except (msgspec.DecodeError, RecursionError) as error:
+                self._members = BodyMembers(), str(error)
         return self._members
 
     @property

@@ -380,7 +380,7 @@ def _unheard(gateway: GatewayServer) -> str | None:
 
 def _rest(gateway: GatewayServer) -> doc.GatewayRest:
     """What the engine that holds the lock says of itself, and what the gateway makes of it."""
-    link, rules, said = gateway.engine, gateway.settings.rest, gateway.engine.said
+    link, rules, said = gateway.engine, gateway.settings.rest, gateway.engine.core.said
     engine = None
     if said is not None:
         engine = doc.GatewayEngine(

@@ -74,7 +74,7 @@ async def test_a_supervisor_that_does_not_answer_is_a_visible_reason(bench, monk
 
     def is_given_up() -> bool:
         link.watch()
-        return link.said is None
+        return link.core.said is None
 
     await auntil(is_given_up, "the gateway to give it up")
     assert "has not answered for" in str(link.problem)
