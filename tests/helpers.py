@@ -126,14 +126,15 @@ def busy_loops(per_core: int) -> Iterator[None]:
 
 
 @contextmanager
-def descriptors_below(limit: int) -> Iterator[None]:
-    """This process may open no descriptor from `limit` on; with 3 it may open none at all."""
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, before[1]))
+def descriptors_below(limit: int, pid: int | None = None) -> Iterator[None]:
+    """`pid`, or this process, may open no descriptor from `limit` on; with 3 it may open none."""
+    target = pid or os.getpid()
+    before = resource.prlimit(target, resource.RLIMIT_NOFILE)
+    resource.prlimit(target, resource.RLIMIT_NOFILE, (limit, before[1]))
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        resource.prlimit(target, resource.RLIMIT_NOFILE, before)
 
 
 def free_witness(directory: str, incarnation: str) -> str:
