@@ -11,8 +11,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +23,7 @@ from lockserver import witness
 from plumbing.service import procfs
 from tests.engine.pod import Engine, LoopThread, Pod
 from tests.helpers import free_witness, until
+from tests.lockserver.engines import spawn_backend
 from tests.lockserver.lease_server import LeaseServer
 from tests.plumbing.wire.certificates import shared, tls_flags
 
@@ -133,13 +132,8 @@ def test_first_launch_waits_for_processes_of_an_earlier_supervisor(pod, server, 
     path = free_witness(str(pod.directory), stray)
     free = free_witness(str(pod.directory), witness.new_incarnation("engine-0"))
     others = free_witness(str(pod.directory), witness.new_incarnation("engine-0_1"))
-    held = (
-        "import sys; from lockserver.witness import join; join(sys.argv[1]);"
-        "print(flush=True); import signal; signal.pause()"
-    )
-    process = subprocess.Popen([sys.executable, "-c", held, path], stdout=subprocess.PIPE)
+    process = spawn_backend(path)
     try:
-        process.stdout.readline()
         engine = pod.engine("engine-0", flags=over_tcp(server.address, pod))
         problem = until(lambda: (engine.status() or {}).get("problems"), "the stray to be named")
         assert f"pid {process.pid}" in problem[0]

@@ -10,12 +10,11 @@ import asyncio
 import contextlib
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from lockserver import witness
@@ -23,6 +22,7 @@ from lockserver.client.client import LockClient
 from lockserver.messages import HandOverMsg
 from plumbing.errors import UnderstudyError
 from plumbing.service import procfs
+from plumbing.wire import peer
 from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd
 from tests.helpers import auntil
@@ -51,10 +51,15 @@ def spawn_backend(
     return backend
 
 
-def is_readable(pidfd: int) -> bool:
-    poll = select.poll()
-    poll.register(pidfd, select.POLLIN)
-    return bool(poll.poll(0))
+@contextlib.asynccontextmanager
+async def running(client: Any) -> AsyncIterator[Any]:
+    """A client that keeps its connection while the block lasts."""
+    task = asyncio.create_task(client.run())
+    try:
+        yield client
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 class HearingClient(LockClient):
@@ -251,7 +256,7 @@ class EngineProcess:
         """Whether none of them has memory or a descriptor any more. A dying process has released
         both, its witness among them, a moment before its pidfd is readable."""
         return all(
-            is_readable(pidfd.fileno()) or procfs.is_spent(pid)
+            peer.is_gone(pidfd.fileno()) or procfs.is_spent(pid)
             for pid, pidfd in zip(self.pids, self.pidfds, strict=False)
         )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from typing import Any
 
@@ -11,9 +10,10 @@ import pytest
 from lockserver import state_file
 from lockserver.client.client import LockClient
 from lockserver.messages import CATALOGUE, NO_ERA, GrantedMsg
+from plumbing.wire.connection import Handler
 from plumbing.wire.server import Server
 from tests.helpers import auntil, free_port
-from tests.lockserver.engines import Engine, HearingClient
+from tests.lockserver.engines import Engine, HearingClient, running
 from tests.lockserver.gateways import Gateway
 
 A, B = "a" * 16, "b" * 16
@@ -23,22 +23,16 @@ def grant(token: int, era: str, lock: str = "active") -> GrantedMsg:
     return GrantedMsg(lock, "engine-0", "engine-0-00112233445566aa", token, era)
 
 
-class OldServer:
+class OldServer(Handler):
     """It answers each first message with a newer grant, and then with an older one."""
 
     def __init__(self) -> None:
         self.answers = [grant(7, A), grant(6, A), grant(8, A)]
 
-    def opened(self, conn: Any) -> None:
-        """Nothing is known of it yet."""
-
     def received(self, conn: Any, message: Any, request_id: int, fds: Any) -> None:
         for each in self.answers:
             conn.send(each)
         self.answers = []
-
-    def closed(self, conn: Any, reason: str) -> None:
-        """Nothing is kept of it."""
 
 
 @pytest.mark.parametrize("kind", ["supervisor", "gateway"])
@@ -50,16 +44,14 @@ async def test_client_reports_an_old_token_as_a_refusal_and_never_as_a_grant(pod
     await server.start()
     supervisor, gateway = HearingClient(path, engine="engine-1"), Gateway(pod_dir)
     client: LockClient | Gateway = gateway if kind == "gateway" else supervisor
-    running = asyncio.create_task(client.run())
 
     def heard() -> list[int]:
         return [token for *_, token in supervisor.heard("granted")] or [
             token for _, token, _ in gateway.grants
         ]
 
-    await auntil(lambda: heard()[-1:] == [8], "the last grant")
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
+    async with running(client):
+        await auntil(lambda: heard()[-1:] == [8], "the last grant")
     await server.close()
     assert heard() == [7, 8]
     assert [*supervisor.heard("refused"), *gateway.refusals] == ["lock.old_token"]

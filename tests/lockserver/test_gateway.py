@@ -175,21 +175,12 @@ def caller(port: int, request: bytes = REQUEST) -> socket.socket:
     return sock
 
 
-@contextlib.contextmanager
-def service_on(port: int):
-    service = ServiceSocket(f"127.0.0.1:{port}")
-    service.bind()
-    try:
-        yield service
-    finally:
-        service.close()
-
-
 async def test_service_takes_only_its_own_listening_socket():
     """Goal: handing back a wrong socket is the sender's error. Method: one end of a socket pair,
     and a socket on another address."""
     before = len(open_fds())
-    with service_on(free_port()) as service:
+    with contextlib.closing(ServiceSocket(f"127.0.0.1:{free_port()}")) as service:
+        service.bind()
         left, right = socket.socketpair()
         right.close()
         with pytest.raises(ProtocolError):

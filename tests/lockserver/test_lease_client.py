@@ -14,7 +14,7 @@ from lockserver import witness
 from lockserver.client.lease import KILL_FRACTION, SENT_MAX, LeaseKeeper, now_ms
 from plumbing.errors import UnderstudyError
 from tests.helpers import auntil
-from tests.lockserver.engines import HearingClient
+from tests.lockserver.engines import HearingClient, running
 from tests.lockserver.lease_server import LeaseServer
 from tests.plumbing.wire.certificates import shared
 
@@ -98,17 +98,6 @@ class Member(HearingClient):
 
     def granted(self, lock: str, incarnation: str, token: int) -> None:
         self.told.append((lock, (incarnation, token)))
-
-
-@contextlib.asynccontextmanager
-async def running(member: Member) -> AsyncIterator[Member]:
-    task = asyncio.create_task(member.run())
-    try:
-        yield member
-    finally:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
 
 
 @contextlib.asynccontextmanager

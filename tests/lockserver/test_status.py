@@ -70,9 +70,8 @@ def silent_holder():
     return shell
 
 
-def silent_waiter(is_held):
-    shell = held_by_a() if is_held else Shell(ev.LockRecord(unknown=frozenset({"active"})))
-    shell.feed(want(2, B, "active"))
+def silent_waiter():
+    shell = held_by_a()
     for beat in range(8):
         shell.pass_ms(500)
         shell.feed("beaten", 1, beat)
@@ -100,6 +99,10 @@ def disk_full():
     return shell
 
 
+def lost():
+    return Shell(ev.LockRecord(unknown=frozenset({"active"})))
+
+
 def leased(is_restarted):
     shell = Shell(leases=Leases(0.0))
     event = want(1, A, "active", pid=0, process=LEASE)
@@ -118,87 +121,50 @@ def handed_over():
     return shell
 
 
-def replace_seen(**changes) -> Seen:
-    return dataclasses.replace(ALIVE, **changes)
-
+QUEUED = ("queue", "engine-1", False)
+RELEASING = ("releasing", "engine-0", True)
+RECOVERING = ("recovering", "engine-0", True)
+UNRESPONSIVE = ("unresponsive", "engine-0", True)
+NOT_ASKED = ("nobody_asks", None, False)
+LOST = Seen(left_ms=4000.0, strangers={"witness_x": ALIVE.processes})
 
 SCENES = {
     # name: (the machine, what shows of the holder, (reason, engine, is_fault) in order)
-    "held, one waits": (held_by_a, ALIVE, [("queue", "engine-1", False)]),
-    "cut": (
-        cut,
-        ALIVE,
-        [("releasing", "engine-0", True), ("queue", "engine-1", False)],
-    ),
-    "released too early": (
-        released_too_early,
-        ALIVE,
-        [("releasing", "engine-0", True), ("queue", "engine-1", False)],
-    ),
-    "supervisor dead": (
-        supervisor_dead,
-        ALIVE,
-        [("releasing", "engine-0", True), ("queue", "engine-1", False)],
-    ),
-    "in the window": (lambda: restarted(1000), ALIVE, [("recovering", "engine-0", True)]),
-    "after the window": (lambda: restarted(11_000), ALIVE, [("unresponsive", "engine-0", True)]),
-    "silent holder": (
-        silent_holder,
-        ALIVE,
-        [("unresponsive", "engine-0", True), ("queue", "engine-1", False)],
-    ),
-    "silent waiter": (
-        lambda: silent_waiter(True),
-        ALIVE,
-        [("waiter_silent", "engine-1", False)],
-    ),
+    "held, one waits": (held_by_a, ALIVE, [QUEUED]),
+    "cut": (cut, ALIVE, [RELEASING, QUEUED]),
+    "released too early": (released_too_early, ALIVE, [RELEASING, QUEUED]),
+    "supervisor dead": (supervisor_dead, ALIVE, [RELEASING, QUEUED]),
+    "in the window": (lambda: restarted(1000), ALIVE, [RECOVERING]),
+    "after the window": (lambda: restarted(11_000), ALIVE, [UNRESPONSIVE]),
+    "silent holder": (silent_holder, ALIVE, [UNRESPONSIVE, QUEUED]),
+    "silent waiter": (silent_waiter, ALIVE, [("waiter_silent", "engine-1", False)]),
     "asked to hand over": (
         lambda: switchover(60_000),
         ALIVE,
-        [("switchover", "engine-0", False), ("queue", "engine-1", False)],
+        [("switchover", "engine-0", False), QUEUED],
     ),
     "asked for too long": (
         lambda: switchover(500),
         ALIVE,
-        [("switchover", "engine-0", True), ("queue", "engine-1", False)],
+        [("switchover", "engine-0", True), QUEUED],
     ),
-    "no engine": (nobody, Seen(), [("nobody_asks", None, False)]),
-    "no engine is prepared": (
-        lambda: nobody("engine-0", "engine-1"),
-        Seen(),
-        [("nobody_asks", None, False)],
-    ),
+    "no engine": (nobody, Seen(), [NOT_ASKED]),
+    "no engine is prepared": (lambda: nobody("engine-0", "engine-1"), Seen(), [NOT_ASKED]),
     "full disk": (disk_full, Seen(), [("write_failed", "engine-0", True)]),
-    "over TCP, cut": (
-        lambda: leased(False),
-        Seen(left_ms=4000.0),
-        [("releasing", "engine-0", True)],
-    ),
-    "over TCP, on file": (
-        lambda: leased(True),
-        Seen(left_ms=4000.0),
-        [("recovering", "engine-0", True)],
-    ),
-    "lost state": (
-        lambda: Shell(ev.LockRecord(unknown=frozenset({"active"}))),
-        Seen(left_ms=4000.0, strangers={"witness_x": ALIVE.processes}),
-        [("unknown_holder", None, True)],
-    ),
+    "over TCP, cut": (lambda: leased(False), Seen(left_ms=4000.0), [RELEASING]),
+    "over TCP, on file": (lambda: leased(True), Seen(left_ms=4000.0), [RECOVERING]),
+    "lost state": (lost, LOST, [("unknown_holder", None, True)]),
     "witness removed or replaced": (
         held_by_a,
-        replace_seen(is_same_file=False),
-        [("witness_lost", "engine-0", True), ("queue", "engine-1", False)],
+        dataclasses.replace(ALIVE, is_same_file=False),
+        [("witness_lost", "engine-0", True), QUEUED],
     ),
     "witness that cannot be sealed": (
         supervisor_dead,
-        replace_seen(probe=WitnessState.FREE),
-        [("witness_unsealed", "engine-0", True), ("queue", "engine-1", False)],
+        dataclasses.replace(ALIVE, probe=WitnessState.FREE),
+        [("witness_unsealed", "engine-0", True), QUEUED],
     ),
-    "handed over, and still held": (
-        handed_over,
-        ALIVE,
-        [("releasing", "engine-0", True), ("queue", "engine-1", False)],
-    ),
+    "handed over, and still held": (handed_over, ALIVE, [RELEASING, QUEUED]),
 }
 
 
@@ -222,7 +188,7 @@ def test_commands_in_a_fix_name_the_processes_and_no_process_0():
     shell = supervisor_dead()
     (wait, _) = waits_of(shell.active, here(shell), ALIVE)
     assert "kill -9 12" in wait.fix
-    shell = silent_waiter(True)
+    shell = silent_waiter()
     waiter = shell.machine.supervisors[f"{'engine-1':0>16}"]
     waiter.want = replace(waiter.want, pid=0)
     (silent,) = waits_of(shell.active, here(shell), ALIVE)

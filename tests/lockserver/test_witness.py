@@ -9,8 +9,7 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, cast
+from typing import Any
 
 import pytest
 
@@ -215,22 +214,13 @@ def _waits_for_lock(pid):
         return any("->" in line and str(pid) in line.split() for line in stream)
 
 
-if TYPE_CHECKING:
-    from plumbing.wire.connection import Connection
-
-
 @pytest.fixture
 def made(tmp_path) -> tuple[str, ServingFile]:
     return serving.create(str(tmp_path), new_incarnation("engine-0"))
 
 
-@contextlib.contextmanager
-def seat_at(path: str, file: ServingFile) -> Iterator[ServingSeat]:
-    seat = ServingSeat(path, file)
-    try:
-        yield seat
-    finally:
-        seat.close()
+def seat_at(path: str, file: ServingFile) -> contextlib.closing[ServingSeat]:
+    return contextlib.closing(ServingSeat(path, file))
 
 
 def test_file_is_held_while_joined_and_sealed_when_it_is_found_free(made):
@@ -344,7 +334,8 @@ def test_client_reports_no_grant_up_to_the_token_that_was_handed_over():
     own, other = new_incarnation("engine-0"), new_incarnation("engine-1")
     client = HearingClient("nowhere", engine="engine-0")
     client.set_want(own, ["active"], over={"active": 3})
+    conn: Any = None
     for who, token in ((own, 3), (other, 4), (own, 5)):
         grant = GrantedMsg("active", who.rpartition("-")[0], who, token)
-        client.received(cast("Connection", None), grant, 0, [])
+        client.received(conn, grant, 0, [])
     assert client.heard("granted") == [("active", other, 4), ("active", own, 5)]

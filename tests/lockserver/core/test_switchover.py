@@ -146,34 +146,21 @@ def _silent(shell: Shell) -> None:
 
 
 @pytest.mark.parametrize(
-    ("waiting", "before", "changes", "code", "says"),
+    ("waiting", "before", "changes", "code"),
     [
-        ((), None, {}, "lock.no_standby", "no engine is waiting for the active lock"),
-        ((B,), _silent, {}, "lock.no_standby", "engine-1 is waiting, but silent"),
-        (
-            (B,),
-            None,
-            {"whole": frozenset()},
-            "lock.no_standby",
-            "but some of its processes are gone",
-        ),
-        ((B, C), None, {"whole": frozenset({B}), "to": "engine-2"}, "lock.no_standby", "engine-2"),
-        (
-            (B,),
-            None,
-            {"to": "engine-7"},
-            "lock.unknown_engine",
-            "known engines: engine-0, engine-1",
-        ),
-        ((B,), None, {"lock": "nonsense"}, "lock.unknown_lock", "active"),
-        ((B,), None, {"lock": "loader"}, "lock.unknown_lock", "active"),
-        ((B,), lambda s: s.feed("connection_closed", 1), {}, "lock.not_held", "releasing"),
-        ((B,), lambda s: s.pass_ms(4000), {}, "lock.not_held", "is silent"),
-        ((B,), ask, {}, "lock.switchover_busy", "as requested by pid 77"),
-        ((B,), lambda s: ask(s, pid=0), {}, "lock.switchover_busy", "not visible from here"),
+        ((), None, {}, "lock.no_standby"),
+        ((B,), _silent, {}, "lock.no_standby"),
+        ((B,), None, {"whole": frozenset()}, "lock.no_standby"),
+        ((B, C), None, {"whole": frozenset({B}), "to": "engine-2"}, "lock.no_standby"),
+        ((B,), None, {"to": "engine-7"}, "lock.unknown_engine"),
+        ((B,), None, {"lock": "nonsense"}, "lock.unknown_lock"),
+        ((B,), None, {"lock": "loader"}, "lock.unknown_lock"),
+        ((B,), lambda s: s.feed("connection_closed", 1), {}, "lock.not_held"),
+        ((B,), lambda s: s.pass_ms(4000), {}, "lock.not_held"),
+        ((B,), ask, {}, "lock.switchover_busy"),
     ],
 )
-def test_refused_switchover_changes_nothing(waiting, before, changes, code, says):
+def test_refused_switchover_changes_nothing(waiting, before, changes, code):
     """Goal: without a complete standby, nothing changes. Method: each reason; one answer, one
     event, no message to the holder, the preference unchanged."""
     shell = pod(*waiting)
@@ -182,10 +169,6 @@ def test_refused_switchover_changes_nothing(waiting, before, changes, code, says
     was = (shell.active.state, shell.active.holder, shell.active.preferred)
     effects = ask(shell, ask=9, **changes)
     assert answers(effects) == [(9, code)]
-    assert (
-        says
-        in next(each for each in effects if isinstance(each, ev.AnswerSwitchOver)).answer.message
-    )
     assert happened(effects) == ["lock.switchover_refused"]
     assert told(effects) == []
     assert (shell.active.state, shell.active.holder, shell.active.preferred) == was
@@ -198,9 +181,7 @@ def test_free_lock_has_no_holder_to_hand_it_over():
     shell = pod(B)
     again = Shell(shell.disk)
     again.feed(want(2, B, "active"))
-    effects = ask(again)
-    assert answers(effects) == [(1, "lock.not_held")]
-    assert "recovering (held by engine-0)" in effects[0].answer.message
+    assert answers(ask(again)) == [(1, "lock.not_held")]
 
 
 # ---------------------------------------------------------------------- other ends
