@@ -22,7 +22,7 @@ from plumbing.pod.paths import gms_journal, gms_socket
 from plumbing.wire.blocking import BlockingClient
 from plumbing.wire.fds import close_all
 from plumbing.wire.messages import Message
-from tests.helpers import until
+from tests.helpers import run_command, until
 from tests.standin import build
 
 DEVICE = "HOST-0"
@@ -228,6 +228,22 @@ def condemn(gms: GmsProcess, reader: Reader) -> None:
 
 def inodes(reader: Reader) -> list[int]:
     return [os.fstat(fd).st_ino for fd in reader.slab_fds()]
+
+
+def command(gms: GmsProcess, *words: str) -> tuple[int, Any]:
+    """Run `gms WORDS… --json` as a user does: exit code, and its JSON or the sentence why not."""
+    flags = ("--dir", gms.directory, "--json")
+    done = run_command([sys.executable, "-m", "gms.cli", *words, *flags], stdin=subprocess.DEVNULL)
+    assert "Traceback" not in done.stderr
+    document = json.loads(done.stdout)
+    failed = document.get("error")
+    return done.returncode, failed["message"] if failed else document
+
+
+def digested(gms: GmsProcess) -> str:
+    """The digest of what is committed, once it is computed."""
+    found = until(lambda: (s := gms.status())["digest"] not in (None, "pending") and s, "a digest")
+    return str(found["digest"])
 
 
 def is_committed_with(gms: GmsProcess, count: int) -> bool:

@@ -13,7 +13,7 @@ from gms.host_copy import CopyKeeper, make_copy
 from gms.questions import status_of
 from gms.server.server import host_copy
 from plumbing.errors import RemoteError, UnderstudyError
-from tests.gms.bench import IDENTITY, MIB, GmsProcess, condemn, inodes, kept
+from tests.gms.bench import IDENTITY, MIB, GmsProcess, condemn, digested, inodes, kept
 from tests.gms.kinds import host_only
 from tests.helpers import until
 
@@ -68,11 +68,6 @@ def patterned(gms: GmsProcess, seed: int = 1, **more: Any) -> Reader:
     reader.client.notify(msg.DigestMsg(reader.digest()))
     reader.is_author = False
     return reader
-
-
-def digested(gms: GmsProcess) -> str:
-    status = until(lambda: (s := gms.status())["digest"] not in (None, "pending") and s, "a digest")
-    return str(status["digest"])
 
 
 def released(gms: GmsProcess, copies: Copies, reader: Reader) -> Offloaded:

@@ -15,9 +15,8 @@ from gms import names
 from gms.client import Reader, messages, open_session
 from plumbing.errors import UnderstudyError
 from plumbing.service import procfs
-from tests.gms.bench import IDENTITY, GmsProcess, kept
+from tests.gms.bench import IDENTITY, GmsProcess, command, kept
 from tests.gms.test_gms_supervisor import Serve
-from tests.gms.test_gms_upkeep import command
 from tests.helpers import until
 
 

@@ -1,4 +1,5 @@
-"""`gms serve` as operators run it: probes, restarts in place, ends, and the reading commands."""
+"""`gms serve` as operators run it: probes, restarts in place, ends, relayed events, and the
+reading commands."""
 
 from __future__ import annotations
 
@@ -12,12 +13,18 @@ import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from gms.client import Reader
+from gms.server.metrics import ServerMetrics
+from gms.server.supervisor import Child, Served
 from plumbing.service import procfs
+from plumbing.service.events import EventLog
+from plumbing.service.metrics import Metrics
+from tests.fake_clock import FakeClock
 from tests.gms.bench import GmsProcess
 from tests.gms.kinds import host_only
 from tests.helpers import free_port, run_command, until
@@ -200,3 +207,28 @@ def test_bad_usage_is_one_sentence(directory: str, words: tuple[str, ...], sente
     assert found.returncode in (2, 3)
     assert sentence in found.stderr
     assert "Traceback" not in found.stderr
+
+
+def test_a_relayed_event_is_counted_once():
+    """Goal: the supervisor's record has each event of a server once, with its own times."""
+    ours, theirs = EventLog("gms", FakeClock(5)), EventLog("gms-HOST-0", FakeClock(start_ms=9))
+    metrics = ServerMetrics(Metrics(), ["HOST-0"], "weights")
+    ours.subscribe(metrics.count)
+    parent: Any = SimpleNamespace(log=ours, clock=FakeClock())
+    child = Child(parent, "HOST-0", "the server", lambda *_: [], is_vital=True)
+    served = Served("/nowhere", "HOST-0", "weights", child, metrics)
+    kinds = ["gms.serving", "gms.recovered", "gms.condemned"]
+    for kind in kinds:
+        theirs.record(kind, "so it is", "warning", {"epoch": "e"})
+    for event in theirs.kept_since(0):
+        served._relay(event.to_dict())
+    told = ours.kept_since(0)
+    assert [event.type for event in told] == kinds
+    expected = {
+        **theirs.kept_since(2)[0].to_dict(),
+        "data": {"epoch": "e", "device_uuid": "HOST-0"},
+    }
+    assert told[2].to_dict() == expected  # its own times and source; the ids agree by chance
+    page = metrics.metrics.render().decode()
+    for name in ("recoveries", "condemnations"):
+        assert f'understudy_gms_{name}_total{{device_uuid="HOST-0"}} 1.0' in page

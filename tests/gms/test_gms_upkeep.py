@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -17,33 +13,18 @@ from gms import upkeep as operate
 from gms.messages import DigestMsg
 from plumbing.errors import WaitTimeoutError
 from plumbing.pod.paths import gms_journal
-from tests.gms.bench import OTHER, GmsProcess, condemn, inodes, journalled, kept
+from tests.gms.bench import (
+    OTHER,
+    GmsProcess,
+    command,
+    condemn,
+    digested,
+    inodes,
+    journalled,
+    kept,
+)
 from tests.gms.kinds import host_only
 from tests.helpers import until
-
-
-def command(gms: GmsProcess, *words: str) -> tuple[int, Any]:
-    """Run `gms …` as a user does: exit code, and its JSON or the sentence why not."""
-    done = subprocess.run(
-        [sys.executable, "-m", "gms.cli", *words, "--dir", gms.directory, "--json"],
-        capture_output=True,
-        text=True,
-        stdin=subprocess.DEVNULL,
-        timeout=60,
-        check=False,
-    )
-    assert "Traceback" not in done.stderr
-    document = json.loads(done.stdout)
-    failed = document.get("error")
-    return done.returncode, failed["message"] if failed else document
-
-
-def digested(gms: GmsProcess) -> str:
-    def digest() -> str | None:
-        found = gms.status()["digest"]
-        return found if found != "pending" else None
-
-    return str(until(digest, "the writer's digest"))
 
 
 def test_writer_digests_what_it_committed_and_a_command_verifies_it(gms: GmsProcess):
