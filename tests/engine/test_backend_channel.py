@@ -1,5 +1,6 @@
 """Goal: whatever a backend's request ends in, its supervisor hears of it at once, and never has to
-wait for the budget of the state. Method: both ends of a channel, and a backend whose wake fails."""
+wait for the budget of the state. Method: both ends of a channel, and a backend whose wake fails.
+And when a draining backend is done, of a real TCP connection."""
 
 import asyncio
 import errno
@@ -10,7 +11,7 @@ import pytest
 
 from engine import messages as msg
 from engine.backends import process
-from engine.backends.channel import Channel
+from engine.backends.channel import Channel, until_done
 from engine.supervisor.channel import BackendChannel
 from plumbing.errors import UnderstudyError
 from plumbing.wire.blocking import BlockingClient
@@ -92,3 +93,25 @@ def test_process_that_fails_waits_for_no_supervisor_that_is_gone_or_stopped(monk
         process.BackendProcess("model", "e-0", "e-0-1", control).report(
             UnderstudyError("kv.full", "no room")
         )
+
+
+async def test_drain_waits_for_requests_and_unsent_answers_within_its_budget():
+    """Method: never idle, idle after a while, and an answer larger than the client takes; a
+    connection that is closed, or not there any more, holds nothing up."""
+    assert not await until_done(list, lambda: False, 0.05)
+    answers = iter([False, False, True])
+    assert await until_done(list, lambda: next(answers), 60)
+    made = asyncio.get_running_loop().create_future()
+
+    def accepted(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        made.set_result(writer.transport)
+
+    server = await asyncio.start_server(accepted, "127.0.0.1", 0)
+    with socket.create_connection(server.sockets[0].getsockname()):
+        transport = await made
+        assert await until_done(lambda: [transport, None], lambda: True, 60)
+        transport.write(b"x" * (16 << 20))
+        assert not await until_done(lambda: [transport], lambda: True, 0.05)
+        transport.abort()
+        assert await until_done(lambda: [transport], lambda: True, 60)
+    server.close()

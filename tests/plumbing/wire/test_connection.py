@@ -11,7 +11,7 @@ import pytest
 from plumbing.errors import UnderstudyError
 from plumbing.wire import connection
 from plumbing.wire.blocking import BlockingClient
-from plumbing.wire.connection import Connection, KeptConnection
+from plumbing.wire.connection import FRAMES_PER_TURN, Connection, KeptConnection
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.frames import encode_frame
 from plumbing.wire.messages import Message
@@ -97,6 +97,27 @@ async def test_frame_does_not_time_out_while_we_are_the_slow_side(monkeypatch: p
     assert "rest of a frame" in handler.reasons[0]
     assert conn.is_closed
     theirs.close()
+
+
+@on_loops
+async def test_busy_peer_does_not_starve_others():
+    """Goal: a peer that sends a thousand requests at once is served a few at a time. Method: both
+    peers have written before the loop looks; where in the order is the quiet one's request?"""
+    handler = EchoHandler()
+    (ours, talker), (also_ours, quiet) = socket.socketpair(), socket.socketpair()
+    frame = encode_frame(CATALOGUE.encode(Echo("again")), 0)
+    talker.sendall(frame * 1000)
+    quiet.sendall(encode_frame(CATALOGUE.encode(Echo("once")), 0))
+    conns = [Connection(sock, CATALOGUE, handler) for sock in (ours, also_ours)]
+    await auntil(lambda: len(handler.received_messages) == 1001, "every request")
+    assert handler.received_messages.index(Echo("once")) <= 2 * FRAMES_PER_TURN
+    talker.sendall(frame)
+    await auntil(lambda: len(handler.received_messages) == 1002, "reading to go on")
+    for conn in conns:
+        conn.close("done")
+    await asyncio.sleep(0)
+    talker.close()
+    quiet.close()
 
 
 class _Once(EchoHandler):

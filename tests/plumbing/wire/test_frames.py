@@ -15,7 +15,12 @@ from hypothesis import strategies as st
 from plumbing.errors import ProtocolError, UnderstudyError
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.frames import HEADER, MAGIC, VERSION, FrameDecoder, encode_frame
-from plumbing.wire.messages import FaultMsg, fault_of
+from plumbing.wire.messages import (
+    FAULT_DETAILS_BYTES_MAX,
+    FAULT_MESSAGE_CHARS_MAX,
+    FaultMsg,
+    fault_of,
+)
 from tests.helpers import open_fds
 from tests.plumbing.wire.echo import CATALOGUE, Echo, Part
 
@@ -160,3 +165,12 @@ def test_details_of_an_error_may_be_subclasses_of_plain_types():
     assert message == FaultMsg("a.b", "c", shown)
     with pytest.raises(TypeError, match="object cannot travel"):
         fault_of(UnderstudyError("a.b", "c", thing=object()))
+
+
+def test_fault_is_cut_to_its_limits_and_keeps_what_fits():
+    """Goal: message and details are bounded for any error; small details survive."""
+    error = UnderstudyError("a.b", "m" * 10**6, big="x" * 10**6, field="f", list=[1] * 10**5)
+    fault = fault_of(error)
+    assert len(fault.message) == FAULT_MESSAGE_CHARS_MAX
+    assert fault.details == {"field": "f"}
+    assert len(CATALOGUE.encode(fault)) < FAULT_MESSAGE_CHARS_MAX + FAULT_DETAILS_BYTES_MAX

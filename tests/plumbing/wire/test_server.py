@@ -159,6 +159,28 @@ def test_first_frame_and_rest_of_a_frame_have_deadlines(
         assert good.request(Echo("still")).message == Echo("still")
 
 
+@pytest.mark.parametrize("limit", ["per_peer_max", "connections_max"])
+def test_connections_are_limited_in_all_and_of_one_process(limit: str, tmp_path: Path):
+    """Goal: one process cannot take all connections; the error names whose limit it is, and when
+    one closes there is room. Method: a limit of two."""
+    with ServerThread(str(tmp_path / "echo.sock"), **{limit: 2}) as thread:
+        clients = [BlockingClient(thread.path, CATALOGUE) for _ in range(2)]
+        for client in clients:
+            client.request(Echo("in"))
+        with (
+            BlockingClient(thread.path, CATALOGUE) as third,
+            pytest.raises(RemoteError, match=r"wire\.too_many_connections") as caught,
+        ):
+            third.receive()
+        who = "echo" if limit == "connections_max" else f"pid {os.getpid()}"
+        assert f"{who} has 2 connections" in caught.value.message
+        clients.pop().close()
+        until(lambda: len(thread.server.connections) < 2, "room")
+        with BlockingClient(thread.path, CATALOGUE) as fourth:
+            assert fourth.request(Echo("in")).message == Echo("in")
+        clients.pop().close()
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs a second user to be refused")
 def test_other_user_is_refused():
     """Goal: a peer of another uid is refused although file modes were loosened. Method: a child
