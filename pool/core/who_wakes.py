@@ -56,11 +56,10 @@ class Yield(Struct, frozen=True):
 
 
 class Wait(Struct, frozen=True):
-    """Look again at `until_ms`; None: at the next event. `why`: a sentence for operators, which
-    does not change while the reason is the same (so it names no remaining time). `victims`: models
-    that are going to be asked then; `behind`: the model, or lease, that goes first."""
+    """Look again when something has changed, or the plan is due. `why`: a sentence for operators,
+    which does not change while the reason is the same (so it names no remaining time). `victims`:
+    models that are going to be asked then; `behind`: the model, or lease, that goes first."""
 
-    until_ms: float | None
     why: str
     victims: tuple[str, ...] = ()
     behind: str = ""
@@ -87,7 +86,7 @@ class Plan(Struct, frozen=True):
     due_ms: float | None = None
 
 
-_BLOCKED = Wait(None, "")
+_BLOCKED = Wait("")
 
 
 def plan(
@@ -213,13 +212,13 @@ class _Planner:
         model = claim.model
         for name in claim.places:
             if name not in self.devices:
-                return Wait(None, f"device {name} has not been measured yet")
+                return Wait(f"device {name} has not been measured yet")
         back_off_ms = model.back_off_until_ms
         if back_off_ms is not None and back_off_ms > self.now_ms:
             self.due_ms = min(self.due_ms, back_off_ms)
-            return Wait(back_off_ms, f"{model.name} has failed; the pool retries it soon")
+            return Wait(f"{model.name} has failed; the pool retries it soon")
         if model.state is ModelState.UNLOADING:
-            return Wait(None, f"{model.name} is being unloaded")
+            return Wait(f"{model.name} is being unloaded")
         for name, more in claim.extra.items():
             needed = more if model.state in FALLING else more + model.booked.get(name, 0)
             others = self.held_for_ever[name]
@@ -236,7 +235,7 @@ class _Planner:
         model, extra = claim.model, claim.extra
         if model.state not in MAY_BE_RAISED:
             self._reserve(claim)
-            return Wait(None, _moving(model))
+            return Wait(_moving(model))
         if self._raises(claim, self.free):
             return Raise()
         short = {}
@@ -251,7 +250,7 @@ class _Planner:
         found = who_yields.candidates(claim, short, models, self.now_ms, self.rules)
         ready_ms = who_yields.ready_ms(found, short)
         if ready_ms is None:
-            return Wait(None, stuck(claim, self.free, models))
+            return Wait(stuck(claim, self.free, models))
         chosen = who_yields.choose([each for each in found if each.ready_ms <= ready_ms], short)
         last_ms = claim.ticket.since_ms + IDLE_MS_MAX
         if ready_ms <= self.now_ms < last_ms and unloads(chosen, models):
@@ -265,7 +264,7 @@ class _Planner:
             return Yield(tuple(chosen))
         why = waiting(claim, self.free, found, chosen, self.rules)
         names = tuple(victim.model for victim in chosen)
-        return Wait(None if ready_ms == _NEVER_MS else ready_ms, why, names)
+        return Wait(why, names)
 
     def _raises(self, claim: Head, room: Mapping[str, int]) -> bool:
         """Whether it fits there; then it is booked."""
@@ -297,11 +296,11 @@ class _Planner:
     def _backfill(self, claim: Head, before: Head) -> Decision:
         model = claim.model
         if model.state not in MAY_BE_RAISED:
-            return Wait(None, _moving(model), behind=before.model.name)
+            return Wait(_moving(model), behind=before.model.name)
         if model.name not in self.going and self._raises(claim, self.room):
             return Raise()
         why = f"{name_of(model)} is behind {name_of(before.model)}"
-        return Wait(None, why, behind=before.model.name)
+        return Wait(why, behind=before.model.name)
 
     def _unyields(self) -> tuple[str, ...]:
         """Models that drain though no head waits there: asked for one that is gone, or put to sleep

@@ -251,7 +251,7 @@ class WitnessWatch:
         self._timer = None
         for incarnation in tuple(self._suspects):
             engine, ref = self._heard[incarnation]
-            if self._is_free(ref):
+            if self._is_free(ref.name, ref.dev, ref.ino):
                 del self._heard[incarnation]
                 self._suspects.discard(incarnation)
                 self._feed(EngineDead(engine, incarnation))
@@ -266,14 +266,11 @@ class WitnessWatch:
             return False
         stem = f"{witness.PREFIX}{engine}_"
         names = [name for name in os.listdir(self._directory) if name.startswith(stem)]
-        refs = (self._found(name) for name in names if len(name) == len(stem) + RANDOM_CHARS)
-        return all(ref is None or self._is_free(ref) for ref in refs)
+        names = [name for name in names if len(name) == len(stem) + RANDOM_CHARS]
+        files = (witness.identify(os.path.join(self._directory, name))[0] for name in names)
+        return all(each is None or self._is_free(each.name, each.dev, each.ino) for each in files)
 
-    def _found(self, name: str) -> WitnessRef | None:
-        file, _ = witness.identify(os.path.join(self._directory, name))
-        return None if file is None else WitnessRef(name, file.dev, file.ino)
-
-    def _is_free(self, ref: WitnessRef) -> bool:
-        path = os.path.join(self._directory, ref.name)
-        state = witness.probe(path, ref.dev, ref.ino)
+    def _is_free(self, name: str, dev: int, ino: int) -> bool:
+        path = os.path.join(self._directory, name)
+        state = witness.probe(path, dev, ino)
         return state is witness.WitnessState.FREE or not os.path.lexists(path)
