@@ -273,23 +273,14 @@ class ParkingWorker(StockGPUWorker):
                 f"the KV memory is still mapped: {is_mapped}, with {resident_bytes} bytes resident"
             )
             raise UnderstudyError("vllm.not_parked", self._not_parked or why)
-        self._give_back(keep_kv=keep_kv)
+        lease, self._lease = self._lease, None
+        if lease is not None and keep_kv:
+            lease.close()  # the content is the next holder's
+        elif lease is not None:
+            lease.give_up(GIVE_UP_S)
         membership.leave_serving()
         stop_spinning()
         return {"kv_resident_bytes": resident_bytes}
-
-    def _give_back(self, *, keep_kv: bool) -> None:
-        """After everything is unmapped: leave the content to the next holder, or return when the
-        service has freed the memory.
-
-        Raises:
-            UnderstudyError: as `KvLease.give_up`.
-        """
-        lease, self._lease = self._lease, None
-        if lease is not None and keep_kv:
-            lease.close()
-        elif lease is not None:
-            lease.give_up(GIVE_UP_S)
 
     @answering
     def understudy_forget_kv(self) -> None:
