@@ -21,7 +21,7 @@ import logging
 import mmap
 import os
 import socket
-from collections.abc import Mapping, MutableMapping
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,7 +105,7 @@ class BackendProcess:
             self.control.request(message, timeout_s=REPORT_TIMEOUT_S)
 
 
-def enter(name: str, environ: Mapping[str, str] = os.environ) -> BackendProcess:
+def enter(name: str) -> BackendProcess:
     """Become a process of the incarnation that the environment names.
 
     Raises:
@@ -113,13 +113,13 @@ def enter(name: str, environ: Mapping[str, str] = os.environ) -> BackendProcess:
         UnderstudyError: the witness is sealed or replaced: this incarnation is over.
         UnreachableError: the supervisor is gone.
     """
-    witness_path = _required(environ, WITNESS_ENV)
-    incarnation = _required(environ, INCARNATION_ENV)
-    engine = _required(environ, ENGINE_ID_ENV)
+    witness_path = _required(WITNESS_ENV)
+    incarnation = _required(INCARNATION_ENV)
+    engine = _required(ENGINE_ID_ENV)
     arm_from_environment()
     witness.join(witness_path)
-    seat = _seat(environ)
-    control = BlockingClient(_required(environ, ENGINE_SOCKET_ENV), msg.CONTROL)
+    seat = _seat()
+    control = BlockingClient(_required(ENGINE_SOCKET_ENV), msg.CONTROL)
     held = lifeline.hold()
     control.request(
         msg.RegisterMsg(incarnation, name, os.getpid()),
@@ -129,11 +129,11 @@ def enter(name: str, environ: Mapping[str, str] = os.environ) -> BackendProcess:
     return BackendProcess(name, engine, incarnation, control, seat)
 
 
-def _seat(environ: Mapping[str, str]) -> serving.ServingSeat | None:
-    path = environ.get(SERVING_ENV)
+def _seat() -> serving.ServingSeat | None:
+    path = os.environ.get(SERVING_ENV)
     if not path:
         return None
-    dev, _, ino = _required(environ, SERVING_ID_ENV).partition(":")
+    dev, _, ino = _required(SERVING_ID_ENV).partition(":")
     file = serving.ServingFile(os.path.basename(path), int(dev), int(ino))
     return serving.ServingSeat(path, file)
 
@@ -144,15 +144,15 @@ def take_channel() -> socket.socket:
     Neither the variable nor the descriptor is inherited further: a child with a copy would hide the
     end of the channel from the supervisor.
     """
-    number = _required(os.environ, CHANNEL_ENV)
+    number = _required(CHANNEL_ENV)
     del os.environ[CHANNEL_ENV]
     os.set_inheritable(int(number), False)
     return socket.socket(fileno=int(number))
 
 
-def queue_page(environ: Mapping[str, str] = os.environ) -> QueuePage:
+def queue_page() -> QueuePage:
     """Where the process that schedules shows the gateway what it has queued."""
-    directory, engine = environ.get("UNDERSTUDY_DIR"), environ.get(ENGINE_ID_ENV)
+    directory, engine = os.environ.get("UNDERSTUDY_DIR"), os.environ.get(ENGINE_ID_ENV)
     return QueuePage(engine_queue(directory, engine) if directory and engine else "")
 
 
@@ -186,8 +186,8 @@ def fault_report(error: Exception) -> msg.FaultReportMsg:
     return msg.FaultReportMsg(error.code, error.message[:4096], is_permanent, exit_code, is_machine)
 
 
-def _required(environ: Mapping[str, str], variable: str) -> str:
-    value = environ.get(variable)
+def _required(variable: str) -> str:
+    value = os.environ.get(variable)
     if not value:
         raise UsageError(
             "engine.not_a_backend",

@@ -56,12 +56,12 @@ class Room:
     limited_by: str
 
 
-def read_room(root: str = "/", process: int | str = "self") -> Room:
-    """The tightest of the machine and every control group above a process, by default this one.
+def read_room(root: str = "/") -> Room:
+    """The tightest of the machine and every control group above this process.
 
     `root` is the root of the file system, so that tests can provide their own.
     """
-    rooms = [_machine(root), *_control_groups(root, process)]
+    rooms = [_machine(root), *_control_groups(root)]
     tightest = min(rooms, key=lambda room: room.free_bytes)
     smallest = min(rooms, key=lambda room: room.limit_bytes)
     return Room(tightest.free_bytes, smallest.limit_bytes, smallest.limited_by)
@@ -156,10 +156,10 @@ def _machine(root: str) -> Room:
     return Room(values["MemAvailable"], values["MemTotal"], "this machine's memory")
 
 
-def _control_groups(root: str, process: int | str) -> Iterator[Room]:
+def _control_groups(root: str) -> Iterator[Room]:
     """One room per group with a limit, from the process's own up to the root that is visible
     (Documentation/admin-guide/cgroup-v2.rst)."""
-    path = _read(root, f"proc/{process}/cgroup").rpartition("0::")[2]
+    path = _read(root, "proc/self/cgroup").rpartition("0::")[2]
     while path:
         directory = os.path.join(root, "sys/fs/cgroup", path.lstrip("/"))
         limit, used = _read(directory, "memory.max"), _read(directory, "memory.current")

@@ -20,7 +20,7 @@ from engine.supervisor.settings import EngineSettings
 from engine.supervisor.state_file import EngineStateFile
 from engine.supervisor.status import EngineStatus
 from plumbing.errors import GivenUpError, UsageError
-from plumbing.service.clock import Clock, SystemClock
+from plumbing.service.clock import SystemClock
 from plumbing.service.http import HttpServer
 from plumbing.service.process import become_subreaper
 from plumbing.service.signals import SignalInbox
@@ -35,8 +35,8 @@ ELSEWHERE = frozenset({"transport", "task", "future"})
 class EngineSupervisor:
     """Runs one engine from its first launch to its exit."""
 
-    def __init__(self, settings: EngineSettings, clock: Clock | None = None) -> None:
-        self._engine = engine = Engine(settings, clock or SystemClock())
+    def __init__(self, settings: EngineSettings) -> None:
+        self._engine = engine = Engine(settings, SystemClock())
         self._state_file = EngineStateFile(engine)
         status = EngineStatus(engine, self._state_file)
         self._control = Control(engine, status.document)

@@ -23,7 +23,6 @@ from engine.backends.memory_session import WAIT_S, attach, commit, host_device, 
 from engine.backends.process import BackendProcess
 from engine.backends.reference.config import LlamaConfig, read_config, unsupported
 from engine.backends.shards import (
-    Shard,
     StoredTensor,
     broken,
     digest_of,
@@ -85,7 +84,6 @@ class Checkpoint:
 
     directory: str
     config: LlamaConfig
-    shards: tuple[Shard, ...]
     tensors: tuple[TensorSource, ...]
     rank: int = 0
     ranks: int = 1
@@ -145,7 +143,7 @@ def open_checkpoint(directory: str, rank: int = 0, ranks: int = 1) -> Checkpoint
     tensors = [
         _part(stored[name], shape, rank, ranks) for name, shape in mine.tensor_shapes().items()
     ]
-    return Checkpoint(directory, mine, shards, tuple(tensors), rank, ranks)
+    return Checkpoint(directory, mine, tuple(tensors), rank, ranks)
 
 
 def identity(directory: str, *, rank: int = 0, size: int = 1) -> dict[str, Any]:
