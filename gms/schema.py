@@ -94,9 +94,7 @@ class KvWaiting(Waiting, kw_only=True):
 
 
 class ServedMemory(Schema, kw_only=True):
-    online: Annotated[bool | UnsetType, "only when printed by `gms` or its port: it answers"] = (
-        UNSET
-    )
+    online: Annotated[bool, "it answers"]
     device_uuid: Annotated[str, "UUID of the GPU, or `HOST-0`; in a pool `HOST-0.MODEL`"]
     device: Annotated[str, "without the model"]
     model: Annotated[str | None, "the model whose memory this is"]
@@ -171,7 +169,7 @@ class DeviceStatus(ServedMemory, kw_only=True):
     sessions: list[DeviceSession]
     waiting: list[DeviceWaiting]
     unowned: Annotated[list[DeviceUnowned], "`releasing` or `orphaned` epochs"]
-    kv: Annotated[KvStatus | SilentDevice | None, "null if the device's KV memory has no server"]
+    kv: Annotated[KvStatus | SilentDevice | None, "null for a host copy"]
     commits_total: Annotated[int, "commits; all totals count from the server's start"]
     offloads_total: Annotated[int, "epochs freed because host memory has a copy"]
     restages_total: Annotated[int, "number of epochs restored from host memory"]

@@ -16,7 +16,7 @@ from gms import names
 from gms.questions import status_of
 from gms.server import journal
 from plumbing.errors import UnderstudyError, UnreachableError
-from plumbing.pod.paths import gms_journal, gms_socket
+from plumbing.pod.paths import gms_journal
 from plumbing.text import size
 
 TIMEOUT_S = 5.0
@@ -101,8 +101,7 @@ def held_by(epochs: Iterable[dict[str, Any]]) -> str:
 
 def _ask(directory: str, device: str) -> dict[str, Any]:
     try:
-        document = status_of(directory, device, TIMEOUT_S)
-        return {**document, "online": True, "kv": look_at_kv(directory, device)}
+        return status_of(directory, device, TIMEOUT_S)
     except UnderstudyError as error:
         record = journal.peek(gms_journal(directory, device))
         return {
@@ -116,24 +115,12 @@ def _ask(directory: str, device: str) -> dict[str, Any]:
         }
 
 
-def look_at_kv(directory: str, device: str) -> dict[str, Any] | None:
-    """The document of the device's KV memory; None if it was never served."""
-    if not os.path.exists(gms_socket(directory, device, names.KV)):
-        return None
-    try:
-        document = status_of(directory, device, TIMEOUT_S, names.KV)
-    except UnderstudyError as error:
-        away = {"device_uuid": device, "tag": names.KV, "state": "offline", "online": False}
-        return {**away, "reason": error.message}
-    return {**document, "online": True}
-
-
 def render_kv(kv: dict[str, Any] | None) -> list[str]:
     """Lines about it: none while there is no KV memory and no engine wants any."""
     if kv is None:
         return []
     if "pool" not in kv:
-        return [f"  kv           {kv['state']}: {kv.get('reason') or kv.get('problem')}"]
+        return [f"  kv           {kv['state']}: {kv['problem']}"]
     lines = []
     if kv["pool"] is not None:
         holder = kv["holder"]

@@ -220,6 +220,7 @@ class MemoryServer(Handler, abc.ABC, Generic[M]):
         self.log = EventLog(f"gms-{device}{suffix}", self.clock)
         # What else this process serves of the device.
         self.beside: Sequence[MemoryServer[Any]] = ()
+        self.unserved: str | None = "it is starting"  # why it serves nothing yet
         self._store = SlabStore(is_writable=self.is_lent_writable)
         self._started = self.clock.wall()
         path = gms_socket(directory, device, self.tag)
@@ -248,6 +249,7 @@ class MemoryServer(Handler, abc.ABC, Generic[M]):
         state = self._snapshot()["state"]
         serving = f"serving the {self.tag} of {self.device}: {state}"
         self.log.record("gms.serving", serving, data={"device_uuid": self.device})
+        self.unserved = None
 
     async def close(self) -> None:
         """Stop serving; sessions end, and memory lives on where a process maps it."""
@@ -290,12 +292,14 @@ class MemoryServer(Handler, abc.ABC, Generic[M]):
 
     def status(self) -> dict[str, Any]:
         """What `gms status` shows of this memory."""
+        base = {"device_uuid": self.device, "tag": self.tag, "online": self.unserved is None}
+        if self.unserved is not None:
+            return {**base, "state": "down", "problem": self.unserved}
         state = self._snapshot()
         return {
-            "device_uuid": self.device,
+            **base,
             "device": device_of(self.device),
             "model": model_at(self.device) or None,
-            "tag": self.tag,
             "memory": self.memory.kind,
             "driver": self.memory.facts(),
             "pid": os.getpid(),

@@ -96,6 +96,8 @@ class ServerMetrics:
         device = document["device_uuid"]
         labels = {"device_uuid": device, **self._labels}
         self._state.set(document["state"], **labels)
+        if not document["online"]:
+            return
         for name in self._counted:
             grown = document[name] - self._seen.get((device, name), 0)
             self._seen[device, name] = document[name]

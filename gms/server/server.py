@@ -32,6 +32,7 @@ from gms.vmm.interface import release_all
 from plumbing.errors import UnderstudyError
 from plumbing.pod.models import device_of
 from plumbing.pod.paths import gms_journal
+from plumbing.service.events import Event
 from plumbing.wire.limits import MANIFEST_FRAME_BYTES_MAX
 
 RETRY_S = 1.0  # of a place that cannot be served
@@ -44,6 +45,7 @@ class WeightsServer(MemoryServer[WeightsMachine]):
 
     tag, service, what, blocked = names.WEIGHTS, "gms", "epoch", "load"
     is_lent_writable = False
+    kv: KvServer | None = None  # of the same place; host copies have none
 
     def _begin(self) -> None:
         is_gpu = not names.is_host(self.device)
@@ -84,6 +86,13 @@ class WeightsServer(MemoryServer[WeightsMachine]):
         epoch = self.machine.committed
         expected = [each.size_bytes for each in self.machine.orphans if each.expected]
         return epoch.size_bytes if epoch is not None else sum(expected)
+
+    def relay(self, event: Event) -> None:
+        """Tell an event of the place's KV memory: one socket tells everything of a place."""
+        self.log.relay(event.to_dict(), {"tag": names.KV})
+
+    def status(self) -> dict[str, Any]:
+        return {**super().status(), "kv": self.kv.status() if self.kv is not None else None}
 
     def _snapshot(self) -> dict[str, Any]:
         used_bytes = None if self._usage is None else self._usage.used_bytes()
@@ -250,17 +259,18 @@ class DeviceProcess:
 
     def __init__(self, directory: str, places: Sequence[str], *device: Any, **options: Any) -> None:
         """The rest as for each server."""
-        kinds = (WeightsServer, KvServer)
-        self.servers: list[MemoryServer[Any]] = [
-            kind(directory, place, *device, **options)
-            for place in places
-            for kind in (kinds[:1] if names.is_offload(place) else kinds)
-        ]
+        self.servers: list[MemoryServer[Any]] = []
+        for place in places:
+            weights = WeightsServer(directory, place, *device, **options)
+            self.servers.append(weights)
+            if not names.is_offload(place):
+                weights.kv = KvServer(directory, place, *device, **options)
+                weights.kv.log.subscribe(weights.relay)
+                self.servers.append(weights.kv)
         self._running: list[MemoryServer[Any]] = []
         for server in self.servers:
             server.beside = self._running
         self._late: asyncio.Task[None] | None = None
-        self._said: dict[MemoryServer[Any], str] = {}
 
     async def start(self) -> None:
         """Serve what can be served; the rest is tried again."""
@@ -279,8 +289,8 @@ class DeviceProcess:
             await server.start()
         except (UnderstudyError, *FOREIGN) as error:
             said = str(error)
-            if said != self._said.get(server):
-                self._said[server] = said
+            if said != server.unserved:
+                server.unserved = said
                 logger.error("the %s of %s are not served: %s", server.tag, server.device, said)
             return False
         self._running.append(server)

@@ -6,8 +6,8 @@ decides nothing about it. The servers die with it (PDEATHSIG), so none is ever l
 happens to one device's server, even that it cannot be started, disturbs no other's: an init's
 `Restarter` decides when it is restarted, and only one that keeps failing to start ends the program.
 
-`Child` is such a process. Every memory that it serves, the weights or the KV memory of a device (of
-a model, in a pool), has a socket of its own: a `Served` watches it. A process that hangs is killed:
+`Child` is such a process. A `Served` watches one device of it (in a pool, one model's part): the
+socket of its weights, which tells of its KV memory, too. A process that hangs is killed:
 its memory lives on in its readers. But only for its own silence: not while this process itself
 waits for a CPU, or has no descriptor left to ask with.
 
@@ -21,7 +21,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import itertools
 import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
@@ -93,26 +92,23 @@ class GmsSupervisor:
         places = [place for served in devices.values() for place in served]
         copies = [names.offload_device(place) for place in places if copy_command is not None]
         metrics = Metrics()
-        self.metrics = {
-            names.WEIGHTS: ServerMetrics(metrics, [*places, *copies], names.WEIGHTS),
-            names.KV: ServerMetrics(metrics, places, names.KV),
-        }
-        self.log.subscribe(self.metrics[names.WEIGHTS].count)
+        of_weights = ServerMetrics(metrics, [*places, *copies], names.WEIGHTS)
+        self.metrics = of_weights, ServerMetrics(metrics, places, names.KV)
+        self.log.subscribe(of_weights.count)
 
         self.environment = environment
-        both, only = (names.WEIGHTS, names.KV), (names.WEIGHTS,)
         self.children = [
-            self._child(device, f"the server of {device}", command, served, both)
+            Child(self, device, f"the server of {device}", command, served, is_vital=True)
             for device, served in devices.items()
         ]
         # What keeps host copies; the weights are served without it.
         self.copies: list[Child] = []
         if copy_command is not None:
             name = "the server of host copies"
-            self.copies.append(self._child(names.COPIES, name, command, copies, only))
+            self.copies.append(Child(self, names.COPIES, name, command, copies))
             for place in places:
                 name = f"the process that keeps the host copy of {place}"
-                self.copies.append(self._child(place, name, lambda of, _: copy_command(of), (), ()))
+                self.copies.append(Child(self, place, name, lambda of, _: copy_command(of), ()))
         self.http = HttpServer(
             http_host,
             http_port,
@@ -122,19 +118,6 @@ class GmsSupervisor:
             events=self.log,
             allowed_hosts=allowed_hosts,
         )
-
-    def _child(
-        self,
-        device: str,
-        name: str,
-        command: Command,
-        places: Sequence[str],
-        tags: Sequence[str],
-    ) -> Child:
-        child = Child(self, device, name, command, is_vital=names.KV in tags)
-        for place, tag in itertools.product(places, tags):
-            child.served.append(Served(self.directory, place, tag, child, self.metrics[tag]))
-        return child
 
     async def run(self) -> int:
         """Serve until SIGTERM or SIGINT (0), or until a server keeps dying (its exit code)."""
@@ -158,18 +141,13 @@ class GmsSupervisor:
     def status(self) -> dict[str, Any]:
         """`{schema, as_of_event_id, pid, problem, devices: […]}`, as of the last ping."""
         served = [each for child in (*self.children, *self.copies) for each in child.served]
-        kv = {each.place: each.status() for each in served if each.tag == names.KV}
         return {
             "schema": 1,
             "as_of_event_id": self.log.last_id,
             "pid": os.getpid(),
             "restarts": restarts(),
             "problem": self.http.problem,
-            "devices": [
-                {**each.status(), "kv": kv.get(each.place)}
-                for each in served
-                if each.tag == names.WEIGHTS
-            ],
+            "devices": [each.status() for each in served],
         }
 
     async def _keep(self, child: Child) -> int:
@@ -210,10 +188,10 @@ class GmsSupervisor:
 
     def _startup(self) -> Probe:
         """By the weights: an engine that wakes without KV memory has an empty cache."""
-        away = [each for c in self.children for each in c.served if not each.is_responsive]
-        silent = {each.place: each.child.problem for each in away if each.tag == names.WEIGHTS}
+        served = [each for child in self.children for each in child.served]
+        silent = {each.place: each.child.problem for each in served if not each.is_responsive}
         if not silent:
-            kv = [each.place for each in away]
+            kv = [each.place for each in served if not each.status()["kv"]["online"]]
             but = f", but the KV memory of {', '.join(kv)} does not" if kv else ""
             return Probe(True, f"every device's server answers{but}", {"kv_silent": kv})
         why = (f"{place} ({trouble})" if trouble else place for place, trouble in silent.items())
@@ -228,12 +206,20 @@ class Child:
     """A process, and the memories that it serves."""
 
     def __init__(
-        self, parent: GmsSupervisor, device: str, name: str, command: Command, *, is_vital: bool
+        self,
+        parent: GmsSupervisor,
+        device: str,
+        name: str,
+        command: Command,
+        places: Sequence[str],
+        *,
+        is_vital: bool = False,
     ) -> None:
         """`is_vital`: the program ends with it."""
         self.device, self.name, self.is_vital = device, name, is_vital
         self.log, self.clock = parent.log, parent.clock
-        self.served: list[Served] = []
+        metrics = parent.metrics if is_vital else parent.metrics[:1]  # copies have no KV memory
+        self.served = [Served(parent.directory, place, self, metrics) for place in places]
         self.restarter = Restarter()
         self.process: ChildProcess | None = None
         self.problem: str | None = None  # why there is no server, until one answers
@@ -275,11 +261,7 @@ class Child:
         is_misused = returncode == USAGE and not self._has_ever_answered
         is_told = returncode < 0 or returncode == SHORTAGE or is_misused
         code = returncode if is_told else 1  # whatever else it says, other devices' servers go on
-        delay_s = self._failed("gms.child_exit", what, code, {"returncode": returncode})
-        if delay_s is not None:
-            for each in self.served:
-                each.metrics.restarted(each.place)
-        return delay_s
+        return self._failed("gms.child_exit", what, code, {"returncode": returncode})
 
     def _failed(self, kind: str, what: str, code: int, data: Mapping[str, Any]) -> float | None:
         """Show why the device has no server, and record it: a shortage once while it lasts. The
@@ -332,14 +314,14 @@ class Child:
 
 
 class Served(Handler):
-    """The weights or the KV memory of one place: its server's answers and last status. The handler
-    of its pings."""
+    """The memory of one place: its servers' answers and last status. The handler of its pings."""
 
     def __init__(
-        self, directory: str, place: str, tag: str, child: Child, metrics: ServerMetrics
+        self, directory: str, place: str, child: Child, metrics: Sequence[ServerMetrics]
     ) -> None:
-        self.place, self.tag, self.metrics = place, tag, metrics
-        self.path = gms_socket(directory, place, tag)
+        """`metrics`: of its weights, and of its KV memory if it has any."""
+        self.place, self._metrics = place, metrics
+        self.path = gms_socket(directory, place)
         self.answered_ms: float | None = None  # None: this process has not answered yet
         self.child = child
         self._document: dict[str, Any] | None = None
@@ -355,13 +337,19 @@ class Served(Handler):
 
     def status(self) -> dict[str, Any]:
         """The server's own document, or state `down`."""
-        restarts_total = self.child.restarter.restarts
-        base = {"online": self.is_responsive, "restarts_total": restarts_total}
         if self._document is None or self.answered_ms is None:
-            down = {"device_uuid": self.place, "tag": self.tag, "state": "down", **base}
-            return {**down, "problem": self.child.problem}
-        problem = self.child.problem or self._document.get("problem")
-        return {**self._document, **base, "problem": problem}
+            down = {
+                "device_uuid": self.place,
+                "state": "down",
+                "online": False,
+                "restarts_total": self.child.restarter.restarts,
+                "problem": self.child.problem,
+            }
+            kv = {**down, "tag": names.KV} if len(self._metrics) > 1 else None
+            return {**down, "tag": names.WEIGHTS, "kv": kv}
+        online, kv = self.is_responsive, self._document["kv"]
+        kv = kv and {**kv, "online": online and kv["online"]}
+        return {**self._document, "online": online, "kv": kv}
 
     def begin(self, pid: int) -> None:
         """The process `pid` serves it from now on."""
@@ -384,6 +372,8 @@ class Served(Handler):
     def end(self) -> None:
         """The process is gone: its status is void."""
         self.answered_ms = None
+        for metrics in self._metrics:
+            metrics.restarted(self.place)
         if self._conn is not None:
             self._conn.close("the server is gone")
 
@@ -401,14 +391,13 @@ class Served(Handler):
             self.answered_ms = self.child.clock.now_ms()
             self.child.answered()
             self._document = message.document
-            self.metrics.update(message.document)
+            both = message.document, message.document["kv"]
+            for metrics, document in zip(self._metrics, both, strict=False):
+                metrics.update(document)
 
     def closed(self, conn: Connection, reason: str) -> None:
         """The next ping connects again."""
 
     def _relay(self, record: Mapping[str, Any]) -> None:
         self._relayed_id = record["id"]
-        about = {"device_uuid": self.place}
-        if self.tag != names.WEIGHTS:
-            about["tag"] = self.tag
-        self.child.log.relay(record, about)
+        self.child.log.relay(record, {"device_uuid": self.place})

@@ -20,7 +20,7 @@ import pytest
 
 from gms.client import Reader
 from gms.server.metrics import ServerMetrics
-from gms.server.supervisor import Child, Served
+from gms.server.supervisor import Child
 from plumbing.service import procfs
 from plumbing.service.events import EventLog
 from plumbing.service.metrics import Metrics
@@ -214,9 +214,10 @@ def test_a_relayed_event_is_counted_once():
     ours, theirs = EventLog("gms", FakeClock(5)), EventLog("gms-HOST-0", FakeClock(start_ms=9))
     metrics = ServerMetrics(Metrics(), ["HOST-0"], "weights")
     ours.subscribe(metrics.count)
-    parent: Any = SimpleNamespace(log=ours, clock=FakeClock())
-    child = Child(parent, "HOST-0", "the server", lambda *_: [], is_vital=True)
-    served = Served("/nowhere", "HOST-0", "weights", child, metrics)
+    parent: Any = SimpleNamespace(
+        log=ours, clock=FakeClock(), directory="/nowhere", metrics=(metrics,)
+    )
+    (served,) = Child(parent, "HOST-0", "the server", lambda *_: [], ["HOST-0"]).served
     kinds = ["gms.serving", "gms.recovered", "gms.condemned"]
     for kind in kinds:
         theirs.record(kind, "so it is", "warning", {"epoch": "e"})

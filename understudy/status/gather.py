@@ -29,7 +29,6 @@ from plumbing.pod.messages import EventMsg, StatusMsg, StatusReplyMsg, WatchMsg
 from plumbing.pod.models import device_of
 from plumbing.pod.observers import ASK_TIMEOUT_S, PeerWatch, ask
 from plumbing.pod.paths import (
-    KV,
     engine_sockets,
     engine_states,
     gateway_socket,
@@ -153,23 +152,7 @@ async def status_of(part: PodPart, timeout_s: float = ASK_TIMEOUT_S) -> dict[str
     except UnderstudyError as error:
         return {"name": part.name, "error": error.message}
     assert isinstance(answer, StatusReplyMsg)
-    if part.is_memory:
-        return {**answer.document, "kv": await _kv_of(part, timeout_s)}
     return answer.document
-
-
-async def _kv_of(part: PodPart, timeout_s: float) -> dict[str, Any] | None:
-    """The device's KV memory: its server's document, or why there is none; None without a
-    server."""
-    path = gms_socket(os.path.dirname(part.path), part.name, KV)
-    if not os.path.exists(path):
-        return None
-    try:
-        answer = (await ask(path, gms_messages.CATALOGUE, StatusMsg(), timeout_s)).message
-    except UnderstudyError as error:
-        away = {"device_uuid": part.name, "tag": KV, "state": "offline", "online": False}
-        return {**away, "reason": error.message}
-    return answer.document if isinstance(answer, StatusReplyMsg) else None
 
 
 async def pids_of(parts: Sequence[PodPart]) -> dict[str, int]:

@@ -472,9 +472,9 @@ def memory_faults(device: Document, engines: Engines) -> list[str]:
             f"the weights of {name} are out of service but still mapped by {_readers(device)};"
             f" {loader} a second copy"
         )
-    if "reason" in kv:
+    if kv.get("state") == "down":
         faults.append(
-            f"the KV memory of {name} has no server: {kv['reason']}; a waking engine waits for it"
+            f"the KV memory of {name} has no server: {kv['problem']}; a waking engine waits for it"
         )
     return faults
 
@@ -510,8 +510,8 @@ def memory_lines(device: Document, now: datetime, engines: Engines) -> list[str]
 
 def _kv(kv: Document) -> list[str]:
     """A line for KV memory that there is, or whose server is away."""
-    if "reason" in kv:
-        return [f"       kv {kv.get('state')}: {kv['reason']}"]
+    if kv.get("state") == "down":
+        return [f"       kv down: {kv['problem']}"]
     if not kv.get("pool"):
         return []
     holder, waiting = kv.get("holder") or {}, kv.get("waiting") or []

@@ -14,7 +14,8 @@ from tests.gms.kv.desk import Desk
 
 def document(desk: Desk) -> dict:
     shown = kv_snapshot(desk.machine, lambda at_ms: f"at {at_ms:g}")
-    return {"device_uuid": "HOST-0", "problem": None, "protocol_errors_total": 0, **shown}
+    base = {"device_uuid": "HOST-0", "online": True, "problem": None}
+    return {**base, "protocol_errors_total": 0, **shown}
 
 
 def test_status_names_every_state():
