@@ -81,9 +81,13 @@ class EpochAttachedMsg(Message, frozen=True, tag="attached"):
     FDS = (0, FDS_PER_FRAME_MAX)
     epoch: str
     identity: dict[str, Any]
-    layout_hash: str
     slab_sizes: tuple[int, ...]
     manifest: bytes
+
+    @property
+    def layout(self) -> tuple[tuple[int, ...], bytes]:
+        """Where which tensor lies."""
+        return self.slab_sizes, self.manifest
 
 
 class SlabsMsg(Message, frozen=True, tag="slabs"):
@@ -127,7 +131,6 @@ class CommitMsg(Message, frozen=True, tag="commit"):
 
     identity: dict[str, Any]
     manifest: bytes
-    layout_hash: str
     restaged_from: Name | None = None  # the `copy` of `writing`, if all bytes are from there
 
 
@@ -143,7 +146,6 @@ class HeldEpoch(Struct, frozen=True, forbid_unknown_fields=True):
 
     was_committed: bool
     identity: dict[str, Any]
-    layout_hash: Name
 
 
 class HeldPool(Struct, frozen=True, forbid_unknown_fields=True):

@@ -38,7 +38,7 @@ from gms import messages as msg
 from gms import names
 from gms.client.attach import Attachment, OnWait, RegionSession
 from gms.client.keeper import Keeper
-from gms.manifest import TensorRecord, WeightsManifest, encode, layout_hash
+from gms.manifest import TensorRecord, WeightsManifest, encode
 from gms.vmm.host import HostMemory
 from plumbing.errors import RemoteError, UnderstudyError, UnreachableError
 from plumbing.wire.blocking import BlockingClient
@@ -105,8 +105,7 @@ class Reader(WeightsSession):
     ) -> None:
         super().__init__(attachment, client, request, grant.epoch)
         self.identity: dict[str, Any] = grant.identity
-        self.layout_hash = grant.layout_hash
-        self.slab_sizes = grant.slab_sizes
+        self.layout, self.slab_sizes = grant.layout, grant.slab_sizes
         self.tensors = self.manifest = WeightsManifest(grant.manifest)
 
     @property
@@ -150,7 +149,7 @@ class Reader(WeightsSession):
             raise UnderstudyError(
                 "gms.not_mapped", f"epoch {self.epoch} is unmapped here; `remap` attaches again"
             )
-        epoch = msg.HeldEpoch(True, self.identity, self.layout_hash)
+        epoch = msg.HeldEpoch(True, self.identity)
         who = self.request.engine, self.request.incarnation
         sizes, rank = tuple(self.slab_sizes), self.request.rank
         message = msg.HandBackMsg(*who, self.epoch, sizes, rank, epoch=epoch)
@@ -186,7 +185,7 @@ class Reader(WeightsSession):
                     "the host copy no longer matches the weights of this device; restart this "
                     "engine, which loads them again",
                 )
-            if isinstance(grant, msg.EpochAttachedMsg) and grant.layout_hash != self.layout_hash:
+            if isinstance(grant, msg.EpochAttachedMsg) and grant.layout != self.layout:
                 raise UnderstudyError(
                     "gms.stale_layout",
                     f"epoch {grant.epoch} has a different layout from the one that was mapped "
@@ -338,12 +337,9 @@ class Writer(WeightsSession):
         sizes = tuple(slab.size_bytes for slab in self.attachment.slabs)
         source = self._source
         manifest = encode(self._records.values()) if source is None else source.manifest.encoded
-        computed = layout_hash(sizes, manifest)
         self.attachment.range.make_read_only()  # this process cannot write any more
-        is_answered = self._request_commit(
-            msg.CommitMsg(dict(identity), manifest, computed, restaged_from)
-        )
-        epoch = msg.EpochAttachedMsg(self.epoch, dict(identity), computed, sizes, manifest)
+        is_answered = self._request_commit(msg.CommitMsg(dict(identity), manifest, restaged_from))
+        epoch = msg.EpochAttachedMsg(self.epoch, dict(identity), sizes, manifest)
         self.is_closed = True  # the reader owns everything from here on
         reader = Reader(self.attachment, self.client, self.request, epoch)
         # The digest of a restaged epoch is known: it is the copy's.
@@ -481,7 +477,7 @@ def release(reader: Reader, keeper: Keeper) -> Offloaded:
         ) from error
     with contextlib.ExitStack() as stack:
         stack.callback(copy.close)
-        if copy.layout_hash != reader.layout_hash:
+        if copy.layout != reader.layout:
             raise UnderstudyError(
                 "gms.no_copy", f"the host copy {copy.epoch} has another layout than these weights"
             )

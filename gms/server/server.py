@@ -147,7 +147,6 @@ class WeightsServer(MemoryServer[WeightsMachine]):
         return msg.EpochAttachedMsg(
             epoch=region.id,
             identity=dict(region.identity or {}),
-            layout_hash=region.layout_hash,
             slab_sizes=tuple(region.slab_sizes),
             manifest=region.manifest,
         )

@@ -31,7 +31,7 @@ def classes(catalogue: Catalogue) -> list[type[Message]]:
 
 
 # Fields whose plainest value says nothing.
-WORDS = {"mode": "rw_or_ro", "epoch": "0" * 32, "layout_hash": "0" * 64}
+WORDS = {"mode": "rw_or_ro", "epoch": "0" * 32}
 
 
 def value_of(hint: Any) -> Any:

@@ -261,7 +261,6 @@ def hand_back_of(reader: Reader, **more: Any) -> msg.HandBackMsg:
     held = msg.HeldEpoch(
         more.pop("was_committed", True),
         more.pop("identity", reader.identity),
-        more.pop("layout_hash", reader.layout_hash),
     )
     fields: dict[str, Any] = {
         "engine": "engine-0",

@@ -105,7 +105,7 @@ def test_row_10_sizes_are_the_servers_whatever_the_importers_granularity(
                 with gms.reader(memory=memory) as reader:
                     assert reader.slab_sizes == committed.slab_sizes
                     assert mapped_bytes(reader.address("t0")) == list(reader.slab_sizes)
-                    assert reader.layout_hash == committed.layout_hash
+                    assert reader.layout == committed.layout
     finally:
         gms.stop()
 
@@ -159,7 +159,7 @@ def test_client_refuses_a_server_that_answers_wrongly(directory: str, epoch: str
             client = BlockingClient.from_socket(sock, msg.CATALOGUE)
             request = client.receive()
             fd = OwnedFd(os.memfd_create("slab"))
-            answer = msg.EpochAttachedMsg(epoch, {}, "h", (PAGE,) * slabs, b"")
+            answer = msg.EpochAttachedMsg(epoch, {}, (PAGE,) * slabs, b"")
             client.notify(answer, [fd], request_id=request.request_id)
             client.notify(msg.WaitingMsg("r", "m"), request_id=request.request_id)
         os._exit(0)

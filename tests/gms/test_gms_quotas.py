@@ -21,7 +21,6 @@ from gms.manifest import (
     SLABS_MAX,
     TensorRecord,
     encode,
-    layout_hash,
 )
 from gms.messages import CATALOGUE, REQUEST_BYTES_MAX, EpochAttachedMsg
 from plumbing.errors import ProtocolError, RemoteError
@@ -84,7 +83,7 @@ def test_identity_is_limited(host: GmsProcess):
     assert error.code == "gms.identity_too_large"
     assert error.details["limit"] == IDENTITY_CHARS_MAX
     attach = msg.AttachMsg("e", "i", "rw_or_ro", wait_ms=20_000)
-    commit = msg.CommitMsg(large, encode([]), layout_hash([], encode([])))
+    commit = msg.CommitMsg(large, encode([]))
     assert host.refusal(attach, commit).code == "gms.identity_too_large"
     host.load().close()
 
@@ -99,7 +98,6 @@ def test_manifest_is_limited_so_that_readers_can_be_sent_it(host: GmsProcess):
     answer = EpochAttachedMsg(
         epoch=EPOCH,
         identity={"x": "\N{SNOWMAN}" * (IDENTITY_CHARS_MAX // 6 - 10)},
-        layout_hash="0" * 64,
         slab_sizes=(2**62,) * SLABS_MAX,
         manifest=bytes(MANIFEST_BYTES_MAX),
     )
@@ -107,7 +105,7 @@ def test_manifest_is_limited_so_that_readers_can_be_sent_it(host: GmsProcess):
     manifest = encode(records(40_000, 400))
     assert MANIFEST_BYTES_MAX < len(manifest) < CATALOGUE.frame_bytes_max
     attach = msg.AttachMsg("e", "i", "rw_or_ro", identity=IDENTITY, wait_ms=20_000)
-    error = host.refusal(attach, msg.CommitMsg(IDENTITY, manifest, layout_hash([], manifest)))
+    error = host.refusal(attach, msg.CommitMsg(IDENTITY, manifest))
     assert error.code == "gms.manifest_too_large"
     assert error.details["limit"] == MANIFEST_BYTES_MAX
     until(lambda: host.status()["state"] == "empty", "the refused load to be given up")
@@ -129,7 +127,7 @@ def test_only_who_owes_a_manifest_may_send_large_frames(host: GmsProcess):
 
 def test_survivor_cannot_claim_more_than_any_device_has(host: GmsProcess):
     """Sizes whose sum no status could carry: refused; what is claimed within reason is shown."""
-    held = msg.HeldEpoch(True, {}, "0")
+    held = msg.HeldEpoch(True, {})
     huge = msg.HandBackMsg("e", "i", EPOCH, (2**62,) * 8, epoch=held)
     error = host.refusal(huge)
     assert error.code == "gms.bad_epoch"

@@ -122,7 +122,7 @@ class OffloadWorld:
         commit = commit_of(0, IDENTITY, SIZES).message
         assert isinstance(commit, msg.CommitMsg)
         again = actor.restages_from if node is self.device else None
-        message = msg.CommitMsg(commit.identity, commit.manifest, commit.layout_hash, again)
+        message = msg.CommitMsg(commit.identity, commit.manifest, again)
         self._send(node, actor, message)
 
     def _fill(self, actor: Actor, memory: Memory) -> None:
@@ -173,8 +173,7 @@ class OffloadWorld:
 
     def _rejoin(self, node: Node, actor: Actor) -> None:
         memory = actor.holds[node.name]
-        manifest, hashed = manifest_of(SIZES)
-        held = msg.HeldEpoch(True, IDENTITY, hashed)
+        manifest, held = manifest_of(SIZES), msg.HeldEpoch(True, IDENTITY)
         who = actor.name, f"i-{id(actor)}"
         message = msg.HandBackMsg(*who, memory.epoch, tuple(SIZES), epoch=held, manifest=manifest)
         self._send(node, actor, message)

@@ -143,8 +143,8 @@ class Rank:
     def _hand_back(self) -> None:
         self.session = self.world.open_session(self)
         self.device.offered[self.session] = self.copy
-        manifest, hashed = manifest_of(self.copy.slab_sizes)
-        held = msg.HeldEpoch(self.at is not At.COMMITTING, self.identity, hashed)
+        manifest = manifest_of(self.copy.slab_sizes)
+        held = msg.HeldEpoch(self.at is not At.COMMITTING, self.identity)
         sizes = tuple(self.copy.slab_sizes)
         self.device.tell(
             ev.Received(

@@ -10,7 +10,7 @@ from gms import messages as msg
 from gms.core import events as ev
 from gms.core.upkeep import Epoch
 from gms.core.weights import WeightsMachine
-from gms.manifest import TensorRecord, encode, layout_hash
+from gms.manifest import TensorRecord, encode
 from plumbing.errors import UnderstudyError
 from plumbing.wire.messages import Message
 from tests.sim.gms_device import told
@@ -123,8 +123,7 @@ class Bench:
         sizes = self.device.regions[str(self.device.sessions[session].region)].slab_sizes
         manifest = encode([TensorRecord("t", 0, 16, (4,), "float32")] if sizes else [])
         told = identity if identity is not None else IDENTITY
-        hashed = layout_hash(sizes, manifest)
-        commit = msg.CommitMsg(told, manifest, hashed, restaged_from)
+        commit = msg.CommitMsg(told, manifest, restaged_from)
         self.tell(ev.Received(session, 3, commit))
         return self.last(session)
 

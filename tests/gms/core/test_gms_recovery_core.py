@@ -34,7 +34,7 @@ def hand_back(
 ) -> Answer | None:
     """What a survivor sends, and the last answer to it."""
     identity = identity or (IDENTITY if epoch == OLD else OTHER)
-    held = msg.HeldEpoch(True, identity, layout_hash((MIB,), MANIFEST))
+    held = msg.HeldEpoch(True, identity)
     who = f"engine-{session}", f"i{session}"
     message = msg.HandBackMsg(*who, epoch, (MIB,), epoch=held, manifest=MANIFEST)
     bench.tell(ev.Received(session, 1, message))
