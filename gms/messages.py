@@ -255,7 +255,6 @@ class PoolTakenMsg(Message, frozen=True, tag="taken"):
     ever written; on a GPU its bytes are arbitrary until a holder has zeroed them (`begun`)."""
 
     FDS = (2, FDS_PER_FRAME_MAX)
-    pool: str
     slab_sizes: tuple[int, ...]
     index_bytes: int
     is_fresh: bool
@@ -286,7 +285,6 @@ class PoolFreedMsg(Message, frozen=True, tag="pool_freed"):
     """The memory of the pool that was given up is free."""
 
     pool: str
-    pool_bytes: int
 
 
 class DropPoolMsg(Message, frozen=True, tag="drop_pool"):

@@ -373,7 +373,7 @@ class KvMachine(Machine[Pool]):
         for session in self.leaving:
             if session.region == pool.id:
                 session.move("free", self.now_ms)
-                self._send(session, msg.PoolFreedMsg(pool.id, pool.memory_bytes))
+                self._send(session, msg.PoolFreedMsg(pool.id))
                 del self.sessions[session.id]
 
     def _is_served_watched(self, pool: Pool) -> bool:

@@ -163,13 +163,10 @@ class Session(Struct):
     reason_message: str = ""  # the same as a sentence
     region: str | None = None
     # Of a writer of weights.
-    asked_bytes: int | None = None  # of the slab that is being allocated, or waited for
-    is_issued: bool = False  # that slab's driver call is under way
+    asked_bytes: int = 0  # of the slab that is being allocated; it waits while there is a deadline
     has_waited: bool = False  # for room for a slab
     full: UnderstudyError | None = None  # the driver's error: it has no memory for that slab
     full_since_ms: float | None = None
-    may_be_journalled: bool = False
-    is_restaging: bool = False  # it has committed what it copied from the host copy
     retry_ms: float | None = None  # when the journal, or the full device, is tried again
     done_bytes: int = 0
     total_bytes: int = 0

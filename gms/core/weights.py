@@ -159,7 +159,6 @@ class WeightsMachine(Upkeep):
             case ev.CreateSlab():
                 self._slab_created(session)
             case ev.SealEpoch():
-                session.may_be_journalled = True
                 self.region_of(session).tensors = result
                 self._journal_commit(session)
             case ev.WriteJournal():
@@ -273,13 +272,13 @@ class WeightsMachine(Upkeep):
             )
         session.move(message, self.now_ms)
         session.request_id = event.request_id
-        session.asked_bytes, session.is_issued = message.size_bytes, False
+        session.asked_bytes = message.size_bytes
         session.deadline_ms = self.now_ms + self.stall_ms  # created as soon as it fits
 
     def _judge_allocation(self) -> None:
         """Issue the writer's slab once it fits."""
         session = self.writer
-        if session is None or session.asked_bytes is None or session.is_issued:
+        if session is None or session.state is not S.ALLOCATING or session.deadline_ms is None:
             return
         if session.retry_ms is not None:
             return  # the driver had no room a moment ago
@@ -289,8 +288,7 @@ class WeightsMachine(Upkeep):
         if missing > sum(epoch.size_bytes for epoch in self.being_freed):
             self._refuse(session, self._out_of_memory(size_bytes))
         elif missing <= 0:
-            session.has_waited = False
-            session.is_issued, session.deadline_ms = True, None
+            session.has_waited, session.deadline_ms = False, None
             # Counted from now on, so that it is promised once.
             self.region_of(session).slab_sizes.append(size_bytes)
             self.do(ev.CreateSlab(session.id, str(session.region), size_bytes))
@@ -339,8 +337,7 @@ class WeightsMachine(Upkeep):
         session.request_id, session.deadline_ms = event.request_id, None
         epoch.manifest, epoch.layout_hash = message.manifest, computed
         epoch.identity = dict(message.identity)
-        session.is_restaging = message.restaged_from is not None
-        if session.is_restaging and copy is not None:
+        if message.restaged_from is not None and copy is not None:
             epoch.digest = copy.digest
         self.do(ev.SealEpoch(session.id, epoch.id, message.manifest))
 
@@ -352,7 +349,7 @@ class WeightsMachine(Upkeep):
         self._send(session, msg.WritingMsg(str(session.region), *sizes, offered))
 
     def _slab_created(self, session: Session) -> None:
-        session.asked_bytes = session.full = session.full_since_ms = None
+        session.full = session.full_since_ms = None
         session.deadline_ms = self.now_ms + self.stall_ms
         session.reason = session.reason_message = ""
         sizes = self.region_of(session).slab_sizes
@@ -364,7 +361,6 @@ class WeightsMachine(Upkeep):
         if session.full_since_ms is None:
             session.full_since_ms = self.now_ms
             self.oom_waits_total += 1
-        session.is_issued = False
         session.retry_ms = self.now_ms + DEVICE_FULL_RETRY_MS
         session.deadline_ms = session.full_since_ms + DEVICE_FULL_WAIT_MS
         ours = "; ".join(self._who_holds()) or "nothing"
@@ -382,15 +378,16 @@ class WeightsMachine(Upkeep):
         # The device has its own weights again, which may be lost or condemned.
         is_stale = self.is_journal_behind or self.offloaded is not None
         self.offloaded = None
+        is_restaged = epoch.digest is not None  # that of what it was copied from
         epoch.turn("serve")
         epoch.was_published = True
         session.retry_ms = self.problem = None
         self.commits_total += 1
-        self.restages_total += session.is_restaging
+        self.restages_total += is_restaged
         self._send(session, msg.CommittedMsg(epoch.id))
-        how = "restored the weights from host memory as" if session.is_restaging else "committed"
+        how = "restored the weights from host memory as" if is_restaged else "committed"
         self.record(
-            "gms.restaged" if session.is_restaging else "gms.commit",
+            "gms.restaged" if is_restaged else "gms.commit",
             f"{session.label} {how} epoch {epoch.id}",
             epoch=epoch.id,
             size_bytes=epoch.size_bytes,
@@ -406,7 +403,7 @@ class WeightsMachine(Upkeep):
         if epoch.phase is RegionPhase.MAKING and isinstance(session.request, msg.AttachMsg):
             self.problem = None
             epoch.turn("retire")
-            if session.may_be_journalled:  # its record may be on disk: restore the true one
+            if epoch.layout_hash:  # its record may be on disk: restore the true one
                 self.journal()
             lost = f"staging epoch {epoch.id} of {session.label} is lost: {why}"
             self.record("gms.reclaim", lost, "warning", epoch=epoch.id)

@@ -77,7 +77,6 @@ class MemoryWatch:
     def __init__(self, server: MemoryServer[Any], thread: DriverThread) -> None:
         self._server, self._clock, self._thread = server, server.clock, thread
         self._watched: dict[str, Watched] = {}
-        self._reported: set[str] = set()
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -122,13 +121,13 @@ class MemoryWatch:
             look = epoch_file.remove_if_free if watched.ends else epoch_file.is_free
             is_free = look(path)
         except OSError as error:  # not known is not free
-            watched.problem = (
+            problem = (
                 f"cannot check whether {server.what} {region} is still mapped, so no engine may "
                 f"{server.blocked} until {path} can be checked: {explain_shortage(error.errno)}"
             )
-            if watched.problem not in self._reported:
-                self._reported.add(watched.problem)
-                server.warn(watched.problem)
+            if problem != watched.problem:
+                watched.problem = problem
+                server.warn(problem)
             return False
         watched.problem = None
         return is_free

@@ -242,7 +242,7 @@ class KvServer(MemoryServer[KvMachine]):
 
     def _grant(self, region: Pool, effect: ev.SendRegion) -> msg.PoolTakenMsg:
         sizes = tuple(region.slab_sizes)
-        return msg.PoolTakenMsg(region.id, sizes, region.index_bytes, effect.is_fresh)
+        return msg.PoolTakenMsg(sizes, region.index_bytes, effect.is_fresh)
 
     def room(self) -> KvRoom:
         """What the device has for KV memory beside its weights."""
