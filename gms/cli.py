@@ -78,12 +78,14 @@ SERVE = (
     Option("http_port", int, 9401, "Port of probes, status and metrics.", minimum=0, maximum=65535),
     ALLOWED_HOST,
 )
+PLACE = Option(
+    "place", str, (), "What to serve, HOST-0.MODEL. Repeatable. Default: the device.", many=True
+)
 SERVE_DEVICE = (
     DIRECTORY,
     MEMORY,
     Option("device", str, help="The device's name."),
-    Option("place", str, (), "What of it to serve, HOST-0.MODEL. Repeatable. Default: the device.",
-           many=True),
+    PLACE,
     Option("device_bytes", size_bytes, None, "Memory to use.", minimum=1),
     STALL,
     Option("restarts", int, 0, "Number of servers that the device had before this one.", minimum=0),
@@ -158,11 +160,12 @@ def serve(config: Resolved) -> None:
             *("--stall-s", config["stall_s"]),
         ]
         served = [names.offload_device(place) for place in places] if is_copies else on[device]
-        flags += [word for place in served for word in ("--place", place)]
+        flags += _places(served)
         if limit_bytes := copies_bytes if is_copies else device_bytes.get(device):
             flags += ["--device-bytes", limit_bytes]
         return _words("serve-device", flags)
 
+    keeping = ["--dir", directory, "--device", names.COPIES, *_places(places)]
     supervisor = GmsSupervisor(
         directory,
         on,
@@ -172,15 +175,17 @@ def serve(config: Resolved) -> None:
         http_host=config["http_host"],
         http_port=config["http_port"],
         allowed_hosts=config["http_allowed_host"],
-        copy_command=None
-        if copies_bytes is None
-        else lambda device: _words("keep-copy", ["--dir", directory, "--device", device]),
+        keep_copies=None if copies_bytes is None else _words("keep-copies", keeping),
     )
     sys.exit(run_async(supervisor.run))
 
 
 def _words(verb: str, flags: Iterable[object]) -> list[str]:
     return [sys.executable, "-m", "gms.cli", verb, *map(str, flags)]
+
+
+def _places(places: Iterable[str]) -> list[str]:
+    return [word for place in places for word in ("--place", place)]
 
 
 @main.command("serve-device", hidden=True)
@@ -322,21 +327,20 @@ def _show(document: dict[str, Any], *, as_json: bool) -> None:
     click.echo(to_json(document, indent=1) if as_json else upkeep.render(document))
 
 
-@main.command("keep-copy", hidden=True)
-@options((DIRECTORY, ONE_DEVICE))
-def keep_copy(config: Resolved) -> None:
-    """Keep the host copy of one device's weights; started by `serve`."""
-    from gms.host_copy import CopyKeeper, make_in_a_process
+@main.command("keep-copies", hidden=True)
+@options((DIRECTORY, ONE_DEVICE, PLACE))
+def keep_copies(config: Resolved) -> None:
+    """Keep the host copies of all devices' weights; started by `serve`."""
+    from gms import host_copy
 
     _as_child(config)
-    flags = ["--dir", config["dir"], "--device", config["device"]]
-    CopyKeeper(config["dir"], config["device"], lambda: make_in_a_process(flags)).run()
+    host_copy.keep_copies(config["dir"], config["place"])
 
 
 @main.command("make-copy", hidden=True)
 @options((DIRECTORY, ONE_DEVICE))
 def make_copy(config: Resolved) -> None:
-    """Copy one device's weights to host memory; started by `keep-copy`."""
+    """Copy one device's weights to host memory; started by `keep-copies`."""
     from gms import host_copy
 
     _as_child(config)

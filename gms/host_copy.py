@@ -1,6 +1,6 @@
-"""The host copy of a device's weights: `gms keep-copy` keeps it, `gms make-copy` makes it.
+"""The host copies of devices' weights: `gms keep-copies` keeps them, `gms make-copy` makes one.
 
-The keeper holds the copy's descriptors, as an engine holds those of the weights, so a restarted
+The keeper holds the copies' descriptors, as an engine holds those of the weights, so a restarted
 server gets the memory back. It starts `make-copy` when the committed weights have no copy. It
 touches nothing that it maps, so it takes no memory, and it never opens a device. No process waits
 for it, so it polls.
@@ -16,7 +16,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 from msgspec.structs import replace
@@ -26,7 +26,9 @@ from gms import names
 from gms.client import Keeper, Reader, Writer, open_copy, open_session
 from gms.messages import COPIER
 from gms.questions import ask, status_of
+from gms.server.devices import VISIBLE
 from plumbing.errors import UnderstudyError
+from plumbing.pod.models import device_of
 from plumbing.service.process import parent_environment
 
 LOOK_S = 0.5  # a look is two questions to servers that answer in a millisecond
@@ -35,31 +37,36 @@ ANSWER_S = 5.0
 RETRY_S = 10.0
 # 1 TiB at 1 GiB/s takes 17 minutes. What takes longer is stopped or hung, and holds up every look.
 MAKE_S_MAX = 3600.0
-TIMED_OUT = 124  # as timeout(1) exits
 
 logger = logging.getLogger(__name__)
+
+
+def keep_copies(directory: str, devices: Sequence[str]) -> None:
+    """Keep the copies of the weights of `devices`, until the process is ended."""
+    keepers = [CopyKeeper(directory, device) for device in devices]
+    while True:
+        for each in keepers:
+            each.try_to_look()
+        time.sleep(LOOK_S)
 
 
 class CopyKeeper:
     """The copy of one device's weights; `look` does what is due, and never raises for long."""
 
-    def __init__(self, directory: str, device: str, make: Callable[[], int]) -> None:
-        """`make` makes a copy; its result is an exit code."""
-        self._directory, self._device, self._make = directory, device, make
+    def __init__(self, directory: str, device: str) -> None:
+        self._directory, self._device = directory, device
         self._host = names.offload_device(device)
         self._copy: Reader | None = None
         self._keeper: Keeper | None = None
-        self._retry_s = 0.0
+        self._maker: subprocess.Popen[bytes] | None = None
+        self._retry_s = 0.0  # no maker is started before; while one runs, it is killed then
         self._said = ""
 
-    def run(self) -> None:
-        """Until the process is ended."""
-        while True:
-            try:
-                self.look()
-            except UnderstudyError as error:  # a server that restarts, a shortage
-                self._say(f"the host copy of {self._device} is not maintained: {error.message}")
-            time.sleep(LOOK_S)
+    def try_to_look(self) -> None:
+        try:
+            self.look()
+        except (UnderstudyError, OSError) as error:  # a server that restarts, a shortage
+            self._say(f"the host copy of {self._device} is not maintained: {error}")
 
     def look(self) -> None:
         """Hold the copy that there is; have one made if it is not of what is committed.
@@ -67,6 +74,8 @@ class CopyKeeper:
         Raises:
             UnderstudyError: a server cannot be asked, or the copy not be held.
         """
+        if self._is_being_made():
+            return
         weights, copy = (
             status_of(self._directory, each, ANSWER_S) for each in (self._device, self._host)
         )
@@ -74,7 +83,9 @@ class CopyKeeper:
             # A server that has died gets the copy from our keeper.
             if copy["state"] == "empty" and weights["state"] == "committed":
                 self.close()
-                self._make_one()
+                if time.monotonic() >= self._retry_s:
+                    self._maker = self._make()
+                    self._retry_s = time.monotonic() + MAKE_S_MAX
             elif copy["state"] == "empty" and copy["superseded_bytes"]:
                 self.close()  # it was dropped, and its memory is free once we leave
             return
@@ -107,17 +118,32 @@ class CopyKeeper:
         drop = msg.DropMsg(copy, even_if_mapped=True)
         ask(self._directory, self._host, drop, msg.DroppedMsg, ANSWER_S)
 
-    def _make_one(self) -> None:
-        now_s = time.monotonic()
-        if now_s < self._retry_s:
-            return
-        code = self._make()
-        if code != 0:
-            self._retry_s = time.monotonic() + RETRY_S
+    def _make(self) -> subprocess.Popen[bytes]:
+        """Start `gms make-copy`, which sees its own device and nothing else."""
+        flags = ["--dir", self._directory, "--device", self._device]
+        seen = {} if names.is_host(self._device) else {VISIBLE: device_of(self._device)}
+        return subprocess.Popen(
+            [sys.executable, "-m", "gms.cli", "make-copy", *flags],
+            env={**os.environ, **parent_environment(), **seen},
+            stdin=subprocess.DEVNULL,
+        )
+
+    def _is_being_made(self) -> bool:
+        """Whether the maker runs; what it left, and when it is too late, is seen to here."""
+        if self._maker is None:
+            return False
+        code, now_s = self._maker.poll(), time.monotonic()
+        if code is None:
+            if now_s > self._retry_s:
+                self._maker.kill()
+            return True
+        self._maker, self._retry_s = None, now_s + (RETRY_S if code else 0.0)
+        if code:
             self._say(
                 f"the weights of {self._device} could not be copied to host memory (exit code "
                 f"{code}); trying again every {RETRY_S:g} s"
             )
+        return False
 
     def _say(self, sentence: str) -> None:
         if sentence != self._said:
@@ -130,20 +156,6 @@ def _is_same(weights: dict[str, Any], copy: dict[str, Any]) -> bool:
     if any(weights[key] != copy[key] for key in ("layout_hash", "identity")):
         return False
     return "pending" in (weights["digest"], copy["digest"]) or weights["digest"] == copy["digest"]
-
-
-def make_in_a_process(flags: list[str]) -> int:
-    """Run `gms make-copy` with these flags."""
-    words = [sys.executable, "-m", "gms.cli", "make-copy", *flags]
-    environ = {**os.environ, **parent_environment()}
-    try:
-        made = subprocess.run(
-            words, env=environ, stdin=subprocess.DEVNULL, check=False, timeout=MAKE_S_MAX
-        )
-    except subprocess.TimeoutExpired:
-        logger.warning("`gms make-copy` was killed: it had not ended after %g s", MAKE_S_MAX)
-        return TIMED_OUT
-    return made.returncode
 
 
 WAIT_S = 10.0  # for the memory of the copy before this one

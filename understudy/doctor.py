@@ -51,7 +51,7 @@ from understudy.status.gather import gather
 ANSWER_S = 2.0  # a healthy part answers in milliseconds; one that hangs must not delay the others
 NVML_DEADLINE_S = 20.0  # NVML takes seconds to initialise eight GPUs that no process has open
 INIT = 1
-KEEPER = "keep-copy"  # the command of `gms` that holds a copy of weights
+KEEPER = "keep-copies"  # the command of `gms` that holds copies of weights
 GMS, ENGINE = "gms_", "engine_"  # how the names of their sockets start
 _UCRED = struct.Struct("iII")  # struct ucred: pid, uid, gid (man 7 unix)
 
@@ -151,7 +151,7 @@ def _processes(sockets: Mapping[str, int | None]) -> frozenset[int]:
         found |= {pid, *procfs.descendants(pid)}
         above = procfs.parent(pid)
         if name.startswith(GMS) and above is not None and above > INIT:
-            # The supervisor of the devices' servers has no socket of its own, nor have the keepers
+            # The supervisor of the devices' servers has no socket of its own, nor has the keeper
             # of copies in host memory.
             below = procfs.children(above)
             found |= {above, *(each for each in below if KEEPER in read(f"/proc/{each}/cmdline"))}

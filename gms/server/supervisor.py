@@ -11,7 +11,7 @@ socket of its weights, which tells of its KV memory, too. A process that hangs i
 its memory lives on in its readers. But only for its own silence: not while this process itself
 waits for a CPU, or has no descriptor left to ask with.
 
-A child that keeps a device's host copy (`gms.host_copy`) serves nothing: the supervisor knows only
+The child that keeps the host copies (`gms.host_copy`) serves nothing: the supervisor knows only
 whether it runs. Neither it nor the copies' server is ever given up: weights are served without a
 copy.
 """
@@ -81,16 +81,16 @@ class GmsSupervisor:
         http_port: int,
         allowed_hosts: Sequence[str] = (),
         environment: Environment = lambda device: {},
-        copy_command: Callable[[str], Sequence[str]] | None = None,
+        keep_copies: Sequence[str] | None = None,
     ) -> None:
         """`devices`: the places that each device's server serves; `command`: how that server is
-        started, given how many it had before; `copy_command`: for what keeps the copy of a place's
-        weights in host memory, whose places `command` serves under the name of `names.COPIES`."""
+        started, given how many it had before; `keep_copies`: starts what keeps the copies of
+        weights in host memory, which `command` serves under the name of `names.COPIES`."""
         self.directory = directory
         self.clock = SystemClock()
         self.log = EventLog("gms", self.clock)
         places = [place for served in devices.values() for place in served]
-        copies = [names.offload_device(place) for place in places if copy_command is not None]
+        copies = [names.offload_device(place) for place in places if keep_copies is not None]
         metrics = Metrics()
         of_weights = ServerMetrics(metrics, [*places, *copies], names.WEIGHTS)
         self.metrics = of_weights, ServerMetrics(metrics, places, names.KV)
@@ -103,12 +103,12 @@ class GmsSupervisor:
         ]
         # What keeps host copies; the weights are served without it.
         self.copies: list[Child] = []
-        if copy_command is not None:
-            name = "the server of host copies"
-            self.copies.append(Child(self, names.COPIES, name, command, copies))
-            for place in places:
-                name = f"the process that keeps the host copy of {place}"
-                self.copies.append(Child(self, place, name, lambda of, _: copy_command(of), ()))
+        if keep_copies is not None:
+            server, keeper = "the server of host copies", "the process that keeps host copies"
+            self.copies = [
+                Child(self, names.COPIES, server, command, copies),
+                Child(self, names.COPIES, keeper, lambda *_: keep_copies, ()),
+            ]
         self.http = HttpServer(
             http_host,
             http_port,

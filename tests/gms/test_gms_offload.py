@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,11 +26,11 @@ class Copies(CopyKeeper):
 
     def __init__(self, gms: GmsProcess) -> None:
         self.made: list[str] = []
-        super().__init__(gms.directory, gms.device, self._make_here)
+        super().__init__(gms.directory, gms.device)
 
-    def _make_here(self) -> int:
+    def _make(self) -> Any:
         self.made.append(make_copy(self._directory, self._device))
-        return 0
+        return SimpleNamespace(poll=lambda: 0)
 
     def settle(self) -> str:
         """Look until there is a digested copy; returns its epoch. The copy's server shows a digest

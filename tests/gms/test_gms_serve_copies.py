@@ -39,11 +39,11 @@ def serve(directory: str) -> Iterator[ServeCopies]:
 
 
 def keeper_of(serve: Serve) -> int | None:
-    """The pid of what keeps the copy."""
+    """The pid of what keeps the copies."""
     for pid in procfs.descendants(serve.process.pid):
         with contextlib.suppress(OSError):  # one that made a copy, and has ended
             words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-            if "keep-copy" in words:
+            if "keep-copies" in words:
                 return pid
     return None
 
