@@ -17,8 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import Annotated, Any, NewType
 
@@ -66,25 +65,9 @@ _RECORD = msgpack.Decoder(TensorRecord)  # coerces nothing: `true` is not an int
 _ROWS = msgpack.Decoder(Annotated[list[Raw], Meta(max_length=TENSORS_MAX)])
 
 
-class WeightsManifest(Mapping[str, TensorRecord]):
-    """Names to records, in the manifest's order, over `encoded` bytes that a server has checked.
-    Decoded on first use, so attaching does not pay for it."""
-
-    def __init__(self, encoded: bytes) -> None:
-        self.encoded = encoded
-
-    @cached_property
-    def _records(self) -> dict[str, TensorRecord]:
-        return {record.name: record for record in map(_RECORD.decode, _ROWS.decode(self.encoded))}
-
-    def __getitem__(self, name: str) -> TensorRecord:
-        return self._records[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._records)
-
-    def __len__(self) -> int:
-        return len(self._records)
+def decode(manifest: bytes) -> dict[str, TensorRecord]:
+    """Names to records, in the manifest's order, of bytes that a server has checked."""
+    return {record.name: record for record in map(_RECORD.decode, _ROWS.decode(manifest))}
 
 
 def encode(records: Iterable[TensorRecord]) -> bytes:

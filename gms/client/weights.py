@@ -30,6 +30,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from msgspec.structs import replace
@@ -38,7 +39,7 @@ from gms import messages as msg
 from gms import names
 from gms.client.attach import Attachment, OnWait, RegionSession
 from gms.client.keeper import Keeper
-from gms.manifest import TensorRecord, WeightsManifest, encode
+from gms.manifest import TensorRecord, decode, encode
 from gms.vmm.host import HostMemory
 from plumbing.errors import RemoteError, UnderstudyError, UnreachableError
 from plumbing.wire.blocking import BlockingClient
@@ -61,7 +62,7 @@ logger = logging.getLogger(__name__)
 class WeightsSession(RegionSession):
     """What readers and writers share: mapped slabs, and their end."""
 
-    tensors: Mapping[str, TensorRecord]  # by name, in the order in which they were placed
+    manifest = b""  # of a reader
 
     def __init__(
         self, attachment: Attachment, client: BlockingClient, request: msg.AttachMsg, epoch: str
@@ -69,6 +70,12 @@ class WeightsSession(RegionSession):
         """`request`: what this session has asked for."""
         super().__init__(attachment.path, client)
         self.attachment, self.request, self.epoch = attachment, request, epoch
+
+    @cached_property
+    def tensors(self) -> Mapping[str, TensorRecord]:
+        """By name, in the order in which they were placed. A reader decodes them when they are
+        first asked for, so attaching does not pay for it."""
+        return decode(self.manifest)
 
     def address(self, name: str) -> int:
         """Where the first byte of tensor `name` is, for good, also while it is not mapped."""
@@ -106,7 +113,7 @@ class Reader(WeightsSession):
         super().__init__(attachment, client, request, grant.epoch)
         self.identity: dict[str, Any] = grant.identity
         self.layout, self.slab_sizes = grant.layout, grant.slab_sizes
-        self.tensors = self.manifest = WeightsManifest(grant.manifest)
+        self.manifest = grant.manifest
 
     @property
     def size_bytes(self) -> int:
@@ -115,7 +122,7 @@ class Reader(WeightsSession):
 
     def read(self, name: str) -> bytes:
         """A copy of the bytes of tensor `name`, from device memory too."""
-        record = self.manifest[name]
+        record = self.tensors[name]
         return self.attachment.range.read(record.offset, record.nbytes)
 
     def slab_fds(self) -> list[int]:
@@ -153,7 +160,7 @@ class Reader(WeightsSession):
         who = self.request.engine, self.request.incarnation
         sizes, rank = tuple(self.slab_sizes), self.request.rank
         message = msg.HandBackMsg(*who, self.epoch, sizes, rank, epoch=epoch)
-        return message, self.slab_fds(), self.manifest.encoded
+        return message, self.slab_fds(), self.manifest
 
     # ------------------------------------------------------------------ away and back
 
@@ -230,7 +237,7 @@ class Writer(WeightsSession):
         self._grant = grant
         self._on_wait = on_wait
         self._records: dict[str, TensorRecord] = {}
-        self.tensors = self._records  # those that were placed so far
+        self.tensors = self._records
         self._end = 0  # of the last of them
         self._planned_bytes: int | None = None
         self._slab_bytes = SLAB_BYTES_MIN
@@ -314,7 +321,7 @@ class Writer(WeightsSession):
         for first, piece in source.pieces(look):
             self.attachment.range.write(first, piece)
             self.progress(first + len(piece), source.size_bytes)
-        self._source, self.tensors = source, source.manifest
+        self._source = source
 
     def restage(self, source: Reader) -> Reader:
         """Copy and commit the host copy that stands for the device's weights."""
@@ -336,7 +343,7 @@ class Writer(WeightsSession):
         """
         sizes = tuple(slab.size_bytes for slab in self.attachment.slabs)
         source = self._source
-        manifest = encode(self._records.values()) if source is None else source.manifest.encoded
+        manifest = encode(self._records.values()) if source is None else source.manifest
         self.attachment.range.make_read_only()  # this process cannot write any more
         is_answered = self._request_commit(msg.CommitMsg(dict(identity), manifest, restaged_from))
         epoch = msg.EpochAttachedMsg(self.epoch, dict(identity), sizes, manifest)

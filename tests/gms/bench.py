@@ -268,6 +268,6 @@ def hand_back_of(reader: Reader, **more: Any) -> msg.HandBackMsg:
         "region": reader.epoch,
         "slab_sizes": reader.slab_sizes,
         "epoch": held,
-        "manifest": reader.manifest.encoded,
+        "manifest": reader.manifest,
     }
     return msg.HandBackMsg(**{**fields, **more})
