@@ -88,7 +88,6 @@ SERVE_DEVICE = (
     PLACE,
     Option("device_bytes", size_bytes, None, "Memory to use.", minimum=1),
     STALL,
-    Option("restarts", int, 0, "Number of servers that the device had before this one.", minimum=0),
 )  # fmt: skip
 
 
@@ -151,11 +150,11 @@ def serve(config: Resolved) -> None:
     if copies_bytes is not None and not config["model"]:
         copies_bytes = max(1, copies_bytes // len(devices))
 
-    def command(device: str, restarts: int) -> list[str]:
+    def command(device: str) -> list[str]:
         """How the next server of `device`, or of host copies, is started."""
         is_copies = device == names.COPIES
         flags: list[object] = [
-            *("--dir", directory, "--device", device, "--restarts", restarts),
+            *("--dir", directory, "--device", device),
             *("--memory", "host" if is_copies else config["memory"]),
             *("--stall-s", config["stall_s"]),
         ]
@@ -204,7 +203,6 @@ def serve_device(config: Resolved) -> None:
         # machine has free.
         is_bounded=config["memory"] != "host" or config["device_bytes"] is not None,
         stall_ms=config["stall_s"] * 1000,
-        restarts_total=config["restarts"],
     )
 
     async def run() -> None:

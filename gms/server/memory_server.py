@@ -42,6 +42,7 @@ from plumbing.pod.observers import Observers
 from plumbing.pod.paths import gms_socket
 from plumbing.service.clock import SystemClock, rfc3339
 from plumbing.service.events import EventLog
+from plumbing.service.notify import restarts
 from plumbing.service.procfs import holders_of
 from plumbing.wire.connection import Connection, Handler
 from plumbing.wire.fds import OwnedFd, close_all
@@ -207,13 +208,11 @@ class MemoryServer(Handler, abc.ABC, Generic[M]):
         *,
         is_bounded: bool = True,
         stall_ms: float = STALL_MS,
-        restarts_total: int = 0,
     ) -> None:
-        """`is_bounded`: `capacity_bytes` is the limit of weights and KV memory together.
-        `restarts_total`: of this server, as the supervisor counts."""
+        """`is_bounded`: `capacity_bytes` is the limit of weights and KV memory together."""
         self.directory, self.device, self.memory = directory, device, memory
         self.capacity_bytes, self.is_bounded = capacity_bytes, is_bounded
-        self.stall_ms, self.restarts_total = stall_ms, restarts_total
+        self.stall_ms = stall_ms
         self.clock = SystemClock()
         suffix = "" if self.tag == names.WEIGHTS else f"-{self.tag}"
         self.log = EventLog(f"gms-{device}{suffix}", self.clock)
@@ -303,7 +302,7 @@ class MemoryServer(Handler, abc.ABC, Generic[M]):
             "driver": self.memory.facts(),
             "pid": os.getpid(),
             "since": rfc3339(self._started),
-            "restarts_total": self.restarts_total,
+            "restarts_total": restarts(),
             **self.log.newest(),
             **state,
             "problem": state.get("problem") or self._regions.problem or self._server.problem,

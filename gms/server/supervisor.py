@@ -37,7 +37,7 @@ from plumbing.service.events import EventLog
 from plumbing.service.http import HttpServer, Probe
 from plumbing.service.init import SHORTAGE, Program, Restarter
 from plumbing.service.metrics import Metrics
-from plumbing.service.notify import restarts
+from plumbing.service.notify import RESTARTS_ENV, restarts
 from plumbing.service.process import parent_environment
 from plumbing.service.signals import SignalInbox
 from plumbing.text import duration
@@ -64,7 +64,7 @@ HANG_MS = 30_000.0
 # is gone, for example a GPU.
 USAGE = UsageError.exit_code
 
-Command = Callable[[str, int], Sequence[str]]
+Command = Callable[[str], Sequence[str]]
 Environment = Callable[[str], Mapping[str, str]]
 
 
@@ -84,8 +84,8 @@ class GmsSupervisor:
         keep_copies: Sequence[str] | None = None,
     ) -> None:
         """`devices`: the places that each device's server serves; `command`: how that server is
-        started, given how many it had before; `keep_copies`: starts what keeps the copies of
-        weights in host memory, which `command` serves under the name of `names.COPIES`."""
+        started; `keep_copies`: starts what keeps the copies of weights in host memory, which
+        `command` serves under the name of `names.COPIES`."""
         self.directory = directory
         self.clock = SystemClock()
         self.log = EventLog("gms", self.clock)
@@ -107,7 +107,7 @@ class GmsSupervisor:
             server, keeper = "the server of host copies", "the process that keeps host copies"
             self.copies = [
                 Child(self, names.COPIES, server, command, copies),
-                Child(self, names.COPIES, keeper, lambda *_: keep_copies, ()),
+                Child(self, names.COPIES, keeper, lambda _: keep_copies, ()),
             ]
         self.http = HttpServer(
             http_host,
@@ -232,11 +232,11 @@ class Child:
     async def live(self) -> float | None:
         """Start the server and wait for its end. The seconds until it is restarted; None: no start
         can help."""
-        words = self._command(self.device, self.restarter.restarts)
         environ = {**os.environ, **self._parent.environment(self.device), **parent_environment()}
+        environ[RESTARTS_ENV] = str(self.restarter.restarts)
         self._program = Program()
         try:
-            process = self.process = ChildProcess(words, environ)
+            process = self.process = ChildProcess(self._command(self.device), environ)
         except OSError as error:
             what = f"{self.name} cannot be started: {explain_shortage(error.errno)}"
             is_short = is_shortage(error) or error.errno == errno.EAGAIN  # of fork

@@ -40,7 +40,7 @@ def one_device(directory: str, *words: str) -> GmsSupervisor:
     return GmsSupervisor(
         directory,
         {"HOST-0": ["HOST-0"]},
-        lambda device, restarts: command,
+        lambda device: command,
         http_host="127.0.0.1",
         http_port=0,
     )
