@@ -164,7 +164,6 @@ class Session(Struct):
     region: str | None = None
     # Of a writer of weights.
     asked_bytes: int = 0  # of the slab that is being allocated; it waits while there is a deadline
-    has_waited: bool = False  # for room for a slab
     full: UnderstudyError | None = None  # the driver's error: it has no memory for that slab
     full_since_ms: float | None = None
     retry_ms: float | None = None  # when the journal, or the full device, is tried again

@@ -81,7 +81,6 @@ class Upkeep(Machine[Epoch]):
         self.offloads_total = self.condemnations_total = 0
         self.problem: str | None = None  # for operators to fix: a journal that cannot be written
         self.journal_retry_ms = now_ms if is_journal_behind else None
-        self.is_journal_behind = False  # the truth is written after the commit under way
         self._journal_writes = 0  # under way, and no session waits for them
         self._dropped: list[ev.SendMessage] = []  # sent once the drop is on disk
         self._offloaders: dict[int, int] = {}  # request ids by session: who waits for the proof
@@ -107,14 +106,13 @@ class Upkeep(Machine[Epoch]):
     # ------------------------------------------------------------------ the journal
 
     def journal(self) -> None:
-        """Write what is true now, unless a commit is being written: that must not be overtaken,
-        and it writes the same or corrects it afterwards."""
-        self.is_journal_behind = bool(self._in(S.JOURNALLING))
+        """Write what is true now, or once the commit that is being written is on disk."""
         self.journal_retry_ms = None
-        if not self.is_journal_behind:
-            self._journal_writes += 1
-            record = self.committed.record() if self.committed else None
-            self.do(ev.WriteJournal(None, record, self.offloaded))
+        self._journal_writes += 1
+        committing = map(self.region_of, self._in(S.JOURNALLING))
+        epoch = self.committed or next(committing, None)
+        record = epoch.record() if epoch is not None else None
+        self.do(ev.WriteJournal(None, record, self.offloaded))
 
     def _journal_commit(self, session: Session) -> None:
         """Write the epoch that `session` commits."""
@@ -123,8 +121,7 @@ class Upkeep(Machine[Epoch]):
     @property
     def is_journal_true(self) -> bool:
         """Whether the journal on disk is up to date."""
-        is_retrying = self.journal_retry_ms is not None
-        return not (self._journal_writes or self.is_journal_behind or is_retrying)
+        return not self._journal_writes and self.journal_retry_ms is None
 
     def _journalled(self, why: str | None) -> None:
         """What no session waits for is on disk, or not."""

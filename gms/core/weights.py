@@ -256,7 +256,7 @@ class WeightsMachine(Upkeep):
         session.move("write", self.now_ms)
         epoch = Epoch(self._new_epoch_id(), RegionPhase.MAKING)
         self.regions[epoch.id] = epoch
-        session.region, session.deadline_ms = epoch.id, None
+        session.region, session.deadline_ms, session.reason = epoch.id, None, ""
         self.do(ev.OpenEpoch(session.id, epoch.id))
         self._tell_of(session, f"writes epoch {epoch.id}", epoch=epoch.id)
 
@@ -288,13 +288,12 @@ class WeightsMachine(Upkeep):
         if missing > sum(epoch.size_bytes for epoch in self.being_freed):
             self._refuse(session, self._out_of_memory(size_bytes))
         elif missing <= 0:
-            session.has_waited, session.deadline_ms = False, None
+            session.deadline_ms = None
             # Counted from now on, so that it is promised once.
             self.region_of(session).slab_sizes.append(size_bytes)
             self.do(ev.CreateSlab(session.id, str(session.region), size_bytes))
         else:  # memory that was given up is being freed; the session's deadline is running
-            self.oom_waits_total += not session.has_waited
-            session.has_waited = True
+            self.oom_waits_total += session.reason != "releasing"
             kv = f"; KV memory takes {size_of(self.kv_bytes)}" if self.kv_bytes else ""
             what = _held(self.being_freed)
             self._wait(session, "releasing", f"memory is being freed: {what}{kv}")
@@ -376,8 +375,7 @@ class WeightsMachine(Upkeep):
         """On disk. From here on the epoch is readable."""
         epoch = self.region_of(session)
         # The device has its own weights again, which may be lost or condemned.
-        is_stale = self.is_journal_behind or self.offloaded is not None
-        self.offloaded = None
+        had_copy, self.offloaded = self.offloaded is not None, None
         is_restaged = epoch.digest is not None  # that of what it was copied from
         epoch.turn("serve")
         epoch.was_published = True
@@ -393,7 +391,7 @@ class WeightsMachine(Upkeep):
             size_bytes=epoch.size_bytes,
             tensors=epoch.tensors,
         )
-        if is_stale:
+        if had_copy:
             self.journal()
 
     def _left(self, session: Session, why: str) -> None:
