@@ -11,6 +11,7 @@ import resource
 import shutil
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -110,6 +111,29 @@ def is_over(pid: int) -> bool:
     """Whether `pid` can do nothing any more: it has ended, or is dying and has released all that it
     had, which is what the next engine waits for. The rest may wait for a CPU."""
     return not procfs.is_alive(pid) or procfs.is_spent(pid)
+
+
+class LoopThread:
+    """An event loop on a thread, for a server beside a test that blocks."""
+
+    def __init__(self, new_loop: Callable[[], Any] = asyncio.new_event_loop) -> None:
+        self.loop = new_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self._thread.start()
+
+    def run(self, coroutine: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(30)
+
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        async def there() -> Any:
+            return function(*args)
+
+        return self.run(there())
+
+    def close(self) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(30)
+        self.loop.close()
 
 
 @contextmanager

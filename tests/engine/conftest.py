@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from engine.backends.reference.random_model import write_random_model
-from tests.engine.pod import LoopThread, Pod
+from tests.engine.pod import Pod
 from tests.engine.stub_lock import StubLock
+from tests.helpers import LoopThread
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import http.client
 import json
@@ -11,9 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -237,29 +234,6 @@ def answer(sock: socket.socket) -> tuple[str, int]:
     sock.settimeout(20)
     name, token = sock.makefile().readline().split()
     return name, int(token)
-
-
-class LoopThread:
-    """An event loop on a thread, for the stub lock server beside a test that blocks."""
-
-    def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
-        self._thread.start()
-
-    def run(self, coroutine: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(30)
-
-    def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        async def there() -> Any:
-            return function(*args)
-
-        return self.run(there())
-
-    def close(self) -> None:
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(30)
-        self.loop.close()
 
 
 def environment(**more: str) -> dict[str, str]:

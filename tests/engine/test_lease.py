@@ -21,8 +21,8 @@ from click.testing import CliRunner
 from engine import cli
 from lockserver import witness
 from plumbing.service import procfs
-from tests.engine.pod import Engine, LoopThread, Pod
-from tests.helpers import free_witness, until
+from tests.engine.pod import Engine, Pod
+from tests.helpers import LoopThread, free_witness, until
 from tests.lockserver.engines import spawn_backend
 from tests.lockserver.lease_server import LeaseServer
 from tests.plumbing.wire.certificates import shared, tls_flags

@@ -5,7 +5,6 @@ The calls are `create`, `export`, `seal` and `release`.
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import functools
 import os
@@ -16,7 +15,7 @@ from gms.server.server import WeightsServer
 from gms.vmm.host import HostMemory
 from plumbing.errors import UnderstudyError
 from tests.gms.bench import ANSWER_S, DEVICE, GmsProcess
-from tests.helpers import until
+from tests.helpers import LoopThread
 
 ERRORS: dict[str, BaseException] = {
     "driver": UnderstudyError("gms.driver_failed", "CUDA_ERROR_UNKNOWN: as told"),
@@ -90,27 +89,14 @@ class FaultyGms(GmsProcess):
     def __init__(self, directory: str, granularity_bytes: int | None = None) -> None:
         super().__init__(directory)
         self.memory = FaultyMemory(granularity_bytes)
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
+        self._thread = LoopThread()
+        self._server = WeightsServer(directory, DEVICE, self.memory, self.device_bytes)
 
     def start(self) -> FaultyGms:
-        self._thread.start()
-        until(self.is_up, "the server's hello")
+        self._thread.run(self._server.start())
         return self
-
-    def is_up(self) -> bool:
-        try:
-            return bool(self.status())
-        except UnderstudyError:
-            return False
-
-    async def _run(self) -> None:
-        self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()
-        server = WeightsServer(self.directory, DEVICE, self.memory, self.device_bytes)
-        await server.start()
-        await self._end.wait()
-        await server.close()
 
     def stop(self) -> None:
         self.memory.may_go_on.set()
-        self._loop.call_soon_threadsafe(self._end.set)
-        self._thread.join(ANSWER_S)
+        self._thread.run(self._server.close())
+        self._thread.close()

@@ -19,15 +19,6 @@ def test_one_rank_wants_the_loader_until_it_is_attached():
     assert loading.token == 0
 
 
-def test_ranks_with_other_weights_are_refused():
-    """Two ranks that attached different models: the field is named."""
-    loading = Loading(Role.AUTO)
-    loading.asked(0, 2)
-    loading.attached(0, {"model": "a", "dtype": "f32"})
-    objection = loading.attached(1, {"model": "b", "dtype": "f32"})
-    assert objection == "rank 1 has other weights than rank 0: model differs"
-
-
 def test_late_grant_is_ignored():
     """A grant that arrives when nothing is wanted permits no rank, neither now nor later."""
     loading = Loading(Role.AUTO)

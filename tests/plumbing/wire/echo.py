@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
-import threading
 from collections.abc import Callable, Coroutine
 from typing import Annotated, Any
 
@@ -18,6 +17,7 @@ from plumbing.wire.connection import Connection, Handler
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.messages import Catalogue, Message, messages_in
 from plumbing.wire.server import Server
+from tests.helpers import LoopThread
 
 
 class Part(Struct, frozen=True, forbid_unknown_fields=True):
@@ -76,42 +76,20 @@ class ServerThread:
     def __init__(self, path: str, loop: str = "asyncio", **options: Any) -> None:
         self.path = path
         self.handler = EchoHandler()
-        self._options = options
-        self._loop = LOOPS[loop]()
-        self._started = threading.Event()
-        self._stop = asyncio.Event()
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-        self._started.wait(10)
-        if self._error is not None:
-            self._thread.join()
-            raise self._error
-
-    def _run(self) -> None:
-        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-            try:
-                runner.run(self._serve())
-            except BaseException as error:  # handed to the thread that made us
-                self._error = error
-            finally:
-                self._started.set()
-
-    async def _serve(self) -> None:
-        self.server = Server(self.path, CATALOGUE, self.handler, service="echo", **self._options)
-        await self.server.start()
-        self._started.set()
+        self.server = Server(path, CATALOGUE, self.handler, service="echo", **options)
+        self._thread = LoopThread(LOOPS[loop])
         try:
-            await self._stop.wait()
-        finally:
-            await self.server.close()
+            self._thread.run(self.server.start())
+        except BaseException:
+            self._thread.close()
+            raise
 
     def __enter__(self) -> ServerThread:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(10)
+        self._thread.run(self.server.close())
+        self._thread.close()
 
 
 def run_on(loop: str, main: Coroutine[Any, Any, Any]) -> Any:
