@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import http.client
 import itertools
 import os
 import random
@@ -14,7 +15,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -87,6 +88,15 @@ def run_command(words: Sequence[str | Path], **how: Any) -> subprocess.Completed
     """Its exit code, and what it said on both streams."""
     how = {"timeout": COMMAND_S, **how}
     return subprocess.run(words, capture_output=True, text=True, check=False, **how)
+
+
+def http_get(port: int, path: str) -> tuple[int, str]:
+    """Status and body of what a part on this host answers."""
+    conn = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    with closing(conn):
+        conn.request("GET", path)
+        reply = conn.getresponse()
+        return reply.status, reply.read().decode()
 
 
 @functools.cache

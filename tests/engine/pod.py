@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 import json
 import os
 import signal
@@ -23,7 +22,7 @@ from plumbing.errors import UnderstudyError
 from plumbing.pod.paths import engine_http_socket, engine_socket
 from plumbing.service import procfs
 from plumbing.wire.blocking import BlockingClient
-from tests.helpers import free_port, until
+from tests.helpers import free_port, http_get, until
 
 FAKE = str(Path(__file__).with_name("fake_backend.py"))
 ROOT = str(Path(__file__).parents[2])
@@ -124,12 +123,8 @@ class Engine:
         return reply
 
     def get(self, path: str) -> tuple[int, Any]:
-        conn = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
-        with contextlib.closing(conn):
-            conn.request("GET", path)
-            response = conn.getresponse()
-            body = response.read().decode()
-            return response.status, body if path == "/metrics" else json.loads(body)
+        status, body = http_get(self.port, path)
+        return status, body if path == "/metrics" else json.loads(body)
 
     def wait(self) -> int:
         """Its exit code, waiting for it."""

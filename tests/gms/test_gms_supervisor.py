@@ -10,8 +10,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +25,7 @@ from plumbing.service.metrics import Metrics
 from tests.fake_clock import FakeClock
 from tests.gms.bench import GmsProcess
 from tests.gms.kinds import host_only
-from tests.helpers import free_port, run_command, until
+from tests.helpers import free_port, http_get, run_command, until
 from tests.standin import build
 
 DEVICES = {"host": ("HOST-0", "HOST-1"), "cuda": (build.GPU_A, build.GPU_B)}
@@ -57,12 +55,8 @@ class Serve:
 
     def get(self, path: str) -> tuple[int, str]:
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=20) as reply:
-                return reply.status, reply.read().decode()
-        except urllib.error.HTTPError as error:
-            with error:
-                return error.code, error.read().decode()
-        except urllib.error.URLError:
+            return http_get(self.port, path)
+        except ConnectionRefusedError:
             return 0, "it does not listen yet"
 
     def devices(self) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from plumbing.errors import UnderstudyError
 from plumbing.service import procfs
 from plumbing.wire.blocking import BlockingClient
 from plumbing.wire.fds import OwnedFd
-from tests.helpers import free_port, run_command, until
+from tests.helpers import free_port, http_get, run_command, until
 
 COMMAND = (sys.executable, "-m", "lockserver.cli")
 
@@ -76,6 +76,9 @@ class ServerProcess:
             reply: Any = client.request(StatusMsg()).message
         document: dict[str, Any] = reply.document
         return document
+
+    def get(self, path: str) -> tuple[int, str]:
+        return http_get(self.http_port, path)
 
     def lock(self, name: str = "active") -> dict[str, Any]:
         document: dict[str, Any] = self.status()["locks"][name]

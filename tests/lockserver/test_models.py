@@ -11,7 +11,6 @@ import pytest
 from tests.helpers import auntil, free_port
 from tests.lockserver.engines import Engine
 from tests.lockserver.gateways import Gateway
-from tests.lockserver.test_server import http
 
 
 @pytest.fixture
@@ -74,16 +73,16 @@ async def test_pod_is_ready_with_an_engine_of_any_model_and_metrics_name_the_mod
     pod_dir, server
 ):
     """Goal: probes and metrics know several models. Method: ask before and after a grant."""
-    status, body = http(server, "/ready")
+    status, body = server.get("/ready")
     assert (status, json.loads(body)["reason"]) == (503, "active_0_models")
-    page = http(server, "/metrics")[1].decode()
+    page = server.get("/metrics")[1]
     assert 'understudy_lock_held{lock="active:coder"} 0.0' in page
     assert 'understudy_lock_service_state{lock="active",state="lent"}' in page
     async with Engine(pod_dir, "coder-0") as engine:
         token = await engine.hold("active:coder")
-        status, body = await asyncio.to_thread(http, server, "/ready")
+        status, body = await asyncio.to_thread(server.get, "/ready")
         assert (status, json.loads(body)["engines"]) == (200, {"coder": "coder-0"})
-        page = (await asyncio.to_thread(http, server, "/metrics"))[1].decode()
+        page = (await asyncio.to_thread(server.get, "/metrics"))[1]
         assert f'understudy_lock_token{{lock="active:coder"}} {float(token)}' in page
 
 

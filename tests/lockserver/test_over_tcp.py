@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import stat
-import urllib.request
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -68,8 +67,7 @@ async def test_engine_over_tcp_holds_while_it_is_heard_and_its_lease_is_shown(se
         first = server.status()["supervisors"][0]
         assert 0 < first["lease_left_ms"] <= LEASE_MS + MARGIN_MS
         assert first["peer"]
-        url = f"http://127.0.0.1:{server.http_port}/metrics"
-        page = await asyncio.to_thread(lambda: urllib.request.urlopen(url).read().decode())
+        _, page = await asyncio.to_thread(server.get, "/metrics")
         left = next(k for k in page.splitlines() if "lock_lease_remaining_seconds{" in k)
         assert 0 < float(left.rpartition(" ")[2]) <= (LEASE_MS + MARGIN_MS) / 1000
         await holder.disconnect()

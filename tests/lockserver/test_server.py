@@ -8,8 +8,6 @@ import json
 import os
 import select
 import subprocess
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from typing import IO
 
@@ -31,15 +29,6 @@ from tests.lockserver.processes import COMMAND, ServerProcess, run_command_of
 
 def connect(server: ServerProcess) -> BlockingClient:
     return BlockingClient(os.path.join(server.directory, "lockserver.sock"), CATALOGUE)
-
-
-def http(server: ServerProcess, path: str):
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{server.http_port}{path}") as reply:
-            return reply.status, reply.read()
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, error.read()
 
 
 def test_server_observer_sees_grants_and_never_queues(pod_dir, start_server, start_engine):
@@ -71,18 +60,18 @@ def test_server_http_ready_is_an_active_engine_and_metrics_are_never_absent(
     """Goal: the pod's readiness, and metrics at the first scrape. Method: ask before and after a
     grant."""
     server = start_server()
-    assert http(server, "/live")[0] == 200
-    status, body = http(server, "/ready")
+    assert server.get("/live")[0] == 200
+    status, body = server.get("/ready")
     assert (status, json.loads(body)["reason"]) == (503, "active_free")
-    page = http(server, "/metrics")[1].decode()
+    page = server.get("/metrics")[1]
     assert 'understudy_lock_grants_total{lock="active",reason="first"} 0.0' in page
     start_engine("engine-0").granted()
-    status, body = http(server, "/ready")
+    status, body = server.get("/ready")
     assert (status, json.loads(body)["engine"]) == (200, "engine-0")
-    page = http(server, "/metrics")[1].decode()
+    page = server.get("/metrics")[1]
     assert 'understudy_lock_grants_total{lock="active",reason="first"} 1.0' in page
     assert 'understudy_lock_state{lock="active",state="held"} 1.0' in page
-    assert json.loads(http(server, "/status")[1])["locks"]["active"]["state"] == "held"
+    assert json.loads(server.get("/status")[1])["locks"]["active"]["state"] == "held"
 
 
 async def test_switchover_is_requested_shown_counted_and_answered(pod_dir, start_server):
@@ -91,7 +80,7 @@ async def test_switchover_is_requested_shown_counted_and_answered(pod_dir, start
     server = start_server()
 
     async def metric(line: str) -> str:
-        page = (await asyncio.to_thread(http, server, "/metrics"))[1].decode()
+        page = (await asyncio.to_thread(server.get, "/metrics"))[1]
         (found,) = [each for each in page.splitlines() if each.startswith(line)]
         return found.rpartition(" ")[2]
 
