@@ -380,11 +380,11 @@ def test_the_package_alone_brings_what_it_imports_and_reads():
 LINES_MAX = {
     "plumbing": 6_200,
     "lockserver": 6_190,
-    "gms": 8_685,
+    "gms": 8_655,
     "engine": 16_425,
     "gateway": 10_180,
     "pool": 6_975,
-    "understudy": 7_885,
+    "understudy": 7_870,
     "hack": 5_705,
     "tests": 61_655,
 }
