@@ -1,4 +1,5 @@
-"""Forged messages to the parts of a serving pod, and parts that are stopped: no other is harmed."""
+"""Forged messages to the parts of a serving pod, an engine with other weights, and a holder that is
+stopped: no other part is harmed."""
 
 from __future__ import annotations
 
@@ -6,7 +7,6 @@ import asyncio
 import shutil
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -19,8 +19,6 @@ from plumbing.pod.observers import ask
 from plumbing.wire.messages import Catalogue
 from tests.e2e.pods import BIN, ENVIRONMENT, Pod, in_pod
 from tests.e2e.processes import Processes, kill
-from tests.fault.conftest import SILENT_MS
-from tests.helpers import auntil
 from understudy.status.gather import lockserver_part, status_of
 
 
@@ -145,61 +143,3 @@ async def check_no_grant(pod: Pod, granted: int, tree: list[int]) -> None:
         assert document["token"] == granted
         assert document["locks"]["active"]["state"] == "recovering"
         assert [each["engine"] for each in document["locks"]["active"]["waiters"]]
-
-
-@pytest.mark.slow
-@in_pod
-async def test_stopped_lock_server_costs_nothing(pod: Pod):
-    """Goal: engines continue to serve while the lock server hangs, and no engine is replaced for
-    its silence when the server resumes. Method: SIGSTOP it under load for longer than its silence
-    limit, SIGCONT."""
-    before = await pod.whole()
-    async with pod.load() as load:
-        await load.answers()
-        with Processes([pod.pid("lockserver")]) as server:
-            async with pod.grants(server) as grants:
-                server.signal(signal.SIGSTOP)
-                patience_end = time.monotonic() + 1.5 * SILENT_MS / 1000
-                await auntil(lambda: time.monotonic() > patience_end, "its patience to end")
-                await load.answers()
-                server.signal(signal.SIGCONT)
-                after = await pod.whole()
-                await load.answers()
-            assert not grants.made
-        assert after == before
-        lock = (await status_of(lockserver_part(pod.directory)))["locks"]["active"]
-        assert (lock["state"], lock["problem"]) == ("held", None)
-        load.lost_nothing(before.token)
-
-
-@pytest.mark.slow
-@in_pod
-async def test_relaunched_engine_waits_for_a_stopped_memory_service(pod: Pod):
-    """Goal: a relaunched engine waits instead of dying repeatedly, and the others continue to
-    serve. Method: SIGSTOP gms's supervisor, SIGKILL its server and the standby's backend; SIGCONT
-    once the backend has tried to connect in vain, and check that requests were answered
-    throughout."""
-    before, numbers = await pod.whole(), await launches(pod)
-    (standby,) = before.standbys
-    log = pod.directory / "log" / f"{standby}.log"
-    told = log.read_text().count("waiting up to")
-    async with pod.load() as load:
-        with Processes([pod.pid("gms")]) as supervisor:
-            supervisor.signal(signal.SIGSTOP)
-            kill(pod.gms_server())
-            kill((await pod.engine(standby))["backend"]["pids"]["model"])
-            await auntil(lambda: log.read_text().count("waiting up to") > told, "a knock in vain")
-            await load.answers()
-            assert (await pod.view())["active"] == before.engine
-            supervisor.signal(signal.SIGCONT)
-        assert await pod.whole() == before
-        assert await launches(pod) == {**numbers, standby: numbers[standby] + 1}
-        await load.answers()
-        assert load.tokens() == {before.token}
-        assert not load.lost()
-    assert (await pod.memory())["commits_total"] == 0  # the active engine's memory is mapped
-
-
-async def launches(pod: Pod) -> dict[str, int]:
-    """The number of each engine's current launch."""
-    return {each["id"]: each["number"] for each in await pod.engines()}
