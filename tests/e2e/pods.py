@@ -12,9 +12,10 @@ import contextlib
 import functools
 import inspect
 import os
+import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +27,7 @@ from plumbing.pod.paths import LOCKSERVER_SOCKET
 from plumbing.service.procfs import children, descendants, is_spent
 from plumbing.wire.messages import Message
 from tests.e2e.processes import Processes, continue_all
-from tests.helpers import POLL_S, auntil
+from tests.helpers import POLL_S, auntil, until
 from understudy.drill.clients import Target, stream_without_pause
 from understudy.drill.killer import WHOLE_POLL_S, Whole, backend_processes, wait_whole
 from understudy.drill.outcomes import classify
@@ -408,3 +409,27 @@ def _readers(device: Mapping[str, Any]) -> set[tuple[str, int]]:
 
 def make_model(directory: Path, shape: Sequence[str] = ()) -> Path:
     return asyncio.run(make_random_model(directory, shape))
+
+
+@contextmanager
+def running_pod(
+    directory: Path, output: Path, flags: list[str], deadline_s: float = 120.0
+) -> Iterator[subprocess.Popen[bytes]]:
+    """`understudy up` once it has printed where to send requests; killed if it is still running."""
+    said = output.read_text
+    with (
+        output.open("w") as file,
+        subprocess.Popen(
+            [UNDERSTUDY, "up", f"--dir={directory}", *flags],
+            stdout=file,
+            stderr=file,
+            env=ENVIRONMENT,
+        ) as up,
+    ):
+        try:
+            until(lambda: "curl http" in said() or up.poll() is not None, "its address", deadline_s)
+            assert up.poll() is None, said()
+            yield up
+        finally:
+            up.kill()
+    assert "Traceback" not in said()

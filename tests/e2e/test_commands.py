@@ -7,16 +7,13 @@ import os
 import re
 import signal
 import socket
-import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from urllib.request import urlopen
 
 import pytest
 
 from plumbing.service.procfs import children, descendants
-from tests.e2e.pods import ENVIRONMENT, UNDERSTUDY
+from tests.e2e.pods import ENVIRONMENT, UNDERSTUDY, running_pod
 from tests.e2e.processes import Processes
 from tests.helpers import run_command, until
 from understudy.pod.ports import free_offset
@@ -25,33 +22,6 @@ LEFT_BY_A_POOL = ("pool.sock", "engine_chat-0.sock", "gms_HOST-0.chat_weights.so
 # Below `up`: an init for each of six containers; the page; a lock server; a memory service and a
 # device's server; a gateway; two engines of two processes.
 PROCESSES = 6 + 1 + 1 + 2 + 1 + 2 * 2
-
-
-@contextmanager
-def running_pod(
-    directory: Path, output: Path, flags: list[str], deadline_s: float = 120.0
-) -> Iterator[subprocess.Popen]:
-    """`understudy up` once it has printed where to send requests; killed if it is still running."""
-    with (
-        output.open("w") as file,
-        subprocess.Popen(
-            [UNDERSTUDY, "up", f"--dir={directory}", *flags],
-            stdout=file,
-            stderr=file,
-            env=ENVIRONMENT,
-        ) as up,
-    ):
-        try:
-            until(
-                lambda: "curl http" in output.read_text() or up.poll() is not None,
-                "its address",
-                deadline_s,
-            )
-            assert up.poll() is None, output.read_text()
-            yield up
-        finally:
-            up.kill()
-    assert "Traceback" not in output.read_text()
 
 
 @pytest.mark.slow

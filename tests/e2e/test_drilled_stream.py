@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from plumbing.pod.paths import engine_sockets
-from tests.e2e.test_commands import running_pod
+from tests.e2e.pods import running_pod
 from understudy.drill.killer import strike, wait_whole
 from understudy.drill.records import Kill
 from understudy.pod.ports import free_offset

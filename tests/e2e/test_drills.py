@@ -13,14 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
 from plumbing.service.schema import Schema
 from tests.documents import mismatches
-from tests.e2e.pods import ENVIRONMENT, UNDERSTUDY
-from tests.e2e.test_commands import running_pod
+from tests.e2e.pods import ENVIRONMENT, UNDERSTUDY, running_pod
 from tests.helpers import NAMESPACE, busy_loops, can_unshare, run_command
-from understudy.cli.main import main
 from understudy.drill.targets import TARGETS
 from understudy.pod.ports import free_offset
 from understudy.schema import DrillDocument, FleetDrillDocument, PoolDrillDocument
@@ -128,20 +125,3 @@ def test_drill_of_a_pool_passes_and_prints_what_is_documented(temporary: Path):
     assert all(each["back_ms"] is not None for each in report["outcomes"])
     assert all(each["answered"] for each in report["models"].values())
     assert 0 < report["longest_wait_of_bound"] <= 1
-
-
-@pytest.mark.parametrize(
-    ("flags", "code"),
-    [
-        (["--pool", "--attach"], "drill.needless_flag"),
-        (["--pool", "--model=/"], "drill.needless_flag"),
-        (["--pool", "--dir=/run/x"], "drill.needless_flag"),
-        (["--pool", "/no/such/file.yaml"], "pool."),
-        (["--target=pool"], "drill.needs_pool"),
-        (["--target=shadow:backend-model"], "drill.needs_pool"),
-    ],
-)
-def test_flags_that_do_not_go_together_are_refused(flags: list[str], code: str):
-    answer = CliRunner().invoke(main, ["drill", *flags])
-    assert answer.exit_code == 2
-    assert f"[{code}" in answer.output

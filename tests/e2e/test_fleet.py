@@ -22,7 +22,7 @@ import pytest
 
 from plumbing.service.procfs import is_alive
 from tests.documents import mismatches
-from tests.e2e.pods import ENVIRONMENT, UNDERSTUDY
+from tests.e2e.pods import UNDERSTUDY, running_pod
 from tests.e2e.test_pool import DEVICE_BYTES, TWO
 from tests.helpers import POLL_S, auntil, until
 from understudy.drill.clients import inside_target, send, stream_without_pause
@@ -44,8 +44,6 @@ class RunningFleet:
         self.directory, self.output, self.up = directory, output, up
         self.tree: dict[int, psutil.Process] = {}
         self._kills: Counter[str] = Counter()
-        until(lambda: "curl http" in output.read_text() or up.poll() is not None, "it", WAIT_S)
-        assert up.poll() is None, output.read_text()
         (self.url,) = re.findall(r"^  curl (\S+)", output.read_text(), re.MULTILINE)
 
     def look(self) -> list[psutil.Process]:
@@ -72,23 +70,14 @@ class RunningFleet:
 def fleet_up(base: Path, *more: str) -> Iterator[RunningFleet]:
     """It is stopped at the end, and leaves nothing."""
     output, directory = base / "out", base / "fleet"
-    flags = ["--replicas=2", f"--dir={directory}", f"--port-offset={free_offset(3)}", *more]
-    with (
-        output.open("w") as file,
-        subprocess.Popen(
-            [UNDERSTUDY, "up", *flags], stdout=file, stderr=file, env=ENVIRONMENT
-        ) as up,
-    ):
-        try:
-            fleet = RunningFleet(directory, output, up)
-            yield fleet
-            fleet.look()
-            up.send_signal(signal.SIGTERM)
-            assert up.wait(60) == 0
-        finally:
-            up.kill()
+    flags = ["--replicas=2", f"--port-offset={free_offset(3)}", *more]
+    with running_pod(directory, output, flags, WAIT_S) as up:
+        fleet = RunningFleet(directory, output, up)
+        yield fleet
+        fleet.look()
+        up.send_signal(signal.SIGTERM)
+        assert up.wait(60) == 0
     assert [pid for pid in fleet.tree if is_alive(pid)] == []
-    assert "Traceback" not in output.read_text()
 
 
 @pytest.mark.slow

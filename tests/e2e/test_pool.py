@@ -14,7 +14,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -24,11 +23,10 @@ import pytest
 
 from plumbing.service.procfs import pids
 from pool.core.events import Order
-from tests.e2e.pods import AS_USERS_RUN_IT
+from tests.e2e.pods import running_pod
 from tests.e2e.pools import WAIT_S, RunningPool, running_pool
 from tests.helpers import auntil
 from understudy.pod.ports import free_offset
-from understudy.pod.table import program
 from understudy.up.models import make_random_model
 
 # Two engines at rest and one KV cache fit; two KV caches do not. An engine of the reference backend
@@ -164,12 +162,12 @@ models:
 
 @pytest.mark.slow
 async def test_pod_that_is_stopped_leaves_nothing_behind_and_the_next_one_begins_anew(
-    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+    tmp_path_factory: pytest.TempPathFactory,
 ):
     """Method: `understudy up --pool` with a model whose file is cut off; Ctrl-C; again, with the
     file repaired. Neither an order is kept nor a fault."""
     temporary = tmp_path_factory.mktemp("t")  # sockets have short paths only
-    async with started(temporary, monkeypatch) as (pod, model):
+    async with started(temporary) as (pod, model):
         await auntil(lambda: pod.states()["good"] == "awake", "the model to be loaded")
         status, body = await asyncio.to_thread(pod.ask, "broken", max_tokens=8)
         assert (status, json.loads(body)["error"]["code"]) == (503, "pool.failed")
@@ -177,7 +175,7 @@ async def test_pod_that_is_stopped_leaves_nothing_behind_and_the_next_one_begins
         await asyncio.to_thread(pod.stream, "good", max_tokens=8)
         pod.order("good", Order.PIN)
     shutil.copy(model / "model.safetensors", temporary / "broken")
-    async with started(temporary, monkeypatch) as (pod, _):
+    async with started(temporary) as (pod, _):
         await auntil(lambda: pod.states()["good"] == "awake", "the model to be loaded")
         assert not any(each["pinned"] for each in pod.status()["models"])
         assert pod.states()["broken"] == "cold"
@@ -185,36 +183,19 @@ async def test_pod_that_is_stopped_leaves_nothing_behind_and_the_next_one_begins
 
 
 @asynccontextmanager
-async def started(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[tuple[RunningPool, Path]]:
+async def started(directory: Path) -> AsyncIterator[tuple[RunningPool, Path]]:
     """A pod that a user has started, and stops with Ctrl-C; and its model."""
-    for name, value in AS_USERS_RUN_IT.items():
-        monkeypatch.setenv(name, value)
     model, broken = await make_random_model(directory / "model"), directory / "broken"
     if not broken.exists():
         shutil.copytree(model, broken)
         os.truncate(broken / "model.safetensors", 100_000)
     offset, home, file = free_offset(), directory / "pod", directory / "pool.yaml"
     file.write_text(STARTED.replace("MODEL", str(model)).replace("BROKEN", str(broken)))
-    flags = [f"--pool={file}", f"--dir={home}", f"--port-offset={offset}"]
-    command = [*program("understudy"), "up", *flags]
-    said = directory / "said"
-    with said.open("w") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output)  # noqa: ASYNC220 - it is stopped below
-    try:
-        await auntil(
-            lambda: "Ctrl-C stops the pod" in said.read_text() or process.poll() is not None,
-            "the pod's welcome",
-            WAIT_S,
-        )
-        assert process.poll() is None, said.read_text()[-2000:]
+    flags = [f"--pool={file}", f"--port-offset={offset}"]
+    with running_pod(home, directory / "said", flags) as up:
         yield RunningPool(home, 8000 + offset), model
-        process.send_signal(signal.SIGINT)
-        assert await asyncio.to_thread(process.wait, WAIT_S) == 0, said.read_text()[-2000:]
-    finally:
-        process.kill()
-        process.wait()
+        up.send_signal(signal.SIGINT)
+        assert await asyncio.to_thread(up.wait, WAIT_S) == 0
     await auntil(lambda: not processes_of(home), "all processes to be gone")
     assert [*home.glob("*.sock")] == []
 

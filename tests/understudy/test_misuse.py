@@ -12,6 +12,40 @@ from tests.lockserver.processes import ServerProcess
 from understudy.cli.main import main
 
 
+@pytest.mark.parametrize(
+    ("command", "code", "named"),
+    [
+        ("drill --target nobody", "config.bad_value", "backend-model"),
+        ("drill --model /no/such/model", "pod.no_model", "/no/such/model"),
+        ("drill --attach --yes --tensor-parallel 2", "drill.needless_flag", "--tensor-parallel"),
+        ("drill --attach --model / --backend vllm", "drill.needless_flag", "--model, --backend"),
+        ("drill --attach --url=ftp://x", "drill.bad_url", "ftp"),
+        ("drill --attach --url=http://x:port", "drill.bad_url", "x:port"),
+        ("drill --attach --url=https://x/v1?a=b", "drill.bad_url", "a=b"),
+        ("drill --dir /run/x --kills 1", "drill.needless_flag", "--dir"),
+        ("drill --url=http://x", "drill.needless_flag", "--url"),
+        ("drill --replicas=3", "drill.needless_flag", "--replicas"),
+        ("drill --fleet --pool", "drill.needless_flag", "--fleet"),
+        ("drill --fleet --url=http://x", "drill.needless_flag", "--url"),
+        ("drill --target=pod", "drill.needs_fleet", "--fleet"),
+        ("drill --target=pool", "drill.needs_pool", "--pool"),
+        ("drill --target=shadow:backend-model", "drill.needs_pool", "--pool"),
+        ("drill --pool --attach", "drill.needless_flag", "--attach"),
+        ("drill --pool --model=/", "drill.needless_flag", "--model"),
+        ("drill --pool --dir=/run/x", "drill.needless_flag", "--dir"),
+        ("drill --pool x.yaml --url=http://x", "drill.needless_flag", "--url"),
+        ("drill --pool /no/such/file.yaml", "pool.", "/no/such/file.yaml"),
+        ("up --pool x.yaml --backend vllm", "pod.needless_flag", "--backend"),
+    ],
+)
+def test_bad_flags_are_refused_with_exit_code_2(command: str, code: str, named: str):
+    """Goal: usage errors before anything starts. Method: one bad flag each."""
+    result = CliRunner().invoke(main, command.split())
+    assert result.exit_code == 2
+    assert f"[{code}" in result.output
+    assert named in result.output
+
+
 @pytest.mark.parametrize("command", ["status", "events", "doctor", "support-bundle"])
 def test_directory_that_cannot_be_looked_into_is_a_sentence(tmp_path: Path, command: str):
     """Goal: somebody else's directory is no crash. Method: a path that the kernel refuses whoever

@@ -42,9 +42,6 @@ class Supervisor(Handler):
         else:
             conn.send(self.report, request_id)
 
-    def closed(self, conn, reason) -> None:
-        pass
-
 
 @scene(hold_ms=60_000)
 async def test_a_supervisor_that_does_not_answer_is_a_visible_reason(bench, monkeypatch):

@@ -198,7 +198,6 @@ class Law(Books):
             return
         wait = self.world.timeline.now_ms - request.since_ms
         bound = bound_ms(self.world, request)
-        self.longest = max(self.longest, wait / bound)
         name = "P15" if request.ticket is TicketKind.PARKED else "P7"
         assert wait <= bound, f"{name}: {request.model} waits {wait:.0f} ms, bound {bound:.0f}"
         core = self.world.pool.core

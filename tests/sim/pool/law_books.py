@@ -54,7 +54,6 @@ class Books:
         self.seen: set[tuple[str, str]] = set()  # coverage: state and event
         self.outcomes: dict[str, int] = {}
         self.switches = self.starts = 0
-        self.longest = 0.0  # wait, as a part of the bound
 
     # ------------------------------------------------------------------ the pool's life
 

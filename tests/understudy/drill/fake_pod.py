@@ -23,6 +23,7 @@ from engine import messages as engine_messages
 from gateway import messages as gateway_messages
 from lockserver import messages as lock_messages
 from plumbing.service.clock import SystemClock
+from plumbing.wire.connection import Handler
 from plumbing.wire.server import Server
 from tests.helpers import free_port
 
@@ -182,15 +183,12 @@ class FakePod:
         return response
 
 
-class _Handler:
+class _Handler(Handler):
     """The socket of one part."""
 
     def __init__(self, pod: FakePod, name: str) -> None:
         self._pod = pod
         self._name = name
-
-    def opened(self, conn: Any) -> None:
-        pass
 
     def received(self, conn: Any, message: Any, request_id: int, fds: list[Any]) -> None:
         wire = lock_messages if self._name == "lockserver" else engine_messages

@@ -22,6 +22,7 @@ from lockserver.client import witness
 from plumbing.errors import UnderstudyError, WaitTimeoutError
 from plumbing.service.init import FIRST_START_ENV
 from plumbing.service.procfs import is_alive
+from plumbing.wire.connection import Handler
 from plumbing.wire.server import Server
 from pool.core.states import ModelState
 from tests.helpers import NAMESPACE, can_unshare, free_witness, run_command, until
@@ -68,11 +69,9 @@ SLEEP = "import signal; print('up', flush=True); signal.pause()"
 PART = """
 import asyncio, os, signal, sys
 from lockserver import messages
+from plumbing.wire.connection import Handler
 from plumbing.wire.server import Server
-from pool.core.states import ModelState
-class Answers:
-    def opened(self, conn): pass
-    def closed(self, conn, reason): pass
+class Answers(Handler):
     def received(self, conn, message, request_id, fds):
         conn.send(messages.StatusReplyMsg({"schema": 1}), request_id)
 async def main():
@@ -197,17 +196,11 @@ def device(state: str = "committed", epoch: str = "e") -> dict:
     return {**about, "epoch": epoch}
 
 
-class Answers:
+class Answers(Handler):
     """A device's server that gives one answer after the other, and the last one for ever."""
 
     def __init__(self, documents: list[dict]) -> None:
         self.documents = documents
-
-    def opened(self, conn) -> None:
-        pass
-
-    def closed(self, conn, reason) -> None:
-        pass
 
     def received(self, conn, message, request_id, fds) -> None:
         document = self.documents.pop(0) if len(self.documents) > 1 else self.documents[0]

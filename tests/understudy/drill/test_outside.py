@@ -8,14 +8,12 @@ import ssl
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
 from plumbing.errors import UnderstudyError
 from tests.plumbing.wire.certificates import Authority
 from tests.understudy.drill.fake_pod import FakePod
 from tests.understudy.drill.outside import PREFIX, REFUSALS, Outside
 from understudy.cli.drill import drill_running_pod
-from understudy.cli.main import main
 from understudy.drill.clients import Target, outside_target
 from understudy.drill.run import DrillPlan
 from understudy.drill.targets import BACKEND
@@ -95,19 +93,3 @@ async def test_address_of_another_pod_is_refused(directory: Path):
         with pytest.raises(UnderstudyError) as refused:
             await drilled(directory, outside_target(url(outside)))
         assert refused.value.code == "drill.other_pod"
-
-
-@pytest.mark.parametrize(
-    ("flags", "code"),
-    [
-        (["--attach", "--url=ftp://x"], "drill.bad_url"),
-        (["--attach", "--url=http://x:port"], "drill.bad_url"),
-        (["--attach", "--url=https://x/v1?a=b"], "drill.bad_url"),
-        (["--url=http://x"], "drill.needless_flag"),
-        (["--pool", "x.yaml", "--url=http://x"], "drill.needless_flag"),
-    ],
-)
-def test_addresses_that_lead_to_no_running_pod_are_refused(flags: list[str], code: str):
-    result = CliRunner().invoke(main, ["drill", *flags])
-    assert result.exit_code == 2
-    assert f"[{code}]" in result.output

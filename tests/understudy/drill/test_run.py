@@ -6,12 +6,10 @@ import asyncio
 import os
 
 import pytest
-from click.testing import CliRunner
 
 from engine.messages import EventMsg, StatusReplyMsg
 from tests.understudy.drill.fake_pod import FakePod
 from understudy.cli.drill import drill_running_pod
-from understudy.cli.main import main
 from understudy.drill import run as drill_run
 from understudy.drill.observer import Observer, OldTree
 from understudy.drill.records import Kill, Records
@@ -164,29 +162,3 @@ async def test_grant_to_the_victim_itself_is_no_second_active_engine(directory):
     observer._on_lockserver(granted("engine-1", "f-2", 4))
     assert (len(records.overlaps), waiter.new_token) == (1, 4)
     await observer.close()
-
-
-def invoke(*arguments: str):
-    return CliRunner().invoke(main, arguments)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["drill", "--target", "nobody"], "must be one of backend-model"),
-        (["drill", "--model", "/no/such/model"], "is not a directory"),
-        (["drill", "--attach", "--yes", "--tensor-parallel", "2"], "--tensor-parallel cannot be"),
-        (["drill", "--attach", "--model", "/tmp", "--backend", "reference"], "--model, --backend "),
-        (["drill", "--dir", "/tmp/pod", "--kills", "1"], "add --attach"),
-        (["drill", "--fleet", "--pool"], "--fleet cannot be used with --pool"),
-        (["drill", "--fleet", "--url=http://x"], "--url cannot be used with --fleet"),
-        (["drill", "--replicas=3"], "--fleet to drill several"),
-        (["drill", "--target=pod"], "--target pod requires --fleet"),
-        (["up", "--pool", "x.yaml", "--backend", "vllm"], "--backend cannot be used with --pool"),
-    ],
-)
-def test_bad_flags_are_refused_with_exit_code_2(arguments, words):
-    """Goal: usage errors before anything starts. Method: one bad flag each."""
-    result = invoke(*arguments)
-    assert result.exit_code == 2
-    assert words in result.output
