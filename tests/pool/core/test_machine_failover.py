@@ -24,20 +24,6 @@ def faults(pod):
     return pod.pool.facts.models["a"].faults_ms
 
 
-def test_P5_shadow_that_takes_over_a_drain_sleeps_only_behind_a_door_that_the_gateway_obeys():
-    pod = awake()
-    pod.handle(ev.Ordered("a", ev.Order.SLEEP))
-    assert pod.state("a") is S.DRAINING
-    pod.kill(pod.supervisors["a0"])
-    pod.grant("a")
-    pod.obey_goals()
-    assert pod.supervisors["a1"].state == "active"
-    assert not any(isinstance(each, ev.TellEngine) for each in pod.all)
-    pod.settle()
-    assert pod.state("a") is S.WARM
-    assert pod.supervisors["a1"].state == "resting"
-
-
 def test_living_shadow_that_is_never_granted_is_not_waited_for_for_ever():
     pod = awake()
     pod.kill(pod.supervisors["a0"])
