@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import http.client
+import inspect
 import itertools
 import os
 import random
@@ -14,7 +15,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -185,3 +186,28 @@ def room_for(count: int) -> Iterator[None]:
     free = (number for number in itertools.count() if number not in used)
     with descriptors_below(next(itertools.islice(free, count, None))):
         yield
+
+
+def on_loop_of(
+    fixture: str, name: str, run: Callable[[Any, Callable[[Any], Awaitable[None]]], None]
+) -> Callable[[Callable[..., Awaitable[None]]], Callable[..., None]]:
+    """A test that is `async def test(NAME, …)`: `run` makes NAME from this fixture, and a loop.
+    The other parameters are fixtures."""
+
+    def decorate(scenario: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+        takes = inspect.signature(scenario)
+
+        def test(**given: Any) -> None:
+            run(given.pop(fixture), lambda made: scenario(**{name: made}, **given))
+
+        found: Any = functools.update_wrapper(test, scenario)
+        del found.__wrapped__  # pytest would ask that one for its fixtures
+        parameters = takes.parameters.values()
+        found.__signature__ = takes.replace(
+            parameters=[
+                each.replace(name=fixture) if each.name == name else each for each in parameters
+            ]
+        )
+        return found
+
+    return decorate

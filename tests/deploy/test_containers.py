@@ -18,7 +18,7 @@ from tests.deploy.container_image import why_not
 from tests.deploy.podman_pod import PodmanPod, pid_namespace
 from tests.e2e.pods import CLIENTS, grants_in, load_on
 from tests.e2e.processes import Processes, kill
-from tests.helpers import POLL_S
+from tests.helpers import POLL_S, on_loop_of
 from understudy.drill.clients import Target
 from understudy.drill.killer import Whole, wait_whole
 from understudy.drill.run import Drill, DrillPlan
@@ -76,6 +76,9 @@ class Home:
         return load_on(self._target, self._drill)
 
 
+of_containers = on_loop_of("home", "home", Home.run)
+
+
 @pytest.fixture(scope="module")
 def home(image: str) -> Iterator[Home]:
     found = Home(image)
@@ -86,101 +89,91 @@ def home(image: str) -> Iterator[Home]:
         found.close()
 
 
-def test_containers_share_their_volumes_and_no_processes(home: Home):
+@of_containers
+async def test_containers_share_their_volumes_and_no_processes(home: Home):
     """What makes the next tests mean something."""
-
-    async def scenario(home: Home) -> None:
-        pids = [await home.pod.pid(name) for name in home.pod.names]
-        namespaces = {pid_namespace(pid) for pid in pids}
-        assert len(namespaces) == len(home.pod.names) == 5
-        assert pid_namespace(1) not in namespaces
-        for pid in pids:
-            status = Path(f"/proc/{pid}/status").read_text()
-            assert re.search(r"^Uid:\t10001\t10001\t10001\t10001$", status, re.MULTILINE)
-            assert re.search(r"^NSpid:\t\d+\t1$", status, re.MULTILINE)
-            assert re.search(r"^CapEff:\t0+$", status, re.MULTILINE)
-            assert re.search(r"^NoNewPrivs:\t1$", status, re.MULTILINE)
-        lock = (await gather(home.pod.directory))["lockserver"]["locks"]["active"]
-        assert lock["holder"]["evidence"] == "pidfd+witness"
-        assert lock["holder"]["pidfd_source"] == "SO_PEERPIDFD"
-
-    home.run(scenario)
+    pids = [await home.pod.pid(name) for name in home.pod.names]
+    namespaces = {pid_namespace(pid) for pid in pids}
+    assert len(namespaces) == len(home.pod.names) == 5
+    assert pid_namespace(1) not in namespaces
+    for pid in pids:
+        status = Path(f"/proc/{pid}/status").read_text()
+        assert re.search(r"^Uid:\t10001\t10001\t10001\t10001$", status, re.MULTILINE)
+        assert re.search(r"^NSpid:\t\d+\t1$", status, re.MULTILINE)
+        assert re.search(r"^CapEff:\t0+$", status, re.MULTILINE)
+        assert re.search(r"^NoNewPrivs:\t1$", status, re.MULTILINE)
+    lock = (await gather(home.pod.directory))["lockserver"]["locks"]["active"]
+    assert lock["holder"]["evidence"] == "pidfd+witness"
+    assert lock["holder"]["pidfd_source"] == "SO_PEERPIDFD"
 
 
-def test_killed_container_is_gone_before_the_next_is_granted_and_comes_back_as_standby(home: Home):
+@of_containers
+async def test_killed_container_is_gone_before_the_next_is_granted_and_comes_back_as_standby(
+    home: Home,
+):
     """Goal: no process of the engine lives at the grant. Method: SIGKILL to PID 1 of the active
     engine under load; pidfds of everything that was in its container say who lived at the grant: at
     most init, which does not hold the witness, so it can reach no device."""
-
-    async def scenario(home: Home) -> None:
-        pod, before = home.pod, await home.whole()
-        (standby,) = before.standbys
-        pid = await pod.pid(before.engine)
-        with Processes(await pod.processes(before.engine)) as old:
-            assert pid in old.alive()
-            assert len(old.alive()) == 3  # and the supervisor, and its backend
-            async with home.load() as load, grants_in(pod.directory, old) as grants:
-                await load.answers()
-                kill(pid)
-                token = await load.newer(before.token)
-                await load.answers()
-                assert [(each.engine, each.token) for each in grants.made] == [(standby, token)]
-                assert grants.made[0].alive <= {pid}
-                assert await pod.ended(before.engine) == KILLED
-                await pod.restart(before.engine)
-                after = await home.whole()
-                await load.answers()
-            assert (after.engine, after.token) == (standby, token)
-            assert after.standbys == (before.engine,)
-            assert not load.refused()
-            assert len(load.lost()) <= CLIENTS
-            assert load.tokens() == {before.token, token}
-            assert len(grants.made) == 1
-
-    home.run(scenario)
-
-
-def test_stopped_container_drains_and_nothing_is_lost(home: Home):
-    """Goal: a kubelet's SIGTERM to PID 1 is a switchover. Method: podman stop under load."""
-
-    async def scenario(home: Home) -> None:
-        pod, before = home.pod, await home.whole()
-        async with home.load() as load:
+    pod, before = home.pod, await home.whole()
+    (standby,) = before.standbys
+    pid = await pod.pid(before.engine)
+    with Processes(await pod.processes(before.engine)) as old:
+        assert pid in old.alive()
+        assert len(old.alive()) == 3  # and the supervisor, and its backend
+        async with home.load() as load, grants_in(pod.directory, old) as grants:
             await load.answers()
-            assert await pod.stop(before.engine) == 0
+            kill(pid)
             token = await load.newer(before.token)
+            await load.answers()
+            assert [(each.engine, each.token) for each in grants.made] == [(standby, token)]
+            assert grants.made[0].alive <= {pid}
+            assert await pod.ended(before.engine) == KILLED
             await pod.restart(before.engine)
             after = await home.whole()
             await load.answers()
-            assert (after.engine, after.token) == (*before.standbys, token)
-            assert not load.lost()
-            assert not load.connections_refused()
-            # Accepted in the moment in which the drain began: told to come again.
-            assert len(load.refused()) <= CLIENTS
+        assert (after.engine, after.token) == (standby, token)
+        assert after.standbys == (before.engine,)
+        assert not load.refused()
+        assert len(load.lost()) <= CLIENTS
+        assert load.tokens() == {before.token, token}
+        assert len(grants.made) == 1
 
-    home.run(scenario)
+
+@of_containers
+async def test_stopped_container_drains_and_nothing_is_lost(home: Home):
+    """Goal: a kubelet's SIGTERM to PID 1 is a switchover. Method: podman stop under load."""
+    pod, before = home.pod, await home.whole()
+    async with home.load() as load:
+        await load.answers()
+        assert await pod.stop(before.engine) == 0
+        token = await load.newer(before.token)
+        await pod.restart(before.engine)
+        after = await home.whole()
+        await load.answers()
+        assert (after.engine, after.token) == (*before.standbys, token)
+        assert not load.lost()
+        assert not load.connections_refused()
+        # Accepted in the moment in which the drain began: told to come again.
+        assert len(load.refused()) <= CLIENTS
 
 
 @pytest.mark.parametrize("sidecar", ["lockserver", "gms"])
-def test_killed_sidecar_costs_nothing(home: Home, sidecar: str):
+@of_containers
+async def test_killed_sidecar_costs_nothing(home: Home, sidecar: str):
     """Goal: its successor is handed what it had by other containers. Method: SIGKILL to its PID 1
     under load; the same holder under the same token, the same epoch, and weights loaded once."""
-
-    async def scenario(home: Home) -> None:
-        pod, before = home.pod, await home.whole()
-        memory = await committed(pod)
-        async with home.load() as load:
-            await load.answers()
-            kill(await pod.pid(sidecar))
-            await pod.restart(sidecar)
-            assert await home.whole() == before
-            await load.answers()
-            load.lost_nothing(before.token)
-        found = await committed(pod)
-        assert found["epoch"] == memory["epoch"]
-        assert found["commits_total"] == (0 if sidecar == "gms" else memory["commits_total"])
-
-    home.run(scenario)
+    pod, before = home.pod, await home.whole()
+    memory = await committed(pod)
+    async with home.load() as load:
+        await load.answers()
+        kill(await pod.pid(sidecar))
+        await pod.restart(sidecar)
+        assert await home.whole() == before
+        await load.answers()
+        load.lost_nothing(before.token)
+    found = await committed(pod)
+    assert found["epoch"] == memory["epoch"]
+    assert found["commits_total"] == (0 if sidecar == "gms" else memory["commits_total"])
 
 
 async def committed(pod: PodmanPod):

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
-import inspect
 import os
 import subprocess
 import sys
@@ -27,7 +25,7 @@ from plumbing.pod.paths import LOCKSERVER_SOCKET
 from plumbing.service.procfs import children, descendants, is_spent
 from plumbing.wire.messages import Message
 from tests.e2e.processes import Processes, continue_all
-from tests.helpers import POLL_S, auntil, until
+from tests.helpers import POLL_S, auntil, on_loop_of, until
 from understudy.drill.clients import Target, stream_without_pause
 from understudy.drill.killer import WHOLE_POLL_S, Whole, backend_processes, wait_whole
 from understudy.drill.outcomes import classify
@@ -379,21 +377,7 @@ class PodHome:
             await pod.runner.stop()
 
 
-def in_pod(scenario: Callable[..., Awaitable[None]]) -> Callable[..., None]:
-    """A test of a complete pod: `pod` is that of the fixture `home`, whose loop it runs on."""
-    takes = inspect.signature(scenario)
-    fixtures = [
-        each.replace(name="home", annotation=PodHome) if each.name == "pod" else each
-        for each in takes.parameters.values()
-    ]
-
-    def test(home: PodHome, **others: Any) -> None:
-        home.run(lambda pod: scenario(pod=pod, **others))
-
-    found: Any = functools.update_wrapper(test, scenario)
-    del found.__wrapped__  # pytest would ask that one for its fixtures
-    found.__signature__ = takes.replace(parameters=fixtures)
-    return test
+in_pod = on_loop_of("home", "pod", PodHome.run)  # a test of a complete pod
 
 
 def _command_line(pid: int) -> bytes:

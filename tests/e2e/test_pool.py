@@ -52,44 +52,40 @@ CLIENTS = 2  # of each model
 LONG = 1000  # tokens of a stream that an engine dies in
 
 
-def test_models_that_do_not_fit_together_are_both_served_and_no_answer_changes(
+async def test_models_that_do_not_fit_together_are_both_served_and_no_answer_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Method: clients of both models at once; the pool is killed meanwhile."""
+    async with running_pool(tmp_path, monkeypatch, TWO, DEVICE_BYTES) as pod:
 
-    async def scenario() -> None:
-        async with running_pool(tmp_path, monkeypatch, TWO, DEVICE_BYTES) as pod:
+        def stream(model: str) -> str:
+            return pod.stream(model, PROMPTS[model], max_tokens=TOKENS)
 
-            def stream(model: str) -> str:
-                return pod.stream(model, PROMPTS[model], max_tokens=TOKENS)
+        quiet = {model: await asyncio.to_thread(stream, model) for model in PROMPTS}
+        before = pod.incarnations()
+        seen: list[tuple[str, str]] = []
+        half = threading.Event()
 
-            quiet = {model: await asyncio.to_thread(stream, model) for model in PROMPTS}
-            before = pod.incarnations()
-            seen: list[tuple[str, str]] = []
-            half = threading.Event()
+        def client(model: str) -> None:
+            for _ in range(ASKED):
+                seen.append((model, stream(model)))
+                half.set()
 
-            def client(model: str) -> None:
-                for _ in range(ASKED):
-                    seen.append((model, stream(model)))
-                    half.set()
-
-            clients = [
-                asyncio.create_task(asyncio.to_thread(client, model))
-                for model in PROMPTS
-                for _ in range(CLIENTS)
-            ]
-            await asyncio.to_thread(half.wait, WAIT_S)
-            os.kill(pod.runner.pids()["pool"], signal.SIGKILL)
-            await asyncio.gather(*clients)
-            assert [(model, text) for model, text in seen if text != quiet[model]] == []
-            assert len(seen) == len(clients) * ASKED
-            await auntil(lambda: pod.runner.restarts()["pool"] == 1, "the pool to be back")
-            assert pod.incarnations() == before
-            states = pod.states()
-            assert sorted(states) == ["a", "b"]
-            assert [*states.values()].count("awake") <= 1, states
-
-    asyncio.run(scenario())
+        clients = [
+            asyncio.create_task(asyncio.to_thread(client, model))
+            for model in PROMPTS
+            for _ in range(CLIENTS)
+        ]
+        await asyncio.to_thread(half.wait, WAIT_S)
+        os.kill(pod.runner.pids()["pool"], signal.SIGKILL)
+        await asyncio.gather(*clients)
+        assert [(model, text) for model, text in seen if text != quiet[model]] == []
+        assert len(seen) == len(clients) * ASKED
+        await auntil(lambda: pod.runner.restarts()["pool"] == 1, "the pool to be back")
+        assert pod.incarnations() == before
+        states = pod.states()
+        assert sorted(states) == ["a", "b"]
+        assert [*states.values()].count("awake") <= 1, states
 
 
 SHADOW = f"""

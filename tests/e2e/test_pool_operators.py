@@ -41,17 +41,14 @@ ANSWERED = 'understudy_pool_requests_total{model="b",outcome="answered"}'
 
 
 @needs_chromium
-def test_every_surface_shows_who_is_awake_who_waits_and_who_holds_what(
+async def test_every_surface_shows_who_is_awake_who_waits_and_who_holds_what(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    async def main() -> None:
-        made = running_pool(tmp_path / "pod", monkeypatch, TWO, DEVICE_BYTES)
-        async with made as pod, page_of(pod.directory) as address, tab(tmp_path) as page:
-            await page.go(address)
-            await scenario(pod, page)
-
     (tmp_path / "pod").mkdir(mode=0o700)
-    asyncio.run(main())
+    made = running_pool(tmp_path / "pod", monkeypatch, TWO, DEVICE_BYTES)
+    async with made as pod, page_of(pod.directory) as address, tab(tmp_path) as page:
+        await page.go(address)
+        await scenario(pod, page)
 
 
 async def scenario(pod: RunningPool, page: Tab) -> None:

@@ -22,7 +22,7 @@ from tests.documents import mismatches
 from tests.gateway.gateways import FINAL, GatewayProcess, StandInEngine, command, ended
 from tests.gateway.server.harness import CHAT, Answer, Client
 from tests.gateway.stub_engine import text_of
-from tests.helpers import auntil, until
+from tests.helpers import auntil, on_loop_of, until
 
 DOCUMENT = {"model": "chat", "stream": True, "max_tokens": 12}
 STREAMS, CONNECTIONS = 8, 20
@@ -92,6 +92,9 @@ def run(gateway: GatewayProcess, scenario: Scenario) -> None:
     asyncio.run(main())
 
 
+in_world = on_loop_of("gateway", "world", run)
+
+
 def whole(answer: Answer) -> bool:
     return answer.is_whole and answer.text() == SAID
 
@@ -104,111 +107,99 @@ async def rest_is_whole(stream: Client) -> bool:
 # ------------------------------------------------------------------ deaths
 
 
-def test_killed_gateway_refuses_nobody_and_the_next_one_answers_who_waits(gateway: GatewayProcess):
+@in_world
+async def test_killed_gateway_refuses_nobody_and_the_next_one_answers_who_waits(world: World):
     """Goal: its death costs what is in it. Method: SIGKILL five times with a stream in it; at once
     new connections, of which each is answered by the next one."""
-
-    async def scenario(world: World) -> None:
-        for _ in range(5):
-            victim = await world.pid()
-            (cut,) = await world.begun(1)
-            os.kill(victim, signal.SIGKILL)
-            waiting = [await world.ask() for _ in range(CONNECTIONS)]
-            world.release()
-            assert all([whole(await each.answer()) for each in waiting])
-            assert not await rest_is_whole(cut)
-            await world.accepts(but=victim)
-        restarts = (await asyncio.to_thread(gateway.status))["restarts"]
-        assert restarts >= 5
-
-    run(gateway, scenario)
+    for _ in range(5):
+        victim = await world.pid()
+        (cut,) = await world.begun(1)
+        os.kill(victim, signal.SIGKILL)
+        waiting = [await world.ask() for _ in range(CONNECTIONS)]
+        world.release()
+        assert all([whole(await each.answer()) for each in waiting])
+        assert not await rest_is_whole(cut)
+        await world.accepts(but=victim)
+    restarts = (await asyncio.to_thread(world.gateway.status))["restarts"]
+    assert restarts >= 5
 
 
 # ------------------------------------------------------------------ replacements
 
 
 @pytest.mark.parametrize("by", ["command", "signal"])
-def test_replacement_loses_no_stream_and_refuses_no_connection(gateway: GatewayProcess, by: str):
+@in_world
+async def test_replacement_loses_no_stream_and_refuses_no_connection(world: World, by: str):
     """Goal: nobody sees it. Method: replace it under streams that have begun, with new connections
     all the while; the old process finishes its streams, then exits, and its memory is shared."""
-
-    async def scenario(world: World) -> None:
-        await auntil(gateway.is_alone, "one gateway")
-        old, before = await world.pid(), await asyncio.to_thread(gateway.status)
-        assert mismatches(before, GatewayStatus) == []  # with an engine's hello
-        streams = await world.begun(STREAMS)
-        if by == "signal":
-            assert gateway.process is not None
-            gateway.process.send_signal(signal.SIGHUP)
-        else:
-            done = await world.command("replace", "--json")
-            assert done.returncode == 0, done.stderr
-            document = json.loads(done.stdout)
-            assert (document["old_pid"], document["in_flight"]) == (old, STREAMS)
-        newcomers = []
-        while not await asyncio.to_thread(gateway.accepts, old):
-            newcomers.append(await world.ask())
-        newcomers += [await world.ask() for _ in range(CONNECTIONS)]
-        both = await asyncio.to_thread(gateway.status)
-        assert both["predecessor"] == old
-        assert both["memory_bytes_max"] == before["memory_bytes_max"] // 2
-        busy = await world.command("replace")
-        assert "gateway.restart_busy" in busy.stderr
-        world.release()
-        assert all([whole(await each.answer()) for each in newcomers])
-        assert all([await rest_is_whole(each) for each in streams])
-        await auntil(lambda: ended(old), "the old one to exit")
-        await auntil(gateway.is_alone, "its end to be seen")
-        after = await asyncio.to_thread(gateway.status)
-        assert after["memory_bytes_max"] == before["memory_bytes_max"]
-        assert after["restarts"] == before["restarts"]
-
-    run(gateway, scenario)
+    await auntil(world.gateway.is_alone, "one gateway")
+    old, before = await world.pid(), await asyncio.to_thread(world.gateway.status)
+    assert mismatches(before, GatewayStatus) == []  # with an engine's hello
+    streams = await world.begun(STREAMS)
+    if by == "signal":
+        assert world.gateway.process is not None
+        world.gateway.process.send_signal(signal.SIGHUP)
+    else:
+        done = await world.command("replace", "--json")
+        assert done.returncode == 0, done.stderr
+        document = json.loads(done.stdout)
+        assert (document["old_pid"], document["in_flight"]) == (old, STREAMS)
+    newcomers = []
+    while not await asyncio.to_thread(world.gateway.accepts, old):
+        newcomers.append(await world.ask())
+    newcomers += [await world.ask() for _ in range(CONNECTIONS)]
+    both = await asyncio.to_thread(world.gateway.status)
+    assert both["predecessor"] == old
+    assert both["memory_bytes_max"] == before["memory_bytes_max"] // 2
+    busy = await world.command("replace")
+    assert "gateway.restart_busy" in busy.stderr
+    world.release()
+    assert all([whole(await each.answer()) for each in newcomers])
+    assert all([await rest_is_whole(each) for each in streams])
+    await auntil(lambda: ended(old), "the old one to exit")
+    await auntil(world.gateway.is_alone, "its end to be seen")
+    after = await asyncio.to_thread(world.gateway.status)
+    assert after["memory_bytes_max"] == before["memory_bytes_max"]
+    assert after["restarts"] == before["restarts"]
 
 
-def test_request_on_a_connection_that_the_old_gateway_accepted_is_answered(
-    gateway: GatewayProcess,
+@in_world
+async def test_request_on_a_connection_that_the_old_gateway_accepted_is_answered(
+    world: World,
 ):
     """Goal: a client that has just connected sees nothing of a replacement. Method: connect,
     replace the gateway under a stream, and send the request only once the successor accepts."""
-
-    async def scenario(world: World) -> None:
-        await auntil(gateway.is_alone, "one gateway")
-        old = await world.pid()
-        (stream,) = await world.begun(1)
-        late = await world.connect()
-        await auntil(lambda: gateway.status()["load"]["connections"] == 2, "it to be accepted")
-        assert (await world.command("replace")).returncode == 0
-        await world.accepts(but=old)
-        late.ask(CHAT, DOCUMENT)
-        world.release()
-        assert whole(await late.answer())
-        assert await rest_is_whole(stream)
-        await auntil(lambda: ended(old), "the old one to exit")
-
-    run(gateway, scenario)
+    await auntil(world.gateway.is_alone, "one gateway")
+    old = await world.pid()
+    (stream,) = await world.begun(1)
+    late = await world.connect()
+    await auntil(lambda: world.gateway.status()["load"]["connections"] == 2, "it to be accepted")
+    assert (await world.command("replace")).returncode == 0
+    await world.accepts(but=old)
+    late.ask(CHAT, DOCUMENT)
+    world.release()
+    assert whole(await late.answer())
+    assert await rest_is_whole(stream)
+    await auntil(lambda: ended(old), "the old one to exit")
 
 
-def test_successor_that_dies_costs_no_stream_of_the_old_one(gateway: GatewayProcess):
+@in_world
+async def test_successor_that_dies_costs_no_stream_of_the_old_one(world: World):
     """Goal: the newest gateway that lives accepts. Method: replace it under a stream, and kill the
     successor once it accepts; a newcomer is answered, and the stream is whole."""
-
-    async def scenario(world: World) -> None:
-        await auntil(gateway.is_alone, "one gateway")
-        old = await world.pid()
-        (stream,) = await world.begun(1)
-        assert (await world.command("replace")).returncode == 0
-        successor = await world.pid()
-        os.kill(successor, signal.SIGKILL)
-        await auntil(lambda: ended(successor), "the successor to die")  # it may accept until then
-        newcomer = await world.ask()
-        world.release()
-        assert whole(await newcomer.answer())
-        assert await rest_is_whole(stream)
-        await auntil(lambda: ended(old), "the old one to exit")
-        await auntil(gateway.is_alone, "one gateway")
-
-    run(gateway, scenario)
+    await auntil(world.gateway.is_alone, "one gateway")
+    old = await world.pid()
+    (stream,) = await world.begun(1)
+    assert (await world.command("replace")).returncode == 0
+    successor = await world.pid()
+    os.kill(successor, signal.SIGKILL)
+    await auntil(lambda: ended(successor), "the successor to die")  # it may accept until then
+    newcomer = await world.ask()
+    world.release()
+    assert whole(await newcomer.answer())
+    assert await rest_is_whole(stream)
+    await auntil(lambda: ended(old), "the old one to exit")
+    await auntil(world.gateway.is_alone, "one gateway")
 
 
 def test_replacement_that_cannot_work_is_refused_and_the_gateway_serves_on(
@@ -251,43 +242,37 @@ def test_a_second_gateway_is_refused_and_the_first_serves_on(
     assert gateway.pid == pid
 
 
-def test_sigterm_accepts_no_more_and_ends_once_the_streams_have(gateway: GatewayProcess):
+@in_world
+async def test_sigterm_accepts_no_more_and_ends_once_the_streams_have(world: World):
     """Goal: a drain. Method: SIGTERM during a stream; a newcomer waits in the backlog meanwhile and
     is answered by the next gateway."""
-
-    async def scenario(world: World) -> None:
-        (stream,) = await world.begun(1)
-        assert gateway.process is not None
-        gateway.process.send_signal(signal.SIGTERM)
-        await auntil(lambda: gateway.status()["stopping"], "the stop to begin")
-        await auntil(lambda: not gateway.status()["accepting"], "it to accept no more")
-        ready = await asyncio.to_thread(gateway.get, "ready")
-        assert ready == (503, {"ok": False, "reason": "stopping"})
-        newcomer = await world.ask()
-        world.release()
-        assert await rest_is_whole(stream)
-        assert await asyncio.to_thread(gateway.wait) == 0
-        await asyncio.to_thread(gateway.start)
-        assert whole(await newcomer.answer())
-
-    run(gateway, scenario)
+    (stream,) = await world.begun(1)
+    assert world.gateway.process is not None
+    world.gateway.process.send_signal(signal.SIGTERM)
+    await auntil(lambda: world.gateway.status()["stopping"], "the stop to begin")
+    await auntil(lambda: not world.gateway.status()["accepting"], "it to accept no more")
+    ready = await asyncio.to_thread(world.gateway.get, "ready")
+    assert ready == (503, {"ok": False, "reason": "stopping"})
+    newcomer = await world.ask()
+    world.release()
+    assert await rest_is_whole(stream)
+    assert await asyncio.to_thread(world.gateway.wait) == 0
+    await asyncio.to_thread(world.gateway.start)
+    assert whole(await newcomer.answer())
 
 
-def test_replaced_gateway_that_is_told_to_end_obeys(gateway: GatewayProcess):
+@in_world
+async def test_replaced_gateway_that_is_told_to_end_obeys(world: World):
     """Goal: the pod's end does not wait for an hour. Method: replace it under a stream, then
     SIGTERM to the init: twice, since streams have longer than this test."""
-
-    async def scenario(world: World) -> None:
-        await auntil(gateway.is_alone, "one gateway")
-        old = await world.pid()
-        await world.begun(1)
-        assert (await world.command("replace")).returncode == 0
-        assert gateway.process is not None
-        gateway.process.send_signal(signal.SIGTERM)
-        await auntil(lambda: not gateway.accepts(), "the new one to end")
-        await asyncio.sleep(1.1)  # a second signal at once is the first one again
-        gateway.process.send_signal(signal.SIGTERM)
-        await asyncio.to_thread(gateway.wait)
-        until(lambda: ended(old), "the old one to be gone")
-
-    run(gateway, scenario)
+    await auntil(world.gateway.is_alone, "one gateway")
+    old = await world.pid()
+    await world.begun(1)
+    assert (await world.command("replace")).returncode == 0
+    assert world.gateway.process is not None
+    world.gateway.process.send_signal(signal.SIGTERM)
+    await auntil(lambda: not world.gateway.accepts(), "the new one to end")
+    await asyncio.sleep(1.1)  # a second signal at once is the first one again
+    world.gateway.process.send_signal(signal.SIGTERM)
+    await asyncio.to_thread(world.gateway.wait)
+    until(lambda: ended(old), "the old one to be gone")

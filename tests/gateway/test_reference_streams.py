@@ -17,7 +17,7 @@ from gateway.core.machine import Gateway
 from gateway.server.upstream import GroupCutter
 from plumbing.gateway_protocol import Continuation, Hello
 from tests.engine.reference.resume_cases import CASES
-from tests.engine.reference.resuming import Pod, pod, text_of
+from tests.engine.reference.resuming import pod, text_of
 
 pytestmark = pytest.mark.slow  # ten seconds in all
 
@@ -77,8 +77,7 @@ def seen_by_client(sent: bytes) -> tuple[str, list, int, int]:
 @pytest.mark.parametrize("name", CASES)
 async def test_stream_cut_behind_any_group_is_the_uninterrupted_one(model: Path, name: str):
     path, document = CASES[name]
-
-    async def cut_everywhere(engine: Pod) -> None:
+    async with pod(model) as engine:
         _, body = await engine.stream(path, document)
         whole = seen_by_client(deliver(*begin(path), body, None))
         assert whole[2:] == (1, 1)
@@ -92,6 +91,3 @@ async def test_stream_cut_behind_any_group_is_the_uninterrupted_one(model: Path,
             sent += deliver(gateway, again, resumed, None)
             assert seen_by_client(sent) == whole
             assert isinstance(gateway.shared.take()[-1], ev.RequestEnded)
-
-    async with pod(model) as engine:
-        await cut_everywhere(engine)

@@ -81,31 +81,27 @@ async def test_demand_is_first_on_every_connection(directory):
         await second.server.close()
 
 
-def test_demand_is_sent_once_for_what_changes_together_and_not_again_as_it_was(directory):
+async def test_demand_is_sent_once_for_what_changes_together_and_not_again_as_it_was(directory):
     """Goal: a burst of requests costs the pool a message, and it judges only what is new. Method: a
     thousand changes in one turn of the loop; a change that changes nothing; a new connection."""
+    demand, looks = {"chat": ModelDemand()}, []
 
-    async def body():
-        demand, looks = {"chat": ModelDemand()}, []
+    def look():
+        looks.append(dict(demand))
+        return demand
 
-        def look():
-            looks.append(dict(demand))
-            return demand
-
-        link = PoolLink(directory, look)
-        async with running(link, directory) as pool:
-            for number in range(1, 1001):
-                demand["chat"] = ModelDemand(in_flight=number)
-                link.changed()
-            await auntil(lambda: len(pool.said) > 1, "the change")
-            seen = len(looks)
+    link = PoolLink(directory, look)
+    async with running(link, directory) as pool:
+        for number in range(1, 1001):
+            demand["chat"] = ModelDemand(in_flight=number)
             link.changed()
-            await auntil(lambda: len(looks) > seen, "the look at what has changed")
-            pool.conns[0].close("a test")
-            await auntil(lambda: len(pool.said) > 2, "the new connection's demand")
-            assert [each.models["chat"].in_flight for each in pool.said] == [0, 1000, 1000]
-
-    asyncio.run(body())
+        await auntil(lambda: len(pool.said) > 1, "the change")
+        seen = len(looks)
+        link.changed()
+        await auntil(lambda: len(looks) > seen, "the look at what has changed")
+        pool.conns[0].close("a test")
+        await auntil(lambda: len(pool.said) > 2, "the new connection's demand")
+        assert [each.models["chat"].in_flight for each in pool.said] == [0, 1000, 1000]
 
 
 async def test_demand_that_changes_all_the_time_is_evenly_spaced_but_for_the_first(directory):

@@ -135,47 +135,39 @@ async def test_start_that_takes_long_says_why_and_ends_at_its_deadline(tmp_path,
         (("/no/such/program",), "/no/such/program cannot be started", 1),
     ],
 )
-def test_start_of_a_container_that_exits_fails_with_its_own_sentence(
+async def test_start_of_a_container_that_exits_fails_with_its_own_sentence(
     tmp_path, command, words, exit_code
 ):
     probe = HttpProbe(f"http://127.0.0.1:{free_port()}/", 1, 60)
-
-    async def main():
+    with pytest.raises(UnderstudyError, match=words) as caught:
         async with running(tmp_path, Container("bad", command, startup=probe)):
             pass
-
-    with pytest.raises(UnderstudyError, match=words) as caught:
-        asyncio.run(main())
     assert (caught.value.code, caught.value.exit_code) == ("pod.start_failed", exit_code)
 
 
-def test_program_is_restarted_by_its_init_and_the_init_by_the_runner(tmp_path):
+async def test_program_is_restarted_by_its_init_and_the_init_by_the_runner(tmp_path):
     """Method: SIGKILL to the program, whose init lives on; then to the init, with which its program
     dies; only that is a restart of the container, and no descriptor is left."""
+    lines, before = list[str](), len(open_fds())
+    worker = python("worker", ARMED, init=INIT)
+    async with running(tmp_path / "log", worker, say=lines.append) as runner:
 
-    async def main():
-        lines, before = list[str](), len(open_fds())
-        worker = python("worker", ARMED, init=INIT)
-        async with running(tmp_path / "log", worker, say=lines.append) as runner:
+        async def program(number: int) -> int:
+            await auntil(lambda: lines.count("worker | armed") == number, "its start")
+            return runner.pids()["worker"]
 
-            async def program(number: int) -> int:
-                await auntil(lambda: lines.count("worker | armed") == number, "its start")
-                return runner.pids()["worker"]
-
-            first = await program(1)
-            init = parent(first)
-            assert init is not None
-            os.kill(first, signal.SIGKILL)
-            second = await program(2)
-            assert runner.restarts() == {"worker": 0}
-            assert parent(second) == init
-            os.kill(init, signal.SIGKILL)
-            assert parent(await program(3)) not in (init, None)
-            assert runner.restarts() == {"worker": 1}
-            await auntil(lambda: not is_alive(second), "the program to die with its init")
-        await auntil(lambda: len(open_fds()) <= before, "descriptors to be closed")
-
-    asyncio.run(main())
+        first = await program(1)
+        init = parent(first)
+        assert init is not None
+        os.kill(first, signal.SIGKILL)
+        second = await program(2)
+        assert runner.restarts() == {"worker": 0}
+        assert parent(second) == init
+        os.kill(init, signal.SIGKILL)
+        assert parent(await program(3)) not in (init, None)
+        assert runner.restarts() == {"worker": 1}
+        await auntil(lambda: not is_alive(second), "the program to die with its init")
+    await auntil(lambda: len(open_fds()) <= before, "descriptors to be closed")
     assert "died of signal 9; restarting now" in (tmp_path / "log/worker.log").read_text()
 
 

@@ -94,14 +94,13 @@ async def test_name_that_an_attacker_may_own_reads_nothing_but_the_probe(tmp_pat
                     assert (await answer.json())["error"]["code"] == "service.unknown_host"
 
 
-def test_stream_says_what_is_known_what_happened_and_which_part_is_gone(tmp_path: Path):
+async def test_stream_says_what_is_known_what_happened_and_which_part_is_gone(tmp_path: Path):
     """Goal: one stream has all parts; a missing one is named. Method: a lock server alone, killed
     while the stream is read, and started again."""
     tmp_path.chmod(0o700)
     server = ServerProcess(str(tmp_path))
     server.start()
-
-    async def main() -> None:
+    with contextlib.closing(server):
         async with (
             page_of(tmp_path) as address,
             aiohttp.ClientSession() as session,
@@ -122,9 +121,6 @@ def test_stream_says_what_is_known_what_happened_and_which_part_is_gone(tmp_path
             await until_said(lambda said: said.get("error"))
             server.start()
             await until_said(lambda said: said.get("status"))
-
-    with contextlib.closing(server):
-        asyncio.run(main())
 
 
 @pytest.mark.slow

@@ -31,26 +31,22 @@ def test_what_the_last_pod_left_of_itself_is_no_part_of_the_next_one(directory: 
     assert {*os.listdir(directory)} == kept
 
 
-def test_pod_is_announced_before_its_standby_is_ready(directory: Path, monkeypatch):
+async def test_pod_is_announced_before_its_standby_is_ready(directory: Path, monkeypatch):
     """Goal: `up` waits without a deadline and never ends a pod that serves. Method: a pod whose
     standby is dead; one whose lock server does not say the address yet, until it does."""
-
-    async def main() -> list[str]:
-        said: list[str] = []
-        monkeypatch.setattr(pods, "ALONE_AFTER_S", 0.0)
-        async with FakePod(directory) as pod:
-            pod.states["engine-1"] = "dead"
-            document = pod.document
-            monkeypatch.setattr(pod, "document", lambda name: document(name) | {"service": {}})
-            containers = LocalPod(directory, Path("/m")).containers()
-            saying = asyncio.create_task(pods.say_welcome(directory, containers, said.append))
-            await asyncio.wait({saying}, timeout=0.3)
-            assert not saying.done()
-            monkeypatch.setattr(pod, "document", document)
-            await saying
-        return said
-
-    said = "\n".join(asyncio.run(main()))
+    lines: list[str] = []
+    monkeypatch.setattr(pods, "ALONE_AFTER_S", 0.0)
+    async with FakePod(directory) as pod:
+        pod.states["engine-1"] = "dead"
+        document = pod.document
+        monkeypatch.setattr(pod, "document", lambda name: document(name) | {"service": {}})
+        containers = LocalPod(directory, Path("/m")).containers()
+        saying = asyncio.create_task(pods.say_welcome(directory, containers, lines.append))
+        await asyncio.wait({saying}, timeout=0.3)
+        assert not saying.done()
+        monkeypatch.setattr(pod, "document", document)
+        await saying
+    said = "\n".join(lines)
     assert "engine-0 is active, NO standby" in said
     assert "curl http://127.0.0.1:" in said
 

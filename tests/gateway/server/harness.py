@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import json
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
@@ -21,7 +20,7 @@ from gateway.server.settings import GatewaySettings
 from plumbing.pod.paths import engine_http_socket
 from plumbing.wire.fds import OwnedFd
 from tests.gateway.stub_engine import StubEngine
-from tests.helpers import auntil, open_fds
+from tests.helpers import auntil, on_loop_of, open_fds
 
 CHAT = "/v1/chat/completions"
 DEADLINE_S = 110.0  # of a scenario; what hangs is to fail
@@ -252,31 +251,19 @@ Scenario = Callable[..., Awaitable[None]]
 
 
 def staged(
-    stage: Callable[[Any], AbstractAsyncContextManager[Any]],
+    stage: Callable[[Any], AbstractAsyncContextManager[Any]], name: str = "bench"
 ) -> Callable[[Scenario], Callable[..., None]]:
-    """A test that is `async def test(bench, …)`: it runs with what `stage` makes in the test's
+    """A test that is `async def test(NAME, …)`: it runs with what `stage` makes in the test's
     directory, on a loop of its own. Other parameters of the test are fixtures."""
 
-    def decorate(scenario: Scenario) -> Callable[..., None]:
-        signature = inspect.signature(scenario)
-        fixtures = [each for each in signature.parameters.values() if each.name != "bench"]
-        own = [] if "tmp_path" in signature.parameters else [_TMP_PATH]
+    def play(directory: Any, scenario: Scenario) -> None:
+        async def whole() -> None:
+            async with stage(directory) as made:
+                await scenario(made)
 
-        def test(**given: Any) -> None:
-            directory = given["tmp_path"] if not own else given.pop("tmp_path")
+        run(whole)
 
-            async def whole() -> None:
-                async with stage(directory) as made:
-                    await scenario(made, **given)
-
-            run(whole)
-
-        test.__signature__ = signature.replace(parameters=own + fixtures)  # type: ignore[attr-defined]
-        test.__name__, test.__doc__ = scenario.__name__, scenario.__doc__
-        test.__module__ = scenario.__module__
-        return test
-
-    return decorate
+    return on_loop_of("tmp_path", name, play)
 
 
 def scene(**settings: Any) -> Callable[[Scenario], Callable[..., None]]:
@@ -294,6 +281,3 @@ def scene(**settings: Any) -> Callable[[Scenario], Callable[..., None]]:
                 yield made
 
     return staged(stage)
-
-
-_TMP_PATH = inspect.Parameter("tmp_path", inspect.Parameter.POSITIONAL_OR_KEYWORD)

@@ -7,10 +7,11 @@ Method: doors in this process, two stub engines, and a test in place of the pool
 from __future__ import annotations
 
 import asyncio
-import inspect
 import json
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from gateway.server.endpoints import QUOTED_CHARS_MAX
 from pool.core.events import Door, ModelDemand, OpenDoor, RefusedDoor, Running, ShutDoor
 from pool.core.states import ModelState
 from pool.messages import PooledModel
-from tests.gateway.server.harness import CHAT, ERA, Bench, scene
+from tests.gateway.server.harness import CHAT, ERA, Bench, bench, staged
 from tests.gateway.stub_engine import StubEngine, text_of
 from tests.helpers import auntil
 
@@ -79,21 +80,16 @@ def shut(running: Running) -> ShutDoor:
 
 
 def models_scene(lanes: Any = LANES) -> Callable[..., Any]:
-    """`scene` for `async def test(models, …)`: `chat` is awake, `coder` is not."""
+    """A test that is `async def test(models, …)`: `chat` is awake, `coder` is not."""
 
-    def decorate(scenario: Callable[..., Any]) -> Callable[..., None]:
-        async def started(bench: Bench, **given: Any) -> None:
-            models = TwoModels(bench)
+    @asynccontextmanager
+    async def stage(directory: Path) -> AsyncIterator[TwoModels]:
+        async with bench(str(directory), lanes=lanes, aliases=ALIASES) as made:
+            models = TwoModels(made)
             await models.start()
-            await scenario(models, **given)
+            yield models
 
-        bench, *others = inspect.signature(scenario).parameters.values()
-        parameters = [bench.replace(name="bench"), *others]
-        started.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        started.__name__, started.__module__ = scenario.__name__, scenario.__module__
-        return scene(lanes=lanes, aliases=ALIASES)(started)
-
-    return decorate
+    return staged(stage, "models")
 
 
 def body(model: str | None = "chat", **fields: Any) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
 import msgspec
@@ -26,7 +27,7 @@ from plumbing.wire.server import Server
 from pool.core.events import ModelDemand
 from pool.messages import CATALOGUE, DemandMsg, DoorsMsg
 from tests.documents import mismatches
-from tests.gateway.server.harness import CHAT, Answer, Bench, configured, scene
+from tests.gateway.server.harness import CHAT, Answer, Bench, bench, configured, staged
 from tests.gateway.server.test_models import ALIASES, LANES, TOKENS, TwoModels, body
 from tests.gateway.stub_engine import text_of
 from tests.helpers import auntil
@@ -78,22 +79,22 @@ class Pool(TwoModels, Handler):
         self._conns.discard(conn)
 
 
-def pool_scene(scenario):
-    @scene(lanes=LANES, aliases=ALIASES)
-    async def test(bench):
-        pool = Pool(bench)
+@asynccontextmanager
+async def stage(directory):
+    async with bench(str(directory), lanes=LANES, aliases=ALIASES) as made:
+        pool = Pool(made)
         await pool.listen()
         await pool.start()
         task = pool.link.start()
         try:
-            await scenario(pool)
+            yield pool
         finally:
             task.cancel()
             await asyncio.wait([task])
             await pool.close()
 
-    test.__name__, test.__doc__ = scenario.__name__, scenario.__doc__
-    return test
+
+pool_scene = staged(stage, "pool")
 
 
 async def ask(pool: Pool, model: str):

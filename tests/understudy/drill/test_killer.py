@@ -3,7 +3,6 @@ locks and sockets."""
 
 from __future__ import annotations
 
-import asyncio
 import fcntl
 import os
 import signal
@@ -161,32 +160,27 @@ def state_of(pid: int) -> str:
 # ------------------------------------------------------------------ parts
 
 
-def test_part_is_killed_with_all_its_processes_and_awaited_until_another_answers(
+async def test_part_is_killed_with_all_its_processes_and_awaited_until_another_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Method: a process with a lock server's socket and a child is killed; nothing answers, then
     another process does."""
     path, kill = str(tmp_path / "lockserver.sock"), Kill(LOCKSERVER)
-
-    async def find_and_kill() -> HeldPart:
+    with child(PART, path) as first:
+        below = int(Path(f"/proc/{first.pid}/task/{first.pid}/children").read_text())
         with ExitStack() as stack:
             victim = await find_part(tmp_path, LOCKSERVER, stack)
             await kill_part(victim, kill)
-        return victim
-
-    with child(PART, path) as first:
-        below = int(Path(f"/proc/{first.pid}/task/{first.pid}/children").read_text())
-        victim = asyncio.run(find_and_kill())
         assert first.wait() == -signal.SIGKILL
         until(lambda: not is_alive(below), "its child")
     with monkeypatch.context() as patch:
         patch.setattr(killer, "BACK_DEADLINE_S", 0.05)
         with pytest.raises(WaitTimeoutError, match=r"did not come back within 0\.05 s") as caught:
-            asyncio.run(wait_back(tmp_path, victim, kill))
+            await wait_back(tmp_path, victim, kill)
         assert caught.value.code == "drill.no_part"
     assert kill.back_ms is None
     with child(PART, path):
-        asyncio.run(wait_back(tmp_path, victim, kill))
+        await wait_back(tmp_path, victim, kill)
     assert kill.took_ms is not None
     assert kill.took_ms > 0
 
@@ -229,9 +223,9 @@ async def test_memory_server_is_back_once_it_answers_and_has_recovered(tmp_path:
     assert kill.took_ms is not None
 
 
-def test_without_a_visible_memory_server_there_is_none_to_kill(tmp_path: Path):
+async def test_without_a_visible_memory_server_there_is_none_to_kill(tmp_path: Path):
     with ExitStack() as stack, pytest.raises(UnderstudyError) as caught:
-        asyncio.run(find_part(tmp_path, GMS, stack))
+        await find_part(tmp_path, GMS, stack)
     assert caught.value.code == "drill.not_here"
 
 

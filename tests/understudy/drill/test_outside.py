@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import ssl
 from pathlib import Path
@@ -63,27 +62,25 @@ async def test_https_is_verified_for_the_name_that_is_asked_for(directory: Path,
 
 
 @pytest.mark.parametrize("refusal", REFUSALS)
-def test_what_the_address_refuses_is_counted_and_fails_the_drill(directory: Path, refusal: str):
+async def test_what_the_address_refuses_is_counted_and_fails_the_drill(
+    directory: Path, refusal: str
+):
     """Method: a proxy that refuses the second and every tenth request after the first kill. The
     clients send at least three after it, however slow the machine is."""
+    async with FakePod(directory) as pod, Outside(pod.port) as outside:
+        count = itertools.count(1)
 
-    async def drill() -> None:
-        async with FakePod(directory) as pod, Outside(pod.port) as outside:
-            count = itertools.count(1)
+        def refuses() -> str | None:
+            is_learned = pod.token > 1  # after the first kill
+            return refusal if is_learned and next(count) % 10 == 2 else None
 
-            def refuses() -> str | None:
-                is_learned = pod.token > 1  # after the first kill
-                return refusal if is_learned and next(count) % 10 == 2 else None
-
-            outside.refuses = refuses
-            report = await drilled(directory, outside_target(url(outside)))
-        assert report["refused"] > 0
-        assert report["wrong_tokens"] == 0
-        assert not report.passed
-        (problem,) = [each for each in report.problems if url(outside) in each]
-        assert f"refused {report['refused']} of {report['requests']} requests" in problem
-
-    asyncio.run(drill())
+        outside.refuses = refuses
+        report = await drilled(directory, outside_target(url(outside)))
+    assert report["refused"] > 0
+    assert report["wrong_tokens"] == 0
+    assert not report.passed
+    (problem,) = [each for each in report.problems if url(outside) in each]
+    assert f"refused {report['refused']} of {report['requests']} requests" in problem
 
 
 async def test_address_of_another_pod_is_refused(directory: Path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 
 import pytest
@@ -19,20 +18,17 @@ from understudy.drill.verdict import DrillReport
 BACKENDS = ("backend-model", "core")
 
 
-def drill(directory, mood: str = "", kills: int = 4, **more: float) -> DrillReport:
-    async def main():
-        async with FakePod(directory, mood):
-            plan = DrillPlan(kills=kills, targets=BACKENDS, clients=3, **more)
-            result = await drill_running_pod(directory, plan, lambda line: None)
-            assert result is not None
-            return result
-
-    return asyncio.run(main())
+async def drill(directory, mood: str = "", kills: int = 4) -> DrillReport:
+    async with FakePod(directory, mood):
+        plan = DrillPlan(kills=kills, targets=BACKENDS, clients=3)
+        result = await drill_running_pod(directory, plan, lambda line: None)
+    assert result is not None
+    return result
 
 
-def test_drill_of_an_honest_pod_passes_with_every_phase_measured(directory):
+async def test_drill_of_an_honest_pod_passes_with_every_phase_measured(directory):
     """Goal: the whole path from kill to report. Method: four kills of real child processes."""
-    report = drill(directory)
+    report = await drill(directory)
     assert report.problems == []
     assert report.passed
     assert report["killed"] == {"backend-model": 2, "core": 2}
@@ -45,19 +41,19 @@ def test_drill_of_an_honest_pod_passes_with_every_phase_measured(directory):
     ("mood", "fault"),
     [("lie", "wrong_tokens"), ("overlap", "double_active"), ("refuse", "refused")],
 )
-def test_drill_of_a_pod_that_breaks_a_promise_fails(directory, mood, fault):
+async def test_drill_of_a_pod_that_breaks_a_promise_fails(directory, mood, fault):
     """Method: the second engine answers something else; a grant before the old child is killed; a
     service that answers 503 during a failover."""
-    report = drill(directory, mood, kills=1)
+    report = await drill(directory, mood, kills=1)
     assert report[fault] > 0
     assert not report.passed
 
 
-def test_drill_without_a_takeover_ends_with_a_reason(directory, monkeypatch):
+async def test_drill_without_a_takeover_ends_with_a_reason(directory, monkeypatch):
     """Goal: a drill always ends. Method: nobody is granted; requests are answered by nobody."""
     monkeypatch.setattr(drill_run, "TAKEOVER_DEADLINE_S", 0.3)
     monkeypatch.setattr("understudy.drill.clients.send.__defaults__", (0.5,))
-    report = drill(directory, "stuck", kills=1)
+    report = await drill(directory, "stuck", kills=1)
     assert any("no engine took over from engine-0" in problem for problem in report.problems)
     assert not report.passed
 
@@ -101,40 +97,32 @@ def engine_tells(state: str, incarnation: str, cause: str = "", message: str = "
         ([engine_says("dead", "e-1"), engine_tells("init", "e-2")], []),  # it died before
     ],
 )
-def test_observer_records_each_death_of_an_engine_once(directory, messages, deaths):
+async def test_observer_records_each_death_of_an_engine_once(directory, messages, deaths):
     """Goal: no death is missed or counted twice. Method: what engines say, in order."""
-
-    async def main():
-        records = Records()
-        observer = Observer(directory, {}, records)
-        for message in messages:
-            observer._on_engine("engine-0", message)
-        await observer.close()
-        return [(each.incarnation, each.cause, each.message) for each in records.deaths]
-
-    assert asyncio.run(main()) == deaths
+    records = Records()
+    observer = Observer(directory, {}, records)
+    for message in messages:
+        observer._on_engine("engine-0", message)
+    await observer.close()
+    found = [(each.incarnation, each.cause, each.message) for each in records.deaths]
+    assert found == deaths
 
 
 def pool_tells(kind: str, **data) -> EventMsg:
     return EventMsg({"type": kind, "mono_ms": 7.0, "data": data})
 
 
-def test_observer_notes_each_state_of_a_model_once_and_switches(directory):
+async def test_observer_notes_each_state_of_a_model_once_and_switches(directory):
     """Method: what a pool says, some of it twice."""
     times = {"wait_ms": 100, "drain_ms": 3, "release_ms": 4, "raise_ms": 5}
-
-    async def main():
-        records = Records(models={"a": ("a-0",), "b": ("b-0",)})
-        observer = Observer(directory, {}, records)
-        models = [{"model": name, "state": "awake", "for_ms": 5} for name in records.models]
-        observer._on_pool(StatusReplyMsg({"models": models}))
-        for model, state in (("a", "awake"), ("b", "cold"), ("a", "cold"), ("a", "awake")):
-            observer._on_pool(pool_tells("pool.model", model=model, to=state, cause="why"))
-        observer._on_pool(pool_tells("pool.switch", model="a", victims=["b"], **times))
-        await observer.close()
-        return records
-
-    records = asyncio.run(main())
+    records = Records(models={"a": ("a-0",), "b": ("b-0",)})
+    observer = Observer(directory, {}, records)
+    models = [{"model": name, "state": "awake", "for_ms": 5} for name in records.models]
+    observer._on_pool(StatusReplyMsg({"models": models}))
+    for model, state in (("a", "awake"), ("b", "cold"), ("a", "cold"), ("a", "awake")):
+        observer._on_pool(pool_tells("pool.model", model=model, to=state, cause="why"))
+    observer._on_pool(pool_tells("pool.switch", model="a", victims=["b"], **times))
+    await observer.close()
     assert [each.length_ms for each in records.switches] == [12]
     states = [each.state for each in records.moments if each.part == "a"]
     assert states == ["awake", "cold", "awake"]
