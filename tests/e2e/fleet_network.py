@@ -127,7 +127,7 @@ def why_not() -> str:
         return "needs root"
     if missing := [each for each in ("ip", "iptables") if shutil.which(each) is None]:
         return f"needs {missing[0]}"
-    probe = Namespace(255, "us-probe")
+    probe = Namespace(255, f"us{os.getpid()}-p")  # test processes look at the same time
     try:
         probe.create()
         probe.drop("in")

@@ -164,7 +164,7 @@ async def test_pod_that_is_stopped_leaves_nothing_behind_and_the_next_one_begins
     file repaired. Neither an order is kept nor a fault."""
     temporary = tmp_path_factory.mktemp("t")  # sockets have short paths only
     async with started(temporary) as (pod, model):
-        await auntil(lambda: pod.states()["good"] == "awake", "the model to be loaded")
+        await auntil(lambda: pod.states()["good"] == "awake", "the model to be loaded", WAIT_S)
         status, body = await asyncio.to_thread(pod.ask, "broken", max_tokens=8)
         assert (status, json.loads(body)["error"]["code"]) == (503, "pool.failed")
         assert "model.safetensors: it is truncated" in body
@@ -172,7 +172,7 @@ async def test_pod_that_is_stopped_leaves_nothing_behind_and_the_next_one_begins
         pod.order("good", Order.PIN)
     shutil.copy(model / "model.safetensors", temporary / "broken")
     async with started(temporary) as (pod, _):
-        await auntil(lambda: pod.states()["good"] == "awake", "the model to be loaded")
+        await auntil(lambda: pod.states()["good"] == "awake", "the model to be loaded", WAIT_S)
         assert not any(each["pinned"] for each in pod.status()["models"])
         assert pod.states()["broken"] == "cold"
         await asyncio.to_thread(pod.stream, "broken", max_tokens=8)
