@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from engine.core.events import Shall, State, Transition, WakingStep
@@ -22,7 +23,7 @@ from engine.supervisor.state_file import to_text
 from plumbing.pod.messages import Tier
 from plumbing.service.clock import Clock, rfc3339
 from plumbing.service.events import Event, EventLog
-from plumbing.service.metrics import Labels, Metrics
+from plumbing.service.metrics import Labels, Metrics, Tally
 
 DEATHS_SHOWN = 10
 # A grant that took longer than this was another engine's before; an uncontended one takes a
@@ -242,7 +243,7 @@ class EngineMetrics:
         )
         self._by_name: dict[str, tuple[Any, tuple[str, ...]]] = {}
         for kind, name, text, labels, buckets in METRICS:
-            more = {"buckets": buckets} if buckets else {}
+            more = {"make": partial(Tally, buckets)} if buckets else {}
             self._by_name[name] = getattr(page, kind)(name, text, labels, **more), tuple(labels)
         for (source, _), first in TRANSITIONS.items():
             for row in first.all():
@@ -257,18 +258,19 @@ class EngineMetrics:
         metric, names = self._by_name[name]
         if ID[0] in names:
             labels |= self._id
-        return metric.labels(**labels) if names else metric
+        return metric.labels(**labels)
 
     def woken(self, *, is_behind_gateway: bool) -> None:
         self._of("engine_behind_gateway").set(int(is_behind_gateway))
 
     def watch_lease(self, lease: Callable[[], dict[str, Any] | None]) -> None:
         """Over TCP: how long the lease is valid, at the time of the scrape."""
-        self.page.gauge(
+        valid = self.page.gauge(
             "engine_lease_valid_seconds",
             "How long the engine's lease is valid unless it is renewed; only with a lock server"
             " over TCP.",
-        ).set_function(lambda: float((lease() or {}).get("valid_for_ms", 0.0)) / 1000)
+        ).labels()
+        self.page.refresh = lambda: valid.set((lease() or {}).get("valid_for_ms", 0.0) / 1000)
 
     def observe(self, event: Event) -> None:
         """Count `event`."""

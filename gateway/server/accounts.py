@@ -7,7 +7,6 @@ event a second, because a failover under a thousand streams is one thing that ha
 from __future__ import annotations
 
 import logging
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping
 from enum import StrEnum
@@ -29,6 +28,7 @@ from gateway.core.events import (
 from gateway.core.pods import PodState
 from gateway.server.requests import HttpRequest
 from plumbing.gateway_protocol import Continuation
+from plumbing.service.metrics import Tally
 
 access_logger = logging.getLogger("gateway.access")
 
@@ -54,19 +54,6 @@ ADDED_BUCKETS_S = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.2,
 
 
 BAD_STATES = (PodState.NO_ENGINE, PodState.SILENT, PodState.GONE)
-
-
-class HistogramTally:
-    """The counts of a histogram: one for each bound, and one for all values above."""
-
-    def __init__(self, bounds_s: tuple[float, ...]) -> None:
-        self.bounds_s = bounds_s
-        self.counts = [0] * (len(bounds_s) + 1)
-        self.sum_s = 0.0
-
-    def observe(self, seconds: float) -> None:
-        self.counts[bisect_left(self.bounds_s, seconds)] += 1
-        self.sum_s += seconds
 
 
 class PoolOutcome(StrEnum):
@@ -98,8 +85,8 @@ class Accounts:
 
     def __init__(self, tell: Tell, *, has_access_log: bool) -> None:
         # From a whole request to its first byte towards an engine that was free to take it.
-        self.added = HistogramTally(ADDED_BUCKETS_S)
-        self.pauses = HistogramTally(PAUSE_BUCKETS_S)
+        self.added = Tally(ADDED_BUCKETS_S)
+        self.pauses = Tally(PAUSE_BUCKETS_S)
         self.limits: Counter[str] = Counter()  # how often each was reached, by name
         self.requests: Counter[tuple[str, Continuation]] = Counter()  # by ending and class
         self.models: Counter[tuple[str, PoolOutcome]] = Counter()  # of a pool

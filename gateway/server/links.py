@@ -18,7 +18,6 @@ from collections.abc import Callable
 
 from gateway.core.events import DoorSet, EngineGranted, NobodyGranted
 from gateway.core.sleep_door import Effects, SendGoal, SleepDoor, SleepTold
-from gateway.server.accounts import HistogramTally
 from gateway.server.exchange import GatewayExchange
 from gateway.server.settings import GatewaySettings
 from lockserver.client.borrower import Borrower
@@ -27,6 +26,7 @@ from plumbing.pod.messages import GOAL_CATALOGUE, EngineReportMsg, SetGoalMsg, T
 from plumbing.pod.paths import engine_socket, lockserver_socket
 from plumbing.service.clock import Clock
 from plumbing.service.events import EventLog
+from plumbing.service.metrics import Tally
 from plumbing.text import duration
 from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd
@@ -145,7 +145,7 @@ class GatewayEngineLink(KeptLink):
         self.said_ms = 0.0
         self.unheard_ms: float | None = None  # since when it cannot be heard
         self.goals: Counter[Tier] = Counter()  # sent
-        self.wakes = HistogramTally(WAKE_BUCKETS_S)
+        self.wakes = Tally(WAKE_BUCKETS_S)
         self._directory = settings.directory
         self._exchange, self._clock, self._log = exchange, clock, log
         self._is_named = asyncio.Event()

@@ -5,13 +5,12 @@ end, and their part of the status document; and the front.
 from __future__ import annotations
 
 import asyncio
-import functools
 import gc
 import os
 import signal
 from abc import abstractmethod
 from collections.abc import Coroutine, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -21,6 +20,7 @@ from gateway.core.fleet import LOSSES, MOVES, Fleet
 from gateway.core.pods import Choice, Pod
 from gateway.server.client import listen_at
 from gateway.server.exchange import GatewayExchange
+from gateway.server.metrics import OfFront
 from gateway.server.pods import PodLinks
 from gateway.server.settings import GatewaySettings
 from plumbing.errors import ProtocolError
@@ -29,15 +29,13 @@ from plumbing.pod.paths import gateway_socket
 from plumbing.service.clock import Clock, SystemClock, moment
 from plumbing.service.events import EventLog
 from plumbing.service.http import HttpServer, Probe
+from plumbing.service.metrics import Metrics
 from plumbing.service.notify import restarts
 from plumbing.service.signals import SignalInbox
 from plumbing.wire.connection import Connection, Handler
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.messages import Message
 from plumbing.wire.server import Server
-
-if TYPE_CHECKING:
-    from plumbing.service.metrics import Metrics
 
 SAME_ORDER_MS = 1_000.0  # a second signal sooner than this is the first one again
 SCHEMA = 1  # of the status document
@@ -55,7 +53,7 @@ class GatewayProgram(Handler):
         """`exchange` is made by the subclass."""
         self.settings, self.clock = settings, clock or SystemClock()
         self.started_ms = self.clock.now_ms()
-        self.log = EventLog("gateway", self.clock)
+        self.log, self.metrics = EventLog("gateway", self.clock), Metrics()
         self.http = HttpServer(
             settings.http_host,
             settings.http_port,
@@ -65,7 +63,7 @@ class GatewayProgram(Handler):
                 "ready": self.ready,
             },
             status=self.document,
-            metrics=functools.cache(self.make_metrics),
+            metrics=self.metrics,
             events=self.log,
             allowed_hosts=settings.allowed_hosts,
         )
@@ -79,9 +77,6 @@ class GatewayProgram(Handler):
 
     @abstractmethod
     def ready(self) -> Probe: ...
-
-    @abstractmethod
-    def make_metrics(self) -> Metrics: ...
 
     @abstractmethod
     def status(self) -> doc.GatewayDocument: ...
@@ -245,6 +240,8 @@ class FrontServer(GatewayProgram):
         self.fleet = Fleet(settings.rules)
         self.exchange = GatewayExchange(settings, self.log.record, fleet=self.fleet)
         self.links = PodLinks(settings.pods, settings.fleet_tls, self.fleet, self.exchange)
+        page = OfFront(self.metrics, self.exchange, lambda: self.ready().ok, self.fleet)
+        self.metrics.refresh = page.refresh
 
     async def begin(self) -> list[Coroutine[Any, Any, None]]:
         assert self.settings.listen is not None
@@ -261,11 +258,6 @@ class FrontServer(GatewayProgram):
     async def close(self) -> None:
         await self.control.close()
         await self.http.stop()
-
-    def make_metrics(self) -> Metrics:
-        from gateway.server.metrics import OfFront
-
-        return OfFront(self.exchange, lambda: self.ready().ok, self.fleet).registered()
 
     # ------------------------------------------------------------------ status
 

@@ -18,11 +18,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
 import os
 import signal
 from collections.abc import Callable, Coroutine
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gateway import messages as msg
 from gateway import schema as doc
@@ -32,6 +31,7 @@ from gateway.server.endpoints import counts_of
 from gateway.server.exchange import GatewayExchange
 from gateway.server.hop import HopDoor, fleet_security
 from gateway.server.links import GatewayEngineLink, GatewayLockLink, GatewayPoolLink
+from gateway.server.metrics import OfGateway
 from gateway.server.program import GatewayProgram
 from gateway.server.settings import MANUAL, ON_REQUEST, GatewaySettings
 from lockserver.client.borrower import Stage
@@ -43,9 +43,6 @@ from plumbing.text import duration
 from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.messages import Message
-
-if TYPE_CHECKING:
-    from plumbing.service.metrics import Metrics
 
 TICK_S = 0.1  # silence of an engine is measured in seconds
 COUNT_TICKS = 5  # between two looks at whether the engine may sleep
@@ -80,6 +77,9 @@ class GatewayServer(GatewayProgram):
             on_yield=lambda: self._turns.put_nowait(self._yield),
             on_granted=self.engine.granted,
         )
+        links = self.lock, self.engine, self.pool
+        page = OfGateway(self.metrics, exchange, lambda: self.ready().ok, *links)
+        self.metrics.refresh = page.refresh
         name, aliases = settings.pod_name, settings.aliases
         self.hop = HopDoor(exchange, name, aliases) if settings.hop is not None else None
         self._turns: asyncio.Queue[Callable[[], Coroutine[Any, Any, None]]] = asyncio.Queue()
@@ -128,8 +128,6 @@ class GatewayServer(GatewayProgram):
                     said = error.message
                     self.log.record("gateway.not_open", said, "warning")
                 await asyncio.sleep(OPEN_AGAIN_S)
-        # An eighth of a start, and no turn of the loop is to wait for it later.
-        self._loop.run_in_executor(None, importlib.import_module, "gateway.server.metrics")
 
     async def _yield(self) -> None:
         """A successor asks for the socket: let go of all that only one can have, and finish."""
@@ -303,12 +301,6 @@ class GatewayServer(GatewayProgram):
             self.pool.changed()
         else:
             self._loop.call_soon(self.engine.count)
-
-    def make_metrics(self) -> Metrics:
-        from gateway.server.metrics import OfGateway
-
-        links = self.lock, self.engine, self.pool
-        return OfGateway(self.exchange, lambda: self.ready().ok, *links).registered()
 
     async def _tick(self) -> None:
         ticks = 0

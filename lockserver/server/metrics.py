@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from prometheus_client import Counter
-
 from lockserver.core.lock import LockState
 from lockserver.core.machine import LockMachine
 from lockserver.server.gateways import STATES, ConnectedGateway
 from plumbing.pod.models import ACTIVE, kind_of
 from plumbing.service.events import Event
-from plumbing.service.metrics import Metrics
+from plumbing.service.metrics import Metric, Metrics, Value
 
 GRANT_REASONS = ("first", "same_engine", "takeover")
 PHASES = ("fence", "grant")
@@ -42,7 +40,7 @@ class LockMetrics:
         self.metrics = metrics = Metrics()
         known = {"lock": locks}
 
-        def counter(name: str, text: str, label: str, values: tuple[str, ...]) -> Counter:
+        def counter(name: str, text: str, label: str, values: tuple[str, ...]) -> Metric[Value]:
             return metrics.counter(name, text, {**known, label: values})
 
         self._gauges = {name: metrics.gauge(name, text, known) for name, text in GAUGES.items()}
@@ -57,7 +55,7 @@ class LockMetrics:
         )
         self._write_problem = metrics.gauge(
             "lock_write_problem", "1 while grants cannot be written to the state file."
-        )
+        ).labels()
         self._phases = metrics.histogram(
             "failover_phase_duration_seconds",
             "The phases of a takeover that this process sees.",

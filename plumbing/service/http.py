@@ -21,20 +21,16 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 from urllib.parse import parse_qs
 
 from plumbing.errors import UnderstudyError, explain_shortage, is_shortage
 from plumbing.service import notify
 from plumbing.service.events import EventLog
 from plumbing.service.hosts import KnownHosts, bind
+from plumbing.service.metrics import Metrics
 from plumbing.service.process import strangers_max
 from plumbing.text import to_json
-
-if TYPE_CHECKING:
-    from prometheus_client import Counter
-
-    from plumbing.service.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
@@ -72,27 +68,19 @@ class HttpServer:
         *,
         probes: Mapping[str, Callable[[], Probe]],
         status: Callable[[], dict[str, Any]],
-        metrics: Metrics | Callable[[], Metrics],
+        metrics: Metrics,
         events: EventLog,
         allowed_hosts: Iterable[str] = (),
     ) -> None:
-        """`metrics`: or what makes them when they are first needed: the library takes a while."""
         self.host, self.port = host, port
         self.connections_max = strangers_max(CONNECTIONS_MAX)
         self._probes, self._status = dict(probes), status
-        self._metrics = metrics if callable(metrics) else lambda: metrics
+        self._metrics = metrics
+        self._limit_hits = metrics.limit_hits.labels(limit="http_connections")
         self._events, self._hosts = events, KnownHosts(allowed_hosts)
         self._socks: list[socket.socket] = []
         self._open: dict[asyncio.Task[None], bool] = {}  # oldest first; whether it is answered
         self._problem = (0.0, "")  # when it was last met
-
-    @property
-    def _limit_hits(self) -> Counter:
-        return self._metrics().limit_hits.labels(limit="http_connections")
-
-    def _page(self) -> bytes:
-        self._limit_hits.inc(0)  # it is there from the first scrape on
-        return self._metrics().render()
 
     @property
     def problem(self) -> str | None:
@@ -210,7 +198,7 @@ class HttpServer:
         pages: dict[str, Callable[[], Answer]] = {
             **{each: partial(_probe, ask) for each, ask in self._probes.items()},
             "status": lambda: _json(self._status()),
-            "metrics": lambda: (200, self._page(), CONTENT_TYPE),
+            "metrics": lambda: (200, self._metrics.render(), CONTENT_TYPE),
             "events": partial(self._since, query),
         }
         pages[""] = lambda: _json({"paths": [f"/{each}" for each in pages if each]})

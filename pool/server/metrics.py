@@ -151,8 +151,7 @@ class PoolMetrics:
 
     def _set(self, names: Iterable[str], values: Sequence[float], **labels: str) -> None:
         for name, value in zip(names, values, strict=True):
-            gauge = self._gauges[name]
-            (gauge.labels(**labels) if labels else gauge).set(value)
+            self._gauges[name].labels(**labels).set(value)
 
     def _update_devices(self, ledger: PoolLedger) -> None:
         sums: dict[tuple[str, str], int] = {}

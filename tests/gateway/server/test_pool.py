@@ -17,11 +17,12 @@ import msgspec
 from gateway.cli import models_line
 from gateway.schema import GatewayPool
 from gateway.server.links import GatewayPoolLink
-from gateway.server.metrics import of_models
+from gateway.server.metrics import show_models
 from gateway.server.server import pool_of
 from plumbing.pod.paths import pool_socket
 from plumbing.service.clock import SystemClock
 from plumbing.service.events import EventLog
+from plumbing.service.metrics import Metrics
 from plumbing.wire.connection import Connection, Handler
 from plumbing.wire.server import Server
 from pool.core.events import ModelDemand
@@ -120,12 +121,12 @@ async def test_a_switch_under_streams_costs_a_pause(pool):
     parts = SimpleNamespace(pool=pool.link, exchange=pool.bench.exchange, clock=SystemClock())
     document = msgspec.to_builtins(pool_of(parts))
     assert mismatches(document, GatewayPool) == []
-    found = {each.name: each for each in of_models(parts.exchange, parts.pool)}
-    assert found["understudy_gateway_pool_connected"].samples[0].value == 1
-    answered = {"model": "coder", "outcome": "answered"}
-    assert [
-        each.value for each in found["understudy_pool_requests"].samples if each.labels == answered
-    ] == [1.0]
+    page = Metrics()
+    show_models(page, parts.exchange, parts.pool)
+    found = page.by_name
+    assert found["understudy_gateway_pool_connected"].labels().value == 1
+    answered = found["understudy_pool_requests_total"].labels(model="coder", outcome="answered")
+    assert answered.value == 1
     assert models_line(document["models"]) == "chat draining, 1 parked; coder awake"
     chat.hold_after_groups = None
     await pool.turn("coder", "chat")

@@ -1,8 +1,14 @@
-"""Goal: zeros from the first scrape, no noise, and states as one-hot gauges."""
+"""Goal: zeros from the first scrape, no noise, states as one-hot gauges, and a page that Prometheus
+reads.
+
+Method: the parser of Prometheus's own library reads each page."""
+
+import math
+import os
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from plumbing.service.metrics import Metrics
+from plumbing.service.metrics import Metrics, Tally
 
 
 def samples(metrics):
@@ -50,3 +56,38 @@ def test_one_hot_has_every_state_and_at_most_one():
     state.set("standby", engine_id="engine-0")
     assert seen("engine-0") == {"init": 0, "standby": 1}
     assert seen("engine-1") == {"init": 0, "standby": 0}
+
+
+def test_a_histogram_has_what_is_at_most_each_bound_and_values_at_a_bound_are_in_it():
+    metrics = Metrics()
+    tallies = metrics.histogram("wait_seconds", "h", ("of",), lambda: Tally((0.1, 1.0)))
+    for seconds in (0.05, 0.1, 0.5, 7.0):
+        tallies.labels(of="a").observe(seconds)
+    name = "understudy_wait_seconds"
+    bounds = {le: value(metrics, f"{name}_bucket", of="a", le=le) for le in ("0.1", "1.0", "+Inf")}
+    assert bounds == {"0.1": 2, "1.0": 3, "+Inf": 4}
+    assert value(metrics, f"{name}_count", of="a") == 4
+    assert value(metrics, f"{name}_sum", of="a") == 7.65
+
+
+def test_any_text_and_any_number_can_be_read():
+    metrics = Metrics()
+    text = 'a "quoted" \\ path\nof two lines'
+    numbers = metrics.gauge("numbers", text, ("of",))
+    for number in (math.inf, -1.5, 1e300, 2**53):
+        numbers.labels(of=text).set(number)
+        assert value(metrics, "understudy_numbers", of=text) == number
+    numbers.labels(of=text).set(math.nan)
+    assert math.isnan(value(metrics, "understudy_numbers", of=text))
+
+
+def test_a_page_has_the_figures_of_its_process():
+    page, began = Metrics(), os.times()
+    of = "understudy_process"
+    assert value(page, f"{of}_cpu_seconds_total") >= began.user
+    assert value(page, f"{of}_start_time_seconds") <= os.stat("/proc/self/stat").st_atime
+    assert 0 < value(page, f"{of}_open_fds") < value(page, f"{of}_max_fds")
+    resident, virtual = (
+        value(page, f"{of}_{kind}_memory_bytes") for kind in ("resident", "virtual")
+    )
+    assert 0 < resident < virtual
