@@ -12,10 +12,9 @@ from typing import Any
 from msgspec.structs import replace
 
 from lockserver.core import events as ev
-from lockserver.core import ledger, machine, recovery, supervisors
-from lockserver.core.ledger import Ledger
+from lockserver.core import machine, recovery, supervisors
 from lockserver.core.lock import Lock, LockState, Signal, next_waiter
-from lockserver.core.machine import LockMachine
+from lockserver.core.machine import Ledger, LockMachine
 from lockserver.core.names import WitnessState
 from lockserver.core.supervisors import SupervisorRecord
 from lockserver.messages import GrantedMsg
@@ -143,13 +142,13 @@ def grant_is_not_repeated(real: Any, *asked: Any) -> Any:
     return (effect for effect in real(*asked) if not isinstance(effect, ev.Send))
 
 
-@CORE.instead("silent-waiter-passed-over", "granted in its silence", ledger, "next_of")
+@CORE.instead("silent-waiter-passed-over", "granted in its silence", machine, "next_of")
 def silent_waiter_is_granted(real: Any, lock: Lock, supervisors: Any) -> Any:
     """The first waiter is granted the lock even if it is silent."""
     return next(iter(lock.waiters), None)
 
 
-@CORE.instead("fifo", "was there before", ledger, "next_of")
+@CORE.instead("fifo", "was there before", machine, "next_of")
 def last_comes_first(real: Any, lock: Lock, supervisors: Any) -> Any:
     """The newest waiter is granted."""
     return next_waiter(lock.waiters[::-1], lambda who: supervisors[who].is_silent)
@@ -228,7 +227,7 @@ def unwritten_grant_is_sent(
 
 
 # A failed write is not retried.
-CORE.put("written-again", STUCK, ledger, "RETRY_MS", 1e12)
+CORE.put("written-again", STUCK, machine, "RETRY_MS", 1e12)
 
 
 # ---------------------------------------------------------------------- a hand-over in place
