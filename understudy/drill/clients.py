@@ -22,7 +22,9 @@ import httptools
 
 from plumbing.errors import ProtocolError, UsageError
 from plumbing.service.clock import SystemClock
+from plumbing.text import split_address
 from understudy.drill.records import End, Exchange, Prompt
+from understudy.pod.table import reachable
 
 # Longer than any hold or budget after which a healthy pod responds (503 comes after 10 s).
 SILENCE_MAX_S = 60.0
@@ -52,9 +54,8 @@ class Target:
 
 def inside_target(address: str) -> Target:
     """The pod's own `address`, which the lock server reports, reached on this machine."""
-    host, _, port = address.rpartition(":")
-    host = host.strip("[]")
-    return Target("127.0.0.1" if host in ("", "0.0.0.0", "::") else host, int(port))
+    host, port = split_address(address)
+    return Target(reachable(host), port)
 
 
 def outside_target(url: str) -> Target:

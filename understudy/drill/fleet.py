@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from asyncio.subprocess import DEVNULL, PIPE
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -38,6 +37,7 @@ from understudy.drill.prompts import bank_of, learn_answers, model_name
 from understudy.drill.records import Kill, Moment
 from understudy.drill.run import FIRST_WHOLE_DEADLINE_S, Drill, DrillPlan, clock
 from understudy.drill.targets import FRONT, GATEWAY, LEAVE, PARTS, POD, STOPPED_POD, fleet_targets
+from understudy.host import output_of
 from understudy.pod.runner import PodRunner
 from understudy.pod.table import pod_name, program
 from understudy.status.gather import engine_parts, gateway_part, status_of
@@ -197,13 +197,10 @@ class FleetDrill(Drill):
         self.records.kills.append(kill)
         kill.killed_ms = clock.now_ms()
         command = (*program("gateway"), "leave", f"--within={LEAVE_WITHIN_S:g}s")
-        leaving = await asyncio.create_subprocess_exec(
-            *(*command, f"--dir={self.directory / kill.pod}"), stdout=DEVNULL, stderr=PIPE
-        )
-        _, said = await leaving.communicate()
-        if leaving.returncode:
+        code, _, said = await output_of(*command, f"--dir={self.directory / kill.pod}")
+        if code:
             raise UnderstudyError(
-                "drill.no_leave", f"`gateway leave` of {kill.pod} failed: {said.decode()[-200:]}"
+                "drill.no_leave", f"`gateway leave` of {kill.pod} failed: {said[-200:]}"
             )
         await self.fleet_runner.restart(kill.pod)
 
