@@ -133,7 +133,7 @@ class ClientRequest:
     is_stream: bool
     sent_ms: float
     passing: str | None = None  # a front has its journal, of this continuation id
-    unplayed_tokens: int = 0  # of that journal, before anything new comes
+    unplayed_tokens: int = 0  # of that journal; below 0 once there is a new token
     model: str = ""  # in a pool, and in a fleet:
     key: bytes = b""  # requests with one key share a prefix
     is_lean: bool = False  # class none: sent once, neither journalled nor held
@@ -384,7 +384,7 @@ class Attempt:
         """So many tokens more of a front's answer were passed on; whether new ones follow."""
         if not self.is_over:
             self._cold.played(self.owner, tokens)
-        return self.owner.unplayed_tokens <= 0
+        return self.owner.unplayed_tokens < 0
 
     def hold(self, size_bytes: int) -> None:
         """So many more bytes of the answer are held; over the limit `SendHead` is in the outbox."""

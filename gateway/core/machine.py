@@ -182,8 +182,8 @@ def is_replayed(request: ClientRequest) -> bool:
     """Whether an engine works for it before anything new comes: the prefill of a resume."""
     if not request.is_resumed_by_front:
         return request.state in REPLAYS
-    is_played = request.unplayed_tokens <= 0
-    return request.state in UNANSWERED or (request.state is RequestState.RELAYING and not is_played)
+    has_new = request.unplayed_tokens < 0  # engines play a journal before they have computed it
+    return request.state in UNANSWERED or (request.state is RequestState.RELAYING and not has_new)
 
 
 class Gateway:

@@ -232,7 +232,7 @@ class Upstream(asyncio.Protocol):
         self._cutter: GroupCutter | None = None
         self._is_between = False  # the next byte begins a chunk and, within it, a group
         # Of a front's resume, until what is passed on is new.
-        self._journal_cutter = GroupCutter() if attempt.owner.unplayed_tokens else None
+        self._journal_cutter = GroupCutter() if attempt.owner.is_resumed_by_front else None
         self._replayed = bytearray()  # that waits for its turn,
         self._is_behind = False  # and the connection is not read on meanwhile
         self._is_head_told = False

@@ -296,16 +296,17 @@ async def test_front_that_stood_still_takes_no_pod_for_silent(bench):
 
 
 @in_fleet
-async def test_pod_counts_a_resume_as_under_way_until_its_journal_was_played(bench):
-    """Method: the second pod's engine stops within the journal of four tokens, then behind it."""
+async def test_pod_counts_a_resume_as_under_way_until_it_has_a_new_token(bench):
+    """Method: the second pod's engine stops behind the journal of four tokens, then later."""
     [first] = await bench.start(hold_after_groups=4)
     client = await bench.stream()
-    heir = await bench.pod(hold_after_groups=2)
+    heir = await bench.pod(hold_after_groups=4)
     bench.name(first, heir)
     (request,) = bench.fleet.requests.values()
     await auntil(lambda: (bench.ready(), len(request.tokens)) == (2, 4), "a journal, and an heir")
     first.kill()
     await auntil(lambda: by_state(heir.core)["relaying"] == 1, "its first token")
+    await auntil(lambda: not next(iter(heir.core.requests.values())).unplayed_tokens, "the journal")
     assert heir.core.resuming == 1
     heir.engine.hold_after_groups, released = 5, heir.engine.released
     heir.engine.released = asyncio.Event()
