@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,11 @@ def test_reader_who_does_not_read_or_has_left_stops_nobody():
     with terminal(writing, lines_max=1000) as say:
         for number in range(100_000):
             say(f"line {number}")
-        lines = os.read(reading, 1 << 16).decode().splitlines()
+        read = b""
+        while read.count(b"\n") < 1000:  # what is said is written by a thread
+            assert select.select([reading], [], [], 30.0)[0]
+            read += os.read(reading, 1 << 16)
+        lines = read.decode().splitlines()
         assert lines[:1000] == [f"line {number}" for number in range(1000)]
         os.close(reading)
         say("for nobody")

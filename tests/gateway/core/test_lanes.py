@@ -111,6 +111,16 @@ def test_what_cannot_yield_is_cut_at_last():
     assert pod.models["b"].is_awake
 
 
+def test_a_failover_needs_no_pool():
+    """A newer grant replaces the engine of an open door, and streams go on there."""
+    pod = switching()
+    client = pod.ask(max_tokens=40, model="a")
+    pod.at(100.0, lambda: pod.die("a"))
+    pod.run()
+    client.check_whole()
+    assert [each[1] for each in client.asked] == ["a-1", "a-2"]
+
+
 # ------------------------------------------------------------------ without a pool
 
 

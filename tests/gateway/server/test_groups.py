@@ -57,7 +57,7 @@ SIZES = st.sampled_from((b"%x\r\n", b"%X\r\n", b"%x;why=because\r\n", b"0%x\r\n"
 class Recorder:
     """The owner, the attempt and the client of an upstream, in one: keeps what it is told."""
 
-    number, request, is_full, is_replaying, unplayed_tokens = 1, 1, False, False, 0
+    number, request, is_full, is_replaying, is_resumed_by_front = 1, 1, False, False, False
     passing = None  # its client is no front
 
     def __init__(self) -> None:
