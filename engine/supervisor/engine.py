@@ -29,7 +29,6 @@ from lockserver.client import witness
 from plumbing.errors import InvariantError
 from plumbing.pod.messages import Tier
 from plumbing.pod.paths import engine_state
-from plumbing.service import notify
 from plumbing.service.clock import Clock
 from plumbing.service.procfs import CpuPressure
 from plumbing.text import duration
@@ -198,9 +197,6 @@ class Engine(EngineHub):
         if self.watch is not None:
             self.watch.close()
             self.watch = None
-        # Who is killed while it has the lock leaves the machine to the engine that takes over.
-        holds = now.token > 0
-        notify.pause_after(self.settings.config["yield_ms"] / 1000 if holds else 0.0)
         if record.target is State.ACTIVE:
             self.watch = HealthWatch(self, self._running, self.signs, self._answered)
         if record.target is State.STANDBY:

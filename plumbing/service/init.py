@@ -45,8 +45,6 @@ PARENT_PID_ENV = "UNDERSTUDY_PARENT_PID"  # as plumbing/service/process.py
 RESTARTS_ENV = "UNDERSTUDY_RESTARTS"  # how often init has restarted the program
 SUCCEEDS_ENV = "UNDERSTUDY_SUCCEEDS"  # if it is replaceable: which pid it replaces, "" for none
 REPLACEABLE = "--replaceable"
-PAUSE = b"X_UNDERSTUDY_PAUSE_S="  # as plumbing/service/notify.py
-PAUSE_S_MAX = 10.0
 FIRST_START_ENV = "UNDERSTUDY_FIRST_START"  # "final": an exit with a code before READY=1 is final
 
 
@@ -56,18 +54,13 @@ class Program:
     def __init__(self, pid: int = 0) -> None:
         self.pid = pid
         self.ready_s: float | None = None
-        self.pause_s = 0.0  # before the next start, if it is killed
         self._silent_ticks = 0
 
     def told(self, message: bytes, now_s: float) -> None:
         """It has sent `message` (sd_notify(3))."""
         self._silent_ticks = 0
-        lines = message.split(b"\n")
-        if b"READY=1" in lines and self.ready_s is None:
+        if b"READY=1" in message.split(b"\n") and self.ready_s is None:
             self.ready_s = now_s
-        for line in lines:
-            if line.startswith(PAUSE):
-                self.pause_s = min(float(line.removeprefix(PAUSE)), PAUSE_S_MAX)
 
     def ticked(self, late_s: float, is_blocked: bool = False) -> bool:
         """A tick came `late_s` after it was due. True: the program hangs and must be killed."""
@@ -96,7 +89,7 @@ class Restarter:
         if ready_s is not None and (code < 0 or now_s - ready_s >= GOOD_START_S):
             self.failed_starts = 0
             self.restarts += 1
-            return program.pause_s
+            return 0.0
         self.failed_starts += 1
         if self.failed_starts >= FAILED_STARTS_MAX and code != SHORTAGE:
             self.exit_code = CRASH_LOOP

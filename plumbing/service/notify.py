@@ -13,20 +13,8 @@ import os
 import socket
 
 SOCKET_ENV = "NOTIFY_SOCKET"
-# The seconds before the next start, if this one is killed. Of our own init; sd_notify(3) leaves
-# names with this prefix to programs.
-PAUSE = b"X_UNDERSTUDY_PAUSE_S="
 RESTARTS_ENV = "UNDERSTUDY_RESTARTS"
 BEAT_S = 0.5  # six of them in the 3 s after which an init calls a program hung
-
-
-_init: tuple[socket.socket, str] | None = None  # since `ready`
-
-
-def _tell(message: bytes) -> None:
-    if _init is not None:
-        with contextlib.suppress(OSError):  # full, or init listens no more
-            _init[0].sendto(message, _init[1])
 
 
 def ready() -> None:
@@ -34,7 +22,6 @@ def ready() -> None:
 
     The variable is removed from the environment: what this process starts must not speak for it.
     """
-    global _init
     address = os.environ.pop(SOCKET_ENV, "")
     if not address:
         return
@@ -42,18 +29,14 @@ def ready() -> None:
     notify.setblocking(False)
     if address.startswith("@"):
         address = f"\0{address[1:]}"
-    _init, loop = (notify, address), asyncio.get_running_loop()
+    loop = asyncio.get_running_loop()
 
     def beat(message: bytes) -> None:
-        _tell(message)
+        with contextlib.suppress(OSError):  # full, or init listens no more
+            notify.sendto(message, address)
         loop.call_later(BEAT_S, beat, b"WATCHDOG=1")
 
     beat(b"READY=1\nWATCHDOG=1")
-
-
-def pause_after(pause_s: float) -> None:
-    """If this process is killed from now on, init shall start the next one so much later."""
-    _tell(PAUSE + b"%g" % pause_s)
 
 
 def restarts() -> int:

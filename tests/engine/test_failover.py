@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 
 from lockserver.client import witness
 from plumbing.errors import UnreachableError
-from plumbing.service.notify import PAUSE
 from tests.engine.pod import FAKE, Pod
 from tests.helpers import until
 
@@ -37,19 +35,6 @@ def test_backend_is_woken_with_the_token_of_its_grant_and_its_era(pod: Pod):
     note = pod.directory / "note"
     status = pod.engine("engine-0", "--note-wake", str(note)).until("active")
     assert note.read_text() == f"{status['lock']['token']} {pod.lock_status()['era']}"
-
-
-def test_engine_with_the_lock_has_its_init_leave_the_machine_to_its_successor(pod: Pod):
-    """Method: the test is the init. `--yield-ms` is 300 here."""
-    name, pauses = f"understudy-test-{os.urandom(8).hex()}", list[bytes]()
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as init:
-        init.bind(f"\0{name}")
-        init.settimeout(10.0)
-        pod.start_lock()
-        pod.engine("engine-0", wrapper=("env", f"NOTIFY_SOCKET=@{name}")).until("active")
-        while PAUSE + b"0.3" not in pauses:
-            pauses += [each for each in init.recv(4096).split(b"\n") if each.startswith(PAUSE)]
-    assert set(pauses[:-1]) == {PAUSE + b"0"}
 
 
 @pytest.mark.slow

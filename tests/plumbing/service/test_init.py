@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plumbing.service import init, procfs
-from plumbing.service.init import PAUSE, PAUSE_S_MAX, Program, Restarter
+from plumbing.service.init import Program, Restarter
 from tests.helpers import NAMESPACE, can_unshare, until
 
 ROOT = str(Path(__file__).parents[3])
@@ -322,16 +322,6 @@ def test_failed_starts_in_a_row_are_a_crash_loop_with_a_code_of_its_own():
     ends = [ended(restarter, 1, 0.0, None) for _ in range(init.FAILED_STARTS_MAX)]
     assert (ends[-1], None in ends[:-1]) == (None, False)
     assert restarter.exit_code == init.CRASH_LOOP
-
-
-def test_program_that_is_killed_is_restarted_after_the_pause_that_it_asked_for():
-    program = Program()
-    program.told(b"READY=1\nWATCHDOG=1", 0.0)
-    delays = []
-    for pause in (b"1", b"1e9", b"0"):
-        program.told(PAUSE + pause, 1.0)
-        delays.append(Restarter().ended(-9, program, 2.0))
-    assert delays == [1.0, PAUSE_S_MAX, 0.0]
 
 
 def test_exit_before_the_first_ready_is_final_where_a_user_waits_for_it():
