@@ -72,7 +72,7 @@ async def s1(plan: Plan, pool: BenchedPool) -> rig.Figures:
 
 
 async def s2(plan: Plan, pool: BenchedPool) -> rig.Figures:
-    """Round robin: the model that is asked for has slept longest."""
+    """Round robin: each request is for the model that has slept longest."""
     prompts, exchanges = [*prompts_of(SHORT_TOKENS, TEN).values()], list[Exchange]()
     found = await _in_turn(pool, plan, prompts, TEN * plan.rounds, exchanges)
     return {"models": TEN, **found, **pool.counts(exchanges)}
@@ -85,7 +85,7 @@ async def _in_turn(
     switches: int,
     exchanges: list[Exchange],
 ) -> rig.Figures:
-    """So many switches, each to the model of the next prompt."""
+    """Time `switches` switches, each to the model of the next prompt."""
     await _ready(pool, prompts)
     took, direct = list[float](), list[float]()
     await pool.send(prompts[-1])  # where the first one switches from

@@ -53,7 +53,7 @@ ARGUMENTS: Mapping[str, tuple[str, ...]] = {
 
 
 def prompts_of(tokens: int, models: int = 2) -> dict[str, Prompt]:
-    """One for each of so many models; all ask for a stream of exactly so many tokens."""
+    """One prompt for each of the first `models` models, for a stream of exactly `tokens` tokens."""
     body = {"max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
     return {
         model: Prompt(

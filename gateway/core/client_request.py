@@ -381,7 +381,7 @@ class Attempt:
         return data
 
     def played(self, tokens: int) -> bool:
-        """So many tokens more of a front's answer were passed on; whether new ones follow."""
+        """The shell has passed `tokens` more on to a front. Whether the stream has a new one."""
         if not self.is_over:
             self._cold.played(self.owner, tokens)
         return self.owner.unplayed_tokens < 0

@@ -590,7 +590,7 @@ class Gateway:
         self._watch(request)
 
     def played(self, request: ClientRequest, tokens: int) -> None:
-        """So many tokens more of a front's answer were passed on."""
+        """The shell has passed `tokens` more on to a front."""
         self.resuming -= is_replayed(request)
         request.unplayed_tokens -= tokens
         self.resuming += is_replayed(request)
