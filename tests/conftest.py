@@ -13,6 +13,9 @@ and less when it is repeated.
 The simulations come first: each of their files keeps one test process busy for minutes, and at the
 end the others would wait for it.
 
+A test that fails shows the last events of the pods that it has run, in the order of time: their
+logs are gone when somebody reads of the failure.
+
 And Ctrl-C means what it means at a terminal: a shell that starts the tests in the background lets
 them, and all that they start, ignore it.
 """
@@ -20,13 +23,16 @@ them, and all that they start, ignore it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import fcntl
 import inspect
+import json
 import os
 import signal
 import socket
 import struct
+from collections.abc import Generator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -37,6 +43,7 @@ SIOCSIFFLAGS = 0x8914  # linux/sockios.h
 IFF_UP = 0x1  # linux/if.h
 WORKER_ENV = "PYTEST_XDIST_WORKER"
 SIMULATIONS = Path(__file__).parent / "sim"
+EVENTS_SHOWN = 60  # some ten seconds of a pod
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -61,6 +68,28 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     names = inspect.signature(pyfuncitem.obj).parameters
     asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
     return True
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    directory = getattr(item, "funcargs", {}).get("tmp_path")
+    if report.failed and directory is not None:
+        events = sorted(each for path in directory.rglob("log/*.log") for each in events_in(path))
+        report.sections.append(("last events of its pods", "\n".join(events[-EVENTS_SHOWN:])))
+    return report
+
+
+def events_in(log: Path) -> list[str]:
+    found = []
+    for line in log.read_text(errors="replace").splitlines():
+        if line.startswith('{"ts"') and '"event"' in line:
+            with contextlib.suppress(ValueError):  # its writer was killed
+                said = json.loads(line)
+                found.append(f"{said['ts']} {log.stem}: {said['msg']}"[:200])
+    return found
 
 
 def be_patient() -> None:
