@@ -2,8 +2,8 @@
 
 One connection per request: a kept-alive connection would hide a refusal. Timestamps are those of
 the bytes, which HTTP libraries do not offer, and a stream that ended must be told from one that was
-cut; so HTTP is read here, too. The end of an exchange is recorded as the socket saw it; the verdict
-comes later.
+cut; so answers are read as a gateway reads an engine's. The end of an exchange is recorded as the
+socket saw it; the verdict comes later.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-import httptools
-
+from gateway.core.replay_join import events_in
+from gateway.server.responses import POD, ResponseReader
 from plumbing.errors import ProtocolError, UsageError
 from plumbing.service.clock import SystemClock
 from plumbing.text import split_address
@@ -31,7 +31,7 @@ SILENCE_MAX_S = 60.0
 REFUSED_PAUSE_S = 0.02  # else a refusing port gets thousands of connections a second
 
 READ_BYTES = 64 * 1024
-PENDING_MAX_BYTES = 1024 * 1024  # of headers or one event
+PENDING_MAX_BYTES = 1024 * 1024  # of one event
 OK = 200
 
 clock = SystemClock()
@@ -106,6 +106,7 @@ async def send(target: Target, prompt: Prompt, silence_max_s: float = SILENCE_MA
         is_said = error.code == "drill.error_event"
         exchange.end, exchange.detail = End.CUT if is_said else End.GARBLED, error.message
     finally:
+        answer.response.close()
         if writer is not None:
             writer.transport.abort()
         exchange.ended_ms = clock.now_ms()
@@ -196,13 +197,16 @@ class AnswerReader:
     end marker. `body`: of an answer that is not a stream."""
 
     def __init__(self, exchange: Exchange) -> None:
-        self.is_done = False
         self.body = b""
+        self.response = ResponseReader(is_to_head=False)
         self._exchange = exchange
-        self._parser = httptools.HttpResponseParser(self)
-        self._is_stream = False
-        self._new = b""  # of the body, in what is fed now
-        self._pending = b""  # a head or an event that has not ended
+        self._has_end_marker = False
+        self._pending = b""  # an event that has not ended
+
+    @property
+    def is_done(self) -> bool:
+        response = self.response
+        return self._has_end_marker if response.is_event_stream else response.is_whole
 
     def feed(self, data: bytes, at_ms: float) -> None:
         """Take up `data`, which came at `at_ms`.
@@ -210,24 +214,25 @@ class AnswerReader:
         Raises:
             ProtocolError: this is not an HTTP answer, or its events are not JSON.
         """
-        self._new, status = b"", self._exchange.status
+        response, exchange = self.response, self._exchange
         try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserError as error:
-            raise ProtocolError("drill.not_http", f"not HTTP: {error}: {data[:80]!r}") from error
-        if not self._exchange.status:
-            self._pending += data
-        elif self._is_stream:
-            if not status:
-                self._pending = b""
-            received = (self._pending + self._new).replace(b"\r\n", b"\n")
-            *blocks, self._pending = received.split(b"\n\n")
-            for block in blocks:
-                lines = [it[5:].strip() for it in block.split(b"\n") if it.startswith(b"data:")]
-                self._event(b"\n".join(lines), at_ms)
+            response.feed(data)
+        except ValueError as error:
+            raise ProtocolError("drill.not_http", f"{error}: {data[:80]!r}") from error
+        if response.has_head and not exchange.status:
+            exchange.status = response.status
+            exchange.engine, exchange.token = response.engine or None, response.token or None
+            exchange.pod = dict(response.headers).get(POD, b"").decode("latin-1")
+        body = b"".join(response.pieces)
+        response.pieces.clear()
+        if response.is_event_stream:
+            received = (self._pending + body).replace(b"\r\n", b"\n")
+            whole, _, self._pending = received.rpartition(b"\n\n")
+            for payload, _ in events_in(whole):
+                self._event(payload, at_ms)
         else:
-            self.body = (self.body + self._new)[:PENDING_MAX_BYTES]
-            if self.is_done and self._exchange.status == OK:
+            self.body = (self.body + body)[:PENDING_MAX_BYTES]
+            if self.is_done and exchange.status == OK:
                 self._event(self.body, at_ms)
         if len(self._pending) > PENDING_MAX_BYTES:
             raise ProtocolError("drill.endless", f"no end after {len(self._pending)} bytes")
@@ -235,7 +240,7 @@ class AnswerReader:
     def _event(self, payload: bytes, at_ms: float) -> None:
         """One OpenAI event or whole answer, of a completion or of a chat."""
         if payload == b"[DONE]":
-            self.is_done = True
+            self._has_end_marker = True
         if payload in (b"", b"[DONE]"):
             return
         exchange = self._exchange
@@ -255,31 +260,7 @@ class AnswerReader:
                 exchange.first_token_ms = at_ms
             exchange.last_token_ms = at_ms
             exchange.text += text
-            if self._is_stream:
+            if self.response.is_event_stream:
                 exchange.text_ms.append(at_ms)
                 exchange.piece_ends.append(len(exchange.text))
             exchange.chunks += 1
-
-    # ------------------------------------------------------------------ of the parser
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        text = value.decode("latin-1")
-        match name.lower():
-            case b"content-type":
-                self._is_stream = text.startswith("text/event-stream")
-            case b"x-understudy-engine":
-                self._exchange.engine = text
-            case b"x-understudy-pod":
-                self._exchange.pod = text
-            case b"x-understudy-token":
-                with contextlib.suppress(ValueError):  # it is not ours
-                    self._exchange.token = int(text)
-
-    def on_headers_complete(self) -> None:
-        self._exchange.status = self._parser.get_status_code()
-
-    def on_body(self, body: bytes) -> None:
-        self._new += body
-
-    def on_message_complete(self) -> None:
-        self.is_done = self.is_done or not self._is_stream

@@ -79,7 +79,7 @@ def test_plain_error_answer_is_done_at_its_length():
     ("data", "code"),
     [
         (b"SSH-2.0-OpenSSH\r\n\r\n", "drill.not_http"),
-        (b"HTTP/1.1 200 OK\r\nX: " + b"x" * PENDING_MAX_BYTES, "drill.endless"),
+        (HEAD + chunked(b"data: " + b"x" * PENDING_MAX_BYTES), "drill.endless"),
         (HEAD + b"-5\r\nabc\r\n", "drill.not_http"),
         (HEAD + chunked(b"data: {broken\n\n"), "drill.bad_event"),
         (HEAD + chunked(b"data: [1]\n\n"), "drill.bad_event"),
