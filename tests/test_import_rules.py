@@ -113,7 +113,7 @@ NOT_IN_A_CORE = (
 
 # Loading these at start would cost the lock server and the supervisors their memory limits.
 NOT_LOADED_AT_START = (
-    *("numpy", "aiohttp", "rich", "psutil", "safetensors", "tokenizers"),
+    *("numpy", "aiohttp", "psutil", "safetensors", "tokenizers"),
     "cryptography",
 )
 
@@ -209,11 +209,7 @@ def breaks_click(found: Import) -> bool:
     return is_in(found.module, ("click",)) and not re.search(r"/cli(/\w+)?\.py$", found.path)
 
 
-def breaks_rich(found: Import) -> bool:
-    return is_in(found.module, ("rich",)) and found.at_start
-
-
-RULES = (breaks_layers, breaks_places, breaks_core, breaks_client, breaks_click, breaks_rich)
+RULES = (breaks_layers, breaks_places, breaks_core, breaks_client, breaks_click)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
@@ -301,7 +297,6 @@ def test_circle_is_found():
         (breaks_core, "lockserver/core/leases.py", "import time"),
         (breaks_client, "gms/client/keeper.py", "import asyncio"),
         (breaks_click, "lockserver/server/server.py", "import click"),
-        (breaks_rich, "understudy/cli/main.py", "from rich.table import Table"),
     ],
 )
 def test_each_rule_catches_what_it_forbids(rule, path, source):

@@ -38,7 +38,7 @@ from understudy.drill.killer import Say
 from understudy.drill.page import check_destination, page_data, write_page
 from understudy.drill.run import Drill, DrillPlan
 from understudy.drill.targets import needed_flag
-from understudy.drill.verdict import DrillReport, judge, print_report
+from understudy.drill.verdict import DrillReport, judge, text_of
 from understudy.pod.ports import Ports, free_offset, free_pod_ports
 from understudy.pod.runner import PodRunner, run_pod
 from understudy.status.gather import require_pod
@@ -116,12 +116,7 @@ def drill(
     report = run_async(work, as_json=as_json)
     if report is None:
         sys.exit(INTERRUPTED)
-    if as_json:
-        click.echo(to_json(report.to_dict()))
-    else:
-        from rich.console import Console
-
-        print_report(report, Console())
+    click.echo(to_json(report.to_dict()) if as_json else "\n".join(text_of(report)))
     for problem in report.problems:
         click.echo(f"error: {problem}", err=True)
     if page is not None:

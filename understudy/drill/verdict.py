@@ -14,8 +14,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from plumbing.text import table
 from understudy.drill.outcomes import (
     Spread,
     doubled_pieces,
@@ -31,9 +32,6 @@ from understudy.drill.outcomes import (
 from understudy.drill.records import PHASES, Exchange, Kill, Outcome, Records, StatedBound
 from understudy.drill.targets import GMS, GMS_SUPERVISOR, POOL
 from understudy.host import machine
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 LOST_STATES = ("silent", "gone")  # of a pod, as its front says
 CUT_CODE = "pool.cut"  # the marked error of a request that could neither finish nor be parked
@@ -402,34 +400,25 @@ def _outcome(number: int, kill: Kill, records: Records) -> dict[str, Any]:
 
 # ------------------------------------------------------------------ the text
 
-PERCENTILES = ("p50", "p99", "max")
+PERCENTILES, WIDTH = ("p50", "p99", "max"), 9
 
 
-def print_report(report: DrillReport, console: Console) -> None:
-    """Print the document: a table of the times that were measured, and a line for each other
+def text_of(report: DrillReport) -> list[str]:
+    """The document as text: a table of the times that were measured, and a line for each other
     figure."""
-    from rich.table import Table
-
     about, figures = machine(), dict(_figures(report.values))
-    console.print(f"{_title(report)} on {about['cpus']} CPUs ({about['cpu']})")
-    table = Table("milliseconds")
-    for column in PERCENTILES:
-        table.add_column(column, justify="right")
+    out = [f"{_title(report)} on {about['cpus']} CPUs ({about['cpu']})"]
+    rows = [("milliseconds", *(each.rjust(WIDTH) for each in PERCENTILES))]
     for name, times in figures.items():
         if isinstance(times, Mapping) and times["p50"] is not None:
-            table.add_row(_words(name), *(f"{times[each]:.1f}" for each in PERCENTILES))
-    console.print(table)
-    rows = [(name, value) for name, value in figures.items() if not isinstance(value, Mapping)]
-    width = max(len(name) for name, _ in rows)
-    for name, value in rows:
-        style = {0: "green"}.get(value, "red") if name in report.faults else None
-        shown = "-" if value is None else value
-        console.print(f"{_words(name):<{width}}  {shown}", style=style, markup=False)
-    for missed in report.values.get("not_reached", ()):
-        console.print(f"not made: {missed}, as no model came there in time", markup=False)
-    for problem in report.problems:
-        console.print(f"problem: {problem}", style="red", markup=False)
-    console.print("passed" if report.passed else "FAILED", style="bold", markup=False)
+            rows.append((_words(name), *(f"{times[each]:{WIDTH}.1f}" for each in PERCENTILES)))
+    single = {name: value for name, value in figures.items() if not isinstance(value, Mapping)}
+    out += table(rows)
+    out += table([(_words(name), "-" if it is None else str(it)) for name, it in single.items()])
+    missed = report.values.get("not_reached", ())
+    out += [f"not made: {each}, as no model came there in time" for each in missed]
+    out += [f"problem: {each}" for each in report.problems]
+    return [*out, "passed" if report.passed else "FAILED"]
 
 
 def _figures(values: Mapping[str, Any], place: str = "") -> Iterator[tuple[str, Any]]:
