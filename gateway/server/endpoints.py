@@ -5,6 +5,10 @@ model of a pool a request is.
 `/m/<model>/status`. No engine is woken for them, and they count as no requests. What may be
 done with any other request `gateway.core.lanes` decides.
 
+The model of a request is named in its body, else in its path (`/m/<model>/…`), else in a header;
+where there is only one, it need not be named. A wish that cannot be read is refused; all else in a
+body is the engine's to judge, and the gateway changes nothing in it.
+
 An engine's own page of `/metrics` goes through. Requests that wait in the gateway are added to its
 `vllm:num_requests_waiting`, and the three gauges that endpoint pickers read are written here if the
 engine lacks them. The pages of several engines become one, since Prometheus's format has each name
@@ -14,12 +18,14 @@ once.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
 import re
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from http import HTTPStatus
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import unquote
 
 import msgspec
@@ -29,22 +35,20 @@ from gateway.core.answers import RETRY_AFTER_S, Failure, failure
 from gateway.core.fleet import Fleet
 from gateway.core.lanes import Lanes
 from gateway.core.machine import NEVER_MS
-from gateway.core.wishes import (
-    BadWish,
-    Router,
-    Wishes,
-    first_of,
-    keep_alive_ms,
+from gateway.server.requests import (
+    HttpRequest,
+    is_endpoint,
+    is_hop_path,
     model_in_path,
-    priority,
-    wait_ms,
+    path_of,
+    value_of,
 )
-from gateway.server.requests import HttpRequest, is_endpoint, is_hop_path, path_of, value_of
 from gateway.server.responses import OwnAnswer, fetch
 from gateway.server.settings import GatewaySettings
 from plumbing import __version__
 from plumbing.pod.paths import engine_http_socket
 from plumbing.service.clock import rfc3339
+from plumbing.service.config import duration_s
 from plumbing.service.http import Probe
 from plumbing.text import duration, to_json
 from pool.core.events import ModelDemand, RefusedDoor, ShutDoor, TicketKind
@@ -52,9 +56,91 @@ from pool.messages import PooledModel
 
 PAGE_S = 1.0  # an engine that does not give its page in this time is left out of it
 PAGE_BYTES_MAX = 8 << 20  # vLLM's has some 200 KiB
-NO_WISHES = Wishes("")
 UNHEARD = "unknown"  # the state of a model that no pool has spoken of
 QUOTED_CHARS_MAX = 64  # of a name that a client has sent
+
+
+# ------------------------------------------------------- for which model it is, and what it wants
+
+T = TypeVar("T")
+PRIORITY_MAX = 1000  # either way
+FOREVER_S = 10**12
+_WAIT = re.compile(r"(?:^|[,;\s])wait\s*=\s*\"?(\d{1,9})", re.IGNORECASE)  # RFC 7240
+
+
+class BadWish(ValueError):
+    """A client's wish cannot be read. `must_be`: what can."""
+
+    def __init__(self, field: str, must_be: str) -> None:
+        super().__init__(field, must_be)
+        self.field, self.must_be = field, must_be
+        self.header = f"X-Understudy-{field.replace('_', '-').title()}"
+
+
+class Wishes(Struct, frozen=True):
+    """For which model, how soon, for how long to wait, and to keep it awake afterwards."""
+
+    model: str
+    priority: int | None = None
+    wait_ms: float = math.inf
+    keep_alive_ms: float | None = None
+
+
+class Router:
+    """`aliases` of each model's name."""
+
+    def __init__(self, aliases: Mapping[str, Sequence[str]]) -> None:
+        self.known = ", ".join(aliases)
+        self._models = {alias: name for name, names in aliases.items() for alias in names}
+        self._models.update((name, name) for name in aliases)
+        self._only = next(iter(aliases)) if len(aliases) == 1 else ""
+
+    def find(self, *names: object) -> tuple[str, str]:
+        """The model that the first of `names` that says anything stands for, and that name; "" for
+        one that is not known."""
+        named = next((each for each in names if isinstance(each, str) and each), "")
+        return (self._models.get(named, "") if named else self._only), named
+
+
+def first_of(read: Callable[[object], T | None], *said: object) -> T | None:
+    """The first of `said` that is there, as `read` reads it. None: none was said. Raises
+    `BadWish` if any of them cannot be read."""
+    return next((each for each in [*map(read, said)] if each is not None), None)
+
+
+def priority(said: object) -> int | None:
+    """Within limits."""
+    if said is None:
+        return None
+    if isinstance(said, int | str) and not isinstance(said, bool):
+        with contextlib.suppress(ValueError):
+            return max(-PRIORITY_MAX, min(PRIORITY_MAX, int(said)))
+    raise BadWish("priority", "a whole number, and lower is sooner")
+
+
+def keep_alive_ms(said: object) -> float | None:
+    """A number is in seconds, as for Ollama, and less than nothing is for ever."""
+    if said is None:
+        return None
+    if isinstance(said, str):
+        with contextlib.suppress(ValueError):
+            text = said.strip()
+            said = duration_s(text.removeprefix("-")) * (-1 if text.startswith("-") else 1)
+    if isinstance(said, int | float) and not isinstance(said, bool):
+        return math.inf if said < 0 else min(said, FOREVER_S) * 1000.0
+    raise BadWish("keep_alive", 'seconds, a duration such as "5m", 0, or -1 for ever')
+
+
+def wait_ms(prefer: str) -> float:
+    """What `Prefer: wait=20` allows."""
+    found = _WAIT.search(prefer)
+    return math.inf if found is None else int(found[1]) * 1000.0
+
+
+NO_WISHES = Wishes("")
+
+
+# ------------------------------------------------------------------------------ what it answers
 
 
 class Endpoints:

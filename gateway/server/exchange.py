@@ -25,11 +25,10 @@ from gateway.core import events as ev
 from gateway.core.fleet import Fleet
 from gateway.core.lanes import Lanes
 from gateway.core.machine import TICK_MS
-from gateway.core.wishes import Wishes
 from gateway.schema import GatewayLoad, GatewayUpstream
 from gateway.server.accounts import Accounts, Tell
 from gateway.server.client import WRITE_BUFFER_BYTES, ClientConnection, ServiceListener, take_over
-from gateway.server.endpoints import Endpoints
+from gateway.server.endpoints import Endpoints, Wishes
 from gateway.server.requests import (
     BODY_BYTES_MAX,
     CONTINUATION_ID,

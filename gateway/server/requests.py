@@ -30,7 +30,6 @@ import msgspec
 from msgspec import Raw
 
 from gateway.core.answers import Failure
-from gateway.core.wishes import model_in_path
 from plumbing import gateway_protocol as hop
 from plumbing.gateway_protocol import HEADER_PREFIX, HOP_PATHS, Continuation, Journal
 
@@ -306,6 +305,18 @@ def _target_of(url: bytes) -> bytes:
 def path_of(url: bytes) -> str:
     path = _target_of(url).partition(b"?")[0].partition(b"#")[0]
     return unquote_to_bytes(path).decode(errors="replace")
+
+
+def model_in_path(target: str) -> tuple[str, str]:
+    """The model in a path such as `/m/chat/v1/models`, and the path behind it, as they are written;
+    "" and the whole path where there is none."""
+    if not target.startswith("/m/"):
+        return "", target
+    end = min(
+        (found for mark in "/?#" if (found := target.find(mark, 3)) >= 0), default=len(target)
+    )
+    rest = target[end:]
+    return target[3:end], rest if rest.startswith("/") else "/" + rest
 
 
 # ------------------------------------------------------------------------------ reading
