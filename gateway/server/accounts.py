@@ -40,10 +40,7 @@ PATH_CHARS_MAX = 256  # of a path in the access log
 Tell: TypeAlias = Callable[[str, str, str, Mapping[str, Any]], object]
 
 # The refusals that a larger limit would have spared; the others are the client's own.
-LIMITS = (
-    *("headers_too_large", "request_too_large", "request_timeout", "too_many_pipelined"),
-    "overloaded",
-)
+LIMITS = ("headers_too_large", "request_too_large", "request_timeout", "overloaded")
 # What a pool answers where there is no room or no time for a request; counted as limits.
 POOL_LIMITS = ("pool.queue_full", "pool.not_awake", "pool.busy", "pool.cut")
 

@@ -1,9 +1,10 @@
-"""One connection of a client: reads requests, one of them is served at a time, writes answers; and
-the listener that accepts them.
+"""One connection of a client, which reads a request, serves it, writes its answer and reads the
+next one; and the listener that accepts them.
 
-While a request is served, what the client sends further is kept unread, up to a limit: reading on
-is how a client that is gone is noticed at once. `GatewayExchange` looks at deadlines, since a timer
-for each connection would cost more than what it guards.
+While a request is served, what the client sends further is read and dropped: reading on is how a
+client that is gone is noticed at once. Such a connection is closed behind the answer, so a client
+that sends requests ahead sends them again. `GatewayExchange` looks at deadlines, since a timer for
+each connection would cost more than what it guards.
 """
 
 from __future__ import annotations
@@ -34,7 +35,6 @@ BODY_GRACE_S = 30.0
 BODY_BYTES_PER_S = 1024
 STALLED_S = 300.0  # an answer, and the engine, waits this long for a client that takes nothing
 LINGER_S = 2.0  # to read what a refused client still sends, else a reset would destroy the answer
-AHEAD_BYTES_MAX = 64 * 1024  # sent while another request is served
 WRITE_BUFFER_BYTES = 64 * 1024  # then the engine's connection is not read on
 NEVER = float("inf")
 
@@ -67,7 +67,7 @@ class ClientConnection(asyncio.Protocol):
     """`request` is the one that is served now."""
 
     __slots__ = (
-        *("_ahead", "_body_since_s", "_has_body", "_is_advancing", "_is_chunked", "_is_lingering"),
+        *("_body_since_s", "_has_body", "_is_chunked", "_is_lingering"),
         *("_out", "_owner", "_reader", "_transport", "_unsent_seen_bytes"),
         *("deadline_s", "is_full", "peer", "request", "sent_bytes"),
     )
@@ -81,10 +81,8 @@ class ClientConnection(asyncio.Protocol):
         self._reader = RequestReader(owner.intake)
         self._transport: asyncio.Transport | None = None
         self._out: asyncio.Transport | _Gathered | None = None  # where what is written goes
-        self._ahead = bytearray()
         self._is_chunked = False
         self._has_body = True
-        self._is_advancing = False
         self._is_lingering = False
         self.is_full = False  # the client takes its answer slower than the engine makes it
         self._body_since_s = 0.0
@@ -233,9 +231,7 @@ class ClientConnection(asyncio.Protocol):
             self._reader.feed(data)
             self._advance()
         else:
-            self._ahead += data
-            if len(self._ahead) > AHEAD_BYTES_MAX and self._transport is not None:
-                self._transport.pause_reading()
+            self.request.keeps_alive = False
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = self._out = None
@@ -259,25 +255,16 @@ class ClientConnection(asyncio.Protocol):
     # ------------------------------------------------------------------ inside
 
     def _advance(self) -> None:
-        """Serve what has been read, in turn, until one has to be waited for."""
-        if self._is_advancing:
+        """Serve the request that has been read, or wait for one."""
+        if self.request is not None or self._transport is None or self._is_lingering:
             return
-        self._is_advancing = True
-        while self.request is None and self._transport is not None and not self._is_lingering:
-            if self._reader.ready:
-                self._serve(self._reader.ready.popleft())
-            elif self._reader.refused is not None:
-                self._refuse(self._reader.refused)
-            elif self._ahead:
-                data = bytes(self._ahead)
-                self._ahead.clear()
-                if not self._transport.is_closing():
-                    self._transport.resume_reading()
-                self._reader.feed(data)
-            else:
-                self._await_more()
-                break
-        self._is_advancing = False
+        request, self._reader.ready = self._reader.ready, None
+        if request is not None:
+            self._serve(request)
+        elif self._reader.refused is not None:
+            self._refuse(self._reader.refused)
+        else:
+            self._await_more()
 
     def _serve(self, request: HttpRequest) -> None:
         if self._owner.is_stopping:

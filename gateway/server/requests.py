@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -39,7 +38,6 @@ ID_CHARS_MAX = 128  # of X-Request-Id; it travels to the engine and into logs
 # What a body may have beside its bytes, for each of them: a chunk of one byte has five.
 FRAMING_PER_BYTE = 8
 KEYLESS_BYTES_MAX = 4096  # of the body of a ping, which needs no key
-PIPELINED_MAX = 32  # requests read ahead on one connection; later ones are not read
 VALUE_BYTES_MAX = 4096  # of a member that is read; an alias of 256 escaped characters has 3,072
 # msgspec takes 1 ms for each MiB of text, 4 ms for each of numbers, and holds the interpreter
 # meanwhile. A pool must know the model of any body; where one model serves, a larger one is not
@@ -351,11 +349,13 @@ class Intake:
 
 
 class RequestReader:
-    """The requests of one connection. After `refused` is set nothing more is read."""
+    """The requests of one connection, one at a time. After `refused` is set nothing more is read.
+    What comes behind a request that waits in `ready` is not read either: that one is the last then,
+    and the client sends the others again."""
 
     def __init__(self, intake: Intake) -> None:
-        self.ready: deque[HttpRequest] = deque()
-        self.refused: Failure | None = None  # to be answered behind what is ready
+        self.ready: HttpRequest | None = None  # whole, and not taken yet
+        self.refused: Failure | None = None  # to be answered
         self.refused_id = b""  # its id, if it came that far
         self.count = 0  # requests read whole
         self.expects_continue = False  # the client waits for "100 Continue"
@@ -414,11 +414,10 @@ class RequestReader:
     # ------------------------------------------------------------------ llhttp's callbacks
 
     def on_message_begin(self) -> None:
-        if len(self.ready) >= PIPELINED_MAX:
-            self.ready[-1].keeps_alive = False  # the client sends the others again
-            self._refuse(Failure(400, "too_many_pipelined", "Too many requests were pipelined."))
-            return
-        self._open = HttpRequest()
+        if self.ready is not None:
+            self.ready.keeps_alive = False
+        else:
+            self._open = HttpRequest()
 
     def on_url(self, url: bytes) -> None:
         if self._open is not None:
@@ -475,7 +474,7 @@ class RequestReader:
             current.journal = named.get(JOURNAL, b"")
             current.passing = named.get(CONTINUATION_ID, b"").decode(errors="replace")
         current.finish(self._intake.stripped)
-        self.ready.append(current)
+        self.ready = current
 
     def _refusal(self, current: HttpRequest, version: str) -> Failure | None:
         """Why this request is not read on; looks at everything that its headers say."""
@@ -515,6 +514,9 @@ class RequestReader:
         return Failure(413, "request_too_large", limit)
 
     def _refuse(self, refused: Failure) -> None:
+        if self.ready is not None:  # it is about what came behind that
+            self.ready.keeps_alive = False
+            return
         if self._open is not None and self._open.has_head:
             self.refused_id = sane_id(self._open.headers)
         self.refused = refused

@@ -23,20 +23,19 @@ from tests.helpers import auntil
 
 
 @scene()
-async def test_requests_are_served_in_turn(bench):
-    """Goal: pipelined requests of all shapes get their answers in order, on one connection."""
+async def test_requests_of_all_shapes_follow_each_other_on_one_connection(bench):
     await bench.active()
     client = await bench.client()
     client.ask("/v1/models")
+    assert (await client.answer()).status == 200
     client.ask(CHAT, STREAM)
+    assert (await client.answer()).text() == wanted(STREAM)
     client.send(
         b"POST /v1/completions HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n"
         b'5\r\n{"a":\r\n2\r\n1}\r\n0\r\n\r\n'
     )
-    client.ask("/understudy/hello", X_Request_Id="me")
-    assert (await client.answer()).status == 200
-    assert (await client.answer()).text() == wanted(STREAM)
     assert content(await client.answer()) == text_of(b'{"a":1}', 8)
+    client.ask("/understudy/hello", X_Request_Id="me")
     refused = await client.answer()
     assert (refused.status, refused.headers["x-request-id"]) == (404, "me")
     for path in ("/%75nderstudy%2Fhello", "http://x/understudy/hello"):
@@ -135,25 +134,29 @@ async def test_a_slow_client_holds_up_its_own_engine_connection_only(bench, is_r
         await slow.chunk()
 
 
+@pytest.mark.parametrize("is_at_once", [True, False])
 @scene()
-async def test_what_is_sent_while_a_request_is_served_waits(bench):
-    """Goal: requests that come in pieces behind one that is being served are not lost."""
+async def test_a_connection_on_which_requests_are_sent_ahead_ends_behind_the_first(
+    bench, is_at_once
+):
+    """Goal: the first answer is whole, also if what is sent ahead never ends, and the client sees
+    that it must send the others again. Method: with the first one, or while it is served."""
     engine = await bench.active(hold_after_groups=1)
     client = await bench.client()
     client.ask(CHAT, STREAM)
-    await client.head()
-    for part in (
-        b"GET /v1/mod",
-        b"els HTTP/1.1\r\nHost: h\r\n\r",
-        b"\nGET /v1/models HTTP/1.1",
-    ):
-        client.send(part)
-        await bench.once("/v1/models")
+    if not is_at_once:
+        await client.head()
+    client.send(b"GET /v1/models HTTP/1.1\r\nHost: h\r\n\r\n" + b"POST / HTTP/1.1\r\nX: ")
+    if is_at_once:
+        _, headers = await client.head()
+        assert headers["connection"] == "close"
+    client.send(b"x" * 200_000)
+    await bench.once("/v1/models")
     engine.released.set()
-    await client.chunks()
-    assert (await client.answer()).status == 200
-    client.send(b"\r\nHost: h\r\n\r\n")
-    assert (await client.answer()).status == 200
+    body, is_whole = await client.chunks()
+    assert (Answer(200, {}, body, True).text(), is_whole) == (wanted(STREAM), True)
+    assert await client.rest() == b""
+    assert [each.target for each in engine.requests] == [CHAT, "/v1/models"]
 
 
 @scene()

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from gateway.server.requests import (
     HEAD_BYTES_MAX,
-    PIPELINED_MAX,
     Intake,
     RequestReader,
     is_hop_path,
@@ -58,7 +57,7 @@ def test_what_an_engine_gets_of_a_head():
         b"Connection: keep-alive, X-Mine\r\nX-Mine: 1\r\nAccept-Encoding: gzip\r\n"
         b"X-Request-Id: abc-1\r\nContent-Length: 0\r\n\r\n"
     )
-    [request] = found.ready
+    request = found.ready
     assert request.head == (
         b"POST /v1/x?q=1 HTTP/1.1\r\nhost: me\r\nauthorization: Bearer k\r\ntraceparent: 00-1\r\n"
         b"x-request-id: abc-1\r\n"
@@ -68,7 +67,7 @@ def test_what_an_engine_gets_of_a_head():
 
 @pytest.mark.parametrize("sent", [b"", b"a b", b"x" * 129, b"\xff"])
 def test_a_request_id_that_is_not_sane_is_replaced(sent):
-    [request] = read(GET[:-2] + b"X-Request-Id: " + sent + b"\r\n\r\n").ready
+    request = read(GET[:-2] + b"X-Request-Id: " + sent + b"\r\n\r\n").ready
     assert len(request.request_id) == 32
     assert b"x-request-id: " + request.request_id in request.head
 
@@ -102,7 +101,7 @@ def test_what_is_refused(sent, status):
         assert found.refused is not None
         assert found.refused.status == status
         found.feed(GET)
-        assert not found.ready
+        assert found.ready is None
 
 
 def test_a_head_that_never_ends_is_refused():
@@ -113,17 +112,16 @@ def test_a_head_that_never_ends_is_refused():
     assert found.refused.status == 431
 
 
-def test_too_many_pipelined_requests_are_not_read():
-    found = read(GET * (PIPELINED_MAX + 5))
-    assert len(found.ready) == PIPELINED_MAX
-    assert not found.ready[-1].keeps_alive
+def test_a_request_behind_another_one_is_not_read():
+    found = read(POST + GET)
+    assert (found.ready.method, found.ready.keeps_alive, found.count) == (b"POST", False, 1)
 
 
 def test_a_request_for_a_websocket_is_a_plain_one_with_its_body():
     """Goal: no bytes pass to an engine unread."""
     wants = b"Host: h\r\nConnection: Upgrade\r\nUpgrade: websocket"
     for sent, body in ((POST, b"abc"), (CHUNKED, b"abc"), (GET, b"")):
-        [request] = read(sent.replace(b"Host: h", wants)).ready
+        request = read(sent.replace(b"Host: h", wants)).ready
         assert b"pgrade" not in request.head
         assert request.body == body
 
@@ -175,7 +173,8 @@ def spoilt(data: bytes, mistakes) -> bytes:
 
 def outcome(found: RequestReader):
     fresh = re.compile(rb"x-request-id: [0-9a-f]{32}\r\n")
-    asked = [(each.path, each.body, fresh.sub(b"", each.head)) for each in found.ready]
+    request = found.ready
+    asked = request and (request.path, request.body, fresh.sub(b"", request.head))
     return asked, found.refused and found.refused.status
 
 
@@ -193,8 +192,8 @@ def test_no_bytes_are_read_in_two_ways_and_no_engine_gets_more_than_one_head(sen
     bounds = [0, *sorted(each % (len(data) + 1) for each in at), len(data)]
     assert outcome(read(*(data[a:b] for a, b in pairwise(bounds) if b > a))) == outcome(whole)
     assert outcome(read(*(data[i : i + 1] for i in range(len(data))))) == outcome(whole)
-    for each in whole.ready:
-        first, *lines = each.head.removesuffix(b"\r\n").split(b"\r\n")
+    if whole.ready is not None:
+        first, *lines = whole.ready.head.removesuffix(b"\r\n").split(b"\r\n")
         assert re.fullmatch(rb"[A-Z-]+ [^ \r\n]+ HTTP/1\.1", first)
         for line in lines:
             name, colon, value = line.partition(b": ")
@@ -234,7 +233,7 @@ def test_a_body_in_chunks_of_one_byte_is_read():
     for _ in range(HEAD_BYTES_MAX // 2):
         found.feed(b"1\r\nx\r\n")
     found.feed(b"0\r\n\r\n")
-    [request] = found.ready
+    request = found.ready
     assert request.body == b"x" * (HEAD_BYTES_MAX // 2)
 
 
