@@ -42,7 +42,7 @@ async def drilled(base: Path, model: Path, kills: int, idle: dict[str, Any]) -> 
             sizes = [(rss_bytes(each) or 0) / 2**20 for each in (pid, *descendants(pid))]
             idle[name] = {"processes": len(sizes), "rss_mib": [round(size, 1) for size in sizes]}
 
-    result = await run_drill(Drill(base, plan, rig.say, runner), runner, plan, rig.say, look)
+    result = await run_drill(Drill(base, plan, rig.say, runner), look)
     if result is None:
         raise rig.Interrupted
     return result

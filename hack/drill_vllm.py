@@ -215,8 +215,8 @@ class Run:
 
         rig.say(f"starting a pod of two vLLM engines in {directory}")
         runner = PodRunner(pod.containers(), directory / "log")
-        drill = Drill(directory, plan, rig.say)
-        result = await run_drill(drill, runner, plan, rig.say, look)
+        drill = Drill(directory, plan, rig.say, runner)
+        result = await run_drill(drill, look)
         if result is not None:
             problems = result.problems
             if not self.gpus:

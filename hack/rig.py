@@ -23,7 +23,6 @@ from typing import Any, NoReturn, TypeVar
 
 from plumbing.errors import UnderstudyError, WaitTimeoutError
 from plumbing.pod.cli import INTERRUPTED, fail, run_async
-from plumbing.service.signals import SignalInbox
 from understudy import host
 from understudy.drill.clients import clock
 from understudy.drill.killer import Whole, wait_whole
@@ -160,12 +159,8 @@ async def with_pod(
         done.append(await body(runner))
         return True
 
-    inbox = SignalInbox()
-    try:
-        if not await run_pod(runner, run, inbox.get, say):
-            raise Interrupted
-    finally:
-        inbox.close()
+    if not await run_pod(runner, run, say):
+        raise Interrupted
     return done[0]
 
 

@@ -24,7 +24,6 @@ from typing import Any
 from engine.supervisor.leftovers import SHM
 from plumbing.errors import UnderstudyError
 from plumbing.service.procfs import descendants
-from plumbing.service.signals import SignalInbox
 from understudy.drill.clients import Target
 from understudy.drill.prompts import KINDS, all_prompts, learn_answers
 from understudy.drill.records import Exchange, Prompt
@@ -97,11 +96,9 @@ class Stock:
             self._left = set(re.findall(rf" ({SHM}/\S+)$", maps, re.MULTILINE))
             return [e for e in questions if e.prompt.key in answers], (prompts, answers)
 
-        inbox = SignalInbox()
         try:
-            return await run_pod(self.runner, body, inbox.get, say)
+            return await run_pod(self.runner, body, say)
         finally:
-            inbox.close()
             for path in self._left:  # it always leaves some shared memory behind
                 Path(path).unlink(missing_ok=True)
 

@@ -189,16 +189,16 @@ async def test_stop_kills_containers_that_ignore_sigterm_within_one_grace_period
 
 async def test_second_signal_kills_at_once(tmp_path):
     """Goal: impatience is respected. Method: a deaf process, a long grace, two signals."""
-    lines, signals = [], asyncio.Queue()
+    lines: list[str] = []
     runner = PodRunner([python("deaf", DEAF, grace_s=3600)], tmp_path / "log", lines.append)
 
     async def body():
         await auntil(lambda: "deaf | deaf" in lines, "the process")
-        signals.put_nowait(signal.SIGINT)
-        signals.put_nowait(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
         await asyncio.Event().wait()
 
-    assert await run_pod(runner, body, signals.get, lines.append) is None
+    assert await run_pod(runner, body, lines.append) is None
     assert not runner.pids()
     assert any("SIGINT: stopping the pod" in line for line in lines)
     assert any("SIGINT: killed the pod" in line for line in lines)

@@ -19,7 +19,6 @@ from plumbing.errors import UnderstudyError, UsageError
 from plumbing.pod.cli import INTERRUPTED, json_flag, options, run_async
 from plumbing.pod.paths import pool_socket
 from plumbing.service.config import Resolved
-from plumbing.service.signals import SignalInbox
 from plumbing.text import to_json
 from understudy.cli.settings import (
     DRILL_OPTIONS,
@@ -193,7 +192,7 @@ async def drill_new_pod(prepare: Prepare, plan: DrillPlan, say: Say) -> DrillRep
         )
         is_kept = True
         say(f"starting {pod.title} in {directory}")
-        result = await run_drill(drill, runner, plan, say)
+        result = await run_drill(drill)
         is_kept = result is not None and not result.passed
         return result
     finally:
@@ -212,17 +211,13 @@ async def drill_running_pod(directory: Path, plan: DrillPlan, say: Say) -> Drill
             " standby; use `understudy drill --pool FILE` with its pool file, which starts a pod"
             " of its own",
         )
-    return await run_drill(Drill(directory, plan, say), PodRunner([], directory / "log"), plan, say)
+    return await run_drill(Drill(directory, plan, say))
 
 
 async def run_drill(
-    drill: Drill,
-    runner: PodRunner,
-    plan: DrillPlan,
-    say: Say,
-    look: Callable[[Target], Awaitable[None]] | None = None,
+    drill: Drill, look: Callable[[Target], Awaitable[None]] | None = None
 ) -> DrillReport | None:
-    """Start the containers of `runner`, drill them, stop them. None: interrupted.
+    """Start the containers of the drill's runner, drill them, stop them. None: interrupted.
 
     `look` is awaited once the pod is ready and idle, before the first kill.
     """
@@ -238,12 +233,8 @@ async def run_drill(
             failure.append(f"the drill ended early: {error}")
         return True
 
-    inbox = SignalInbox()
-    try:
-        if not await run_pod(runner, body, inbox.get, say):
-            return None
-    finally:
-        inbox.close()
-    report = judge(drill.records, plan.kills, drill.backend)
+    if not await run_pod(drill.runner, body, drill.say):
+        return None
+    report = judge(drill.records, drill.plan.kills, drill.backend)
     report.problems += failure
     return report

@@ -63,7 +63,6 @@ class FleetDrill(Drill):
     ) -> None:
         super().__init__(directory, plan, say, runner)
         self.records.pods = tuple(map(pod_name, range(replicas)))
-        self.fleet_runner = runner
         self._pods: dict[str, dict[str, Any]] = {}  # by name, as the front said last
         self._states: dict[str, str] = {}  # the last of each pod and of the front
 
@@ -71,7 +70,7 @@ class FleetDrill(Drill):
 
     async def prepare(self) -> Target:
         for name in self.records.pods:
-            await wait_whole(self.directory / name, self._say, FIRST_WHOLE_DEADLINE_S)
+            await wait_whole(self.directory / name, self.say, FIRST_WHOLE_DEADLINE_S)
         engines = engine_parts(self.directory / self.records.pods[0])
         backend = (await status_of(engines[0])).get("backend") or {}
         self.backend = backend.get("name")
@@ -81,9 +80,9 @@ class FleetDrill(Drill):
         model = await model_name(target)
         bank = bank_of(self.backend, model)
         self.prompts, self.records.expected = await learn_answers(target, bank)
-        self._say(
+        self.say(
             f"{len(self.records.pods)} pods serve {model} behind {address}; "
-            f"{len(self.prompts)} prompts, {self._plan.clients} clients"
+            f"{len(self.prompts)} prompts, {self.plan.clients} clients"
         )
         return target
 
@@ -146,7 +145,7 @@ class FleetDrill(Drill):
                 self.records.kills.append(kill)
                 await kill_part(found, kill)
                 if what != FRONT:
-                    await wait_back(directory, found, kill, self._say)
+                    await wait_back(directory, found, kill, self.say)
         else:
             await self._hit_engine(kill, directory)
         await self._look()  # what it knows may be older than the kill
@@ -166,7 +165,7 @@ class FleetDrill(Drill):
 
     async def _hit_pod(self, kill: Kill) -> None:
         """SIGKILL all of it, and wait for its next life; or stop it until its streams are gone."""
-        restarts, pid = self.fleet_runner.restarts()[kill.pod], self.fleet_runner.pids()[kill.pod]
+        restarts, pid = self.runner.restarts()[kill.pod], self.runner.pids()[kill.pod]
         with ExitStack() as stack:
             pids = [pid, *descendants(pid)]
             held = HeldPart(kill.target, tuple(stack.enter_context(hold(p, POD)) for p in pids))
@@ -174,7 +173,7 @@ class FleetDrill(Drill):
             if kill.target == POD:
                 await kill_part(held, kill)
                 what = f"{kill.pod} was not started again"
-                runner, pod = self.fleet_runner, kill.pod
+                runner, pod = self.runner, kill.pod
                 await self._until(lambda: runner.restarts()[pod] > restarts, what, BACK_DEADLINE_S)
                 return
             kill.killed_ms = clock.now_ms()
@@ -202,18 +201,18 @@ class FleetDrill(Drill):
             raise UnderstudyError(
                 "drill.no_leave", f"`gateway leave` of {kill.pod} failed: {said[-200:]}"
             )
-        await self.fleet_runner.restart(kill.pod)
+        await self.runner.restart(kill.pod)
 
     async def _hit_engine(self, kill: Kill, directory: Path) -> None:
         """A process of the active engine: its standby takes over in the same pod."""
-        whole = await wait_whole(directory, self._say)
+        whole = await wait_whole(directory, self.say)
         kill.engine, kill.old_token = whole.engine, whole.token
         part = next(each for each in engine_parts(directory) if each.name == whole.engine)
         self.records.kills.append(kill)
         await strike(part.path, int((await status_of(part)).get("pid") or 0), kill)
 
         async def look() -> str | None:
-            now = await wait_whole(directory, self._say)
+            now = await wait_whole(directory, self.say)
             return None if now.token > whole.token else "no engine took over"
 
         failed = f"no engine took over from {whole.engine} of {kill.pod}"

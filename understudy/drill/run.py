@@ -131,7 +131,8 @@ class Drill:
         self.directory = directory
         self.prompts: list[Prompt] = []
         self.backend: str | None = None  # of the engines; known after `prepare`
-        self._plan, self._say, self._runner = plan, say, runner
+        self.plan, self.say = plan, say
+        self.runner = runner or PodRunner([], directory / "log")
         self._targets = tuple(plan.targets)
         self._models: dict[str, tuple[str, ...]] = {}  # of a pool: each model's engines
         self._missed: set[tuple[ModelState, tuple[str, ...]]] = set()  # waited for in vain
@@ -153,17 +154,17 @@ class Drill:
         return await (self._prepare_pool() if self._models else self._prepare_pod())
 
     async def _prepare_pod(self) -> Target:
-        whole = await wait_whole(self.directory, self._say, FIRST_WHOLE_DEADLINE_S)
+        whole = await wait_whole(self.directory, self.say, FIRST_WHOLE_DEADLINE_S)
         engines = {part.name: part for part in engine_parts(self.directory)}
         backend = (await status_of(engines[whole.engine])).get("backend") or {}
         self.backend = backend.get("name")
         self._targets = self._targets or targets_of(self.backend, backend.get("pids") or ())
         inside = inside_target(whole.service)
-        target = self._plan.outside or inside
+        target = self.plan.outside or inside
         self.records.url = target.url
         model = await model_name(inside)
-        if self._plan.expected is not None:
-            prompts, self.records.expected = self._plan.expected
+        if self.plan.expected is not None:
+            prompts, self.records.expected = self.plan.expected
             self.prompts = [
                 structs.replace(each, body={**each.body, "model": model}) for each in prompts
             ]
@@ -178,10 +179,10 @@ class Drill:
                     f"an answer from {target.url} has token {each.token}, and the lock of the pod"
                     f" in {self.directory} has {newest}: does it lead to another pod, too?",
                 )
-        self._say(
+        self.say(
             f"{whole.engine} serves {model} at {target.url or whole.service}, "
             f"standby: {', '.join(whole.standbys)}; "
-            f"{len(self.prompts)} prompts, {self._plan.clients} clients"
+            f"{len(self.prompts)} prompts, {self.plan.clients} clients"
         )
         return target
 
@@ -205,7 +206,7 @@ class Drill:
             used = [each for each in bank if each.key in self.records.expected]
             self.prompts += used
             took = duration(clock.now_ms() - began_ms)
-            self._say(f"{model}: {len(used)} answers learned in {took}")
+            self.say(f"{model}: {len(used)} answers learned in {took}")
         return target
 
     # ------------------------------------------------------------------ under load
@@ -242,10 +243,10 @@ class Drill:
     ) -> Iterable[Coroutine[Any, Any, None]]:
         done = self.records.exchanges.append
         if not self._models:
-            for number in range(self._plan.clients):
+            for number in range(self.plan.clients):
                 yield stream_without_pause(target, self.prompts, number, done, stopping)
             return
-        count = max(CLIENTS_MIN, -(-self._plan.clients // len(self._models)))
+        count = max(CLIENTS_MIN, -(-self.plan.clients // len(self._models)))
         for order, model in enumerate(self._models):
             prompts = [each for each in self.prompts if each.body["model"] == model]
             together = asyncio.Barrier(count)
@@ -270,7 +271,7 @@ class Drill:
         Raises:
             WaitTimeoutError: something did not come back.
         """
-        kills, missed, wanted = self.records.kills, self.records.not_reached, self._plan.kills
+        kills, missed, wanted = self.records.kills, self.records.not_reached, self.plan.kills
         plain = ((each, None) for each in itertools.cycle(self._targets))
         for what, state in kill_order(self._targets) if self._models else plain:
             if len(kills) >= wanted or len(missed) > MISSED_MAX:
@@ -281,7 +282,7 @@ class Drill:
             if kill is None:
                 missed.append(f"{what} at {state}")
             else:
-                self._say(self._line(kill))
+                self.say(self._line(kill))
         await self._until_due(wanted)
         await self._all_up()  # the last victim, too
         if self.records.mode == "gateway":
@@ -291,14 +292,14 @@ class Drill:
         """`kill 3/20  backend-model of engine-0  engine-1 answered after 31 ms`."""
         at = f" as {kill.model} was {kill.phase}" if kill.model else ""
         back = "" if kill.took_ms is None else f", back after {duration(kill.took_ms)}"
-        made = f"kill {len(self.records.kills)}/{self._plan.kills}"
+        made = f"kill {len(self.records.kills)}/{self.plan.kills}"
         done = f"{made}  {kill.name}{at}  {kill.result}{back}"
         return f"{done}; {len(self.records.switches)} switches" if self._models else done
 
     async def _until_due(self, kills: int) -> None:
         """Wait until the time for this number of kills has passed."""
-        share = kills / max(1, self._plan.kills)
-        due_ms = self.records.began_ms + 1000 * self._plan.duration_s * share
+        share = kills / max(1, self.plan.kills)
+        due_ms = self.records.began_ms + 1000 * self.plan.duration_s * share
         await asyncio.sleep(max(0.0, due_ms - clock.now_ms()) / 1000)
 
     # ------------------------------------------------------------------ one kill
@@ -325,7 +326,7 @@ class Drill:
             kill = Kill(what, model=model, phase=state or "", result="did not come back")
             self.records.kills.append(kill)
             await kill_part(victim, kill)
-        await wait_back(self.directory, victim, kill, self._say)
+        await wait_back(self.directory, victim, kill, self.say)
         kill.result = "restarted"
         if not self._models:
             await self._whole()
@@ -431,7 +432,7 @@ class Drill:
     # ------------------------------------------------------------------ waits
 
     async def _whole(self) -> Whole:
-        return await wait_whole(self.directory, self._say)
+        return await wait_whole(self.directory, self.say)
 
     async def _all_up(self) -> None:
         """Wait until every container has passed its startup probe, and its watches are connected.
@@ -441,8 +442,7 @@ class Drill:
         """
 
         async def look() -> str | None:
-            missing = list(self._runner.not_up()) if self._runner is not None else []
-            return ", ".join([*missing, *self._unwatched()]) or None
+            return ", ".join([*self.runner.not_up(), *self._unwatched()]) or None
 
         await wait_for(look, UP_DEADLINE_S, "drill.not_up", "the pod was not up again")
 

@@ -25,6 +25,7 @@ from plumbing.service import init
 from plumbing.service.init import FIRST_START_ENV
 from plumbing.service.process import parent_environment
 from plumbing.service.procfs import children, is_alive
+from plumbing.service.signals import SignalInbox
 from plumbing.text import duration
 from understudy.http_get import HttpReply, get
 from understudy.pod.output import ContainerLog
@@ -292,7 +293,6 @@ class PodRunner:
 async def run_pod(
     runner: PodRunner,
     body: Callable[[], Awaitable[T]],
-    next_signal: Callable[[], Awaitable[int]],
     say: Say = lambda line: None,
     while_stopping: Callable[[], Awaitable[None]] | None = None,
 ) -> T | None:
@@ -312,8 +312,9 @@ async def run_pod(
         await asyncio.gather(work, return_exceptions=True)
         await runner.stop()
 
+    inbox = SignalInbox()
     work = asyncio.ensure_future(start_and_run())
-    interrupt = asyncio.ensure_future(next_signal())
+    interrupt = asyncio.ensure_future(inbox.get())
     watching: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     try:
         await asyncio.wait({work, interrupt}, return_when=asyncio.FIRST_COMPLETED)
@@ -331,7 +332,7 @@ async def run_pod(
         return None
     finally:
         if interrupt.done():
-            interrupt = asyncio.ensure_future(next_signal())
+            interrupt = asyncio.ensure_future(inbox.get())
         stopping = asyncio.ensure_future(stop())
         await asyncio.wait({stopping, interrupt}, return_when=asyncio.FIRST_COMPLETED)
         if not stopping.done():
@@ -343,4 +344,7 @@ async def run_pod(
         interrupt.cancel()
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
-        await stopping
+        try:
+            await stopping
+        finally:
+            inbox.close()

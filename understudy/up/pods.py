@@ -24,7 +24,6 @@ from urllib.parse import urlsplit
 from plumbing.errors import UnderstudyError, UsageError
 from plumbing.pod.paths import engine_states, pool_state, up_guard
 from plumbing.service.clock import SystemClock
-from plumbing.service.signals import SignalInbox
 from plumbing.wire.server import PathGuard, guard_holder
 from pool.pool_file import PoolFile, read_pool_file
 from understudy.drill.killer import Say, service_of, service_of_front, wait_for, whole_of
@@ -201,11 +200,7 @@ async def stay_up(prepare: Prepare, directory: Path, say: Say) -> int | None:
 
         farewell = None if pod.replicas else partial(say_farewell, directory, say)
         runner = PodRunner(pod.containers, directory / "log", say)
-        inbox = SignalInbox()
-        try:
-            await run_pod(runner, body, inbox.get, say, while_stopping=farewell)
-        finally:
-            inbox.close()
+        await run_pod(runner, body, say, while_stopping=farewell)
         return runner.killed_by
 
 
