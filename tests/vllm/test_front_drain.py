@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +21,8 @@ from tests.helpers import auntil
 
 REQUEST = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
 BUDGET_S = 60.0
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+Connect = Callable[[], Awaitable[Connection]]
 
 
 class App:
@@ -37,8 +41,11 @@ class App:
         await send({"type": "http.response.body", "body": b"ok"})
 
 
-async def started(app: App, http: str) -> tuple[Front, socket.socket, asyncio.Task[None]]:
-    """A front that serves `app` on a lent socket, of which the caller keeps its own copy."""
+@asynccontextmanager
+async def started(app: App, http: str) -> AsyncIterator[tuple[Front, socket.socket, Connect]]:
+    """A front that serves `app` on a lent socket, a copy of that, and how to connect to it. All is
+    closed also after a failure: uvloop warns of a transport that is open when it closes its loop,
+    and hangs if the warning is an error, as here."""
     front = Front(argparse.Namespace(), None)
     config = uvicorn.Config(app, http=http, lifespan="off", log_level="error")
     server = uvicorn.Server(config)
@@ -47,9 +54,25 @@ async def started(app: App, http: str) -> tuple[Front, socket.socket, asyncio.Ta
     await auntil(lambda: server.started, "the server to start")
     front._app = SimpleNamespace(state=SimpleNamespace(server=server))
     config.loaded_app = Gate(app, front.traffic)
-    lent = socket.create_server(("127.0.0.1", 0))
+    lent, writers = socket.create_server(("127.0.0.1", 0)), []
+
+    async def connect() -> Connection:
+        reader, writer = await asyncio.open_connection(*lent.getsockname()[:2])
+        writers.append(writer)
+        return reader, writer
+
     await front.open(OwnedFd(lent.dup().detach()))
-    return front, lent, serving
+    try:
+        yield front, lent, connect
+    finally:
+        for writer in writers:
+            writer.close()
+        app.go_on.set()
+        front.close()
+        await front.stop(BUDGET_S)
+        lent.close()
+        server.should_exit = True
+        await serving
 
 
 async def answer(reader: asyncio.StreamReader) -> bytes:
@@ -68,52 +91,46 @@ def test_drain_finishes_accepted_requests_and_no_others(http: str):
 
     async def main() -> None:
         app = App()
-        front, lent, serving = await started(app, http)
-        where = lent.getsockname()[:2]
-        kept, fresh, idle, busy = [await asyncio.open_connection(*where) for _ in range(4)]
-        for reader, writer in (kept, idle):
-            writer.write(REQUEST)
-            assert b"connection: close" not in await answer(reader)
-        app.go_on.clear()
-        app.is_called.clear()
-        busy[1].write(REQUEST)
-        await app.is_called.wait()
-        draining = asyncio.create_task(front.drain(BUDGET_S))
-        await asyncio.sleep(0)
-        assert front._lent is not None
-        assert not front._lent.is_serving()
-        for _, writer in (kept, fresh):
-            writer.write(REQUEST)
-        late = await asyncio.open_connection(*where)
-        late[1].write(REQUEST)
-        is_cut = asyncio.create_task(idle[0].read())
-        await asyncio.wait({is_cut, draining}, timeout=0.5)
-        assert not is_cut.done()
-        assert not draining.done()
-        app.go_on.set()
-        for reader, _ in (busy, kept, fresh):
-            assert b"connection: close" in await answer(reader)
-            assert await reader.read() == b""
-        await draining
-        assert await is_cut == b""
-        connection, _ = lent.accept()
-        connection.settimeout(BUDGET_S)
-        assert connection.recv(1000) == REQUEST
-        connection.close()
-        await front.stop(BUDGET_S)
-        await front.open(OwnedFd(lent.dup().detach()))
-        again = await asyncio.open_connection(*where)
-        again[1].write(REQUEST)
-        assert b"connection: close" not in await answer(again[0])
-        cut = asyncio.create_task(again[0].read())
-        await front.drain(0.0)
-        await front.stop(BUDGET_S)
-        assert await cut == b""
-        for _, writer in (kept, fresh, idle, busy, late, again):
-            writer.close()
-        lent.close()
-        front._app.state.server.should_exit = True
-        await serving
+        async with asyncio.timeout(BUDGET_S), started(app, http) as (front, lent, connect):
+            kept, fresh, idle, busy = [await connect() for _ in range(4)]
+            for reader, writer in (kept, idle):
+                writer.write(REQUEST)
+                assert b"connection: close" not in await answer(reader)
+            app.go_on.clear()
+            app.is_called.clear()
+            busy[1].write(REQUEST)
+            await app.is_called.wait()
+            draining = asyncio.create_task(front.drain(BUDGET_S))
+            await asyncio.sleep(0)
+            assert front._lent is not None
+            assert not front._lent.is_serving()
+            for _, writer in (kept, fresh):
+                writer.write(REQUEST)
+            late = await connect()
+            late[1].write(REQUEST)
+            is_cut = asyncio.create_task(idle[0].read())
+            await asyncio.wait({is_cut, draining}, timeout=0.5)
+            assert not is_cut.done()
+            assert not draining.done()
+            app.go_on.set()
+            for reader, _ in (busy, kept, fresh):
+                assert b"connection: close" in await answer(reader)
+                assert await reader.read() == b""
+            await draining
+            assert await is_cut == b""
+            connection, _ = lent.accept()
+            connection.settimeout(BUDGET_S)
+            assert connection.recv(1000) == REQUEST
+            connection.close()
+            await front.stop(BUDGET_S)
+            await front.open(OwnedFd(lent.dup().detach()))
+            again = await connect()
+            again[1].write(REQUEST)
+            assert b"connection: close" not in await answer(again[0])
+            cut = asyncio.create_task(again[0].read())
+            await front.drain(0.0)
+            await front.stop(BUDGET_S)
+            assert await cut == b""
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(main())
