@@ -43,7 +43,7 @@ async def drilled(base: Path, model: Path, kills: int, idle: dict[str, Any]) -> 
             idle[name] = {"processes": len(sizes), "rss_mib": [round(size, 1) for size in sizes]}
 
     result = await run_drill(Drill(base, plan, rig.say, runner), look)
-    if result is None:
+    if result is None or result.is_interrupted:
         raise rig.Interrupted
     return result
 

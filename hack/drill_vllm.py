@@ -217,13 +217,12 @@ class Run:
         runner = PodRunner(pod.containers(), directory / "log")
         drill = Drill(directory, plan, rig.say, runner)
         result = await run_drill(drill, look)
-        if result is not None:
-            problems = result.problems
-            if not self.gpus:
-                problems += (
-                    problems_of(found.figures) if found.figures else ["nothing was measured"]
-                )
-            problems += [*seen, *self._leftovers(base)]
+        if result is None or result.is_interrupted:
+            return None
+        problems = result.problems
+        if not self.gpus:
+            problems += problems_of(found.figures) if found.figures else ["nothing was measured"]
+        problems += [*seen, *self._leftovers(base)]
         return result
 
     # ------------------------------------------------------------------ on GPUs

@@ -182,7 +182,8 @@ class AnyDrillDocument(Schema, kw_only=True):
 class DrillDocument(AnyDrillDocument, kw_only=True):
     """How did the pod survive kills under load?
 
-    The exit code also says whether the drill passed; stderr says why it did not.
+    The exit code also says whether the drill passed; stderr says why it did not. A drill that is
+    interrupted after a kill prints what it has measured.
     """
 
     double_active: DoubleActive

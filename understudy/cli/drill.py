@@ -121,7 +121,7 @@ def drill(
     if page is not None:
         write_page(page, page_data(report))
         click.echo(f"report written to {page}", err=True)
-    sys.exit(0 if report.passed else 1)
+    sys.exit(INTERRUPTED if report.is_interrupted else 0 if report.passed else 1)
 
 
 def _prepare(
@@ -176,7 +176,8 @@ def _ask_first(directory: Path, plan: DrillPlan, *, yes: bool) -> None:
 
 
 async def drill_new_pod(prepare: Prepare, plan: DrillPlan, say: Say) -> DrillReport | None:
-    """Start a pod in a new directory and on free ports, drill it, stop it. None: interrupted.
+    """Start a pod in a new directory and on free ports, drill it, stop it. None: interrupted before
+    the first kill.
 
     The directory, with the containers' logs, is kept if the drill was started and fails.
     """
@@ -193,7 +194,7 @@ async def drill_new_pod(prepare: Prepare, plan: DrillPlan, say: Say) -> DrillRep
         is_kept = True
         say(f"starting {pod.title} in {directory}")
         result = await run_drill(drill)
-        is_kept = result is not None and not result.passed
+        is_kept = result is not None and not (result.passed or result.is_interrupted)
         return result
     finally:
         if is_kept:
@@ -217,7 +218,8 @@ async def drill_running_pod(directory: Path, plan: DrillPlan, say: Say) -> Drill
 async def run_drill(
     drill: Drill, look: Callable[[Target], Awaitable[None]] | None = None
 ) -> DrillReport | None:
-    """Start the containers of the drill's runner, drill them, stop them. None: interrupted.
+    """Start the containers of the drill's runner, drill them, stop them. None: interrupted before
+    the first kill; afterwards the report is of what was measured.
 
     `look` is awaited once the pod is ready and idle, before the first kill.
     """
@@ -233,8 +235,12 @@ async def run_drill(
             failure.append(f"the drill ended early: {error}")
         return True
 
-    if not await run_pod(drill.runner, body, drill.say):
+    is_interrupted = not await run_pod(drill.runner, body, drill.say)
+    if is_interrupted and not drill.records.kills:
         return None
     report = judge(drill.records, drill.plan.kills, drill.backend)
     report.problems += failure
+    if is_interrupted:
+        report.is_interrupted = True
+        report.problems.insert(0, "the drill was interrupted")
     return report

@@ -254,6 +254,7 @@ class DrillReport:
     failovers_ms: list[float] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     faults: dict[str, int] = field(default_factory=dict)
+    is_interrupted: bool = False
 
     def __getitem__(self, key: str) -> Any:
         return self.values[key]
@@ -418,7 +419,8 @@ def text_of(report: DrillReport) -> list[str]:
     missed = report.values.get("not_reached", ())
     out += [f"not made: {each}, as no model came there in time" for each in missed]
     out += [f"problem: {each}" for each in report.problems]
-    return [*out, "passed" if report.passed else "FAILED"]
+    failed = "interrupted" if report.is_interrupted else "FAILED"
+    return [*out, "passed" if report.passed else failed]
 
 
 def _figures(values: Mapping[str, Any], place: str = "") -> Iterator[tuple[str, Any]]:

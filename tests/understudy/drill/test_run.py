@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
+import signal
+from asyncio.subprocess import PIPE
 
 import pytest
 
 from engine.messages import EventMsg, StatusReplyMsg
+from plumbing.pod.cli import INTERRUPTED
 from tests.understudy.drill.fake_pod import FakePod
 from understudy.cli.drill import drill_running_pod
 from understudy.drill import run as drill_run
@@ -14,6 +19,7 @@ from understudy.drill.observer import Observer, OldTree
 from understudy.drill.records import Kill, Records
 from understudy.drill.run import DrillPlan
 from understudy.drill.verdict import DrillReport
+from understudy.pod.table import program
 
 BACKENDS = ("backend-model", "core")
 
@@ -47,6 +53,25 @@ async def test_drill_of_a_pod_that_breaks_a_promise_fails(directory, mood, fault
     report = await drill(directory, mood, kills=1)
     assert report[fault] > 0
     assert not report.passed
+
+
+async def test_interrupted_drill_reports_the_kills_that_it_made(directory):
+    """Method: SIGINT to the command, as of Ctrl-C, behind its second kill."""
+    flags = ("--attach", "--yes", f"--dir={directory}", "--kills=1000", "--json")
+    async with FakePod(directory):
+        command = (*program("understudy"), "drill", *flags)
+        process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=PIPE)
+        assert process.stderr is not None
+        while not (line := await process.stderr.readline()).startswith(b"kill 2/"):
+            assert line, "the drill ended by itself"
+        process.send_signal(signal.SIGINT)
+        printed, _ = await process.communicate()
+    assert process.returncode == INTERRUPTED
+    document = json.loads(printed)
+    assert 2 <= document["kills"] < 1000
+    assert document["failover_ms"]["p50"] is not None
+    assert document["problems"][0] == "the drill was interrupted"
+    assert not document["passed"]
 
 
 async def test_drill_without_a_takeover_ends_with_a_reason(directory, monkeypatch):
