@@ -1,5 +1,5 @@
-"""One connection on an event loop, either end of it: frames, their deadlines and turns, the queue,
-and closing; and connections that are made again.
+"""One connection on an event loop, either end of it: frames, the queue, closing; and connections
+that are made again.
 
 A connection is closed in exactly one place, `close`; the loop calls its handler's `closed` exactly
 once, never from inside one of the handler's own calls. `connect` opens one over a Unix socket; what
@@ -31,11 +31,6 @@ from plumbing.wire.peer import Peer, identify
 
 # What one slow reader may hold in our memory: two of the largest frames, or 64 small ones.
 QUEUED_BYTES_FRAMES = 64
-# Frames of one peer that are handled before the loop turns to the others. One recvmsg may bring
-# two thousand requests, and answering each may take a tenth of a millisecond.
-FRAMES_PER_TURN = 8
-# Each frame is sent in one go: five seconds is thousands of times the usual.
-FRAME_DEADLINE_S = 5.0
 # How long a closing connection may take to deliver its last frame (an error) to the peer.
 FLUSH_DEADLINE_S = 1.0
 
@@ -95,15 +90,12 @@ class Connection:
         self._catalogue = catalogue
         self._handler = handler
         self._decoder = FrameDecoder(catalogue.frame_bytes_max, self.fds_max)
-        self._unhandled: deque[Frame] = deque()  # complete frames; reading is paused meanwhile
-        self._is_paused = False
         self._queue: deque[_Outgoing] = deque()
         self._queued_bytes = 0
         self._queued_bytes_max = max(2 * catalogue.frame_bytes_max, QUEUED_BYTES_FRAMES * 1024)
         self._is_writing = False
         self._does_peer_read = True
         self._closing_reason: str | None = None  # set while the last frames are being sent
-        self._frame_deadline: asyncio.TimerHandle | None = None
         self._flush_deadline: asyncio.TimerHandle | None = None
         sock.setblocking(False)
         try:
@@ -112,7 +104,8 @@ class Connection:
             self.peer.close()
             raise
         if not self.is_closed and self._closing_reason is None:
-            self._resume_reading()
+            self._loop.add_reader(sock.fileno(), self._readable)
+            self._loop.call_soon(self._readable)  # TLS may have decrypted something already
 
     # ------------------------------------------------------------------ the socket
 
@@ -166,8 +159,6 @@ class Connection:
         self._flush_deadline = self._loop.call_later(FLUSH_DEADLINE_S, self.close, reason)
         if not may_linger:
             self._loop.remove_reader(self._sock.fileno())
-        elif self._is_paused:
-            self._resume_reading()
 
     def limit_queue(self, queued_bytes_max: int) -> None:
         """Drop the peer once this much is queued for it. For observers: they get messages they
@@ -243,42 +234,18 @@ class Connection:
         except ProtocolError as error:
             self.fault(error)
             return
-        self._unhandled.extend(frames)
-        self._update_frame_deadline(has_ended=bool(frames))
-        if not self._is_paused:  # else `_handle_some` is scheduled already
-            self._handle_some()
-
-    def _handle_some(self) -> None:
-        """Handle a few of the frames that arrived; the rest when other peers had their turn."""
-        try:
-            for _ in range(FRAMES_PER_TURN):
-                if self._unhandled and not self.is_closed and self._closing_reason is None:
-                    self._handle(self._unhandled.popleft())
-        finally:
-            self._pause_or_resume()
-
-    def _pause_or_resume(self) -> None:
-        if self.is_closed or self._closing_reason is not None:
-            self._drop_unhandled()
-        elif self._unhandled:
-            if not self._is_paused:
-                self._is_paused = True
-                self._loop.remove_reader(self._sock.fileno())
-            self._loop.call_soon(self._handle_some)
-        elif self._is_paused:
-            self._resume_reading()
-
-    def _resume_reading(self) -> None:
-        self._is_paused = False
-        self._loop.add_reader(self._sock.fileno(), self._readable)
-        self._loop.call_soon(self._readable)  # TLS may have decrypted something already
+        for frame in frames:
+            if self.is_closed or self._closing_reason is not None:
+                close_all(frame.fds)
+            else:
+                self._handle(frame)
 
     def _readable(self) -> None:
         """One read per turn of the loop, so that a busy peer does not starve the others, until
         nothing is left: libuv stops watching a socket at the first event that shows an error, which
         is pending once a peer has closed without reading everything."""
         is_closing = self._closing_reason is not None
-        if self.is_closed or self._is_paused or (is_closing and not self.lingers):
+        if self.is_closed or (is_closing and not self.lingers):
             return  # since the last turn
         try:
             data, fds = self._receive()
@@ -297,13 +264,7 @@ class Connection:
             self._received(data, fds)
         self._loop.call_soon(self._readable)
 
-    def _drop_unhandled(self) -> None:
-        for frame in self._unhandled:
-            close_all(frame.fds)
-        self._unhandled.clear()
-
     def _handle(self, frame: Frame) -> None:
-        request_id = 0
         try:
             message, request_id = self._catalogue.decode(frame.payload, len(frame.fds))
         except ProtocolError as error:
@@ -316,25 +277,6 @@ class Connection:
             close_all(frame.fds)
             self.fault(error, request_id)
 
-    def _update_frame_deadline(self, *, has_ended: bool) -> None:
-        """A frame that has begun must end before its deadline; each frame has its own."""
-        if self._frame_deadline is not None and has_ended:
-            self._frame_deadline.cancel()
-            self._frame_deadline = None
-        if self._frame_deadline is None and self._decoder.is_mid_frame:
-            self._frame_deadline = self._loop.call_later(FRAME_DEADLINE_S, self._frame_timed_out)
-
-    def _frame_timed_out(self) -> None:
-        if self._is_paused:  # we are the slow side: the rest may have arrived
-            self._frame_deadline = self._loop.call_later(FRAME_DEADLINE_S, self._frame_timed_out)
-            return
-        self.fault(
-            ProtocolError(
-                "wire.frame_deadline",
-                f"the rest of a frame did not arrive within {FRAME_DEADLINE_S:g} s",
-            )
-        )
-
     # ------------------------------------------------------------------ closing
 
     def close(self, reason: str) -> None:
@@ -342,15 +284,13 @@ class Connection:
         if self.is_closed:
             return
         self.is_closed = True
-        for timer in (self._frame_deadline, self._flush_deadline):
-            if timer is not None:
-                timer.cancel()
+        if self._flush_deadline is not None:
+            self._flush_deadline.cancel()
         self._loop.remove_reader(self._sock.fileno())
         self._stop_writing()
         self._sock.close()
         self._drop_queue()
         self._decoder.close()
-        self._drop_unhandled()
         self._loop.call_soon(self._closed, reason)
 
     def _closed(self, reason: str) -> None:

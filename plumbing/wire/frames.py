@@ -68,11 +68,6 @@ class FrameDecoder:
         self._buffer = bytearray()
         self._fds: deque[OwnedFd] = deque()
 
-    @property
-    def is_mid_frame(self) -> bool:
-        """Whether part of a frame has arrived and the rest has not."""
-        return bool(self._buffer)
-
     def receive(self, data: bytes, fds: list[OwnedFd]) -> list[Frame]:
         """Take bytes and descriptors in the order of arrival; return the frames now complete.
 
