@@ -101,18 +101,14 @@ class Wanted(msgspec.Struct, frozen=True):
 
 
 class SwitchOverAsked(msgspec.Struct, frozen=True):
-    """A request to hand `lock` over to engine `to`, or to the first one waiting.
-
-    `whole`: the waiting incarnations whose processes were all found alive just now. `drain`: no
-    stream may be left for the next engine to continue.
-    """
+    """A request to hand `lock` over to engine `to`, or to the first one waiting. `drain`: no stream
+    may be left for the next engine to continue."""
 
     ask: int
     pid: int
     lock: str
     to: str | None
     timeout_ms: float
-    whole: frozenset[str]
     drain: bool = False
 
 

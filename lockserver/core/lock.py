@@ -1,4 +1,4 @@
-"""Which locks there are, one lock with its four states, and which waiter is next.
+"""Which locks there are, and one lock with its four states and its queue.
 
 A pod, or each of its models, has two locks: the holder of `active` serves the model, the holder of
 `loader` may write its weights. This is the table of what may change a lock:
@@ -17,13 +17,11 @@ holder whose witness is free is dead, even if another process keeps its connecti
 A holder that hands over in place says so and lives on. From then on, and only then, its serving
 file is evidence too. If its supervisor says later that it has been reaped, the witness alone counts
 again.
-
-The queue is one pure function, so that fairness can change without touching safety.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -60,24 +58,6 @@ class Waiter:
     engine: str
     incarnation: str
     since_ms: float
-
-
-def next_waiter(
-    waiters: Sequence[Waiter], is_silent: Callable[[str], bool], preferred: str | None = None
-) -> Waiter | None:
-    """The first waiter whose supervisor is not silent; a silent one is skipped, not dropped.
-
-    Args:
-        waiters: in order of arrival.
-        is_silent: whether this supervisor has sent no heartbeat of late; asked one by one, since no
-            event may scan a thousand.
-        preferred: the engine that a switchover puts before all others if it is waiting.
-    """
-    heard = (waiter for waiter in waiters if not is_silent(waiter.supervisor))
-    first = next(heard, None)  # without a preference nothing else is looked at
-    if first is None or preferred in (None, first.engine):
-        return first
-    return next((waiter for waiter in heard if waiter.engine == preferred), first)
 
 
 class LockState(StrEnum):

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any
 
 from lockserver.core.events import FiledLease, Holder, RefuseConnection, Wanted
-from lockserver.core.lock import Lock, Signal, Waiter, next_waiter
+from lockserver.core.lock import Lock, Signal, Waiter
 from lockserver.core.names import ENGINE_ID, INCARNATION, name_of
 from lockserver.messages import WantMsg
 from plumbing.pod.models import model_of
@@ -100,8 +100,13 @@ Supervisors = Mapping[str, SupervisorRecord]
 
 
 def next_of(lock: Lock, supervisors: Supervisors) -> Waiter | None:
-    """Who would be granted `lock` next."""
-    return next_waiter(lock.waiters, lambda who: supervisors[who].is_silent, lock.preferred)
+    """Who would be granted `lock` next: the engine that a switchover prefers, if it waits, else the
+    first waiter. A silent one is skipped, not dropped. Nothing here touches safety."""
+    heard = (each for each in lock.waiters if not supervisors[each.supervisor].is_silent)
+    first = next(heard, None)  # without a preference no event scans a thousand waiters
+    if first is None or lock.preferred in (None, first.engine):
+        return first
+    return next((each for each in heard if each.engine == lock.preferred), first)
 
 
 def can_continue(source: SupervisorRecord, other: SupervisorRecord) -> bool:

@@ -21,7 +21,7 @@ is told to end, each engine learns that at another moment, so an older want prov
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from lockserver.core import events as ev
@@ -174,7 +174,7 @@ def _failed(why: str, **details: object) -> UnderstudyError:
 
 
 def _find_target(asked: SwitchOverAsked, lock: Lock, supervisors: Supervisors) -> Waiter:
-    """The named engine, or the first one waiting; all of its processes must be alive.
+    """The named engine, or the first one waiting that is not silent.
 
     Raises:
         UnderstudyError: there is none; with what is wrong with each.
@@ -183,28 +183,17 @@ def _find_target(asked: SwitchOverAsked, lock: Lock, supervisors: Supervisors) -
         known = ", ".join(sorted({s.engine for s in supervisors.values()}))
         why = f"there is no engine {asked.to!r}; known engines: {known}"
         raise UnderstudyError("lock.unknown_engine", why)
-    objections = []
-    for waiter in lock.waiters:
-        if asked.to in (None, waiter.engine):
-            objection = _objection(waiter, supervisors, asked.whole)
-            if objection is None:
-                return waiter
-            objections.append(objection)
+    waiting = [waiter for waiter in lock.waiters if asked.to in (None, waiter.engine)]
+    for waiter in waiting:
+        if not supervisors[waiter.supervisor].is_silent:
+            return waiter
+    silent = "; ".join(f"{each.engine} is waiting, but silent" for each in waiting)
     who = "no engine is" if asked.to is None else f"{asked.to} is not"
     raise UnderstudyError(
         "lock.no_standby",
-        f"{'; '.join(objections) or f'{who} waiting for the {lock.name} lock'}: a switchover needs"
-        " an engine in standby with all its processes alive; see `understudy status`",
+        f"{silent or f'{who} waiting for the {lock.name} lock'}: a switchover needs an engine in"
+        " standby; see `understudy status`",
     )
-
-
-def _objection(waiter: Waiter, supervisors: Supervisors, whole: Container[str]) -> str | None:
-    """Why this waiter cannot take over now, or None."""
-    if supervisors[waiter.supervisor].is_silent:
-        return f"{waiter.engine} is waiting, but silent"
-    if waiter.incarnation not in whole:
-        return f"{waiter.engine} is waiting, but some of its processes are gone"
-    return None
 
 
 def _ended(lock: Lock, holder: Holder, found: Switchover, now_ms: float) -> Iterable[LockEffect]:

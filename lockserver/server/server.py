@@ -394,36 +394,12 @@ class LockServer:
     # ------------------------------------------------------------------ switchovers
 
     def _switch_over(self, conn: Connection, message: SwitchOverMsg, request_id: int) -> None:
-        """Ask the machine. The requester may disconnect and the switchover continues.
-
-        Raises:
-            UnderstudyError: `lock.no_descriptors`: which engines are alive cannot be seen now.
-        """
-        found, known = self.machine.locks.get(message.lock), self.machine.supervisors
-        waiters = found.waiters if found is not None else []
-        whole = frozenset(w.incarnation for w in waiters if self._is_whole(known[w.supervisor]))
+        """Ask the machine. The requester may disconnect and the switchover continues."""
         ask = next(self._ask_numbers)
         self._asks[ask] = conn, request_id
         who = ask, conn.peer.pid, message.lock, message.to
-        asked = ev.SwitchOverAsked(*who, message.timeout_ms, whole, message.drain)
+        asked = ev.SwitchOverAsked(*who, message.timeout_ms, message.drain)
         self.feed(self.machine.switch_over_asked, asked)
-
-    def _is_whole(self, supervisor: SupervisorRecord) -> bool:
-        """Whether processes of this supervisor's backend hold its witness; over TCP, whether its
-        lease is valid."""
-        if supervisor.is_leased:
-            return supervisor.incarnation in self.machine.leases.valid
-        known = supervisor.want.witness_file
-        if known is None:
-            return False
-        file, state = witness.identify(os.path.join(self.settings.directory, known.name))
-        if state is WitnessState.UNSEEN:
-            raise UnderstudyError(
-                "lock.no_descriptors",
-                f"it cannot be checked whether {supervisor.engine} is alive, because descriptors or"
-                " memory are short on the lock server's machine; try again",
-            )
-        return file == known and state is WitnessState.HELD
 
     def _answer(self, ask: int, answer: SwitchedOverMsg | UnderstudyError) -> None:
         conn, request_id = self._asks.pop(ask, (None, 0))

@@ -80,7 +80,7 @@ def silent_waiter():
 
 def switchover(timeout_ms):
     shell = held_by_a()
-    shell.feed(ev.SwitchOverAsked(1, 77, "active", None, timeout_ms, frozenset({B})))
+    shell.feed(ev.SwitchOverAsked(1, 77, "active", None, timeout_ms))
     shell.pass_ms(1000)
     return shell
 

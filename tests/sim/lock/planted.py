@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from lockserver.core import events as ev
 from lockserver.core import machine, recovery, supervisors
-from lockserver.core.lock import Lock, LockState, Signal, next_waiter
+from lockserver.core.lock import Lock, LockState, Signal
 from lockserver.core.machine import Ledger, LockMachine
 from lockserver.core.names import WitnessState
 from lockserver.core.supervisors import SupervisorRecord
@@ -151,7 +151,8 @@ def silent_waiter_is_granted(real: Any, lock: Lock, supervisors: Any) -> Any:
 @CORE.instead("fifo", "was there before", machine, "next_of")
 def last_comes_first(real: Any, lock: Lock, supervisors: Any) -> Any:
     """The newest waiter is granted."""
-    return next_waiter(lock.waiters[::-1], lambda who: supervisors[who].is_silent)
+    heard = (each for each in lock.waiters[::-1] if not supervisors[each.supervisor].is_silent)
+    return next(heard, None)
 
 
 @CORE.instead("silent-holder-is-tried", "waits for the dead", recovery, "is_decisive")
