@@ -115,9 +115,9 @@ class BenchGateway(Handler):
             self.accepts.set()
             return
         incarnation = f"{ends.ENGINE}-{'0' * 16}"
-        conn.send(GrantedMsg(message.lock, ends.ENGINE, incarnation, ends.TOKEN))
+        conn.send(GrantedMsg("active", ends.ENGINE, incarnation, ends.TOKEN))
         copy = OwnedFd(os.dup(self._listener.fileno()))
-        conn.send(ServiceMsg(message.lock, "bench"), fds=[copy])
+        conn.send(ServiceMsg("bench"), fds=[copy])
 
     def closed(self, conn: Connection, reason: str) -> None:
         self.accepts.clear()

@@ -114,8 +114,8 @@ class Stage(StrEnum):
 
 
 class BorrowMsg(Message, frozen=True, tag="borrow"):
-    """Gateway → server: how far this gateway is with the listening socket of `lock`, and tell it
-    who holds that lock.
+    """Gateway → server: how far this gateway is with the listening socket, and tell it who holds
+    `active`, of every model.
 
     First on its connection, and again at each change. A gateway that accepts hands a copy of the
     socket back with its first message: a restarted server may have none. `started_ms`: when the
@@ -123,26 +123,22 @@ class BorrowMsg(Message, frozen=True, tag="borrow"):
     """
 
     FDS = (0, 1)
-    lock: LockName
     gateway: HexId
     stage: Stage
     started_ms: Annotated[float, Meta(ge=0)] = 0.0
 
 
 class ServiceMsg(Message, frozen=True, tag="service"):
-    """Server → gateway: the listening socket of a lock, lent with one fd: accept from it now.
-    Server → supervisor: the address at which clients of `lock` connect, without an fd."""
+    """Server → gateway: the listening socket, lent with one fd: accept from it now.
+    Server → supervisor: the address at which clients connect, without an fd."""
 
     FDS = (0, 1)
-    lock: LockName
     address: str
 
 
 class YieldMsg(Message, frozen=True, tag="yield"):
     """Server → gateway: another gateway asks for the listening socket. Stop accepting, close what
     only one gateway can have, then say `Stage.YIELDS` and finish the requests."""
-
-    lock: LockName
 
 
 class IdleMsg(Message, frozen=True, tag="idle"):

@@ -158,9 +158,8 @@ class LockSide(LockClient):
         if message.lock == self.active:
             self._hub.post(HandOver(message.incarnation, message.to, message.resume))
 
-    def service(self, lock: str, address: str) -> None:
-        if lock == ACTIVE:
-            self.address = address
+    def service(self, address: str) -> None:
+        self.address = address
 
     def begin(self, conn: Connection) -> None:
         super().begin(conn)

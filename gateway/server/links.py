@@ -23,6 +23,7 @@ from gateway.server.settings import GatewaySettings
 from lockserver.client.borrower import Borrower
 from plumbing.errors import UnderstudyError
 from plumbing.pod.messages import GOAL_CATALOGUE, EngineReportMsg, SetGoalMsg, Tier
+from plumbing.pod.models import ACTIVE
 from plumbing.pod.paths import engine_socket, lockserver_socket
 from plumbing.service.clock import Clock
 from plumbing.service.events import EventLog
@@ -72,7 +73,7 @@ class GatewayLockLink(Borrower):
     def lent(self, fd: OwnedFd, address: str) -> None:
         self._heard()
         message = f"the lock server has lent {address}"
-        self._log.record("gateway.socket_lent", message, data={"lock": self.lock})
+        self._log.record("gateway.socket_lent", message, data={"lock": ACTIVE})
         self.address = address
         self._on_lent(fd, address)
 

@@ -16,7 +16,7 @@ from lockserver.client.grants import NewestGrants
 from lockserver.messages import CATALOGUE, BorrowMsg, GrantedMsg, IdleMsg, ServiceMsg, YieldMsg
 from lockserver.messages import Stage as Stage
 from plumbing.errors import UnderstudyError
-from plumbing.pod.models import kind_of, model_of
+from plumbing.pod.models import model_of
 from plumbing.service.clock import SystemClock
 from plumbing.wire.connection import Connection, KeptConnection
 from plumbing.wire.fds import OwnedFd
@@ -28,7 +28,7 @@ class Borrower(KeptConnection):
     """Keeps one gateway's connection to the lock server. A subclass says what follows from what it
     hears, without blocking."""
 
-    def __init__(self, path: str, *, lock: str = "active", gateway: str | None = None) -> None:
+    def __init__(self, path: str, *, gateway: str | None = None) -> None:
         """Connect later, in `run`, and ask for the socket.
 
         Args:
@@ -36,7 +36,6 @@ class Borrower(KeptConnection):
             gateway: this gateway's id, 16 hex digits; random unless given.
         """
         super().__init__(path, CATALOGUE)
-        self.lock = lock
         self.gateway = gateway or secrets.token_hex(8)
         self.stage = Stage.ASKS
         self._started_ms = SystemClock().now_ms()
@@ -78,7 +77,7 @@ class Borrower(KeptConnection):
             self.conn.send(self._message())
 
     def _message(self) -> BorrowMsg:
-        return BorrowMsg(self.lock, self.gateway, self.stage, self._started_ms)
+        return BorrowMsg(self.gateway, self.stage, self._started_ms)
 
     async def run(self) -> None:
         try:
@@ -113,9 +112,9 @@ class Borrower(KeptConnection):
     def hear(self, message: Message, request_id: int) -> None:
         self.problem = None
         match message:
-            case GrantedMsg() if kind_of(message.lock) == self.lock:
+            case GrantedMsg():
                 self._granted(message)
-            case IdleMsg() if kind_of(message.lock) == self.lock:
+            case IdleMsg():
                 self.idle(model_of(message.lock), message.reason, message.is_final)
             case YieldMsg():
                 self.must_yield()

@@ -97,8 +97,8 @@ class LockClient(KeptConnection):
         """Whether another engine could be granted a lock that this one holds, and continue its
         streams; what was said before counts until the connection is lost."""
 
-    def service(self, lock: str, address: str) -> None:
-        """Where clients of `lock` connect."""
+    def service(self, address: str) -> None:
+        """Where clients connect."""
 
     def refused(self, error: UnderstudyError, request_id: int) -> None:
         """The server refuses this want (`lock.stale_claim`: the lock is lost, kill the tree;
@@ -226,8 +226,8 @@ class LockClient(KeptConnection):
                 self.standby(message)
             case RenewedMsg() if self._lease is not None:
                 self._lease.renewed(message.progress, message.lease_ms)
-            case ServiceMsg(lock, address):
-                self.service(lock, address)
+            case ServiceMsg(address):
+                self.service(address)
             case HandOverMsg():
                 self.hand_over(message)
 

@@ -213,11 +213,10 @@ class GatewayDesk:
         """
         now_ms = self._clock.now_ms()
         try:
-            if self.service is None or message.lock != ACTIVE:
+            if self.service is None:
                 raise ProtocolError(
                     "lock.no_service",
-                    f"this lock server has no address for the {message.lock} lock; start it with"
-                    f" --service {ACTIVE}=HOST:PORT",
+                    f"this lock server has no address; start it with --service {ACTIVE}=HOST:PORT",
                 )
             found = self.gateways.get(conn.id)
             if found is None:
@@ -260,13 +259,12 @@ class GatewayDesk:
         orders = self._listener.settle(tuple(self.gateways.values()), now_ms)
         by_id = {each.id: each for each in self.gateways.values()}
         for each in orders.have_yield:
-            by_id[each.id].conn.send(YieldMsg(ACTIVE))
+            by_id[each.id].conn.send(YieldMsg())
         if orders.lend_to is not None:
             copy = service.copy() if service.bind_again(now_ms) else None
             orders.lend_to.is_lent = copy is not None
             if copy is not None:
-                message = ServiceMsg(ACTIVE, service.address)
-                by_id[orders.lend_to.id].conn.send(message, fds=[copy])
+                by_id[orders.lend_to.id].conn.send(ServiceMsg(service.address), fds=[copy])
         if orders.close:
             service.close()
             why = f"no gateway for {self._hold_ms / 1000:g} s: closed {service.address};"

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from lockserver.core.lock import LockState
 from lockserver.core.machine import LockMachine
-from lockserver.server.gateways import STATES, ConnectedGateway
+from lockserver.server.gateways import STATES, GatewayDesk
 from plumbing.pod.models import ACTIVE, kind_of
 from plumbing.service.events import Event
 from plumbing.service.metrics import Metric, Metrics, Value
@@ -67,20 +65,14 @@ class LockMetrics:
         served = {"lock": tuple(dict.fromkeys((*locks, ACTIVE)))}
         self._services = metrics.one_hot("lock_service_state", text, STATES, served)
 
-    def service(self, state: str) -> None:
-        self._services.set(state, lock=ACTIVE)
-
-    def update(
-        self,
-        machine: LockMachine,
-        gateways: Sequence[ConnectedGateway],
-        now_ms: float,
-    ) -> None:
+    def update(self, machine: LockMachine, desk: GatewayDesk, now_ms: float) -> None:
+        if desk.service is not None:
+            self._services.set(desk.state, lock=ACTIVE)
+        accepting = sum(each.is_accepting for each in desk.gateways.values())
         for lock in machine.locks.values():
             holder = lock.holder
             supervisor = machine.supervisors.get(holder.supervisor) if holder else None
             self._state.set(lock.state, lock=lock.name)
-            borrowers = gateways if kind_of(lock.name) == ACTIVE else ()
             incarnation = holder.incarnation if holder else None
             left_ms = machine.leases.left_ms(incarnation, now_ms) or 0.0
             values = {
@@ -90,7 +82,7 @@ class LockMetrics:
                 "lock_unresponsive": supervisor is not None and supervisor.is_silent,
                 "lock_switchover": lock.name in machine.switchovers.under_way,
                 "lock_lease_remaining_seconds": left_ms / 1000,
-                "lock_gateways_accepting": sum(each.is_accepting for each in borrowers),
+                "lock_gateways_accepting": accepting if kind_of(lock.name) == ACTIVE else 0,
             }
             for name, value in values.items():
                 self._gauges[name].labels(lock=lock.name).set(value)

@@ -386,7 +386,7 @@ class LockServer:
         known = self.machine.supervisors.get(want.supervisor)
         if known is not None and known.conn == conn.id:
             if conn.state is None and self.settings.service is not None:
-                conn.send(ServiceMsg(ACTIVE, self.settings.service))
+                conn.send(ServiceMsg(self.settings.service))
             conn.state = want.supervisor
             self.processes.watch(want.supervisor, conn.peer)
         self.gateways.look_for_end()
@@ -416,8 +416,6 @@ class LockServer:
         self._look_at_path()
         self.feed(self.machine.time_passed)
         self.gateways.tick(now_ms)
-        if self.settings.service is not None:
-            self.metrics.service(self.gateways.state)
 
     def _look_at_path(self) -> None:
         """Files can be removed from under a server without notice. Then it ends: engines connect to
@@ -436,8 +434,7 @@ class LockServer:
 
     def _refresh_metrics(self) -> None:
         self.flush()
-        gateways = tuple(self.gateways.gateways.values())
-        self.metrics.update(self.machine, gateways, self.clock.now_ms())
+        self.metrics.update(self.machine, self.gateways, self.clock.now_ms())
 
     # ------------------------------------------------------------------ events
 

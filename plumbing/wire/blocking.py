@@ -25,9 +25,6 @@ from plumbing.wire.messages import Catalogue, FaultMsg, Message
 
 REQUEST_TIMEOUT_S = 30.0
 
-# Notifications kept for `receive`. A server that sends more while it owes an answer is at fault.
-_PENDING_MAX = 1024
-
 
 @dataclass
 class Reply:
@@ -129,10 +126,6 @@ class BlockingClient:
                 if reply.request_id == request_id or is_final:
                     self._pending.remove(reply)
                     return _raise_fault(reply)
-            if len(self._pending) >= _PENDING_MAX:
-                raise ProtocolError(
-                    "wire.flood", f"{_PENDING_MAX} messages arrived instead of an answer"
-                )
             self._read(end, f"the answer to {message.TYPE}")
 
     def _send(self, message: Message, request_id: int, fds: Sequence[OwnedFd], end: float) -> None:

@@ -59,7 +59,7 @@ class StubLock(Grants):
         if conn not in self.told:
             self.told.add(conn)
             copy = OwnedFd(self.listener.dup().detach())
-            conn.send(ServiceMsg("active", "127.0.0.1:0"), fds=[copy])
+            conn.send(ServiceMsg("127.0.0.1:0"), fds=[copy])
         if message.is_leaving and message.incarnation is not None:
             conn.send(StandbyMsg("active", message.incarnation, *self.standby, is_settled=True))
         self.wanted(message)

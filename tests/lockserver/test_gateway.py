@@ -159,7 +159,7 @@ def test_newest_connection_of_a_gateway_counts(pod_dir, server):
     path = os.path.join(pod_dir, "lockserver.sock")
     with BlockingClient(path, CATALOGUE) as first, BlockingClient(path, CATALOGUE) as second:
         for client, stage in ((first, Stage.ASKS), (second, Stage.ACCEPTS)):
-            client.notify(BorrowMsg("active", GATEWAY, stage))
+            client.notify(BorrowMsg(GATEWAY, stage))
             close_all(client.receive(30.0).fds)
         (gateway,) = server.status()["gateways"]
         assert (gateway["gateway"], gateway["stage"]) == (GATEWAY, "accepts")

@@ -62,18 +62,6 @@ def test_blocking_client_can_be_interrupted(pair: tuple[BlockingClient, socket.s
     client.interrupt()
 
 
-def test_blocking_client_that_is_flooded_gives_up(
-    pair: tuple[BlockingClient, socket.socket], monkeypatch: pytest.MonkeyPatch
-):
-    """Goal: a server that sends everything but the answer does not fill our memory."""
-    client, theirs = pair
-    monkeypatch.setattr(blocking, "_PENDING_MAX", 3)
-    theirs.sendall(_frame("noise") * 4)
-    with pytest.raises(ProtocolError, match="3 messages arrived") as caught:
-        client.request(Echo("question"))
-    assert caught.value.code == "wire.flood"
-
-
 def test_blocking_client_times_out_when_the_server_does_not_read(
     pair: tuple[BlockingClient, socket.socket], monkeypatch: pytest.MonkeyPatch
 ):
