@@ -24,6 +24,7 @@ import os
 import re
 import socket
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from engine.core.events import Failed, Granted, HandOver, OtherGranted, Succession
 from engine.core.lifecycle import Situation
@@ -102,9 +103,10 @@ class LockSide(LockClient):
 
     def repeat(self) -> None:
         """Say again what is wanted; the client sends it if it is new."""
-        now, named, leaving = self._now, self._running, (self._now.has_told, self._succeeds)
+        now, named = self._now, self._running
+        leaving: dict[str, Any] = {"is_leaving": now.has_told, "succeeds": self._succeeds}
         if named is None:
-            self.set_want(None, (), {}, "", {}, *leaving)
+            self.set_want(None, **leaving)
             return
         wanted = {self.active: now.in_line, self._loader: named.loading.wants_loader}
         tokens = {self.active: now.token, self._loader: named.loading.token}
@@ -113,7 +115,7 @@ class LockSide(LockClient):
         locks = [lock for lock in wanted if wanted[lock] and (lock in held or not now.has_told)]
         continuation = named.prepared.continuation if named.prepared is not None else ""
         over = {self.active: now.over} if now.over else {}  # for the rest of its life
-        self.set_want(named.id, locks, held, continuation, over, *leaving)
+        self.set_want(named.id, locks, held, continuation=continuation, over=over, **leaving)
 
     # ------------------------------------------------------------------ succession
 

@@ -126,30 +126,13 @@ class LockClient(KeptConnection):
         incarnation: str | None,
         locks: Sequence[str] = (),
         tokens: Mapping[str, int] | None = None,
-        continuation: str = "",
-        over: Mapping[str, int] | None = None,
-        is_leaving: bool = False,
-        succeeds: int = 0,
+        **more: Any,
     ) -> None:
-        """Replace the whole want (`WantMsg`); sent at once if new, and first on each connection.
-
-        Args:
-            incarnation: None between two launches: the last one has been reaped.
-            tokens: by lock, what this incarnation believes it holds.
-            continuation: its continuation id, "" while it has none.
-            over: by lock, the token under which this incarnation has handed it over in place: say
-                so for the rest of its life. Its grants up to that token are then not reported.
-        """
-        want = replace(
-            self._want,
-            incarnation=incarnation,
-            locks=tuple(locks),
-            tokens=dict(tokens or {}),
-            continuation=continuation,
-            over=dict(over or {}),
-            is_leaving=is_leaving,
-            succeeds=succeeds,
-        )
+        """Replace the whole want; sent at once if new, and first on each connection. The fields are
+        those of `WantMsg`, which has defaults for `more`. Grants up to a token in `over` are not
+        reported."""
+        wanted = incarnation, tuple(locks), dict(tokens or {})
+        want = WantMsg(self.supervisor, self.engine, *wanted, **more)
         if want == self._want:
             return  # else a holder that answers each grant with its token would loop forever
         if self._lease is not None and incarnation != self._want.incarnation:

@@ -17,7 +17,7 @@ import itertools
 import socket
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -31,6 +31,8 @@ from plumbing.wire.peer import Peer, identify
 
 # What one slow reader may hold in our memory: two of the largest frames, or 64 small ones.
 QUEUED_BYTES_FRAMES = 64
+# A client sends its first frame right after connecting; a silent one costs little until then.
+FIRST_FRAME_DEADLINE_S = 5.0
 # How long a closing connection may take to deliver its last frame (an error) to the peer.
 FLUSH_DEADLINE_S = 1.0
 
@@ -96,7 +98,7 @@ class Connection:
         self._is_writing = False
         self._does_peer_read = True
         self._closing_reason: str | None = None  # set while the last frames are being sent
-        self._flush_deadline: asyncio.TimerHandle | None = None
+        self._deadline: asyncio.TimerHandle | None = None  # of the first frame, or of the last ones
         sock.setblocking(False)
         try:
             handler.opened(self)
@@ -156,7 +158,7 @@ class Connection:
         if not self._queue and not may_linger:
             self.close(reason)
             return
-        self._flush_deadline = self._loop.call_later(FLUSH_DEADLINE_S, self.close, reason)
+        self._set_deadline(FLUSH_DEADLINE_S, self.close, reason)
         if not may_linger:
             self._loop.remove_reader(self._sock.fileno())
 
@@ -223,6 +225,22 @@ class Connection:
 
     # ------------------------------------------------------------------ receiving
 
+    def expect_message(self) -> None:
+        """Refuse the peer unless it sends a message soon."""
+        why = f"no message arrived within {FIRST_FRAME_DEADLINE_S:g} s of connecting"
+        late = ProtocolError("wire.first_frame_deadline", why)
+        self._set_deadline(FIRST_FRAME_DEADLINE_S, self.fault, late)
+
+    def _set_deadline(self, delay_s: float, then: Callable[..., None], *said: object) -> None:
+        """In place of the last one, if it has not come."""
+        self._drop_deadline()
+        self._deadline = self._loop.call_later(delay_s, then, *said)
+
+    def _drop_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
     def limit_frames(self, frame_bytes_max: int) -> None:
         """Accept no larger frames than this from now on; the limit may depend on the peer."""
         self._decoder.frame_bytes_max = frame_bytes_max
@@ -265,6 +283,7 @@ class Connection:
         self._loop.call_soon(self._readable)
 
     def _handle(self, frame: Frame) -> None:
+        self._drop_deadline()
         try:
             message, request_id = self._catalogue.decode(frame.payload, len(frame.fds))
         except ProtocolError as error:
@@ -284,8 +303,7 @@ class Connection:
         if self.is_closed:
             return
         self.is_closed = True
-        if self._flush_deadline is not None:
-            self._flush_deadline.cancel()
+        self._drop_deadline()
         self._loop.remove_reader(self._sock.fileno())
         self._stop_writing()
         self._sock.close()

@@ -27,9 +27,6 @@ from plumbing.wire.limits import CONNECTIONS_MAX, CONNECTIONS_PER_PEER_MAX, RETR
 from plumbing.wire.messages import Catalogue, Message
 from plumbing.wire.sockets import no_descriptors
 
-# A peer sends its first frame right after connecting; short enough that a silent one costs little.
-FIRST_FRAME_DEADLINE_S = 5.0
-
 
 class BaseServer(abc.ABC):
     """Accepts connections and passes every message to `handler`."""
@@ -49,7 +46,6 @@ class BaseServer(abc.ABC):
         self._connections_max, self._per_peer_max = connections_max, per_peer_max
         self.problem: str | None = None  # why no new connection is accepted
         self._sock: socket.socket | None = None
-        self._first_frame_deadlines: dict[Connection, asyncio.TimerHandle] = {}
 
     @abc.abstractmethod
     def _accepted(self, sock: socket.socket, name: Any) -> None:
@@ -127,37 +123,20 @@ class BaseServer(abc.ABC):
 
         loop.call_later(RETRY_S, resume)
 
-    def _first_frame_timed_out(self, conn: Connection) -> None:
-        conn.fault(
-            ProtocolError(
-                "wire.first_frame_deadline",
-                f"no message arrived within {FIRST_FRAME_DEADLINE_S:g} s of connecting",
-            )
-        )
-
-    def _cancel_first_frame_deadline(self, conn: Connection) -> None:
-        timer = self._first_frame_deadlines.pop(conn, None)
-        if timer is not None:
-            timer.cancel()
-
     def opened(self, conn: Connection) -> None:
         self.connections.add(conn)
         self._handler.opened(conn)
         if (refusal := self._refusal(conn)) is not None:
             conn.fault(refusal)
-            return
-        self._first_frame_deadlines[conn] = asyncio.get_running_loop().call_later(
-            FIRST_FRAME_DEADLINE_S, self._first_frame_timed_out, conn
-        )
+        else:
+            conn.expect_message()
 
     def received(
         self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
     ) -> None:
-        self._cancel_first_frame_deadline(conn)
         self._handler.received(conn, message, request_id, fds)
 
     def closed(self, conn: Connection, reason: str) -> None:
-        self._cancel_first_frame_deadline(conn)
         self.connections.discard(conn)
         self._handler.closed(conn, reason)
 

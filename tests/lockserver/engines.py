@@ -149,7 +149,7 @@ class Engine:
     def hold_on(self, lock: str, incarnation: str, token: int) -> None:
         if incarnation == self.incarnation:
             held = {lock: token}
-            self.client.set_want(incarnation, self._locks, held, self.continuation)
+            self.client.set_want(incarnation, self._locks, held, continuation=self.continuation)
 
     def launch(self, processes: int = 1, dirty_mib: int = 0, fate: str = "dies_with_parent") -> str:
         self.incarnation = witness.new_incarnation(self.client.engine)
@@ -160,7 +160,7 @@ class Engine:
 
     def want(self, *locks: str, tokens: dict[str, int] | None = None) -> None:
         self._locks = locks
-        self.client.set_want(self.incarnation, locks, tokens, self.continuation)
+        self.client.set_want(self.incarnation, locks, tokens, continuation=self.continuation)
 
     def reap(self) -> None:
         for backend in self.backends:

@@ -20,6 +20,7 @@ from plumbing.errors import (
     UsageError,
     WaitTimeoutError,
 )
+from plumbing.wire import connection
 from plumbing.wire import server as base_server
 from plumbing.wire.blocking import BlockingClient
 from plumbing.wire.connection import connect
@@ -140,7 +141,7 @@ def test_first_frame_has_a_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         BlockingClient(thread.path, CATALOGUE) as good,
     ):
         good.request(Echo("spoken"))
-        monkeypatch.setattr(base_server, "FIRST_FRAME_DEADLINE_S", 0.05)
+        monkeypatch.setattr(connection, "FIRST_FRAME_DEADLINE_S", 0.05)
         for data in (b"", encode_frame(CATALOGUE.encode(Echo("half")), 0)[:-3]):
             raw = socket.socket(socket.AF_UNIX)
             raw.connect(thread.path)
