@@ -25,12 +25,11 @@ from engine.supervisor.tree import MAIN
 from plumbing.errors import ProtocolError, UnderstudyError
 from plumbing.pod.messages import EngineReportMsg, PoolWord, SetGoalMsg, Tier, WitnessRef
 from plumbing.pod.models import device_of
-from plumbing.pod.observers import Observers
+from plumbing.pod.observers import PartServer
 from plumbing.service import procfs
 from plumbing.wire.connection import Connection, Handler
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.messages import Message
-from plumbing.wire.server import Server
 
 SUPERVISOR = "supervisor"
 BACKEND_PREFIX = "backend-"
@@ -43,12 +42,11 @@ class Control(Handler):
 
     def __init__(self, engine: Engine, status: Callable[[], dict[str, Any]]) -> None:
         self._engine = engine
-        self._status = status
-        self._observers = Observers(engine.log, status)
         self._goals = Goals(engine)
         self._drainers: set[Connection] = set()
         self._no_drainers = asyncio.Event()
-        self.server = Server(engine.settings.control_path, msg.CONTROL, self, service="engine")
+        path = engine.settings.control_path
+        self.server = PartServer(path, msg.CONTROL, self, engine.log, status, service="engine")
 
     async def farewell(self) -> None:
         """Report the end to every `engine drain` and wait until these have exited, for a moment:
@@ -60,7 +58,6 @@ class Control(Handler):
                 await asyncio.wait_for(self._no_drainers.wait(), FAREWELL_S)
 
     def closed(self, conn: Connection, reason: str) -> None:
-        self._observers.leave(conn)
         self._goals.leave(conn)
         self._drainers.discard(conn)
         if not self._drainers:
@@ -98,10 +95,6 @@ class Control(Handler):
             case msg.BrokenMsg():
                 self._named(message.incarnation).broken(message)
                 conn.send(msg.OkMsg(), request_id)
-            case msg.StatusMsg():
-                conn.send(msg.StatusReplyMsg(self._status()), request_id)
-            case msg.WatchMsg():
-                self._observers.join(conn, message.since, request_id)
             case msg.SetGoalMsg():
                 self._goals.shall(conn, message, request_id)
             case msg.LeaveMsg():

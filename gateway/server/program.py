@@ -24,7 +24,7 @@ from gateway.server.metrics import OfFront
 from gateway.server.pods import PodLinks
 from gateway.server.settings import GatewaySettings
 from plumbing.errors import ProtocolError
-from plumbing.pod.observers import Observers
+from plumbing.pod.observers import PartServer
 from plumbing.pod.paths import gateway_socket
 from plumbing.service.clock import Clock, SystemClock, moment
 from plumbing.service.events import EventLog
@@ -35,7 +35,6 @@ from plumbing.service.signals import SignalInbox
 from plumbing.wire.connection import Connection, Handler
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.messages import Message
-from plumbing.wire.server import Server
 
 SAME_ORDER_MS = 1_000.0  # a second signal sooner than this is the first one again
 SCHEMA = 1  # of the status document
@@ -68,9 +67,9 @@ class GatewayProgram(Handler):
             allowed_hosts=settings.allowed_hosts,
         )
         path = gateway_socket(settings.directory)
-        self.control = Server(path, msg.CONTROL, self, service="gateway")
+        what = self, self.log, self.document
+        self.control = PartServer(path, msg.CONTROL, *what, service="gateway")
         self._loop = asyncio.get_running_loop()
-        self._observers = Observers(self.log, self.document)
         self._draining: asyncio.Task[None] | None = None
         self._stopping_ms = 0.0
         self._exit_code: asyncio.Future[int] = self._loop.create_future()
@@ -163,23 +162,10 @@ class GatewayProgram(Handler):
 
     # ------------------------------------------------------------------ the control socket
 
-    def closed(self, conn: Connection, reason: str) -> None:
-        self._observers.leave(conn)
-
     def received(
         self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
     ) -> None:
         close_all(fds)
-        match message:
-            case msg.StatusMsg():
-                conn.send(msg.StatusReplyMsg(self.document()), request_id)
-            case msg.WatchMsg():
-                self._observers.join(conn, message.since, request_id)
-            case _:
-                self.asked(conn, message, request_id)
-
-    def asked(self, conn: Connection, message: Message, request_id: int) -> None:
-        """Any other message."""
         raise ProtocolError("gateway.not_a_request", f"{message.TYPE} is not a request to this")
 
     # ------------------------------------------------------------------ status

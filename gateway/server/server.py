@@ -271,7 +271,9 @@ class GatewayServer(GatewayProgram):
 
     # ------------------------------------------------------------------ the control socket
 
-    def asked(self, conn: Connection, message: Message, request_id: int) -> None:
+    def received(
+        self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
+    ) -> None:
         match message:
             case msg.ReplaceMsg():
                 try:
@@ -292,7 +294,7 @@ class GatewayServer(GatewayProgram):
                 self.exchange.told(DeathExpected(engine, token, model))
                 conn.send(message, request_id)
             case _:
-                super().asked(conn, message, request_id)
+                super().received(conn, message, request_id, fds)
 
     # ------------------------------------------------------------------ inside
 

@@ -38,7 +38,7 @@ from gms.server.slab_store import Part, SlabStore
 from gms.vmm.interface import DeviceMemory, release_all
 from plumbing.errors import ProtocolError, UnderstudyError, explain_shortage, is_shortage
 from plumbing.pod.models import device_of, model_at
-from plumbing.pod.observers import Observers
+from plumbing.pod.observers import PartServer
 from plumbing.pod.paths import gms_socket
 from plumbing.service.clock import SystemClock, rfc3339
 from plumbing.service.events import EventLog
@@ -48,7 +48,6 @@ from plumbing.wire.connection import Connection, Handler
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.limits import FDS_PER_FRAME_MAX
 from plumbing.wire.messages import Message
-from plumbing.wire.server import Server
 
 FAST_MS, FAST_FOR_MS = 1.0, 1000.0
 SLOW_MS = 10.0
@@ -222,11 +221,12 @@ class MemoryServer(Handler, abc.ABC, Generic[M]):
         self._store = SlabStore(is_writable=self.is_lent_writable)
         self._started = self.clock.wall()
         path = gms_socket(directory, device, self.tag)
-        self._server = Server(path, msg.CATALOGUE, self, service=self.service)
+        self._server = PartServer(
+            path, msg.CATALOGUE, self, self.log, self.status, service=self.service
+        )
         self._conns: dict[int, Connection] = {}
         self._arriving: dict[int, Arriving] = {}  # by session: hand-backs that are not whole yet
         self._offered: dict[int, list[OwnedFd]] = {}  # by session, until they are checked
-        self._observers = Observers(self.log, self.status)
         self._timer: asyncio.TimerHandle | None = None
         self._protocol_errors_total = 0
 
@@ -325,10 +325,6 @@ class MemoryServer(Handler, abc.ABC, Generic[M]):
     ) -> None:
         try:
             match message:
-                case msg.StatusMsg():
-                    conn.send(msg.StatusReplyMsg(self.status()), request_id)
-                case msg.WatchMsg(since):
-                    self._observers.join(conn, since, request_id)
                 case msg.HandBackMsg() | msg.MoreMsg():
                     self._take_frame(conn, message, request_id, fds)
                 case _:
@@ -362,7 +358,6 @@ class MemoryServer(Handler, abc.ABC, Generic[M]):
         if conn.state is not None:
             asyncio.get_running_loop().remove_reader(conn.state)
         del self._conns[conn.id]
-        self._observers.leave(conn)
         self._forget_offer(conn.id)
         self.handle(self.machine.closed, conn.id, reason)
 

@@ -43,12 +43,9 @@ from lockserver.messages import (
     BeatMsg,
     BorrowMsg,
     ServiceMsg,
-    StatusMsg,
-    StatusReplyMsg,
     SwitchedOverMsg,
     SwitchOverMsg,
     WantMsg,
-    WatchMsg,
 )
 from lockserver.server.gateways import GatewayDesk
 from lockserver.server.metrics import LockMetrics
@@ -57,7 +54,7 @@ from lockserver.state_file import LockStateFile
 from lockserver.status import Here, built, lock_status, supervisor_status
 from plumbing.errors import InvariantError, ProtocolError, UnderstudyError, UsageError
 from plumbing.pod.models import ACTIVE, kind_of, model_of
-from plumbing.pod.observers import Observers
+from plumbing.pod.observers import PartServer
 from plumbing.pod.paths import lockserver_guard, lockserver_socket
 from plumbing.service.clock import SystemClock, rfc3339
 from plumbing.service.events import Event, EventLog
@@ -70,7 +67,6 @@ from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.limits import CONNECTIONS_MAX, HANDSHAKES_MAX
 from plumbing.wire.messages import Message
 from plumbing.wire.peer import NO_UID, ProcessWatch
-from plumbing.wire.server import Server
 
 if TYPE_CHECKING:
     from plumbing.wire.tcp import Security, TcpServer
@@ -145,11 +141,12 @@ class LockServer:
         self.conns: dict[int, Connection] = {}
         self.tcp: TcpServer | None = None
         self._said: str | None = None  # why no process could connect
-        self._observers = Observers(self.events, self.document)
-        self._wire = Server(
+        self._wire = PartServer(
             lockserver_socket(settings.directory),
             CATALOGUE,
             self,
+            self.events,
+            self.document,
             service="lockserver",
             guard_path=lockserver_guard(settings.directory),
             connections_max=room_for_connections(),
@@ -336,10 +333,6 @@ class LockServer:
                 self.gateways.borrow(conn, message, fds)
             case SwitchOverMsg() if not is_remote:
                 self._switch_over(conn, message, request_id)
-            case StatusMsg() if not is_remote:
-                conn.send(StatusReplyMsg(self.document()), request_id)
-            case WatchMsg() if not is_remote:
-                self._observers.join(conn, message.since, request_id)
             case _:
                 close_all(fds)
                 why = f"the lock server does not accept {message.TYPE!r}"
@@ -350,7 +343,6 @@ class LockServer:
 
     def closed(self, conn: Connection, reason: str) -> None:
         self.conns.pop(conn.id, None)
-        self._observers.leave(conn)
         self._asks = {ask: who for ask, who in self._asks.items() if who[0] is not conn}
         self.gateways.left(conn, reason)
         if conn.state is not None:
@@ -492,7 +484,7 @@ class LockServer:
             conn = self.conn_of(supervisor)
             if conn is not None and supervisor.id != effect.supervisor:
                 conn.send(message)
-        self._observers.send(message)
+        self._wire.tell_observers(message)
 
     def _persist(self, record: ev.LockRecord) -> None:
         try:

@@ -1,4 +1,4 @@
-"""Both ends of observing a part: its observers' connections, and programs that ask or watch parts.
+"""Both ends of observing a part: the server that answers, and programs that ask or watch parts.
 
 A part sends each observer its status once and then every event. Nothing waits for an observer: one
 that reads more slowly than events are recorded is dropped when its queue is full. It can connect
@@ -18,45 +18,67 @@ from dataclasses import dataclass
 from typing import Any
 
 from plumbing.errors import UnreachableError, WaitTimeoutError
-from plumbing.pod.messages import EventMsg, StatusReplyMsg
+from plumbing.pod.messages import EventMsg, StatusMsg, StatusReplyMsg, WatchMsg
 from plumbing.service.events import Event, EventLog
 from plumbing.wire.connection import Connection, Handler, KeptConnection, connect
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.messages import Catalogue, FaultMsg, Message
+from plumbing.wire.server import Server
+from plumbing.wire.sockets import no_descriptors
 
 # All events that a process keeps, each with the longest message there is: they are sent at once,
 # and wait in the connection's queue until the observer reads them.
 KEPT_BYTES_MAX = 4 * 1024 * 1024
 
 
-class Observers:
-    """The connections that watch one process; subscribes itself to `events`."""
+class PartServer(Server):
+    """The control socket of a part. It answers observers; all other messages are the handler's."""
 
-    def __init__(self, events: EventLog, status: Callable[[], dict[str, Any]]) -> None:
+    def __init__(
+        self,
+        path: str,
+        catalogue: Catalogue,
+        handler: Handler,
+        events: EventLog,
+        status: Callable[[], dict[str, Any]],
+        **options: Any,
+    ) -> None:
+        """`options`: of `Server`."""
+        super().__init__(path, catalogue, handler, **options)
         self._events, self._status = events, status
-        self._conns: dict[int, Connection] = {}
+        self._observers: dict[int, Connection] = {}
         events.subscribe(self._publish)
 
-    def join(self, conn: Connection, since: int | None, request_id: int) -> None:
-        """Send `conn` the status, the kept events after `since` (None: none), then each new one."""
-        conn.limit_queue(KEPT_BYTES_MAX)
-        conn.send(StatusReplyMsg(self._status()), request_id)
-        for event in [] if since is None else self._events.kept_since(since):
-            conn.send(EventMsg(event.to_dict()))
-        self._conns[conn.id] = conn
+    def received(
+        self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
+    ) -> None:
+        if not isinstance(message, StatusMsg | WatchMsg):
+            super().received(conn, message, request_id, fds)
+            return
+        try:
+            reply = StatusReplyMsg(self._status())
+        except OSError as error:
+            raise no_descriptors("look at its own state", error) from error
+        if isinstance(message, WatchMsg):
+            self._observers[conn.id] = conn
+            conn.limit_queue(KEPT_BYTES_MAX)
+        conn.send(reply, request_id)
+        if isinstance(message, WatchMsg) and message.since is not None:
+            for event in self._events.kept_since(message.since):
+                conn.send(EventMsg(event.to_dict()))
 
-    def leave(self, conn: Connection) -> None:
-        """`conn` has closed; harmless where it did not watch."""
-        self._conns.pop(conn.id, None)
+    def closed(self, conn: Connection, reason: str) -> None:
+        self._observers.pop(conn.id, None)
+        super().closed(conn, reason)
 
-    def send(self, message: Message) -> None:
-        """Send `message` to all of them."""
-        for conn in tuple(self._conns.values()):
+    def tell_observers(self, message: Message) -> None:
+        """Send `message` to all that watch."""
+        for conn in tuple(self._observers.values()):
             conn.send(message)
 
     def _publish(self, event: Event) -> None:
-        if self._conns:
-            self.send(EventMsg(event.to_dict()))
+        if self._observers:
+            self.tell_observers(EventMsg(event.to_dict()))
 
 
 ASK_TIMEOUT_S = 5.0

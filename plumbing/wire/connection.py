@@ -55,7 +55,9 @@ class Handler(Protocol):
         other exception is a bug and reaches the loop's exception handler.
         """
 
-    def closed(self, conn: Connection, reason: str) -> None: ...
+    def closed(self, conn: Connection, reason: str) -> None:
+        """By default, nothing."""
+        return
 
 
 @dataclass

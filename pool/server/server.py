@@ -21,7 +21,7 @@ import msgspec
 
 from plumbing.errors import InvariantError, ProtocolError, UnderstudyError, UsageError
 from plumbing.pod.messages import Tier
-from plumbing.pod.observers import Observers
+from plumbing.pod.observers import PartServer
 from plumbing.pod.paths import pool_socket
 from plumbing.service.clock import SystemClock
 from plumbing.service.events import EventLog
@@ -31,7 +31,6 @@ from plumbing.text import duration
 from plumbing.wire.connection import Connection, Handler
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.messages import Message
-from plumbing.wire.server import Server
 from pool import messages as msg
 from pool.core import events as ev
 from pool.core.reconcile import ModelPool
@@ -62,11 +61,10 @@ class PoolServer(Handler):
         self.problem: str | None = None  # why nothing is decided now
         self.log = EventLog("pool", self.clock)
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        path = pool_socket(settings.directory)
-        self.server = Server(path, msg.CATALOGUE, self, service="pool")
+        where = pool_socket(settings.directory), msg.CATALOGUE, self
+        self.server = PartServer(*where, self.log, lambda: status.document(self), service="pool")
         # What the servers cannot do now.
         self.troubles: list[Callable[[], str | None]] = [lambda: self.server.problem]
-        self._observers = Observers(self.log, lambda: status.document(self))
         self._inbox: deque[ev.PoolEvent] = deque()
         self._effects: deque[ev.PoolEffect] = deque()
         self._is_busy = False
@@ -332,7 +330,6 @@ class PoolServer(Handler):
     # ------------------------------------------------------------------ its socket
 
     def closed(self, conn: Connection, reason: str) -> None:
-        self._observers.leave(conn)
         self.gateways.left(conn)
         self.leases.left(conn)
 
@@ -345,10 +342,6 @@ class PoolServer(Handler):
                 self.gateways.said(conn, message)
             case msg.LeaseMsg():
                 self.leases.asked(conn, message, request_id)
-            case msg.StatusMsg():
-                conn.send(msg.StatusReplyMsg(status.document(self)), request_id)
-            case msg.WatchMsg():
-                self._observers.join(conn, message.since, request_id)
             case msg.OrderMsg() | msg.SetMsg():
                 try:
                     conn.send(self._obey(message), request_id)
