@@ -30,7 +30,6 @@ import errno
 import os
 import re
 import secrets
-import stat
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from dataclasses import replace as changed
@@ -42,17 +41,8 @@ from lockserver import witness
 from lockserver.core.events import LockRecord
 from lockserver.messages import NO_ERA
 from plumbing.errors import UnderstudyError
-from plumbing.service.files import (
-    FILE_BYTES,
-    SLOT_BYTES,
-    SlotFile,
-    SlotFormat,
-    put_aside,
-    state_faults,
-)
+from plumbing.service.files import SlotFile, SlotFormat, put_aside, state_faults
 from plumbing.wire.server import identity_of
-
-__all__ = ["FILE_BYTES", "NAME", "SLOT_BYTES", "LoadedRecord", "LockStateFile", "read"]
 
 NAME = "lockserver.json"
 KIND = "understudy-lock"
@@ -164,7 +154,7 @@ def _load(
     directory: str, locks: tuple[str, ...], *, may_be_elsewhere: bool = False
 ) -> LoadedRecord:
     try:
-        raw = _raw(os.path.join(directory, NAME))
+        raw = WIDE.read(os.path.join(directory, NAME))
     except FileNotFoundError:
         if not any(name.startswith(witness.PREFIX) for name in os.listdir(directory)):
             unknown = frozenset(locks) if may_be_elsewhere else frozenset[str]()
@@ -208,16 +198,6 @@ def _lost(filed: _Filed, locks: tuple[str, ...]) -> LockRecord:
     """A record without holders. The next token may have been granted and lost, so it is skipped, in
     both slots of the new file, so that losing one of them again loses no token."""
     return LockRecord(token=filed.token + 1, unknown=frozenset(locks), era=filed.era)
-
-
-def _raw(path: str) -> bytes:
-    # O_NONBLOCK: a fifo of that name must not stop the server; a link is refused, as by `SlotFile`.
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    try:
-        is_file = stat.S_ISREG(os.fstat(fd).st_mode)
-        return os.pread(fd, WIDE.file_bytes + 1, 0) if is_file else b""
-    finally:
-        os.close(fd)
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,7 +117,7 @@ class EngineStateFile:
         while True:
             text, error = self._texts.get(), None
             try:
-                write_atomic(self.path, text, survives_power_cut=False)
+                write_atomic(self.path, text)
             except Exception as failure:
                 error = failure
             with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile

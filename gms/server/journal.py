@@ -20,14 +20,7 @@ from gms import epoch_file, names
 from gms.core.events import Claimant, JournalRecord
 from gms.core.upkeep import Epoch
 from gms.core.weights import orphans_of
-from plumbing.service.files import (
-    FILE_BYTES,
-    SlotFile,
-    SlotFormat,
-    put_aside,
-    state_faults,
-    write_atomic,
-)
+from plumbing.service.files import SlotFile, SlotFormat, put_aside, state_faults, write_atomic
 
 FORMAT = SlotFormat("understudy-gms 1")
 FAULTS = {"in_use": "gms.journal_in_use", "unwritable": "gms.journal_unwritable"}
@@ -101,8 +94,7 @@ def left_behind(directory: str, device: str, record: JournalRecord | None) -> li
 def _load(path: str) -> LoadedJournal | None:
     """The file's content; None if it cannot be read."""
     try:
-        with open(path, "rb") as stream:
-            raw = stream.read(FILE_BYTES + 1)
+        raw = FORMAT.read(path)
     except FileNotFoundError:
         return LoadedJournal()
     slots = FORMAT.decode(raw)
@@ -135,4 +127,4 @@ def read_tokens(path: str) -> tuple[Claimant, ...]:
 
 
 def write_tokens(path: str, newest: tuple[Claimant, ...]) -> None:
-    write_atomic(path, msgspec.json.encode(KeptTokens(newest)), survives_power_cut=False)
+    write_atomic(path, msgspec.json.encode(KeptTokens(newest)))

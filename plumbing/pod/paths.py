@@ -108,7 +108,7 @@ def write_device_names(directory: str, names: Sequence[str]) -> None:
     path = device_list(directory)
     try:
         content = {"schema": 1, "pid": os.getpid(), "devices": list(names)}
-        write_atomic(path, content, survives_power_cut=False)
+        write_atomic(path, content)
     except OSError:
         with contextlib.suppress(OSError):
             os.unlink(path)

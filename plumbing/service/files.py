@@ -10,13 +10,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import functools
 import hashlib
 import json
 import logging
 import os
 import re
-import time
+import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -25,27 +24,17 @@ from plumbing.errors import UnderstudyError
 from plumbing.text import to_json
 
 SLOT_BYTES = 4096  # one page
-FILE_BYTES = 2 * SLOT_BYTES
 ASIDE_MAX = 20  # unreadable files kept; a loop of failing starts must not fill the disk
-STALE_S = 60.0  # a temporary file this old has no writer: a write takes milliseconds
-PATHS_MAX = 256  # files one process writes; beyond this, some are looked after more than once
 
 logger = logging.getLogger(__name__)
 
 
-def write_atomic(
-    path: str,
-    content: bytes | str | dict[str, Any],
-    mode: int = 0o600,
-    *,
-    survives_power_cut: bool = True,
-) -> None:
-    """Replace `path` in one step: readers see the old content or the new, also after a power cut.
+def write_atomic(path: str, content: bytes | str | dict[str, Any], mode: int = 0o600) -> None:
+    """Replace `path`, which has one writer, in one step: readers see the old content or the new.
 
     A dict is written as JSON. The new file is written beside the old one, so it needs room for
-    both. Without `survives_power_cut` nothing waits for the disk, which is enough for files that
-    mean nothing after a reboot. The directory may be shared with other users, such as /tmp: the new
-    file's name is random, and a file or link that is already there is never written to.
+    both. Nothing waits for the disk: these files mean nothing after a reboot. The directory may be
+    shared with other users, such as /tmp: what is at the new file's name is never written to.
 
     Raises:
         OSError: no room, no permission; the old content is untouched and no file is left behind.
@@ -54,35 +43,19 @@ def write_atomic(
         content = to_json(content, indent=1) + "\n"
     payload = content.encode(errors="backslashreplace") if isinstance(content, str) else content
     directory, name = os.path.split(os.path.abspath(path))
-    _remove_stale(directory, name)
-    temporary = os.path.join(directory, f".{name}.{os.urandom(8).hex()}.tmp")
+    temporary = os.path.join(directory, f".{name}.tmp")
+    with contextlib.suppress(FileNotFoundError):  # of a writer that was killed in here
+        os.unlink(temporary)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     fd = os.open(temporary, flags, mode)
     try:
         with open(fd, "wb") as stream:
             stream.write(payload)
-            if survives_power_cut:
-                stream.flush()
-                os.fsync(stream.fileno())
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
         raise
-    if survives_power_cut:
-        sync_directory(directory)
-
-
-@functools.lru_cache(PATHS_MAX)  # a process that lives leaves nothing: once is enough
-def _remove_stale(directory: str, name: str) -> None:
-    """Remove the temporary files of writers of `name` that were killed in the middle of a write."""
-    ours = re.compile(rf"\.{re.escape(name)}\.[0-9a-f]{{16}}\.tmp")
-    with contextlib.suppress(OSError):  # litter, which must stop no write
-        for each in filter(ours.fullmatch, os.listdir(directory)):
-            path = os.path.join(directory, each)
-            found = os.lstat(path)
-            if found.st_uid == os.geteuid() and time.time() - found.st_mtime > STALE_S:
-                os.unlink(path)
 
 
 def read_json(path: str) -> dict[str, Any] | None:
@@ -138,6 +111,20 @@ class SlotFormat:
         if len(slot) >= self.slot_bytes:
             raise ValueError(f"a record of {len(text)} bytes does not fit {self.slot_bytes}")
         return slot.ljust(self.slot_bytes - 1) + b"\n"
+
+    def read(self, path: str) -> bytes:
+        """The whole file at `path`, which may be larger; nothing of what is no regular file.
+
+        Raises:
+            OSError: there is none, it is a link, …
+        """
+        # O_NONBLOCK: a fifo of that name must not stop the program.
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            is_file = stat.S_ISREG(os.fstat(fd).st_mode)
+            return os.pread(fd, self.file_bytes + 1, 0) if is_file else b""
+        finally:
+            os.close(fd)
 
     def decode(self, raw: bytes) -> list[tuple[int, bytes] | None]:
         """Both slots of a whole file as (sequence, text); None where one cannot be trusted."""

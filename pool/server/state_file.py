@@ -16,7 +16,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import stat
 from typing import Any
 
 import msgspec
@@ -75,12 +74,7 @@ def _text(record: dict[str, Any] | None) -> bytes:
 
 def _load(path: str) -> tuple[dict[str, Any] | None, str | None]:
     """The record, and why there is none that can be believed."""
-    # O_NONBLOCK: a fifo of that name must not stop the pool; a link is refused.
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    try:
-        raw = os.pread(fd, FORMAT.file_bytes + 1, 0) if stat.S_ISREG(os.fstat(fd).st_mode) else b""
-    finally:
-        os.close(fd)
+    raw = FORMAT.read(path)
     slots = [slot for slot in FORMAT.decode(raw) if slot is not None]
     if len(slots) < 2:
         return None, f"{2 - len(slots)} of its 2 slots cannot be read ({len(raw)} bytes)"

@@ -13,9 +13,10 @@ from msgspec.structs import replace
 from lockserver.core.events import FiledLease, Holder, LockRecord
 from lockserver.core.lock import kinds_of
 from lockserver.messages import TOKEN_CLAIMED_MAX
-from lockserver.state_file import FILE_BYTES, FORMATS, NAME, SLOT_BYTES, WIDE, LockStateFile, read
+from lockserver.state_file import FORMATS, NAME, WIDE, LockStateFile, read
 from plumbing.errors import UnderstudyError
 from plumbing.pod.models import MODELS_MAX
+from plumbing.service.files import SLOT_BYTES
 from tests.helpers import free_witness, open_fds, run_command
 
 LOCKS = ("active", "loader")
@@ -76,7 +77,7 @@ def test_state_file_missing_with_witnesses_is_unknown(directory):
     assert again.record.unknown == {"active", "loader"}
 
 
-@pytest.mark.parametrize("size", [0, 1, 100, SLOT_BYTES, SLOT_BYTES + 1, FILE_BYTES - 1])
+@pytest.mark.parametrize("size", [0, 1, 100, SLOT_BYTES, SLOT_BYTES + 1, 2 * SLOT_BYTES - 1])
 def test_state_file_truncated_anywhere_is_unknown_and_kept_aside(directory, size):
     """Goal: a partial file is never half-believed. Method: cut it, open, look."""
     write(directory, 5, 6, 7)
@@ -223,7 +224,7 @@ def test_state_file_removed_while_open_is_recreated_by_the_next_write(directory,
     os.unlink(path)
     if how == "replaced":
         with open(path, "wb") as file:
-            file.write(b"x" * FILE_BYTES)
+            file.write(b"x" * 2 * SLOT_BYTES)
     before = len(open_fds())
     state.write(record(4))
     state.write(record(5))

@@ -127,7 +127,7 @@ def write_page(path: Path, data: dict[str, Any]) -> None:
     text = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     page = TEMPLATE.read_text(encoding="utf-8").replace(PLACE, text)
     try:
-        write_atomic(str(path), page, MODE, survives_power_cut=False)
+        write_atomic(str(path), page, MODE)
     except OSError as error:
         raise UnderstudyError(
             "drill.report_not_written", f"cannot write the report page to {path}: {error.strerror}"
