@@ -19,19 +19,19 @@ import click
 
 from gateway.front_text import history, pods_line, pods_table
 from gateway.messages import CONTROL, LeaveFleetMsg, LeavingFleetMsg, ReplaceMsg, ReplacingMsg
-from gateway.server.settings import DAY_S, DIR, OPTIONS, GatewaySettings, settle
+from gateway.server.settings import DAY_S, OPTIONS, GatewaySettings, settle
 from plumbing.errors import UnderstudyError, UnreachableError, WaitTimeoutError
 from plumbing.pod.cli import (
     Look,
+    add_events,
     ask_status,
     json_flag,
     options,
-    print_events,
     run_async,
     show_status,
     watch_flag,
 )
-from plumbing.pod.paths import gateway_socket
+from plumbing.pod.paths import DIR, gateway_socket
 from plumbing.service import log, procfs
 from plumbing.service.config import Option, Resolved, duration_s
 from plumbing.service.process import arm_from_environment
@@ -114,14 +114,7 @@ def _look(directory: str) -> Look:
     return Look(document, render(document), away)
 
 
-@main.command()
-@options((DIR,))
-@json_flag
-@click.option("-f", "--follow", is_flag=True, help="Print new events until the gateway exits.")
-def events(config: Resolved, as_json: bool, follow: bool) -> None:
-    """Print the last thousand events of the gateway."""
-    path = gateway_socket(os.path.abspath(config["dir"]))
-    print_events(path, CONTROL, follow=follow, as_json=as_json)
+add_events(main, "gateway", gateway_socket, CONTROL)
 
 
 @main.command()

@@ -26,13 +26,12 @@ from plumbing.pod import paths
 from plumbing.pod.cli import Look, json_flag, options, run_async, show_status, watch_flag
 from plumbing.pod.models import device_of, model_names, place_of
 from plumbing.service.config import Option, Resolved, size_bytes, size_list
-from plumbing.service.hosts import ALLOWED_HOST
+from plumbing.service.hosts import http_options
 from plumbing.service.log import configure
 from plumbing.service.process import arm_from_environment, raise_fd_limit
 from plumbing.service.signals import SignalInbox
 from plumbing.text import to_json
 
-DIRECTORY = Option("dir", str, paths.DIRECTORY, "The directory that the pod's processes share.")
 ONE_DEVICE = Option("device", str, None, "Only this device.")
 FREE_TIMEOUT = Option(
     "timeout_s", float, 30.0, "How long in seconds to wait until the memory is free.", minimum=0.0
@@ -58,7 +57,7 @@ MODEL = Option(
     " as HOST-0.MODEL. Repeatable.", env="UNDERSTUDY_MODELS", many=True,
 )  # fmt: skip
 SERVE = (
-    DIRECTORY,
+    paths.DIR,
     MEMORY,
     Option("devices", int, 1, "Number of devices, for host memory.", minimum=1, maximum=64),
     Option(
@@ -74,15 +73,13 @@ SERVE = (
     DEVICES_BYTES,
     HOST_MEMORY,
     STALL,
-    Option("http_host", str, "127.0.0.1", "Address of probes, status and metrics."),
-    Option("http_port", int, 9401, "Port of probes, status and metrics.", minimum=0, maximum=65535),
-    ALLOWED_HOST,
+    *http_options(9401),
 )
 PLACE = Option(
     "place", str, (), "What to serve, HOST-0.MODEL. Repeatable. Default: the device.", many=True
 )
 SERVE_DEVICE = (
-    DIRECTORY,
+    paths.DIR,
     MEMORY,
     Option("device", str, help="The device's name."),
     PLACE,
@@ -233,7 +230,7 @@ def _memory(config: Resolved) -> tuple[DeviceMemory, int]:
 
 
 @main.command()
-@options((DIRECTORY,))
+@options((paths.DIR,))
 @json_flag
 @watch_flag
 def status(config: Resolved, as_json: bool, watch: bool) -> None:
@@ -253,7 +250,7 @@ def _look(directory: str) -> Look:
 
 
 @main.command()
-@options((DIRECTORY, ONE_DEVICE))
+@options((paths.DIR, ONE_DEVICE))
 @json_flag
 def verify(config: Resolved, as_json: bool) -> None:
     """Compare the committed bytes with what was written.
@@ -269,7 +266,7 @@ def verify(config: Resolved, as_json: bool) -> None:
 
 
 @main.command()
-@options((DIRECTORY, ONE_DEVICE))
+@options((paths.DIR, ONE_DEVICE))
 @click.option("--epoch", help="Drop only if this is the committed epoch.")
 @click.option(
     "--even-if-mapped",
@@ -294,7 +291,7 @@ def drop(
 
 
 @main.command("drop-kv")
-@options((DIRECTORY, ONE_DEVICE, FREE_TIMEOUT))
+@options((paths.DIR, ONE_DEVICE, FREE_TIMEOUT))
 @click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 @json_flag
 def drop_kv(config: Resolved, yes: bool, as_json: bool) -> None:
@@ -326,7 +323,7 @@ def _show(document: dict[str, Any], *, as_json: bool) -> None:
 
 
 @main.command("keep-copies", hidden=True)
-@options((DIRECTORY, ONE_DEVICE, PLACE))
+@options((paths.DIR, ONE_DEVICE, PLACE))
 def keep_copies(config: Resolved) -> None:
     """Keep the host copies of all devices' weights; started by `serve`."""
     from gms import host_copy
@@ -336,7 +333,7 @@ def keep_copies(config: Resolved) -> None:
 
 
 @main.command("make-copy", hidden=True)
-@options((DIRECTORY, ONE_DEVICE))
+@options((paths.DIR, ONE_DEVICE))
 def make_copy(config: Resolved) -> None:
     """Copy one device's weights to host memory; started by `keep-copies`."""
     from gms import host_copy

@@ -9,34 +9,32 @@ from typing import TYPE_CHECKING
 
 import click
 
+from lockserver.messages import CATALOGUE, SwitchedOverMsg, SwitchOverMsg
 from plumbing.errors import RemoteError, UnreachableError, UsageError, WaitTimeoutError
 from plumbing.pod.cli import (
     ANSWER_TIMEOUT_S,
     INTERRUPTED,
     Look,
+    add_events,
     ask_status,
     json_flag,
     options,
-    print_events,
     run_async,
     show_status,
     watch_flag,
 )
 from plumbing.pod.models import ACTIVE, model_names
-from plumbing.pod.paths import DIRECTORY, lockserver_socket, runtime_dir
+from plumbing.pod.paths import DIR, lockserver_socket, runtime_dir
 from plumbing.service.config import Option, Resolved
-from plumbing.service.hosts import ALLOWED_HOST
+from plumbing.service.hosts import http_options
 from plumbing.text import duration, split_address
 from plumbing.wire.tcp_address import TcpAddress
 
 if TYPE_CHECKING:
-    from lockserver.messages import SwitchedOverMsg
     from plumbing.wire.tcp import Security
 
 # With less, one late heartbeat on a busy machine would cost the holder its lock.
 LEASE_MS_MIN, LEASE_MS_MAX = 200, 3_600_000
-
-DIR = Option("dir", str, DIRECTORY, "The directory that the pod's processes share.")
 
 
 def parse_service(text: str) -> str:
@@ -65,9 +63,7 @@ SERVE = (
         env="UNDERSTUDY_MODELS",
         many=True,
     ),
-    Option("http_host", str, "127.0.0.1", "Address of probes, status and metrics."),
-    Option("http_port", int, 9400, "Port of probes, status and metrics.", minimum=0, maximum=65535),
-    ALLOWED_HOST,
+    *http_options(9400),
     Option(
         "window_ms",
         float,
@@ -198,7 +194,6 @@ def _look(directory: str) -> Look:
     Raises:
         UnreachableError: there is neither.
     """
-    from lockserver.messages import CATALOGUE
     from lockserver.status import offline, silent_server
     from lockserver.status_text import text_of
 
@@ -215,16 +210,7 @@ def _look(directory: str) -> Look:
         return Look(on_file, text_of(on_file), why)
 
 
-@main.command()
-@options((DIR,))
-@json_flag
-@click.option("-f", "--follow", is_flag=True, help="Print new events until the server exits.")
-def events(config: Resolved, as_json: bool, follow: bool) -> None:
-    """Print the last thousand events of the server."""
-    from lockserver.messages import CATALOGUE
-
-    path = lockserver_socket(os.path.abspath(config["dir"]))
-    print_events(path, CATALOGUE, follow=follow, as_json=as_json)
+add_events(main, "lock server", lockserver_socket, CATALOGUE)
 
 
 @main.command()
@@ -286,7 +272,6 @@ def _switch_over(
         WaitTimeoutError: not done within `timeout_s`.
         UnreachableError: no server, or it exited meanwhile.
     """
-    from lockserver.messages import CATALOGUE, SwitchedOverMsg, SwitchOverMsg
     from plumbing.wire.blocking import BlockingClient
 
     question = SwitchOverMsg(lock, to, round(timeout_s * 1000), drain)

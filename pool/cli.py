@@ -15,16 +15,16 @@ import click
 from plumbing.errors import UnreachableError, UsageError
 from plumbing.pod.cli import (
     Look,
+    add_events,
     ask_status,
     json_flag,
     options,
-    print_events,
     run_async,
     show_status,
     until_interrupted,
     watch_flag,
 )
-from plumbing.pod.paths import lockserver_socket, pool_socket
+from plumbing.pod.paths import DIR, lockserver_socket, pool_socket
 from plumbing.service import log
 from plumbing.service.config import Resolved, duration_s, size_bytes
 from plumbing.service.process import arm_from_environment
@@ -35,7 +35,7 @@ from pool import status_text
 from pool.core.events import Order
 from pool.core.states import PRIORITY_MAX
 from pool.messages import CATALOGUE, OrderedMsg, OrderMsg, SetMsg
-from pool.server.settings import DIR, OPTIONS, settle
+from pool.server.settings import OPTIONS, settle
 
 ANSWER_S = 10.0  # the pool answers in milliseconds, unless its disk is slow
 
@@ -88,14 +88,7 @@ def _ask(directory: str) -> dict[str, Any]:
         raise _no_pool(directory, error) from error
 
 
-@main.command()
-@options((DIR,))
-@json_flag
-@click.option("-f", "--follow", is_flag=True, help="Print new events until the pool exits.")
-def events(config: Resolved, as_json: bool, follow: bool) -> None:
-    """Print the last thousand events of the pool."""
-    path = pool_socket(os.path.abspath(config["dir"]))
-    print_events(path, CATALOGUE, follow=follow, as_json=as_json)
+add_events(main, "pool", pool_socket, CATALOGUE)
 
 
 def _add_order(order: Order, about: str) -> None:

@@ -20,7 +20,7 @@ from plumbing.errors import UsageError
 from plumbing.pod.messages import Tier
 from plumbing.pod.models import model_name
 from plumbing.pod.paths import (
-    DIRECTORY,
+    DIR,
     HOST_DEVICES_ENV,
     engine_http_socket,
     engine_socket,
@@ -84,7 +84,7 @@ DURATIONS: Mapping[str, tuple[int, str]] = {
 
 OPTIONS = (
     Option("backend", str, "reference", "The inference backend to run."),
-    Option("dir", str, DIRECTORY, "The directory that the pod's processes share."),
+    DIR,
     Option("engine_id", str, "engine-0", "The name of this engine in the pod.", env="ENGINE_ID"),
     Option(
         "model_name",

@@ -13,10 +13,10 @@ from gateway.core.events import QUEUE_MAX, GatewayRules, LaneRules
 from gateway.core.sleep_door import SleepRules
 from gateway.server.files import ApiKeys, Certificate
 from plumbing.errors import UsageError
-from plumbing.pod.paths import DIRECTORY, runtime_dir
+from plumbing.pod.paths import DIR, runtime_dir
 from plumbing.pod.supervision import DRAIN_MS
 from plumbing.service.config import Option, Resolved, duration_s, size_bytes
-from plumbing.service.hosts import ALLOWED_HOST
+from plumbing.service.hosts import http_options
 from plumbing.text import split_address
 
 DAY_S = 24 * 3600
@@ -45,12 +45,9 @@ def sleep_after_s(text: str) -> float:
     return found
 
 
-DIR = Option("dir", str, DIRECTORY, "The directory that the pod's processes share.")
 OPTIONS = (
     DIR,
-    Option("http_host", str, "127.0.0.1", "Address of probes, status and metrics."),
-    Option("http_port", int, 9403, "Port of probes, status and metrics.", minimum=0, maximum=65535),
-    ALLOWED_HOST,
+    *http_options(9403),
     Option(
         "hold_ms",
         float,

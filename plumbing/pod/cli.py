@@ -25,7 +25,8 @@ import uvloop
 
 from plumbing.errors import UnderstudyError, UnreachableError
 from plumbing.pod.messages import EventMsg, StatusMsg, StatusReplyMsg, WatchMsg
-from plumbing.service.config import Option, resolve
+from plumbing.pod.paths import DIR
+from plumbing.service.config import Option, Resolved, resolve
 from plumbing.service.process import raise_fd_limit
 from plumbing.text import to_json
 from plumbing.wire.messages import Catalogue
@@ -222,11 +223,20 @@ def events_of(path: str, catalogue: Catalogue, *, follow: bool = False) -> Itera
                 yield message.record
 
 
-def print_events(path: str, catalogue: Catalogue, *, follow: bool, as_json: bool) -> None:
-    """Print the events of a part; raises as `events_of`."""
-    with until_interrupted():
-        for record in events_of(path, catalogue, follow=follow):
-            show_event(record, as_json=as_json)
+def add_events(
+    main: click.Group, part: str, socket_of: Callable[[str], str], catalogue: Catalogue
+) -> None:
+    """Add the command `events` of `part`, which has a socket in the pod's directory."""
+
+    @main.command(help=f"Print the last thousand events of the {part}.")
+    @options((DIR,))
+    @json_flag
+    @click.option("-f", "--follow", is_flag=True, help=f"Print new events until the {part} exits.")
+    def events(config: Resolved, as_json: bool, follow: bool) -> None:
+        path = socket_of(os.path.abspath(config["dir"]))
+        with until_interrupted():
+            for record in events_of(path, catalogue, follow=follow):
+                show_event(record, as_json=as_json)
 
 
 def ask_status(path: str, catalogue: Catalogue) -> dict[str, Any]:

@@ -18,10 +18,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from plumbing.errors import UsageError
+from plumbing.service.config import Option
 from plumbing.service.files import write_atomic
 from plumbing.wire.sockets import check_path
 
-DIRECTORY = "/run/understudy"  # the default of every --dir
+DIR = Option("dir", str, "/run/understudy", "The directory that the pod's processes share.")
 LOCKSERVER_SOCKET = "lockserver.sock"
 GATEWAY_SOCKET = "gateway.sock"
 POOL_SOCKET = "pool.sock"

@@ -32,6 +32,16 @@ ALLOWED_HOST = Option(
 )
 
 
+def http_options(port: int) -> tuple[Option, ...]:
+    """The flags of a program's HTTP server, which has this port unless told otherwise."""
+    what = "of probes, status and metrics."
+    return (
+        Option("http_host", str, "127.0.0.1", f"Address {what}"),
+        Option("http_port", int, port, f"Port {what}", minimum=0, maximum=PORT_MAX),
+        ALLOWED_HOST,
+    )
+
+
 class KnownHosts:
     """The names by which clients may ask for more than probes."""
 

@@ -11,14 +11,13 @@ import os
 from dataclasses import dataclass
 
 from plumbing.errors import UsageError
-from plumbing.pod.paths import DIRECTORY, runtime_dir
+from plumbing.pod.paths import DIR, runtime_dir
 from plumbing.service.config import Option, Resolved
-from plumbing.service.hosts import ALLOWED_HOST
+from plumbing.service.hosts import http_options
 from pool.core.facts import ModelSetup, PoolSetup
 from pool.core.states import HOST, EngineSizes
 from pool.pool_file import ModelSettings, PoolFile, engines_of, read_pool_file, with_served_names
 
-DIR = Option("dir", str, DIRECTORY, "The directory that the pod's processes share.")
 OPTIONS = (
     DIR,
     Option(
@@ -28,9 +27,7 @@ OPTIONS = (
         "The pool file: models, devices and rules, as YAML.",
         env="UNDERSTUDY_POOL",
     ),
-    Option("http_host", str, "127.0.0.1", "Address of probes, status and metrics."),
-    Option("http_port", int, 9404, "Port of probes, status and metrics.", minimum=0, maximum=65535),
-    ALLOWED_HOST,
+    *http_options(9404),
 )
 
 

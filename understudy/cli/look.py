@@ -24,11 +24,11 @@ from plumbing.pod.cli import (
     watch_flag,
 )
 from plumbing.pod.messages import Tier
-from plumbing.pod.paths import engine_sockets, lockserver_socket
+from plumbing.pod.paths import DIR, engine_sockets, lockserver_socket
 from plumbing.service.config import Option, Resolved
 from plumbing.service.process import arm_from_environment
 from plumbing.text import to_json
-from understudy.cli.settings import DIR, UI_OPTIONS
+from understudy.cli.settings import UI_OPTIONS
 from understudy.goal import give_goal
 from understudy.status.gather import (
     Record,

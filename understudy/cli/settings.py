@@ -16,6 +16,7 @@ import click
 from engine.backends.registry import BACKENDS
 from engine.messages import RANKS_MAX
 from plumbing.errors import UsageError
+from plumbing.pod.paths import DIR
 from plumbing.service.config import Option, Resolved, size_list
 from plumbing.service.hosts import ALLOWED_HOST, PORT_MAX
 from understudy.drill.targets import check_target
@@ -24,11 +25,8 @@ from understudy.pod.table import LocalPod
 from understudy.up.models import HUB_BACKEND, is_hub_id
 from understudy.up.pods import GIVEN, Prepare, prepare_fleet, prepare_local, prepare_pool
 
-DIRECTORY = "/run/understudy"
-
 PORT_OFFSET_MAX = 50_000  # leaves room for the ports of some thousand engines
 
-DIR = Option("dir", str, DIRECTORY, "The directory that the pod's processes share.")
 REPLICAS_MAX = 8  # on one machine
 POD_OPTIONS = (
     Option(
