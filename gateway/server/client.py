@@ -23,7 +23,7 @@ from gateway.core.answers import Failure
 from gateway.server.accounts import Accounts
 from gateway.server.requests import HttpRequest, Intake, RequestReader, fresh_id
 from gateway.server.responses import OwnAnswer
-from plumbing.errors import UnderstudyError, explain_shortage, is_shortage
+from plumbing.errors import explain_shortage, is_shortage
 from plumbing.wire.fds import OwnedFd
 
 logger = logging.getLogger(__name__)
@@ -325,6 +325,7 @@ class ClientConnection(asyncio.Protocol):
 CONNECTIONS_MAX = 16_384  # 40 KiB each are 640 MiB; beyond that there should be several pods
 RESERVED_FDS = 64  # for everything that is neither a client nor an engine's connection
 FDS_PER_CLIENT = 2  # a connection to the engine for each
+BACKLOG = 4096
 ACCEPTS_PER_TURN = 32  # then the requests in flight get the loop
 ACCEPT_AGAIN_S = 0.1  # at a limit, until connections close
 HANDSHAKE_S = 10.0  # of TLS
@@ -337,21 +338,6 @@ KEEPALIVE = (
     (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 120_000),
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
 )
-
-
-def listen_at(host: str, port: int, option: str) -> tuple[OwnedFd, int]:
-    """A socket that listens there, as `option` says, and its port.
-
-    Raises:
-        UnderstudyError: `gateway.cannot_listen`.
-    """
-    try:
-        listening = socket.create_server((host, port), backlog=4096)
-    except OSError as error:
-        what = f"cannot listen on {host}:{port} ({option}): {error}"
-        raise UnderstudyError("gateway.cannot_listen", what) from error
-    port = listening.getsockname()[1]
-    return OwnedFd(listening.detach()), port
 
 
 def connections_max() -> int:

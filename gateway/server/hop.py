@@ -24,11 +24,13 @@ from gateway.core.events import MAX_IN_FLIGHT
 from gateway.core.lanes import Lane
 from gateway.core.machine import Gateway
 from gateway.schema import GatewayHop
-from gateway.server.client import ClientConnection, ServiceListener, listen_at
+from gateway.server.client import BACKLOG, ClientConnection, ServiceListener
 from gateway.server.exchange import GatewayExchange
 from gateway.server.requests import HttpRequest, Intake
 from gateway.server.responses import OwnAnswer
 from plumbing.gateway_protocol import WATCH_PATH, Continuation, PodModel, PodReport
+from plumbing.service.hosts import bind_one
+from plumbing.wire.fds import OwnedFd
 from plumbing.wire.tcp import Security
 from pool.core.events import ShutDoor
 
@@ -100,7 +102,9 @@ class HopDoor:
         tls = None if security is None else security.server_context
         if tls is not None:
             tls()
-        fd, self.port = listen_at(host, port, "--hop")
+        sock = bind_one(host, port, "--hop", BACKLOG)
+        self.port = sock.getsockname()[1]
+        fd = OwnedFd(sock.detach())
         self._security, self.address = security, f"{host}:{self.port}"
         self._listener = ServiceListener(fd, self, tls, keepalive=KEEPALIVE, most=CONNECTIONS_MAX)
         self._tick()

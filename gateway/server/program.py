@@ -18,7 +18,7 @@ from gateway import messages as msg
 from gateway import schema as doc
 from gateway.core.fleet import LOSSES, MOVES, Fleet
 from gateway.core.pods import Choice, Pod
-from gateway.server.client import listen_at
+from gateway.server.client import BACKLOG
 from gateway.server.exchange import GatewayExchange
 from gateway.server.metrics import OfFront
 from gateway.server.pods import PodLinks
@@ -28,6 +28,7 @@ from plumbing.pod.observers import PartServer
 from plumbing.pod.paths import gateway_socket
 from plumbing.service.clock import Clock, SystemClock, moment
 from plumbing.service.events import EventLog
+from plumbing.service.hosts import bind_one
 from plumbing.service.http import HttpServer, Probe
 from plumbing.service.metrics import Metrics
 from plumbing.service.notify import restarts
@@ -234,9 +235,9 @@ class FrontServer(GatewayProgram):
         await self.control.start()  # first: it guards the directory
         await self.http.start()
         host, port = self.settings.listen
-        fd, port = listen_at(host, port, "--listen")
-        self.address = f"{host}:{port}"
-        self.exchange.accept(fd)
+        sock = bind_one(host, port, "--listen", BACKLOG)
+        self.address = f"{host}:{sock.getsockname()[1]}"
+        self.exchange.accept(OwnedFd(sock.detach()))
         self.accepting_ms = self.clock.now_ms()
         self.log.record("gateway.accepting", f"accepts connections on {self.address}")
         return [self.links.run()]

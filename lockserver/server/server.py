@@ -58,6 +58,7 @@ from plumbing.pod.observers import PartServer
 from plumbing.pod.paths import lockserver_guard, lockserver_socket
 from plumbing.service.clock import SystemClock, rfc3339
 from plumbing.service.events import Event, EventLog
+from plumbing.service.hosts import bind_one
 from plumbing.service.http import HttpServer, Probe
 from plumbing.service.notify import restarts
 from plumbing.service.process import strangers_max
@@ -185,8 +186,8 @@ class LockServer:
         self.metrics.metrics.refresh = self._refresh_metrics
         self._tick()
         try:
-            if self.tcp is not None:
-                await self.tcp.start()
+            if self.tcp is not None and (where := self.settings.listen) is not None:
+                self.tcp.start(bind_one(where.host, where.port, "--listen", CONNECTIONS_MAX))
         except BaseException:
             await self.close()
             raise
@@ -229,7 +230,6 @@ class LockServer:
 
             assert settings.security is not None, "who listens has certificates"
             self.tcp = TcpServer(
-                settings.listen,
                 CATALOGUE,
                 self,
                 service="lockserver",
@@ -291,7 +291,7 @@ class LockServer:
             tcp=None
             if tcp is None
             else schema.LockTcp(
-                address=str(tcp.address),
+                address=str(settings.listen),
                 secured=True,  # by certificates, always; scripts read it
                 lease_ms=machine.leases.lease_ms,
                 lease_margin_ms=round(machine.leases.margin_ms),

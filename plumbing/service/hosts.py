@@ -11,6 +11,7 @@ import errno
 import re
 import socket
 from collections.abc import Iterable
+from typing import Any
 
 from plumbing.errors import UnderstudyError, UsageError
 from plumbing.service import procfs
@@ -113,8 +114,17 @@ def bind(
         ) from error
 
 
+def bind_one(host: str, port: int, flag: str, backlog: int) -> socket.socket:
+    """As `bind`, at the first address of a name: a socket that can be lent."""
+    first, *others = bind(host, port, flag=flag, backlog=backlog)
+    for each in others:
+        each.close()
+    return first
+
+
 def _bind_all(host: str, port: int, backlog: int) -> list[socket.socket]:
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    is_both = host == "::" and socket.has_dualstack_ipv6()
     socks: list[socket.socket] = []
     missing: OSError | None = None
     try:
@@ -122,7 +132,8 @@ def _bind_all(host: str, port: int, backlog: int) -> list[socket.socket]:
             port = socks[0].getsockname()[1] if socks else port
             try:
                 where = str(address), port
-                socks.append(socket.create_server(where, family=family, backlog=backlog))
+                options: dict[str, Any] = {"family": family, "backlog": backlog}
+                socks.append(socket.create_server(where, dualstack_ipv6=is_both, **options))
                 socks[-1].setblocking(False)
             except OSError as error:
                 if error.errno not in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):

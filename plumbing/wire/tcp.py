@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from plumbing.errors import UnderstudyError, UnreachableError, UsageError, is_shortage
+from plumbing.errors import UnreachableError, UsageError, is_shortage
 from plumbing.wire.connection import Connection, Handler
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.limits import CONNECT_DEADLINE_S, HANDSHAKES_MAX
@@ -348,11 +348,10 @@ async def _dial(address: TcpAddress) -> socket.socket:
 
 
 class TcpServer(BaseServer):
-    """Listens on `address` and passes every message to `handler`."""
+    """Accepts connections of engines on other hosts and passes every message to `handler`."""
 
     def __init__(
         self,
-        address: TcpAddress,
         catalogue: Catalogue,
         handler: Handler,
         *,
@@ -361,24 +360,23 @@ class TcpServer(BaseServer):
         handshakes_max: int = HANDSHAKES_MAX,
     ) -> None:
         super().__init__(catalogue, handler, service)
-        self.address = address
-        self.port = address.port
         self.refused_count = 0
         self.last_refusal: str | None = None
         self._security = security
         self._handshakes_max = handshakes_max
         self._handshakes: dict[asyncio.Task[None], str] = {}
 
-    async def start(self) -> None:
-        """Bind and listen; of a host name, at its first address.
+    def start(self, sock: socket.socket) -> None:
+        """Own `sock`, which listens, and accept from it.
 
         Raises:
             UsageError: the security files cannot be used.
-            UnderstudyError: `wire.cannot_listen`.
         """
-        self._security.server_context()
-        sock = await _bind(self.address, self._service, self._connections_max)
-        self.port = sock.getsockname()[1]
+        try:
+            self._security.server_context()
+        except UsageError:
+            sock.close()
+            raise
         self._listen(sock)
 
     async def close(self) -> None:
@@ -422,26 +420,3 @@ class TcpServer(BaseServer):
     def _refuse(self, who: str, why: str) -> None:
         self.refused_count += 1
         self.last_refusal = f"{who}: {why}"
-
-
-async def _bind(address: TcpAddress, service: str, backlog: int) -> socket.socket:
-    """A socket that listens at the first address of `address`."""
-    loop = asyncio.get_running_loop()
-    try:
-        found = await loop.getaddrinfo(
-            address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )
-        family, name = found[0][0], found[0][4]
-        is_both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
-        sock = socket.create_server(
-            name[:2], family=family, backlog=backlog, dualstack_ipv6=is_both
-        )
-        sock.setblocking(False)
-        return sock
-    except OSError as error:
-        raise UnderstudyError(
-            "wire.cannot_listen",
-            f"{service} cannot listen on {address}: {error.strerror or error}; give a port that no"
-            " process has (`ss -ltnp`) and an address of this host, or tcp://0.0.0.0:PORT",
-            address=str(address),
-        ) from error

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from lockserver.messages import CATALOGUE, BeatMsg, GrantedMsg, RenewedMsg, WantMsg
+from plumbing.service.hosts import bind_one
 from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.messages import Message
 from plumbing.wire.server import Server
 from plumbing.wire.tcp import Security, TcpServer
-from plumbing.wire.tcp_address import TcpAddress
 from tests.plumbing.wire.certificates import shared
 
 
@@ -63,17 +63,18 @@ class LeaseServer(Grants):
     renews: bool = True
     is_deaf: bool = False
     beats: int = 0
+    port: int = 0
 
     async def start(self, port: int = 0, security: Security | None = None) -> None:
         security = security or shared()
-        where = TcpAddress("127.0.0.1", port)
-        self.server = TcpServer(where, CATALOGUE, self, service="stub", security=security)
-        await self.server.start()
+        self.server = TcpServer(CATALOGUE, self, service="stub", security=security)
+        sock = bind_one("127.0.0.1", port, "--listen", 10)
+        self.port = sock.getsockname()[1]
+        self.server.start(sock)
 
     @property
     def address(self) -> str:
-        assert isinstance(self.server, TcpServer)
-        return f"tcp://127.0.0.1:{self.server.port}"
+        return f"tcp://127.0.0.1:{self.port}"
 
     def received(
         self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]

@@ -202,7 +202,7 @@ async def test_server_restart_within_the_lease_costs_nothing(server):
     """Goal: no engine loses anything by a restart. Method: stop the server, start it on the same
     port."""
     async with holding(server) as member:
-        port = server.server.port
+        port = server.port
         await server.stop()
         await auntil(lambda: not member.is_connected, "the connection to end")
         await auntil(lambda: member.problem, "an attempt to fail")

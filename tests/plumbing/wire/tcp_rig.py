@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from plumbing.service.hosts import bind_one
 from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.frames import FrameDecoder
@@ -35,17 +36,12 @@ async def serving(
     security: Security, handler: EchoHandler | None = None, **options: Any
 ) -> AsyncIterator[tuple[TcpServer, TcpAddress]]:
     """An echo server on a port of its own on this host, and where it is."""
-    server = TcpServer(
-        TcpAddress("127.0.0.1", 0),
-        CATALOGUE,
-        handler or EchoHandler(),
-        service="echo",
-        security=security,
-        **options,
-    )
-    await server.start()
+    options |= {"service": "echo", "security": security}
+    server = TcpServer(CATALOGUE, handler or EchoHandler(), **options)
+    sock = bind_one("127.0.0.1", 0, "--listen", 10)
+    server.start(sock)
     try:
-        yield server, TcpAddress("127.0.0.1", server.port)
+        yield server, TcpAddress("127.0.0.1", sock.getsockname()[1])
     finally:
         await server.close()
 
