@@ -55,7 +55,7 @@ from lockserver.status import Here, built, lock_status, supervisor_status
 from plumbing.errors import InvariantError, ProtocolError, UnderstudyError, UsageError
 from plumbing.pod.models import ACTIVE, kind_of, model_of
 from plumbing.pod.observers import PartServer
-from plumbing.pod.paths import lockserver_guard, lockserver_socket
+from plumbing.pod.paths import lockserver_socket
 from plumbing.service.clock import SystemClock, rfc3339
 from plumbing.service.events import Event, EventLog
 from plumbing.service.hosts import bind_one
@@ -149,7 +149,6 @@ class LockServer:
             self.events,
             self.document,
             service="lockserver",
-            guard_path=lockserver_guard(settings.directory),
             connections_max=room_for_connections(),
             per_peer_max=SUPERVISORS_MAX,  # the rest is for other processes
         )

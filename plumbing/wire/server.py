@@ -232,13 +232,12 @@ class Server(BaseServer):
         handler: Handler,
         *,
         service: str,
-        guard_path: str | None = None,
         connections_max: int = CONNECTIONS_MAX,
         per_peer_max: int = CONNECTIONS_PER_PEER_MAX,
     ) -> None:
         super().__init__(catalogue, handler, service, connections_max, per_peer_max)
         self.path = path
-        self._guard_path = guard_path or f"{path.removesuffix('.sock')}.lock"
+        self._guard_path = f"{path.removesuffix('.sock')}.lock"
         self._guard: PathGuard | None = None
         self._bound: tuple[int, int] | None = None  # identity of our socket file
 
