@@ -18,12 +18,11 @@ from plumbing.errors import UnreachableError, WaitTimeoutError
 from plumbing.pod.cli import (
     ANSWER_TIMEOUT_S,
     Look,
+    add_status,
     ask_status,
     json_flag,
     options,
     run_async,
-    show_status,
-    watch_flag,
 )
 from plumbing.pod.paths import engine_socket, engine_state, runtime_dir
 from plumbing.service import log
@@ -83,25 +82,13 @@ async def _supervise(settings: EngineSettings) -> None:
     await EngineSupervisor(settings).run()
 
 
-@main.command()
-@options(WHERE)
-@json_flag
-@watch_flag
-def status(config: Resolved, as_json: bool, watch: bool) -> None:
-    """Show what the engine does and why.
-
-    If the supervisor does not answer, show its state file, and exit with code 3.
-    """
-    show_status(lambda: _look(config["dir"], config["engine_id"]), as_json=as_json, watch=watch)
-
-
-def _look(directory: str, engine: str) -> Look:
+def _look(config: Resolved) -> Look:
     """The supervisor's own status, or its state file.
 
     Raises:
         UnreachableError: there is neither.
     """
-    offline = None
+    directory, engine, offline = config["dir"], config["engine_id"], None
     try:
         document = ask_status(engine_socket(directory, engine), CONTROL)
     except UnreachableError as error:
@@ -114,6 +101,15 @@ def _look(directory: str, engine: str) -> Look:
         document, offline = on_file, error
     document |= {"online": offline is None}
     return Look(document, _text(document), offline)
+
+
+add_status(
+    main,
+    _look,
+    "Show what the engine does and why.\n\n"
+    "If the supervisor does not answer, show its state file, and exit with code 3.",
+    WHERE,
+)
 
 
 @main.command()

@@ -20,16 +20,15 @@ import click
 from gateway.front_text import history, pods_line, pods_table
 from gateway.messages import CONTROL, LeaveFleetMsg, LeavingFleetMsg, ReplaceMsg, ReplacingMsg
 from gateway.server.settings import DAY_S, OPTIONS, GatewaySettings, settle
-from plumbing.errors import UnderstudyError, UnreachableError, WaitTimeoutError
+from plumbing.errors import UnreachableError, WaitTimeoutError
 from plumbing.pod.cli import (
     Look,
     add_events,
+    add_status,
     ask_status,
     json_flag,
     options,
     run_async,
-    show_status,
-    watch_flag,
 )
 from plumbing.pod.paths import DIR, gateway_socket
 from plumbing.service import log, procfs
@@ -80,26 +79,13 @@ async def _serve(settings: GatewaySettings) -> int:
     return await GatewayServer(settings).run()
 
 
-@main.command()
-@options((DIR,))
-@json_flag
-@watch_flag
-def status(config: Resolved, as_json: bool, watch: bool) -> None:
-    """Show what the gateway accepts, where requests go, and what waits.
-
-    If the gateway does not answer, show what that means for clients, and exit with code 3.
-    """
-    directory = os.path.abspath(config["dir"])
-    show_status(lambda: _look(directory), as_json=as_json, watch=watch)
-
-
-def _look(directory: str) -> Look:
+def _look(config: Resolved) -> Look:
     """The gateway's own status, or what is known without it.
 
     Raises:
         UnreachableError, WaitTimeoutError: no gateway was ever there.
     """
-    away: UnderstudyError | None = None
+    directory, away = os.path.abspath(config["dir"]), None
     try:
         document = ask_status(gateway_socket(directory), CONTROL)
     except (UnreachableError, WaitTimeoutError) as error:
@@ -114,6 +100,12 @@ def _look(directory: str) -> Look:
     return Look(document, render(document), away)
 
 
+add_status(
+    main,
+    _look,
+    "Show what the gateway accepts, where requests go, and what waits.\n\n"
+    "If the gateway does not answer, show what that means for clients, and exit with code 3.",
+)
 add_events(main, "gateway", gateway_socket, CONTROL)
 
 

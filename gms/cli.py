@@ -23,7 +23,7 @@ from gms.vmm.host import HostMemory
 from gms.vmm.interface import DeviceMemory
 from plumbing.errors import UnreachableError, UsageError
 from plumbing.pod import paths
-from plumbing.pod.cli import Look, json_flag, options, run_async, show_status, watch_flag
+from plumbing.pod.cli import Look, add_status, json_flag, options, run_async
 from plumbing.pod.models import device_of, model_names, place_of
 from plumbing.service.config import Option, Resolved, size_bytes, size_list
 from plumbing.service.hosts import http_options
@@ -229,24 +229,20 @@ def _memory(config: Resolved) -> tuple[DeviceMemory, int]:
     return cuda, min(wanted_bytes or cuda.capacity_bytes, cuda.capacity_bytes)
 
 
-@main.command()
-@options((paths.DIR,))
-@json_flag
-@watch_flag
-def status(config: Resolved, as_json: bool, watch: bool) -> None:
-    """Show what each device holds and who maps it.
-
-    If a device's server does not answer, show what its journal says, and exit with code 3.
-    """
-    show_status(lambda: _look(config["dir"]), as_json=as_json, watch=watch)
-
-
-def _look(directory: str) -> Look:
-    document = statuses.collect(directory)
+def _look(config: Resolved) -> Look:
+    document = statuses.collect(config["dir"])
     away = [each for each in document["devices"] if not each["online"]]
     reasons = "; ".join(f"{each['device_uuid']}: {each['reason']}" for each in away)
     offline = UnreachableError("gms.offline", f"no server answers for {reasons}") if away else None
     return Look(document, statuses.render(document), offline)
+
+
+add_status(
+    main,
+    _look,
+    "Show what each device holds and who maps it.\n\n"
+    "If a device's server does not answer, show what its journal says, and exit with code 3.",
+)
 
 
 @main.command()

@@ -16,12 +16,11 @@ from plumbing.pod.cli import (
     INTERRUPTED,
     Look,
     add_events,
+    add_status,
     ask_status,
     json_flag,
     options,
     run_async,
-    show_status,
-    watch_flag,
 )
 from plumbing.pod.models import ACTIVE, model_names
 from plumbing.pod.paths import DIR, lockserver_socket, runtime_dir
@@ -175,20 +174,7 @@ def certificates(config: Resolved, directory: str) -> None:
         click.echo(path)
 
 
-@main.command()
-@options((DIR,))
-@json_flag
-@watch_flag
-def status(config: Resolved, as_json: bool, watch: bool) -> None:
-    """Show who holds each lock and who waits for it.
-
-    If the server does not answer, show its state file, and exit with code 3.
-    """
-    directory = os.path.abspath(config["dir"])
-    show_status(lambda: _look(directory), as_json=as_json, watch=watch)
-
-
-def _look(directory: str) -> Look:
+def _look(config: Resolved) -> Look:
     """The server's own status, or what its state file tells.
 
     Raises:
@@ -197,6 +183,7 @@ def _look(directory: str) -> Look:
     from lockserver.status import offline, silent_server
     from lockserver.status_text import text_of
 
+    directory = os.path.abspath(config["dir"])
     try:
         found = ask_status(lockserver_socket(directory), CATALOGUE)
         return Look(found, text_of(found))
@@ -210,6 +197,12 @@ def _look(directory: str) -> Look:
         return Look(on_file, text_of(on_file), why)
 
 
+add_status(
+    main,
+    _look,
+    "Show who holds each lock and who waits for it.\n\n"
+    "If the server does not answer, show its state file, and exit with code 3.",
+)
 add_events(main, "lock server", lockserver_socket, CATALOGUE)
 
 

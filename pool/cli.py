@@ -16,13 +16,12 @@ from plumbing.errors import UnreachableError, UsageError
 from plumbing.pod.cli import (
     Look,
     add_events,
+    add_status,
     ask_status,
     json_flag,
     options,
     run_async,
-    show_status,
     until_interrupted,
-    watch_flag,
 )
 from plumbing.pod.paths import DIR, lockserver_socket, pool_socket
 from plumbing.service import log
@@ -63,21 +62,8 @@ def serve(config: Resolved) -> None:
     run_async(run)
 
 
-@main.command()
-@options((DIR,))
-@json_flag
-@watch_flag
-def status(config: Resolved, as_json: bool, watch: bool) -> None:
-    """Show each model's state, the requests that wait and the memory reserved on each device.
-
-    Exits with code 3 if the pool does not answer.
-    """
-    directory = os.path.abspath(config["dir"])
-    show_status(lambda: _look(directory), as_json=as_json, watch=watch)
-
-
-def _look(directory: str) -> Look:
-    document = _ask(directory)
+def _look(config: Resolved) -> Look:
+    document = _ask(os.path.abspath(config["dir"]))
     return Look(document, status_text.text_of(document))
 
 
@@ -88,6 +74,12 @@ def _ask(directory: str) -> dict[str, Any]:
         raise _no_pool(directory, error) from error
 
 
+add_status(
+    main,
+    _look,
+    "Show each model's state, the requests that wait and the memory reserved on each device.\n\n"
+    "Exits with code 3 if the pool does not answer.",
+)
 add_events(main, "pool", pool_socket, CATALOGUE)
 
 

@@ -193,6 +193,22 @@ def _watched(seen: Look) -> str:
     return f"{seen.text}\n{seen.offline.message}"
 
 
+def add_status(
+    main: click.Group,
+    look: Callable[[Resolved], Look],
+    about: str,
+    declared: Sequence[Option] = (DIR,),
+) -> None:
+    """Add the command `status` of a part, with this help."""
+
+    @main.command(help=about)
+    @options(declared)
+    @json_flag
+    @watch_flag
+    def status(config: Resolved, as_json: bool, watch: bool) -> None:
+        show_status(lambda: look(config), as_json=as_json, watch=watch)
+
+
 def show_event(record: dict[str, Any], *, as_json: bool) -> None:
     """Print one event on one line."""
     if as_json:
