@@ -12,19 +12,19 @@ from __future__ import annotations
 
 import secrets
 
-from lockserver.client.grants import NewestGrants
-from lockserver.messages import CATALOGUE, BorrowMsg, GrantedMsg, IdleMsg, ServiceMsg, YieldMsg
+from lockserver.client.grants import GrantsConnection
+from lockserver.messages import BorrowMsg, GrantedMsg, IdleMsg, ServiceMsg, YieldMsg
 from lockserver.messages import Stage as Stage
 from plumbing.errors import UnderstudyError
 from plumbing.pod.models import model_of
 from plumbing.service.clock import SystemClock
-from plumbing.wire.connection import Connection, KeptConnection
+from plumbing.wire.connection import Connection
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.messages import Message
 from plumbing.wire.sockets import no_descriptors
 
 
-class Borrower(KeptConnection):
+class Borrower(GrantsConnection):
     """Keeps one gateway's connection to the lock server. A subclass says what follows from what it
     hears, without blocking."""
 
@@ -35,12 +35,11 @@ class Borrower(KeptConnection):
             path: the lock server's Unix socket.
             gateway: this gateway's id, 16 hex digits; random unless given.
         """
-        super().__init__(path, CATALOGUE)
+        super().__init__(path)
         self.gateway = gateway or secrets.token_hex(8)
         self.stage = Stage.ASKS
         self._started_ms = SystemClock().now_ms()
         self._service: OwnedFd | None = None
-        self._grants = NewestGrants()
 
     # ------------------------------------------------------------------ what is heard
 
@@ -112,20 +111,13 @@ class Borrower(KeptConnection):
     def hear(self, message: Message, request_id: int) -> None:
         self.problem = None
         match message:
-            case GrantedMsg():
-                self._granted(message)
+            case GrantedMsg() if self.believes(message):
+                model = model_of(message.lock)
+                self.granted(model, message.engine, message.token, message.era)
             case IdleMsg():
                 self.idle(model_of(message.lock), message.reason, message.is_final)
             case YieldMsg():
                 self.must_yield()
-
-    def _granted(self, message: GrantedMsg) -> None:
-        refusal = self._grants.check(message)
-        if refusal is not None:
-            self.problem = refusal.message
-            self.refused(refusal, 0)
-            return
-        self.granted(model_of(message.lock), message.engine, message.token, message.era)
 
     def _lent(self, message: ServiceMsg, fds: list[OwnedFd]) -> None:
         """Keep a copy to hand back, and give one away."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from lockserver.client.grants import NewestGrants
+from lockserver.client.grants import GrantsConnection
 from lockserver.client.lease import DeadMan, LeaseWatch
 from lockserver.messages import (
     CATALOGUE,
@@ -32,7 +32,7 @@ from lockserver.messages import (
 )
 from plumbing.errors import UnderstudyError
 from plumbing.pod.models import ACTIVE, kind_of
-from plumbing.wire.connection import Connection, KeptConnection
+from plumbing.wire.connection import Connection
 from plumbing.wire.messages import Message
 from plumbing.wire.tcp_address import SCHEME, TcpAddress
 
@@ -45,7 +45,7 @@ TCP_CONNECT_DEADLINE_S = 1.5
 FENCED = frozenset({ACTIVE})  # the locks that no engine may act on once its lease has expired
 
 
-class LockClient(KeptConnection):
+class LockClient(GrantsConnection):
     """Keeps one supervisor's connection to the lock server. A subclass says what follows from what
     it hears, without blocking; `begin` and `lose` say when it is connected."""
 
@@ -69,7 +69,7 @@ class LockClient(KeptConnection):
         Raises:
             UnderstudyError: `lock.no_dead_man`: over TCP, and this process cannot have a timer.
         """
-        super().__init__(address, CATALOGUE)
+        super().__init__(address)
         self.engine = engine
         self.supervisor = supervisor or secrets.token_hex(8)
         self._security = security
@@ -80,7 +80,6 @@ class LockClient(KeptConnection):
         self._heartbeat_ms = heartbeat_ms
         # Without `progress`, which belongs to one sending.
         self._want = WantMsg(self.supervisor, engine, None, (), {})
-        self._grants = NewestGrants()
         self._progress = 0
 
     # ------------------------------------------------------------------ what is heard
@@ -143,7 +142,7 @@ class LockClient(KeptConnection):
 
     def era_of(self, lock: str, token: int) -> str:
         """The era of the newest grant of `lock` that was heard, if `token` is its token."""
-        grant = self._grants.newest(lock)
+        grant = self.newest.get(lock)
         return grant.era if grant is not None and grant.token == token else NO_ERA
 
     async def run(self) -> None:
@@ -203,7 +202,7 @@ class LockClient(KeptConnection):
         if self._lease is not None:
             self._lease.heard()
         match message:
-            case GrantedMsg():
+            case GrantedMsg() if self.believes(message):
                 self._granted(message)
             case StandbyMsg() if message.incarnation == self._want.incarnation:
                 self.standby(message)
@@ -220,11 +219,6 @@ class LockClient(KeptConnection):
 
     def _granted(self, message: GrantedMsg) -> None:
         """Report any grant that can be believed; act on our own only under a valid lease."""
-        refusal = self._grants.check(message)
-        if refusal is not None:
-            self.problem = refusal.message
-            self.refused(refusal, 0)
-            return
         is_own = message.incarnation == self._want.incarnation
         if is_own and message.token <= self._want.over.get(message.lock, 0):
             return  # sent before the server had heard of the hand-over

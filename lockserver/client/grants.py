@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-from lockserver.messages import NO_ERA, GrantedMsg
+from lockserver.messages import CATALOGUE, NO_ERA, GrantedMsg
 from plumbing.errors import UnderstudyError
+from plumbing.wire.connection import KeptConnection
 
 
-class NewestGrants:
-    """The newest grant of each lock. Tokens compare within an era only: a grant of another era, by
-    a server that has lost all of its state, replaces what was known."""
+class GrantsConnection(KeptConnection):
+    """A kept connection to the lock server, with the newest grant of each lock. Tokens compare
+    within an era only: a grant of another era, by a server that has lost all of its state, replaces
+    what was known."""
 
-    def __init__(self) -> None:
-        self._newest: dict[str, GrantedMsg] = {}
+    def __init__(self, address: str) -> None:
+        super().__init__(address, CATALOGUE)
+        self.newest: dict[str, GrantedMsg] = {}
 
-    def newest(self, lock: str) -> GrantedMsg | None:
-        """The newest grant of `lock` that was believed."""
-        return self._newest.get(lock)
-
-    def check(self, grant: GrantedMsg) -> UnderstudyError | None:
-        """Remember `grant`, or why it must not be believed."""
-        known = self._newest.get(grant.lock)
+    def believes(self, grant: GrantedMsg) -> bool:
+        """Remember `grant`. One that is older than what was heard is a refusal of the server."""
+        known = self.newest.get(grant.lock)
         is_comparable = known is not None and known.era == grant.era != NO_ERA
         if known is None or not is_comparable or grant.token >= known.token:
-            self._newest[grant.lock] = grant
-            return None
-        return UnderstudyError(
+            self.newest[grant.lock] = grant
+            return True
+        refusal = UnderstudyError(
             "lock.old_token",
             f"the lock server says that {grant.engine} holds {grant.lock} under token"
             f" {grant.token}, but {known.engine} has held it under token {known.token} of the same"
@@ -34,3 +33,6 @@ class NewestGrants:
             token=grant.token,
             known_token=known.token,
         )
+        self.problem = refusal.message
+        self.refused(refusal, 0)
+        return False
