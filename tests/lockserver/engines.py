@@ -75,8 +75,8 @@ class HearingClient(LockClient):
     def granted(self, lock: str, incarnation: str, token: int) -> None:
         self.told.append(("granted", (lock, incarnation, token)))
 
-    def service(self, lock: str, address: str) -> None:
-        self.told.append(("service", (lock, address)))
+    def service(self, address: str) -> None:
+        self.told.append(("service", address))
 
     def begin(self, conn: Connection) -> None:
         super().begin(conn)

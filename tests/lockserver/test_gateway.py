@@ -61,7 +61,7 @@ async def test_gateway_is_lent_the_socket_before_any_engine_exists_and_told_of_e
                 await other.granted()
                 now = ("engine-1", other.token(), era)
                 await auntil(lambda: {first.heard[-1], second.heard[-1]} == {now}, "the next")
-            assert holder.client.heard("service") == [("active", f"127.0.0.1:{port}")]
+            assert holder.client.heard("service") == [f"127.0.0.1:{port}"]
 
 
 async def test_gateway_hands_the_socket_back_to_a_restarted_server_and_no_connection_is_refused(
