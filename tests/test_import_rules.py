@@ -373,8 +373,8 @@ def test_the_package_alone_brings_what_it_imports_and_reads():
 
 # Lines of each package, at most; lowered after each step towards the budgets of `hack/volume.py`.
 LINES_MAX = {
-    "plumbing": 6_255,
-    "lockserver": 6_180,
+    "plumbing": 6_215,
+    "lockserver": 6_025,
     "gms": 8_655,
     "engine": 16_420,
     "gateway": 10_090,
