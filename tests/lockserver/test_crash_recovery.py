@@ -13,7 +13,8 @@ from collections.abc import Iterable
 
 import pytest
 
-from lockserver.state_file import FORMAT, SLOT_BYTES
+from lockserver.state_file import FORMAT
+from plumbing.service.files import SLOT_BYTES
 from tests.helpers import auntil, until
 from tests.lockserver.engines import Engine
 
