@@ -74,14 +74,24 @@ def _make_base(place: Path, mirror: str) -> None:
 
 
 def _fetch_packages(folder: Path) -> None:
-    """Download what the image gets from an index, and what its wheel is built with."""
+    """Download what the image gets from an index, and what its wheel is built with.
+
+    Raises:
+        RuntimeError: pip got none. It names a package that has no version, and not what is missing.
+    """
     document = tomllib.loads((ROOT / "pyproject.toml").read_text())
     project, build = document["project"], document["build-system"]["requires"]
     wanted = [*project["dependencies"], *build, "wheel"]
-    _run(
-        sys.executable, "-m", "pip", "download", "--quiet", f"--dest={folder}",
-        "--only-binary=:all:", f"--python-version={BASE_PYTHON}", *wanted,
-    )  # fmt: skip
+    try:
+        _run(
+            sys.executable, "-m", "pip", "download", "--quiet", f"--dest={folder}",
+            "--only-binary=:all:", f"--python-version={BASE_PYTHON}", *wanted,
+        )  # fmt: skip
+    except RuntimeError as error:
+        raise RuntimeError(
+            "the image needs packages from an index that pip can reach from here: set PIP_INDEX_URL"
+            f" (pypi.org by default), or PIP_FIND_LINKS to a folder: {error}"
+        ) from error
 
 
 def _run(*command: str, is_question: bool = False) -> subprocess.CompletedProcess[str]:
