@@ -33,7 +33,6 @@ in the same call. What a client was sent and what the journal has cannot differ.
 
 from __future__ import annotations
 
-import math
 import re
 from array import array
 from dataclasses import dataclass, field
@@ -175,7 +174,6 @@ class ClientRequest:
     order_key: tuple[float, int] = field(init=False)  # the smallest of a queue is sent first
     # In a pool:
     priority: int = 0
-    wait_ms: float = math.inf  # for its model, if nothing was sent
     was_requeued: bool = False  # it was sent, and its model had to yield before it was answered
 
     def __post_init__(self) -> None:

@@ -18,7 +18,6 @@ A lane of a pool gets its rules beside the gateway's own events.
 
 from __future__ import annotations
 
-import math
 from enum import StrEnum
 
 import msgspec
@@ -74,8 +73,7 @@ class GatewayEvent(msgspec.Struct, frozen=True):
 
 class RequestCame(GatewayEvent, frozen=True):
     """A client's request has been read whole. What follows `is_stream` counts in a pool only:
-    `wait_ms`: how long it may wait at most for its model; `keep_alive_ms`: how long the model shall
-    stay awake after it, None: as it is set."""
+    `keep_alive_ms`: how long the model shall stay awake after it, None: as it is set."""
 
     request: int
     path: str  # without the query
@@ -84,7 +82,6 @@ class RequestCame(GatewayEvent, frozen=True):
     is_stream: bool  # the body wants a stream
     model: str = ""
     priority: int | None = None  # lower is sooner; None: its model's own
-    wait_ms: float = math.inf
     keep_alive_ms: float | None = None
     # A front's request: its answer is passed on as it comes, and the front resumes it. The
     # continuation id of the engine that it was begun by, "" if it has no journal.

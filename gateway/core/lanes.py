@@ -103,12 +103,6 @@ class Lane(Gateway):
             for each in self.queue.waiting.values()
         )
 
-    def expected_wait_ms(self, now_ms: float) -> float | None:
-        """Until the model is awake, as far as is known."""
-        if not isinstance(self.door, ShutDoor):
-            return 0.0 if isinstance(self.door, OpenDoor) else None
-        return None if self._expected_ms is None else max(0.0, self._expected_ms - now_ms)
-
     def demand(self, now_ms: float) -> ModelDemand:
         """All that the pool needs to know."""
         is_busy = bool(self.requests)
@@ -163,9 +157,6 @@ class Lane(Gateway):
         if request is None:
             return
         request.priority = priority = self.lane_rules.priority_for(came.priority)
-        request.wait_ms = min(came.wait_ms, self.lane_rules.wait_ms)
-        if request.is_resumed_by_front:
-            request.wait_ms = self.rules.park_timeout_ms
         request.order_key = (now_ms + priority * self.lane_rules.starve_after_ms, came.request)
         why = self._refusal(request)
         if why is not None:
@@ -193,19 +184,16 @@ class Lane(Gateway):
             return failure("pool.queue_full", why=why)
         if self._is_full():
             return failure("pool.queue_full", why="the queue of the whole pool is full")
-        return self._no_engine if self._is_hopeless(request) else None
-
-    def _is_hopeless(self, request: ClientRequest) -> bool:
-        """Whether its model will not be awake by its deadline, as far as is known."""
-        is_shut = isinstance(self.door, ShutDoor) and self._expected_ms is not None
-        return is_shut and (self._expected_ms or 0.0) > request.waits_since_ms + request.wait_ms
+        return None
 
     @property
     def _has_room(self) -> bool:
         return self.in_flight < (self.lane_rules.max_in_flight or MAX_IN_FLIGHT)
 
     def _is_overdue(self, request: ClientRequest, now_ms: float) -> bool:
-        return now_ms - request.waits_since_ms >= request.wait_ms
+        park_ms, wait_ms = self.rules.park_timeout_ms, self.lane_rules.wait_ms
+        limit_ms = park_ms if request.is_resumed_by_front else wait_ms
+        return now_ms - request.waits_since_ms >= limit_ms
 
     @property
     def waits_for(self) -> str:
@@ -217,7 +205,8 @@ class Lane(Gateway):
     def _no_engine(self) -> Failure:
         if not self.waits_for:
             return failure("pool.busy", model=self.model, in_flight=self.in_flight)
-        wait_s = math.ceil((self.expected_wait_ms(self._now_ms) or 0.0) / 1000)
+        expected_ms = self._expected_ms if isinstance(self.door, ShutDoor) else None
+        wait_s = 0 if expected_ms is None else math.ceil((expected_ms - self._now_ms) / 1000)
         words = {"model": self.model, "why": self.waits_for}
         return failure("pool.not_awake", retry_s=max(RETRY_AFTER_S, wait_s), **words)
 
@@ -257,9 +246,6 @@ class Lane(Gateway):
             self._yield(now_ms)
         if door.running is Running.CUT:
             self._cut(door)
-        for request in list(self.queue.waiting.values()):
-            if request.state is RequestState.WAITING and self._is_hopeless(request):
-                self.fail(request, self._no_engine)
 
     def _may_yield(self, request: ClientRequest) -> bool:
         """Whether its engine may be left now without harm to it."""

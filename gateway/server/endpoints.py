@@ -65,7 +65,6 @@ QUOTED_CHARS_MAX = 64  # of a name that a client has sent
 T = TypeVar("T")
 PRIORITY_MAX = 1000  # either way
 FOREVER_S = 10**12
-_WAIT = re.compile(r"(?:^|[,;\s])wait\s*=\s*\"?(\d{1,9})", re.IGNORECASE)  # RFC 7240
 
 
 class BadWish(ValueError):
@@ -78,11 +77,10 @@ class BadWish(ValueError):
 
 
 class Wishes(Struct, frozen=True):
-    """For which model, how soon, for how long to wait, and to keep it awake afterwards."""
+    """For which model, how soon, and for how long to keep it awake afterwards."""
 
     model: str
     priority: int | None = None
-    wait_ms: float = math.inf
     keep_alive_ms: float | None = None
 
 
@@ -129,12 +127,6 @@ def keep_alive_ms(said: object) -> float | None:
     if isinstance(said, int | float) and not isinstance(said, bool):
         return math.inf if said < 0 else min(said, FOREVER_S) * 1000.0
     raise BadWish("keep_alive", 'seconds, a duration such as "5m", 0, or -1 for ever')
-
-
-def wait_ms(prefer: str) -> float:
-    """What `Prefer: wait=20` allows."""
-    found = _WAIT.search(prefer)
-    return math.inf if found is None else int(found[1]) * 1000.0
 
 
 NO_WISHES = Wishes("")
@@ -302,7 +294,6 @@ class Endpoints:
                     _wish(members.priority),
                     _text(said.get(b"x-understudy-priority")),
                 ),
-                wait_ms(said.get(b"prefer", b"").decode(errors="replace")),
                 first_of(
                     keep_alive_ms,
                     _wish(members.keep_alive),

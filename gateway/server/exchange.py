@@ -296,7 +296,6 @@ class GatewayExchange:
                 request.wants_stream,
                 wishes.model,
                 wishes.priority,
-                wishes.wait_ms,
                 wishes.keep_alive_ms,
                 request.passing,
                 request.journal_tokens,

@@ -59,7 +59,7 @@ SANE_ID = re.compile(rb"[!-~]{1,%d}" % ID_CHARS_MAX)
 WISHES = frozenset(
     {
         *(b"x-understudy-model", b"x-understudy-priority", b"x-understudy-keep-alive"),
-        *(b"prefer", b"x-session-id"),
+        b"x-session-id",
     }
 )
 

@@ -62,7 +62,7 @@ class LanesPod(Pod):
     # ---- requests
 
     def ask(self, kind: str = "chat", max_tokens: int = 24, model: str = "a", **more) -> Client:
-        self.wishes = {name: more.pop(name) for name in ("priority", "wait_ms") if name in more}
+        self.wishes = {name: more.pop(name) for name in ("priority",) if name in more}
         self.model_of[len(self.clients) + 1] = self.models[model]
         return super().ask(kind, max_tokens, **more)
 

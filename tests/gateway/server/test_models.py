@@ -143,9 +143,10 @@ async def test_what_names_no_model_or_wishes_what_nobody_can_read_is_refused_wit
     assert models.engines["chat"].requests == []
 
 
-@models_scene(lanes={**LANES, "coder": LaneRules(queue_max=1)})
+@models_scene(lanes={"chat": LaneRules(wait_ms=0.0), "coder": LaneRules(queue_max=1)})
 async def test_a_deadline_and_a_full_queue(models):
-    late = await models.bench.once(CHAT, body("coder"), Prefer="wait=0")
+    models.set("chat", shut(Running.FINISH))
+    late = await models.bench.once(CHAT, body("chat"))
     assert (late.status, late.error()["code"]) == (503, "pool.not_awake")
     assert late.headers["retry-after"] == "1"
     waiting = await models.bench.client()
@@ -188,10 +189,10 @@ async def test_models_say_what_they_are(models):
     assert models.engines["chat"].requests == []
 
 
-@models_scene()
+@models_scene(lanes={**LANES, "coder": LaneRules(wait_ms=0.0)})
 async def test_what_becomes_of_each_request_is_counted_by_model(models):
-    """Method: one that yields is sent again and answered; one waits in vain; of one the client
-    leaves."""
+    """Method: one that yields is sent again and answered; of one the client leaves while it waits;
+    one waits in vain."""
     chat, bench = models.engines["chat"], models.bench
 
     async def silence(request: object, reply: object) -> None:
@@ -201,19 +202,19 @@ async def test_what_becomes_of_each_request_is_counted_by_model(models):
     asked = asyncio.ensure_future(bench.once("/v1/embeddings", body()))
     await auntil(lambda: chat.requests, "the request to be asked")
     await models.turn("chat", "coder")
-    await bench.once(CHAT, body("chat"), Prefer="wait=0")
+    waiting = await bench.client()
+    waiting.ask(CHAT, body("chat"))
+    await auntil(lambda: len(models.demand("chat").tickets) == 2, "the request to wait")
+    waiting.close()
+    await auntil(lambda: len(models.demand("chat").tickets) == 1, "its client to be missed")
     del chat.routes["/v1/embeddings"]
     await models.turn("coder", "chat")
     assert (await asked).status == 200
-    waiting = await bench.client()
-    waiting.ask(CHAT, body("coder"))
-    await auntil(lambda: models.demand("coder").tickets, "the request to wait")
-    waiting.close()
-    await auntil(lambda: not models.demand("coder").tickets, "its client to be missed")
+    await bench.once(CHAT, body("coder"))
     assert bench.exchange.accounts.models == {
-        ("chat", PoolOutcome.EXPIRED): 1,
+        ("chat", PoolOutcome.CANCELLED): 1,
         ("chat", PoolOutcome.ANSWERED): 1,
-        ("coder", PoolOutcome.CANCELLED): 1,
+        ("coder", PoolOutcome.EXPIRED): 1,
     }
 
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from gateway.server.endpoints import BadWish, Router, first_of, keep_alive_ms, priority, wait_ms
+from gateway.server.endpoints import BadWish, Router, first_of, keep_alive_ms, priority
 from gateway.server.requests import model_in_path
 
 
@@ -28,7 +28,7 @@ def test_a_path_names_a_model():
         assert model_in_path(other) == ("", other)
 
 
-def test_wishes_are_read_as_ollama_and_rfc_7240_write_them():
+def test_wishes_are_read_as_ollama_writes_them():
     """Method: a number is in seconds, less than nothing is for ever; the first that is there
     counts."""
     wanted = {0: 0.0, "1.5h": 5.4e6, "250ms": 250.0, 90: 9e4, " 0 ": 0.0, "-0": 0.0}
@@ -45,8 +45,6 @@ def test_wishes_are_read_as_ollama_and_rfc_7240_write_them():
         1000,
     ]
     assert first_of(priority, None, None) is None
-    assert wait_ms('respond-async, Wait = "7"; x=1') == 7_000.0
-    assert {wait_ms(other) for other in ("", "await=5", "wait=soon")} == {math.inf}
 
 
 @pytest.mark.parametrize("read", [keep_alive_ms, priority])
