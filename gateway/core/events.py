@@ -18,6 +18,7 @@ A lane of a pool gets its rules beside the gateway's own events.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
 
 import msgspec
@@ -325,30 +326,13 @@ class ContinuationLost(GatewayRecord, frozen=True):
     reason: str
 
 
-class SuspectFound(GatewayRecord, frozen=True):
-    """The request was in the engine at `deaths` deaths without progress in between."""
+class Told(GatewayRecord, frozen=True):
+    """A line for the event log, `gateway.KIND`. `data`: what it is about, without users' text."""
 
-    request: int
-    deaths: int
-
-
-class PodChanged(GatewayRecord, frozen=True):
-    """The state of a pod is another one (`pods.PodState`). `cause`: not "" if all answers that it
-    had under way broke off: `gone`, `restarted` (another incarnation is there), `silent`."""
-
-    pod: str
-    address: str
-    old: str
-    state: str
-    cause: str = ""
-
-
-class ReplayDiffered(GatewayRecord, frozen=True):
-    """A pod of the same continuation id played another answer."""
-
-    request: int
-    pod: str
-    why: str
+    kind: str
+    message: str
+    severity: str = "info"
+    data: Mapping[str, object] = {}
 
 
 # An engine's batch, as vLLM's on small GPUs. What is sent beyond it waits inside of the engine,

@@ -62,6 +62,7 @@ AHEAD_TOKENS = 24  # a pod computes ahead if it lacks so many tokens of a stream
 AHEAD_TIMES = 3  # for one stream, which grows meanwhile
 AHEAD_MS = 10_000.0  # each time; a longer prefill is not waited for
 STALL_MS = 200.0  # this process did not run for so long: no pod was silent meanwhile
+BAD_STATES = (PodState.NO_ENGINE, PodState.SILENT, PodState.GONE)
 LOSSES = ("gone", "restarted", "silent")
 MOVES = ("gone", "no_engine", "silent", "leaving", "differed", "refused")
 # They say nothing against the request; those with a wrong token were in no engine of the right one.
@@ -167,7 +168,13 @@ class Fleet(Gateway):
             pod.shown, pod.shown_since_ms = state, self._now_ms
         elif not cause:
             return
-        self.outbox.append(ev.PodChanged(pod.name, pod.address, old, state, cause))
+        where = f"{pod.name} at {pod.address}"
+        message = f"{where} is {state}, was {old}"
+        if cause:
+            message = f"{where} is lost ({cause}): its streams go on at other pods"
+        severity = "warning" if cause or state in BAD_STATES else "info"
+        data = {"pod": pod.name, "address": pod.address, "cause": cause or None}
+        self.outbox.append(ev.Told("pod", message, severity, {**data, "state": state, "old": old}))
 
     # ------------------------------------------------------------------ whose turn it is, and where
 
@@ -335,7 +342,12 @@ class Fleet(Gateway):
         sent, attempt = self._sent[request.number], request.attempt
         assert attempt is not None
         sent.pod.suspended_ms = self._now_ms + SUSPENDED_MS
-        self.outbox.append(ev.ReplayDiffered(request.number, sent.pod.name, why))
+        message = (
+            f"{sent.pod.name} replayed another answer ({why}), with equal weights and settings by"
+            " its continuation id; it resumes no stream for ten minutes"
+        )
+        data = {"request": request.number, "pod": sent.pod.name}
+        self.outbox.append(ev.Told("replay_differed", message, "error", data))
         others = (pod for pod in self.pods.values() if pod is not sent.pod and not pod.is_gone)
         if sent.differed or not any(others):
             super().mismatched(request, why)

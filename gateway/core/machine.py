@@ -394,7 +394,12 @@ class Gateway:
                 self.queue.clear_waiting(request)
             self.fail(request, failure("gateway.suspect", deaths=request.deaths))
         else:
-            self.outbox.append(ev.SuspectFound(request.number, request.deaths))
+            message = (
+                f"a request was in flight in {request.deaths} engines that died, without progress"
+                " between; the gateway resumes it last and alone"
+            )
+            data = {"request": request.number, "deaths": request.deaths}
+            self.outbox.append(ev.Told("suspect", message, "warning", data))
 
     def _greet(self) -> None:
         self.outbox.append(self.target.greet(next(self.shared.numbers)))

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from gateway.core.events import DoorSet
+from gateway.core.events import DoorSet, Told
 from gateway.core.machine import NEVER_MS
 from plumbing.pod.messages import EngineReportMsg, Tier
 from plumbing.text import duration
@@ -39,16 +39,7 @@ class SendGoal(Struct, frozen=True):
     goal: Tier
 
 
-class SleepTold(Struct, frozen=True):
-    """For the event log. `woken_ms`: the engine is awake, so long after it was sent the goal."""
-
-    kind: str
-    message: str
-    severity: str = "info"
-    woken_ms: float | None = None
-
-
-Effects = list[SendGoal | SleepTold | DoorSet]  # what the shell does, in the order given
+Effects = list[SendGoal | Told | DoorSet]  # what the shell does, in the order given
 
 # The states of an engine that holds the lock; first those in which it must get no request.
 WAY_DOWN = frozenset({"draining", "releasing", "resting"})
@@ -106,7 +97,7 @@ class SleepDoor:
         if self._woken_ms is not None and is_awake:
             woken_ms = now_ms - self._woken_ms
             message = f"{self.engine} is awake after {duration(woken_ms)}"
-            self._out.append(SleepTold("woken", message, woken_ms=woken_ms))
+            self._out.append(Told("woken", message, data={"duration_ms": round(woken_ms, 1)}))
             self._woken_ms = None
         return self._follow()
 
@@ -120,7 +111,7 @@ class SleepDoor:
         """It does not take the goal, and says why."""
         self.pending_goal, self.awake_since_ms = None, now_ms
         message = f"{self.engine} refuses the goal: {reason}"
-        self._out.append(SleepTold("goal_refused", message, "warning"))
+        self._out.append(Told("goal_refused", message, "warning"))
         return self._follow()
 
     def load(self, wanting: int, quiet_ms: float, now_ms: float) -> Effects:
@@ -143,14 +134,14 @@ class SleepDoor:
         if is_awake and now_ms >= sleeps_at_ms(last_request_ms, self.awake_since_ms, keep_alive_ms):
             quiet = duration(now_ms - max(last_request_ms, self.awake_since_ms))
             message = f"no request for {quiet}: putting {self.engine} to sleep"
-            self._out.append(SleepTold("sleep", message))
+            self._out.append(Told("sleep", message))
             self._send(Tier.WARM)
 
     def _wake(self, now_ms: float) -> None:
         if self.rules.wakes_on_request:
             many = self._wanting > 1
             waiting = f"{self._wanting} requests wait" if many else "a request waits"
-            self._out.append(SleepTold("wake", f"{waiting}: waking {self.engine}"))
+            self._out.append(Told("wake", f"{waiting}: waking {self.engine}"))
             self._woken_ms = now_ms
             self._send(Tier.AWAKE)
 

@@ -18,14 +18,11 @@ from gateway.core.events import (
     Ending,
     GatewayEffect,
     GatewayRecord,
-    PodChanged,
-    ReplayDiffered,
     RequestEnded,
     StreamPaused,
     StreamResumed,
-    SuspectFound,
+    Told,
 )
-from gateway.core.pods import PodState
 from gateway.server.requests import HttpRequest
 from plumbing.gateway_protocol import Continuation
 from plumbing.service.metrics import Tally
@@ -48,9 +45,6 @@ POOL_LIMITS = ("pool.queue_full", "pool.not_awake", "pool.busy", "pool.cut")
 # A pause is 20 ms with the reference engine, some hundred with vLLM, and a relaunch takes minutes.
 PAUSE_BUCKETS_S = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
 ADDED_BUCKETS_S = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.2, 1.0)
-
-
-BAD_STATES = (PodState.NO_ENGINE, PodState.SILENT, PodState.GONE)
 
 
 class PoolOutcome(StrEnum):
@@ -92,7 +86,7 @@ class Accounts:
         self.paused: Counter[str] = Counter()  # how often a stream was, by cause
         self.resumed = 0
         self.continuations_lost = 0  # streams that could be continued at first, and no longer
-        self.replays_differed = 0  # of pods of a fleet
+        self.told: Counter[str] = Counter()  # lines of the event log that the core wrote, by kind
         self._tell_of = tell
         self._has_access_log = has_access_log
         self._untold: list[GatewayEffect] = []  # what `tell` makes one event of, with its like
@@ -110,37 +104,9 @@ class Accounts:
             case ContinuationLost():
                 self.continuations_lost += 1
                 self._untold.append(record)
-            case SuspectFound():
-                self._tell(
-                    "suspect",
-                    f"a request was in flight in {record.deaths} engines that died, without "
-                    "progress between; the gateway resumes it last and alone",
-                    "warning",
-                    request=record.request,
-                    deaths=record.deaths,
-                )
-            case PodChanged():
-                self._pod_changed(record)
-            case ReplayDiffered():
-                self.replays_differed += 1
-                self._tell(
-                    "replay_differed",
-                    f"{record.pod} replayed another answer ({record.why}), with equal weights and"
-                    " settings by its continuation id; it resumes no stream for ten minutes",
-                    "error",
-                    request=record.request,
-                    pod=record.pod,
-                )
-
-    def _pod_changed(self, record: PodChanged) -> None:
-        where = f"{record.pod} at {record.address}"
-        message = f"{where} is {record.state}, was {record.old}"
-        if record.cause:
-            message = f"{where} is lost ({record.cause}): its streams go on at other pods"
-        is_bad = record.cause or record.state in BAD_STATES
-        data = {"pod": record.pod, "address": record.address, "cause": record.cause or None}
-        severity = "warning" if is_bad else "info"
-        self._tell("pod", message, severity, **data, state=record.state, old=record.old)
+            case Told(kind, message, severity, data):
+                self.told[kind] += 1
+                self._tell(kind, message, severity, **data)
 
     def ended(self, request: HttpRequest, record: RequestEnded, now_ms: float) -> None:
         """`request` is over."""

@@ -16,8 +16,8 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable
 
-from gateway.core.events import DoorSet, EngineGranted, NobodyGranted
-from gateway.core.sleep_door import Effects, SendGoal, SleepDoor, SleepTold
+from gateway.core.events import DoorSet, EngineGranted, NobodyGranted, Told
+from gateway.core.sleep_door import Effects, SendGoal, SleepDoor
 from gateway.server.exchange import GatewayExchange
 from gateway.server.settings import GatewaySettings
 from lockserver.client.borrower import Borrower
@@ -242,12 +242,10 @@ class GatewayEngineLink(KeptLink):
                 case SendGoal():
                     self.goals[effect.goal] += 1
                     self._ask(SetGoalMsg(effect.goal, BY))
-                case SleepTold(kind, message, severity, woken_ms):
-                    data: dict[str, object] = {"engine_id": self.core.engine}
-                    data["token"] = self.core.token
-                    if woken_ms is not None:
+                case Told(kind, message, severity, about):
+                    if isinstance(woken_ms := about.get("duration_ms"), float):
                         self.wakes.observe(woken_ms / 1000)
-                        data["duration_ms"] = round(woken_ms, 1)
+                    data = {"engine_id": self.core.engine, "token": self.core.token, **about}
                     self._log.record(f"gateway.{kind}", message, severity, data)
 
 

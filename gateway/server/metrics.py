@@ -141,7 +141,7 @@ class OfFront(_GatewayMetrics):
         text = "Streams that went on at another pod, by cause."
         self.by(fleet.moves, "moves_total", text, "cause", MOVES)
         text = "Replays at another pod that were not what the client had, and were not sent."
-        self.count("replays_differed_total", text, self.exchange.accounts.replays_differed)
+        self.count("replays_differed_total", text, self.exchange.accounts.told["replay_differed"])
         text = "Requests by why they got their pod: first by prefix, load bound, less load."
         self.by(fleet.choices, "choices_total", text, "by", Choice)
 

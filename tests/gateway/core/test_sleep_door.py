@@ -122,7 +122,7 @@ def test_a_request_wakes_an_engine_once_wherever_it_is_on_its_way_down(state: st
     assert not table.is_shut
     table.now_ms += 20.0
     (told,) = table.said("active", Tier.AWAKE)
-    assert (told.kind, told.woken_ms) == ("woken", 20.0)
+    assert (told.kind, told.data) == ("woken", {"duration_ms": 20.0})
     table.said("draining", Tier.WARM)  # by order: who waited before is served
     assert goals(table.load()) == []
 

@@ -307,7 +307,9 @@ class World(Shell):
                     request = self.fleet.requests.get(effect.request)
                     is_taken = request is None or request.attempt is not None
                     differs = any(
-                        isinstance(each, ev.ReplayDiffered) and each.request == effect.request
+                        isinstance(each, ev.Told)
+                        and each.kind == "replay_differed"
+                        and each.data["request"] == effect.request
                         for each in effects
                     )
                     assert is_taken or differs, "F5: dropped for silence without a taker"
