@@ -34,7 +34,7 @@ from understudy.drill.run import Drill, DrillPlan
 from understudy.pod.ports import free_pod_ports
 from understudy.pod.runner import PodRunner
 from understudy.pod.table import LocalPod
-from understudy.status.gather import engine_parts, gather, lockserver_part, memory_parts, status_of
+from understudy.status.gather import engine_parts, gather, memory_parts, part_of, status_of
 from understudy.up.models import ONE_THREAD, make_random_model
 
 WHOLE_DEADLINE_S = 60.0
@@ -113,7 +113,7 @@ class Pod:
 
     async def lock(self) -> Mapping[str, Any]:
         """The status of `active` from the lock server; {} while it does not answer."""
-        document = await status_of(lockserver_part(self.directory))
+        document = await status_of(part_of(self.directory, "lockserver"))
         return document.get("locks", {}).get("active", {})
 
     def pid(self, container: str) -> int:

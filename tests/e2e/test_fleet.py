@@ -30,7 +30,7 @@ from understudy.drill.outcomes import classify
 from understudy.drill.records import Outcome, Prompt
 from understudy.pod.ports import free_offset
 from understudy.schema import FrontView
-from understudy.status.gather import gateway_part, status_of
+from understudy.status.gather import part_of, status_of
 from understudy.up.models import make_random_model
 
 WAIT_S = 300.0
@@ -109,7 +109,7 @@ async def test_streams_of_two_models_go_on_when_a_pod_with_both_is_killed(tmp_pa
     answers, stopping, expected = [], asyncio.Event(), {}
     with fleet_up(base, f"--pool={file}", f"--device-bytes={DEVICE_BYTES}") as fleet:
         address = urlsplit(fleet.url).netloc
-        target, front = inside_target(address), gateway_part(fleet.directory)
+        target, front = inside_target(address), part_of(fleet.directory, "gateway")
 
         async def pods() -> dict[str, Any]:
             """By name, once both take requests."""

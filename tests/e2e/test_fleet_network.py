@@ -27,7 +27,7 @@ from understudy.drill.outcomes import classify
 from understudy.drill.records import Exchange, Outcome, Prompt
 from understudy.pod.runner import PodRunner
 from understudy.pod.table import INIT, Container, program
-from understudy.status.gather import gateway_part, status_of
+from understudy.status.gather import part_of, status_of
 
 AWAY_MS = 3_000.0  # longer than it takes to call a pod silent
 PODS = 2
@@ -169,7 +169,7 @@ class NetworkFleet:
             async with asyncio.timeout(deadline_s):
                 while len(pods) < len(self.namespaces) or not look(pods):
                     await asyncio.sleep(POLL_S)
-                    document = await status_of(gateway_part(self.directory))
+                    document = await status_of(part_of(self.directory, "gateway"))
                     pods = {str(each["name"]): each for each in document.get("pods", ())}
         except TimeoutError:
             raise AssertionError(f"not {what}: {pods}") from None

@@ -19,7 +19,7 @@ from plumbing.pod.observers import ask
 from plumbing.wire.messages import Catalogue
 from tests.e2e.pods import BIN, ENVIRONMENT, Pod, in_pod
 from tests.e2e.processes import Processes, kill
-from understudy.status.gather import lockserver_part, status_of
+from understudy.status.gather import part_of, status_of
 
 
 @in_pod
@@ -103,7 +103,7 @@ async def test_stopped_holder_is_not_replaced_by_a_restarted_lock_server(pod: Po
     before = await pod.whole()
     incarnation = (await pod.engine(before.engine))["engine"]["incarnation"]
     # One number per grant, of any lock.
-    granted = (await status_of(lockserver_part(pod.directory)))["token"]
+    granted = (await status_of(part_of(pod.directory, "lockserver")))["token"]
     tree = pod.tree(before.engine)
     with Processes(tree) as holder:
         async with pod.load() as load:
@@ -119,7 +119,7 @@ async def test_stopped_holder_is_not_replaced_by_a_restarted_lock_server(pod: Po
                 after = await pod.whole()
             assert not grants.made
             assert (after.engine, after.token) == (before.engine, before.token)
-            assert (await status_of(lockserver_part(pod.directory)))["token"] == granted
+            assert (await status_of(part_of(pod.directory, "lockserver")))["token"] == granted
             load.lost_nothing(before.token)
             assert (await pod.engine(before.engine))["engine"]["incarnation"] == incarnation
 
@@ -129,7 +129,11 @@ async def check_no_grant(pod: Pod, granted: int, tree: list[int]) -> None:
     another engine in the queue."""
 
     async def overdue():
-        lock = (await status_of(lockserver_part(pod.directory))).get("locks", {}).get("active", {})
+        lock = (
+            (await status_of(part_of(pod.directory, "lockserver")))
+            .get("locks", {})
+            .get("active", {})
+        )
         return lock if lock and lock["holder"]["unresponsive"] and lock["waiters"] else None
 
     while (lock := await overdue()) is None:
@@ -139,7 +143,7 @@ async def check_no_grant(pod: Pod, granted: int, tree: list[int]) -> None:
     assert {each["pid"] for each in lock["waiting_for"]} == backend
     assert all(f"pid {pid} (" in lock["problem"] for pid in backend)
     for _ in range(STATUS_ASKED):
-        document = await status_of(lockserver_part(pod.directory))
+        document = await status_of(part_of(pod.directory, "lockserver"))
         assert document["token"] == granted
         assert document["locks"]["active"]["state"] == "recovering"
         assert [each["engine"] for each in document["locks"]["active"]["waiters"]]

@@ -25,7 +25,7 @@ from understudy.drill.killer import (
     find_part,
     hold,
     kill_part,
-    service_of_front,
+    service_of,
     signal_all,
     strike,
     wait_back,
@@ -40,7 +40,7 @@ from understudy.drill.targets import FRONT, GATEWAY, LEAVE, PARTS, POD, STOPPED_
 from understudy.host import output_of
 from understudy.pod.runner import PodRunner
 from understudy.pod.table import pod_name, program
-from understudy.status.gather import engine_parts, gateway_part, status_of
+from understudy.status.gather import engine_parts, part_of, status_of
 
 LOOK_S = 0.05  # between two looks at what the front says of its pods
 SEEN_DEADLINE_S = 10.0  # silence is one second
@@ -75,7 +75,7 @@ class FleetDrill(Drill):
         backend = (await status_of(engines[0])).get("backend") or {}
         self.backend = backend.get("name")
         self._targets = self._targets or fleet_targets(self.backend)
-        address = service_of_front(await status_of(gateway_part(self.directory)))
+        address = service_of(await status_of(part_of(self.directory, "gateway")))
         target = inside_target(address)
         model = await model_name(target)
         bank = bank_of(self.backend, model)
@@ -98,7 +98,7 @@ class FleetDrill(Drill):
 
     async def _look(self) -> None:
         """Note what the front says of its pods in `records` as it changes."""
-        document = await status_of(gateway_part(self.directory))
+        document = await status_of(part_of(self.directory, "gateway"))
         self._pods = {str(each["name"]): each for each in document.get("pods") or ()}
         states = {name: self._state(name) for name in self.records.pods}
         states[FRONT] = GONE if "error" in document else READY

@@ -45,13 +45,12 @@ from understudy.drill.targets import (
 )
 from understudy.host import read
 from understudy.status.gather import (
+    SINGLE,
     PodPart,
-    gateway_part,
     gather,
-    lockserver_part,
     memory_parts,
+    part_of,
     pids_of,
-    pool_part,
     status_of,
 )
 from understudy.status.view import PARKED, is_open, memory_faults
@@ -63,7 +62,6 @@ SAID_EVERY_S = 10.0  # most waits are shorter; longer ones are explained
 POLL_S = 0.01
 BACK_DEADLINE_S = 90.0  # a container restarts within seconds; its runner may back off
 FIRST = 1  # pid 1 ignores SIGKILL and SIGSTOP from its own namespace
-SINGLE = {LOCKSERVER: lockserver_part, GATEWAY: gateway_part, POOL: pool_part}
 COPIES = "OFFLOAD-"  # the places of host copies, which a server of their own serves
 
 clock = SystemClock()
@@ -147,15 +145,11 @@ def whole_of(view: dict[str, Any]) -> Whole | None:
     return None
 
 
-def service_of(lockserver: Mapping[str, Any]) -> str:
-    """The address for the pod's requests, from the lock server's status; empty if unknown."""
-    service = (lockserver.get("service") or {}).get("active") or {}
-    return str(service.get("address") or "")
-
-
-def service_of_front(front: Mapping[str, Any]) -> str:
-    """The same of a fleet, from the status of its front."""
-    return str((front.get("service") or {}).get("address") or "")
+def service_of(document: Mapping[str, Any]) -> str:
+    """The address for requests, from the status of the lock server or of a front; empty if
+    unknown."""
+    service = document.get("service") or {}
+    return str((service.get("active") or service).get("address") or "")
 
 
 # ------------------------------------------------------------------ processes of engines
@@ -275,7 +269,7 @@ async def find_part(
     """
     device, pid = "", None
     if target in SINGLE:
-        pid = (await pids_of([SINGLE[target](directory)])).get(target)
+        pid = (await pids_of([part_of(directory, target)])).get(target)
     else:
         places = (await pids_of(memory_parts(directory))).items()
         servers = {pid: place for place, pid in places if not place.startswith(COPIES)}
@@ -337,7 +331,7 @@ async def wait_back(
 async def missing_of(directory: Path, victim: HeldPart) -> str | None:
     """What a killed part, all of whose processes are gone, lacks until it works again."""
     if victim.target in SINGLE:
-        said = await status_of(SINGLE[victim.target](directory))
+        said = await status_of(part_of(directory, victim.target))
         is_back = {
             LOCKSERVER: "error" not in said,
             GATEWAY: said.get("accepting"),

@@ -63,8 +63,7 @@ from understudy.pod.runner import PodRunner
 from understudy.status.gather import (
     engine_parts,
     gather,
-    lockserver_part,
-    pool_part,
+    part_of,
     status_of,
 )
 
@@ -194,7 +193,7 @@ class Drill:
 
         failed = "the pool was not ready"
         await wait_for(look, START_DEADLINE_S, "drill.not_up", failed, poll_s=WHOLE_POLL_S)
-        target = inside_target(service_of(await status_of(lockserver_part(self.directory))))
+        target = inside_target(service_of(await status_of(part_of(self.directory, "lockserver"))))
         # The reference backend computes each request alike, whatever runs beside it.
         at_once = 1 if self.backend == "vllm" else LEARNED_AT_ONCE
         for model in self._models:
@@ -377,7 +376,7 @@ class Drill:
         if model is None:
             return None
         engines = self._models[model]
-        locks = (await status_of(lockserver_part(self.directory))).get("locks") or {}
+        locks = (await status_of(part_of(self.directory, "lockserver"))).get("locks") or {}
         holder = (locks.get(lock_of(ACTIVE, model)) or {}).get("holder") or {}
         first = holder["engine"] if holder.get("engine") in engines else engines[0]
         engine = next(each for each in engines if (each == first) is not is_shadow)
@@ -478,7 +477,7 @@ class Drill:
         return None
 
     async def _pool(self) -> Mapping[str, Any]:
-        return await status_of(pool_part(self.directory))
+        return await status_of(part_of(self.directory, "pool"))
 
     async def _engine(self, engine: str) -> tuple[int, dict[str, Any]]:
         """The pid of its supervisor and its status; 0 if it does not answer."""

@@ -103,20 +103,19 @@ class PodPart:
         return self.catalogue is gms_messages.CATALOGUE
 
 
-def lockserver_part(directory: Path) -> PodPart:
-    """The lock server, whether or not it has a socket."""
-    path = lockserver_socket(str(directory))
-    return PodPart("lockserver", path, lock_messages.CATALOGUE)
+# Parts of which there is one at most: with a lock over TCP there is no gateway, and only the pod of
+# a pool file has a pool.
+SINGLE: dict[str, tuple[Callable[[str], str], Catalogue]] = {
+    "lockserver": (lockserver_socket, lock_messages.CATALOGUE),
+    "gateway": (gateway_socket, gateway_messages.CONTROL),
+    "pool": (pool_socket, pool_messages.CATALOGUE),
+}
 
 
-def gateway_part(directory: Path) -> PodPart:
-    """The gateway, whether or not it has a socket: with a lock over TCP there is none."""
-    return PodPart("gateway", gateway_socket(str(directory)), gateway_messages.CONTROL)
-
-
-def pool_part(directory: Path) -> PodPart:
-    """The pool, whether or not it has a socket: only the pod of a pool file has one."""
-    return PodPart("pool", pool_socket(str(directory)), pool_messages.CATALOGUE)
+def part_of(directory: Path, name: str) -> PodPart:
+    """One of `SINGLE`, whether or not it has a socket."""
+    socket_of, catalogue = SINGLE[name]
+    return PodPart(name, socket_of(str(directory)), catalogue)
 
 
 def memory_parts(directory: Path) -> list[PodPart]:
@@ -135,13 +134,10 @@ def engine_parts(directory: Path) -> list[PodPart]:
     return [PodPart(engine, path, engine_messages.CONTROL) for engine, path in found]
 
 
-def _single(directory: Path) -> tuple[PodPart, PodPart, PodPart]:
-    return lockserver_part(directory), gateway_part(directory), pool_part(directory)
-
-
 def pod_parts(directory: Path) -> list[PodPart]:
     """Every part that has a socket in `directory`."""
-    found = [part for part in _single(directory) if os.path.exists(part.path)]
+    single = (part_of(directory, name) for name in SINGLE)
+    found = [part for part in single if os.path.exists(part.path)]
     return [*found, *memory_parts(directory), *engine_parts(directory)]
 
 
@@ -171,7 +167,7 @@ async def pids_of(parts: Sequence[PodPart]) -> dict[str, int]:
 async def gather(directory: Path, timeout_s: float = ASK_TIMEOUT_S) -> dict[str, Any]:
     """The whole pod's view (`view.pod_view`): every part is asked once, all at the same time."""
     gms, engines = memory_parts(directory), engine_parts(directory)
-    parts = (*_single(directory), *gms, *engines)
+    parts = (*(part_of(directory, name) for name in SINGLE), *gms, *engines)
     answers = await asyncio.gather(*(status_of(part, timeout_s) for part in parts))
     lock, gateway, pool, *others = answers
     # With a lock over TCP there is no gateway, and without a pool file no pool. Whether there is

@@ -26,10 +26,9 @@ from plumbing.service.hosts import KnownHosts, bind
 from plumbing.service.signals import until_ended
 from plumbing.text import to_json
 from plumbing.wire.messages import Message
-from understudy.status.gather import PodPart, pod_parts, status_of
+from understudy.status.gather import SINGLE, PodPart, pod_parts, status_of
 
 PAGE = Path(__file__).parent / "page.html"
-NAMED = ("lockserver", "gateway", "pool")  # of other parts there may be several
 PARTS_MAX = 64
 EVENTS_MAX = 2000  # of all parts, some 300 bytes each, and told to each new page
 QUEUE_MAX = 4000  # lines that wait for one page; one that reads more slowly begins anew
@@ -97,7 +96,7 @@ class Hub:
 
         watch = PeerWatch(part.path, part.catalogue, WatchMsg(0), received, is_due.set)
         several = "gms" if part.is_memory else "engine"
-        about = {"part": part.name, "kind": part.name if part.name in NAMED else several}
+        about = {"part": part.name, "kind": part.name if part.name in SINGLE else several}
         try:
             while True:
                 is_due.clear()

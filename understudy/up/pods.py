@@ -26,7 +26,7 @@ from plumbing.pod.paths import engine_states, pool_state, up_guard
 from plumbing.service.clock import SystemClock
 from plumbing.wire.server import PathGuard, guard_holder
 from pool.pool_file import PoolFile, read_pool_file
-from understudy.drill.killer import Say, service_of, service_of_front, wait_for, whole_of
+from understudy.drill.killer import Say, service_of, wait_for, whole_of
 from understudy.http_get import get
 from understudy.pod.ports import (
     FLEET_APART,
@@ -46,7 +46,7 @@ from understudy.pod.table import (
     program,
     reachable,
 )
-from understudy.status.gather import gateway_part, gather, pids_of, pod_parts, status_of
+from understudy.status.gather import gather, part_of, pids_of, pod_parts, status_of
 from understudy.status.view import awaited, is_open, is_reachable
 from understudy.up.models import (
     DEVICE_BYTES,
@@ -325,7 +325,7 @@ def _lines(who: str, url: str, model: str, directory: Path, *commands: str) -> l
 
 async def say_fleet(directory: Path, pod: PreparedPod, say: Say) -> None:
     """Say where to send requests: the front has heard a pod, and each pod has served."""
-    url = f"http://{reached(service_of_front(await status_of(gateway_part(directory))))}"
+    url = f"http://{reached(service_of(await status_of(part_of(directory, 'gateway'))))}"
     model = (await get(f"{url}/v1/models", MODELS_TIMEOUT_S)).json()["data"][0]["id"]
     who = f"{pod.title} are up; each pod has its directory in {directory}."
     for line in ("", *_lines(who, url, model, directory, "status"), ""):
