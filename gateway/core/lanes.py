@@ -296,7 +296,6 @@ class Lanes:
         self.by_model: Mapping[str, Gateway] = self.lanes or {"": Gateway(rules, self.shared)}
         self.alone = self.by_model.get("")  # the only lane of a gateway without a pool
         self._all = tuple(self.by_model.values())
-        self._live: dict[Gateway, None] = {}  # those that time may mean something to
 
     def attempt(self, number: int) -> Attempt:
         lane = self._lane_of(number)
@@ -305,7 +304,7 @@ class Lanes:
 
     def take(self) -> Sequence[GatewayEffect]:
         """The effects in the outbox, with those of requests whose turn it is."""
-        for lane in tuple(self._live):
+        for lane in self._all:
             lane.look()
         return self.shared.take()
 
@@ -313,25 +312,16 @@ class Lanes:
         """What follows from `event`, with all that was in the outbox. What is about a model that is
         not here is ignored."""
         if isinstance(event, ev.Tick | ev.GatewayEnds):
-            lanes = tuple(self._live) if isinstance(event, ev.Tick) else self._all
-            return [effect for each in lanes for effect in each.handle(event, now_ms)]
+            return [effect for each in self._all for effect in each.handle(event, now_ms)]
         number = getattr(event, "attempt", None) or getattr(event, "greeting", None)
         found = None if number is None else self._lane_of(number)
         lane = found or self.by_model.get(getattr(event, "model", ""))
-        if lane is None:
-            return self.shared.take()
-        self._live[lane] = None
-        return lane.handle(event, now_ms)
+        return self.shared.take() if lane is None else lane.handle(event, now_ms)
 
     @property
     def needs_ticks(self) -> bool:
         """Whether anything waits for time to pass."""
-        for lane in tuple(self._live):
-            if lane.needs_ticks:
-                return True
-            if not lane.requests:
-                del self._live[lane]
-        return False
+        return any(lane.needs_ticks for lane in self._all)
 
     def demand(self, now_ms: float) -> dict[str, ModelDemand]:
         """All that the pool needs to know, by model: at most so many tickets as one message can
