@@ -175,13 +175,13 @@ class GmsSupervisor:
         processes = [child.process for child in (*self.children, *self.copies)]
         alive = [each for each in processes if each is not None and each.returncode is None]
         for process in alive:
-            process.terminate()
+            process.send_signal(signal.SIGTERM)
         for process in alive:
             try:
                 async with asyncio.timeout(STOP_S):
                     await process.wait()
             except TimeoutError:
-                process.kill()
+                process.send_signal(signal.SIGKILL)
                 await process.wait()
         for child in (*self.children, *self.copies):
             child.end()
@@ -297,7 +297,7 @@ class Child:
                 self._looked_ms = now_ms
                 if elapsed_ms <= LATE_MS and could_ask and self.served:
                     self._silent_ms += elapsed_ms
-        process.kill()
+        process.send_signal(signal.SIGKILL)
 
     def answered(self) -> None:
         """Something that it serves has answered."""

@@ -9,6 +9,7 @@ import asyncio
 import os
 import subprocess
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from plumbing.wire.fds import OwnedFd
 
@@ -25,14 +26,15 @@ class ChildProcess:
     three more (tried), and such a start is retried for ever.
     """
 
-    def __init__(self, command: Sequence[str], environ: Mapping[str, str]) -> None:
-        """Start it.
+    def __init__(self, command: Sequence[str], environ: Mapping[str, str], **options: Any) -> None:
+        """Start it; `options` are more of `Popen`'s.
 
         Raises:
             OSError: there is no such program, or no room for a process or its descriptors; nothing
                 of the attempt is left.
         """
-        self._popen = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=dict(environ))
+        more = {"stdin": subprocess.DEVNULL, "env": dict(environ), **options}
+        self._popen = subprocess.Popen(command, **more)
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[int] = self._loop.create_future()
         try:
@@ -56,11 +58,9 @@ class ChildProcess:
         """Its returncode, once it has ended."""
         return await asyncio.shield(self._ended)
 
-    def terminate(self) -> None:
-        self._popen.terminate()
-
-    def kill(self) -> None:
-        self._popen.kill()
+    def send_signal(self, number: int) -> None:
+        """Harmless once it has ended."""
+        self._popen.send_signal(number)
 
     def _has_ended(self) -> None:
         self._loop.remove_reader(self._pidfd.fileno())

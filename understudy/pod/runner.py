@@ -15,12 +15,12 @@ import asyncio
 import contextlib
 import os
 import signal
-from asyncio.subprocess import DEVNULL, Process
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from plumbing.errors import UnderstudyError, UsageError, WaitTimeoutError
+from plumbing.pod.supervision import ChildProcess
 from plumbing.service import init
 from plumbing.service.init import FIRST_START_ENV
 from plumbing.service.process import parent_environment
@@ -64,7 +64,7 @@ class RunningContainer:
         self._is_started = False  # in this life
         self.restarts = 0  # of its first process
         self._stopping = asyncio.Event()
-        self._process: Process | None = None
+        self._process: ChildProcess | None = None
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -139,12 +139,11 @@ class RunningContainer:
         first = {FIRST_START_ENV: "final"} if is_first else {}
         self._is_started = False
         try:
-            self._process = await asyncio.create_subprocess_exec(
-                *command,
-                stdin=DEVNULL,
+            self._process = ChildProcess(
+                command,
+                {**os.environ, **container.env, **first, **parent_environment()},
                 stdout=writing,
                 stderr=writing,
-                env={**os.environ, **container.env, **first, **parent_environment()},
                 start_new_session=True,  # Ctrl-C is for the runner, which stops them in order
             )
         except OSError as error:
@@ -152,8 +151,6 @@ class RunningContainer:
             return NOT_STARTED
         finally:
             os.close(writing)
-        if self._stopping.is_set():  # stopped while the process was being created
-            self._signal(signal.SIGTERM)
         probing = asyncio.create_task(self._probe(), name=f"probe of {container.name}")
         try:
             return await self._process.wait()
@@ -181,10 +178,8 @@ class RunningContainer:
 
     def _signal(self, number: int) -> None:
         """To a child that is not reaped yet, so never to a recycled pid."""
-        process = self._process
-        if process is not None and process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                process.send_signal(number)
+        if self._process is not None:
+            self._process.send_signal(number)
 
 
 class PodRunner:
