@@ -15,12 +15,16 @@ from pathlib import Path
 import pytest
 
 from plumbing.errors import UsageError
-from understudy.bundle import bundle as bundle_module
-from understudy.bundle import redact
-from understudy.bundle.bundle import LOG_TAIL_BYTES, Bundle, collect
+from understudy import bundle as bundle_module
+from understudy.bundle import (
+    LOG_TAIL_BYTES,
+    NOT_KEPT,
+    Bundle,
+    collect,
+    redacted,
+    redacted_environment,
+)
 from understudy.pod.table import program
-
-NOT_KEPT = redact.NOT_KEPT
 
 
 @pytest.fixture
@@ -142,7 +146,7 @@ def test_bundle_keeps_the_end_of_what_is_too_long_and_stops_when_it_is_full(
 )
 def test_environment_keeps_values_that_are_known_and_no_secret(name, value, kept):
     """Goal: an allow-list. Method: known names, known names of secrets, unknown names."""
-    assert redact.environment({name: value}) == {name: kept}
+    assert redacted_environment({name: value}) == {name: kept}
 
 
 @pytest.mark.parametrize(
@@ -189,4 +193,4 @@ def test_environment_keeps_values_that_are_known_and_no_secret(name, value, kept
 )
 def test_running_text_loses_secrets_and_prompts_and_nothing_else(text, kept):
     """Goal: logs stay of use. Method: lines of ours that look alike, secrets and requests."""
-    assert redact.text(text) == kept
+    assert redacted(text) == kept

@@ -169,7 +169,7 @@ def support_bundle(config: Resolved, output: str | None) -> None:
 
     It contains no prompts and no secrets. Works with any or all parts down.
     """
-    from understudy.bundle.bundle import STDOUT, collect
+    from understudy.bundle import STDOUT, collect
 
     directory = _directory(config)
     log_dir = Path(os.path.abspath(config["log_dir"] or directory / "log"))

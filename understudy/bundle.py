@@ -2,7 +2,7 @@
 
 Decides what goes in and how much of it. Each source is collected separately: if it fails or hangs,
 its entry is missing, and `contents.txt` says why. So it works with any part of the pod down; what
-the parts wrote last is in their state files. `redact.py` removes secrets and prompts.
+the parts wrote last is in their state files. Secrets and prompts are removed.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ import fnmatch
 import io
 import os
 import platform
+import re
 import shlex
 import stat
 import sys
 import tarfile
 import time
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -28,7 +29,6 @@ from plumbing.errors import UnderstudyError, UsageError
 from plumbing.service import procfs
 from plumbing.service.metrics import build_info
 from plumbing.text import one_line, size, table, to_json
-from understudy.bundle import redact
 from understudy.doctor import ExaminedPod, examine, look
 from understudy.host import descriptors, machine, read
 from understudy.schema import DoctorDocument
@@ -55,7 +55,7 @@ class Bundle:
 
     def add(self, name: str, content: str, bytes_max: int = ENTRY_BYTES_MAX) -> None:
         """Add `content`; if it is too long, its end: the latest matters most."""
-        raw = redact.text(content).encode(errors="replace")
+        raw = redacted(content).encode(errors="replace")
         if len(raw) > bytes_max:
             raw = b"(truncated at the beginning)\n" + raw[-bytes_max:]
         if self.size_bytes + len(raw) > BUNDLE_BYTES_MAX:
@@ -216,7 +216,7 @@ def machine_facts() -> dict[str, Any]:
         "executable": sys.executable,
         "uid": os.geteuid(),
         "packages": {each.name: each.version for each in metadata.distributions()},
-        "environment": redact.environment(os.environ),
+        "environment": redacted_environment(os.environ),
         "files": {path: found for path in MACHINE_FILES if (found := read(path))},
     }
 
@@ -234,11 +234,92 @@ def process_facts(pids: Collection[int]) -> list[dict[str, Any]]:
                 "pid": pid,
                 "name": procfs.name(pid),
                 "parent": procfs.parent(pid),
-                "command": redact.text(shlex.join(words)),
-                "environment": redact.environment({name: value for name, _, value in variables}),
+                "command": redacted(shlex.join(words)),
+                "environment": redacted_environment({name: value for name, _, value in variables}),
                 "rss_bytes": procfs.rss_bytes(pid),
                 "descriptors": sum(1 for _ in descriptors(pid)),
                 "files": {name: read(f"/proc/{pid}/{name}") for name in PROCESS_FILES},
             }
         )
     return found
+
+
+# --- without secrets and prompts
+#
+# Environment values are kept by an allow-list, minus names that look like secrets, because no list
+# of secrets is complete. In text (logs, command lines) anything that looks like a secret or a
+# prompt is replaced by a marker.
+
+NOT_KEPT = "(not kept)"
+
+# Settings that explain a pod's behaviour. Of all others only the name is kept.
+_KNOWN = re.compile(
+    r"UNDERSTUDY_|ENGINE_|GMS_|LOCKSERVER_|LOG_|CUDA_|NVIDIA_|NCCL_|VLLM_|TORCH|PYTORCH_|OMP_|MKL_"
+    r"|OPENBLAS_|MALLOC_|LD_|PYTHON|(PATH|HOME|TMPDIR|TZ|LANG|HOSTNAME|POD_NAME|NODE_NAME)$"
+)
+_SECRET_NAME = re.compile(
+    r"(?i)token(?!s|iz)|(^|[_-])key|apikey|secret|passw|passphrase|(^|[_-])pwd|credential|auth|cookie|private|signature"
+)
+
+# A secret in text, by its name. Our own tokens are numbers and stay: they are needed for diagnosis.
+# Every repetition is bounded: a log may hold a megabyte of anything.
+_SECRETS = r"""(?: api[_-]?key | access[_-]?key | private[_-]?key | secret | passw(?:or)?d
+    | passphrase | credentials? | signature )"""
+_TOKEN = r"(?: token (?! s\b | iz | \w{0,64}_ids ) )"
+_IS = r"""\\{0,8}["']? \s{0,8} [:=] \s{0,8}"""  # quotes of JSON in JSON are escaped
+# A list, a quoted string (with plain or escaped quotes), or a word; its beginning is a group.
+_VALUE = r"""(?: (\[) [^\]\n]{0,4096} | (?: bearer \s{1,8} )? (?:
+    (") (?:[^"\\\n]|\\.){0,4096} | (') (?:[^'\\\n]|\\.){0,4096}
+    | (\\{1,8}["']) (?:[^"'\\\n]|\\{1,8}[^"'\\\n]){0,4096}
+    | [^\s"'\\,;}\]&]+ ) )"""
+_NAMED_IN_TEXT = re.compile(
+    rf"""(?ix)
+    ( (?: {_SECRETS} | {_TOKEN} (?! [\w-]{{0,64}} {_IS} \d+\b) ) [\w-]{{0,64}} {_IS} )
+    (?! (?: null | none | true | false ) \b | \( | ["']{{2}} )
+    {_VALUE}
+    """
+)
+# A flag and its value: behind a space, in a list behind a comma, or on the next line behind a dash.
+_FLAG_IN_TEXT = re.compile(
+    rf"""(?ix) ( (?<![\w-]) --? (?: [\w-]{{1,64}} [_-] )? (?: {_SECRETS} | {_TOKEN} | key ) ["']?
+    (?: [ ]{{1,8}} | [ \t]{{0,64}} (?: , \s{{0,64}} | \n [ \t]{{0,64}} - [ \t]{{1,64}} ) ) ["']? )
+    (?! - ) \S+"""
+)
+# Whole headers: everything after the scheme is secret.
+_HEADER = re.compile(
+    rf"(?ix) \b ( (?: proxy- )? authorization | (?: set- )? cookie ) ( {_IS} \[? \\{{0,8}}[\"']?"
+    r"(?: (?:bearer|basic|digest|negotiate|token) \s{1,8} )? ) "
+    r"""(?! null\b | none\b | true\b | false\b ) [^\s"'\\\]}][^"'\\\n\r]{0,4096}"""
+)
+_IN_URL = re.compile(r"""(?i)([?&](?:\w{1,32}[_-])?(?:sig|key|code|auth)=)(?!\(not)[^&\s"'\\]+""")
+_SHAPED = re.compile(
+    r"\b(?:hf_|sk-|gh[pousr]_|github_pat_|glpat-|nvapi-|xox[a-z]-|AKIA|ASIA|AIza|eyJ)[\w.-]{12,}"
+    r"""|(?<=://)[^/?\#\s"'<>\\]{1,512}(?=@)"""
+    r"|(?<=PRIVATE\ KEY-----)(?:(?!-----)[\s\S]){1,16384}"
+)
+_BEARER = re.compile(r"(?i)\bbearer\s+[\w.~+/=-]{8,}")
+
+# Names of a request's text in the logs of vLLM and others: the rest of the line is dropped.
+_PROMPT = re.compile(
+    r"""(?i)\b(prompts?|prompt_token_ids|messages|content|input_ids|text)"""
+    r"""(\\{0,8}["']?\s*[:=]\s*)\\{0,8}["'\[{(].*"""
+)
+
+
+def redacted_environment(values: Mapping[str, str]) -> dict[str, str]:
+    """The environment sorted by name; only known, harmless values are kept."""
+    return {
+        name: redacted(value) if _KNOWN.match(name) and not _SECRET_NAME.search(name) else NOT_KEPT
+        for name, value in sorted(values.items())
+    }
+
+
+def redacted(value: str) -> str:
+    """`value` without anything that looks like a secret or a prompt."""
+    found = _PROMPT.sub(rf"\1\2{NOT_KEPT}", value)
+    found = _HEADER.sub(rf"\1\2{NOT_KEPT}", found)
+    found = _NAMED_IN_TEXT.sub(rf"\1\2\3\4\5{NOT_KEPT}", found)
+    found = _FLAG_IN_TEXT.sub(rf"\1{NOT_KEPT}", found)
+    found = _IN_URL.sub(rf"\1{NOT_KEPT}", found)
+    found = _BEARER.sub(f"Bearer {NOT_KEPT}", found)
+    return _SHAPED.sub(NOT_KEPT, found)
