@@ -203,17 +203,20 @@ class DigestMsg(Message, frozen=True, tag="digest"):
 
 
 class DropMsg(Message, frozen=True, tag="drop"):
-    """Take the committed epoch out of service."""
+    """Take the committed epoch out of service, or (`is_kv`) the KV memory, which no engine uses. A
+    refusal leaves the connection as it is."""
 
     epoch: Name | None = None
     even_if_mapped: bool = False
+    is_kv: bool = False
 
 
 class DroppedMsg(Message, frozen=True, tag="dropped"):
     """Done; its memory is freed when the last of `readers` leaves."""
 
-    epoch: str
-    readers: tuple[str, ...]
+    region: str
+    readers: tuple[str, ...] = ()
+    size_bytes: Bytes = 0
 
 
 class OffloadMsg(Message, frozen=True, tag="offload"):
@@ -285,17 +288,6 @@ class PoolFreedMsg(Message, frozen=True, tag="pool_freed"):
     """The memory of the pool that was given up is free."""
 
     pool: str
-
-
-class DropPoolMsg(Message, frozen=True, tag="drop_pool"):
-    """An operator wants the memory of a pool that no engine uses. Answered by `pool_dropped`."""
-
-
-class PoolDroppedMsg(Message, frozen=True, tag="pool_dropped"):
-    """Its memory is being freed."""
-
-    pool: str
-    pool_bytes: int
 
 
 CATALOGUE = Catalogue(*messages_in(globals()), frame_bytes_max=MANIFEST_FRAME_BYTES_MAX)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from gms import messages, names
+from gms import messages
 from plumbing.errors import ProtocolError
 from plumbing.pod.paths import gms_socket
 from plumbing.wire.blocking import BlockingClient
@@ -19,10 +19,9 @@ def ask(
     question: Message,
     answer: type[AnswerT],
     timeout_s: float,
-    tag: str = names.WEIGHTS,
 ) -> AnswerT:
-    """The answer of the server of the device's weights, or of its KV memory."""
-    path = gms_socket(directory, device, tag)
+    """The answer of the device's server."""
+    path = gms_socket(directory, device)
     with BlockingClient(path, messages.CATALOGUE, connect_timeout_s=timeout_s) as client:
         found = client.request(question, timeout_s=timeout_s).message
     if not isinstance(found, answer):
@@ -30,12 +29,10 @@ def ask(
     return found
 
 
-def status_of(
-    directory: str, device: str, timeout_s: float, tag: str = names.WEIGHTS
-) -> dict[str, Any]:
+def status_of(directory: str, device: str, timeout_s: float) -> dict[str, Any]:
     """The server's status document; raises as `ask`."""
     answer = messages.StatusReplyMsg
-    return ask(directory, device, messages.StatusMsg(), answer, timeout_s, tag).document
+    return ask(directory, device, messages.StatusMsg(), answer, timeout_s).document
 
 
 def unexpected_answer(what: str, request: str) -> ProtocolError:

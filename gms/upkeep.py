@@ -100,7 +100,7 @@ def drop(
             )
         request = msg.DropMsg(epoch, even_if_mapped)
         answer = ask(directory, name, request, msg.DroppedMsg, ANSWER_TIMEOUT_S)
-    dropped = {"device_uuid": name, "epoch": answer.epoch, "readers": list(answer.readers)}
+    dropped = {"device_uuid": name, "epoch": answer.region, "readers": list(answer.readers)}
     return {"schema": 1, "devices": [dropped]}
 
 
@@ -182,7 +182,7 @@ def drop_kv(directory: str, device: str | None, timeout_s: float) -> dict[str, A
 
 
 def _drop_pool(directory: str, device: str, timeout_s: float) -> dict[str, Any]:
-    status = status_of(directory, device, ANSWER_TIMEOUT_S, names.KV)
+    status = status_of(directory, device, ANSWER_TIMEOUT_S)["kv"]
     if status["state"] == "recovering":
         raise DegradedError(
             "gms.kv_recovering",
@@ -194,11 +194,11 @@ def _drop_pool(directory: str, device: str, timeout_s: float) -> dict[str, Any]:
         return {"result": ALREADY_EMPTY, "pool": None, "pool_bytes": 0}
     pool, pool_bytes = status["pool"], status["pool_bytes"]
     if status["state"] not in ("discarded", "releasing"):  # else it is on its way already
-        drop, kind = msg.DropPoolMsg(), msg.PoolDroppedMsg
-        answer = ask(directory, device, drop, kind, ANSWER_TIMEOUT_S, names.KV)
-        pool, pool_bytes = answer.pool, answer.pool_bytes
+        drop = msg.DropMsg(is_kv=True)
+        answer = ask(directory, device, drop, msg.DroppedMsg, ANSWER_TIMEOUT_S)
+        pool, pool_bytes = answer.region, answer.size_bytes
     end_s = time.monotonic() + timeout_s
-    while (status := status_of(directory, device, ANSWER_TIMEOUT_S, names.KV))["pool"] == pool:
+    while (status := status_of(directory, device, ANSWER_TIMEOUT_S)["kv"])["pool"] == pool:
         if time.monotonic() > end_s:
             pids = _pids(status)
             why = f"it is still mapped by {pids}" if pids else "its memory is still being freed"

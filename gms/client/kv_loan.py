@@ -105,7 +105,7 @@ class KvLease(RegionSession):
     ) -> None:
         """Borrow it, as `borrow_pool` does."""
         self.claim, self._device = claim, device
-        path = gms_socket(directory, device, names.KV)
+        path = gms_socket(directory, device)
         with contextlib.ExitStack() as stack:
             low = stack.enter_context(placeholder())
             client = stack.enter_context(BlockingClient(path, msg.CATALOGUE, ACCEPT_TIMEOUT_S))

@@ -194,7 +194,7 @@ class KvMachine(Machine[Pool]):
         text = f"KV pool {pool.id} is given up: {pool.discarded}"
         self.record("gms.kv_given_up", text, pool=pool.id, engine=by.engine, token=by.token)
 
-    def on_drop_pool(self, event: ev.Received, _: msg.DropPoolMsg) -> None:
+    def on_drop(self, event: ev.Received, _: msg.DropMsg) -> None:
         """Whether a process without a session maps it, the shell has asked the kernel."""
         pool = self.current
         holders = [each.label for each in self.all_holders]
@@ -213,7 +213,7 @@ class KvMachine(Machine[Pool]):
             raise UnderstudyError("gms.no_kv_pool", "there is no KV memory to drop")
         if pool.phase is RegionPhase.MAKING:  # for a session that has left since
             raise UnderstudyError(*pool.why)
-        answer = msg.PoolDroppedMsg(pool.id, pool.memory_bytes)
+        answer = msg.DroppedMsg(pool.id, size_bytes=pool.memory_bytes)
         self.discard(pool, "an operator dropped it")
         self.do(ev.SendMessage(event.session, event.request_id, answer))
 

@@ -177,7 +177,7 @@ class Upkeep(Machine[Epoch]):
             # The host copy no longer stands for this device's weights: the next engine loads.
             self.offloaded = None
             said = f"the offloaded weights (host copy {copy.epoch}) were dropped by an operator"
-            self._dropped_as(event, msg.DroppedMsg(copy.epoch, ()), said)
+            self._dropped_as(event, msg.DroppedMsg(copy.epoch), said)
             return
         epoch = self._committed()
         if message.epoch not in (None, epoch.id):
@@ -198,7 +198,7 @@ class Upkeep(Machine[Epoch]):
 
     def _dropped_as(self, event: ev.Received, answer: msg.DroppedMsg, said: str) -> None:
         self._dropped.append(ev.SendMessage(event.session, event.request_id, answer))
-        self.record("gms.dropped", said, epoch=answer.epoch)
+        self.record("gms.dropped", said, epoch=answer.region)
         self.journal()
 
     def _committed(self) -> Epoch:

@@ -1,5 +1,5 @@
-"""What the servers of a place's weights and of its KV memory have in common: sockets on one side,
-the machine in the middle, the driver behind.
+"""A place's socket, and what the servers of its weights and of its KV memory have in common: the
+machine in front, the driver behind.
 
 A server decides nothing: it tells the machine what happens, and carries out its effects. It maps no
 memory, and all that it holds can be lost with it: the processes that map the memory hand it back to
@@ -187,16 +187,12 @@ class Arriving(Struct):
             )
 
 
-class MemoryServer(Handler, abc.ABC, Generic[M]):
-    """Serves one kind of memory of one place in `directory` until it is closed; a subclass sets its
-    machine in `_begin`."""
+OF_KV = (msg.BorrowPoolMsg, msg.TakeMsg, msg.MarkMsg, msg.DiscardMsg, msg.GiveUpMsg)
 
-    tag: ClassVar[str]
-    service: ClassVar[str]  # in errors
-    what: ClassVar[str]  # what a region is called
-    blocked: ClassVar[str]  # what no engine may do while it is unknown who maps one
-    is_lent_writable: ClassVar[bool]
-    machine: M
+
+class Place(Handler):
+    """Serves the memory of one place in `directory` until it is closed: one socket, status and
+    events for its weights and its KV memory."""
 
     def __init__(
         self,
@@ -204,57 +200,153 @@ class MemoryServer(Handler, abc.ABC, Generic[M]):
         device: str,
         memory: DeviceMemory,
         capacity_bytes: int,
+        kinds: Sequence[type[MemoryServer[Any]]],
         *,
         is_bounded: bool = True,
         stall_ms: float = STALL_MS,
     ) -> None:
-        """`is_bounded`: `capacity_bytes` is the limit of weights and KV memory together."""
+        """`kinds`: weights first, then KV memory if it has any. `is_bounded`: `capacity_bytes` is
+        the limit of both together."""
         self.directory, self.device, self.memory = directory, device, memory
         self.capacity_bytes, self.is_bounded = capacity_bytes, is_bounded
         self.stall_ms = stall_ms
         self.clock = SystemClock()
-        suffix = "" if self.tag == names.WEIGHTS else f"-{self.tag}"
-        self.log = EventLog(f"gms-{device}{suffix}", self.clock)
-        # What else this process serves of the device.
-        self.beside: Sequence[MemoryServer[Any]] = ()
-        self.unserved: str | None = "it is starting"  # why it serves nothing yet
-        self._store = SlabStore(is_writable=self.is_lent_writable)
+        self.log = EventLog(f"gms-{device}", self.clock)
+        self.conns: dict[int, Connection] = {}
+        # What this process serves of the device.
+        self.beside: Sequence[Place] = (self,)
+        self.unserved = ""  # why the last start failed
         self._started = self.clock.wall()
-        path = gms_socket(directory, device, self.tag)
-        self._server = PartServer(
-            path, msg.CATALOGUE, self, self.log, self.status, service=self.service
-        )
-        self._conns: dict[int, Connection] = {}
-        self._arriving: dict[int, Arriving] = {}  # by session: hand-backs that are not whole yet
-        self._offered: dict[int, list[OwnedFd]] = {}  # by session, until they are checked
-        self._timer: asyncio.TimerHandle | None = None
-        self._protocol_errors_total = 0
+        where = gms_socket(directory, device), msg.CATALOGUE, self
+        self._server = PartServer(*where, self.log, self.status, service="gms")
+        self.parts = [kind(self) for kind in kinds]
 
     async def start(self) -> None:
         """Take the path, find what an earlier server left, serve. May be repeated if it fails."""
         await self._server.start()
         # The path is ours; no client is read before this function yields to the loop.
-        name = f"{self.service}-{{}}-{self.device}"
-        self._driver = DriverThread(name.format("driver"))
-        self._closer = DriverThread(name.format("closer"))
-        self._regions = MemoryWatch(self, self._driver)
         try:
-            self._begin()
+            for part in self.parts:
+                part.start()
         except BaseException:
             await self._server.close()
             raise
-        self.handle(self.machine.deadline_passed)  # watches what is there
-        state = self._snapshot()["state"]
-        serving = f"serving the {self.tag} of {self.device}: {state}"
-        self.log.record("gms.serving", serving, data={"device_uuid": self.device})
-        self.unserved = None
+        for part in self.parts:
+            state = part.status()["state"]
+            part.record("gms.serving", f"serving the {part.tag} of {self.device}: {state}")
 
     async def close(self) -> None:
         """Stop serving; sessions end, and memory lives on where a process maps it."""
         await self._server.close()
+        for part in self.parts:
+            await part.close()
+
+    def status(self) -> dict[str, Any]:
+        """What `gms status` shows of this place."""
+        weights, *kv = (self._status(part) for part in self.parts)
+        return {**weights, "kv": kv[0] if kv else None}
+
+    def _status(self, part: MemoryServer[Any]) -> dict[str, Any]:
+        state = part.status()
+        return {
+            "device_uuid": self.device,
+            "tag": part.tag,
+            "online": True,
+            "device": device_of(self.device),
+            "model": model_at(self.device) or None,
+            "memory": self.memory.kind,
+            "driver": self.memory.facts(),
+            "pid": os.getpid(),
+            "since": rfc3339(self._started),
+            "restarts_total": restarts(),
+            **self.log.newest(),
+            **state,
+            "problem": state.get("problem") or part.watch.problem or self._server.problem,
+            "protocol_errors_total": part.protocol_errors_total,
+            "open_fds": open_fds(),
+        }
+
+    # ------------------------------------------------------------------ as the wire's handler
+
+    def opened(self, conn: Connection) -> None:
+        self.conns[conn.id] = conn
+        conn.limit_frames(msg.REQUEST_BYTES_MAX)
+
+    def received(
+        self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
+    ) -> None:
+        part = self._about(conn, message)
+        try:
+            match message:
+                case msg.HandBackMsg() | msg.MoreMsg():
+                    part.take_frame(conn, message, request_id, fds)
+                case _:
+                    part.feed(conn, ev.Received(conn.id, request_id, message, conn.peer.pid))
+        except UnderstudyError as error:  # the wire answers with it and closes the connection
+            part.protocol_errors_total += isinstance(error, ProtocolError)
+            part.forget_offer(conn.id)
+            if not isinstance(message, msg.DropMsg):
+                raise
+            conn.fault(error, request_id, close=False)  # a pool watches here, and asks again
+        except OSError as error:  # a file could not be opened to look at it
+            part.forget_offer(conn.id)
+            raise exhausted(error) from error
+        finally:
+            close_all(fds)
+
+    def _about(self, conn: Connection, message: Message) -> MemoryServer[Any]:
+        """Whose message it is."""
+        match message:
+            case msg.MoreMsg():
+                is_kv = conn.id in self.parts[-1].arriving
+            case msg.HandBackMsg():
+                is_kv = message.pool is not None
+            case msg.DropMsg():
+                is_kv = message.is_kv
+            case _:
+                is_kv = isinstance(message, OF_KV)
+        return self.parts[-1 if is_kv else 0]
+
+    def closed(self, conn: Connection, reason: str) -> None:
+        if conn.state is not None:
+            asyncio.get_running_loop().remove_reader(conn.state)
+        del self.conns[conn.id]
+        for part in self.parts:
+            part.forget_offer(conn.id)
+            part.handle(part.machine.closed, conn.id, reason)
+
+
+class MemoryServer(abc.ABC, Generic[M]):
+    """Serves one kind of memory of a place; a subclass sets its machine in `_begin`."""
+
+    tag: ClassVar[str]
+    what: ClassVar[str]  # what a region is called
+    blocked: ClassVar[str]  # what no engine may do while it is unknown who maps one
+    is_lent_writable: ClassVar[bool]
+    machine: M
+
+    def __init__(self, place: Place) -> None:
+        self.place, self.clock = place, place.clock
+        self.directory, self.device, self.memory = place.directory, place.device, place.memory
+        self.protocol_errors_total = 0
+        self._store = SlabStore(is_writable=self.is_lent_writable)
+        self.arriving: dict[int, Arriving] = {}  # by session: hand-backs that are not whole yet
+        self._offered: dict[int, list[OwnedFd]] = {}  # by session, until they are checked
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """Find what an earlier server left. May be repeated if it fails."""
+        name = f"gms-{self.tag}-{{}}-{self.device}"
+        self._driver = DriverThread(name.format("driver"))
+        self._closer = DriverThread(name.format("closer"))
+        self.watch = MemoryWatch(self, self._driver)
+        self._begin()
+        self.handle(self.machine.deadline_passed)  # watches what is there
+
+    async def close(self) -> None:
         for thread in (self._driver, self._closer):  # the closer frees what the driver gives up
             await thread.close(CLOSE_TIMEOUT_S)
-        self._regions.close()
+        self.watch.close()
         if self._timer is not None:
             self._timer.cancel()
         for fds in self._offered.values():
@@ -282,64 +374,16 @@ class MemoryServer(Handler, abc.ABC, Generic[M]):
     def bytes_beside(self) -> int:
         """What else is used of the device."""
         mine = device_of(self.device)
-        return sum(
-            each.held_bytes
-            for each in self.beside
-            if each is not self and device_of(each.device) == mine
-        )
-
-    def status(self) -> dict[str, Any]:
-        """What `gms status` shows of this memory."""
-        base = {"device_uuid": self.device, "tag": self.tag, "online": self.unserved is None}
-        if self.unserved is not None:
-            return {**base, "state": "down", "problem": self.unserved}
-        state = self._snapshot()
-        return {
-            **base,
-            "device": device_of(self.device),
-            "model": model_at(self.device) or None,
-            "memory": self.memory.kind,
-            "driver": self.memory.facts(),
-            "pid": os.getpid(),
-            "since": rfc3339(self._started),
-            "restarts_total": restarts(),
-            **self.log.newest(),
-            **state,
-            "problem": state.get("problem") or self._regions.problem or self._server.problem,
-            "protocol_errors_total": self._protocol_errors_total,
-            "open_fds": open_fds(),
-        }
+        places = [each for each in self.place.beside if device_of(each.device) == mine]
+        return sum(part.held_bytes for each in places for part in each.parts if part is not self)
 
     @abc.abstractmethod
-    def _snapshot(self) -> dict[str, Any]:
-        """The machine's part of `status`."""
+    def status(self) -> dict[str, Any]:
+        """The machine's part of the place's."""
 
-    # ------------------------------------------------------------------ as the wire's handler
+    # ------------------------------------------------------------------ what clients send
 
-    def opened(self, conn: Connection) -> None:
-        self._conns[conn.id] = conn
-        conn.limit_frames(msg.REQUEST_BYTES_MAX)
-
-    def received(
-        self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]
-    ) -> None:
-        try:
-            match message:
-                case msg.HandBackMsg() | msg.MoreMsg():
-                    self._take_frame(conn, message, request_id, fds)
-                case _:
-                    self._feed(conn, ev.Received(conn.id, request_id, message, conn.peer.pid))
-        except UnderstudyError as error:  # the wire answers with it and closes the connection
-            self._protocol_errors_total += isinstance(error, ProtocolError)
-            self._forget_offer(conn.id)
-            raise
-        except OSError as error:  # a file could not be opened to look at it
-            self._forget_offer(conn.id)
-            raise exhausted(error) from error
-        finally:
-            close_all(fds)
-
-    def _feed(self, conn: Connection, event: ev.Received) -> None:
+    def feed(self, conn: Connection, event: ev.Received) -> None:
         """Check what only the kernel knows, then hand the message to the machine."""
         match event.message:
             case msg.AttachMsg() | msg.BorrowPoolMsg():
@@ -353,13 +397,6 @@ class MemoryServer(Handler, abc.ABC, Generic[M]):
     @abc.abstractmethod
     def _with_facts(self, event: ev.Received) -> ev.Received:
         """`event`, with what the kernel and the neighbours know."""
-
-    def closed(self, conn: Connection, reason: str) -> None:
-        if conn.state is not None:
-            asyncio.get_running_loop().remove_reader(conn.state)
-        del self._conns[conn.id]
-        self._forget_offer(conn.id)
-        self.handle(self.machine.closed, conn.id, reason)
 
     def _watch_process(self, conn: Connection) -> None:
         """A session ends with the process that opened it, even if a forked child has its socket."""
@@ -385,10 +422,10 @@ class MemoryServer(Handler, abc.ABC, Generic[M]):
         if os.path.exists(self.path(message.region)):
             self._check_held(message.region)
         wanted = self.machine.is_awaited(message.region)
-        self._arriving[conn.id] = Arriving(message, wanted, message.more, [])
-        return self._arriving[conn.id]
+        self.arriving[conn.id] = Arriving(message, wanted, message.more, [])
+        return self.arriving[conn.id]
 
-    def _take_frame(
+    def take_frame(
         self,
         conn: Connection,
         message: msg.HandBackMsg | msg.MoreMsg,
@@ -396,7 +433,7 @@ class MemoryServer(Handler, abc.ABC, Generic[M]):
         fds: list[OwnedFd],
     ) -> None:
         """One frame of a hand-back; the machine hears of it once it is whole."""
-        arriving = self._arriving.get(conn.id)
+        arriving = self.arriving.get(conn.id)
         if (arriving is None) is isinstance(message, msg.MoreMsg):
             raise ProtocolError(
                 "gms.unexpected_message",
@@ -409,15 +446,15 @@ class MemoryServer(Handler, abc.ABC, Generic[M]):
             arriving.left -= 1
         arriving.add(fds, message.manifest)
         if arriving.left == 0:
-            del self._arriving[conn.id]
+            del self.arriving[conn.id]
             self._offered[conn.id] = arriving.fds
             whole = replace(arriving.message, manifest=arriving.manifest)
             received = ev.Received(conn.id, request_id, whole, conn.peer.pid)
             self.handle(self.machine.received, received)
 
-    def _forget_offer(self, session: int) -> None:
+    def forget_offer(self, session: int) -> None:
         """Close what the session has handed back: it has ended, or it is not needed."""
-        arriving = self._arriving.pop(session, None)
+        arriving = self.arriving.pop(session, None)
         fds = self._offered.pop(session, []) + (arriving.fds if arriving else [])
         if fds:
             self._closer.submit(lambda: close_all(fds))
@@ -432,7 +469,7 @@ class MemoryServer(Handler, abc.ABC, Generic[M]):
                 self._perform(effect)
             except (UnderstudyError, OSError) as error:
                 what = type(effect).__name__
-                self.log.record("gms.effect", f"{what} failed: {error}", severity="error")
+                self.record("gms.effect", f"{what} failed: {error}", "error")
                 if isinstance(effect, ev.Respond):
                     self._refuse(effect, exhausted(error) if isinstance(error, OSError) else error)
         if self._timer is not None:
@@ -456,14 +493,14 @@ class MemoryServer(Handler, abc.ABC, Generic[M]):
         match effect:
             case ev.SendMessage(session, _, message):
                 if isinstance(message, msg.KeptMsg):
-                    self._forget_offer(session)  # what it sent was not needed, or is ours by now
+                    self.forget_offer(session)  # what it sent was not needed, or is ours by now
                 self._respond(effect, message)
             case ev.RefuseRequest(_, _, error):
                 self._refuse(effect, error)
             case ev.SendRegion():
                 self._send_region(effect)
             case ev.Watch(region, ends):
-                self._regions.watch(region, ends=ends)
+                self.watch.watch(region, ends=ends)
             case ev.MarkRetired(region):  # best effort: journal and survivors know it, too
                 self._driver.submit(
                     lambda: epoch_file.mark_retired(self.path(region)),
@@ -477,8 +514,7 @@ class MemoryServer(Handler, abc.ABC, Generic[M]):
                 fds = self._offered.pop(session, [])
                 self._call(effect, lambda: self._taken_back(region, fds, message))
             case ev.RecordEvent():
-                data = {"device_uuid": self.device, **effect.data}
-                self.log.record(effect.type, effect.message, effect.severity, data)
+                self.record(effect.type, effect.message, effect.severity, **effect.data)
             case _:
                 raise AssertionError(effect)
 
@@ -506,7 +542,7 @@ class MemoryServer(Handler, abc.ABC, Generic[M]):
     def _respond(self, to: ev.Respond, message: Message, fds: Sequence[OwnedFd] = ()) -> None:
         """Send `message` with `fds` (taken), if that session is still there. Closing the last
         copies may free memory, which is not for the loop."""
-        conn = self._conns.get(to.session)
+        conn = self.place.conns.get(to.session)
         if conn is None:
             self._closer.submit(lambda: close_all(fds))
         else:
@@ -514,8 +550,8 @@ class MemoryServer(Handler, abc.ABC, Generic[M]):
 
     def _refuse(self, to: ev.Respond, error: UnderstudyError) -> None:
         # A client's fault that was found late, on the driver's thread: a manifest, an offer.
-        self._protocol_errors_total += isinstance(error, ProtocolError)
-        conn = self._conns.get(to.session)
+        self.protocol_errors_total += isinstance(error, ProtocolError)
+        conn = self.place.conns.get(to.session)
         if conn is not None:
             conn.fault(error, to.request_id)
 
@@ -525,7 +561,7 @@ class MemoryServer(Handler, abc.ABC, Generic[M]):
 
         def failed(error: UnderstudyError) -> None:
             message = f"the driver could not free {self.what} {region}: {error.message}"
-            self.log.record("gms.release", message, "error", {self.what: region})
+            self.record("gms.release", message, "error", **{self.what: region})
             self.handle(self.machine.done, effect)
 
         self._driver.submit(
@@ -558,7 +594,11 @@ class MemoryServer(Handler, abc.ABC, Generic[M]):
 
     def warn(self, why: str) -> None:
         """Record that a region's file cannot be used."""
-        self.log.record(f"gms.{self.what}_file", why, "warning")
+        self.record(f"gms.{self.what}_file", why, "warning")
+
+    def record(self, kind: str, message: str, severity: str = "info", **data: Any) -> None:
+        about = {"device_uuid": self.device, "tag": self.tag}
+        self.place.log.record(kind, message, severity, {**about, **data})
 
 
 def open_fds() -> int:

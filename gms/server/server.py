@@ -1,5 +1,5 @@
 """The servers of one place's weights and of its KV memory, and the process of all places of a
-device (of each model, in a pool); `memory_server.py` says what such a server is.
+device (of each model, in a pool); `memory_server.py` has what they share.
 
 What cannot be served of one place, for example because its journal cannot be written, is tried
 again and stops no other place.
@@ -26,13 +26,12 @@ from gms.manifest import check_manifest
 from gms.server.devices import DeviceUsage
 from gms.server.driver_thread import FOREIGN, attempt
 from gms.server.journal import CommitJournal, left_behind, peek, read_tokens, write_tokens
-from gms.server.memory_server import MemoryServer, holders
+from gms.server.memory_server import MemoryServer, Place, holders
 from gms.server.slab_store import KvRoom, Part, pool_parts, slab_sizes, weights_parts
-from gms.vmm.interface import release_all
+from gms.vmm.interface import DeviceMemory, release_all
 from plumbing.errors import UnderstudyError
 from plumbing.pod.models import device_of
 from plumbing.pod.paths import gms_journal
-from plumbing.service.events import Event
 from plumbing.wire.limits import MANIFEST_FRAME_BYTES_MAX
 
 RETRY_S = 1.0  # of a place that cannot be served
@@ -43,9 +42,8 @@ logger = logging.getLogger(__name__)
 class WeightsServer(MemoryServer[WeightsMachine]):
     """The weights of one place."""
 
-    tag, service, what, blocked = names.WEIGHTS, "gms", "epoch", "load"
+    tag, what, blocked = names.WEIGHTS, "epoch", "load"
     is_lent_writable = False
-    kv: KvServer | None = None  # of the same place; host copies have none
 
     def _begin(self) -> None:
         is_gpu = not names.is_host(self.device)
@@ -57,9 +55,9 @@ class WeightsServer(MemoryServer[WeightsMachine]):
         try:
             found = self._journal.loaded
             self.machine = WeightsMachine(
-                capacity_bytes=self.capacity_bytes,
+                capacity_bytes=self.place.capacity_bytes,
                 granularity_bytes=self.memory.granularity_bytes,
-                stall_ms=self.stall_ms,
+                stall_ms=self.place.stall_ms,
                 new_epoch_id=lambda: uuid.uuid4().hex,
                 orphans=left_behind(self.directory, self.device, found.record),
                 is_journal_lost=found.is_lost,
@@ -87,20 +85,13 @@ class WeightsServer(MemoryServer[WeightsMachine]):
         expected = [each.size_bytes for each in self.machine.orphans if each.expected]
         return epoch.size_bytes if epoch is not None else sum(expected)
 
-    def relay(self, event: Event) -> None:
-        """Tell an event of the place's KV memory: one socket tells everything of a place."""
-        self.log.relay(event.to_dict(), {"tag": names.KV})
-
     def status(self) -> dict[str, Any]:
-        return {**super().status(), "kv": self.kv.status() if self.kv is not None else None}
-
-    def _snapshot(self) -> dict[str, Any]:
         used_bytes = None if self._usage is None else self._usage.used_bytes()
         return {**weights_snapshot(self.machine, self._at), "device_used_bytes": used_bytes}
 
     def _with_facts(self, event: ev.Received) -> ev.Received:
         match event.message:
-            case msg.AttachMsg() | msg.AllocateMsg() if self.is_bounded:
+            case msg.AttachMsg() | msg.AllocateMsg() if self.place.is_bounded:
                 return replace(event, kv_bytes=self.bytes_beside)
             case msg.DropMsg(even_if_mapped=False) | msg.OffloadMsg():
                 committed = self.machine.committed
@@ -118,7 +109,7 @@ class WeightsServer(MemoryServer[WeightsMachine]):
                 epoch = str(self.machine.sessions[session].region)
                 self._respond(effect, message, [attempt(lambda: store.lend(epoch, slab))])
             case ev.SendMessage(session, _, msg.WritingMsg() as message):
-                conn = self._conns.get(session)
+                conn = self.place.conns.get(session)
                 if conn is not None:  # only a writer may send frames of 16 MiB: it owes a manifest
                     conn.limit_frames(MANIFEST_FRAME_BYTES_MAX)
                 self._respond(effect, message)
@@ -168,7 +159,7 @@ class KvServer(MemoryServer[KvMachine]):
     for a restarted server: best effort, since the kernel and the lock server protect the memory
     without them."""
 
-    tag, service, what, blocked = names.KV, "gms-kv", "pool", "use the KV memory"
+    tag, what, blocked = names.KV, "pool", "use the KV memory"
     is_lent_writable = True
 
     def _begin(self) -> None:
@@ -183,18 +174,18 @@ class KvServer(MemoryServer[KvMachine]):
     @property
     def limit_bytes(self) -> int | None:
         """Of the device, for weights and KV together; None: all that the machine has free."""
-        return self.capacity_bytes if self.is_bounded else None
+        return self.place.capacity_bytes if self.place.is_bounded else None
 
     @property
     def held_bytes(self) -> int:
         """Its files know, also of a pool that is not handed back yet."""
         return epoch_file.kv_bytes(self.directory, self.device)
 
-    def _snapshot(self) -> dict[str, Any]:
+    def status(self) -> dict[str, Any]:
         return {**kv_snapshot(self.machine, self._at), "capacity_bytes": self.limit_bytes}
 
     def _with_facts(self, event: ev.Received) -> ev.Received:
-        pool = self.machine.current if isinstance(event.message, msg.DropPoolMsg) else None
+        pool = self.machine.current if isinstance(event.message, msg.DropMsg) else None
         if pool is None or self.machine.all_holders or not epoch_file.is_held(self.path(pool.id)):
             return event
         pids = ", ".join(f"pid {pid}" for pid in holders(self.path(pool.id)))
@@ -246,11 +237,19 @@ class KvServer(MemoryServer[KvMachine]):
 
     def room(self) -> KvRoom:
         """What the device has for KV memory beside its weights."""
-        weights = [each for each in self.beside if isinstance(each, WeightsServer)]
-        mine = [each for each in weights if each.device == self.device]
-        others_bytes = self.bytes_beside - sum(each.held_bytes for each in mine)
-        weights_bytes = sum(e.size_bytes for each in mine for e in each.machine.regions.values())
+        weights = self.place.parts[0]
+        others_bytes = self.bytes_beside - weights.held_bytes
+        weights_bytes = sum(each.size_bytes for each in weights.machine.regions.values())
         return KvRoom(self.device, self.limit_bytes, weights_bytes, others_bytes)
+
+
+def a_place(
+    directory: str, place: str, memory: DeviceMemory, capacity_bytes: int, **options: Any
+) -> Place:
+    """The server of one place: of weights, and of KV memory unless it is for host copies."""
+    both: list[type[MemoryServer[Any]]] = [WeightsServer, KvServer]
+    kinds = both[:1] if names.is_offload(place) else both
+    return Place(directory, place, memory, capacity_bytes, kinds, **options)
 
 
 class DeviceProcess:
@@ -258,44 +257,37 @@ class DeviceProcess:
 
     def __init__(self, directory: str, places: Sequence[str], *device: Any, **options: Any) -> None:
         """The rest as for each server."""
-        self.servers: list[MemoryServer[Any]] = []
-        for place in places:
-            weights = WeightsServer(directory, place, *device, **options)
-            self.servers.append(weights)
-            if not names.is_offload(place):
-                weights.kv = KvServer(directory, place, *device, **options)
-                weights.kv.log.subscribe(weights.relay)
-                self.servers.append(weights.kv)
-        self._running: list[MemoryServer[Any]] = []
-        for server in self.servers:
-            server.beside = self._running
+        self.places = [a_place(directory, place, *device, **options) for place in places]
+        self._running: list[Place] = []
+        for each in self.places:
+            each.beside = self._running
         self._late: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Serve what can be served; the rest is tried again."""
-        late = [server for server in self.servers if not await self._has_started(server)]
+        late = [place for place in self.places if not await self._has_started(place)]
         self._late = asyncio.create_task(self._retry(late))
 
     async def close(self) -> None:
         """Stop serving; memory lives on where a process maps it."""
         if self._late is not None:
             self._late.cancel()
-        for server in self._running:
-            await server.close()
+        for place in self._running:
+            await place.close()
 
-    async def _has_started(self, server: MemoryServer[Any]) -> bool:
+    async def _has_started(self, place: Place) -> bool:
         try:
-            await server.start()
+            await place.start()
         except (UnderstudyError, *FOREIGN) as error:
             said = str(error)
-            if said != server.unserved:
-                server.unserved = said
-                logger.error("the %s of %s are not served: %s", server.tag, server.device, said)
+            if said != place.unserved:
+                place.unserved = said
+                logger.error("the memory of %s is not served: %s", place.device, said)
             return False
-        self._running.append(server)
+        self._running.append(place)
         return True
 
-    async def _retry(self, late: list[MemoryServer[Any]]) -> None:
+    async def _retry(self, late: list[Place]) -> None:
         while late:
             await asyncio.sleep(RETRY_S)
-            late = [server for server in late if not await self._has_started(server)]
+            late = [place for place in late if not await self._has_started(place)]

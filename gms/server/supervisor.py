@@ -6,10 +6,9 @@ decides nothing about it. The servers die with it (PDEATHSIG), so none is ever l
 happens to one device's server, even that it cannot be started, disturbs no other's: an init's
 `Restarter` decides when it is restarted, and only one that keeps failing to start ends the program.
 
-`Child` is such a process. A `Served` watches one device of it (in a pool, one model's part): the
-socket of its weights, which tells of its KV memory, too. A process that hangs is killed:
-its memory lives on in its readers. But only for its own silence: not while this process itself
-waits for a CPU, or has no descriptor left to ask with.
+`Child` is such a process. A `Served` watches one device of it (in a pool, one model's part). A
+process that hangs is killed: its memory lives on in its readers. But only for its own silence: not
+while this process itself waits for a CPU, or has no descriptor left to ask with.
 
 The child that keeps the host copies (`gms.host_copy`) serves nothing: the supervisor knows only
 whether it runs. Neither it nor the copies' server is ever given up: weights are served without a
@@ -187,13 +186,10 @@ class GmsSupervisor:
             child.end()
 
     def _startup(self) -> Probe:
-        """By the weights: an engine that wakes without KV memory has an empty cache."""
         served = [each for child in self.children for each in child.served]
         silent = {each.place: each.child.problem for each in served if not each.is_responsive}
         if not silent:
-            kv = [each.place for each in served if not each.status()["kv"]["online"]]
-            but = f", but the KV memory of {', '.join(kv)} does not" if kv else ""
-            return Probe(True, f"every device's server answers{but}", {"kv_silent": kv})
+            return Probe(True, "every device's server answers", {"kv_silent": []})
         why = (f"{place} ({trouble})" if trouble else place for place, trouble in silent.items())
         details = {"silent": list(silent), "problems": {d: t for d, t in silent.items() if t}}
         return Probe(False, f"no answer from {', '.join(why)}", details)
@@ -348,7 +344,7 @@ class Served(Handler):
             kv = {**down, "tag": names.KV} if len(self._metrics) > 1 else None
             return {**down, "tag": names.WEIGHTS, "kv": kv}
         online, kv = self.is_responsive, self._document["kv"]
-        kv = kv and {**kv, "online": online and kv["online"]}
+        kv = kv and {**kv, "online": online}
         return {**self._document, "online": online, "kv": kv}
 
     def begin(self, pid: int) -> None:

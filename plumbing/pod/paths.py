@@ -88,9 +88,9 @@ def engine_state(directory: str, engine: str) -> str:
     return os.path.join(directory, f"engine_{engine}.json")
 
 
-def gms_socket(directory: str, device: str, tag: str = WEIGHTS) -> str:
+def gms_socket(directory: str, device: str) -> str:
     """The socket of one device's memory server."""
-    return os.path.join(directory, f"gms_{device}_{tag}.sock")
+    return os.path.join(directory, f"gms_{device}_{WEIGHTS}.sock")
 
 
 def gms_journal(directory: str, device: str, tag: str = WEIGHTS) -> str:

@@ -131,12 +131,12 @@ class MemoryIs(PoolEvent, frozen=True):
     """What the memory service holds on one device, by model; what is not named is free.
 
     It may be older than what an engine has taken since, so free memory is proven only by what was
-    looked at after a question: `asked` has the number of the newest `AskMemory` that this answers,
-    or that an earlier one of this device has answered. Both are by kind and model."""
+    looked at after a question: `asked` has, by model, the number of the newest `AskMemory` that
+    this answers, or that an earlier one of this device has answered."""
 
     device: str
     held: Mapping[tuple[EntryKind, str], int]
-    asked: Mapping[tuple[EntryKind, str], int] = {}
+    asked: Mapping[str, int] = {}
 
 
 class DeviceIs(PoolEvent, frozen=True):

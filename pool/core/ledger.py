@@ -206,10 +206,9 @@ class PoolLedger:
                 self.learn_sizes(models[name])
         if is_other or before is None:
             return models
-        news = (before.held.items() ^ event.held.items()) | (
-            before.asked.items() ^ event.asked.items()
-        )
-        return {name for (_, name), _ in news} & models.keys()
+        news = {name for (_, name), _ in before.held.items() ^ event.held.items()}
+        news |= {name for name, _ in before.asked.items() ^ event.asked.items()}
+        return news & models.keys()
 
     def learn_sizes(self, model: Model) -> None:
         """Take what its engines have measured; what is booked for their goals follows. Where no
@@ -320,8 +319,7 @@ class PoolLedger:
         memory = self.memory.get(key.device)
         if memory is None or model.asked is None:
             return False
-        answered = memory.asked.get((key.kind, model.name), 0)
-        return answered >= model.asked and not self._bytes_held(key)
+        return memory.asked.get(model.name, 0) >= model.asked and not self._bytes_held(key)
 
     def _bytes_held(self, key: EntryKey) -> int:
         memory = self.memory.get(key.device)

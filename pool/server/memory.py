@@ -1,13 +1,13 @@
 """What the memory service holds, by device and model, and how much of each device others use.
 
-Joins the words of its servers, one for each model, device and kind of memory. Nothing is reported
-of a device before all of its servers have been heard: what is unknown must not look free.
+Joins the words of its servers, one for each model and device, and one for each copy of weights in
+host memory. Nothing is reported of a device before all of its servers have been heard: what is
+unknown must not look free.
 
-`PlaceLink` is the connection to one memory server of a model on a device. It is watched, and asked
-for its status whenever something has happened; while memory is on its way out nothing may happen
-for a moment, so it is asked more often then. What it should free is asked of it once it is not
-used, and again until it is done or not wanted any more. That has a connection of its own, since a
-refusal ends it.
+`PlaceLink` is the connection to one of them. It is watched, and asked for its status whenever
+something has happened; while memory is on its way out nothing may happen for a moment, so it is
+asked more often then. What it should free is asked of it once it is not used, and again until it is
+done or not wanted any more.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from gms.client import offload_device
 from plumbing.errors import UnderstudyError
 from plumbing.pod.messages import EventMsg, StatusMsg, StatusReplyMsg, WatchMsg
 from plumbing.pod.models import model_at, place_of
-from plumbing.pod.observers import ask
-from plumbing.pod.paths import KV, WEIGHTS, gms_socket
+from plumbing.pod.paths import gms_socket
 from plumbing.wire.connection import Connection
 from plumbing.wire.messages import Message
 from pool.client.link import KeptLink
@@ -57,18 +56,17 @@ class MemorySide:
         for model, devices in models.items():
             for device in devices:
                 place = place_of(device, model)
-                links = self._places.setdefault(device, [])
-                links += [PlaceLink(directory, place, tag, self._changed) for tag in (WEIGHTS, KV)]
+                link = PlaceLink(directory, place, self._changed)
+                self._places.setdefault(device, []).append(link)
                 if host_bytes:
-                    copy = offload_device(place)
-                    link = PlaceLink(directory, copy, WEIGHTS, self._changed, is_copy=True)
-                    self._places.setdefault(HOST, []).append(link)
+                    copy = PlaceLink(directory, offload_device(place), self._changed, is_copy=True)
+                    self._places.setdefault(HOST, []).append(copy)
 
     @property
     def problems(self) -> Iterator[str]:
         for link in self.links():
             if link.problem is not None:
-                yield f"memory of {link.place} ({link.tag}): {link.problem}"
+                yield f"memory of {link.place}: {link.problem}"
 
     def links(self, model: str | None = None) -> Iterator[PlaceLink]:
         for links in self._places.values():
@@ -89,23 +87,19 @@ class MemorySide:
     def ask(self, question: AskMemory) -> None:
         """Look anew at this memory, and report it with this number; have it freed."""
         for link in self.links(question.model):
-            is_asked = link.kind in question.kinds
-            link.is_to_free |= is_asked if link.tag == KV else question.frees_weights
-            if is_asked:
-                link.ask(question.number)
-            elif link.is_to_free:
-                link.look()
+            link.ask(question)
 
     def keep(self, model: str, *, and_kv: bool) -> None:
         """Its memory is needed again."""
         for link in self.links(model):
-            if and_kv or link.tag != KV:
-                link.is_to_free = link.is_awaited = False
+            kept = link.kinds if and_kv else link.kinds - {EntryKind.KV}
+            link.frees -= kept
+            link.awaited -= kept
 
     def _changed(self, link: PlaceLink) -> None:
         device = next(name for name, links in self._places.items() if link in links)
         links = self._places[device]
-        if all(each.held_bytes is not None for each in links):
+        if all(each.held is not None for each in links):
             self._tell_memory(device, links)
             sample = links[0].device
             if device != HOST and sample is not None:
@@ -113,13 +107,13 @@ class MemorySide:
 
     def _tell_memory(self, device: str, links: Sequence[PlaceLink]) -> None:
         held: dict[tuple[EntryKind, str], int] = {}
-        asked: dict[tuple[EntryKind, str], int] = {}
+        asked: dict[str, int] = {}
         for link in links:
             model = model_at(link.place)
             if link.answered:
-                asked[link.kind, model] = link.answered
-            if link.held_bytes:
-                held[link.kind, model] = link.held_bytes
+                asked[model] = link.answered
+            found = (link.held or {}).items()
+            held |= {(kind, model): size_bytes for kind, size_bytes in found if size_bytes}
         self._tell(MemoryIs(device, held, asked))
 
     def _tell(self, said: MemoryIs | DeviceIs) -> None:
@@ -136,7 +130,7 @@ class MemorySide:
         bases = self._bases(device)
         samples = self._outside.setdefault(device, deque(maxlen=SAMPLES))
         if bases is not None and used_bytes is not None:
-            ours = bases + sum(link.held_bytes or 0 for link in links)
+            ours = bases + sum(sum((link.held or {}).values()) for link in links)
             now_s = asyncio.get_running_loop().time()
             if samples and now_s - self._sampled_s[device] < SAMPLE_S / 2:
                 samples.pop()  # of the same moment
@@ -162,45 +156,42 @@ DeviceSample = tuple[int, int | None]
 
 
 class PlaceLink(KeptLink):
-    """`on_change(link)` is called when `held_bytes` or `device` is another one."""
+    """`on_change(link)` is called when `held`, `answered` or `device` is another one."""
 
     def __init__(
         self,
         directory: str,
         place: str,
-        tag: str,
         on_change: Callable[[PlaceLink], None],
         *,
         is_copy: bool = False,
     ) -> None:
         """`is_copy`: of weights, in host memory. It has a keeper, which maps it as long as the copy
         is in service."""
-        super().__init__(gms_socket(directory, place, tag), weights.CATALOGUE)
-        self.place, self.tag = place, tag
-        self.kind = EntryKind.COPY if is_copy else EntryKind(tag)
-        self.held_bytes: int | None = None  # None: not known yet
+        super().__init__(gms_socket(directory, place), weights.CATALOGUE)
+        self.place = place
+        self.kinds = frozenset({EntryKind.COPY} if is_copy else {EntryKind.WEIGHTS, EntryKind.KV})
+        self.held: dict[EntryKind, int] | None = None  # None: not known yet
         self.device: DeviceSample | None = None
-        self.is_to_free = False  # no engine needs it: as soon as no process maps it
-        self._on_change = on_change
-        self._freeing: asyncio.Task[None] | None = None
-        self._restless_s = RESTLESS_S
-        self._question = 0  # the newest one
-        self.is_awaited = False  # a model waits for this memory to be free
-        self._asked: tuple[int, int] = (0, 0)  # the newest request, and the question before it
+        self.frees: set[EntryKind] = set()  # no engine needs it: as soon as no process maps it
+        self.awaited: set[EntryKind] = set()  # a model waits for this memory to be free
         self.answered = 0  # the newest question that a look after it has answered
+        self._question = 0  # the newest one; a look has its number
+        self._dropping: set[EntryKind] = set()  # not answered yet
+        self._on_change = on_change
+        self._restless_s = RESTLESS_S
 
-    def ask(self, number: int) -> None:
-        """Look anew; `answered` is `number` then. Asked again on every connection until it is."""
-        self._question, self.is_awaited = number, True
-        self.look()
-
-    async def run(self) -> None:
-        """Stay connected until cancelled."""
-        try:
-            await super().run()
-        finally:
-            if self._freeing is not None:
-                self._freeing.cancel()
+    def ask(self, question: AskMemory) -> None:
+        """Look anew; `answered` is the number then. Asked again on every connection until it is."""
+        asked = question.kinds & self.kinds
+        self.awaited |= asked
+        self.frees |= asked & {EntryKind.KV}
+        if question.frees_weights:
+            self.frees |= self.kinds - {EntryKind.KV}
+        if asked:
+            self._question = question.number
+        if asked or self.frees:
+            self.look()
 
     def look(self) -> None:
         self._ask(StatusMsg())
@@ -208,79 +199,67 @@ class PlaceLink(KeptLink):
     def _ask(self, question: Message) -> None:
         self.forget_look()
         if self.conn is not None:
-            self._asked = self._asked[0] + 1, self._question
-            self.conn.send(question, self._asked[0])
-
-    async def _free(self) -> None:
-        drop = (
-            weights.DropPoolMsg()
-            if self.tag == KV
-            else weights.DropMsg(even_if_mapped=self.kind is EntryKind.COPY)
-        )
-        try:
-            await ask(self.path, weights.CATALOGUE, drop)
-        except UnderstudyError as error:
-            self.problem = f"{self.place} is not freed yet: {error.message}"
-            await asyncio.sleep(RETRY_S)
-        self._freeing = None
-        self.look_soon(LOOK_S)
+            self.conn.send(question, self._question)
 
     def begin(self, conn: Connection) -> None:
         self._ask(WatchMsg())
+
+    def lose(self, reason: str) -> None:
+        self._dropping.clear()
 
     def hear(self, message: Message, request_id: int) -> None:
         match message:
             case StatusReplyMsg():
                 self.problem = None
-                self._look_at(message.document, is_newest=request_id == self._asked[0])
+                self._look_at(message.document, request_id)
             case EventMsg():
-                is_calm = self.held_bytes is not None and not (self.is_awaited or self.is_to_free)
+                is_calm = self.held is not None and not (self.awaited or self.frees)
                 self.look_soon(CALM_LOOK_S if is_calm else LOOK_S)
+            case weights.DroppedMsg():
+                self._dropping.clear()
+                self.look_soon(LOOK_S)
 
-    def _look_at(self, document: dict[str, Any], *, is_newest: bool) -> None:
-        state = document["state"]
-        if self.tag == KV:
-            held = int(document["pool_bytes"])
-            if state == "recovering":  # it does not know the size of what it has lost
-                held = max(held, self.held_bytes or 0)
-                if not held:
+    def refused(self, error: UnderstudyError, request_id: int) -> None:
+        self.problem = f"{self.place} is not freed yet: {error.message}"
+        self._dropping.clear()
+        self.look_soon(RETRY_S)
+
+    def _look_at(self, document: dict[str, Any], number: int) -> None:
+        """`idle`: there is some of these kinds, and no process but the keeper of a copy has it."""
+        (kind,) = self.kinds - {EntryKind.KV}
+        held = {kind: sum(int(document[name]) for name in WEIGHTS_PHASES)}
+        is_leaving = bool(document["releasing_bytes"] or document["superseded_bytes"])
+        # What stands for offloaded weights takes nothing here, and the next load waits for it.
+        has_some = document["committed_bytes"] or document["state"] == "offloaded"
+        keeper = (weights.COPIER, "ro") if kind is EntryKind.COPY else None
+        users = [each for each in document["sessions"] if (each["engine"], each["mode"]) != keeper]
+        idle = {kind} if has_some and not users else set()
+        if EntryKind.KV in self.kinds:
+            kv = document["kv"]
+            held[EntryKind.KV] = int(kv["pool_bytes"])
+            if kv["state"] == "recovering":  # it does not know the size of what it has lost
+                held[EntryKind.KV] = max(kv["pool_bytes"], (self.held or {}).get(EntryKind.KV, 0))
+                if not held[EntryKind.KV]:
                     return self.look_soon(RESTLESS_S)
-            is_restless, is_used, has_some = state in LEAVING, state != "idle", bool(held)
-        else:
-            held = sum(int(document[name]) for name in WEIGHTS_PHASES)
-            is_restless = bool(document["releasing_bytes"] or document["superseded_bytes"])
-            # What stands for offloaded weights takes nothing here, and the next load waits for it.
-            is_to_forget = state == "offloaded" and self.is_to_free
-            has_some = bool(document["committed_bytes"]) or is_to_forget
-            is_used = self._is_used(document["sessions"]) or not has_some
-        is_news, self.held_bytes = held != self.held_bytes, held
-        self.is_awaited &= held > 0
-        if is_newest and self.answered != self._asked[1]:
-            self.answered, is_news = self._asked[1], True
-        sample = _sample(document)
-        if sample is not None and sample != self.device:
-            self.device, is_news = sample, True
-        if is_news:
+            is_leaving |= kv["state"] in LEAVING
+            idle |= {EntryKind.KV} if kv["state"] == "idle" else set()
+        self.awaited -= {kind for kind in held if not held[kind]}
+        device = int(document["capacity_bytes"]), document["device_used_bytes"]
+        answered = max(self.answered, number)
+        if (held, device, answered) != (self.held, self.device, self.answered):
+            self.held, self.device, self.answered = held, device, answered
             self._restless_s = RESTLESS_S
             self._on_change(self)
-        has_some = has_some or bool(held)
-        if self.is_to_free and has_some and not is_used and self._freeing is None:
-            self._freeing = asyncio.get_running_loop().create_task(self._free())
-        elif is_restless or (self.is_to_free and has_some and self._freeing is None):
+        for each in self.frees & idle - self._dropping:
+            self._drop(each)
+        stays = self.frees & {kind for kind in held if held[kind]}
+        if is_leaving or stays - self._dropping:
             self.look_soon(self._restless_s)
             self._restless_s = min(1.5 * self._restless_s, RESTLESS_S_MAX)
         return None
 
-    def _is_used(self, sessions: list[dict[str, Any]]) -> bool:
-        """Whether anybody but the keeper of a copy is there."""
-        return any(
-            self.kind is not EntryKind.COPY
-            or (each["engine"], each["mode"]) != (weights.COPIER, "ro")
-            for each in sessions
-        )
-
-
-def _sample(document: dict[str, Any]) -> DeviceSample | None:
-    if document["tag"] != WEIGHTS:
-        return None
-    return int(document["capacity_bytes"]), document.get("device_used_bytes")
+    def _drop(self, kind: EntryKind) -> None:
+        is_copy, is_kv = kind is EntryKind.COPY, kind is EntryKind.KV
+        if self.conn is not None:
+            self._dropping.add(kind)
+            self.conn.send(weights.DropMsg(even_if_mapped=is_copy, is_kv=is_kv), 1)

@@ -11,7 +11,7 @@ import os
 import threading
 from typing import Any
 
-from gms.server.server import WeightsServer
+from gms.server.server import a_place
 from gms.vmm.host import HostMemory
 from plumbing.errors import UnderstudyError
 from tests.gms.bench import ANSWER_S, DEVICE, GmsProcess
@@ -90,7 +90,7 @@ class FaultyGms(GmsProcess):
         super().__init__(directory)
         self.memory = FaultyMemory(granularity_bytes)
         self._thread = LoopThread()
-        self._server = WeightsServer(directory, DEVICE, self.memory, self.device_bytes)
+        self._server = a_place(directory, DEVICE, self.memory, self.device_bytes)
 
     def start(self) -> FaultyGms:
         self._thread.run(self._server.start())

@@ -55,13 +55,13 @@ async def test_models_of_one_device_share_its_limit(directory):
     places = ["HOST-0.a", "HOST-0.b", "HOST-1.a"]
     process = DeviceProcess(directory, places, HostMemory(), 20 * MIB, is_bounded=True)
     await process.start()
-    found = {(each.device, each.tag): each for each in process.servers}
+    found = {(each.device, each.tag): each for place in process.places for each in place.parts}
     for place, weights, kv in (("HOST-0.a", 5, 0), ("HOST-0.b", 3, 2), ("HOST-1.a", 7, 7)):
         epoch = Epoch(EPOCH, RegionPhase.SERVED, [weights * MIB])
         found[place, WEIGHTS].machine.regions[EPOCH] = epoch
         if kv:
             make_pool(directory, place, kv * MIB)
-    beside = {place: found[place, WEIGHTS].bytes_beside // MIB for place in places}
+    beside = {each: found[each, WEIGHTS].bytes_beside // MIB for each in places}
     assert beside == {"HOST-0.a": 5, "HOST-0.b": 7, "HOST-1.a": 7}
     room = found["HOST-0.a", KV].room()
     assert (room.weights_bytes, room.others_bytes) == (5 * MIB, 5 * MIB)
@@ -88,10 +88,10 @@ async def test_server_that_could_not_start_can_be_started(
     directory: str, monkeypatch: pytest.MonkeyPatch
 ):
     """A call fails after the journal is open: nothing of the attempt is left in the way."""
-    weights = server.WeightsServer(directory, "HOST-0", HostMemory(), MIB)
+    place = server.a_place(directory, "HOST-0", HostMemory(), MIB)
     with monkeypatch.context() as patch:
         patch.setattr(server, "left_behind", Mock(side_effect=OSError("as told")))
         with pytest.raises(OSError, match="as told"):
-            await weights.start()
-    await weights.start()
-    await weights.close()
+            await place.start()
+    await place.start()
+    await place.close()

@@ -27,7 +27,7 @@ from plumbing.pod.messages import (
     WatchMsg,
     WitnessRef,
 )
-from plumbing.pod.paths import KV, WEIGHTS, engine_socket, gms_socket
+from plumbing.pod.paths import engine_socket, gms_socket
 from plumbing.wire.connection import Handler
 from plumbing.wire.server import Server
 from pool.client.link import PoolLink
@@ -36,37 +36,48 @@ from tests.helpers import auntil, free_port
 
 MIB = 1 << 20
 DEVICE = "HOST-0"
+USER = {"engine": "an engine", "mode": "ro"}
 
 
-class Memory(Handler):
-    """One memory server; `held` bytes."""
+class Memory:
+    """One kind of memory of a place; `held` bytes."""
 
-    def __init__(self, directory, place, tag, capacity_bytes):
-        catalogue = weights_messages.CATALOGUE
-        self.tag, self.capacity_bytes, self.held, self.drops = tag, capacity_bytes, 0, 0
-        self.is_mapped, self.used_bytes = False, None
-        self.state, self.sessions = "committed", None
-        self.conns = set()
-        self.server = Server(gms_socket(directory, place, tag), catalogue, self, service="gms")
+    def __init__(self, place):
+        self.place, self.held, self.drops, self.is_mapped = place, 0, 0, False
+        self.state, self.sessions, self.used_bytes = "committed", None, None
 
     def set(self, held, *, is_mapped):
         self.held, self.is_mapped = held, is_mapped
-        for conn in self.conns:
+        for conn in self.place.conns:
             conn.send(weights_messages.EventMsg({}))
 
+    def drop(self):
+        self.drops += 1
+        self.state = "empty"
+        self.set(0, is_mapped=False)
+
+
+class MemoryPlace(Handler):
+    """One memory server: of a model, or of a copy of its weights."""
+
+    def __init__(self, directory, place, capacity_bytes):
+        self.weights, self.kv, self.capacity_bytes = Memory(self), Memory(self), capacity_bytes
+        self.conns = set()
+        catalogue = weights_messages.CATALOGUE
+        self.server = Server(gms_socket(directory, place), catalogue, self, service="gms")
+
     def document(self):
-        if self.tag == KV:
-            state = "empty" if not self.held else "lent" if self.is_mapped else "idle"
-            return {"tag": KV, "state": state, "pool_bytes": self.held}
+        kv, weights = self.kv, self.weights
         names = ("staging_bytes", "superseded_bytes", "releasing_bytes")
+        state = "empty" if not kv.held else "lent" if kv.is_mapped else "idle"
         return {
-            "tag": WEIGHTS,
-            "state": self.state,
-            "committed_bytes": self.held,
+            "kv": {"state": state, "pool_bytes": kv.held},
+            "state": weights.state,
+            "committed_bytes": weights.held,
             **dict.fromkeys(names, 0),
-            "sessions": self.sessions or ([{}] if self.is_mapped else []),
+            "sessions": weights.sessions or ([USER] if weights.is_mapped else []),
             "capacity_bytes": self.capacity_bytes,
-            "device_used_bytes": self.used_bytes,
+            "device_used_bytes": weights.used_bytes,
         }
 
     def received(self, conn, message, request_id, fds):
@@ -74,14 +85,9 @@ class Memory(Handler):
             case WatchMsg() | StatusMsg():
                 self.conns.add(conn)
                 conn.send(StatusReplyMsg(self.document()), request_id)
-            case weights_messages.DropPoolMsg() | weights_messages.DropMsg():
-                self.drops += 1
-                self.state = "empty"
-                self.set(0, is_mapped=False)
-                reply = weights_messages.PoolDroppedMsg("p", 1)
-                if self.tag == WEIGHTS:
-                    reply = weights_messages.DroppedMsg("e", ())
-                conn.send(reply, request_id)
+            case weights_messages.DropMsg(is_kv=is_kv):
+                (self.kv if is_kv else self.weights).drop()
+                conn.send(weights_messages.DroppedMsg("e"), request_id)
 
     def closed(self, conn, reason):
         self.conns.discard(conn)
@@ -140,7 +146,8 @@ class StandInEngine(Handler):
         self.conns.discard(conn)
 
     def _obey(self):
-        kv, weights = self.world.memory[self.model, KV], self.world.memory[self.model, WEIGHTS]
+        place = self.world.memory[self.model]
+        kv, weights = place.kv, place.weights
         if self.goal is Tier.COLD:
             self.die()
             kv.set(kv.held, is_mapped=False)
@@ -217,9 +224,7 @@ class World:
         self.directory = directory
         self.tokens = 0  # granted so far
         self.memory = {
-            (model, tag): Memory(directory, f"{DEVICE}.{model}", tag, capacity_bytes)
-            for model in models
-            for tag in (WEIGHTS, KV)
+            model: MemoryPlace(directory, f"{DEVICE}.{model}", capacity_bytes) for model in models
         }
         self.engines = {model: StandInEngine(self, f"{model}-0", model) for model in models}
         self.demand, self.doors = {}, {}

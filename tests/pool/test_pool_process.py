@@ -95,7 +95,7 @@ async def test_dead_engine_is_known_by_its_witness_alone(place):
             await auntil(lambda: engine.state == "dead", "the engine to obey")
             await auntil(
                 lambda: (
-                    world.memory["chat", "weights"].held == 0
+                    world.memory["chat"].weights.held == 0
                     or model(directory, "chat")["state"] == "unloading"
                 ),
                 "the pool to wait for its processes",

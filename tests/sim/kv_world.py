@@ -148,7 +148,7 @@ class KvWorld:
         if users and not self.machine.all_holders:
             return
         try:
-            self.tell(ev.Received(next(self.conn_ids), 1, msg.DropPoolMsg(), 9))
+            self.tell(ev.Received(next(self.conn_ids), 1, msg.DropMsg(is_kv=True), 9))
         except UnderstudyError:
             return
         assert pool is not None, "no pool was dropped"

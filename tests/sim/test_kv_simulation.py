@@ -81,7 +81,7 @@ def given_up_is_free(give_up, self, pool, by):
         self.do(ev.Release(pool.id))
 
 
-@RULES.instead("drops are judged", "was dropped that", KvMachine, "on_drop_pool")
+@RULES.instead("drops are judged", "was dropped that", KvMachine, "on_drop")
 def drops_are_not_judged(_, self, event, message):
     """An operator's word counts, whoever has the memory."""
     pool = self.current

@@ -461,7 +461,7 @@ def memory_faults(device: Document, engines: Engines) -> list[str]:
     if "error" in device:
         why = device["error"]
         return [f"gms {device['name']} down: {why}; engines keep serving, new ones wait"]
-    name, state, kv = device.get("device_uuid"), device.get("state"), device.get("kv") or {}
+    name, state = device.get("device_uuid"), device.get("state")
     faults = []
     if state == "recovering":
         holders = _holders(_unowned(device), device, engines)
@@ -471,10 +471,6 @@ def memory_faults(device: Document, engines: Engines) -> list[str]:
         faults.append(
             f"the weights of {name} are out of service but still mapped by {_readers(device)};"
             f" {loader} a second copy"
-        )
-    if kv.get("state") == "down":
-        faults.append(
-            f"the KV memory of {name} has no server: {kv['problem']}; a waking engine waits for it"
         )
     return faults
 
@@ -509,9 +505,7 @@ def memory_lines(device: Document, now: datetime, engines: Engines) -> list[str]
 
 
 def _kv(kv: Document) -> list[str]:
-    """A line for KV memory that there is, or whose server is away."""
-    if kv.get("state") == "down":
-        return [f"       kv down: {kv['problem']}"]
+    """A line for KV memory that there is."""
     if not kv.get("pool"):
         return []
     holder, waiting = kv.get("holder") or {}, kv.get("waiting") or []

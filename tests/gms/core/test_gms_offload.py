@@ -135,7 +135,7 @@ def test_drop_forgets_the_copy_and_the_next_engine_loads():
     bench, _ = offloaded()
     assert bench.device.state == "offloaded"
     bench.tell(ev.Received(9, 6, msg.DropMsg()))
-    assert bench.last(9) == msg.DroppedMsg(COPY, ())
+    assert bench.last(9) == msg.DroppedMsg(COPY)
     assert (bench.device.state, bench.offloaded) == ("empty", None)
     assert writing(bench.attach(2)) == ("0" * 31 + "2", None)
 

@@ -7,14 +7,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
 
 from click.testing import CliRunner
 
-from gms import messages as msg
-from gms import names
 from gms.cli import main as gms_command
-from plumbing.pod.paths import gms_socket
-from plumbing.wire.blocking import BlockingClient
 from tests.gms.bench import ClientProcess, GmsProcess
 
 MIB = 1 << 20
@@ -26,8 +23,8 @@ ERA = "e" * 16
 class KvProcess(GmsProcess):
     """A device's server, asked about its KV memory."""
 
-    def client(self) -> BlockingClient:
-        return BlockingClient(gms_socket(self.directory, self.device, names.KV), msg.CATALOGUE)
+    def status(self) -> dict[str, Any]:
+        return dict(super().status()["kv"])
 
     @property
     def weights(self) -> GmsProcess:

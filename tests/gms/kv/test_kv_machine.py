@@ -112,7 +112,7 @@ def test_operator_drops_a_pool_that_no_engine_uses():
     """Goal: idle memory can be had back, and only idle memory. Method: ask while there is none,
     while it is lent, while it is promised, and when it is idle."""
     desk = Desk()
-    drop = Received(9, 1, msg.DropPoolMsg())
+    drop = Received(9, 1, msg.DropMsg(is_kv=True))
     assert refused(desk, drop).code == "gms.no_kv_pool"
     pool = desk.hold(1)
     held = refused(desk, drop)
@@ -123,7 +123,7 @@ def test_operator_drops_a_pool_that_no_engine_uses():
     assert (held.code, "being lent to engine-2" in held.message) == ("gms.kv_held", True)
     desk.tell("closed", 2)
     desk.tell(drop)
-    assert desk.last_to(9) == msg.PoolDroppedMsg(pool, SIZE + INDEX)
+    assert desk.last_to(9) == msg.DroppedMsg(pool, size_bytes=SIZE + INDEX)
     assert of(desk.tell("region_free", pool), ev.Release).region == pool
     assert refused(desk, drop).code == "gms.kv_releasing"
     desk.done(ev.Release)

@@ -86,7 +86,7 @@ class Pod:
         self.tokens = 0
         self.weights: set[str] = set()
         self.kv: set[str] = set()
-        self.asked: dict[tuple[EntryKind, str], int] = {}
+        self.asked: dict[str, int] = {}
         self.tickets: dict[str, list[ev.Ticket]] = {name: [] for name in models}
         self.in_flight = dict.fromkeys(models, 0)
         self.doors: dict[str, ev.SetModelDoor] = {}
@@ -205,7 +205,7 @@ class Pod:
                 self.kv.discard(effect.model)
             if all(each.state == "dead" for each in mine):
                 self.weights.discard(effect.model)
-            self.asked |= {(kind, effect.model): effect.number for kind in effect.kinds}
+            self.asked[effect.model] = effect.number
             self.questions.remove(effect)
             self.say_memory()
         for effect in [each for each in self.questions if isinstance(each, ev.AskWitness)]:

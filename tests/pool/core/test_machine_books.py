@@ -98,7 +98,7 @@ def test_copy_that_is_made_where_there_is_room_is_booked_until_its_model_is_cold
     pod.settle()
     assert COPY in booked(pod)  # the memory service has not said that it is free
     number = pod.pool.facts.models["a"].asked
-    pod.handle(ev.MemoryIs(HOST, {}, {(EntryKind.COPY, "a"): number}))
+    pod.handle(ev.MemoryIs(HOST, {}, {"a": number}))
     assert COPY not in booked(pod)
     assert pod.state("a") is S.COLD
 

@@ -180,7 +180,7 @@ class Memory:
         self.world.memory_changed(self.model)
 
 
-def seen_memory(world: World, name: str, asked: Mapping[tuple[EntryKind, str], int]) -> MemoryIs:
+def seen_memory(world: World, name: str, asked: Mapping[str, int]) -> MemoryIs:
     """What the memory service holds on this device, by model."""
     held = {
         (EntryKind(kind), owner): size

@@ -28,7 +28,7 @@ from pool.core.events import (
 from pool.core.facts import ModelSetup, OrderRefused, PoolSetup, WrongMessage
 from pool.core.reconcile import ModelPool
 from pool.core.saved import PoolSnapshot
-from pool.core.states import HOST, EntryKind
+from pool.core.states import HOST
 from tests.sim.pool.law_plan import judged_plan
 from tests.sim.pool.memory import seen_device, seen_memory
 from tests.sim.pool.timeline import Line
@@ -50,7 +50,7 @@ class PoolProcess:
         self.goals: dict[str, TellEngine] = {}  # said again on every new connection
         self.doors: dict[str, SetModelDoor] = {}
         self.asked: dict[str, int] = {}  # engines whose witnesses are waited for
-        self.answered: dict[tuple[EntryKind, str], int] = {}  # the newest question on this memory
+        self.answered: dict[str, int] = {}  # the newest question on a model's memory
         self.lines: dict[str, Line] = {}  # from the memory service, the kernel
         self.dead_gateways: list[str] = []
         self.dies_before = -1  # which of its next effects it does not perform
@@ -274,7 +274,7 @@ class PoolProcess:
         self.send("memory", seen_memory(self.world, device, self.answered))
 
     def look_at_memory(self, effect: AskMemory) -> None:
-        self.answered |= {(kind, effect.model): effect.number for kind in effect.kinds}
+        self.answered[effect.model] = effect.number
         self.world.memory_changed(effect.model)
         if HOST in self.world.devices:
             self.memory_changed(HOST)
