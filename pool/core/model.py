@@ -84,19 +84,23 @@ def lower(one: Tier, other: Tier) -> Tier:
     return min(one, other, key=RANK.__getitem__)
 
 
-@dataclass(slots=True)
-class ModelEngine:
+class KeptEngine(Struct, array_like=True):
+    """What outlives a restart: what it was told."""
+
+    goal: Tier | None = None  # told last, under `generation`
+    generation: GoalGeneration | None = None
+    is_out: bool = False  # of a pool without its file: it was dead, and stays so until all are cold
+    is_gone: bool = False  # none of its processes lives, and its supervisor launches none
+
+
+class ModelEngine(KeptEngine, eq=False, kw_only=True):
     """One engine: what it was told, and what it has said since this pool has started."""
 
     name: str
     model: str
-    goal: Tier | None = None  # told last, under `generation`
-    generation: GoalGeneration | None = None
-    is_out: bool = False  # of a pool without its file: it was dead, and stays so until all are cold
     said: EngineSaid | None = None
     is_connected: bool = False
     has_rested: bool = False  # under this goal it has said that it has no KV memory
-    is_gone: bool = False  # none of its processes lives, and its supervisor launches none
     dead: tuple[str, ...] = ()  # incarnations
     leaving: str = ""  # the last incarnation that was told to stop
     asked: int | None = None  # the number of the question for its witnesses

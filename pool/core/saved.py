@@ -4,7 +4,7 @@ from that file, or from what its neighbours are.
 Everything that a neighbour was told is in it, with what is booked for it. What neighbours have said
 is not: they say it again. One slot of the file has 64 KiB, so values are arrays, and what belongs
 to a model's devices and engines stands in their order, without their names: 100 models with two
-engines each on two devices are 40 KiB. A model whose devices or engines have changed since is a new
+engines each on two devices are 50 KiB. A model whose devices or engines have changed since is a new
 one.
 
 With a file, every model goes on in the state that was saved: whatever a neighbour was told is in
@@ -32,15 +32,21 @@ from pool.core.admission import door_key
 from pool.core.events import LeaseAsked, OpenDoor, Running
 from pool.core.facts import Facts, PoolSetup
 from pool.core.ledger import PoolLedger
-from pool.core.model import SETTLED, KeptModel, Model, ModelEngine, a_lease, grant, lower
-from pool.core.states import EngineSizes, GoalGeneration, ModelState
+from pool.core.model import (
+    SETTLED,
+    KeptEngine,
+    KeptModel,
+    Model,
+    ModelEngine,
+    a_lease,
+    grant,
+    lower,
+)
+from pool.core.states import EngineSizes, ModelState
 
 TEXT_MAX = 100  # characters of a reason or a fault on file
 _kept_of = attrgetter(*KeptModel.__struct_fields__)
-
-
-# Goal, start and number of its generation, whether it is out, and gone. The era is the snapshot's.
-SavedEngine = tuple[Tier | None, int, int, bool, bool]
+_kept_of_engine = attrgetter(*KeptEngine.__struct_fields__)
 
 
 class SavedModel(Struct, frozen=True, array_like=True):
@@ -50,7 +56,7 @@ class SavedModel(Struct, frozen=True, array_like=True):
 
     shape: int
     kept: KeptModel
-    engines: tuple[SavedEngine, ...]
+    engines: tuple[KeptEngine, ...]
     booked: tuple[int | None, ...]
     sizes: tuple[tuple[tuple[int, ...], ...], bool] | None = None
     door: OpenDoor | None = None
@@ -97,14 +103,10 @@ def _saved_model(facts: Facts, model: Model) -> SavedModel:
     sizes, devices = model.sizes, model.rules.devices
     by_kind = () if sizes is None else (sizes.base, sizes.weights, sizes.kv)
     by_device = tuple(tuple(each.get(name, 0) for name in devices if each) for each in by_kind)
-    engines: list[SavedEngine] = []
-    for engine in model.engines:
-        told = engine.generation or GoalGeneration(facts.era, 0, 0)
-        engines.append((engine.goal, told.start, told.number, engine.is_out, engine.is_gone))
     return SavedModel(
         shape_of(model),
         kept,
-        tuple(engines),
+        tuple(KeptEngine(*_kept_of_engine(engine)) for engine in model.engines),
         tuple(facts.ledger.entries.get(key) for key in model.keys),
         None if sizes is None else (by_device, sizes.is_estimated),
         model.door if isinstance(model.door, OpenDoor) else None,
@@ -146,11 +148,8 @@ def _restore_model(facts: Facts, model: Model, saved: SavedModel) -> None:
         if size_bytes is not None:
             facts.ledger.settle(key, size_bytes)
     for engine, told in zip(model.engines, saved.engines, strict=True):
-        engine.goal, start, number, engine.is_out, engine.is_gone = told
-        if engine.goal is not None:
-            engine.generation = GoalGeneration(facts.era, start, number)
-    for name in KeptModel.__struct_fields__:
-        setattr(model, name, getattr(saved.kept, name))
+        _take_over(engine, told)
+    _take_over(model, saved.kept)
     model.costs = copy(saved.kept.costs)
     if saved.sizes is not None:
         by_device, is_estimated = saved.sizes
@@ -173,6 +172,11 @@ def _restore_model(facts: Facts, model: Model, saved: SavedModel) -> None:
         model.turn_since_ms = min(awake_ms + (model.costs.resume_ms or 0.0), now_ms)
     else:
         model.awake_since_ms, model.asleep_since_ms = None, now_ms
+
+
+def _take_over(to: Struct, kept: Struct) -> None:
+    for name in kept.__struct_fields__:
+        setattr(to, name, getattr(kept, name))
 
 
 def say_again(facts: Facts) -> None:

@@ -8,7 +8,7 @@ replace what they remember, and the pool learns everything from those who hold i
 
 The surprising thing: decisions do not wait for the disk. What they are about (processes, memory,
 doors) is gone after a power cut, and an engine whose file is newer than ours is caught up with
-(`pool.core.inputs`). Only what people have asked for must outlive the machine.
+(`pool.core.reconcile`). Only what people have asked for must outlive the machine.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import msgspec
 from plumbing.pod.paths import pool_state
 from plumbing.service.files import SlotFile, SlotFormat, put_aside, state_faults
 
-SCHEMA = 5
+SCHEMA = 6
 SLOT_BYTES = 64 * 1024  # a hundred models with two engines each
 FORMAT = SlotFormat("understudy-pool 1", SLOT_BYTES)
 FAULTS = {"in_use": "pool.state_in_use", "unwritable": "pool.state_unwritable"}
