@@ -1,5 +1,5 @@
 """The pool as a process: the shell around its core, its socket, and the program that runs them with
-the HTTP endpoints.
+the HTTP endpoints; and its status.
 
 Owns the order of things. Must not decide who is awake: every question goes to `core`. Everything
 runs as callbacks on one loop, and an event that comes while another one is handled waits its turn.
@@ -13,9 +13,12 @@ from __future__ import annotations
 import asyncio
 import functools
 import gc
+import math
+import os
 import secrets
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import msgspec
 
@@ -23,21 +26,28 @@ from plumbing.errors import InvariantError, ProtocolError, UnderstudyError, Usag
 from plumbing.pod.messages import Tier
 from plumbing.pod.observers import PartServer
 from plumbing.pod.paths import pool_socket
-from plumbing.service.clock import SystemClock
+from plumbing.service.clock import SystemClock, moment
 from plumbing.service.events import EventLog
-from plumbing.service.http import HttpServer
+from plumbing.service.http import HttpServer, Probe
+from plumbing.service.notify import restarts
 from plumbing.service.signals import until_ended
 from plumbing.text import duration
 from plumbing.wire.connection import Connection, Handler
 from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.messages import Message
 from pool import messages as msg
+from pool import schema, status_text
 from pool.core import events as ev
+from pool.core.admission import expected_ms, wait_of
+from pool.core.facts import Facts
+from pool.core.model import Model
 from pool.core.reconcile import ModelPool
 from pool.core.saved import PoolSnapshot
-from pool.pool_file import PoolFile, engines_of, with_changes
-from pool.server import status
-from pool.server.engines import EngineSide
+from pool.core.states import HOST, EntryKind
+from pool.core.who_wakes import unheard
+from pool.core.who_yields import bound_ms
+from pool.pool_file import PoolFile, digests, engines_of, with_changes
+from pool.server.engines import EngineLink, EngineSide
 from pool.server.gateways import PoolGateways, for_gateways
 from pool.server.leases import LeaseDesk
 from pool.server.memory import SAMPLE_S, MemorySide
@@ -62,7 +72,7 @@ class PoolServer(Handler):
         self.log = EventLog("pool", self.clock)
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         where = pool_socket(settings.directory), msg.CATALOGUE, self
-        self.server = PartServer(*where, self.log, lambda: status.document(self), service="pool")
+        self.server = PartServer(*where, self.log, lambda: document(self), service="pool")
         # What the servers cannot do now.
         self.troubles: list[Callable[[], str | None]] = [lambda: self.server.problem]
         self._inbox: deque[ev.PoolEvent] = deque()
@@ -194,7 +204,7 @@ class PoolServer(Handler):
         self.metrics.update(
             self.facts,
             self.clock.now_ms(),
-            status.bounds_ms(self.facts),
+            bounds_ms(self.facts),
             is_unwritten=self.problem is not None,
             gateways=len(self.gateways.conns),
         )
@@ -371,7 +381,7 @@ class PoolServer(Handler):
         text = f"an operator requested: {message.order} {message.model}"
         data = {"model": message.model, "order": message.order}
         self.log.record("pool.order", text, data=data)
-        sentence = status.sentence(self, message.model)
+        sentence = sentence_on(self, message.model)
         return msg.OrderedMsg(self.facts.models[message.model].state, sentence)
 
 
@@ -394,6 +404,188 @@ def _as_changed(
     return file
 
 
+# ------------------------------------------------------------------------------------ the status
+# It has the reservations, who holds what; of each model why it is where it is, what it waits for,
+# and how long that can last. `pool.status_text` prints it.
+
+PROBLEMS_MAX = 20  # a pod with a hundred engines that are all gone has one problem
+
+
+def document(server: PoolServer) -> dict[str, Any]:
+    """The status document, the same for the CLI, `/status` and observers."""
+    found = schema.PoolStatus(
+        schema=1,
+        online=True,
+        **server.log.newest(),
+        pid=os.getpid(),
+        restarts=restarts(),
+        dir=server.settings.directory,
+        **moment(server.started_ms, server.clock),
+        era=server.facts.era,
+        recovering=is_recovering(server),
+        models=[_model(server, model) for model in server.facts.models.values()],
+        devices=[_device(server.facts, name) for name in server.facts.ledger.devices],
+        leases=[_lease(server, lease) for lease in server.facts.leases.values()],
+        gateways=[schema.PoolGateway(name) for name in server.gateways.conns],
+        file=schema.PoolFileFields(server.settings.path or None, digests(server.settings.file)),
+        changed={name or "pool": found for name, found in server.changed.items()},
+        problems=problems(server)[:PROBLEMS_MAX],
+    )
+    return dict(msgspec.to_builtins(found))
+
+
+def sentence_on(server: PoolServer, name: str) -> str:
+    """The model's state, why, and what it waits for."""
+    model = _model(server, server.facts.models[name])
+    return status_text.sentence(msgspec.to_builtins(model))
+
+
+def problems(server: PoolServer) -> list[str]:
+    """One sentence for each thing that does not work now."""
+    found: list[str | None] = [server.problem]
+    found += [each.alarm for each in server.facts.models.values()]
+    if not server.gateways.conns:
+        found.append("no gateway is connected, so no request can wake a model")
+    found += [*server.engines.problems, *server.memory.problems]
+    found += [look() for look in server.troubles]
+    return [each for each in found if each]
+
+
+def is_recovering(server: PoolServer) -> bool:
+    return any(each.is_recovering for each in server.facts.models.values())
+
+
+def probes(server: PoolServer) -> Mapping[str, Callable[[], Probe]]:
+    return {
+        "live": lambda: Probe(True, "running"),
+        "startup": lambda: Probe(True, "started"),
+        "ready": lambda: ready(server),
+    }
+
+
+def ready(server: PoolServer) -> Probe:
+    """It decides: its state can be written, and a gateway is connected. A model that recovers waits
+    for its own engines, and does not make the pool unready."""
+    if server.problem is not None:
+        return Probe(False, "state_unwritable", {"why": server.problem})
+    if not server.gateways.conns:
+        return Probe(False, "no_gateway", {"why": "no gateway is connected"})
+    return Probe(True, "recovering" if is_recovering(server) else "deciding")
+
+
+# -------------------------------------------------------------------------------------- models
+
+
+def _model(server: PoolServer, model: Model) -> schema.PoolModel:
+    facts, now_ms, sizes, holder = server.facts, server.clock.now_ms(), model.sizes, model.holder
+    told = server.doors[model.name]
+    bound, measured = None, None
+    if not model.is_unknown:
+        of = (model.name, model.rules.priority, seen_models(facts), facts.rules)
+        bound, measured = bound_ms(*of), bound_ms(*of, is_measured=True)
+    tickets = facts.demand.tickets(model.name)
+    booked: dict[str, dict[str, int]] = {}
+    for key, size_bytes in facts.ledger.booked(model).items():
+        kinds = booked.setdefault(key.device, {})
+        kinds[key.kind.value] = kinds.get(key.kind.value, 0) + size_bytes
+    return schema.PoolModel(
+        model=model.name,
+        state=model.state.value,
+        **moment(model.since_ms, server.clock),
+        reason=model.reason or None,
+        waits_for=wait_of(facts, model),
+        fault=model.fault or None,
+        tier=model.goal.value,
+        pinned=model.is_pinned,
+        priority=model.rules.priority,
+        recovering=model.is_recovering,
+        tickets=len(tickets),
+        oldest_ticket_ms=max((round(now_ms - each.since_ms) for each in tickets), default=None),
+        parked=sum(each.kind == "parked" for each in tickets),
+        in_flight=facts.demand.in_flight(model.name),
+        door={"number": told.number, **(msgspec.to_builtins(told.door) if told.door else {})},
+        holder=None if holder is None else schema.PoolHolder(holder.engine, holder.token),
+        engines=[_engine(server.engines.links[each.name], model) for each in model.engines],
+        bytes=booked,
+        estimated=sizes is None or sizes.is_estimated,
+        sizes=None
+        if sizes is None
+        else {kind: dict(getattr(sizes, kind)) for kind in ("base", "weights", "kv")},
+        refused=model.never,
+        expected_ms=_rounded(expected_ms(facts, model)),
+        bound_ms=_rounded(bound),
+        measured_bound_ms=_rounded(measured),
+        alarm=model.alarm or None,
+    )
+
+
+def seen_models(facts: Facts) -> list[Model]:
+    """As the plan sees them."""
+    return [model for model in facts.models.values() if not model.is_unknown]
+
+
+def bounds_ms(facts: Facts) -> dict[str, float]:
+    """How long the tickets that each known model has now, or a usual one, can wait."""
+    seen, found = seen_models(facts), {}
+    for model in seen:
+        priorities = [each.priority for each in facts.demand.tickets(model.name)]
+        last = max([model.rules.priority, *priorities])
+        found[model.name] = bound_ms(model.name, last, seen, facts.rules) or 0.0
+    return found
+
+
+def _rounded(spent_ms: float | None) -> int | None:
+    return None if spent_ms is None or math.isinf(spent_ms) else round(spent_ms)
+
+
+def _engine(link: EngineLink, model: Model) -> schema.PoolEngine:
+    state = link.said.state if link.said is not None else None
+    is_shadow = link.engine != model.main().name
+    return schema.PoolEngine(link.engine, is_shadow, link.goal, state, link.problem)
+
+
+# -------------------------------------------------------------------------------------- memory
+
+
+def _device(facts: Facts, device: str) -> schema.PoolDevice:
+    """Who holds what of it is by owner: a model, or `lease ID`; the largest first."""
+    ledger, booked = facts.ledger, []
+    for key, size_bytes in ledger.entries.items():
+        if key.device == device and size_bytes:
+            owner = facts.engines[key.owner].model if key.kind is EntryKind.BASE else key.owner
+            owner = f"lease {owner}" if key.kind is EntryKind.LEASE else owner
+            booked.append(
+                schema.PoolBooked(owner, key.kind.value, size_bytes, key in ledger.leaving)
+            )
+    is_known = device in ledger.totals
+    return schema.PoolDevice(
+        device=device,
+        total_bytes=ledger.totals.get(device),
+        free_bytes=max(0, ledger.free_bytes(device)) if is_known else None,
+        booked_bytes=sum(row.bytes for row in booked),
+        outside_bytes=ledger.outside.get(device, 0),
+        margin_bytes=0 if device == HOST else ledger.margin_bytes,
+        booked=sorted(booked, key=lambda row: (row.owner, -row.bytes)),
+    )
+
+
+def _lease(server: PoolServer, lease: Model) -> schema.PoolLeaseFields:
+    asked = lease.lease
+    assert asked is not None
+    held, is_granted = server.leases.leases.get(asked.lease), lease.goal is Tier.AWAKE
+    return schema.PoolLeaseFields(
+        lease=asked.lease,
+        device=asked.device,
+        bytes=asked.bytes,
+        granted=is_granted,
+        waits_for=None if is_granted else unheard(asked.device) if lease.is_blind else lease.wait,
+        priority=asked.priority,
+        command=(held.program if held is not None else "") or None,
+        pid=(held.pid if held is not None else 0) or None,
+        **moment(asked.since_ms, server.clock),
+    )
+
+
 async def run(settings: PoolSettings) -> None:
     """Serve until SIGTERM or SIGINT.
 
@@ -405,8 +597,8 @@ async def run(settings: PoolSettings) -> None:
     http = HttpServer(
         settings.http_host,
         settings.http_port,
-        probes=status.probes(server),
-        status=lambda: status.document(server),
+        probes=probes(server),
+        status=lambda: document(server),
         metrics=server.metrics.metrics,
         events=server.log,
         allowed_hosts=settings.allowed_hosts,

@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 
 from gms.client import Reader
-from gms.server.metrics import ServerMetrics
-from gms.server.supervisor import Child
+from gms.server.supervisor import Child, ServerMetrics
 from plumbing.service import procfs
 from plumbing.service.events import EventLog
 from plumbing.service.metrics import Metrics

@@ -1,4 +1,4 @@
-"""Status documents of a pool, as `pool.server.status` makes them: two models on one device."""
+"""Status documents of a pool, as `pool.server.server` makes them: two models on one device."""
 
 from __future__ import annotations
 

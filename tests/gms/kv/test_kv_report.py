@@ -6,7 +6,7 @@ from gms.core.events import Received
 from gms.core.snapshot import STATES as STATES_SHOWN
 from gms.core.snapshot import kv_snapshot
 from gms.messages import DiscardMsg
-from gms.server.metrics import KV_STATES, ServerMetrics
+from gms.server.supervisor import KV_STATES, ServerMetrics
 from gms.status import render_kv
 from plumbing.service.metrics import Metrics
 from tests.gms.kv.desk import Desk

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from engine.core.events import State
 from plumbing.pod.messages import Tier
-from pool.core import facts, inputs, reconcile, saved, who_wakes, who_yields
+from pool.core import facts, reconcile, saved, who_wakes, who_yields
 from pool.core.demand import Demand
 from pool.core.events import TicketKind
 from pool.core.facts import Facts
@@ -241,7 +241,7 @@ def parked_streams_are_no_ticket(real: Any, *asked: Any) -> Any:
     return [ticket for ticket in real(*asked) if ticket.kind is not TicketKind.PARKED]
 
 
-@RULES.instead("a wrong message is judged first", "P16:", inputs, "_engine", 327)
+@RULES.instead("a wrong message is judged first", "P16:", reconcile, "_engine", 327)
 def applied_in_part_then_refused(real: Any, pool: Facts, said: Any) -> None:
     known = pool.engines.get(said.engine)
     if known is not None:
@@ -255,6 +255,6 @@ def first_fit(real: Any, self: Any, claim: Any, room: Any) -> Any:
     return real(self, claim, self.free)
 
 
-@RULES.instead("a fault of the machine is no model's", "the machine's fault", inputs, "_engine")
+@RULES.instead("a fault of the machine is no model's", "the machine's fault", reconcile, "_engine")
 def a_fault_of_the_machine_counts(real: Any, pool: Facts, said: Any) -> None:
     real(pool, replace(said, is_machine=False))
