@@ -25,8 +25,8 @@ from gms import messages as msg
 from gms import names
 from gms.client import Keeper, Reader, Writer, open_copy, open_session
 from gms.messages import COPIER
-from gms.questions import ask, status_of
 from gms.server.devices import VISIBLE
+from gms.status import ask, status_of
 from plumbing.errors import UnderstudyError
 from plumbing.pod.models import device_of
 from plumbing.service.process import parent_environment

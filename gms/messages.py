@@ -20,6 +20,7 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct
 
 from gms.manifest import SLABS_MAX
+from plumbing.errors import ProtocolError
 from plumbing.pod.messages import EventMsg as EventMsg
 from plumbing.pod.messages import StatusMsg as StatusMsg
 from plumbing.pod.messages import StatusReplyMsg as StatusReplyMsg
@@ -288,6 +289,10 @@ class PoolFreedMsg(Message, frozen=True, tag="pool_freed"):
     """The memory of the pool that was given up is free."""
 
     pool: str
+
+
+def unexpected_answer(what: str, request: str) -> ProtocolError:
+    return ProtocolError("gms.unexpected_answer", f"the service answered {request} with {what}")
 
 
 CATALOGUE = Catalogue(*messages_in(globals()), frame_bytes_max=MANIFEST_FRAME_BYTES_MAX)

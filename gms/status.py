@@ -10,18 +10,40 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
+from gms import messages as msg
 from gms import names
-from gms.questions import status_of
 from gms.server import journal
 from plumbing.errors import UnderstudyError, UnreachableError
-from plumbing.pod.paths import gms_journal
+from plumbing.pod.paths import gms_journal, gms_socket
 from plumbing.text import size
+from plumbing.wire.blocking import BlockingClient
+from plumbing.wire.messages import Message
 
 TIMEOUT_S = 5.0
 
 _SERVER_FILE = re.compile(rf"gms_({names.PLACE_PATTERN})_{names.WEIGHTS}\.(sock|json)")
+
+AnswerT = TypeVar("AnswerT", bound=Message)
+
+
+def ask(
+    directory: str, device: str, question: Message, answer: type[AnswerT], timeout_s: float
+) -> AnswerT:
+    """The answer of the device's server, on a connection of its own. Blocking."""
+    path = gms_socket(directory, device)
+    with BlockingClient(path, msg.CATALOGUE, connect_timeout_s=timeout_s) as client:
+        found = client.request(question, timeout_s=timeout_s).message
+    if not isinstance(found, answer):
+        raise msg.unexpected_answer(found.TYPE, question.TYPE)
+    return found
+
+
+def status_of(directory: str, device: str, timeout_s: float) -> dict[str, Any]:
+    """The server's status document; raises as `ask`."""
+    answer = msg.StatusReplyMsg
+    return ask(directory, device, msg.StatusMsg(), answer, timeout_s).document
 
 
 def collect(directory: str) -> dict[str, Any]:

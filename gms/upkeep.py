@@ -17,8 +17,7 @@ from typing import Any
 from gms import messages as msg
 from gms import names
 from gms.client import Reader, open_session
-from gms.questions import ask, status_of
-from gms.status import devices_in, held_by
+from gms.status import ask, devices_in, held_by, status_of
 from plumbing.errors import (
     DegradedError,
     UnderstudyError,

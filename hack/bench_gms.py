@@ -22,7 +22,7 @@ from typing import Any
 from gms.client import Reader, Writer, open_session
 from gms.client.weights import ALIGNMENT_BYTES
 from gms.messages import AttachMsg, DropMsg, DroppedMsg
-from gms.questions import ask
+from gms.status import ask
 from hack import rig
 from hack.processes import IDENTITY, MemoryServer
 from plumbing.service.process import arm_from_environment, parent_environment

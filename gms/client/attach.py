@@ -19,7 +19,6 @@ from msgspec import structs
 
 from gms import epoch_file, names
 from gms import messages as msg
-from gms.questions import unexpected_answer
 from gms.vmm.host import HostMemory
 from gms.vmm.interface import Allocation, DeviceMemory, Reservation, release_all
 from plumbing.errors import InvariantError, RemoteError, UnreachableError, WaitTimeoutError
@@ -92,7 +91,7 @@ class Attachment:
                     case msg.WritingMsg(epoch=epoch):  # more than is free may become free meanwhile
                         sizes, reserved_bytes = (), grant.capacity_bytes
                     case _:
-                        raise unexpected_answer(grant.TYPE, "attach")
+                        raise msg.unexpected_answer(grant.TYPE, "attach")
                 at = self.directory, self.device, names.WEIGHTS, epoch
                 self._flock = join_file(*at, low)
                 self._reserve(reserved_bytes)
@@ -159,9 +158,9 @@ def _receive_slabs(client: BlockingClient, fds: list[OwnedFd], grant: msg.EpochA
         more = client.receive(GRACE_S)
         fds += more.fds
         if not isinstance(more.message, msg.SlabsMsg) or more.message.epoch != grant.epoch:
-            raise unexpected_answer(more.message.TYPE, "attach")
+            raise msg.unexpected_answer(more.message.TYPE, "attach")
     if len(fds) != count:
-        raise unexpected_answer(f"{len(fds)} descriptors", "attach")
+        raise msg.unexpected_answer(f"{len(fds)} descriptors", "attach")
 
 
 # Short: a server that does not accept yet is tried again, and the thread may have to end meanwhile.
@@ -268,7 +267,7 @@ def _hand_back(
             continue
         answer = client.request(frame, copies, timeout_s).message
         if not isinstance(answer, msg.KeptMsg) or answer.region != message.region:
-            raise unexpected_answer(answer.TYPE, "hand_back")
+            raise msg.unexpected_answer(answer.TYPE, "hand_back")
 
 
 def _duplicates(fds: Sequence[int]) -> list[OwnedFd]:
@@ -293,7 +292,7 @@ def join_file(directory: str, device: str, tag: str, region: str, placeholder: O
         UnderstudyError: `gms.stale_epoch`.
     """
     if not names.is_region_id(region):
-        raise unexpected_answer(f"region {region[:64]!r}", "the request for memory")
+        raise msg.unexpected_answer(f"region {region[:64]!r}", "the request for memory")
     return epoch_file.join(names.region_path(directory, device, tag, region), placeholder)
 
 

@@ -17,7 +17,6 @@ from collections.abc import Callable
 
 from gms import messages as msg
 from gms.client.attach import RegionSession
-from gms.questions import unexpected_answer
 from plumbing.errors import RemoteError, UnderstudyError, UnreachableError
 from plumbing.text import duration
 from plumbing.wire.fds import OwnedFd, close_all
@@ -124,7 +123,7 @@ class Keeper:
         if not self._is_closing:
             reply = self._session.client.receive(RECEIVE_TIMEOUT_S)
             close_all(reply.fds)
-            raise unexpected_answer(reply.message.TYPE, "nothing")
+            raise msg.unexpected_answer(reply.message.TYPE, "nothing")
 
     def _rejoin(self, why: BaseException) -> None:
         """Try until it succeeds: an engine computes without a service, too."""

@@ -230,8 +230,7 @@ class KvMachine(Machine[Pool]):
 
     def _retire(self, pool: Pool, why: str) -> None:
         pool.discarded, pool.adopting = why, None
-        pool.turn("retire")
-        self.do(ev.MarkRetired(pool.id))
+        self.retire(pool)
 
     def _left(self, session: Session, why: str) -> None:
         """An engine whose last session ends while it adopts has died of the content, perhaps."""

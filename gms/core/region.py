@@ -465,6 +465,12 @@ class Machine(abc.ABC, Generic[R]):
         assert region is not None, f"session {session.id} is {session.state} without a region"
         return region
 
+    def retire(self, region: R) -> None:
+        """Take it out of service: its holders keep it until the last leaves, and a process without
+        a session may map it, one that has been stopped since a restart."""
+        region.turn("retire")
+        self.do(ev.MarkRetired(region.id))
+
     def _may_end(self, region: R) -> bool:
         """Whether the file of a region that is out of service may be removed once it is free."""
         return not self.is_held(region)

@@ -97,12 +97,6 @@ class Upkeep(Machine[Epoch]):
         """Out of service, and still read."""
         return epoch.phase is RegionPhase.RETIRED and self.is_held(epoch)
 
-    def retire(self, epoch: Epoch) -> None:
-        """Take the committed epoch out of service; its readers keep it until the last leaves, and
-        a process without a session may map it: one that has been stopped since a restart."""
-        epoch.turn("retire")
-        self.do(ev.MarkRetired(epoch.id))
-
     # ------------------------------------------------------------------ the journal
 
     def journal(self) -> None:

@@ -498,8 +498,7 @@ class WeightsMachine(Upkeep):
             epoch = self.regions[message.region] = Epoch(message.region, RegionPhase.ORPHANED)
         if epoch.phase is RegionPhase.ORPHANED:
             epoch.slab_sizes, epoch.was_published = list(message.slab_sizes), True
-            epoch.turn("retire")
-            self.do(ev.MarkRetired(epoch.id))
+            self.retire(epoch)
         self._register(session)
         phase = "committed" if epoch.phase is RegionPhase.SERVED else "superseded"
         self._tell_of(session, f"is back as a reader of {phase} epoch {epoch.id}", epoch=epoch.id)

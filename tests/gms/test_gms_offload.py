@@ -11,8 +11,8 @@ import pytest
 from gms import messages as msg
 from gms.client import Keeper, Offloaded, Reader, release, weights
 from gms.host_copy import CopyKeeper, make_copy
-from gms.questions import status_of
 from gms.server.server import host_copy
+from gms.status import status_of
 from plumbing.errors import RemoteError, UnderstudyError
 from tests.gms.bench import IDENTITY, MIB, GmsProcess, condemn, digested, inodes, kept
 from tests.gms.kinds import host_only
