@@ -33,7 +33,7 @@ from gms import messages as msg
 from gms.core import events as ev
 from gms.core.region import Machine
 from gms.manifest import check_size
-from gms.server.driver_thread import DriverThread, attempt
+from gms.server.driver_thread import FOREIGN, DriverThread, attempt
 from gms.server.slab_store import Part, SlabStore
 from gms.vmm.interface import DeviceMemory, release_all
 from plumbing.errors import ProtocolError, UnderstudyError, explain_shortage, is_shortage
@@ -49,6 +49,7 @@ from plumbing.wire.fds import OwnedFd, close_all
 from plumbing.wire.limits import FDS_PER_FRAME_MAX
 from plumbing.wire.messages import Message
 
+RETRY_S = 1.0  # of a place that cannot be served
 FAST_MS, FAST_FOR_MS = 1.0, 1000.0
 SLOW_MS = 10.0
 HOLDERS_AFTER_MS = 100.0  # a scan of /proc takes milliseconds: only for those that linger
@@ -162,12 +163,12 @@ M = TypeVar("M", bound=Machine[Any])
 P = ParamSpec("P")
 
 
-class Arriving(Struct):
-    """A hand-back of which frames are still to come."""
+class Offer(Struct):
+    """A hand-back, with what came with it."""
 
     message: msg.HandBackMsg
     is_wanted: bool  # else its word is enough, and its memory is not looked at
-    left: int  # frames
+    left: int  # frames that are still to come
     fds: list[OwnedFd]
     manifest: bytes = b""
 
@@ -215,11 +216,23 @@ class Place(Handler):
         self.conns: dict[int, Connection] = {}
         # What this process serves of the device.
         self.beside: Sequence[Place] = (self,)
-        self.unserved = ""  # why the last start failed
+        self.is_serving = False
         self._started = self.clock.wall()
         where = gms_socket(directory, device), msg.CATALOGUE, self
         self._server = PartServer(*where, self.log, self.status, service="gms")
         self.parts = [kind(self) for kind in kinds]
+
+    async def serve(self) -> None:
+        """Start, and try again until that succeeds."""
+        said = ""
+        while not self.is_serving:
+            try:
+                await self.start()
+            except (UnderstudyError, *FOREIGN) as error:
+                if str(error) != said:
+                    said = str(error)
+                    logger.error("the memory of %s is not served: %s", self.device, said)
+                await asyncio.sleep(RETRY_S)
 
     async def start(self) -> None:
         """Take the path, find what an earlier server left, serve. May be repeated if it fails."""
@@ -231,6 +244,7 @@ class Place(Handler):
         except BaseException:
             await self._server.close()
             raise
+        self.is_serving = True
         for part in self.parts:
             state = part.status()["state"]
             part.record("gms.serving", f"serving the {part.tag} of {self.device}: {state}")
@@ -298,7 +312,7 @@ class Place(Handler):
         """Whose message it is."""
         match message:
             case msg.MoreMsg():
-                is_kv = conn.id in self.parts[-1].arriving
+                is_kv = conn.id in self.parts[-1].offers
             case msg.HandBackMsg():
                 is_kv = message.pool is not None
             case msg.DropMsg():
@@ -330,8 +344,7 @@ class MemoryServer(abc.ABC, Generic[M]):
         self.directory, self.device, self.memory = place.directory, place.device, place.memory
         self.protocol_errors_total = 0
         self._store = SlabStore(is_writable=self.is_lent_writable)
-        self.arriving: dict[int, Arriving] = {}  # by session: hand-backs that are not whole yet
-        self._offered: dict[int, list[OwnedFd]] = {}  # by session, until they are checked
+        self.offers: dict[int, Offer] = {}  # by session, until they are checked
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
@@ -349,8 +362,8 @@ class MemoryServer(abc.ABC, Generic[M]):
         self.watch.close()
         if self._timer is not None:
             self._timer.cancel()
-        for fds in self._offered.values():
-            close_all(fds)
+        for offer in self.offers.values():
+            close_all(offer.fds)
         self._store.close()
 
     @abc.abstractmethod
@@ -374,8 +387,9 @@ class MemoryServer(abc.ABC, Generic[M]):
     def bytes_beside(self) -> int:
         """What else is used of the device."""
         mine = device_of(self.device)
-        places = [each for each in self.place.beside if device_of(each.device) == mine]
-        return sum(part.held_bytes for each in places for part in each.parts if part is not self)
+        beside = [each for each in self.place.beside if each.is_serving]
+        parts = [part for each in beside if device_of(each.device) == mine for part in each.parts]
+        return sum(part.held_bytes for part in parts if part is not self)
 
     @abc.abstractmethod
     def status(self) -> dict[str, Any]:
@@ -412,7 +426,7 @@ class MemoryServer(abc.ABC, Generic[M]):
 
     # ------------------------------------------------------------------ what survivors hand back
 
-    def _begin_hand_back(self, conn: Connection, message: msg.HandBackMsg) -> Arriving:
+    def _begin_hand_back(self, conn: Connection, message: msg.HandBackMsg) -> Offer:
         """Check that it may hand the region back. It must hold the region's file, unless that was
         removed under all its holders.
         """
@@ -422,8 +436,8 @@ class MemoryServer(abc.ABC, Generic[M]):
         if os.path.exists(self.path(message.region)):
             self._check_held(message.region)
         wanted = self.machine.is_awaited(message.region)
-        self.arriving[conn.id] = Arriving(message, wanted, message.more, [])
-        return self.arriving[conn.id]
+        self.offers[conn.id] = Offer(message, wanted, message.more, [])
+        return self.offers[conn.id]
 
     def take_frame(
         self,
@@ -433,31 +447,28 @@ class MemoryServer(abc.ABC, Generic[M]):
         fds: list[OwnedFd],
     ) -> None:
         """One frame of a hand-back; the machine hears of it once it is whole."""
-        arriving = self.arriving.get(conn.id)
-        if (arriving is None) is isinstance(message, msg.MoreMsg):
+        offer = self.offers.get(conn.id)
+        if (offer is None or not offer.left) is isinstance(message, msg.MoreMsg):
             raise ProtocolError(
                 "gms.unexpected_message",
                 f"{message.TYPE} is not allowed now: `more` follows one `hand_back`",
             )
         if isinstance(message, msg.HandBackMsg):
-            arriving = self._begin_hand_back(conn, message)
+            offer = self._begin_hand_back(conn, message)
         else:
-            assert arriving is not None
-            arriving.left -= 1
-        arriving.add(fds, message.manifest)
-        if arriving.left == 0:
-            del self.arriving[conn.id]
-            self._offered[conn.id] = arriving.fds
-            whole = replace(arriving.message, manifest=arriving.manifest)
+            assert offer is not None
+            offer.left -= 1
+        offer.add(fds, message.manifest)
+        if offer.left == 0:
+            whole = replace(offer.message, manifest=offer.manifest)
             received = ev.Received(conn.id, request_id, whole, conn.peer.pid)
             self.handle(self.machine.received, received)
 
     def forget_offer(self, session: int) -> None:
         """Close what the session has handed back: it has ended, or it is not needed."""
-        arriving = self.arriving.pop(session, None)
-        fds = self._offered.pop(session, []) + (arriving.fds if arriving else [])
-        if fds:
-            self._closer.submit(lambda: close_all(fds))
+        offer = self.offers.pop(session, None)
+        if offer is not None and offer.fds:
+            self._closer.submit(lambda: close_all(offer.fds))
 
     # ------------------------------------------------------------------ the machine
 
@@ -511,7 +522,7 @@ class MemoryServer(abc.ABC, Generic[M]):
             case ev.Release():
                 self._release(effect)
             case ev.TakeBack(region, session, message):
-                fds = self._offered.pop(session, [])
+                fds = self.offers.pop(session).fds
                 self._call(effect, lambda: self._taken_back(region, fds, message))
             case ev.RecordEvent():
                 self.record(effect.type, effect.message, effect.severity, **effect.data)

@@ -8,7 +8,6 @@ again and stops no other place.
 from __future__ import annotations
 
 import asyncio
-import logging
 import uuid
 from collections.abc import Sequence
 from typing import Any
@@ -24,7 +23,7 @@ from gms.core.upkeep import Epoch
 from gms.core.weights import WeightsMachine
 from gms.manifest import check_manifest
 from gms.server.devices import DeviceUsage
-from gms.server.driver_thread import FOREIGN, attempt
+from gms.server.driver_thread import attempt
 from gms.server.journal import CommitJournal, left_behind, peek, read_tokens, write_tokens
 from gms.server.memory_server import MemoryServer, Place, holders
 from gms.server.slab_store import KvRoom, Part, pool_parts, slab_sizes, weights_parts
@@ -33,10 +32,6 @@ from plumbing.errors import UnderstudyError
 from plumbing.pod.models import device_of
 from plumbing.pod.paths import gms_journal
 from plumbing.wire.limits import MANIFEST_FRAME_BYTES_MAX
-
-RETRY_S = 1.0  # of a place that cannot be served
-
-logger = logging.getLogger(__name__)
 
 
 class WeightsServer(MemoryServer[WeightsMachine]):
@@ -258,36 +253,19 @@ class DeviceProcess:
     def __init__(self, directory: str, places: Sequence[str], *device: Any, **options: Any) -> None:
         """The rest as for each server."""
         self.places = [a_place(directory, place, *device, **options) for place in places]
-        self._running: list[Place] = []
         for each in self.places:
-            each.beside = self._running
-        self._late: asyncio.Task[None] | None = None
+            each.beside = self.places
+        self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         """Serve what can be served; the rest is tried again."""
-        late = [place for place in self.places if not await self._has_started(place)]
-        self._late = asyncio.create_task(self._retry(late))
+        self._tasks = [asyncio.create_task(place.serve()) for place in self.places]
+        await asyncio.sleep(0)  # each has tried once
 
     async def close(self) -> None:
         """Stop serving; memory lives on where a process maps it."""
-        if self._late is not None:
-            self._late.cancel()
-        for place in self._running:
-            await place.close()
-
-    async def _has_started(self, place: Place) -> bool:
-        try:
-            await place.start()
-        except (UnderstudyError, *FOREIGN) as error:
-            said = str(error)
-            if said != place.unserved:
-                place.unserved = said
-                logger.error("the memory of %s is not served: %s", place.device, said)
-            return False
-        self._running.append(place)
-        return True
-
-    async def _retry(self, late: list[Place]) -> None:
-        while late:
-            await asyncio.sleep(RETRY_S)
-            late = [place for place in late if not await self._has_started(place)]
+        for task in self._tasks:
+            task.cancel()
+        for place in self.places:
+            if place.is_serving:
+                await place.close()
