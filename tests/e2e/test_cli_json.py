@@ -29,7 +29,6 @@ from tests.documents import mismatches
 from tests.e2e.pods import BIN, ENVIRONMENT, Pod, PodHome
 from tests.gateway.gateways import GatewayProcess, LockServer
 from tests.gms.bench import GmsProcess, kept
-from tests.gms.kv.kv_bench import KvProcess
 from tests.gms.test_gms_offload import Copies, digested
 from understudy.http_get import get
 from understudy.schema import DOCUMENTS
@@ -194,7 +193,7 @@ def no_engine_active(found: Printed, directory: Path) -> None:
 def no_kv_memory(found: Printed, directory: Path) -> None:
     """A device whose KV memory nobody has asked for."""
     (directory / "gms_HOST-0_weights.json").touch()  # by which a device is known
-    server = KvProcess(str(directory)).start()
+    server = GmsProcess(str(directory)).start()
     try:
         words = ["drop-kv", f"--dir={directory}", "--yes", "--json"]
         found.add("gms drop-kv", json.loads(CliRunner().invoke(gms.cli.main, words).stdout))

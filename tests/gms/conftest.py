@@ -14,7 +14,7 @@ import pytest
 
 from gms import names
 from tests.gms.bench import DEVICE, GPU, ClientProcess, GmsProcess
-from tests.gms.kv.kv_bench import Borrow, BorrowerProcess, KvProcess
+from tests.gms.kv.kv_bench import Borrow, BorrowerProcess
 from tests.standin import build
 
 
@@ -68,19 +68,12 @@ def client(directory: str, device: str) -> Iterator[Callable[..., ClientProcess]
 
 
 @pytest.fixture
-def kv(directory: str, device: str) -> Iterator[KvProcess]:
-    server = KvProcess(directory, device=device).start()
-    yield server
-    server.stop()
-
-
-@pytest.fixture
-def borrow(kv: KvProcess) -> Iterator[Borrow]:
+def borrow(gms: GmsProcess) -> Iterator[Borrow]:
     """Starts processes that borrow, which end with the test."""
     started: list[BorrowerProcess] = []
 
     def start(token: int, **more: float) -> BorrowerProcess:
-        started.append(BorrowerProcess(kv, token, **more))
+        started.append(BorrowerProcess(gms, token, **more))
         return started[-1]
 
     yield start

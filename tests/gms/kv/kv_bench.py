@@ -1,4 +1,4 @@
-"""The server of a device's KV memory and those who borrow from it, each in a process of its own."""
+"""Those who borrow KV memory, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from typing import Any
 
 from click.testing import CliRunner
 
@@ -20,27 +19,13 @@ INDEX_BYTES = 4096
 ERA = "e" * 16
 
 
-class KvProcess(GmsProcess):
-    """A device's server, asked about its KV memory."""
-
-    def status(self) -> dict[str, Any]:
-        return dict(super().status()["kv"])
-
-    @property
-    def weights(self) -> GmsProcess:
-        """The same process, asked about its weights."""
-        found = GmsProcess(self.directory, device=self.device)
-        found.process = self.process
-        return found
-
-
 class BorrowerProcess(ClientProcess):
     """A process that borrows; see `borrower.py`."""
 
     def __init__(
-        self, kv: KvProcess, token: int, size_bytes: int = SIZE_BYTES, wait_s: float = 60
+        self, gms: GmsProcess, token: int, size_bytes: int = SIZE_BYTES, wait_s: float = 60
     ) -> None:
-        words = [kv.directory, kv.device, f"engine-{token}", str(token), str(size_bytes)]
+        words = [gms.directory, gms.device, f"engine-{token}", str(token), str(size_bytes)]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.gms.kv.borrower", *words, str(wait_s)],
             stdin=subprocess.PIPE,
@@ -61,9 +46,9 @@ class BorrowerProcess(ClientProcess):
 Borrow = Callable[..., BorrowerProcess]  # the fixture `borrow`
 
 
-def drop_kv(kv: KvProcess) -> tuple[int, str]:
+def drop_kv(gms: GmsProcess) -> tuple[int, str]:
     """Exit code, and the result or the sentence why not."""
-    words = ["drop-kv", "--dir", kv.directory, "--device", kv.device, "--yes", "--json"]
+    words = ["drop-kv", "--dir", gms.directory, "--device", gms.device, "--yes", "--json"]
     done = CliRunner().invoke(gms_command, words)
     found = json.loads(done.stdout)
     return done.exit_code, found["devices"][0]["result"] if "devices" in found else str(found)

@@ -10,8 +10,8 @@ import pytest
 from gms import epoch_file
 from gms.client import KvClaim, borrow_pool
 from plumbing.errors import RemoteError, is_disk_fault
-from tests.gms.bench import DEVICE
-from tests.gms.kv.kv_bench import ERA, INDEX_BYTES, SIZE_BYTES, KvProcess
+from tests.gms.bench import DEVICE, GmsProcess
+from tests.gms.kv.kv_bench import ERA, INDEX_BYTES, SIZE_BYTES
 from tests.small_disk import SmallDisk, needs_root, small_disk
 
 pytestmark = needs_root
@@ -24,8 +24,8 @@ def disk(tmp_path: Path) -> Iterator[SmallDisk]:
 
 
 @pytest.fixture
-def kv(disk: SmallDisk) -> Iterator[KvProcess]:
-    server = KvProcess(str(disk.path)).start()
+def gms(disk: SmallDisk) -> Iterator[GmsProcess]:
+    server = GmsProcess(str(disk.path)).start()
     yield server
     server.stop()
 
@@ -35,25 +35,27 @@ def claim(token: int) -> KvClaim:
 
 
 def test_pool_is_made_lent_counted_and_discarded_without_a_free_byte(
-    kv: KvProcess, disk: SmallDisk
+    gms: GmsProcess, disk: SmallDisk
 ):
     disk.fill()
-    with borrow_pool(kv.directory, DEVICE, claim(1), deadline_s=20) as lease:
+    with borrow_pool(gms.directory, DEVICE, claim(1), deadline_s=20) as lease:
         assert lease.is_fresh
-        assert epoch_file.kv_bytes(kv.directory, DEVICE) == SIZE_BYTES
+        assert epoch_file.kv_bytes(gms.directory, DEVICE) == SIZE_BYTES
         pool = lease.pool
-    with borrow_pool(kv.directory, DEVICE, claim(2), deadline_s=20) as lease:
+    with borrow_pool(gms.directory, DEVICE, claim(2), deadline_s=20) as lease:
         assert lease.pool == pool
         lease.discard("the test says so")
-    with borrow_pool(kv.directory, DEVICE, claim(3), deadline_s=20) as lease:
+    with borrow_pool(gms.directory, DEVICE, claim(3), deadline_s=20) as lease:
         assert lease.pool != pool
 
 
-def test_without_a_free_name_the_disk_is_blamed_until_there_is_room(kv: KvProcess, disk: SmallDisk):
+def test_without_a_free_name_the_disk_is_blamed_until_there_is_room(
+    gms: GmsProcess, disk: SmallDisk
+):
     disk.fill_names()
     with pytest.raises(RemoteError) as refused:
-        borrow_pool(kv.directory, DEVICE, claim(1), deadline_s=20)
+        borrow_pool(gms.directory, DEVICE, claim(1), deadline_s=20)
     assert refused.value.code == "gms.pool_file"
     assert is_disk_fault(refused.value)
     disk.clear()
-    borrow_pool(kv.directory, DEVICE, claim(1), deadline_s=20).close()
+    borrow_pool(gms.directory, DEVICE, claim(1), deadline_s=20).close()

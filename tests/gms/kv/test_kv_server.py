@@ -19,15 +19,16 @@ from plumbing.errors import RemoteError
 from plumbing.pod.paths import gms_journal, gms_socket
 from plumbing.wire.fds import OwnedFd
 from plumbing.wire.messages import Message
+from tests.gms.bench import GmsProcess
 from tests.gms.kinds import host_only
-from tests.gms.kv.kv_bench import ERA, INDEX_BYTES, MIB, SIZE_BYTES, Borrow, KvProcess, drop_kv
+from tests.gms.kv.kv_bench import ERA, INDEX_BYTES, MIB, SIZE_BYTES, Borrow, drop_kv
 from tests.helpers import auntil, open_fds, until
 
 
-def test_content_outlives_its_engine_and_the_next_one_finds_it(kv: KvProcess, borrow: Borrow):
+def test_content_outlives_its_engine_and_the_next_one_finds_it(gms: GmsProcess, borrow: Borrow):
     """Goal: memory and index survive SIGKILL, no memory is there before the first claim. Method:
     write with one engine, kill it, read with the next."""
-    assert (kv.status()["state"], kv.status()["pool_bytes"]) == ("empty", 0)
+    assert (gms.status()["kv"]["state"], gms.status()["kv"]["pool_bytes"]) == ("empty", 0)
     first = borrow(1)
     lent = first.expect("lent")
     assert lent["is_fresh"]
@@ -36,24 +37,24 @@ def test_content_outlives_its_engine_and_the_next_one_finds_it(kv: KvProcess, bo
     second = borrow(2)
     assert second.expect("lent") == {**lent, "is_fresh": False}
     assert second.do("read") == {"is": "content", "memory": "blocks", "index": "blocks"}
-    status = kv.status()
+    status = gms.status()["kv"]
     assert status["holder"]["token"] == 2
     assert (status["pools_made_total"], status["pools_lent_total"]) == (1, 2)
 
 
 def test_engine_serves_through_the_death_of_the_server_and_hands_the_pool_back(
-    kv: KvProcess, borrow: Borrow
+    gms: GmsProcess, borrow: Borrow
 ):
     """Goal: neither content nor token is lost with the server. Method: kill it under a holder,
     which writes on; after the restart a stale engine is refused, and the next one reads it all."""
     first = borrow(5)
     pool = first.expect("lent")["pool"]
     first.do("write before")
-    kv.kill()
+    gms.kill()
     first.do("write after")
-    kv.start()
+    gms.start()
     assert first.do("held")["pool"] == pool
-    status = kv.status()
+    status = gms.status()["kv"]
     assert (status["state"], status["recoveries_total"]) == ("lent", 1)
     assert borrow(4).expect("refused")["code"] == "gms.kv_stale_token"
     first.kill()
@@ -63,14 +64,14 @@ def test_engine_serves_through_the_death_of_the_server_and_hands_the_pool_back(
 
 
 @host_only
-def test_engine_whose_pool_file_was_removed_keeps_its_memory(kv: KvProcess, borrow: Borrow):
+def test_engine_whose_pool_file_was_removed_keeps_its_memory(gms: GmsProcess, borrow: Borrow):
     """Goal: a server that cannot know a pool does not disturb who uses it. Method: remove the file
     under its holder and restart the server."""
     first = borrow(1)
     pool = first.expect("lent")["pool"]
-    kv.kill()
-    os.unlink(f"{kv.directory}/gms_{kv.device}_kv_{pool}.pool")
-    kv.start()
+    gms.kill()
+    os.unlink(f"{gms.directory}/gms_{gms.device}_kv_{pool}.pool")
+    gms.start()
     assert first.do("until detached")["is"] == "state"
     first.do("write on")
     assert first.do("read")["memory"] == "on"
@@ -87,10 +88,9 @@ def refused_for_want_of_room(borrow: Borrow, token: int) -> str:
     return str(refused["message"].partition(": ")[2])
 
 
-def test_memory_that_is_not_there_is_not_promised(kv: KvProcess, borrow: Borrow):
+def test_memory_that_is_not_there_is_not_promised(gms: GmsProcess, borrow: Borrow):
     """Goal: weights and KV memory share the device. Method: what never fits, what fits only without
     the weights, and weights that fit only without it."""
-    gms = kv.weights
     reader = gms.load(40 * MIB)
     refused = borrow(1, size_bytes=65 * MIB).expect("refused")
     assert refused["code"] == "gms.kv_too_large"
@@ -102,26 +102,26 @@ def test_memory_that_is_not_there_is_not_promised(kv: KvProcess, borrow: Borrow)
     with gms.client() as client:
         client.request(DropMsg())
     waiting.expect("lent")
-    assert kv.status()["full_waits_total"] >= 1
+    assert gms.status()["kv"]["full_waits_total"] >= 1
     with gms.writer() as writer:
         writer.plan(40 * MIB)
         with pytest.raises(RemoteError, match=r"KV memory 30.0 MiB .`gms drop-kv` frees it"):
             writer.place("t", 40 * MIB, (40 * MIB,), "uint8")
     waiting.kill()
-    until(lambda: drop_kv(kv) == (0, "freed"), "the KV memory")
+    until(lambda: drop_kv(gms) == (0, "freed"), "the KV memory")
     with gms.load(40 * MIB):
         assert refused_for_want_of_room(borrow, 4) == said
 
 
 @host_only
-def test_bad_requests_cost_their_connection_only(kv: KvProcess, borrow: Borrow):
+def test_bad_requests_cost_their_connection_only(gms: GmsProcess, borrow: Borrow):
     """Goal: a false hand-back, or a take without the flock, changes nothing and leaks nothing."""
     first = borrow(1)
     pool = first.expect("lent")["pool"]
     offered = "offered-to-a-kv-server"
 
     def refusal(*messages: Message) -> str:
-        with kv.client() as client:
+        with gms.client() as client:
             for message in messages[:-1]:
                 client.request(message)
             count = 2 if isinstance(messages[-1], msg.HandBackMsg) else 0
@@ -145,12 +145,12 @@ def test_bad_requests_cost_their_connection_only(kv: KvProcess, borrow: Borrow):
     def leaked() -> list[str]:
         """What outlives a refused session: its socket, its process's pidfd, the memory offered. A
         count of everything would race with files that the server opens for a moment only."""
-        links = list(open_fds(kv.process.pid).values())
+        links = list(open_fds(gms.process.pid).values())
         sessions = [link for link in links if link == "anon_inode:[pidfd]"]
         return sessions[1:] + [link for link in links if offered in link]
 
     until(lambda: not leaked(), "what the refused sessions brought to be closed")
-    assert kv.status()["holder"]["engine"] == "engine-1"
+    assert gms.status()["kv"]["holder"]["engine"] == "engine-1"
 
 
 def test_what_cannot_be_served_of_one_model_stops_no_other(directory: str):
@@ -186,33 +186,33 @@ def test_what_cannot_be_served_of_one_model_stops_no_other(directory: str):
 
 
 @host_only
-def test_operator_frees_idle_memory_and_is_told_who_holds_it(kv: KvProcess, borrow: Borrow):
+def test_operator_frees_idle_memory_and_is_told_who_holds_it(gms: GmsProcess, borrow: Borrow):
     """Goal: `gms drop-kv` frees what no engine uses, and says who does. Method: a holder, a child
     that outlives it, nobody, and nothing left."""
-    os.close(os.open(gms_journal(kv.directory, kv.device), os.O_CREAT | os.O_WRONLY))
-    assert drop_kv(kv) == (0, "already_empty")
+    os.close(os.open(gms_journal(gms.directory, gms.device), os.O_CREAT | os.O_WRONLY))
+    assert drop_kv(gms) == (0, "already_empty")
     first = borrow(1)
     first.expect("lent")
-    code, said = drop_kv(kv)
+    code, said = drop_kv(gms)
     assert (code, f"lent to engine-1 (token 1, pid {first.pid})" in said) == (1, True)
     child = first.do("fork")["pid"]
     os.kill(first.pid, signal.SIGKILL)
-    until(lambda: kv.status()["state"] == "idle", "the end of its session")
-    code, said = drop_kv(kv)
+    until(lambda: gms.status()["kv"]["state"] == "idle", "the end of its session")
+    code, said = drop_kv(gms)
     assert (code, f"still mapped by pid {child}" in said) == (1, True)
     os.kill(child, signal.SIGKILL)
-    until(lambda: drop_kv(kv) == (0, "freed"), "its memory")
-    assert (kv.status()["state"], kv.status()["pool_bytes"]) == ("empty", 0)
+    until(lambda: drop_kv(gms) == (0, "freed"), "its memory")
+    assert (gms.status()["kv"]["state"], gms.status()["kv"]["pool_bytes"]) == ("empty", 0)
 
 
 @host_only
-def test_memory_that_is_given_up_is_free_when_the_service_says_so(kv: KvProcess, borrow: Borrow):
+def test_memory_that_is_given_up_is_free_when_the_service_says_so(gms: GmsProcess, borrow: Borrow):
     """Goal: an engine that rests really frees its KV memory, and can have new memory at once.
     Method: two processes of one engine; the kernel's own list of what the server holds."""
 
     def slabs() -> set[str]:
         """By name: the server has copies for a moment, to send them."""
-        links = open_fds(kv.process.pid).values()
+        links = open_fds(gms.process.pid).values()
         return {link for link in links if "understudy_kv-" in link}
 
     first, mate = borrow(1), borrow(1)
@@ -220,25 +220,25 @@ def test_memory_that_is_given_up_is_free_when_the_service_says_so(kv: KvProcess,
         pool = each.expect("lent")["pool"]
     assert len(slabs()) == 2  # and the index
     mate.ask("give_up 20")
-    until(lambda: kv.status()["sessions"][1]["state"] == "leaving", "it to be heard")
+    until(lambda: gms.status()["kv"]["sessions"][1]["state"] == "leaving", "it to be heard")
     assert len(slabs()) == 2
     assert first.do("give_up 20")["is"] == "freed"
     assert slabs() == set()
     assert mate.expect("freed")
-    assert (kv.status()["state"], kv.status()["sessions"]) == ("empty", [])
+    assert (gms.status()["kv"]["state"], gms.status()["kv"]["sessions"]) == ("empty", [])
     again = borrow(1).expect("lent")
     assert again["is_fresh"]
     assert again["pool"] != pool
 
 
 @host_only
-def test_memory_that_is_given_up_while_the_service_is_away_is_free(kv: KvProcess, borrow: Borrow):
+def test_memory_that_is_given_up_while_the_service_is_away_is_free(gms: GmsProcess, borrow: Borrow):
     """Goal: a rest does not depend on the service. Method: kill it; give up; the next server finds
     nothing."""
     first = borrow(1)
     first.expect("lent")
-    kv.kill()
+    gms.kill()
     first.do("until rejoining")
     assert first.do("give_up 0.1")["is"] == "freed"
-    kv.start()
-    until(lambda: kv.status()["state"] == "empty", "the file that is left to be removed")
+    gms.start()
+    until(lambda: gms.status()["kv"]["state"] == "empty", "the file that is left to be removed")
