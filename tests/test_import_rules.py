@@ -375,10 +375,10 @@ def test_the_package_alone_brings_what_it_imports_and_reads():
 LINES_MAX = {
     "plumbing": 6_215,
     "lockserver": 6_025,
-    "gms": 8_655,
+    "gms": 8_610,
     "engine": 16_420,
     "gateway": 9_970,
-    "pool": 6_975,
+    "pool": 6_870,
     "understudy": 7_805,
     "hack": 5_700,
     "tests": 61_220,

@@ -191,7 +191,7 @@ class Offer(Struct):
 OF_KV = (msg.BorrowPoolMsg, msg.TakeMsg, msg.MarkMsg, msg.DiscardMsg, msg.GiveUpMsg)
 
 
-class Place(Handler):
+class MemoryPlace(Handler):
     """Serves the memory of one place in `directory` until it is closed: one socket, status and
     events for its weights and its KV memory."""
 
@@ -215,7 +215,7 @@ class Place(Handler):
         self.log = EventLog(f"gms-{device}", self.clock)
         self.conns: dict[int, Connection] = {}
         # What this process serves of the device.
-        self.beside: Sequence[Place] = (self,)
+        self.beside: Sequence[MemoryPlace] = (self,)
         self.is_serving = False
         self._started = self.clock.wall()
         where = gms_socket(directory, device), msg.CATALOGUE, self
@@ -339,7 +339,7 @@ class MemoryServer(abc.ABC, Generic[M]):
     is_lent_writable: ClassVar[bool]
     machine: M
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: MemoryPlace) -> None:
         self.place, self.clock = place, place.clock
         self.directory, self.device, self.memory = place.directory, place.device, place.memory
         self.protocol_errors_total = 0

@@ -25,7 +25,7 @@ from gms.manifest import check_manifest
 from gms.server.devices import DeviceUsage
 from gms.server.driver_thread import attempt
 from gms.server.journal import CommitJournal, left_behind, peek, read_tokens, write_tokens
-from gms.server.memory_server import MemoryServer, Place, holders
+from gms.server.memory_server import MemoryPlace, MemoryServer, holders
 from gms.server.slab_store import KvRoom, Part, pool_parts, slab_sizes, weights_parts
 from gms.vmm.interface import DeviceMemory, release_all
 from plumbing.errors import UnderstudyError
@@ -240,11 +240,11 @@ class KvServer(MemoryServer[KvMachine]):
 
 def a_place(
     directory: str, place: str, memory: DeviceMemory, capacity_bytes: int, **options: Any
-) -> Place:
+) -> MemoryPlace:
     """The server of one place: of weights, and of KV memory unless it is for host copies."""
     both: list[type[MemoryServer[Any]]] = [WeightsServer, KvServer]
     kinds = both[:1] if names.is_offload(place) else both
-    return Place(directory, place, memory, capacity_bytes, kinds, **options)
+    return MemoryPlace(directory, place, memory, capacity_bytes, kinds, **options)
 
 
 class DeviceProcess:

@@ -57,7 +57,7 @@ class Memory:
         self.set(0, is_mapped=False)
 
 
-class MemoryPlace(Handler):
+class StandInPlace(Handler):
     """One memory server: of a model, or of a copy of its weights."""
 
     def __init__(self, directory, place, capacity_bytes):
@@ -224,7 +224,7 @@ class World:
         self.directory = directory
         self.tokens = 0  # granted so far
         self.memory = {
-            model: MemoryPlace(directory, f"{DEVICE}.{model}", capacity_bytes) for model in models
+            model: StandInPlace(directory, f"{DEVICE}.{model}", capacity_bytes) for model in models
         }
         self.engines = {model: StandInEngine(self, f"{model}-0", model) for model in models}
         self.demand, self.doors = {}, {}

@@ -14,7 +14,7 @@ from pool.core.events import AskMemory, DeviceIs, MemoryIs
 from pool.core.states import EntryKind
 from pool.server.memory import GRAIN_BYTES, MemorySide
 from tests.helpers import auntil
-from tests.pool.neighbours import DEVICE, MIB, MemoryPlace
+from tests.pool.neighbours import DEVICE, MIB, StandInPlace
 
 BASE = 3 * MIB
 COPY = "copy"
@@ -29,11 +29,11 @@ class Scene:
         self.places, self.servers = [], {}
         for model in ("chat", "coder"):
             device = f"{DEVICE}.{model}"
-            place = MemoryPlace(str(directory), device, 100 * MIB)
+            place = StandInPlace(str(directory), device, 100 * MIB)
             self.servers[model, WEIGHTS], self.servers[model, KV] = place.weights, place.kv
             self.places.append((model, place))
             if copies:
-                copy = MemoryPlace(str(directory), offload_device(device), 100 * MIB)
+                copy = StandInPlace(str(directory), offload_device(device), 100 * MIB)
                 self.servers[model, COPY] = copy.weights
                 self.places.append((model, copy))
         host_bytes = 100 * MIB if copies else 0
