@@ -220,9 +220,11 @@ class PlaceLink(KeptLink):
                 self.look_soon(LOOK_S)
 
     def refused(self, error: UnderstudyError, request_id: int) -> None:
-        self.problem = f"{self.place} is not freed yet: {error.message}"
-        self._dropping.clear()
-        self.look_soon(RETRY_S)
+        if self._dropping:
+            self._refusal = None  # if this connection ends, then for another reason
+            self.problem = f"{self.place} is not freed yet: {error.message}"
+            self._dropping.clear()
+            self.look_soon(RETRY_S)
 
     def _look_at(self, document: dict[str, Any], number: int) -> None:
         """`idle`: there is some of these kinds, and no process but the keeper of a copy has it."""
