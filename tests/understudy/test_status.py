@@ -88,7 +88,6 @@ LEFT = {"name": "engine-1", "error": "not running: asked to exit (SIGTERM)"}
         (lockserver(), [memory()], [ACTIVE, gone("engine-1")], "degraded"),
         (lockserver(), [memory("recovering")], PAIR, "degraded"),
         (lockserver(), [gone("HOST-0")], PAIR, "degraded"),
-        (lockserver(), [memory(kv={"state": "down", "problem": "gone"})], PAIR, "degraded"),
         (lockserver(), [memory(superseded_bytes=1)], PAIR, "healthy"),
         (lockserver(), [memory()], [ACTIVE | SMALL, STANDBY | SMALL], "healthy"),
         (lockserver(), [memory()], [ACTIVE | SMALL, STANDBY | LARGE], "degraded"),
