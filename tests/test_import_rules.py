@@ -377,7 +377,7 @@ LINES_MAX = {
     "lockserver": 6_025,
     "gms": 8_610,
     "engine": 16_420,
-    "gateway": 9_970,
+    "gateway": 9_980,
     "pool": 6_875,
     "understudy": 7_805,
     "hack": 5_700,

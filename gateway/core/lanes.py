@@ -184,16 +184,24 @@ class Lane(Gateway):
             return failure("pool.queue_full", why=why)
         if self._is_full():
             return failure("pool.queue_full", why="the queue of the whole pool is full")
-        return None
+        return self._no_engine if self._is_hopeless(request) else None
+
+    def _is_hopeless(self, request: ClientRequest) -> bool:
+        """Whether its model will not be awake by its deadline, as far as is known."""
+        is_shut = isinstance(self.door, ShutDoor) and self._expected_ms is not None
+        deadline_ms = request.waits_since_ms + self._limit_ms(request)
+        return is_shut and (self._expected_ms or 0.0) > deadline_ms
 
     @property
     def _has_room(self) -> bool:
         return self.in_flight < (self.lane_rules.max_in_flight or MAX_IN_FLIGHT)
 
     def _is_overdue(self, request: ClientRequest, now_ms: float) -> bool:
+        return now_ms - request.waits_since_ms >= self._limit_ms(request)
+
+    def _limit_ms(self, request: ClientRequest) -> float:
         park_ms, wait_ms = self.rules.park_timeout_ms, self.lane_rules.wait_ms
-        limit_ms = park_ms if request.is_resumed_by_front else wait_ms
-        return now_ms - request.waits_since_ms >= limit_ms
+        return park_ms if request.is_resumed_by_front else wait_ms
 
     @property
     def waits_for(self) -> str:
@@ -246,6 +254,9 @@ class Lane(Gateway):
             self._yield(now_ms)
         if door.running is Running.CUT:
             self._cut(door)
+        for request in list(self.queue.waiting.values()):
+            if request.state is RequestState.WAITING and self._is_hopeless(request):
+                self.fail(request, self._no_engine)
 
     def _may_yield(self, request: ClientRequest) -> bool:
         """Whether its engine may be left now without harm to it."""

@@ -236,13 +236,24 @@ def test_a_request_whose_deadline_has_passed_is_refused():
     assert (error(pod, client), client.status) == ("pool.not_awake", 503)
 
 
+def test_a_request_that_cannot_be_in_time_is_refused_at_once():
+    pod = switching(lane_rules=LaneRules(wait_ms=40_000.0))
+    pod.set_door("b", ShutDoor(Running.FINISH, 50_000.0, "it is loaded"))
+    assert error(pod, pod.ask(model="b")) == "pool.not_awake"
+    pod.set_door("b", ShutDoor(Running.FINISH, 30_000.0, "it is loaded"))
+    late = pod.ask(model="b")
+    assert late.outcome == ""
+    pod.run(5_000.0)
+    pod.set_door("b", ShutDoor(Running.FINISH, 60_000.0, "it is loaded again"))
+    assert error(pod, late) == "pool.not_awake"
+
+
 def test_retry_after_is_from_the_expected_time():
     lanes = Lanes(ev.GatewayRules(), {"a": LaneRules(wait_ms=1_000.0)})
     lanes.handle(DoorSet("a", 1, ShutDoor(Running.FINISH, 12_300.0, "it is loaded")), 0.0)
-    lanes.handle(ev.RequestCame(1, "/v1/completions", 5, True, False, "a"), 300.0)
-    ended = lanes.handle(ev.Tick(), 1_300.0)
-    (found,) = [each.why for each in ended if isinstance(each, ev.RequestEnded)]
-    assert found.retry_after_s == 11
+    came = ev.RequestCame(1, "/v1/completions", 5, True, False, "a")
+    (found,) = [e.why for e in lanes.handle(came, 300.0) if isinstance(e, ev.RequestEnded)]
+    assert found.retry_after_s == 12
     assert "it is loaded" in found.message
 
 
