@@ -52,7 +52,7 @@ async def test_events_of_a_memory_server_are_followed_across_its_deaths(director
         told = types_of(heard)
         counts = [told.count(kind) for kind in ("pod.gone", "pod.back", "gms.recovered")]
         assert counts == [2, 2, 2]
-        assert {r["source"] for r in heard} == {"gms-HOST-0", "gms-HOST-0-kv"}
+        assert {r["source"] for r in heard} == {"gms-HOST-0"}
         gone = next(r for r in heard if r["type"] == "pod.gone")
         assert set(gone) == set(heard[0]), "one shape for all"
     finally:
