@@ -47,7 +47,6 @@ class WakeMsg(Message, frozen=True, tag="wake"):
 
     FDS = (1, 1)
     token: Count
-    engine: Id
     era: Era = NO_ERA  # of the token: it compares with tokens of the same era only
 
 
@@ -55,7 +54,6 @@ class WokenMsg(Message, frozen=True, tag="woken"):
     """`kv_memory`: whose memory the KV cache is in. `adopted_blocks`: those of an earlier engine
     that it begins with. `kv_note`: why there are none, or why none are published."""
 
-    kv_bytes: Count
     kv_memory: KvMemoryKind = "private"
     adopted_blocks: Count = 0
     kv_note: Sentence = ""

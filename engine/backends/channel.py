@@ -26,16 +26,8 @@ logger = logging.getLogger(__name__)
 class BackendHandler(Protocol):
     """The requests to a prepared backend. Each may raise UnderstudyError."""
 
-    async def wake(
-        self,
-        engine: str,
-        token: int,
-        listening: OwnedFd,
-        *,
-        era: str = msg.NO_ERA,
-    ) -> msg.WokenMsg:
-        """Take KV memory; keep a copy of the listening socket for `serve`. The other
-        arguments are the message's."""
+    async def wake(self, token: int, listening: OwnedFd, *, era: str = msg.NO_ERA) -> msg.WokenMsg:
+        """Take KV memory; keep a copy of the listening socket for `serve`."""
         ...
 
     async def run_canary(self) -> msg.CanaryMsg: ...
@@ -128,7 +120,7 @@ def is_private(listening: OwnedFd) -> bool:
 async def _handle(backend: BackendHandler, message: Message, fds: list[OwnedFd]) -> Message:
     match message:
         case msg.WakeMsg():
-            return await backend.wake(message.engine, message.token, fds[0], era=message.era)
+            return await backend.wake(message.token, fds[0], era=message.era)
         case msg.RunCanaryMsg():
             return await backend.run_canary()
         case msg.ServeMsg():

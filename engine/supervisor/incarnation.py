@@ -317,7 +317,7 @@ class Incarnation:
         the private one, at `private_path`. `era` is that of `token`."""
         self._stop_placing()
         self.is_wake_asked, self.private_path = True, private_path
-        wake = messages.WakeMsg(token, self._settings.engine, era)
+        wake = messages.WakeMsg(token, era)
         self.channel.ask(wake, messages.WokenMsg, self._woke, [listener])
 
     def _woke(self, woken: messages.WokenMsg) -> None:

@@ -169,7 +169,7 @@ class Backend:
                 self.listener = socket.socket(fileno=asked.fds[0].detach())
                 self.token = token
                 self.residence.join(token)
-                return m.WokenMsg(kv_bytes=KV_BYTES)
+                return m.WokenMsg()
             case m.RunCanaryMsg():
                 if switches.serve_early:
                     return m.ServingMsg()

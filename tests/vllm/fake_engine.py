@@ -37,7 +37,7 @@ class FakeEngine:
         self.token, self.logprob = 5, -0.5  # of everything that it generates
         self.answers: dict[str, list[dict[str, Any]]] = {
             "understudy_status": [STATUS],
-            "understudy_take_kv": [{**FINE, "kv_bytes": 7, "pool": POOL}],
+            "understudy_take_kv": [{**FINE, "pool": POOL}],
             "understudy_rest": [{**FINE, "kv_resident_bytes": 0}],
             "understudy_place_weights": [{**FINE, "is_away": True, "freed_bytes": 1, "note": ""}],
         }
@@ -87,7 +87,7 @@ class FakeFront:
     has_ended = False
 
     def __init__(self, engine: FakeEngine) -> None:
-        self.traffic, self._engine = Traffic(), engine
+        self.traffic, self._engine = Traffic("e"), engine
 
     async def warm_up(self) -> None:
         pass

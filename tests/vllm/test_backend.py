@@ -55,7 +55,7 @@ class World:
 
     async def wake(self, token: int) -> WokenMsg:
         with OwnedFd(socket.socket().detach()) as listening:
-            return await self.backend.wake("e", token, listening, era="e" * 16)
+            return await self.backend.wake(token, listening, era="e" * 16)
 
     async def awake(self) -> None:
         """For token 3, and drained."""
@@ -87,7 +87,7 @@ def world(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> World:
 def alone(world: World) -> World:
     """Of two ranks, with private memory and no serving file."""
     world.engine.answers["understudy_status"] = [STATUS, {**STATUS, "rank": 1}]
-    world.engine.answers["understudy_take_kv"] = [{**FINE, "kv_bytes": 7}] * 2
+    world.engine.answers["understudy_take_kv"] = [FINE] * 2
     world.made()
     return world
 
@@ -100,7 +100,7 @@ def test_an_engine_is_parked_before_it_reports_prepared(alone: World):
     of_both = (prepared.weights_bytes, prepared.kv_bytes, prepared.epoch)
     assert of_both == (20, 40, "e")
     alone.made()
-    assert asyncio.run(alone.woken()) == WokenMsg(14)
+    assert asyncio.run(alone.woken()) == WokenMsg()
     assert alone.asked == ["understudy_join", "understudy_take_kv", "wake_up"]
 
 
@@ -197,7 +197,7 @@ def test_a_wake_on_borrowed_memory_says_what_was_adopted(world: World):
         assert (method, asked["ranks"], asked["may_adopt"]) == ("understudy_begin_kv", [POOL], True)
         return {"problem": "", "adopted": 5, "why_empty": ""}
 
-    assert woken(world, core) == WokenMsg(7, "gms", 5)
+    assert woken(world, core) == WokenMsg("gms", 5)
     ((_, *grant),) = world.engine.arguments["understudy_take_kv"]
     assert grant == [3, "e" * 16]
     assert "understudy_forget_kv" not in world.asked
@@ -384,34 +384,27 @@ def test_weights_that_are_needed_or_not_the_services_stay(monkeypatch: pytest.Mo
     assert answer["note"] == "it has a private copy"
 
 
-async def test_a_wake_maps_what_was_released_before_it_takes_memory(world: World):
-    """Goal: vLLM is never woken without its weights, also if a release was not answered. Method:
-    the calls of a release and of the wake after it; of a wake after one that failed; and of one
-    without any, which asks for nothing."""
-    asked, backend = world.asked, world.backend
-    taking = ["understudy_join", "understudy_join", "understudy_take_kv"]
-    placed = world.engine.answers[PLACE][0]
+def test_a_rank_maps_what_was_released_before_it_takes_memory(monkeypatch: pytest.MonkeyPatch):
+    """Goal: no rank has KV memory without its weights. Method: a rank whose weights do not come
+    back, and one whose do."""
+    ours = SimpleNamespace(is_awake=False, bring_back=lambda budget_s: 1 / 0)
+    found, _ = make_worker(ours, monkeypatch)
+    assert found.understudy_take_kv(9.0)["problem"]
+    assert not ours.is_awake
+    ours.bring_back = lambda budget_s: None
+    assert not found.understudy_take_kv(9.0)["problem"]
+    assert ours.is_awake
 
-    async def wakes(token: int) -> list[Any]:
-        asked.clear()
-        await world.wake(token)
-        found = [each for each in asked if each in taking or each[0] == PLACE]
-        await backend.drain(BUDGET_S)
-        await backend.rest(BUDGET_S, keep_kv=False)
-        return found
 
+async def test_weights_are_released_and_mapped_while_the_engine_is_parked(world: World):
+    backend = world.backend
     await world.awake()
     await backend.rest(BUDGET_S, keep_kv=False)
-    assert await wakes(4) == taking
     assert await backend.place_weights(9.0, is_away=True) == WeightsPlacedMsg(True, 1)
-    restored = [taking[0], taking[1], (PLACE, False, 45.0), taking[2]]
-    assert await wakes(5) == restored
-    assert await wakes(6) == taking
-    placed.update({"code": "x.y", "problem": "it cannot"})
+    assert world.asked[-1][:2] == (PLACE, True)
+    world.engine.answers[PLACE][0].update({"code": "x.y", "problem": "it cannot"})
     with pytest.raises(UnderstudyError, match="it cannot"):
-        await backend.place_weights(9.0, is_away=True)
-    placed["problem"] = ""
-    assert await wakes(7) == restored
+        await backend.place_weights(9.0, is_away=False)
     await world.wake(8)
     assert await backend.place_weights(9.0, is_away=True) == WeightsPlacedMsg(False)
     await backend.drain(BUDGET_S)

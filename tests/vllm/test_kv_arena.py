@@ -160,7 +160,7 @@ def test_waking_without_memory_is_refused_and_repeating_is_harmless(
     arena: KVArena, monkeypatch: pytest.MonkeyPatch
 ):
     """vLLM's words: asleep twice, awake before memory was taken (an error), then twice."""
-    ours = SimpleNamespace(is_awake=False, is_away=False)
+    ours = SimpleNamespace(is_awake=False, bring_back=lambda budget_s: None)
     monkeypatch.setattr(worker.weights, "_of_this_process", ours)
     found = make_worker()
     found.sleep()
@@ -174,7 +174,7 @@ def test_waking_without_memory_is_refused_and_repeating_is_harmless(
         found.wake_up()
     for _ in range(2):
         answer = found.understudy_take_kv(0.0)
-        assert (answer["problem"], answer["rank"], answer["kv_bytes"]) == ("", 1, SIZE)
+        assert (answer["problem"], answer["rank"], arena.backing) == ("", 1, Backing.TAKEN)
         found.wake_up(["kv_cache"])
     assert ours.is_awake
     found.discard(("weights",))
@@ -188,7 +188,7 @@ def test_methods_that_the_backend_calls_never_raise(
 ):
     """No room: a code and a sentence. A bug: a code and its text. Never an exception, which would
     leave the other ranks' answers for the next question."""
-    ours = SimpleNamespace(is_awake=False, is_away=False)
+    ours = SimpleNamespace(is_awake=False, bring_back=lambda budget_s: None)
     monkeypatch.setattr(worker.weights, "_of_this_process", ours)
     found = make_worker()
     found.arena = arena
@@ -212,7 +212,7 @@ def test_rank_that_cannot_park_says_so_later_and_keeps_its_place(
     seat = serving.ServingSeat(path, file)
     monkeypatch.setattr(membership, "_member", SimpleNamespace(seat=seat))
     weights = SimpleNamespace(is_awake=False, bytes=0, epoch="", identity={"models": {}})
-    weights.is_away = False
+    weights.is_away, weights.bring_back = False, lambda budget_s: None
     monkeypatch.setattr(worker.weights, "_of_this_process", weights)
     found = make_worker()
     found.arena = arena

@@ -119,7 +119,7 @@ class ServedModel:
     tokenizer: Tokenizer
     model: ModelLoop
     ready: Ready
-    engine: str = ""
+    engine: str
     token: int = 0
     is_behind_gateway: bool = False
     is_draining: bool = False

@@ -131,7 +131,7 @@ class Rank:
         """As the holder of `active` under `token`, take KV memory once it is really free, rank 0
         last."""
         self._peers.call("take_memory", token, era)
-        others: list[WokenMsg] = self._peers.answers()
+        self._peers.answers()
         settings, size, member = self._settings, self._size, self._member
         self._weights.bring_back(RESTAGE_S)
         if member.seat is not None and settings.rank:  # rank 0's process has joined already
@@ -143,15 +143,14 @@ class Rank:
         cache = self._caches[SERVING] = KVCache(config, memory.view, slots, size.context, SERVING)
         blocks = memory.view[size.slots_bytes :]
         store = self._blocks = BlockStore(config, blocks, size.blocks, cache, self._peers)
-        kv_bytes = size.kv_bytes + sum(each.kv_bytes for each in others)
         if settings.rank:
-            return WokenMsg(kv_bytes, "gms")
+            return WokenMsg("gms")
         kept = self.kept = self._keep(claim, memory.lease)
         prefixes = PrefixCache(store, size.blocks, kept.writer, kept.adopted)
         interval_s = settings.token_interval_ms / 1000
         self.generator = Generator(self._decoder, cache, prefixes, self._queue, interval_s)
         self.generator.progress = self._progress
-        return WokenMsg(kv_bytes, "gms", len(kept.adopted), kept.why_empty)
+        return WokenMsg("gms", len(kept.adopted), kept.why_empty)
 
     def _keep(self, claim: KvClaim, lease: KvLease) -> KeptPools:
         """The index of the ranks' pools, rank 0's by `lease`.

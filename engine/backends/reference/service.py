@@ -65,7 +65,7 @@ async def serve(
         rank = Rank(settings, member, peers)
         ready, tokenizer = rank.ready, Tokenizer.load(settings.directory)
         model = ModelLoop(rank, settings.slots, channel.end, page)
-        served = ServedModel(names, tokenizer, model, ready)
+        served = ServedModel(names, tokenizer, model, ready, member.engine)
         served.continuation_id = continuation_id(settings.directory, names[0], ready)
         backend = ReferenceBackend(served, member.seat)
         await backend.prepare()
@@ -123,19 +123,12 @@ class ReferenceBackend:
                     pass
         self._model.call(lambda rank: rank.rehearse(is_on=False))
 
-    async def wake(
-        self,
-        engine: str,
-        token: int,
-        listening: OwnedFd,
-        *,
-        era: str = NO_ERA,
-    ) -> WokenMsg:
+    async def wake(self, token: int, listening: OwnedFd, *, era: str = NO_ERA) -> WokenMsg:
         """Take KV memory and keep `listening` for `serve`. Takes the fd."""
         with listening:
             if self._seat is not None:
                 self._seat.join(token)
-            self._served.engine, self._served.token = engine, token
+            self._served.token = token
             self._served.is_behind_gateway = is_private(listening)
             self._lent = socket.socket(fileno=listening.detach())
         return self._model.call(lambda rank: rank.take_memory(token, era))

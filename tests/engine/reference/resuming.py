@@ -140,9 +140,8 @@ async def pod(directory: Path) -> AsyncIterator[Pod]:
     ends = (257, 261)
     link = StubModel(str(directory))
     ready = Ready(1, 1, MAX_CONTEXT, 262, ends, "epoch", {})
-    served = ServedModel(("tiny",), tokenizer, link, ready)  # type: ignore[arg-type]  # a stand-in
+    served = ServedModel(("tiny",), tokenizer, link, ready, "engine-0", 7)  # type: ignore[arg-type]  # a stand-in
     served.is_behind_gateway = True
-    served.engine, served.token = "engine-0", 7
     async with TestClient(TestServer(make_app(served))) as client:
         yield Pod(served, link, client)
 

@@ -14,9 +14,7 @@ HTTP = {"type": "http", "path": "/v1/completions", "headers": []}
 
 @pytest.fixture
 def traffic():
-    found = gate.Traffic()
-    found.engine = "engine-0"
-    return found
+    return gate.Traffic("engine-0")
 
 
 async def _receive():

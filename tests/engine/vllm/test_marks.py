@@ -99,8 +99,8 @@ class Hop:
     """The gate as a gateway finds it."""
 
     def __init__(self, serving: Serving, *, is_direct: bool = False) -> None:
-        self.traffic = Traffic()
-        self.traffic.engine, self.traffic.token = "engine-0", 7
+        self.traffic = Traffic("engine-0")
+        self.traffic.token = 7
         if not is_direct:
             self.traffic.door = Door(self.hello)
         self.gate = Gate(PassesOn(Marks(serving, self.traffic)), self.traffic)

@@ -81,7 +81,7 @@ async def serve(model: str, path: str, flags: list[str]) -> None:
         listening.listen()
         fd = OwnedFd(listening.detach())
     with fd:
-        await backend.wake("engine-0", TOKEN, fd)
+        await backend.wake(TOKEN, fd)
     canary = await backend.run_canary()
     assert canary.ok, canary.detail
     await backend.serve()

@@ -14,8 +14,7 @@ undone: the incarnation ends, and another is launched.
   True does not prove that every rank is awake. So requests are counted and ranks are asked.
 - The prefix cache must be reset, or later requests would read memory that is not theirs. Every
   level of `sleep` from 1 on does that. For a hand-over the index of the cache is closed before.
-- That a rank may be without its weights is noted before it is asked to release them, so an
-  unanswered request counts as released.
+- A rank maps the weights that it has released before it takes KV memory, whatever was answered.
 """
 
 from __future__ import annotations
@@ -62,8 +61,11 @@ from plumbing.wire.fds import OwnedFd
 
 logger = logging.getLogger(__name__)
 
-# Within the waking budget of 60 s, so that the reason is reported before the kill.
-KV_WAIT_S = 45.0
+# For weights that come back at some 2 GB a second, and KV memory that is not free yet. Within the
+# waking budget of 60 s, so that the reason is reported before the kill.
+TAKE_S = 45.0
+# Beyond what a rank itself waits for: the memory service frees 8 GiB a second.
+TAKE_GRACE_S, PLACE_GRACE_S = 5.0, 15.0
 STATUS_WAIT_S = 60.0
 # A rank that does not answer this cannot serve; waiting for its memory would delay the next launch.
 # On a machine whose CPUs are all taken it answers late, and killing it makes the outage longer.
@@ -79,9 +81,6 @@ CORE_ASK_S = 15.0
 ABORT_S = 10.0  # for the step that is running
 REST_ASK_S = 15.0  # a rank that does not answer this is hung
 COUNT_POLL_S = 0.001
-# Within the waking budget, too: weights come back at some 2 GB a second. And beyond what a rank
-# itself waits for: the memory service frees 8 GiB a second, and a rank gives up by itself.
-RESTORE_S, RESTORE_GRACE_S = 45.0, 15.0
 NOTE_CHARS_MAX = 4096
 FAILURES_MAX = 3  # then there is no self-test: five are a crash loop
 PULSE_S = 0.05  # how long a core's own failure may go unnoticed; its death is seen at once
@@ -112,7 +111,6 @@ class VllmBackend:
         self._kv = kv or KeptMemory(OWN_MEMORY)
         self._seat = seat if self._features.has(SLEEP) else None
         self._placing = asyncio.Lock()  # held while ranks release their weights or map them again
-        self._may_be_away = False
         self._is_tested, self._canaries = is_tested, 0
         self._listening: OwnedFd | None = None
         self._trusting: asyncio.Task[None] | None = None
@@ -181,9 +179,7 @@ class VllmBackend:
         self._continuing = self._find_continuing(identity) if can_resume else Continuing()
         self._engine.continuing = self._continuing
 
-    async def wake(
-        self, engine: str, token: int, listening: OwnedFd, *, era: str = NO_ERA
-    ) -> WokenMsg:
+    async def wake(self, token: int, listening: OwnedFd, *, era: str = NO_ERA) -> WokenMsg:
         """Take KV memory on all ranks. Keeps a copy of `listening`."""
         self.is_parked = False
         if self._seat is not None:
@@ -193,19 +189,15 @@ class VllmBackend:
             self._front.check_no_tls()
             self._front.traffic.door = self._make_door()
         self._listening = listening.duplicate()
-        self._front.traffic.engine, self._front.traffic.token = engine, token
+        self._front.traffic.token = token
         await self._ask_ranks("understudy_join", WAKE_ASK_S, token)
-        if self._may_be_away:
-            async with self._placing:  # a release may have been asked for a moment ago
-                await self._restore(RESTORE_S)
         grant = (token, era) if self._kv.choice.is_shared else ()
-        wait_s = KV_WAIT_S + PULSE_S
-        taken = await self._ask_ranks("understudy_take_kv", wait_s, KV_WAIT_S, *grant)
+        wait_s = TAKE_S + TAKE_GRACE_S
+        taken = await self._ask_ranks("understudy_take_kv", wait_s, TAKE_S, *grant)
         began = await self._kv.begin(self._engine, self._ask_ranks, taken)
         if await self._engine.wake_up() is False:  # 0.31 says nothing
             raise UnderstudyError("vllm.not_awake", "vLLM says that it is still asleep")
-        kv_bytes = sum(rank["kv_bytes"] for rank in taken)
-        return WokenMsg(kv_bytes, self._kv.memory, *began)
+        return WokenMsg(self._kv.memory, *began)
 
     async def run_canary(self) -> CanaryMsg:
         """One real inference, judged by its numbers: damaged weights or memory yield NaN or a token
@@ -315,25 +307,15 @@ class VllmBackend:
             UnderstudyError: a rank's own, or it does not answer: this incarnation must end.
         """
         async with self._placing:
-            if not is_away and self.is_parked:
-                await self._restore(budget_s)
-            if not is_away or not self.is_parked:  # woken meanwhile, which has mapped them
+            if not self.is_parked:  # woken meanwhile, which maps them
                 return WeightsPlacedMsg(False)
-            self._may_be_away = True
-            wait_s = RESTORE_S + RESTORE_GRACE_S
-            ranks = await self._ask_ranks("understudy_place_weights", wait_s, True, RESTORE_S)
-            away = [bool(rank["is_away"]) for rank in ranks]
-            self._may_be_away = any(away)
+            wait_s = budget_s + PLACE_GRACE_S
+            ranks = await self._ask_ranks("understudy_place_weights", wait_s, is_away, budget_s)
             return WeightsPlacedMsg(
-                all(away),
+                all(rank["is_away"] for rank in ranks),
                 sum(int(rank["freed_bytes"]) for rank in ranks),
                 next((str(rank["note"]) for rank in ranks if rank["note"]), "")[:NOTE_CHARS_MAX],
             )
-
-    async def _restore(self, budget_s: float) -> None:
-        wait_s = budget_s + RESTORE_GRACE_S
-        await self._ask_ranks("understudy_place_weights", wait_s, False, budget_s)
-        self._may_be_away = False
 
     # ------------------------------------------------------------------ behind a gateway
 

@@ -77,7 +77,8 @@ class Traffic:
     next engine, so they are left to it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, engine: str) -> None:
+        self.engine = engine
         self.continuable: set[_Marked] = set()
         self.is_dead: Callable[[], bool] = lambda: False
         self.on_dead: Callable[[], None] = lambda: None
@@ -88,13 +89,13 @@ class Traffic:
         """After a drain, with nothing in flight: as before the first grant."""
         self.is_draining = self.is_handing_over = False
         self.door: Door | None = None
-        self.engine, self.token = "", 0
+        self.token = 0
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Empty before the first grant."""
         engine, token = self.engine.encode(), b"%d" % self.token
         headers = [(b"x-understudy-engine", engine), (b"x-understudy-token", token)]
-        return headers if engine else []
+        return headers if self.token else []
 
     async def stay_silent(self) -> None:
         """Send nothing more for a dead engine: this process ends within milliseconds, and its

@@ -27,6 +27,7 @@ from vllm.entrypoints.launchers.utils.server_utils import get_uvicorn_log_config
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from engine.backends.channel import until_done
+from engine.backends.process import ENGINE_ID_ENV
 from engine.backends.vllm.api.gateway_endpoints import (
     CONNECTION,
     Gate,
@@ -75,7 +76,7 @@ class Front:
     """The server of one engine; made by `start`."""
 
     def __init__(self, args: argparse.Namespace, model_config: Any) -> None:
-        self.traffic = Traffic()
+        self.traffic = Traffic(os.environ.get(ENGINE_ID_ENV, ""))
         self.body_max = 0
         self._args, self._model_config = args, model_config
         self._app: Any = None

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
@@ -223,17 +224,19 @@ class ParkingWorker(StockGPUWorker):
 
     @answering
     def understudy_take_kv(self, deadline_s: float, token: int = 0, era: str = "") -> Answer:
-        """Wait until the memory is free (the second fence) and take it, or, as the holder of
-        `active` under `token` of `era`, borrow the device's pool."""
+        """Map the weights, where they were released. Then wait until the memory is free (the second
+        fence) and take it, or, as the holder of `active` under `token` of `era`, borrow the
+        device's pool."""
         membership.check_serving()
-        self.check_weights()
-        weights.of_this_process().is_awake = True
-        arena, pool = self.arena, {}
+        ours, end_s = weights.of_this_process(), time.monotonic() + deadline_s
+        ours.bring_back(deadline_s)
+        ours.is_awake = True
+        arena, pool, left_s = self.arena, {}, max(0.0, end_s - time.monotonic())
         if arena is not None and not token:
-            arena.take(deadline_s)
+            arena.take(left_s)
         elif arena is not None:
-            pool = self._borrow(arena, deadline_s, token, era)
-        return {"kv_bytes": arena.kv_bytes if arena else 0, "pool": pool}
+            pool = self._borrow(arena, left_s, token, era)
+        return {"pool": pool}
 
     def _borrow(self, arena: KVArena, deadline_s: float, token: int, era: str) -> Answer:
         """What the engine core needs, to keep the index of this rank's pool. The first holder of a
@@ -301,7 +304,7 @@ class ParkingWorker(StockGPUWorker):
     # The tensors of the model stay what they are: addresses where for a while nothing is mapped. On
     # a GPU captured graphs keep these addresses, too. Surprising: `sleep` and `wake_up` know
     # nothing of this. vLLM sleeps with its weights mapped; the backend has them released
-    # afterwards, and mapped again before it wakes vLLM.
+    # afterwards, and they are mapped again before there is KV memory.
 
     def execute_model(self, *asked: Any, **more: Any) -> Any:
         self.check_weights()
