@@ -81,13 +81,11 @@ class HealthMsg(Message, frozen=True, tag="health"):
 
 
 class HealthyMsg(Message, frozen=True, tag="healthy"):
-    """`progress` only grows: tokens made plus steps of prefill, over all requests. `replayed` are
-    the tokens of resumed requests that another engine had made; computing them again is progress
-    too. `published_blocks` counts those that the next engine was told of since the wake,
+    """`replayed` are the tokens of resumed requests that another engine had made.
+    `published_blocks` counts those that the next engine was told of since the wake,
     `kept_blocks` those that it would find now."""
 
     in_flight: Count
-    progress: Count
     rejected: Count = 0
     replayed: Count = 0
     published_blocks: Count = 0
@@ -167,26 +165,11 @@ class PreparedMsg(Message, frozen=True, tag="prepared"):
     cannot_offload: Sentence = ""
 
 
-class FaultReportMsg(Message, frozen=True, tag="fault_report"):
-    """Why the backend is about to exit, in one sentence for users.
-
-    `permanent` means that a relaunch cannot help (a checkpoint that is missing or broken): the
-    supervisor ends with `exit_code`, 2 for a wrong argument and 1 for everything else.
-    `is_machine`: a disk is full or fails, which counts against no engine and no model.
-    """
-
-    code: Id
-    message: Sentence
-    permanent: bool
-    exit_code: Annotated[int, Meta(ge=1, le=2)] = 1
-    is_machine: bool = False
-
-
 CHANNEL = Catalogue(
     *(WakeMsg, WokenMsg, RunCanaryMsg, CanaryMsg, ServeMsg, ServingMsg),
     *(HealthMsg, HealthyMsg, DrainMsg, DrainedMsg, RestMsg, RestedMsg),
     *(PlaceWeightsMsg, WeightsPlacedMsg),
-    *(PreparedMsg, FaultReportMsg),
+    PreparedMsg,
 )
 
 # ---------------------------------------------------------------- the control socket
@@ -233,11 +216,21 @@ class AttachedMsg(Message, frozen=True, tag="attached"):
     place: Id | None = None
 
 
-class BrokenMsg(FaultReportMsg, frozen=True, kw_only=True, tag="broken"):
-    """The fault report of a process without a channel: its parent reports too late, and about
-    itself."""
+class FaultReportMsg(Message, frozen=True, tag="fault_report"):
+    """Why a process of the backend is about to exit, in one sentence for users. It waits for the
+    answer, so its death is never seen before this.
+
+    `permanent` means that a relaunch cannot help (a checkpoint that is missing or broken): the
+    supervisor ends with `exit_code`, 2 for a wrong argument and 1 for everything else.
+    `is_machine`: a disk is full or fails, which counts against no engine and no model.
+    """
 
     incarnation: Id
+    code: Id
+    message: Sentence
+    permanent: bool
+    exit_code: Annotated[int, Meta(ge=1, le=2)] = 1
+    is_machine: bool = False
 
 
 class LeaveMsg(Message, frozen=True, tag="drain", omit_defaults=True):
@@ -263,7 +256,7 @@ class KillingMsg(Message, frozen=True, tag="killing"):
 
 
 CONTROL = Catalogue(
-    *(RegisterMsg, MayLoadMsg, LoadMsg, AttachedMsg, BrokenMsg, OkMsg),
+    *(RegisterMsg, MayLoadMsg, LoadMsg, AttachedMsg, FaultReportMsg, OkMsg),
     *(StatusMsg, StatusReplyMsg, WatchMsg, EventMsg, LeaveMsg, KillMsg, KillingMsg),
     *(SetGoalMsg, EngineReportMsg),
 )

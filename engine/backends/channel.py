@@ -12,7 +12,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Iterable
-from typing import NoReturn, Protocol
+from typing import Protocol
 
 from engine import messages as msg
 from plumbing.errors import ProtocolError, UnderstudyError, explain_shortage
@@ -62,12 +62,6 @@ class Channel(Handler):
         """From now on `backend` takes requests."""
         self.backend = backend
         self._conn.send(prepared)
-
-    def end(self, report: msg.FaultReportMsg) -> NoReturn:
-        """Report why, and exit at once: requests in flight have no model, or no owner."""
-        logger.error("%s [%s]", report.message, report.code)
-        self._conn.send(report)
-        os._exit(1)
 
     def received(
         self, conn: Connection, message: Message, request_id: int, fds: list[OwnedFd]

@@ -8,8 +8,8 @@ inherits it and counts for the lock server, as any process that may use the devi
 
 The progress page is a counter that the backend shares with its supervisor, which must not take an
 engine for hung that makes tokens but answers late. The supervisor makes the page; only the process
-that hands tokens to clients advances the counter. Without a page, progress comes with the answers
-(`HealthyMsg.progress`). The memfd's size is sealed, since a read behind a shortened file would end
+that hands tokens to clients advances the counter, for each token and each step of prefill, also of
+what is computed again. The memfd's size is sealed, since a read behind a shortened file would end
 the supervisor with SIGBUS.
 """
 
@@ -23,9 +23,7 @@ import os
 import socket
 from collections.abc import MutableMapping
 from dataclasses import dataclass
-from typing import Any
-
-from msgspec import structs
+from typing import Any, NoReturn
 
 from engine import lifeline
 from engine import messages as msg
@@ -96,13 +94,18 @@ class BackendProcess:
             timeout_s=ANSWER_TIMEOUT_S,
         )
 
-    def report(self, error: UnderstudyError) -> None:
+    def report(self, error: Exception) -> None:
         """Report why this process is about to exit: its parent often does not know. It is said
         once, and a reader that is gone or stopped is not waited for."""
-        fault = structs.asdict(fault_report(error))
-        message = msg.BrokenMsg(**fault, incarnation=self.incarnation)
+        report = fault_report(error, self.incarnation)
+        logger.error("%s [%s]", report.message, report.code)
         with contextlib.suppress(UnderstudyError):
-            self.control.request(message, timeout_s=REPORT_TIMEOUT_S)
+            self.control.request(report, timeout_s=REPORT_TIMEOUT_S)
+
+    def end(self, error: Exception) -> NoReturn:
+        """Report why, and exit at once: requests in flight have no model, or no owner."""
+        self.report(error)
+        os._exit(1)
 
 
 def enter(name: str) -> BackendProcess:
@@ -156,34 +159,22 @@ def queue_page() -> QueuePage:
     return QueuePage(engine_queue(directory, engine) if directory and engine else "")
 
 
-def end_early(sock: socket.socket, report: msg.FaultReportMsg) -> int:
-    """Over the socket of `take_channel`, before there is a loop: report why this process ends.
-    Returns its exit code."""
-    logger.error("%s [%s]", report.message, report.code)
-    with (
-        BlockingClient.from_socket(sock, msg.CHANNEL) as client,
-        contextlib.suppress(UnderstudyError),
-    ):
-        client.notify(report)
-    return report.exit_code
-
-
 def child_environment() -> dict[str, str]:
     """The environment for a child that will `enter`; start it from a thread that lives on."""
     return {**os.environ, **parent_environment()}
 
 
-def fault_report(error: Exception) -> msg.FaultReportMsg:
+def fault_report(error: Exception, incarnation: str) -> msg.FaultReportMsg:
     """For the supervisor: a wrong argument is permanent, and exits with code 2."""
     is_machine = is_disk_fault(error)
     if not isinstance(error, UnderstudyError):
         logger.error("the backend failed", exc_info=error)
         what = f"the backend failed: {type(error).__name__}: {error}"
-        return msg.FaultReportMsg("engine.backend_failed", what[:4096], False, 1, is_machine)
+        error = UnderstudyError("engine.backend_failed", what)
     is_usage = isinstance(error, UsageError) and not is_machine
     is_permanent = is_usage or (error.code in PERMANENT and not is_machine)
-    exit_code = 2 if is_usage else 1
-    return msg.FaultReportMsg(error.code, error.message[:4096], is_permanent, exit_code, is_machine)
+    how = is_permanent, 2 if is_usage else 1, is_machine
+    return msg.FaultReportMsg(incarnation, error.code, error.message[:4096], *how)
 
 
 def _required(variable: str) -> str:

@@ -149,7 +149,6 @@ class GenerationHealth:
         self._proven_ms = now_ms  # the canary that gated `active` has just passed
         self._sign_ms = now_ms  # of the last answer or progress
         self._signs = Signs(has_standby=False)
-        self._progress = -1
         # How long requests have waited since the last progress, over all looks; None: none have.
         self._silent_ms: float | None = None
         self._saw_work = False
@@ -160,9 +159,7 @@ class GenerationHealth:
     def tick(self, now_ms: float, signs: Signs = NOTHING_SEEN) -> list[Action] | str:
         """What to do now; call it at `next_ms` at the latest, and after every answer."""
         self._forgive_a_gap(now_ms)
-        if signs.progress != self._signs.progress:
-            self._prove(now_ms)
-        self._signs = signs
+        self._see(now_ms, signs)
         self._next_look_ms = now_ms + self._interval_ms
         if self._is_mute(now_ms):
             silent = seconds(now_ms - self._sign_ms)
@@ -182,18 +179,17 @@ class GenerationHealth:
         ask_ms = self._next_ask_ms if self._asked_ms is None else math.inf
         return min(ask_ms, self._next_look_ms, self._canary_due_ms())
 
-    def answered(self, now_ms: float, in_flight: int, progress: int) -> str | None:
+    def answered(self, now_ms: float, in_flight: int, signs: Signs = NOTHING_SEEN) -> str | None:
         """The backend's answer. While there are answers, a hang is judged by them."""
         self._forgive_a_gap(now_ms)
         self._asked_ms, self._sign_ms = None, now_ms
-        if progress != self._progress:
-            self._prove(now_ms)
+        self._see(now_ms, signs)
         # Some backends count the canary among the requests; it has a deadline of its own.
         has_work = in_flight > int(self._canary_ms is not None)
         if has_work:
             waited_ms = now_ms - self._looked_ms if self._saw_work else 0.0
             self._silent_ms = 0.0 if self._silent_ms is None else self._silent_ms + waited_ms
-        self._progress, self.in_flight, self._saw_work = progress, in_flight, has_work
+        self.in_flight, self._saw_work = in_flight, has_work
         self._looked_ms = now_ms
         budget_ms = self._patience.budget_ms(self._signs)
         if has_work and self._silent_ms is not None and self._silent_ms >= budget_ms:
@@ -233,6 +229,11 @@ class GenerationHealth:
         if self._silent_ms is not None:
             return self._looked_ms
         return max(self._looked_ms, self._proven_ms + self._idle_canary_ms)
+
+    def _see(self, now_ms: float, signs: Signs) -> None:
+        if signs.progress != self._signs.progress:
+            self._prove(now_ms)
+        self._signs = signs
 
     def _prove(self, now_ms: float) -> None:
         """There is progress: a canary queued behind requests gets its full time again."""

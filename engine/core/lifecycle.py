@@ -256,7 +256,7 @@ TRANSITIONS: Mapping[tuple[State, type[EngineEvent]], Row] = {
     # Another engine was granted the lock that this one holds.
     **{(state, ev.OtherGranted): KILLED for state in HOLDING},
     **{(state, ev.Failed): KILLED for state in State if state is not State.DEAD},
-    # A process may be seen dead before its fault report is read; `Reaped` waits for that.
+    # A death that a lifeline has announced is explained once the process is gone.
     (State.DEAD, ev.Failed): Row(State.DEAD, guard=_is_reaping),
     (State.DEAD, ev.Reaped): Row(
         State.DEAD, (Command.TELL_LOCK_SERVER,), then=_exit_or_relaunch, guard=_is_reaping

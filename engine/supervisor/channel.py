@@ -1,8 +1,7 @@
 """The socketpair to the backend, and our end of it: requests, replies, unsolicited messages.
 
 `BackendChannel` owns request ids, and does not know what a reply means. The surprising thing: the
-end of the channel is not a death, which pidfds report; but its end *after* the last death means
-that the backend's last messages have been read.
+end of the channel is not a death, which pidfds report.
 """
 
 from __future__ import annotations
@@ -41,7 +40,6 @@ class BackendChannel(Handler):
         self._ids = itertools.count(1)
         self._asked: dict[int, tuple[Message, type[Message], Callable[[Any], object]]] = {}
         self._conn: Connection | None = None
-        self.is_closed = True
 
     def open(self) -> socket.socket:
         """Make the channel; the result is the backend's end, which the caller owns.
@@ -55,8 +53,12 @@ class BackendChannel(Handler):
             undo.callback(theirs.close)
             self._conn = Connection(ours, CHANNEL, self)
             undo.pop_all()
-        self.is_closed = False
         return theirs
+
+    def close(self) -> None:
+        """Hear nothing more from a backend that is gone."""
+        if self._conn is not None:
+            self._conn.close("the backend is gone")
 
     def ask(
         self,
@@ -90,5 +92,4 @@ class BackendChannel(Handler):
             asked[2](message)
 
     def closed(self, conn: Connection, reason: str) -> None:
-        self.is_closed = True
         self._on_closed(reason)

@@ -92,7 +92,7 @@ class Control(Handler):
                     message.rank, message.identity, message.place or ""
                 )
                 conn.send(msg.OkMsg(), request_id)
-            case msg.BrokenMsg():
+            case msg.FaultReportMsg():
                 self._named(message.incarnation).broken(message)
                 conn.send(msg.OkMsg(), request_id)
             case msg.SetGoalMsg():

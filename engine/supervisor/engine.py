@@ -246,7 +246,7 @@ class Engine(EngineHub):
         self.incarnation.start()
 
     def _gone(self) -> None:
-        """The last process is reaped and the last message read."""
+        """The last process is reaped."""
         gone, now, history = self._running, self.lifecycle.now, self.history
         self.incarnation, self.last_fault, self.machine_fault = None, gone.fault, gone.machine_fault
         self.cancel("budget")
@@ -359,7 +359,7 @@ class HealthWatch:
         if not self._is_over:
             self._on_answer(healthy)
             now_ms = self._clock.now_ms()
-            self._go_on(self._health.answered(now_ms, healthy.in_flight, healthy.progress))
+            self._go_on(self._health.answered(now_ms, healthy.in_flight, self._look()))
 
     def _canary_done(self, ok: bool, detail: str) -> None:
         if not self._is_over:

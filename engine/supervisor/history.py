@@ -29,7 +29,7 @@ DEATHS_SHOWN = 10
 # A grant that took longer than this was another engine's before; an uncontended one takes a
 # millisecond or two.
 CONTENDED_MS = 1_000
-NOTHING_HEARD = HealthyMsg(in_flight=0, progress=0)
+NOTHING_HEARD = HealthyMsg(in_flight=0)
 
 
 class History:

@@ -4,9 +4,7 @@ what its backend is asked: the wake, the drain, the rest, and where the weights 
 Owns the translation between what a backend reports and does and the events of the lifecycle, and
 what must be true of its answers (docs/lock.md, H15 and H18): a standby's processes hold the
 witness, between waking and serving all of them hold the serving file, and after a sleep none does.
-Must not know in which state the engine is. It is over once its last process is reaped *and* the end
-of the channel has been read: a backend's fault report (a checkpoint is broken) often arrives a
-moment after its death has been seen.
+Must not know in which state the engine is. It is over once its last process is reaped.
 
 A sleep is complete when the *file* is free, not when the backend says so. A helper that is being
 forked shares the descriptor for a moment, so a look that finds it held is repeated until the budget
@@ -107,9 +105,8 @@ class Incarnation:
         self._hub, self._settings = hub, hub.settings
         self._temporary, self._failures = temporary, failures
         self._on_gone, self._on_loader = on_gone, on_loader
-        self._is_over = False
         self._loads: dict[int, LoadReply] = {}
-        self.tree = Tree(self._dying, self._died, self._settle)
+        self.tree = Tree(self._dying, self._died, self._gone)
         self.channel = BackendChannel(
             on_message=self._received,
             on_fault=functools.partial(self._fail, "backend_fault"),
@@ -213,18 +210,16 @@ class Incarnation:
     def _channel_closed(self, reason: str) -> None:
         text = f"the channel to the backend was closed: {reason}"
         self._hub.log.record("engine.channel", text, "debug", {"incarnation": self.id})
-        self._settle()
 
-    def _settle(self) -> None:
-        if self.tree.is_gone and self.channel.is_closed and not self._is_over:
-            self._is_over = True
-            if self._settings.is_remote and self.witness_path is not None:
-                with contextlib.suppress(OSError):  # then the next supervisor does
-                    witness.discard(self.witness_path, *self.witness_id)  # no server here will
-            self._hub.cancel("look")
-            self._stop_placing()
-            self._on_gone()
-            self.progress.close()
+    def _gone(self) -> None:
+        self.channel.close()
+        if self._settings.is_remote and self.witness_path is not None:
+            with contextlib.suppress(OSError):  # then the next supervisor does
+                witness.discard(self.witness_path, *self.witness_id)  # no server here will
+        self._hub.cancel("look")
+        self._stop_placing()
+        self._on_gone()
+        self.progress.close()
 
     def _fail(self, cause: str, text: str, is_machine: bool) -> None:
         self.machine_fault = text if is_machine else self.machine_fault
@@ -237,8 +232,6 @@ class Incarnation:
             case messages.PreparedMsg():
                 self.prepared = message
                 self._judge(self._look_prepared)
-            case messages.FaultReportMsg():
-                self.broken(message)
             case _:
                 text = f"the backend sent {message.TYPE} without a request"
                 self._hub.post(Failed("backend_fault", text))

@@ -116,15 +116,19 @@ def obey(member: process.BackendProcess, fd: int) -> None:
 
 class Backend:
     def __init__(
-        self, switches: argparse.Namespace, channel: BlockingClient, serving: Serving
+        self,
+        switches: argparse.Namespace,
+        channel: BlockingClient,
+        serving: Serving,
+        page: ProgressPage,
     ) -> None:
         self.switches = switches
+        self.page = page
         self.channel = channel
         self.residence = serving
         self.listener: socket.socket | None = None
         self.token = 0
         self.serving = False
-        self.served = 0
 
     def run(self) -> None:
         while True:
@@ -179,9 +183,9 @@ class Backend:
                 return m.ServingMsg()
             case m.HealthMsg():
                 hung = os.path.exists(switches.hang_generation_if)
-                is_still = hung or self.is_private  # there it is idle
-                progress = self.served if is_still else time.monotonic_ns()
-                return m.HealthyMsg(in_flight=int(hung), progress=progress)
+                if not (hung or self.is_private):  # there it is idle
+                    self.page.count += 1
+                return m.HealthyMsg(in_flight=int(hung))
             case m.DrainMsg(resume=resume):
                 self.serving = False
                 if self.listener is not None:
@@ -277,15 +281,14 @@ def main() -> None:
         os._exit(13)
     member = process.enter("http")
     channel = BlockingClient.from_socket(process.take_channel(), m.CHANNEL)
+    page = ProgressPage.take()
     if switches.advance:
-        page = ProgressPage.take()
         threading.Thread(
             target=advance, args=(page, switches.hang_generation_if), daemon=True
         ).start()
     if switches.fault:
-        channel.notify(
-            m.FaultReportMsg("fake.fault", switches.fault, switches.permanent, exit_code=2)
-        )
+        how = switches.fault, switches.permanent, 2
+        member.control.request(m.FaultReportMsg(member.incarnation, "fake.fault", *how))
         os._exit(1)
     serving = Serving(member, switches)
     if switches.rest and switches.grandchild:
@@ -312,7 +315,7 @@ def main() -> None:
         )
     )
     with contextlib.suppress(UnreachableError):
-        Backend(switches, channel, serving).run()
+        Backend(switches, channel, serving, page).run()
     del kept
 
 

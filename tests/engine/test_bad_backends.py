@@ -34,8 +34,7 @@ HASTY = ("--answer-ms", "200", "--hang-ms", "300", "--hang-alone-ms", "300")
 def test_bad_backend_dies_and_is_launched_again(pod, lock, switches, flags, cause, words):
     """Each fault ends the incarnation with its cause, the tree is gone, the next one begins."""
     engine = pod.engine("e-0", *switches, flags=(*QUICK, *flags))
-    # A death may be seen before the fault report is read: both belong to the same death.
-    engine.until_death(words, cause, "child_exit")
+    engine.until_death(words, cause)
     until(lambda: engine.status()["engine"]["number"] >= 2, "the relaunch")
 
 

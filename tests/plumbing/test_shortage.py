@@ -23,12 +23,12 @@ def raised(number: int, error: UnderstudyError) -> UnderstudyError:
 def test_disk_is_seen_behind_an_error_and_by_the_peer_who_hears_of_it(number: int):
     error = raised(number, UsageError("x.unreadable", "cannot read it"))
     assert is_disk_fault(error)
-    report = fault_report(error)
+    report = fault_report(error, "e")
     assert (report.is_machine, report.permanent) == (True, False)
     sent = fault_of(error)
     heard = RemoteError(sent.code, sent.message, **sent.details)
     assert is_disk_fault(heard)
-    assert fault_report(heard).is_machine
+    assert fault_report(heard, "e").is_machine
 
 
 def test_other_errors_are_no_disks():
@@ -36,7 +36,7 @@ def test_other_errors_are_no_disks():
     assert not is_disk_fault(raised(errno.ENOENT, UnderstudyError("x.missing", "it is gone")))
     memory = UnderstudyError("gms.device_full", "no memory", disk=False)
     assert not is_disk_fault(raised(errno.ENOSPC, memory))
-    assert fault_report(UsageError("x.bad", "no")).permanent
+    assert fault_report(UsageError("x.bad", "no"), "e").permanent
     own = OSError(errno.ENOENT, "gone")
     own.__cause__ = own
     assert not is_disk_fault(own)

@@ -18,7 +18,7 @@ import pytest
 from engine.backends.vllm import contracts, membership
 from engine.backends.vllm.api import backend as backend_module
 from engine.backends.vllm.api import kept_memory
-from engine.backends.vllm.api.backend import StepCounter, VllmBackend, generate_one
+from engine.backends.vllm.api.backend import VllmBackend, generate_one
 from engine.backends.vllm.api.features import Features
 from engine.backends.vllm.api.kept_memory import KeptMemory, KvChoice
 from engine.backends.vllm.resume.answer import Continuing
@@ -50,7 +50,7 @@ class World:
     def made(self, *more: Any, **named: Any) -> VllmBackend:
         front: Any = FakeFront(self.engine)
         engine: Any = self.engine
-        self.backend = VllmBackend(engine, front, StepCounter(), *more, **named)
+        self.backend = VllmBackend(engine, front, *more, **named)
         return self.backend
 
     async def wake(self, token: int) -> WokenMsg:
@@ -346,7 +346,7 @@ PLACE = "understudy_place_weights"
 def make_worker(ours: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[str]]:
     """Our worker of rank 1 with `ours` for weights, and the reasons that it reports."""
     reported: list[str] = []
-    member = SimpleNamespace(report=lambda error: reported.append(error.code))
+    member = SimpleNamespace(report=lambda error: reported.append(error.code), seat=None)
     monkeypatch.setattr(membership, "_member", member)
     monkeypatch.setattr(weights, "_of_this_process", ours)
     found = object.__new__(ParkingWorker)

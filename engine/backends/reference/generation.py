@@ -207,8 +207,6 @@ class Generator:
         self._waiting: dict[int, TokenRequest] = {}  # in order of arrival
         self._running: deque[_Sequence] = deque()  # the next one first
         self._is_news_turn = False
-        self.progress = 0
-        """Units of work, also of what is only computed again: what "not hung" means."""
 
     @property
     def has_work(self) -> bool:
@@ -243,7 +241,6 @@ class Generator:
         tokens, samples = sequence.unit()
         logits = self._decoder.forward(self._cache, sequence.slot, tokens, sequence.position)
         sequence.position += len(tokens)
-        self.progress += 1
         if prefixes is not None:
             prefixes.computed(request.number, tokens)
         if not samples:

@@ -67,15 +67,15 @@ def main() -> int:
             parse(sys.argv[1:])
         sock = process.take_channel()
         page = ProgressPage.take()
+        member = process.enter("model")
     except UnderstudyError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code
     try:
-        member = process.enter("model")
         settings, names = parse(sys.argv[1:])
         raise_fd_limit()
     except UnderstudyError as error:
-        return process.end_early(sock, process.fault_report(error))
+        member.end(error)
     os.environ |= dict.fromkeys(THREAD_VARIABLES, "1")
     # When imported, aiohttp reads all certificates that a client might need: 30 ms for nothing.
     os.environ["SSL_CERT_FILE"] = os.devnull

@@ -18,10 +18,9 @@ from typing import TypeVar
 
 from msgspec.structs import replace
 
-from engine.backends.process import ProgressPage, fault_report
+from engine.backends.process import ProgressPage
 from engine.backends.reference.generation import Generator, NewToken, TokenRequest
 from engine.backends.reference.rank import Rank
-from engine.messages import FaultReportMsg
 from plumbing.errors import UnderstudyError
 
 T = TypeVar("T")
@@ -38,7 +37,7 @@ class ModelLoop:
         self,
         rank: Rank,
         slots: int,
-        on_failed: Callable[[FaultReportMsg], object],
+        on_failed: Callable[[Exception], object],
         page: ProgressPage | None = None,
     ) -> None:
         """`slots`: requests that are generated at once. `on_failed` gets why the model failed."""
@@ -52,11 +51,6 @@ class ModelLoop:
     def in_flight(self) -> int:
         """Requests that the model has not finished."""
         return len(self._unfinished)
-
-    @property
-    def progress(self) -> int:
-        """Tokens made, and steps of prefill."""
-        return self._page.count
 
     @property
     def published(self) -> int:
@@ -73,7 +67,7 @@ class ModelLoop:
         try:
             return work(self._rank)
         except Exception as error:
-            self._on_failed(fault_report(error))
+            self._on_failed(error)
             raise
 
     @contextmanager
@@ -117,7 +111,7 @@ class ModelLoop:
     def _step(self) -> None:
         self._turn = None
         made = self.call(lambda rank: self._generator.step())
-        self._page.count = self._generator.progress
+        self._page.count += 1
         if self._rank.kept is not None:
             self._rank.kept.writer.stepped()
         if made is not None:

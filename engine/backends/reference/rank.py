@@ -71,7 +71,6 @@ class Rank:
         self.generator: Generator | None = None
         self.kept: KeptPools | None = None
         self._queue = process.queue_page()
-        self._progress = 0  # before the last sleep: it only ever grows
         reader, identity = map_weights(checkpoint, member)
         self._decoder = Decoder(config, weights_from(config, reader.view), peers)
         scratch_bytes = KVCache.bytes_needed(config, 1, SCRATCH_CONTEXT)
@@ -149,7 +148,6 @@ class Rank:
         prefixes = PrefixCache(store, size.blocks, kept.writer, kept.adopted)
         interval_s = settings.token_interval_ms / 1000
         self.generator = Generator(self._decoder, cache, prefixes, self._queue, interval_s)
-        self.generator.progress = self._progress
         return WokenMsg("gms", len(kept.adopted), kept.why_empty)
 
     def _keep(self, claim: KvClaim, lease: KvLease) -> KeptPools:
@@ -172,10 +170,8 @@ class Rank:
             UnderstudyError: as `KvLease.give_up`.
         """
         memory, kept, resident_bytes = self._memory, self.kept, 0
-        if self.generator is not None:
-            if self.generator.has_work:
-                raise InvariantError("asked for its KV memory while requests use it")
-            self._progress = self.generator.progress
+        if self.generator is not None and self.generator.has_work:
+            raise InvariantError("asked for its KV memory while requests use it")
         self._memory = self.kept = self._blocks = self.generator = None
         self._caches.pop(SERVING, None)
         if kept is not None:
@@ -230,8 +226,6 @@ class Rank:
     def rehearse(self, *, is_on: bool) -> None:
         """Before the first wake, take requests over the scratch memory, one at a time, or no more.
         Of rank 0 alone."""
-        if self.generator is not None:
-            self._progress = self.generator.progress
         self.generator = Generator(self._decoder, self._caches[SCRATCH]) if is_on else None
 
     def distrust(self) -> bool:

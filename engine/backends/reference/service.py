@@ -11,7 +11,6 @@ import socket
 
 from aiohttp import http_exceptions, web
 
-from engine.backends import process
 from engine.backends.channel import POLL_S, Channel, is_private, until_done
 from engine.backends.process import BackendProcess, ProgressPage
 from engine.backends.reference.application import ServedModel, continuation_id, make_app
@@ -64,13 +63,13 @@ async def serve(
     try:
         rank = Rank(settings, member, peers)
         ready, tokenizer = rank.ready, Tokenizer.load(settings.directory)
-        model = ModelLoop(rank, settings.slots, channel.end, page)
+        model = ModelLoop(rank, settings.slots, member.end, page)
         served = ServedModel(names, tokenizer, model, ready, member.engine)
         served.continuation_id = continuation_id(settings.directory, names[0], ready)
         backend = ReferenceBackend(served, member.seat)
         await backend.prepare()
     except Exception as error:
-        channel.end(process.fault_report(error))
+        member.end(error)
     prepared = PreparedMsg(
         ready.weights_bytes,
         ready.kv_bytes,
@@ -145,7 +144,6 @@ class ReferenceBackend:
         served, model = self._served, self._model
         return HealthyMsg(
             in_flight=model.in_flight,
-            progress=model.progress,
             rejected=served.rejected,
             replayed=served.replayed,
             published_blocks=model.published,

@@ -27,8 +27,8 @@ def make() -> GenerationHealth:
 
 
 def run(health: GenerationHealth, until_ms: float, state, *, canary_passes: bool):
-    """`state(now)` is in_flight and progress; canaries pass at once, or are silent for ever. The
-    time and the words of a verdict."""
+    """`state(now)` is in_flight; canaries pass at once, or are silent for ever. The time and the
+    words of a verdict."""
     now = 0.0
     while now <= until_ms:
         actions = health.tick(now)
@@ -37,7 +37,7 @@ def run(health: GenerationHealth, until_ms: float, state, *, canary_passes: bool
         for action in actions:
             verdict = None
             if action is Action.ASK:
-                verdict = health.answered(now, *state(now))
+                verdict = health.answered(now, state(now))
             elif canary_passes:
                 verdict = health.canary_done(now, ok=True, detail="")
             if verdict is not None:
@@ -51,7 +51,7 @@ def test_idle_canary_that_fails_or_hangs():
     health = make()
     verdict = health.canary_done(5, ok=False, detail="token 7 is 8")
     assert verdict == "the idle canary failed: token 7 is 8"
-    verdict = run(make(), 40_000, lambda now: (0, 7), canary_passes=False)
+    verdict = run(make(), 40_000, lambda now: 0, canary_passes=False)
     assert verdict is not None
     assert 33_000 <= verdict[0] <= 33_500
     assert verdict[1] == "the idle canary made no token in 3 s (budget 3 s)"
@@ -62,10 +62,10 @@ def test_supervisor_that_did_not_run_blames_no_backend():
     real silence after it is a verdict as ever."""
     health = make()
     assert health.tick(0) == [Action.ASK]
-    assert health.answered(1, 2, 7) is None
+    assert health.answered(1, 2) is None
     assert health.tick(500) == [Action.ASK]
     assert health.tick(60_000) == []  # the open question is given its time again
-    assert health.answered(60_001, 2, 7) is None  # no token, but none could be seen
+    assert health.answered(60_001, 2) is None  # no token, but none could be seen
     assert health.tick(60_001) == [Action.ASK]
     for now in range(60_500, 63_001, 500):
         assert health.tick(now) == []
@@ -76,25 +76,25 @@ def test_answer_unread_while_the_supervisor_was_stopped_is_no_hang():
     """The answer is read before the late timer fires: the same gap, the same grace."""
     health = make()
     assert health.tick(0) == [Action.ASK]
-    assert health.answered(1, 2, 7) is None
+    assert health.answered(1, 2) is None
     assert health.tick(500) == [Action.ASK]
-    assert health.answered(60_000, 2, 7) is None
+    assert health.answered(60_000, 2) is None
 
 
 def test_requests_that_come_and_go_do_not_put_off_the_canary():
     """A request that nothing came of goes: a canary runs at that look, and its passing is proof."""
     health = make()
     assert health.tick(0) == [Action.ASK]
-    assert health.answered(0, 0, 7) is None
+    assert health.answered(0, 0) is None
     assert health.tick(500) == [Action.ASK]
-    assert health.answered(500, 1, 7) is None
+    assert health.answered(500, 1) is None
     assert health.tick(1000) == [Action.ASK]
-    assert health.answered(1000, 0, 7) is None
+    assert health.answered(1000, 0) is None
     assert health.next_ms() == 1000
     assert health.tick(1000) == [Action.CANARY]
     assert health.canary_done(1010, ok=True, detail="") is None
     assert health.tick(1500) == [Action.ASK]
-    assert health.answered(1500, 0, 7) is None
+    assert health.answered(1500, 0) is None
     assert health.tick(1500) == []
 
 
@@ -104,13 +104,13 @@ def test_canary_has_hang_ms_of_its_own():
     health = make()
     for now in (0, 500, 1000, 1500, 2000, 2500):
         assert health.tick(now) == [Action.ASK]
-        assert health.answered(now, int(0 < now < 2500), 7) is None
+        assert health.answered(now, int(0 < now < 2500)) is None
     assert health.tick(2500) == [Action.CANARY]
     for now in range(3000, 5500, 500):
         assert health.tick(now) == [Action.ASK]
-        assert health.answered(now, 1, 7) is None
+        assert health.answered(now, 1) is None
     assert health.tick(5500) == [Action.ASK]
-    assert isinstance(health.answered(5500, 1, 7), str)
+    assert isinstance(health.answered(5500, 1), str)
 
 
 # ---------------------------------------------------------------------- progress is life
@@ -171,9 +171,9 @@ def test_alone_only_the_long_budget_counts():
     health = make()
     for now in range(0, 30_000, 500):
         assert look(health, now, Signs(has_standby=False)) is None
-        assert health.answered(now, 1, 7) is None
+        assert health.answered(now, 1, Signs(has_standby=False)) is None
     assert look(health, 30_000, Signs(has_standby=False)) is None
-    found = health.answered(30_000, 1, 7)
+    found = health.answered(30_000, 1, Signs(has_standby=False))
     assert found is not None
     assert found.startswith("1 request in flight and no token in 30 s")
 
@@ -211,7 +211,7 @@ def test_verdict_never_comes_within_the_budget(steps):
         signs = Signs(progress, pressure, has_standby)
         found = health.tick(now, signs)
         if not isinstance(found, str) and has_answered:
-            found = health.answered(now, in_flight, 0)
+            found = health.answered(now, in_flight, signs)
         if isinstance(found, str):
             patience = Patience(hang_ms=3000, hang_alone_ms=30_000)
             assert now - moved_ms >= patience.budget_ms(signs) >= 3000

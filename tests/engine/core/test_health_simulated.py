@@ -176,10 +176,8 @@ class Simulation:
     def __init__(
         self, seed: int, pattern: str, hangs_ms: float = math.inf, answer_ms: float = LAG_MS
     ) -> None:
-        """`answer_ms`: the longest way of a question and its answer. Where it is more than usual,
-        the page shows progress; otherwise it sometimes does."""
+        """`answer_ms`: the longest way of a question and its answer."""
         self.rng = random.Random(seed)
-        self.shows_progress = answer_ms > LAG_MS or self.rng.random() < 0.5
         self._way_ms = answer_ms / 2
         self.world = World()
         self.hangs_ms = hangs_ms
@@ -200,7 +198,7 @@ class Simulation:
         HealthWatch(
             self,
             self,
-            lambda: Signs(self.engine.progress if self.shows_progress else 0),
+            lambda: Signs(self.engine.progress),
             lambda healthy: None,
         )
 
@@ -229,7 +227,7 @@ class Simulation:
 
     def ask(self, message: object, reply: type, answered: Callable[[HealthyMsg], None]) -> None:
         def look() -> None:
-            healthy = HealthyMsg(self.engine.in_flight, self.engine.progress)
+            healthy = HealthyMsg(self.engine.in_flight)
             if self.seen_ms is None and healthy.in_flight and self.world.now >= self.hangs_ms:
                 self.seen_ms = self.world.now
             back_ms = self.world.now + self.rng.uniform(0, self._way_ms)

@@ -175,7 +175,7 @@ def test_a_file_that_the_disk_does_not_give_is_not_called_broken(read):
     with pytest.raises(UnderstudyError) as caught:
         read("/proc/self/mem")
     assert caught.value.code == "model.unreadable"
-    report = fault_report(caught.value)
+    report = fault_report(caught.value, "e-0-1")
     assert (report.is_machine, report.permanent) == (True, False)
 
 

@@ -72,7 +72,7 @@ async def serve(model: str, path: str, flags: list[str]) -> None:
     made = make_engine(parsed, steps)
     front = await Front.start(made.engine, args, private)
     found = made.find_continuing
-    backend = VllmBackend(made.engine, front, steps, made.features, find_continuing=found)
+    backend = VllmBackend(made.engine, front, made.features, find_continuing=found)
     prepared = await backend.prepare()
     if not prepared.continuation:
         raise SystemExit("; ".join(prepared.warnings))

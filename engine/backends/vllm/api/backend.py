@@ -94,7 +94,6 @@ class VllmBackend:
         self,
         engine: AsyncLLM,
         front: Front,
-        steps: StepCounter,
         features: Features | None = None,
         kv: KeptMemory | None = None,
         seat: serving.ServingSeat | None = None,
@@ -105,7 +104,7 @@ class VllmBackend:
         """`find_continuing` tells from the identity of the weights who may continue its streams.
         `is_tested`: only what the self-test proves is done."""
         self.is_parked = False  # ready to be woken, and idle until then
-        self._engine, self._front, self._steps = engine, front, steps
+        self._engine, self._front = engine, front
         self._features = features or Features()
         self._find_continuing, self._continuing = find_continuing, Continuing()
         self._kv = kv or KeptMemory(OWN_MEMORY)
@@ -227,7 +226,6 @@ class VllmBackend:
     def health(self) -> HealthyMsg:
         return HealthyMsg(
             in_flight=self._in_flight,
-            progress=self._steps.count,
             published_blocks=self._kv.published,
             kept_blocks=self._kv.kept,
         )
@@ -438,10 +436,6 @@ class StepCounter(StatLoggerBase):
 
     def __init__(self, page: ProgressPage | None = None) -> None:
         self._page = page or ProgressPage()
-
-    @property
-    def count(self) -> int:
-        return self._page.count
 
     def factory(self, vllm_config: Any, engine_index: int = 0) -> StepCounter:
         """`AsyncLLM` calls this to make its loggers; it gets this one."""

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from msgspec import structs
 
 from engine.backends import process
-from engine.backends.process import ProgressPage
+from engine.backends.process import BackendProcess, ProgressPage
 from engine.backends.registry import asks_for_help
 from engine.backends.vllm import process_tuning
 from plumbing.errors import UnderstudyError, UsageError
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
     from engine.backends.vllm.api.arguments import ServeArguments
     from engine.backends.vllm.api.features import Features
-    from lockserver.client import serving
 
 logger = logging.getLogger(__name__)
 
@@ -64,11 +63,11 @@ def main() -> int:
     try:
         sock = process.take_channel()
         page = ProgressPage.take()
+        member = process.enter(NAME)
     except UnderstudyError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code
     try:
-        seat = process.enter(NAME).seat
         # Python 3.11 to 3.13 unblocks SIGTERM and SIGINT in the thread that starts this helper, and
         # vLLM's processes would inherit that.
         with blocked_in_children():
@@ -84,17 +83,14 @@ def main() -> int:
         parsed = arguments.parse(sys.argv[1:])
         _fit_cpu(parsed.vllm.tensor_parallel_size)
     except Exception as error:
-        return process.end_early(sock, process.fault_report(error))
+        member.end(error)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_run(parsed, sock, page, seat))
+        runner.run(_run(parsed, sock, page, member))
     raise AssertionError("the backend returned while the process lives")
 
 
 async def _run(
-    parsed: ServeArguments,
-    sock: socket.socket,
-    page: ProgressPage,
-    seat: serving.ServingSeat | None,
+    parsed: ServeArguments, sock: socket.socket, page: ProgressPage, member: BackendProcess
 ) -> None:
     from engine.backends.channel import Channel
 
@@ -113,10 +109,9 @@ async def _run(
         backend = VllmBackend(
             made.engine,
             front,
-            steps,
             made.features,
             KeptMemory(parsed.kv),
-            seat,
+            member.seat,
             made.find_continuing,
             is_tested=made.is_tested,
         )
@@ -125,9 +120,9 @@ async def _run(
         for warning in warnings:
             logger.warning("%s", warning)
         channel.prepared(backend, structs.replace(prepared, warnings=warnings))
-        await backend.watch(lambda error: channel.end(process.fault_report(error)))
+        await backend.watch(member.end)
     except Exception as error:
-        channel.end(process.fault_report(error))
+        member.end(error)
 
 
 class _Made(NamedTuple):
