@@ -12,7 +12,7 @@ import pytest
 from engine import messages as msg
 from engine.backends import process
 from engine.backends.channel import Channel, until_done
-from engine.supervisor.channel import BackendChannel
+from engine.supervisor.incarnation import BackendChannel
 from plumbing.errors import UnderstudyError
 from plumbing.wire.blocking import BlockingClient
 from plumbing.wire.fds import OwnedFd

@@ -20,8 +20,7 @@ import msgspec
 from msgspec.structs import replace
 
 from engine.backends import process
-from engine.backends.kept_pools import KeptPools
-from engine.backends.memory_session import KeptWeights, borrow, host_device
+from engine.backends.memory_session import KeptPools, KeptWeights, borrow, host_device
 from engine.backends.process import BackendProcess
 from engine.backends.process_memory import DEADLINE_S
 from engine.backends.reference.checkpoint import map_weights, open_checkpoint

@@ -7,18 +7,18 @@ tokens, so text is held back until no later token can change it.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import tokenizers
+from tokenizers.decoders import DecodeStream
 
 from engine.backends.reference.completions import ChatMessage, Usage
 from engine.backends.reference.config import ASSISTANT_TURN, BOS, CHAT_SPECIALS, END_OF_TURN
 from engine.backends.reference.generation import FinishReason, TokenRequest, finish_reason
 from engine.backends.shards import read_file
 from plumbing.errors import UsageError
-
-UNFINISHED = "\ufffd"  # how a decoder shows bytes that are not (yet) a character
 
 
 class Tokenizer:
@@ -51,6 +51,10 @@ class Tokenizer:
         """Text of the tokens, special ones left out."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
+    def stream(self) -> Callable[[int], str | None]:
+        """A function from each token in turn to the text that it settles, if any."""
+        return partial(DecodeStream(skip_special_tokens=True).step, self._tokenizer)
+
     def render_chat(self, messages: Sequence[ChatMessage]) -> str:
         """The prompt of a chat by the one template of this backend, the random model's; encode it
         with `special=False`.
@@ -69,42 +73,24 @@ class Tokenizer:
 
 
 class TextStream:
-    """Tokens in, text out, never half a character.
-
-    Decodes a window: `_window[:_known]` is there for context only (some tokenizers strip the space
-    before the first token) and its text was sent. The window restarts where the text is whole.
-    """
+    """Tokens in, text out, never half a character."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._window: list[int] = []
-        self._known = 0
-        self._sent = 0  # characters of the window's text that were sent
+        self._stream = tokenizer.stream()
+        self._tokens: list[int] = []
+        self._sent = 0  # characters of their text
 
     def push(self, token: int) -> str:
         """The text that `token` settles; often "" and sometimes more than one token's."""
-        self._window.append(token)
-        text = self._tokenizer.decode(self._window)
-        if text.endswith(UNFINISHED):
-            # Later tokens may complete it. Byte-level decoders show one such sign for the bytes so
-            # far, byte-fallback ones one for each byte, and then also for whole characters before.
-            return self._send(text, len(text.rstrip(UNFINISHED)))
-        new = self._send(text, len(text))
-        if new:
-            self._window = self._window[self._known :]
-            self._known = len(self._window)
-            self._sent = len(self._tokenizer.decode(self._window))
-        return new
+        self._tokens.append(token)
+        text = self._stream(token) or ""
+        self._sent += len(text)
+        return text
 
     def finish(self) -> str:
         """The text held back, now that no token follows."""
-        text = self._tokenizer.decode(self._window)
-        return self._send(text, len(text))
-
-    def _send(self, text: str, end: int) -> str:
-        new = text[self._sent : end]
-        self._sent = max(self._sent, end)
-        return new
+        return self._tokenizer.decode(self._tokens)[self._sent :]
 
 
 class StopStrings:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from engine.backends.kept_pools import KeptPools
+from engine.backends.memory_session import KeptPools
 from engine.backends.reference.decoder import Decoder, KVCache
 from engine.backends.reference.generation import Generator, SamplingParams, TokenRequest
 from engine.backends.reference.kv_blocks import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from engine.backends.kept_pools import KeptPools
+from engine.backends.memory_session import KeptPools
 from engine.backends.reference.checkpoint import open_checkpoint
 from engine.backends.reference.decoder import Decoder, KVCache, weights_from
 from engine.backends.reference.generation import Generator, SamplingParams, TokenRequest

@@ -21,8 +21,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 
-from engine.backends.kept_pools import KeptPools
-from engine.backends.memory_session import borrow
+from engine.backends.memory_session import KeptPools, borrow
 from engine.backends.vllm.kv.block_pool import KeptBlockPool, problem_with_groups
 from engine.backends.vllm.membership import Answer, answering
 from engine.kv.layout import IndexHeader

@@ -24,8 +24,7 @@ from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 from vllm.v1.worker.gpu_worker import Worker as StockGPUWorker
 
 from engine.backends import process_memory
-from engine.backends.kept_pools import page_of
-from engine.backends.memory_session import borrow
+from engine.backends.memory_session import borrow, page_of
 from engine.backends.process_memory import check_can_ever_fit
 from engine.backends.shards import digest_of
 from engine.backends.vllm import membership
